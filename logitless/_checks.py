@@ -1,0 +1,179 @@
+"""All validation and its wording: `<argument> must <rule>, got <value>.`
+
+Everything here looks at shapes, dtypes and Python numbers, except `ids_in_range`, which reads values
+and so runs only where reading costs no synchronisation: on a CPU, or when LOGITLESS_CHECK=1 asks.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+LOGIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def one_of(name: str, value: object, legal: Sequence[str]) -> None:
+    if value not in legal:
+        listed = ", ".join(repr(choice) for choice in legal)
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}.")
+
+
+def logits(x: object, name: str = "logits") -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
+    if x.dtype not in LOGIT_DTYPES:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}.")
+    if x.dim() == 0:
+        raise ValueError(f"{name} must have a vocabulary as its last dimension, got shape ().")
+    if x.shape[-1] == 0:
+        raise ValueError(
+            f"{name} must have at least one column in its last dimension, got {_shape(x)}."
+        )
+
+
+def _shape(x: Tensor | Sequence[int]) -> str:
+    return str(tuple(x.shape if isinstance(x, Tensor) else x))
+
+
+def _same_device(name: str, t: Tensor, x: Tensor) -> None:
+    if t.device != x.device:
+        raise ValueError(f"{name} must be on {x.device} like logits, got {t.device}.")
+
+
+def _integer(name: str, t: object) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor of integers, got {type(t).__name__}.")
+    if t.is_floating_point() or t.is_complex() or t.dtype == torch.bool:
+        raise TypeError(f"{name} must hold integers, got {t.dtype}.")
+
+
+def _rows(name: str, t: Tensor, x: Tensor) -> None:
+    if t.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{name} must have shape {_shape(x.shape[:-1])} to match logits {_shape(x)}, "
+            f"got {_shape(t)}."
+        )
+    _same_device(name, t, x)
+
+
+def target(t: object, x: Tensor) -> None:
+    """One class a row."""
+    _integer("target", t)
+    _rows("target", t, x)
+
+
+def ids(t: object, x: Tensor) -> None:
+    """One id a row, (...), or K of them, (..., K)."""
+    _integer("ids", t)
+    if t.shape != x.shape[:-1] and t.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"ids must have shape {_shape(x.shape[:-1])} or {_shape(x.shape[:-1])[:-1]}"
+            f"{', ' if x.dim() > 2 else ' ' if x.dim() == 2 else ''}K) to match logits {_shape(x)}, "
+            f"got {_shape(t)}."
+        )
+    _same_device("ids", t, x)
+
+
+def ids_in_range(ids: Tensor, V: int, ignore_index: int | None) -> None:
+    """Raise on an id outside [0, V), naming its place; reads the values, so CPU or on request only."""
+    if ids.device.type != "cpu" and os.environ.get("LOGITLESS_CHECK", "0") in ("", "0"):
+        return
+    bad = (ids < 0) | (ids >= V)
+    if ignore_index is not None:
+        bad &= ids != ignore_index
+    if not bool(bad.any()):
+        return
+    name = "ids" if ignore_index is None else "target"
+    rule = f"be in [0, {V})" + ("" if ignore_index is None else f" or ignore_index ({ignore_index})")
+    place = tuple(bad.nonzero()[0].tolist())
+    where = place[0] if len(place) == 1 else place
+    raise IndexError(f"{name} must {rule}, got {int(ids[place])} at row {where}.")
+
+
+def temperature(t: object, x: Tensor) -> None:
+    if isinstance(t, Tensor):
+        if t.requires_grad:
+            raise ValueError("temperature must not require grad: it is taken as a constant.")
+        if not t.is_floating_point():
+            raise TypeError(f"temperature must be a floating-point tensor, got {t.dtype}.")
+        if t.dim() != 0:
+            _rows("temperature", t, x)
+    else:
+        _positive("temperature", t)
+
+
+def softcap(value: object) -> None:
+    if value is not None:
+        _positive("softcap", value)
+
+
+def _number(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+
+
+def _positive(name: str, value: object) -> None:
+    _number(name, value)
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"{name} must be positive and finite, got {value}.")
+
+
+def label_smoothing(value: object) -> None:
+    _number("label_smoothing", value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"label_smoothing must be in [0, 1], got {value}.")
+
+
+def z_loss(value: object) -> None:
+    _number("z_loss", value)
+    if not (value >= 0 and math.isfinite(value)):
+        raise ValueError(f"z_loss must be at least 0 and finite, got {value}.")
+
+
+def class_weight(t: object, x: Tensor, name: str = "weight") -> None:
+    if t is None:
+        return
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor of class weights, got {type(t).__name__}.")
+    if not t.is_floating_point():
+        raise TypeError(f"{name} must be a floating-point tensor, got {t.dtype}.")
+    if t.shape != x.shape[-1:]:
+        raise ValueError(
+            f"{name} must have shape {_shape(x.shape[-1:])} to match logits {_shape(x)}, got {_shape(t)}."
+        )
+    _same_device(name, t, x)
+
+
+def row_weight(t: object, x: Tensor) -> None:
+    if t is None:
+        return
+    if not isinstance(t, Tensor):
+        raise TypeError(f"row_weight must be a Tensor, got {type(t).__name__}.")
+    if t.is_complex():
+        raise TypeError(f"row_weight must be real, got {t.dtype}.")
+    _rows("row_weight", t, x)
+
+
+def ignore_index(value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"ignore_index must be an int, got {value!r}.")
+
+
+def overwritable(x: Tensor) -> None:
+    """inplace=True writes each element once: no two may share memory."""
+    if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+        raise ValueError(
+            f"logits must not be expanded for inplace=True, got strides {tuple(x.stride())}."
+        )
+
+
+def triton_can_run(x: Tensor) -> None:
+    if x.dtype == torch.float64:
+        raise TypeError("impl 'triton' must be given float16, bfloat16 or float32, got float64.")
+    if x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        raise RuntimeError(
+            "impl 'triton' must have a GPU tensor, or TRITON_INTERPRET=1 set, got a cpu tensor."
+        )

@@ -1,0 +1,168 @@
+"""Losses and scores: formulas over row statistics. Vocabulary is always the last dimension."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _checks
+from .overwrite import overwrite
+from .stats import Measured, measure, row_stats
+
+
+class Scores(NamedTuple):
+    """One pass over the logits: what RL, DPO and evaluation need of each token."""
+
+    logprob: Tensor  # (...)  log p[target]
+    entropy: Tensor  # (...)  -Σ p log p, in nats
+    lse: Tensor  # (...)      log Σ e^z
+    argmax: Tensor  # (...)   int64; -1 where ignored
+
+
+def logsumexp(
+    logits: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None
+) -> Tensor:
+    """log Σ e^z over the last dimension: (..., V) to (...), in fp32 (fp64 for fp64).
+
+    -inf for a row of -inf, with zero gradient; +inf where a logit is +inf.
+
+    >>> logsumexp(torch.tensor([[0.0, 0.0]]))
+    tensor([0.6931])
+    """
+    return row_stats(logits, temperature=temperature, softcap=softcap).lse
+
+
+def token_logprobs(
+    logits: Tensor, ids: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None
+) -> Tensor:
+    """log softmax(z)[ids]: ids (...) to (...), or K ids a row (..., K) to (..., K). Ids may repeat.
+
+    >>> token_logprobs(torch.zeros(1, 4), torch.tensor([2]))
+    tensor([-1.3863])
+    """
+    _checks.logits(logits)
+    _checks.ids(ids, logits)
+    return measure(logits, ids, temperature=temperature, softcap=softcap).logprob
+
+
+def entropy(
+    logits: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None
+) -> Tensor:
+    """Entropy of softmax(z) in nats, (..., V) to (...): log s - w / s, exact under any offset.
+
+    >>> entropy(torch.zeros(1, 4))
+    tensor([1.3863])
+    """
+    return row_stats(logits, temperature=temperature, softcap=softcap, entropy=True).entropy
+
+
+def score(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+) -> Scores:
+    """log p[target], entropy, logsumexp and argmax of each row (..., V), in one pass.
+
+    A row whose target is ignore_index is not read: its numbers are 0 and its argmax -1.
+
+    >>> new = score(logits, target).logprob
+    >>> ratio = (new - old).exp()  # PPO, GRPO
+    """
+    _checks.logits(logits)
+    _checks.target(target, logits)
+    _checks.ignore_index(ignore_index)
+    stats = measure(
+        logits, target, temperature=temperature, softcap=softcap, ignore_index=ignore_index,
+        entropy=True, argmax=True,
+    )  # fmt: skip
+    return Scores(stats.logprob, stats.entropy, stats.lse, stats.argmax)
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    row_weight: Tensor | None = None,
+    inplace: bool = False,
+) -> Tensor:
+    """Cross-entropy of softmax(z) against class ids: a scalar, or (...) for reduction="none".
+
+    Per row, with ε = label_smoothing and class weights v (1 without `weight`):
+
+        row_weight · [ (1-ε) v[target] (-log p[target]) + ε/V Σ_i v_i (-log p_i) + z_loss · lse² ]
+
+    "mean" divides the sum by the number of rows that count, or by Σ v[target] over them, as PyTorch
+    does. A row whose target is ignore_index is not read; its loss and gradient are 0, and if all are
+    ignored so is the mean. A target outside [0, V) raises on a CPU and makes its row NaN on a GPU
+    (LOGITLESS_CHECK=1 raises there too).
+
+    logits (..., V), target (...) of integers, weight (V,), row_weight (...). The loss is fp32 (fp64 for
+    fp64 logits) whatever the dtype of the logits.
+
+    inplace=True saves the memory of the gradient: it replaces the logits, at once. Autograd is told: a
+    graph that uses the logits raises in its backward, and so does a second backward. Without
+    gradients nothing is overwritten; under torch.compile, which plans memory itself, it changes nothing.
+
+    >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
+    tensor(1.3863)
+    """
+    _checks.logits(logits)
+    _checks.target(target, logits)
+    _checks.class_weight(weight, logits)
+    _checks.row_weight(row_weight, logits)
+    _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
+    _checks.label_smoothing(label_smoothing)
+    _checks.z_loss(z_loss)
+    _checks.ignore_index(ignore_index)
+    V = logits.shape[-1]
+
+    def formula(stats: Measured, row_weight: Tensor | None) -> Tensor:
+        of_class = None if weight is None else _class_weight(weight, target, V).to(stats.log_s.dtype)
+        loss = -stats.logprob
+        if of_class is not None:
+            loss = loss * of_class
+        if label_smoothing:
+            mass = V if weight is None else weight.to(loss.dtype).sum()
+            everyone = mass * stats.log_s + stats.deficit
+            loss = (1 - label_smoothing) * loss + label_smoothing / V * everyone
+        if z_loss:
+            loss = loss + z_loss * stats.lse.square()
+        if row_weight is not None:
+            loss = torch.where(target == ignore_index, 0.0, loss * row_weight.to(loss.dtype))
+        return _reduce(loss, target != ignore_index, of_class, reduction)
+
+    options = {
+        "temperature": temperature,
+        "softcap": softcap,
+        "weight": weight if label_smoothing else None,
+        "ignore_index": ignore_index,
+        "total": label_smoothing > 0,
+    }
+    if inplace:
+        return overwrite(logits, target, row_weight, formula, options)
+    return formula(measure(logits, target, **options), row_weight)
+
+
+def _class_weight(weight: Tensor, target: Tensor, V: int) -> Tensor:
+    """v[target], with any number for a target that is none (its row is 0 or NaN already)."""
+    return weight[target.clamp(0, V - 1).long()]
+
+
+def _reduce(loss: Tensor, live: Tensor, of_class: Tensor | None, reduction: str) -> Tensor:
+    """Rows to the result. "mean" is over the weight of the rows that count; of none, it is 0."""
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    mass = live.sum() if of_class is None else torch.where(live, of_class, 0.0).sum()
+    return loss.sum() / torch.where(mass == 0, 1, mass)

@@ -1,0 +1,134 @@
+"""The vocabularies people train with, at sizes that fill a GPU, against the fp64 oracle."""
+
+import oracle
+import pytest
+import torch
+from laws import assert_as_good_as_torch
+
+import logitless as ll
+from logitless.kernels import config
+
+VOCABULARIES = [32000, 50257, 128256, 151936, 262144]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def make(rows, V, dtype, scale=2.0):
+    x = torch.randn(rows, V, device="cuda", dtype=torch.float32).mul_(scale).to(dtype)
+    target = torch.randint(0, V, (rows,), device="cuda")
+    target[1 % rows] = -100
+    return x, target
+
+
+@pytest.mark.parametrize("V", VOCABULARIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, 600], ids=["few rows: split", "many rows"])
+class TestOracle:
+    def test_cross_entropy(self, V, dtype, rows):
+        x, target = make(rows, V, dtype)
+        assert_as_good_as_torch(
+            lambda x: ll.cross_entropy(x, target), lambda x: oracle.cross_entropy(x, target), x
+        )
+
+    def test_every_option(self, V, dtype, rows):
+        x, target = make(rows, V, dtype)
+        how = {
+            "weight": torch.rand(V, device="cuda") + 0.5,
+            "label_smoothing": 0.1,
+            "z_loss": 1e-4,
+            "softcap": 30.0,
+            "temperature": torch.rand(rows, device="cuda") + 0.5,
+            "row_weight": torch.rand(rows, device="cuda"),
+            "reduction": "none",
+        }
+        assert_as_good_as_torch(
+            lambda x: ll.cross_entropy(x, target, **how),
+            lambda x: oracle.cross_entropy(x, target, **how),
+            x,
+        )
+
+    def test_score(self, V, dtype, rows):
+        x, target = make(rows, V, dtype)
+        target = target.clamp(min=0)
+        assert torch.equal(x.gather(1, ll.score(x, target).argmax[:, None])[:, 0], x.amax(1))
+        for name, naive in {
+            "logprob": lambda x: oracle.token_logprobs(x, target),
+            "entropy": oracle.entropy,
+            "lse": oracle.logsumexp,
+        }.items():
+            assert_as_good_as_torch(
+                lambda x, name=name: getattr(ll.score(x, target), name), naive, x
+            )
+
+    def test_many_ids(self, V, dtype, rows):
+        x, _ = make(rows, V, dtype)
+        ids = torch.randint(0, V, (rows, 70), device="cuda")
+        ids[:, 5] = ids[:, 60]
+        assert_as_good_as_torch(
+            lambda x: ll.token_logprobs(x, ids), lambda x: oracle.token_logprobs(x, ids), x
+        )
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_more_than_2_31_elements(inplace):
+    """Bug 22: int32 offsets overflow past 2^31 elements."""
+    rows, V = 17000, 128256
+    assert rows * V > 2**31
+    x = torch.empty(rows, V, device="cuda", dtype=torch.bfloat16).normal_(0, 2)
+    target = torch.randint(0, V, (rows,), device="cuda")
+    last = x[-2:].double().requires_grad_()
+    want = torch.nn.functional.cross_entropy(last, target[-2:], reduction="none")
+    want.sum().backward()
+    leaf = x.requires_grad_()
+    loss = ll.cross_entropy(leaf, target, reduction="none", inplace=inplace)
+    loss.sum().backward()
+    torch.testing.assert_close(loss[-2:].double(), want.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(leaf.grad[-2:].double(), last.grad, rtol=1e-2, atol=1e-6)
+
+
+def test_more_rows_than_a_grid_dimension():
+    """Bug 22: 65,535 rows is the limit of the second grid dimension, not of ours."""
+    x, target = make(70000, 64, torch.float32)
+    want = oracle.cross_entropy(x.double(), target)
+    torch.testing.assert_close(ll.cross_entropy(x, target).double(), want, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 7, 64, 256])
+def test_splits_do_not_change_the_result(splits):
+    x, target = make(4, 128256, torch.float32)
+    want = ll.score(x.double(), target)
+    with config.override(splits=splits):
+        got = ll.score(x, target)
+    assert torch.equal(got.argmax, want.argmax)
+    for name in ("logprob", "entropy", "lse"):
+        torch.testing.assert_close(
+            getattr(got, name).double(), getattr(want, name), rtol=2e-6, atol=2e-6
+        )
+
+
+@pytest.mark.parametrize("rows", [2, 2048])
+def test_bitwise_repeatable(rows):
+    x, target = make(rows, 128256, torch.bfloat16)
+    x.requires_grad_()
+    runs = []
+    for _ in range(3):
+        loss = ll.cross_entropy(x, target, label_smoothing=0.1)
+        runs.append((loss.detach(), *torch.autograd.grad(loss, x)))
+    for loss, grad in runs[1:]:
+        assert torch.equal(loss, runs[0][0])
+        assert torch.equal(grad, runs[0][1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_unaligned_rows(dtype, offset):
+    """Rows that start anywhere: a view into a larger tensor, shifted logits, odd strides."""
+    big = torch.randn(4, 9, 5003, device="cuda").to(dtype)
+    x = big[:, :-1, offset : offset + 4097]
+    target = torch.randint(0, 4097, (4, 8), device="cuda")
+    before = big.clone()
+    assert_as_good_as_torch(
+        lambda x: ll.cross_entropy(x, target), lambda x: oracle.cross_entropy(x, target), x
+    )
+    leaf = x.detach().requires_grad_()
+    ll.cross_entropy(leaf, target).backward()
+    assert torch.equal(big, before)
