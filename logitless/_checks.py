@@ -1,12 +1,14 @@
 """All validation and its wording: `<argument> must <rule>, got <value>.`
 
-Everything here looks at shapes, dtypes and Python numbers, except `ids_in_range`, which reads values
-and so runs only where reading costs no synchronisation: on a CPU, or when LOGITLESS_CHECK=1 asks.
+Everything here looks at shapes, dtypes and Python numbers, except `ids_in_range`, which reads
+values and so runs only where reading costs no synchronisation: on a CPU, or when LOGITLESS_CHECK=1
+asks.
 """
 
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +17,13 @@ LOGIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
 
 
-def one_of(name: str, value: object, legal: Sequence[str]) -> None:
+def one_of(name: str, value: Any, legal: Sequence[str]) -> None:
     if value not in legal:
         listed = ", ".join(repr(choice) for choice in legal)
         raise ValueError(f"{name} must be one of {listed}, got {value!r}.")
 
 
-def logits(x: object, name: str = "logits") -> None:
+def logits(x: Any, name: str = "logits") -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
     if x.dtype not in LOGIT_DTYPES:
@@ -43,7 +45,7 @@ def _same_device(name: str, t: Tensor, x: Tensor) -> None:
         raise ValueError(f"{name} must be on {x.device} like logits, got {t.device}.")
 
 
-def _integer(name: str, t: object) -> None:
+def _integer(name: str, t: Any) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a Tensor of integers, got {type(t).__name__}.")
     if t.is_floating_point() or t.is_complex() or t.dtype == torch.bool:
@@ -59,26 +61,25 @@ def _rows(name: str, t: Tensor, x: Tensor) -> None:
     _same_device(name, t, x)
 
 
-def target(t: object, x: Tensor) -> None:
+def target(t: Any, x: Tensor) -> None:
     """One class a row."""
     _integer("target", t)
     _rows("target", t, x)
 
 
-def ids(t: object, x: Tensor) -> None:
+def ids(t: Any, x: Tensor) -> None:
     """One id a row, (...), or K of them, (..., K)."""
     _integer("ids", t)
     if t.shape != x.shape[:-1] and t.shape[:-1] != x.shape[:-1]:
+        one, several = _shape(x.shape[:-1]), ", ".join([*map(str, x.shape[:-1]), "K"])
         raise ValueError(
-            f"ids must have shape {_shape(x.shape[:-1])} or {_shape(x.shape[:-1])[:-1]}"
-            f"{', ' if x.dim() > 2 else ' ' if x.dim() == 2 else ''}K) to match logits {_shape(x)}, "
-            f"got {_shape(t)}."
+            f"ids must have shape {one} or ({several}) to match logits {_shape(x)}, got {_shape(t)}."
         )
     _same_device("ids", t, x)
 
 
 def ids_in_range(ids: Tensor, V: int, ignore_index: int | None) -> None:
-    """Raise on an id outside [0, V), naming its place; reads the values, so CPU or on request only."""
+    """Raise on an id outside [0, V), naming its place."""
     if ids.device.type != "cpu" and os.environ.get("LOGITLESS_CHECK", "0") in ("", "0"):
         return
     bad = (ids < 0) | (ids >= V)
@@ -87,13 +88,15 @@ def ids_in_range(ids: Tensor, V: int, ignore_index: int | None) -> None:
     if not bool(bad.any()):
         return
     name = "ids" if ignore_index is None else "target"
-    rule = f"be in [0, {V})" + ("" if ignore_index is None else f" or ignore_index ({ignore_index})")
+    rule = f"be in [0, {V})" + (
+        "" if ignore_index is None else f" or ignore_index ({ignore_index})"
+    )
     place = tuple(bad.nonzero()[0].tolist())
     where = place[0] if len(place) == 1 else place
     raise IndexError(f"{name} must {rule}, got {int(ids[place])} at row {where}.")
 
 
-def temperature(t: object, x: Tensor) -> None:
+def temperature(t: Any, x: Tensor) -> None:
     if isinstance(t, Tensor):
         if t.requires_grad:
             raise ValueError("temperature must not require grad: it is taken as a constant.")
@@ -105,35 +108,35 @@ def temperature(t: object, x: Tensor) -> None:
         _positive("temperature", t)
 
 
-def softcap(value: object) -> None:
+def softcap(value: Any) -> None:
     if value is not None:
         _positive("softcap", value)
 
 
-def _number(name: str, value: object) -> None:
+def _number(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {value!r}.")
 
 
-def _positive(name: str, value: object) -> None:
+def _positive(name: str, value: Any) -> None:
     _number(name, value)
     if not (value > 0 and math.isfinite(value)):
         raise ValueError(f"{name} must be positive and finite, got {value}.")
 
 
-def label_smoothing(value: object) -> None:
+def label_smoothing(value: Any) -> None:
     _number("label_smoothing", value)
     if not 0 <= value <= 1:
         raise ValueError(f"label_smoothing must be in [0, 1], got {value}.")
 
 
-def z_loss(value: object) -> None:
+def z_loss(value: Any) -> None:
     _number("z_loss", value)
     if not (value >= 0 and math.isfinite(value)):
         raise ValueError(f"z_loss must be at least 0 and finite, got {value}.")
 
 
-def class_weight(t: object, x: Tensor, name: str = "weight") -> None:
+def class_weight(t: Any, x: Tensor, name: str = "weight") -> None:
     if t is None:
         return
     if not isinstance(t, Tensor):
@@ -142,12 +145,13 @@ def class_weight(t: object, x: Tensor, name: str = "weight") -> None:
         raise TypeError(f"{name} must be a floating-point tensor, got {t.dtype}.")
     if t.shape != x.shape[-1:]:
         raise ValueError(
-            f"{name} must have shape {_shape(x.shape[-1:])} to match logits {_shape(x)}, got {_shape(t)}."
+            f"{name} must have shape {_shape(x.shape[-1:])} to match logits {_shape(x)}, "
+            f"got {_shape(t)}."
         )
     _same_device(name, t, x)
 
 
-def row_weight(t: object, x: Tensor) -> None:
+def row_weight(t: Any, x: Tensor) -> None:
     if t is None:
         return
     if not isinstance(t, Tensor):
@@ -157,7 +161,7 @@ def row_weight(t: object, x: Tensor) -> None:
     _rows("row_weight", t, x)
 
 
-def ignore_index(value: object) -> None:
+def ignore_index(value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"ignore_index must be an int, got {value!r}.")
 

@@ -15,7 +15,7 @@ _chosen: str | None = None
 
 @contextlib.contextmanager
 def impl(name: str):
-    """Run every loss in this block with `"triton"` or `"eager"`; an explicit choice never falls back.
+    """Run every loss in this block by `"triton"` or `"eager"`; a choice never falls back.
 
     Triton on CPU tensors runs under Triton's interpreter (`TRITON_INTERPRET=1`). The environment
     variable LOGITLESS_IMPL makes the same choice for a whole process.

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import _checks
 from .overwrite import overwrite
-from .stats import Measured, measure, row_stats
+from .stats import RowStats, measure, row_stats
 
 
 class Scores(NamedTuple):
@@ -42,7 +42,7 @@ def token_logprobs(
     """
     _checks.logits(logits)
     _checks.ids(ids, logits)
-    return measure(logits, ids, temperature=temperature, softcap=softcap).logprob
+    return measure(logits, ids, temperature=temperature, softcap=softcap, normalised=True).picked
 
 
 def entropy(
@@ -76,9 +76,9 @@ def score(
     _checks.ignore_index(ignore_index)
     stats = measure(
         logits, target, temperature=temperature, softcap=softcap, ignore_index=ignore_index,
-        entropy=True, argmax=True,
+        normalised=True, entropy=True, argmax=True,
     )  # fmt: skip
-    return Scores(stats.logprob, stats.entropy, stats.lse, stats.argmax)
+    return Scores(stats.picked, stats.entropy, stats.lse, stats.argmax)
 
 
 def cross_entropy(
@@ -102,16 +102,17 @@ def cross_entropy(
         row_weight · [ (1-ε) v[target] (-log p[target]) + ε/V Σ_i v_i (-log p_i) + z_loss · lse² ]
 
     "mean" divides the sum by the number of rows that count, or by Σ v[target] over them, as PyTorch
-    does. A row whose target is ignore_index is not read; its loss and gradient are 0, and if all are
-    ignored so is the mean. A target outside [0, V) raises on a CPU and makes its row NaN on a GPU
-    (LOGITLESS_CHECK=1 raises there too).
+    does. A row whose target is ignore_index is not read; its loss and gradient are 0, and if all
+    are ignored so is the mean. A target outside [0, V) raises on a CPU and makes its row NaN on a
+    GPU (LOGITLESS_CHECK=1 raises there too).
 
-    logits (..., V), target (...) of integers, weight (V,), row_weight (...). The loss is fp32 (fp64 for
-    fp64 logits) whatever the dtype of the logits.
+    logits (..., V), target (...) of integers, weight (V,), row_weight (...). The loss is fp32 (fp64
+    for fp64 logits) whatever the dtype of the logits.
 
-    inplace=True saves the memory of the gradient: it replaces the logits, at once. Autograd is told: a
-    graph that uses the logits raises in its backward, and so does a second backward. Without
-    gradients nothing is overwritten; under torch.compile, which plans memory itself, it changes nothing.
+    inplace=True saves the memory of the gradient: it replaces the logits, at once. Autograd is
+    told: a graph that uses the logits raises in its backward, and so does a second backward.
+    Without gradients nothing is overwritten; under torch.compile, which plans memory itself, it
+    changes nothing.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
@@ -126,30 +127,30 @@ def cross_entropy(
     _checks.ignore_index(ignore_index)
     V = logits.shape[-1]
 
-    def formula(stats: Measured, row_weight: Tensor | None) -> Tensor:
-        of_class = None if weight is None else _class_weight(weight, target, V).to(stats.log_s.dtype)
-        loss = -stats.logprob
+    def formula(stats: RowStats, row_weight: Tensor | None) -> Tensor:
+        loss = -stats.picked
+        of_class = None if weight is None else _class_weight(weight, target, V).to(loss.dtype)
         if of_class is not None:
             loss = loss * of_class
         if label_smoothing:
-            mass = V if weight is None else weight.to(loss.dtype).sum()
-            everyone = mass * stats.log_s + stats.deficit
-            loss = (1 - label_smoothing) * loss + label_smoothing / V * everyone
+            loss = (1 - label_smoothing) * loss - label_smoothing / V * stats.total
         if z_loss:
             loss = loss + z_loss * stats.lse.square()
         if row_weight is not None:
             loss = torch.where(target == ignore_index, 0.0, loss * row_weight.to(loss.dtype))
-        return _reduce(loss, target != ignore_index, of_class, reduction)
+        return _reduce(loss, target, ignore_index, of_class, reduction)
 
     options = {
         "temperature": temperature,
         "softcap": softcap,
         "weight": weight if label_smoothing else None,
         "ignore_index": ignore_index,
+        "normalised": True,
         "total": label_smoothing > 0,
     }
     if inplace:
-        return overwrite(logits, target, row_weight, formula, options)
+        linear = not (label_smoothing or z_loss)
+        return overwrite(logits, target, row_weight, formula, options, linear)
     return formula(measure(logits, target, **options), row_weight)
 
 
@@ -158,11 +159,16 @@ def _class_weight(weight: Tensor, target: Tensor, V: int) -> Tensor:
     return weight[target.clamp(0, V - 1).long()]
 
 
-def _reduce(loss: Tensor, live: Tensor, of_class: Tensor | None, reduction: str) -> Tensor:
+def _reduce(
+    loss: Tensor, target: Tensor, ignore_index: int, of_class: Tensor | None, reduction: str
+) -> Tensor:
     """Rows to the result. "mean" is over the weight of the rows that count; of none, it is 0."""
     if reduction == "none":
         return loss
     if reduction == "sum":
         return loss.sum()
-    mass = live.sum() if of_class is None else torch.where(live, of_class, 0.0).sum()
-    return loss.sum() / torch.where(mass == 0, 1, mass)
+    live = target != ignore_index
+    if of_class is None:
+        return loss.sum() / live.sum().clamp(min=1)
+    mass = torch.where(live, of_class, 0.0).sum()
+    return loss.sum() / torch.where(mass == 0, 1.0, mass)

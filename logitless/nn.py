@@ -56,9 +56,10 @@ class Score(_Reads):
 
 
 class CrossEntropyLoss(_Reads):
-    """`torch.nn.CrossEntropyLoss` on (N, V) and class ids, and the options of `logitless.cross_entropy`.
+    """`torch.nn.CrossEntropyLoss` on (N, V) and class ids, with `cross_entropy`'s options.
 
-    Unlike PyTorch's, the vocabulary is the last dimension of any shape: (B, T, V) with targets (B, T).
+    Unlike PyTorch's, the vocabulary is the last dimension of any shape: (B, T, V) with targets (B,
+    T).
     """
 
     weight: Tensor | None

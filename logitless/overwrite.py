@@ -1,8 +1,8 @@
 """A loss whose gradient takes the place of its logits: cross_entropy(..., inplace=True).
 
-Loss and gradient are made in one visit, at forward, for an upstream gradient of 1; backward scales the
-gradient by the upstream it meets, on the device. Autograd is told that the logits are gone: whoever
-saved them before, or uses them after, raises in backward.
+Loss and gradient are made in one visit, at forward, for an upstream gradient of 1; backward scales
+the gradient by the upstream it meets, on the device. Autograd is told that the logits are gone:
+whoever saved them before, or uses them after, raises in backward.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from . import _checks
 from ._dispatch import backend
-from .stats import Measured, Reading, Upstream, measure
+from .stats import Reading, RowStats, Upstream, measure
 
-Formula = Callable[[Measured, Tensor | None], Tensor]
+Formula = Callable[[RowStats, Tensor | None], Tensor]
 
 
 def overwrite(
@@ -23,13 +23,18 @@ def overwrite(
     row_weight: Tensor | None,  # (...)
     formula: Formula,  # statistics, row_weight -> loss, scalar or (...)
     options: dict,  # of measure
+    linear: bool,  # whether the loss is linear in log p[target], and of nothing else
 ) -> Tensor:
-    """formula(measure(logits, target), row_weight), leaving d_logits in logits if they require it."""
+    """formula(measure(logits, target), row_weight), leaving d_logits in logits if wanted."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and logits.requires_grad):
         return formula(measure(logits, target, **options), row_weight)
     _checks.overwritable(logits)
     owner, guarded = _owner(logits)
-    loss, *_ = _Overwrite.apply(owner, row_weight, logits.shape, target, formula, options, guarded)
+    total = options.pop("total")
+    reading = Reading.of(logits, target, **options)
+    loss, *_ = _Overwrite.apply(
+        owner, row_weight, logits.shape, reading, total, formula, linear, guarded
+    )
     return loss
 
 
@@ -39,7 +44,7 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
     Autograd lets a function of several results overwrite a whole tensor, not a view: of a view that
     only reshapes, its base. A leaf, or a part of a larger tensor, is only marked as changed.
     """
-    base = logits._base if logits._is_view() else logits
+    base = logits if logits._base is None else logits._base
     if base.is_leaf:
         return logits, False
     whole = base.numel() == logits.numel() and base.is_contiguous() and logits.is_contiguous()
@@ -48,36 +53,24 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
 
 class _Overwrite(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, owner, row_weight, shape, target, formula, options, guarded):
+    def forward(ctx, owner, row_weight, shape, reading, total, formula, linear, guarded):
         logits = owner.detach().view(shape) if guarded else owner.detach()
-        stats = measure(logits, target, **options)
-        with torch.enable_grad():
-            leaves = [t.detach().requires_grad_() for t in (stats.log_s, stats.picked)]
-            total = None if stats.total is None else stats.total.detach().requires_grad_()
-            rows = None if row_weight is None else row_weight.detach().requires_grad_()
-            stats = stats._replace(log_s=leaves[0], picked=leaves[1], total=total)
-            loss = formula(stats, rows)
-            # fp16 cannot hold p / rows: keep the sum's gradient and divide in backward.
-            ctx.gain = float(target.numel()) if logits.dtype == torch.float16 else 1.0
-            d_log_s, d_picked, d_total, ctx.d_rows = _gradients(
-                loss, [*leaves, total, rows], ctx.gain
-            )
-        reading = Reading.of(
-            logits, target, options["weight"], options["temperature"],
-            options["softcap"], options["ignore_index"],
-        )  # fmt: skip
-        upstream = Upstream.of(d_log_s, d_picked, None, d_total, None)
-        backend(logits).stats_bwd(
-            logits, *reading, stats.shift, leaves[0].detach(), None, *upstream, inplace=True
-        )
+        _checks.ids_in_range(reading.ids, shape[-1], reading.ignore_index)
+        # fp16 cannot hold p / rows: keep the sum's gradient and divide in backward.
+        ctx.gain = float(reading.ids.numel()) if logits.dtype == torch.float16 else 1.0
+        one_visit = linear and not (row_weight is not None and row_weight.requires_grad)
+        if one_visit and backend(logits).can_visit(logits):
+            loss, ctx.d_rows = _visit(logits, row_weight, reading, formula, ctx.gain), None
+        else:
+            loss, ctx.d_rows = _look_twice(logits, row_weight, reading, total, formula, ctx.gain)
         ctx.set_materialize_grads(False)
         if guarded:
             ctx.mark_dirty(owner)
             ctx.save_for_backward(owner)
-            return loss.detach(), owner
+            return loss, owner
         torch.autograd.graph.increment_version(owner)
         ctx.save_for_backward(owner)
-        return (loss.detach(),)
+        return (loss,)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -89,14 +82,43 @@ class _Overwrite(torch.autograd.Function):
             )
         (gradient,) = ctx.saved_tensors  # raises if this is the second backward
         gradient = gradient.detach()
-        d_rows = None if ctx.d_rows is None else ctx.d_rows * (d_loss / ctx.gain)
-        backend(gradient).scale_rows_(gradient, d_loss / ctx.gain if ctx.gain != 1 else d_loss)
+        scale = d_loss if ctx.gain == 1 else d_loss / ctx.gain
+        backend(gradient).scale_rows_(gradient, scale)
         torch.autograd.graph.increment_version(gradient)
-        return gradient, d_rows, None, None, None, None, None
+        d_rows = None if ctx.d_rows is None else ctx.d_rows * scale
+        return gradient, d_rows, *(None,) * 6
 
 
-def _gradients(loss: Tensor, leaves: list[Tensor | None], gain: float) -> list[Tensor | None]:
-    """d loss / d leaf at an upstream gradient of `gain`, None for a leaf that is None or unused."""
+def _visit(logits, row_weight, reading, formula, gain) -> Tensor:
+    """A loss linear in log p[target] has its gradient's coefficients before any logit is read."""
+    unknown = torch.zeros(reading.ids.shape, device=logits.device)
+    d_picked = _gradients(lambda p: formula(RowStats(p, p, None, None, None), row_weight),
+                          [unknown], gain)[1][0]  # fmt: skip
+    lse, picked = backend(logits).visit(logits, *reading, a=-d_picked, g_id=d_picked)
+    return formula(RowStats(lse, picked, None, None, None), row_weight)
+
+
+def _look_twice(logits, row_weight, reading, total, formula, gain) -> tuple[Tensor, Tensor | None]:
+    """Any loss: statistics, then the gradient from them. Also the gradient of row_weight."""
+    kernels = backend(logits)
+    shift, log_s, lse, picked, _, c, _ = kernels.stats_fwd(logits, *reading, False, total, False)
+    loss, (d_lse, d_picked, d_total, d_rows) = _gradients(
+        lambda lse, picked, c, rows: formula(RowStats(lse, picked, None, c, None), rows),
+        [lse, picked, c, row_weight],
+        gain,
+    )
+    upstream = Upstream.of(logits, reading, None, d_lse, d_picked, None, d_total)
+    kernels.stats_bwd(logits, *reading, shift, log_s, None, *upstream, inplace=True)
+    return loss, d_rows
+
+
+def _gradients(
+    f: Callable[..., Tensor], inputs: list[Tensor | None], gain: float
+) -> tuple[Tensor, list[Tensor | None]]:
+    """f(*inputs) and its gradients at an upstream of `gain`; None for one that is None or unused."""
+    with torch.enable_grad():
+        leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
+        value = f(*leaves)
     given = [t for t in leaves if t is not None]
-    found = iter(torch.autograd.grad(loss, given, torch.full_like(loss, gain), allow_unused=True))
-    return [None if t is None else next(found) for t in leaves]
+    found = iter(torch.autograd.grad(value, given, torch.full_like(value, gain), allow_unused=True))
+    return value.detach(), [None if t is None else next(found) for t in leaves]

@@ -2,8 +2,9 @@
 
     m = max z      s = Σ e^(z-m)      w = Σ (z-m) e^(z-m)      t = z[ids]      c = Σ z
 
-`Partial` holds (m, s, w) of some columns, `merge` joins two of them. `row_stats` computes the numbers
-of whole rows in one pass over the logits, and is differentiable with one backward for every loss:
+`Partial` holds (m, s, w) of some columns, `merge` joins two of them. `row_stats` computes the
+numbers of whole rows in one pass over the logits, and is differentiable with one backward for every
+loss:
 
     dz_i = p_i (a + b log p_i) + Σ_k g_k [i = id_k] + g_c        p_i = e^(z_i - lse)
 
@@ -65,61 +66,13 @@ def merge(left: Partial, right: Partial) -> Partial:
 
 
 class RowStats(NamedTuple):
-    """What a loss may know about a row. fp32 (fp64 for fp64 logits), differentiable but for argmax."""
+    """What a loss may know about a row. fp32 (fp64 for fp64), differentiable but for argmax."""
 
     lse: Tensor  # (...)              log Σ e^z
     picked: Tensor | None  # like ids  z[ids]
     entropy: Tensor | None  # (...)    -Σ p log p, in nats
     total: Tensor | None  # (...)      Σ z
     argmax: Tensor | None  # (...)     int64, the lowest of equals
-
-
-class Measured(NamedTuple):
-    """Statistics as the kernels leave them: centred on `shift`, so that a common offset costs no digits.
-
-    In units of y, the logits before division by the temperature; log_s and entropy are of z = y / T.
-    """
-
-    shift: Tensor  # (...)             max y, a constant to autograd
-    log_s: Tensor  # (...)             log Σ e^((y - shift) / T)
-    picked: Tensor | None  # like ids   y[ids]
-    entropy: Tensor | None  # (...)
-    total: Tensor | None  # (2, ...)    Σ v y, and Σ v (shift - y), over class weights v
-    argmax: Tensor | None  # (...)
-    temperature: float | Tensor  # a number, or (...)
-
-    def _over_temperature(self, y: Tensor) -> Tensor:
-        t = self.temperature
-        if isinstance(t, Tensor):
-            return y / (t.unsqueeze(-1) if y.dim() > t.dim() else t).to(y.dtype)
-        return y if t == 1 else y / t
-
-    @property
-    def lse(self) -> Tensor:
-        """log Σ e^z, (...)"""
-        return self._over_temperature(self.shift) + self.log_s
-
-    @property
-    def logprob(self) -> Tensor:
-        """log p[ids] as (t - m) - log s, never as t - lse; like ids."""
-        shift, log_s = self.shift, self.log_s
-        if self.picked.dim() > shift.dim():
-            shift, log_s = shift.unsqueeze(-1), log_s.unsqueeze(-1)
-        return self._over_temperature(self.picked - shift) - log_s
-
-    @property
-    def deficit(self) -> Tensor:
-        """Σ v (m - z), (...): how far the row lies below its max."""
-        return self._over_temperature(self.total[1])
-
-    def public(self) -> RowStats:
-        return RowStats(
-            self.lse,
-            None if self.picked is None else self._over_temperature(self.picked),
-            self.entropy,
-            None if self.total is None else self._over_temperature(self.total[0]),
-            self.argmax,
-        )
 
 
 def row_stats(
@@ -135,7 +88,8 @@ def row_stats(
     """The numbers every loss is made of, in one pass over the logits.
 
     z = softcap · tanh(logits / softcap) / temperature; lse = log Σ e^z is always there, the rest on
-    request: `picked` = z[ids] for ids (...) or (..., K), `entropy` in nats, `total` = Σ z, `argmax`.
+    request: `picked` = z[ids] for ids (...) or (..., K), `entropy` in nats, `total` = Σ z,
+    `argmax`.
 
     logits (..., V) in fp16, bf16, fp32 or fp64; temperature a number or (...). Statistics are fp32
     (fp64 for fp64), gradients in the dtype of the logits.
@@ -146,11 +100,10 @@ def row_stats(
     _checks.logits(logits)
     if ids is not None:
         _checks.ids(ids, logits)
-    stats = measure(
+    return measure(
         logits, ids, temperature=temperature, softcap=softcap,
         entropy=entropy, total=total, argmax=argmax,
     )  # fmt: skip
-    return stats.public()
 
 
 def measure(
@@ -161,28 +114,34 @@ def measure(
     softcap: float | None = None,
     weight: Tensor | None = None,
     ignore_index: int | None = None,
+    normalised: bool = False,
     entropy: bool = False,
     total: bool = False,
     argmax: bool = False,
-) -> Measured:
-    """row_stats for formulas: centred, with class weights for the total and rows that are ignored."""
-    reading = Reading.of(logits, ids, weight, temperature, softcap, ignore_index)
-    shift, log_s, picked, h, c, best = torch.ops.logitless.stats_fwd(
-        logits, *reading, entropy, total, argmax
-    )
-    return Measured(
-        shift.detach(),
-        log_s,
-        picked if ids is not None else None,
+) -> RowStats:
+    """row_stats for formulas: with rows that are ignored, and class weights v in the total, Σ v z.
+
+    Where `normalised`, picked and total are of log p = z - lse instead of z. The kernels take log p
+    as (z - max) - log s, so that a common offset in the logits costs no digits; a formula cannot.
+    """
+    reading = Reading.of(logits, ids, weight, temperature, softcap, ignore_index, normalised)
+    wants = (entropy, total, argmax)
+    if type(logits) is Tensor and not torch.compiler.is_compiling():
+        outputs = _RowStats.apply(logits, *reading, *wants)  # the operator without its dispatch
+    else:
+        outputs = torch.ops.logitless.stats_fwd(logits, *reading, *wants)
+    _, _, lse, picked, h, c, best = outputs
+    return RowStats(
+        lse,
+        None if ids is None else picked,
         h if entropy else None,
         c if total else None,
         best if argmax else None,
-        temperature if reading.row_temperature is None else reading.row_temperature,
     )
 
 
 class Reading(NamedTuple):
-    """How logits are read: the arguments that forward and backward share, as operators take them."""
+    """How logits are read: what forward and backward share, as operators take it."""
 
     ids: Tensor | None  # (...) or (..., K), int32 or int64
     weight: Tensor | None  # (V,), of the total
@@ -190,18 +149,19 @@ class Reading(NamedTuple):
     temperature: float
     softcap: float | None
     ignore_index: int | None
+    normalised: bool
 
     @classmethod
-    def of(cls, logits, ids, weight, temperature, softcap, ignore_index) -> "Reading":
+    def of(cls, logits, ids, weight, temperature, softcap, ignore_index, normalised) -> "Reading":
         _checks.temperature(temperature, logits)
         _checks.softcap(softcap)
         if ids is not None and ids.dtype not in (torch.int64, torch.int32):
             ids = ids.long()
         softcap = None if softcap is None else float(softcap)
+        rows = None
         if isinstance(temperature, Tensor):
-            rows = temperature.expand(logits.shape[:-1])
-            return cls(ids, weight, rows, 1.0, softcap, ignore_index)
-        return cls(ids, weight, None, float(temperature), softcap, ignore_index)
+            rows, temperature = temperature.expand(logits.shape[:-1]), 1.0
+        return cls(ids, weight, rows, float(temperature), softcap, ignore_index, normalised)
 
 
 class Upstream(NamedTuple):
@@ -213,34 +173,23 @@ class Upstream(NamedTuple):
     g_c: Tensor | None  # (...)
 
     @classmethod
-    def of(cls, d_log_s, d_picked, d_entropy, d_total, entropy) -> "Upstream":
-        """From the gradients of the statistics. dH/dz_i = -p_i (log p_i + H)."""
-        a, b = d_log_s, None
-        if d_entropy is not None:
-            b = -d_entropy
-            a = b * entropy if a is None else a + b * entropy
-        g_c = None if d_total is None else d_total[0] - d_total[1]
-        return cls(a, b, d_picked, g_c)
+    def of(cls, x, reading, entropy, d_lse, d_picked, d_entropy, d_total) -> "Upstream":
+        """From the gradients of the statistics of x: what is p_i's, an id's, or everyone's."""
+        a, b = d_lse, None
+        if reading.normalised:  # log p = z - lse
+            if d_picked is not None:
+                several = d_picked.dim() == x.dim()
+                a = _minus(a, d_picked.sum(-1) if several else d_picked)
+            if d_total is not None:
+                v = reading.weight
+                a = _minus(a, d_total * (x.shape[-1] if v is None else v.to(d_total.dtype).sum()))
+        if d_entropy is not None:  # dH/dz_i = -p_i (log p_i + H)
+            a, b = _minus(a, d_entropy * entropy), -d_entropy
+        return cls(a, b, d_picked, d_total)
 
 
-# The two operators, registered so that torch.compile, CUDA graphs and opcheck see through them. What
-# was not asked for comes back as an empty tensor: an operator's outputs cannot be None.
-
-_READING = (
-    "Tensor? ids, Tensor? weight, Tensor? row_temperature,"
-    " float temperature, float? softcap, int? ignore_index"
-)
-_library = torch.library.Library("logitless", "DEF")
-_library.define(
-    f"stats_fwd(Tensor x, {_READING}, bool entropy, bool total, bool argmax)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_library.define(
-    f"stats_bwd(Tensor x, {_READING}, Tensor shift, Tensor log_s, Tensor? picked,"
-    " Tensor? a, Tensor? b, Tensor? g_id, Tensor? g_c) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+def _minus(a: Tensor | None, b: Tensor) -> Tensor:
+    return -b if a is None else a - b
 
 
 def _stats_fwd(x, ids, *args):
@@ -254,44 +203,79 @@ def _stats_bwd(x, *args):
     return backend(x).stats_bwd(x, *args)
 
 
-def _stats_fwd_fake(x, ids, weight, row_temperature, t, cap, ignore, entropy, total, argmax):
-    rows = x.shape[:-1]
-    like = {"dtype": torch.float64 if x.dtype == torch.float64 else torch.float32}
-    none = x.new_empty(0)
+def _save(ctx, inputs, output):
+    x, *reading = inputs[:8]
+    shift, log_s, _, picked, entropy, _, argmax = output
+    ctx.reading = Reading(None, None, None, *reading[3:])
+    several = reading[0] is not None and reading[0].dim() == x.dim()
+    ctx.save_for_backward(x, *reading[:3], shift, log_s, picked if several else None, entropy)
+    ctx.mark_non_differentiable(shift, log_s, argmax)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, _, __, d_lse, d_picked, d_entropy, d_total, ___):
+    x, ids, weight, row_temperature, shift, log_s, picked, entropy = ctx.saved_tensors
+    reading = ctx.reading._replace(ids=ids, weight=weight, row_temperature=row_temperature)
+    upstream = Upstream.of(x, reading, entropy, d_lse, d_picked, d_entropy, d_total)
+    d_x = None
+    if any(g is not None for g in upstream):
+        bwd = torch.ops.logitless.stats_bwd if torch.compiler.is_compiling() else _stats_bwd
+        d_x = bwd(x, *reading, shift, log_s, picked, *upstream)
+    return d_x, *(None,) * 10
+
+
+class _RowStats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _stats_fwd(*inputs)
+        _save(ctx, inputs, output)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients):
+        return _backward(ctx, *gradients)
+
+
+# The same as operators, so that torch.compile and opcheck see through them. What was not asked for
+# comes back as an empty tensor: an operator's outputs cannot be None.
+
+_READING = (
+    "Tensor? ids, Tensor? weight, Tensor? row_temperature,"
+    " float temperature, float? softcap, int? ignore_index, bool normalised"
+)
+_library = torch.library.Library("logitless", "DEF")
+_library.define(
+    f"stats_fwd(Tensor x, {_READING}, bool entropy, bool total, bool argmax)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    f"stats_bwd(Tensor x, {_READING}, Tensor shift, Tensor log_s, Tensor? picked,"
+    " Tensor? a, Tensor? b, Tensor? g_id, Tensor? g_c) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _stats_fwd_fake(x, ids, weight, row_temperature, t, cap, ignore, normalised, *wants):
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+
+    def rows(wanted=True, dtype=dtype, shape=x.shape[:-1]):
+        return x.new_empty(shape, dtype=dtype) if wanted else x.new_empty(0)
+
+    entropy, total, argmax = wants
+    picked = rows(ids is not None, shape=None if ids is None else ids.shape)
     return (
-        x.new_empty(rows, **like),
-        x.new_empty(rows, **like),
-        none if ids is None else x.new_empty(ids.shape, **like),
-        x.new_empty(rows, **like) if entropy else none.clone(),
-        x.new_empty((2, *rows), **like) if total else none.clone(),
-        x.new_empty(rows, dtype=torch.int64) if argmax else none.clone(),
+        *(rows() for _ in range(3)),
+        picked,
+        rows(entropy),
+        rows(total),
+        rows(argmax, torch.int64),
     )
 
 
 def _stats_bwd_fake(x, *args):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _save(ctx, inputs, output):
-    x, *reading = inputs[:7]
-    shift, log_s, picked, entropy, _, argmax = output
-    ctx.reading = Reading(None, None, None, *reading[3:])
-    several = reading[0] is not None and reading[0].dim() == x.dim()
-    ctx.save_for_backward(
-        x, *reading[:3], shift, log_s, picked if several else None, entropy
-    )
-    ctx.mark_non_differentiable(argmax)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, _, d_log_s, d_picked, d_entropy, d_total, __):
-    x, ids, weight, row_temperature, shift, log_s, picked, entropy = ctx.saved_tensors
-    reading = ctx.reading._replace(ids=ids, weight=weight, row_temperature=row_temperature)
-    upstream = Upstream.of(d_log_s, d_picked, d_entropy, d_total, entropy)
-    d_x = None
-    if any(g is not None for g in upstream):
-        d_x = torch.ops.logitless.stats_bwd(x, *reading, shift, log_s, picked, *upstream)
-    return d_x, *(None,) * 9
 
 
 _library.impl("stats_fwd", _stats_fwd, "CompositeExplicitAutograd")

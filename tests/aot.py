@@ -2,8 +2,8 @@
 
     python tests/aot.py cuda:90      (TRITON_INTERPRET unset)
 
-Launches are recorded from the real launchers, on CPU tensors, and compiled instead of run, so what is
-compiled is what a GPU would be given. Prints one JSON line a kernel variant.
+Launches are recorded from the real launchers, on CPU tensors, and compiled instead of run, so what
+is compiled is what a GPU would be given. Prints one JSON line a kernel variant.
 """
 
 import contextlib
@@ -13,6 +13,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -38,7 +40,7 @@ TYPES = {
 
 
 def source_of(kernel, args, kwargs):
-    """What Triton would specialise a launch to: None and 1 are constants, 16-divisibility is kept."""
+    """What Triton would specialise a launch to: None and 1 are constants."""
     bound = dict(zip(kernel.arg_names, args, strict=False))
     options = {k: kwargs[k] for k in kwargs if k not in kernel.arg_names}
     bound.update({k: v for k, v in kwargs.items() if k in kernel.arg_names})
@@ -78,72 +80,94 @@ def recording():
         triton.runtime.JITFunction.run = run
 
 
-def variants():
-    """(name, launch) over dtypes, alignments, few and many rows, and every option."""
-    readings = {
-        "plain": {},
-        "softcap": {"softcap": 30.0},
-        "temperature": {"row_temperature": torch.ones(2)},
-        "all": {"softcap": 30.0, "row_temperature": torch.ones(2), "everything": True},
+class Variant(NamedTuple):
+    """One way to call the launchers."""
+
+    dtype: torch.dtype
+    V: int = 32768  # 50257: rows that are not 16-byte aligned
+    rows: int = 10_000  # on 132 processors; 2: split
+    K: int = 1
+    softcap: float | None = None
+    everything: bool = False  # every statistic, class weights, a temperature a row
+
+    def __str__(self) -> str:
+        extras = " softcap" * bool(self.softcap) + " everything" * self.everything
+        return f"{str(self.dtype)[6:]} V={self.V} rows={self.rows} K={self.K}{extras}"
+
+
+def variants() -> list[Variant]:
+    """Every dtype by alignment and splits; every option at the extremes of both."""
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    plain = [Variant(*v) for v in itertools.product(dtypes, (32768, 50257), (10_000, 2))]
+    capped = [Variant(dtype, softcap=30.0) for dtype in dtypes]
+    full = [
+        Variant(dtype, V, rows, K, cap, True)
+        for dtype, V, rows, K, cap in (
+            (torch.bfloat16, 32768, 10_000, 1, 30.0),
+            (torch.bfloat16, 50257, 10_000, 8, 30.0),
+            (torch.bfloat16, 50257, 2, 8, None),
+            (torch.float32, 32768, 10_000, 8, 30.0),
+            (torch.float32, 50257, 2, 1, 30.0),
+            (torch.float16, 50257, 10_000, 1, None),
+        )
+    ]
+    return plain + capped + full
+
+
+def launches_of(v: Variant):
+    """What the launchers launch for a variant, on tensors of two rows."""
+    x, row, full = torch.zeros(2, v.V, dtype=v.dtype), torch.zeros(2), v.everything
+    ids = torch.zeros((2, v.K) if v.K > 1 else 2, dtype=torch.int64)
+    like_ids = torch.zeros(ids.shape)
+    reading = {
+        "ids": ids,
+        "weight": torch.ones(v.V) if full else None,
+        "row_temperature": torch.ones(2) if full else None,
+        "temperature": 1.0,
+        "softcap": v.softcap,
+        "ignore_index": -100 if v.K == 1 else None,
+        "normalised": True,
     }
-    for dtype, V, splits, (name, how) in itertools.product(
-        (torch.bfloat16, torch.float16, torch.float32), (32768, 50257), (1, 4), readings.items()
-    ):
-        how = dict(how)
-        everything = how.pop("everything", False)
-        x = torch.zeros(2, V, dtype=dtype)
-        for K in (1, 8):
-            if K > 1 and not everything:
-                continue
-            ids = torch.zeros((2, K) if K > 1 else 2, dtype=torch.int64)
-            reading = {
-                "ids": ids,
-                "weight": torch.ones(V) if everything else None,
-                "row_temperature": how.get("row_temperature"),
-                "temperature": 1.0,
-                "softcap": how.get("softcap"),
-                "ignore_index": -100 if K == 1 else None,
-            }
-            # The table a GPU would use: many rows on 132 processors, or few.
-            cut = config.forward(10000 if splits == 1 else 2, V, x.element_size(), 132)
-            row = torch.zeros(2)
-            with recording() as launches, config.override(**cut._asdict()):
-                kernels.stats_fwd(
-                    x, **reading, want_entropy=everything, want_total=everything,
-                    want_argmax=everything,
-                )  # fmt: skip
-            with recording() as backward:
-                if splits == 1:
-                    kernels.stats_bwd(
-                        x, **reading, shift=row, log_s=row, picked=torch.zeros(ids.shape), a=row,
-                        b=row if everything else None, g_id=torch.zeros(ids.shape),
-                        g_c=row if everything else None,
-                    )  # fmt: skip
-                    kernels.scale_rows_(x, row)
-            for launch in launches + backward:
-                dt = str(dtype).removeprefix("torch.")
-                yield f"{launch[0].name} {dt} V={V} K={K} {name}", launch
+    cut = config.forward(v.rows, v.V, x.element_size(), processors=132)
+    with recording() as launches:
+        with config.override(**cut._asdict()):
+            kernels.stats_fwd(x, **reading, want_entropy=full, want_total=full, want_argmax=full)
+        if v.rows > 2:
+            kernels.stats_bwd(
+                x, **reading, shift=row, log_s=row, picked=like_ids,
+                a=row, b=row if full else None, g_id=like_ids, g_c=row if full else None,
+            )  # fmt: skip
+            kernels.scale_rows_(x, row)
+            if v.K == 1:
+                kernels.visit(x, **reading | {"weight": None}, a=row, g_id=row)
+    return launches
 
 
-def resources(binary: bytes) -> dict:
-    """Registers and spills of a cubin, from the compiler's own record in it."""
-    tool = triton.knobs.nvidia.cuobjdump.path
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary)
-        file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True,
-                              text=True, check=True).stdout  # fmt: skip
-    found = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text))
-    return {name.lower(): int(value) for name, value in found.items()}
+def resources(ptx: str, arch: str) -> dict:
+    """Registers and spilled bytes, from the assembler."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        report = subprocess.run(
+            [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", str(source),
+             "-o", str(Path(folder, "kernel.cubin"))],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+    registers = re.search(r"Used (\d+) registers", report)
+    spills = re.findall(r"(\d+) bytes spill", report)
+    assert registers is not None
+    assert spills, report
+    return {"registers": int(registers[1]), "spills": sum(map(int, spills))}
 
 
 def main(target: str) -> None:
-    for name, (source, options) in variants():
-        kernel = triton.compile(source, target=TARGETS[target], options=options)
-        row = {"target": target, "kernel": name}
-        if "cubin" in kernel.asm:
-            row |= resources(kernel.asm["cubin"])
-        print(json.dumps(row), flush=True)
+    for variant in variants():
+        for source, options in launches_of(variant):
+            kernel = triton.compile(source, target=TARGETS[target], options=options)
+            row = {"target": target, "kernel": f"{source.name} {variant}"}
+            if target == "cuda:90":
+                row |= resources(kernel.asm["ptx"], "sm_90a")
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ FLOOR = {  # of the error of one value relative to the largest: a few roundings 
 }
 
 
-def value_and_grad(f: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+def value_and_grad(
+    f: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor
+) -> tuple[Tensor, Tensor]:
     """f(x) and the gradient of (f(x) · upstream).sum() on a fresh leaf."""
     leaf = x.detach().clone().requires_grad_()
     out = f(leaf)
@@ -41,7 +43,7 @@ def assert_as_good_as_torch(
     *,
     factor: float = 2.0,
 ) -> None:
-    """Error against fp64, of value and gradient, at most `factor` times PyTorch's in the same dtype.
+    """Error against fp64, of value and gradient: at most `factor` times PyTorch's own.
 
     `naive` is the oracle's formula: in fp64 it is the truth, in the dtype of x it is PyTorch.
     """

@@ -1,4 +1,4 @@
-"""The `logitless` command. A subcommand is a module here with `add_parser(subparsers)` and `run(args)`."""
+"""The `logitless` command. A subcommand is a module with `add_parser` and `run`, listed here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMANDS = ("demo", "bench", "doctor")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns the exit status."""
-    commands = {name: import_module(f"logitless.cli.{name}") for name in COMMANDS if _exists(name)}
+    commands = {name: import_module(f"logitless.cli.{name}") for name in COMMANDS}
     parser = argparse.ArgumentParser(prog="logitless", description=logitless.__doc__)
     parser.add_argument("--version", action="version", version=logitless.__version__)
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
@@ -35,8 +35,3 @@ def require(extra: str, *modules: str) -> None:
     if missing:
         needs = " and ".join(missing)
         raise SystemExit(f"logitless {extra} needs {needs}: pip install 'logitless[{extra}]'")
-
-
-def _exists(name: str) -> bool:
-    spec = find_spec(f"logitless.cli.{name}")
-    return spec is not None and spec.origin is not None

@@ -1,8 +1,8 @@
 """`logitless demo`: one small transformer, trained twice, alike in everything but its loss.
 
 Two learners start from one seed and see the same batches; one uses PyTorch's cross-entropy, the
-other ours. They take turns step by step, so whatever slows the machine down slows both. What is left
-between their curves is the rounding of the two losses, which every later step amplifies a little.
+other ours. They take turns step by step, so whatever slows the machine down slows both alike. What
+is left between their curves is the rounding of the two losses.
 
 The text is one that every Python brings along: the sources of its own standard library.
 """
@@ -28,7 +28,9 @@ from logitless.cli.bench.timing import extra_memory
 
 VOCAB = 32_768
 UNKNOWN = 0
-TOKEN = re.compile(r" ?\w+| ?[^\w\s]+|\n\s*|\s+")  # a word or symbol with its space; a line's indent
+TOKEN = re.compile(
+    r" ?\w+| ?[^\w\s]+|\n\s*|\s+"
+)  # a word or symbol with its space; a line's indent
 NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 MAX_CHARS = 12_000_000
 
@@ -48,8 +50,8 @@ class Scale(NamedTuple):
 
 
 SCALES = {
-    "cpu": Scale(batch=6, context=32, width=64, layers=2, lr=3e-3, loss_rows=1024),
-    "cuda": Scale(batch=16, context=256, width=384, layers=4, lr=1e-3, loss_rows=8192),
+    "cpu": Scale(batch=4, context=32, width=64, layers=2, lr=3e-3, loss_rows=1024),
+    "cuda": Scale(batch=16, context=256, width=384, layers=4, lr=5e-4, loss_rows=8192),
 }
 
 
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     scale = SCALES[device]
     args.out.parent.mkdir(parents=True, exist_ok=True)
 
-    ids = encode(read_sources())
+    ids = encode(read_sources(MAX_CHARS))
     learners = [
         Learner("PyTorch", F.cross_entropy, scale, device, args.seed),
         Learner("logitless", ll.cross_entropy, scale, device, args.seed),
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
 # Text
 
 
-def read_sources(limit: int = MAX_CHARS) -> str:
+def read_sources(limit: int) -> str:
     """The standard library's own sources, in the order of their paths, up to `limit` characters."""
     root = Path(sysconfig.get_path("stdlib"))
     pieces, size = [], 0
@@ -141,8 +143,8 @@ class Transformer(nn.Module):
             for _ in range(scale.layers)
         )
         self.norm = nn.LayerNorm(scale.width)
-        # Logits of unit variance to begin with, and (by `gain`) inputs too: a well-conditioned model
-        # keeps rounding small, where an ill-conditioned one would turn it into chaos.
+        # Unit variance to begin with, of the logits and (by `gain`) of the inputs. In a model less
+        # well conditioned training is chaotic: it amplifies rounding until the curves part.
         self.gain = scale.width**0.5
         nn.init.normal_(self.token.weight, std=1 / self.gain)
 
@@ -203,7 +205,13 @@ def loss_memory(loss: Loss, rows: int, device: str) -> int:
 
 
 def train_with_progress(learners: list[Learner], batches: Iterator[Batch], steps: int) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("training"),

@@ -3,5 +3,6 @@
 from .scale import scale_rows_
 from .stats_bwd import stats_bwd
 from .stats_fwd import stats_fwd
+from .visit import can_visit, visit
 
-__all__ = ["scale_rows_", "stats_bwd", "stats_fwd"]
+__all__ = ["can_visit", "scale_rows_", "stats_bwd", "stats_fwd", "visit"]

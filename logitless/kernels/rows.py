@@ -4,8 +4,9 @@ A row that does not start on a 16-byte boundary is read as a `body` of whole 16-
 two ragged ends, the `fringe`: fewer than one pack before the body and fewer than one after it.
 The body loads at full width whatever the row stride; the fringe is one tile of two packs.
 
-Kernels work on y = softcap · tanh(x / softcap), or x itself. The logits proper are z = y / temperature,
-but the division is left to the exponent: differences y - max(y) are exact under any common offset.
+Kernels work on y = softcap · tanh(x / softcap), or x itself. The logits proper are z = y /
+temperature, but the division is left to the exponent: differences y - max(y) are exact under any
+common offset.
 """
 
 import triton
@@ -18,13 +19,13 @@ INF = tl.constexpr(float("inf"))
 
 @triton.jit
 def row_offset(row, rows_t, stride_b, stride_t):
-    """Elements from the base to row `row` of a (B, T, V) view. int64: 2^31 elements are no limit."""
+    """Elements from the base to a row of a (B, T, V) view. int64: 2^31 is no limit."""
     return (row // rows_t).to(tl.int64) * stride_b + (row % rows_t).to(tl.int64) * stride_t
 
 
 @triton.jit
 def split_row(offset, V, lead, PACK: tl.constexpr, ALIGNED: tl.constexpr):
-    """(head, body): elements before the first 16-byte boundary, and elements in whole packs after."""
+    """(head, body): elements before the first 16-byte boundary, and in whole packs after."""
     head = 0
     body = V
     if not ALIGNED:
@@ -42,6 +43,15 @@ def fringe_tile(head, body, V, PACK: tl.constexpr):
 
 
 @triton.jit
+def load(P, at, mask):
+    """P[at], 0 where masked out; a mask of None costs nothing."""
+    if mask is not None:
+        return tl.load(P + at, mask=mask, other=0.0)
+    else:
+        return tl.load(P + at)
+
+
+@triton.jit
 def inverse_temperature(TEMP, temperature, row):
     """1 / temperature of a row: from the per-row tensor if there is one, else from the number."""
     if TEMP is not None:
@@ -51,12 +61,22 @@ def inverse_temperature(TEMP, temperature, row):
 
 
 @triton.jit
-def _tanh(u):
-    """tanh to an ulp or two: an odd polynomial near 0 (relative error 2e-8), exponentials beyond."""
+def _tanh_ratio(u, EXACT: tl.constexpr):
+    """tanh(u) / u for |u| up to 7, or 9 if EXACT, as a fitted ratio of polynomials in u².
+
+    To 4e-7 for fp32 logits and 2e-6 for 16-bit ones, whose own rounding is a hundred times that:
+    the difference is what keeps a softcap from costing more than the memory it waits for.
+    """
     v = u * u
-    p = ((0.01726766 * v - 0.05305872) * v + 0.13326085) * v - 0.33333153
-    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(tl.abs(u), 15.0)) + 1.0)
-    return tl.where(v < 0.25, u + u * v * p, tl.where(u < 0, -far, far))
+    if EXACT:
+        p = ((1.33546685e-8 * v + 2.06090863e-5) * v + 3.49558843e-3) * v + 0.133810252
+        q = ((7.77656112e-7 * v + 3.28563532e-4) * v + 2.5876984e-2) * v + 0.467143416
+        return (p * v + 1.0) / (q * v + 1.0)
+    else:
+        p = (3.99586543e-6 * v + 2.29308754e-3) * v + 0.123220533
+        q = (1.43984333e-4 * v + 2.11516079e-2) * v + 0.456546128
+        r = tl.rsqrt(q * v + 1.0)
+        return (p * v + 0.999998987) * (r * r)
 
 
 @triton.jit
@@ -64,9 +84,12 @@ def capped(x, softcap):
     """y in fp32, and dy/dx where it isn't 1."""
     y = x.to(tl.float32)
     if softcap is not None:
-        t = _tanh(y / softcap)
-        # min(|nan|, 15) would hide a NaN: put it back.
-        t = tl.where(y == y, t, y)
-        return softcap * t, 1.0 - t * t
+        EXACT: tl.constexpr = x.dtype == tl.float32
+        LIMIT: tl.constexpr = 9.0 if EXACT else 7.0  # where tanh is 1 to the last digit that counts
+        y = tl.clamp(y, -LIMIT * softcap, LIMIT * softcap, propagate_nan=tl.PropagateNan.ALL)
+        u = y * (1.0 / softcap)
+        ratio = _tanh_ratio(u, EXACT)
+        t = u * ratio
+        return y * ratio, 1.0 - t * t
     else:
         return y, 1.0

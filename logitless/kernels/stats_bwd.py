@@ -1,10 +1,11 @@
 """Row statistics, backward: one formula for every loss, written once into the gradient.
 
-    dy_i = p_i (a + b log p_i) / temperature + Σ_k g_k [i = id_k] + g_c v_i        p_i = e^(z_i - lse)
+    dz_i = p_i (a + b log p_i) + Σ_k g_k [i = id_k] + g_c v_i        p_i = e^(z_i - lse)
 
-a, b, g_c are per row and g_k per id; log p_i is taken as ((y_i - shift) / temperature) - log_s, which
-no common offset can hurt. One id a row is compared in place; several ids are put right by a second,
-small kernel, so that a gradient is rounded once, after everything is added.
+a, b, g_c are per row and g_k per id; log p_i is taken as ((y_i - shift) / temperature) - log_s,
+which no common offset can hurt, and dx_i = dz_i dz/dx_i. One id a row is compared in place; several
+ids are put right by a second, small kernel, so that a gradient is rounded once, after everything is
+added.
 """
 
 import torch
@@ -19,6 +20,7 @@ from .rows import (
     capped,
     fringe_tile,
     inverse_temperature,
+    load,
     row_offset,
     split_row,
 )
@@ -35,33 +37,56 @@ def _load_or(P, at, default):
 
 
 @triton.jit
-def _softmax_part(y, shift, log_s, a, b, inv_t, HAS_B: tl.constexpr):
-    """p (a + b log p) / temperature."""
-    log_p = (y - shift) * inv_t - log_s
+def _softmax_part(log_p, a, b, HAS_B: tl.constexpr):
+    """p (a + b log p)."""
     p = tl.exp2(log_p * LOG2E)
     if HAS_B:
-        # 0 · -inf is 0 here: x log x.
-        return (p * a + tl.where(p > 0, p * b * log_p, 0.0)) * inv_t
+        # 0 · -inf is 0 here: any finite log p will do where p is 0.
+        return p * (a + b * tl.maximum(log_p, -1e38))
     else:
-        return p * (a * inv_t)
+        return p * a
 
 
 @triton.jit
-def _dx_tile(
+def row_terms(shift, log_s, a, g_id, g_c, id, V, HAS_ID: tl.constexpr):
+    """The numbers of a row's gradient, with the rows that have none, or no right one, settled."""
+    if HAS_ID:
+        inside = (id >= 0) & (id < V)
+        # A bad target has no gradient to give: the whole row says so.
+        a = tl.where(inside, a, float("nan"))
+        id = tl.where(inside, id, -1).to(tl.int32)
+    # A row of -inf has no distribution: p = 0, and nothing flows.
+    dead = log_s == -INF
+    shift = tl.where(dead, INF, shift)
+    log_s = tl.where(dead, 0.0, log_s)
+    a = tl.where(dead, 0.0, a)
+    g_id = tl.where(dead, 0.0, g_id)
+    g_c = tl.where(dead, 0.0, g_c)
+    return shift, log_s, a, g_id, g_c, id
+
+
+@triton.jit
+def zero_tile(DXrow, cols, mask):
+    """The gradient of an ignored row, whose logits nobody reads."""
+    tl.store(DXrow + cols, tl.zeros(cols.shape, DXrow.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dx_tile(
     Xrow, W, DXrow, cols, mask, id, shift, log_s, a, b, g_id, g_c, inv_t, softcap,
     HAS_B: tl.constexpr, HAS_ID: tl.constexpr, HAS_C: tl.constexpr,
 ):  # fmt: skip
     """Read a tile of logits, write its gradient."""
-    y, slope = capped(tl.load(Xrow + cols, mask=mask, other=0.0), softcap)
-    dy = _softmax_part(y, shift, log_s, a, b, inv_t, HAS_B)
+    y, slope = capped(load(Xrow, cols, mask), softcap)
+    dz = _softmax_part((y - shift) * inv_t - log_s, a, b, HAS_B)
     if HAS_C:
         if W is not None:
-            dy += g_c * tl.load(W + cols, mask=mask, other=0.0).to(tl.float32)
+            dz += g_c * load(W, cols, mask).to(tl.float32)
         else:
-            dy += g_c
+            dz += g_c
     if HAS_ID:
-        dy += tl.where(cols == id, g_id, 0.0)
-    tl.store(DXrow + cols, (dy * slope).to(DXrow.dtype.element_ty), mask=mask)
+        dz += tl.where(cols == id, g_id, 0.0)
+    tl.store(DXrow + cols, (dz * (slope * inv_t)).to(DXrow.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows_t", "lead", "blocks"])
@@ -88,31 +113,19 @@ def _stats_bwd_kernel(
         id = tl.load(IDS + row)
     if ignore_index is not None:
         if id == ignore_index:
-            zero = tl.zeros((BLOCK_V,), DX.dtype.element_ty)
-            tl.store(tl.multiple_of(DXrow + head, 16) + cols, zero, mask=mask)
-            if not ALIGNED:
-                if block == 0:
-                    ends, mask_ends = fringe_tile(head, body, V, PACK)
-                    tl.store(DXrow + ends, tl.zeros((2 * PACK,), DX.dtype.element_ty), mask_ends)
+            zero_tile(tl.multiple_of(DXrow + head, 16), cols, mask)
+            if block == 0:
+                ends, mask_ends = fringe_tile(head, body, V, PACK)
+                zero_tile(DXrow, ends, mask_ends)
             return
 
-    shift = tl.load(SHIFT + row)
-    log_s = tl.load(LOG_S + row)
     inv_t = inverse_temperature(TEMP, temperature, row)
-    a = _load_or(A, row, 0.0)
     b = _load_or(B, row, 0.0)
-    g_id = _load_or(G_ID, row, 0.0)
-    g_c = _load_or(G_C, row, 0.0)
-    if IDS is not None:
-        # A bad target has no gradient to give: the whole row says so.
-        a = tl.where((id >= 0) & (id < V), a, float("nan"))
-    # A row of -inf has no distribution: p = 0, and nothing flows.
-    dead = log_s == -INF
-    shift = tl.where(dead, INF, shift)
-    log_s = tl.where(dead, 0.0, log_s)
-    a = tl.where(dead, 0.0, a)
-    g_id = tl.where(dead, 0.0, g_id)
-    g_c = tl.where(dead, 0.0, g_c)
+    shift, log_s, a, g_id, g_c, id = row_terms(
+        tl.load(SHIFT + row), tl.load(LOG_S + row),
+        _load_or(A, row, 0.0), _load_or(G_ID, row, 0.0), _load_or(G_C, row, 0.0),
+        id, V, IDS is not None,
+    )  # fmt: skip
 
     Xbody = Xrow + head
     if SAME:
@@ -121,7 +134,7 @@ def _stats_bwd_kernel(
         Wbody = W + head
     else:
         Wbody = W
-    _dx_tile(
+    dx_tile(
         Xbody, Wbody, tl.multiple_of(DXrow + head, 16), cols, mask, id - head,
         shift, log_s, a, b, g_id, g_c, inv_t, softcap,
         B is not None, IDS is not None, G_C is not None,
@@ -129,7 +142,7 @@ def _stats_bwd_kernel(
     if not ALIGNED:
         if block == 0:
             ends, mask_ends = fringe_tile(head, body, V, PACK)
-            _dx_tile(
+            dx_tile(
                 Xrow, W, DXrow, ends, mask_ends, id,
                 shift, log_s, a, b, g_id, g_c, inv_t, softcap,
                 B is not None, IDS is not None, G_C is not None,
@@ -142,9 +155,9 @@ def _ids_bwd_kernel(
     DX,  # output
     rows_t, stride_db, stride_dt, V, K,  # sizes
     temperature, softcap,  # options
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    NORMALISED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Several ids a row: rewrite the gradient at each from its saved logit; repeated ids add up."""
+    """Several ids a row: rewrite the gradient at each from what was picked; repeated ids add up."""
     row = tl.program_id(0)
     at = row.to(tl.int64) * K
     DXrow = DX + row_offset(row, rows_t, stride_db, stride_dt)
@@ -162,24 +175,27 @@ def _ids_bwd_kernel(
         ids = tl.load(IDS + at + offs_k, mask=mask_k, other=0)
         inside = (ids >= 0) & (ids < V)
         bad += tl.sum((mask_k & ~inside).to(tl.int32), axis=0)
-        g = tl.zeros((BLOCK_K,), tl.float32)
+        dz = tl.zeros((BLOCK_K,), tl.float32)
         for other in range(0, K, BLOCK_K):
             offs_j = other + tl.arange(0, BLOCK_K)
             mask_j = offs_j < K
             ids_j = tl.load(IDS + at + offs_j, mask=mask_j, other=-1)
-            g_j = tl.load(G_ID + at + offs_j, mask=mask_j, other=0.0).to(tl.float32)
+            g_j = load(G_ID + at, offs_j, mask_j).to(tl.float32)
             same = (ids[:, None] == ids_j[None, :]) & mask_j[None, :]
-            g += tl.sum(tl.where(same, g_j[None, :], 0.0), axis=1)
-        y = tl.load(PICKED + at + offs_k, mask=mask_k, other=0.0)
-        dy = _softmax_part(y, shift, log_s, a, b, inv_t, B is not None) + g
+            dz += tl.sum(tl.where(same, g_j[None, :], 0.0), axis=1)
+        log_p = load(PICKED + at, offs_k, mask_k)
+        if not NORMALISED:
+            log_p = (log_p - shift * inv_t) - log_s
+        dz += _softmax_part(log_p, a, b, B is not None)
         if G_C is not None:
             if W is not None:
-                dy += g_c * tl.load(W + ids, mask=mask_k & inside, other=0.0).to(tl.float32)
+                dz += g_c * load(W, ids, mask_k & inside).to(tl.float32)
             else:
-                dy += g_c
+                dz += g_c
         if softcap is not None:
-            dy *= 1.0 - (y / softcap) * (y / softcap)
-        dx = tl.where(live, dy, 0.0).to(DX.dtype.element_ty)
+            t = ((log_p + log_s) / inv_t + shift) / softcap
+            dz *= 1.0 - t * t
+        dx = tl.where(live, dz * inv_t, 0.0).to(DX.dtype.element_ty)
         tl.store(DXrow + ids, dx, mask=mask_k & inside)
     if bad > 0:
         for start in range(0, V, BLOCK_V):
@@ -196,6 +212,7 @@ def stats_bwd(
     temperature: float,
     softcap: float | None,
     ignore_index: int | None,
+    normalised: bool,
     shift: Tensor,  # (...)
     log_s: Tensor,  # (...)
     picked: Tensor | None,  # like ids
@@ -205,7 +222,7 @@ def stats_bwd(
     g_c: Tensor | None,  # (...)
     inplace: bool = False,
 ) -> Tensor:
-    """The gradient of the logits, (..., V) in their dtype; in place, written over x and returned."""
+    """The gradient of the logits, (..., V) in their dtype; in place, it replaces x."""
     dx = x if inplace else torch.empty(x.shape, device=x.device, dtype=x.dtype)
     if dx.numel() == 0:
         return dx
@@ -237,6 +254,7 @@ def stats_bwd(
                 d_rows.x,
                 rows.rows_t, *sizes, V, K,
                 temperature, softcap,
+                NORMALISED=normalised,
                 BLOCK_K=min(64, triton.next_power_of_2(K)), BLOCK_V=cut.block_v,
             )  # fmt: skip
     if inplace and rows.x.data_ptr() != x.data_ptr():  # strides that no view describes: a copy

@@ -1,12 +1,12 @@
 """Row statistics, forward: one pass over the row, online.
 
-Each block folds into the running state of its row, (m, s, w, c, n, arg):
+Each block folds into the running state of its row, (m, s, w, c, n, block):
 
-    m = max y    s = Σ e^d    w = Σ d e^d    c = Σ v (y - ref)    n = Σ v    arg = argmax y
+    m = max y    s = Σ e^(d/T)    w = Σ d e^(d/T)    c = Σ v (y - ref)    n = Σ v        d = y - m
 
-with d = (y - m) / temperature, v the class weights (1 without) and ref near the row's mean, so that
-c stays small and exact. Rows that are too few to fill the GPU are split over several programs, whose
-states a second kernel merges by the same law that joins the blocks.
+with v the class weights (1 without), ref near the row's mean so that c stays small and exact, and
+`block` the first block to reach m. Rows that are too few to fill the GPU are split over several
+programs, whose states a second kernel merges by the same law that joins the blocks.
 """
 
 import torch
@@ -21,124 +21,155 @@ from .rows import (
     capped,
     fringe_tile,
     inverse_temperature,
+    load,
     row_offset,
     split_row,
 )
-from .view import Rows, on_device, rows_of
+from .view import on_device, rows_of
 
 FIELDS = tl.constexpr(6)  # of the state
-NOWHERE = tl.constexpr(2**31 - 1)  # argmax of no columns
+NOWHERE = tl.constexpr(2**31 - 1)  # a column that is none
 
 
 @triton.jit
-def _finite(m):
-    """What to subtract: m, or 0 where m is ±inf and the bare exponential is right (0, inf or NaN)."""
+def finite(m):
+    """What to subtract: m, or 0 where m is ±inf and the bare exponential is right."""
     return tl.where(tl.abs(m) == INF, 0.0, m)
 
 
 @triton.jit
-def _exp(d):
-    return tl.exp2(d * LOG2E)
-
-
-@triton.jit
-def _move(m, m_new, s, inv_t):
+def move(m, m_new, s):
     """d of a state whose max moves from m to m_new; the empty state (-inf, 0) moves at no cost."""
-    return tl.where((m == m_new) | (s == 0), 0.0, (m - m_new) * inv_t)
+    return tl.where((m == m_new) | (s == 0), 0.0, m - m_new)
 
 
 @triton.jit
 def _fold(
-    m, s, w, c, n, arg,
-    X, W, at, mask, first, ref, inv_t, softcap,
-    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr,
+    m, s, w, c, n, block,
+    X, W, start, offs, mask, first, ref, rate, softcap,
+    ENTROPY: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """The state after one more block: elements `at` of X, which are columns first + at of the row."""
-    y, _ = capped(tl.load(X + at, mask=mask, other=0.0), softcap)
-    # Masked after the softcap: a padded column must not come back as -softcap.
-    y = tl.where(mask, y, -INF)
+    """The state after one more block: elements start + offs of X, `first` columns into the row."""
+    at = start + offs
+    y, _ = capped(load(X, at, mask), softcap)
+    if mask is not None:
+        # After the softcap: a padded column must not come back as -softcap.
+        y = tl.where(mask, y, -INF)
     top = tl.max(y, axis=0)
-    if ARGMAX:
-        if top >= m:  # seldom true after the first few blocks
-            leftmost = tl.min(tl.where(mask & (y == top), first + at, NOWHERE), axis=0)
-            arg = tl.where(top > m, leftmost, tl.minimum(leftmost, arg))
+    block = tl.where(top > m, start, block)
     m_new = tl.maximum(m, top)
-    moved = _move(m, m_new, s, inv_t)
-    d = (y - _finite(m_new)) * inv_t
-    e = _exp(d)
+    moved = move(m, m_new, s)
+    scale = tl.exp2(moved * rate)
+    d = y - finite(m_new)
+    e = tl.exp2(d * rate)
     if ENTROPY:
-        w = (w + moved * s) * _exp(moved) + tl.sum(tl.where(e > 0, d * e, 0.0), axis=0)
-    s = s * _exp(moved) + tl.sum(e, axis=0)
+        # -inf · 0 is 0 here: any finite d will do where e is 0.
+        w = (w + moved * s) * scale + tl.sum(tl.maximum(d, -1e38) * e, axis=0)
+    s = s * scale + tl.sum(e, axis=0)
     if TOTAL:
+        u = y - ref
         if W is not None:
-            v = tl.load(W + first + at, mask=mask, other=0.0).to(tl.float32)
+            v = load(W, first + at, mask).to(tl.float32)
+            c += tl.sum(tl.where(v != 0, v * u, 0.0), axis=0)
+            n += tl.sum(v, axis=0)
+        elif mask is not None:
+            c += tl.sum(tl.where(mask, u, 0.0), axis=0)
         else:
-            v = tl.where(mask, 1.0, 0.0)
-        c += tl.sum(tl.where(v != 0, v * (y - ref), 0.0), axis=0)
-        n += tl.sum(v, axis=0)
-    return m_new, s, w, c, n, arg
+            c += tl.sum(u, axis=0)
+    return m_new, s, w, c, n, block
 
 
 @triton.jit
-def _reference(Xrow, V, softcap, BLOCK_V: tl.constexpr, TOTAL: tl.constexpr):
-    """Mean of the row's first block: a number near which Σ (y - ref) does not cancel."""
+def _reference(Xrow, V, softcap, TOTAL: tl.constexpr):
+    """Mean of the row's first columns: a number near which Σ (y - ref) does not cancel."""
     ref = 0.0
     if TOTAL:
-        cols = tl.arange(0, BLOCK_V)
+        cols = tl.arange(0, 512)
         mask = cols < V
-        y, _ = capped(tl.load(Xrow + cols, mask=mask, other=0.0), softcap)
-        mean = tl.sum(tl.where(mask, y, 0.0), axis=0) / tl.maximum(tl.minimum(BLOCK_V, V), 1)
+        y, _ = capped(load(Xrow, cols, mask), softcap)
+        mean = tl.sum(tl.where(mask, y, 0.0), axis=0) / tl.maximum(tl.minimum(512, V), 1)
         ref = tl.where(tl.abs(mean) < INF, mean, 0.0)
     return ref
 
 
 @triton.jit
-def _fold_span(
-    Xrow, W, offset, V, lead, lo, hi, ref, inv_t, softcap,
-    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr,
-    PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+def fold_span(
+    Xrow, W, offset, V, lead, lo, hi, ref, rate, softcap,
+    ENTROPY: tl.constexpr, TOTAL: tl.constexpr,
+    PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """State of the packs [lo, hi) of a row, and of its ragged ends where lo = 0."""
     m = tl.full((), -INF, tl.float32)
     zero = tl.full((), 0.0, tl.float32)
-    s, w, c, n, arg = zero, zero, zero, zero, tl.full((), NOWHERE, tl.int32)
+    s, w, c, n, block = zero, zero, zero, zero, tl.full((), 0, tl.int32) + lo
     head, body = split_row(offset, V, lead, PACK, ALIGNED)
+    Xbody = tl.multiple_of(Xrow + head, 16)
+    hi = tl.multiple_of(tl.minimum(hi, body), PACK)
+    full = lo + tl.maximum(hi - lo, 0) // BLOCK_V * BLOCK_V
+    offs = tl.arange(0, BLOCK_V)
+    for start in range(lo, full, BLOCK_V):
+        m, s, w, c, n, block = _fold(
+            m, s, w, c, n, block, Xbody, W, start, offs, None, head, ref, rate, softcap,
+            ENTROPY, TOTAL,
+        )  # fmt: skip
+    if full < hi:
+        m, s, w, c, n, block = _fold(
+            m, s, w, c, n, block, Xbody, W, full, offs, full + offs < hi, head, ref, rate, softcap,
+            ENTROPY, TOTAL,
+        )  # fmt: skip
     if not ALIGNED:
         if lo == 0:
             ends, mask_ends = fringe_tile(head, body, V, PACK)
-            m, s, w, c, n, arg = _fold(
-                m, s, w, c, n, arg, Xrow, W, ends, mask_ends, 0, ref, inv_t, softcap,
-                ENTROPY, TOTAL, ARGMAX,
+            m, s, w, c, n, _ = _fold(
+                m, s, w, c, n, block, Xrow, W, 0, ends, mask_ends, 0, ref, rate, softcap,
+                ENTROPY, TOTAL,
             )  # fmt: skip
-    Xbody = tl.multiple_of(Xrow + head, 16)
-    hi = tl.multiple_of(tl.minimum(hi, body), PACK)
-    offs = tl.arange(0, BLOCK_V)
-    for start in tl.range(lo, hi, BLOCK_V, num_stages=STAGES):
-        m, s, w, c, n, arg = _fold(
-            m, s, w, c, n, arg, Xbody, W, start + offs, start + offs < hi, head, ref, inv_t, softcap,
-            ENTROPY, TOTAL, ARGMAX,
-        )  # fmt: skip
-    return m, s, w, c, n, arg
+    return m, s, w, c, n, block
+
+
+@triton.jit
+def _leftmost(X, at, mask, first, m, softcap):
+    """Lowest column whose y is m, or NOWHERE."""
+    y, _ = capped(load(X, at, mask), softcap)
+    return tl.min(tl.where(mask & (y == m), first + at, NOWHERE), axis=0)
+
+
+@triton.jit
+def _argmax(
+    Xrow, m, block, offset, V, lead, softcap,
+    PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Column of the max: one more look at the first block that reached it, not at every block."""
+    head, body = split_row(offset, V, lead, PACK, ALIGNED)
+    at = block + tl.arange(0, BLOCK_V)
+    arg = _leftmost(tl.multiple_of(Xrow + head, 16), at, at < body, head, m, softcap)
+    if not ALIGNED:
+        ends, mask_ends = fringe_tile(head, body, V, PACK)
+        arg = tl.minimum(arg, _leftmost(Xrow, ends, mask_ends, 0, m, softcap))
+    return tl.where(arg < V, arg, 0)  # a row of NaNs has no largest
 
 
 @triton.jit
 def _finish(
     m, s, w, c, n, arg,
-    Xrow, IDS, SHIFT, LOG_S, PICKED, ENTROPY, TOTAL, ARGMAX,
-    row, rows, V, K, live, ref, softcap, BLOCK_K: tl.constexpr,
+    Xrow, IDS, SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX,
+    row, V, K, live, ref, inv_t, softcap, NORMALISED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's statistics from its state, and the logits at its ids. An ignored row is zeros."""
-    shift = _finite(m)
+    """Write a row's statistics from its state, and what is at its ids; zeros if ignored."""
+    shift = finite(m)
     log_s = tl.log(s)
     tl.store(SHIFT + row, tl.where(live, shift, 0.0))
     tl.store(LOG_S + row, tl.where(live, log_s, 0.0))
+    tl.store(LSE + row, tl.where(live, shift * inv_t + log_s, 0.0))
     if ENTROPY is not None:
-        tl.store(ENTROPY + row, tl.where(live & (s != 0), log_s - w / s, 0.0))
+        tl.store(ENTROPY + row, tl.where(live & (s != 0), log_s - w * inv_t / s, 0.0))
     if TOTAL is not None:
-        tl.store(TOTAL + row, tl.where(live, n * ref + c, 0.0))
-        tl.store(TOTAL + rows + row, tl.where(live, n * (shift - ref) - c, 0.0))
+        if NORMALISED:
+            total = (c - n * (shift - ref)) * inv_t - n * log_s
+        else:
+            total = (c + n * ref) * inv_t
+        tl.store(TOTAL + row, tl.where(live, total, 0.0))
     if ARGMAX is not None:
-        arg = tl.where(arg < V, arg, 0)  # a row of NaNs has no largest
         tl.store(ARGMAX + row, tl.where(live, arg, -1).to(tl.int64))
     if IDS is not None:
         for start in range(0, K, BLOCK_K):
@@ -147,13 +178,16 @@ def _finish(
             at = row.to(tl.int64) * K + offs_k
             ids = tl.load(IDS + at, mask=mask_k, other=0)
             inside = mask_k & (ids >= 0) & (ids < V) & live
-            y, _ = capped(tl.load(Xrow + ids, mask=inside, other=0.0), softcap)
-            y = tl.where(inside, y, tl.where(live, float("nan"), 0.0))
-            tl.store(PICKED + at, y, mask=mask_k)
+            y, _ = capped(load(Xrow, ids, inside), softcap)
+            if NORMALISED:  # as (t - m) - log s, never as t - lse
+                z = (y - shift) * inv_t - log_s
+            else:
+                z = y * inv_t
+            tl.store(PICKED + at, tl.where(inside, z, tl.where(live, float("nan"), 0.0)), mask_k)
 
 
 @triton.jit
-def _is_live(IDS, row, ignore_index):
+def is_live(IDS, row, ignore_index):
     """Whether a row counts. An ignored row is read by no one."""
     if ignore_index is not None:
         return tl.load(IDS + row) != ignore_index
@@ -161,31 +195,35 @@ def _is_live(IDS, row, ignore_index):
         return True
 
 
-@triton.jit(do_not_specialize=["rows", "rows_t", "lead"])
+@triton.jit(do_not_specialize=["rows_t", "lead"])
 def _stats_fwd_kernel(
     X, IDS, W, TEMP,  # inputs
-    SHIFT, LOG_S, PICKED, ENTROPY, TOTAL, ARGMAX,  # outputs
-    rows, rows_t, stride_xb, stride_xt, lead, V, K,  # sizes
+    SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX,  # outputs
+    rows_t, stride_xb, stride_xt, lead, V, K,  # sizes
     temperature, softcap, ignore_index,  # options
-    PACK: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+    NORMALISED: tl.constexpr, PACK: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0)
-    live = _is_live(IDS, row, ignore_index)
+    live = is_live(IDS, row, ignore_index)
     columns = tl.where(live, V, 0)
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     inv_t = inverse_temperature(TEMP, temperature, row)
-    ref = _reference(X + offset, columns, softcap, BLOCK_V, TOTAL is not None)
-    m, s, w, c, n, arg = _fold_span(
-        X + offset, W, offset, columns, lead, 0, columns, ref, inv_t, softcap,
-        ENTROPY is not None, TOTAL is not None, ARGMAX is not None,
-        PACK, ALIGNED, BLOCK_V, STAGES,
+    ref = _reference(X + offset, columns, softcap, TOTAL is not None)
+    m, s, w, c, n, block = fold_span(
+        X + offset, W, offset, columns, lead, 0, columns, ref, inv_t * LOG2E, softcap,
+        ENTROPY is not None, TOTAL is not None, PACK, ALIGNED, BLOCK_V,
     )  # fmt: skip
+    if W is None:
+        n = columns.to(tl.float32)
+    arg = 0
+    if ARGMAX is not None:
+        arg = _argmax(X + offset, m, block, offset, columns, lead, softcap, PACK, ALIGNED, BLOCK_V)
     _finish(
         m, s, w, c, n, arg,
-        X + offset, IDS, SHIFT, LOG_S, PICKED, ENTROPY, TOTAL, ARGMAX,
-        row, rows, V, K, live, ref, softcap, BLOCK_K,
+        X + offset, IDS, SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX,
+        row, V, K, live, ref, inv_t, softcap, NORMALISED, BLOCK_K,
     )  # fmt: skip
 
 
@@ -195,20 +233,20 @@ def _split_kernel(
     PART,  # (rows, splits, FIELDS), output
     rows_t, stride_xb, stride_xt, lead, V, span, splits,  # sizes
     temperature, softcap, ignore_index,  # options
-    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr,
-    PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    ENTROPY: tl.constexpr, TOTAL: tl.constexpr,
+    PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """First level: one program a split of a row, to a partial state."""
     row = tl.program_id(0)
     split = tl.program_id(1)
-    columns = tl.where(_is_live(IDS, row, ignore_index), V, 0)
+    columns = tl.where(is_live(IDS, row, ignore_index), V, 0)
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     inv_t = inverse_temperature(TEMP, temperature, row)
-    ref = _reference(X + offset, columns, softcap, BLOCK_V, TOTAL)
+    ref = _reference(X + offset, columns, softcap, TOTAL)
     span = tl.multiple_of(span, BLOCK_V)
-    m, s, w, c, n, arg = _fold_span(
+    m, s, w, c, n, block = fold_span(
         X + offset, W, offset, columns, lead, split * span, split * span + span,
-        ref, inv_t, softcap, ENTROPY, TOTAL, ARGMAX, PACK, ALIGNED, BLOCK_V, STAGES,
+        ref, inv_t * LOG2E, softcap, ENTROPY, TOTAL, PACK, ALIGNED, BLOCK_V,
     )  # fmt: skip
     at = PART + (row.to(tl.int64) * splits + split) * FIELDS
     tl.store(at, m)
@@ -216,45 +254,52 @@ def _split_kernel(
     tl.store(at + 2, w)
     tl.store(at + 3, c)
     tl.store(at + 4, n)
-    tl.store(at + 5, arg.to(tl.float32, bitcast=True))
+    tl.store(at + 5, block.to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["rows", "rows_t", "splits"])
+@triton.jit(do_not_specialize=["rows_t", "lead", "splits"])
 def _merge_kernel(
-    PART, X, IDS, TEMP,  # inputs
-    SHIFT, LOG_S, PICKED, ENTROPY, TOTAL, ARGMAX,  # outputs
-    rows, rows_t, stride_xb, stride_xt, V, K, splits,  # sizes
+    PART, X, IDS, W, TEMP,  # inputs
+    SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX,  # outputs
+    rows_t, stride_xb, stride_xt, lead, V, K, splits,  # sizes
     temperature, softcap, ignore_index,  # options
+    NORMALISED: tl.constexpr, PACK: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Second level: one program a row merges its splits' states, all at once."""
     row = tl.program_id(0)
-    live = _is_live(IDS, row, ignore_index)
+    live = is_live(IDS, row, ignore_index)
+    columns = tl.where(live, V, 0)
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     inv_t = inverse_temperature(TEMP, temperature, row)
-    ref = _reference(X + offset, tl.where(live, V, 0), softcap, BLOCK_V, TOTAL is not None)
+    ref = _reference(X + offset, columns, softcap, TOTAL is not None)
     offs_s = tl.arange(0, BLOCK_S)
     mask_s = offs_s < splits
     at = PART + (row.to(tl.int64) * splits + offs_s) * FIELDS
     m_s = tl.load(at, mask=mask_s, other=-INF)
     s_s = tl.load(at + 1, mask=mask_s, other=0.0)
     m = tl.max(m_s, axis=0)
-    moved = _move(m_s, m, s_s, inv_t)
-    s = tl.sum(s_s * _exp(moved), axis=0)
-    w, c, n, arg = m, m, m, NOWHERE  # stay unread unless asked for
+    moved = move(m_s, m, s_s)
+    scale = tl.exp2(moved * (inv_t * LOG2E))
+    s = tl.sum(s_s * scale, axis=0)
+    w, c, n, arg = m, m, m, 0  # stay unread unless asked for
     if ENTROPY is not None:
         w_s = tl.load(at + 2, mask=mask_s, other=0.0)
-        w = tl.sum((w_s + moved * s_s) * _exp(moved), axis=0)
+        w = tl.sum((w_s + moved * s_s) * scale, axis=0)
     if TOTAL is not None:
         c = tl.sum(tl.load(at + 3, mask=mask_s, other=0.0), axis=0)
-        n = tl.sum(tl.load(at + 4, mask=mask_s, other=0.0), axis=0)
+        n = columns.to(tl.float32)
+        if W is not None:
+            n = tl.sum(tl.load(at + 4, mask=mask_s, other=0.0), axis=0)
     if ARGMAX is not None:
-        arg_s = tl.load(at + 5, mask=mask_s, other=0.0).to(tl.int32, bitcast=True)
-        arg = tl.min(tl.where(mask_s & (m_s == m), arg_s, NOWHERE), axis=0)
+        blocks = tl.load(at + 5, mask=mask_s, other=0.0).to(tl.int32, bitcast=True)
+        block = tl.min(tl.where(mask_s & (m_s == m), blocks, NOWHERE), axis=0)
+        block = tl.where(block < V, block, 0)
+        arg = _argmax(X + offset, m, block, offset, columns, lead, softcap, PACK, ALIGNED, BLOCK_V)
     _finish(
         m, s, w, c, n, arg,
-        X + offset, IDS, SHIFT, LOG_S, PICKED, ENTROPY, TOTAL, ARGMAX,
-        row, rows, V, K, live, ref, softcap, BLOCK_K,
+        X + offset, IDS, SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX,
+        row, V, K, live, ref, inv_t, softcap, NORMALISED, BLOCK_K,
     )  # fmt: skip
 
 
@@ -266,52 +311,65 @@ def stats_fwd(
     temperature: float,
     softcap: float | None,
     ignore_index: int | None,
+    normalised: bool,
     want_entropy: bool,
     want_total: bool,
     want_argmax: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """shift, log_s (...); picked like ids; entropy (...); total (2, ...); argmax (...), or None."""
+) -> tuple[Tensor | None, ...]:
+    """shift, log_s, lse (...); picked like ids; entropy, total, argmax (...); None if not wanted.
+
+    picked and total are of z, or of log p = z - lse where `normalised`.
+    """
     lead_shape, V = x.shape[:-1], x.shape[-1]
-    like = {"device": x.device, "dtype": torch.float32}
-    shift, log_s = torch.empty(lead_shape, **like), torch.empty(lead_shape, **like)
-    picked = None if ids is None else torch.empty(ids.shape, **like)
-    entropy = torch.empty(lead_shape, **like) if want_entropy else None
-    total = torch.empty((2, *lead_shape), **like) if want_total else None
-    argmax = torch.empty(lead_shape, device=x.device, dtype=torch.int64) if want_argmax else None
-    outputs = (shift, log_s, picked, entropy, total, argmax)
+
+    def rows(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        return torch.empty(lead_shape, device=x.device, dtype=dtype) if wanted else None
+
+    outputs = (
+        shift := rows(),
+        rows(),
+        rows(),
+        None if ids is None else torch.empty(ids.shape, device=x.device, dtype=torch.float32),
+        rows(want_entropy),
+        rows(want_total),
+        rows(want_argmax, torch.int64),
+    )
     if shift.numel() == 0:
         return outputs
 
     view = rows_of(x)
-    ids = None if ids is None else ids.contiguous()
+    ids, weight, row_temperature = (
+        None if t is None else t.contiguous() for t in (ids, weight, row_temperature)
+    )
     K = 1 if ids is None else ids.numel() // view.count
     cut = config.forward(view.count, V, x.element_size(), config.processors(x.device))
+    where = (view.rows_t, view.stride_b, view.stride_t, view.lead, V)
     options = (temperature, softcap, ignore_index)
-    row_temperature = None if row_temperature is None else row_temperature.contiguous()
-    weight = None if weight is None else weight.contiguous()
+    layout = {
+        "PACK": view.pack,
+        "ALIGNED": view.aligned,
+        "BLOCK_V": cut.block_v,
+        "num_warps": cut.num_warps,
+    }
     block_k = min(128, triton.next_power_of_2(K))
-    layout = {"PACK": view.pack, "ALIGNED": view.aligned, "BLOCK_V": cut.block_v}
     with on_device(x):
         if cut.splits == 1:
             _stats_fwd_kernel[(view.count,)](
                 view.x, ids, weight, row_temperature, *outputs,
-                view.count, view.rows_t, view.stride_b, view.stride_t, view.lead, V, K,
-                *options, **layout,
-                BLOCK_K=block_k, STAGES=cut.num_stages, num_warps=cut.num_warps,
+                *where, K, *options,
+                NORMALISED=normalised, BLOCK_K=block_k, **layout,
             )  # fmt: skip
             return outputs
         span = triton.cdiv(triton.cdiv(V, cut.splits), cut.block_v) * cut.block_v
-        part = torch.empty((view.count, cut.splits, FIELDS.value), **like)
+        part = x.new_empty((view.count, cut.splits, FIELDS.value), dtype=torch.float32)
         _split_kernel[(view.count, cut.splits)](
             view.x, ids, weight, row_temperature, part,
-            view.rows_t, view.stride_b, view.stride_t, view.lead, V, span, cut.splits,
-            *options, want_entropy, want_total, want_argmax, **layout,
-            STAGES=cut.num_stages, num_warps=cut.num_warps,
+            *where, span, cut.splits, *options,
+            ENTROPY=want_entropy, TOTAL=want_total, **layout,
         )  # fmt: skip
         _merge_kernel[(view.count,)](
-            part, view.x, ids, row_temperature, *outputs,
-            view.count, view.rows_t, view.stride_b, view.stride_t, V, K, cut.splits,
-            *options, BLOCK_V=cut.block_v, BLOCK_K=block_k, BLOCK_S=config.MAX_SPLITS,
-            num_warps=cut.num_warps,
+            part, view.x, ids, weight, row_temperature, *outputs,
+            *where, K, cut.splits, *options,
+            NORMALISED=normalised, BLOCK_K=block_k, BLOCK_S=config.MAX_SPLITS, **layout,
         )  # fmt: skip
     return outputs

@@ -6,9 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_HERE = contextlib.nullcontext()
+
 
 class Rows(NamedTuple):
-    """Logits as kernels address them: row r starts at r // rows_t · stride_b + r % rows_t · stride_t."""
+    """Logits as kernels see them: row r at r // rows_t · stride_b + r % rows_t · stride_t."""
 
     x: Tensor  # (B, T, V), unit stride in V
     count: int
@@ -53,7 +55,7 @@ def _describe(view: Tensor) -> Rows:
 
 
 def _collapse(x: Tensor) -> Tensor | None:
-    """(..., V) as a (B, T, V) view with the last leading dims in T, or None where strides forbid."""
+    """(..., V) as a (B, T, V) view, or None where the strides forbid it."""
     if x.dim() <= 3:
         return x.reshape(1, 1, -1) if x.dim() == 1 else x.unsqueeze(0) if x.dim() == 2 else x
     for cut in range(x.dim() - 1):
@@ -64,6 +66,6 @@ def _collapse(x: Tensor) -> Tensor | None:
 
 def on_device(x: Tensor):
     """Launch on the tensor's own GPU, not the current one."""
-    if x.device.type == "cpu":
-        return contextlib.nullcontext()
+    if x.device.type == "cpu" or x.device.index == torch.accelerator.current_device_index():
+        return _HERE
     return torch.get_device_module(x.device).device(x.device)

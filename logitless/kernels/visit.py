@@ -1,0 +1,160 @@
+"""Statistics and gradient in one visit: each logit read from memory once, and written over once.
+
+A row is shared out to several programs. Each folds its part into (m, s), leaves that where the row's
+other programs can see it, waits for theirs, and then rewrites its part with the gradient: the second
+look at the part is served by the cache next to the processor, which still holds it.
+
+Waiting is safe because programs start in order, and the programs of one row fit on the GPU together
+many times over: the row that started first always has all of its programs running.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import config
+from .rows import LOG2E, capped, fringe_tile, inverse_temperature, row_offset, split_row
+from .stats_bwd import dx_tile, row_terms, zero_tile
+from .stats_fwd import finite, fold_span, move
+from .view import on_device, rows_of
+
+EMPTY = tl.constexpr(-(0x00800000 << 32))  # (-inf, 0): what a program that isn't there leaves
+MAX_PARTS = 64
+
+
+@triton.jit
+def _leave(at, m, s):
+    """Leave a state as one word, written whole. No state is the word 0: s = 0 only where m = -inf."""
+    high = m.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    low = s.to(tl.uint32, bitcast=True).to(tl.int64)
+    tl.atomic_xchg(at, high | low, sem="relaxed")
+
+
+@triton.jit
+def _meet(at, parts, rate, BLOCK_P: tl.constexpr):
+    """(m, s) of the whole row, when every part has left its own."""
+    offs_p = tl.arange(0, BLOCK_P)
+    mask_p = offs_p < parts
+    word = tl.load(at + offs_p, mask=mask_p, other=EMPTY, volatile=True)
+    while tl.min((word != 0).to(tl.int32), axis=0) == 0:
+        word = tl.load(at + offs_p, mask=mask_p, other=EMPTY, volatile=True)
+    m_p = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    s_p = word.to(tl.int32).to(tl.float32, bitcast=True)
+    m = tl.max(m_p, axis=0)
+    return m, tl.sum(s_p * tl.exp2(move(m_p, m, s_p) * rate), axis=0)
+
+
+@triton.jit(do_not_specialize=["rows_t", "lead", "parts"])
+def _visit_kernel(
+    X, IDS, TEMP, A, G_ID,  # inputs; X is the output too
+    LSE, PICKED, MEETING,  # outputs; MEETING (rows, parts) starts as zeros
+    rows_t, stride_xb, stride_xt, lead, V, parts,  # sizes
+    temperature, softcap, ignore_index,  # options
+    PACK: tl.constexpr, ALIGNED: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One program a part of a row: SPAN columns of its body; the fringe goes with the first."""
+    pid = tl.program_id(0)
+    row = pid // parts
+    lo = pid % parts * SPAN
+    offset = row_offset(row, rows_t, stride_xb, stride_xt)
+    Xrow = X + offset
+    head, body = split_row(offset, V, lead, PACK, ALIGNED)
+    Xbody = tl.multiple_of(Xrow + head, 16)
+    hi = tl.multiple_of(tl.minimum(lo + SPAN, body), PACK)
+    offs = tl.arange(0, BLOCK_V)
+    id = tl.load(IDS + row)
+    if ignore_index is not None:
+        if id == ignore_index:
+            for start in range(lo, hi, BLOCK_V):
+                zero_tile(Xbody, start + offs, start + offs < hi)
+            if lo == 0:
+                ends, mask_ends = fringe_tile(head, body, V, PACK)
+                zero_tile(Xrow, ends, mask_ends)
+                tl.store(PICKED + row, 0.0)
+                tl.store(LSE + row, 0.0)
+            return
+
+    inv_t = inverse_temperature(TEMP, temperature, row)
+    m, s, _, _, _, _ = fold_span(
+        Xrow, None, offset, V, lead, lo, hi, 0.0, inv_t * LOG2E, softcap,
+        False, False, PACK, ALIGNED, BLOCK_V,
+    )  # fmt: skip
+    # Whose part holds the target reads it now, before it is overwritten.
+    column = id - head
+    mine = (column >= lo) & (column < hi)
+    if lo == 0:
+        mine = mine | (column < 0) | (column >= body)
+    inside = (id >= 0) & (id < V)
+    y_id, _ = capped(tl.load(Xrow + id, mask=mine & inside, other=0.0), softcap)
+
+    at = MEETING + row.to(tl.int64) * parts
+    _leave(at + pid % parts, m, s)
+    m, s = _meet(at, parts, inv_t * LOG2E, BLOCK_P)
+
+    shift = finite(m)
+    log_s = tl.log(s)
+    log_p = tl.where(inside, (y_id - shift) * inv_t - log_s, float("nan"))
+    tl.store(PICKED + row, log_p, mask=mine)
+    tl.store(LSE + row, shift * inv_t + log_s, mask=lo == 0)
+    shift, log_s, a, g_id, _, id = row_terms(
+        shift, log_s, tl.load(A + row), tl.load(G_ID + row), 0.0, id, V, True
+    )
+    for start in range(lo, hi, BLOCK_V):
+        dx_tile(
+            Xbody, None, Xbody, start + offs, start + offs < hi, id - head,
+            shift, log_s, a, 0.0, g_id, 0.0, inv_t, softcap, False, True, False,
+        )  # fmt: skip
+    if not ALIGNED:
+        if lo == 0:
+            ends, mask_ends = fringe_tile(head, body, V, PACK)
+            dx_tile(
+                Xrow, None, Xrow, ends, mask_ends, id,
+                shift, log_s, a, 0.0, g_id, 0.0, inv_t, softcap, False, True, False,
+            )  # fmt: skip
+
+
+def can_visit(x: Tensor) -> bool:
+    """Whether a row's programs are few enough to wait for each other."""
+    return triton.cdiv(x.shape[-1], config.visit(x.shape[-1], x.element_size()).span) <= MAX_PARTS
+
+
+def visit(
+    x: Tensor,  # (..., V), overwritten with its gradient
+    ids: Tensor,  # (...)
+    weight: None,
+    row_temperature: Tensor | None,  # (...)
+    temperature: float,
+    softcap: float | None,
+    ignore_index: int | None,
+    normalised: bool,
+    a: Tensor,  # (...)
+    g_id: Tensor,  # (...)
+) -> tuple[Tensor, Tensor]:
+    """lse and log p[ids], (...), while x becomes dz_i = p_i a + g_id [i = id], times dz/dx."""
+    assert normalised
+    assert weight is None
+    lse = torch.empty(ids.shape, device=x.device, dtype=torch.float32)
+    picked = torch.empty_like(lse)
+    if x.numel() == 0:
+        return lse, picked
+    view = rows_of(x)
+    cut = config.visit(x.shape[-1], x.element_size())
+    parts = triton.cdiv(x.shape[-1], cut.span)
+    meeting = torch.zeros((view.count, parts), device=x.device, dtype=torch.int64)
+    ids, row_temperature, a, g_id = (
+        None if t is None else t.contiguous() for t in (ids, row_temperature, a, g_id)
+    )
+    with on_device(x):
+        _visit_kernel[(view.count * parts,)](
+            view.x, ids, row_temperature, a, g_id,
+            lse, picked, meeting,
+            view.rows_t, view.stride_b, view.stride_t, view.lead, x.shape[-1], parts,
+            temperature, softcap, ignore_index,
+            PACK=view.pack, ALIGNED=view.aligned, SPAN=cut.span, BLOCK_V=cut.block_v,
+            BLOCK_P=triton.next_power_of_2(parts), num_warps=cut.num_warps,
+        )  # fmt: skip
+    if view.x.data_ptr() != x.data_ptr():  # strides that no view describes: a copy
+        x.copy_(view.x.view(x.shape))
+    return lse, picked

@@ -1,0 +1,225 @@
+"""The operators as PyTorch's compiler sees them: opcheck, whole graphs, dynamic shapes."""
+
+import shutil
+
+import pytest
+import torch
+from laws import value_and_grad
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import logitless as ll
+
+V = 37
+OPERATORS = (torch.ops.logitless.stats_fwd.default, torch.ops.logitless.stats_bwd.default)
+
+
+def make(rows=(3,), vocab=V, dtype=torch.float32, device="cpu"):
+    x = torch.randn(*rows, vocab, device=device).to(dtype)
+    target = torch.randint(0, vocab, rows, device=device)
+    target.view(-1)[0] = -100
+    return x, target
+
+
+# --- opcheck
+
+
+class Calls(TorchDispatchMode):
+    """What our operators are called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in OPERATORS:
+            self.made[func] = args
+        return func(*args, **(kwargs or {}))
+
+
+def opcheck_calls_of(f, x):
+    """Schema, fakes, autograd registration and AOT dispatch with dynamic shapes, of both operators.
+
+    The arguments are those that f and its backward call them with.
+    """
+    with Calls() as calls:
+        f(x.requires_grad_()).sum().backward()
+    forward, backward = (calls.made[operator] for operator in OPERATORS)
+    torch.library.opcheck(OPERATORS[0], (x, *forward[1:]))
+    torch.library.opcheck(
+        OPERATORS[1], tuple(t.detach() if isinstance(t, torch.Tensor) else t for t in backward)
+    )
+
+
+WANTS = {"entropy": True, "total": True, "argmax": True}
+CALLS = {
+    "logsumexp": lambda x, ids: ll.logsumexp(x),
+    "cross_entropy": lambda x, ids: ll.cross_entropy(x, ids[..., 0]),
+    "smoothing, weight": lambda x, ids: ll.cross_entropy(
+        x, ids[..., 0], label_smoothing=0.1, weight=torch.rand(V).to(x), ignore_index=3
+    ),
+    "score": lambda x, ids: sum(ll.score(x, ids[..., 0], temperature=0.7, softcap=5.0)[:3]),
+    "K ids": lambda x, ids: ll.token_logprobs(x, ids, temperature=2.0),
+    "K ids in int32, transposed": lambda x, ids: ll.token_logprobs(x, ids.int().mT.contiguous().mT),
+    "row temperature": lambda x, ids: sum(
+        ll.row_stats(
+            x, ids[..., 0], temperature=torch.rand(1, 2).to(x.device) + 0.5, softcap=9.0, **WANTS
+        )[:4]
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_opcheck(call, impl, device):
+    x, _ = make((1, 2), device=device)
+    ids = torch.randint(0, V, (1, 2, 4), device=device)
+    opcheck_calls_of(lambda x: call(x, ids), x)
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x[:, 1:], lambda x: x.mT, lambda x: x[:0]], ids=["slice", "mT", "empty"]
+)
+def test_opcheck_of_strided_half_logits(view, impl, device):
+    x = view(torch.randn(2, 3, 4, device=device).bfloat16())
+    opcheck_calls_of(ll.entropy, x)
+
+
+# --- torch.compile(fullgraph=True): every public function, every option
+
+READS = {
+    "logsumexp": lambda x, t: ll.logsumexp(x),
+    "entropy": lambda x, t: ll.entropy(x, temperature=0.7),
+    "token_logprobs": lambda x, t: ll.token_logprobs(x, t.clamp(min=0), softcap=4.0),
+    "token_logprobs of K": lambda x, t: ll.token_logprobs(x, torch.stack((t, t + 1), -1).abs() % V),
+    "score": lambda x, t: torch.stack(ll.score(x, t)[:3]),
+    "row_stats": lambda x, t: sum(
+        ll.row_stats(x, t.clamp(min=0), entropy=True, total=True, argmax=True)
+    ),
+    "partial and merge": lambda x, t: (
+        ll.merge(ll.partial(x[..., :20]), ll.partial(x[..., 20:])).lse
+    ),
+    "LogSumExp": lambda x, t: ll.nn.LogSumExp(softcap=3.0)(x),
+    "CrossEntropyLoss": lambda x, t: ll.nn.CrossEntropyLoss(label_smoothing=0.1)(x, t),
+}
+OPTIONS = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "weight": {"weight": torch.linspace(0.1, 2, V)},
+    "ignore_index": {"ignore_index": 3},
+    "smoothing": {"label_smoothing": 0.1, "weight": torch.linspace(0.1, 2, V)},
+    "z_loss": {"z_loss": 1e-2},
+    "softcap": {"softcap": 5.0},
+    "temperature": {"temperature": 0.7},
+    "row temperature": {"temperature": torch.tensor([0.5, 1.0, 2.0])},
+    "row_weight": {"row_weight": torch.tensor([1.0, -0.5, 2.0])},
+    "inplace": {"inplace": True},
+    "everything": {
+        "weight": torch.linspace(0.1, 2, V),
+        "label_smoothing": 0.2,
+        "z_loss": 1e-3,
+        "softcap": 6.0,
+        "temperature": 1.3,
+        "row_weight": torch.tensor([1.0, 0.5, -1.0]),
+        "inplace": True,
+    },
+}
+
+
+def assert_compiled_is_plain(f, x, *args, backend="aot_eager", compiled=None, **how):
+    """Value and gradient of the compiled function are the function's, and x is left alone."""
+    compiled = compiled or torch.compile(f, fullgraph=True, backend=backend, **how)
+    shape = f(x, *args).shape
+    upstream = torch.randn(shape).to(x.device)
+    kept = x.clone()
+    want = value_and_grad(lambda x: f(x, *args), x, upstream)
+    got = value_and_grad(lambda x: compiled(x, *args), x, upstream)
+    assert torch.equal(x, kept)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+    return compiled
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("f", READS.values(), ids=READS.keys())
+def test_reads(f, impl, device):
+    assert_compiled_is_plain(f, *make(device=device))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_cross_entropy(options, impl, device):
+    x, target = make(device=device)
+    how = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    if "ignore_index" in how:
+        target[0] = how["ignore_index"]
+
+    def f(x, target):
+        return ll.cross_entropy(x * 1, target, **how)
+
+    assert_compiled_is_plain(f, x, target)
+
+
+def test_inplace_of_a_view_inside_a_model(impl, device):
+    """The shape people write: a head, a view, the loss, all in one graph."""
+    head = torch.randn(8, V, device=device)
+
+    def f(hidden, target):
+        logits = hidden @ head
+        return ll.cross_entropy(logits.view(-1, V), target.view(-1), inplace=True)
+
+    hidden = torch.randn(2, 3, 8, device=device)
+    target = torch.randint(0, V, (2, 3), device=device)
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    want, got = (
+        value_and_grad(lambda h, g=g: g(h, target), hidden, torch.ones((), device=device))
+        for g in (f, compiled)
+    )
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, t: ll.cross_entropy(x, t, label_smoothing=0.1, temperature=0.7, softcap=5.0),
+        lambda x, t: ll.cross_entropy(x * 1, t, reduction="none", inplace=True),
+        lambda x, t: ll.score(x, t).logprob,
+        lambda x, t: ll.token_logprobs(x, t.clamp(min=0)[..., None].expand(*t.shape, 2)),
+        lambda x, t: ll.logsumexp(x),
+    ],
+    ids=["cross_entropy", "inplace", "score", "token_logprobs", "logsumexp"],
+)
+def test_dynamic_shapes_compile_once(f, impl, device):
+    """New rows and a new vocabulary run the graph that is there."""
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    compiled, counts = None, []
+    for rows, vocab in ((3, 37), (5, 37), (4, 50)):
+        x, target = make((rows,), vocab, device=device)
+        compiled = assert_compiled_is_plain(
+            f, x, target, backend=counting, compiled=compiled, dynamic=True
+        )
+        counts.append(len(graphs))  # the first compilation may start over once
+    assert counts[0] > 0
+    assert counts == counts[:1] * 3
+
+
+@pytest.mark.skipif(
+    not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler"
+)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_the_default_backend(inplace, device):
+    """inductor, fusing what it likes around the operators."""
+
+    def f(x, target):
+        x = torch.tanh(x) * 3
+        return ll.cross_entropy(x, target, label_smoothing=0.1, z_loss=1e-3, inplace=inplace)
+
+    assert_compiled_is_plain(f, *make(device=device), backend="inductor")
