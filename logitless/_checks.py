@@ -73,7 +73,8 @@ def ids(t: Any, x: Tensor) -> None:
     if t.shape != x.shape[:-1] and t.shape[:-1] != x.shape[:-1]:
         one, several = _shape(x.shape[:-1]), ", ".join([*map(str, x.shape[:-1]), "K"])
         raise ValueError(
-            f"ids must have shape {one} or ({several}) to match logits {_shape(x)}, got {_shape(t)}."
+            f"ids must have shape {one} or ({several}) to match logits {_shape(x)}, "
+            f"got {_shape(t)}."
         )
     _same_device("ids", t, x)
 
@@ -104,6 +105,7 @@ def temperature(t: Any, x: Tensor) -> None:
             raise TypeError(f"temperature must be a floating-point tensor, got {t.dtype}.")
         if t.dim() != 0:
             _rows("temperature", t, x)
+        _same_device("temperature", t, x)
     else:
         _positive("temperature", t)
 
@@ -120,7 +122,7 @@ def _number(name: str, value: Any) -> None:
 
 def _positive(name: str, value: Any) -> None:
     _number(name, value)
-    if not (value > 0 and math.isfinite(value)):
+    if not 0 < value < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {value}.")
 
 
@@ -132,7 +134,7 @@ def label_smoothing(value: Any) -> None:
 
 def z_loss(value: Any) -> None:
     _number("z_loss", value)
-    if not (value >= 0 and math.isfinite(value)):
+    if not 0 <= value < math.inf:
         raise ValueError(f"z_loss must be at least 0 and finite, got {value}.")
 
 
@@ -143,6 +145,8 @@ def class_weight(t: Any, x: Tensor, name: str = "weight") -> None:
         raise TypeError(f"{name} must be a Tensor of class weights, got {type(t).__name__}.")
     if not t.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {t.dtype}.")
+    if t.requires_grad:
+        raise ValueError(f"{name} must not require grad: it is taken as a constant.")
     if t.shape != x.shape[-1:]:
         raise ValueError(
             f"{name} must have shape {_shape(x.shape[-1:])} to match logits {_shape(x)}, "

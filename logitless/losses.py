@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import _checks
 from .overwrite import overwrite
-from .stats import RowStats, measure, row_stats
+from .stats import RowStats, as_ids, measure, row_stats
 
 
 class Scores(NamedTuple):
@@ -125,7 +125,7 @@ def cross_entropy(
     _checks.label_smoothing(label_smoothing)
     _checks.z_loss(z_loss)
     _checks.ignore_index(ignore_index)
-    V = logits.shape[-1]
+    V, target = logits.shape[-1], as_ids(target)
 
     def formula(stats: RowStats, row_weight: Tensor | None) -> Tensor:
         loss = -stats.picked
@@ -150,7 +150,9 @@ def cross_entropy(
     }
     if inplace:
         linear = not (label_smoothing or z_loss)
-        return overwrite(logits, target, row_weight, formula, options, linear)
+        return overwrite(
+            logits, target, row_weight, formula, options, linear=linear, mean=reduction == "mean"
+        )
     return formula(measure(logits, target, **options), row_weight)
 
 

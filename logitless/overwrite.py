@@ -23,7 +23,9 @@ def overwrite(
     row_weight: Tensor | None,  # (...)
     formula: Formula,  # statistics, row_weight -> loss, scalar or (...)
     options: dict,  # of measure
+    *,
     linear: bool,  # whether the loss is linear in log p[target], and of nothing else
+    mean: bool,  # whether it is a mean over rows
 ) -> Tensor:
     """formula(measure(logits, target), row_weight), leaving d_logits in logits if wanted."""
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and logits.requires_grad):
@@ -33,7 +35,7 @@ def overwrite(
     total = options.pop("total")
     reading = Reading.of(logits, target, **options)
     loss, *_ = _Overwrite.apply(
-        owner, row_weight, logits.shape, reading, total, formula, linear, guarded
+        owner, row_weight, logits.shape, reading, total, formula, linear, mean, guarded
     )
     return loss
 
@@ -45,7 +47,7 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
     only reshapes, its base. A leaf, or a part of a larger tensor, is only marked as changed.
     """
     base = logits if logits._base is None else logits._base
-    if base.is_leaf:
+    if logits.is_leaf or base.is_leaf:
         return logits, False
     whole = base.numel() == logits.numel() and base.is_contiguous() and logits.is_contiguous()
     return (base, True) if whole else (logits, logits is base)
@@ -53,23 +55,26 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
 
 class _Overwrite(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, owner, row_weight, shape, reading, total, formula, linear, guarded):
+    def forward(ctx, owner, row_weight, shape, reading, total, formula, linear, mean, guarded):
         logits = owner.detach().view(shape) if guarded else owner.detach()
         _checks.ids_in_range(reading.ids, shape[-1], reading.ignore_index)
-        # fp16 cannot hold p / rows: keep the sum's gradient and divide in backward.
-        ctx.gain = float(reading.ids.numel()) if logits.dtype == torch.float16 else 1.0
+        # fp16 cannot hold the gradient of a mean, p / rows: keep the sum's, and divide in backward.
+        ctx.gain = None
+        if mean and logits.dtype == torch.float16:
+            ctx.gain = (reading.ids != reading.ignore_index).sum().clamp(min=1).float()
         one_visit = linear and not (row_weight is not None and row_weight.requires_grad)
         if one_visit and backend(logits).can_visit(logits):
             loss, ctx.d_rows = _visit(logits, row_weight, reading, formula, ctx.gain), None
         else:
             loss, ctx.d_rows = _look_twice(logits, row_weight, reading, total, formula, ctx.gain)
         ctx.set_materialize_grads(False)
+        ctx.shape = shape
         if guarded:
             ctx.mark_dirty(owner)
             ctx.save_for_backward(owner)
             return loss, owner
-        torch.autograd.graph.increment_version(owner)
-        ctx.save_for_backward(owner)
+        torch.autograd.graph.increment_version(logits)
+        ctx.save_for_backward(logits)
         return (loss,)
 
     @staticmethod
@@ -82,11 +87,11 @@ class _Overwrite(torch.autograd.Function):
             )
         (gradient,) = ctx.saved_tensors  # raises if this is the second backward
         gradient = gradient.detach()
-        scale = d_loss if ctx.gain == 1 else d_loss / ctx.gain
-        backend(gradient).scale_rows_(gradient, scale)
+        scale = d_loss if ctx.gain is None else d_loss / ctx.gain
+        backend(gradient).scale_rows_(gradient.view(ctx.shape), scale)
         torch.autograd.graph.increment_version(gradient)
         d_rows = None if ctx.d_rows is None else ctx.d_rows * scale
-        return gradient, d_rows, *(None,) * 6
+        return gradient, d_rows, *(None,) * 7
 
 
 def _visit(logits, row_weight, reading, formula, gain) -> Tensor:
@@ -113,12 +118,15 @@ def _look_twice(logits, row_weight, reading, total, formula, gain) -> tuple[Tens
 
 
 def _gradients(
-    f: Callable[..., Tensor], inputs: list[Tensor | None], gain: float
+    f: Callable[..., Tensor], inputs: list[Tensor | None], gain: Tensor | None
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """f(*inputs) and its gradients at an upstream of `gain`; None for one that is None or unused."""
+    """f(*inputs) and its gradients at an upstream of `gain`, None for what has none."""
     with torch.enable_grad():
-        leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
+        leaves = [None if t is None else t.detach() for t in inputs]
+        given = [t.requires_grad_() for t in leaves if t is not None and t.is_floating_point()]
         value = f(*leaves)
-    given = [t for t in leaves if t is not None]
-    found = iter(torch.autograd.grad(value, given, torch.full_like(value, gain), allow_unused=True))
-    return value.detach(), [None if t is None else next(found) for t in leaves]
+    upstream = torch.ones_like(value) if gain is None else torch.ones_like(value) * gain
+    found = iter(torch.autograd.grad(value, given, upstream, allow_unused=True))
+    return value.detach(), [
+        next(found) if t is not None and t.requires_grad else None for t in leaves
+    ]

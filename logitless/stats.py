@@ -45,8 +45,8 @@ def partial(z: Tensor) -> Partial:
         empty = z.new_zeros(z.shape[:-1])
         return Partial(empty - torch.inf, empty, empty)
     m = z.amax(-1)
-    d = z - torch.where(m == -torch.inf, 0.0, m).unsqueeze(-1)
-    e = d.exp()
+    d = torch.where(z == m.unsqueeze(-1), 0.0, z - m.unsqueeze(-1))
+    e = torch.where(m.unsqueeze(-1) == -torch.inf, 0.0, d.exp())
     return Partial(m, e.sum(-1), torch.where(e > 0, d * e, 0.0).sum(-1))
 
 
@@ -59,9 +59,9 @@ def merge(left: Partial, right: Partial) -> Partial:
     s, w = torch.zeros_like(m), torch.zeros_like(m)
     for part in (left, right):
         # An empty part, or one whose max stays, moves by 0: -inf minus -inf is never taken.
-        d = torch.where((part.s == 0) | (part.m == m), 0.0, part.m - m)
+        d = torch.where((part.s == 0) | (part.m == m), 0.0, part.m - m).clamp_min(-1e38)
         s = s + part.s * d.exp()
-        w = w + (part.w + d * part.s) * d.exp()
+        w = w + part.w * d.exp() + d * (part.s * d.exp())
     return Partial(m, s, w)
 
 
@@ -124,12 +124,14 @@ def measure(
     Where `normalised`, picked and total are of log p = z - lse instead of z. The kernels take log p
     as (z - max) - log s, so that a common offset in the logits costs no digits; a formula cannot.
     """
+    if ids is not None:
+        ids = as_ids(ids)
     reading = Reading.of(logits, ids, weight, temperature, softcap, ignore_index, normalised)
     wants = (entropy, total, argmax)
-    if type(logits) is Tensor and not torch.compiler.is_compiling():
-        outputs = _RowStats.apply(logits, *reading, *wants)  # the operator without its dispatch
-    else:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         outputs = torch.ops.logitless.stats_fwd(logits, *reading, *wants)
+    else:
+        outputs = _RowStats.apply(logits, *reading, *wants)  # the operator less its dispatch
     _, _, lse, picked, h, c, best = outputs
     return RowStats(
         lse,
@@ -138,6 +140,11 @@ def measure(
         c if total else None,
         best if argmax else None,
     )
+
+
+def as_ids(ids: Tensor) -> Tensor:
+    """Integers wide enough that none is taken for another."""
+    return ids if ids.dtype in (torch.int64, torch.int32) else ids.long()
 
 
 class Reading(NamedTuple):
@@ -155,8 +162,6 @@ class Reading(NamedTuple):
     def of(cls, logits, ids, weight, temperature, softcap, ignore_index, normalised) -> "Reading":
         _checks.temperature(temperature, logits)
         _checks.softcap(softcap)
-        if ids is not None and ids.dtype not in (torch.int64, torch.int32):
-            ids = ids.long()
         softcap = None if softcap is None else float(softcap)
         rows = None
         if isinstance(temperature, Tensor):
@@ -195,7 +200,11 @@ def _minus(a: Tensor | None, b: Tensor) -> Tensor:
 def _stats_fwd(x, ids, *args):
     if ids is not None:
         _checks.ids_in_range(ids, x.shape[-1], ignore_index=args[4])
-    outputs = backend(x).stats_fwd(x, ids, *args)
+    return backend(x).stats_fwd(x, ids, *args)
+
+
+def _stats_fwd_op(x, *args):
+    outputs = _stats_fwd(x, *args)
     return tuple(x.new_empty(0) if out is None else out for out in outputs)
 
 
@@ -207,20 +216,27 @@ def _save(ctx, inputs, output):
     x, *reading = inputs[:8]
     shift, log_s, _, picked, entropy, _, argmax = output
     ctx.reading = Reading(None, None, None, *reading[3:])
+    ctx.wants = inputs[8:10]
     several = reading[0] is not None and reading[0].dim() == x.dim()
     ctx.save_for_backward(x, *reading[:3], shift, log_s, picked if several else None, entropy)
-    ctx.mark_non_differentiable(shift, log_s, argmax)
+    ctx.mark_non_differentiable(*(t for t in (shift, log_s, argmax) if t is not None))
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, _, __, d_lse, d_picked, d_entropy, d_total, ___):
     x, ids, weight, row_temperature, shift, log_s, picked, entropy = ctx.saved_tensors
     reading = ctx.reading._replace(ids=ids, weight=weight, row_temperature=row_temperature)
+    # An output that was not asked for is empty to an operator, and so is its gradient.
+    d_picked, d_entropy, d_total = (
+        d if wanted else None
+        for d, wanted in zip(
+            (d_picked, d_entropy, d_total), (ids is not None, *ctx.wants), strict=True
+        )
+    )
     upstream = Upstream.of(x, reading, entropy, d_lse, d_picked, d_entropy, d_total)
     d_x = None
     if any(g is not None for g in upstream):
-        bwd = torch.ops.logitless.stats_bwd if torch.compiler.is_compiling() else _stats_bwd
-        d_x = bwd(x, *reading, shift, log_s, picked, *upstream)
+        d_x = torch.ops.logitless.stats_bwd(x, *reading, shift, log_s, picked, *upstream)
     return d_x, *(None,) * 10
 
 
@@ -278,7 +294,7 @@ def _stats_bwd_fake(x, *args):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-_library.impl("stats_fwd", _stats_fwd, "CompositeExplicitAutograd")
+_library.impl("stats_fwd", _stats_fwd_op, "CompositeExplicitAutograd")
 _library.impl("stats_bwd", _stats_bwd, "CompositeExplicitAutograd")
 torch.library.register_fake("logitless::stats_fwd", _stats_fwd_fake, lib=_library)
 torch.library.register_fake("logitless::stats_bwd", _stats_bwd_fake, lib=_library)

@@ -28,12 +28,17 @@ def _chunks(x: Tensor, live: Tensor | None) -> Iterator[Index]:
 
 
 def _live_rows(ids: Tensor | None, ignore_index: int | None) -> Tensor | None:
-    return None if ids is None or ignore_index is None else (ids != ignore_index).view(-1)
+    return None if ids is None or ignore_index is None else (ids != ignore_index).reshape(-1)
+
+
+def _by_row(t: Tensor, rows: int) -> Tensor:
+    """(...) or (..., K) as (N, 1) or (N, K)."""
+    return t.reshape(rows, -1 if rows else 1)
 
 
 def _locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
     """ids as (N, K) safe to index with, and which of them are real."""
-    ids = ids.reshape(rows, -1 if rows else 1)
+    ids = _by_row(ids, rows)
     inside = (ids >= 0) & (ids < V)
     return torch.where(inside, ids, 0).long(), inside
 
@@ -88,7 +93,7 @@ def stats_fwd(
     picked = None
     if ids is not None:
         at, inside = _locate(ids, flat.shape[0], V)
-        picked = torch.zeros_like(at, dtype=shift.dtype)
+        picked = torch.zeros(at.shape, dtype=shift.dtype, device=x.device)
     live = _live_rows(ids, ignore_index)
     inv_t = _inverse(row_temperature, temperature, shift)
 
@@ -164,7 +169,7 @@ def stats_bwd(
     log_s = torch.where(dead, 0.0, log_s.reshape(-1, 1))
     a = torch.where(dead, 0.0, torch.zeros_like(shift) if a is None else a.reshape(-1, 1))
     b, g_c, g_id = (
-        None if t is None else torch.where(dead, 0.0, t.reshape(dead.shape[0], -1))
+        None if t is None else torch.where(dead, 0.0, _by_row(t, dead.shape[0]))
         for t in (b, g_c, g_id)
     )
     if g_id is not None:

@@ -1,5 +1,7 @@
 """Block sizes, warps and splits: a pure function of (rows, vocabulary, itemsize, device).
 
+Chosen from sweeps on an H200, kept in benchmarks/results/h200/sweeps.txt.
+
 `override` replaces any of them, for tests that want several blocks in a short row and for
 benchmarks.
 """
@@ -9,9 +11,8 @@ import functools
 from typing import NamedTuple
 
 import torch
-import triton
 
-MAX_SPLITS = 256
+MAX_SPLITS = 128
 
 
 class Config(NamedTuple):
@@ -47,26 +48,38 @@ def processors(device: torch.device) -> int:
     return 1
 
 
-def forward(rows: int, vocab: int, itemsize: int, processors: int) -> Config:
-    """One program a row when rows fill the GPU; else a row is split over several programs."""
+def forward(rows: int, vocab: int, itemsize: int, processors: int, heavy: bool = False) -> Config:
+    """One program a row when rows fill the GPU; else a row is split over several programs.
+
+    More than max and sum (heavy) means more reductions a block: one warp has none to wait for.
+    """
+    one_warp = heavy and itemsize == 2
     if rows >= 2 * processors:
-        config = Config(min(4096, triton.next_power_of_2(vocab)), 4 if itemsize == 2 else 8)
-    else:
-        block = min(4096 // itemsize, triton.next_power_of_2(vocab))
-        splits = min(triton.cdiv(4 * processors, max(rows, 1)), triton.cdiv(vocab, block))
-        config = Config(block, 4, min(splits, MAX_SPLITS))
-    return _overridden(config)
+        block, warps = (1024, 1) if one_warp else (8192, 4)
+        return _overridden(Config(min(block, ceil_pow2(vocab)), warps))
+    block, warps = (1024, 4) if rows < 8 else (512, 1)
+    block = min(block, ceil_pow2(vocab))
+    splits = min(ceil_div(32 * processors, max(rows, 1)), ceil_div(vocab, block), MAX_SPLITS)
+    return _overridden(Config(block, warps, splits))
 
 
-def backward(vocab: int, itemsize: int) -> Config:
+def backward(vocab: int) -> Config:
     """A grid of (row, block): nothing is carried from block to block."""
-    return _overridden(Config(min(4096, triton.next_power_of_2(vocab)), 4))
+    return _overridden(Config(min(2048, ceil_pow2(vocab)), 2))
 
 
 def visit(vocab: int, itemsize: int) -> Config:
     """Parts of a row small enough for the cache beside a processor to hold several at once."""
-    span = min(16384 // itemsize, triton.next_power_of_2(vocab))
-    return _overridden(Config(min(4096, span), 4, span=span))
+    span = min(16384 // itemsize, ceil_pow2(vocab))
+    return _overridden(Config(min(4096, span), 2, span=span))
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def ceil_pow2(n: int) -> int:
+    return 1 << (max(n, 1) - 1).bit_length()
 
 
 def _overridden(config: Config) -> Config:

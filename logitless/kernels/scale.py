@@ -32,8 +32,8 @@ def scale_rows_(x: Tensor, g: Tensor) -> None:
         return
     rows = rows_of(x)
     g = g.reshape(-1)
-    cut = config.backward(x.shape[-1], x.element_size())
-    blocks = triton.cdiv(x.shape[-1], cut.block_v)
+    cut = config.backward(x.shape[-1])
+    blocks = config.ceil_div(x.shape[-1], cut.block_v)
     with on_device(x):
         _scale_kernel[(rows.count * blocks,)](
             rows.x, g, 0 if g.numel() == 1 else g.stride(0),

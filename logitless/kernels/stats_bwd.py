@@ -16,6 +16,7 @@ from torch import Tensor
 from . import config
 from .rows import (
     INF,
+    LN2,
     LOG2E,
     capped,
     fringe_tile,
@@ -37,19 +38,15 @@ def _load_or(P, at, default):
 
 
 @triton.jit
-def _softmax_part(log_p, a, b, HAS_B: tl.constexpr):
-    """p (a + b log p)."""
-    p = tl.exp2(log_p * LOG2E)
-    if HAS_B:
-        # 0 · -inf is 0 here: any finite log p will do where p is 0.
-        return p * (a + b * tl.maximum(log_p, -1e38))
-    else:
-        return p * a
+def row_terms(shift, log_s, a, b, g_id, g_c, inv_t, id, V, HAS_ID: tl.constexpr):
+    """What the columns of a row share, so that each costs one exponential and one product.
 
+    With d = (y - shift) rate and e = 2^d, p = e / s and log p = d ln 2 - log s:
 
-@triton.jit
-def row_terms(shift, log_s, a, g_id, g_c, id, V, HAS_ID: tl.constexpr):
-    """The numbers of a row's gradient, with the rows that have none, or no right one, settled."""
+        dz_i / T = e_i (c0 + c1 d_i) + g_id [i = id] + g_c v_i
+
+    Rows that have no gradient, or no right one, are settled here.
+    """
     if HAS_ID:
         inside = (id >= 0) & (id < V)
         # A bad target has no gradient to give: the whole row says so.
@@ -57,12 +54,21 @@ def row_terms(shift, log_s, a, g_id, g_c, id, V, HAS_ID: tl.constexpr):
         id = tl.where(inside, id, -1).to(tl.int32)
     # A row of -inf has no distribution: p = 0, and nothing flows.
     dead = log_s == -INF
-    shift = tl.where(dead, INF, shift)
-    log_s = tl.where(dead, 0.0, log_s)
-    a = tl.where(dead, 0.0, a)
-    g_id = tl.where(dead, 0.0, g_id)
-    g_c = tl.where(dead, 0.0, g_c)
-    return shift, log_s, a, g_id, g_c, id
+    scale = tl.where(dead, 0.0, inv_t * tl.exp2(-log_s * LOG2E))
+    c0 = tl.where(dead, 0.0, (a - b * log_s) * scale)
+    g_id = tl.where(dead, 0.0, g_id * inv_t)
+    g_c = tl.where(dead, 0.0, g_c * inv_t)
+    return tl.where(dead, INF, shift), c0, b * LN2 * scale, g_id, g_c, id
+
+
+@triton.jit
+def _dz(d, c0, c1, HAS_B: tl.constexpr):
+    """e (c0 + c1 d), with e = 2^d."""
+    if HAS_B:
+        # 0 · -inf is 0 here: any finite d will do where e is 0.
+        return tl.exp2(d) * (c0 + c1 * tl.maximum(d, -1e38))
+    else:
+        return tl.exp2(d) * c0
 
 
 @triton.jit
@@ -73,20 +79,31 @@ def zero_tile(DXrow, cols, mask):
 
 @triton.jit
 def dx_tile(
-    Xrow, W, DXrow, cols, mask, id, shift, log_s, a, b, g_id, g_c, inv_t, softcap,
-    HAS_B: tl.constexpr, HAS_ID: tl.constexpr, HAS_C: tl.constexpr,
+    Xrow, W, DXrow, cols, mask, shift, c0, c1, g_c, rate, softcap,
+    HAS_B: tl.constexpr, HAS_C: tl.constexpr,
 ):  # fmt: skip
-    """Read a tile of logits, write its gradient."""
+    """Read a tile of logits, write its gradient, but for what an id adds."""
     y, slope = capped(load(Xrow, cols, mask), softcap)
-    dz = _softmax_part((y - shift) * inv_t - log_s, a, b, HAS_B)
+    dz = _dz((y - shift) * rate, c0, c1, HAS_B)
     if HAS_C:
         if W is not None:
             dz += g_c * load(W, cols, mask).to(tl.float32)
         else:
             dz += g_c
-    if HAS_ID:
-        dz += tl.where(cols == id, g_id, 0.0)
-    tl.store(DXrow + cols, (dz * (slope * inv_t)).to(DXrow.dtype.element_ty), mask=mask)
+    tl.store(DXrow + cols, (dz * slope).to(DXrow.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dx_id(x, W, DXrow, id, shift, c0, c1, g_id, g_c, rate, softcap, HAS_B: tl.constexpr):
+    """Rewrite the gradient at a row's id, once the tile around it is written."""
+    y, slope = capped(x, softcap)
+    dz = _dz((y - shift) * rate, c0, c1, HAS_B) + g_id
+    if W is not None:
+        dz += g_c * tl.load(W + id).to(tl.float32)
+    else:
+        dz += g_c
+    tl.debug_barrier()
+    tl.store(DXrow + id, (dz * slope).to(DXrow.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["rows_t", "lead", "blocks"])
@@ -120,12 +137,21 @@ def _stats_bwd_kernel(
             return
 
     inv_t = inverse_temperature(TEMP, temperature, row)
-    b = _load_or(B, row, 0.0)
-    shift, log_s, a, g_id, g_c, id = row_terms(
+    rate = inv_t * LOG2E
+    shift, c0, c1, g_id, g_c, id = row_terms(
         tl.load(SHIFT + row), tl.load(LOG_S + row),
-        _load_or(A, row, 0.0), _load_or(G_ID, row, 0.0), _load_or(G_C, row, 0.0),
-        id, V, IDS is not None,
+        _load_or(A, row, 0.0), _load_or(B, row, 0.0),
+        _load_or(G_ID, row, 0.0), _load_or(G_C, row, 0.0),
+        inv_t, id, V, IDS is not None,
     )  # fmt: skip
+
+    column = id - head
+    mine = (column >= block * BLOCK_V) & (column < tl.minimum(block * BLOCK_V + BLOCK_V, body))
+    if not ALIGNED:
+        mine = mine | ((block == 0) & (id >= 0) & ((column < 0) | (column >= body)))
+    x_id = tl.load(Xrow + id, mask=mine, other=0.0)
+    if mine:
+        tl.debug_barrier()  # in place, the tile overwrites what was just read
 
     Xbody = Xrow + head
     if SAME:
@@ -135,18 +161,18 @@ def _stats_bwd_kernel(
     else:
         Wbody = W
     dx_tile(
-        Xbody, Wbody, tl.multiple_of(DXrow + head, 16), cols, mask, id - head,
-        shift, log_s, a, b, g_id, g_c, inv_t, softcap,
-        B is not None, IDS is not None, G_C is not None,
+        Xbody, Wbody, tl.multiple_of(DXrow + head, 16), cols, mask,
+        shift, c0, c1, g_c, rate, softcap, B is not None, G_C is not None,
     )  # fmt: skip
     if not ALIGNED:
         if block == 0:
             ends, mask_ends = fringe_tile(head, body, V, PACK)
             dx_tile(
-                Xrow, W, DXrow, ends, mask_ends, id,
-                shift, log_s, a, b, g_id, g_c, inv_t, softcap,
-                B is not None, IDS is not None, G_C is not None,
+                Xrow, W, DXrow, ends, mask_ends,
+                shift, c0, c1, g_c, rate, softcap, B is not None, G_C is not None,
             )  # fmt: skip
+    if mine:
+        dx_id(x_id, W, DXrow, id, shift, c0, c1, g_id, g_c, rate, softcap, B is not None)
 
 
 @triton.jit(do_not_specialize=["rows_t"])
@@ -161,13 +187,13 @@ def _ids_bwd_kernel(
     row = tl.program_id(0)
     at = row.to(tl.int64) * K
     DXrow = DX + row_offset(row, rows_t, stride_db, stride_dt)
-    shift = tl.load(SHIFT + row)
-    log_s = tl.load(LOG_S + row)
     inv_t = inverse_temperature(TEMP, temperature, row)
-    a = _load_or(A, row, 0.0)
-    b = _load_or(B, row, 0.0)
-    g_c = _load_or(G_C, row, 0.0)
-    live = log_s != -INF
+    log_s = tl.load(LOG_S + row)
+    y_max = tl.load(SHIFT + row)
+    shift, c0, c1, one, g_c, _ = row_terms(
+        y_max, log_s, _load_or(A, row, 0.0), _load_or(B, row, 0.0), 1.0, _load_or(G_C, row, 0.0),
+        inv_t, 0, V, False,
+    )  # fmt: skip
     bad = 0
     for start in range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
@@ -182,21 +208,21 @@ def _ids_bwd_kernel(
             ids_j = tl.load(IDS + at + offs_j, mask=mask_j, other=-1)
             g_j = load(G_ID + at, offs_j, mask_j).to(tl.float32)
             same = (ids[:, None] == ids_j[None, :]) & mask_j[None, :]
-            dz += tl.sum(tl.where(same, g_j[None, :], 0.0), axis=1)
-        log_p = load(PICKED + at, offs_k, mask_k)
-        if not NORMALISED:
-            log_p = (log_p - shift * inv_t) - log_s
-        dz += _softmax_part(log_p, a, b, B is not None)
+            dz += tl.sum(tl.where(same, g_j[None, :] * one, 0.0), axis=1)
+        z = load(PICKED + at, offs_k, mask_k)
+        if NORMALISED:
+            y = (z + log_s) / inv_t + y_max
+        else:
+            y = z / inv_t
+        dz += _dz((y - shift) * (inv_t * LOG2E), c0, c1, B is not None)
         if G_C is not None:
             if W is not None:
                 dz += g_c * load(W, ids, mask_k & inside).to(tl.float32)
             else:
                 dz += g_c
         if softcap is not None:
-            t = ((log_p + log_s) / inv_t + shift) / softcap
-            dz *= 1.0 - t * t
-        dx = tl.where(live, dz * inv_t, 0.0).to(DX.dtype.element_ty)
-        tl.store(DXrow + ids, dx, mask=mask_k & inside)
+            dz *= 1.0 - (y / softcap) * (y / softcap)
+        tl.store(DXrow + ids, dz.to(DX.dtype.element_ty), mask=mask_k & inside)
     if bad > 0:
         for start in range(0, V, BLOCK_V):
             cols = start + tl.arange(0, BLOCK_V)
@@ -237,8 +263,8 @@ def stats_bwd(
     per_row = (weight, row_temperature, shift, log_s, a, b)
     sizes = (d_rows.stride_b, d_rows.stride_t)
     one_id = K == 1
-    cut = config.backward(V, x.element_size())
-    blocks = triton.cdiv(V, cut.block_v)
+    cut = config.backward(V)
+    blocks = config.ceil_div(V, cut.block_v)
     with on_device(x):
         _stats_bwd_kernel[(rows.count * blocks,)](
             rows.x, ids if one_id else None, *per_row, g_id if one_id else None, g_c,
@@ -255,7 +281,7 @@ def stats_bwd(
                 rows.rows_t, *sizes, V, K,
                 temperature, softcap,
                 NORMALISED=normalised,
-                BLOCK_K=min(64, triton.next_power_of_2(K)), BLOCK_V=cut.block_v,
+                BLOCK_K=min(64, config.ceil_pow2(K)), BLOCK_V=cut.block_v,
             )  # fmt: skip
     if inplace and rows.x.data_ptr() != x.data_ptr():  # strides that no view describes: a copy
         x.copy_(rows.x.view(x.shape))

@@ -40,7 +40,7 @@ def finite(m):
 @triton.jit
 def move(m, m_new, s):
     """d of a state whose max moves from m to m_new; the empty state (-inf, 0) moves at no cost."""
-    return tl.where((m == m_new) | (s == 0), 0.0, m - m_new)
+    return tl.where((m == m_new) | (s == 0), 0.0, tl.maximum(m - m_new, -1e38))
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _fold(
     e = tl.exp2(d * rate)
     if ENTROPY:
         # -inf · 0 is 0 here: any finite d will do where e is 0.
-        w = (w + moved * s) * scale + tl.sum(tl.maximum(d, -1e38) * e, axis=0)
+        w = w * scale + moved * (s * scale) + tl.sum(tl.maximum(d, -1e38) * e, axis=0)
     s = s * scale + tl.sum(e, axis=0)
     if TOTAL:
         u = y - ref
@@ -146,7 +146,7 @@ def _argmax(
     if not ALIGNED:
         ends, mask_ends = fringe_tile(head, body, V, PACK)
         arg = tl.minimum(arg, _leftmost(Xrow, ends, mask_ends, 0, m, softcap))
-    return tl.where(arg < V, arg, 0)  # a row of NaNs has no largest
+    return arg
 
 
 @triton.jit
@@ -170,6 +170,7 @@ def _finish(
             total = (c + n * ref) * inv_t
         tl.store(TOTAL + row, tl.where(live, total, 0.0))
     if ARGMAX is not None:
+        arg = tl.where(arg < V, arg, 0)  # a row of NaNs has no largest
         tl.store(ARGMAX + row, tl.where(live, arg, -1).to(tl.int64))
     if IDS is not None:
         for start in range(0, K, BLOCK_K):
@@ -233,7 +234,7 @@ def _split_kernel(
     PART,  # (rows, splits, FIELDS), output
     rows_t, stride_xb, stride_xt, lead, V, span, splits,  # sizes
     temperature, softcap, ignore_index,  # options
-    ENTROPY: tl.constexpr, TOTAL: tl.constexpr,
+    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """First level: one program a split of a row, to a partial state."""
@@ -248,23 +249,25 @@ def _split_kernel(
         X + offset, W, offset, columns, lead, split * span, split * span + span,
         ref, inv_t * LOG2E, softcap, ENTROPY, TOTAL, PACK, ALIGNED, BLOCK_V,
     )  # fmt: skip
+    arg = NOWHERE
+    if ARGMAX:
+        arg = _argmax(X + offset, m, block, offset, columns, lead, softcap, PACK, ALIGNED, BLOCK_V)
     at = PART + (row.to(tl.int64) * splits + split) * FIELDS
     tl.store(at, m)
     tl.store(at + 1, s)
     tl.store(at + 2, w)
     tl.store(at + 3, c)
     tl.store(at + 4, n)
-    tl.store(at + 5, block.to(tl.float32, bitcast=True))
+    tl.store(at + 5, arg.to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["rows_t", "lead", "splits"])
+@triton.jit(do_not_specialize=["rows_t", "splits"])
 def _merge_kernel(
     PART, X, IDS, W, TEMP,  # inputs
     SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX,  # outputs
-    rows_t, stride_xb, stride_xt, lead, V, K, splits,  # sizes
+    rows_t, stride_xb, stride_xt, V, K, splits,  # sizes
     temperature, softcap, ignore_index,  # options
-    NORMALISED: tl.constexpr, PACK: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
+    NORMALISED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Second level: one program a row merges its splits' states, all at once."""
     row = tl.program_id(0)
@@ -285,17 +288,15 @@ def _merge_kernel(
     w, c, n, arg = m, m, m, 0  # stay unread unless asked for
     if ENTROPY is not None:
         w_s = tl.load(at + 2, mask=mask_s, other=0.0)
-        w = tl.sum((w_s + moved * s_s) * scale, axis=0)
+        w = tl.sum(w_s * scale + moved * (s_s * scale), axis=0)
     if TOTAL is not None:
         c = tl.sum(tl.load(at + 3, mask=mask_s, other=0.0), axis=0)
         n = columns.to(tl.float32)
         if W is not None:
             n = tl.sum(tl.load(at + 4, mask=mask_s, other=0.0), axis=0)
     if ARGMAX is not None:
-        blocks = tl.load(at + 5, mask=mask_s, other=0.0).to(tl.int32, bitcast=True)
-        block = tl.min(tl.where(mask_s & (m_s == m), blocks, NOWHERE), axis=0)
-        block = tl.where(block < V, block, 0)
-        arg = _argmax(X + offset, m, block, offset, columns, lead, softcap, PACK, ALIGNED, BLOCK_V)
+        args = tl.load(at + 5, mask=mask_s, other=0.0).to(tl.int32, bitcast=True)
+        arg = tl.min(tl.where(mask_s & (m_s == m), args, NOWHERE), axis=0)
     _finish(
         m, s, w, c, n, arg,
         X + offset, IDS, SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX,
@@ -342,34 +343,31 @@ def stats_fwd(
         None if t is None else t.contiguous() for t in (ids, weight, row_temperature)
     )
     K = 1 if ids is None else ids.numel() // view.count
-    cut = config.forward(view.count, V, x.element_size(), config.processors(x.device))
-    where = (view.rows_t, view.stride_b, view.stride_t, view.lead, V)
+    heavy = want_entropy or want_total or want_argmax
+    cut = config.forward(view.count, V, x.element_size(), config.processors(x.device), heavy)
+    where = (view.rows_t, view.stride_b, view.stride_t)
     options = (temperature, softcap, ignore_index)
-    layout = {
-        "PACK": view.pack,
-        "ALIGNED": view.aligned,
-        "BLOCK_V": cut.block_v,
-        "num_warps": cut.num_warps,
-    }
-    block_k = min(128, triton.next_power_of_2(K))
+    layout = {"PACK": view.pack, "ALIGNED": view.aligned, "BLOCK_V": cut.block_v}
+    finish = {"NORMALISED": normalised, "BLOCK_K": min(128, config.ceil_pow2(K))}
     with on_device(x):
         if cut.splits == 1:
             _stats_fwd_kernel[(view.count,)](
                 view.x, ids, weight, row_temperature, *outputs,
-                *where, K, *options,
-                NORMALISED=normalised, BLOCK_K=block_k, **layout,
+                *where, view.lead, V, K, *options,
+                **finish, **layout, num_warps=cut.num_warps,
             )  # fmt: skip
             return outputs
-        span = triton.cdiv(triton.cdiv(V, cut.splits), cut.block_v) * cut.block_v
+        span = config.ceil_div(config.ceil_div(V, cut.splits), cut.block_v) * cut.block_v
         part = x.new_empty((view.count, cut.splits, FIELDS.value), dtype=torch.float32)
         _split_kernel[(view.count, cut.splits)](
             view.x, ids, weight, row_temperature, part,
-            *where, span, cut.splits, *options,
-            ENTROPY=want_entropy, TOTAL=want_total, **layout,
+            *where, view.lead, V, span, cut.splits, *options,
+            ENTROPY=want_entropy, TOTAL=want_total, ARGMAX=want_argmax,
+            **layout, num_warps=cut.num_warps,
         )  # fmt: skip
         _merge_kernel[(view.count,)](
             part, view.x, ids, weight, row_temperature, *outputs,
-            *where, K, cut.splits, *options,
-            NORMALISED=normalised, BLOCK_K=block_k, BLOCK_S=config.MAX_SPLITS, **layout,
+            *where, V, K, cut.splits, *options,
+            **finish, BLOCK_S=config.MAX_SPLITS, num_warps=4,
         )  # fmt: skip
     return outputs

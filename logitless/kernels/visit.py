@@ -1,8 +1,8 @@
 """Statistics and gradient in one visit: each logit read from memory once, and written over once.
 
-A row is shared out to several programs. Each folds its part into (m, s), leaves that where the row's
-other programs can see it, waits for theirs, and then rewrites its part with the gradient: the second
-look at the part is served by the cache next to the processor, which still holds it.
+A row is shared out to several programs. Each folds its part into (m, s), leaves that where the
+row's other programs can see it, waits for theirs, and then rewrites its part with the gradient: the
+second look at the part is served by the cache next to the processor, which still holds it.
 
 Waiting is safe because programs start in order, and the programs of one row fit on the GPU together
 many times over: the row that started first always has all of its programs running.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import config
 from .rows import LOG2E, capped, fringe_tile, inverse_temperature, row_offset, split_row
-from .stats_bwd import dx_tile, row_terms, zero_tile
+from .stats_bwd import dx_id, dx_tile, row_terms, zero_tile
 from .stats_fwd import finite, fold_span, move
 from .view import on_device, rows_of
 
@@ -25,7 +25,7 @@ MAX_PARTS = 64
 
 @triton.jit
 def _leave(at, m, s):
-    """Leave a state as one word, written whole. No state is the word 0: s = 0 only where m = -inf."""
+    """Leave a state as one word, written whole; never 0, for s = 0 only where m = -inf."""
     high = m.to(tl.int32, bitcast=True).to(tl.int64) << 32
     low = s.to(tl.uint32, bitcast=True).to(tl.int64)
     tl.atomic_xchg(at, high | low, sem="relaxed")
@@ -36,6 +36,10 @@ def _meet(at, parts, rate, BLOCK_P: tl.constexpr):
     """(m, s) of the whole row, when every part has left its own."""
     offs_p = tl.arange(0, BLOCK_P)
     mask_p = offs_p < parts
+    # The last part started last: watching it alone keeps the watching out of the cache's way.
+    last = tl.load(at + parts - 1, volatile=True)
+    while last == 0:
+        last = tl.load(at + parts - 1, volatile=True)
     word = tl.load(at + offs_p, mask=mask_p, other=EMPTY, volatile=True)
     while tl.min((word != 0).to(tl.int32), axis=0) == 0:
         word = tl.load(at + offs_p, mask=mask_p, other=EMPTY, volatile=True)
@@ -77,8 +81,9 @@ def _visit_kernel(
             return
 
     inv_t = inverse_temperature(TEMP, temperature, row)
+    rate = inv_t * LOG2E
     m, s, _, _, _, _ = fold_span(
-        Xrow, None, offset, V, lead, lo, hi, 0.0, inv_t * LOG2E, softcap,
+        Xrow, None, offset, V, lead, lo, hi, 0.0, rate, softcap,
         False, False, PACK, ALIGNED, BLOCK_V,
     )  # fmt: skip
     # Whose part holds the target reads it now, before it is overwritten.
@@ -87,37 +92,42 @@ def _visit_kernel(
     if lo == 0:
         mine = mine | (column < 0) | (column >= body)
     inside = (id >= 0) & (id < V)
-    y_id, _ = capped(tl.load(Xrow + id, mask=mine & inside, other=0.0), softcap)
+    x_id = tl.load(Xrow + id, mask=mine & inside, other=0.0)
+    y_id, _ = capped(x_id, softcap)
 
+    a = tl.load(A + row)
+    g_id = tl.load(G_ID + row)
     at = MEETING + row.to(tl.int64) * parts
     _leave(at + pid % parts, m, s)
-    m, s = _meet(at, parts, inv_t * LOG2E, BLOCK_P)
+    m, s = _meet(at, parts, rate, BLOCK_P)
 
     shift = finite(m)
     log_s = tl.log(s)
     log_p = tl.where(inside, (y_id - shift) * inv_t - log_s, float("nan"))
     tl.store(PICKED + row, log_p, mask=mine)
     tl.store(LSE + row, shift * inv_t + log_s, mask=lo == 0)
-    shift, log_s, a, g_id, _, id = row_terms(
-        shift, log_s, tl.load(A + row), tl.load(G_ID + row), 0.0, id, V, True
-    )
+    shift, c0, _, g_id, _, id = row_terms(shift, log_s, a, 0.0, g_id, 0.0, inv_t, id, V, True)
     for start in range(lo, hi, BLOCK_V):
         dx_tile(
-            Xbody, None, Xbody, start + offs, start + offs < hi, id - head,
-            shift, log_s, a, 0.0, g_id, 0.0, inv_t, softcap, False, True, False,
+            Xbody, None, Xbody, start + offs, start + offs < hi,
+            shift, c0, 0.0, 0.0, rate, softcap, False, False,
         )  # fmt: skip
     if not ALIGNED:
         if lo == 0:
             ends, mask_ends = fringe_tile(head, body, V, PACK)
             dx_tile(
-                Xrow, None, Xrow, ends, mask_ends, id,
-                shift, log_s, a, 0.0, g_id, 0.0, inv_t, softcap, False, True, False,
+                Xrow, None, Xrow, ends, mask_ends,
+                shift, c0, 0.0, 0.0, rate, softcap, False, False,
             )  # fmt: skip
+    if mine & inside:
+        dx_id(x_id, None, Xrow, id, shift, c0, 0.0, g_id, 0.0, rate, softcap, False)
 
 
 def can_visit(x: Tensor) -> bool:
     """Whether a row's programs are few enough to wait for each other."""
-    return triton.cdiv(x.shape[-1], config.visit(x.shape[-1], x.element_size()).span) <= MAX_PARTS
+    return (
+        config.ceil_div(x.shape[-1], config.visit(x.shape[-1], x.element_size()).span) <= MAX_PARTS
+    )
 
 
 def visit(
@@ -141,7 +151,7 @@ def visit(
         return lse, picked
     view = rows_of(x)
     cut = config.visit(x.shape[-1], x.element_size())
-    parts = triton.cdiv(x.shape[-1], cut.span)
+    parts = config.ceil_div(x.shape[-1], cut.span)
     meeting = torch.zeros((view.count, parts), device=x.device, dtype=torch.int64)
     ids, row_temperature, a, g_id = (
         None if t is None else t.contiguous() for t in (ids, row_temperature, a, g_id)
@@ -153,7 +163,7 @@ def visit(
             view.rows_t, view.stride_b, view.stride_t, view.lead, x.shape[-1], parts,
             temperature, softcap, ignore_index,
             PACK=view.pack, ALIGNED=view.aligned, SPAN=cut.span, BLOCK_V=cut.block_v,
-            BLOCK_P=triton.next_power_of_2(parts), num_warps=cut.num_warps,
+            BLOCK_P=MAX_PARTS, num_warps=cut.num_warps,
         )  # fmt: skip
     if view.x.data_ptr() != x.data_ptr():  # strides that no view describes: a copy
         x.copy_(view.x.view(x.shape))
