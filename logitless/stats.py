@@ -127,11 +127,8 @@ def measure(
     if ids is not None:
         ids = as_ids(ids)
     reading = Reading.of(logits, ids, weight, temperature, softcap, ignore_index, normalised)
-    wants = (entropy, total, argmax)
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        outputs = torch.ops.logitless.stats_fwd(logits, *reading, *wants)
-    else:
-        outputs = _RowStats.apply(logits, *reading, *wants)  # the operator less its dispatch
+    forward = torch.ops.logitless.stats_fwd if _is_watched() else _RowStats.apply
+    outputs = forward(logits, *reading, entropy, total, argmax)
     _, _, lse, picked, h, c, best = outputs
     return RowStats(
         lse,
@@ -140,6 +137,11 @@ def measure(
         c if total else None,
         best if argmax else None,
     )
+
+
+def _is_watched() -> bool:
+    """Whether a compiler or a mode looks on, and must see operators; else their dispatch is saved."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def as_ids(ids: Tensor) -> Tensor:
@@ -236,7 +238,8 @@ def _backward(ctx, _, __, d_lse, d_picked, d_entropy, d_total, ___):
     upstream = Upstream.of(x, reading, entropy, d_lse, d_picked, d_entropy, d_total)
     d_x = None
     if any(g is not None for g in upstream):
-        d_x = torch.ops.logitless.stats_bwd(x, *reading, shift, log_s, picked, *upstream)
+        backward = torch.ops.logitless.stats_bwd if _is_watched() else _stats_bwd
+        d_x = backward(x, *reading, shift, log_s, picked, *upstream)
     return d_x, *(None,) * 10
 
 

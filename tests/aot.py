@@ -128,7 +128,7 @@ def launches_of(v: Variant):
         "ignore_index": -100 if v.K == 1 else None,
         "normalised": True,
     }
-    cut = config.forward(v.rows, v.V, x.element_size(), processors=132, heavy=full)
+    cut = config.forward(v.rows, v.V, x.element_size(), 132, heavy=full or v.softcap is not None)
     with recording() as launches:
         with config.override(**cut._asdict()):
             kernels.stats_fwd(x, **reading, want_entropy=full, want_total=full, want_argmax=full)

@@ -1,4 +1,4 @@
-"""Every kernel compiles, with no GPU present, for the GPUs people have; on Hopper without spills."""
+"""Every kernel compiles, with no GPU present, for the GPUs people have; for Hopper, unspilled."""
 
 import json
 import os

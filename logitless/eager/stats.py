@@ -9,7 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 8 << 20  # of logits in work at once: about the cache of a core
+CHUNK_BYTES = (
+    8 << 20
+)  # of logits in work at once: less, and starting threads costs more than memory
 
 Index = slice | Tensor
 
@@ -56,8 +58,8 @@ def _inverse(row_temperature: Tensor | None, temperature: float, like: Tensor) -
     """1 / temperature as a column (N, 1), or None where it is 1 and costs nothing."""
     if row_temperature is None and temperature == 1:
         return None
-    t = temperature if row_temperature is None else row_temperature.reshape(-1).to(like.dtype)
-    return (torch.ones_like(like) / t).unsqueeze(1)
+    t = temperature if row_temperature is None else row_temperature.reshape(-1, 1).to(like.dtype)
+    return torch.ones_like(like) / t
 
 
 def _centred(y: Tensor, shift: Tensor, inv_t: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -85,59 +87,59 @@ def stats_fwd(
     """
     shape, V = x.shape[:-1], x.shape[-1]
     flat = x.reshape(-1, V)
-    shift = torch.zeros(flat.shape[0], dtype=_precision(x), device=x.device)
-    log_s, lse = torch.zeros_like(shift), torch.zeros_like(shift)
-    entropy = torch.zeros_like(shift) if want_entropy else None
-    total = torch.zeros_like(shift) if want_total else None
-    argmax = torch.full_like(shift, -1, dtype=torch.int64) if want_argmax else None
-    picked = None
+    column = torch.zeros((flat.shape[0], 1), dtype=_precision(x), device=x.device)
+    shift, s, w, c = (column.clone() for _ in range(4))
+    argmax = torch.full(shape, -1, device=x.device).view(-1) if want_argmax else None
+    at = inside = y_at = None
     if ids is not None:
         at, inside = _locate(ids, flat.shape[0], V)
-        picked = torch.zeros(at.shape, dtype=shift.dtype, device=x.device)
+        y_at = column.expand(at.shape).clone()
     live = _live_rows(ids, ignore_index)
-    inv_t = _inverse(row_temperature, temperature, shift)
+    inv_t = _inverse(row_temperature, temperature, column)
 
     for rows in _chunks(flat, live):
         y, _ = _capped(flat[rows], softcap)
         m = y.amax(1, keepdim=True)
         m = torch.where(m.isinf(), 0.0, m)  # exp of the bare y is right where m is ±inf
-        rate = None if inv_t is None else inv_t[rows]
-        d = _centred(y, m, rate)
+        d = _centred(y, m, None if inv_t is None else inv_t[rows])
+        if want_total:
+            c[rows] = _weighted_sum(d if normalised else y, weight)
         e = d.exp() if want_entropy else d.exp_()
-        s = e.sum(1, keepdim=True)
-        origin = m if normalised else torch.zeros_like(m)
-        norm = s.log() if normalised else torch.zeros_like(m)
-        shift[rows], log_s[rows] = m.squeeze(1), s.log().squeeze(1)
-        lse[rows] = (m if rate is None else m * rate).add(s.log()).squeeze(1)
-        if entropy is not None:
-            w = torch.where(e > 0, d * e, 0.0).sum(1, keepdim=True)
-            entropy[rows] = torch.where(s == 0, 0.0, s.log() - w / s).squeeze(1)
-        if total is not None:
-            total[rows] = _weighted_sum(_centred(y, origin, rate), norm, weight)
+        if want_entropy:
+            w[rows] = torch.where(e > 0, d * e, 0.0).sum(1, keepdim=True)
+        shift[rows], s[rows] = m, e.sum(1, keepdim=True)
         if argmax is not None:
             argmax[rows] = y.argmax(1)
-        if picked is not None:
-            z = _centred(y.gather(1, at[rows]), origin, rate) - norm
-            picked[rows] = torch.where(inside[rows], z, torch.nan)
+        if y_at is not None:
+            y_at[rows] = y.gather(1, at[rows])
 
+    rate = torch.ones_like(s) if inv_t is None else inv_t
+    log_s = s.log()
+    picked = entropy = total = None
+    if y_at is not None:
+        z = (y_at - shift) * rate - log_s if normalised else y_at * rate
+        picked = torch.where(inside, z, torch.nan)
+    if want_entropy:
+        entropy = torch.where(s == 0, 0.0, log_s - w / s)
+    if want_total:
+        mass = V if weight is None else weight.to(s.dtype).sum()
+        total = c - mass * log_s if normalised else c * rate
+    outputs = [shift, log_s, shift * rate + log_s, picked, entropy, total]
     if live is not None:  # an ignored row is zeros, whatever was in it
-        for out in (shift, log_s, lse, entropy, total):
-            if out is not None:
-                out.masked_fill_(~live, 0)
-        picked.masked_fill_(~live[:, None], 0)
+        outputs = [None if t is None else t.masked_fill_(~live[:, None], 0) for t in outputs]
         if argmax is not None:
             argmax.masked_fill_(~live, -1)
-    like_ids = None if picked is None else picked.view(ids.shape)
-    by_row = (None if t is None else t.view(shape) for t in (entropy, total, argmax))
-    return shift.view(shape), log_s.view(shape), lse.view(shape), like_ids, *by_row
+    shapes = [shape, shape, shape, None if ids is None else ids.shape, shape, shape]
+    outputs = [None if t is None else t.view(to) for t, to in zip(outputs, shapes, strict=True)]
+    return *outputs, None if argmax is None else argmax.view(shape)
 
 
-def _weighted_sum(z: Tensor, norm: Tensor, weight: Tensor | None) -> Tensor:
-    """Σ v (z - norm) over columns. A class of weight 0 is not read."""
+def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
+    """Σ v z over columns, (N, 1). A class of weight 0 is not read."""
     if weight is None:
-        return z.sum(1) - z.shape[1] * norm.squeeze(1)
+        return z.sum(1, keepdim=True)
     v = weight.to(z.dtype)
-    return torch.where(v == 0, 0.0, v * z).sum(1) - v.sum() * norm.squeeze(1)
+    return torch.where(v == 0, 0.0, v * z).sum(1, keepdim=True)
 
 
 def stats_bwd(
@@ -176,14 +178,14 @@ def stats_bwd(
         at, inside = _locate(ids, flat.shape[0], V)
         # A bad id has no gradient to give: the whole row says so.
         a = torch.where(inside.all(1, keepdim=True), a, torch.nan)
-    inv_t = _inverse(row_temperature, temperature, shift.squeeze(1))
+    inv_t = _inverse(row_temperature, temperature, shift)
     if inv_t is not None:
         a = a * inv_t
         b, g_c, g_id = (None if t is None else t * inv_t for t in (b, g_c, g_id))
     inv_s = (-log_s).exp()  # p = e^d / s
 
-    if live is not None:
-        dx.masked_fill_(~live[:, None], 0)
+    if live is not None and x.device.type == "cpu":
+        dx.index_fill_(0, (~live).nonzero().squeeze(1), 0)  # the rest is about to be written
     for rows in _chunks(flat, live):
         y, slope = _capped(flat[rows], softcap)
         into = dx[rows] if isinstance(rows, slice) and dx.dtype == y.dtype and not inplace else None

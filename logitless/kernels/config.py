@@ -51,11 +51,11 @@ def processors(device: torch.device) -> int:
 def forward(rows: int, vocab: int, itemsize: int, processors: int, heavy: bool = False) -> Config:
     """One program a row when rows fill the GPU; else a row is split over several programs.
 
-    More than max and sum (heavy) means more reductions a block: one warp has none to wait for.
+    More than max and sum of the plain logits (heavy) wants fewer registers and, where arithmetic
+    is the limit, no reductions to wait for: one warp.
     """
-    one_warp = heavy and itemsize == 2
     if rows >= 2 * processors:
-        block, warps = (1024, 1) if one_warp else (8192, 4)
+        block, warps = (8192, 4) if not heavy else (1024, 1) if itemsize == 2 else (4096, 4)
         return _overridden(Config(min(block, ceil_pow2(vocab)), warps))
     block, warps = (1024, 4) if rows < 8 else (512, 1)
     block = min(block, ceil_pow2(vocab))

@@ -343,7 +343,7 @@ def stats_fwd(
         None if t is None else t.contiguous() for t in (ids, weight, row_temperature)
     )
     K = 1 if ids is None else ids.numel() // view.count
-    heavy = want_entropy or want_total or want_argmax
+    heavy = want_entropy or want_total or want_argmax or softcap is not None
     cut = config.forward(view.count, V, x.element_size(), config.processors(x.device), heavy)
     where = (view.rows_t, view.stride_b, view.stride_t)
     options = (temperature, softcap, ignore_index)
