@@ -140,7 +140,7 @@ def measure(
 
 
 def _is_watched() -> bool:
-    """Whether a compiler or a mode looks on, and must see operators; else their dispatch is saved."""
+    """Whether a compiler or a mode looks on and must see operators; else we save the dispatch."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 

@@ -40,7 +40,7 @@ def _by_row(t: Tensor, rows: int) -> Tensor:
 
 def _locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
     """ids as (N, K) safe to index with, and which of them are real."""
-    ids = _by_row(ids, rows)
+    ids = _by_row(ids, rows).contiguous()
     inside = (ids >= 0) & (ids < V)
     return torch.where(inside, ids, 0).long(), inside
 
