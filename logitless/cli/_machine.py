@@ -80,5 +80,5 @@ def now() -> str:
 
 
 def slug(name: str) -> str:
-    """'NVIDIA H200' as 'nvidia-h200', for a folder."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    """'NVIDIA H200' as 'h200', for a folder."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia ")).strip("-")

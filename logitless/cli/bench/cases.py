@@ -137,7 +137,8 @@ def gpu(shape: Shape) -> list[Case]:
     aligned = shape.vocab * ITEMSIZE[shape.dtype] % 16 == 0
     stream = Target(1.06 if aligned else 1.15, "floor")
     return [
-        *(Case(FORWARD, op, *shape, stream) for op in OPS),
+        # The two that compile to much the same are not compiled: starting the compiler takes long.
+        *(Case(FORWARD, op, *shape, stream, compiled=op == "cross_entropy") for op in OPS),
         Case(BACKWARD, "cross_entropy", *shape, stream),
         Case(INPLACE, "cross_entropy", *shape, Target(1.15, "floor")),
     ]
