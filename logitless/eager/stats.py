@@ -9,9 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = (
-    8 << 20
-)  # of logits in work at once: less, and starting threads costs more than memory
+CHUNK_BYTES = 8 << 20  # of logits in work at once; fewer, and threads only start and stop
 
 Index = slice | Tensor
 
@@ -24,7 +22,7 @@ def _chunks(x: Tensor, live: Tensor | None) -> Iterator[Index]:
     """Rows of x (N, V) to work on together; on a CPU, ignored rows are not among them."""
     step = max(1, CHUNK_BYTES // (x.shape[1] * _precision(x).itemsize))
     if live is not None and x.device.type == "cpu" and not bool(live.all()):
-        yield from live.nonzero().squeeze(1).split(step)
+        yield from (rows for rows in live.nonzero().squeeze(1).split(step) if len(rows))
     else:
         yield from (slice(i, i + step) for i in range(0, x.shape[0], step))
 
@@ -68,6 +66,14 @@ def _centred(y: Tensor, shift: Tensor, inv_t: Tensor | None, out: Tensor | None 
     return d if inv_t is None else d.mul_(inv_t)
 
 
+def _moderate(m: Tensor, inv_t: Tensor | None) -> bool:
+    """Whether e^y needs no centring: no overflow, nothing lost, and a pass over the logits saved.
+
+    Asks for values, so only a CPU is asked.
+    """
+    return inv_t is None and m.device.type == "cpu" and bool(m.abs().max() < 60)
+
+
 def stats_fwd(
     x: Tensor,  # (..., V)
     ids: Tensor | None,  # (...) or (..., K)
@@ -101,17 +107,22 @@ def stats_fwd(
         y, _ = _capped(flat[rows], softcap)
         m = y.amax(1, keepdim=True)
         m = torch.where(m.isinf(), 0.0, m)  # exp of the bare y is right where m is ±inf
+        shift[rows] = m
+        if argmax is not None:
+            argmax[rows] = y.argmax(1)
+        if y_at is not None:
+            y_at[rows] = y.gather(1, at[rows])
+        if not (want_entropy or want_total) and _moderate(m, inv_t):
+            own = y.dtype != flat.dtype or softcap is not None  # not a view of the logits
+            s[rows] = torch.exp(y, out=y if own else None).sum(1, keepdim=True) * (-m).exp()
+            continue
         d = _centred(y, m, None if inv_t is None else inv_t[rows])
         if want_total:
             c[rows] = _weighted_sum(d if normalised else y, weight)
         e = d.exp() if want_entropy else d.exp_()
         if want_entropy:
-            w[rows] = torch.where(e > 0, d * e, 0.0).sum(1, keepdim=True)
-        shift[rows], s[rows] = m, e.sum(1, keepdim=True)
-        if argmax is not None:
-            argmax[rows] = y.argmax(1)
-        if y_at is not None:
-            y_at[rows] = y.gather(1, at[rows])
+            w[rows] = torch.where(e > 0, d.mul_(e), 0.0).sum(1, keepdim=True)
+        s[rows] = e.sum(1, keepdim=True)
 
     rate = torch.ones_like(s) if inv_t is None else inv_t
     log_s = s.log()
@@ -183,16 +194,23 @@ def stats_bwd(
         a = a * inv_t
         b, g_c, g_id = (None if t is None else t * inv_t for t in (b, g_c, g_id))
     inv_s = (-log_s).exp()  # p = e^d / s
+    moderate = b is None and shift.numel() > 0 and _moderate(shift, inv_t)
+    if moderate:
+        a = a * inv_s * (-shift).exp()
 
     if live is not None and x.device.type == "cpu":
         dx.index_fill_(0, (~live).nonzero().squeeze(1), 0)  # the rest is about to be written
     for rows in _chunks(flat, live):
         y, slope = _capped(flat[rows], softcap)
         into = dx[rows] if isinstance(rows, slice) and dx.dtype == y.dtype and not inplace else None
-        d = _centred(y, shift[rows], None if inv_t is None else inv_t[rows], out=into)
-        if b is None:
+        if moderate:
+            own = y.dtype != dx.dtype or softcap is not None
+            dy = torch.exp(y, out=y if own else into).mul_(a[rows])
+        elif b is None:
+            d = _centred(y, shift[rows], None if inv_t is None else inv_t[rows], out=into)
             dy = d.exp_().mul_(a[rows] * inv_s[rows])
         else:
+            d = _centred(y, shift[rows], None if inv_t is None else inv_t[rows])
             p = d.exp() * inv_s[rows]
             dy = p * a[rows] + torch.where(p > 0, p * (d - log_s[rows]), 0.0) * b[rows]
         if g_c is not None:
