@@ -94,8 +94,8 @@ def row_stats(
     logits (..., V) in fp16, bf16, fp32 or fp64; temperature a number or (...). Statistics are fp32
     (fp64 for fp64), gradients in the dtype of the logits.
 
-    >>> stats = row_stats(logits, ids, entropy=True)
-    >>> (stats.lse - stats.picked).mean().backward()
+    >>> stats = row_stats(logits, entropy=True)
+    >>> (1e-4 * stats.lse.square() - 0.01 * stats.entropy).mean().backward()
     """
     _checks.logits(logits)
     if ids is not None:

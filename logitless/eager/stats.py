@@ -129,7 +129,7 @@ def stats_fwd(
     picked = entropy = total = None
     if y_at is not None:
         z = (y_at - shift) * rate - log_s if normalised else y_at * rate
-        picked = torch.where(inside, z, torch.nan)
+        picked = z.masked_fill(~inside, torch.nan)
     if want_entropy:
         entropy = torch.where(s == 0, 0.0, log_s - w / s)
     if want_total:
