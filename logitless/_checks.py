@@ -6,6 +6,7 @@ asks.
 """
 
 import math
+import numbers
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -116,7 +117,7 @@ def softcap(value: Any) -> None:
 
 
 def _number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float | numbers.Real):
         raise TypeError(f"{name} must be a number, got {value!r}.")
 
 
@@ -168,14 +169,20 @@ def row_weight(t: Any, x: Tensor) -> None:
 def ignore_index(value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"ignore_index must be an int, got {value!r}.")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"ignore_index must fit 64 bits, got {value}.")
 
 
 def overwritable(x: Tensor) -> None:
     """inplace=True writes each element once: no two may share memory."""
-    if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
-        raise ValueError(
-            f"logits must not be expanded for inplace=True, got strides {tuple(x.stride())}."
-        )
+    reach = 0
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            raise ValueError(
+                "logits must not share memory among themselves for inplace=True, "
+                f"got shape {_shape(x)} with strides {tuple(x.stride())}."
+            )
+        reach += (size - 1) * stride
 
 
 def triton_can_run(x: Tensor) -> None:

@@ -18,7 +18,7 @@ def impl(name: str):
     """Run every loss in this block by `"triton"` or `"eager"`; a choice never falls back.
 
     Triton on CPU tensors runs under Triton's interpreter (`TRITON_INTERPRET=1`). The environment
-    variable LOGITLESS_IMPL makes the same choice for a whole process.
+    variable LOGITLESS_IMPL makes the same choice. Both are for the whole process, threads and all.
     """
     global _chosen
     _checks.one_of("impl", name, CHOICES)
@@ -38,7 +38,7 @@ def chosen() -> str | None:
 
 
 def backend(x: Tensor) -> ModuleType:
-    """The module whose stats_fwd and stats_bwd serve this tensor."""
+    """The module whose functions serve this tensor: `kernels` or `eager`."""
     name = chosen()
     if name is None:
         on_gpu = x.device.type in ("cuda", "xpu")

@@ -110,9 +110,9 @@ def cross_entropy(
     for fp64 logits) whatever the dtype of the logits.
 
     inplace=True saves the memory of the gradient: it replaces the logits, at once. Autograd is
-    told: a graph that uses the logits raises in its backward, and so does a second backward.
-    Without gradients nothing is overwritten; under torch.compile, which plans memory itself, it
-    changes nothing.
+    told: a graph that uses the logits raises in its backward (of a leaf, or a part of a larger
+    tensor, only one that saved them before), and so does a second backward. Without gradients
+    nothing is overwritten; under torch.compile, which plans memory itself, it changes nothing.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
@@ -125,11 +125,13 @@ def cross_entropy(
     _checks.label_smoothing(label_smoothing)
     _checks.z_loss(z_loss)
     _checks.ignore_index(ignore_index)
-    V, target = logits.shape[-1], as_ids(target)
+    V, target = logits.shape[-1], as_ids(target, ignore_index)
 
     def formula(stats: RowStats, row_weight: Tensor | None) -> Tensor:
         loss = -stats.picked
-        of_class = None if weight is None else _class_weight(weight, target, V).to(loss.dtype)
+        of_class = None
+        if weight is not None:
+            of_class = _class_weight(weight.to(loss.dtype), target, ignore_index)
         if of_class is not None:
             loss = loss * of_class
         if label_smoothing:
@@ -146,19 +148,21 @@ def cross_entropy(
         "weight": weight if label_smoothing else None,
         "ignore_index": ignore_index,
         "normalised": True,
-        "total": label_smoothing > 0,
     }
+    total = label_smoothing > 0
     if inplace:
         linear = not (label_smoothing or z_loss)
         return overwrite(
-            logits, target, row_weight, formula, options, linear=linear, mean=reduction == "mean"
-        )
-    return formula(measure(logits, target, **options), row_weight)
+            logits, target, row_weight, formula, options,
+            total=total, linear=linear, mean=reduction == "mean",
+        )  # fmt: skip
+    return formula(measure(logits, target, **options, total=total), row_weight)
 
 
-def _class_weight(weight: Tensor, target: Tensor, V: int) -> Tensor:
-    """v[target], with any number for a target that is none (its row is 0 or NaN already)."""
-    return weight[target.clamp(0, V - 1).long()]
+def _class_weight(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    """v[target], 0 where ignored, and any number for a bad target (its row is NaN already)."""
+    of_class = weight[target.clamp(0, weight.shape[0] - 1).long()]
+    return torch.where(target == ignore_index, 0.0, of_class)
 
 
 def _reduce(
@@ -169,8 +173,7 @@ def _reduce(
         return loss
     if reduction == "sum":
         return loss.sum()
-    live = target != ignore_index
     if of_class is None:
-        return loss.sum() / live.sum().clamp(min=1)
-    mass = torch.where(live, of_class, 0.0).sum()
+        return loss.sum() / (target != ignore_index).sum().clamp(min=1)
+    mass = of_class.sum()
     return loss.sum() / torch.where(mass == 0, 1.0, mass)

@@ -10,7 +10,10 @@ class _Reads(nn.Module):
 
     def __init__(self, temperature: float | Tensor = 1.0, softcap: float | None = None):
         super().__init__()
-        self.temperature = temperature
+        if isinstance(temperature, Tensor):
+            self.register_buffer("temperature", temperature, persistent=False)
+        else:
+            self.temperature = temperature
         self.softcap = softcap
 
     def _how(self) -> dict:
@@ -44,7 +47,7 @@ class TokenLogprobs(_Reads):
 class Score(_Reads):
     """`logitless.score` as a module."""
 
-    def __init__(self, ignore_index: int = -100, **reads):
+    def __init__(self, *, ignore_index: int = -100, **reads):
         super().__init__(**reads)
         self.ignore_index = ignore_index
 
@@ -67,10 +70,10 @@ class CrossEntropyLoss(_Reads):
     def __init__(
         self,
         weight: Tensor | None = None,
+        *,
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
-        *,
         z_loss: float = 0.0,
         inplace: bool = False,
         **reads,

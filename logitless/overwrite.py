@@ -2,7 +2,8 @@
 
 Loss and gradient are made in one visit, at forward, for an upstream gradient of 1; backward scales
 the gradient by the upstream it meets, on the device. Autograd is told that the logits are gone:
-whoever saved them before, or uses them after, raises in backward.
+whoever saved them before raises in backward, and so does whoever uses them after, unless they are a
+leaf or a part of a larger tensor, which autograd cannot watch.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from . import _checks
 from ._dispatch import backend
-from .stats import Reading, RowStats, Upstream, measure
+from .stats import Reading, RowStats, Upstream, is_watched, measure
 
 Formula = Callable[[RowStats, Tensor | None], Tensor]
 
@@ -22,17 +23,17 @@ def overwrite(
     target: Tensor,  # (...)
     row_weight: Tensor | None,  # (...)
     formula: Formula,  # statistics, row_weight -> loss, scalar or (...)
-    options: dict,  # of measure
+    options: dict,  # of measure, but for total
     *,
+    total: bool,
     linear: bool,  # whether the loss is linear in log p[target], and of nothing else
     mean: bool,  # whether it is a mean over rows
 ) -> Tensor:
     """formula(measure(logits, target), row_weight), leaving d_logits in logits if wanted."""
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and logits.requires_grad):
-        return formula(measure(logits, target, **options), row_weight)
+    if is_watched() or not (torch.is_grad_enabled() and logits.requires_grad):
+        return formula(measure(logits, target, **options, total=total), row_weight)
     _checks.overwritable(logits)
     owner, guarded = _owner(logits)
-    total = options.pop("total")
     reading = Reading.of(logits, target, **options)
     loss, *_ = _Overwrite.apply(
         owner, row_weight, logits.shape, reading, total, formula, linear, mean, guarded
@@ -78,8 +79,12 @@ class _Overwrite(torch.autograd.Function):
         return (loss,)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, d_loss, d_later=None):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "cross_entropy(..., inplace=True) must not be differentiated with"
+                " create_graph=True: its gradient takes the place of its logits."
+            )
         if d_later is not None:
             raise RuntimeError(
                 "logits must not be used after cross_entropy(..., inplace=True), which overwrote"
@@ -97,7 +102,7 @@ class _Overwrite(torch.autograd.Function):
 def _visit(logits, row_weight, reading, formula, gain) -> Tensor:
     """A loss linear in log p[target] has its gradient's coefficients before any logit is read."""
     unknown = torch.zeros(reading.ids.shape, device=logits.device)
-    d_picked = _gradients(lambda p: formula(RowStats(p, p, None, None, None), row_weight),
+    d_picked = _gradients(lambda p: formula(RowStats(None, p, None, None, None), row_weight),
                           [unknown], gain)[1][0]  # fmt: skip
     lse, picked = backend(logits).visit(logits, *reading, a=-d_picked, g_id=d_picked)
     return formula(RowStats(lse, picked, None, None, None), row_weight)

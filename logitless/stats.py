@@ -40,14 +40,16 @@ class Partial(NamedTuple):
 
 
 def partial(z: Tensor) -> Partial:
-    """The Partial of a block of logits (..., V)."""
+    """The Partial of a block of logits (..., V), in fp32 (fp64 for fp64)."""
+    z = z.to(torch.float64 if z.dtype == torch.float64 else torch.float32)
     if z.shape[-1] == 0:
         empty = z.new_zeros(z.shape[:-1])
         return Partial(empty - torch.inf, empty, empty)
     m = z.amax(-1)
-    d = torch.where(z == m.unsqueeze(-1), 0.0, z - m.unsqueeze(-1))
-    e = torch.where(m.unsqueeze(-1) == -torch.inf, 0.0, d.exp())
-    return Partial(m, e.sum(-1), torch.where(e > 0, d * e, 0.0).sum(-1))
+    gone, top = z == -torch.inf, m.unsqueeze(-1)
+    d = torch.where(gone | (z == top), 0.0, z - top).clamp_min(-1e38)
+    e = torch.where(gone, 0.0, d.exp())
+    return Partial(m, e.sum(-1), (d * e).sum(-1))
 
 
 def merge(left: Partial, right: Partial) -> Partial:
@@ -125,9 +127,9 @@ def measure(
     as (z - max) - log s, so that a common offset in the logits costs no digits; a formula cannot.
     """
     if ids is not None:
-        ids = as_ids(ids)
+        ids = as_ids(ids, ignore_index)
     reading = Reading.of(logits, ids, weight, temperature, softcap, ignore_index, normalised)
-    forward = torch.ops.logitless.stats_fwd if _is_watched() else _RowStats.apply
+    forward = torch.ops.logitless.stats_fwd if is_watched() else _RowStats.apply
     outputs = forward(logits, *reading, entropy, total, argmax)
     _, _, lse, picked, h, c, best = outputs
     return RowStats(
@@ -139,14 +141,16 @@ def measure(
     )
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether a compiler or a mode looks on and must see operators; else we save the dispatch."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def as_ids(ids: Tensor) -> Tensor:
+def as_ids(ids: Tensor, ignore_index: int | None = None) -> Tensor:
     """Integers wide enough that none is taken for another."""
-    return ids if ids.dtype in (torch.int64, torch.int32) else ids.long()
+    fits = ignore_index is None or -(2**31) <= ignore_index < 2**31
+    wide = ids.dtype == torch.int64 or (ids.dtype == torch.int32 and fits)
+    return ids if wide else ids.long()
 
 
 class Reading(NamedTuple):
@@ -238,22 +242,26 @@ def _backward(ctx, _, __, d_lse, d_picked, d_entropy, d_total, ___):
     upstream = Upstream.of(x, reading, entropy, d_lse, d_picked, d_entropy, d_total)
     d_x = None
     if any(g is not None for g in upstream):
-        backward = torch.ops.logitless.stats_bwd if _is_watched() else _stats_bwd
+        functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+        wrapped = functorch.peek_interpreter_stack() is not None  # by torch.func
+        backward = torch.ops.logitless.stats_bwd if wrapped or is_watched() else _stats_bwd
         d_x = backward(x, *reading, shift, log_s, picked, *upstream)
     return d_x, *(None,) * 10
 
 
 class _RowStats(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = _stats_fwd(*inputs)
-        _save(ctx, inputs, output)
-        return output
+    forward = staticmethod(_stats_fwd)
+    setup_context = staticmethod(_save)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, *gradients):
-        return _backward(ctx, *gradients)
+        return _backward_once(ctx, ctx.saved_tensors[0], *gradients)
+
+
+@torch.autograd.function.once_differentiable
+def _backward_once(ctx, x, *gradients):
+    """x is named so that a second differentiation raises even where the gradients are constants."""
+    return _backward(ctx, *gradients)
 
 
 # The same as operators, so that torch.compile and opcheck see through them. What was not asked for
@@ -297,6 +305,10 @@ def _stats_bwd_fake(x, *args):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def _backward_twice(ctx, *gradients):
+    raise RuntimeError("logitless: a loss must not be differentiated twice; its backward has none.")
+
+
 _library.impl("stats_fwd", _stats_fwd_op, "CompositeExplicitAutograd")
 _library.impl("stats_bwd", _stats_bwd, "CompositeExplicitAutograd")
 torch.library.register_fake("logitless::stats_fwd", _stats_fwd_fake, lib=_library)
@@ -304,3 +316,4 @@ torch.library.register_fake("logitless::stats_bwd", _stats_bwd_fake, lib=_librar
 torch.library.register_autograd(
     "logitless::stats_fwd", _backward, setup_context=_save, lib=_library
 )
+torch.library.register_autograd("logitless::stats_bwd", _backward_twice, lib=_library)

@@ -1,4 +1,4 @@
-"""Bugs that users of other libraries met, each by its number in our list, none of them here."""
+"""Bugs that users of other libraries met, numbered as in docs/bugs.md; none of them is here."""
 
 import contextlib
 import importlib

@@ -187,7 +187,9 @@ def test_leading_dimensions(shape, impl, device):
 
 def test_cross_entropy_is_pytorchs_on_defaults(impl, device):
     x, target = make(rows=(9,), device=device)
-    module = ll.nn.CrossEntropyLoss(torch.linspace(0.1, 1, V), 3, "sum", 0.1).to(device)
+    module = ll.nn.CrossEntropyLoss(
+        torch.linspace(0.1, 1, V), ignore_index=3, reduction="sum", label_smoothing=0.1
+    ).to(device)
     torch_module = torch.nn.CrossEntropyLoss(
         torch.linspace(0.1, 1, V), ignore_index=3, reduction="sum", label_smoothing=0.1
     ).to(device)

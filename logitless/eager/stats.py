@@ -71,7 +71,7 @@ def _moderate(m: Tensor, inv_t: Tensor | None) -> bool:
 
     Asks for values, so only a CPU is asked.
     """
-    return inv_t is None and m.device.type == "cpu" and bool(m.abs().max() < 60)
+    return inv_t is None and m.device.type == "cpu" and bool(m.abs().max() < 30)
 
 
 def stats_fwd(
@@ -141,8 +141,11 @@ def stats_fwd(
         if argmax is not None:
             argmax.masked_fill_(~live, -1)
     shapes = [shape, shape, shape, None if ids is None else ids.shape, shape, shape]
-    outputs = [None if t is None else t.view(to) for t, to in zip(outputs, shapes, strict=True)]
-    return *outputs, None if argmax is None else argmax.view(shape)
+    outputs, shapes = [*outputs, argmax], [*shapes, shape]
+    # Cloned, for a view that an autograd function returns may not be written to by its user.
+    return tuple(
+        None if t is None else t.view(to).clone() for t, to in zip(outputs, shapes, strict=True)
+    )
 
 
 def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:

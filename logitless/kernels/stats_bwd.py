@@ -214,6 +214,7 @@ def _ids_bwd_kernel(
             y = (z + log_s) / inv_t + y_max
         else:
             y = z / inv_t
+        y = tl.where(log_s == -INF, -INF, y)  # of a row without a distribution, z - lse is NaN
         dz += _dz((y - shift) * (inv_t * LOG2E), c0, c1, B is not None)
         if G_C is not None:
             if W is not None:
@@ -224,6 +225,7 @@ def _ids_bwd_kernel(
             dz *= 1.0 - (y / softcap) * (y / softcap)
         tl.store(DXrow + ids, dz.to(DX.dtype.element_ty), mask=mask_k & inside)
     if bad > 0:
+        tl.debug_barrier()  # after what was just stored
         for start in range(0, V, BLOCK_V):
             cols = start + tl.arange(0, BLOCK_V)
             nan = tl.full((BLOCK_V,), float("nan"), tl.float32).to(DX.dtype.element_ty)

@@ -124,10 +124,13 @@ def _visit_kernel(
 
 
 def can_visit(x: Tensor) -> bool:
-    """Whether a row's programs are few enough to wait for each other."""
-    return (
-        config.ceil_div(x.shape[-1], config.visit(x.shape[-1], x.element_size()).span) <= MAX_PARTS
-    )
+    """Whether a row's programs are few enough to wait for each other, and run at the same time.
+
+    The interpreter's do not: it runs one after another.
+    """
+    span = config.visit(x.shape[-1], x.element_size()).span
+    parts = config.ceil_div(x.shape[-1], span)
+    return parts == 1 or (parts <= MAX_PARTS and x.device.type != "cpu")
 
 
 def visit(

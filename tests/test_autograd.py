@@ -1,0 +1,113 @@
+"""What autograd may ask of a loss: once through, twice refused, in place after, and functorch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import logitless as ll
+
+
+def make(rows=4, vocab=50, device="cpu"):
+    return torch.randn(rows, vocab, device=device), torch.randint(0, vocab, (rows,), device=device)
+
+
+def test_a_second_differentiation_raises(impl, device):
+    """Not silently the gradient without its second part."""
+    x, target = make(device=device)
+    leaf = x.requires_grad_()
+    loss = ll.cross_entropy(leaf, target)
+    (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (loss + grad.square().sum()).backward()
+
+
+def test_in_place_refuses_create_graph(impl, device):
+    x, target = make(device=device)
+    logits = x.requires_grad_() * 1
+    loss = ll.cross_entropy(logits, target, inplace=True)
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("function", ["logsumexp", "entropy", "token_logprobs", "cross_entropy"])
+def test_results_may_be_written_to(function, device):
+    """`logprobs *= mask` is common code."""
+    x, target = make(device=device)
+    leaf = x.requires_grad_()
+    arguments = {"token_logprobs": (target,), "cross_entropy": (target,)}.get(function, ())
+    options = {"reduction": "none"} if function == "cross_entropy" else {}
+    want = getattr(ll, function)(leaf, *arguments, **options) * 2
+    with ll.impl("eager"):
+        got = getattr(ll, function)(leaf, *arguments, **options).clone().detach()
+        out = getattr(ll, function)(leaf, *arguments, **options)
+        if function != "entropy":  # which backward needs, and PyTorch says so
+            out.mul_(2)
+            out.sum().backward()
+            assert torch.equal(out, got * 2)
+    torch.testing.assert_close(got * 2, want.detach())
+
+
+def test_functional_gradients(impl, device):
+    x, target = make(device=device)
+    got = torch.func.grad(lambda x: ll.cross_entropy(x, target))(x)
+    want = torch.func.grad(lambda x: F.cross_entropy(x, target))(x)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("K", [1, 3])
+def test_a_row_of_minus_inf_has_no_gradient_for_its_ids(K, impl, device):
+    x, _ = make(device=device)
+    x[1] = -torch.inf
+    leaf = x.requires_grad_()
+    ids = torch.tensor([[0, 5, 0]] * 4, device=device)[:, :K]
+    ll.token_logprobs(leaf, ids)[[0, 2, 3]].sum().backward()
+    assert torch.equal(leaf.grad[1], torch.zeros(50, device=device))
+    leaf.grad = None
+    ll.token_logprobs(leaf, ids).sum().backward()
+    assert torch.equal(leaf.grad[1], torch.zeros(50, device=device))
+    assert leaf.grad.isfinite().all()
+
+
+def test_an_ignored_row_reads_no_class_weight(impl, device):
+    x, target = make(device=device)
+    target[0], target[1:] = -100, 3
+    weight = torch.ones(50, device=device)
+    weight[0] = torch.inf
+    loss = ll.cross_entropy(x, target, weight=weight, reduction="none")
+    torch.testing.assert_close(loss, F.cross_entropy(x, target, weight=weight, reduction="none"))
+
+
+def test_an_ignore_index_beyond_int32_is_no_class(impl, device):
+    x, target = make(device=device)
+    want = F.cross_entropy(x, torch.zeros_like(target))
+    got = ll.cross_entropy(x, torch.zeros_like(target).int(), ignore_index=2**32)
+    torch.testing.assert_close(got, want)
+
+
+def test_overlapping_logits_cannot_be_overwritten(device):
+    base = torch.randn(20, device=device).requires_grad_() * 1
+    logits = base.unfold(0, 7, 1)
+    target = torch.zeros(14, dtype=torch.int64, device=device)
+    with pytest.raises(ValueError, match="must not share memory"):
+        ll.cross_entropy(logits, target, inplace=True)
+
+
+def test_in_place_under_a_watching_mode(device):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.randn(4, 50, device=device, requires_grad=True) * 1
+        loss = ll.cross_entropy(x, torch.zeros(4, dtype=torch.int64, device=device), inplace=True)
+        assert loss.shape == ()
+
+
+def test_wide_rows_in_place_under_the_interpreter(device):
+    """Programs that run one after another cannot wait for each other."""
+    x = torch.randn(1, 9000, device=device)
+    target = torch.tensor([17], device=device)
+    leaf = x.clone().requires_grad_()
+    with ll.impl("triton"):
+        ll.cross_entropy(leaf * 1, target, inplace=True).backward()
+    want = x.clone().requires_grad_()
+    F.cross_entropy(want, target).backward()
+    torch.testing.assert_close(leaf.grad, want.grad)
