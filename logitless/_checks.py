@@ -117,7 +117,7 @@ def softcap(value: Any) -> None:
 
 
 def _number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float | numbers.Real):
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
         raise TypeError(f"{name} must be a number, got {value!r}.")
 
 

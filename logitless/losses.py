@@ -7,7 +7,7 @@ from torch import Tensor
 
 from . import _checks
 from .overwrite import overwrite
-from .stats import RowStats, as_ids, measure, row_stats
+from .stats import as_ids, measure, row_stats
 
 
 class Scores(NamedTuple):
@@ -127,7 +127,7 @@ def cross_entropy(
     _checks.ignore_index(ignore_index)
     V, target = logits.shape[-1], as_ids(target, ignore_index)
 
-    def formula(stats: RowStats, row_weight: Tensor | None) -> Tensor:
+    def formula(stats, row_weight):  # unannotated: not every torch.compile reads annotations here
         loss = -stats.picked
         of_class = None
         if weight is not None:
