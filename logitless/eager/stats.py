@@ -20,7 +20,8 @@ def _precision(x: Tensor) -> torch.dtype:
 
 def _chunks(x: Tensor, live: Tensor | None) -> Iterator[Index]:
     """Rows of x (N, V) to work on together; on a CPU, ignored rows are not among them."""
-    step = max(1, CHUNK_BYTES // (x.shape[1] * _precision(x).itemsize))
+    copies = 1 if x.dtype == _precision(x) else 2  # of a chunk: as given, and at full precision
+    step = max(1, CHUNK_BYTES // (x.shape[1] * _precision(x).itemsize * copies))
     if live is not None and x.device.type == "cpu" and not bool(live.all()):
         yield from (rows for rows in live.nonzero().squeeze(1).split(step) if len(rows))
     else:
@@ -205,7 +206,7 @@ def stats_bwd(
         dx.index_fill_(0, (~live).nonzero().squeeze(1), 0)  # the rest is about to be written
     for rows in _chunks(flat, live):
         y, slope = _capped(flat[rows], softcap)
-        into = dx[rows] if isinstance(rows, slice) and dx.dtype == y.dtype and not inplace else None
+        into = dx[rows] if isinstance(rows, slice) and dx.dtype == y.dtype else None
         if moderate:
             own = y.dtype != dx.dtype or softcap is not None
             dy = torch.exp(y, out=y if own else into).mul_(a[rows])
