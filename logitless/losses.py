@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from . import _checks
+from .nll import nll
 from .overwrite import overwrite
-from .stats import as_ids, measure, row_stats
+from .stats import Reading, as_ids, is_watched, measure, row_stats
 
 
 class Scores(NamedTuple):
@@ -149,13 +150,16 @@ def cross_entropy(
         "ignore_index": ignore_index,
         "normalised": True,
     }
-    total = label_smoothing > 0
+    total, mean = label_smoothing > 0, reduction == "mean"
+    linear = not (label_smoothing or z_loss)
+    plain = linear and weight is None and row_weight is None and reduction != "none"
     if inplace:
-        linear = not (label_smoothing or z_loss)
         return overwrite(
             logits, target, row_weight, formula, options,
-            total=total, linear=linear, mean=reduction == "mean",
+            total=total, linear=linear, plain=plain, mean=mean,
         )  # fmt: skip
+    if plain and not is_watched():
+        return nll(logits, Reading.of(logits, target, **options), mean=mean)
     return formula(measure(logits, target, **options, total=total), row_weight)
 
 

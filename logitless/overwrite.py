@@ -27,6 +27,7 @@ def overwrite(
     *,
     total: bool,
     linear: bool,  # whether the loss is linear in log p[target], and of nothing else
+    plain: bool,  # whether it is just -log p[target], summed
     mean: bool,  # whether it is a mean over rows
 ) -> Tensor:
     """formula(measure(logits, target), row_weight), leaving d_logits in logits if wanted."""
@@ -36,7 +37,7 @@ def overwrite(
     owner, guarded = _owner(logits)
     reading = Reading.of(logits, target, **options)
     loss, *_ = _Overwrite.apply(
-        owner, row_weight, logits.shape, reading, total, formula, linear, mean, guarded
+        owner, row_weight, logits.shape, reading, total, formula, linear, plain, mean, guarded
     )
     return loss
 
@@ -56,7 +57,9 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
 
 class _Overwrite(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, owner, row_weight, shape, reading, total, formula, linear, mean, guarded):
+    def forward(
+        ctx, owner, row_weight, shape, reading, total, formula, linear, plain, mean, guarded
+    ):
         logits = owner.detach().view(shape) if guarded else owner.detach()
         _checks.ids_in_range(reading.ids, shape[-1], reading.ignore_index)
         # fp16 cannot hold the gradient of a mean, p / rows: keep the sum's, and divide in backward.
@@ -65,7 +68,11 @@ class _Overwrite(torch.autograd.Function):
             ctx.gain = (reading.ids != reading.ignore_index).sum().clamp(min=1).float()
         one_visit = linear and not (row_weight is not None and row_weight.requires_grad)
         if one_visit and backend(logits).can_visit(logits):
-            loss, ctx.d_rows = _visit(logits, row_weight, reading, formula, ctx.gain), None
+            ctx.d_rows = None
+            if plain:
+                loss = _visit_plain(logits, reading, mean, ctx.gain)
+            else:
+                loss = _visit(logits, row_weight, reading, formula, ctx.gain)
         else:
             loss, ctx.d_rows = _look_twice(logits, row_weight, reading, total, formula, ctx.gain)
         ctx.set_materialize_grads(False)
@@ -96,7 +103,7 @@ class _Overwrite(torch.autograd.Function):
         backend(gradient).scale_rows_(gradient.view(ctx.shape), scale)
         torch.autograd.graph.increment_version(gradient)
         d_rows = None if ctx.d_rows is None else ctx.d_rows * scale
-        return gradient, d_rows, *(None,) * 7
+        return gradient, d_rows, *(None,) * 8
 
 
 def _visit(logits, row_weight, reading, formula, gain) -> Tensor:
@@ -104,8 +111,16 @@ def _visit(logits, row_weight, reading, formula, gain) -> Tensor:
     unknown = torch.zeros(reading.ids.shape, device=logits.device)
     d_picked = _gradients(lambda p: formula(RowStats(None, p, None, None, None), row_weight),
                           [unknown], gain)[1][0]  # fmt: skip
-    lse, picked = backend(logits).visit(logits, *reading, a=-d_picked, g_id=d_picked)
+    lse, picked = backend(logits).visit(logits, *reading, g_id=d_picked)
     return formula(RowStats(lse, picked, None, None, None), row_weight)
+
+
+def _visit_plain(logits, reading, mean, gain) -> Tensor:
+    """The same where all rows share one coefficient, in fewer launches."""
+    run, ids, ignored = backend(logits), reading.ids, reading.ignore_index
+    _, d_picked = run.mean_nll(ids, None, ignored, mean)
+    _, picked = run.visit(logits, *reading, g_id=d_picked if gain is None else d_picked * gain)
+    return run.mean_nll(ids, picked, ignored, mean)[0]
 
 
 def _look_twice(logits, row_weight, reading, total, formula, gain) -> tuple[Tensor, Tensor | None]:

@@ -129,7 +129,10 @@ def measure(
     if ids is not None:
         ids = as_ids(ids, ignore_index)
     reading = Reading.of(logits, ids, weight, temperature, softcap, ignore_index, normalised)
-    forward = torch.ops.logitless.stats_fwd if is_watched() else _RowStats.apply
+    if _is_traced():
+        forward = torch.ops.logitless.stats_fwd
+    else:
+        forward = _RowStatsInFunc.apply if _in_func() else _RowStats.apply
     outputs = forward(logits, *reading, entropy, total, argmax)
     _, _, lse, picked, h, c, best = outputs
     return RowStats(
@@ -142,8 +145,20 @@ def measure(
 
 
 def is_watched() -> bool:
-    """Whether a compiler or a mode looks on and must see operators; else we save the dispatch."""
+    """Whether a compiler, a mode or torch.func looks on and must see operators.
+
+    Else we save the dispatch.
+    """
+    return _is_traced() or _in_func()
+
+
+def _is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _in_func() -> bool:
+    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    return functorch.peek_interpreter_stack() is not None
 
 
 def as_ids(ids: Tensor, ignore_index: int | None = None) -> Tensor:
@@ -151,6 +166,11 @@ def as_ids(ids: Tensor, ignore_index: int | None = None) -> Tensor:
     fits = ignore_index is None or -(2**31) <= ignore_index < 2**31
     wide = ids.dtype == torch.int64 or (ids.dtype == torch.int32 and fits)
     return ids if wide else ids.long()
+
+
+def are_several(ids: Tensor, x: Tensor) -> bool:
+    """Whether a row has several ids, (..., K), or none."""
+    return ids.dim() == x.dim() and ids.shape[-1] != 1
 
 
 class Reading(NamedTuple):
@@ -185,12 +205,14 @@ class Upstream(NamedTuple):
 
     @classmethod
     def of(cls, x, reading, entropy, d_lse, d_picked, d_entropy, d_total) -> "Upstream":
-        """From the gradients of the statistics of x: what is p_i's, an id's, or everyone's."""
+        """From the gradients of the statistics of x: what is p_i's, an id's, or everyone's.
+
+        What one id a row takes from `a` where `normalised` is left to the backward, which sees it.
+        """
         a, b = d_lse, None
         if reading.normalised:  # log p = z - lse
-            if d_picked is not None:
-                several = d_picked.dim() == x.dim()
-                a = _minus(a, d_picked.sum(-1) if several else d_picked)
+            if d_picked is not None and are_several(d_picked, x):
+                a = _minus(a, d_picked.sum(-1))
             if d_total is not None:
                 v = reading.weight
                 a = _minus(a, d_total * (x.shape[-1] if v is None else v.to(d_total.dtype).sum()))
@@ -223,7 +245,7 @@ def _save(ctx, inputs, output):
     shift, log_s, _, picked, entropy, _, argmax = output
     ctx.reading = Reading(None, None, None, *reading[3:])
     ctx.wants = inputs[8:10]
-    several = reading[0] is not None and reading[0].dim() == x.dim()
+    several = reading[0] is not None and are_several(reading[0], x)
     ctx.save_for_backward(x, *reading[:3], shift, log_s, picked if several else None, entropy)
     ctx.mark_non_differentiable(*(t for t in (shift, log_s, argmax) if t is not None))
     ctx.set_materialize_grads(False)
@@ -242,20 +264,29 @@ def _backward(ctx, _, __, d_lse, d_picked, d_entropy, d_total, ___):
     upstream = Upstream.of(x, reading, entropy, d_lse, d_picked, d_entropy, d_total)
     d_x = None
     if any(g is not None for g in upstream):
-        functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-        wrapped = functorch.peek_interpreter_stack() is not None  # by torch.func
-        backward = torch.ops.logitless.stats_bwd if wrapped or is_watched() else _stats_bwd
+        backward = torch.ops.logitless.stats_bwd if is_watched() else _stats_bwd
         d_x = backward(x, *reading, shift, log_s, picked, *upstream)
     return d_x, *(None,) * 10
 
 
 class _RowStats(torch.autograd.Function):
-    forward = staticmethod(_stats_fwd)
-    setup_context = staticmethod(_save)
+    @staticmethod
+    def forward(ctx, *inputs):  # a setup_context of its own would cost a third of a small call
+        output = _stats_fwd(*inputs)
+        _save(ctx, inputs, output)
+        return output
 
     @staticmethod
     def backward(ctx, *gradients):
         return _backward_once(ctx, ctx.saved_tensors[0], *gradients)
+
+
+class _RowStatsInFunc(torch.autograd.Function):
+    """The same as torch.func wants it."""
+
+    forward = staticmethod(_stats_fwd)
+    setup_context = staticmethod(_save)
+    backward = _RowStats.backward
 
 
 @torch.autograd.function.once_differentiable

@@ -138,8 +138,9 @@ def launches_of(v: Variant):
                 a=row, b=row if full else None, g_id=like_ids, g_c=row if full else None,
             )  # fmt: skip
             kernels.scale_rows_(x, row)
+            kernels.mean_nll(ids.reshape(-1)[:2], row, -100, mean=True)
             if v.K == 1:
-                kernels.visit(x, **reading | {"weight": None}, a=row, g_id=row)
+                kernels.visit(x, **reading | {"weight": None}, g_id=row)
     return launches
 
 

@@ -4,6 +4,7 @@ A GPU where there is one; else the CPU, with the kernels under Triton's interpre
 """
 
 import os
+import tempfile
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import torch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
+# A cache of its own: what is compiled depends on code of ours that the cache's key doesn't know.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="logitless-")
 
 import logitless as ll  # noqa: E402
 

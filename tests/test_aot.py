@@ -32,6 +32,7 @@ def test_kernels_compile_ahead_of_time(target):
         "_stats_bwd_kernel",
         "_ids_bwd_kernel",
         "_scale_kernel",
+        "_mean_kernel",
         "_visit_kernel",
     }
     if target == "cuda:90":

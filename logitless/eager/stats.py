@@ -165,17 +165,20 @@ def stats_bwd(
     temperature: float,
     softcap: float | None,
     ignore_index: int | None,
-    normalised: bool,  # the kernels' need, with picked; not ours
+    normalised: bool,
     shift: Tensor,  # (...)
     log_s: Tensor,  # (...)
     picked: Tensor | None,  # like ids
     a: Tensor | None,  # (...)
     b: Tensor | None,  # (...)
-    g_id: Tensor | None,  # like ids
+    g_id: Tensor | None,  # like ids, or one number for all
     g_c: Tensor | None,  # (...)
     inplace: bool = False,
 ) -> Tensor:
-    """The gradient of the logits, (..., V) in their dtype; in place, it replaces x."""
+    """The gradient of the logits, (..., V) in their dtype; in place, it replaces x.
+
+    Of one id a row that is `normalised`, a need not tell: -g_id is added to it.
+    """
     V = x.shape[-1]
     flat = x.reshape(-1, V)
     dx = flat if inplace else torch.empty_like(flat, memory_format=torch.contiguous_format)
@@ -184,7 +187,12 @@ def stats_bwd(
     dead = (log_s == -torch.inf).reshape(-1, 1)
     shift = torch.where(dead, torch.inf, shift.reshape(-1, 1))
     log_s = torch.where(dead, 0.0, log_s.reshape(-1, 1))
-    a = torch.where(dead, 0.0, torch.zeros_like(shift) if a is None else a.reshape(-1, 1))
+    if g_id is not None:
+        g_id = _by_row(g_id if g_id.dim() else g_id.expand(ids.shape), dead.shape[0])
+    a = torch.zeros_like(shift) if a is None else a.reshape(-1, 1)
+    if normalised and g_id is not None and g_id.shape[1] == 1:
+        a = a - g_id
+    a = torch.where(dead, 0.0, a)
     b, g_c, g_id = (
         None if t is None else torch.where(dead, 0.0, _by_row(t, dead.shape[0]))
         for t in (b, g_c, g_id)
@@ -230,6 +238,19 @@ def stats_bwd(
     if inplace and flat.data_ptr() != x.data_ptr():
         x.copy_(flat.view(x.shape))
     return (x if inplace else dx).view(x.shape)
+
+
+def mean_nll(
+    ids: Tensor,  # (...)
+    picked: Tensor | None,  # (...), log p; None if not yet known
+    ignore_index: int,
+    mean: bool,
+) -> tuple[Tensor | None, Tensor]:
+    """-Σ picked, over the number of rows that count if `mean`; and its gradient, alike for all."""
+    count = (ids != ignore_index).sum().clamp(min=1) if mean else ids.new_ones(())
+    if picked is None:
+        return None, -1.0 / count
+    return -picked.sum() / count, -1.0 / count.to(picked.dtype)
 
 
 def scale_rows_(x: Tensor, g: Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 MAX_SPLITS = 128
+SHORT = 4096  # columns that a second launch does not pay for
 
 
 class Config(NamedTuple):
@@ -32,10 +33,12 @@ def override(**fields: int):
     """Replace fields of every Config in this block: `with override(block_v=64, splits=3): ...`"""
     global _override
     before, _override = _override, {**_override, **fields}
+    forget()
     try:
         yield
     finally:
         _override = before
+        forget()
 
 
 @functools.cache
@@ -48,13 +51,14 @@ def processors(device: torch.device) -> int:
     return 1
 
 
+@functools.lru_cache(1024)
 def forward(rows: int, vocab: int, itemsize: int, processors: int, heavy: bool = False) -> Config:
     """One program a row when rows fill the GPU; else a row is split over several programs.
 
     More than max and sum of the plain logits (heavy) wants fewer registers and, where arithmetic
     is the limit, no reductions to wait for: one warp.
     """
-    if rows >= 2 * processors:
+    if rows >= 2 * processors or vocab <= SHORT:
         block, warps = (8192, 4) if not heavy else (1024, 1) if itemsize == 2 else (4096, 4)
         return _overridden(Config(min(block, ceil_pow2(vocab)), warps))
     block, warps = (1024, 4) if rows < 8 else (512, 1)
@@ -63,15 +67,28 @@ def forward(rows: int, vocab: int, itemsize: int, processors: int, heavy: bool =
     return _overridden(Config(block, warps, splits))
 
 
+@functools.lru_cache(1024)
 def backward(vocab: int) -> Config:
     """A grid of (row, block): nothing is carried from block to block."""
     return _overridden(Config(min(2048, ceil_pow2(vocab)), 2))
 
 
+@functools.lru_cache(1024)
+def scale(vocab: int) -> Config:
+    """Few, long programs: most often there is nothing to do."""
+    return _overridden(Config(min(4096, ceil_pow2(vocab)), 8))
+
+
+@functools.lru_cache(1024)
 def visit(vocab: int, itemsize: int) -> Config:
     """Parts of a row small enough for the cache beside a processor to hold several at once."""
     span = min(16384 // itemsize, ceil_pow2(vocab))
     return _overridden(Config(min(4096, span), 2, span=span))
+
+
+def forget() -> None:
+    for choice in (forward, backward, scale, visit):
+        choice.cache_clear()
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -8,12 +8,15 @@ ids are put right by a second, small kernel, so that a gradient is rounded once,
 added.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import config
+from .launch import REMEMBERED, Launch
 from .rows import (
     INF,
     LN2,
@@ -25,7 +28,7 @@ from .rows import (
     row_offset,
     split_row,
 )
-from .view import on_device, rows_like, rows_of
+from .view import Rows, rows_of
 
 
 @triton.jit
@@ -38,17 +41,22 @@ def _load_or(P, at, default):
 
 
 @triton.jit
-def row_terms(shift, log_s, a, b, g_id, g_c, inv_t, id, V, HAS_ID: tl.constexpr):
+def row_terms(
+    shift, log_s, a, b, g_id, g_c, inv_t, id, V, HAS_ID: tl.constexpr, NORMALISED: tl.constexpr
+):  # fmt: skip
     """What the columns of a row share, so that each costs one exponential and one product.
 
     With d = (y - shift) rate and e = 2^d, p = e / s and log p = d ln 2 - log s:
 
         dz_i / T = e_i (c0 + c1 d_i) + g_id [i = id] + g_c v_i
 
-    Rows that have no gradient, or no right one, are settled here.
+    Where the id is of log p = z - lse, it takes its own g_id from a. Rows that have no gradient, or
+    no right one, are settled here.
     """
     if HAS_ID:
         inside = (id >= 0) & (id < V)
+        if NORMALISED:
+            a -= g_id
         # A bad target has no gradient to give: the whole row says so.
         a = tl.where(inside, a, float("nan"))
         id = tl.where(inside, id, -1).to(tl.int32)
@@ -90,7 +98,9 @@ def dx_tile(
             dz += g_c * load(W, cols, mask).to(tl.float32)
         else:
             dz += g_c
-    tl.store(DXrow + cols, (dz * slope).to(DXrow.dtype.element_ty), mask=mask)
+    # Streamed: nobody reads it back soon, and the cache is better used for logits.
+    dx = (dz * slope).to(DXrow.dtype.element_ty)
+    tl.store(DXrow + cols, dx, mask=mask, cache_modifier=".cs")
 
 
 @triton.jit
@@ -110,8 +120,9 @@ def dx_id(x, W, DXrow, id, shift, c0, c1, g_id, g_c, rate, softcap, HAS_B: tl.co
 def _stats_bwd_kernel(
     X, IDS, W, TEMP, SHIFT, LOG_S, A, B, G_ID, G_C,  # inputs
     DX,  # output
-    rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, blocks,  # sizes
+    rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, blocks, step_g,  # sizes
     temperature, softcap, ignore_index,  # options
+    NORMALISED: tl.constexpr,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, SAME: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program a (row, block). The fringe of a row goes with its first block."""
@@ -141,8 +152,8 @@ def _stats_bwd_kernel(
     shift, c0, c1, g_id, g_c, id = row_terms(
         tl.load(SHIFT + row), tl.load(LOG_S + row),
         _load_or(A, row, 0.0), _load_or(B, row, 0.0),
-        _load_or(G_ID, row, 0.0), _load_or(G_C, row, 0.0),
-        inv_t, id, V, IDS is not None,
+        _load_or(G_ID, row * step_g, 0.0), _load_or(G_C, row, 0.0),
+        inv_t, id, V, IDS is not None, NORMALISED,
     )  # fmt: skip
 
     column = id - head
@@ -192,7 +203,7 @@ def _ids_bwd_kernel(
     y_max = tl.load(SHIFT + row)
     shift, c0, c1, one, g_c, _ = row_terms(
         y_max, log_s, _load_or(A, row, 0.0), _load_or(B, row, 0.0), 1.0, _load_or(G_C, row, 0.0),
-        inv_t, 0, V, False,
+        inv_t, 0, V, False, NORMALISED,
     )  # fmt: skip
     bad = 0
     for start in range(0, K, BLOCK_K):
@@ -246,45 +257,60 @@ def stats_bwd(
     picked: Tensor | None,  # like ids
     a: Tensor | None,  # (...)
     b: Tensor | None,  # (...)
-    g_id: Tensor | None,  # like ids
+    g_id: Tensor | None,  # like ids, or one number for all
     g_c: Tensor | None,  # (...)
     inplace: bool = False,
 ) -> Tensor:
-    """The gradient of the logits, (..., V) in their dtype; in place, it replaces x."""
+    """The gradient of the logits, (..., V) in their dtype; in place, it replaces x.
+
+    Of one id a row that is `normalised`, a need not tell: -g_id is added to it.
+    """
     dx = x if inplace else torch.empty(x.shape, device=x.device, dtype=x.dtype)
     if dx.numel() == 0:
         return dx
-    V = x.shape[-1]
-    rows = rows_of(x)
-    d_rows = rows if inplace else rows_like(dx, rows)
-    K = 1 if ids is None else ids.numel() // rows.count
     ids, weight, row_temperature, picked, a, b, g_id, g_c = (
         None if t is None else t.contiguous()
         for t in (ids, weight, row_temperature, picked, a, b, g_id, g_c)
     )
+    source, rows = rows_of(x)
+    into, d_rows = (source, rows) if inplace else (dx, rows.packed(dx))
+    K = 1 if ids is None else ids.numel() // rows.count
+    alike = g_id is not None and g_id.dim() == 0
+    every, several = _plan(
+        rows, d_rows, K, alike, temperature, softcap, ignore_index, normalised,
+        config.backward(rows.vocab),
+    )  # fmt: skip
     per_row = (weight, row_temperature, shift, log_s, a, b)
-    sizes = (d_rows.stride_b, d_rows.stride_t)
-    one_id = K == 1
-    cut = config.backward(V)
-    blocks = config.ceil_div(V, cut.block_v)
-    with on_device(x):
-        _stats_bwd_kernel[(rows.count * blocks,)](
-            rows.x, ids if one_id else None, *per_row, g_id if one_id else None, g_c,
-            d_rows.x,
-            rows.rows_t, rows.stride_b, rows.stride_t, *sizes, d_rows.lead, V, blocks,
-            temperature, softcap, ignore_index,
-            PACK=d_rows.pack, ALIGNED=d_rows.aligned, SAME=rows.in_step_with(d_rows),
-            BLOCK_V=cut.block_v, num_warps=cut.num_warps,
-        )  # fmt: skip
-        if not one_id and g_id is not None:
-            _ids_bwd_kernel[(rows.count,)](
-                picked, ids, *per_row, g_id, g_c,
-                d_rows.x,
-                rows.rows_t, *sizes, V, K,
-                temperature, softcap,
-                NORMALISED=normalised,
-                BLOCK_K=min(64, config.ceil_pow2(K)), BLOCK_V=cut.block_v,
-            )  # fmt: skip
-    if inplace and rows.x.data_ptr() != x.data_ptr():  # strides that no view describes: a copy
-        x.copy_(rows.x.view(x.shape))
+    if K == 1:
+        every(source, ids, *per_row, g_id, g_c, into)
+    else:
+        every(source, None, *per_row, None, g_c, into)
+        if g_id is not None:
+            several(picked, ids, *per_row, g_id, g_c, into)
+    if into.data_ptr() != dx.data_ptr():  # a copy, for want of strides
+        dx.copy_(into)
     return dx
+
+
+@functools.lru_cache(REMEMBERED)
+def _plan(
+    rows: Rows, d_rows: Rows, K: int, alike: bool, temperature: float, softcap: float | None,
+    ignore_index: int | None, normalised: bool, cut: config.Config,
+) -> tuple[Launch, Launch]:  # fmt: skip
+    """Every element; then, where a row has several ids, theirs."""
+    V, into = rows.vocab, (d_rows.stride_b, d_rows.stride_t)
+    blocks = config.ceil_div(V, cut.block_v)
+    return Launch(
+        _stats_bwd_kernel, (rows.count * blocks,),
+        (
+            *rows.where, *into, d_rows.lead, V, blocks, 0 if alike else 1,
+            temperature, softcap, ignore_index,
+        ),
+        num_warps=cut.num_warps, NORMALISED=normalised,
+        PACK=rows.pack, ALIGNED=d_rows.aligned, SAME=rows.in_step_with(d_rows),
+        BLOCK_V=cut.block_v,
+    ), Launch(
+        _ids_bwd_kernel, (rows.count,), (rows.rows_t, *into, V, K, temperature, softcap),
+        num_warps=4, NORMALISED=normalised,
+        BLOCK_K=min(64, config.ceil_pow2(K)), BLOCK_V=cut.block_v,
+    )  # fmt: skip

@@ -9,12 +9,15 @@ with v the class weights (1 without), ref near the row's mean so that c stays sm
 programs, whose states a second kernel merges by the same law that joins the blocks.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import config
+from .launch import REMEMBERED, Launch
 from .rows import (
     INF,
     LOG2E,
@@ -25,7 +28,7 @@ from .rows import (
     row_offset,
     split_row,
 )
-from .view import on_device, rows_of
+from .view import Rows, rows_of
 
 FIELDS = tl.constexpr(6)  # of the state
 NOWHERE = tl.constexpr(2**31 - 1)  # a column that is none
@@ -202,8 +205,8 @@ def _stats_fwd_kernel(
     SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX,  # outputs
     rows_t, stride_xb, stride_xt, lead, V, K,  # sizes
     temperature, softcap, ignore_index,  # options
-    NORMALISED: tl.constexpr, PACK: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORMALISED: tl.constexpr, BLOCK_K: tl.constexpr,
+    PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0)
@@ -321,53 +324,59 @@ def stats_fwd(
 
     picked and total are of z, or of log p = z - lse where `normalised`.
     """
-    lead_shape, V = x.shape[:-1], x.shape[-1]
-
-    def rows(wanted: bool = True, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        return torch.empty(lead_shape, device=x.device, dtype=dtype) if wanted else None
-
+    V = x.shape[-1]
+    shift = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
     outputs = (
-        shift := rows(),
-        rows(),
-        rows(),
+        shift,
+        torch.empty_like(shift),
+        torch.empty_like(shift),
         None if ids is None else torch.empty(ids.shape, device=x.device, dtype=torch.float32),
-        rows(want_entropy),
-        rows(want_total),
-        rows(want_argmax, torch.int64),
+        torch.empty_like(shift) if want_entropy else None,
+        torch.empty_like(shift) if want_total else None,
+        torch.empty_like(shift, dtype=torch.int64) if want_argmax else None,
     )
     if shift.numel() == 0:
         return outputs
 
-    view = rows_of(x)
     ids, weight, row_temperature = (
         None if t is None else t.contiguous() for t in (ids, weight, row_temperature)
     )
-    K = 1 if ids is None else ids.numel() // view.count
+    x, rows = rows_of(x)
     heavy = want_entropy or want_total or want_argmax or softcap is not None
-    cut = config.forward(view.count, V, x.element_size(), config.processors(x.device), heavy)
-    where = (view.rows_t, view.stride_b, view.stride_t)
-    options = (temperature, softcap, ignore_index)
-    layout = {"PACK": view.pack, "ALIGNED": view.aligned, "BLOCK_V": cut.block_v}
-    finish = {"NORMALISED": normalised, "BLOCK_K": min(128, config.ceil_pow2(K))}
-    with on_device(x):
-        if cut.splits == 1:
-            _stats_fwd_kernel[(view.count,)](
-                view.x, ids, weight, row_temperature, *outputs,
-                *where, view.lead, V, K, *options,
-                **finish, **layout, num_warps=cut.num_warps,
-            )  # fmt: skip
-            return outputs
-        span = config.ceil_div(config.ceil_div(V, cut.splits), cut.block_v) * cut.block_v
-        part = x.new_empty((view.count, cut.splits, FIELDS.value), dtype=torch.float32)
-        _split_kernel[(view.count, cut.splits)](
-            view.x, ids, weight, row_temperature, part,
-            *where, view.lead, V, span, cut.splits, *options,
-            ENTROPY=want_entropy, TOTAL=want_total, ARGMAX=want_argmax,
-            **layout, num_warps=cut.num_warps,
-        )  # fmt: skip
-        _merge_kernel[(view.count,)](
-            part, view.x, ids, weight, row_temperature, *outputs,
-            *where, V, K, cut.splits, *options,
-            **finish, BLOCK_S=config.MAX_SPLITS, num_warps=4,
-        )  # fmt: skip
+    cut = config.forward(rows.count, V, rows.itemsize, config.processors(x.device), heavy)
+    K = 1 if ids is None else ids.numel() // rows.count
+    wants = (want_entropy, want_total, want_argmax)
+    first, second = _plan(rows, K, temperature, softcap, ignore_index, normalised, wants, cut)
+    if second is None:
+        first(x, ids, weight, row_temperature, *outputs)
+        return outputs
+    part = torch.empty((rows.count, cut.splits, FIELDS.value), device=x.device, dtype=torch.float32)
+    first(x, ids, weight, row_temperature, part)
+    second(part, x, ids, weight, row_temperature, *outputs)
     return outputs
+
+
+@functools.lru_cache(REMEMBERED)
+def _plan(
+    rows: Rows, K: int, temperature: float, softcap: float | None, ignore_index: int | None,
+    normalised: bool, wants: tuple[bool, bool, bool], cut: config.Config,
+) -> tuple[Launch, Launch | None]:  # fmt: skip
+    """One program a row; or one a split of a row, then one a row."""
+    V, options = rows.vocab, (temperature, softcap, ignore_index)
+    layout = {"PACK": rows.pack, "ALIGNED": rows.aligned, "BLOCK_V": cut.block_v}
+    finish = {"NORMALISED": normalised, "BLOCK_K": min(128, config.ceil_pow2(K))}
+    if cut.splits == 1:
+        return Launch(
+            _stats_fwd_kernel, (rows.count,), (*rows.where, rows.lead, V, K, *options),
+            num_warps=cut.num_warps, **finish, **layout,
+        ), None  # fmt: skip
+    span = config.ceil_div(config.ceil_div(V, cut.splits), cut.block_v) * cut.block_v
+    return Launch(
+        _split_kernel, (rows.count, cut.splits),
+        (*rows.where, rows.lead, V, span, cut.splits, *options),
+        num_warps=cut.num_warps, **layout,
+        **dict(zip(("ENTROPY", "TOTAL", "ARGMAX"), wants, strict=True)),
+    ), Launch(
+        _merge_kernel, (rows.count,), (*rows.where, V, K, cut.splits, *options),
+        num_warps=4, **finish, BLOCK_S=config.MAX_SPLITS,
+    )  # fmt: skip

@@ -1,25 +1,37 @@
-"""The host's side of a row: any logits as (B, T, V) rows with unit stride, and where they start."""
+"""The host's side of a row: any logits as rows of two strides, and where they start."""
 
-import contextlib
+import functools
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-_HERE = contextlib.nullcontext()
+from .launch import REMEMBERED
 
 
 class Rows(NamedTuple):
     """Logits as kernels see them: row r at r // rows_t · stride_b + r % rows_t · stride_t."""
 
-    x: Tensor  # (B, T, V), unit stride in V
     count: int
+    vocab: int
     rows_t: int
     stride_b: int
     stride_t: int
     lead: int  # elements from the 16-byte boundary before the base to the base
     pack: int  # elements in 16 bytes
-    aligned: bool  # every row starts and ends on a 16-byte boundary
+
+    @property
+    def itemsize(self) -> int:
+        return 16 // self.pack
+
+    @property
+    def where(self) -> tuple[int, int, int]:
+        return self.rows_t, self.stride_b, self.stride_t
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row starts and ends on a 16-byte boundary."""
+        steps = (self.lead, self.vocab, self.stride_b, self.stride_t)
+        return not any(step % self.pack for step in steps)
 
     def in_step_with(self, other: "Rows") -> bool:
         """Whether every row starts as far from a 16-byte boundary as the other's."""
@@ -29,43 +41,43 @@ class Rows(NamedTuple):
             or (self.stride_t - other.stride_t) % self.pack
         )
 
-
-def rows_of(x: Tensor) -> Rows:
-    """View (..., V) as rows without copying where strides allow (shifted logits[:, :-1] do)."""
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        x = x.contiguous()
-    view = _collapse(x)
-    if view is None:
-        view = x.contiguous().view(1, -1, x.shape[-1])
-    return _describe(view)
+    def packed(self, x: Tensor) -> "Rows":
+        """A contiguous tensor with these rows, numbered alike."""
+        return self._replace(
+            stride_b=self.rows_t * self.vocab, stride_t=self.vocab, lead=_lead(x, self.pack)
+        )
 
 
-def rows_like(x: Tensor, rows: Rows) -> Rows:
-    """A contiguous tensor with the rows of another, numbered alike."""
-    return _describe(x.view(-1, rows.rows_t, x.shape[-1]))
+def rows_of(x: Tensor) -> tuple[Tensor, Rows]:
+    """(..., V) as rows, and the tensor they are in: x, or a copy where two strides are too few.
+
+    Shifted logits[:, :-1] are not copied.
+    """
+    pack = 16 // x.element_size()
+    rows = _describe(x.shape, x.stride(), _lead(x, pack), pack)
+    if rows is None:
+        return rows_of(x.contiguous())
+    return x, rows
 
 
-def _describe(view: Tensor) -> Rows:
-    batches, rows_t, vocab = view.shape
-    stride_b, stride_t, _ = view.stride()
-    pack = 16 // view.element_size()
-    lead = view.data_ptr() % 16 // view.element_size()
-    aligned = not (lead or vocab % pack or stride_t % pack or stride_b % pack)
-    return Rows(view, batches * rows_t, rows_t, stride_b, stride_t, lead, pack, aligned)
+def _lead(x: Tensor, pack: int) -> int:
+    return x.data_ptr() % 16 * pack // 16
 
 
-def _collapse(x: Tensor) -> Tensor | None:
-    """(..., V) as a (B, T, V) view, or None where the strides forbid it."""
-    if x.dim() <= 3:
-        return x.reshape(1, 1, -1) if x.dim() == 1 else x.unsqueeze(0) if x.dim() == 2 else x
-    for cut in range(x.dim() - 1):
-        with contextlib.suppress(RuntimeError):  # these dims do not collapse
-            return x.view(x.shape[:cut].numel(), -1, x.shape[-1])
-    return None
-
-
-def on_device(x: Tensor):
-    """Launch on the tensor's own GPU, not the current one."""
-    if x.device.type == "cpu" or x.device.index == torch.accelerator.current_device_index():
-        return _HERE
-    return torch.get_device_module(x.device).device(x.device)
+@functools.lru_cache(REMEMBERED)
+def _describe(shape: tuple, strides: tuple, lead: int, pack: int) -> Rows | None:
+    *shape, vocab = shape
+    if strides[-1] != 1 and vocab > 1:
+        return None
+    dims: list[tuple[int, int]] = []  # (size, stride), neighbours joined where one stride does
+    for size, stride in zip(shape, strides, strict=False):
+        if size != 1:
+            if dims and dims[-1][1] == size * stride:
+                size *= dims.pop()[0]
+            dims.append((size, stride))
+    if len(dims) > 2:
+        return None
+    # A dimension of one row has no stride to speak of; that of dense rows makes no odd one out.
+    (rows_t, stride_t) = dims.pop() if dims else (1, vocab)
+    (batches, stride_b) = dims.pop() if dims else (1, rows_t * stride_t)
+    return Rows(batches * rows_t, vocab, rows_t, stride_b, stride_t, lead, pack)

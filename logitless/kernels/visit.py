@@ -8,16 +8,19 @@ Waiting is safe because programs start in order, and the programs of one row fit
 many times over: the row that started first always has all of its programs running.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import config
+from .launch import REMEMBERED, Launch
 from .rows import LOG2E, capped, fringe_tile, inverse_temperature, row_offset, split_row
 from .stats_bwd import dx_id, dx_tile, row_terms, zero_tile
 from .stats_fwd import finite, fold_span, move
-from .view import on_device, rows_of
+from .view import Rows, rows_of
 
 EMPTY = tl.constexpr(-(0x00800000 << 32))  # (-inf, 0): what a program that isn't there leaves
 MAX_PARTS = 64
@@ -51,9 +54,9 @@ def _meet(at, parts, rate, BLOCK_P: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows_t", "lead", "parts"])
 def _visit_kernel(
-    X, IDS, TEMP, A, G_ID,  # inputs; X is the output too
+    X, IDS, TEMP, G_ID,  # inputs; X is the output too
     LSE, PICKED, MEETING,  # outputs; MEETING (rows, parts) starts as zeros
-    rows_t, stride_xb, stride_xt, lead, V, parts,  # sizes
+    rows_t, stride_xb, stride_xt, lead, V, parts, step_g,  # sizes
     temperature, softcap, ignore_index,  # options
     PACK: tl.constexpr, ALIGNED: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -95,8 +98,7 @@ def _visit_kernel(
     x_id = tl.load(Xrow + id, mask=mine & inside, other=0.0)
     y_id, _ = capped(x_id, softcap)
 
-    a = tl.load(A + row)
-    g_id = tl.load(G_ID + row)
+    g_id = tl.load(G_ID + row * step_g)
     at = MEETING + row.to(tl.int64) * parts
     _leave(at + pid % parts, m, s)
     m, s = _meet(at, parts, rate, BLOCK_P)
@@ -106,7 +108,9 @@ def _visit_kernel(
     log_p = tl.where(inside, (y_id - shift) * inv_t - log_s, float("nan"))
     tl.store(PICKED + row, log_p, mask=mine)
     tl.store(LSE + row, shift * inv_t + log_s, mask=lo == 0)
-    shift, c0, _, g_id, _, id = row_terms(shift, log_s, a, 0.0, g_id, 0.0, inv_t, id, V, True)
+    shift, c0, _, g_id, _, id = row_terms(
+        shift, log_s, 0.0, 0.0, g_id, 0.0, inv_t, id, V, True, True
+    )
     for start in range(lo, hi, BLOCK_V):
         dx_tile(
             Xbody, None, Xbody, start + offs, start + offs < hi,
@@ -142,32 +146,42 @@ def visit(
     softcap: float | None,
     ignore_index: int | None,
     normalised: bool,
-    a: Tensor,  # (...)
-    g_id: Tensor,  # (...)
+    g_id: Tensor,  # (...), or one number for all
 ) -> tuple[Tensor, Tensor]:
-    """lse and log p[ids], (...), while x becomes dz_i = p_i a + g_id [i = id], times dz/dx."""
+    """lse and log p[ids], (...), while x becomes dz_i = g_id ([i = id] - p_i), times dz/dx."""
     assert normalised
     assert weight is None
     lse = torch.empty(ids.shape, device=x.device, dtype=torch.float32)
     picked = torch.empty_like(lse)
     if x.numel() == 0:
         return lse, picked
-    view = rows_of(x)
-    cut = config.visit(x.shape[-1], x.element_size())
-    parts = config.ceil_div(x.shape[-1], cut.span)
-    meeting = torch.zeros((view.count, parts), device=x.device, dtype=torch.int64)
-    ids, row_temperature, a, g_id = (
-        None if t is None else t.contiguous() for t in (ids, row_temperature, a, g_id)
+    ids, row_temperature, g_id = (
+        None if t is None else t.contiguous() for t in (ids, row_temperature, g_id)
     )
-    with on_device(x):
-        _visit_kernel[(view.count * parts,)](
-            view.x, ids, row_temperature, a, g_id,
-            lse, picked, meeting,
-            view.rows_t, view.stride_b, view.stride_t, view.lead, x.shape[-1], parts,
-            temperature, softcap, ignore_index,
-            PACK=view.pack, ALIGNED=view.aligned, SPAN=cut.span, BLOCK_V=cut.block_v,
-            BLOCK_P=MAX_PARTS, num_warps=cut.num_warps,
-        )  # fmt: skip
-    if view.x.data_ptr() != x.data_ptr():  # strides that no view describes: a copy
-        x.copy_(view.x.view(x.shape))
+    into, rows = rows_of(x)
+    cut = config.visit(rows.vocab, rows.itemsize)
+    parts = config.ceil_div(rows.vocab, cut.span)
+    meeting = torch.zeros((rows.count, parts), device=x.device, dtype=torch.int64)
+    alike = g_id.dim() == 0
+    _plan(rows, parts, alike, temperature, softcap, ignore_index, cut)(
+        into, ids, row_temperature, g_id, lse, picked, meeting
+    )
+    if into.data_ptr() != x.data_ptr():  # a copy, for want of strides
+        x.copy_(into)
     return lse, picked
+
+
+@functools.lru_cache(REMEMBERED)
+def _plan(
+    rows: Rows, parts: int, alike: bool, temperature: float, softcap: float | None,
+    ignore_index: int | None, cut: config.Config,
+) -> Launch:  # fmt: skip
+    return Launch(
+        _visit_kernel, (rows.count * parts,),
+        (
+            *rows.where, rows.lead, rows.vocab, parts, 0 if alike else 1,
+            temperature, softcap, ignore_index,
+        ),
+        num_warps=cut.num_warps, PACK=rows.pack, ALIGNED=rows.aligned,
+        SPAN=cut.span, BLOCK_V=cut.block_v, BLOCK_P=MAX_PARTS,
+    )  # fmt: skip

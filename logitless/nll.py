@@ -1,0 +1,45 @@
+"""The plain loss, -log p[target] summed, with as little around its kernels as there can be.
+
+losses.py says the same in formulas; on a GPU each of their operators takes the host as long as a
+kernel here takes the GPU. So this one loss is a node of its own: statistics, their mean, and back.
+"""
+
+import torch
+from torch import Tensor
+
+from . import _checks
+from ._dispatch import backend
+from .stats import Reading
+
+
+def nll(logits: Tensor, reading: Reading, *, mean: bool) -> Tensor:
+    """-Σ log p[ids] over the rows that count, divided by their number if `mean`."""
+    return _NLL.apply(logits, mean, *reading)
+
+
+class _NLL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mean, ids, *how):
+        _checks.ids_in_range(ids, x.shape[-1], how[4])
+        run = backend(x)
+        shift, log_s, _, picked, *_ = run.stats_fwd(x, ids, *how, False, False, False)
+        loss, d_picked = run.mean_nll(ids, picked, how[4], mean)
+        ctx.save_for_backward(x, ids, how[1], shift, log_s, d_picked)
+        ctx.how = how
+        return loss
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        return _backward(ctx, ctx.saved_tensors[0], d_loss)
+
+
+@torch.autograd.function.once_differentiable
+def _backward(ctx, x, d_loss):
+    """x is named so that a second differentiation raises even where d_loss is a constant."""
+    _, ids, row_temperature, shift, log_s, d_picked = ctx.saved_tensors
+    weight, _, *rest = ctx.how
+    d_x = backend(x).stats_bwd(
+        x, ids, weight, row_temperature, *rest,
+        shift, log_s, None, None, None, d_picked * d_loss, None,
+    )  # fmt: skip
+    return d_x, *(None,) * 8
