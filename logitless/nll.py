@@ -30,13 +30,12 @@ class _NLL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_loss):
-        return _backward(ctx, ctx.saved_tensors[0], d_loss)
+        return _backward(ctx, d_loss, *ctx.saved_tensors)
 
 
 @torch.autograd.function.once_differentiable
-def _backward(ctx, x, d_loss):
+def _backward(ctx, d_loss, x, ids, row_temperature, shift, log_s, d_picked):
     """x is named so that a second differentiation raises even where d_loss is a constant."""
-    _, ids, row_temperature, shift, log_s, d_picked = ctx.saved_tensors
     weight, _, *rest = ctx.how
     d_x = backend(x).stats_bwd(
         x, ids, weight, row_temperature, *rest,

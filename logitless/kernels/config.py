@@ -82,8 +82,8 @@ def scale(vocab: int) -> Config:
 @functools.lru_cache(1024)
 def visit(vocab: int, itemsize: int) -> Config:
     """Parts of a row small enough for the cache beside a processor to hold several at once."""
-    span = min(16384 // itemsize, ceil_pow2(vocab))
-    return _overridden(Config(min(4096, span), 2, span=span))
+    block, warps, span = (2048, 2, 6144) if itemsize == 2 else (4096, 4, 4096)
+    return _overridden(Config(min(block, ceil_pow2(vocab)), warps, span=min(span, ceil_pow2(vocab))))
 
 
 def forget() -> None:

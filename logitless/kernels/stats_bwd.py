@@ -265,7 +265,7 @@ def stats_bwd(
 
     Of one id a row that is `normalised`, a need not tell: -g_id is added to it.
     """
-    dx = x if inplace else torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    dx = x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
     if dx.numel() == 0:
         return dx
     ids, weight, row_temperature, picked, a, b, g_id, g_c = (
