@@ -173,11 +173,13 @@ def stats_bwd(
     b: Tensor | None,  # (...)
     g_id: Tensor | None,  # like ids, or one number for all
     g_c: Tensor | None,  # (...)
+    gain: Tensor | None = None,  # a number
     inplace: bool = False,
 ) -> Tensor:
     """The gradient of the logits, (..., V) in their dtype; in place, it replaces x.
 
-    Of one id a row that is `normalised`, a need not tell: -g_id is added to it.
+    Of one id a row that is `normalised`, a need not tell: -g_id is added to it. Such a g_id may
+    have a gain, by which it is multiplied.
     """
     V = x.shape[-1]
     flat = x.reshape(-1, V)
@@ -188,6 +190,7 @@ def stats_bwd(
     shift = torch.where(dead, torch.inf, shift.reshape(-1, 1))
     log_s = torch.where(dead, 0.0, log_s.reshape(-1, 1))
     if g_id is not None:
+        g_id = g_id if gain is None else g_id * gain
         g_id = _by_row(g_id if g_id.dim() else g_id.expand(ids.shape), dead.shape[0])
     a = torch.zeros_like(shift) if a is None else a.reshape(-1, 1)
     if normalised and g_id is not None and g_id.shape[1] == 1:

@@ -59,7 +59,9 @@ def forward(rows: int, vocab: int, itemsize: int, processors: int, heavy: bool =
     is the limit, no reductions to wait for: one warp.
     """
     if rows >= 2 * processors or vocab <= SHORT:
-        block, warps = (8192, 4) if not heavy else (1024, 1) if itemsize == 2 else (4096, 4)
+        block, warps = (8192 if vocab > 2**16 else 4096, 4)
+        if heavy:
+            block, warps = (1024, 1) if itemsize == 2 else (4096, 4)
         return _overridden(Config(min(block, ceil_pow2(vocab)), warps))
     block, warps = (1024, 4) if rows < 8 else (512, 1)
     block = min(block, ceil_pow2(vocab))
@@ -83,7 +85,9 @@ def scale(vocab: int) -> Config:
 def visit(vocab: int, itemsize: int) -> Config:
     """Parts of a row small enough for the cache beside a processor to hold several at once."""
     block, warps, span = (2048, 2, 6144) if itemsize == 2 else (4096, 4, 4096)
-    return _overridden(Config(min(block, ceil_pow2(vocab)), warps, span=min(span, ceil_pow2(vocab))))
+    return _overridden(
+        Config(min(block, ceil_pow2(vocab)), warps, span=min(span, ceil_pow2(vocab)))
+    )
 
 
 def forget() -> None:

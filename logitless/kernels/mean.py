@@ -51,4 +51,4 @@ def mean_nll(
 
 @functools.lru_cache(REMEMBERED)
 def _plan(N: int, ignore_index: int, mean: bool) -> Launch:
-    return Launch(_mean_kernel, (1,), (N, ignore_index), num_warps=8, MEAN=mean, BLOCK_N=4096)
+    return Launch(_mean_kernel, (1,), (N, ignore_index), num_warps=16, MEAN=mean, BLOCK_N=8192)

@@ -118,7 +118,7 @@ def dx_id(x, W, DXrow, id, shift, c0, c1, g_id, g_c, rate, softcap, HAS_B: tl.co
 
 @triton.jit(do_not_specialize=["rows_t", "lead", "blocks"])
 def _stats_bwd_kernel(
-    X, IDS, W, TEMP, SHIFT, LOG_S, A, B, G_ID, G_C,  # inputs
+    X, IDS, W, TEMP, SHIFT, LOG_S, A, B, G_ID, G_C, GAIN,  # inputs
     DX,  # output
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, blocks, step_g,  # sizes
     temperature, softcap, ignore_index,  # options
@@ -152,7 +152,7 @@ def _stats_bwd_kernel(
     shift, c0, c1, g_id, g_c, id = row_terms(
         tl.load(SHIFT + row), tl.load(LOG_S + row),
         _load_or(A, row, 0.0), _load_or(B, row, 0.0),
-        _load_or(G_ID, row * step_g, 0.0), _load_or(G_C, row, 0.0),
+        _load_or(G_ID, row * step_g, 0.0) * _load_or(GAIN, 0, 1.0), _load_or(G_C, row, 0.0),
         inv_t, id, V, IDS is not None, NORMALISED,
     )  # fmt: skip
 
@@ -259,11 +259,13 @@ def stats_bwd(
     b: Tensor | None,  # (...)
     g_id: Tensor | None,  # like ids, or one number for all
     g_c: Tensor | None,  # (...)
+    gain: Tensor | None = None,  # a number
     inplace: bool = False,
 ) -> Tensor:
     """The gradient of the logits, (..., V) in their dtype; in place, it replaces x.
 
-    Of one id a row that is `normalised`, a need not tell: -g_id is added to it.
+    Of one id a row that is `normalised`, a need not tell: -g_id is added to it. Such a g_id may
+    have a gain, by which it is multiplied.
     """
     dx = x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
     if dx.numel() == 0:
@@ -282,9 +284,9 @@ def stats_bwd(
     )  # fmt: skip
     per_row = (weight, row_temperature, shift, log_s, a, b)
     if K == 1:
-        every(source, ids, *per_row, g_id, g_c, into)
+        every(source, ids, *per_row, g_id, g_c, gain, into)
     else:
-        every(source, None, *per_row, None, g_c, into)
+        every(source, None, *per_row, None, g_c, None, into)
         if g_id is not None:
             several(picked, ids, *per_row, g_id, g_c, into)
     if into.data_ptr() != dx.data_ptr():  # a copy, for want of strides

@@ -378,5 +378,5 @@ def _plan(
         **dict(zip(("ENTROPY", "TOTAL", "ARGMAX"), wants, strict=True)),
     ), Launch(
         _merge_kernel, (rows.count,), (*rows.where, V, K, cut.splits, *options),
-        num_warps=4, **finish, BLOCK_S=config.MAX_SPLITS,
+        num_warps=1, **finish, BLOCK_S=config.MAX_SPLITS,
     )  # fmt: skip

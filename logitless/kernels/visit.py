@@ -183,5 +183,5 @@ def _plan(
             temperature, softcap, ignore_index,
         ),
         num_warps=cut.num_warps, PACK=rows.pack, ALIGNED=rows.aligned,
-        SPAN=cut.span, BLOCK_V=cut.block_v, BLOCK_P=MAX_PARTS,
+        SPAN=cut.span, BLOCK_V=cut.block_v, BLOCK_P=32 if parts <= 32 else MAX_PARTS,
     )  # fmt: skip
