@@ -14,10 +14,10 @@ READY := .venv/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-gpu bench demo lint types format clean
+.PHONY: help test test-gpu bench bench-distill demo lint types format clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: lint types  ## lint, types and all tests that need no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --ignore tests/gpu $(ARGS)
@@ -27,6 +27,9 @@ test-gpu: $(READY)  ## the tests at real sizes, on a GPU
 
 bench: $(READY)  ## correctness, time and memory against the rivals
 	$(PY) -m logitless bench $(ARGS)
+
+bench-distill: $(READY)  ## the same of distillation, on a GPU
+	PYTHONPATH=. $(PY) benchmarks/bench_distill.py $(ARGS)
 
 demo: $(READY)  ## train one small model with two losses: same curve
 	$(PY) -m logitless demo $(ARGS)

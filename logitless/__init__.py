@@ -2,7 +2,9 @@
 
 from . import nn
 from ._dispatch import impl
+from .distill import SparseTargets, capture_topk, gathered_kl, topk_distill
 from .losses import Scores, cross_entropy, entropy, logsumexp, score, token_logprobs
+from .pair import jsd, kl_div, soft_cross_entropy
 from .stats import Partial, RowStats, merge, partial, row_stats
 
 __version__ = "0.1.0"
@@ -11,14 +13,21 @@ __all__ = [
     "Partial",
     "RowStats",
     "Scores",
+    "SparseTargets",
+    "capture_topk",
     "cross_entropy",
     "entropy",
+    "gathered_kl",
     "impl",
+    "jsd",
+    "kl_div",
     "logsumexp",
     "merge",
     "nn",
     "partial",
     "row_stats",
     "score",
+    "soft_cross_entropy",
     "token_logprobs",
+    "topk_distill",
 ]

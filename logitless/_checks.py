@@ -80,7 +80,7 @@ def ids(t: Any, x: Tensor) -> None:
     _same_device("ids", t, x)
 
 
-def ids_in_range(ids: Tensor, V: int, ignore_index: int | None) -> None:
+def ids_in_range(ids: Tensor, V: int, ignore_index: int | None, name: str | None = None) -> None:
     """Raise on an id outside [0, V), naming its place."""
     if ids.device.type != "cpu" and os.environ.get("LOGITLESS_CHECK", "0") in ("", "0"):
         return
@@ -89,7 +89,7 @@ def ids_in_range(ids: Tensor, V: int, ignore_index: int | None) -> None:
         bad &= ids != ignore_index
     if not bool(bad.any()):
         return
-    name = "ids" if ignore_index is None else "target"
+    name = name or ("ids" if ignore_index is None else "target")
     rule = f"be in [0, {V})" + (
         "" if ignore_index is None else f" or ignore_index ({ignore_index})"
     )
@@ -192,3 +192,142 @@ def triton_can_run(x: Tensor) -> None:
         raise RuntimeError(
             "impl 'triton' must have a GPU tensor, or TRITON_INTERPRET=1 set, got a cpu tensor."
         )
+
+
+def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
+    """Logits or probabilities beside those of x, of whatever floating-point type."""
+    logits(t, name)
+    if t.shape != x.shape:
+        raise ValueError(
+            f"{name} must have shape {_shape(x)} to match {of} {_shape(x)}, got {_shape(t)}."
+        )
+    if t.device != x.device:
+        raise ValueError(f"{name} must be on {x.device} like {of}, got {t.device}.")
+    if t.requires_grad:
+        raise ValueError(f"{name} must not require grad: it is taken as a constant; detach it.")
+
+
+def row_mask(t: Any, x: Tensor) -> None:
+    """Which rows count: bool, or 0 and 1."""
+    if t is None:
+        return
+    if not isinstance(t, Tensor):
+        raise TypeError(f"mask must be a Tensor, got {type(t).__name__}.")
+    if t.is_complex():
+        raise TypeError(f"mask must be bool, or 0 and 1, got {t.dtype}.")
+    _rows("mask", t, x)
+
+
+def beta(value: Any) -> None:
+    _number("beta", value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"beta must be in [0, 1], got {value}.")
+
+
+def sparse_targets(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
+    _integer("ids", ids)
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"ids must be int32 or int64, got {ids.dtype}.")
+    if ids.dim() == 0 or ids.shape[-1] == 0:
+        raise ValueError(
+            f"ids must have at least one slot in its last dimension, got {_shape(ids)}."
+        )
+    slots("logprobs", logprobs, "ids", ids)
+    slot_mask(mask, ids, "ids")
+    if tail is not None:
+        _floating("tail", tail)
+        if tail.shape != ids.shape[:-1]:
+            raise ValueError(
+                f"tail must have shape {_shape(ids.shape[:-1])} to match ids {_shape(ids)}, "
+                f"got {_shape(tail)}."
+            )
+        _same_place("tail", tail, "ids", ids)
+
+
+def _floating(name: str, t: Any) -> None:
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
+    if not t.is_floating_point():
+        raise TypeError(f"{name} must hold floating-point numbers, got {t.dtype}.")
+
+
+def _same_place(name: str, t: Tensor, of: str, x: Tensor) -> None:
+    if t.device != x.device:
+        raise ValueError(f"{name} must be on {x.device} like {of}, got {t.device}.")
+
+
+def slots(name: str, t: Any, of: str, x: Tensor) -> None:
+    """K numbers a row, beside those of x."""
+    _floating(name, t)
+    if t.shape != x.shape:
+        raise ValueError(
+            f"{name} must have shape {_shape(x)} to match {of} {_shape(x)}, got {_shape(t)}."
+        )
+    _same_place(name, t, of, x)
+
+
+def slot_mask(t: Any, x: Tensor, of: str = "student_logits") -> None:
+    """Which slots count: bool, or 0 and 1."""
+    if t is None:
+        return
+    if not isinstance(t, Tensor):
+        raise TypeError(f"mask must be a Tensor, got {type(t).__name__}.")
+    if t.is_complex():
+        raise TypeError(f"mask must be bool, or 0 and 1, got {t.dtype}.")
+    if t.shape != x.shape:
+        raise ValueError(f"mask must have shape {_shape(x)} to match {of}, got {_shape(t)}.")
+    _same_place("mask", t, of, x)
+
+
+def indexes_rows(index: Any, ids: Tensor) -> None:
+    """An index that leaves the slots alone, since slots have no meaning without each other."""
+    parts = index if isinstance(index, tuple) else (index,)
+    used = sum(
+        part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+        for part in parts
+        if part is not None and part is not Ellipsis
+    )
+    if used >= ids.dim() or any(part is Ellipsis for part in parts):
+        raise IndexError(
+            f"targets must be indexed by rows, of which it has {_shape(ids.shape[:-1])}, "
+            f"got an index into the slots: {index!r}."
+        )
+
+
+def targets(t: Any, kind: type, x: Tensor) -> None:
+    if not isinstance(t, kind):
+        raise TypeError(f"targets must be SparseTargets, got {type(t).__name__}.")
+    if t.ids.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"targets must have rows {_shape(x.shape[:-1])} to match logits {_shape(x)}, "
+            f"got ids {_shape(t.ids)}."
+        )
+    _same_place("targets", t.ids, "logits", x)
+
+
+def labels(t: Any, x: Tensor, ce_weight: float) -> None:
+    if t is None:
+        if ce_weight != 0:
+            raise ValueError(f"ce_weight must be 0 without labels, got {ce_weight}.")
+        return
+    _integer("labels", t)
+    _rows("labels", t, x)
+
+
+def how_many(k: Any, x: Tensor) -> None:
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"k must be an int, got {k!r}.")
+    if not 1 <= k <= x.shape[-1]:
+        raise ValueError(f"k must be in [1, {x.shape[-1]}], got {k}.")
+
+
+def number_temperature(t: Any) -> None:
+    if isinstance(t, Tensor):
+        raise TypeError("temperature must be a number here, got a Tensor.")
+    _positive("temperature", t)
+
+
+def finite_number(name: str, value: Any) -> None:
+    _number(name, value)
+    if value != value or abs(value) == math.inf:
+        raise ValueError(f"{name} must be finite, got {value}.")

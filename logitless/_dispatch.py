@@ -15,7 +15,8 @@ _chosen: str | None = None
 
 @contextlib.contextmanager
 def impl(name: str):
-    """Run every loss in this block by `"triton"` or `"eager"`; a choice never falls back.
+    """Run every loss in this block by `"triton"` or `"eager"`; a choice never falls back,
+    but for more slots (4096) or a larger k (256) than a kernel sorts, which PyTorch serves.
 
     Triton on CPU tensors runs under Triton's interpreter (`TRITON_INTERPRET=1`). The environment
     variable LOGITLESS_IMPL makes the same choice. Both are for the whole process, threads and all.

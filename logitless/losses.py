@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from . import _checks
+from ._node import is_watched
 from .nll import nll
 from .overwrite import overwrite
-from .stats import Reading, as_ids, is_watched, measure, row_stats
+from .stats import Reading, as_ids, measure, row_stats
 
 
 class Scores(NamedTuple):
@@ -152,13 +153,13 @@ def cross_entropy(
     }
     total, mean = label_smoothing > 0, reduction == "mean"
     linear = not (label_smoothing or z_loss)
-    plain = linear and weight is None and row_weight is None and reduction != "none"
+    bare = linear and weight is None and row_weight is None and reduction != "none"
     if inplace:
         return overwrite(
             logits, target, row_weight, formula, options,
-            total=total, linear=linear, plain=plain, mean=mean,
+            total=total, linear=linear, bare=bare, mean=mean,
         )  # fmt: skip
-    if plain and not is_watched():
+    if bare and not is_watched():
         return nll(logits, Reading.of(logits, target, **options), mean=mean)
     return formula(measure(logits, target, **options, total=total), row_weight)
 

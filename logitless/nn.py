@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from . import losses
+from . import distill, losses, pair
 
 
 class _Reads(nn.Module):
@@ -100,3 +100,87 @@ class CrossEntropyLoss(_Reads):
         return losses.cross_entropy(
             logits, target, weight=self.weight, row_weight=row_weight, **self._how()
         )
+
+
+class _Stores(_Reads):
+    """Options beside those of reading, kept as they were given."""
+
+    def __init__(self, options: dict, reads: dict):
+        super().__init__(**reads)
+        self.options = options
+
+    def _how(self) -> dict:
+        return {**self.options, **super()._how()}
+
+
+class TopKDistillLoss(_Stores):
+    """`logitless.topk_distill` as a module: divergence and support have no default."""
+
+    def __init__(
+        self,
+        *,
+        divergence: str,
+        support: str,
+        beta: float = 0.5,
+        t_squared: bool = False,
+        ignore_index: int = -100,
+        ce_weight: float = 0.0,
+        kd_weight: float = 1.0,
+        reduction: str = "mean",
+        **reads,
+    ):
+        options = {
+            "divergence": divergence, "support": support, "beta": beta, "t_squared": t_squared,
+            "ignore_index": ignore_index, "ce_weight": ce_weight, "kd_weight": kd_weight,
+            "reduction": reduction,
+        }  # fmt: skip
+        super().__init__(options, reads)
+
+    def forward(
+        self,
+        logits: Tensor,
+        targets: distill.SparseTargets,
+        labels: Tensor | None = None,
+        row_weight: Tensor | None = None,
+    ) -> Tensor:
+        return distill.topk_distill(
+            logits, targets, labels=labels, row_weight=row_weight, **self._how()
+        )
+
+
+class KLDivLoss(_Stores):
+    """`logitless.kl_div` of two tensors of logits as a module: direction has no default."""
+
+    def __init__(
+        self, *, direction: str, t_squared: bool = False, reduction: str = "mean", **reads
+    ):
+        super().__init__(
+            {"direction": direction, "t_squared": t_squared, "reduction": reduction}, reads
+        )
+
+    def forward(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        mask: Tensor | None = None,
+        row_weight: Tensor | None = None,
+    ) -> Tensor:
+        return pair.kl_div(student, teacher, mask=mask, row_weight=row_weight, **self._how())
+
+
+class JSDLoss(_Stores):
+    """`logitless.jsd` of two tensors of logits as a module."""
+
+    def __init__(
+        self, *, beta: float = 0.5, t_squared: bool = False, reduction: str = "mean", **reads
+    ):
+        super().__init__({"beta": beta, "t_squared": t_squared, "reduction": reduction}, reads)
+
+    def forward(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        mask: Tensor | None = None,
+        row_weight: Tensor | None = None,
+    ) -> Tensor:
+        return pair.jsd(student, teacher, mask=mask, row_weight=row_weight, **self._how())

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from . import _checks
 from ._dispatch import backend
-from .stats import Reading, RowStats, Upstream, is_watched, measure
+from ._node import is_watched
+from .stats import Reading, RowStats, Upstream, measure
 
 Formula = Callable[[RowStats, Tensor | None], Tensor]
 
@@ -27,7 +28,7 @@ def overwrite(
     *,
     total: bool,
     linear: bool,  # whether the loss is linear in log p[target], and of nothing else
-    plain: bool,  # whether it is just -log p[target], summed
+    bare: bool,  # whether it is just -log p[target], summed
     mean: bool,  # whether it is a mean over rows
 ) -> Tensor:
     """formula(measure(logits, target), row_weight), leaving d_logits in logits if wanted."""
@@ -37,7 +38,7 @@ def overwrite(
     owner, guarded = _owner(logits)
     reading = Reading.of(logits, target, **options)
     loss, *_ = _Overwrite.apply(
-        owner, row_weight, logits.shape, reading, total, formula, linear, plain, mean, guarded
+        owner, row_weight, logits.shape, reading, total, formula, linear, bare, mean, guarded
     )
     return loss
 
@@ -58,7 +59,7 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
 class _Overwrite(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, owner, row_weight, shape, reading, total, formula, linear, plain, mean, guarded
+        ctx, owner, row_weight, shape, reading, total, formula, linear, bare, mean, guarded
     ):
         logits = owner.detach().view(shape) if guarded else owner.detach()
         _checks.ids_in_range(reading.ids, shape[-1], reading.ignore_index)
@@ -69,8 +70,8 @@ class _Overwrite(torch.autograd.Function):
         one_visit = linear and not (row_weight is not None and row_weight.requires_grad)
         if one_visit and backend(logits).can_visit(logits):
             ctx.d_rows = None
-            if plain:
-                loss = _visit_plain(logits, reading, mean, ctx.gain)
+            if bare:
+                loss = _visit_bare(logits, reading, mean, ctx.gain)
             else:
                 loss = _visit(logits, row_weight, reading, formula, ctx.gain)
         else:
@@ -115,7 +116,7 @@ def _visit(logits, row_weight, reading, formula, gain) -> Tensor:
     return formula(RowStats(lse, picked, None, None, None), row_weight)
 
 
-def _visit_plain(logits, reading, mean, gain) -> Tensor:
+def _visit_bare(logits, reading, mean, gain) -> Tensor:
     """The same where all rows share one coefficient, in fewer launches."""
     run, ids, ignored = backend(logits), reading.ids, reading.ignore_index
     _, d_picked = run.mean_nll(ids, None, ignored, mean)
@@ -126,14 +127,14 @@ def _visit_plain(logits, reading, mean, gain) -> Tensor:
 def _look_twice(logits, row_weight, reading, total, formula, gain) -> tuple[Tensor, Tensor | None]:
     """Any loss: statistics, then the gradient from them. Also the gradient of row_weight."""
     kernels = backend(logits)
-    shift, log_s, lse, picked, _, c, _ = kernels.stats_fwd(logits, *reading, False, total, False)
+    shift, log_s, lse, picked, _, c, *_ = kernels.stats_fwd(logits, *reading, False, total, False)
     loss, (d_lse, d_picked, d_total, d_rows) = _gradients(
         lambda lse, picked, c, rows: formula(RowStats(lse, picked, None, c, None), rows),
         [lse, picked, c, row_weight],
         gain,
     )
-    upstream = Upstream.of(logits, reading, None, d_lse, d_picked, None, d_total)
-    kernels.stats_bwd(logits, *reading, shift, log_s, None, *upstream, inplace=True)
+    upstream = Upstream.of(logits, reading, None, None, d_lse, d_picked, None, d_total)
+    kernels.stats_bwd(logits, *reading, shift, log_s, None, None, *upstream, inplace=True)
     return loss, d_rows
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import _checks
 from ._dispatch import backend
+from ._node import is_watched, node, refuse_twice
 
 
 class Partial(NamedTuple):
@@ -102,10 +103,23 @@ def row_stats(
     _checks.logits(logits)
     if ids is not None:
         _checks.ids(ids, logits)
-    return measure(
+    found = measure(
         logits, ids, temperature=temperature, softcap=softcap,
         entropy=entropy, total=total, argmax=argmax,
     )  # fmt: skip
+    return RowStats(*found[:5])
+
+
+class Measures(NamedTuple):
+    """RowStats, and two more that distillation asks for."""
+
+    lse: Tensor
+    picked: Tensor | None
+    entropy: Tensor | None
+    total: Tensor | None
+    argmax: Tensor | None
+    tail: Tensor | None  # (...)   log mass outside ids[..., outside:]
+    label: Tensor | None  # (...)  log p of the first id at temperature 1
 
 
 def measure(
@@ -117,48 +131,36 @@ def measure(
     weight: Tensor | None = None,
     ignore_index: int | None = None,
     normalised: bool = False,
+    outside: int | None = None,
+    plain: bool = False,
     entropy: bool = False,
     total: bool = False,
     argmax: bool = False,
-) -> RowStats:
+) -> Measures:
     """row_stats for formulas: with rows that are ignored, and class weights v in the total, Σ v z.
+
+    A row whose first id is ignore_index is ignored. `outside` asks for the tail, `plain` for the
+    label; both want K ids a row that are normalised.
 
     Where `normalised`, picked and total are of log p = z - lse instead of z. The kernels take log p
     as (z - max) - log s, so that a common offset in the logits costs no digits; a formula cannot.
     """
     if ids is not None:
         ids = as_ids(ids, ignore_index)
-    reading = Reading.of(logits, ids, weight, temperature, softcap, ignore_index, normalised)
-    if _is_traced():
-        forward = torch.ops.logitless.stats_fwd
-    else:
-        forward = _RowStatsInFunc.apply if _in_func() else _RowStats.apply
-    outputs = forward(logits, *reading, entropy, total, argmax)
-    _, _, lse, picked, h, c, best = outputs
-    return RowStats(
+    reading = Reading.of(
+        logits, ids, weight, temperature, softcap, ignore_index, normalised, outside, plain
+    )
+    outputs = _statistics(logits, *reading, entropy, total, argmax)
+    _, _, lse, picked, h, c, best, tail, label, _ = outputs
+    return Measures(
         lse,
         None if ids is None else picked,
         h if entropy else None,
         c if total else None,
         best if argmax else None,
+        None if outside is None else tail,
+        label if plain else None,
     )
-
-
-def is_watched() -> bool:
-    """Whether a compiler, a mode or torch.func looks on and must see operators.
-
-    Else we save the dispatch.
-    """
-    return _is_traced() or _in_func()
-
-
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-
-
-def _in_func() -> bool:
-    functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    return functorch.peek_interpreter_stack() is not None
 
 
 def as_ids(ids: Tensor, ignore_index: int | None = None) -> Tensor:
@@ -166,11 +168,6 @@ def as_ids(ids: Tensor, ignore_index: int | None = None) -> Tensor:
     fits = ignore_index is None or -(2**31) <= ignore_index < 2**31
     wide = ids.dtype == torch.int64 or (ids.dtype == torch.int32 and fits)
     return ids if wide else ids.long()
-
-
-def are_several(ids: Tensor, x: Tensor) -> bool:
-    """Whether a row has several ids, (..., K), or none."""
-    return ids.dim() == x.dim() and ids.shape[-1] != 1
 
 
 class Reading(NamedTuple):
@@ -183,16 +180,28 @@ class Reading(NamedTuple):
     softcap: float | None
     ignore_index: int | None
     normalised: bool
+    outside: int | None = None  # ids from here on leave a tail
+    plain: bool = False  # whether the first id is a label, at temperature 1
 
     @classmethod
-    def of(cls, logits, ids, weight, temperature, softcap, ignore_index, normalised) -> "Reading":
+    def of(
+        cls, logits, ids, weight, temperature, softcap, ignore_index, normalised,
+        outside=None, plain=False,
+    ) -> "Reading":  # fmt: skip
         _checks.temperature(temperature, logits)
         _checks.softcap(softcap)
         softcap = None if softcap is None else float(softcap)
         rows = None
         if isinstance(temperature, Tensor):
             rows, temperature = temperature.expand(logits.shape[:-1]), 1.0
-        return cls(ids, weight, rows, float(temperature), softcap, ignore_index, normalised)
+        return cls(
+            ids, weight, rows, float(temperature), softcap, ignore_index, normalised, outside, plain
+        )
+
+    def one_id(self, x: Tensor) -> bool:
+        """Whether a row has one id, and nothing but that is asked of it."""
+        one = self.ids is not None and (self.ids.dim() < x.dim() or self.ids.shape[-1] == 1)
+        return one and self.outside is None and not self.plain
 
 
 class Upstream(NamedTuple):
@@ -202,23 +211,34 @@ class Upstream(NamedTuple):
     b: Tensor | None  # (...)
     g_id: Tensor | None  # like ids
     g_c: Tensor | None  # (...)
+    a_ids: Tensor | None = None  # (...)  a of the ids that leave a tail
+    d_label: Tensor | None = None  # (...)
 
     @classmethod
-    def of(cls, x, reading, entropy, d_lse, d_picked, d_entropy, d_total) -> "Upstream":
+    def of(
+        cls, x, reading, entropy, tail, d_lse, d_picked, d_entropy, d_total,
+        d_tail=None, d_label=None,
+    ) -> "Upstream":  # fmt: skip
         """From the gradients of the statistics of x: what is p_i's, an id's, or everyone's.
 
         What one id a row takes from `a` where `normalised` is left to the backward, which sees it.
         """
         a, b = d_lse, None
         if reading.normalised:  # log p = z - lse
-            if d_picked is not None and are_several(d_picked, x):
+            if d_picked is not None and not reading.one_id(x):
                 a = _minus(a, d_picked.sum(-1))
             if d_total is not None:
                 v = reading.weight
                 a = _minus(a, d_total * (x.shape[-1] if v is None else v.to(d_total.dtype).sum()))
         if d_entropy is not None:  # dH/dz_i = -p_i (log p_i + H)
             a, b = _minus(a, d_entropy * entropy), -d_entropy
-        return cls(a, b, d_picked, d_total)
+        a_ids = None
+        if d_tail is not None:  # d tail/dz_i = p_i / e^tail - p_i outside, -p_i inside
+            a_ids = _minus(a, d_tail)
+            # Of a tail too small to divide by, the gradient outside is lost.
+            least = -700 if tail.dtype == torch.float64 else -87
+            a = a_ids + d_tail * (-tail.clamp(min=least)).exp()
+        return cls(a, b, d_picked, d_total, a_ids, d_label)
 
 
 def _minus(a: Tensor | None, b: Tensor) -> Tensor:
@@ -241,58 +261,35 @@ def _stats_bwd(x, *args):
 
 
 def _save(ctx, inputs, output):
-    x, *reading = inputs[:8]
-    shift, log_s, _, picked, entropy, _, argmax = output
-    ctx.reading = Reading(None, None, None, *reading[3:])
-    ctx.wants = inputs[8:10]
-    several = reading[0] is not None and are_several(reading[0], x)
-    ctx.save_for_backward(x, *reading[:3], shift, log_s, picked if several else None, entropy)
-    ctx.mark_non_differentiable(*(t for t in (shift, log_s, argmax) if t is not None))
+    x, reading = inputs[0], Reading(*inputs[1:10])
+    shift, log_s, _, picked, entropy, _, argmax, tail, _, log_s1 = output
+    ctx.reading = reading._replace(ids=None, weight=None, row_temperature=None)
+    ctx.wants = inputs[10:12]
+    several = reading.ids is not None and not reading.one_id(x)
+    saved = (shift, log_s, picked if several else None, log_s1, entropy, tail)
+    ctx.save_for_backward(x, *reading[:3], *saved)
+    ctx.mark_non_differentiable(*(t for t in (shift, log_s, argmax, log_s1) if t is not None))
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, _, __, d_lse, d_picked, d_entropy, d_total, ___):
-    x, ids, weight, row_temperature, shift, log_s, picked, entropy = ctx.saved_tensors
+def _backward(ctx, saved, _, __, d_lse, d_picked, d_entropy, d_total, ___, d_tail, d_label, ____):
+    x, ids, weight, row_temperature, shift, log_s, picked, log_s1, entropy, tail = saved
     reading = ctx.reading._replace(ids=ids, weight=weight, row_temperature=row_temperature)
     # An output that was not asked for is empty to an operator, and so is its gradient.
-    d_picked, d_entropy, d_total = (
+    asked = (ids is not None, *ctx.wants, reading.outside is not None, reading.plain)
+    d_picked, d_entropy, d_total, d_tail, d_label = (
         d if wanted else None
-        for d, wanted in zip(
-            (d_picked, d_entropy, d_total), (ids is not None, *ctx.wants), strict=True
-        )
+        for d, wanted in zip((d_picked, d_entropy, d_total, d_tail, d_label), asked, strict=True)
     )
-    upstream = Upstream.of(x, reading, entropy, d_lse, d_picked, d_entropy, d_total)
+    upstream = Upstream.of(
+        x, reading, entropy, tail, d_lse, d_picked, d_entropy, d_total, d_tail, d_label
+    )
     d_x = None
     if any(g is not None for g in upstream):
         backward = torch.ops.logitless.stats_bwd if is_watched() else _stats_bwd
-        d_x = backward(x, *reading, shift, log_s, picked, *upstream)
-    return d_x, *(None,) * 10
-
-
-class _RowStats(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):  # a setup_context of its own would cost a third of a small call
-        output = _stats_fwd(*inputs)
-        _save(ctx, inputs, output)
-        return output
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return _backward_once(ctx, ctx.saved_tensors[0], *gradients)
-
-
-class _RowStatsInFunc(torch.autograd.Function):
-    """The same as torch.func wants it."""
-
-    forward = staticmethod(_stats_fwd)
-    setup_context = staticmethod(_save)
-    backward = _RowStats.backward
-
-
-@torch.autograd.function.once_differentiable
-def _backward_once(ctx, x, *gradients):
-    """x is named so that a second differentiation raises even where the gradients are constants."""
-    return _backward(ctx, *gradients)
+        log_s1 = log_s1 if reading.plain else None
+        d_x = backward(x, *reading, shift, log_s, picked, log_s1, *upstream)
+    return d_x, *(None,) * 12
 
 
 # The same as operators, so that torch.compile and opcheck see through them. What was not asked for
@@ -300,35 +297,38 @@ def _backward_once(ctx, x, *gradients):
 
 _READING = (
     "Tensor? ids, Tensor? weight, Tensor? row_temperature,"
-    " float temperature, float? softcap, int? ignore_index, bool normalised"
+    " float temperature, float? softcap, int? ignore_index, bool normalised,"
+    " int? outside, bool plain"
 )
 _library = torch.library.Library("logitless", "DEF")
 _library.define(
     f"stats_fwd(Tensor x, {_READING}, bool entropy, bool total, bool argmax)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f" -> ({', '.join(['Tensor'] * 10)})",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    f"stats_bwd(Tensor x, {_READING}, Tensor shift, Tensor log_s, Tensor? picked,"
-    " Tensor? a, Tensor? b, Tensor? g_id, Tensor? g_c) -> Tensor",
+    f"stats_bwd(Tensor x, {_READING}, Tensor shift, Tensor log_s, Tensor? picked, Tensor? log_s1,"
+    " Tensor? a, Tensor? b, Tensor? g_id, Tensor? g_c, Tensor? a_ids, Tensor? d_label) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def _stats_fwd_fake(x, ids, weight, row_temperature, t, cap, ignore, normalised, *wants):
+def _stats_fwd_fake(x, *args):
+    reading, (entropy, total, argmax) = Reading(*args[:9]), args[9:]
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
 
     def rows(wanted=True, dtype=dtype, shape=x.shape[:-1]):
         return x.new_empty(shape, dtype=dtype) if wanted else x.new_empty(0)
 
-    entropy, total, argmax = wants
-    picked = rows(ids is not None, shape=None if ids is None else ids.shape)
+    ids = reading.ids
     return (
         *(rows() for _ in range(3)),
-        picked,
+        rows(ids is not None, shape=None if ids is None else ids.shape),
         rows(entropy),
         rows(total),
         rows(argmax, torch.int64),
+        rows(reading.outside is not None),
+        *(rows(reading.plain) for _ in range(2)),
     )
 
 
@@ -336,15 +336,9 @@ def _stats_bwd_fake(x, *args):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _backward_twice(ctx, *gradients):
-    raise RuntimeError("logitless: a loss must not be differentiated twice; its backward has none.")
-
-
 _library.impl("stats_fwd", _stats_fwd_op, "CompositeExplicitAutograd")
 _library.impl("stats_bwd", _stats_bwd, "CompositeExplicitAutograd")
 torch.library.register_fake("logitless::stats_fwd", _stats_fwd_fake, lib=_library)
 torch.library.register_fake("logitless::stats_bwd", _stats_bwd_fake, lib=_library)
-torch.library.register_autograd(
-    "logitless::stats_fwd", _backward, setup_context=_save, lib=_library
-)
-torch.library.register_autograd("logitless::stats_bwd", _backward_twice, lib=_library)
+_statistics = node("stats_fwd", _library, _stats_fwd, _save, _backward)
+refuse_twice("stats_bwd", _library)

@@ -36,6 +36,8 @@ TYPES = {
     torch.float32: "*fp32",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 
 
@@ -107,6 +109,7 @@ def variants() -> list[Variant]:
             (torch.bfloat16, 50257, 10_000, 8, 30.0),
             (torch.bfloat16, 50257, 2, 8, None),
             (torch.float32, 32768, 10_000, 8, 30.0),
+            (torch.bfloat16, 32768, 10_000, 512, None),
             (torch.float32, 50257, 2, 1, 30.0),
             (torch.float16, 50257, 10_000, 1, None),
         )
@@ -125,8 +128,10 @@ def launches_of(v: Variant):
         "row_temperature": torch.ones(2) if full else None,
         "temperature": 1.0,
         "softcap": v.softcap,
-        "ignore_index": -100 if v.K == 1 else None,
+        "ignore_index": -100,
         "normalised": True,
+        "outside": 1 if full and v.K > 1 else None,
+        "plain": full and v.K > 1,
     }
     cut = config.forward(v.rows, v.V, x.element_size(), 132, heavy=full or v.softcap is not None)
     with recording() as launches:
@@ -134,8 +139,9 @@ def launches_of(v: Variant):
             kernels.stats_fwd(x, **reading, want_entropy=full, want_total=full, want_argmax=full)
         if v.rows > 2:
             kernels.stats_bwd(
-                x, **reading, shift=row, log_s=row, picked=like_ids,
+                x, **reading, shift=row, log_s=row, picked=like_ids, log_s1=row,
                 a=row, b=row if full else None, g_id=like_ids, g_c=row if full else None,
+                a_ids=row if reading["plain"] else None, d_label=row if reading["plain"] else None,
             )  # fmt: skip
             kernels.scale_rows_(x, row)
             kernels.mean_nll(ids.reshape(-1)[:2], row, -100, mean=True)

@@ -294,23 +294,26 @@ class Guarded:
 
     def __init__(self):
         self.buffers = []
-        self.real_empty = torch.empty
+        self.real = torch.empty, torch.empty_like
 
     def empty(self, *shape, **how):
         shape = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
-        buffer = self.real_empty(shape.numel() + 2 * GUARD, **how).fill_(SENTINEL)
+        buffer = self.real[0](shape.numel() + 2 * GUARD, **how).fill_(SENTINEL)
         self.buffers.append(buffer)
         return buffer[GUARD : GUARD + shape.numel()].view(shape)
+
+    def empty_like(self, t, *, dtype=None, memory_format=None):
+        return self.empty(t.shape, dtype=dtype or t.dtype, device=t.device)
 
     def holding(self, t):
         return self.empty(t.shape, dtype=t.dtype, device=t.device).copy_(t)
 
     def __enter__(self):
-        torch.empty = self.empty
+        torch.empty, torch.empty_like = self.empty, self.empty_like
         return self
 
     def __exit__(self, *_):
-        torch.empty = self.real_empty
+        torch.empty, torch.empty_like = self.real
         assert len(self.buffers) > 3, "the kernels' outputs are not guarded"
         for buffer in self.buffers:
             assert (buffer[:GUARD] == SENTINEL).all()
@@ -542,7 +545,8 @@ def test_bug_25_kernels_run_on_the_tensors_device(monkeypatch):
 
 CHOICES = {  # all that a kernel may be compiled for: what is asked, and how memory is cut
     "ENTROPY", "TOTAL", "ARGMAX", "NORMALISED", "PACK", "ALIGNED", "SAME",
-    "BLOCK_V", "BLOCK_K", "BLOCK_S", "BLOCK_P", "BLOCK_N", "SPAN", "MEAN",
+    "BLOCK_V", "BLOCK_K", "BLOCK_S", "BLOCK_P", "BLOCK_N", "SPAN", "MEAN", "PLAIN", "ONE_ID",
+    "LOG_K", "ROWS", "KIND", "DIVERGENCE", "RENORM_P", "RENORM_Q", "X_STEP", "T_STEP",
 }  # fmt: skip
 
 
@@ -577,8 +581,9 @@ def compiled(rows, V, splits):
 for splits in (1, 3):
     few = compiled(7, 32000, splits)
     assert len(few) > 4, few
-    for rows, V in ((8, 32000), (99, 32000), (128, 32000), (7, 32016), (9, 50256), (5, 128256)):
+    for rows, V in ((8, 32000), (99, 32000), (128, 32000), (7, 32016), (9, 50256)):
         assert compiled(rows, V, splits) == few, (rows, V, splits, compiled(rows, V, splits) ^ few)
+    assert compiled(5, 128256, splits) == compiled(8, 151936, splits)  # beyond 2^16, longer blocks
 assert compiled(7, 32000, 3) == compiled(7, 32000, 5)
 print("the same")
 """

@@ -33,6 +33,7 @@ def test_kernels_compile_ahead_of_time(target):
         "_ids_bwd_kernel",
         "_scale_kernel",
         "_mean_kernel",
+        "_tail_kernel",
         "_visit_kernel",
     }
     if target == "cuda:90":

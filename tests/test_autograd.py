@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 import logitless as ll
 
@@ -111,3 +112,33 @@ def test_wide_rows_in_place_under_the_interpreter(device):
     want = x.clone().requires_grad_()
     F.cross_entropy(want, target).backward()
     torch.testing.assert_close(leaf.grad, want.grad)
+
+
+TARGETS = ll.SparseTargets(torch.tensor([[0, 5, 9]] * 4), torch.tensor([[-1.0, -2.0, -3.0]] * 4))
+EVERY_LOSS = {
+    "cross_entropy": lambda x, t: ll.cross_entropy(x, t),
+    "smoothed": lambda x, t: ll.cross_entropy(x, t, label_smoothing=0.1),
+    "entropy": lambda x, t: ll.entropy(x).sum(),
+    "token_logprobs": lambda x, t: ll.token_logprobs(x, t).sum(),
+    "kl_div": lambda x, t: ll.kl_div(x, x.detach().flip(0), direction="reverse"),
+    "jsd": lambda x, t: ll.jsd(x, x.detach().flip(0)),
+    "gathered_kl": lambda x, t: ll.gathered_kl(x, torch.log_softmax(x.detach().flip(0), -1)),
+    **{
+        support: lambda x, t, support=support: ll.topk_distill(
+            x, TARGETS.to(x.device), divergence="jsd", support=support
+        )
+        for support in ("truncate", "renorm", "tail")
+    },
+}
+
+
+@pytest.mark.parametrize("loss", EVERY_LOSS.values(), ids=EVERY_LOSS.keys())
+def test_under_a_checkpoint_and_in_torch_func(loss, impl, device):
+    """A checkpoint gives what was saved once; torch.func wants functions of its own form."""
+    x, target = make(device=device)
+    leaf = x.requires_grad_()
+    (want,) = torch.autograd.grad(loss(leaf, target), leaf)
+    again = torch.utils.checkpoint.checkpoint(loss, leaf, target, use_reentrant=False)
+    (got,) = torch.autograd.grad(again, leaf)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.func.grad(loss)(x.detach(), target), want)

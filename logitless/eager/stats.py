@@ -28,8 +28,11 @@ def _chunks(x: Tensor, live: Tensor | None) -> Iterator[Index]:
         yield from (slice(i, i + step) for i in range(0, x.shape[0], step))
 
 
-def _live_rows(ids: Tensor | None, ignore_index: int | None) -> Tensor | None:
-    return None if ids is None or ignore_index is None else (ids != ignore_index).reshape(-1)
+def _live_rows(ids: Tensor | None, rows: int, ignore_index: int | None) -> Tensor | None:
+    """By their first id."""
+    if ids is None or ignore_index is None:
+        return None
+    return _by_row(ids, rows)[:, :1].reshape(-1) != ignore_index
 
 
 def _by_row(t: Tensor, rows: int) -> Tensor:
@@ -84,24 +87,29 @@ def stats_fwd(
     softcap: float | None,
     ignore_index: int | None,
     normalised: bool,
+    outside: int | None,
+    plain: bool,
     want_entropy: bool,
     want_total: bool,
     want_argmax: bool,
 ) -> tuple[Tensor | None, ...]:
-    """shift, log_s, lse (...); picked like ids; entropy, total, argmax (...); None if not wanted.
+    """shift, log_s, lse, picked, entropy, total, argmax, tail, label, log_s1; None if not wanted.
 
-    picked and total are of z, or of log p = z - lse where `normalised`.
+    (...) each, picked like ids. picked and total are of z, or of log p = z - lse where
+    `normalised`; tail is the log mass outside ids[..., outside:]; where `plain`, label is log p of
+    the first id at temperature 1, and log_s1 its normaliser. A row whose first id is ignore_index
+    is not read.
     """
     shape, V = x.shape[:-1], x.shape[-1]
     flat = x.reshape(-1, V)
     column = torch.zeros((flat.shape[0], 1), dtype=_precision(x), device=x.device)
-    shift, s, w, c = (column.clone() for _ in range(4))
+    shift, s, w, c, rest, s1 = (column.clone() for _ in range(6))
     argmax = torch.full(shape, -1, device=x.device).view(-1) if want_argmax else None
     at = inside = y_at = None
     if ids is not None:
         at, inside = _locate(ids, flat.shape[0], V)
         y_at = column.expand(at.shape).clone()
-    live = _live_rows(ids, ignore_index)
+    live = _live_rows(ids, flat.shape[0], ignore_index)
     inv_t = _inverse(row_temperature, temperature, column)
 
     for rows in _chunks(flat, live):
@@ -113,13 +121,19 @@ def stats_fwd(
             argmax[rows] = y.argmax(1)
         if y_at is not None:
             y_at[rows] = y.gather(1, at[rows])
-        if not (want_entropy or want_total) and _moderate(m, inv_t):
+        if plain:
+            s1[rows] = (y - m).exp_().sum(1, keepdim=True)
+        simple = not (want_entropy or want_total or outside is not None)
+        if simple and _moderate(m, inv_t):
             own = y.dtype != flat.dtype or softcap is not None  # not a view of the logits
             s[rows] = torch.exp(y, out=y if own else None).sum(1, keepdim=True) * (-m).exp()
             continue
         d = _centred(y, m, None if inv_t is None else inv_t[rows])
         if want_total:
             c[rows] = _weighted_sum(d if normalised else y, weight)
+        if outside is not None:
+            own = at[rows][:, outside:]
+            rest[rows] = d.scatter(1, own, -torch.inf).logsumexp(1, keepdim=True)
         e = d.exp() if want_entropy else d.exp_()
         if want_entropy:
             w[rows] = torch.where(e > 0, d.mul_(e), 0.0).sum(1, keepdim=True)
@@ -127,7 +141,7 @@ def stats_fwd(
 
     rate = torch.ones_like(s) if inv_t is None else inv_t
     log_s = s.log()
-    picked = entropy = total = None
+    picked = entropy = total = tail = label = log_s1 = None
     if y_at is not None:
         z = (y_at - shift) * rate - log_s if normalised else y_at * rate
         picked = z.masked_fill(~inside, torch.nan)
@@ -136,16 +150,21 @@ def stats_fwd(
     if want_total:
         mass = V if weight is None else weight.to(s.dtype).sum()
         total = c - mass * log_s if normalised else c * rate
-    outputs = [shift, log_s, shift * rate + log_s, picked, entropy, total]
+    if outside is not None:
+        bad = ~inside[:, outside:].all(1, keepdim=True)
+        tail = (rest - log_s).masked_fill(bad, torch.nan)
+    if plain:
+        log_s1 = s1.log()
+        label = (y_at[:, :1] - shift - log_s1).masked_fill(~inside[:, :1], torch.nan)
+    outputs = [shift, log_s, shift * rate + log_s, picked, entropy, total, tail, label, log_s1]
     if live is not None:  # an ignored row is zeros, whatever was in it
         outputs = [None if t is None else t.masked_fill_(~live[:, None], 0) for t in outputs]
         if argmax is not None:
             argmax.masked_fill_(~live, -1)
-    shapes = [shape, shape, shape, None if ids is None else ids.shape, shape, shape]
-    outputs, shapes = [*outputs, argmax], [*shapes, shape]
+    outputs.insert(6, argmax)
     # Cloned, for a view that an autograd function returns may not be written to by its user.
     return tuple(
-        None if t is None else t.view(to).clone() for t, to in zip(outputs, shapes, strict=True)
+        None if t is None else t.view(ids.shape if t is picked else shape).clone() for t in outputs
     )
 
 
@@ -166,13 +185,18 @@ def stats_bwd(
     softcap: float | None,
     ignore_index: int | None,
     normalised: bool,
+    outside: int | None,
+    plain: bool,
     shift: Tensor,  # (...)
     log_s: Tensor,  # (...)
     picked: Tensor | None,  # like ids
+    log_s1: Tensor | None,  # (...)
     a: Tensor | None,  # (...)
     b: Tensor | None,  # (...)
     g_id: Tensor | None,  # like ids, or one number for all
     g_c: Tensor | None,  # (...)
+    a_ids: Tensor | None,  # (...), for ids[..., outside:]
+    d_label: Tensor | None,  # (...), of the first id at temperature 1
     gain: Tensor | None = None,  # a number
     inplace: bool = False,
 ) -> Tensor:
@@ -184,7 +208,7 @@ def stats_bwd(
     V = x.shape[-1]
     flat = x.reshape(-1, V)
     dx = flat if inplace else torch.empty_like(flat, memory_format=torch.contiguous_format)
-    live = _live_rows(ids, ignore_index)
+    live = _live_rows(ids, flat.shape[0], ignore_index)
     # A row of -inf has no distribution: p = 0, and nothing flows.
     dead = (log_s == -torch.inf).reshape(-1, 1)
     shift = torch.where(dead, torch.inf, shift.reshape(-1, 1))
@@ -193,23 +217,30 @@ def stats_bwd(
         g_id = g_id if gain is None else g_id * gain
         g_id = _by_row(g_id if g_id.dim() else g_id.expand(ids.shape), dead.shape[0])
     a = torch.zeros_like(shift) if a is None else a.reshape(-1, 1)
-    if normalised and g_id is not None and g_id.shape[1] == 1:
+    one_id = outside is None and not plain and g_id is not None and g_id.shape[1] == 1
+    if normalised and one_id:
         a = a - g_id
     a = torch.where(dead, 0.0, a)
     b, g_c, g_id = (
         None if t is None else torch.where(dead, 0.0, _by_row(t, dead.shape[0]))
         for t in (b, g_c, g_id)
     )
-    if g_id is not None:
+    a_ids, d_label = (
+        None if t is None else torch.where(dead, 0.0, t.reshape(-1, 1)) for t in (a_ids, d_label)
+    )
+    if g_id is not None or a_ids is not None or d_label is not None:
         at, inside = _locate(ids, flat.shape[0], V)
         # A bad id has no gradient to give: the whole row says so.
-        a = torch.where(inside.all(1, keepdim=True), a, torch.nan)
+        good = inside.all(1, keepdim=True)
+        a = torch.where(good, a, torch.nan)
+        a_ids = None if a_ids is None else torch.where(good, a_ids, torch.nan)
     inv_t = _inverse(row_temperature, temperature, shift)
     if inv_t is not None:
         a = a * inv_t
-        b, g_c, g_id = (None if t is None else t * inv_t for t in (b, g_c, g_id))
+        b, g_c, g_id, a_ids = (None if t is None else t * inv_t for t in (b, g_c, g_id, a_ids))
     inv_s = (-log_s).exp()  # p = e^d / s
-    moderate = b is None and shift.numel() > 0 and _moderate(shift, inv_t)
+    simple = b is None and a_ids is None and d_label is None
+    moderate = simple and shift.numel() > 0 and _moderate(shift, inv_t)
     if moderate:
         a = a * inv_s * (-shift).exp()
 
@@ -221,13 +252,22 @@ def stats_bwd(
         if moderate:
             own = y.dtype != dx.dtype or softcap is not None
             dy = torch.exp(y, out=y if own else into).mul_(a[rows])
-        elif b is None:
+        elif simple:
             d = _centred(y, shift[rows], None if inv_t is None else inv_t[rows], out=into)
             dy = d.exp_().mul_(a[rows] * inv_s[rows])
         else:
             d = _centred(y, shift[rows], None if inv_t is None else inv_t[rows])
             p = d.exp() * inv_s[rows]
-            dy = p * a[rows] + torch.where(p > 0, p * (d - log_s[rows]), 0.0) * b[rows]
+            dy = p * a[rows]
+            if a_ids is not None:
+                own = at[rows][:, outside:]
+                dy.scatter_(1, own, (p * a_ids[rows]).gather(1, own))
+            if b is not None:
+                dy += torch.where(p > 0, p * (d - log_s[rows]), 0.0) * b[rows]
+            if d_label is not None:
+                p1 = (y - shift[rows] - log_s1.reshape(-1, 1)[rows]).exp_()
+                dy -= torch.where(dead[rows], 0.0, p1 * d_label[rows])
+                dy.scatter_add_(1, at[rows][:, :1], d_label[rows])
         if g_c is not None:
             dy += g_c[rows] if weight is None else g_c[rows] * weight
         if g_id is not None:

@@ -52,42 +52,52 @@ def processors(device: torch.device) -> int:
 
 
 @functools.lru_cache(1024)
-def forward(rows: int, vocab: int, itemsize: int, processors: int, heavy: bool = False) -> Config:
+def forward(
+    rows: int, vocab: int, itemsize: int, processors: int, heavy: bool = False, twice: bool = False
+) -> Config:
     """One program a row when rows fill the GPU; else a row is split over several programs.
 
     More than max and sum of the plain logits (heavy) wants fewer registers and, where arithmetic
-    is the limit, no reductions to wait for: one warp.
+    is the limit, no reductions to wait for: one warp. Two normalisers (twice) want blocks between.
     """
     if rows >= 2 * processors or vocab <= SHORT:
-        block, warps = (8192 if vocab > 2**16 else 4096, 4)
+        block, warps = (8192 if vocab > 2**16 and not twice else 4096, 4)
         if heavy:
             block, warps = (1024, 1) if itemsize == 2 else (4096, 4)
-        return _overridden(Config(min(block, ceil_pow2(vocab)), warps))
+        return overridden(Config(min(block, ceil_pow2(vocab)), warps))
     block, warps = (1024, 4) if rows < 8 else (512, 1)
     block = min(block, ceil_pow2(vocab))
     splits = min(ceil_div(32 * processors, max(rows, 1)), ceil_div(vocab, block), MAX_SPLITS)
-    return _overridden(Config(block, warps, splits))
+    return overridden(Config(block, warps, splits))
 
 
 @functools.lru_cache(1024)
 def backward(vocab: int) -> Config:
     """A grid of (row, block): nothing is carried from block to block."""
-    return _overridden(Config(min(2048, ceil_pow2(vocab)), 2))
+    return overridden(Config(min(2048, ceil_pow2(vocab)), 2))
 
 
 @functools.lru_cache(1024)
 def scale(vocab: int) -> Config:
     """Few, long programs: most often there is nothing to do."""
-    return _overridden(Config(min(4096, ceil_pow2(vocab)), 8))
+    return overridden(Config(min(4096, ceil_pow2(vocab)), 8))
 
 
 @functools.lru_cache(1024)
 def visit(vocab: int, itemsize: int) -> Config:
     """Parts of a row small enough for the cache beside a processor to hold several at once."""
     block, warps, span = (2048, 2, 6144) if itemsize == 2 else (4096, 4, 4096)
-    return _overridden(
-        Config(min(block, ceil_pow2(vocab)), warps, span=min(span, ceil_pow2(vocab)))
-    )
+    return overridden(Config(min(block, ceil_pow2(vocab)), warps, span=min(span, ceil_pow2(vocab))))
+
+
+def pair_forward(vocab: int) -> Config:
+    """Two rows at once: sums for each lane stay in registers, and one warp waits for no other."""
+    cut = overridden(Config(min(512, ceil_pow2(vocab)), 1))
+    return cut._replace(block_v=max(cut.block_v, 16))  # the fringe, two packs of eight
+
+
+def pair_backward(vocab: int) -> Config:
+    return overridden(Config(min(1024, ceil_pow2(vocab)), 1))
 
 
 def forget() -> None:
@@ -103,5 +113,6 @@ def ceil_pow2(n: int) -> int:
     return 1 << (max(n, 1) - 1).bit_length()
 
 
-def _overridden(config: Config) -> Config:
+def overridden(config: Config) -> Config:
+    """With what `override` says."""
     return config._replace(**_override)

@@ -44,7 +44,8 @@ def mean_nll(
     mean: bool,
 ) -> tuple[Tensor | None, Tensor]:
     """-Σ picked, over the number of rows that count if `mean`; and its gradient, alike for all."""
-    loss, d_picked = (torch.empty((), device=ids.device, dtype=torch.float32) for _ in range(2))
+    d_picked = torch.empty((), device=ids.device, dtype=torch.float32)
+    loss = None if picked is None else torch.empty_like(d_picked)
     _plan(ids.numel(), ignore_index, mean)(ids.contiguous(), picked, loss, d_picked)
     return loss, d_picked
 

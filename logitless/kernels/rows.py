@@ -97,3 +97,15 @@ def capped(x, softcap):
         return softcap * t, 1.0 - t * t
     else:
         return y, 1.0
+
+
+@triton.jit
+def finite(m):
+    """What to subtract: m, or 0 where m is ±inf and the bare exponential is right."""
+    return tl.where(tl.abs(m) == INF, 0.0, m)
+
+
+@triton.jit
+def move(m, m_new, s):
+    """d of a state whose max moves from m to m_new; the empty state (-inf, 0) moves at no cost."""
+    return tl.where((m == m_new) | (s == 0), 0.0, tl.maximum(m - m_new, -1e38))

@@ -3,7 +3,9 @@
     dz_i = p_i (a + b log p_i) + Σ_k g_k [i = id_k] + g_c v_i        p_i = e^(z_i - lse)
 
 a, b, g_c are per row and g_k per id; log p_i is taken as ((y_i - shift) / temperature) - log_s,
-which no common offset can hurt, and dx_i = dz_i dz/dx_i. One id a row is compared in place; several
+which no common offset can hurt, and dx_i = dz_i dz/dx_i. A label at temperature 1 adds its own
+d_label ([i = label] - p1_i) to dy_i, and ids whose complement has a mass of its own have an `a` of
+their own. One id a row is compared in place; several
 ids are put right by a second, small kernel, so that a gradient is rounded once, after everything is
 added.
 """
@@ -70,6 +72,17 @@ def row_terms(
 
 
 @triton.jit
+def _label_terms(LOG_S1, D_LABEL, row):
+    """d_label, and what e^(y - shift) is multiplied with on its behalf; 0 for a row of -inf."""
+    if D_LABEL is not None:
+        log_s1 = tl.load(LOG_S1 + row)
+        d_label = tl.where(log_s1 == -INF, 0.0, tl.load(D_LABEL + row).to(tl.float32))
+        return d_label, tl.where(log_s1 == -INF, 0.0, -d_label * tl.exp2(-log_s1 * LOG2E))
+    else:
+        return 0.0, 0.0
+
+
+@triton.jit
 def _dz(d, c0, c1, HAS_B: tl.constexpr):
     """e (c0 + c1 d), with e = 2^d."""
     if HAS_B:
@@ -87,12 +100,14 @@ def zero_tile(DXrow, cols, mask):
 
 @triton.jit
 def dx_tile(
-    Xrow, W, DXrow, cols, mask, shift, c0, c1, g_c, rate, softcap,
-    HAS_B: tl.constexpr, HAS_C: tl.constexpr,
+    Xrow, W, DXrow, cols, mask, shift, c0, c1, c_label, g_c, rate, softcap,
+    HAS_B: tl.constexpr, HAS_C: tl.constexpr, HAS_LABEL: tl.constexpr,
 ):  # fmt: skip
     """Read a tile of logits, write its gradient, but for what an id adds."""
     y, slope = capped(load(Xrow, cols, mask), softcap)
     dz = _dz((y - shift) * rate, c0, c1, HAS_B)
+    if HAS_LABEL:
+        dz += tl.exp2((y - shift) * LOG2E) * c_label
     if HAS_C:
         if W is not None:
             dz += g_c * load(W, cols, mask).to(tl.float32)
@@ -118,11 +133,11 @@ def dx_id(x, W, DXrow, id, shift, c0, c1, g_id, g_c, rate, softcap, HAS_B: tl.co
 
 @triton.jit(do_not_specialize=["rows_t", "lead", "blocks"])
 def _stats_bwd_kernel(
-    X, IDS, W, TEMP, SHIFT, LOG_S, A, B, G_ID, G_C, GAIN,  # inputs
+    X, IDS, W, TEMP, SHIFT, LOG_S, A, B, G_ID, G_C, GAIN, LOG_S1, D_LABEL,  # inputs
     DX,  # output
-    rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, blocks, step_g,  # sizes
+    rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, K, blocks, step_g,  # sizes
     temperature, softcap, ignore_index,  # options
-    NORMALISED: tl.constexpr,
+    ONE_ID: tl.constexpr, NORMALISED: tl.constexpr,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, SAME: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program a (row, block). The fringe of a row goes with its first block."""
@@ -137,8 +152,8 @@ def _stats_bwd_kernel(
     mask = cols < body
 
     id = -1
-    if IDS is not None:
-        id = tl.load(IDS + row)
+    if ONE_ID or ignore_index is not None:
+        id = tl.load(IDS + row.to(tl.int64) * K)
     if ignore_index is not None:
         if id == ignore_index:
             zero_tile(tl.multiple_of(DXrow + head, 16), cols, mask)
@@ -147,14 +162,17 @@ def _stats_bwd_kernel(
                 zero_tile(DXrow, ends, mask_ends)
             return
 
+    if not ONE_ID:
+        id = -1
     inv_t = inverse_temperature(TEMP, temperature, row)
     rate = inv_t * LOG2E
     shift, c0, c1, g_id, g_c, id = row_terms(
         tl.load(SHIFT + row), tl.load(LOG_S + row),
         _load_or(A, row, 0.0), _load_or(B, row, 0.0),
         _load_or(G_ID, row * step_g, 0.0) * _load_or(GAIN, 0, 1.0), _load_or(G_C, row, 0.0),
-        inv_t, id, V, IDS is not None, NORMALISED,
+        inv_t, id, V, ONE_ID, NORMALISED,
     )  # fmt: skip
+    _, c_label = _label_terms(LOG_S1, D_LABEL, row)
 
     column = id - head
     mine = (column >= block * BLOCK_V) & (column < tl.minimum(block * BLOCK_V + BLOCK_V, body))
@@ -173,67 +191,96 @@ def _stats_bwd_kernel(
         Wbody = W
     dx_tile(
         Xbody, Wbody, tl.multiple_of(DXrow + head, 16), cols, mask,
-        shift, c0, c1, g_c, rate, softcap, B is not None, G_C is not None,
+        shift, c0, c1, c_label, g_c, rate, softcap,
+        B is not None, G_C is not None, D_LABEL is not None,
     )  # fmt: skip
     if not ALIGNED:
         if block == 0:
             ends, mask_ends = fringe_tile(head, body, V, PACK)
             dx_tile(
                 Xrow, W, DXrow, ends, mask_ends,
-                shift, c0, c1, g_c, rate, softcap, B is not None, G_C is not None,
+                shift, c0, c1, c_label, g_c, rate, softcap,
+                B is not None, G_C is not None, D_LABEL is not None,
             )  # fmt: skip
     if mine:
         dx_id(x_id, W, DXrow, id, shift, c0, c1, g_id, g_c, rate, softcap, B is not None)
 
 
+@triton.jit
+def _sums_of_same(IDS, G_ID, ids, K, first):
+    """For each of `ids`, Σ g over the slots that hold it, and whether one is from `first` on."""
+    g = tl.zeros(ids.shape, tl.float32)
+    member = tl.zeros(ids.shape, tl.int32)
+    ids = ids.to(tl.int32)  # a row with larger ones is NaN in the end
+    for j in range(K):
+        same = ids == tl.load(IDS + j).to(tl.int32)
+        g += tl.where(same, tl.load(G_ID + j).to(tl.float32), 0.0)
+        member = tl.where(same & (j >= first), 1, member)
+    return g, member
+
+
 @triton.jit(do_not_specialize=["rows_t"])
 def _ids_bwd_kernel(
-    PICKED, IDS, W, TEMP, SHIFT, LOG_S, A, B, G_ID, G_C,  # inputs
+    PICKED, IDS, W, TEMP, SHIFT, LOG_S, A, B, G_ID, G_C, A_IDS, LOG_S1, D_LABEL,  # inputs
     DX,  # output
-    rows_t, stride_db, stride_dt, V, K,  # sizes
-    temperature, softcap,  # options
+    rows_t, stride_db, stride_dt, V, K, first,  # sizes
+    temperature, softcap, ignore_index,  # options
     NORMALISED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Several ids a row: rewrite the gradient at each from what was picked; repeated ids add up."""
     row = tl.program_id(0)
-    at = row.to(tl.int64) * K
+    IDS += row.to(tl.int64) * K
+    G_ID += row.to(tl.int64) * K
+    PICKED += row.to(tl.int64) * K
+    label = tl.load(IDS, mask=K > 0, other=-1)
+    if ignore_index is not None:
+        if label == ignore_index:
+            return
     DXrow = DX + row_offset(row, rows_t, stride_db, stride_dt)
     inv_t = inverse_temperature(TEMP, temperature, row)
-    log_s = tl.load(LOG_S + row)
-    y_max = tl.load(SHIFT + row)
-    shift, c0, c1, one, g_c, _ = row_terms(
-        y_max, log_s, _load_or(A, row, 0.0), _load_or(B, row, 0.0), 1.0, _load_or(G_C, row, 0.0),
-        inv_t, 0, V, False, NORMALISED,
-    )  # fmt: skip
+    log_s, y_max, shift, c0, c1, c0_ids, g_c, one = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, inv_t
+    if SHIFT is not None:
+        log_s = tl.load(LOG_S + row)
+        y_max = tl.load(SHIFT + row)
+        b = _load_or(B, row, 0.0)
+        shift, c0, c1, one, g_c, _ = row_terms(
+            y_max, log_s, _load_or(A, row, 0.0), b, 1.0, _load_or(G_C, row, 0.0),
+            inv_t, 0, V, False, NORMALISED,
+        )  # fmt: skip
+        c0_ids = c0
+        if A_IDS is not None:  # of the ids from `first` on
+            _, c0_ids, _, _, _, _ = row_terms(
+                y_max, log_s, tl.load(A_IDS + row), b, 0.0, 0.0, inv_t, 0, V, False, NORMALISED
+            )
+    d_label, c_label = _label_terms(LOG_S1, D_LABEL, row)
+
     bad = 0
     for start in range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         mask_k = offs_k < K
-        ids = tl.load(IDS + at + offs_k, mask=mask_k, other=0)
+        ids = tl.load(IDS + offs_k, mask=mask_k, other=0)
         inside = (ids >= 0) & (ids < V)
         bad += tl.sum((mask_k & ~inside).to(tl.int32), axis=0)
-        dz = tl.zeros((BLOCK_K,), tl.float32)
-        for other in range(0, K, BLOCK_K):
-            offs_j = other + tl.arange(0, BLOCK_K)
-            mask_j = offs_j < K
-            ids_j = tl.load(IDS + at + offs_j, mask=mask_j, other=-1)
-            g_j = load(G_ID + at, offs_j, mask_j).to(tl.float32)
-            same = (ids[:, None] == ids_j[None, :]) & mask_j[None, :]
-            dz += tl.sum(tl.where(same, g_j[None, :] * one, 0.0), axis=1)
-        z = load(PICKED + at, offs_k, mask_k)
+        g, member = _sums_of_same(IDS, G_ID, ids, K, first)
+        z = load(PICKED, offs_k, mask_k)
         if NORMALISED:
             y = (z + log_s) / inv_t + y_max
         else:
             y = z / inv_t
-        y = tl.where(log_s == -INF, -INF, y)  # of a row without a distribution, z - lse is NaN
-        dz += _dz((y - shift) * (inv_t * LOG2E), c0, c1, B is not None)
+        dz = g * one
+        if SHIFT is not None:
+            y = tl.where(log_s == -INF, -INF, y)  # of a row without a distribution, z - lse is NaN
+            c = tl.where(member > 0, c0_ids, c0)
+            dz += _dz((y - shift) * (inv_t * LOG2E), c, c1, B is not None)
+        if D_LABEL is not None:
+            dz += tl.where(ids == label, d_label, 0.0) + tl.exp2((y - shift) * LOG2E) * c_label
         if G_C is not None:
             if W is not None:
                 dz += g_c * load(W, ids, mask_k & inside).to(tl.float32)
             else:
                 dz += g_c
         if softcap is not None:
-            dz *= 1.0 - (y / softcap) * (y / softcap)
+            dz = tl.where(dz == 0, 0.0, dz * (1.0 - (y / softcap) * (y / softcap)))
         tl.store(DXrow + ids, dz.to(DX.dtype.element_ty), mask=mask_k & inside)
     if bad > 0:
         tl.debug_barrier()  # after what was just stored
@@ -252,13 +299,18 @@ def stats_bwd(
     softcap: float | None,
     ignore_index: int | None,
     normalised: bool,
+    outside: int | None,
+    plain: bool,
     shift: Tensor,  # (...)
     log_s: Tensor,  # (...)
     picked: Tensor | None,  # like ids
+    log_s1: Tensor | None,  # (...)
     a: Tensor | None,  # (...)
     b: Tensor | None,  # (...)
     g_id: Tensor | None,  # like ids, or one number for all
     g_c: Tensor | None,  # (...)
+    a_ids: Tensor | None,  # (...), for ids[..., outside:]
+    d_label: Tensor | None,  # (...), of the first id at temperature 1
     gain: Tensor | None = None,  # a number
     inplace: bool = False,
 ) -> Tensor:
@@ -270,34 +322,53 @@ def stats_bwd(
     dx = x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
     if dx.numel() == 0:
         return dx
-    ids, weight, row_temperature, picked, a, b, g_id, g_c = (
+    ids, weight, row_temperature, picked, a, b, g_id, g_c, a_ids, d_label = (
         None if t is None else t.contiguous()
-        for t in (ids, weight, row_temperature, picked, a, b, g_id, g_c)
+        for t in (ids, weight, row_temperature, picked, a, b, g_id, g_c, a_ids, d_label)
     )
     source, rows = rows_of(x)
     into, d_rows = (source, rows) if inplace else (dx, rows.packed(dx))
     K = 1 if ids is None else ids.numel() // rows.count
     alike = g_id is not None and g_id.dim() == 0
+    one_id = ids is not None and K == 1 and outside is None and not plain
     every, several = _plan(
-        rows, d_rows, K, alike, temperature, softcap, ignore_index, normalised,
-        config.backward(rows.vocab),
+        rows, d_rows, K, one_id, alike, outside or 0, temperature, softcap, ignore_index,
+        normalised, config.backward(rows.vocab),
     )  # fmt: skip
     per_row = (weight, row_temperature, shift, log_s, a, b)
-    if K == 1:
-        every(source, ids, *per_row, g_id, g_c, gain, into)
+    label = (log_s1, d_label) if d_label is not None else (None, None)
+    if one_id:
+        every(source, ids, *per_row, g_id, g_c, gain, *label, into)
     else:
-        every(source, None, *per_row, None, g_c, None, into)
-        if g_id is not None:
-            several(picked, ids, *per_row, g_id, g_c, into)
+        every(source, ids, *per_row, None, g_c, None, *label, into)
+        if g_id is not None or a_ids is not None or d_label is not None:
+            g_id = torch.zeros_like(picked) if g_id is None else g_id
+            several(picked, ids, *per_row, g_id, g_c, a_ids, *label, into)
     if into.data_ptr() != dx.data_ptr():  # a copy, for want of strides
         dx.copy_(into)
     return dx
 
 
+def several_ids(
+    dx: Tensor,  # (..., V), zeros; written to
+    ids: Tensor,  # (..., K)
+    y: Tensor,  # (..., K)
+    softcap: float | None,
+    g_id: Tensor,  # (..., K)
+) -> None:
+    """Only what the ids' own gradients add."""
+    _, rows = rows_of(dx)
+    _, several = _plan(
+        rows, rows, ids.shape[-1], False, False, 0, 1.0, softcap, None, False,
+        config.backward(rows.vocab),
+    )  # fmt: skip
+    several(y, ids, *(None,) * 6, g_id, *(None,) * 4, dx)
+
+
 @functools.lru_cache(REMEMBERED)
 def _plan(
-    rows: Rows, d_rows: Rows, K: int, alike: bool, temperature: float, softcap: float | None,
-    ignore_index: int | None, normalised: bool, cut: config.Config,
+    rows: Rows, d_rows: Rows, K: int, one_id: bool, alike: bool, first: int, temperature: float,
+    softcap: float | None, ignore_index: int | None, normalised: bool, cut: config.Config,
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """Every element; then, where a row has several ids, theirs."""
     V, into = rows.vocab, (d_rows.stride_b, d_rows.stride_t)
@@ -305,14 +376,15 @@ def _plan(
     return Launch(
         _stats_bwd_kernel, (rows.count * blocks,),
         (
-            *rows.where, *into, d_rows.lead, V, blocks, 0 if alike else 1,
+            *rows.where, *into, d_rows.lead, V, K, blocks, 0 if alike else 1,
             temperature, softcap, ignore_index,
         ),
-        num_warps=cut.num_warps, NORMALISED=normalised,
+        num_warps=cut.num_warps, ONE_ID=one_id, NORMALISED=normalised,
         PACK=rows.pack, ALIGNED=d_rows.aligned, SAME=rows.in_step_with(d_rows),
         BLOCK_V=cut.block_v,
     ), Launch(
-        _ids_bwd_kernel, (rows.count,), (rows.rows_t, *into, V, K, temperature, softcap),
-        num_warps=4, NORMALISED=normalised,
-        BLOCK_K=min(64, config.ceil_pow2(K)), BLOCK_V=cut.block_v,
+        _ids_bwd_kernel, (rows.count,),
+        (rows.rows_t, *into, V, K, first, temperature, softcap, ignore_index),
+        num_warps=1, NORMALISED=normalised,
+        BLOCK_K=min(512, max(config.ceil_pow2(K), 2)), BLOCK_V=256,
     )  # fmt: skip

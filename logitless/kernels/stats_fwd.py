@@ -1,12 +1,13 @@
 """Row statistics, forward: one pass over the row, online.
 
-Each block folds into the running state of its row, (m, s, w, c, n, block):
+Each block folds into the running state of its row, (m, s, w, c, n, block, s1):
 
     m = max y    s = Σ e^(d/T)    w = Σ d e^(d/T)    c = Σ v (y - ref)    n = Σ v        d = y - m
 
-with v the class weights (1 without), ref near the row's mean so that c stays small and exact, and
-`block` the first block to reach m. Rows that are too few to fill the GPU are split over several
-programs, whose states a second kernel merges by the same law that joins the blocks.
+with v the class weights (1 without), ref near the row's mean so that c stays small and exact,
+`block` the first block to reach m, and s1 = Σ e^d, a second normaliser at temperature 1. Rows that
+are too few to fill the GPU are split over several programs, whose states a second kernel merges by
+the same law that joins the blocks.
 """
 
 import functools
@@ -22,35 +23,26 @@ from .rows import (
     INF,
     LOG2E,
     capped,
+    finite,
     fringe_tile,
     inverse_temperature,
     load,
+    move,
     row_offset,
     split_row,
 )
+from .tail import mass_outside
 from .view import Rows, rows_of
 
-FIELDS = tl.constexpr(6)  # of the state
+FIELDS = tl.constexpr(7)  # of the state
 NOWHERE = tl.constexpr(2**31 - 1)  # a column that is none
 
 
 @triton.jit
-def finite(m):
-    """What to subtract: m, or 0 where m is ±inf and the bare exponential is right."""
-    return tl.where(tl.abs(m) == INF, 0.0, m)
-
-
-@triton.jit
-def move(m, m_new, s):
-    """d of a state whose max moves from m to m_new; the empty state (-inf, 0) moves at no cost."""
-    return tl.where((m == m_new) | (s == 0), 0.0, tl.maximum(m - m_new, -1e38))
-
-
-@triton.jit
 def _fold(
-    m, s, w, c, n, block,
+    m, s, w, c, n, block, s1,
     X, W, start, offs, mask, first, ref, rate, softcap,
-    ENTROPY: tl.constexpr, TOTAL: tl.constexpr,
+    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """The state after one more block: elements start + offs of X, `first` columns into the row."""
     at = start + offs
@@ -69,6 +61,8 @@ def _fold(
         # -inf · 0 is 0 here: any finite d will do where e is 0.
         w = w * scale + moved * (s * scale) + tl.sum(tl.maximum(d, -1e38) * e, axis=0)
     s = s * scale + tl.sum(e, axis=0)
+    if PLAIN:
+        s1 = s1 * tl.exp2(moved * LOG2E) + tl.sum(tl.exp2(d * LOG2E), axis=0)
     if TOTAL:
         u = y - ref
         if W is not None:
@@ -79,7 +73,7 @@ def _fold(
             c += tl.sum(tl.where(mask, u, 0.0), axis=0)
         else:
             c += tl.sum(u, axis=0)
-    return m_new, s, w, c, n, block
+    return m_new, s, w, c, n, block, s1
 
 
 @triton.jit
@@ -98,36 +92,36 @@ def _reference(Xrow, V, softcap, TOTAL: tl.constexpr):
 @triton.jit
 def fold_span(
     Xrow, W, offset, V, lead, lo, hi, ref, rate, softcap,
-    ENTROPY: tl.constexpr, TOTAL: tl.constexpr,
+    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, PLAIN: tl.constexpr,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """State of the packs [lo, hi) of a row, and of its ragged ends where lo = 0."""
     m = tl.full((), -INF, tl.float32)
     zero = tl.full((), 0.0, tl.float32)
-    s, w, c, n, block = zero, zero, zero, zero, tl.full((), 0, tl.int32) + lo
+    s, w, c, n, s1, block = zero, zero, zero, zero, zero, tl.full((), 0, tl.int32) + lo
     head, body = split_row(offset, V, lead, PACK, ALIGNED)
     Xbody = tl.multiple_of(Xrow + head, 16)
     hi = tl.multiple_of(tl.minimum(hi, body), PACK)
     full = lo + tl.maximum(hi - lo, 0) // BLOCK_V * BLOCK_V
     offs = tl.arange(0, BLOCK_V)
     for start in range(lo, full, BLOCK_V):
-        m, s, w, c, n, block = _fold(
-            m, s, w, c, n, block, Xbody, W, start, offs, None, head, ref, rate, softcap,
-            ENTROPY, TOTAL,
+        m, s, w, c, n, block, s1 = _fold(
+            m, s, w, c, n, block, s1, Xbody, W, start, offs, None, head, ref, rate, softcap,
+            ENTROPY, TOTAL, PLAIN,
         )  # fmt: skip
     if full < hi:
-        m, s, w, c, n, block = _fold(
-            m, s, w, c, n, block, Xbody, W, full, offs, full + offs < hi, head, ref, rate, softcap,
-            ENTROPY, TOTAL,
+        m, s, w, c, n, block, s1 = _fold(
+            m, s, w, c, n, block, s1, Xbody, W, full, offs, full + offs < hi,
+            head, ref, rate, softcap, ENTROPY, TOTAL, PLAIN,
         )  # fmt: skip
     if not ALIGNED:
         if lo == 0:
             ends, mask_ends = fringe_tile(head, body, V, PACK)
-            m, s, w, c, n, _ = _fold(
-                m, s, w, c, n, block, Xrow, W, 0, ends, mask_ends, 0, ref, rate, softcap,
-                ENTROPY, TOTAL,
+            m, s, w, c, n, _, s1 = _fold(
+                m, s, w, c, n, block, s1, Xrow, W, 0, ends, mask_ends, 0, ref, rate, softcap,
+                ENTROPY, TOTAL, PLAIN,
             )  # fmt: skip
-    return m, s, w, c, n, block
+    return m, s, w, c, n, block, s1
 
 
 @triton.jit
@@ -153,9 +147,21 @@ def _argmax(
 
 
 @triton.jit
+def _finish_label(Xrow, ID, LABEL, LOG_S1, row, V, live, shift, s1, softcap):
+    """log p of a row's first id at temperature 1."""
+    id = tl.load(ID)
+    inside = (id >= 0) & (id < V) & live
+    y, _ = capped(tl.load(Xrow + id, mask=inside, other=0.0), softcap)
+    log_s1 = tl.log(s1)
+    log_p = tl.where(inside, (y - shift) - log_s1, tl.where(live, float("nan"), 0.0))
+    tl.store(LABEL + row, log_p)
+    tl.store(LOG_S1 + row, tl.where(live, log_s1, 0.0))
+
+
+@triton.jit
 def _finish(
-    m, s, w, c, n, arg,
-    Xrow, IDS, SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX,
+    m, s, w, c, n, arg, s1,
+    Xrow, IDS, SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX, LABEL, LOG_S1,
     row, V, K, live, ref, inv_t, softcap, NORMALISED: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write a row's statistics from its state, and what is at its ids; zeros if ignored."""
@@ -175,6 +181,10 @@ def _finish(
     if ARGMAX is not None:
         arg = tl.where(arg < V, arg, 0)  # a row of NaNs has no largest
         tl.store(ARGMAX + row, tl.where(live, arg, -1).to(tl.int64))
+    if LABEL is not None:
+        _finish_label(
+            Xrow, IDS + row.to(tl.int64) * K, LABEL, LOG_S1, row, V, live, shift, s1, softcap
+        )
     if IDS is not None:
         for start in range(0, K, BLOCK_K):
             offs_k = start + tl.arange(0, BLOCK_K)
@@ -191,10 +201,10 @@ def _finish(
 
 
 @triton.jit
-def is_live(IDS, row, ignore_index):
-    """Whether a row counts. An ignored row is read by no one."""
+def is_live(IDS, row, K, ignore_index):
+    """Whether a row counts, by its first id. An ignored row is read by no one."""
     if ignore_index is not None:
-        return tl.load(IDS + row) != ignore_index
+        return tl.load(IDS + row.to(tl.int64) * K) != ignore_index
     else:
         return True
 
@@ -202,7 +212,7 @@ def is_live(IDS, row, ignore_index):
 @triton.jit(do_not_specialize=["rows_t", "lead"])
 def _stats_fwd_kernel(
     X, IDS, W, TEMP,  # inputs
-    SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX,  # outputs
+    SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX, LABEL, LOG_S1,  # outputs
     rows_t, stride_xb, stride_xt, lead, V, K,  # sizes
     temperature, softcap, ignore_index,  # options
     NORMALISED: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -210,14 +220,14 @@ def _stats_fwd_kernel(
 ):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0)
-    live = is_live(IDS, row, ignore_index)
+    live = is_live(IDS, row, K, ignore_index)
     columns = tl.where(live, V, 0)
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     inv_t = inverse_temperature(TEMP, temperature, row)
     ref = _reference(X + offset, columns, softcap, TOTAL is not None)
-    m, s, w, c, n, block = fold_span(
+    m, s, w, c, n, block, s1 = fold_span(
         X + offset, W, offset, columns, lead, 0, columns, ref, inv_t * LOG2E, softcap,
-        ENTROPY is not None, TOTAL is not None, PACK, ALIGNED, BLOCK_V,
+        ENTROPY is not None, TOTAL is not None, LABEL is not None, PACK, ALIGNED, BLOCK_V,
     )  # fmt: skip
     if W is None:
         n = columns.to(tl.float32)
@@ -225,8 +235,8 @@ def _stats_fwd_kernel(
     if ARGMAX is not None:
         arg = _argmax(X + offset, m, block, offset, columns, lead, softcap, PACK, ALIGNED, BLOCK_V)
     _finish(
-        m, s, w, c, n, arg,
-        X + offset, IDS, SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX,
+        m, s, w, c, n, arg, s1,
+        X + offset, IDS, SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX, LABEL, LOG_S1,
         row, V, K, live, ref, inv_t, softcap, NORMALISED, BLOCK_K,
     )  # fmt: skip
 
@@ -235,22 +245,22 @@ def _stats_fwd_kernel(
 def _split_kernel(
     X, IDS, W, TEMP,  # inputs
     PART,  # (rows, splits, FIELDS), output
-    rows_t, stride_xb, stride_xt, lead, V, span, splits,  # sizes
+    rows_t, stride_xb, stride_xt, lead, V, K, span, splits,  # sizes
     temperature, softcap, ignore_index,  # options
-    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr,
+    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr, PLAIN: tl.constexpr,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """First level: one program a split of a row, to a partial state."""
     row = tl.program_id(0)
     split = tl.program_id(1)
-    columns = tl.where(is_live(IDS, row, ignore_index), V, 0)
+    columns = tl.where(is_live(IDS, row, K, ignore_index), V, 0)
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     inv_t = inverse_temperature(TEMP, temperature, row)
     ref = _reference(X + offset, columns, softcap, TOTAL)
     span = tl.multiple_of(span, BLOCK_V)
-    m, s, w, c, n, block = fold_span(
+    m, s, w, c, n, block, s1 = fold_span(
         X + offset, W, offset, columns, lead, split * span, split * span + span,
-        ref, inv_t * LOG2E, softcap, ENTROPY, TOTAL, PACK, ALIGNED, BLOCK_V,
+        ref, inv_t * LOG2E, softcap, ENTROPY, TOTAL, PLAIN, PACK, ALIGNED, BLOCK_V,
     )  # fmt: skip
     arg = NOWHERE
     if ARGMAX:
@@ -262,19 +272,20 @@ def _split_kernel(
     tl.store(at + 3, c)
     tl.store(at + 4, n)
     tl.store(at + 5, arg.to(tl.float32, bitcast=True))
+    tl.store(at + 6, s1)
 
 
 @triton.jit(do_not_specialize=["rows_t", "splits"])
 def _merge_kernel(
     PART, X, IDS, W, TEMP,  # inputs
-    SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX,  # outputs
+    SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX, LABEL, LOG_S1,  # outputs
     rows_t, stride_xb, stride_xt, V, K, splits,  # sizes
     temperature, softcap, ignore_index,  # options
     NORMALISED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Second level: one program a row merges its splits' states, all at once."""
     row = tl.program_id(0)
-    live = is_live(IDS, row, ignore_index)
+    live = is_live(IDS, row, K, ignore_index)
     columns = tl.where(live, V, 0)
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     inv_t = inverse_temperature(TEMP, temperature, row)
@@ -288,10 +299,13 @@ def _merge_kernel(
     moved = move(m_s, m, s_s)
     scale = tl.exp2(moved * (inv_t * LOG2E))
     s = tl.sum(s_s * scale, axis=0)
-    w, c, n, arg = m, m, m, 0  # stay unread unless asked for
+    w, c, n, s1, arg = m, m, m, m, 0  # stay unread unless asked for
     if ENTROPY is not None:
         w_s = tl.load(at + 2, mask=mask_s, other=0.0)
         w = tl.sum(w_s * scale + moved * (s_s * scale), axis=0)
+    if LABEL is not None:
+        s1_s = tl.load(at + 6, mask=mask_s, other=0.0)
+        s1 = tl.sum(s1_s * tl.exp2(move(m_s, m, s1_s) * LOG2E), axis=0)
     if TOTAL is not None:
         c = tl.sum(tl.load(at + 3, mask=mask_s, other=0.0), axis=0)
         n = columns.to(tl.float32)
@@ -301,8 +315,8 @@ def _merge_kernel(
         args = tl.load(at + 5, mask=mask_s, other=0.0).to(tl.int32, bitcast=True)
         arg = tl.min(tl.where(mask_s & (m_s == m), args, NOWHERE), axis=0)
     _finish(
-        m, s, w, c, n, arg,
-        X + offset, IDS, SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX,
+        m, s, w, c, n, arg, s1,
+        X + offset, IDS, SHIFT, LOG_S, LSE, PICKED, ENTROPY, TOTAL, ARGMAX, LABEL, LOG_S1,
         row, V, K, live, ref, inv_t, softcap, NORMALISED, BLOCK_K,
     )  # fmt: skip
 
@@ -316,13 +330,18 @@ def stats_fwd(
     softcap: float | None,
     ignore_index: int | None,
     normalised: bool,
+    outside: int | None,
+    plain: bool,
     want_entropy: bool,
     want_total: bool,
     want_argmax: bool,
 ) -> tuple[Tensor | None, ...]:
-    """shift, log_s, lse (...); picked like ids; entropy, total, argmax (...); None if not wanted.
+    """shift, log_s, lse, picked, entropy, total, argmax, tail, label, log_s1; None if not wanted.
 
-    picked and total are of z, or of log p = z - lse where `normalised`.
+    (...) each, picked like ids. picked and total are of z, or of log p = z - lse where
+    `normalised`; tail is the log mass outside ids[..., outside:]; where `plain`, label is log p of
+    the first id at temperature 1, and log_s1 its normaliser. A row whose first id is ignore_index
+    is not read.
     """
     V = x.shape[-1]
     shift = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
@@ -335,31 +354,39 @@ def stats_fwd(
         torch.empty_like(shift) if want_total else None,
         torch.empty_like(shift, dtype=torch.int64) if want_argmax else None,
     )
+    label, log_s1 = (torch.empty_like(shift) if plain else None for _ in range(2))
+    tail = torch.empty_like(shift) if outside is not None else None
     if shift.numel() == 0:
-        return outputs
+        return *outputs, tail, label, log_s1
 
     ids, weight, row_temperature = (
         None if t is None else t.contiguous() for t in (ids, weight, row_temperature)
     )
     x, rows = rows_of(x)
     heavy = want_entropy or want_total or want_argmax or softcap is not None
-    cut = config.forward(rows.count, V, rows.itemsize, config.processors(x.device), heavy)
+    cut = config.forward(rows.count, V, rows.itemsize, config.processors(x.device), heavy, plain)
     K = 1 if ids is None else ids.numel() // rows.count
-    wants = (want_entropy, want_total, want_argmax)
+    wants = (want_entropy, want_total, want_argmax, plain)
     first, second = _plan(rows, K, temperature, softcap, ignore_index, normalised, wants, cut)
     if second is None:
-        first(x, ids, weight, row_temperature, *outputs)
-        return outputs
-    part = torch.empty((rows.count, cut.splits, FIELDS.value), device=x.device, dtype=torch.float32)
-    first(x, ids, weight, row_temperature, part)
-    second(part, x, ids, weight, row_temperature, *outputs)
-    return outputs
+        first(x, ids, weight, row_temperature, *outputs, label, log_s1)
+    else:
+        size = (rows.count, cut.splits, FIELDS.value)
+        part = torch.empty(size, device=x.device, dtype=torch.float32)
+        first(x, ids, weight, row_temperature, part)
+        second(part, x, ids, weight, row_temperature, *outputs, label, log_s1)
+    if tail is not None:
+        mass_outside(
+            x, rows, ids, row_temperature, *outputs[:2], tail,
+            K, outside, temperature, softcap, ignore_index,
+        )  # fmt: skip
+    return *outputs, tail, label, log_s1
 
 
 @functools.lru_cache(REMEMBERED)
 def _plan(
     rows: Rows, K: int, temperature: float, softcap: float | None, ignore_index: int | None,
-    normalised: bool, wants: tuple[bool, bool, bool], cut: config.Config,
+    normalised: bool, wants: tuple[bool, ...], cut: config.Config,
 ) -> tuple[Launch, Launch | None]:  # fmt: skip
     """One program a row; or one a split of a row, then one a row."""
     V, options = rows.vocab, (temperature, softcap, ignore_index)
@@ -373,9 +400,9 @@ def _plan(
     span = config.ceil_div(config.ceil_div(V, cut.splits), cut.block_v) * cut.block_v
     return Launch(
         _split_kernel, (rows.count, cut.splits),
-        (*rows.where, rows.lead, V, span, cut.splits, *options),
+        (*rows.where, rows.lead, V, K, span, cut.splits, *options),
         num_warps=cut.num_warps, **layout,
-        **dict(zip(("ENTROPY", "TOTAL", "ARGMAX"), wants, strict=True)),
+        **dict(zip(("ENTROPY", "TOTAL", "ARGMAX", "PLAIN"), wants, strict=True)),
     ), Launch(
         _merge_kernel, (rows.count,), (*rows.where, V, K, cut.splits, *options),
         num_warps=1, **finish, BLOCK_S=config.MAX_SPLITS,

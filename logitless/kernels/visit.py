@@ -17,9 +17,18 @@ from torch import Tensor
 
 from . import config
 from .launch import REMEMBERED, Launch
-from .rows import LOG2E, capped, fringe_tile, inverse_temperature, row_offset, split_row
+from .rows import (
+    LOG2E,
+    capped,
+    finite,
+    fringe_tile,
+    inverse_temperature,
+    move,
+    row_offset,
+    split_row,
+)
 from .stats_bwd import dx_id, dx_tile, row_terms, zero_tile
-from .stats_fwd import finite, fold_span, move
+from .stats_fwd import fold_span
 from .view import Rows, rows_of
 
 EMPTY = tl.constexpr(-(0x00800000 << 32))  # (-inf, 0): what a program that isn't there leaves
@@ -85,9 +94,9 @@ def _visit_kernel(
 
     inv_t = inverse_temperature(TEMP, temperature, row)
     rate = inv_t * LOG2E
-    m, s, _, _, _, _ = fold_span(
+    m, s, _, _, _, _, _ = fold_span(
         Xrow, None, offset, V, lead, lo, hi, 0.0, rate, softcap,
-        False, False, PACK, ALIGNED, BLOCK_V,
+        False, False, False, PACK, ALIGNED, BLOCK_V,
     )  # fmt: skip
     # Whose part holds the target reads it now, before it is overwritten.
     column = id - head
@@ -114,14 +123,14 @@ def _visit_kernel(
     for start in range(lo, hi, BLOCK_V):
         dx_tile(
             Xbody, None, Xbody, start + offs, start + offs < hi,
-            shift, c0, 0.0, 0.0, rate, softcap, False, False,
+            shift, c0, 0.0, 0.0, 0.0, rate, softcap, False, False, False,
         )  # fmt: skip
     if not ALIGNED:
         if lo == 0:
             ends, mask_ends = fringe_tile(head, body, V, PACK)
             dx_tile(
                 Xrow, None, Xrow, ends, mask_ends,
-                shift, c0, 0.0, 0.0, rate, softcap, False, False,
+                shift, c0, 0.0, 0.0, 0.0, rate, softcap, False, False, False,
             )  # fmt: skip
     if mine & inside:
         dx_id(x_id, None, Xrow, id, shift, c0, 0.0, g_id, 0.0, rate, softcap, False)
@@ -146,11 +155,15 @@ def visit(
     softcap: float | None,
     ignore_index: int | None,
     normalised: bool,
+    outside: None,
+    plain: bool,
     g_id: Tensor,  # (...), or one number for all
 ) -> tuple[Tensor, Tensor]:
     """lse and log p[ids], (...), while x becomes dz_i = g_id ([i = id] - p_i), times dz/dx."""
     assert normalised
     assert weight is None
+    assert outside is None
+    assert not plain
     lse = torch.empty(ids.shape, device=x.device, dtype=torch.float32)
     picked = torch.empty_like(lse)
     if x.numel() == 0:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 MIB = 2**20
-L2_FLUSH_BYTES = 1024 * MIB  # more than the last-level cache of any GPU at hand, for a while
+L2_FLUSH_BYTES = 1024 * MIB  # more than any last-level cache
 
 Prepare = Callable[[], Any]
 Run = Callable[[Any], Any]

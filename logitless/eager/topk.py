@@ -1,0 +1,52 @@
+"""The k largest of each row, and the mass of all the rest, in plain PyTorch.
+
+The same contract as kernels/topk.py. torch.topk promises no order among equals, so it is given
+integers that have no equals: a logit's bits, made ordered, above its column counted from the right.
+A logit of fp64 leaves no room for that, and its row is sorted.
+"""
+
+import torch
+from torch import Tensor
+
+from .stats import _capped, _chunks, _precision
+
+LAST = 2**31 - 1
+
+
+def topk(
+    x: Tensor,  # (..., V)
+    k: int,
+    temperature: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ids and log-probabilities (..., k), largest first, and the log of the tail's mass (...).
+
+    Equal logits come in the order of their ids.
+    """
+    shape, V = x.shape[:-1], x.shape[-1]
+    flat = x.detach().reshape(-1, V)
+    ids = torch.empty((flat.shape[0], k), dtype=torch.int64, device=x.device)
+    logprobs = torch.empty((flat.shape[0], k), dtype=_precision(x), device=x.device)
+    log_tail = torch.empty(flat.shape[0], dtype=_precision(x), device=x.device)
+    for rows in _chunks(flat, None):
+        at = ids[rows] = _largest(flat[rows], k)
+        y, _ = _capped(flat[rows], softcap)
+        m = y.amax(1, keepdim=True)
+        z = (y - torch.where(m.isinf(), 0.0, m)) / temperature
+        chosen = z.gather(1, at)
+        rest = z.scatter_(1, at, -torch.inf).logsumexp(1)
+        log_s = torch.logaddexp(chosen.logsumexp(1), rest)
+        logprobs[rows] = chosen - log_s[:, None]
+        log_tail[rows] = rest - log_s
+    return ids.view(*shape, k), logprobs.view(*shape, k), log_tail.view(shape)
+
+
+def _largest(x: Tensor, k: int) -> Tensor:
+    """ids (N, k) of the k largest of each row of x (N, V), in order."""
+    if x.dtype == torch.float64:
+        return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    bits = torch.where(x == 0, 0.0, x).float().view(torch.int32)  # -0 is 0
+    ordered = bits ^ ((bits >> 31) & LAST)
+    keys = ordered.long() << 32
+    keys |= LAST ^ torch.arange(x.shape[1], device=x.device)
+    return keys.topk(k, dim=1).values & LAST ^ LAST

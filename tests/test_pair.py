@@ -1,0 +1,536 @@
+"""Dense-teacher losses against their definitions in fp64, by each implementation."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from laws import assert_as_good_as_torch, value_and_grad
+from oracle import z_of
+
+import logitless as ll
+from logitless.pair import jsd, kl_div, soft_cross_entropy
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+V = 75  # blocks of 32, a ragged last one, rows that are not 16-byte aligned
+ROWS = 3
+
+
+# The definitions, in the dtype of x, with autograd.
+
+
+def expected(p, h):
+    """Σ p h, where an entry of p = 0 adds 0 and no gradient."""
+    gone = p == 0
+    return (p * torch.where(gone, torch.zeros_like(h), h)).sum(-1)
+
+
+def naive_divergence(x, teacher, kind, beta, temperature=1.0, softcap=None):
+    log_q = torch.log_softmax(z_of(x, temperature, softcap), -1)
+    log_p = torch.log_softmax(z_of(teacher.to(x.dtype), temperature), -1)
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "forward":
+        return expected(p, log_p - log_q)
+    if kind == "reverse":
+        return expected(q, log_q - log_p)
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log(1 - beta))
+    return beta * expected(p, log_p - log_m) + (1 - beta) * expected(q, log_q - log_m)
+
+
+def naive_soft(x, probs, weight=None, label_smoothing=0.0, temperature=1.0, softcap=None):
+    log_q = torch.log_softmax(z_of(x, temperature, softcap), -1)
+    v = probs.to(x.dtype) * (1 - label_smoothing) + label_smoothing / x.shape[-1]
+    return -expected(v if weight is None else v * weight.to(x.dtype), log_q)
+
+
+def naive(
+    x, teacher, loss, *, t_squared=False, mask=None, row_weight=None, reduction="mean", **how
+):
+    name, beta = loss
+    if name == "soft":
+        row = naive_soft(x, teacher, **how)
+    else:
+        row = naive_divergence(x, teacher, name, beta, **how)
+    if t_squared:
+        row = row * how.get("temperature", 1.0) ** 2
+    if row_weight is not None:
+        row = row * row_weight.to(row.dtype)
+    if mask is not None:
+        row = torch.where(mask != 0, row, torch.zeros_like(row))
+    if reduction == "none":
+        return row
+    count = row.numel() if mask is None else int((mask != 0).sum())
+    return row.sum() / (max(count, 1) if reduction == "mean" else 1)
+
+
+def ours(x, teacher, loss, **how):
+    name, beta = loss
+    if name == "soft":
+        return soft_cross_entropy(x, teacher, **how)
+    if name == "jsd":
+        return jsd(x, teacher, beta=beta, **how)
+    return kl_div(x, teacher, direction=name, **how)
+
+
+LOSSES = {
+    "forward": ("forward", None),
+    "reverse": ("reverse", None),
+    "jsd 0.1": ("jsd", 0.1),
+    "jsd 0.5": ("jsd", 0.5),
+    "soft": ("soft", None),
+}
+DIVERGENCES = {name: loss for name, loss in LOSSES.items() if name != "soft"}
+every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+every_divergence = pytest.mark.parametrize("loss", DIVERGENCES.values(), ids=DIVERGENCES.keys())
+
+
+def make(loss, rows=(ROWS,), vocab=V, dtype=torch.float32, device="cpu", scale=3.0, teacher=None):
+    x = (torch.randn(*rows, vocab, dtype=torch.float64) * scale).to(dtype).to(device)
+    t = torch.randn(*rows, vocab, dtype=torch.float64) * scale
+    t = t.softmax(-1) if loss[0] == "soft" else t
+    return x, t.to(teacher or dtype).to(device)
+
+
+def on(how, device):
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in how.items()}
+
+
+OPTIONS = {
+    "plain": {},
+    "temperature": {"temperature": 2.5},
+    "row temperature": {"temperature": torch.tensor([0.5, 1.0, 2.5])},
+    "softcap": {"softcap": 5.0, "temperature": 1.3},
+    "all": {
+        "temperature": torch.tensor([0.5, 1.0, 2.5]),
+        "softcap": 6.0,
+        "mask": torch.tensor([True, False, True]),
+        "row_weight": torch.tensor([-1.0, 0.5, 2.0]),
+    },
+}
+
+
+CASES = {name: (torch.float32, how) for name, how in OPTIONS.items()} | {
+    f"all, {str(dtype)[6:]}": (dtype, OPTIONS["all"]) for dtype in DTYPES[1:]
+}
+
+
+@every_loss
+@pytest.mark.parametrize(("dtype", "how"), CASES.values(), ids=CASES.keys())
+@pytest.mark.usefixtures("small_blocks")
+def test_value_and_gradient(loss, dtype, how, device):
+    x, t = make(loss, dtype=dtype, device=device)
+    how = on(how, device)
+    assert_as_good_as_torch(
+        lambda x: ours(x, t, loss, **how, reduction="none"),
+        lambda x: naive(x, t, loss, **how, reduction="none"),
+        x,
+        # We multiply by 1/T, which is rounded itself, where PyTorch divides: twice its share.
+        factor=4.0 if "temperature" in how else 2.0,
+    )
+
+
+@every_loss
+@pytest.mark.parametrize(
+    ("reduction", "how"), [("sum", OPTIONS["plain"]), ("mean", OPTIONS["all"])], ids=["sum", "mean"]
+)
+def test_reductions(loss, reduction, how, impl, device):
+    x, t = make(loss, rows=(1, ROWS), device=device)
+    how = {
+        k: v.view(1, ROWS) if isinstance(v, torch.Tensor) else v for k, v in on(how, device).items()
+    }
+    assert_as_good_as_torch(
+        lambda x: ours(x, t, loss, **how, reduction=reduction),
+        lambda x: naive(x, t, loss, **how, reduction=reduction),
+        x,
+    )
+
+
+@every_loss
+@pytest.mark.parametrize("how", [OPTIONS["plain"], OPTIONS["all"]], ids=["plain", "all"])
+def test_gradcheck(loss, how, device):
+    x, t = make(loss, vocab=13, dtype=torch.float64, device=device)
+    how = on(how, device)
+    assert torch.autograd.gradcheck(lambda x: ours(x, t, loss, **how), x.requires_grad_())
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_jsd_ends_in_the_kl_divergences(direction, impl, device):
+    x, t = make(("jsd", 0.5), device=device)
+    beta = {"forward": 0, "reverse": 1.0}[direction]
+    upstream = torch.ones((), device=device)
+    got = value_and_grad(lambda x: jsd(x, t, beta=beta), x, upstream)
+    want = value_and_grad(lambda x: kl_div(x, t, direction=direction), x, upstream)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+@every_divergence
+@pytest.mark.parametrize("temperature", [2.5, torch.tensor([0.5, 1.0, 2.5])])
+def test_t_squared_scales_value_and_gradient(loss, temperature, impl, device):
+    x, t = make(loss, device=device)
+    temperature = temperature.to(device) if isinstance(temperature, torch.Tensor) else temperature
+    upstream = torch.randn(ROWS, device=device)
+    how = {"temperature": temperature, "reduction": "none"}
+    plain = value_and_grad(lambda x: ours(x, t, loss, **how), x, upstream)
+    scaled = value_and_grad(lambda x: ours(x, t, loss, **how, t_squared=True), x, upstream)
+    square = torch.as_tensor(temperature, device=device).expand(ROWS) ** 2
+    torch.testing.assert_close(scaled[0], plain[0] * square)
+    torch.testing.assert_close(scaled[1], plain[1] * square[:, None])
+
+
+@every_divergence
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.usefixtures("small_blocks")
+def test_a_student_that_is_the_teacher(loss, dtype, device):
+    x, _ = make(loss, dtype=dtype, device=device)
+    x[:, 3:9] = -torch.inf
+    upstream = torch.ones(ROWS, device=device)
+    value, grad = value_and_grad(
+        lambda s: ours(s, x, loss, temperature=1.7, reduction="none"), x, upstream
+    )
+    assert torch.equal(value, torch.zeros_like(value))
+    assert torch.equal(grad, torch.zeros_like(grad))
+
+
+@every_divergence
+def test_never_negative(loss, impl, device):
+    t = torch.randn(8, V, device=device) * 2
+    noise = torch.tensor([0, 1e-4, 1e-3, 1e-2], device=device).repeat(2)[:, None]
+    x = (t + noise * torch.randn_like(t)).bfloat16()
+    value = ours(x, t.bfloat16(), loss, reduction="none")
+    assert (value >= 0).all()
+    assert (value <= 1e-2).all()
+
+
+@every_loss
+@pytest.mark.usefixtures("small_blocks")
+def test_offsets_cost_no_digits(loss, device):
+    """A common 1e4 on either row is nothing to the loss."""
+    x, t = make(loss, device=device)
+    x, t = x.mul(8).round() / 8, t if loss[0] == "soft" else t.mul(8).round() / 8  # exact at 1e4
+    upstream = torch.ones(ROWS, device=device)
+    want = value_and_grad(lambda x: ours(x, t, loss, reduction="none"), x, upstream)
+    moved = t if loss[0] == "soft" else t - 1e4
+    got = value_and_grad(lambda x: ours(x, moved, loss, reduction="none"), x + 1e4, upstream)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+
+
+@every_loss
+@pytest.mark.parametrize("vocab", [1, 31, 128])
+def test_vocabularies(loss, vocab, impl, device):
+    x, t = make(loss, vocab=vocab, device=device)
+    assert_as_good_as_torch(
+        lambda x: ours(x, t, loss, reduction="none"),
+        lambda x: naive(x, t, loss, reduction="none"),
+        x,
+    )
+
+
+@every_loss
+@pytest.mark.parametrize(("teacher", "vocab"), [(torch.float32, 67), (torch.bfloat16, 64)])
+@pytest.mark.usefixtures("small_blocks")
+def test_strided_rows_of_two_types(loss, teacher, vocab, device):
+    """Shifted rows, a column off, and a teacher of another type and layout; none is copied."""
+    x, t = make(
+        loss, rows=(2, 3), vocab=vocab + 3, dtype=torch.bfloat16, teacher=teacher, device=device
+    )
+    t = t[:, :2, :vocab]
+    assert_as_good_as_torch(
+        lambda x: ours(x[:, 1:, 3:], t, loss, reduction="none"),
+        lambda x: naive(x[:, 1:, 3:], t, loss, reduction="none"),
+        x,
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (2, 1, 3), (2, 1, 1, 2)])
+def test_leading_dimensions(shape, impl, device):
+    x, t = make(("jsd", 0.5), rows=shape, vocab=11, device=device)
+    got = jsd(x.mT if len(shape) == 3 else x, t.mT if len(shape) == 3 else t, reduction="none")
+    if len(shape) == 3:
+        x, t = x.mT, t.mT  # strides that no rows have
+    assert got.shape == x.shape[:-1]
+    torch.testing.assert_close(got, naive(x, t, ("jsd", 0.5), reduction="none"))
+
+
+@every_loss
+def test_empty_batch(loss, impl, device):
+    x, t = make(loss, rows=(0, 3), device=device)
+    x.requires_grad_()
+    assert ours(x, t, loss, reduction="none").shape == (0, 3)
+    value = ours(x, t, loss)
+    value.backward()
+    assert value.item() == 0
+    assert x.grad.shape == x.shape
+
+
+@every_loss
+@pytest.mark.usefixtures("small_blocks")
+def test_masked_rows_are_not_read(loss, device):
+    x, t = make(loss, device=device)
+    keep = torch.tensor([0.0, 1.0, 0.0], device=device)
+    x[0], t[0], x[2], t[2] = torch.nan, torch.nan, torch.inf, -torch.inf
+    weight = torch.tensor([torch.inf, 2.0, torch.nan], device=device).requires_grad_()
+    leaf = x.clone().requires_grad_()
+    value = ours(leaf, t, loss, mask=keep, row_weight=weight, reduction="none")
+    value.sum().backward()
+    assert value[0] == value[2] == weight.grad[0] == weight.grad[2] == 0
+    assert torch.equal(leaf.grad[::2], torch.zeros_like(leaf.grad[::2]))
+    assert leaf.grad.isfinite().all()
+    torch.testing.assert_close(value[1], ours(x[1], t[1], loss) * weight[1])
+
+
+@every_loss
+def test_all_masked(loss, impl, device):
+    x, t = make(loss, device=device)
+    leaf = x.fill_(torch.nan).requires_grad_()
+    value = ours(leaf, t, loss, mask=torch.zeros(ROWS, device=device))
+    value.backward()
+    assert value == 0
+    assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+@every_loss
+def test_row_weight_gets_its_gradient(loss, impl, device):
+    x, t = make(loss, device=device)
+    weight = torch.rand(ROWS, device=device).requires_grad_()
+    ours(x, t, loss, row_weight=weight).backward()
+    torch.testing.assert_close(weight.grad, ours(x, t, loss, reduction="none") / ROWS)
+
+
+# Minus infinity, on either side
+
+
+@every_loss
+@pytest.mark.usefixtures("small_blocks")
+def test_both_minus_infinite(loss, device):
+    """A class that neither has, a block of them first, is as if it weren't there."""
+    x, t = make(loss, device=device)
+    gone = torch.zeros(V, dtype=torch.bool, device=device)
+    gone[:40], gone[50], gone[-1] = True, True, True
+    x[:, gone], t[:, gone] = -torch.inf, 0.0 if loss[0] == "soft" else -torch.inf
+    upstream = torch.randn(ROWS, device=device)
+    got = value_and_grad(lambda x: ours(x, t, loss, reduction="none"), x, upstream)
+    want = value_and_grad(
+        lambda x: naive(x, t[:, ~gone].double(), loss, reduction="none"),
+        x[:, ~gone].double(), upstream,
+    )  # fmt: skip
+    torch.testing.assert_close(got[0].double(), want[0], rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(got[1][:, ~gone].double(), want[1], rtol=2e-5, atol=1e-7)
+    assert torch.equal(got[1][:, gone], torch.zeros_like(got[1][:, gone]))
+
+
+@every_divergence
+@pytest.mark.parametrize("side", ["student", "teacher"])
+@pytest.mark.usefixtures("small_blocks")
+def test_one_minus_infinite(loss, side, device):
+    """Infinite only where the divergence is, and in no other row; JSD never."""
+    x, t = make(loss, device=device)
+    (x if side == "student" else t)[1, :40] = -torch.inf
+    upstream = torch.ones(ROWS, device=device)
+    value, grad = value_and_grad(lambda x: ours(x, t, loss, reduction="none"), x, upstream)
+    infinite = (loss[0], side) in (("forward", "student"), ("reverse", "teacher"))
+    assert value[1].isinf() == infinite
+    if not infinite:
+        want = value_and_grad(
+            lambda x: naive(x, t.double(), loss, reduction="none"), x.double(), upstream
+        )
+        torch.testing.assert_close(value.double(), want[0], rtol=2e-6, atol=1e-7)
+        wanted = want[1].nan_to_num()  # autograd's 0 · inf
+        torch.testing.assert_close(grad.double(), wanted, rtol=2e-5, atol=2e-7)
+    others = [0, 2]
+    assert value[others].isfinite().all()
+    assert grad[others].isfinite().all()
+
+
+@every_divergence
+@pytest.mark.usefixtures("small_blocks")
+def test_a_teacher_masked_with_the_lowest_number(loss, device):
+    """A block that no one will choose comes first: what it left in the sums goes, even infinity."""
+    x, t = make(loss, device=device)
+    t[:, :40] = torch.finfo(torch.float32).min
+    x[:, :40] = torch.finfo(torch.float32).min if loss[0] == "reverse" else -torch.inf
+    value = ours(x, t, loss, reduction="none")
+    want = naive(x[:, 40:].double(), t[:, 40:].double(), loss, reduction="none")
+    torch.testing.assert_close(value.double(), want, rtol=2e-6, atol=1e-7)
+
+
+@every_loss
+@pytest.mark.parametrize(
+    ("bad", "side"), [(-torch.inf, "student"), (torch.inf, "student"), (torch.nan, "teacher")]
+)
+@pytest.mark.usefixtures("small_blocks")
+def test_a_bad_row_keeps_to_itself(loss, bad, side, device):
+    x, t = make(loss, device=device)
+    (x if side == "student" else t)[1] = bad
+    upstream = torch.ones(ROWS, device=device)
+    value, grad = value_and_grad(lambda x: ours(x, t, loss, reduction="none"), x, upstream)
+    others = [0, 2]
+    assert not value[1].isfinite()
+    assert value[others].isfinite().all()
+    assert grad[others].isfinite().all()
+    if bad == -torch.inf and side == "student":
+        assert torch.equal(grad[1], torch.zeros_like(grad[1]))
+
+
+def test_one_nan_makes_its_row_nan(impl, device):
+    for loss in LOSSES.values():
+        x, t = make(loss, device=device)
+        x[1, 5] = torch.nan
+        upstream = torch.ones(ROWS, device=device)
+        value, grad = value_and_grad(
+            lambda x, t=t, loss=loss: ours(x, t, loss, reduction="none"), x, upstream
+        )
+        assert value.isnan().nonzero().tolist() == [[1]]
+        assert torch.equal(grad.isnan().all(1), value.isnan())
+        assert torch.equal(grad.isnan().any(1), value.isnan())
+
+
+# soft_cross_entropy is PyTorch's
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.usefixtures("small_blocks")
+def test_soft_cross_entropy_is_pytorchs(smoothing, weighted, reduction, device):
+    x, probs = make(("soft", None), device=device)
+    how = {
+        "label_smoothing": smoothing,
+        "weight": torch.linspace(0, 2, V, device=device) if weighted else None,
+        "reduction": reduction,
+    }
+    upstream = torch.randn((ROWS,) if reduction == "none" else (), device=device)
+    got = value_and_grad(lambda x: soft_cross_entropy(x, probs, **how), x, upstream)
+    want = value_and_grad(lambda x: F.cross_entropy(x, probs, **how), x, upstream)
+    torch.testing.assert_close(got[0], want[0], rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-6)
+
+
+def test_soft_cross_entropy_of_one_hot_rows_is_cross_entropy(impl, device):
+    x, _ = make(("soft", None), device=device)
+    target = torch.randint(0, V, (ROWS,), device=device)
+    probs = F.one_hot(target, V).float()
+    x[probs == 0] = x[probs == 0].masked_fill(torch.rand_like(x[probs == 0]) < 0.2, -torch.inf)
+    torch.testing.assert_close(soft_cross_entropy(x, probs), ll.cross_entropy(x, target))
+
+
+def test_forward_kl_is_pytorchs(impl, device):
+    x, t = make(("forward", None), device=device)
+    want = F.kl_div(x.log_softmax(-1), t.log_softmax(-1), log_target=True, reduction="batchmean")
+    torch.testing.assert_close(kl_div(x, t, direction="forward"), want)
+
+
+# Autograd and the compiler
+
+
+@every_loss
+def test_a_second_backward_through_a_retained_graph(loss, impl, device):
+    x, t = make(loss, device=device)
+    leaf = x.requires_grad_()
+    value = ours(leaf, t, loss)
+    (first,) = torch.autograd.grad(value, leaf, retain_graph=True)
+    (second,) = torch.autograd.grad(value, leaf)
+    assert torch.equal(first, second)
+
+
+def test_a_second_differentiation_raises(impl, device):
+    x, t = make(("forward", None), device=device)
+    leaf = x.requires_grad_()
+    value = kl_div(leaf, t, direction="forward")
+    (grad,) = torch.autograd.grad(value, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (value + grad.square().sum()).backward()
+
+
+def test_functorch(impl, device):
+    x, t = make(("jsd", 0.5), device=device)
+    got = torch.func.grad(lambda x: jsd(x, t))(x)
+    _, want = value_and_grad(lambda x: jsd(x, t), x, torch.ones((), device=device))
+    assert torch.equal(got, want)
+
+
+def test_results_may_be_written_to(impl, device):
+    x, t = make(("jsd", 0.5), device=device)
+    value = jsd(x.requires_grad_(), t, reduction="none")
+    value *= 2
+    value.sum().backward()
+
+
+def test_inputs_are_left_alone(impl, device):
+    for loss in LOSSES.values():
+        x, t = make(loss, device=device)
+        kept = x.clone(), t.clone()
+        ours(x.requires_grad_(), t, loss, temperature=2.0, softcap=9.0).backward()
+        assert torch.equal(x, kept[0])
+        assert torch.equal(t, kept[1])
+
+
+@every_loss
+def test_compiles_whole(loss, impl, device):
+    torch._dynamo.reset()
+    x, t = make(loss, vocab=37, device=device)
+    how = on(OPTIONS["all" if loss[0] in ("jsd", "soft") else "plain"], device)
+    upstream = torch.ones((), device=device)
+    compiled = torch.compile(
+        lambda x, t: ours(x, t, loss, **how), fullgraph=True, backend="aot_eager"
+    )
+    got = value_and_grad(lambda x: compiled(x, t), x, upstream)
+    want = value_and_grad(lambda x: ours(x, t, loss, **how), x, upstream)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["forward", "reverse", "jsd", "soft"])
+def test_opcheck(kind, impl, device):
+    x, t = make((kind, 0.5), rows=(1, 2), vocab=37, device=device)
+    row = torch.rand(1, 2, device=device) + 0.5
+    weight = torch.rand(37, device=device) if kind == "soft" else None
+    mask = torch.tensor([[True, False]], device=device)
+    arguments = (t, weight, row, mask, 1.0, 4.0, 0.3, kind)
+    torch.library.opcheck(torch.ops.logitless.pair_fwd.default, (x.requires_grad_(), *arguments))
+    x = x.detach()
+    _, stats = torch.ops.logitless.pair_fwd(x, *arguments)
+    torch.library.opcheck(torch.ops.logitless.pair_bwd.default, (x, *arguments, stats, row))
+
+
+# What is refused
+
+
+def test_bad_input_is_named(device):
+    x, t = make(("jsd", 0.5), device=device)
+    refused = [
+        (ValueError, "direction must be one of 'forward', 'reverse', got 'up'.",
+         lambda: kl_div(x, t, direction="up")),
+        (ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'batchmean'.",
+         lambda: kl_div(x, t, direction="forward", reduction="batchmean")),
+        (ValueError, "reduction must be one of", lambda: soft_cross_entropy(x, t, reduction="no")),
+        (ValueError, r"beta must be in \[0, 1\], got 1.5.", lambda: jsd(x, t, beta=1.5)),
+        (TypeError, "beta must be a number, got '1'.", lambda: jsd(x, t, beta="1")),
+        (ValueError, r"teacher must have shape \(3, 75\) to match student .*, got \(2, 75\).",
+         lambda: jsd(x, t[:2])),
+        (ValueError, "probs must have shape", lambda: soft_cross_entropy(x, t[:, :9])),
+        (TypeError, "probs must be float16, bfloat16, float32 or float64, got torch.int64.",
+         lambda: soft_cross_entropy(x, t.long())),
+        (TypeError, "student must be a Tensor, got list.", lambda: jsd([1.0], t)),
+        (ValueError, "teacher must be on .* like student, got meta.",
+         lambda: jsd(x, t.to("meta"))),
+        (ValueError, "teacher must not require grad.*constant; detach it",
+         lambda: jsd(x, t.clone().requires_grad_())),
+        (ValueError, "probs must not require grad.*constant; detach it",
+         lambda: soft_cross_entropy(x, t.clone().requires_grad_())),
+        (ValueError, r"mask must have shape \(3,\)", lambda: jsd(x, t, mask=torch.ones(4))),
+        (TypeError, "mask must be a Tensor, got list.", lambda: jsd(x, t, mask=[1])),
+        (ValueError, r"row_weight must have shape \(3,\)",
+         lambda: jsd(x, t, row_weight=torch.ones(4))),
+        (ValueError, "temperature must be positive and finite, got 0.",
+         lambda: jsd(x, t, temperature=0)),
+        (ValueError, "label_smoothing must be in",
+         lambda: soft_cross_entropy(x, t, label_smoothing=2)),
+        (ValueError, "weight must have shape",
+         lambda: soft_cross_entropy(x, t, weight=torch.ones(3, device=x.device))),
+        (TypeError, "direction", lambda: kl_div(x, t)),
+    ]  # fmt: skip
+    for error, message, call in refused:
+        with pytest.raises(error, match=message):
+            call()
