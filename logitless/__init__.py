@@ -3,13 +3,23 @@
 from . import nn
 from ._dispatch import impl
 from .distill import SparseTargets, capture_topk, gathered_kl, topk_distill
-from .losses import Scores, cross_entropy, entropy, logsumexp, score, token_logprobs
+from .linear import LinearLogits
+from .losses import (
+    Scores,
+    cross_entropy,
+    entropy,
+    linear_cross_entropy,
+    logsumexp,
+    score,
+    token_logprobs,
+)
 from .pair import jsd, kl_div, soft_cross_entropy
 from .stats import Partial, RowStats, merge, partial, row_stats
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LinearLogits",
     "Partial",
     "RowStats",
     "Scores",
@@ -21,6 +31,7 @@ __all__ = [
     "impl",
     "jsd",
     "kl_div",
+    "linear_cross_entropy",
     "logsumexp",
     "merge",
     "nn",

@@ -331,3 +331,43 @@ def finite_number(name: str, value: Any) -> None:
     _number(name, value)
     if value != value or abs(value) == math.inf:
         raise ValueError(f"{name} must be finite, got {value}.")
+
+
+def linear(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
+    """A head: hidden (..., D), weight (V, D), bias (V,)."""
+    logits(hidden, "hidden")
+    logits(weight, "weight")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"weight must have shape (V, {hidden.shape[-1]}) to match hidden {_shape(hidden)}, "
+            f"got {_shape(weight)}."
+        )
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is None:
+            continue
+        if name == "bias":
+            _floating(name, t)
+            if t.shape != weight.shape[:1]:
+                raise ValueError(
+                    f"bias must have shape {_shape(weight.shape[:1])} to match weight "
+                    f"{_shape(weight)}, got {_shape(t)}."
+                )
+        if t.dtype != hidden.dtype:
+            raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {t.dtype}.")
+        _same_place(name, t, "hidden", hidden)
+    if workspace is not None and (isinstance(workspace, bool) or not isinstance(workspace, int)):
+        raise TypeError(f"workspace must be an int, in bytes, got {workspace!r}.")
+    if workspace is not None and workspace <= 0:
+        raise ValueError(f"workspace must be positive, got {workspace}.")
+
+
+def has_rows(name: str, t: Any, x: Any) -> None:
+    """A number, or more, for each row of x."""
+    lead = x.shape[:-1]
+    if t.shape[: len(lead)] != lead:
+        raise ValueError(
+            f"{name} must have shape {_shape(lead)} to match logits {_shape(x.shape)}, "
+            f"got {_shape(t.shape)}."
+        )
+    if t.device != x.device:
+        raise ValueError(f"{name} must be on {x.device} like logits, got {t.device}.")

@@ -11,10 +11,12 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from . import _checks
 from ._dispatch import backend
 from ._node import is_watched
+from .linear import over_rows
 from .pick import pick
 from .slots import DIVERGENCES, SUPPORTS, divergence_over_slots
 from .stats import as_ids, measure
@@ -69,11 +71,25 @@ class SparseTargets:
         _checks.indexes_rows(rows, self.ids)
         return self._each(lambda t: t[rows])
 
+    def reshape(self, *rows: int) -> "SparseTargets":
+        """The same rows in another shape."""
+        lead = len(self.shape)
+        return self._each(lambda t: t.reshape(*rows, *t.shape[lead:]))
+
     def _each(self, f) -> "SparseTargets":
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return replace(self, **{k: None if t is None else f(t) for k, t in found.items()})
 
 
+pytree.register_pytree_node(
+    SparseTargets,
+    lambda t: ([t.ids, t.logprobs, t.tail, t.mask], None),
+    lambda parts, _: SparseTargets(*parts),
+)
+
+
+@torch.no_grad()
+@over_rows()
 def capture_topk(
     logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
 ) -> SparseTargets:
@@ -125,6 +141,11 @@ def gathered_kl(
     return _total(loss, temperature if t_squared else None, row_weight, None, reduction)
 
 
+def _labelled(*, labels: Tensor | None, ignore_index: int, **_) -> Tensor | None:
+    return None if labels is None else labels != ignore_index
+
+
+@over_rows(_labelled)
 def topk_distill(
     logits: Tensor,
     targets: SparseTargets,

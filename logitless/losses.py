@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import _checks
 from ._node import is_watched
+from .linear import LinearLogits, over_rows
 from .nll import nll
 from .overwrite import overwrite
 from .stats import Reading, as_ids, measure, row_stats
@@ -34,6 +35,7 @@ def logsumexp(
     return row_stats(logits, temperature=temperature, softcap=softcap).lse
 
 
+@over_rows()
 def token_logprobs(
     logits: Tensor, ids: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None
 ) -> Tensor:
@@ -58,6 +60,11 @@ def entropy(
     return row_stats(logits, temperature=temperature, softcap=softcap, entropy=True).entropy
 
 
+def _not_ignored(*, target: Tensor, ignore_index: int, **_) -> Tensor:
+    return target != ignore_index
+
+
+@over_rows(_not_ignored)
 def score(
     logits: Tensor,
     target: Tensor,
@@ -83,6 +90,14 @@ def score(
     return Scores(stats.picked, stats.entropy, stats.lse, stats.argmax)
 
 
+def _mass(counts: Tensor, *, target: Tensor, weight: Tensor | None, ignore_index: int, **_):
+    if weight is None:
+        return counts.sum().clamp(min=1)
+    full = torch.promote_types(weight.dtype, torch.float32)
+    return _class_weight(weight.to(full), target, ignore_index).sum()
+
+
+@over_rows(_not_ignored, _mass)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -182,3 +197,23 @@ def _reduce(
         return loss.sum() / (target != ignore_index).sum().clamp(min=1)
     mass = of_class.sum()
     return loss.sum() / torch.where(mass == 0, 1.0, mass)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    bias: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    workspace: int | None = None,
+    **options,
+) -> Tensor:
+    """cross_entropy of hidden (..., D) @ weight (V, D).T + bias, whose logits never exist at once.
+
+    class_weight is cross_entropy's `weight`, and the options are its own.
+
+    >>> linear_cross_entropy(hidden, head.weight, target)
+    """
+    logits = LinearLogits(hidden, weight, bias, workspace=workspace)
+    return cross_entropy(logits, target, weight=class_weight, **options)

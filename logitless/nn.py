@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from . import distill, losses, pair
+from .linear import LinearLogits
 
 
 class _Reads(nn.Module):
@@ -96,7 +97,9 @@ class CrossEntropyLoss(_Reads):
             **super()._how(),
         }
 
-    def forward(self, logits: Tensor, target: Tensor, row_weight: Tensor | None = None) -> Tensor:
+    def forward(
+        self, logits: Tensor | LinearLogits, target: Tensor, row_weight: Tensor | None = None
+    ) -> Tensor:
         return losses.cross_entropy(
             logits, target, weight=self.weight, row_weight=row_weight, **self._how()
         )
@@ -184,3 +187,32 @@ class JSDLoss(_Stores):
         row_weight: Tensor | None = None,
     ) -> Tensor:
         return pair.jsd(student, teacher, mask=mask, row_weight=row_weight, **self._how())
+
+
+class LinearCrossEntropyLoss(CrossEntropyLoss):
+    """`logitless.linear_cross_entropy` as a module; `weight` is that of the classes."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        linear_weight: Tensor,
+        target: Tensor,
+        bias: Tensor | None = None,
+        row_weight: Tensor | None = None,
+    ) -> Tensor:
+        return super().forward(LinearLogits(hidden, linear_weight, bias), target, row_weight)
+
+
+class FusedHead(nn.Linear):
+    """A linear head that gives its logits as a LinearLogits: any loss here takes them.
+
+    >>> head = FusedHead(4096, 128256, bias=False)
+    >>> loss = cross_entropy(head(hidden), target)
+    """
+
+    def __init__(self, *args, workspace: int | None = None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.workspace = workspace
+
+    def forward(self, input: Tensor) -> LinearLogits:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return LinearLogits(input, self.weight, self.bias, workspace=self.workspace)

@@ -13,10 +13,16 @@ from torch import Tensor
 from . import _checks
 from ._dispatch import backend
 from ._node import is_watched, node, refuse_twice
+from .linear import over_rows
 
 DIRECTIONS = ("forward", "reverse")
 
 
+def _masked(*, mask: Tensor | None, **_) -> Tensor | None:
+    return None if mask is None else mask != 0
+
+
+@over_rows(_masked)
 def kl_div(
     student: Tensor,
     teacher: Tensor,
@@ -55,6 +61,7 @@ def kl_div(
     )  # fmt: skip
 
 
+@over_rows(_masked)
 def jsd(
     student: Tensor,
     teacher: Tensor,
@@ -88,6 +95,7 @@ def jsd(
     )  # fmt: skip
 
 
+@over_rows(_masked)
 def soft_cross_entropy(
     logits: Tensor,
     probs: Tensor,

@@ -20,6 +20,7 @@ from torch import Tensor
 from . import _checks
 from ._dispatch import backend
 from ._node import is_watched, node, refuse_twice
+from .linear import over_rows
 
 
 class Partial(NamedTuple):
@@ -78,6 +79,7 @@ class RowStats(NamedTuple):
     argmax: Tensor | None  # (...)     int64, the lowest of equals
 
 
+@over_rows()
 def row_stats(
     logits: Tensor,
     ids: Tensor | None = None,
