@@ -41,9 +41,17 @@ def _shape(x: Tensor | Sequence[int]) -> str:
     return str(tuple(x.shape if isinstance(x, Tensor) else x))
 
 
-def _same_device(name: str, t: Tensor, x: Tensor) -> None:
+def _same_device(name: str, t: Any, x: Any, of: str = "logits") -> None:
     if t.device != x.device:
-        raise ValueError(f"{name} must be on {x.device} like logits, got {t.device}.")
+        raise ValueError(f"{name} must be on {x.device} like {of}, got {t.device}.")
+
+
+def _same_shape(name: str, t: Tensor, x: Tensor, of: str) -> None:
+    if t.shape != x.shape:
+        raise ValueError(
+            f"{name} must have shape {_shape(x)} to match {of} {_shape(x)}, got {_shape(t)}."
+        )
+    _same_device(name, t, x, of)
 
 
 def _integer(name: str, t: Any) -> None:
@@ -197,25 +205,29 @@ def triton_can_run(x: Tensor) -> None:
 def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
     """Logits or probabilities beside those of x, of whatever floating-point type."""
     logits(t, name)
-    if t.shape != x.shape:
-        raise ValueError(
-            f"{name} must have shape {_shape(x)} to match {of} {_shape(x)}, got {_shape(t)}."
-        )
-    if t.device != x.device:
-        raise ValueError(f"{name} must be on {x.device} like {of}, got {t.device}.")
+    _same_shape(name, t, x, of)
     if t.requires_grad:
         raise ValueError(f"{name} must not require grad: it is taken as a constant; detach it.")
 
 
-def row_mask(t: Any, x: Tensor) -> None:
-    """Which rows count: bool, or 0 and 1."""
-    if t is None:
-        return
+def _mask(t: Any) -> None:
+    """Which count: bool, or 0 and 1."""
     if not isinstance(t, Tensor):
         raise TypeError(f"mask must be a Tensor, got {type(t).__name__}.")
     if t.is_complex():
         raise TypeError(f"mask must be bool, or 0 and 1, got {t.dtype}.")
-    _rows("mask", t, x)
+
+
+def row_mask(t: Any, x: Tensor) -> None:
+    if t is not None:
+        _mask(t)
+        _rows("mask", t, x)
+
+
+def slot_mask(t: Any, x: Tensor, of: str = "student_logits") -> None:
+    if t is not None:
+        _mask(t)
+        _same_shape("mask", t, x, of)
 
 
 def beta(value: Any) -> None:
@@ -241,7 +253,7 @@ def sparse_targets(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
                 f"tail must have shape {_shape(ids.shape[:-1])} to match ids {_shape(ids)}, "
                 f"got {_shape(tail)}."
             )
-        _same_place("tail", tail, "ids", ids)
+        _same_device("tail", tail, ids, "ids")
 
 
 def _floating(name: str, t: Any) -> None:
@@ -251,32 +263,10 @@ def _floating(name: str, t: Any) -> None:
         raise TypeError(f"{name} must hold floating-point numbers, got {t.dtype}.")
 
 
-def _same_place(name: str, t: Tensor, of: str, x: Tensor) -> None:
-    if t.device != x.device:
-        raise ValueError(f"{name} must be on {x.device} like {of}, got {t.device}.")
-
-
 def slots(name: str, t: Any, of: str, x: Tensor) -> None:
     """K numbers a row, beside those of x."""
     _floating(name, t)
-    if t.shape != x.shape:
-        raise ValueError(
-            f"{name} must have shape {_shape(x)} to match {of} {_shape(x)}, got {_shape(t)}."
-        )
-    _same_place(name, t, of, x)
-
-
-def slot_mask(t: Any, x: Tensor, of: str = "student_logits") -> None:
-    """Which slots count: bool, or 0 and 1."""
-    if t is None:
-        return
-    if not isinstance(t, Tensor):
-        raise TypeError(f"mask must be a Tensor, got {type(t).__name__}.")
-    if t.is_complex():
-        raise TypeError(f"mask must be bool, or 0 and 1, got {t.dtype}.")
-    if t.shape != x.shape:
-        raise ValueError(f"mask must have shape {_shape(x)} to match {of}, got {_shape(t)}.")
-    _same_place("mask", t, of, x)
+    _same_shape(name, t, x, of)
 
 
 def indexes_rows(index: Any, ids: Tensor) -> None:
@@ -302,7 +292,7 @@ def targets(t: Any, kind: type, x: Tensor) -> None:
             f"targets must have rows {_shape(x.shape[:-1])} to match logits {_shape(x)}, "
             f"got ids {_shape(t.ids)}."
         )
-    _same_place("targets", t.ids, "logits", x)
+    _same_device("targets", t.ids, x)
 
 
 def labels(t: Any, x: Tensor, ce_weight: float) -> None:
@@ -354,7 +344,7 @@ def linear(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
                 )
         if t.dtype != hidden.dtype:
             raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {t.dtype}.")
-        _same_place(name, t, "hidden", hidden)
+        _same_device(name, t, hidden, "hidden")
     if workspace is not None and (isinstance(workspace, bool) or not isinstance(workspace, int)):
         raise TypeError(f"workspace must be an int, in bytes, got {workspace!r}.")
     if workspace is not None and workspace <= 0:
@@ -369,5 +359,4 @@ def has_rows(name: str, t: Any, x: Any) -> None:
             f"{name} must have shape {_shape(lead)} to match logits {_shape(x.shape)}, "
             f"got {_shape(t.shape)}."
         )
-    if t.device != x.device:
-        raise ValueError(f"{name} must be on {x.device} like logits, got {t.device}.")
+    _same_device(name, t, x)

@@ -1,5 +1,7 @@
 """Modules that store arguments and call the functions."""
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
 from . import distill, losses, pair
@@ -151,8 +153,26 @@ class TopKDistillLoss(_Stores):
         )
 
 
-class KLDivLoss(_Stores):
+class _Pair(_Stores):
+    """A loss of a student's logits and a teacher's."""
+
+    function: Callable
+
+    def forward(
+        self,
+        student: Tensor,
+        teacher: Tensor,
+        mask: Tensor | None = None,
+        row_weight: Tensor | None = None,
+    ) -> Tensor:
+        loss = type(self).function
+        return loss(student, teacher, mask=mask, row_weight=row_weight, **self._how())
+
+
+class KLDivLoss(_Pair):
     """`logitless.kl_div` of two tensors of logits as a module: direction has no default."""
+
+    function = staticmethod(pair.kl_div)
 
     def __init__(
         self, *, direction: str, t_squared: bool = False, reduction: str = "mean", **reads
@@ -161,32 +181,16 @@ class KLDivLoss(_Stores):
             {"direction": direction, "t_squared": t_squared, "reduction": reduction}, reads
         )
 
-    def forward(
-        self,
-        student: Tensor,
-        teacher: Tensor,
-        mask: Tensor | None = None,
-        row_weight: Tensor | None = None,
-    ) -> Tensor:
-        return pair.kl_div(student, teacher, mask=mask, row_weight=row_weight, **self._how())
 
-
-class JSDLoss(_Stores):
+class JSDLoss(_Pair):
     """`logitless.jsd` of two tensors of logits as a module."""
+
+    function = staticmethod(pair.jsd)
 
     def __init__(
         self, *, beta: float = 0.5, t_squared: bool = False, reduction: str = "mean", **reads
     ):
         super().__init__({"beta": beta, "t_squared": t_squared, "reduction": reduction}, reads)
-
-    def forward(
-        self,
-        student: Tensor,
-        teacher: Tensor,
-        mask: Tensor | None = None,
-        row_weight: Tensor | None = None,
-    ) -> Tensor:
-        return pair.jsd(student, teacher, mask=mask, row_weight=row_weight, **self._how())
 
 
 class LinearCrossEntropyLoss(CrossEntropyLoss):

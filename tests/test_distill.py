@@ -614,3 +614,19 @@ def test_gathered_kl_divides_in_full_precision(impl, device):
     logp = torch.log_softmax(torch.randn(3, 9, device=device), -1)
     got = ll.gathered_kl(z, logp, temperature=3.0)
     torch.testing.assert_close(got, ll.gathered_kl(z.float(), logp, temperature=3.0))
+
+
+def test_modules(device):
+    x, targets = make(torch.float32, device)
+    labels, other = torch.tensor([1, -100, 2, 3], device=device), x.flip(0)
+    what = {"divergence": "jsd", "support": "tail", "temperature": 2.0, "ce_weight": 0.5}
+    module = ll.nn.TopKDistillLoss(**what)
+    want = ll.topk_distill(x, targets, labels=labels, **what)
+    torch.testing.assert_close(module(x, targets, labels), want)
+    assert "divergence=jsd" in repr(module)
+    kl = {"direction": "reverse", "temperature": 2.0, "t_squared": True}
+    torch.testing.assert_close(ll.nn.KLDivLoss(**kl)(x, other), ll.kl_div(x, other, **kl))
+    mask = labels != -100
+    jsd = ll.nn.JSDLoss(beta=0.2, softcap=5.0)
+    want = ll.jsd(x, other, beta=0.2, softcap=5.0, mask=mask)
+    torch.testing.assert_close(jsd(x, other, mask), want)
