@@ -14,7 +14,7 @@ READY := .venv/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-gpu bench bench-distill demo lint types format clean
+.PHONY: help test test-gpu bench bench-distill bench-linear demo lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ bench: $(READY)  ## correctness, time and memory against the rivals
 
 bench-distill: $(READY)  ## the same of distillation, on a GPU
 	PYTHONPATH=. $(PY) benchmarks/bench_distill.py $(ARGS)
+
+bench-linear: $(READY)  ## the same of losses over a head, on a GPU
+	PYTHONPATH=. $(PY) benchmarks/bench_linear.py $(ARGS)
 
 demo: $(READY)  ## train one small model with two losses: same curve
 	$(PY) -m logitless demo $(ARGS)

@@ -1,18 +1,16 @@
-"""Distillation, timed: PYTHONPATH=. python benchmarks/bench_distill.py --out FILE.md [--commit X]
+"""Distillation, timed: PYTHONPATH=. python benchmarks/bench_distill.py --out FILE.md
 
 Every answer is checked against the plain PyTorch formula before it is timed. Device time with a
 cold L2, medians, all in one run, beside the copy bandwidth C of the same run; B is the bytes of the
 logits. Needs a CUDA GPU.
 """
 
-import argparse
-import datetime
-import platform
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-import triton
+from tables import Table
+from tables import run as run_all
 
 import logitless as ll
 from logitless.cli.bench.timing import (
@@ -25,7 +23,6 @@ from logitless.cli.bench.timing import (
 
 N, V = 8192, 128256
 BUDGET = Budget(15.0, 40.0)
-MIB = 2**20
 
 
 def normal(*shape, dtype=torch.float32):
@@ -103,22 +100,6 @@ def agree(ours: Callable, theirs: Callable, x, tolerance=2e-2) -> None:
     assert abs(one.item() - other.item()) <= 1e-3 * abs(other.item()) + 1e-6, (one, other)
     gap = (a.grad.float() - b.grad.float()).abs().max() / b.grad.float().abs().max()
     assert gap < tolerance, gap
-
-
-class Table:
-    def __init__(self):
-        self.lines = [
-            "| work | contender | time | target | reached | extra memory |",
-            "| --- | --- | --- | --- | --- | --- |",
-        ]
-
-    def add(self, work, contender, time, limit=None, rule="", extra=None, unit="ms"):
-        reached = "" if limit is None else "yes" if time <= limit else "NO"
-        target = "" if limit is None else f"{rule}: {limit:.3f} {unit}"
-        memory = "" if extra is None else f"{extra / MIB:.0f} MiB"
-        line = f"| {work} | {contender} | {time:.3f} {unit} | {target} | {reached} | {memory} |"
-        print(line, flush=True)
-        self.lines.append(line)
 
 
 def sparse(table: Table) -> None:
@@ -289,32 +270,11 @@ def dense(table: Table, C: float) -> None:
         torch.cuda.empty_cache()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out")
-    parser.add_argument("--commit", default="")
-    args = parser.parse_args()
+if __name__ == "__main__":
     torch.manual_seed(0)
     C = copy_bandwidth("cuda", BUDGET) * 1e12
-    head = [
-        "# Distillation",
-        "",
-        f"- device: {torch.cuda.get_device_name()}, commit {args.commit}, "
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-        f"- python {platform.python_version()}, torch {torch.__version__}, "
-        f"triton {triton.__version__}, logitless {ll.__version__}",
-        f"- 8192×128256 bf16 where nothing else is said; C = {C / 1e12:.3f} TB/s",
-        "",
-    ]
-    print("\n".join(head))
-    table = Table()
-    for part in (lambda: sparse(table), lambda: gathered(table, C), lambda: dense(table, C)):
-        part()
-        torch.cuda.empty_cache()
-    if args.out:
-        with open(args.out, "w") as file:
-            file.write("\n".join([*head, *table.lines]) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    run_all(
+        "Distillation",
+        f"8192×128256 bf16 where nothing else is said; C = {C / 1e12:.3f} TB/s",
+        [sparse, lambda table: gathered(table, C), lambda table: dense(table, C)],
+    )

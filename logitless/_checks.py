@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .eager.stats import NO_ID
+
 LOGIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -88,13 +90,28 @@ def ids(t: Any, x: Tensor) -> None:
     _same_device("ids", t, x)
 
 
-def ids_in_range(ids: Tensor, V: int, ignore_index: int | None, name: str | None = None) -> None:
-    """Raise on an id outside [0, V), naming its place."""
-    if ids.device.type != "cpu" and os.environ.get("LOGITLESS_CHECK", "0") in ("", "0"):
+def looks_at(ids: Tensor) -> bool:
+    """Whether ids are checked: on a CPU, and where a GPU may be asked."""
+    return ids.device.type == "cpu" or os.environ.get("LOGITLESS_CHECK", "0") not in ("", "0")
+
+
+def ids_in_range(
+    ids: Tensor, V: int, ignore_index: int | None, name: str | None = None, several: bool = False
+) -> None:
+    """Raise on an id outside [0, V), naming its place.
+
+    Of `several` a row, (..., K), the first says whether the row is ignored, and a slot may have
+    none.
+    """
+    if not looks_at(ids):
         return
     bad = (ids < 0) | (ids >= V)
     if ignore_index is not None:
         bad &= ids != ignore_index
+    if several:
+        bad &= ids != NO_ID
+        if ignore_index is not None:
+            bad &= ids[..., :1] != ignore_index
     if not bool(bad.any()):
         return
     name = name or ("ids" if ignore_index is None else "target")
@@ -349,6 +366,21 @@ def linear(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
         raise TypeError(f"workspace must be an int, in bytes, got {workspace!r}.")
     if workspace is not None and workspace <= 0:
         raise ValueError(f"workspace must be positive, got {workspace}.")
+
+
+def main_grad(t: Any, weight: Tensor) -> None:
+    """Where a weight's gradient is added up elsewhere."""
+    if t is None:
+        return
+    full = torch.promote_types(weight.dtype, torch.float32)
+    if not isinstance(t, Tensor) or t.dtype != full:
+        got = t.dtype if isinstance(t, Tensor) else type(t).__name__
+        raise TypeError(f"main_grad must be a tensor of {full}, got {got}.")
+    if t.shape != weight.shape:
+        raise ValueError(
+            f"main_grad must have the shape of weight {_shape(weight)}, got {_shape(t)}."
+        )
+    _same_device("main_grad", t, weight, "weight")
 
 
 def has_rows(name: str, t: Any, x: Any) -> None:

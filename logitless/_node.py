@@ -7,7 +7,10 @@ the form that asks for; to a compiler or a dispatch mode, which must see operato
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+_LENT, _REPAID = "_lent_to_logitless", "_repaid_by_logitless"
 
 
 def is_watched() -> bool:
@@ -22,6 +25,25 @@ def _is_traced() -> bool:
 def _in_func() -> bool:
     functorch = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     return functorch.peek_interpreter_stack() is not None
+
+
+def lend(x: Tensor) -> Tensor:
+    """x, with its memory offered for its own gradient: a backward may overwrite it, and give it."""
+    setattr(x, _LENT, True)
+    return x
+
+
+def is_lent(x: Tensor) -> bool:
+    return getattr(x, _LENT, False)
+
+
+def repay(x: Tensor) -> None:
+    """Say of what was lent that it holds its gradient already, for an upstream of 1."""
+    setattr(x, _REPAID, True)
+
+
+def is_repaid(x: Tensor) -> bool:
+    return getattr(x, _REPAID, False)
 
 
 def node(

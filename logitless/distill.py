@@ -16,10 +16,12 @@ from torch.utils import _pytree as pytree
 from . import _checks
 from ._dispatch import backend
 from ._node import is_watched
+from .compare import Comparison, compare, gathered_sum
+from .eager.stats import NO_ID
 from .linear import over_rows
 from .pick import pick
-from .slots import DIVERGENCES, SUPPORTS, divergence_over_slots
-from .stats import as_ids, measure
+from .slots import DIVERGENCES, SUPPORTS
+from .stats import Reading, as_ids
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,11 +136,15 @@ def gathered_kl(
     _checks.temperature(temperature, student_logits)
     _checks.row_weight(row_weight, student_logits)
     _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
-    loss = divergence_over_slots(
-        _cooled(student_logits, temperature), teacher_logprobs.detach(), _as_bool(mask), None, None,
-        divergence="forward_kl", support="gathered",
-    )  # fmt: skip
-    return _total(loss, temperature if t_squared else None, row_weight, None, reduction)
+    mask, teacher = _as_bool(mask), teacher_logprobs.detach()
+    weight = _squared(temperature, student_logits) if t_squared else 1.0
+    number = not isinstance(temperature, Tensor)
+    if number and row_weight is None and reduction != "none" and not is_watched():
+        rows = student_logits.shape[:-1].numel() if reduction == "mean" else 1
+        return gathered_sum(student_logits, teacher, mask, temperature, weight / max(rows, 1))
+    given = Comparison(teacher, mask, None, "forward_kl", "gathered", 0.0, weight)
+    loss = given.weighed(given.over_slots(_cooled(student_logits, temperature), None))
+    return _total(loss, row_weight, None, reduction)
 
 
 def _labelled(*, labels: Tensor | None, ignore_index: int, **_) -> Tensor | None:
@@ -199,34 +205,48 @@ def topk_distill(
     _checks.labels(labels, logits, ce_weight)
     _checks.ignore_index(ignore_index)
 
-    ids, mask, live = as_ids(targets.ids), _as_bool(targets.mask), None
+    ids, counts, live = as_ids(targets.ids), _as_bool(targets.mask), None
+    nothing = NO_ID if targets.k > 1 else 0  # one id a row is read in any case
+    if counts is not None:
+        ids = torch.where(counts, ids, nothing)
     if labels is not None:
         labels = as_ids(labels, ignore_index)
         live = labels != ignore_index
-        mask = live.unsqueeze(-1).expand(ids.shape) if mask is None else mask & live.unsqueeze(-1)
-    if mask is not None:
-        ids = _without_masked(ids, mask)
-    if not is_watched():  # by those who cannot see values; the operators look again
-        _checks.ids_in_range(ids, logits.shape[-1], None, "targets.ids")
-        if labels is not None:
-            _checks.ids_in_range(labels, logits.shape[-1], ignore_index, "labels")
+        counts = live if counts is None else counts & live.unsqueeze(-1)
+    if not is_watched() and _checks.looks_at(ids):  # the operators look again
+        _check_ids(ids, counts, labels, logits.shape[-1], ignore_index)
+
     with_ce = labels is not None and ce_weight != 0
-    student, tail, ce = _student(
-        logits, ids, labels if with_ce else None, live, support, temperature, softcap, ignore_index
-    )
-    loss = divergence_over_slots(
-        student, targets.logprobs.detach(), mask,
-        tail, targets.tail.detach() if support == "tail" and targets.tail is not None else None,
-        divergence=divergence, support=support, beta=beta,
+    weight = kd_weight * (_squared(temperature, logits) if t_squared else 1.0)
+    given = Comparison(
+        targets.logprobs.detach(), counts,
+        targets.tail.detach() if support == "tail" and targets.tail is not None else None,
+        divergence, support, float(beta), weight, ce_weight if with_ce else None,
     )  # fmt: skip
-    if kd_weight != 1 or t_squared:
-        loss = loss * (kd_weight * (_squared(temperature, loss) if t_squared else 1.0))
-    if with_ce:
-        loss = loss + ce_weight * ce
-    return _total(loss, None, row_weight, live, reduction)
+    if support == "renorm" and not with_ce:
+        if live is not None:
+            ids = torch.where(live.unsqueeze(-1), ids, nothing)
+        student = pick(logits, ids, temperature, softcap)
+        loss = given.weighed(given.over_slots(student, None))
+    else:
+        reading = _reading(
+            logits, ids, labels if with_ce else None, live, support, temperature, softcap,
+            ignore_index,
+        )  # fmt: skip
+        loss = compare(logits, reading, given)
+    return _total(loss, row_weight, live, reduction)
 
 
-def _student(
+def _check_ids(ids, counts, labels, V, ignore_index) -> None:
+    if counts is not None:
+        counts = counts if counts.dim() == ids.dim() else counts.unsqueeze(-1)
+        ids = torch.where(counts, ids, 0)
+    _checks.ids_in_range(ids, V, None, "targets.ids")
+    if labels is not None:
+        _checks.ids_in_range(labels, V, ignore_index, "labels")
+
+
+def _reading(
     logits: Tensor,
     ids: Tensor,  # (..., K)
     labels: Tensor | None,  # (...), where cross-entropy is wanted
@@ -235,34 +255,19 @@ def _student(
     temperature: float | Tensor,
     softcap: float | None,
     ignore_index: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The student at the ids (..., K), its log mass outside them, and a label's cross-entropy."""
-    if labels is None and support == "renorm":
-        return pick(logits, ids, temperature, softcap), None, None
+) -> Reading:
+    """What the student is asked for: the ids, with a label before them where there is one."""
     first = 0
     if labels is not None:
-        wide = torch.promote_types(labels.dtype, ids.dtype)
-        ids, first = torch.cat([labels.unsqueeze(-1).to(wide), ids.to(wide)], -1), 1
+        ids, first = torch.cat([labels.unsqueeze(-1), ids], -1), 1
     elif live is not None:  # marked by a number that no id is
-        ids, ignore_index = ids.masked_fill(~live.unsqueeze(-1), -1), -1
+        ids, ignore_index = torch.where(live.unsqueeze(-1), ids, -1), -1
     # At temperature 1 the label is one id among the others; else it has a normaliser of its own.
     plain = labels is not None and (isinstance(temperature, Tensor) or temperature != 1)
-    stats = measure(
-        logits, ids, temperature=temperature, softcap=softcap,
-        ignore_index=ignore_index if live is not None else None, normalised=True,
-        outside=first if support == "tail" else None, plain=plain,
+    return Reading.of(
+        logits, ids, None, temperature, softcap, ignore_index if live is not None else None,
+        normalised=True, outside=first if support == "tail" else None, plain=plain,
     )  # fmt: skip
-    ce = None
-    if labels is not None:
-        ce = -(stats.label if plain else stats.picked[..., 0])
-    return stats.picked[..., first:], stats.tail, ce
-
-
-def _without_masked(ids: Tensor, mask: Tensor) -> Tensor:
-    """Masked slots repeat a slot of their row that counts, so that nothing is read for them."""
-    first = ids.gather(-1, mask.int().argmax(-1, keepdim=True))
-    first = torch.where(mask.any(-1, keepdim=True), first, 0)
-    return torch.where(mask, ids, first)
 
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:
@@ -276,25 +281,22 @@ def _cooled(z: Tensor, temperature: float | Tensor) -> Tensor:
     return z if temperature == 1 else z.to(full) / temperature
 
 
-def _squared(temperature: float | Tensor, like: Tensor):
+def _squared(temperature: float | Tensor, z: Tensor) -> float | Tensor:
     if isinstance(temperature, Tensor):
-        return temperature.to(like.dtype).square()
+        return temperature.to(torch.promote_types(z.dtype, torch.float32)).square()
     return float(temperature) ** 2
 
 
 def _total(
-    loss: Tensor,  # (...)
-    temperature: float | Tensor | None,  # whose square to multiply by
+    loss: Tensor,  # (...), 0 for rows that do not count
     row_weight: Tensor | None,
     live: Tensor | None,  # (...), rows that count
     reduction: str,
 ) -> Tensor:
-    if temperature is not None:
-        loss = loss * _squared(temperature, loss)
     if row_weight is not None:
         loss = loss * row_weight.to(loss.dtype)
-    if live is not None:
-        loss = torch.where(live, loss, 0.0)
+        if live is not None:  # 0 · inf is not 0
+            loss = torch.where(live, loss, 0.0)
     if reduction == "none":
         return loss
     if reduction == "sum":

@@ -13,8 +13,7 @@ Nothing here knows a loss: `over_rows` makes any function of logits take a Linea
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,23 +22,32 @@ from torch.utils import _pytree as pytree
 
 from . import _checks
 from ._dispatch import backend
+from ._node import is_repaid, lend
+from .head import ACCUMULATE, Chunks, HeadGradients
 
 PER_ROW = ("target", "ids", "temperature", "row_weight", "labels", "mask", "targets", "teacher",
            "probs")  # fmt: skip
-WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}  # bytes of logits alive at once, by default
-BLOCK_BYTES = 64 << 20  # of d_weight in work at once, where it accumulates in fp32
 
 
 class LinearLogits:
     """hidden (..., D) @ weight (V, D).T + bias (V,), as logits (..., V) of any loss here.
 
-    workspace bounds the bytes of logits alive at once; None is 1 GiB on a GPU, 64 MiB on a CPU.
-    accumulate says where the weight's gradient is summed over chunks: "fp32", "weight" (in the
-    weight's own dtype, rounded once a chunk), or "auto", the latter for up to two chunks.
+    workspace bounds the bytes of logits alive at once (a teacher's come on top); None is 1 GiB on a
+    GPU, 64 MiB on a CPU. A smaller one saves memory, and costs time.
 
-    Rows that a loss ignores are dropped before the GEMMs. To know how many there are, the host has
-    to wait for the GPU once; drop_ignored=False never waits, as a CUDA graph must not, and they
-    cost as much as the others.
+    accumulate says how the gradient of a bf16 weight is summed over chunks. "auto" rounds after
+    each of two chunks; more are summed in the gradient's own memory, exact to 14 bits of the
+    largest of 128 neighbours, on Hopper and data-center Blackwell, and elsewhere as "fp32" does: in
+    fp32, which takes twice the gradient's memory on top. "weight" rounds after every chunk. fp16 is
+    always summed in fp32.
+
+    main_grad, fp32 and of the weight's shape: a backward adds the weight's gradient to it, whoever
+    asked, and weight.grad is left alone. A mean or sum is added once, rounded to the weight's dtype
+    unless accumulate is "fp32"; results a row are added chunk by chunk.
+
+    Rows that a loss ignores are dropped before the GEMMs. To know how many there are, the host
+    waits for the GPU once, while the GPU goes on; drop_ignored=False never waits, as a CUDA graph
+    must not, and they cost as much as the others.
 
     >>> loss = cross_entropy(LinearLogits(hidden, head.weight), target)
     """
@@ -52,6 +60,7 @@ class LinearLogits:
         *,
         workspace: int | None = None,
         accumulate: str = "auto",
+        main_grad: Tensor | None = None,
         drop_ignored: bool = True,
     ):
         if isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type):
@@ -59,9 +68,11 @@ class LinearLogits:
             hidden, weight = hidden.to(to), weight.to(to)
             bias = None if bias is None else bias.to(to)
         _checks.linear(hidden, weight, bias, workspace)
-        _checks.one_of("accumulate", accumulate, ("auto", "fp32", "weight"))
+        _checks.one_of("accumulate", accumulate, ACCUMULATE)
+        _checks.main_grad(main_grad, weight)
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.workspace, self.accumulate, self.drop_ignored = workspace, accumulate, drop_ignored
+        self.main_grad = main_grad
 
     @property
     def shape(self) -> torch.Size:
@@ -135,9 +146,8 @@ def _visit(f: Callable, source: LinearLogits, given: dict, live, mass):
             _checks.has_rows(name, value, source)
             by_row[name] = _flat(given.pop(name), lead)
     counts = None if live is None else live(**by_row, **given)
-    index = None
-    if counts is not None and source.drop_ignored and not _is_capturing(source):
-        index = counts.nonzero().squeeze(1)
+    drops = source.drop_ignored and not _is_capturing(source)
+    chosen = counts if drops else None
     row_weight = by_row.pop("row_weight", None)
     weighted = row_weight is not None or given.pop("row_weight", source) is None
 
@@ -148,17 +158,19 @@ def _visit(f: Callable, source: LinearLogits, given: dict, live, mass):
         return f(z, **given, **chunk)
 
     if given.get("reduction", "none") == "none":
-        results = _Each.apply(*source.parts, row_weight, plan := _Plan(source, run, index))
+        results = _Each.apply(*source.parts, row_weight, plan := _Plan(source, run, chosen))
         shaped = [t if t is None else t.reshape(*lead, *t.shape[1:]) for t in results]
         return pytree.tree_unflatten(shaped, plan.spec)
 
     share = None
     if given["reduction"] == "mean":
+        full = {"device": source.device, "dtype": _full(source.dtype)}
         if mass is not None:
-            whole = mass(counts, **by_row, **given)
+            whole = mass(counts, **by_row, **given).to(**full)
+        elif counts is not None:
+            whole = counts.sum().to(**full)
         else:
-            whole = lead.numel() if counts is None else counts.sum()
-        whole = torch.as_tensor(whole, device=source.device, dtype=_full(source.dtype))
+            whole = torch.full((), lead.numel(), **full)
         share = torch.where(whole == 0, 1.0, 1.0 / whole)
     wants = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (*source.parts, row_weight)
@@ -167,15 +179,14 @@ def _visit(f: Callable, source: LinearLogits, given: dict, live, mass):
     if "inplace" in given:
         given["inplace"] = wants
     # fp16 cannot hold the gradient of a mean: it gets its share at the end.
-    late = share is not None and source.dtype == torch.float16
+    late = share if source.dtype == torch.float16 else None
 
     def total(z, rows, weights):
-        if share is not None and not late:
-            weights = share.expand(len(z)) if weights is None else weights * share
+        if share is not None and late is None:
+            weights = share.expand(len(z)) if weights is None else weights.to(share) * share
         return run(z, rows, weights)
 
-    loss = _Total.apply(*source.parts, row_weight, _Plan(source, total, index), wants)
-    return loss * share if late else loss
+    return _Total.apply(*source.parts, row_weight, _Plan(source, total, chosen, late), wants)
 
 
 def _full(dtype: torch.dtype) -> torch.dtype:
@@ -205,93 +216,34 @@ def _take(t, rows):
 
 
 class _Plan:
-    """How a head is visited: chunks of its rows, and what is done with the logits of each."""
+    """How a head is visited: in what chunks, and what is done with the logits of each."""
 
-    def __init__(self, source: LinearLogits, run: Callable, index: Tensor | None):
-        self.run, self.index, self.spec = run, index, None
-        self.accumulate = source.accumulate
+    def __init__(
+        self, source: LinearLogits, run: Callable, counts: Tensor | None, late: Tensor | None = None
+    ):
+        self.run, self.late, self.spec = run, late, None
         self.lead = source.shape[:-1]
-        V = source.weight.shape[0]
-        limit = source.workspace or WORKSPACE.get(source.device.type, WORKSPACE["cuda"])
-        rows = max(limit // (V * source.hidden.element_size()), 1)
-        self.step = rows // 256 * 256 if rows >= 256 else rows  # whole tiles of a GEMM
-        self.count = self.lead.numel() if index is None else len(index)
+        self.chunks = Chunks(source.weight, self.lead.numel(), counts, source.workspace)
+        self.accumulate, self.main_grad = source.accumulate, source.main_grad
 
-    def chunks(self) -> Iterator[slice | Tensor]:
-        for start in range(0, self.count, self.step):
-            rows = slice(start, min(start + self.step, self.count))
-            yield rows if self.index is None else self.index[rows]
+    @property
+    def waits(self) -> bool:
+        """Whether gradients stay unrounded until backward says what multiplies them."""
+        return self.late is not None or self.main_grad is not None
 
-    def exact(self, weight: Tensor) -> bool:
-        """Whether the weight's gradient is summed in fp32, and not in its own dtype."""
-        if weight.dtype in (torch.float32, torch.float64):
-            return False
-        many = self.count > 2 * self.step or weight.dtype == torch.float16
-        return self.accumulate == "fp32" or (self.accumulate == "auto" and many)
-
-    def logits(self, hidden, weight, bias) -> Iterator[tuple[Any, Tensor, Tensor]]:
-        """(rows, their hidden states, their logits), one chunk after another in one workspace."""
-        size = (min(self.step, max(self.count, 1)), weight.shape[0])
-        space = torch.empty(size, device=hidden.device, dtype=hidden.dtype)
-        for rows in self.chunks():
-            h = hidden[rows]
-            z = space[: len(h)]
-            if bias is None:
-                torch.mm(h, weight.t(), out=z)
-            else:
-                torch.addmm(bias, h, weight.t(), out=z)
-            yield rows, h, z
+    def gradients(self, hidden, weight, bias, needs, into=None) -> HeadGradients:
+        return HeadGradients(self.chunks, hidden, weight, bias, needs, self.accumulate, into)
 
 
-class _Sums:
-    """Gradients of hidden, weight and bias, each only if it is needed, chunk by chunk."""
-
-    def __init__(self, plan, hidden, weight, bias, needs):
-        self.weight, self.exact, self.first = weight, plan.exact(weight), True
-        zeros = torch.zeros_like if plan.index is not None else torch.empty_like
-        self.d_hidden = zeros(hidden) if needs[0] else None
-        self.d_weight = None
-        if needs[1]:
-            dtype = torch.float32 if self.exact else weight.dtype
-            self.d_weight = torch.zeros(weight.shape, device=weight.device, dtype=dtype)
-        self.d_bias = None
-        if needs[2]:
-            full = torch.promote_types(bias.dtype, torch.float32)
-            self.d_bias = torch.zeros_like(bias, dtype=full)
-        self.bias = bias
-
-    def add(self, rows, h: Tensor, dz: Tensor) -> None:
-        if self.d_hidden is not None:
-            if isinstance(rows, slice):
-                torch.mm(dz, self.weight, out=self.d_hidden[rows])
-            else:
-                self.d_hidden[rows] = torch.mm(dz, self.weight)
-        if self.d_bias is not None:
-            self.d_bias += dz.sum(0, dtype=self.d_bias.dtype)
-        if self.d_weight is None:
-            return
-        if not self.exact:
-            torch.addmm(self.d_weight, dz.t(), h, beta=0 if self.first else 1, out=self.d_weight)
-        else:
-            step = max(BLOCK_BYTES // (4 * h.shape[1]), 1)
-            for start in range(0, dz.shape[1], step):
-                part = slice(start, start + step)
-                self.d_weight[part] += _full_mm(dz[:, part].t(), h)
-        self.first = False
-
-    def found(self) -> list[Tensor | None]:
-        return [
-            self.d_hidden,
-            None if self.d_weight is None else self.d_weight.to(self.weight.dtype),
-            None if self.d_bias is None else self.d_bias.to(self.bias.dtype),
-        ]
+def _like(gradients: list, parts: tuple) -> list:
+    """Each in the shape and dtype of what it is the gradient of."""
+    pairs = zip(gradients, parts, strict=True)
+    return [None if t is None else t.view(part.shape).to(part.dtype) for t, part in pairs]
 
 
-def _full_mm(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in fp32, of factors in 16 bits."""
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a.float(), b.float())
+def _exactly(device: torch.device) -> torch.autocast:
+    """Dtypes as they are given, whatever autocast is on."""
+    return torch.autocast(device.type, enabled=False)
 
 
 def _two_dims(hidden: Tensor) -> Tensor:
@@ -305,9 +257,11 @@ class _Total(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, row_weight, plan, wants):
         needs = [wants and t is not None and t.requires_grad for t in (hidden, weight, bias)]
         d_rows = wants and row_weight is not None and row_weight.requires_grad
-        loss, ctx.gradients = _Total.visit(hidden, weight, bias, row_weight, plan, needs, d_rows)
+        parts = (hidden, weight, bias, row_weight)
+        with _exactly(hidden.device):
+            loss, ctx.gradients = _Total.visit(*parts, plan, needs, d_rows)
         ctx.plan, ctx.needs, ctx.d_rows = plan, needs, d_rows
-        ctx.save_for_backward(hidden, weight, bias, row_weight)
+        ctx.save_for_backward(*parts)
         return loss
 
     @staticmethod
@@ -315,42 +269,49 @@ class _Total(torch.autograd.Function):
         flat, W = _two_dims(hidden), weight.detach()
         b = None if bias is None else bias.detach()
         weights = None if row_weight is None else row_weight.detach().reshape(-1)
-        sums = _Sums(plan, flat, W, b, needs) if any(needs) else None
+        visits = plan.chunks.logits(flat, W, b)
+        sums = plan.gradients(flat, W, b, needs) if any(needs) else None
         found = torch.zeros_like(weights) if d_rows else None
         loss = torch.zeros((), device=hidden.device, dtype=_full(hidden.dtype))
-        for rows, h, z in plan.logits(flat, W, b):
+        for rows, h, z in visits:
             own = None if weights is None else weights[rows].requires_grad_(d_rows)
-            z.requires_grad_(sums is not None)
+            lend(z).requires_grad_(sums is not None)
             with torch.set_grad_enabled(sums is not None or d_rows):
                 part = plan.run(z, rows, own)
+            loss += part.detach()
+            if is_repaid(z) and not d_rows:
+                sums.add(rows, h, z.detach())
+                continue
             leaves = [t for t in (z if sums else None, own if d_rows else None) if t is not None]
             gradients = list(torch.autograd.grad(part, leaves)) if leaves else []
-            loss += part.detach()
             if sums is not None:
                 sums.add(rows, h, gradients.pop(0))
             if d_rows:
                 found[rows] = gradients.pop(0)
-        if found is not None:
-            found = found.view(row_weight.shape)
-        if sums is None:
-            return loss, [None, None, None, found]
-        d_hidden, *others = sums.found()
-        d_hidden = None if d_hidden is None else d_hidden.view(hidden.shape)
-        return loss, [d_hidden, *others, found]
+        loss = loss if plan.late is None else loss * plan.late
+        gradients = [*([None] * 3 if sums is None else sums.found()), found]
+        if not plan.waits:
+            gradients = _like(gradients, (hidden, weight, bias, row_weight))
+        return loss, gradients
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_loss):
-        hidden, weight, bias, row_weight = ctx.saved_tensors
-        gradients, ctx.gradients = ctx.gradients, None
+        hidden, weight, bias, row_weight = parts = ctx.saved_tensors
+        plan, gradients, ctx.gradients = ctx.plan, ctx.gradients, None
         if gradients is None:  # a second backward: the first gave its gradients away
-            _, gradients = _Total.visit(
-                hidden, weight, bias, row_weight, ctx.plan, ctx.needs, ctx.d_rows
-            )
+            with _exactly(hidden.device):
+                _, gradients = _Total.visit(
+                    hidden, weight, bias, row_weight, plan, ctx.needs, ctx.d_rows
+                )
+        scale = d_loss if plan.late is None else d_loss * plan.late
+        if plan.main_grad is not None and gradients[1] is not None:
+            plan.main_grad.addcmul_(gradients[1], scale)
+            gradients[1] = None
         for t in gradients:
             if t is not None:
-                backend(t).scale_rows_(t.view(1, -1) if t.dim() < 2 else t, d_loss)
-        return *gradients, None, None
+                backend(t).scale_rows_(t.view(1, -1) if t.dim() < 2 else t, scale)
+        return *_like(gradients, parts), None, None
 
 
 class _Each(torch.autograd.Function):
@@ -370,8 +331,9 @@ class _Each(torch.autograd.Function):
                 if t is not None:
                     result[rows] = t
 
-        for rows, _, z in plan.logits(_two_dims(hidden), weight, bias):
-            keep(rows, z)
+        with _exactly(hidden.device):
+            for rows, _, z in plan.chunks.logits(_two_dims(hidden), weight, bias):
+                keep(rows, z)
         if not results:  # no rows: the form of the results is that of nothing's
             keep(slice(0, 0), hidden.new_empty((0, weight.shape[0])))
         ctx.plan = plan
@@ -384,15 +346,19 @@ class _Each(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *upstream):
-        hidden, weight, bias, row_weight = ctx.saved_tensors
+        with _exactly(ctx.saved_tensors[0].device):
+            return _Each.visit(ctx, upstream, *ctx.saved_tensors)
+
+    @staticmethod
+    def visit(ctx, upstream, hidden, weight, bias, row_weight):
         plan, needs = ctx.plan, ctx.needs_input_grad
         flat = _two_dims(hidden)
-        sums = _Sums(plan, flat, weight, bias, needs[:3])
+        sums = plan.gradients(flat, weight, bias, needs[:3], plan.main_grad)
         weights = None if row_weight is None else row_weight.reshape(-1)
         d_rows = torch.zeros_like(weights) if needs[3] else None
-        for rows, h, z in plan.logits(flat, weight, bias):
+        for rows, h, z in plan.chunks.logits(flat, weight, bias):
             own = None if weights is None else weights[rows].requires_grad_(needs[3])
-            z.requires_grad_()
+            lend(z).requires_grad_()
             with torch.enable_grad():
                 found, _ = pytree.tree_flatten(plan.run(z, rows, own))
             given = [(t, g[rows]) for t, g in zip(found, upstream, strict=True) if g is not None]
@@ -402,13 +368,8 @@ class _Each(torch.autograd.Function):
             if d_rows is not None:
                 d_rows[rows] = rest[0]
         d_hidden, d_weight, d_bias = sums.found()
-        return (
-            None if d_hidden is None else d_hidden.view(hidden.shape),
-            d_weight,
-            d_bias,
-            None if d_rows is None else d_rows.view(row_weight.shape),
-            None,
-        )
+        gradients = [d_hidden, None if plan.main_grad is not None else d_weight, d_bias, d_rows]
+        return *_like(gradients, (hidden, weight, bias, row_weight)), None
 
 
 def _blank(t: Tensor, rows: int) -> Tensor:

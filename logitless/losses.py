@@ -168,13 +168,13 @@ def cross_entropy(
     }
     total, mean = label_smoothing > 0, reduction == "mean"
     linear = not (label_smoothing or z_loss)
-    bare = linear and weight is None and row_weight is None and reduction != "none"
+    bare = linear and weight is None and reduction != "none"
     if inplace:
         return overwrite(
             logits, target, row_weight, formula, options,
             total=total, linear=linear, bare=bare, mean=mean,
         )  # fmt: skip
-    if bare and not is_watched():
+    if bare and row_weight is None and not is_watched():
         return nll(logits, Reading.of(logits, target, **options), mean=mean)
     return formula(measure(logits, target, **options, total=total), row_weight)
 
@@ -207,13 +207,20 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
     workspace: int | None = None,
+    accumulate: str = "auto",
+    main_grad: Tensor | None = None,
+    drop_ignored: bool = True,
     **options,
 ) -> Tensor:
     """cross_entropy of hidden (..., D) @ weight (V, D).T + bias, whose logits never exist at once.
 
-    class_weight is cross_entropy's `weight`, and the options are its own.
+    class_weight is cross_entropy's `weight`, and the options are its own; workspace, accumulate,
+    main_grad and drop_ignored are LinearLogits'.
 
     >>> linear_cross_entropy(hidden, head.weight, target)
     """
-    logits = LinearLogits(hidden, weight, bias, workspace=workspace)
+    logits = LinearLogits(
+        hidden, weight, bias, workspace=workspace, accumulate=accumulate, main_grad=main_grad,
+        drop_ignored=drop_ignored,
+    )  # fmt: skip
     return cross_entropy(logits, target, weight=class_weight, **options)

@@ -39,6 +39,6 @@ def _backward(ctx, d_loss, x, ids, row_temperature, shift, log_s, d_picked):
     weight, _, *rest = ctx.how
     d_x = backend(x).stats_bwd(
         x, ids, weight, row_temperature, *rest,
-        shift, log_s, None, None, *Upstream(None, None, d_picked, None), gain=d_loss,
+        shift, log_s, None, *Upstream(None, None, d_picked, None), gain=d_loss,
     )  # fmt: skip
     return d_x, *(None,) * 10

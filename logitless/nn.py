@@ -210,13 +210,20 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
 class FusedHead(nn.Linear):
     """A linear head that gives its logits as a LinearLogits: any loss here takes them.
 
+    workspace, accumulate and drop_ignored are those of a LinearLogits.
+
     >>> head = FusedHead(4096, 128256, bias=False)
     >>> loss = cross_entropy(head(hidden), target)
     """
 
-    def __init__(self, *args, workspace: int | None = None, **kwargs):
+    def __init__(
+        self, *args, workspace: int | None = None, accumulate: str = "auto",
+        drop_ignored: bool = True, **kwargs,
+    ):  # fmt: skip
         super().__init__(*args, **kwargs)
-        self.workspace = workspace
+        self.how = {
+            "workspace": workspace, "accumulate": accumulate, "drop_ignored": drop_ignored,
+        }  # fmt: skip
 
     def forward(self, input: Tensor) -> LinearLogits:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return LinearLogits(input, self.weight, self.bias, workspace=self.workspace)
+        return LinearLogits(input, self.weight, self.bias, **self.how)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import _checks
 from ._dispatch import backend
-from ._node import is_watched
+from ._node import is_lent, is_watched, repay
 from .stats import Reading, RowStats, Upstream, measure
 
 Formula = Callable[[RowStats, Tensor | None], Tensor]
@@ -28,7 +28,7 @@ def overwrite(
     *,
     total: bool,
     linear: bool,  # whether the loss is linear in log p[target], and of nothing else
-    bare: bool,  # whether it is just -log p[target], summed
+    bare: bool,  # whether it is just -log p[target], summed, but for row_weight
     mean: bool,  # whether it is a mean over rows
 ) -> Tensor:
     """formula(measure(logits, target), row_weight), leaving d_logits in logits if wanted."""
@@ -40,6 +40,8 @@ def overwrite(
     loss, *_ = _Overwrite.apply(
         owner, row_weight, logits.shape, reading, total, formula, linear, bare, mean, guarded
     )
+    if is_lent(logits) and not (mean and logits.dtype == torch.float16):
+        repay(logits)
     return loss
 
 
@@ -70,8 +72,8 @@ class _Overwrite(torch.autograd.Function):
         one_visit = linear and not (row_weight is not None and row_weight.requires_grad)
         if one_visit and backend(logits).can_visit(logits):
             ctx.d_rows = None
-            if bare:
-                loss = _visit_bare(logits, reading, mean, ctx.gain)
+            if bare and (row_weight is None or not any(row_weight.stride())):
+                loss = _visit_bare(logits, row_weight, reading, mean, ctx.gain)
             else:
                 loss = _visit(logits, row_weight, reading, formula, ctx.gain)
         else:
@@ -116,12 +118,16 @@ def _visit(logits, row_weight, reading, formula, gain) -> Tensor:
     return formula(RowStats(lse, picked, None, None, None), row_weight)
 
 
-def _visit_bare(logits, reading, mean, gain) -> Tensor:
+def _visit_bare(logits, row_weight, reading, mean, gain) -> Tensor:
     """The same where all rows share one coefficient, in fewer launches."""
     run, ids, ignored = backend(logits), reading.ids, reading.ignore_index
     _, d_picked = run.mean_nll(ids, None, ignored, mean)
-    _, picked = run.visit(logits, *reading, g_id=d_picked if gain is None else d_picked * gain)
-    return run.mean_nll(ids, picked, ignored, mean)[0]
+    common = None if row_weight is None else row_weight.as_strided((), ()).to(d_picked.dtype)
+    for factor in (gain, common):
+        d_picked = d_picked if factor is None else d_picked * factor
+    _, picked = run.visit(logits, *reading, g_id=d_picked)
+    loss, _ = run.mean_nll(ids, picked, ignored, mean)
+    return loss if common is None else loss * common
 
 
 def _look_twice(logits, row_weight, reading, total, formula, gain) -> tuple[Tensor, Tensor | None]:
@@ -134,7 +140,7 @@ def _look_twice(logits, row_weight, reading, total, formula, gain) -> tuple[Tens
         gain,
     )
     upstream = Upstream.of(logits, reading, None, None, d_lse, d_picked, None, d_total)
-    kernels.stats_bwd(logits, *reading, shift, log_s, None, None, *upstream, inplace=True)
+    kernels.stats_bwd(logits, *reading, shift, log_s, None, *upstream, inplace=True)
     return loss, d_rows
 
 

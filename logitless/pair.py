@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import _checks
 from ._dispatch import backend
-from ._node import is_watched, node, refuse_twice
+from ._node import is_lent, is_watched, node, refuse_twice
 from .linear import over_rows
 
 DIRECTIONS = ("forward", "reverse")
@@ -199,8 +199,8 @@ def _pair_fwd(x, *args):
     return backend(x).pair_fwd(x, *args)
 
 
-def _pair_bwd(x, *args):
-    return backend(x).pair_bwd(x, *args)
+def _pair_bwd(x, *args, **how):
+    return backend(x).pair_bwd(x, *args, **how)
 
 
 def _save(ctx, inputs, output):
@@ -215,8 +215,10 @@ def _backward(ctx, saved, d_loss, _):
     *inputs, stats = saved
     d_x = None
     if d_loss is not None:
-        backward = torch.ops.logitless.pair_bwd if is_watched() else _pair_bwd
-        d_x = backward(*inputs, *ctx.how, stats, d_loss)
+        if is_watched():
+            d_x = torch.ops.logitless.pair_bwd(*inputs, *ctx.how, stats, d_loss)
+        else:
+            d_x = _pair_bwd(*inputs, *ctx.how, stats, d_loss, inplace=is_lent(inputs[0]))
     return d_x, *(None,) * 8
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import _checks
 from ._dispatch import backend
-from ._node import is_watched, node, refuse_twice
+from ._node import is_lent, is_watched, node, refuse_twice
 
 
 def pick(
@@ -27,12 +27,12 @@ def pick(
 
 
 def _pick(x, ids, softcap):
-    _checks.ids_in_range(ids, x.shape[-1], None)
+    _checks.ids_in_range(ids, x.shape[-1], None, several=True)
     return backend(x).pick(x, ids, softcap)
 
 
-def _pick_bwd(x, ids, y, softcap, d_y):
-    return backend(x).pick_bwd(x, ids, y, softcap, d_y)
+def _pick_bwd(x, *args, **how):
+    return backend(x).pick_bwd(x, *args, **how)
 
 
 def _save(ctx, inputs, output):
@@ -42,8 +42,9 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, saved, d_y):
     x, ids, y = saved
-    run = torch.ops.logitless.pick_bwd if is_watched() else _pick_bwd
-    return run(x, ids, y, ctx.softcap, d_y), None, None
+    if is_watched():
+        return torch.ops.logitless.pick_bwd(x, ids, y, ctx.softcap, d_y), None, None
+    return _pick_bwd(x, ids, y, ctx.softcap, d_y, inplace=is_lent(x)), None, None
 
 
 _library = torch.library.Library("logitless", "FRAGMENT")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import _checks
 from ._dispatch import backend
-from ._node import is_watched, node, refuse_twice
+from ._node import is_lent, is_watched, node, refuse_twice
 from .linear import over_rows
 
 
@@ -141,8 +141,9 @@ def measure(
 ) -> Measures:
     """row_stats for formulas: with rows that are ignored, and class weights v in the total, Σ v z.
 
-    A row whose first id is ignore_index is ignored. `outside` asks for the tail, `plain` for the
-    label; both want K ids a row that are normalised.
+    A row whose first id is ignore_index is ignored; among several, an id of NO_ID is none, and what
+    is picked there is not a number. `outside` asks for the tail, `plain` for the label; both want K
+    ids a row that are normalised.
 
     Where `normalised`, picked and total are of log p = z - lse instead of z. The kernels take log p
     as (z - max) - log s, so that a common offset in the logits costs no digits; a formula cannot.
@@ -152,7 +153,7 @@ def measure(
     reading = Reading.of(
         logits, ids, weight, temperature, softcap, ignore_index, normalised, outside, plain
     )
-    outputs = _statistics(logits, *reading, entropy, total, argmax)
+    outputs = statistics(logits, *reading, entropy, total, argmax)
     _, _, lse, picked, h, c, best, tail, label, _ = outputs
     return Measures(
         lse,
@@ -249,8 +250,9 @@ def _minus(a: Tensor | None, b: Tensor) -> Tensor:
 
 def _stats_fwd(x, ids, *args):
     if ids is not None:
-        _checks.ids_in_range(ids, x.shape[-1], ignore_index=args[4])
-    return backend(x).stats_fwd(x, ids, *args)
+        several = ids.dim() == x.dim()
+        _checks.ids_in_range(ids, x.shape[-1], ignore_index=args[4], several=several)
+    return backend(x).stats_fwd(x, ids, *args)[:10]
 
 
 def _stats_fwd_op(x, *args):
@@ -258,24 +260,22 @@ def _stats_fwd_op(x, *args):
     return tuple(x.new_empty(0) if out is None else out for out in outputs)
 
 
-def _stats_bwd(x, *args):
-    return backend(x).stats_bwd(x, *args)
+def _stats_bwd(x, *args, **how):
+    return backend(x).stats_bwd(x, *args, **how)
 
 
 def _save(ctx, inputs, output):
     x, reading = inputs[0], Reading(*inputs[1:10])
-    shift, log_s, _, picked, entropy, _, argmax, tail, _, log_s1 = output
+    shift, log_s, _, _, entropy, _, argmax, tail, _, log_s1 = output
     ctx.reading = reading._replace(ids=None, weight=None, row_temperature=None)
     ctx.wants = inputs[10:12]
-    several = reading.ids is not None and not reading.one_id(x)
-    saved = (shift, log_s, picked if several else None, log_s1, entropy, tail)
-    ctx.save_for_backward(x, *reading[:3], *saved)
+    ctx.save_for_backward(x, *reading[:3], shift, log_s, log_s1, entropy, tail)
     ctx.mark_non_differentiable(*(t for t in (shift, log_s, argmax, log_s1) if t is not None))
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, saved, _, __, d_lse, d_picked, d_entropy, d_total, ___, d_tail, d_label, ____):
-    x, ids, weight, row_temperature, shift, log_s, picked, log_s1, entropy, tail = saved
+    x, ids, weight, row_temperature, shift, log_s, log_s1, entropy, tail = saved
     reading = ctx.reading._replace(ids=ids, weight=weight, row_temperature=row_temperature)
     # An output that was not asked for is empty to an operator, and so is its gradient.
     asked = (ids is not None, *ctx.wants, reading.outside is not None, reading.plain)
@@ -288,9 +288,11 @@ def _backward(ctx, saved, _, __, d_lse, d_picked, d_entropy, d_total, ___, d_tai
     )
     d_x = None
     if any(g is not None for g in upstream):
-        backward = torch.ops.logitless.stats_bwd if is_watched() else _stats_bwd
-        log_s1 = log_s1 if reading.plain else None
-        d_x = backward(x, *reading, shift, log_s, picked, log_s1, *upstream)
+        found = (*reading, shift, log_s, log_s1 if reading.plain else None, *upstream)
+        if is_watched():
+            d_x = torch.ops.logitless.stats_bwd(x, *found)
+        else:
+            d_x = _stats_bwd(x, *found, inplace=is_lent(x))
     return d_x, *(None,) * 12
 
 
@@ -309,7 +311,7 @@ _library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _library.define(
-    f"stats_bwd(Tensor x, {_READING}, Tensor shift, Tensor log_s, Tensor? picked, Tensor? log_s1,"
+    f"stats_bwd(Tensor x, {_READING}, Tensor shift, Tensor log_s, Tensor? log_s1,"
     " Tensor? a, Tensor? b, Tensor? g_id, Tensor? g_c, Tensor? a_ids, Tensor? d_label) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -342,5 +344,5 @@ _library.impl("stats_fwd", _stats_fwd_op, "CompositeExplicitAutograd")
 _library.impl("stats_bwd", _stats_bwd, "CompositeExplicitAutograd")
 torch.library.register_fake("logitless::stats_fwd", _stats_fwd_fake, lib=_library)
 torch.library.register_fake("logitless::stats_bwd", _stats_bwd_fake, lib=_library)
-_statistics = node("stats_fwd", _library, _stats_fwd, _save, _backward)
+statistics = node("stats_fwd", _library, _stats_fwd, _save, _backward)
 refuse_twice("stats_bwd", _library)

@@ -15,14 +15,16 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless import kernels
-from logitless.kernels import config
+from logitless.kernels import config, pair
 
 TARGETS = {
     "cuda:80": GPUTarget("cuda", 80, 32),
@@ -36,6 +38,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.int16: "*i16",
     torch.int8: "*i8",
     torch.uint8: "*u8",
 }
@@ -53,6 +56,9 @@ def source_of(kernel, args, kwargs):
         one = type(value) is int and value == 1 and not frozen
         if param.is_constexpr or value is None or one:
             signature[param.name], constants[param.name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            size = ",".join(map(str, value.block_shape))
+            signature[param.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}[{size}]>"
         elif isinstance(value, torch.Tensor):
             signature[param.name] = TYPES[value.dtype]
             if value.data_ptr() % 16 == 0:
@@ -114,7 +120,12 @@ def variants() -> list[Variant]:
             (torch.float16, 50257, 10_000, 1, None),
         )
     ]
-    return plain + capped + full
+    sparse = [
+        Variant(torch.bfloat16, K=512),
+        Variant(torch.bfloat16, 50257, K=64, softcap=30.0),
+        Variant(torch.float32, 50257, K=8),
+    ]
+    return plain + capped + full + sparse
 
 
 def launches_of(v: Variant):
@@ -130,7 +141,7 @@ def launches_of(v: Variant):
         "softcap": v.softcap,
         "ignore_index": -100,
         "normalised": True,
-        "outside": 1 if full and v.K > 1 else None,
+        "outside": int(full) if v.K > 1 else None,
         "plain": full and v.K > 1,
     }
     cut = config.forward(v.rows, v.V, x.element_size(), 132, heavy=full or v.softcap is not None)
@@ -138,16 +149,45 @@ def launches_of(v: Variant):
         with config.override(**cut._asdict()):
             kernels.stats_fwd(x, **reading, want_entropy=full, want_total=full, want_argmax=full)
         if v.rows > 2:
-            kernels.stats_bwd(
-                x, **reading, shift=row, log_s=row, picked=like_ids, log_s1=row,
-                a=row, b=row if full else None, g_id=like_ids, g_c=row if full else None,
-                a_ids=row if reading["plain"] else None, d_label=row if reading["plain"] else None,
-            )  # fmt: skip
+            for inplace in (False, True):
+                kernels.stats_bwd(
+                    x, **reading, shift=row, log_s=row, log_s1=row,
+                    a=row, b=row if full else None, g_id=like_ids, g_c=row if full else None,
+                    a_ids=row if v.K > 1 else None, d_label=row if reading["plain"] else None,
+                    gain=row[0] if v.K > 1 else None, inplace=inplace,
+                    repeats=row.to(torch.int8) if v.K > 1 and not full else None,
+                )  # fmt: skip
+            if v.K > 1:
+                y = kernels.pick(x, ids, v.softcap)
+                kernels.pick_bwd(x, ids, y, v.softcap, y)
+                kernels.slots(y, y, row.bool(), row, None, "jsd", "tail", 0.5)
             kernels.scale_rows_(x, row)
             kernels.mean_nll(ids.reshape(-1)[:2], row, -100, mean=True)
             if v.K == 1:
                 kernels.visit(x, **reading | {"weight": None}, g_id=row)
+            if v.K == 1 and not full:
+                launch_pairs(x, v.softcap)
+            if v == Variant(torch.bfloat16):
+                launch_sums(x)
     return launches
+
+
+def launch_pairs(x: torch.Tensor, softcap: float | None) -> None:
+    """Every loss against a dense teacher, and JSD's long rows as a GPU shares them out."""
+    how, stats, row = (None, None, None, 1.0, softcap, 0.5), torch.zeros(2, 5), torch.zeros(2)
+    for kind in pair.KINDS:
+        kernels.pair_fwd(x, x, *how, kind)
+        kernels.pair_bwd(x, x, *how, kind, stats, row)
+    with mock.patch.object(pair, "_parts", return_value=32):
+        kernels.pair_fwd(x, x, *how, "jsd")
+
+
+def launch_sums(dz: torch.Tensor) -> None:
+    """A weight's gradient over three chunks."""
+    h, total = torch.zeros(2, 512, dtype=dz.dtype), torch.zeros(dz.shape[1], 512, dtype=dz.dtype)
+    exponents = kernels.exponents(total)
+    for chunk in range(3):
+        kernels.accumulate(dz, h, total, exponents, chunk == 0, chunk == 2)
 
 
 def resources(ptx: str, arch: str) -> dict:

@@ -547,6 +547,7 @@ CHOICES = {  # all that a kernel may be compiled for: what is asked, and how mem
     "ENTROPY", "TOTAL", "ARGMAX", "NORMALISED", "PACK", "ALIGNED", "SAME",
     "BLOCK_V", "BLOCK_K", "BLOCK_S", "BLOCK_P", "BLOCK_N", "SPAN", "MEAN", "PLAIN", "ONE_ID",
     "LOG_K", "ROWS", "KIND", "DIVERGENCE", "RENORM_P", "RENORM_Q", "X_STEP", "T_STEP",
+    "HELD", "FIRST", "LAST", "WIDE", "BLOCK_D", "BLOCK_R",
 }  # fmt: skip
 
 

@@ -30,11 +30,19 @@ def test_kernels_compile_ahead_of_time(target):
         "_split_kernel",
         "_merge_kernel",
         "_stats_bwd_kernel",
+        "_spans_bwd_kernel",
         "_ids_bwd_kernel",
+        "_pick_kernel",
+        "_slots_kernel",
         "_scale_kernel",
         "_mean_kernel",
         "_tail_kernel",
         "_visit_kernel",
+        "_pair_fwd_kernel",
+        "_pair_bwd_kernel",
+        "_jsd_part_kernel",
+        "_jsd_sum_kernel",
+        "_accumulate_kernel",
     }
     if target == "cuda:90":
         spilled = [row for row in rows if row["spills"]]

@@ -630,3 +630,184 @@ def test_modules(device):
     jsd = ll.nn.JSDLoss(beta=0.2, softcap=5.0)
     want = ll.jsd(x, other, beta=0.2, softcap=5.0, mask=mask)
     torch.testing.assert_close(jsd(x, other, mask), want)
+
+
+class TestSpans:
+    """Several ids a row are put right span by span, after the columns around them."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("ce", [False, True], ids=["kd", "mix"])
+    @pytest.mark.parametrize("temperature", [1.0, 2.0])
+    def test_ids_at_every_edge(self, ce, temperature, dtype, impl, device):
+        """Repeated within a span and across them, on a span's ends, in the fringe."""
+        vocab, k = 103, 20
+        x, targets = make(dtype, device, vocab=vocab, k=k)
+        ids = targets.ids.clone()
+        edges = [0, 31, 32, 63, 64, vocab - 1]
+        ids[0, : len(edges)] = torch.tensor(edges, device=device)
+        ids[1, -1], ids[2, : k // 2] = ids[1, 0], ids[2, k // 2].clone()
+        targets = ll.SparseTargets(ids, targets.logprobs, targets.tail)
+        how = {"divergence": "jsd", "support": "tail", "temperature": temperature}
+        if ce:  # a label that the teacher has as well, one that it has twice, and one it may not
+            labels = torch.stack([ids[0, 0], ids[1, 0], ids[2, 0] * 0 + 5, ids[3, 2]])
+            how |= {"labels": labels, "ce_weight": 0.3, "kd_weight": 0.7}
+        up = torch.ones((), device=device)
+        wide = torch.zeros(ROWS, vocab + 3, dtype=dtype, device=device)
+        wide[:, 1:-2] = x
+        want = value_and_grad(lambda x: oracle(x, targets, **how), x.double(), up)
+        for cut in ({"block_v": 16, "span": 32}, {"block_v": 64, "span": 64}):
+            with config.override(**cut):
+                got = value_and_grad(
+                    lambda w: ll.topk_distill(w[:, 1:-2], targets, **how), wide, up
+                )
+            assert error(got[0], want[0]) < 1e-4
+            assert error(got[1][:, 1:-2], want[1]) < 2e-5 + torch.finfo(dtype).eps
+            assert not got[1][:, 0].any()
+            assert not got[1][:, -2:].any()
+
+    def test_more_slots_than_a_program_looks_at_once(self, impl, device):
+        x, targets = make(torch.bfloat16, device, rows=2, vocab=1600, k=600)
+        ids = targets.ids.clone()
+        ids[0, 550] = ids[0, 3]
+        targets = ll.SparseTargets(ids, targets.logprobs, targets.tail)
+        how = {"divergence": "forward_kl", "support": "tail"}
+        up = torch.ones((), device=device)
+        got = value_and_grad(lambda x: ll.topk_distill(x, targets, **how), x, up)
+        want = value_and_grad(lambda x: oracle(x, targets, **how), x.double(), up)
+        assert error(got[1], want[1]) < 2e-5 + torch.finfo(torch.bfloat16).eps
+
+    def test_softcap_weights_and_a_gradient_a_row(self, impl, device):
+        """Every term of the one backward at repeated ids, against autograd."""
+        from logitless.stats import measure
+
+        x = torch.randn(3, 90, dtype=torch.float64, device=device) * 3
+        ids = torch.randint(0, 90, (3, 40), device=device)
+        v = torch.rand(90, device=device)
+        upstream = torch.randn(3, 40, device=device)
+
+        def by_definition(x):
+            z = 4 * torch.tanh(x / 4) / 0.7
+            logp, p = torch.log_softmax(z, -1), torch.softmax(z, -1)
+            total = (v.to(x) * logp).sum(-1) - (p * logp).sum(-1)
+            return (logp.gather(-1, ids) * upstream.to(x)).sum(-1) + total
+
+        def ours(x):
+            found = measure(
+                x, ids, temperature=0.7, softcap=4.0, weight=v, normalised=True,
+                entropy=True, total=True,
+            )  # fmt: skip
+            return (found.picked * upstream.to(found.picked)).sum(-1) + found.total + found.entropy
+
+        ones = torch.ones(3, device=device)
+        want = value_and_grad(by_definition, x, ones)
+        with config.override(block_v=16, span=48):
+            got = value_and_grad(ours, x.float(), ones)
+        assert error(got[1], want[1]) < 2e-5
+
+    @pytest.mark.parametrize("support", SUPPORTS)
+    @pytest.mark.parametrize("ce", [False, True], ids=["kd", "mix"])
+    def test_a_dead_row_has_no_gradient(self, support, ce, impl, device):
+        x, targets = make(torch.float32, device)
+        x[1] = -torch.inf
+        how = {"divergence": "forward_kl", "support": support, "reduction": "none"}
+        how |= {"labels": targets.ids[:, 0], "ce_weight": 0.5} if ce else {}
+        for temperature in (1.0, 2.0):
+            leaf = x.clone().requires_grad_()
+            loss = ll.topk_distill(leaf, targets, temperature=temperature, **how)
+            loss[[0, 2, 3]].sum().backward()
+            assert not leaf.grad[1].any()
+            assert leaf.grad[[0, 2, 3]].isfinite().all()
+
+
+class TestMaskedSlots:
+    """A slot that does not count holds no id: nothing is read for it, and it repeats none."""
+
+    @pytest.mark.parametrize("ce", [False, True], ids=["kd", "mix"])
+    @pytest.mark.parametrize(("divergence", "support"), MATRIX)
+    def test_is_as_if_it_were_not_there(self, divergence, support, ce, impl, device):
+        x, targets = make(torch.float32, device)
+        x[:, 0] = 9.0  # what a slot that is taken for id 0 would find
+        x.scatter_(-1, targets.ids[:, 1:2], 30.0)  # hardly anything is left outside
+        keep = torch.zeros_like(targets.ids).bool()
+        keep[:, 1::2] = True  # not the first
+        wild = torch.where(keep, targets.ids, 2**31 - 5)
+        targets = ll.SparseTargets(wild, targets.logprobs, targets.tail, keep)
+        fewer = ll.SparseTargets(targets.ids[:, 1::2], targets.logprobs[:, 1::2], targets.tail)
+        how = {"divergence": divergence, "support": support, "temperature": 2.0}
+        how |= mix(device=device) if ce else {}
+        up = torch.ones((), device=device)
+        torch.testing.assert_close(
+            value_and_grad(lambda x: ll.topk_distill(x, targets, **how), x, up),
+            value_and_grad(lambda x: ll.topk_distill(x, fewer, **how), x, up),
+        )
+
+    @pytest.mark.parametrize("support", SUPPORTS)
+    def test_the_only_one(self, support, impl, device):
+        x, targets = make(torch.float32, device, k=1)
+        keep = torch.tensor([[True], [False], [True], [True]], device=device)
+        targets = ll.SparseTargets(targets.ids, targets.logprobs, targets.tail, keep)
+        how = {"divergence": "forward_kl", "support": support}
+        up = torch.ones((), device=device)
+        got = value_and_grad(lambda x: ll.topk_distill(x, targets, **how), x, up)
+        want = value_and_grad(lambda x: oracle(x, targets, **how), x.double(), up)
+        assert error(got[0], want[0]) < 1e-5
+        assert error(got[1], want[1]) < 1e-5
+        assert not got[1][1].any()
+
+
+@pytest.mark.parametrize("k", [1, K])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_one_node_is_what_its_operators_are(reduction, k, impl, device):
+    """What those who look on see, torch.func here, is the same loss and the same gradient."""
+    x, targets = make(torch.float32, device, k=k)
+    labels = torch.tensor([3, -100, 4, 5], device=device)
+    # A weight of inf is for a row that does not count.
+    rows = {"row_weight": torch.tensor([1.0, torch.inf, 2.0, 3.0], device=device)}
+    for options in ({}, {"labels": labels}, {"labels": labels, "ce_weight": 0.5, **rows}):
+        for support, temperature in itertools.product(("truncate", "tail"), (1.0, 2.0)):
+            how = {
+                "divergence": "reverse_kl", "support": support, "temperature": temperature,
+                "t_squared": True, "kd_weight": 0.7, "reduction": reduction, **options,
+            }  # fmt: skip
+
+            def f(x, how=how):
+                return (ll.topk_distill(x, targets, **how) * 1.5).sum()
+
+            got = value_and_grad(f, x, torch.ones((), device=device))
+            torch.testing.assert_close(got[0], f(x))
+            torch.testing.assert_close(got[1], torch.func.grad(f)(x))
+
+
+def test_only_the_gradients_of_slots_are_kept(impl, device):
+    """Of what is as large as the ids, one tensor: at K = 512 each counts."""
+    x, targets = make(torch.float32, device)
+    x.requires_grad_()
+    kept = []
+    labels = torch.tensor([3, -100, 4, 5], device=device)
+    for options in ({}, {"labels": labels, "ce_weight": 0.5, "temperature": 2.0}):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            ll.topk_distill(x, targets, divergence="jsd", support="tail", **options)
+        wide = [t for t in kept if t.is_floating_point() and t.dim() == 2 and t.shape[1] < V]
+        assert [tuple(t.shape) for t in wide] == [(ROWS, K)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("t_squared", [False, True])
+def test_gathered_sums_are_the_sum_of_rows(dtype, temperature, t_squared, impl, device):
+    z = torch.randn(2, 3, 9, device=device).to(dtype)
+    logp = torch.log_softmax(torch.randn(2, 3, 9, device=device), -1)
+    how = {"temperature": temperature, "t_squared": t_squared}
+    up = torch.tensor(1.5, device=device)
+    rows = value_and_grad(lambda z: ll.gathered_kl(z, logp, reduction="none", **how).sum(), z, up)
+    total = value_and_grad(lambda z: ll.gathered_kl(z, logp, **how), z, up)
+    mean = value_and_grad(lambda z: ll.gathered_kl(z, logp, reduction="mean", **how), z, 6 * up)
+    eps = torch.finfo(dtype).eps
+    for got in (total, (6 * mean[0], mean[1])):
+        assert error(got[0], rows[0].double()) < 1e-6
+        assert error(got[1], rows[1].double()) < 1e-6 + eps
+    leaf = z.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(ll.gathered_kl(leaf, logp), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        grad.float().square().sum().backward()

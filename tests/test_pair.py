@@ -164,6 +164,70 @@ def test_jsd_ends_in_the_kl_divergences(direction, impl, device):
     assert torch.equal(got[1], want[1])
 
 
+def by_parts(x, t, beta, temperature, softcap, mask, span):
+    """The kernels that share a row out, whose programs wait for each other, on any device.
+
+    The interpreter runs one program after another. So that none waits in vain, a first run finds a
+    word left by everyone, if only that it saw nothing; the second finds what the first has left.
+    """
+    from logitless.kernels import config, pair
+    from logitless.kernels.view import rows_of
+    from logitless.kernels.visit import EMPTY
+
+    x, rows = rows_of(x)
+    t, t_rows = rows_of(t)
+    parts = config.ceil_div(rows.vocab, span)
+    cut = config.Config(block_v=32, num_warps=1, span=span)
+    first, second = pair._shared_plan(rows, t_rows, parts, temperature, softcap, beta, cut)
+    loss, stats, sums = (
+        torch.full((rows.count, *shape), torch.nan, device=x.device)
+        for shape in ((), (5,), (parts, 2))
+    )
+    meeting = torch.full((rows.count, 2, parts), EMPTY.value, device=x.device)
+    mask = None if mask is None else mask.view(torch.int8)
+    for _ in range(2):
+        first(x, t, None, mask, stats, sums, meeting)
+    second(sums, mask, loss, stats)
+    return loss, stats
+
+
+@pytest.mark.parametrize("span", [32, 48, 128])
+@pytest.mark.parametrize(("vocab", "dtype"), [(75, torch.bfloat16), (96, torch.float32)])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_parts_of_a_row_add_up(span, vocab, dtype, softcap, device):
+    """To the same as one program finds, with parts that are ragged, empty, of -inf, or masked."""
+    from logitless import kernels
+
+    x, t = make(("jsd", 0.3), rows=(7,), vocab=vocab, dtype=dtype, device=device)
+    x[1, :50], t[2, :50], x[3, 40:], t[3, 40:] = [-torch.inf] * 4
+    x[4, 60], t[5] = torch.nan, -torch.inf
+    mask = torch.arange(7, device=device) < 6
+    for kept in (None, mask):
+        want = kernels.pair_fwd(x, t, None, None, kept, 1.7, softcap, 0.3, "jsd")
+        got = by_parts(x, t, 0.3, 1.7, softcap, kept, span)
+        assert want[0][:4].isfinite().all()
+        assert want[0][4:6].isnan().all()
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("how", [OPTIONS["plain"], OPTIONS["all"]], ids=["plain", "all"])
+def test_parts_of_a_row_wait_for_each_other(how, impl, device):
+    """Three to a row, on a GPU; elsewhere one program is left to do it all."""
+    from logitless.kernels import config
+
+    loss = ("jsd", 0.3)
+    x, t = make(loss, device=device)
+    how = on(how, device)
+    with config.override(block_v=32, span=32):
+        assert_as_good_as_torch(
+            lambda x: ours(x, t, loss, **how, reduction="none"),
+            lambda x: naive(x, t, loss, **how, reduction="none"),
+            x,
+            factor=4.0 if isinstance(how.get("temperature"), torch.Tensor) else 2.0,
+        )
+
+
 @every_divergence
 @pytest.mark.parametrize("temperature", [2.5, torch.tensor([0.5, 1.0, 2.5])])
 def test_t_squared_scales_value_and_gradient(loss, temperature, impl, device):

@@ -148,14 +148,18 @@ class Transformer(nn.Module):
         self.gain = scale.width**0.5
         nn.init.normal_(self.token.weight, std=1 / self.gain)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (batch, context) to logits (batch, context, VOCAB)."""
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Tokens (batch, context) to hidden states (batch, context, width)."""
         context = tokens.shape[1]
         causal = nn.Transformer.generate_square_subsequent_mask(context, device=tokens.device)
         x = self.gain * self.token(tokens) + self.place[:context]
         for block in self.blocks:
             x = block(x, src_mask=causal, is_causal=True)
-        return F.linear(self.norm(x), self.token.weight)
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens (batch, context) to logits (batch, context, VOCAB)."""
+        return F.linear(self.hidden(tokens), self.token.weight)
 
 
 class Learner:
@@ -169,11 +173,13 @@ class Learner:
         self.curve: list[float] = []
         self.seconds = 0.0
 
+    def loss_of(self, tokens: Tensor, target: Tensor) -> Tensor:
+        logits = self.model(tokens)
+        return self.loss(logits.flatten(0, 1), target.flatten())
+
     def step(self, batch: Batch) -> None:
         start = time.perf_counter()
-        tokens, target = batch
-        logits = self.model(tokens)
-        loss = self.loss(logits.flatten(0, 1), target.flatten())
+        loss = self.loss_of(*batch)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

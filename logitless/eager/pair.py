@@ -128,6 +128,7 @@ def pair_bwd(
     kind: str,
     stats: Tensor,  # (..., 5)
     g: Tensor,  # (...), the gradient of each row's loss
+    inplace: bool = False,  # which a CPU need not be
 ) -> Tensor:
     """The gradient of the student's logits, (..., V) in their dtype."""
     V = x.shape[-1]

@@ -23,6 +23,7 @@ def pick_bwd(
     y: Tensor,  # (..., K), what was picked
     softcap: float | None,
     d_y: Tensor,  # (..., K)
+    inplace: bool = False,  # which a CPU need not be
 ) -> Tensor:
     """The gradient of y: rounded after what repeated ids bring is added."""
     V = x.shape[-1]
@@ -30,9 +31,9 @@ def pick_bwd(
     dx = torch.zeros_like(flat, memory_format=torch.contiguous_format)
     if softcap is not None:
         d_y = torch.where(d_y == 0, 0.0, d_y * (1 - (y / softcap).square()))
-    at, inside = _locate(ids, flat.shape[0], V)
-    d_y = d_y.reshape(at.shape).masked_fill(~inside, torch.nan)
+    at, inside, bad = _locate(ids, flat.shape[0], V)
+    d_y, bad = torch.where(inside, d_y.reshape(at.shape), 0.0), bad.any(1, keepdim=True)
     for rows in _chunks(flat, None):
         d = torch.zeros_like(flat[rows], dtype=d_y.dtype).scatter_add_(1, at[rows], d_y[rows])
-        dx[rows] = d.masked_fill_(~inside[rows].all(1, keepdim=True), torch.nan).to(dx.dtype)
+        dx[rows] = d.masked_fill_(bad[rows], torch.nan).to(dx.dtype)
     return dx.view(x.shape)

@@ -20,7 +20,7 @@ def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
 def slots(
     student: Tensor,  # (..., K), log q, or logits for "renorm" and "gathered"
     teacher: Tensor,  # (..., K), log p
-    mask: Tensor | None,  # (..., K) bool, True for the slots that count
+    mask: Tensor | None,  # (..., K) bool, True for the slots that count; or (...), of whole rows
     student_tail: Tensor | None,  # (...), log mass of the student outside the slots
     teacher_tail: Tensor | None,  # (...), log mass of the teacher there; None is the rest to 1
     divergence: str,
@@ -37,7 +37,8 @@ def slots(
     how = at_the_ends(divergence, beta)
     log_q, log_p = (t.to(dtype).contiguous() for t in (student, teacher))
     if mask is not None:
-        mask = mask.contiguous()
+        mask = mask if mask.dim() == student.dim() else mask.unsqueeze(-1)
+        mask = mask.expand(student.shape).contiguous()
         log_q, log_p = (torch.where(mask, t, -torch.inf) for t in (log_q, log_p))
     if support in RENORM_TEACHER:
         log_p, _ = _normalised(log_p)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 CHUNK_BYTES = 8 << 20  # of logits in work at once; fewer, and threads only start and stop
 
+NO_ID = -(2**31)  # in a slot among several that holds no id: not read, no gradient, not bad
+
 Index = slice | Tensor
 
 
@@ -40,11 +42,17 @@ def _by_row(t: Tensor, rows: int) -> Tensor:
     return t.reshape(rows, -1 if rows else 1)
 
 
-def _locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
-    """ids as (N, K) safe to index with, and which of them are real."""
+def _locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
+    """ids as (N, K) safe to index with, which of them are real, and which slots have a bad one."""
     ids = _by_row(ids, rows).contiguous()
     inside = (ids >= 0) & (ids < V)
-    return torch.where(inside, ids, 0).long(), inside
+    bad = ~inside if ids.shape[1] == 1 else ~inside & (ids != NO_ID)
+    return torch.where(inside, ids, 0).long(), inside, bad
+
+
+def _members(at: Tensor, inside: Tensor) -> Tensor:
+    """The same columns (N, K), with one of the row's own wherever a slot is not real."""
+    return torch.where(inside, at, at.gather(1, inside.int().argmax(1, keepdim=True)))
 
 
 def _capped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
@@ -93,7 +101,9 @@ def stats_fwd(
     want_total: bool,
     want_argmax: bool,
 ) -> tuple[Tensor | None, ...]:
-    """shift, log_s, lse, picked, entropy, total, argmax, tail, label, log_s1; None if not wanted.
+    """shift, log_s, lse, picked, entropy, total, argmax, tail, label, log_s1, repeats.
+
+    None if not wanted, as repeats never is.
 
     (...) each, picked like ids. picked and total are of z, or of log p = z - lse where
     `normalised`; tail is the log mass outside ids[..., outside:]; where `plain`, label is log p of
@@ -105,9 +115,9 @@ def stats_fwd(
     column = torch.zeros((flat.shape[0], 1), dtype=_precision(x), device=x.device)
     shift, s, w, c, rest, s1 = (column.clone() for _ in range(6))
     argmax = torch.full(shape, -1, device=x.device).view(-1) if want_argmax else None
-    at = inside = y_at = None
+    at = inside = bad = y_at = None
     if ids is not None:
-        at, inside = _locate(ids, flat.shape[0], V)
+        at, inside, bad = _locate(ids, flat.shape[0], V)
         y_at = column.expand(at.shape).clone()
     live = _live_rows(ids, flat.shape[0], ignore_index)
     inv_t = _inverse(row_temperature, temperature, column)
@@ -132,7 +142,7 @@ def stats_fwd(
         if want_total:
             c[rows] = _weighted_sum(d if normalised else y, weight)
         if outside is not None:
-            own = at[rows][:, outside:]
+            own = _members(at[rows][:, outside:], inside[rows][:, outside:])
             rest[rows] = d.scatter(1, own, -torch.inf).logsumexp(1, keepdim=True)
         e = d.exp() if want_entropy else d.exp_()
         if want_entropy:
@@ -151,8 +161,7 @@ def stats_fwd(
         mass = V if weight is None else weight.to(s.dtype).sum()
         total = c - mass * log_s if normalised else c * rate
     if outside is not None:
-        bad = ~inside[:, outside:].all(1, keepdim=True)
-        tail = (rest - log_s).masked_fill(bad, torch.nan)
+        tail = (rest - log_s).masked_fill(bad[:, outside:].any(1, keepdim=True), torch.nan)
     if plain:
         log_s1 = s1.log()
         label = (y_at[:, :1] - shift - log_s1).masked_fill(~inside[:, :1], torch.nan)
@@ -163,9 +172,11 @@ def stats_fwd(
             argmax.masked_fill_(~live, -1)
     outputs.insert(6, argmax)
     # Cloned, for a view that an autograd function returns may not be written to by its user.
-    return tuple(
-        None if t is None else t.view(ids.shape if t is picked else shape).clone() for t in outputs
-    )
+    return (
+        *(None if t is None else t.view(ids.shape if t is picked else shape).clone()
+          for t in outputs),
+        None,  # repeats, which nobody here asks for
+    )  # fmt: skip
 
 
 def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
@@ -189,21 +200,22 @@ def stats_bwd(
     plain: bool,
     shift: Tensor,  # (...)
     log_s: Tensor,  # (...)
-    picked: Tensor | None,  # like ids
     log_s1: Tensor | None,  # (...)
     a: Tensor | None,  # (...)
     b: Tensor | None,  # (...)
-    g_id: Tensor | None,  # like ids, or one number for all
+    g_id: Tensor | None,  # like ids, or the last of them; or one number for all
     g_c: Tensor | None,  # (...)
     a_ids: Tensor | None,  # (...), for ids[..., outside:]
-    d_label: Tensor | None,  # (...), of the first id at temperature 1
-    gain: Tensor | None = None,  # a number
+    d_label: Tensor | None,  # (...) or a number, of the first id at temperature 1
+    gain: Tensor | None = None,  # (...) or a number
+    repeats: Tensor | None = None,  # (...), of several ids: whether one is in two slots, if known
     inplace: bool = False,
 ) -> Tensor:
     """The gradient of the logits, (..., V) in their dtype; in place, it replaces x.
 
-    Of one id a row that is `normalised`, a need not tell: -g_id is added to it. Such a g_id may
-    have a gain, by which it is multiplied.
+    Of one id a row that is `normalised`, a need not tell: -g_id is added to it; nor of a label
+    without a log_s1, which is at the temperature of the ids. A gain multiplies g_id, and of several
+    ids a and a_ids too.
     """
     V = x.shape[-1]
     flat = x.reshape(-1, V)
@@ -214,9 +226,18 @@ def stats_bwd(
     shift = torch.where(dead, torch.inf, shift.reshape(-1, 1))
     log_s = torch.where(dead, 0.0, log_s.reshape(-1, 1))
     if g_id is not None:
-        g_id = g_id if gain is None else g_id * gain
         g_id = _by_row(g_id if g_id.dim() else g_id.expand(ids.shape), dead.shape[0])
+        skip = _by_row(ids, dead.shape[0]).shape[1] - g_id.shape[1]
+        g_id = torch.nn.functional.pad(g_id, (skip, 0))
     a = torch.zeros_like(shift) if a is None else a.reshape(-1, 1)
+    a_ids = None if a_ids is None else a_ids.reshape(-1, 1)
+    d_label = None if d_label is None else d_label.reshape(-1, 1).expand(dead.shape)
+    if gain is not None:
+        a = a * gain.reshape(-1, 1)
+        g_id, a_ids = (None if t is None else t * gain.reshape(-1, 1) for t in (g_id, a_ids))
+    if d_label is not None and log_s1 is None:
+        a = a - d_label
+        a_ids = None if a_ids is None else a_ids - d_label
     one_id = outside is None and not plain and g_id is not None and g_id.shape[1] == 1
     if normalised and one_id:
         a = a - g_id
@@ -225,15 +246,14 @@ def stats_bwd(
         None if t is None else torch.where(dead, 0.0, _by_row(t, dead.shape[0]))
         for t in (b, g_c, g_id)
     )
-    a_ids, d_label = (
-        None if t is None else torch.where(dead, 0.0, t.reshape(-1, 1)) for t in (a_ids, d_label)
-    )
+    a_ids, d_label = (None if t is None else torch.where(dead, 0.0, t) for t in (a_ids, d_label))
     if g_id is not None or a_ids is not None or d_label is not None:
-        at, inside = _locate(ids, flat.shape[0], V)
+        at, inside, bad = _locate(ids, flat.shape[0], V)
         # A bad id has no gradient to give: the whole row says so.
-        good = inside.all(1, keepdim=True)
-        a = torch.where(good, a, torch.nan)
-        a_ids = None if a_ids is None else torch.where(good, a_ids, torch.nan)
+        bad = bad.any(1, keepdim=True)
+        a = torch.where(bad, torch.nan, a)
+        a_ids = None if a_ids is None else torch.where(bad, torch.nan, a_ids)
+        g_id = None if g_id is None else torch.where(inside, g_id, 0.0)
     inv_t = _inverse(row_temperature, temperature, shift)
     if inv_t is not None:
         a = a * inv_t
@@ -260,13 +280,14 @@ def stats_bwd(
             p = d.exp() * inv_s[rows]
             dy = p * a[rows]
             if a_ids is not None:
-                own = at[rows][:, outside:]
+                own = _members(at[rows][:, outside:], inside[rows][:, outside:])
                 dy.scatter_(1, own, (p * a_ids[rows]).gather(1, own))
             if b is not None:
                 dy += torch.where(p > 0, p * (d - log_s[rows]), 0.0) * b[rows]
             if d_label is not None:
-                p1 = (y - shift[rows] - log_s1.reshape(-1, 1)[rows]).exp_()
-                dy -= torch.where(dead[rows], 0.0, p1 * d_label[rows])
+                if log_s1 is not None:
+                    p1 = (y - shift[rows] - log_s1.reshape(-1, 1)[rows]).exp_()
+                    dy -= torch.where(dead[rows], 0.0, p1 * d_label[rows])
                 dy.scatter_add_(1, at[rows][:, :1], d_label[rows])
         if g_c is not None:
             dy += g_c[rows] if weight is None else g_c[rows] * weight
@@ -299,6 +320,11 @@ def mean_nll(
 def scale_rows_(x: Tensor, g: Tensor) -> None:
     """x (..., V) times g, a scalar or (...), in place."""
     x.mul_(g.reshape(x.shape[:-1]).unsqueeze(-1) if g.dim() else g)
+
+
+def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
+    """No: a CPU has the memory for sums in fp32."""
+    return False
 
 
 def can_visit(x: Tensor) -> bool:

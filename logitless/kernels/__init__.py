@@ -1,5 +1,6 @@
 """What the GPU runs. Imports torch, triton and the eager twins, and nothing of ours above it."""
 
+from .accumulate import accumulate, can_accumulate, exponents
 from .mean import mean_nll
 from .pair import pair_bwd, pair_fwd
 from .pick import pick, pick_bwd
@@ -11,7 +12,10 @@ from .topk import topk
 from .visit import can_visit, visit
 
 __all__ = [
+    "accumulate",
+    "can_accumulate",
     "can_visit",
+    "exponents",
     "mean_nll",
     "pair_bwd",
     "pair_fwd",

@@ -78,6 +78,16 @@ def backward(vocab: int) -> Config:
 
 
 @functools.lru_cache(1024)
+def spans(vocab: int, itemsize: int) -> Config:
+    """A grid of (row, span), where ids are put right while the cache holds the span.
+
+    Long, so that few programs look for their ids; many warps, so that it is written at once.
+    """
+    width = ceil_pow2(vocab)
+    return overridden(Config(min(8192 // itemsize, width), 2 * itemsize, span=min(8192, width)))
+
+
+@functools.lru_cache(1024)
 def scale(vocab: int) -> Config:
     """Few, long programs: most often there is nothing to do."""
     return overridden(Config(min(4096, ceil_pow2(vocab)), 8))
@@ -90,18 +100,31 @@ def visit(vocab: int, itemsize: int) -> Config:
     return overridden(Config(min(block, ceil_pow2(vocab)), warps, span=min(span, ceil_pow2(vocab))))
 
 
+def accumulate() -> Config:
+    """The largest tile whose sums two groups of warps can hold."""
+    return overridden(Config(128, 8))
+
+
 def pair_forward(vocab: int) -> Config:
     """Two rows at once: sums for each lane stay in registers, and one warp waits for no other."""
     cut = overridden(Config(min(512, ceil_pow2(vocab)), 1))
     return cut._replace(block_v=max(cut.block_v, 16))  # the fringe, two packs of eight
 
 
-def pair_backward(vocab: int) -> Config:
-    return overridden(Config(min(1024, ceil_pow2(vocab)), 1))
+def pair_shared(vocab: int, itemsize: int) -> Config:
+    """Parts of two rows that the cache holds until each is read again: at most 64 of a row."""
+    block, span = (256, 4096) if itemsize == 2 else (512, 2048)
+    span = max(span, ceil_pow2(ceil_div(vocab, 64)))
+    cut = overridden(Config(min(block, ceil_pow2(vocab)), 1, span=span))
+    return cut._replace(block_v=max(cut.block_v, 16))
+
+
+def pair_backward(vocab: int, itemsize: int) -> Config:
+    return overridden(Config(min(1024 if itemsize == 2 else 512, ceil_pow2(vocab)), 1))
 
 
 def forget() -> None:
-    for choice in (forward, backward, scale, visit):
+    for choice in (forward, backward, spans, scale, visit):
         choice.cache_clear()
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 REMEMBERED = 1024  # shapes and options, for each kind of launch
 
@@ -34,10 +35,10 @@ class Launch:
         self.after = (*numbers, *(constants[n] for n in kernel.arg_names if n in constants))
         self.found: dict[tuple, Callable] = {}
 
-    def __call__(self, *tensors: Tensor | None) -> None:
+    def __call__(self, *tensors: Tensor | TensorDescriptor | None) -> None:
         """On the GPU of the first tensor."""
         device = tensors[0].device  # pyright: ignore[reportOptionalMemberAccess]
-        like = (device, *[None if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors])
+        like = (device, *[None if t is None else _kind(t) for t in tensors])
         with _on(device):
             run = self.found.get(like)
             if run is not None:
@@ -48,6 +49,13 @@ class Launch:
             )
             if isinstance(compiled, CompiledKernel):  # the interpreter has none
                 self.found[like] = compiled[(*self.programs, 1, 1)[:3]]
+
+
+def _kind(t: Tensor | TensorDescriptor) -> tuple:
+    """What a kernel is compiled for."""
+    if isinstance(t, TensorDescriptor):
+        return t.base.dtype, *t.block_shape
+    return t.dtype, t.data_ptr() % 16
 
 
 def _on(device: torch.device):

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import config
 from .launch import REMEMBERED, Launch
 from .rows import capped, load, row_offset
-from .stats_bwd import several_ids
+from .stats_bwd import ids_bwd
 from .view import Rows, rows_of
 
 
@@ -62,10 +62,14 @@ def pick_bwd(
     y: Tensor,  # (..., K), what was picked
     softcap: float | None,
     d_y: Tensor,  # (..., K)
+    inplace: bool = False,
 ) -> Tensor:
-    """The gradient of y: rounded after what repeated ids bring is added."""
-    dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    """The gradient of y, rounded when all that repeated ids bring is added; in place, over x."""
+    if inplace:
+        dx = x.zero_()
+    else:
+        dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if dx.numel() == 0 or ids.numel() == 0:
         return dx
-    several_ids(dx, ids.contiguous(), y, softcap, d_y.contiguous())
+    ids_bwd(dx, ids.contiguous(), y, softcap, d_y.contiguous())
     return dx

@@ -13,9 +13,12 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
+from ..eager import stats as eager
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
+NO_ID = tl.constexpr(eager.NO_ID)
 
 
 @triton.jit

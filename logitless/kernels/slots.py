@@ -85,7 +85,7 @@ def _terms(log_p, p, log_q, q, beta, DIVERGENCE: tl.constexpr):
 def _slots_kernel(
     STUDENT, TEACHER, MASK, STUDENT_TAIL, TEACHER_TAIL,  # inputs
     VALUE, D_STUDENT, D_TAIL,  # outputs
-    N, K, beta,  # sizes, options
+    N, K, stride_sn, stride_mn, stride_mk, beta,  # sizes, options
     DIVERGENCE: tl.constexpr, RENORM_P: tl.constexpr, RENORM_Q: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -97,8 +97,10 @@ def _slots_kernel(
     at = r[:, None] * K + k[None, :]
     live = inside
     if MASK is not None:
-        live = tl.load(MASK + first * K + at, mask=inside, other=0) != 0
-    log_q = tl.load(STUDENT + first * K + at, mask=inside, other=0.0).to(tl.float32)
+        kept = MASK + first * stride_mn + r[:, None] * stride_mn + k[None, :] * stride_mk
+        live = tl.load(kept, mask=inside, other=0) != 0
+    student = STUDENT + first * stride_sn + r[:, None] * stride_sn + k[None, :]
+    log_q = tl.load(student, mask=inside, other=0.0).to(tl.float32)
     log_p = tl.load(TEACHER + first * K + at, mask=inside, other=0.0).to(tl.float32)
     log_q = tl.where(live, log_q, -INF)
     log_p = tl.where(live, log_p, -INF)
@@ -140,7 +142,7 @@ def _slots_kernel(
 def slots(
     student: Tensor,  # (..., K), log q, or logits for "renorm" and "gathered"
     teacher: Tensor,  # (..., K), log p
-    mask: Tensor | None,  # (..., K) bool, True for the slots that count
+    mask: Tensor | None,  # (..., K) bool, True for the slots that count; or (...), of whole rows
     student_tail: Tensor | None,  # (...), log mass of the student outside the slots
     teacher_tail: Tensor | None,  # (...), log mass of the teacher there; None is the rest to 1
     divergence: str,
@@ -159,23 +161,31 @@ def slots(
     value = torch.empty(student.shape[:-1], device=student.device, dtype=torch.float32)
     d_student = torch.empty(student.shape, device=student.device, dtype=torch.float32)
     d_tail = None if student_tail is None else torch.empty_like(value)
-    inputs = [
-        None if t is None else t.contiguous()
-        for t in (student, teacher, mask, student_tail, teacher_tail)
-    ]
-    if mask is not None:
-        inputs[2] = inputs[2].view(torch.uint8)
-    plan = _plan(value.numel(), K, support, *at_the_ends(divergence, beta))
-    plan(*inputs, value, d_student, d_tail)
+    by_row = mask is not None and mask.dim() < student.dim()
+    mask_strides = (1, 0) if by_row else (K, 1)
+    teacher, mask, student_tail, teacher_tail = (
+        None if t is None else t.contiguous() for t in (teacher, mask, student_tail, teacher_tail)
+    )
+    student = student.reshape(-1, K)
+    if student.stride(1) != 1:
+        student = student.contiguous()
+    how = at_the_ends(divergence, beta)
+    _plan(value.numel(), K, student.stride(0), mask_strides, support, *how)(
+        student, teacher, None if mask is None else mask.view(torch.uint8),
+        student_tail, teacher_tail, value, d_student, d_tail,
+    )  # fmt: skip
     return value, d_student, d_tail
 
 
 @functools.lru_cache(REMEMBERED)
-def _plan(N: int, K: int, support: str, divergence: str, beta: float | None) -> Launch:
+def _plan(
+    N: int, K: int, stride: int, mask_strides: tuple[int, int], support: str, divergence: str,
+    beta: float | None,
+) -> Launch:  # fmt: skip
     block_k = config.ceil_pow2(K)
     rows = max(1, WARP // block_k)
     return Launch(
-        _slots_kernel, (config.ceil_div(N, rows),), (N, K, beta),
+        _slots_kernel, (config.ceil_div(N, rows),), (N, K, stride, *mask_strides, beta),
         num_warps=max(1, block_k // WARP), DIVERGENCE=divergence,
         RENORM_P=support in RENORM_TEACHER, RENORM_Q=support in RENORM_STUDENT,
         ROWS=rows, BLOCK_K=block_k,

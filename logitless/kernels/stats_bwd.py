@@ -5,8 +5,8 @@
 a, b, g_c are per row and g_k per id; log p_i is taken as ((y_i - shift) / temperature) - log_s,
 which no common offset can hurt, and dx_i = dz_i dz/dx_i. A label at temperature 1 adds its own
 d_label ([i = label] - p1_i) to dy_i, and ids whose complement has a mass of its own have an `a` of
-their own. One id a row is compared in place; several
-ids are put right by a second, small kernel, so that a gradient is rounded once, after everything is
+their own. One id a row is compared in place. Where a row has several, a program writes a span of
+it and then rewrites the ids that are there, so that a gradient is rounded once, after everything is
 added.
 """
 
@@ -23,6 +23,7 @@ from .rows import (
     INF,
     LN2,
     LOG2E,
+    NO_ID,
     capped,
     fringe_tile,
     inverse_temperature,
@@ -31,6 +32,8 @@ from .rows import (
     split_row,
 )
 from .view import Rows, rows_of
+
+MAX_HELD = 512  # ids of a row that one program has in registers
 
 
 @triton.jit
@@ -72,14 +75,14 @@ def row_terms(
 
 
 @triton.jit
-def _label_terms(LOG_S1, D_LABEL, row):
+def _label_terms(LOG_S1, D_LABEL, at, row, log_s):
     """d_label, and what e^(y - shift) is multiplied with on its behalf; 0 for a row of -inf."""
-    if D_LABEL is not None:
-        log_s1 = tl.load(LOG_S1 + row)
-        d_label = tl.where(log_s1 == -INF, 0.0, tl.load(D_LABEL + row).to(tl.float32))
-        return d_label, tl.where(log_s1 == -INF, 0.0, -d_label * tl.exp2(-log_s1 * LOG2E))
+    d_label = tl.where(log_s == -INF, 0.0, _load_or(D_LABEL, at, 0.0))
+    if LOG_S1 is not None:
+        factor = -d_label * tl.exp2(-tl.load(LOG_S1 + row) * LOG2E)
+        return d_label, tl.where(log_s == -INF, 0.0, factor)
     else:
-        return 0.0, 0.0
+        return d_label, 0.0
 
 
 @triton.jit
@@ -133,7 +136,7 @@ def dx_id(x, W, DXrow, id, shift, c0, c1, g_id, g_c, rate, softcap, HAS_B: tl.co
 
 @triton.jit(do_not_specialize=["rows_t", "lead", "blocks"])
 def _stats_bwd_kernel(
-    X, IDS, W, TEMP, SHIFT, LOG_S, A, B, G_ID, G_C, GAIN, LOG_S1, D_LABEL,  # inputs
+    X, IDS, W, TEMP, SHIFT, LOG_S, A, B, G_ID, G_C, GAIN,  # inputs
     DX,  # output
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, K, blocks, step_g,  # sizes
     temperature, softcap, ignore_index,  # options
@@ -172,7 +175,6 @@ def _stats_bwd_kernel(
         _load_or(G_ID, row * step_g, 0.0) * _load_or(GAIN, 0, 1.0), _load_or(G_C, row, 0.0),
         inv_t, id, V, ONE_ID, NORMALISED,
     )  # fmt: skip
-    _, c_label = _label_terms(LOG_S1, D_LABEL, row)
 
     column = id - head
     mine = (column >= block * BLOCK_V) & (column < tl.minimum(block * BLOCK_V + BLOCK_V, body))
@@ -191,98 +193,269 @@ def _stats_bwd_kernel(
         Wbody = W
     dx_tile(
         Xbody, Wbody, tl.multiple_of(DXrow + head, 16), cols, mask,
-        shift, c0, c1, c_label, g_c, rate, softcap,
-        B is not None, G_C is not None, D_LABEL is not None,
+        shift, c0, c1, 0.0, g_c, rate, softcap,
+        B is not None, G_C is not None, False,
     )  # fmt: skip
     if not ALIGNED:
         if block == 0:
             ends, mask_ends = fringe_tile(head, body, V, PACK)
             dx_tile(
                 Xrow, W, DXrow, ends, mask_ends,
-                shift, c0, c1, c_label, g_c, rate, softcap,
-                B is not None, G_C is not None, D_LABEL is not None,
+                shift, c0, c1, 0.0, g_c, rate, softcap,
+                B is not None, G_C is not None, False,
             )  # fmt: skip
     if mine:
         dx_id(x_id, W, DXrow, id, shift, c0, c1, g_id, g_c, rate, softcap, B is not None)
 
 
 @triton.jit
-def _sums_of_same(IDS, G_ID, ids, K, first):
+def _at_stake(ids, head, body, lo, hi, V, ALIGNED: tl.constexpr):
+    """Which ids are in the columns [lo, hi) of a row's body, or in the fringe where lo = 0."""
+    mine = (ids >= head + lo) & (ids < head + hi)
+    if not ALIGNED:
+        fringe = ((ids >= 0) & (ids < head)) | ((ids >= head + body) & (ids < V))
+        mine = mine | (fringe & (lo == 0))
+    return mine
+
+
+@triton.jit
+def _marks(DXrow):
+    """A row of the gradient as integers as wide as its elements."""
+    if DXrow.dtype.element_ty.primitive_bitwidth == 16:
+        return DXrow.to(tl.pointer_type(tl.int16), bitcast=True)
+    else:
+        return DXrow.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def _is_bad(ids, V):
+    """Which of these are no ids, but claim to be."""
+    return (((ids < 0) | (ids >= V)) & (ids != NO_ID)).to(tl.int32)
+
+
+@triton.jit
+def _meet(
+    DXrow, IDS, K, head, body, lo, hi, V, ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Whether an id at stake is in two slots.
+
+    Each slot leaves its number where its gradient will be: of two that meet there, one finds the
+    other's. What was there is lost.
+    """
+    M = _marks(DXrow)
+    for start in range(0, K, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        ids = tl.load(IDS + offs_k, mask=offs_k < K, other=NO_ID)
+        mine = _at_stake(ids, head, body, lo, hi, V, ALIGNED)
+        tl.store(M + ids, offs_k.to(M.dtype.element_ty), mask=mine)
+    tl.debug_barrier()
+    met = tl.zeros((BLOCK_K,), tl.int32)
+    for start in range(0, K, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        ids = tl.load(IDS + offs_k, mask=offs_k < K, other=NO_ID)
+        mine = _at_stake(ids, head, body, lo, hi, V, ALIGNED)
+        found = tl.load(M + ids, mask=mine, other=0)
+        met |= (mine & (found != offs_k.to(M.dtype.element_ty))).to(tl.int32)
+    repeated = (tl.max(met, axis=0) > 0) | (K > 65536)  # numbers that 16 bits cannot tell apart
+    tl.debug_barrier()  # before anyone overwrites what another has yet to find
+    return repeated
+
+
+@triton.jit
+def _own_g(G_ID, offs_k, mine, skip):
+    """The slots' own gradients; G_ID is of the slots from `skip` on."""
+    if G_ID is not None:
+        return load(G_ID, offs_k - skip, mine & (offs_k >= skip)).to(tl.float32)
+    else:
+        return tl.zeros(offs_k.shape, tl.float32)
+
+
+@triton.jit
+def _sums_of_same(IDS, G_ID, ids, K, skip, first):
     """For each of `ids`, Σ g over the slots that hold it, and whether one is from `first` on."""
     g = tl.zeros(ids.shape, tl.float32)
     member = tl.zeros(ids.shape, tl.int32)
     ids = ids.to(tl.int32)  # a row with larger ones is NaN in the end
     for j in range(K):
         same = ids == tl.load(IDS + j).to(tl.int32)
-        g += tl.where(same, tl.load(G_ID + j).to(tl.float32), 0.0)
+        if G_ID is not None:
+            g_j = tl.load(G_ID + j - skip, mask=j >= skip, other=0.0).to(tl.float32)
+            g += tl.where(same, g_j, 0.0)
         member = tl.where(same & (j >= first), 1, member)
     return g, member
 
 
-@triton.jit(do_not_specialize=["rows_t"])
-def _ids_bwd_kernel(
-    PICKED, IDS, W, TEMP, SHIFT, LOG_S, A, B, G_ID, G_C, A_IDS, LOG_S1, D_LABEL,  # inputs
-    DX,  # output
-    rows_t, stride_db, stride_dt, V, K, first,  # sizes
-    temperature, softcap, ignore_index,  # options
-    NORMALISED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+@triton.jit
+def _fill(
+    DXrow, value, head, body, lo, hi, V,
+    PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Several ids a row: rewrite the gradient at each from what was picked; repeated ids add up."""
-    row = tl.program_id(0)
-    IDS += row.to(tl.int64) * K
-    G_ID += row.to(tl.int64) * K
-    PICKED += row.to(tl.int64) * K
-    label = tl.load(IDS, mask=K > 0, other=-1)
-    if ignore_index is not None:
-        if label == ignore_index:
-            return
-    DXrow = DX + row_offset(row, rows_t, stride_db, stride_dt)
-    inv_t = inverse_temperature(TEMP, temperature, row)
-    log_s, y_max, shift, c0, c1, c0_ids, g_c, one = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, inv_t
-    if SHIFT is not None:
-        log_s = tl.load(LOG_S + row)
-        y_max = tl.load(SHIFT + row)
-        b = _load_or(B, row, 0.0)
-        shift, c0, c1, one, g_c, _ = row_terms(
-            y_max, log_s, _load_or(A, row, 0.0), b, 1.0, _load_or(G_C, row, 0.0),
-            inv_t, 0, V, False, NORMALISED,
-        )  # fmt: skip
-        c0_ids = c0
-        if A_IDS is not None:  # of the ids from `first` on
-            _, c0_ids, _, _, _, _ = row_terms(
-                y_max, log_s, tl.load(A_IDS + row), b, 0.0, 0.0, inv_t, 0, V, False, NORMALISED
-            )
-    d_label, c_label = _label_terms(LOG_S1, D_LABEL, row)
+    """One number for the columns [lo, hi) of a row's body, and for the fringe where lo = 0."""
+    for start in range(lo, hi, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        tile = tl.full((BLOCK_V,), value, tl.float32).to(DXrow.dtype.element_ty)
+        tl.store(tl.multiple_of(DXrow + head, 16) + cols, tile, mask=cols < hi)
+    if not ALIGNED:
+        if lo == 0:
+            ends, mask_ends = fringe_tile(head, body, V, PACK)
+            tile = tl.full((2 * PACK,), value, tl.float32).to(DXrow.dtype.element_ty)
+            tl.store(DXrow + ends, tile, mask=mask_ends)
 
-    bad = 0
+
+@triton.jit
+def _times(P, at, gain):
+    """A per-row number times gain; nothing where the loss has none."""
+    if P is not None:
+        return tl.load(P + at).to(tl.float32) * gain
+    else:
+        return 0.0
+
+
+@triton.jit(do_not_specialize=["rows_t", "lead", "spans"])
+def _spans_bwd_kernel(
+    X, IDS, W, TEMP, SHIFT, LOG_S, A, B, G_ID, G_C, GAIN, A_IDS, LOG_S1, D_LABEL, REPEATS,  # inputs
+    DX,  # output
+    rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, K, spans, span,  # sizes
+    skip, first, step_gain, step_label,
+    temperature, softcap, ignore_index,  # options
+    PACK: tl.constexpr, ALIGNED: tl.constexpr, SAME: tl.constexpr, HELD: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Several ids a row. One program a (row, span): its columns, then the ids that are there.
+
+    Written twice, but while the cache still holds them; the ids' logits are in it as well, or, in
+    place, HELD from the start.
+    """
+    pid = tl.program_id(0)
+    row = pid // spans
+    offset = row_offset(row, rows_t, stride_db, stride_dt)
+    head, body = split_row(offset, V, lead, PACK, ALIGNED)
+    Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
+    DXrow = DX + offset
+    IDS += row.to(tl.int64) * K
+    span = tl.multiple_of(span, BLOCK_V)
+    lo = pid % spans * span
+    hi = tl.multiple_of(tl.minimum(lo + span, body), PACK)
+
+    if ignore_index is not None:
+        if tl.load(IDS) == ignore_index:
+            _fill(DXrow, 0.0, head, body, lo, hi, V, PACK, ALIGNED, BLOCK_V)
+            return
+
+    inv_t = inverse_temperature(TEMP, temperature, row)
+    rate = inv_t * LOG2E
+    log_s = tl.load(LOG_S + row)
+    gain = _load_or(GAIN, row * step_gain, 1.0)
+    d_label, c_label = _label_terms(LOG_S1, D_LABEL, row * step_label, row, log_s)
+    taken = 0.0  # by a label at the temperature of the ids, from a
+    if LOG_S1 is None:
+        taken = d_label
+    shift, c0, c1, one, g_c, _ = row_terms(
+        tl.load(SHIFT + row), log_s, _times(A, row, gain) - taken, _load_or(B, row, 0.0),
+        gain, _load_or(G_C, row, 0.0), inv_t, 0, V, False, False,
+    )  # fmt: skip
+
+    x_held = tl.zeros((BLOCK_K,), X.dtype.element_ty)
+    if HELD:
+        offs_k = tl.arange(0, BLOCK_K)
+        ids = tl.load(IDS + offs_k, mask=offs_k < K, other=NO_ID)
+        x_held = load(Xrow, ids, _at_stake(ids, head, body, lo, hi, V, ALIGNED))
+        tl.debug_barrier()
+
+    Xbody = Xrow + head
+    if SAME:
+        Xbody = tl.multiple_of(Xbody, 16)
+    if W is not None:
+        Wbody = W + head
+    else:
+        Wbody = W
+    for start in range(lo, hi, BLOCK_V):
+        cols = start + tl.arange(0, BLOCK_V)
+        dx_tile(
+            Xbody, Wbody, tl.multiple_of(DXrow + head, 16), cols, cols < hi,
+            shift, c0, c1, c_label, g_c, rate, softcap,
+            B is not None, G_C is not None, LOG_S1 is not None,
+        )  # fmt: skip
+    if not ALIGNED:
+        if lo == 0:
+            ends, mask_ends = fringe_tile(head, body, V, PACK)
+            dx_tile(
+                Xrow, W, DXrow, ends, mask_ends,
+                shift, c0, c1, c_label, g_c, rate, softcap,
+                B is not None, G_C is not None, LOG_S1 is not None,
+            )  # fmt: skip
+    tl.debug_barrier()  # from here on, what others of this program wrote is overwritten
+
+    c0_ids = c0
+    if A_IDS is not None:  # of the ids from `first` on
+        _, c0_ids, _, _, _, _ = row_terms(
+            0.0, log_s, _times(A_IDS, row, gain) - taken, _load_or(B, row, 0.0),
+            0.0, 0.0, inv_t, 0, V, False, False,
+        )  # fmt: skip
+    if G_ID is not None:
+        G_ID += row.to(tl.int64) * (K - skip)
+    label = tl.load(IDS)
+    if REPEATS is not None:
+        repeated = tl.load(REPEATS + row) != 0
+    else:
+        repeated = _meet(DXrow, IDS, K, head, body, lo, hi, V, ALIGNED, BLOCK_K)
+    bad = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
-        mask_k = offs_k < K
-        ids = tl.load(IDS + offs_k, mask=mask_k, other=0)
-        inside = (ids >= 0) & (ids < V)
-        bad += tl.sum((mask_k & ~inside).to(tl.int32), axis=0)
-        g, member = _sums_of_same(IDS, G_ID, ids, K, first)
-        z = load(PICKED, offs_k, mask_k)
-        if NORMALISED:
-            y = (z + log_s) / inv_t + y_max
+        ids = tl.load(IDS + offs_k, mask=offs_k < K, other=NO_ID)
+        mine = _at_stake(ids, head, body, lo, hi, V, ALIGNED)
+        bad |= _is_bad(ids, V)
+        g, member = _own_g(G_ID, offs_k, mine, skip), (offs_k >= first).to(tl.int32)
+        if repeated:
+            g, member = _sums_of_same(IDS, G_ID, ids, K, skip, first)
+        if HELD:
+            x = x_held
         else:
-            y = z / inv_t
-        dz = g * one
-        if SHIFT is not None:
-            y = tl.where(log_s == -INF, -INF, y)  # of a row without a distribution, z - lse is NaN
-            c = tl.where(member > 0, c0_ids, c0)
-            dz += _dz((y - shift) * (inv_t * LOG2E), c, c1, B is not None)
+            x = load(Xrow, ids, mine)
+        y, slope = capped(x, softcap)
+        dz = _dz((y - shift) * rate, tl.where(member > 0, c0_ids, c0), c1, B is not None)
+        dz += tl.where(log_s == -INF, 0.0, g * one)
         if D_LABEL is not None:
-            dz += tl.where(ids == label, d_label, 0.0) + tl.exp2((y - shift) * LOG2E) * c_label
+            dz += tl.where(ids == label, d_label, 0.0)
+        if LOG_S1 is not None:
+            dz += tl.exp2((y - shift) * LOG2E) * c_label
         if G_C is not None:
             if W is not None:
-                dz += g_c * load(W, ids, mask_k & inside).to(tl.float32)
+                dz += g_c * load(W, ids, mine).to(tl.float32)
             else:
                 dz += g_c
+        tl.store(DXrow + ids, (dz * slope).to(DX.dtype.element_ty), mask=mine)
+    if tl.max(bad, axis=0) > 0:
+        tl.debug_barrier()  # after what was just stored
+        _fill(DXrow, float("nan"), head, body, lo, hi, V, PACK, ALIGNED, BLOCK_V)
+
+
+@triton.jit(do_not_specialize=["rows_t"])
+def _ids_bwd_kernel(
+    Y, IDS, G_ID,  # inputs
+    DX,  # output, zeros so far
+    rows_t, stride_db, stride_dt, V, K, softcap,  # sizes, options
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The gradient at the ids and nowhere else; repeated ids add up. One program a row."""
+    row = tl.program_id(0)
+    at = row.to(tl.int64) * K
+    DXrow = DX + row_offset(row, rows_t, stride_db, stride_dt)
+    repeated = _meet(DXrow, IDS + at, K, 0, V, 0, V, V, True, BLOCK_K)
+    bad = tl.zeros((BLOCK_K,), tl.int32)
+    for start in range(0, K, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        ids = tl.load(IDS + at + offs_k, mask=offs_k < K, other=NO_ID)
+        mine = _at_stake(ids, 0, V, 0, V, V, True)
+        bad |= _is_bad(ids, V)
+        g = _own_g(G_ID + at, offs_k, mine, 0)
+        if repeated:
+            g, _ = _sums_of_same(IDS + at, G_ID + at, ids, K, 0, 0)
         if softcap is not None:
-            dz = tl.where(dz == 0, 0.0, dz * (1.0 - (y / softcap) * (y / softcap)))
-        tl.store(DXrow + ids, dz.to(DX.dtype.element_ty), mask=mask_k & inside)
-    if bad > 0:
+            t = load(Y + at, offs_k, mine) * (1.0 / softcap)
+            g = tl.where(g == 0, 0.0, g * (1.0 - t * t))
+        tl.store(DXrow + ids, g.to(DX.dtype.element_ty), mask=mine)
+    if tl.max(bad, axis=0) > 0:
         tl.debug_barrier()  # after what was just stored
         for start in range(0, V, BLOCK_V):
             cols = start + tl.arange(0, BLOCK_V)
@@ -303,53 +476,110 @@ def stats_bwd(
     plain: bool,
     shift: Tensor,  # (...)
     log_s: Tensor,  # (...)
-    picked: Tensor | None,  # like ids
     log_s1: Tensor | None,  # (...)
     a: Tensor | None,  # (...)
     b: Tensor | None,  # (...)
-    g_id: Tensor | None,  # like ids, or one number for all
+    g_id: Tensor | None,  # like ids, or the last of them; or one number for all
     g_c: Tensor | None,  # (...)
     a_ids: Tensor | None,  # (...), for ids[..., outside:]
-    d_label: Tensor | None,  # (...), of the first id at temperature 1
-    gain: Tensor | None = None,  # a number
+    d_label: Tensor | None,  # (...) or a number, of the first id at temperature 1
+    gain: Tensor | None = None,  # (...) or a number
+    repeats: Tensor | None = None,  # (...), of several ids: whether one is in two slots, if known
     inplace: bool = False,
 ) -> Tensor:
     """The gradient of the logits, (..., V) in their dtype; in place, it replaces x.
 
-    Of one id a row that is `normalised`, a need not tell: -g_id is added to it. Such a g_id may
-    have a gain, by which it is multiplied.
+    But for more ids a row than a program holds, whose logits are read once more.
+
+    Of one id a row that is `normalised`, a need not tell: -g_id is added to it; nor of a label
+    without a log_s1, which is at the temperature of the ids. A gain multiplies g_id, and of several
+    ids a and a_ids too.
     """
+    K = 1 if ids is None else ids.numel() // max(shift.numel(), 1)
+    inplace = inplace and K <= MAX_HELD
     dx = x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
     if dx.numel() == 0:
         return dx
-    ids, weight, row_temperature, picked, a, b, g_id, g_c, a_ids, d_label = (
+    ids, weight, row_temperature, a, b, g_id, g_c, a_ids, d_label, gain = (
         None if t is None else t.contiguous()
-        for t in (ids, weight, row_temperature, picked, a, b, g_id, g_c, a_ids, d_label)
+        for t in (ids, weight, row_temperature, a, b, g_id, g_c, a_ids, d_label, gain)
     )
     source, rows = rows_of(x)
     into, d_rows = (source, rows) if inplace else (dx, rows.packed(dx))
-    K = 1 if ids is None else ids.numel() // rows.count
-    alike = g_id is not None and g_id.dim() == 0
     one_id = ids is not None and K == 1 and outside is None and not plain
-    every, several = _plan(
-        rows, d_rows, K, one_id, alike, outside or 0, temperature, softcap, ignore_index,
-        normalised, config.backward(rows.vocab),
-    )  # fmt: skip
+    options = (temperature, softcap, ignore_index)
     per_row = (weight, row_temperature, shift, log_s, a, b)
-    label = (log_s1, d_label) if d_label is not None else (None, None)
-    if one_id:
-        every(source, ids, *per_row, g_id, g_c, gain, *label, into)
+    if one_id or K == 0 or (g_id is None and a_ids is None and d_label is None):
+        g_id = g_id if one_id else None
+        if g_id is not None and gain is not None and gain.dim() != 0:
+            g_id, gain = g_id * gain.view(g_id.shape), None
+        alike = g_id is not None and g_id.dim() == 0
+        plan = _plan(
+            rows, d_rows, K, one_id, alike, options, normalised, config.backward(rows.vocab)
+        )
+        plan(source, ids, *per_row, g_id, g_c, gain, into)
     else:
-        every(source, ids, *per_row, None, g_c, None, *label, into)
-        if g_id is not None or a_ids is not None or d_label is not None:
-            g_id = torch.zeros_like(picked) if g_id is None else g_id
-            several(picked, ids, *per_row, g_id, g_c, a_ids, *label, into)
+        skip = 0 if g_id is None else K - g_id.numel() // rows.count
+        alike = tuple(t is not None and t.dim() == 0 for t in (gain, d_label))
+        plan = _spans_plan(
+            rows,
+            d_rows,
+            K,
+            skip,
+            outside or 0,
+            alike,
+            options,
+            inplace,
+            config.spans(rows.vocab, rows.itemsize),
+        )
+        log_s1 = None if d_label is None else log_s1
+        plan(source, ids, *per_row, g_id, g_c, gain, a_ids, log_s1, d_label, repeats, into)
     if into.data_ptr() != dx.data_ptr():  # a copy, for want of strides
         dx.copy_(into)
     return dx
 
 
-def several_ids(
+@functools.lru_cache(REMEMBERED)
+def _plan(
+    rows: Rows, d_rows: Rows, K: int, one_id: bool, alike: bool, options: tuple,
+    normalised: bool, cut: config.Config,
+) -> Launch:  # fmt: skip
+    blocks = config.ceil_div(rows.vocab, cut.block_v)
+    return Launch(
+        _stats_bwd_kernel, (rows.count * blocks,),
+        (
+            *rows.where, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab, K, blocks,
+            0 if alike else 1, *options,
+        ),
+        num_warps=cut.num_warps, ONE_ID=one_id, NORMALISED=normalised,
+        PACK=rows.pack, ALIGNED=d_rows.aligned, SAME=rows.in_step_with(d_rows),
+        BLOCK_V=cut.block_v,
+    )  # fmt: skip
+
+
+@functools.lru_cache(REMEMBERED)
+def _spans_plan(
+    rows: Rows, d_rows: Rows, K: int, skip: int, first: int, alike: tuple[bool, bool],
+    options: tuple, held: bool, cut: config.Config,
+) -> Launch:  # fmt: skip
+    span = config.ceil_div(cut.span, cut.block_v) * cut.block_v
+    spans = config.ceil_div(rows.vocab, span)
+    return Launch(
+        _spans_bwd_kernel, (rows.count * spans,),
+        (
+            *rows.where, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab, K, spans, span,
+            skip, first, *(0 if one else 1 for one in alike), *options,
+        ),
+        num_warps=cut.num_warps, PACK=rows.pack, ALIGNED=d_rows.aligned,
+        SAME=rows.in_step_with(d_rows), HELD=held, BLOCK_V=cut.block_v, BLOCK_K=_block_k(K),
+    )  # fmt: skip
+
+
+def _block_k(K: int) -> int:
+    return min(MAX_HELD, max(config.ceil_pow2(K), 2))
+
+
+def ids_bwd(
     dx: Tensor,  # (..., V), zeros; written to
     ids: Tensor,  # (..., K)
     y: Tensor,  # (..., K)
@@ -358,33 +588,14 @@ def several_ids(
 ) -> None:
     """Only what the ids' own gradients add."""
     _, rows = rows_of(dx)
-    _, several = _plan(
-        rows, rows, ids.shape[-1], False, False, 0, 1.0, softcap, None, False,
-        config.backward(rows.vocab),
-    )  # fmt: skip
-    several(y, ids, *(None,) * 6, g_id, *(None,) * 4, dx)
+    _ids_plan(rows, ids.shape[-1], softcap)(y, ids, g_id, dx)
 
 
 @functools.lru_cache(REMEMBERED)
-def _plan(
-    rows: Rows, d_rows: Rows, K: int, one_id: bool, alike: bool, first: int, temperature: float,
-    softcap: float | None, ignore_index: int | None, normalised: bool, cut: config.Config,
-) -> tuple[Launch, Launch]:  # fmt: skip
-    """Every element; then, where a row has several ids, theirs."""
-    V, into = rows.vocab, (d_rows.stride_b, d_rows.stride_t)
-    blocks = config.ceil_div(V, cut.block_v)
+def _ids_plan(rows: Rows, K: int, softcap: float | None) -> Launch:
+    block = _block_k(K)
     return Launch(
-        _stats_bwd_kernel, (rows.count * blocks,),
-        (
-            *rows.where, *into, d_rows.lead, V, K, blocks, 0 if alike else 1,
-            temperature, softcap, ignore_index,
-        ),
-        num_warps=cut.num_warps, ONE_ID=one_id, NORMALISED=normalised,
-        PACK=rows.pack, ALIGNED=d_rows.aligned, SAME=rows.in_step_with(d_rows),
-        BLOCK_V=cut.block_v,
-    ), Launch(
         _ids_bwd_kernel, (rows.count,),
-        (rows.rows_t, *into, V, K, first, temperature, softcap, ignore_index),
-        num_warps=1, NORMALISED=normalised,
-        BLOCK_K=min(512, max(config.ceil_pow2(K), 2)), BLOCK_V=256,
+        (rows.rows_t, rows.stride_b, rows.stride_t, rows.vocab, K, softcap),
+        num_warps=max(1, block // 128), BLOCK_K=block, BLOCK_V=256,
     )  # fmt: skip

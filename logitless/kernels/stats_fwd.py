@@ -336,7 +336,9 @@ def stats_fwd(
     want_total: bool,
     want_argmax: bool,
 ) -> tuple[Tensor | None, ...]:
-    """shift, log_s, lse, picked, entropy, total, argmax, tail, label, log_s1; None if not wanted.
+    """shift, log_s, lse, picked, entropy, total, argmax, tail, label, log_s1, repeats.
+
+    None if not wanted; repeats, which goes with tail, is whether a row has an id in two slots.
 
     (...) each, picked like ids. picked and total are of z, or of log p = z - lse where
     `normalised`; tail is the log mass outside ids[..., outside:]; where `plain`, label is log p of
@@ -355,9 +357,11 @@ def stats_fwd(
         torch.empty_like(shift, dtype=torch.int64) if want_argmax else None,
     )
     label, log_s1 = (torch.empty_like(shift) if plain else None for _ in range(2))
-    tail = torch.empty_like(shift) if outside is not None else None
+    tail = repeats = None
+    if outside is not None:
+        tail, repeats = torch.empty_like(shift), torch.empty_like(shift, dtype=torch.int8)
     if shift.numel() == 0:
-        return *outputs, tail, label, log_s1
+        return *outputs, tail, label, log_s1, repeats
 
     ids, weight, row_temperature = (
         None if t is None else t.contiguous() for t in (ids, weight, row_temperature)
@@ -377,10 +381,10 @@ def stats_fwd(
         second(part, x, ids, weight, row_temperature, *outputs, label, log_s1)
     if tail is not None:
         mass_outside(
-            x, rows, ids, row_temperature, *outputs[:2], tail,
+            x, rows, ids, outputs[3], row_temperature, *outputs[:2], tail, repeats,
             K, outside, temperature, softcap, ignore_index,
         )  # fmt: skip
-    return *outputs, tail, label, log_s1
+    return *outputs, tail, label, log_s1, repeats
 
 
 @functools.lru_cache(REMEMBERED)

@@ -1,8 +1,10 @@
 """The mass of a row outside some of its ids, without cancellation.
 
-Where it is a fair share of the whole, it is what is left when the ids' masses are taken away, and
-that is right to many digits. Where it is small, subtracting would leave noise: such a row is read
-once more, and what is not among its ids is summed for itself, with a max of its own.
+Where it is a fair share of the whole, it is what is left when the ids' masses, known from what was
+picked, are taken away, and that is right to many digits. Where it is small, subtracting would leave
+noise: such a row is read once more, and what is not among its ids is summed for itself, with a max
+of its own. An id counts once however often it is repeated; what that costs, only rows that repeat
+one pay.
 """
 
 import functools
@@ -14,29 +16,65 @@ from torch import Tensor
 
 from . import config
 from .launch import REMEMBERED, Launch
-from .rows import INF, LOG2E, capped, finite, inverse_temperature, load, move, row_offset
+from .rows import (
+    INF,
+    LOG2E,
+    NO_ID,
+    capped,
+    finite,
+    inverse_temperature,
+    load,
+    move,
+    row_offset,
+)
 from .view import Rows
 
 ENOUGH = tl.constexpr(2.0**-6)  # of the mass: six bits may be lost
 
 
 @triton.jit
+def _load_ids(IDS, offs_k, K):
+    """Slots' ids, in 32 bits: a row with wider ones is NaN in the end. -1 where there is none."""
+    ids = tl.load(IDS + offs_k, mask=offs_k < K, other=-1).to(tl.int32)
+    return tl.where(ids < 0, -1, ids)
+
+
+@triton.jit
+def _are_repeated(IDS, K, BLOCK_K: tl.constexpr):
+    """Whether two slots hold the same id: each slot against those after it."""
+    found = tl.zeros((BLOCK_K,), tl.int1)
+    for start in range(0, K, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        ids = _load_ids(IDS, offs_k, K)
+        end = tl.minimum(start + BLOCK_K, K)
+        seen = tl.zeros((BLOCK_K,), tl.int32)  # itself among them
+        for j in range(start, end):
+            seen += (ids == tl.load(IDS + j).to(tl.int32)).to(tl.int32)
+        found = found | (seen > 1)
+        for j in range(end, K):
+            found = found | (ids == tl.load(IDS + j).to(tl.int32))
+    return tl.max(found.to(tl.int32), axis=0) > 0
+
+
+@triton.jit
 def _copies(IDS, ids, K):
     """How many slots hold each of `ids`."""
     count = tl.zeros(ids.shape, tl.int32)
-    ids = ids.to(tl.int32)  # a row with larger ones is NaN in the end
     for j in range(K):
         count += (ids == tl.load(IDS + j).to(tl.int32)).to(tl.int32)
     return count
 
 
 @triton.jit
-def _rank(IDS, ids, offs_k, K):
+def _rank(IDS, ids, offs_k, K, repeated):
     """How many slots come before each in the order of ids."""
     rank = tl.zeros(ids.shape, tl.int32)
     for j in range(K):
-        id = tl.load(IDS + j)
-        rank += ((id < ids) | ((id == ids) & (j < offs_k))).to(tl.int32)
+        rank += (tl.load(IDS + j).to(tl.int32) < ids).to(tl.int32)
+    if repeated:
+        for j in range(K):
+            same = (tl.load(IDS + j).to(tl.int32) == ids) & (j < offs_k)
+            rank += same.to(tl.int32)
     return rank
 
 
@@ -63,8 +101,8 @@ def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows_t"])
 def _tail_kernel(
-    X, IDS, TEMP, SHIFT, LOG_S,  # inputs
-    SORTED, TAIL,  # outputs; SORTED (rows, K - first + 1), for rows that need it
+    X, IDS, PICKED, TEMP, SHIFT, LOG_S,  # inputs
+    SORTED, TAIL, REPEATS,  # outputs; SORTED (rows, K - first + 1), for rows that need it
     rows_t, stride_xb, stride_xt, V, K, first,  # sizes
     temperature, softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -75,37 +113,45 @@ def _tail_kernel(
     if ignore_index is not None:
         if tl.load(IDS) == ignore_index:
             tl.store(TAIL + row, 0.0)
+            tl.store(REPEATS + row, 0)
             return
-    Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
-    inv_t = inverse_temperature(TEMP, temperature, row)
-    shift = tl.load(SHIFT + row)
-    log_s = tl.load(LOG_S + row)
+    repeated = _are_repeated(IDS, K, BLOCK_K)  # a label among them
+    tl.store(REPEATS + row, repeated.to(tl.int8))
     IDS += first
+    PICKED += row.to(tl.int64) * K + first
     own = K - first
-    s_in = tl.full((), 0.0, tl.float32)
-    bad = 0
+    q_in = tl.zeros((BLOCK_K,), tl.float32)
+    bad = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, own, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
-        ids = tl.load(IDS + offs_k, mask=offs_k < own, other=-1)
+        ids = tl.load(IDS + offs_k, mask=offs_k < own, other=NO_ID)
         inside = (ids >= 0) & (ids < V)
-        bad += tl.sum(((offs_k < own) & ~inside).to(tl.int32), axis=0)
-        y, _ = capped(load(Xrow, ids, inside), softcap)
-        e = tl.exp2((y - shift) * (inv_t * LOG2E)) / _copies(IDS, ids, own)
-        s_in += tl.sum(tl.where(inside, e, 0.0), axis=0)
-    mass = 1.0 - s_in * tl.exp2(-log_s * LOG2E)
+        bad |= (~inside & (ids != NO_ID)).to(tl.int32)
+        q = tl.exp2(load(PICKED, offs_k, inside) * LOG2E)
+        if repeated:
+            q = q / tl.maximum(_copies(IDS, _load_ids(IDS, offs_k, own), own), 1)
+        q_in += tl.where(inside, q, 0.0)
+    mass = 1.0 - tl.sum(q_in, axis=0)
     tail = tl.log(mass)
-    if bad > 0:
+    if tl.max(bad, axis=0) > 0:
         tail = tail * float("nan")
     elif mass < ENOUGH:
+        Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
+        inv_t = inverse_temperature(TEMP, temperature, row)
+        shift = tl.load(SHIFT + row)
         SORTED += row.to(tl.int64) * (own + 1)
+        none = tl.zeros((BLOCK_K,), tl.int32)  # slots that hold no id come first, and are skipped
         for start in range(0, own, BLOCK_K):
             offs_k = start + tl.arange(0, BLOCK_K)
-            ids = tl.load(IDS + offs_k, mask=offs_k < own, other=0)
-            rank = _rank(IDS, ids, offs_k, own)
-            tl.store(SORTED + rank, ids.to(tl.int32), mask=offs_k < own)
+            ids = tl.load(IDS + offs_k, mask=offs_k < own, other=0).to(tl.int32)
+            none += (ids == NO_ID).to(tl.int32)
+            rank = _rank(IDS, ids, offs_k, own, repeated)
+            tl.store(SORTED + rank, ids, mask=(offs_k < own) & (ids != NO_ID))
         tl.store(SORTED + own, V)
         tl.debug_barrier()
+        SORTED += tl.sum(none, axis=0)
         m, s = _sum_between(Xrow, SORTED, V, inv_t * LOG2E, softcap, BLOCK_V)
+        log_s = tl.load(LOG_S + row)
         tail = tl.where(s == 0, -INF, (finite(m) - shift) * inv_t + tl.log(s) - log_s)
     tl.store(TAIL + row, tail)
 
@@ -114,20 +160,25 @@ def mass_outside(
     x: Tensor,
     rows: Rows,  # of x
     ids: Tensor,  # (..., K)
+    picked: Tensor,  # (..., K), log p at the ids
     row_temperature: Tensor | None,  # (...)
     shift: Tensor,  # (...)
     log_s: Tensor,  # (...)
     tail: Tensor,  # (...), output
+    repeats: Tensor,  # (...), output: whether an id of the row is in two slots
     K: int,
     first: int,
     temperature: float,
     softcap: float | None,
     ignore_index: int | None,
 ) -> None:
-    """log of the mass outside ids[..., first:]; NaN where one of these is not in [0, V)."""
+    """log of the mass outside ids[..., first:]; NaN where one of these is not in [0, V).
+
+    A slot of NO_ID holds none.
+    """
     ordered = torch.empty((rows.count, K - first + 1), device=x.device, dtype=torch.int32)
     _plan(rows, K, first, temperature, softcap, ignore_index, config.backward(rows.vocab))(
-        x, ids, row_temperature, shift, log_s, ordered, tail
+        x, ids, picked, row_temperature, shift, log_s, ordered, tail, repeats
     )
 
 
@@ -136,7 +187,7 @@ def _plan(
     rows: Rows, K: int, first: int, temperature: float, softcap: float | None,
     ignore_index: int | None, cut: config.Config,
 ) -> Launch:  # fmt: skip
-    block = min(512, max(config.ceil_pow2(K - first), 2))
+    block = min(128, max(config.ceil_pow2(K - first), 2))
     return Launch(
         _tail_kernel, (rows.count,),
         (*rows.where, rows.vocab, K, first, temperature, softcap, ignore_index),

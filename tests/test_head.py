@@ -1,0 +1,242 @@
+"""A head in chunks: how rows are cut, and that sums over chunks are as good as one product."""
+
+import itertools
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless import kernels
+from logitless.head import Chunks
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocab", "workspace", "step"),
+    [
+        (8192, 128256, GIB, 4096),  # the largest power of two that fits
+        (8192, 151936, GIB, 2048),
+        (8192, 128256, 128 << 20, 512),
+        (8192, 151936, 128 << 20, 384),  # whole tiles
+        (4100, 128256, GIB, 2176),  # two even chunks, not one and four rows
+        (100, 128256, GIB, 100),
+        (3000, 128256, 1, 1),
+    ],
+)
+def test_rows_at_once(rows, vocab, workspace, step):
+    weight = torch.empty(vocab, 1, dtype=torch.bfloat16, device="meta")
+    chunks = Chunks(weight, rows, None, workspace)
+    assert chunks.ahead == step
+    visited = list(chunks)
+    assert len(visited) == len(chunks)
+    assert visited[0].start == 0
+    assert visited[-1].stop == rows
+    assert all(a.stop == b.start for a, b in itertools.pairwise(visited))
+    assert max(r.stop - r.start for r in visited) * vocab * 2 <= max(workspace, vocab * 2)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7, 10])
+def test_rows_that_count_alone_are_visited(count, device):
+    hidden, weight = torch.randn(10, 4, device=device), torch.randn(50, 4, device=device)
+    counts = torch.zeros(10, dtype=torch.bool, device=device)
+    counts[torch.randperm(10)[:count]] = True
+    chunks = Chunks(weight, 10, counts, 3 * 56 * 4)
+    seen = []
+    for rows, h, z in chunks.logits(hidden, weight, None):
+        assert len(z) <= 3
+        torch.testing.assert_close(z, hidden[rows] @ weight.t())
+        assert torch.equal(h, hidden[rows])
+        seen.append(torch.arange(10, device=device)[rows])
+    assert len(seen) == len(chunks)
+    assert torch.equal(torch.cat([counts.nonzero()[:0, 0], *seen]), counts.nonzero().squeeze(1))
+
+
+class TestSumInPlace:
+    """Whole numbers with a common exponent, in the memory of the gradient."""
+
+    sizes = pytest.mark.parametrize(("rows", "vocab", "width"), [(96, 200, 136), (70, 144, 264)])
+
+    @sizes
+    def test_as_exact_as_one_product(self, rows, vocab, width, device):
+        dtype = torch.float16
+        parts = [
+            (torch.randn(rows, vocab) * 4.0**i, torch.randn(rows, width)) for i in (0, 3, -3, 2, -9)
+        ]
+        total = torch.empty(vocab, width, dtype=dtype, device=device)
+        exponents = kernels.exponents(total)
+        truth = torch.zeros(vocab, width, dtype=torch.float64, device=device)
+        for i, (dz, h) in enumerate(parts):
+            dz, h = (0.01 * dz).to(device, dtype), h.to(device, dtype)
+            kernels.accumulate(dz, h, total, exponents, i == 0, i == len(parts) - 1)
+            truth += dz.double().t() @ h.double()
+        once = (truth.bfloat16() - truth).norm()  # of the gradients that it is made for
+        assert (total - truth).norm() < 0.2 * once
+
+    def test_between_chunks_it_has_fourteen_bits(self, device):
+        dz, h = torch.randn(64, 128).to(device).half(), torch.randn(64, 136).to(device).half()
+        total = torch.empty(128, 136, dtype=torch.float16, device=device)
+        exponents = kernels.exponents(total)
+        kernels.accumulate(dz, h, total, exponents, True, False)
+        truth = dz.double().t() @ h.double()
+        scale = torch.exp2(exponents.double()).t().repeat_interleave(128, 1)[:, :136]
+        waiting = total.view(torch.int16).double() * scale
+        for block in (slice(0, 128), slice(128, 136)):
+            largest = truth[:, block].abs().amax(1, keepdim=True)
+            assert ((waiting - truth)[:, block].abs() <= 2**-14 * largest).all()
+
+    @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+    def test_what_is_no_number_stays_none(self, bad, device):
+        dz, h = torch.zeros(64, 128, device=device).half(), torch.ones(64, 8, device=device).half()
+        dz[3, 5] = bad
+        total = torch.empty(128, 8, dtype=torch.float16, device=device)
+        exponents = kernels.exponents(total)
+        kernels.accumulate(dz, h, total, exponents, True, False)
+        kernels.accumulate(torch.ones_like(dz), h, total, exponents, False, True)
+        assert not total[5].isfinite().any()
+        rest = torch.arange(128, device=device) != 5
+        assert (total[rest] == 64).all()
+
+    def test_zeros(self, device):
+        dz, h = torch.zeros(64, 128, device=device).half(), torch.ones(64, 8, device=device).half()
+        total = torch.empty(128, 8, dtype=torch.float16, device=device)
+        exponents = kernels.exponents(total)
+        for i in range(3):
+            kernels.accumulate(dz, h, total, exponents, i == 0, i == 2)
+        assert (total == 0).all()
+
+    @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bf16
+    @pytest.mark.parametrize(
+        ("vocab", "loss", "view"),
+        [
+            (23, "cross_entropy", "plain"),
+            (24, "cross_entropy", "offset"),
+            (201, "cross_entropy", "expanded"),
+            (23, "cross_entropy", "transposed"),
+            (23, "score", "plain"),
+            (1001, "many ids", "plain"),  # whose gradient is no longer in the workspace
+        ],
+    )
+    def test_over_a_head(self, vocab, loss, view, device):
+        """Rows that start anywhere, and gradients that a loss makes elsewhere."""
+        rows, width = 12, 16
+        hidden, weight = torch.randn(rows, width), torch.randn(vocab, width)
+        if view == "offset":
+            hidden = torch.randn(1 + rows * width).bfloat16().to(device)[1:].view(rows, width)
+        elif view == "expanded":
+            hidden = hidden[:1].bfloat16().to(device).expand(rows, width)
+        elif view == "transposed":
+            hidden = hidden.t().contiguous().bfloat16().to(device).t()
+        hidden, weight = hidden.to(device).bfloat16(), weight.to(device).bfloat16()
+        target = torch.randint(vocab, (rows,), device=device)
+        ids = torch.stack([torch.randperm(vocab, device=device)[:600] for _ in range(rows)])
+        f = {
+            "cross_entropy": lambda z: ll.cross_entropy(z, target),
+            "score": lambda z: (s := ll.score(z, target)).logprob.sum() + s.entropy.sum(),
+            "many ids": lambda z: ll.token_logprobs(z, ids).mean(),
+        }[loss]
+        grads = []
+        with ll.impl("triton"):
+            for fused in (True, False):
+                W = weight.clone().requires_grad_()
+                z = (
+                    ll.LinearLogits(hidden, W, workspace=(vocab + 7) * 2 * 3)
+                    if fused
+                    else hidden @ W.t()
+                )
+                f(z).backward()
+                grads.append(W.grad.float())
+        ours, plain = grads
+        assert (ours - plain).norm() <= 0.02 * plain.norm()
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_fp16_is_rounded_after_the_upstream(device):
+    """What a GradScaler multiplies must not have been lost before."""
+    hidden, weight = torch.randn(1024, 8, device=device), torch.randn(64, 8, device=device)
+    weight[:, 0], hidden[:, 0] = torch.linspace(0, -12, 64), 1.0  # rare classes
+    target = torch.zeros(1024, dtype=torch.int64, device=device)
+    grads = []
+    for dtype in (torch.float64, torch.float16):
+        W = weight.half().to(dtype).requires_grad_()
+        source = ll.LinearLogits(hidden.half().to(dtype), W, workspace=64 * 256 * 8)
+        (ll.cross_entropy(source, target) * 65536).backward()
+        grads.append(W.grad.double())
+    truth, ours = grads
+    gap = (ours - truth).norm(dim=1) / truth.norm(dim=1)
+    assert gap.max() < 5e-3
+
+
+@pytest.mark.parametrize("how", ["auto", "weight", "fp32"])
+def test_fp16_sums_do_not_overflow(how, device):
+    hidden = torch.full((2000, 8), 60.0, device=device).half()
+    weight = torch.zeros(16, 8, device=device).half().requires_grad_()
+    target = torch.zeros(2000, dtype=torch.int64, device=device)
+    source = ll.LinearLogits(hidden, weight, workspace=500 * 16 * 2, accumulate=how)
+    ll.cross_entropy(source, target).backward()
+    torch.testing.assert_close(weight.grad[0].float(), torch.full((8,), -56.25, device=device))
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_autocast_around_a_head_built_before_it(device):
+    hidden = torch.randn(9, 8, device=device, requires_grad=True)
+    weight = torch.randn(30, 8, device=device, requires_grad=True)
+    target = torch.randint(30, (9,), device=device)
+    target[::2] = -100
+    source = ll.LinearLogits(hidden, weight)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        loss = ll.cross_entropy(source, target)
+        ll.score(source, target).logprob.sum().backward()
+        loss.backward()
+    want = torch.nn.functional.cross_entropy(hidden.detach() @ weight.detach().t(), target)
+    torch.testing.assert_close(loss.detach(), want)
+
+
+def test_row_weights_of_another_dtype(device):
+    hidden, weight = torch.randn(2048, 8, device=device), torch.randn(30, 8, device=device)
+    target = torch.randint(30, (2048,), device=device)
+    row_weight = (torch.rand(2048, device=device) * 0.01).half()
+    got = ll.cross_entropy(ll.LinearLogits(hidden, weight), target, row_weight=row_weight)
+    want = ll.cross_entropy(hidden @ weight.t(), target, row_weight=row_weight.float())
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_main_grad(reduction, device):
+    """The weight's gradient is added to it; the weight's own stays."""
+    hidden, weight = torch.randn(9, 8, device=device), torch.randn(30, 8, device=device)
+    target = torch.randint(30, (9,), device=device)
+    target[4] = -100
+    want, got = weight.clone().requires_grad_(), weight.clone().requires_grad_()
+    (ll.cross_entropy(hidden @ want.t(), target, reduction=reduction) * 3).sum().backward()
+    main_grad = torch.ones_like(weight)
+    source = ll.LinearLogits(hidden, got, workspace=2 * 32 * 4, main_grad=main_grad)
+    (ll.cross_entropy(source, target, reduction=reduction) * 3).sum().backward()
+    assert got.grad is None
+    torch.testing.assert_close(main_grad, 1 + want.grad)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_main_grad_keeps_what_fp32_sums_have(device):
+    hidden, weight = torch.randn(64, 8).bfloat16().to(device), torch.randn(30, 8).bfloat16()
+    weight = weight.to(device).requires_grad_()
+    target = torch.randint(30, (64,), device=device)
+    total = torch.zeros(30, 8, device=device)
+    source = ll.LinearLogits(
+        hidden, weight, workspace=8 * 32 * 2, accumulate="fp32", main_grad=total
+    )
+    ll.cross_entropy(source, target).backward()
+    assert not torch.equal(total, total.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("main_grad", "message"),
+    [
+        (torch.zeros(30, 8).bfloat16(), "main_grad must be a tensor of torch.float32, got"),
+        (torch.zeros(8, 30), r"main_grad must have the shape of weight \(30, 8\), got \(8, 30\)"),
+        ([1.0], "main_grad must be a tensor of torch.float32, got list"),
+    ],
+)
+def test_bad_main_grad(main_grad, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        ll.LinearLogits(torch.zeros(2, 8), torch.zeros(30, 8), main_grad=main_grad)
