@@ -37,6 +37,7 @@ def test_kernels_compile_ahead_of_time(target):
         "_scale_kernel",
         "_mean_kernel",
         "_tail_kernel",
+        "_repeats_kernel",
         "_visit_kernel",
         "_pair_fwd_kernel",
         "_pair_bwd_kernel",

@@ -811,3 +811,27 @@ def test_gathered_sums_are_the_sum_of_rows(dtype, temperature, t_squared, impl, 
     (grad,) = torch.autograd.grad(ll.gathered_kl(leaf, logp), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
         grad.float().square().sum().backward()
+
+
+@pytest.mark.parametrize("support", ["tail", "truncate"])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_label_among_the_teacher_s_ids(support, temperature, repeated, device):
+    """The most common of labels: its slot and the teacher's write to one place."""
+    x = torch.randn(6, 90, device=device)
+    targets = ll.capture_topk(torch.randn(6, 90, device=device), 5)
+    labels = targets.ids[:, 2]
+    if repeated:
+        ids = targets.ids.clone()
+        ids[:, 4] = ids[:, 1]
+        targets = ll.SparseTargets(ids, targets.logprobs, targets.tail)
+    gradients = []
+    for impl, dtype in (("triton", torch.float32), ("eager", torch.float64)):
+        leaf = x.clone().to(dtype).requires_grad_()
+        with ll.impl(impl):
+            ll.topk_distill(
+                leaf, targets, divergence="forward_kl", support=support, temperature=temperature,
+                labels=labels, ce_weight=0.7, kd_weight=0.4,
+            ).backward()  # fmt: skip
+        gradients.append(leaf.grad.double())
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)

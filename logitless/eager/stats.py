@@ -208,7 +208,7 @@ def stats_bwd(
     a_ids: Tensor | None,  # (...), for ids[..., outside:]
     d_label: Tensor | None,  # (...) or a number, of the first id at temperature 1
     gain: Tensor | None = None,  # (...) or a number
-    repeats: Tensor | None = None,  # (...), of several ids: whether one is in two slots, if known
+    repeats: Tensor | None = None,  # (...), whether one of the ids of g_id is in two slots
     inplace: bool = False,
 ) -> Tensor:
     """The gradient of the logits, (..., V) in their dtype; in place, it replaces x.

@@ -42,7 +42,7 @@ from .rows import (
 )
 from .stats_bwd import zero_tile
 from .view import Rows, rows_of
-from .visit import MAX_PARTS, _leave, _meet
+from .visit import MAX_PARTS, leave, meet
 
 FIELDS = tl.constexpr(5)  # saved of a row: max and s of the student, of the teacher, and a mean
 FORWARD = tl.constexpr(0)
@@ -307,10 +307,10 @@ def _jsd_part_kernel(
         rate, softcap, blend, NORMS, PACK, ALIGNED, T_STEP, BLOCK_V,
     )  # fmt: skip
     at = MEETING + row.to(tl.int64) * 2 * parts
-    _leave(at + part, m_q, s_q)
-    _leave(at + parts + part, m_p, s_p)
-    m_q, s_q = _meet(at, parts, rate, BLOCK_P)
-    m_p, s_p = _meet(at + parts, parts, rate, BLOCK_P)
+    leave(at + part, m_q, s_q)
+    leave(at + parts + part, m_p, s_p)
+    m_q, s_q = meet(at, parts, rate, BLOCK_P)
+    m_p, s_p = meet(at + parts, parts, rate, BLOCK_P)
     shift_q, shift_p = finite(m_q), finite(m_p)
     _, of_q, _, of_p, _ = _sweep(
         shift_q, shift_p, _bits(s_q), _bits(s_p), X + offset, Trow, None, offset, V, lead,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from . import config
 from .launch import REMEMBERED, Launch
+from .repeats import are_repeated, repeats_of
 from .rows import (
     INF,
     LN2,
@@ -219,46 +220,9 @@ def _at_stake(ids, head, body, lo, hi, V, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _marks(DXrow):
-    """A row of the gradient as integers as wide as its elements."""
-    if DXrow.dtype.element_ty.primitive_bitwidth == 16:
-        return DXrow.to(tl.pointer_type(tl.int16), bitcast=True)
-    else:
-        return DXrow.to(tl.pointer_type(tl.int32), bitcast=True)
-
-
-@triton.jit
 def _is_bad(ids, V):
     """Which of these are no ids, but claim to be."""
     return (((ids < 0) | (ids >= V)) & (ids != NO_ID)).to(tl.int32)
-
-
-@triton.jit
-def _meet(
-    DXrow, IDS, K, head, body, lo, hi, V, ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """Whether an id at stake is in two slots.
-
-    Each slot leaves its number where its gradient will be: of two that meet there, one finds the
-    other's. What was there is lost.
-    """
-    M = _marks(DXrow)
-    for start in range(0, K, BLOCK_K):
-        offs_k = start + tl.arange(0, BLOCK_K)
-        ids = tl.load(IDS + offs_k, mask=offs_k < K, other=NO_ID)
-        mine = _at_stake(ids, head, body, lo, hi, V, ALIGNED)
-        tl.store(M + ids, offs_k.to(M.dtype.element_ty), mask=mine)
-    tl.debug_barrier()
-    met = tl.zeros((BLOCK_K,), tl.int32)
-    for start in range(0, K, BLOCK_K):
-        offs_k = start + tl.arange(0, BLOCK_K)
-        ids = tl.load(IDS + offs_k, mask=offs_k < K, other=NO_ID)
-        mine = _at_stake(ids, head, body, lo, hi, V, ALIGNED)
-        found = tl.load(M + ids, mask=mine, other=0)
-        met |= (mine & (found != offs_k.to(M.dtype.element_ty))).to(tl.int32)
-    repeated = (tl.max(met, axis=0) > 0) | (K > 65536)  # numbers that 16 bits cannot tell apart
-    tl.debug_barrier()  # before anyone overwrites what another has yet to find
-    return repeated
 
 
 @triton.jit
@@ -395,10 +359,7 @@ def _spans_bwd_kernel(
     if G_ID is not None:
         G_ID += row.to(tl.int64) * (K - skip)
     label = tl.load(IDS)
-    if REPEATS is not None:
-        repeated = tl.load(REPEATS + row) != 0
-    else:
-        repeated = _meet(DXrow, IDS, K, head, body, lo, hi, V, ALIGNED, BLOCK_K)
+    repeated = tl.load(REPEATS + row) != 0
     bad = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
@@ -424,7 +385,12 @@ def _spans_bwd_kernel(
                 dz += g_c * load(W, ids, mine).to(tl.float32)
             else:
                 dz += g_c
-        tl.store(DXrow + ids, (dz * slope).to(DX.dtype.element_ty), mask=mine)
+        dx = (dz * slope).to(DX.dtype.element_ty)
+        if D_LABEL is not None:  # first, for a slot with the same id knows more
+            tl.store(DXrow + ids, dx, mask=mine & (offs_k < skip))
+            tl.debug_barrier()
+            mine = mine & (offs_k >= skip)
+        tl.store(DXrow + ids, dx, mask=mine)
     if tl.max(bad, axis=0) > 0:
         tl.debug_barrier()  # after what was just stored
         _fill(DXrow, float("nan"), head, body, lo, hi, V, PACK, ALIGNED, BLOCK_V)
@@ -441,7 +407,7 @@ def _ids_bwd_kernel(
     row = tl.program_id(0)
     at = row.to(tl.int64) * K
     DXrow = DX + row_offset(row, rows_t, stride_db, stride_dt)
-    repeated = _meet(DXrow, IDS + at, K, 0, V, 0, V, V, True, BLOCK_K)
+    repeated = are_repeated(IDS + at, K, BLOCK_K)
     bad = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
@@ -484,7 +450,7 @@ def stats_bwd(
     a_ids: Tensor | None,  # (...), for ids[..., outside:]
     d_label: Tensor | None,  # (...) or a number, of the first id at temperature 1
     gain: Tensor | None = None,  # (...) or a number
-    repeats: Tensor | None = None,  # (...), of several ids: whether one is in two slots, if known
+    repeats: Tensor | None = None,  # (...), whether one of the ids of g_id is in two slots
     inplace: bool = False,
 ) -> Tensor:
     """The gradient of the logits, (..., V) in their dtype; in place, it replaces x.
@@ -533,6 +499,7 @@ def stats_bwd(
             config.spans(rows.vocab, rows.itemsize),
         )
         log_s1 = None if d_label is None else log_s1
+        repeats = repeats_of(ids, rows.count, skip) if repeats is None else repeats
         plan(source, ids, *per_row, g_id, g_c, gain, a_ids, log_s1, d_label, repeats, into)
     if into.data_ptr() != dx.data_ptr():  # a copy, for want of strides
         dx.copy_(into)

@@ -338,7 +338,8 @@ def stats_fwd(
 ) -> tuple[Tensor | None, ...]:
     """shift, log_s, lse, picked, entropy, total, argmax, tail, label, log_s1, repeats.
 
-    None if not wanted; repeats, which goes with tail, is whether a row has an id in two slots.
+    None if not wanted; repeats, which goes with tail, is whether one of ids[..., outside:] is in
+    two slots.
 
     (...) each, picked like ids. picked and total are of z, or of log p = z - lse where
     `normalised`; tail is the log mass outside ids[..., outside:]; where `plain`, label is log p of
@@ -395,11 +396,12 @@ def _plan(
     """One program a row; or one a split of a row, then one a row."""
     V, options = rows.vocab, (temperature, softcap, ignore_index)
     layout = {"PACK": rows.pack, "ALIGNED": rows.aligned, "BLOCK_V": cut.block_v}
-    finish = {"NORMALISED": normalised, "BLOCK_K": min(128, config.ceil_pow2(K))}
+    block_k = config.ceil_pow2(K)
     if cut.splits == 1:
         return Launch(
             _stats_fwd_kernel, (rows.count,), (*rows.where, rows.lead, V, K, *options),
-            num_warps=cut.num_warps, **finish, **layout,
+            num_warps=cut.num_warps, NORMALISED=normalised,
+            BLOCK_K=min(128 * cut.num_warps, block_k), **layout,
         ), None  # fmt: skip
     span = config.ceil_div(config.ceil_div(V, cut.splits), cut.block_v) * cut.block_v
     return Launch(
@@ -409,5 +411,5 @@ def _plan(
         **dict(zip(("ENTROPY", "TOTAL", "ARGMAX", "PLAIN"), wants, strict=True)),
     ), Launch(
         _merge_kernel, (rows.count,), (*rows.where, V, K, cut.splits, *options),
-        num_warps=1, **finish, BLOCK_S=config.MAX_SPLITS,
+        num_warps=1, NORMALISED=normalised, BLOCK_K=min(128, block_k), BLOCK_S=config.MAX_SPLITS,
     )  # fmt: skip

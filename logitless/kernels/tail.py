@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import config
 from .launch import REMEMBERED, Launch
+from .repeats import COMPARED, are_repeated, load_ids
 from .rows import (
     INF,
     LOG2E,
@@ -30,30 +31,6 @@ from .rows import (
 from .view import Rows
 
 ENOUGH = tl.constexpr(2.0**-6)  # of the mass: six bits may be lost
-
-
-@triton.jit
-def _load_ids(IDS, offs_k, K):
-    """Slots' ids, in 32 bits: a row with wider ones is NaN in the end. -1 where there is none."""
-    ids = tl.load(IDS + offs_k, mask=offs_k < K, other=-1).to(tl.int32)
-    return tl.where(ids < 0, -1, ids)
-
-
-@triton.jit
-def _are_repeated(IDS, K, BLOCK_K: tl.constexpr):
-    """Whether two slots hold the same id: each slot against those after it."""
-    found = tl.zeros((BLOCK_K,), tl.int1)
-    for start in range(0, K, BLOCK_K):
-        offs_k = start + tl.arange(0, BLOCK_K)
-        ids = _load_ids(IDS, offs_k, K)
-        end = tl.minimum(start + BLOCK_K, K)
-        seen = tl.zeros((BLOCK_K,), tl.int32)  # itself among them
-        for j in range(start, end):
-            seen += (ids == tl.load(IDS + j).to(tl.int32)).to(tl.int32)
-        found = found | (seen > 1)
-        for j in range(end, K):
-            found = found | (ids == tl.load(IDS + j).to(tl.int32))
-    return tl.max(found.to(tl.int32), axis=0) > 0
 
 
 @triton.jit
@@ -115,11 +92,11 @@ def _tail_kernel(
             tl.store(TAIL + row, 0.0)
             tl.store(REPEATS + row, 0)
             return
-    repeated = _are_repeated(IDS, K, BLOCK_K)  # a label among them
-    tl.store(REPEATS + row, repeated.to(tl.int8))
     IDS += first
     PICKED += row.to(tl.int64) * K + first
     own = K - first
+    repeated = are_repeated(IDS, own, BLOCK_K)
+    tl.store(REPEATS + row, repeated.to(tl.int8))
     q_in = tl.zeros((BLOCK_K,), tl.float32)
     bad = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, own, BLOCK_K):
@@ -129,7 +106,7 @@ def _tail_kernel(
         bad |= (~inside & (ids != NO_ID)).to(tl.int32)
         q = tl.exp2(load(PICKED, offs_k, inside) * LOG2E)
         if repeated:
-            q = q / tl.maximum(_copies(IDS, _load_ids(IDS, offs_k, own), own), 1)
+            q = q / tl.maximum(_copies(IDS, load_ids(IDS, offs_k, own), own), 1)
         q_in += tl.where(inside, q, 0.0)
     mass = 1.0 - tl.sum(q_in, axis=0)
     tail = tl.log(mass)
@@ -165,7 +142,7 @@ def mass_outside(
     shift: Tensor,  # (...)
     log_s: Tensor,  # (...)
     tail: Tensor,  # (...), output
-    repeats: Tensor,  # (...), output: whether an id of the row is in two slots
+    repeats: Tensor,  # (...), output: whether one of ids[..., first:] is in two slots
     K: int,
     first: int,
     temperature: float,
@@ -187,7 +164,7 @@ def _plan(
     rows: Rows, K: int, first: int, temperature: float, softcap: float | None,
     ignore_index: int | None, cut: config.Config,
 ) -> Launch:  # fmt: skip
-    block = min(128, max(config.ceil_pow2(K - first), 2))
+    block = min(COMPARED, max(config.ceil_pow2(K - first), 2))
     return Launch(
         _tail_kernel, (rows.count,),
         (*rows.where, rows.vocab, K, first, temperature, softcap, ignore_index),

@@ -36,7 +36,7 @@ MAX_PARTS = 64
 
 
 @triton.jit
-def _leave(at, m, s):
+def leave(at, m, s):
     """Leave a state as one word, written whole; never 0, for s = 0 only where m = -inf."""
     high = m.to(tl.int32, bitcast=True).to(tl.int64) << 32
     low = s.to(tl.uint32, bitcast=True).to(tl.int64)
@@ -44,7 +44,7 @@ def _leave(at, m, s):
 
 
 @triton.jit
-def _meet(at, parts, rate, BLOCK_P: tl.constexpr):
+def meet(at, parts, rate, BLOCK_P: tl.constexpr):
     """(m, s) of the whole row, when every part has left its own."""
     offs_p = tl.arange(0, BLOCK_P)
     mask_p = offs_p < parts
@@ -109,8 +109,8 @@ def _visit_kernel(
 
     g_id = tl.load(G_ID + row * step_g)
     at = MEETING + row.to(tl.int64) * parts
-    _leave(at + pid % parts, m, s)
-    m, s = _meet(at, parts, rate, BLOCK_P)
+    leave(at + pid % parts, m, s)
+    m, s = meet(at, parts, rate, BLOCK_P)
 
     shift = finite(m)
     log_s = tl.log(s)
