@@ -38,7 +38,12 @@ class Launch:
     def __call__(self, *tensors: Tensor | TensorDescriptor | None) -> None:
         """On the GPU of the first tensor."""
         device = tensors[0].device  # pyright: ignore[reportOptionalMemberAccess]
-        like = (device, *[None if t is None else _kind(t) for t in tensors])
+        like = (device, *[
+            None if t is None
+            else (t.base.dtype, *t.block_shape) if t.__class__ is TensorDescriptor
+            else (t.dtype, t.data_ptr() % 16)
+            for t in tensors
+        ])  # fmt: skip
         with _on(device):
             run = self.found.get(like)
             if run is not None:
@@ -49,13 +54,6 @@ class Launch:
             )
             if isinstance(compiled, CompiledKernel):  # the interpreter has none
                 self.found[like] = compiled[(*self.programs, 1, 1)[:3]]
-
-
-def _kind(t: Tensor | TensorDescriptor) -> tuple:
-    """What a kernel is compiled for."""
-    if isinstance(t, TensorDescriptor):
-        return t.base.dtype, *t.block_shape
-    return t.dtype, t.data_ptr() % 16
 
 
 def _on(device: torch.device):
