@@ -28,7 +28,10 @@ def _in_func() -> bool:
 
 
 def lend(x: Tensor) -> Tensor:
-    """x, with its memory offered for its own gradient: a backward may overwrite it, and give it."""
+    """x, with its memory offered for its own gradient: a backward may overwrite it, and give it.
+
+    Only for a function that reads x in one node: a second one's backward would find a gradient.
+    """
     setattr(x, _LENT, True)
     return x
 

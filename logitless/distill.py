@@ -17,7 +17,7 @@ from . import _checks
 from ._dispatch import backend
 from ._node import is_watched
 from .compare import Comparison, compare, gathered_sum
-from .eager.stats import NO_ID
+from .eager.stats import IGNORED, NO_ID
 from .linear import over_rows
 from .pick import pick
 from .slots import DIVERGENCES, SUPPORTS
@@ -144,7 +144,7 @@ def gathered_kl(
         return gathered_sum(student_logits, teacher, mask, temperature, weight / max(rows, 1))
     given = Comparison(teacher, mask, None, "forward_kl", "gathered", 0.0, weight)
     loss = given.weighed(given.over_slots(_cooled(student_logits, temperature), None))
-    return _total(loss, row_weight, None, reduction)
+    return _total(loss, row_weight, None, None, reduction)
 
 
 def _labelled(*, labels: Tensor | None, ignore_index: int, **_) -> Tensor | None:
@@ -234,7 +234,8 @@ def topk_distill(
             ignore_index,
         )  # fmt: skip
         loss = compare(logits, reading, given)
-    return _total(loss, row_weight, live, reduction)
+    uneven = row_weight is not None or isinstance(temperature, Tensor) or reduction == "none"
+    return _total(loss, row_weight, live if uneven else None, live, reduction)
 
 
 def _check_ids(ids, counts, labels, V, ignore_index) -> None:
@@ -261,7 +262,7 @@ def _reading(
     if labels is not None:
         ids, first = torch.cat([labels.unsqueeze(-1), ids], -1), 1
     elif live is not None:  # marked by a number that no id is
-        ids, ignore_index = torch.where(live.unsqueeze(-1), ids, -1), -1
+        ids, ignore_index = torch.where(live.unsqueeze(-1), ids, IGNORED), IGNORED
     # At temperature 1 the label is one id among the others; else it has a normaliser of its own.
     plain = labels is not None and (isinstance(temperature, Tensor) or temperature != 1)
     return Reading.of(
@@ -290,13 +291,14 @@ def _squared(temperature: float | Tensor, z: Tensor) -> float | Tensor:
 def _total(
     loss: Tensor,  # (...), 0 for rows that do not count
     row_weight: Tensor | None,
+    kept: Tensor | None,  # (...), rows that count, where what multiplies the others may be infinite
     live: Tensor | None,  # (...), rows that count
     reduction: str,
 ) -> Tensor:
     if row_weight is not None:
         loss = loss * row_weight.to(loss.dtype)
-        if live is not None:  # 0 · inf is not 0
-            loss = torch.where(live, loss, 0.0)
+    if kept is not None:  # 0 · inf is not 0
+        loss = torch.where(kept, loss, 0.0)
     if reduction == "none":
         return loss
     if reduction == "sum":

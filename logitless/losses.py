@@ -46,6 +46,8 @@ def token_logprobs(
     """
     _checks.logits(logits)
     _checks.ids(ids, logits)
+    if not is_watched():
+        _checks.ids_in_range(ids, logits.shape[-1], None)
     return measure(logits, ids, temperature=temperature, softcap=softcap, normalised=True).picked
 
 

@@ -152,7 +152,7 @@ def _reduced(
     _checks.row_mask(mask, x)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask != 0
-    how = Comparison.of(x, weight, temperature, softcap, mask, blend, kind)
+    how = Setting.of(x, weight, temperature, softcap, mask, blend, kind)
     loss = _rows(x, teacher, how)
     if t_squared:
         t = how.temperature if how.row_temperature is None else how.row_temperature.to(loss.dtype)
@@ -168,7 +168,7 @@ def _reduced(
     return loss.sum() / (max(loss.numel(), 1) if mask is None else mask.sum().clamp(min=1))
 
 
-class Comparison(NamedTuple):
+class Setting(NamedTuple):
     """How two rows are read: what forward and backward share, as operators take it."""
 
     weight: Tensor | None  # (V,), of "soft"
@@ -180,7 +180,7 @@ class Comparison(NamedTuple):
     kind: str  # "forward", "reverse", "jsd" or "soft"
 
     @classmethod
-    def of(cls, x, weight, temperature, softcap, mask, blend, kind) -> "Comparison":
+    def of(cls, x, weight, temperature, softcap, mask, blend, kind) -> "Setting":
         _checks.temperature(temperature, x)
         _checks.softcap(softcap)
         softcap = None if softcap is None else float(softcap)
@@ -190,7 +190,7 @@ class Comparison(NamedTuple):
         return cls(weight, rows, mask, float(temperature), softcap, blend, kind)
 
 
-def _rows(x: Tensor, teacher: Tensor, how: Comparison) -> Tensor:
+def _rows(x: Tensor, teacher: Tensor, how: Setting) -> Tensor:
     """The loss of each row, (...)."""
     return _both(x, teacher, *how)[0]
 

@@ -33,9 +33,9 @@ def divergence_over_slots(
     compares p as given with q/Q. `teacher` is log p, and -inf is p = 0.
 
     For "tail", one more bucket holds the rest of the vocabulary: log masses student_tail (...) and
-    teacher_tail (...), which is 1 - P if None; where the
-    student's is -inf there is no bucket. mask (..., K) is True for the slots that count; the
-    others are not read into anything, and a row of none is 0.
+    teacher_tail (...), which is 1 - P if None; where the student's is -inf there is no bucket. mask
+    (..., K), or (...), is True for the slots that count; the others are not read into anything, and
+    a row of none is 0.
 
     Differentiable in student and student_tail; the teacher is a constant.
 

@@ -105,6 +105,8 @@ def row_stats(
     _checks.logits(logits)
     if ids is not None:
         _checks.ids(ids, logits)
+        if not is_watched():
+            _checks.ids_in_range(ids, logits.shape[-1], None)
     found = measure(
         logits, ids, temperature=temperature, softcap=softcap,
         entropy=entropy, total=total, argmax=argmax,
@@ -212,10 +214,10 @@ class Upstream(NamedTuple):
 
     a: Tensor | None  # (...)
     b: Tensor | None  # (...)
-    g_id: Tensor | None  # like ids
+    g_id: Tensor | None  # like ids, or the last of them
     g_c: Tensor | None  # (...)
     a_ids: Tensor | None = None  # (...)  a of the ids that leave a tail
-    d_label: Tensor | None = None  # (...)
+    d_label: Tensor | None = None  # (...) or a number
 
     @classmethod
     def of(

@@ -124,6 +124,7 @@ def variants() -> list[Variant]:
         Variant(torch.bfloat16, K=512),
         Variant(torch.bfloat16, 50257, K=64, softcap=30.0),
         Variant(torch.float32, 50257, K=8),
+        Variant(torch.bfloat16, V=1, K=2),
     ]
     return plain + capped + full + sparse
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from laws import error, value_and_grad
 
 import logitless as ll
+from logitless import _checks
 from logitless.kernels import config
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
@@ -835,3 +836,35 @@ def test_a_label_among_the_teacher_s_ids(support, temperature, repeated, device)
             ).backward()  # fmt: skip
         gradients.append(leaf.grad.double())
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+def test_an_ignored_row_is_0_whatever_multiplies_it(device):
+    x = torch.randn(2, 9, device=device, requires_grad=True)
+    targets = ll.capture_topk(torch.randn(2, 9, device=device), 3)
+    labels = torch.tensor([1, -100], device=device)
+    for reduction in ("mean", "none"):
+        loss = ll.topk_distill(
+            x, targets, divergence="forward_kl", support="tail", labels=labels, ce_weight=0.5,
+            temperature=torch.tensor([2.0, torch.inf], device=device), t_squared=True,
+            reduction=reduction,
+        )  # fmt: skip
+        assert loss.isfinite().all()
+        (gradient,) = torch.autograd.grad(loss.sum(), x)
+        assert gradient.isfinite().all()
+        assert not gradient[1].any()
+
+
+@pytest.mark.parametrize("bad", [-1, -7, 37])
+def test_a_bad_id_is_no_mark_of_an_ignored_row(bad, device, monkeypatch):
+    """As on a GPU, where nobody looks."""
+    monkeypatch.setattr(_checks, "ids_in_range", lambda *_, **__: None)
+    targets = ll.capture_topk(torch.randn(2, 37, device=device), 3)
+    ids = targets.ids.clone()
+    ids[0, 0] = bad
+    targets = ll.SparseTargets(ids, targets.logprobs, targets.tail)
+    with ll.impl("triton"):
+        loss = ll.topk_distill(
+            torch.randn(2, 37, device=device), targets, divergence="forward_kl", support="tail",
+            labels=torch.tensor([1, 2], device=device), reduction="none",
+        )  # fmt: skip
+    assert loss.isnan().tolist() == [True, False]

@@ -12,6 +12,7 @@ from torch import Tensor
 CHUNK_BYTES = 8 << 20  # of logits in work at once; fewer, and threads only start and stop
 
 NO_ID = -(2**31)  # in a slot among several that holds no id: not read, no gradient, not bad
+IGNORED = NO_ID + 1  # in the first slot of a row that is ignored without a label
 
 Index = slice | Tensor
 

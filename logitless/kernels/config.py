@@ -83,7 +83,7 @@ def spans(vocab: int, itemsize: int) -> Config:
 
     Long, so that few programs look for their ids; many warps, so that it is written at once.
     """
-    width = ceil_pow2(vocab)
+    width = max(ceil_pow2(vocab), 16)  # a span of 1 would be a constant to Triton
     return overridden(Config(min(8192 // itemsize, width), 2 * itemsize, span=min(8192, width)))
 
 

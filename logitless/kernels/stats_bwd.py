@@ -455,7 +455,7 @@ def stats_bwd(
 ) -> Tensor:
     """The gradient of the logits, (..., V) in their dtype; in place, it replaces x.
 
-    But for more ids a row than a program holds, whose logits are read once more.
+    Of more than MAX_HELD ids a row it is a new tensor in any case: their logits are read again.
 
     Of one id a row that is `normalised`, a need not tell: -g_id is added to it; nor of a label
     without a log_s1, which is at the temperature of the ids. A gain multiplies g_id, and of several
@@ -487,17 +487,8 @@ def stats_bwd(
     else:
         skip = 0 if g_id is None else K - g_id.numel() // rows.count
         alike = tuple(t is not None and t.dim() == 0 for t in (gain, d_label))
-        plan = _spans_plan(
-            rows,
-            d_rows,
-            K,
-            skip,
-            outside or 0,
-            alike,
-            options,
-            inplace,
-            config.spans(rows.vocab, rows.itemsize),
-        )
+        cut = config.spans(rows.vocab, rows.itemsize)
+        plan = _spans_plan(rows, d_rows, K, skip, outside or 0, alike, options, inplace, cut)
         log_s1 = None if d_label is None else log_s1
         repeats = repeats_of(ids, rows.count, skip) if repeats is None else repeats
         plan(source, ids, *per_row, g_id, g_c, gain, a_ids, log_s1, d_label, repeats, into)
