@@ -93,29 +93,34 @@ def eager(h, W, target):
     return F.cross_entropy(F.linear(h, W), target)
 
 
-def rivals() -> dict[str, Callable]:
-    found: dict[str, Callable] = {"eager": eager, "torch.compile": torch.compile(eager)}
-    try:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+def _liger() -> Callable:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        liger = LigerFusedLinearCrossEntropyLoss()
-        found["liger"] = lambda h, W, t: liger(W, h, t)
-    except ImportError:
-        pass
-    try:
-        from cut_cross_entropy import linear_cross_entropy
+    loss = LigerFusedLinearCrossEntropyLoss()
+    return lambda h, W, t: loss(W, h, t)
 
-        found["cut-cross-entropy"] = linear_cross_entropy
-    except ImportError:
-        pass
-    try:
-        from fla.modules import FusedLinearCrossEntropyLoss
 
-        fla = FusedLinearCrossEntropyLoss()
-        found["fla"] = lambda h, W, t: fla(h, t, W)
-    except ImportError:
-        pass
-    return found
+def _cce() -> Callable:
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy
+
+
+def _fla() -> Callable:
+    from fla.modules import FusedLinearCrossEntropyLoss
+
+    loss = FusedLinearCrossEntropyLoss()
+    return lambda h, W, t: loss(h, t, W)
+
+
+# Each makes its loss, or fails where the rival is absent.
+RIVALS: dict[str, Callable[[], Callable]] = {
+    "eager": lambda: eager,
+    "torch.compile": lambda: torch.compile(eager),
+    "liger": _liger,
+    "cut-cross-entropy": _cce,
+    "fla": _fla,
+}
 
 
 def check(head: Head, f: Callable) -> None:
@@ -156,9 +161,9 @@ def heads(shape: Shape) -> Callable[[Table], None]:
         for name, ratio, extra, time in found:
             limit = ratio and ratio * three
             table.add(f"{shape} f+b", name, time, limit, f"{ratio} × GEMMs", extra)
-        for name, f in rivals().items():
+        for name, make in RIVALS.items():
             try:
-                once = head.both(f)
+                once = head.both(make())
                 extra = head.memory(once)
                 table.add(f"{shape} f+b", name, ms(once), extra=extra)
             except Exception as error:

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from . import _checks
 from ._dispatch import backend
 from ._node import is_watched
+from ._reduce import reduced
 from .compare import Comparison, compare, gathered_sum
 from .eager.stats import IGNORED, NO_ID
 from .linear import over_rows
@@ -144,7 +145,7 @@ def gathered_kl(
         return gathered_sum(student_logits, teacher, mask, temperature, weight / max(rows, 1))
     given = Comparison(teacher, mask, None, "forward_kl", "gathered", 0.0, weight)
     loss = given.weighed(given.over_slots(_cooled(student_logits, temperature), None))
-    return _total(loss, row_weight, None, None, reduction)
+    return reduced(loss, row_weight, None, None, reduction)
 
 
 def _labelled(*, labels: Tensor | None, ignore_index: int, **_) -> Tensor | None:
@@ -235,7 +236,7 @@ def topk_distill(
         )  # fmt: skip
         loss = compare(logits, reading, given)
     uneven = row_weight is not None or isinstance(temperature, Tensor) or reduction == "none"
-    return _total(loss, row_weight, live if uneven else None, live, reduction)
+    return reduced(loss, row_weight, live if uneven else None, live, reduction)
 
 
 def _check_ids(ids, counts, labels, V, ignore_index) -> None:
@@ -286,22 +287,3 @@ def _squared(temperature: float | Tensor, z: Tensor) -> float | Tensor:
     if isinstance(temperature, Tensor):
         return temperature.to(torch.promote_types(z.dtype, torch.float32)).square()
     return float(temperature) ** 2
-
-
-def _total(
-    loss: Tensor,  # (...), 0 for rows that do not count
-    row_weight: Tensor | None,
-    kept: Tensor | None,  # (...), rows that count, where what multiplies the others may be infinite
-    live: Tensor | None,  # (...), rows that count
-    reduction: str,
-) -> Tensor:
-    if row_weight is not None:
-        loss = loss * row_weight.to(loss.dtype)
-    if kept is not None:  # 0 · inf is not 0
-        loss = torch.where(kept, loss, 0.0)
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    count = max(loss.numel(), 1) if live is None else live.sum().clamp(min=1)
-    return loss.sum() / count

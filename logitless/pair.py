@@ -13,6 +13,7 @@ from torch import Tensor
 from . import _checks
 from ._dispatch import backend
 from ._node import is_lent, is_watched, node, refuse_twice
+from ._reduce import reduced
 from .linear import over_rows
 
 DIRECTIONS = ("forward", "reverse")
@@ -157,15 +158,8 @@ def _reduced(
     if t_squared:
         t = how.temperature if how.row_temperature is None else how.row_temperature.to(loss.dtype)
         loss = loss * t**2
-    if row_weight is not None:
-        loss = loss * row_weight.to(loss.dtype)
-    if mask is not None and (t_squared or row_weight is not None):
-        loss = torch.where(mask, loss, 0.0)  # a row that is out is 0, whatever its weight
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    return loss.sum() / (max(loss.numel(), 1) if mask is None else mask.sum().clamp(min=1))
+    uneven = t_squared or row_weight is not None
+    return reduced(loss, row_weight, mask if uneven else None, mask, reduction)
 
 
 class Setting(NamedTuple):

@@ -107,23 +107,10 @@ def row_stats(
         _checks.ids(ids, logits)
         if not is_watched():
             _checks.ids_in_range(ids, logits.shape[-1], None)
-    found = measure(
+    return measure(
         logits, ids, temperature=temperature, softcap=softcap,
         entropy=entropy, total=total, argmax=argmax,
     )  # fmt: skip
-    return RowStats(*found[:5])
-
-
-class Measures(NamedTuple):
-    """RowStats, and two more that distillation asks for."""
-
-    lse: Tensor
-    picked: Tensor | None
-    entropy: Tensor | None
-    total: Tensor | None
-    argmax: Tensor | None
-    tail: Tensor | None  # (...)   log mass outside ids[..., outside:]
-    label: Tensor | None  # (...)  log p of the first id at temperature 1
 
 
 def measure(
@@ -135,36 +122,27 @@ def measure(
     weight: Tensor | None = None,
     ignore_index: int | None = None,
     normalised: bool = False,
-    outside: int | None = None,
-    plain: bool = False,
     entropy: bool = False,
     total: bool = False,
     argmax: bool = False,
-) -> Measures:
+) -> RowStats:
     """row_stats for formulas: with rows that are ignored, and class weights v in the total, Σ v z.
 
-    A row whose first id is ignore_index is ignored; among several, an id of NO_ID is none, and what
-    is picked there is not a number. `outside` asks for the tail, `plain` for the label; both want K
-    ids a row that are normalised.
+    A row whose first id is ignore_index is ignored.
 
     Where `normalised`, picked and total are of log p = z - lse instead of z. The kernels take log p
     as (z - max) - log s, so that a common offset in the logits costs no digits; a formula cannot.
     """
     if ids is not None:
         ids = as_ids(ids, ignore_index)
-    reading = Reading.of(
-        logits, ids, weight, temperature, softcap, ignore_index, normalised, outside, plain
-    )
-    outputs = statistics(logits, *reading, entropy, total, argmax)
-    _, _, lse, picked, h, c, best, tail, label, _ = outputs
-    return Measures(
+    reading = Reading.of(logits, ids, weight, temperature, softcap, ignore_index, normalised)
+    _, _, lse, picked, h, c, best, *_ = statistics(logits, *reading, entropy, total, argmax)
+    return RowStats(
         lse,
         None if ids is None else picked,
         h if entropy else None,
         c if total else None,
         best if argmax else None,
-        None if outside is None else tail,
-        label if plain else None,
     )
 
 

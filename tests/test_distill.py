@@ -253,14 +253,15 @@ class TestTail:
 
     @pytest.mark.parametrize("true", [0.5, 1e-3, 1e-6, 1e-12, 1e-30])
     def test_without_cancellation(self, true, impl, device):
-        from logitless.stats import measure
+        from logitless.stats import Reading, statistics
 
         x = torch.full((3, 400), 0.0, device=device)
         x[:, ::80] = torch.tensor(395 * (1 - true) / true / 5).log().item()
         x += torch.tensor([[0.0], [1e3], [-1e3]], device=device)
         ids = torch.arange(0, 400, 80, device=device).flip(0).expand(3, 5)
         with config.override(block_v=64):
-            tail = measure(x, ids, normalised=True, outside=0).tail
+            reading = Reading.of(x, ids, None, 1.0, None, None, True, outside=0)
+            tail = statistics(x, *reading, False, False, False)[7]
         q = torch.softmax(x[0].double(), -1)
         q[ids[0]] = 0
         # Of the offset rows, what fp32 logits can say.
