@@ -14,25 +14,19 @@ READY := .venv/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-gpu bench bench-distill bench-linear demo lint types format clean
+.PHONY: help test test-gpu bench demo lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-test: lint types  ## lint, types and all tests that need no GPU
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --ignore tests/gpu $(ARGS)
+test: lint types  ## lint, types and all tests, at small sizes where there is no GPU
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)
 
 test-gpu: $(READY)  ## the tests at real sizes, on a GPU
 	$(PY) -m pytest tests/gpu $(ARGS)
 
 bench: $(READY)  ## correctness, time and memory against the rivals
 	$(PY) -m logitless bench $(ARGS)
-
-bench-distill: $(READY)  ## the same of distillation, on a GPU
-	PYTHONPATH=. $(PY) benchmarks/bench_distill.py $(ARGS)
-
-bench-linear: $(READY)  ## the same of losses over a head, on a GPU
-	PYTHONPATH=. $(PY) benchmarks/bench_linear.py $(ARGS)
 
 demo: $(READY)  ## train one small model with two losses: same curve
 	$(PY) -m logitless demo $(ARGS)

@@ -11,25 +11,17 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor
 
 import logitless as ll
-from logitless.cli.demo import (
-    MAX_CHARS,
-    SCALES,
-    VOCAB,
-    Learner,
-    draw_batches,
-    encode,
-    read_sources,
-    train,
-)
+from logitless.cli import demo
 
 CHUNKS = 16
 WINDOW = 10  # steps that the differences are averaged over
 
 
-class InBf16(Learner):
+class InBf16(demo.Learner):
     """Computes in bf16; the loss of its logits in fp32."""
 
     def loss_of(self, tokens: Tensor, target: Tensor) -> Tensor:
@@ -41,21 +33,26 @@ class InBf16(Learner):
 class WithoutLogits(InBf16):
     def loss_of(self, tokens: Tensor, target: Tensor) -> Tensor:
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
-            space = tokens.numel() // CHUNKS * VOCAB * 2
+            space = tokens.numel() // CHUNKS * demo.VOCAB * 2
             weight = self.model.token.weight
             logits = ll.LinearLogits(self.model.hidden(tokens), weight, workspace=space)
             return ll.cross_entropy(logits, target)
 
 
-def nudge(model: torch.nn.Module) -> None:
-    """Every weight by about the last bit of its bf16."""
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(1 + 2.0**-9 * torch.randn_like(weight))
+def smooth(learner: demo.Learner) -> Tensor:
+    return torch.tensor(learner.curve).unfold(0, min(WINDOW, len(learner.curve)), 1).mean(-1)
 
 
-def smooth(curve: list[float]) -> Tensor:
-    return torch.tensor(curve).unfold(0, min(WINDOW, len(curve)), 1).mean(-1)
+def save(learners: list[demo.Learner], out: Path) -> None:
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for learner, color in zip(learners, ("0.7", "C0", "C1"), strict=True):
+        above.plot(learner.curve, color=color, label=learner.name)
+        below.plot((smooth(learner) - smooth(learners[0])).tolist(), color=color)
+    above.set(ylabel="cross-entropy, nats a token", title="One model in bf16, without its logits")
+    above.legend()
+    below.set(xlabel="step", ylabel=f"difference,\nmeans of {WINDOW} steps")
+    figure.savefig(out, format="png", dpi=120)
 
 
 def main() -> None:
@@ -65,44 +62,26 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("curve-linear.png"))
     parser.add_argument("--commit", default="")
     args = parser.parse_args()
-    scale = SCALES[args.device]
+    scale = demo.SCALES[args.device]
     how = (F.cross_entropy, scale, args.device, 0)
     learners = [
         InBf16("logits, PyTorch's loss in fp32", *how),
         WithoutLogits(f"LinearLogits, {CHUNKS} chunks", *how),
         InBf16("logits, weights nudged by a bit", *how),
     ]
-    nudge(learners[2].model)
-    batches = draw_batches(encode(read_sources(MAX_CHARS)), scale, args.device, 0)
-    for done in train(learners, batches, args.steps):
+    with torch.no_grad():
+        for weight in learners[2].model.parameters():  # by about the last bit of its bf16
+            weight.mul_(1 + 2.0**-9 * torch.randn_like(weight))
+    text = demo.encode(demo.read_sources(demo.MAX_CHARS))
+    for done in demo.train(learners, demo.draw_batches(text, scale, args.device, 0), args.steps):
         if done % 50 == 0 or done == args.steps:
             print(done, *(f"{learner.name} {learner.curve[-1]:.4f}" for learner in learners))
-    plain, ours, nudged = (smooth(learner.curve) for learner in learners)
-    found = [(other - plain).abs().max().item() for other in (ours, nudged)]
+    found = [(smooth(other) - smooth(learners[0])).abs().max().item() for other in learners[1:]]
     print(
         f"largest difference of the curves, means of {WINDOW} steps: LinearLogits {found[0]:.4f}, "
         f"nudged weights {found[1]:.4f} (torch {torch.__version__}, commit {args.commit})"
     )
     save(learners, args.out)
-
-
-def save(learners: list[Learner], out: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    styles = ({"color": "0.7", "linewidth": 4}, {"color": "C0"}, {"color": "C1", "linewidth": 0.7})
-    for learner, style in zip(learners, styles, strict=True):
-        above.plot(range(1, len(learner.curve) + 1), learner.curve, label=learner.name, **style)
-    above.set(
-        ylabel="cross-entropy, nats a token", title="One model in bf16, with and without logits"
-    )
-    above.legend()
-    plain = smooth(learners[0].curve)
-    for learner, style in list(zip(learners, styles, strict=True))[1:]:
-        below.plot((smooth(learner.curve) - plain).tolist(), **style)
-    below.set(xlabel="step", ylabel=f"difference,\nmeans of {WINDOW} steps")
-    figure.savefig(out, format="png", dpi=120)
 
 
 if __name__ == "__main__":

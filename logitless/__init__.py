@@ -3,6 +3,7 @@
 from . import nn
 from ._dispatch import impl
 from .distill import SparseTargets, capture_topk, gathered_kl, topk_distill
+from .formula import row_loss
 from .linear import LinearLogits
 from .losses import (
     Scores,
@@ -36,6 +37,7 @@ __all__ = [
     "merge",
     "nn",
     "partial",
+    "row_loss",
     "row_stats",
     "score",
     "soft_cross_entropy",

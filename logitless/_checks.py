@@ -1,8 +1,7 @@
 """All validation and its wording: `<argument> must <rule>, got <value>.`
 
-Everything here looks at shapes, dtypes and Python numbers, except `ids_in_range`, which reads
-values and so runs only where reading costs no synchronisation: on a CPU, or when LOGITLESS_CHECK=1
-asks.
+Everything here looks at shapes, dtypes and Python numbers, except `in_range`, which reads values.
+What a function checks of its arguments, and when, is in _arguments.py.
 """
 
 import math
@@ -13,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from .eager.stats import NO_ID
 
 LOGIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
@@ -27,11 +24,12 @@ def one_of(name: str, value: Any, legal: Sequence[str]) -> None:
 
 
 def logits(x: Any, name: str = "logits") -> None:
-    if not isinstance(x, Tensor):
+    """A tensor, or another source of logits: what can evaluate a loss itself."""
+    if not isinstance(x, Tensor) and not hasattr(x, "evaluate"):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
     if x.dtype not in LOGIT_DTYPES:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}.")
-    if x.dim() == 0:
+    if len(x.shape) == 0:
         raise ValueError(f"{name} must have a vocabulary as its last dimension, got shape ().")
     if x.shape[-1] == 0:
         raise ValueError(
@@ -39,8 +37,8 @@ def logits(x: Any, name: str = "logits") -> None:
         )
 
 
-def _shape(x: Tensor | Sequence[int]) -> str:
-    return str(tuple(x.shape if isinstance(x, Tensor) else x))
+def _shape(x: Any) -> str:
+    return str(tuple(getattr(x, "shape", x)))
 
 
 def _same_device(name: str, t: Any, x: Any, of: str = "logits") -> None:
@@ -90,31 +88,33 @@ def ids(t: Any, x: Tensor) -> None:
     _same_device("ids", t, x)
 
 
+def has_an_id(t: Tensor | None, x: Any) -> None:
+    """Of several ids a row, the first says whether the row is ignored."""
+    if t is not None and t.dim() == len(x.shape) and t.shape[-1] == 0:
+        raise ValueError(
+            f"ids must have at least one id a row with ignore_index, got shape {_shape(t)}."
+        )
+
+
+def asked() -> bool:
+    """Whether LOGITLESS_CHECK=1 asks for checks that cost time."""
+    return os.environ.get("LOGITLESS_CHECK", "0") not in ("", "0")
+
+
 def looks_at(ids: Tensor) -> bool:
     """Whether ids are checked: on a CPU, and where a GPU may be asked."""
-    return ids.device.type == "cpu" or os.environ.get("LOGITLESS_CHECK", "0") not in ("", "0")
+    return ids.device.type == "cpu" or asked()
 
 
-def ids_in_range(
-    ids: Tensor, V: int, ignore_index: int | None, name: str | None = None, several: bool = False
+def in_range(
+    ids: Tensor, V: int, counts: Tensor | None, name: str, ignore_index: int | None
 ) -> None:
-    """Raise on an id outside [0, V), naming its place.
-
-    Of `several` a row, (..., K), the first says whether the row is ignored, and a slot may have
-    none.
-    """
-    if not looks_at(ids):
-        return
+    """Raise on an id outside [0, V) where it counts, naming its place."""
     bad = (ids < 0) | (ids >= V)
-    if ignore_index is not None:
-        bad &= ids != ignore_index
-    if several:
-        bad &= ids != NO_ID
-        if ignore_index is not None:
-            bad &= ids[..., :1] != ignore_index
+    if counts is not None:
+        bad &= counts
     if not bool(bad.any()):
         return
-    name = name or ("ids" if ignore_index is None else "target")
     rule = f"be in [0, {V})" + (
         "" if ignore_index is None else f" or ignore_index ({ignore_index})"
     )
@@ -153,9 +153,7 @@ def _positive(name: str, value: Any) -> None:
 
 
 def label_smoothing(value: Any) -> None:
-    _number("label_smoothing", value)
-    if not 0 <= value <= 1:
-        raise ValueError(f"label_smoothing must be in [0, 1], got {value}.")
+    fraction("label_smoothing", value)
 
 
 def z_loss(value: Any) -> None:
@@ -223,7 +221,7 @@ def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
     """Logits or probabilities beside those of x, of whatever floating-point type."""
     logits(t, name)
     _same_shape(name, t, x, of)
-    if t.requires_grad:
+    if isinstance(t, Tensor) and t.requires_grad:  # a head's logits are made as constants
         raise ValueError(f"{name} must not require grad: it is taken as a constant; detach it.")
 
 
@@ -247,10 +245,10 @@ def slot_mask(t: Any, x: Tensor, of: str = "student_logits") -> None:
         _same_shape("mask", t, x, of)
 
 
-def beta(value: Any) -> None:
-    _number("beta", value)
+def fraction(name: str, value: Any) -> None:
+    _number(name, value)
     if not 0 <= value <= 1:
-        raise ValueError(f"beta must be in [0, 1], got {value}.")
+        raise ValueError(f"{name} must be in [0, 1], got {value}.")
 
 
 def sparse_targets(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
@@ -301,15 +299,18 @@ def indexes_rows(index: Any, ids: Tensor) -> None:
         )
 
 
-def targets(t: Any, kind: type, x: Tensor) -> None:
+def is_targets(t: Any, kind: type) -> None:
     if not isinstance(t, kind):
         raise TypeError(f"targets must be SparseTargets, got {type(t).__name__}.")
-    if t.ids.shape[:-1] != x.shape[:-1]:
+
+
+def targets(ids: Tensor, x: Any) -> None:
+    if ids.shape[:-1] != x.shape[:-1]:
         raise ValueError(
             f"targets must have rows {_shape(x.shape[:-1])} to match logits {_shape(x)}, "
-            f"got ids {_shape(t.ids)}."
+            f"got ids {_shape(ids)}."
         )
-    _same_device("targets", t.ids, x)
+    _same_device("targets", ids, x)
 
 
 def labels(t: Any, x: Tensor, ce_weight: float) -> None:
@@ -383,12 +384,15 @@ def main_grad(t: Any, weight: Tensor) -> None:
     _same_device("main_grad", t, weight, "weight")
 
 
-def has_rows(name: str, t: Any, x: Any) -> None:
+def beside_rows(name: str, t: Any, x: Any) -> None:
     """A number, or more, for each row of x."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
     lead = x.shape[:-1]
-    if t.shape[: len(lead)] != lead:
+    if t.shape[: len(lead)] != lead or t.dim() > len(lead) + 1:
+        one, several = _shape(lead), ", ".join([*map(str, lead), "k"])
         raise ValueError(
-            f"{name} must have shape {_shape(lead)} to match logits {_shape(x.shape)}, "
-            f"got {_shape(t.shape)}."
+            f"{name} must have shape {one} or ({several}) to match logits {_shape(x)}, "
+            f"got {_shape(t)}."
         )
     _same_device(name, t, x)

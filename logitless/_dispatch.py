@@ -1,13 +1,29 @@
 """Which code runs: Triton kernels on a GPU, plain PyTorch on a CPU, or what the user says."""
 
 import contextlib
+import functools
 import os
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from . import _checks
+from . import _checks, eager
+
+
+def under_transform() -> bool:
+    """Whether a compiler, a dispatch mode or torch.func looks on."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+    )
+
+
+def in_func() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+
 
 CHOICES = ("triton", "eager")
 _chosen: str | None = None
@@ -40,16 +56,17 @@ def chosen() -> str | None:
 
 def backend(x: Tensor) -> ModuleType:
     """The module whose functions serve this tensor: `kernels` or `eager`."""
-    name = chosen()
-    if name is None:
-        on_gpu = x.device.type in ("cuda", "xpu")
-        name = "triton" if on_gpu and x.dtype != torch.float64 else "eager"
-    elif name == "triton":
-        _checks.triton_can_run(x)
-    if name == "triton":
-        from . import kernels
+    if _chosen is None and not os.environ.get("LOGITLESS_IMPL"):
+        on_gpu = x.device.type in ("cuda", "xpu") and x.dtype != torch.float64
+        return _kernels() if on_gpu else eager
+    if chosen() == "eager":
+        return eager
+    _checks.triton_can_run(x)
+    return _kernels()
 
-        return kernels
-    from . import eager
 
-    return eager
+@functools.cache
+def _kernels() -> ModuleType:
+    from . import kernels  # late, for a CPU need not have Triton
+
+    return kernels

@@ -1,28 +1,24 @@
 """Distillation from a teacher that is known on K ids a row.
 
-Teacher p on the ids, student q = softmax(z): a loss compares them slot by slot (slots.py), on what
-part of the vocabulary is its `support`, how is its `divergence`. Neither has a default. The
-student's log-probabilities at the ids, the mass outside them and a label's cross-entropy at
-temperature 1 are statistics of the row (stats.py), found in one pass (rows that keep little mass
-outside are read twice) and differentiated in one.
+Teacher p on the ids, student q = softmax(z): a loss compares them slot by slot. Which part of the
+vocabulary it compares is its `support`, how it compares them its `divergence`; neither has a
+default. The student's log-probabilities at the ids, the mass outside them and a label's
+cross-entropy at temperature 1 are statistics of the row, found in one pass (rows that keep little
+mass outside are read twice) and differentiated in one.
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import _checks
+from . import _arguments, _checks
+from ._contract import COEFFICIENTS, NO_ID, STATE, Coefficients, Reading, Slots, precision
 from ._dispatch import backend
-from ._node import is_watched
-from ._reduce import reduced
-from .compare import Comparison, compare, gathered_sum
-from .eager.stats import IGNORED, NO_ID
-from .linear import over_rows
-from .pick import pick
-from .slots import DIVERGENCES, SUPPORTS
-from .stats import Reading, as_ids
+from ._loss import RowLoss, evaluate, rows_in
+from ._ops import operator
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +87,101 @@ pytree.register_pytree_node(
 )
 
 
+@operator("sparse", saved=3)
+@dataclass(eq=False)
+class Sparse(RowLoss):
+    """A student's whole rows beside a teacher that is known on K ids a row."""
+
+    slots: Slots
+
+    @property
+    def names(self):
+        return "labels", "targets.ids"
+
+    def forward(self, run, x):
+        found = run.read(x, self.reading)
+        student = found.picked if self.slots.support == "renorm" else found.logprob
+        value, coefficients = run.slots(student, self.reading, self.slots, found.tail, found.label)
+        return (value,), (found.state, coefficients.rows, coefficients.ids)
+
+    def backward(self, run, x, saved, upstream, factor=None, into=None):
+        state, rows, ids = saved
+        has = () if self.slots.support == "renorm" else ("a",)
+        has += ("a_ids",) if self.slots.support == "tail" else ()
+        has += ("label",) if self.slots.ce_weight else ()
+        coefficients = Coefficients(rows, has, ids)
+        return run.gradient(x, self.reading, state, coefficients, upstream[0], factor, into)
+
+    @property
+    def tensors(self):
+        return *self.reading[:4], *self.slots[:4]
+
+    def with_tensors(self, tensors, **changed):
+        slots = self.slots._make((*tensors[4:8], *self.slots[4:]))
+        return super().with_tensors(tensors, slots=slots, **changed)
+
+    def shapes(self, x):
+        rows, K = rows_in(x.shape[:-1]), self.reading.ids.shape[-1]
+        return [x.shape[:-1], (rows, STATE), (rows, COEFFICIENTS), (rows, K)]
+
+
+@operator("at_ids", saved=2)
+@dataclass(eq=False)
+class AtIds(Sparse):
+    """The same where only the ids' logits matter: the student is normalised over its slots."""
+
+    def forward(self, run, x):
+        picked = run.gather(x, self.reading)
+        value, coefficients = run.slots(picked, self.reading, self.slots)
+        return (value,), (picked, coefficients.ids)
+
+    def backward(self, run, x, saved, upstream, factor=None, into=None):
+        picked, g = saved
+        return run.gather_gradient(x, self.reading, picked, g, upstream[0], factor, into)
+
+    def shapes(self, x):
+        K = self.reading.ids.shape[-1]
+        return [x.shape[:-1], (*x.shape[:-1], K), (rows_in(x.shape[:-1]), K)]
+
+
+@operator("gathered", saved=1)
+@dataclass(eq=False)
+class Gathered(Sparse):
+    """The same of logits (..., K) that are gathered already, whose gradient is found in forward."""
+
+    reads: ClassVar[int | None] = 0
+
+    def forward(self, run, x):
+        t = self._temperature(precision(x.dtype))
+        z = x if t is None else x.to(precision(x.dtype)) / t
+        value, coefficients = run.slots(z, self.reading, self.slots)
+        g = coefficients.ids
+        return (value,), (g if t is None else g.view(x.shape) / t,)
+
+    def _temperature(self, dtype: torch.dtype) -> float | Tensor | None:
+        """What (..., K) is divided by; None where that is 1."""
+        rows, number = self.reading.row_temperature, self.reading.temperature
+        if rows is None:
+            return None if number == 1 else number
+        return rows.to(dtype).unsqueeze(-1)
+
+    def backward(self, run, x, saved, upstream, factor=None, into=None):
+        scale = upstream[0] if factor is None else upstream[0] * factor
+        g = saved[0].view(x.shape)
+        if scale.dim():
+            scale = scale.reshape(*x.shape[:-1], 1)
+        if into is None and x.dtype == g.dtype:
+            return g * scale
+        if into is None:
+            into = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return torch.mul(g, scale, out=into)  # rounded once
+
+    def shapes(self, x):
+        flat = (rows_in(x.shape[:-1]), x.shape[-1])
+        return [x.shape[:-1], flat if self.reading.at_temperature_1 else x.shape]
+
+
 @torch.no_grad()
-@over_rows()
 def capture_topk(
     logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
 ) -> SparseTargets:
@@ -104,13 +193,11 @@ def capture_topk(
     >>> capture_topk(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids
     tensor([[1, 2]])
     """
-    _checks.logits(logits)
-    _checks.how_many(k, logits)
-    _checks.number_temperature(temperature)
-    _checks.softcap(softcap)
-    logits = logits.detach()
-    softcap = None if softcap is None else float(softcap)
-    return SparseTargets(*backend(logits).topk(logits, k, float(temperature), softcap))
+    _arguments.once(_arguments.topk, logits, k, temperature, softcap)
+    how = (float(temperature), None if softcap is None else float(softcap))
+    if not isinstance(logits, Tensor):
+        return SparseTargets(*logits.topk(k, *how))
+    return SparseTargets(*backend(logits).topk(logits.detach(), k, *how))
 
 
 def gathered_kl(
@@ -131,28 +218,19 @@ def gathered_kl(
 
     >>> gathered_kl(logits.gather(-1, targets.ids), targets.logprobs, reduction="mean")
     """
-    _checks.logits(student_logits, "student_logits")
-    _checks.slots("teacher_logprobs", teacher_logprobs, "student_logits", student_logits)
-    _checks.slot_mask(mask, student_logits)
-    _checks.temperature(temperature, student_logits)
-    _checks.row_weight(row_weight, student_logits)
-    _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
-    mask, teacher = _as_bool(mask), teacher_logprobs.detach()
-    weight = _squared(temperature, student_logits) if t_squared else 1.0
-    number = not isinstance(temperature, Tensor)
-    if number and row_weight is None and reduction != "none" and not is_watched():
-        rows = student_logits.shape[:-1].numel() if reduction == "mean" else 1
-        return gathered_sum(student_logits, teacher, mask, temperature, weight / max(rows, 1))
-    given = Comparison(teacher, mask, None, "forward_kl", "gathered", 0.0, weight)
-    loss = given.weighed(given.over_slots(_cooled(student_logits, temperature), None))
-    return reduced(loss, row_weight, None, None, reduction)
+    _arguments.once(
+        _arguments.gathered, student_logits, teacher_logprobs, mask, temperature, row_weight,
+        reduction,
+    )  # fmt: skip
+    reading = _arguments.reading_of(student_logits, temperature, None)
+    by_row, number = _squared(reading, t_squared)
+    slots = Slots(
+        teacher_logprobs.detach(), _as_bool(mask), None, by_row, "forward_kl", "gathered", 0.0,
+        number, 0.0,
+    )  # fmt: skip
+    return evaluate(student_logits, Gathered(reading, slots), reduction, row_weight)
 
 
-def _labelled(*, labels: Tensor | None, ignore_index: int, **_) -> Tensor | None:
-    return None if labels is None else labels != ignore_index
-
-
-@over_rows(_labelled)
 def topk_distill(
     logits: Tensor,
     targets: SparseTargets,
@@ -194,96 +272,43 @@ def topk_distill(
     >>> topk_distill(logits, targets, divergence="forward_kl", support="tail", temperature=2.0,
     ...              t_squared=True, labels=labels, ce_weight=0.5, kd_weight=0.5)
     """
-    _checks.logits(logits)
-    _checks.targets(targets, SparseTargets, logits)
-    _checks.one_of("divergence", divergence, DIVERGENCES)
-    _checks.one_of("support", support, SUPPORTS)
-    _checks.beta(beta)
-    _checks.row_weight(row_weight, logits)
-    _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
-    _checks.finite_number("ce_weight", ce_weight)
-    _checks.finite_number("kd_weight", kd_weight)
-    _checks.labels(labels, logits, ce_weight)
-    _checks.ignore_index(ignore_index)
-
-    ids, counts, live = as_ids(targets.ids), _as_bool(targets.mask), None
-    nothing = NO_ID if targets.k > 1 else 0  # one id a row is read in any case
-    if counts is not None:
-        ids = torch.where(counts, ids, nothing)
-    if labels is not None:
-        labels = as_ids(labels, ignore_index)
-        live = labels != ignore_index
-        counts = live if counts is None else counts & live.unsqueeze(-1)
-    if not is_watched() and _checks.looks_at(ids):  # the operators look again
-        _check_ids(ids, counts, labels, logits.shape[-1], ignore_index)
-
+    _checks.is_targets(targets, SparseTargets)
+    _arguments.once(
+        _arguments.distill, logits, targets.ids, labels, row_weight, temperature, softcap,
+        divergence, support, beta, ignore_index, ce_weight, kd_weight, reduction,
+    )  # fmt: skip
+    mask, ids = _as_bool(targets.mask), _arguments.as_ids(targets.ids)
+    if mask is not None:
+        ids = torch.where(mask, ids, NO_ID)
+    label = None if labels is None else _arguments.as_ids(labels, ignore_index)
     with_ce = labels is not None and ce_weight != 0
-    weight = kd_weight * (_squared(temperature, logits) if t_squared else 1.0)
-    given = Comparison(
-        targets.logprobs.detach(), counts,
+    only_ids = support == "renorm" and not with_ce
+    wants = () if only_ids else ("picked",) if support == "renorm" else ("logprob",)
+    wants += ("tail",) if support == "tail" else ()
+    wants += ("label",) if with_ce else ()
+    reading = _arguments.reading_of(
+        logits, temperature, softcap, mark=label, ids=ids,
+        ignore_index=None if label is None else ignore_index, wants=wants,
+    )  # fmt: skip
+    by_row, number = _squared(reading, t_squared)
+    slots = Slots(
+        targets.logprobs.detach(), mask,
         targets.tail.detach() if support == "tail" and targets.tail is not None else None,
-        divergence, support, float(beta), weight, ce_weight if with_ce else None,
+        by_row, divergence, support, float(beta), kd_weight * number,
+        float(ce_weight) if with_ce else 0.0,
     )  # fmt: skip
-    if support == "renorm" and not with_ce:
-        if live is not None:
-            ids = torch.where(live.unsqueeze(-1), ids, nothing)
-        student = pick(logits, ids, temperature, softcap)
-        loss = given.weighed(given.over_slots(student, None))
-    else:
-        reading = _reading(
-            logits, ids, labels if with_ce else None, live, support, temperature, softcap,
-            ignore_index,
-        )  # fmt: skip
-        loss = compare(logits, reading, given)
-    uneven = row_weight is not None or isinstance(temperature, Tensor) or reduction == "none"
-    return reduced(loss, row_weight, live if uneven else None, live, reduction)
-
-
-def _check_ids(ids, counts, labels, V, ignore_index) -> None:
-    if counts is not None:
-        counts = counts if counts.dim() == ids.dim() else counts.unsqueeze(-1)
-        ids = torch.where(counts, ids, 0)
-    _checks.ids_in_range(ids, V, None, "targets.ids")
-    if labels is not None:
-        _checks.ids_in_range(labels, V, ignore_index, "labels")
-
-
-def _reading(
-    logits: Tensor,
-    ids: Tensor,  # (..., K)
-    labels: Tensor | None,  # (...), where cross-entropy is wanted
-    live: Tensor | None,  # (...)
-    support: str,
-    temperature: float | Tensor,
-    softcap: float | None,
-    ignore_index: int,
-) -> Reading:
-    """What the student is asked for: the ids, with a label before them where there is one."""
-    first = 0
-    if labels is not None:
-        ids, first = torch.cat([labels.unsqueeze(-1), ids], -1), 1
-    elif live is not None:  # marked by a number that no id is
-        ids, ignore_index = torch.where(live.unsqueeze(-1), ids, IGNORED), IGNORED
-    # At temperature 1 the label is one id among the others; else it has a normaliser of its own.
-    plain = labels is not None and (isinstance(temperature, Tensor) or temperature != 1)
-    return Reading.of(
-        logits, ids, None, temperature, softcap, ignore_index if live is not None else None,
-        normalised=True, outside=first if support == "tail" else None, plain=plain,
-    )  # fmt: skip
+    loss = AtIds(reading, slots) if only_ids else Sparse(reading, slots)
+    return evaluate(logits, loss, reduction, row_weight)
 
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:
     return mask if mask is None or mask.dtype == torch.bool else mask != 0
 
 
-def _cooled(z: Tensor, temperature: float | Tensor) -> Tensor:
-    full = torch.promote_types(z.dtype, torch.float32)
-    if isinstance(temperature, Tensor):
-        return z.to(full) / temperature.to(full).expand(z.shape[:-1]).unsqueeze(-1)
-    return z if temperature == 1 else z.to(full) / temperature
-
-
-def _squared(temperature: float | Tensor, z: Tensor) -> float | Tensor:
-    if isinstance(temperature, Tensor):
-        return temperature.to(torch.promote_types(z.dtype, torch.float32)).square()
-    return float(temperature) ** 2
+def _squared(reading: Reading, wanted: bool) -> tuple[Tensor | None, float]:
+    """T² that multiplies the divergence: one a row or none, and a number."""
+    if not wanted:
+        return None, 1.0
+    if reading.row_temperature is not None:
+        return reading.row_temperature.square(), 1.0
+    return None, reading.temperature**2

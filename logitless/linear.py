@@ -1,32 +1,24 @@
-"""Logits that are never materialised: a head, visited a few rows at a time.
+"""Logits that are never materialised: a head, computed a few rows at a time.
 
 `LinearLogits(hidden, weight, bias)` stands for hidden @ weight.T + bias, and a loss over it is the
-same loss over the logits of a chunk of rows after another. There are two ways to go:
+same loss over the logits of one chunk of rows after another. There are two ways to go:
 
-- A mean or sum: loss and gradients in one visit of each chunk, at forward, for an upstream gradient
-  of 1. Three GEMMs: logits, d_hidden, d_weight. Backward scales what it finds.
+- A mean or sum: loss and gradients of each chunk in forward, for an upstream gradient of 1. Three
+  GEMMs: logits, d_hidden, d_weight. Backward scales what it finds.
 - Anything a row: forward keeps the results alone, and backward makes the logits of a chunk again.
   Four GEMMs.
 
-Nothing here knows a loss: `over_rows` makes any function of logits take a LinearLogits.
+Nothing here knows a loss: a RowLoss (_loss.py) says what is done with the logits of a chunk.
 """
-
-import functools
-import inspect
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
-from . import _checks
+from . import _arguments
+from ._chunks import Chunks, HeadGradients, RowGradients, Rows
+from ._contract import precision
 from ._dispatch import backend
-from ._node import is_repaid, lend
-from .head import ACCUMULATE, Chunks, HeadGradients
-
-PER_ROW = ("target", "ids", "temperature", "row_weight", "labels", "mask", "targets", "teacher",
-           "probs")  # fmt: skip
+from ._loss import RowLoss, reduced, refuse_second
 
 
 class LinearLogits:
@@ -67,172 +59,110 @@ class LinearLogits:
             to = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(to), weight.to(to)
             bias = None if bias is None else bias.to(to)
-        _checks.linear(hidden, weight, bias, workspace)
-        _checks.one_of("accumulate", accumulate, ACCUMULATE)
-        _checks.main_grad(main_grad, weight)
-        self.hidden, self.weight, self.bias = hidden, weight, bias
+        _arguments.once(
+            _arguments.linear, hidden, weight, bias, main_grad, workspace, accumulate, drop_ignored
+        )
+        self.hidden, self.weight, self.bias = self.parts = (hidden, weight, bias)
         self.workspace, self.accumulate, self.drop_ignored = workspace, accumulate, drop_ignored
         self.main_grad = main_grad
+        self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
+        self.dtype, self.device = hidden.dtype, hidden.device
+        self.requires_grad = any(t is not None and t.requires_grad for t in self.parts)
 
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.hidden.shape[:-1], self.weight.shape[0]))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.hidden.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.hidden.device
-
-    @property
-    def parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.hidden, self.weight, self.bias
-
-    @property
-    def requires_grad(self) -> bool:
-        return any(t is not None and t.requires_grad for t in self.parts)
+    def with_parts(self, parts: tuple) -> "LinearLogits":
+        """The same head with other tensors of the same shapes, or without any."""
+        copy = object.__new__(LinearLogits)
+        copy.__dict__.update(self.__dict__, parts=parts)
+        copy.hidden, copy.weight, copy.bias = parts
+        return copy
 
     def dim(self) -> int:
-        return self.hidden.dim()
+        return len(self.shape)
 
-    def materialize(self) -> Tensor:
-        """The logits themselves, (..., V)."""
-        return torch.nn.functional.linear(self.hidden, self.weight, self.bias)
+    def materialize(self, rows: Rows | None = None) -> Tensor:
+        """The logits themselves, (..., V); or of some rows, (n, V), as constants."""
+        if rows is None:
+            return torch.nn.functional.linear(self.hidden, self.weight, self.bias)
+        with torch.no_grad(), _dtypes_as_given(self.device):
+            hidden = self.hidden.reshape(-1, self.hidden.shape[-1])[rows]
+            return torch.nn.functional.linear(hidden, self.weight, self.bias)
+
+    def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+        """The loss of the rows, a chunk of them at a time."""
+        if torch.compiler.is_compiling():  # torch.compile breaks the graph here
+            return torch.compiler.disable(_evaluate)(self, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
+        return _evaluate(self, loss, reduction, row_weight)
+
+    def topk(
+        self, k: int, temperature: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
+        run = backend(self.hidden)
+        empty = self.hidden.detach().new_empty((0, self.shape[-1]))
+        found = [run.topk(empty, k, temperature, softcap)]  # their form, were there no rows
+        with torch.no_grad(), _dtypes_as_given(self.device):
+            for _, _, z in self._chunks(None).logits(self._rows(), self.weight, self.bias):
+                found.append(run.topk(z, k, temperature, softcap))
+        ids, logprobs, tail = (torch.cat(parts) for parts in zip(*found, strict=True))
+        shape = self.shape[:-1]
+        return ids.view((*shape, k)), logprobs.view((*shape, k)), tail.view(shape)
+
+    def _rows(self) -> Tensor:
+        return self.hidden.detach().reshape(-1, self.hidden.shape[-1])
+
+    def _chunks(self, live: Tensor | None) -> Chunks:
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if not self.drop_ignored or capturing:
+            live = None
+        return Chunks(self.weight, self.shape[:-1].numel(), live, self.workspace)
 
     def __repr__(self) -> str:
         return f"LinearLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-def over_rows(live: Callable[..., Tensor | None] | None = None, mass: Callable | None = None):
-    """Make a function of logits (..., V) take a LinearLogits as well.
-
-    Of its other arguments, `live` says which rows count, (...), None for all; `mass` what a mean
-    divides by, where that is not their number.
-    """
-
-    def decorate(f: Callable) -> Callable:
-        signature = inspect.signature(f)
-
-        @functools.wraps(f)
-        def either(logits, *args, **kwargs):
-            if not isinstance(logits, LinearLogits):
-                return f(logits, *args, **kwargs)
-            given = signature.bind(logits, *args, **kwargs)
-            given.apply_defaults()
-            visit = _uncompiled() if torch.compiler.is_compiling() else _visit
-            return visit(f, logits, dict(list(given.arguments.items())[1:]), live, mass)
-
-        return either
-
-    return decorate
+def _dtypes_as_given(device: torch.device) -> torch.autocast:
+    """Autocast off: dtypes stay as they are given."""
+    return torch.autocast(device.type, enabled=False)
 
 
-def _uncompiled() -> Callable:
-    """The visit as a compiler must leave it: made late, for it brings the compiler along."""
-    return torch.compiler.disable(_visit)
+def _evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+    _arguments.values(loss, source.shape[-1])
+    if reduction != "none":
+        return _Total.apply(
+            *source.parts, row_weight, source, loss, reduction, torch.is_grad_enabled(),
+            *loss.others,
+        )  # fmt: skip
+    outputs = _Each.apply(*source.parts, source, loss, *loss.others)
+    if loss.several:
+        return outputs
+    return reduced(outputs[0], loss.reading, row_weight, None, reduction)
 
 
-def _visit(f: Callable, source: LinearLogits, given: dict, live, mass):
-    """f(source, **given), chunk by chunk."""
-    lead = source.shape[:-1]
-    _checks.one_of("reduction", given.get("reduction", "none"), _checks.REDUCTIONS)
-    by_row = {}
-    for name in PER_ROW:
-        value = given.get(name)
-        number = isinstance(value, Tensor) and name == "temperature" and value.dim() == 0
-        if hasattr(value, "shape") and not number:
-            _checks.has_rows(name, value, source)
-            by_row[name] = _flat(given.pop(name), lead)
-    counts = None if live is None else live(**by_row, **given)
-    drops = source.drop_ignored and not _is_capturing(source)
-    chosen = counts if drops else None
-    row_weight = by_row.pop("row_weight", None)
-    weighted = row_weight is not None or given.pop("row_weight", source) is None
-
-    def run(z, rows, weights):
-        chunk = {name: _take(t, rows) for name, t in by_row.items()}
-        if weighted:
-            chunk["row_weight"] = weights
-        return f(z, **given, **chunk)
-
-    if given.get("reduction", "none") == "none":
-        results = _Each.apply(*source.parts, row_weight, plan := _Plan(source, run, chosen))
-        shaped = [t if t is None else t.reshape(*lead, *t.shape[1:]) for t in results]
-        return pytree.tree_unflatten(shaped, plan.spec)
-
-    share = None
-    if given["reduction"] == "mean":
-        full = {"device": source.device, "dtype": _full(source.dtype)}
-        if mass is not None:
-            whole = mass(counts, **by_row, **given).to(**full)
-        elif counts is not None:
-            whole = counts.sum().to(**full)
-        else:
-            whole = torch.full((), lead.numel(), **full)
-        share = torch.where(whole == 0, 1.0, 1.0 / whole)
-    wants = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (*source.parts, row_weight)
-    )
-    given["reduction"] = "sum"
-    if "inplace" in given:
-        given["inplace"] = wants
-    # fp16 cannot hold the gradient of a mean: it gets its share at the end.
-    late = share if source.dtype == torch.float16 else None
-
-    def total(z, rows, weights):
-        if share is not None and late is None:
-            weights = share.expand(len(z)) if weights is None else weights.to(share) * share
-        return run(z, rows, weights)
-
-    return _Total.apply(*source.parts, row_weight, _Plan(source, total, chosen, late), wants)
+def _live(loss: RowLoss) -> Tensor | None:
+    reading = loss.reading
+    return None if reading.ignore_index is None else (reading.mark != reading.ignore_index).view(-1)
 
 
-def _full(dtype: torch.dtype) -> torch.dtype:
-    """Of a loss over logits of a dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _save(ctx, source: LinearLogits, loss: RowLoss, row_weight: Tensor | None) -> None:
+    """All that a backward reads, as autograd saves it and nowhere else; a teacher's head too."""
+    tensors, empty = loss.tensors, (None, None, None)
+    given = [t if isinstance(t, Tensor) else None for t in tensors]
+    heads = [t if isinstance(t, LinearLogits) else None for t in tensors]
+    parts = [part for head in heads if head is not None for part in head.parts]
+    ctx.save_for_backward(*source.parts, row_weight, *given, *parts)
+    ctx.source, ctx.loss = source.with_parts(empty), loss.with_tensors((None,) * len(tensors))
+    ctx.heads = [None if head is None else head.with_parts(empty) for head in heads]
 
 
-def _is_capturing(source: LinearLogits) -> bool:
-    return source.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _flat(t, lead: torch.Size):
-    """(..., anything) as (N, anything)."""
-    if isinstance(t, Tensor):
-        return t.reshape(lead.numel(), *t.shape[len(lead) :])
-    if isinstance(t, LinearLogits):
-        return LinearLogits(t.hidden.reshape(-1, t.hidden.shape[-1]), t.weight, t.bias)
-    return t.reshape(lead.numel())
-
-
-def _take(t, rows):
-    """Some rows of a number, or more, a row; of a teacher's head, their logits."""
-    if isinstance(t, LinearLogits):
-        with torch.no_grad():
-            return torch.nn.functional.linear(t.hidden[rows], t.weight, t.bias)
-    return t[rows]
-
-
-class _Plan:
-    """How a head is visited: in what chunks, and what is done with the logits of each."""
-
-    def __init__(
-        self, source: LinearLogits, run: Callable, counts: Tensor | None, late: Tensor | None = None
-    ):
-        self.run, self.late, self.spec = run, late, None
-        self.lead = source.shape[:-1]
-        self.chunks = Chunks(source.weight, self.lead.numel(), counts, source.workspace)
-        self.accumulate, self.main_grad = source.accumulate, source.main_grad
-
-    @property
-    def waits(self) -> bool:
-        """Whether gradients stay unrounded until backward says what multiplies them."""
-        return self.late is not None or self.main_grad is not None
-
-    def gradients(self, hidden, weight, bias, needs, into=None) -> HeadGradients:
-        return HeadGradients(self.chunks, hidden, weight, bias, needs, self.accumulate, into)
+def _saved(ctx) -> tuple[LinearLogits, Tensor | None, RowLoss]:
+    """The head, the rows' weights and the loss."""
+    hidden, weight, bias, row_weight, *rest = ctx.saved_tensors  # once, for a checkpoint's sake
+    tensors, more = rest[: len(ctx.heads)], rest[len(ctx.heads) :]
+    for i, head in enumerate(ctx.heads):
+        if head is not None:
+            tensors[i], more = head.with_parts(tuple(more[:3])), more[3:]
+    source = ctx.source.with_parts((hidden, weight, bias))
+    return source, row_weight, ctx.loss.with_tensors(tensors)
 
 
 def _like(gradients: list, parts: tuple) -> list:
@@ -241,138 +171,174 @@ def _like(gradients: list, parts: tuple) -> list:
     return [None if t is None else t.view(part.shape).to(part.dtype) for t, part in pairs]
 
 
-def _exactly(device: torch.device) -> torch.autocast:
-    """Dtypes as they are given, whatever autocast is on."""
-    return torch.autocast(device.type, enabled=False)
-
-
-def _two_dims(hidden: Tensor) -> Tensor:
-    return hidden.detach().reshape(-1, hidden.shape[-1])
+def _detached(parts: tuple) -> tuple:
+    """Hidden as (N, D), weight and bias, without history."""
+    hidden, weight, bias = (None if t is None else t.detach() for t in parts)
+    return hidden.reshape(-1, hidden.shape[-1]), weight, bias
 
 
 class _Total(torch.autograd.Function):
-    """Loss and gradients of a sum over rows, in one visit."""
+    """Loss and gradients of a sum or mean over rows, made in forward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, row_weight, plan, wants):
-        needs = [wants and t is not None and t.requires_grad for t in (hidden, weight, bias)]
-        d_rows = wants and row_weight is not None and row_weight.requires_grad
-        parts = (hidden, weight, bias, row_weight)
-        with _exactly(hidden.device):
-            loss, ctx.gradients = _Total.visit(*parts, plan, needs, d_rows)
-        ctx.plan, ctx.needs, ctx.d_rows = plan, needs, d_rows
-        ctx.save_for_backward(*parts)
-        return loss
+    def forward(ctx, hidden, weight, bias, row_weight, source, loss, reduction, grad, *others):
+        parts = (hidden, weight, bias)
+        ctx.needs = [grad and t is not None and t.requires_grad for t in (*parts, row_weight)]
+        ctx.others = [grad and t.requires_grad for t in others]
+        ctx.mean = reduction == "mean"
+        # fp16 cannot hold the gradient of a mean: it gets its share at the end.
+        ctx.late = ctx.mean and hidden.dtype == torch.float16
+        _save(ctx, source, loss, row_weight)
+        with _dtypes_as_given(hidden.device):
+            total, ctx.share, ctx.gradients = _Total.compute(ctx, source, row_weight, loss)
+        if not (ctx.late or source.main_grad is not None):
+            ctx.gradients[:3] = _like(ctx.gradients[:3], parts)
+        return total
 
     @staticmethod
-    def visit(hidden, weight, bias, row_weight, plan, needs, d_rows):
-        flat, W = _two_dims(hidden), weight.detach()
-        b = None if bias is None else bias.detach()
-        weights = None if row_weight is None else row_weight.detach().reshape(-1)
-        visits = plan.chunks.logits(flat, W, b)
-        sums = plan.gradients(flat, W, b, needs) if any(needs) else None
-        found = torch.zeros_like(weights) if d_rows else None
-        loss = torch.zeros((), device=hidden.device, dtype=_full(hidden.dtype))
+    def compute(ctx, source, row_weight, loss):
+        """The loss, the share of a row in its mean, and all gradients at an upstream of 1."""
+        flat, W, b = _detached(source.parts)
+        run, lead, V = backend(flat), source.shape[:-1], W.shape[0]
+        mass = None
+        if ctx.mean and loss.reading.class_weight is not None:
+            mass = loss.mass(run, V, flat.dtype)
+        share = _share(run, loss, mass, flat) if ctx.mean else None
+        full, factor = precision(flat.dtype), None
+        if row_weight is not None:
+            factor = row_weight.detach().reshape(-1).to(full)
+        if share is not None and not ctx.late:
+            factor = share if factor is None else factor * share
+        chunks = source._chunks(_live(loss))
+        visits = chunks.logits(flat, W, b)
+        wanted = any(ctx.needs[:3])
+        sums = None
+        if wanted:
+            sums = HeadGradients(run, chunks, (flat, W, b), ctx.needs[:3], source.accumulate)
+        values = torch.zeros(lead.numel(), device=flat.device, dtype=precision(flat.dtype))
+        others = RowGradients(loss, ctx.others)
         for rows, h, z in visits:
-            own = None if weights is None else weights[rows].requires_grad_(d_rows)
-            lend(z).requires_grad_(sums is not None)
-            with torch.set_grad_enabled(sums is not None or d_rows):
-                part = plan.run(z, rows, own)
-            loss += part.detach()
-            if is_repaid(z) and not d_rows:
-                sums.add(rows, h, z.detach())
-                continue
-            leaves = [t for t in (z if sums else None, own if d_rows else None) if t is not None]
-            gradients = list(torch.autograd.grad(part, leaves)) if leaves else []
-            if sums is not None:
-                sums.add(rows, h, gradients.pop(0))
-            if d_rows:
-                found[rows] = gradients.pop(0)
-        loss = loss if plan.late is None else loss * plan.late
-        gradients = [*([None] * 3 if sums is None else sums.found()), found]
-        if not plan.waits:
-            gradients = _like(gradients, (hidden, weight, bias, row_weight))
-        return loss, gradients
+            some = loss.take(rows, lead)
+            own = factor if factor is None or factor.dim() == 0 else factor[rows]
+            if wanted:
+                values[rows], dz, saved = some.at_once(run, z, own, z)
+                sums.add(rows, h, dz)
+            else:
+                (values[rows],), saved = some.forward(run, z)
+            if any(ctx.others):
+                others.add(rows, some, saved, torch.ones_like(values[0]) if own is None else own)
+            del some, saved  # a teacher's logits, before the next chunk's are made
+        total, _ = run.reduce(values, loss.reading, row_weight, mass, ctx.mean)
+        d_rows = None
+        if ctx.needs[3]:
+            d_rows = values if share is None else values * share
+            d_rows = d_rows.view(lead).to(row_weight.dtype)
+        return (
+            total,
+            share,
+            [*([None] * 3 if sums is None else sums.found()), d_rows, *others.found],
+        )
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, d_loss):
-        hidden, weight, bias, row_weight = parts = ctx.saved_tensors
-        plan, gradients, ctx.gradients = ctx.plan, ctx.gradients, None
-        if gradients is None:  # a second backward: the first gave its gradients away
-            with _exactly(hidden.device):
-                _, gradients = _Total.visit(
-                    hidden, weight, bias, row_weight, plan, ctx.needs, ctx.d_rows
-                )
-        scale = d_loss if plan.late is None else d_loss * plan.late
-        if plan.main_grad is not None and gradients[1] is not None:
-            plan.main_grad.addcmul_(gradients[1], scale)
-            gradients[1] = None
-        for t in gradients:
-            if t is not None:
-                backend(t).scale_rows_(t.view(1, -1) if t.dim() < 2 else t, scale)
-        return *_like(gradients, parts), None, None
+    def backward(ctx, upstream):
+        source, row_weight, loss = _saved(ctx)
+        parts = source.parts
+        gradients, ctx.gradients = ctx.gradients, None
+        with torch.no_grad():
+            if gradients is None:  # a second backward: the first gave its gradients away
+                with _dtypes_as_given(parts[0].device):
+                    _, _, gradients = _Total.compute(ctx, source, row_weight, loss)
+            scale = upstream if not ctx.late else upstream * ctx.share
+            run, main_grad = backend(parts[0]), source.main_grad
+            if main_grad is not None and gradients[1] is not None:
+                main_grad.addcmul_(gradients[1], scale)
+                gradients[1] = None
+            for t in gradients[:3]:
+                if t is not None:
+                    run.scale_(t.view(1, -1) if t.dim() < 2 else t, scale)
+            gradients[:3] = _like(gradients[:3], parts)
+            gradients[3] = None if gradients[3] is None else gradients[3] * upstream
+            gradients[4:] = [None if t is None else _scaled(t, scale) for t in gradients[4:]]
+        if torch.is_grad_enabled():
+            inputs = (*parts, row_weight, *loss.tensors, upstream)
+            gradients = refuse_second(tuple(gradients), inputs)
+        return *gradients[:4], None, None, None, None, *gradients[4:]
+
+
+def _scaled(t: Tensor, scale: Tensor) -> Tensor:
+    return t * scale.to(t.dtype)
+
+
+def _share(run, loss: RowLoss, mass: Tensor | None, flat: Tensor) -> Tensor:
+    """One over what a mean divides by."""
+    full = precision(flat.dtype)
+    if mass is None and loss.reading.ignore_index is None:
+        return torch.full((), 1.0 / max(len(flat), 1), device=flat.device, dtype=full)
+    return run.reduce(None, loss.reading, None, mass, True)[1].to(full)
 
 
 class _Each(torch.autograd.Function):
     """Results a row; backward makes the logits again."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, row_weight, plan):
-        results: list = []
-        weights = None if row_weight is None else row_weight.reshape(-1)
-
-        def keep(rows, z):
-            own = None if weights is None else weights[rows]
-            found, plan.spec = pytree.tree_flatten(plan.run(z, rows, own))
-            if not results:
-                results.extend(None if t is None else _blank(t, plan.lead.numel()) for t in found)
-            for result, t in zip(results, found, strict=True):
-                if t is not None:
+    def forward(ctx, hidden, weight, bias, source, loss, *others):
+        parts, lead = _detached((hidden, weight, bias)), source.shape[:-1]
+        run = backend(hidden)
+        results: list[Tensor] = []
+        with _dtypes_as_given(hidden.device):
+            chunks = source._chunks(_live(loss)).logits(*parts)
+            for rows, _, z in chunks:
+                found, _ = loss.take(rows, lead).forward(run, z)
+                results = results or [_unread(t, lead.numel()) for t in found]
+                for result, t in zip(results, found, strict=True):
                     result[rows] = t
-
-        with _exactly(hidden.device):
-            for rows, _, z in plan.chunks.logits(_two_dims(hidden), weight, bias):
-                keep(rows, z)
-        if not results:  # no rows: the form of the results is that of nothing's
-            keep(slice(0, 0), hidden.new_empty((0, weight.shape[0])))
-        ctx.plan = plan
-        ctx.save_for_backward(hidden, weight, bias, row_weight)
-        ids = [t for t in results if t is not None and not t.is_floating_point()]
-        ctx.mark_non_differentiable(*ids)
+        if not results:  # no rows that count: the form of the results is that of nothing's
+            nothing = torch.empty((0, weight.shape[0]), device=hidden.device, dtype=hidden.dtype)
+            found, _ = loss.take(slice(0, 0), lead).forward(run, nothing)
+            results = [_unread(t, lead.numel()) for t in found]
+        _save(ctx, source, loss, None)
+        shaped = tuple(t.view((*lead, *t.shape[1:])).clone() for t in results)
+        ctx.mark_non_differentiable(*(t for t in shaped if not t.is_floating_point()))
         ctx.set_materialize_grads(False)
-        return tuple(results)
+        return shaped
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *upstream):
-        with _exactly(ctx.saved_tensors[0].device):
-            return _Each.visit(ctx, upstream, *ctx.saved_tensors)
+        source, _, loss = _saved(ctx)
+        parts = source.parts
+        if all(g is None for g in upstream):
+            return (None,) * (5 + len(loss.others))
+        with torch.no_grad(), _dtypes_as_given(parts[0].device):
+            found = _Each.compute(ctx, upstream, source, loss)
+        if torch.is_grad_enabled():
+            found = refuse_second(tuple(found), (*parts, *loss.tensors, *upstream))
+        return *found[:3], None, None, *found[3:]
 
     @staticmethod
-    def visit(ctx, upstream, hidden, weight, bias, row_weight):
-        plan, needs = ctx.plan, ctx.needs_input_grad
-        flat = _two_dims(hidden)
-        sums = plan.gradients(flat, weight, bias, needs[:3], plan.main_grad)
-        weights = None if row_weight is None else row_weight.reshape(-1)
-        d_rows = torch.zeros_like(weights) if needs[3] else None
-        for rows, h, z in plan.chunks.logits(flat, weight, bias):
-            own = None if weights is None else weights[rows].requires_grad_(needs[3])
-            lend(z).requires_grad_()
-            with torch.enable_grad():
-                found, _ = pytree.tree_flatten(plan.run(z, rows, own))
-            given = [(t, g[rows]) for t, g in zip(found, upstream, strict=True) if g is not None]
-            leaves = [z, own] if d_rows is not None else [z]
-            d_z, *rest = torch.autograd.grad([t for t, _ in given], leaves, [g for _, g in given])
-            sums.add(rows, h, d_z)
-            if d_rows is not None:
-                d_rows[rows] = rest[0]
+    def compute(ctx, upstream, source, loss) -> list:
+        needs, flat = ctx.needs_input_grad, _detached(source.parts)
+        run, lead = backend(flat[0]), source.shape[:-1]
+        chunks = source._chunks(_live(loss))
+        visits = chunks.logits(*flat)
+        sums = HeadGradients(run, chunks, flat, needs[:3], source.accumulate, source.main_grad)
+        given = [None if g is None else g.reshape(lead.numel(), *g.shape[len(lead) :])
+                 for g in upstream]  # fmt: skip
+        others = RowGradients(loss, needs[5:])
+        for rows, h, z in visits:
+            some = loss.take(rows, lead)
+            _, saved = some.forward(run, z)
+            own = tuple(None if g is None else g[rows] for g in given)
+            sums.add(rows, h, some.backward(run, z, saved, own, None, z))
+            if loss.others:
+                others.add(rows, some, saved, own[0])
+            del some, saved
         d_hidden, d_weight, d_bias = sums.found()
-        gradients = [d_hidden, None if plan.main_grad is not None else d_weight, d_bias, d_rows]
-        return *_like(gradients, (hidden, weight, bias, row_weight)), None
+        d_weight = None if source.main_grad is not None else d_weight
+        heads = _like([d_hidden, d_weight, d_bias], source.parts)
+        return [*heads, *others.found]
 
 
-def _blank(t: Tensor, rows: int) -> Tensor:
-    """What an ignored row gets: zeros, and no class."""
+def _unread(t: Tensor, rows: int) -> Tensor:
+    """What ignored rows have: zeros, and no class."""
     fill = 0.0 if t.is_floating_point() else -1
     return torch.full((rows, *t.shape[1:]), fill, device=t.device, dtype=t.dtype)

@@ -1,16 +1,85 @@
 """Losses and scores: formulas over row statistics. Vocabulary is always the last dimension."""
 
+import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _checks
-from ._node import is_watched
-from .linear import LinearLogits, over_rows
-from .nll import nll
-from .overwrite import overwrite
-from .stats import Reading, as_ids, measure, row_stats
+from . import _arguments
+from . import _contract as contract
+from ._contract import Coefficients, Statistics
+from ._loss import RowLoss, evaluate, rows_in
+from ._ops import operator
+from .inplace import evaluate_in_place
+from .linear import LinearLogits
+from .stats import Read, row_stats
+
+
+@operator("plain", saved=2)
+@dataclass(eq=False)
+class Plain(RowLoss):
+    """Cross-entropy with a class a row, the mark."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    @property
+    def is_nll(self) -> bool:
+        return not self.label_smoothing and not self.z_loss and self.reading.class_weight is None
+
+    def forward(self, run, x):
+        found = run.read(x, self.reading)
+        value, coefficients = found.nll, _of_nll(x.device, found.state.dtype)
+        if not self.is_nll:
+            value, coefficients, _ = run.plain(
+                found, self.reading, x.shape[-1], self.label_smoothing, self.z_loss
+            )
+        return (value,), (found.state, coefficients.rows)
+
+    def backward(self, run, x, saved, upstream, factor=None, into=None):
+        state, rows = saved
+        has = ("a", "mark", "total") if self.label_smoothing else ("a", "mark")
+        return run.gradient(
+            x, self.reading, state, Coefficients(rows, has), upstream[0], factor, into
+        )
+
+    def at_once(self, run, x, factor, into):
+        # A loss that is linear in log p knows its coefficients before any logit is read.
+        if self.label_smoothing or self.z_loss or not run.can_one_pass(x):
+            return super().at_once(run, x, factor, into)
+        if self.is_nll:
+            coefficients = _of_nll(x.device, torch.float32)
+            return run.one_pass(x, self.reading, coefficients, factor, into), into, ()
+        coefficients, _ = self._before_reading(run, x.shape[-1], torch.float32)
+        nll = run.one_pass(x, self.reading, coefficients, factor, into)
+        found = Statistics(coefficients.rows, nll=nll)
+        return run.plain(found, self.reading, x.shape[-1], 0.0, 0.0)[0], into, ()
+
+    def mass(self, run, vocab, dtype):
+        if self.reading.class_weight is None:
+            return None
+        return self._before_reading(run, vocab, dtype)[1]
+
+    def _before_reading(self, run, vocab: int, dtype: torch.dtype):
+        """Coefficients of a loss linear in log p, and the rows' mass: no logits needed."""
+        state = torch.empty(0, dtype=dtype, device=self.reading.mark.device)
+        _, *found = run.plain(Statistics(state), self.reading, vocab, 0.0, 0.0)
+        return found
+
+    def shapes(self, x):
+        rows = rows_in(x.shape[:-1])
+        coefficients = (1 if self.is_nll else rows, contract.COEFFICIENTS)
+        return [x.shape[:-1], (rows, contract.STATE), coefficients]
+
+
+@functools.lru_cache(64)
+def _of_nll(device: torch.device, dtype: torch.dtype) -> Coefficients:
+    """d nll / dz_i = p_i - [i = mark], the same for all rows."""
+    rows = torch.zeros((1, contract.COEFFICIENTS), device=device, dtype=dtype)
+    rows[0, contract.A], rows[0, contract.G_MARK] = 1.0, -1.0
+    return Coefficients(rows, ("a", "mark"))
 
 
 class Scores(NamedTuple):
@@ -35,7 +104,6 @@ def logsumexp(
     return row_stats(logits, temperature=temperature, softcap=softcap).lse
 
 
-@over_rows()
 def token_logprobs(
     logits: Tensor, ids: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None
 ) -> Tensor:
@@ -44,11 +112,14 @@ def token_logprobs(
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([2]))
     tensor([-1.3863])
     """
-    _checks.logits(logits)
-    _checks.ids(ids, logits)
-    if not is_watched():
-        _checks.ids_in_range(ids, logits.shape[-1], None)
-    return measure(logits, ids, temperature=temperature, softcap=softcap, normalised=True).picked
+    _arguments.once(_arguments.stats, logits, ids, temperature, softcap, None, True)
+    ids = _arguments.as_ids(ids)
+    one = ids.dim() < len(logits.shape)
+    reading = _arguments.reading_of(
+        logits, temperature, softcap, mark=ids if one else None, ids=None if one else ids,
+        wants=("logprob",),
+    )  # fmt: skip
+    return evaluate(logits, Read(reading))[0]
 
 
 def entropy(
@@ -62,11 +133,6 @@ def entropy(
     return row_stats(logits, temperature=temperature, softcap=softcap, entropy=True).entropy
 
 
-def _not_ignored(*, target: Tensor, ignore_index: int, **_) -> Tensor:
-    return target != ignore_index
-
-
-@over_rows(_not_ignored)
 def score(
     logits: Tensor,
     target: Tensor,
@@ -82,24 +148,14 @@ def score(
     >>> new = score(logits, target).logprob
     >>> ratio = (new - old).exp()  # PPO, GRPO
     """
-    _checks.logits(logits)
-    _checks.target(target, logits)
-    _checks.ignore_index(ignore_index)
-    stats = measure(
-        logits, target, temperature=temperature, softcap=softcap, ignore_index=ignore_index,
-        normalised=True, entropy=True, argmax=True,
+    _arguments.once(_arguments.score, logits, target, temperature, softcap, ignore_index)
+    reading = _arguments.reading_of(
+        logits, temperature, softcap, mark=_arguments.as_ids(target, ignore_index),
+        ignore_index=ignore_index, wants=Scores._fields,
     )  # fmt: skip
-    return Scores(stats.picked, stats.entropy, stats.lse, stats.argmax)
+    return Scores(*evaluate(logits, Read(reading, "target")))
 
 
-def _mass(counts: Tensor, *, target: Tensor, weight: Tensor | None, ignore_index: int, **_):
-    if weight is None:
-        return counts.sum().clamp(min=1)
-    full = torch.promote_types(weight.dtype, torch.float32)
-    return _class_weight(weight.to(full), target, ignore_index).sum()
-
-
-@over_rows(_not_ignored, _mass)
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -136,69 +192,22 @@ def cross_entropy(
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
     """
-    _checks.logits(logits)
-    _checks.target(target, logits)
-    _checks.class_weight(weight, logits)
-    _checks.row_weight(row_weight, logits)
-    _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
-    _checks.label_smoothing(label_smoothing)
-    _checks.z_loss(z_loss)
-    _checks.ignore_index(ignore_index)
-    V, target = logits.shape[-1], as_ids(target, ignore_index)
-
-    def formula(stats, row_weight):  # unannotated: not every torch.compile reads annotations here
-        loss = -stats.picked
-        of_class = None
-        if weight is not None:
-            of_class = _class_weight(weight.to(loss.dtype), target, ignore_index)
-        if of_class is not None:
-            loss = loss * of_class
-        if label_smoothing:
-            loss = (1 - label_smoothing) * loss - label_smoothing / V * stats.total
-        if z_loss:
-            loss = loss + z_loss * stats.lse.square()
-        if row_weight is not None:
-            loss = torch.where(target == ignore_index, 0.0, loss * row_weight.to(loss.dtype))
-        return _reduce(loss, target, ignore_index, of_class, reduction)
-
-    options = {
-        "temperature": temperature,
-        "softcap": softcap,
-        "weight": weight if label_smoothing else None,
-        "ignore_index": ignore_index,
-        "normalised": True,
-    }
-    total, mean = label_smoothing > 0, reduction == "mean"
-    linear = not (label_smoothing or z_loss)
-    bare = linear and weight is None and reduction != "none"
-    if inplace:
-        return overwrite(
-            logits, target, row_weight, formula, options,
-            total=total, linear=linear, bare=bare, mean=mean,
-        )  # fmt: skip
-    if bare and row_weight is None and not is_watched():
-        return nll(logits, Reading.of(logits, target, **options), mean=mean)
-    return formula(measure(logits, target, **options, total=total), row_weight)
-
-
-def _class_weight(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
-    """v[target], 0 where ignored, and any number for a bad target (its row is NaN already)."""
-    of_class = weight[target.clamp(0, weight.shape[0] - 1).long()]
-    return torch.where(target == ignore_index, 0.0, of_class)
-
-
-def _reduce(
-    loss: Tensor, target: Tensor, ignore_index: int, of_class: Tensor | None, reduction: str
-) -> Tensor:
-    """Rows to the result. "mean" is over the weight of the rows that count; of none, it is 0."""
-    if reduction == "none":
-        return loss
-    if reduction == "sum":
-        return loss.sum()
-    if of_class is None:
-        return loss.sum() / (target != ignore_index).sum().clamp(min=1)
-    mass = of_class.sum()
-    return loss.sum() / torch.where(mass == 0, 1.0, mass)
+    _arguments.once(
+        _arguments.cross_entropy, logits, target, weight, row_weight, temperature, softcap,
+        ignore_index, reduction, label_smoothing, z_loss,
+    )  # fmt: skip
+    wants = ("nll",)
+    if label_smoothing:
+        wants += ("log_total",)
+    if z_loss:
+        wants += ("lse",)
+    reading = _arguments.reading_of(
+        logits, temperature, softcap, mark=_arguments.as_ids(target, ignore_index),
+        class_weight=weight, ignore_index=ignore_index, wants=wants,
+    )  # fmt: skip
+    loss = Plain(reading, float(label_smoothing), float(z_loss))
+    run = evaluate_in_place if inplace else evaluate
+    return run(logits, loss, reduction, row_weight)
 
 
 def linear_cross_entropy(

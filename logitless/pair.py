@@ -1,29 +1,50 @@
 """Losses against a dense teacher: the second stream of logits.
 
 Each is one number a row, from one pass over student and teacher side by side (two for JSD), and
-nothing as wide as the vocabulary but the gradient. Masks, weights and the reduction are plain
-PyTorch over these numbers; autograd brings their gradient back to one number a row.
+nothing as wide as the vocabulary but the gradient.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from . import _checks
-from ._dispatch import backend
-from ._node import is_lent, is_watched, node, refuse_twice
-from ._reduce import reduced
-from .linear import over_rows
+from . import _arguments, _checks
+from ._contract import PAIR_STATE, Pair, precision
+from ._loss import RowLoss, evaluate, rows_in
+from ._ops import operator
 
 DIRECTIONS = ("forward", "reverse")
 
 
-def _masked(*, mask: Tensor | None, **_) -> Tensor | None:
-    return None if mask is None else mask != 0
+@operator("dense", saved=1)
+@dataclass(eq=False)
+class Dense(RowLoss):
+    """A student's whole rows beside a teacher's."""
+
+    reads: ClassVar[int | None] = None
+
+    pair: Pair
+
+    def forward(self, run, x):
+        value, state = run.pair_read(x, self.reading, self.pair)
+        return (value,), (state,)
+
+    def backward(self, run, x, saved, upstream, factor=None, into=None):
+        return run.pair_gradient(x, self.reading, self.pair, saved[0], upstream[0], factor, into)
+
+    @property
+    def tensors(self):
+        return *self.reading[:4], self.pair.teacher
+
+    def with_tensors(self, tensors, **changed):
+        pair = self.pair._replace(teacher=tensors[4])
+        return super().with_tensors(tensors, pair=pair, **changed)
+
+    def shapes(self, x):
+        return [x.shape[:-1], (rows_in(x.shape[:-1]), PAIR_STATE)]
 
 
-@over_rows(_masked)
 def kl_div(
     student: Tensor,
     teacher: Tensor,
@@ -56,13 +77,12 @@ def kl_div(
     tensor(0.6931)
     """
     _checks.one_of("direction", direction, DIRECTIONS)
-    return _divergence(
+    return _compared(
         student, teacher, direction, 0.0, temperature, softcap, t_squared, mask, row_weight,
         reduction,
     )  # fmt: skip
 
 
-@over_rows(_masked)
 def jsd(
     student: Tensor,
     teacher: Tensor,
@@ -88,15 +108,11 @@ def jsd(
     >>> jsd(torch.tensor([[0.0, -torch.inf]]), torch.tensor([[-torch.inf, 0.0]]))
     tensor(0.6931)
     """
-    _checks.beta(beta)
-    kind = "forward" if beta == 0 else "reverse" if beta == 1 else "jsd"
-    return _divergence(
-        student, teacher, kind, float(beta), temperature, softcap, t_squared, mask, row_weight,
-        reduction,
-    )  # fmt: skip
+    return _compared(
+        student, teacher, "jsd", beta, temperature, softcap, t_squared, mask, row_weight, reduction
+    )
 
 
-@over_rows(_masked)
 def soft_cross_entropy(
     logits: Tensor,
     probs: Tensor,
@@ -122,127 +138,36 @@ def soft_cross_entropy(
     >>> soft_cross_entropy(torch.zeros(1, 4), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
     tensor(1.3863)
     """
-    _checks.logits(logits)
-    _checks.dense_teacher("probs", probs, "logits", logits)
-    _checks.class_weight(weight, logits)
-    _checks.label_smoothing(label_smoothing)
-    _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
-    return _reduced(
-        logits, probs, "soft", weight, float(label_smoothing), temperature, softcap, False, mask,
+    return _compared(
+        logits, probs, "soft", label_smoothing, temperature, softcap, False, mask, row_weight,
+        reduction, weight, ("logits", "probs", "label_smoothing"),
+    )  # fmt: skip
+
+
+def _compared(
+    student, teacher, kind, blend, temperature, softcap, t_squared, mask, row_weight, reduction,
+    weight=None, names=("student", "teacher", "beta"),
+) -> Tensor:  # fmt: skip
+    """The losses of the rows, scaled, weighted, and reduced over those that count."""
+    _arguments.once(
+        _arguments.pair, student, teacher, names, weight, blend, temperature, softcap, mask,
         row_weight, reduction,
     )  # fmt: skip
-
-
-def _divergence(
-    student, teacher, kind, beta, temperature, softcap, t_squared, mask, row_weight, reduction
-) -> Tensor:
-    _checks.logits(student, "student")
-    _checks.dense_teacher("teacher", teacher, "student", student)
-    _checks.one_of("reduction", reduction, _checks.REDUCTIONS)
-    return _reduced(
-        student, teacher, kind, None, beta, temperature, softcap, t_squared, mask, row_weight,
-        reduction,
+    if kind == "jsd" and blend in (0, 1):
+        kind = "reverse" if blend else "forward"
+    mark = _arguments.as_mark(mask)
+    reading = _arguments.reading_of(
+        student, temperature, softcap, mark=mark, class_weight=weight,
+        ignore_index=None if mark is None else 0,
     )  # fmt: skip
-
-
-def _reduced(
-    x, teacher, kind, weight, blend, temperature, softcap, t_squared, mask, row_weight, reduction
-) -> Tensor:
-    """The losses of the rows, scaled, weighted, and reduced over those that count."""
-    _checks.row_weight(row_weight, x)
-    _checks.row_mask(mask, x)
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask != 0
-    how = Setting.of(x, weight, temperature, softcap, mask, blend, kind)
-    loss = _rows(x, teacher, how)
-    if t_squared:
-        t = how.temperature if how.row_temperature is None else how.row_temperature.to(loss.dtype)
-        loss = loss * t**2
-    uneven = t_squared or row_weight is not None
-    return reduced(loss, row_weight, mask if uneven else None, mask, reduction)
-
-
-class Setting(NamedTuple):
-    """How two rows are read: what forward and backward share, as operators take it."""
-
-    weight: Tensor | None  # (V,), of "soft"
-    row_temperature: Tensor | None  # (...)
-    mask: Tensor | None  # (...), bool: rows that count
-    temperature: float
-    softcap: float | None
-    blend: float  # β of "jsd", the label smoothing of "soft"
-    kind: str  # "forward", "reverse", "jsd" or "soft"
-
-    @classmethod
-    def of(cls, x, weight, temperature, softcap, mask, blend, kind) -> "Setting":
-        _checks.temperature(temperature, x)
-        _checks.softcap(softcap)
-        softcap = None if softcap is None else float(softcap)
-        rows = None
-        if isinstance(temperature, Tensor):
-            rows, temperature = temperature.expand(x.shape[:-1]), 1.0
-        return cls(weight, rows, mask, float(temperature), softcap, blend, kind)
-
-
-def _rows(x: Tensor, teacher: Tensor, how: Setting) -> Tensor:
-    """The loss of each row, (...)."""
-    return _both(x, teacher, *how)[0]
-
-
-def _pair_fwd(x, *args):
-    return backend(x).pair_fwd(x, *args)
-
-
-def _pair_bwd(x, *args, **how):
-    return backend(x).pair_bwd(x, *args, **how)
-
-
-def _save(ctx, inputs, output):
-    x, teacher, weight, row_temperature, mask, *ctx.how = inputs
-    _, stats = output
-    ctx.save_for_backward(x, teacher, weight, row_temperature, mask, stats)
-    ctx.mark_non_differentiable(stats)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, saved, d_loss, _):
-    *inputs, stats = saved
-    d_x = None
-    if d_loss is not None:
-        if is_watched():
-            d_x = torch.ops.logitless.pair_bwd(*inputs, *ctx.how, stats, d_loss)
-        else:
-            d_x = _pair_bwd(*inputs, *ctx.how, stats, d_loss, inplace=is_lent(inputs[0]))
-    return d_x, *(None,) * 8
-
-
-# The same as operators, so that torch.compile and opcheck see through them.
-
-_PAIR = (
-    "Tensor x, Tensor teacher, Tensor? weight, Tensor? row_temperature, Tensor? mask,"
-    " float temperature, float? softcap, float blend, str kind"
-)
-_library = torch.library.Library("logitless", "FRAGMENT")
-_library.define(f"pair_fwd({_PAIR}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
-_library.define(
-    f"pair_bwd({_PAIR}, Tensor stats, Tensor g) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-
-
-def _pair_fwd_fake(x, *args):
-    loss = x.new_empty(
-        x.shape[:-1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32
-    )
-    return loss, loss.new_empty((*loss.shape, 5))
-
-
-def _pair_bwd_fake(x, *args):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-_library.impl("pair_fwd", _pair_fwd, "CompositeExplicitAutograd")
-_library.impl("pair_bwd", _pair_bwd, "CompositeExplicitAutograd")
-torch.library.register_fake("logitless::pair_fwd", _pair_fwd_fake, lib=_library)
-torch.library.register_fake("logitless::pair_bwd", _pair_bwd_fake, lib=_library)
-_both = node("pair_fwd", _library, _pair_fwd, _save, _backward)
-refuse_twice("pair_bwd", _library)
+    squared = temperature**2 if t_squared else 1.0
+    if isinstance(squared, Tensor):
+        squared = squared.to(precision(student.dtype)).expand(student.shape[:-1])
+        row_weight, squared = squared if row_weight is None else row_weight * squared, 1.0
+    if isinstance(teacher, Tensor):
+        teacher = teacher.detach()
+    elif isinstance(student, Tensor):  # a head beside logits that exist: its rows exist too
+        teacher = teacher.materialize(slice(None)).view(student.shape)
+    loss = Dense(reading, Pair(teacher, kind, float(blend)))
+    found = evaluate(student, loss, reduction, row_weight)
+    return found if squared == 1 else found * squared

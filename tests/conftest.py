@@ -1,6 +1,7 @@
 """Every test runs on one device, by each way of computing that it has.
 
-A GPU where there is one; else the CPU, with the kernels under Triton's interpreter.
+A GPU where there is one; else the CPU, with the kernels under Triton's interpreter. A test that
+needs a GPU says for what: `@pytest.mark.gpu("CUDA graphs")`.
 """
 
 import os
@@ -8,15 +9,23 @@ import tempfile
 
 import pytest
 import torch
+from sizes import BLOCK, DEVICE, ON_GPU
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
+if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 # A cache of its own: what is compiled depends on code of ours that the cache's key doesn't know.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="logitless-")
 
-import logitless as ll  # noqa: E402
+import logitless as ll
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        needs = item.get_closest_marker("gpu")
+        if needs is not None and not ON_GPU:
+            (reason,) = needs.args
+            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {reason}"))
 
 
 @pytest.fixture
@@ -41,5 +50,13 @@ def small_blocks(impl):
     """Several blocks in a short row, so that blocks merge."""
     from logitless.kernels import config
 
-    with config.override(block_v=32):
+    with config.override(block_v=BLOCK):
         yield
+
+
+@pytest.fixture
+def nobody_looks(monkeypatch):
+    """Ids are not looked at, as on a GPU: a CPU would refuse those out of range."""
+    from logitless import _checks
+
+    monkeypatch.setattr(_checks, "looks_at", lambda ids: False)

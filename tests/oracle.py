@@ -1,7 +1,15 @@
-"""Naive fp64 references, straight from the definitions. Imports nothing of ours."""
+"""Every reference of the tests: naive, straight from the definitions, importing nothing of ours.
+
+Each is computed in the dtype of its logits, with autograd: in fp64 it is the truth, in the dtype of
+a test it is what PyTorch makes of the same formula.
+"""
+
+import math
 
 import torch
 from torch import Tensor
+
+# --- of one row
 
 
 def z_of(x: Tensor, temperature=1.0, softcap=None) -> Tensor:
@@ -40,6 +48,17 @@ def picked(x, ids, **how):
     return z.gather(-1, ids.long().unsqueeze(-1)).squeeze(-1)
 
 
+def topk(x, k, temperature=1.0, softcap=None):
+    """(ids, log p, log mass outside): rows sorted by (-logit, id), the tail summed by itself."""
+    ids = x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    logp = torch.log_softmax(z_of(x, temperature, softcap), -1)
+    tail = logp.scatter(-1, ids, -torch.inf).logsumexp(-1)
+    return ids, logp.gather(-1, ids), tail
+
+
+# --- cross-entropy
+
+
 def cross_entropy(
     x, target, *, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0, z_loss=0.0,
     softcap=None, temperature=1.0, row_weight=None,
@@ -66,3 +85,138 @@ def cross_entropy(
         return row.sum()
     mass = (v[at] * live).sum()
     return row.sum() / mass if mass > 0 else row.sum()
+
+
+# --- divergences: of two lists of masses, of whole rows, of a teacher known on K slots
+
+
+def expected(p, h):
+    """Σ p h over the last dimension, where p = 0 adds 0 and no gradient."""
+    gone = p == 0
+    return (p * torch.where(gone, torch.zeros_like(h), h)).sum(-1)
+
+
+def divergence(log_p, log_q, kind, beta=0.5):
+    """Of a teacher p and a student q, which need not sum to 1, over the last dimension."""
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "tvd":
+        return (p - q).abs().sum(-1) / 2
+    if kind == "forward_kl" or (kind == "jsd" and beta == 0):
+        return expected(p, log_p - log_q)
+    if kind == "reverse_kl" or (kind == "jsd" and beta == 1):
+        return expected(q, log_q - log_p)
+    assert kind == "jsd", kind
+    neither = (p == 0) & (q == 0)
+    log_m = torch.logaddexp(
+        log_p.masked_fill(neither, 0.0) + math.log(beta),
+        log_q.masked_fill(neither, 0.0) + math.log(1 - beta),
+    )
+    return beta * expected(p, log_p - log_m) + (1 - beta) * expected(q, log_q - log_m)
+
+
+def over_rows(row, live, row_weight, reduction):
+    """Rows that count, weighed and reduced; a mean is over their number."""
+    if row_weight is not None:
+        row = row * row_weight.to(row.dtype)
+    if live is not None:
+        row = torch.where(live, row, torch.zeros_like(row))
+    if reduction == "none":
+        return row
+    count = row.numel() if live is None else int(live.sum())
+    return row.sum() / (max(count, 1) if reduction == "mean" else 1)
+
+
+def dense_divergence(
+    x, teacher, kind, *, beta=0.5, temperature=1.0, softcap=None, t_squared=False, mask=None,
+    row_weight=None, reduction="mean",
+):  # fmt: skip
+    """Against the softmax of a teacher's logits (..., V): kl_div and jsd."""
+    log_q = torch.log_softmax(z_of(x, temperature, softcap), -1)
+    log_p = torch.log_softmax(z_of(teacher.to(x.dtype), temperature), -1)
+    row = divergence(log_p, log_q, kind, beta)
+    if t_squared:
+        row = row * temperature**2
+    return over_rows(row, None if mask is None else mask != 0, row_weight, reduction)
+
+
+def soft_cross_entropy(
+    x, probs, *, weight=None, label_smoothing=0.0, temperature=1.0, softcap=None, mask=None,
+    row_weight=None, reduction="mean",
+):  # fmt: skip
+    """Against a teacher's probabilities (..., V)."""
+    log_q = torch.log_softmax(z_of(x, temperature, softcap), -1)
+    v = probs.to(x.dtype) * (1 - label_smoothing) + label_smoothing / x.shape[-1]
+    row = -expected(v if weight is None else v * weight.to(x.dtype), log_q)
+    return over_rows(row, None if mask is None else mask != 0, row_weight, reduction)
+
+
+def over_slots(
+    student, teacher, mask=None, student_tail=None, teacher_tail=None, *, kind, support, beta=0.5
+):
+    """Of K slots a row (..., K), of which those that are masked are not there at all.
+
+    student is log q, but where the support normalises it: "renorm", and "gathered", which compares
+    q/Q with p as it is. Of a "tail", both sides have one more slot.
+    """
+    log_q, log_p = student, teacher.to(student.dtype)
+    mask = torch.ones_like(log_q, dtype=torch.bool) if mask is None else mask.bool()
+    some = mask.any(-1)
+    # A row of none is 0: what it is computed from, and is not read, is anything finite.
+    absent = torch.where(some, -torch.inf, 0.0).to(log_q).unsqueeze(-1)
+    log_q, log_p = torch.where(mask, log_q, absent), torch.where(mask, log_p, absent)
+    if support == "tail":
+        if teacher_tail is None:
+            teacher_tail = (1 - log_p.exp().sum(-1)).clamp(min=0).log()
+        tails = (torch.where(some, t.to(log_p), 0.0) for t in (teacher_tail, student_tail))
+        log_p, log_q = (
+            torch.cat((t, tail.unsqueeze(-1)), -1)
+            for t, tail in zip((log_p, log_q), tails, strict=True)
+        )
+    if support in ("renorm", "renorm_teacher"):
+        log_p = log_p - log_p.logsumexp(-1, keepdim=True)
+    if support in ("renorm", "gathered"):
+        log_q = log_q - log_q.logsumexp(-1, keepdim=True)
+    row = divergence(log_p, log_q, kind, beta)
+    return torch.where(some, row, torch.zeros_like(row))
+
+
+def gathered_kl(
+    z, teacher, mask=None, *, temperature=1.0, t_squared=False, row_weight=None, reduction="sum"
+):
+    row = over_slots(z_of(z, temperature), teacher, mask, kind="forward_kl", support="gathered")
+    return over_rows(row * temperature**2 if t_squared else row, None, row_weight, reduction)
+
+
+def log_mass_outside(log_q, ids, mask):
+    """The log of the mass of q (..., V) on all but the ids (..., K) that count; -inf of none."""
+    V = log_q.shape[-1]
+    taken = torch.zeros(*log_q.shape[:-1], V + 1, dtype=torch.bool, device=log_q.device)
+    taken = taken.scatter(-1, torch.where(mask, ids, V).long(), True)[..., :V]
+    nothing = taken.all(-1)
+    rest = log_q.masked_fill(taken & ~nothing.unsqueeze(-1), -torch.inf).logsumexp(-1)
+    return rest.masked_fill(nothing, -torch.inf)
+
+
+def topk_distill(
+    x, targets, *, divergence, support, beta=0.5, temperature=1.0, t_squared=False, softcap=None,
+    labels=None, ignore_index=-100, ce_weight=0.0, kd_weight=1.0, row_weight=None, reduction="mean",
+):  # fmt: skip
+    """Against a teacher's ids, logprobs and, where it has them, tail and mask."""
+    live = None if labels is None else labels != ignore_index
+    mask = torch.ones_like(targets.ids).bool() if targets.mask is None else targets.mask.bool()
+    if live is not None:
+        mask = mask & live.unsqueeze(-1)
+    log_q = torch.log_softmax(z_of(x, temperature, softcap), -1)
+    at = torch.where(mask, targets.ids, 0).long()
+    outside = log_mass_outside(log_q, targets.ids, mask) if support == "tail" else None
+    row = kd_weight * over_slots(
+        log_q.gather(-1, at), targets.logprobs, mask, outside, targets.tail,
+        kind=divergence, support=support, beta=beta,
+    )  # fmt: skip
+    if t_squared:
+        row = row * temperature**2
+    if live is not None and ce_weight:
+        label = torch.where(live, labels, 0).long()
+        logp = torch.log_softmax(z_of(x, 1.0, softcap), -1)
+        row = row - ce_weight * logp.gather(-1, label.unsqueeze(-1)).squeeze(-1)
+    return over_rows(row, live, row_weight, reduction)

@@ -18,7 +18,7 @@ def test_a_second_differentiation_raises(impl, device):
     leaf = x.requires_grad_()
     loss = ll.cross_entropy(leaf, target)
     (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
+    with pytest.raises(RuntimeError, match="differentiated twice"):
         (loss + grad.square().sum()).backward()
 
 
@@ -142,3 +142,49 @@ def test_under_a_checkpoint_and_in_torch_func(loss, impl, device):
     (got,) = torch.autograd.grad(again, leaf)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(torch.func.grad(loss)(x.detach(), target), want)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "kl_div", "topk_distill", "a head"])
+def test_second_derivatives_are_refused_on_every_route(loss, impl, device):
+    """Never zeros: functional.hessian, torch.func and create_graph."""
+    x = torch.randn(3, 9, device=device)
+    target, teacher = torch.tensor([1, 2, 3], device=device), torch.randn(3, 9, device=device)
+    targets = ll.capture_topk(teacher, 2)
+    w = torch.randn(7, 9, device=device)
+    f = {
+        "cross_entropy": lambda x: ll.cross_entropy(x, target),
+        "kl_div": lambda x: ll.kl_div(x, teacher, direction="forward"),
+        "topk_distill": lambda x: ll.topk_distill(
+            x, targets, divergence="forward_kl", support="tail"
+        ),
+        "a head": lambda x: ll.cross_entropy(ll.LinearLogits(x, w), target),
+    }[loss]
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.functional.hessian(f, x)
+    leaf = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        grad.square().sum().backward()
+    if loss != "a head":
+        with pytest.raises(RuntimeError, match="differentiated twice"):
+            torch.func.grad(lambda y: torch.func.grad(f)(y).sum())(x)
+
+
+def test_small_logits_have_their_gradient_made_in_forward(impl, device, monkeypatch):
+    """The same gradient, rounded once, for any upstream; also a second time."""
+    from logitless import _loss
+
+    x = torch.randn(5, 37, device=device).bfloat16()
+    target = torch.tensor([1, -100, 3, 36, 0], device=device)
+    grads = []
+    for where in ((), ("cpu", "cuda", "xpu")):
+        monkeypatch.setattr(_loss, "SMALL_ON", where)
+        leaf = x.clone().requires_grad_()
+        loss = ll.cross_entropy(leaf, target, label_smoothing=0.1)
+        (loss * 0.3).backward(retain_graph=True)
+        once = leaf.grad.clone()
+        (loss * 0.3).backward()
+        torch.testing.assert_close(leaf.grad, 2 * once)
+        grads.append(once)
+    # One step of bf16: Triton's interpreter cuts it off where a GPU rounds.
+    torch.testing.assert_close(*grads, rtol=2**-7, atol=1e-6)

@@ -1,7 +1,12 @@
-"""`logitless bench` and `logitless doctor`, on a CPU and at toy sizes: that they run, that they
-catch a wrong answer, and that their verdicts follow from the numbers."""
+"""`logitless bench`, benchmarks/compare.py and `logitless doctor`, on a CPU and at toy sizes: that
+they run, that they catch a wrong answer, and that their verdicts follow from the numbers."""
 
+import dataclasses
+import importlib.util
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,51 +14,75 @@ import torch.nn.functional as F
 
 import logitless as ll
 from logitless.cli import doctor, main
-from logitless.cli.bench import cases, contenders, reference, runner, timing, verdict
-from logitless.cli.bench.cases import BACKWARD, FORWARD, HOST, INPLACE, Case, Target
+from logitless.cli.bench import (
+    contenders,
+    heads,
+    logits,
+    reference,
+    report,
+    runner,
+    timing,
+    verdict,
+)
+from logitless.cli.bench.cases import Case, Mode, parse_shape
 
-CASE = Case(BACKWARD, "cross_entropy", 6, 101, "fp32")
+COMPARE = Path(__file__).parents[1] / "benchmarks/compare.py"
+CASE = Case("logits", "cross_entropy", Mode.BACKWARD, (6, 101), "fp32")
 BRIEF = timing.Budget(1.0, 1.0)
 
 
-def entries(case=CASE, **ops):
+def entries(case=CASE, **functions):
     """Results by name for contenders that are one function each."""
-    loaded = {name: {case.op: f, f"{case.op} in place": f} for name, f in ops.items()}
+    loaded = {("logits", name): {case.op: f} for name, f in functions.items()}
     return {r.contender: r for r in runner.run_case(case, loaded, "cpu", BRIEF)}
 
 
-def test_bench_writes_tables_plots_and_json(tmp_path, capsys):
-    arguments = ["bench", "--quick", "--shape", "6x501", "--against", "eager", "--device", "cpu"]
-    assert main([*arguments, "--out", str(tmp_path)]) == 0
+def test_bench_writes_a_report_plots_and_json(tmp_path, capsys):
+    shapes = ["--shape", "6x601", "--shape", "6x16x601"]
+    how = ["--quick", "--against", "eager", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(["bench", "--family", "logits", "--family", "heads", *shapes, *how]) == 0
     assert "cross_entropy" in capsys.readouterr().out
-    (stored,) = tmp_path.glob("bench-*.json")
+    (stored,) = tmp_path.glob("bench-logits-heads-*.json")
     document = json.loads(stored.read_text())
     rows = document["rows"]
     assert {row["contender"] for row in rows} == {"logitless", "eager"}
-    assert {row["op"] for row in rows} == set(cases.OPS)
-    assert {row["mode"] for row in rows} == {FORWARD, BACKWARD, INPLACE}
-    assert all(row["status"] == "ok" and row["ms"] > 0 for row in rows)
-    assert document["copy_tbps"] > 0
+    assert {row["family"] for row in rows} == {"logits", "heads"}
+    assert {row["mode"] for row in rows} == {Mode.FORWARD, Mode.BACKWARD, Mode.INPLACE}
+    assert all(row["status"] == "ok" and row["ms"] > 0 for row in rows), rows
+    assert all(row["floor_ms"] is None for row in rows)  # a CPU has no ceiling here
+    assert {row["eager_x"] for row in rows if row["contender"] == "eager"} == {1.0}
     assert document["versions"]["torch"] == torch.__version__
 
-    again = tmp_path / "again"
-    assert main(["bench", "--from-json", str(stored), "--out", str(again)]) == 0
-    made = {path.name for path in again.iterdir()}
-    assert made == {
-        stored.name,
-        stored.with_suffix(".md").name,
-        "share-of-ceiling.png",
-        "memory.png",
-    }
-    assert "| cross_entropy | 6×501 |" in (again / stored.with_suffix(".md").name).read_text()
+    parts = [tmp_path / "one.json", tmp_path / "two.json"]
+    for path, in_it in zip(parts, (True, False), strict=True):
+        part = [row for row in rows if (row["family"] == "heads") == in_it]
+        path.write_text(json.dumps(document | {"rows": part}))
+    both = ["--from-json", str(parts[1]), "--from-json", str(parts[0])]
+    assert main(["bench", *both, "--out", str(tmp_path / "again")]) == 0
+    made = {path.name: path for path in (tmp_path / "again").iterdir()}
+    report_name = f"bench-{document['date'][:10]}"
+    plots = {"speed.png", "memory.png", "speed-heads.png", "memory-heads.png"}
+    assert made.keys() == plots | {f"{report_name}.json", f"{report_name}.md"}
+    assert json.loads(made[f"{report_name}.json"].read_text()) == document
+    written = (tmp_path / f"{stored.stem}.md").read_text()
+    assert made[f"{report_name}.md"].read_text() == written
+    assert "| cross_entropy | 6×601 | fp32 | logitless |" in written
+    assert "| cross_entropy, 64 MiB | 6×16×601 | fp32 | logitless |" in written
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--shape", "8192"], ["--against", "nobody"], ["--dtype", "fp16", "--quick"]]
+    "arguments",
+    [["--shape", "8192"], ["--against", "nobody"], ["--op", "nothing"], ["--from-json", "nowhere"]],
 )
 def test_bench_names_a_senseless_argument(arguments, capsys):
-    assert main(["bench", "--device", "cpu", *arguments]) == 2
+    assert main(["bench", "--device", "cpu", "--quick", *arguments]) == 2
     assert "logitless bench:" in capsys.readouterr().err
+
+
+def test_a_result_of_another_version_is_refused(tmp_path, capsys):
+    (tmp_path / "old.json").write_text('{"rows": [{"op": "cross_entropy", "reps": 3}]}')
+    assert main(["bench", "--from-json", str(tmp_path / "old.json")]) == 2
+    assert "of this version" in capsys.readouterr().err
 
 
 def test_a_wrong_or_failing_contender_is_reported_and_not_timed():
@@ -69,22 +98,34 @@ def test_a_wrong_or_failing_contender_is_reported_and_not_timed():
     def failing(x, t):
         raise RuntimeError("no kernel\nfor this")
 
-    found = entries(
-        right=F.cross_entropy,
-        liar=liar,
-        wrong_gradient=wrong_gradient,
-        not_a_number=not_a_number,
-        failing=failing,
-    )
+    wrong = {"liar": liar, "wrong_gradient": wrong_gradient, "not_a_number": not_a_number}
+    found = entries(right=F.cross_entropy, failing=failing, **wrong)
     assert found["right"].status == "ok"
     assert found["right"].ms > 0
-    for name in ("liar", "wrong_gradient", "not_a_number"):
+    for name in wrong:
         assert found[name].status == "wrong"
         assert found[name].ms is None
         assert found[name].note
-    assert found["failing"].status == "failed"
-    assert found["failing"].ms is None
+    assert (found["failing"].status, found["failing"].ms) == ("failed", None)
     assert found["failing"].note == "RuntimeError: no kernel for this"
+
+
+def test_ours_is_held_to_a_tenth_of_what_rivals_may_be_off():
+    def off(x, t):
+        return F.cross_entropy(x, t) * (1 + 3e-4)
+
+    found = entries(logitless=off, rival=off)
+    assert (found["logitless"].status, found["rival"].status) == ("wrong", "ok")
+
+
+def test_an_id_that_is_not_the_largest_is_wrong():
+    def score(x, t):
+        *right, argmax = reference.score(x, t)
+        return *right, (argmax + 1) % x.shape[-1]
+
+    case = dataclasses.replace(CASE, op="score", mode=Mode.FORWARD)
+    found = entries(case, right=reference.score, wrong=score)
+    assert (found["right"].status, found["wrong"].status) == ("ok", "wrong")
 
 
 def test_overwriting_the_logits_is_noted_and_wrong_when_it_is_us():
@@ -93,67 +134,219 @@ def test_overwriting_the_logits_is_noted_and_wrong_when_it_is_us():
         x.data.zero_()
         return loss
 
-    forward = CASE._replace(mode=FORWARD)
+    forward = dataclasses.replace(CASE, mode=Mode.FORWARD)
     found = entries(forward, logitless=overwriting, rival=overwriting)
-    assert found["rival"].status == "ok"
-    assert found["rival"].note == runner.OVERWRITES
+    assert (found["rival"].status, found["rival"].note) == ("ok", runner.OVERWRITES)
     assert (found["logitless"].status, found["logitless"].note) == ("wrong", runner.OVERWRITES)
 
 
-@pytest.mark.parametrize("variant", [*cases.HALF, *cases.OPTIONS, "entropy"])
-def test_every_variant_of_ours_agrees_with_fp64(variant):
-    op = "score" if variant == "entropy" else "cross_entropy"
-    case = CASE._replace(op=op, variant=variant, rows=520)
-    (result,) = runner.run_case(case, {"logitless": contenders.logitless()}, "cpu", BRIEF)
-    assert result.status == "ok", result.note
-    assert result.value_error < 1e-5
-    assert result.grad_error < 1e-5
+def shrunk(case: Case) -> Case:
+    """A case of a GPU as a CPU can run it: small, and without a GPU's clocks."""
+    shape = {"heads": (40, 16, 601), "teachers": (12, 601), "logits": (300, 601)}[case.family]
+    shape = (2, 10, 64) if case.op == "gathered_kl" else shape
+    mode = Mode.BACKWARD if case.mode == Mode.WALL else case.mode
+    given = {name: 2**14 if name == "workspace" else x for name, x in case.given.items()}
+    return dataclasses.replace(case, shape=shape, dtype="fp32", mode=mode, given=given)
+
+
+@pytest.mark.parametrize("family", contenders.FAMILIES)
+def test_every_case_of_a_gpu_agrees_with_fp64_at_a_small_size(family):
+    loaded, _ = contenders.load(["logitless", "eager"], "cpu")
+    cases = map(shrunk, contenders.choose("cuda", families=[family])[0])
+    different = {f"{case.op} {case.mode} {case.given}": case for case in cases}
+    assert len(different) > 7
+    for case in different.values():
+        for r in runner.run_case(case, loaded, "cpu", BRIEF):
+            assert r.status == "ok", (case.name, r)
+            assert r.ms > 0
+            assert r.value_error < 2e-5, (case.name, r)
+            assert (r.grad_error is None) == (case.mode in (Mode.FORWARD, Mode.REPLAY))
+            assert r.grad_error is None or r.grad_error < 2e-5, (case.name, r)
+
+
+def test_a_head_is_checked_in_the_gradient_of_its_weight_too():
+    def frozen_weight(h, W, target):
+        return F.cross_entropy(F.linear(h, W.detach()) + 0 * W.sum(), target)
+
+    case = dataclasses.replace(CASE, family="heads", shape=(6, 8, 101))
+    loaded = {("heads", "rival"): {"cross_entropy": frozen_weight}}
+    (result,) = runner.run_case(case, loaded, "cpu", BRIEF)
+    assert (result.status, result.value_error < 1e-5) == ("wrong", True)
+
+
+@pytest.fixture
+def gpu_clocks(monkeypatch):
+    """The clocks of a GPU as functions that call the work once and tell their name."""
+    told = []
+
+    def clock(name, call):
+        def tell(*arguments):
+            call(*arguments)
+            told.append(name)
+            return float(len(told))
+
+        monkeypatch.setattr(timing, name, tell)
+
+    clock("device_time", lambda prepare, run, budget: run(prepare()))
+    clock("graph_time", lambda run, copies, budget: [run(x) for x in copies])
+    clock("host_time", lambda run, leaves: run(leaves))
+    monkeypatch.setattr(timing, "synchronises", lambda run, leaves: False)
+    monkeypatch.setattr(runner, "many_copies", lambda x, cold: x.expand(2, *x.shape))
+    for family in contenders.FAMILIES.values():
+        made = family.inputs
+        monkeypatch.setattr(family, "inputs", lambda case, device, made=made: made(case, "cpu"))
+    return told
+
+
+def test_a_gpu_has_a_clock_for_each_mode(gpu_clocks):
+    loaded, _ = contenders.load(["logitless", "eager"], "cpu")
+    wanted = {Mode.REPLAY: "graph_time", Mode.REPLAY_BOTH: "graph_time", Mode.WALL: "host_time"}
+    cases, _ = contenders.choose("cuda", families=["teachers", "logits"], quick=True)
+    for case in cases:
+        if case.mode not in wanted and case.variant != "K=64":
+            continue
+        shape = (2, 5, 64) if case.op == "gathered_kl" else (5, 601)
+        small = dataclasses.replace(case, shape=shape, dtype="fp32")
+        results = runner.run_case(small, loaded, "cuda", BRIEF)
+        assert [r.status for r in results] == ["ok", "ok"], results
+        assert gpu_clocks[-2:] == 2 * [wanted.get(case.mode, "device_time")]
+
+
+def test_a_yardstick_is_timed_before_and_after_ours(gpu_clocks):
+    plain, *_ = heads.at("cuda", (6, 8, 101), "fp32")
+    loaded, _ = contenders.load(["logitless", "eager"], "cpu")
+    gemms, ours, eager = runner.run_case(plain, loaded, "cuda", BRIEF)
+    assert (gemms.contender, ours.contender, eager.contender) == ("3 GEMMs", "logitless", "eager")
+    assert (gemms.ms, ours.ms, eager.ms) == ((1.0 + 3.0) / 2, 2.0, 4.0)
+    assert gemms.note == "1.000 ms before ours, 3.000 after"
+    (alone,) = runner.run_case(
+        plain, {("heads", "logitless"): heads.ours()}, "cuda", BRIEF, check=False
+    )
+    assert (alone.contender, alone.value_error) == ("logitless", None)
 
 
 def test_reference_is_pytorch_in_fp64():
     x, target = torch.randn(5, 17, dtype=torch.float64), torch.tensor([3, -100, 0, 16, 9])
     options = {"weight": torch.rand(17), "label_smoothing": 0.2}
-    total = reference.per_row("cross_entropy", x, target, options).sum()
+    total = reference.cross_entropy_terms(x, target, **options).sum()
     wanted = F.cross_entropy(x, target, options["weight"].double(), label_smoothing=0.2)
-    torch.testing.assert_close(
-        total / reference.denominator("cross_entropy", target, options), wanted
-    )
+    torch.testing.assert_close(total / reference.denominator(target, **options), wanted)
 
 
-def test_cuda_table_has_every_target_of_the_plan():
-    table = cases.default_cases("cuda")
-    shapes = len(cases.GPU_SHAPES)
-    assert sum(c.group.startswith(FORWARD) and c.mode == FORWARD for c in table) == 3 * shapes
-    assert sum(c.group == BACKWARD for c in table) == shapes
-    assert sum(c.group == INPLACE for c in table) == shapes
-    assert sum(c.mode == cases.FEW for c in table) == 8
-    assert sum(c.group == "options" for c in table) == 6
-    assert sum(c.mode == HOST for c in table) == 1
-    assert all(c.target is not None for c in table)
+def test_the_gpu_table_has_every_row_and_target_of_the_plan():
+    table, _ = contenders.choose("cuda")
+    count = {
+        (family, mode): sum((c.family, c.mode) == (family, mode) for c in table)
+        for family, mode in {(c.family, c.mode) for c in table}
+    }
+    shapes = len(logits.GPU_SHAPES)
+    assert count["logits", Mode.FORWARD] == 3 * shapes + 2
+    assert count["logits", Mode.BACKWARD] == shapes + 6
+    assert count["logits", Mode.INPLACE] == shapes
+    assert count["logits", Mode.REPLAY] == 8
+    assert count["logits", Mode.WALL] == count["teachers", Mode.WALL] == 2
+    assert count["teachers", Mode.REPLAY_BOTH] == 2
+    assert count["teachers", Mode.BACKWARD] == 10
+    assert count["teachers", Mode.FORWARD] == 3
+    named = {c.name: c for c in table}
+    assert len(named) == len(table)
+    assert all(c.targets for c in table if c.family == "logits")
+    large = f"forward + backward, {'×'.join(map(str, heads.LARGE))} bf16"
+    assert named[f"cross_entropy, {large}"].targets == {"floor": 1.06}
+    assert named[f"cross_entropy, 128 MiB, {large}"].targets == {"floor": 1.25}
+    assert named[f"cross_entropy, 64 MiB, {large}"].targets == {"liger": 1.0}
+    assert named[f"score, with entropy, {large}"].yardstick == "4 GEMMs"
+    needs = [c.needs for c in heads.others(heads.LARGE, "bf16") if c.needs]
+    assert needs == ["row_loss"]
+
+
+def test_a_case_that_the_library_cannot_run_is_skipped_with_a_word(monkeypatch):
+    monkeypatch.delattr(ll, "row_loss", raising=False)
+    table, skipped = contenders.choose("cpu", families=["heads"])
+    assert not any(case.needs for case in table)
+    assert ["row_loss" in line for line in skipped] == [True]
+
+
+def judged(case, **times):
+    """Our result in the first of some cases with these times, at a copy bandwidth of 4 TB/s."""
+    cases = case if isinstance(case, list) else [(case, times)]
+    ran = [(c, [runner.blank(c, name, ms=ms) for name, ms in t.items()]) for c, t in cases]
+    return next(r for r in verdict.judge(ran, 4.0) if r.contender == "logitless")
 
 
 def test_verdicts_follow_from_bytes_and_bandwidth():
     # 8192 × 128256 bf16 at 4 TB/s: one reading takes 0.525 ms, and three 1.576.
-    forward = Case(FORWARD, "cross_entropy", *cases.LARGE, Target(1.06, "floor"))
-    both = Case(BACKWARD, "cross_entropy", *cases.LARGE, Target(1.06, "floor"))
-    half = forward._replace(target=Target(0.55, "plain"), variant="runs")
-    host = Case(HOST, "cross_entropy", 64, 1024, "bf16", Target(2.5, "eager"))
-    ran = [
-        (
-            forward,
-            [runner.blank(forward, "logitless", ms=0.54), runner.blank(forward, "eager", ms=2.0)],
-        ),
-        (both, [runner.blank(both, "logitless", ms=1.70, extra_mib=2004.5)]),
-        (half, [runner.blank(half, "logitless", ms=0.30)]),
-        (host, [runner.blank(host, n, ms=t) for n, t in (("logitless", 0.1), ("eager", 0.05))]),
-    ]
-    ours = [r for r in verdict.judge(ran, copy_tbps=4.0) if r.contender == "logitless"]
-    assert [r.reached for r in ours] == [True, False, False, True]
-    assert ours[0].floor_x == pytest.approx(0.54 / 0.5253, rel=1e-3)
-    assert ours[1].tbps == pytest.approx(3 * 2.1013 / 1.70, rel=1e-3)
-    assert ours[1].memory_reached is True
-    assert ours[1].extra_x == pytest.approx(1.0, abs=2e-3)
-    assert ours[2].limit_ms == pytest.approx(0.55 * 0.54)
+    forward, _, _, both, _ = logits.at("cuda", logits.LARGE, "bf16")
+    found = judged(forward, logitless=0.54, eager=2.0)
+    assert (found.reached, found.target) == (True, "≤ 1.06 · B/C")
+    assert found.floor_ms == pytest.approx(0.5253, rel=1e-3)
+    assert found.eager_x == pytest.approx(0.27)
+    found = judged(both, logitless=1.70)
+    assert found.reached is False
+    assert found.tbps == pytest.approx(3 * 2.1013 / 1.70, rel=1e-3)
+    assert report.outcome([found])[1].endswith("1.700 ms (our target was 1.671 ms)")
+    (few, _) = logits.at("cuda", (128, 128256), "bf16")
+    assert judged(few, logitless=0.0166).limit_ms == pytest.approx(0.006 + 1.3 * 0.008208, rel=1e-3)
+
+
+def test_verdicts_follow_from_what_was_timed_beside():
+    forward, *_ = logits.at("cuda", logits.LARGE, "bf16")
+    half, *_ = logits.variants(logits.LARGE, "bf16")
+    found = judged([(half, {"logitless": 0.30}), (forward, {"logitless": 0.54})])
+    assert (found.reached, found.limit_ms) == (False, pytest.approx(0.55 * 0.54))
+    wall = contenders.choose("cuda", families=["logits"])[0][-2]
+    assert judged(wall, logitless=0.19, eager=0.1, compile=0.3, fla=0.2).reached
+    assert judged(wall, logitless=0.19, eager=0.1, compile=0.18).reached is False
+    plain, at_128, at_64, *_ = heads.at("cuda", heads.LARGE, "bf16")
+    found = judged(at_128, **{"3 GEMMs": 38.0, "logitless": 47.0})
+    assert (found.reached, found.target) == (True, "≤ 1.25 × 3 GEMMs")
+    found = judged([(at_64, {"logitless": 53.0}), (plain, {"liger": 54.0})])
+    assert (found.reached, found.target) == (True, "≤ liger")
+
+
+def test_memory_beyond_the_gradients_is_a_target():
+    both = logits.at("cuda", logits.LARGE, "bf16")[3]
+    result = runner.blank(both, "logitless", ms=1.5, spare_mib=9.0)
+    (found,) = verdict.judge([(both, [result])], 4.0)
+    assert found.reached is False
+    assert report.outcome([found])[1].endswith("9.0 MiB beyond gradients")
+
+
+def test_shapes_are_read_as_people_write_them():
+    assert parse_shape("8192x128256") == (8192, 128256)
+    assert parse_shape("8192×4096×128256") == (8192, 4096, 128256)
+
+
+def test_compare_runs_the_library_of_a_checkout():
+    root = str(COMPARE.parents[1])
+    how = json.dumps({"quick": True, "families": ["teachers"]})
+    command = [sys.executable, str(COMPARE), "worker", root, "cpu", how]
+    asked = json.dumps(["gathered_kl, forward + backward, 2×64×64 fp32", 1.0])
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=True)
+    first, second = map(json.loads, done.stdout.splitlines())
+    assert "jsd, forward + backward, 32×4001 fp32" in first[1]
+    assert (second["contender"], second["status"]) == ("logitless", "ok")
+    assert second["ms"] > 0
+    assert second["extra_mib"] > 0
+
+
+def test_compare_calls_slower_what_is_beyond_the_noise():
+    spec = importlib.util.spec_from_file_location("compare", COMPARE)
+    compare = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(compare)
+
+    def verdict_of(old, new, again, typical=0.0):
+        results = [{"ms": ms, "extra_mib": 1.0} for ms in (old, new, again)]
+        return compare.row("case", results, typical)[-1]
+
+    assert verdict_of(1.0, 1.03, 1.0) == "slower"
+    assert verdict_of(1.0, 1.03, 1.02) == ""
+    assert verdict_of(1.0, 1.03, 1.0, typical=0.02) == ""
+    assert verdict_of(1.0, 0.97, 1.0) == "faster"
+    fails = {"ms": None, "status": "failed", "note": "out of memory"}
+    timed = {"ms": 1.0, "status": "ok", "note": ""}
+    assert compare.row("case", [timed, fails, timed], 0.0)[-1] == "FAILS: out of memory"
+    assert compare.row("case", [{}, timed, {}], 0.0)[-1] == ""
 
 
 def test_doctor_passes_here_and_fails_when_an_op_is_off(capsys, monkeypatch):

@@ -410,3 +410,32 @@ def test_bad_heads(change, message):
     good = {"hidden": torch.zeros(N, D), "weight": torch.zeros(V, D)}
     with pytest.raises((TypeError, ValueError), match=message):
         ll.LinearLogits(**{**good, **change})
+
+
+def test_a_hidden_state_alone(device):
+    """1-D hidden: one row."""
+    h, w = torch.randn(5, device=device, requires_grad=True), torch.randn(9, 5, device=device)
+    target = torch.tensor(3, device=device)
+    for reduction in ("none", "sum"):
+        got = ll.cross_entropy(ll.LinearLogits(h, w), target, reduction=reduction)
+        want = F.cross_entropy(h @ w.T, target)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(t, h)[0] for t in (got, want)))
+    assert ll.row_stats(ll.LinearLogits(h, w)).lse.shape == ()
+
+
+def test_an_undefined_upstream_gradient_is_none(device):
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, d_x):
+            return None
+
+    h, w = torch.randn(4, 5, device=device, requires_grad=True), torch.randn(9, 5, device=device)
+    target = torch.tensor([1, 2, 0, 3], device=device)
+    loss = ll.cross_entropy(ll.LinearLogits(h, w), target, reduction="none")
+    Nothing.apply(loss).sum().backward()
+    assert h.grad is None or not h.grad.any()

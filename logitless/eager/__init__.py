@@ -1,22 +1,26 @@
 """The kernels' contracts in plain PyTorch: the CPU path, and fp64 anywhere."""
 
-from .pair import pair_bwd, pair_fwd
-from .pick import pick, pick_bwd
+from .gather import gather, gather_gradient
+from .pair import pair_gradient, pair_read
+from .plain import can_accumulate, can_one_pass, plain, reduce, scale_
 from .slots import slots
-from .stats import can_accumulate, can_visit, mean_nll, scale_rows_, stats_bwd, stats_fwd
+from .stats import finish, gradient, partial, read
 from .topk import topk
 
 __all__ = [
     "can_accumulate",
-    "can_visit",
-    "mean_nll",
-    "pair_bwd",
-    "pair_fwd",
-    "pick",
-    "pick_bwd",
-    "scale_rows_",
+    "can_one_pass",
+    "finish",
+    "gather",
+    "gather_gradient",
+    "gradient",
+    "pair_gradient",
+    "pair_read",
+    "partial",
+    "plain",
+    "read",
+    "reduce",
+    "scale_",
     "slots",
-    "stats_bwd",
-    "stats_fwd",
     "topk",
 ]

@@ -6,6 +6,9 @@ The same contract as kernels/slots.py; the formulas are explained there.
 import torch
 from torch import Tensor
 
+from .._contract import A_IDS, COEFFICIENTS, D_LABEL, A, Coefficients, Reading, Slots, precision
+from .rows import live_rows
+
 RENORM_TEACHER = ("renorm_teacher", "renorm")  # supports that compare p/P
 RENORM_STUDENT = ("renorm", "gathered")  # supports that compare q/Q
 
@@ -19,31 +22,65 @@ def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
 
 def slots(
     student: Tensor,  # (..., K), log q, or logits for "renorm" and "gathered"
-    teacher: Tensor,  # (..., K), log p
-    mask: Tensor | None,  # (..., K) bool, True for the slots that count; or (...), of whole rows
-    student_tail: Tensor | None,  # (...), log mass of the student outside the slots
-    teacher_tail: Tensor | None,  # (...), log mass of the teacher there; None is the rest to 1
-    divergence: str,
-    support: str,
-    beta: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """value (...), d_student (..., K) and, where there is a tail, d_tail (...)."""
-    dtype = torch.float64 if student.dtype == torch.float64 else torch.float32
-    if student.shape[-1] == 0:  # a row of no slots has nothing to compare
-        value = student.new_zeros(student.shape[:-1], dtype=dtype)
-        d_tail = None if student_tail is None else torch.zeros_like(value)
-        return value, student.new_zeros(student.shape, dtype=dtype), d_tail
+    reading: Reading,  # whose mark says which rows count
+    given: Slots,
+    tail: Tensor | None = None,  # (...), log mass of the student outside the slots
+    label: Tensor | None = None,  # (...), log p of the label at temperature 1
+) -> tuple[Tensor, Coefficients]:
+    """kd_weight · divergence - ce_weight · label of each row, (...), and its coefficients."""
+    dtype, K = precision(student.dtype), student.shape[-1]
+    shape = student.shape[:-1]
+    log_q, log_p = (t.reshape(-1, K).to(dtype) for t in (student, given.teacher))
+    live = live_rows(reading)
+    mask = None if given.mask is None else given.mask.reshape(-1, K)
+    if live is not None:
+        mask = live[:, None].expand(log_q.shape) if mask is None else mask & live[:, None]
+    tail = None if tail is None else tail.reshape(-1).to(dtype)
+    value, g, g_tail = _compare(log_q, log_p, mask, tail, given)
+    weight = given.kd_weight
+    if given.row_weight is not None:
+        weight = weight * given.row_weight.reshape(-1, 1).to(dtype)
+    weight = torch.as_tensor(weight, dtype=dtype, device=value.device).expand(value.shape[0], 1)
+    value, g = value * weight[:, 0], g * weight
+    rows = torch.zeros((value.shape[0], COEFFICIENTS), dtype=dtype, device=value.device)
+    has = ()
+    if given.support not in RENORM_STUDENT:  # of log q = z - lse
+        rows[:, A], has = -g.sum(1), ("a",)
+    if g_tail is not None:  # d tail / dz_i = p_i / e^tail - p_i outside, -p_i inside
+        g_tail = g_tail * weight[:, 0]
+        rows[:, A_IDS] = rows[:, A] - g_tail
+        # Of a tail too small to divide by, the gradient outside is lost.
+        least = -700 if dtype == torch.float64 else -87
+        rows[:, A] = rows[:, A_IDS] + g_tail * (-tail.clamp(min=least)).exp()
+        has = ("a", "a_ids")
+    if given.ce_weight:
+        value = value - given.ce_weight * label.reshape(-1)
+        rows[:, D_LABEL], has = -given.ce_weight, (*has, "label")
+    if live is not None:
+        value = torch.where(live, value, 0.0)
+        rows.masked_fill_(~live[:, None], 0)
+    # Cloned, for a view that an autograd function returns may not be written to by its user.
+    return value.view(shape).clone(), Coefficients(rows, has, g)
 
-    how = at_the_ends(divergence, beta)
-    log_q, log_p = (t.to(dtype).contiguous() for t in (student, teacher))
+
+def _compare(
+    log_q: Tensor,  # (N, K)
+    log_p: Tensor,  # (N, K)
+    mask: Tensor | None,  # (N, K)
+    log_q_tail: Tensor | None,  # (N,)
+    given: Slots,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The divergence of each row, (N,), and its gradient by log_q and log_q_tail."""
+    if log_q.shape[1] == 0:  # a row of no slots has nothing to compare
+        value = log_q.new_zeros(log_q.shape[0])
+        return value, log_q.clone(), None if log_q_tail is None else torch.zeros_like(value)
+    how = at_the_ends(given.divergence, given.beta)
     if mask is not None:
-        mask = mask if mask.dim() == student.dim() else mask.unsqueeze(-1)
-        mask = mask.expand(student.shape).contiguous()
         log_q, log_p = (torch.where(mask, t, -torch.inf) for t in (log_q, log_p))
-    if support in RENORM_TEACHER:
+    if given.support in RENORM_TEACHER:
         log_p, _ = _normalised(log_p)
     some_q = None
-    if support in RENORM_STUDENT:
+    if given.support in RENORM_STUDENT:
         log_q, some_q = _normalised(log_q)
     q = log_q.exp()
     f, g = _terms(log_p, log_p.exp(), log_q, q, *how)
@@ -52,14 +89,13 @@ def slots(
         g = torch.where(some_q, g - q * g.sum(-1, keepdim=True), 0.0)
     if mask is not None:
         g = torch.where(mask, g, 0.0)
-    if student_tail is None:
+    if log_q_tail is None:
         return value, g, None
 
-    log_p = _rest(log_p) if teacher_tail is None else teacher_tail
-    log_q, log_p = (t.to(dtype).contiguous() for t in (student_tail, log_p))
+    log_p = _rest(log_p) if given.tail is None else given.tail.reshape(-1).to(log_q.dtype)
     # Where nothing is left outside, what a teacher's rounding leaves there is nothing too.
-    log_p = torch.where(log_q == -torch.inf, -torch.inf, log_p)
-    f, g_tail = _terms(log_p, log_p.exp(), log_q, log_q.exp(), *how)
+    log_p = torch.where(log_q_tail == -torch.inf, -torch.inf, log_p)
+    f, g_tail = _terms(log_p, log_p.exp(), log_q_tail, log_q_tail.exp(), *how)
     if mask is not None:  # no slot, no row
         some = mask.any(-1)
         f, g_tail = (torch.where(some, t, 0.0) for t in (f, g_tail))

@@ -1,183 +1,98 @@
-"""Row statistics in plain PyTorch, a few rows at a time so that the working set stays in cache.
+"""Row statistics and their gradient in plain PyTorch, a few rows at a time.
 
-The same contract as kernels/stats_fwd.py and kernels/stats_bwd.py; the formulas are explained
-there.
+The same contract as the kernels' read, partial, finish and gradient, with the working set kept in
+a CPU's cache. The formulas are those of _contract.py.
 """
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-CHUNK_BYTES = 8 << 20  # of logits in work at once; fewer, and threads only start and stop
-
-NO_ID = -(2**31)  # in a slot among several that holds no id: not read, no gradient, not bad
-IGNORED = NO_ID + 1  # in the first slot of a row that is ignored without a label
-
-Index = slice | Tensor
-
-
-def _precision(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _chunks(x: Tensor, live: Tensor | None) -> Iterator[Index]:
-    """Rows of x (N, V) to work on together; on a CPU, ignored rows are not among them."""
-    copies = 1 if x.dtype == _precision(x) else 2  # of a chunk: as given, and at full precision
-    step = max(1, CHUNK_BYTES // (x.shape[1] * _precision(x).itemsize * copies))
-    if live is not None and x.device.type == "cpu" and not bool(live.all()):
-        yield from (rows for rows in live.nonzero().squeeze(1).split(step) if len(rows))
-    else:
-        yield from (slice(i, i + step) for i in range(0, x.shape[0], step))
+from .. import _contract as fields
+from .._contract import Coefficients, Partials, Reading, Statistics, precision
+from .rows import (
+    by_row,
+    capped,
+    centred,
+    chunks,
+    fill_ignored,
+    give,
+    inverse_temperature,
+    is_bad,
+    live_rows,
+    locate,
+    max_of,
+    own_columns,
+    written_to,
+)
 
 
-def _live_rows(ids: Tensor | None, rows: int, ignore_index: int | None) -> Tensor | None:
-    """By their first id."""
-    if ids is None or ignore_index is None:
-        return None
-    return _by_row(ids, rows)[:, :1].reshape(-1) != ignore_index
-
-
-def _by_row(t: Tensor, rows: int) -> Tensor:
-    """(...) or (..., K) as (N, 1) or (N, K)."""
-    return t.reshape(rows, -1 if rows else 1)
-
-
-def _locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor, Tensor]:
-    """ids as (N, K) safe to index with, which of them are real, and which slots have a bad one."""
-    ids = _by_row(ids, rows).contiguous()
-    inside = (ids >= 0) & (ids < V)
-    bad = ~inside if ids.shape[1] == 1 else ~inside & (ids != NO_ID)
-    return torch.where(inside, ids, 0).long(), inside, bad
-
-
-def _members(at: Tensor, inside: Tensor) -> Tensor:
-    """The same columns (N, K), with one of the row's own wherever a slot is not real."""
-    return torch.where(inside, at, at.gather(1, inside.int().argmax(1, keepdim=True)))
-
-
-def _capped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """y = softcap · tanh(x / softcap) at full precision, and dy/dx where it isn't 1."""
-    y = x.to(_precision(x))
-    if softcap is None:
-        return y, None
-    t = torch.tanh(y / softcap)
-    return softcap * t, 1 - t * t
-
-
-def _inverse(row_temperature: Tensor | None, temperature: float, like: Tensor) -> Tensor | None:
-    """1 / temperature as a column (N, 1), or None where it is 1 and costs nothing."""
-    if row_temperature is None and temperature == 1:
-        return None
-    t = temperature if row_temperature is None else row_temperature.reshape(-1, 1).to(like.dtype)
-    return torch.ones_like(like) / t
-
-
-def _centred(y: Tensor, shift: Tensor, inv_t: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """d = (y - shift) / temperature."""
-    d = torch.sub(y, shift, out=out)
-    return d if inv_t is None else d.mul_(inv_t)
-
-
-def _moderate(m: Tensor, inv_t: Tensor | None) -> bool:
-    """Whether e^y needs no centring: no overflow, nothing lost, and a pass over the logits saved.
+def _needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
+    """Whether e^y itself is safe: no overflow, nothing lost, and a pass over the logits saved.
 
     Asks for values, so only a CPU is asked.
     """
     return inv_t is None and m.device.type == "cpu" and bool(m.abs().max() < 30)
 
 
-def stats_fwd(
-    x: Tensor,  # (..., V)
-    ids: Tensor | None,  # (...) or (..., K)
-    weight: Tensor | None,  # (V,)
-    row_temperature: Tensor | None,  # (...)
-    temperature: float,
-    softcap: float | None,
-    ignore_index: int | None,
-    normalised: bool,
-    outside: int | None,
-    plain: bool,
-    want_entropy: bool,
-    want_total: bool,
-    want_argmax: bool,
-) -> tuple[Tensor | None, ...]:
-    """shift, log_s, lse, picked, entropy, total, argmax, tail, label, log_s1, repeats.
+class _Sums:
+    """What is added up of each row, (N, 1) each but for the ids."""
 
-    None if not wanted, as repeats never is.
+    def __init__(self, flat: Tensor, reading: Reading):
+        rows, wants = flat.shape[0], reading.wants
+        column = torch.zeros((rows, 1), dtype=precision(flat.dtype), device=flat.device)
+        self.shift, self.s = column, torch.zeros_like(column)
+        self.w, self.c, self.rest, self.s1 = (torch.zeros_like(column) for _ in range(4))
+        self.argmax = None
+        if "argmax" in wants:
+            self.argmax = torch.full((rows,), -1, device=flat.device)
+        self.mark = self.ids = (column, column)  # columns, and which of them are real
+        self.y_mark = self.y_ids = None
+        if reading.mark is not None and {"nll", "label", "picked", "logprob"} & set(wants):
+            self.mark = locate(reading.mark, rows, flat.shape[1])
+            self.y_mark = torch.zeros_like(column)
+        if reading.ids is not None:
+            self.ids = locate(reading.ids, rows, flat.shape[1])
+            self.y_ids = column.expand(self.ids[0].shape).clone()
 
-    (...) each, picked like ids. picked and total are of z, or of log p = z - lse where
-    `normalised`; tail is the log mass outside ids[..., outside:]; where `plain`, label is log p of
-    the first id at temperature 1, and log_s1 its normaliser. A row whose first id is ignore_index
-    is not read.
-    """
-    shape, V = x.shape[:-1], x.shape[-1]
-    flat = x.reshape(-1, V)
-    column = torch.zeros((flat.shape[0], 1), dtype=_precision(x), device=x.device)
-    shift, s, w, c, rest, s1 = (column.clone() for _ in range(6))
-    argmax = torch.full(shape, -1, device=x.device).view(-1) if want_argmax else None
-    at = inside = bad = y_at = None
-    if ids is not None:
-        at, inside, bad = _locate(ids, flat.shape[0], V)
-        y_at = column.expand(at.shape).clone()
-    live = _live_rows(ids, flat.shape[0], ignore_index)
-    inv_t = _inverse(row_temperature, temperature, column)
 
-    for rows in _chunks(flat, live):
-        y, _ = _capped(flat[rows], softcap)
-        m = y.amax(1, keepdim=True)
-        m = torch.where(m.isinf(), 0.0, m)  # exp of the bare y is right where m is ±inf
-        shift[rows] = m
-        if argmax is not None:
-            argmax[rows] = y.argmax(1)
-        if y_at is not None:
-            y_at[rows] = y.gather(1, at[rows])
-        if plain:
-            s1[rows] = (y - m).exp_().sum(1, keepdim=True)
-        simple = not (want_entropy or want_total or outside is not None)
-        if simple and _moderate(m, inv_t):
-            own = y.dtype != flat.dtype or softcap is not None  # not a view of the logits
-            s[rows] = torch.exp(y, out=y if own else None).sum(1, keepdim=True) * (-m).exp()
-            continue
-        d = _centred(y, m, None if inv_t is None else inv_t[rows])
-        if want_total:
-            c[rows] = _weighted_sum(d if normalised else y, weight)
-        if outside is not None:
-            own = _members(at[rows][:, outside:], inside[rows][:, outside:])
-            rest[rows] = d.scatter(1, own, -torch.inf).logsumexp(1, keepdim=True)
-        e = d.exp() if want_entropy else d.exp_()
-        if want_entropy:
-            w[rows] = torch.where(e > 0, d.mul_(e), 0.0).sum(1, keepdim=True)
-        s[rows] = e.sum(1, keepdim=True)
+def read(x: Tensor, reading: Reading) -> Statistics:
+    """The statistics that `reading` wants of each row of x (..., V)."""
+    flat = x.reshape(-1, x.shape[-1])
+    sums, live = _Sums(flat, reading), live_rows(reading)
+    inv_t = inverse_temperature(reading, sums.shift)
+    for rows in chunks(flat, live):
+        _add_rows(sums, flat, rows, reading, None if inv_t is None else inv_t[rows])
+    return _finish(sums, reading, live, inv_t, x.shape[:-1], x.shape[-1])
 
-    rate = torch.ones_like(s) if inv_t is None else inv_t
-    log_s = s.log()
-    picked = entropy = total = tail = label = log_s1 = None
-    if y_at is not None:
-        z = (y_at - shift) * rate - log_s if normalised else y_at * rate
-        picked = z.masked_fill(~inside, torch.nan)
-    if want_entropy:
-        entropy = torch.where(s == 0, 0.0, log_s - w / s)
-    if want_total:
-        mass = V if weight is None else weight.to(s.dtype).sum()
-        total = c - mass * log_s if normalised else c * rate
-    if outside is not None:
-        tail = (rest - log_s).masked_fill(bad[:, outside:].any(1, keepdim=True), torch.nan)
-    if plain:
-        log_s1 = s1.log()
-        label = (y_at[:, :1] - shift - log_s1).masked_fill(~inside[:, :1], torch.nan)
-    outputs = [shift, log_s, shift * rate + log_s, picked, entropy, total, tail, label, log_s1]
-    if live is not None:  # an ignored row is zeros, whatever was in it
-        outputs = [None if t is None else t.masked_fill_(~live[:, None], 0) for t in outputs]
-        if argmax is not None:
-            argmax.masked_fill_(~live, -1)
-    outputs.insert(6, argmax)
-    # Cloned, for a view that an autograd function returns may not be written to by its user.
-    return (
-        *(None if t is None else t.view(ids.shape if t is picked else shape).clone()
-          for t in outputs),
-        None,  # repeats, which nobody here asks for
-    )  # fmt: skip
+
+def _add_rows(sums: _Sums, flat: Tensor, rows, reading: Reading, inv_t: Tensor | None) -> None:
+    wants = reading.wants
+    y, _ = capped(flat[rows], reading.softcap)
+    m = sums.shift[rows] = max_of(y)
+    if sums.argmax is not None:
+        sums.argmax[rows] = y.argmax(1)
+    if sums.y_mark is not None:
+        sums.y_mark[rows] = y.gather(1, sums.mark[0][rows])
+    if sums.y_ids is not None:
+        sums.y_ids[rows] = y.gather(1, sums.ids[0][rows])
+    if "label" in wants and inv_t is not None:
+        sums.s1[rows] = (y - m).exp_().sum(1, keepdim=True)
+    more = {"entropy", "total", "log_total", "tail"} & set(wants)
+    if not more and _needs_no_centring(m, inv_t):
+        own = y.dtype != flat.dtype or reading.softcap is not None  # not a view of the logits
+        sums.s[rows] = torch.exp(y, out=y if own else None).sum(1, keepdim=True) * (-m).exp()
+        return
+    d = centred(y, m, inv_t)
+    if "total" in wants or "log_total" in wants:
+        sums.c[rows] = _weighted_sum(d if "log_total" in wants else y, reading.class_weight)
+    if "tail" in wants:
+        at, inside = sums.ids
+        columns = own_columns(at[rows], inside[rows])
+        sums.rest[rows] = d.scatter(1, columns, -torch.inf).logsumexp(1, keepdim=True)
+    e = d.exp() if "entropy" in wants else d.exp_()
+    if "entropy" in wants:
+        sums.w[rows] = torch.where(e > 0, d.mul_(e), 0.0).sum(1, keepdim=True)
+    sums.s[rows] = e.sum(1, keepdim=True)
 
 
 def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
@@ -188,146 +103,248 @@ def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
     return torch.where(v == 0, 0.0, v * z).sum(1, keepdim=True)
 
 
-def stats_bwd(
+def _finish(
+    sums: _Sums, reading: Reading, live: Tensor | None, inv_t: Tensor | None, shape, V: int
+) -> Statistics:
+    """Statistics from what was added up; 0 for ignored rows, whatever was in them."""
+    wants, shift, s = reading.wants, sums.shift, sums.s
+    rate = torch.ones_like(s) if inv_t is None else inv_t
+    log_s = s.log()
+    log_s1 = log_s if inv_t is None else sums.s1.log()
+    found: dict[str, Tensor] = {"lse": shift * rate + log_s}
+    y, at = (sums.y_mark, sums.mark) if sums.y_ids is None else (sums.y_ids, sums.ids)
+    inside = at[1]
+    if "picked" in wants:
+        found["picked"] = (y * rate).masked_fill(~inside, torch.nan)
+    if "logprob" in wants:
+        found["logprob"] = ((y - shift) * rate - log_s).masked_fill(~inside, torch.nan)
+    if "nll" in wants:
+        nll = log_s - (sums.y_mark - shift) * rate
+        found["nll"] = nll.masked_fill(~sums.mark[1], torch.nan)
+    if "label" in wants:
+        label = sums.y_mark - shift - log_s1
+        found["label"] = label.masked_fill(~sums.mark[1], torch.nan)
+    if "entropy" in wants:
+        found["entropy"] = torch.where(s == 0, 0.0, log_s - sums.w / s)
+    if "total" in wants:
+        found["total"] = sums.c * rate
+    if "log_total" in wants:
+        weight = reading.class_weight
+        mass = V if weight is None else weight.to(s.dtype).sum()
+        found["log_total"] = sums.c - mass * log_s
+    if "tail" in wants:
+        bad = is_bad(reading.ids, sums.ids[1])
+        found["tail"] = (sums.rest - log_s).masked_fill(bad, torch.nan)
+    zero = torch.zeros_like(s)
+    kept = [shift, log_s, log_s1, found.get("entropy", zero), found.get("tail", zero), zero]
+    state = torch.cat(kept, 1)
+    if live is not None:
+        for t in (state, *found.values()):
+            t.masked_fill_(~live[:, None], 0)
+        if sums.argmax is not None:
+            sums.argmax.masked_fill_(~live, -1)
+    # Cloned, for a view that an autograd function returns may not be written to by its user.
+    K = () if reading.ids is None else (reading.ids.shape[-1],)
+    lengths = {"picked": K, "logprob": K}
+    shaped = {
+        name: t.view((*shape, *lengths.get(name, ()))).clone()
+        for name, t in found.items()
+        if name in wants
+    }
+    if sums.argmax is not None:
+        shaped["argmax"] = sums.argmax.view(shape).clone()
+    return Statistics(state, **shaped)
+
+
+def partial(x: Tensor, reading: Reading, start: int = 0, vocab: int | None = None) -> Partials:
+    """One part of each row: x is the columns from `start` of a vocabulary, in which ids count."""
+    flat = x.reshape(-1, x.shape[-1])
+    rows, V = flat.shape
+    live = live_rows(reading)
+    y, _ = capped(flat, reading.softcap)
+    state = y.new_zeros((rows, 1, fields.PART))
+    part = state[:, 0]
+    inv_t = inverse_temperature(reading, part[:, :1])
+    weight = reading.class_weight
+    v = y.new_ones(V) if weight is None else weight[start : start + V].to(y.dtype)
+    m = y.amax(1, keepdim=True) if V else y.new_full((rows, 1), -torch.inf)
+    shift = torch.where(m.isinf(), 0.0, m)
+    d = centred(y, shift, None)
+    e = (d if inv_t is None else d * inv_t).exp()
+    ref = y[:, :512].mean(1, keepdim=True) if V else torch.zeros_like(shift)
+    ref = torch.where(ref.isfinite(), ref, 0.0)
+    part[:, fields.M] = m[:, 0]
+    part[:, fields.S] = e.sum(1)
+    part[:, fields.W] = torch.where(e > 0, d * e, 0.0).sum(1)
+    part[:, fields.C] = torch.where(v == 0, 0.0, v * (y - ref)).sum(1)
+    part[:, fields.N], part[:, fields.REF] = v.sum(), ref[:, 0]
+    if "argmax" in reading.wants:
+        part[:, fields.ARG] = (y.argmax(1) + start).to(y.dtype) if V else float(2**31)
+    part[:, fields.S1] = d.exp().sum(1)
+    if reading.mark is not None and V:
+        at, inside = locate(reading.mark - start, rows, V)
+        part[:, fields.Y_MARK] = torch.where(inside, y.gather(1, at), 0.0)[:, 0]
+    picked = None
+    if reading.ids is not None:
+        at, inside = locate(reading.ids - start, rows, V)
+        picked = torch.where(inside, y.gather(1, at), 0.0) if V else y.new_zeros(at.shape)
+    if live is not None:
+        part.masked_fill_(~live[:, None], 0)
+    return Partials(state, picked)
+
+
+def finish(parts: Partials, reading: Reading, vocab: int) -> Statistics:
+    """Statistics of whole rows from their parts, wherever those were computed."""
+    state = parts.state
+    shape = _lead(reading, state)
+    sums = _Sums(state[:, 0, :1].expand(-1, max(vocab, 1)), reading)
+    inv_t = inverse_temperature(reading, sums.shift)
+    m_parts, s_parts = state[..., fields.M], state[..., fields.S]
+    m = m_parts.amax(1, keepdim=True)
+    # An empty part, or one whose max stays, moves by 0: -inf minus -inf is never taken.
+    moved = torch.where((s_parts == 0) | (m_parts == m), 0.0, m_parts - m).clamp_min(-1e38)
+    scale = (moved if inv_t is None else moved * inv_t).exp()
+    sums.shift = torch.where(m.isinf(), 0.0, m)
+    sums.s = (s_parts * scale).sum(1, keepdim=True)
+    w = ((state[..., fields.W] + moved * s_parts) * scale).sum(1, keepdim=True)
+    sums.w = w if inv_t is None else w * inv_t
+    sums.s1 = (state[..., fields.S1] * moved.exp()).sum(1, keepdim=True)
+    c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))
+    if "log_total" in reading.wants:
+        total = (c - n * (sums.shift - ref)).sum(1, keepdim=True)
+        sums.c = total if inv_t is None else total * inv_t
+    else:
+        sums.c = (c + n * ref).sum(1, keepdim=True)
+    if sums.argmax is not None:
+        best = torch.where(m_parts == m, state[..., fields.ARG], torch.inf).amin(1)
+        sums.argmax = torch.where(best.isinf(), 0, best).long()
+    if sums.y_mark is not None:
+        sums.y_mark = state[..., fields.Y_MARK].sum(1, keepdim=True)
+    sums.y_ids = parts.picked
+    return _finish(sums, reading, live_rows(reading), inv_t, shape, vocab)
+
+
+def _lead(reading: Reading, state: Tensor) -> torch.Size:
+    """The rows' shape, as far as the reading tells."""
+    if reading.ids is not None:
+        return reading.ids.shape[:-1]
+    return state.shape[:1] if reading.mark is None else reading.mark.shape
+
+
+class _Terms:
+    """What the columns of a row share in its gradient: coefficients (N, 1), settled and scaled."""
+
+    def __init__(self, x: Tensor, reading: Reading, state, given: Coefficients, upstream, factor):
+        rows, V = state.shape[0], x.shape[-1]
+        has = given.has
+        column = state[:, :1]
+        # A row of -inf has no distribution: p = 0, and nothing flows.
+        self.dead = state[:, fields.LOG_S : fields.LOG_S + 1] == -torch.inf
+        self.shift = torch.where(self.dead, torch.inf, column)
+        self.log_s = torch.where(self.dead, 0.0, state[:, fields.LOG_S : fields.LOG_S + 1])
+        self.log_s1 = state[:, fields.LOG_S1 : fields.LOG_S1 + 1]
+        self.inv_t = inverse_temperature(reading, column)
+        gain = by_row(upstream, rows) * by_row(factor, rows)
+        values = (given.rows.expand(rows, fields.COEFFICIENTS) * gain).to(state.dtype)
+
+        def field(name: str) -> Tensor | None:
+            at = fields.FIELDS.index(name)
+            return torch.where(self.dead, 0.0, values[:, at : at + 1]) if name in has else None
+
+        self.a, self.b, self.g_total = field("a"), field("b"), field("total")
+        self.a_ids, self.g_mark, self.d_label = field("a_ids"), field("mark"), field("label")
+        self.g_ids = None
+        if given.ids is not None:
+            self.g_ids = torch.where(self.dead, 0.0, (given.ids * gain).to(state.dtype))
+        self.a = torch.zeros_like(self.shift) if self.a is None else self.a
+        self.label_apart = self.d_label is not None and self.inv_t is not None
+        if self.d_label is not None and not self.label_apart:  # one more id at this temperature
+            self.a = self.a - self.d_label
+            self.a_ids = None if self.a_ids is None else self.a_ids - self.d_label
+        self._settle_bad(reading, rows, V)
+        if self.inv_t is not None:
+            for name in ("a", "b", "g_total", "a_ids", "g_mark", "g_ids"):
+                t = getattr(self, name)
+                setattr(self, name, None if t is None else t * self.inv_t)
+
+    def _settle_bad(self, reading: Reading, rows: int, V: int) -> None:
+        """A bad id has no gradient to give: the whole row says so."""
+        bad = None
+        if self.g_mark is not None or self.d_label is not None:
+            self.mark, inside = locate(reading.mark, rows, V)
+            bad = ~inside
+        if self.g_ids is not None or self.a_ids is not None:
+            self.ids, self.inside = locate(reading.ids, rows, V)
+            ours = is_bad(reading.ids, self.inside)
+            bad = ours if bad is None else bad | ours
+            if self.g_ids is not None:
+                self.g_ids = torch.where(self.inside, self.g_ids, 0.0)
+        assert self.a is not None
+        if bad is not None:
+            self.a = torch.where(bad, torch.nan, self.a)
+            if self.a_ids is not None:
+                self.a_ids = torch.where(bad, torch.nan, self.a_ids)
+
+    @property
+    def only_a(self) -> bool:
+        """Whether each column but those of ids and totals is p times one number."""
+        return self.b is None and self.a_ids is None and not self.label_apart
+
+
+def gradient(
     x: Tensor,  # (..., V)
-    ids: Tensor | None,  # (...) or (..., K)
-    weight: Tensor | None,  # (V,)
-    row_temperature: Tensor | None,  # (...)
-    temperature: float,
-    softcap: float | None,
-    ignore_index: int | None,
-    normalised: bool,
-    outside: int | None,
-    plain: bool,
-    shift: Tensor,  # (...)
-    log_s: Tensor,  # (...)
-    log_s1: Tensor | None,  # (...)
-    a: Tensor | None,  # (...)
-    b: Tensor | None,  # (...)
-    g_id: Tensor | None,  # like ids, or the last of them; or one number for all
-    g_c: Tensor | None,  # (...)
-    a_ids: Tensor | None,  # (...), for ids[..., outside:]
-    d_label: Tensor | None,  # (...) or a number, of the first id at temperature 1
-    gain: Tensor | None = None,  # (...) or a number
-    repeats: Tensor | None = None,  # (...), whether one of the ids of g_id is in two slots
-    inplace: bool = False,
+    reading: Reading,
+    state: Tensor,  # (N, STATE)
+    coefficients: Coefficients,
+    upstream: Tensor,  # () or one a row
+    factor: Tensor | None = None,  # () or one a row
+    into: Tensor | None = None,  # (..., V), written to; x itself if in place
 ) -> Tensor:
-    """The gradient of the logits, (..., V) in their dtype; in place, it replaces x.
-
-    Of one id a row that is `normalised`, a need not tell: -g_id is added to it; nor of a label
-    without a log_s1, which is at the temperature of the ids. A gain multiplies g_id, and of several
-    ids a and a_ids too.
-    """
-    V = x.shape[-1]
-    flat = x.reshape(-1, V)
-    dx = flat if inplace else torch.empty_like(flat, memory_format=torch.contiguous_format)
-    live = _live_rows(ids, flat.shape[0], ignore_index)
-    # A row of -inf has no distribution: p = 0, and nothing flows.
-    dead = (log_s == -torch.inf).reshape(-1, 1)
-    shift = torch.where(dead, torch.inf, shift.reshape(-1, 1))
-    log_s = torch.where(dead, 0.0, log_s.reshape(-1, 1))
-    if g_id is not None:
-        g_id = _by_row(g_id if g_id.dim() else g_id.expand(ids.shape), dead.shape[0])
-        skip = _by_row(ids, dead.shape[0]).shape[1] - g_id.shape[1]
-        g_id = torch.nn.functional.pad(g_id, (skip, 0))
-    a = torch.zeros_like(shift) if a is None else a.reshape(-1, 1)
-    a_ids = None if a_ids is None else a_ids.reshape(-1, 1)
-    d_label = None if d_label is None else d_label.reshape(-1, 1).expand(dead.shape)
-    if gain is not None:
-        a = a * gain.reshape(-1, 1)
-        g_id, a_ids = (None if t is None else t * gain.reshape(-1, 1) for t in (g_id, a_ids))
-    if d_label is not None and log_s1 is None:
-        a = a - d_label
-        a_ids = None if a_ids is None else a_ids - d_label
-    one_id = outside is None and not plain and g_id is not None and g_id.shape[1] == 1
-    if normalised and one_id:
-        a = a - g_id
-    a = torch.where(dead, 0.0, a)
-    b, g_c, g_id = (
-        None if t is None else torch.where(dead, 0.0, _by_row(t, dead.shape[0]))
-        for t in (b, g_c, g_id)
-    )
-    a_ids, d_label = (None if t is None else torch.where(dead, 0.0, t) for t in (a_ids, d_label))
-    if g_id is not None or a_ids is not None or d_label is not None:
-        at, inside, bad = _locate(ids, flat.shape[0], V)
-        # A bad id has no gradient to give: the whole row says so.
-        bad = bad.any(1, keepdim=True)
-        a = torch.where(bad, torch.nan, a)
-        a_ids = None if a_ids is None else torch.where(bad, torch.nan, a_ids)
-        g_id = None if g_id is None else torch.where(inside, g_id, 0.0)
-    inv_t = _inverse(row_temperature, temperature, shift)
-    if inv_t is not None:
-        a = a * inv_t
-        b, g_c, g_id, a_ids = (None if t is None else t * inv_t for t in (b, g_c, g_id, a_ids))
-    inv_s = (-log_s).exp()  # p = e^d / s
-    simple = b is None and a_ids is None and d_label is None
-    moderate = simple and shift.numel() > 0 and _moderate(shift, inv_t)
-    if moderate:
-        a = a * inv_s * (-shift).exp()
-
-    if live is not None and x.device.type == "cpu":
-        dx.index_fill_(0, (~live).nonzero().squeeze(1), 0)  # the rest is about to be written
-    for rows in _chunks(flat, live):
-        y, slope = _capped(flat[rows], softcap)
-        into = dx[rows] if isinstance(rows, slice) and dx.dtype == y.dtype else None
-        if moderate:
-            own = y.dtype != dx.dtype or softcap is not None
-            dy = torch.exp(y, out=y if own else into).mul_(a[rows])
-        elif simple:
-            d = _centred(y, shift[rows], None if inv_t is None else inv_t[rows], out=into)
-            dy = d.exp_().mul_(a[rows] * inv_s[rows])
-        else:
-            d = _centred(y, shift[rows], None if inv_t is None else inv_t[rows])
-            p = d.exp() * inv_s[rows]
-            dy = p * a[rows]
-            if a_ids is not None:
-                own = _members(at[rows][:, outside:], inside[rows][:, outside:])
-                dy.scatter_(1, own, (p * a_ids[rows]).gather(1, own))
-            if b is not None:
-                dy += torch.where(p > 0, p * (d - log_s[rows]), 0.0) * b[rows]
-            if d_label is not None:
-                if log_s1 is not None:
-                    p1 = (y - shift[rows] - log_s1.reshape(-1, 1)[rows]).exp_()
-                    dy -= torch.where(dead[rows], 0.0, p1 * d_label[rows])
-                dy.scatter_add_(1, at[rows][:, :1], d_label[rows])
-        if g_c is not None:
-            dy += g_c[rows] if weight is None else g_c[rows] * weight
-        if g_id is not None:
-            dy.scatter_add_(1, at[rows], g_id[rows])
+    """The gradient of the logits, (..., V) in their dtype."""
+    flat = x.reshape(-1, x.shape[-1])
+    dx, into = written_to(x, into)
+    live = live_rows(reading)
+    terms = _Terms(x, reading, state, coefficients, upstream, factor)
+    fill_ignored(dx, live, before=True)
+    for rows in chunks(flat, live):
+        y, slope = capped(flat[rows], reading.softcap)
+        direct = dx[rows] if isinstance(rows, slice) and dx.dtype == y.dtype else None
+        dy = _dy(terms, y, rows, direct, own=y.dtype != flat.dtype or reading.softcap is not None)
+        if terms.g_total is not None:
+            weight = reading.class_weight
+            dy += terms.g_total[rows] if weight is None else terms.g_total[rows] * weight
+        if terms.g_mark is not None:
+            dy.scatter_add_(1, terms.mark[rows], terms.g_mark[rows])
+        if terms.g_ids is not None:
+            dy.scatter_add_(1, terms.ids[rows], terms.g_ids[rows])
         if slope is not None:
             dy *= slope
-        if dy is not into:
+        if dy is not direct:
             dx[rows] = dy.to(dx.dtype)
-    if live is not None and x.device.type != "cpu":
-        dx.masked_fill_(~live[:, None], 0)  # rows that could not be left out without asking the GPU
-    if inplace and flat.data_ptr() != x.data_ptr():
-        x.copy_(flat.view(x.shape))
-    return (x if inplace else dx).view(x.shape)
+    fill_ignored(dx, live, before=False)
+    return give(dx, into)
 
 
-def mean_nll(
-    ids: Tensor,  # (...)
-    picked: Tensor | None,  # (...), log p; None if not yet known
-    ignore_index: int,
-    mean: bool,
-) -> tuple[Tensor | None, Tensor]:
-    """-Σ picked, over the number of rows that count if `mean`; and its gradient, alike for all."""
-    count = (ids != ignore_index).sum().clamp(min=1) if mean else ids.new_ones(())
-    if picked is None:
-        return None, -1.0 / count
-    return -picked.sum() / count, -1.0 / count.to(picked.dtype)
-
-
-def scale_rows_(x: Tensor, g: Tensor) -> None:
-    """x (..., V) times g, a scalar or (...), in place."""
-    x.mul_(g.reshape(x.shape[:-1]).unsqueeze(-1) if g.dim() else g)
-
-
-def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
-    """No: a CPU has the memory for sums in fp32."""
-    return False
-
-
-def can_visit(x: Tensor) -> bool:
-    """No: looking twice at a chunk in cache is as good."""
-    return False
+def _dy(terms: _Terms, y: Tensor, rows, direct: Tensor | None, own: bool) -> Tensor:
+    """p (a + b log p) of some rows, and what a label at temperature 1 adds."""
+    shift, inv_t = terms.shift[rows], None if terms.inv_t is None else terms.inv_t[rows]
+    inv_s, a = (-terms.log_s[rows]).exp(), terms.a[rows]
+    if terms.only_a and _needs_no_centring(shift, inv_t):
+        dy = torch.exp(y, out=y if own else direct).mul_(a * inv_s * (-shift).exp())
+    elif terms.only_a:
+        dy = centred(y, shift, inv_t, out=direct).exp_().mul_(a * inv_s)
+    else:
+        d = centred(y, shift, inv_t)
+        p = d.exp() * inv_s
+        dy = p * a
+        if terms.a_ids is not None:
+            columns = own_columns(terms.ids[rows], terms.inside[rows])
+            dy.scatter_(1, columns, (p * terms.a_ids[rows]).gather(1, columns))
+        if terms.b is not None:
+            dy += torch.where(p > 0, p * (d - terms.log_s[rows]), 0.0) * terms.b[rows]
+        if terms.label_apart:
+            p1 = (y - shift - terms.log_s1[rows]).exp_()
+            dy -= torch.where(terms.dead[rows], 0.0, p1 * terms.d_label[rows])
+    if terms.d_label is not None:
+        dy.scatter_add_(1, terms.mark[rows], terms.d_label[rows])
+    return dy

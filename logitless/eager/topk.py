@@ -8,7 +8,8 @@ A logit of fp64 leaves no room for that, and its row is sorted.
 import torch
 from torch import Tensor
 
-from .stats import _capped, _chunks, _precision
+from .._contract import precision
+from .rows import capped, chunks
 
 LAST = 2**31 - 1
 
@@ -26,11 +27,11 @@ def topk(
     shape, V = x.shape[:-1], x.shape[-1]
     flat = x.detach().reshape(-1, V)
     ids = torch.empty((flat.shape[0], k), dtype=torch.int64, device=x.device)
-    logprobs = torch.empty((flat.shape[0], k), dtype=_precision(x), device=x.device)
-    log_tail = torch.empty(flat.shape[0], dtype=_precision(x), device=x.device)
-    for rows in _chunks(flat, None):
+    logprobs = torch.empty((flat.shape[0], k), dtype=precision(x.dtype), device=x.device)
+    log_tail = torch.empty(flat.shape[0], dtype=precision(x.dtype), device=x.device)
+    for rows in chunks(flat, None):
         at = ids[rows] = _largest(flat[rows], k)
-        y, _ = _capped(flat[rows], softcap)
+        y, _ = capped(flat[rows], softcap)
         m = y.amax(1, keepdim=True)
         z = (y - torch.where(m.isinf(), 0.0, m)) / temperature
         chosen = z.gather(1, at)

@@ -1,30 +1,39 @@
 """What the GPU runs. Imports torch, triton and the eager twins, and nothing of ours above it."""
 
-from .accumulate import accumulate, can_accumulate, exponents
-from .mean import mean_nll
-from .pair import pair_bwd, pair_fwd
-from .pick import pick, pick_bwd
-from .scale import scale_rows_
+from .backward import gradient
+from .finish import finish
+from .gather import gather, gather_gradient
+from .one_pass import can_one_pass, one_pass
+from .partial import partial
+from .plain import plain
+from .read import read
+from .reduce import reduce
+from .scale import scale_
 from .slots import slots
-from .stats_bwd import stats_bwd
-from .stats_fwd import stats_fwd
-from .topk import topk
-from .visit import can_visit, visit
+
+# After those above, whose modules these import.
+from .accumulate import accumulate, can_accumulate, exponents  # isort: skip
+from .pair_gradient import pair_gradient  # isort: skip
+from .pair_read import pair_read  # isort: skip
+from .topk import topk  # isort: skip
 
 __all__ = [
     "accumulate",
     "can_accumulate",
-    "can_visit",
+    "can_one_pass",
     "exponents",
-    "mean_nll",
-    "pair_bwd",
-    "pair_fwd",
-    "pick",
-    "pick_bwd",
-    "scale_rows_",
+    "finish",
+    "gather",
+    "gather_gradient",
+    "gradient",
+    "one_pass",
+    "pair_gradient",
+    "pair_read",
+    "partial",
+    "plain",
+    "read",
+    "reduce",
+    "scale_",
     "slots",
-    "stats_bwd",
-    "stats_fwd",
     "topk",
-    "visit",
 ]

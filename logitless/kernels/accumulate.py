@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import config
@@ -140,7 +141,7 @@ def _plan(
     return Launch(
         _accumulate_kernel, (programs,), (R, V, D, programs),
         num_warps=cut.num_warps, num_stages=STAGES,
-        FIRST=first, LAST=last, WIDE=triton.knobs.runtime.interpret,  # it multiplies no bf16
+        FIRST=first, LAST=last, WIDE=knobs.runtime.interpret,  # it multiplies no bf16
         BLOCK_V=cut.block_v, BLOCK_D=BLOCK, BLOCK_R=BLOCK_R,
     )  # fmt: skip
 

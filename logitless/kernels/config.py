@@ -22,22 +22,25 @@ class Config(NamedTuple):
     block_v: int
     num_warps: int
     splits: int = 1
-    span: int = 0  # columns of a row that one program visits
+    span: int = 0  # columns of a row that one program reads and writes
 
 
 _override: dict[str, int] = {}
+revision = 0  # changes with _override, so that a plan made before is not used after
 
 
 @contextlib.contextmanager
 def override(**fields: int):
     """Replace fields of every Config in this block: `with override(block_v=64, splits=3): ...`"""
-    global _override
+    global _override, revision
     before, _override = _override, {**_override, **fields}
+    revision += 1
     forget()
     try:
         yield
     finally:
         _override = before
+        revision += 1
         forget()
 
 
@@ -94,9 +97,14 @@ def scale(vocab: int) -> Config:
 
 
 @functools.lru_cache(1024)
-def visit(vocab: int, itemsize: int) -> Config:
-    """Parts of a row small enough for the cache beside a processor to hold several at once."""
+def one_pass(vocab: int, itemsize: int, crowded: bool = False) -> Config:
+    """Parts of a row small enough for the cache beside a processor to hold several at once.
+
+    A softcap in fp32 and two places, one read and one written (crowded), fill the registers.
+    """
     block, warps, span = (2048, 2, 6144) if itemsize == 2 else (4096, 4, 4096)
+    if crowded:
+        block = 2048
     return overridden(Config(min(block, ceil_pow2(vocab)), warps, span=min(span, ceil_pow2(vocab))))
 
 
@@ -124,7 +132,7 @@ def pair_backward(vocab: int, itemsize: int) -> Config:
 
 
 def forget() -> None:
-    for choice in (forward, backward, spans, scale, visit):
+    for choice in (forward, backward, spans, scale, one_pass):
         choice.cache_clear()
 
 

@@ -5,15 +5,17 @@ Each slot is compared with those after it, a scalar at a time: one instruction a
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import _contract
 from . import config
 from .launch import REMEMBERED, Launch
+from .state import STATE_WIDTH
 
 COMPARED = 128  # slots at a time
+STATE_REPEATS = tl.constexpr(_contract.REPEATS)
 
 
 @triton.jit
@@ -40,27 +42,25 @@ def are_repeated(IDS, K, BLOCK_K: tl.constexpr):
     return tl.max(found.to(tl.int32), axis=0) > 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["IDS", "STATE"])
 def _repeats_kernel(
     IDS,  # input
-    REPEATS,  # output
-    K, first,  # sizes
+    STATE,  # output, of which one field is written
+    K,
     BLOCK_K: tl.constexpr,
-):  # fmt: skip
+):
     """One program a row."""
     row = tl.program_id(0)
-    found = are_repeated(IDS + row.to(tl.int64) * K + first, K - first, BLOCK_K)
-    tl.store(REPEATS + row, found.to(tl.int8))
+    found = are_repeated(IDS + row.to(tl.int64) * K, K, BLOCK_K)
+    tl.store(STATE + row.to(tl.int64) * STATE_WIDTH + STATE_REPEATS, found.to(tl.float32))
 
 
-def repeats_of(ids: Tensor, rows: int, first: int) -> Tensor:
-    """Whether one of ids[..., first:] is in two slots, int8 (rows,), of ids (..., K)."""
-    repeats = torch.empty(rows, device=ids.device, dtype=torch.int8)
-    _plan(rows, ids.numel() // rows, first)(ids, repeats)
-    return repeats
+def write_repeats(ids: Tensor, state: Tensor) -> None:
+    """The field REPEATS of state (N, STATE): whether one of ids (..., K) is in two slots."""
+    _plan(len(state), ids.shape[-1])(ids, state)
 
 
 @functools.lru_cache(REMEMBERED)
-def _plan(rows: int, K: int, first: int) -> Launch:
+def _plan(rows: int, K: int) -> Launch:
     block = min(COMPARED, max(config.ceil_pow2(K), 2))
-    return Launch(_repeats_kernel, (rows,), (K, first), num_warps=1, BLOCK_K=block)
+    return Launch(_repeats_kernel, (rows,), (K,), num_warps=1, BLOCK_K=block)

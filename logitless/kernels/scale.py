@@ -8,11 +8,13 @@ from torch import Tensor
 
 from . import config
 from .launch import REMEMBERED, Launch
-from .rows import row_offset
-from .view import Rows, rows_of
+from .layout import Rows, row_offset, rows_of
 
 
-@triton.jit(do_not_specialize=["rows_t", "tiles", "blocks"])
+@triton.jit(
+    do_not_specialize=["step_g", "rows_t", "tiles", "blocks"],
+    do_not_specialize_on_alignment=["G"],
+)
 def _scale_kernel(
     X, G,  # inputs; X is the output too
     step_g, rows_t, stride_xb, stride_xt, V, tiles, blocks,  # sizes
@@ -32,7 +34,7 @@ def _scale_kernel(
             tl.store(at, (x * g).to(X.dtype.element_ty), mask=cols < V)
 
 
-def scale_rows_(x: Tensor, g: Tensor) -> None:
+def scale_(x: Tensor, g: Tensor) -> None:
     """x (..., V) times g, a scalar or (...), without asking the host what g is."""
     if x.numel() == 0:
         return
@@ -49,6 +51,6 @@ def _plan(rows: Rows, alike: bool, most: int, cut: config.Config) -> Launch:
     tiles = rows.count * blocks
     return Launch(
         _scale_kernel, (min(tiles, most),),
-        (0 if alike else 1, *rows.where, rows.vocab, tiles, blocks),
+        (0 if alike else 1, *rows.strides, rows.vocab, tiles, blocks),
         num_warps=cut.num_warps, BLOCK_V=cut.block_v,
     )  # fmt: skip

@@ -11,7 +11,8 @@ for masses that need not sum to 1:
 
 The support says what p and q are: as given ("truncate", and "tail" with one more bucket), p/P
 ("renorm_teacher", "renorm") and q/Q ("renorm", "gathered") with P, Q the sums over the slots. A
-student that is normalised here passes the gradient on to its logits: d_k = g_k - q_k Σ g.
+student that is normalised here passes the gradient on to its logits: d_k = g_k - q_k Σ g. Of any
+other, which is log p of the whole row, the row's coefficient a takes Σ g.
 
 Everything is a difference of logarithms times a mass, and no mass, no term: p = 0 adds nothing to
 the forward KL whatever q is. log M is taken relative to the larger of p and q, so that p = q gives
@@ -25,11 +26,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..eager.slots import RENORM_STUDENT, RENORM_TEACHER, at_the_ends
+from .. import _contract
+from .._contract import Coefficients, Reading, Slots
 from ..eager.slots import slots as slots_in_torch
 from . import config
+from .gradient import COEF_A, COEF_A_IDS, COEF_D_LABEL
 from .launch import REMEMBERED, Launch
-from .rows import INF, finite
+from .numerics import INF, finite, load
+from .plain import COEF_WIDTH
+from .state import is_live
+
+RENORM_TEACHER = ("renorm_teacher", "renorm")  # supports that compare p/P
+RENORM_STUDENT = ("renorm", "gathered")  # supports that compare q/Q
+LEAST = tl.constexpr(-87.0)  # log of a tail that fp32 can still divide by
 
 MAX_K = 4096  # slots that one program holds; more are left to PyTorch
 WARP = 512  # slots that one warp holds, whole rows where they fit: sums within a warp are free
@@ -81,27 +90,56 @@ def _terms(log_p, p, log_q, q, beta, DIVERGENCE: tl.constexpr):
         return 0.5 * tl.abs(p - q), 0.5 * slope
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit
+def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, some, beta, DIVERGENCE: tl.constexpr):
+    """(f, g, log q) of the bucket that holds the rest of the vocabulary; 0 in rows of no slot."""
+    log_q_tail = load(STUDENT_TAIL, row, some).to(tl.float32)
+    if TEACHER_TAIL is not None:
+        log_p_tail = load(TEACHER_TAIL, row, some).to(tl.float32)
+    else:
+        log_p_tail = _rest(log_p, p, k)
+    # Where nothing is left outside, what a teacher's rounding leaves there is nothing too.
+    log_p_tail = tl.where(log_q_tail == -INF, -INF, log_p_tail)
+    f, g = _terms(log_p_tail, tl.exp(log_p_tail), log_q_tail, tl.exp(log_q_tail), beta, DIVERGENCE)
+    return tl.where(some, f, 0.0), tl.where(some, g, 0.0), log_q_tail
+
+
+@triton.jit
+def _row_weights(WEIGHT, row, live, kd_weight):
+    """What the divergence of rows is multiplied with; 0 where they do not count."""
+    if WEIGHT is not None:
+        weight = tl.load(WEIGHT + row, mask=live, other=0.0).to(tl.float32)
+        return kd_weight * weight
+    else:
+        return tl.where(live, kd_weight, 0.0)
+
+
+@triton.jit(
+    do_not_specialize=["N"],
+    do_not_specialize_on_alignment=["STUDENT_TAIL", "TEACHER_TAIL", "WEIGHT", "LABEL", "MARK"],
+)
 def _slots_kernel(
-    STUDENT, TEACHER, MASK, STUDENT_TAIL, TEACHER_TAIL,  # inputs
-    VALUE, D_STUDENT, D_TAIL,  # outputs
-    N, K, stride_sn, stride_mn, stride_mk, beta,  # sizes, options
+    STUDENT, TEACHER, MASK, STUDENT_TAIL, TEACHER_TAIL, WEIGHT, LABEL, MARK,  # inputs
+    VALUE, D_STUDENT, COEF,  # outputs
+    N, K, stride_sn, ignore_index, beta, kd_weight, ce_weight,  # sizes, options
     DIVERGENCE: tl.constexpr, RENORM_P: tl.constexpr, RENORM_Q: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program a few whole rows, as a tile (ROWS, BLOCK_K)."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     r, k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
-    mask_r = r < N - first
+    row, mask_r = first + r, r < N - first
+    live_r = mask_r
+    if ignore_index is not None:
+        live_r = mask_r & is_live(tl.load(MARK + row, mask=mask_r, other=0), ignore_index)
     inside = mask_r[:, None] & (k < K)[None, :]
+    live = live_r[:, None] & (k < K)[None, :]
     at = r[:, None] * K + k[None, :]
-    live = inside
     if MASK is not None:
-        kept = MASK + first * stride_mn + r[:, None] * stride_mn + k[None, :] * stride_mk
-        live = tl.load(kept, mask=inside, other=0) != 0
+        live = tl.load(MASK + first * K + at, mask=live, other=0) != 0
     student = STUDENT + first * stride_sn + r[:, None] * stride_sn + k[None, :]
-    log_q = tl.load(student, mask=inside, other=0.0).to(tl.float32)
-    log_p = tl.load(TEACHER + first * K + at, mask=inside, other=0.0).to(tl.float32)
+    log_q = tl.load(student, mask=live, other=0.0).to(tl.float32)
+    log_p = tl.load(TEACHER + first * K + at, mask=live, other=0.0).to(tl.float32)
     log_q = tl.where(live, log_q, -INF)
     log_p = tl.where(live, log_p, -INF)
 
@@ -118,74 +156,103 @@ def _slots_kernel(
     if RENORM_Q:
         # A student of no mass at all has no gradient.
         g = tl.where(some_q[:, None], g - q * tl.sum(g, axis=1)[:, None], 0.0)
-    tl.store(D_STUDENT + first * K + at, tl.where(live, g, 0.0), mask=inside)
+    weight = _row_weights(WEIGHT, row, live_r, kd_weight)
+    g = tl.where(live, g * weight[:, None], 0.0)
+    tl.store(D_STUDENT + first * K + at, g, mask=inside)
 
+    if COEF is not None:
+        COEF += row * COEF_WIDTH
+    a = tl.zeros((ROWS,), tl.float32)
+    if not RENORM_Q:
+        a -= tl.sum(g, axis=1)
     if STUDENT_TAIL is not None:
-        log_q_tail = tl.load(STUDENT_TAIL + first + r, mask=mask_r, other=0.0).to(tl.float32)
-        if TEACHER_TAIL is not None:
-            log_p_tail = tl.load(TEACHER_TAIL + first + r, mask=mask_r, other=0.0).to(tl.float32)
-        else:
-            log_p_tail = _rest(log_p, p, k)
-        # Where nothing is left outside, what a teacher's rounding leaves there is nothing too.
-        log_p_tail = tl.where(log_q_tail == -INF, -INF, log_p_tail)
-        f_tail, g_tail = _terms(
-            log_p_tail, tl.exp(log_p_tail), log_q_tail, tl.exp(log_q_tail), beta, DIVERGENCE
-        )
+        some = live_r
         if MASK is not None:  # no slot, no row
             some = tl.max(live.to(tl.int32), axis=1) != 0
-            f_tail, g_tail = tl.where(some, f_tail, 0.0), tl.where(some, g_tail, 0.0)
+        f_tail, g_tail, log_q_tail = _tail(
+            log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, some, beta, DIVERGENCE
+        )
         value += f_tail
-        tl.store(D_TAIL + first + r, g_tail, mask=mask_r)
-    tl.store(VALUE + first + r, value, mask=mask_r)
+        g_tail = tl.where(some, g_tail * weight, 0.0)
+        # d tail/dz_i is p_i / e^tail - p_i outside, and -p_i inside. Of a tail too small to divide
+        # by, the gradient outside is lost.
+        a -= g_tail
+        tl.store(COEF + COEF_A_IDS, a, mask=mask_r)
+        a += g_tail * tl.exp(-tl.maximum(log_q_tail, LEAST))
+    if COEF is not None:
+        tl.store(COEF + COEF_A, a, mask=mask_r)
+    value = tl.where(live_r, value * weight, 0.0)
+    if LABEL is not None:
+        value -= ce_weight * load(LABEL, row, live_r)
+        tl.store(COEF + COEF_D_LABEL, tl.where(live_r, -ce_weight, 0.0), mask=mask_r)
+    tl.store(VALUE + row, value, mask=mask_r)
 
 
 def slots(
     student: Tensor,  # (..., K), log q, or logits for "renorm" and "gathered"
-    teacher: Tensor,  # (..., K), log p
-    mask: Tensor | None,  # (..., K) bool, True for the slots that count; or (...), of whole rows
-    student_tail: Tensor | None,  # (...), log mass of the student outside the slots
-    teacher_tail: Tensor | None,  # (...), log mass of the teacher there; None is the rest to 1
-    divergence: str,
-    support: str,
-    beta: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """value (...), d_student (..., K) and, where there is a tail, d_tail (...), all fp32.
+    reading: Reading,
+    given: Slots,
+    tail: Tensor | None = None,  # (...), log mass of the student outside the slots
+    label: Tensor | None = None,  # (...), log p of the label at temperature 1
+) -> tuple[Tensor, Coefficients]:
+    """value (...), and the coefficients of its gradient, all fp32.
 
     More than MAX_K slots a row are computed by PyTorch.
     """
     K = student.shape[-1]
     if K > MAX_K or student.numel() == 0:
-        return slots_in_torch(
-            student, teacher, mask, student_tail, teacher_tail, divergence, support, beta
-        )
+        return slots_in_torch(student, reading, given, tail, label)
     value = torch.empty(student.shape[:-1], device=student.device, dtype=torch.float32)
-    d_student = torch.empty(student.shape, device=student.device, dtype=torch.float32)
-    d_tail = None if student_tail is None else torch.empty_like(value)
-    by_row = mask is not None and mask.dim() < student.dim()
-    mask_strides = (1, 0) if by_row else (K, 1)
-    teacher, mask, student_tail, teacher_tail = (
-        None if t is None else t.contiguous() for t in (teacher, mask, student_tail, teacher_tail)
-    )
+    N = value.numel()
+    g = torch.empty((N, K), device=student.device, dtype=torch.float32)
+    has = () if given.support in RENORM_STUDENT else ("a",)
+    if tail is not None:
+        has = ("a", "a_ids")
+    if given.ce_weight == 0:
+        label = None
+    else:
+        has = (*has, "label")
+    coefs = None
+    if has:
+        size = (N, _contract.COEFFICIENTS)
+        coefs = torch.zeros(size, device=student.device, dtype=torch.float32)
     student = student.reshape(-1, K)
     if student.stride(1) != 1:
         student = student.contiguous()
-    how = at_the_ends(divergence, beta)
-    _plan(value.numel(), K, student.stride(0), mask_strides, support, *how)(
-        student, teacher, None if mask is None else mask.view(torch.uint8),
-        student_tail, teacher_tail, value, d_student, d_tail,
+    mark = None if reading.ignore_index is None else reading.mark
+    teacher, mask, *per_row = [
+        t if t is None or t.is_contiguous() else t.contiguous()
+        for t in (given.teacher, given.mask, tail, given.tail, given.row_weight, label, mark)
+    ]
+    if mask is not None:
+        mask = mask.view(torch.uint8)
+    offsets = tuple([0 if t is None else t.data_ptr() % 16 for t in (student, teacher, mask)])
+    plan = _plan(
+        N, K, student.stride(0), offsets, reading.ignore_index, given.support,
+        *_at_the_ends(given.divergence, given.beta), given.kd_weight, given.ce_weight,
     )  # fmt: skip
-    return value, d_student, d_tail
+    plan(student, teacher, mask, *per_row, value, g, coefs)
+    return value, Coefficients(coefs, has, g)
+
+
+def _at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
+    """The divergence to compute: JSD is forward KL at beta 0, reverse KL at 1; only JSD has one."""
+    if divergence != "jsd":
+        return divergence, None
+    return {0.0: ("forward_kl", None), 1.0: ("reverse_kl", None)}.get(beta, (divergence, beta))
 
 
 @functools.lru_cache(REMEMBERED)
 def _plan(
-    N: int, K: int, stride: int, mask_strides: tuple[int, int], support: str, divergence: str,
-    beta: float | None,
+    N: int, K: int, stride: int, offsets: tuple[int, ...], ignore_index: int | None, support: str,
+    divergence: str, beta: float | None, kd_weight: float, ce_weight: float,
 ) -> Launch:  # fmt: skip
+    """One kernel for each alignment, `offsets` from 16 bytes, of what is read by the slot."""
     block_k = config.ceil_pow2(K)
     rows = max(1, WARP // block_k)
     return Launch(
-        _slots_kernel, (config.ceil_div(N, rows),), (N, K, stride, *mask_strides, beta),
+        _slots_kernel, (config.ceil_div(N, rows),),
+        (N, K, stride, ignore_index, beta, float(kd_weight), float(ce_weight)),
         num_warps=max(1, block_k // WARP), DIVERGENCE=divergence,
         RENORM_P=support in RENORM_TEACHER, RENORM_Q=support in RENORM_STUDENT,
         ROWS=rows, BLOCK_K=block_k,

@@ -1,4 +1,4 @@
-"""The mass of a row outside some of its ids, without cancellation.
+"""The mass of a row outside its ids, without cancellation.
 
 Where it is a fair share of the whole, it is what is left when the ids' masses, known from what was
 picked, are taken away, and that is right to many digits. Where it is small, subtracting would leave
@@ -14,22 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import _contract
+from .._contract import Reading
 from . import config
 from .launch import REMEMBERED, Launch
-from .repeats import COMPARED, are_repeated, load_ids
-from .rows import (
-    INF,
-    LOG2E,
-    NO_ID,
-    capped,
-    finite,
-    inverse_temperature,
-    load,
-    move,
-    row_offset,
-)
-from .view import Rows
+from .layout import Rows, row_offset
+from .numerics import INF, LOG2E, NO_ID, capped, finite, inverse_temperature, load, move
+from .repeats import COMPARED, STATE_REPEATS, are_repeated, load_ids
+from .state import LOG_S, SHIFT, STATE_WIDTH, is_live, load_mark
 
+STATE_TAIL = tl.constexpr(_contract.TAIL)
 ENOUGH = tl.constexpr(2.0**-6)  # of the mass: six bits may be lost
 
 
@@ -76,97 +70,123 @@ def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
     return m, s
 
 
-@triton.jit(do_not_specialize=["rows_t"])
+@triton.jit
+def _sort_ids(IDS, SORTED, K, V, repeated, BLOCK_K: tl.constexpr):
+    """The ids in order, with V after them; those of slots that hold none come first.
+
+    Returns how many of the latter there are: nothing is written in their place.
+    """
+    none = tl.zeros((BLOCK_K,), tl.int32)
+    for start in range(0, K, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        ids = tl.load(IDS + offs_k, mask=offs_k < K, other=0).to(tl.int32)
+        none += (ids == NO_ID).to(tl.int32)
+        rank = _rank(IDS, ids, offs_k, K, repeated)
+        tl.store(SORTED + rank, ids, mask=(offs_k < K) & (ids != NO_ID))
+    tl.store(SORTED + K, V)
+    tl.debug_barrier()
+    return tl.sum(none, axis=0)
+
+
+@triton.jit
+def _mass_inside(IDS, LOGPROB, K, V, repeated, BLOCK_K: tl.constexpr):
+    """The mass at the ids, each counted once; and whether one of them is no id."""
+    q_in = tl.zeros((BLOCK_K,), tl.float32)
+    bad = tl.zeros((BLOCK_K,), tl.int32)
+    for start in range(0, K, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        ids = tl.load(IDS + offs_k, mask=offs_k < K, other=NO_ID)
+        inside = (ids >= 0) & (ids < V)
+        bad |= (~inside & (ids != NO_ID)).to(tl.int32)
+        q = tl.exp2(load(LOGPROB, offs_k, inside) * LOG2E)
+        if repeated:
+            q = q / tl.maximum(_copies(IDS, load_ids(IDS, offs_k, K), K), 1)
+        q_in += tl.where(inside, q, 0.0)
+    return tl.sum(q_in, axis=0), tl.max(bad, axis=0) > 0
+
+
+@triton.jit(
+    do_not_specialize=["rows_t"],
+    do_not_specialize_on_alignment=["MARK", "IDS", "LOGPROB", "temperature"],
+)
 def _tail_kernel(
-    X, IDS, PICKED, TEMP, SHIFT, LOG_S,  # inputs
-    SORTED, TAIL, REPEATS,  # outputs; SORTED (rows, K - first + 1), for rows that need it
-    rows_t, stride_xb, stride_xt, V, K, first,  # sizes
-    temperature, softcap, ignore_index,  # options
+    X, MARK, IDS, LOGPROB,  # inputs
+    STATE, SORTED, TAIL,  # STATE in and out; SORTED (N, K + 1), for rows that need it
+    temperature,
+    rows_t, stride_xb, stride_xt, V, K,  # sizes
+    softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0)
-    IDS += row.to(tl.int64) * K
+    STATE += row.to(tl.int64) * STATE_WIDTH
     if ignore_index is not None:
-        if tl.load(IDS) == ignore_index:
+        if not is_live(load_mark(MARK, row), ignore_index):
             tl.store(TAIL + row, 0.0)
-            tl.store(REPEATS + row, 0)
+            tl.store(STATE + STATE_TAIL, 0.0)
+            tl.store(STATE + STATE_REPEATS, 0.0)
             return
-    IDS += first
-    PICKED += row.to(tl.int64) * K + first
-    own = K - first
-    repeated = are_repeated(IDS, own, BLOCK_K)
-    tl.store(REPEATS + row, repeated.to(tl.int8))
-    q_in = tl.zeros((BLOCK_K,), tl.float32)
-    bad = tl.zeros((BLOCK_K,), tl.int32)
-    for start in range(0, own, BLOCK_K):
-        offs_k = start + tl.arange(0, BLOCK_K)
-        ids = tl.load(IDS + offs_k, mask=offs_k < own, other=NO_ID)
-        inside = (ids >= 0) & (ids < V)
-        bad |= (~inside & (ids != NO_ID)).to(tl.int32)
-        q = tl.exp2(load(PICKED, offs_k, inside) * LOG2E)
-        if repeated:
-            q = q / tl.maximum(_copies(IDS, load_ids(IDS, offs_k, own), own), 1)
-        q_in += tl.where(inside, q, 0.0)
-    mass = 1.0 - tl.sum(q_in, axis=0)
+    IDS += row.to(tl.int64) * K
+    LOGPROB += row.to(tl.int64) * K
+    repeated = are_repeated(IDS, K, BLOCK_K)
+    tl.store(STATE + STATE_REPEATS, repeated.to(tl.float32))
+    inside, bad = _mass_inside(IDS, LOGPROB, K, V, repeated, BLOCK_K)
+    mass = 1.0 - inside
     tail = tl.log(mass)
-    if tl.max(bad, axis=0) > 0:
+    if bad:
         tail = tail * float("nan")
     elif mass < ENOUGH:
         Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
-        inv_t = inverse_temperature(TEMP, temperature, row)
-        shift = tl.load(SHIFT + row)
-        SORTED += row.to(tl.int64) * (own + 1)
-        none = tl.zeros((BLOCK_K,), tl.int32)  # slots that hold no id come first, and are skipped
-        for start in range(0, own, BLOCK_K):
-            offs_k = start + tl.arange(0, BLOCK_K)
-            ids = tl.load(IDS + offs_k, mask=offs_k < own, other=0).to(tl.int32)
-            none += (ids == NO_ID).to(tl.int32)
-            rank = _rank(IDS, ids, offs_k, own, repeated)
-            tl.store(SORTED + rank, ids, mask=(offs_k < own) & (ids != NO_ID))
-        tl.store(SORTED + own, V)
-        tl.debug_barrier()
-        SORTED += tl.sum(none, axis=0)
+        inv_t = inverse_temperature(temperature, row)
+        SORTED += row.to(tl.int64) * (K + 1)
+        SORTED += _sort_ids(IDS, SORTED, K, V, repeated, BLOCK_K)
         m, s = _sum_between(Xrow, SORTED, V, inv_t * LOG2E, softcap, BLOCK_V)
-        log_s = tl.load(LOG_S + row)
-        tail = tl.where(s == 0, -INF, (finite(m) - shift) * inv_t + tl.log(s) - log_s)
+        distance = (finite(m) - tl.load(STATE + SHIFT)) * inv_t
+        tail = tl.where(s == 0, -INF, distance + tl.log(s) - tl.load(STATE + LOG_S))
     tl.store(TAIL + row, tail)
+    tl.store(STATE + STATE_TAIL, tail)
 
 
-def mass_outside(
+def write_tail(
     x: Tensor,
     rows: Rows,  # of x
-    ids: Tensor,  # (..., K)
-    picked: Tensor,  # (..., K), log p at the ids
-    row_temperature: Tensor | None,  # (...)
-    shift: Tensor,  # (...)
-    log_s: Tensor,  # (...)
-    tail: Tensor,  # (...), output
-    repeats: Tensor,  # (...), output: whether one of ids[..., first:] is in two slots
-    K: int,
-    first: int,
-    temperature: float,
-    softcap: float | None,
-    ignore_index: int | None,
-) -> None:
-    """log of the mass outside ids[..., first:]; NaN where one of these is not in [0, V).
+    reading: Reading,
+    state: Tensor,  # (N, STATE), of which TAIL and REPEATS are written
+    logprob: Tensor,  # (..., K), log p at the ids
+    shape: tuple[int, ...],
+) -> Tensor:
+    """log of the mass outside the ids, (...); NaN where one of these is not in [0, V).
 
     A slot of NO_ID holds none.
     """
-    ordered = torch.empty((rows.count, K - first + 1), device=x.device, dtype=torch.int32)
-    _plan(rows, K, first, temperature, softcap, ignore_index, config.backward(rows.vocab))(
-        x, ids, picked, row_temperature, shift, log_s, ordered, tail, repeats
-    )
+    K = reading.ids.shape[-1]
+    tail = torch.empty(shape, device=x.device, dtype=torch.float32)
+    if tail.numel() == 0:
+        return tail
+    ordered = torch.empty((rows.count, K + 1), device=x.device, dtype=torch.int32)
+    mark = None if reading.ignore_index is None else reading.mark.contiguous()
+    temperature = reading.row_temperature
+    plan = _plan(
+        rows, K, reading.temperature if temperature is None else None, reading.softcap,
+        reading.ignore_index, config.backward(rows.vocab),
+    )  # fmt: skip
+    tensors = (x, mark, reading.ids.contiguous(), logprob, state, ordered, tail)
+    if temperature is None:
+        plan(*tensors)
+    else:
+        plan(*tensors, temperature.contiguous())
+    return tail
 
 
 @functools.lru_cache(REMEMBERED)
 def _plan(
-    rows: Rows, K: int, first: int, temperature: float, softcap: float | None,
+    rows: Rows, K: int, temperature: float | None, softcap: float | None,
     ignore_index: int | None, cut: config.Config,
 ) -> Launch:  # fmt: skip
-    block = min(COMPARED, max(config.ceil_pow2(K - first), 2))
+    block = min(COMPARED, max(config.ceil_pow2(K), 2))
+    number = () if temperature is None else (temperature,)
     return Launch(
         _tail_kernel, (rows.count,),
-        (*rows.where, rows.vocab, K, first, temperature, softcap, ignore_index),
+        (*number, *rows.strides, rows.vocab, K, softcap, ignore_index),
         num_warps=1, BLOCK_K=block, BLOCK_V=min(cut.block_v, 512),
     )  # fmt: skip

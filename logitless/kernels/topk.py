@@ -1,21 +1,10 @@
 """The k largest of each row, and the mass of all the rest, in one pass.
 
-A program streams over its row and keeps the best so far, sorted, and a threshold: the k-th of them.
-A block's elements above the threshold are set aside in a short waiting list; all others can never
-be among the k, so their exponentials go to the tail, which has a maximum of its own and is never
-found by subtraction. When enough wait, they are sorted and merged into the best, those that fall
-out go to the tail, and the threshold rises. In a row in no special order few blocks have anything
-to set aside after the first ones; a row in ascending order costs a merge of every element.
-
-A logit and its column are one integer, its `key`: ordered by logit, and among equals by column,
-leftmost first, so every sort settles ties. Blocks come in the order of columns, so a later element
-that only equals the threshold has lost already. A logit of -inf is never set aside. Rows with fewer
-than k others look for their first ones at the end.
+A first kernel streams over rows, see topk_stream.py. Rows that are too few to fill the GPU are
+split over several programs; a second kernel merges what they found, by the same steps, and writes
+the result. Rows with fewer than k logits above -inf look for their first ones of -inf at the end.
 
 The order is that of the logits x, before the softcap: it is the same, but for ties by rounding.
-
-Rows that are too few to fill the GPU are split over several programs; a second kernel merges what
-they found, by the same steps, and writes the result.
 """
 
 import functools
@@ -28,197 +17,14 @@ from torch import Tensor
 from ..eager.topk import topk as topk_by_chunks
 from . import config
 from .launch import REMEMBERED, Launch
-from .rows import INF, LOG2E, capped, finite, inverse_temperature, move, row_offset
-from .view import Rows, rows_of
+from .layout import Rows, row_offset, rows_of
+from .numerics import INF, LOG2E, capped, finite, inverse_temperature, move
+from .topk_keys import EMPTY, column_of, logit_of
+from .topk_stream import leave_out_keys, merge, topk_stream_kernel
 
 MAX_K = 256  # beyond, sorting in registers is no gain
 MAX_SPLITS = 32
 RESIDENT = 32  # programs that a multiprocessor holds at once
-
-EMPTY = tl.constexpr(-(1 << 63))  # the key of no element, below every other
-LOWEST = tl.constexpr(-2139095041)  # -inf, ordered
-LAST = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def _flip(bits):
-    """The bits of a float as an integer of the same order, and back."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _key(x, cols):
-    """x in fp32 and its column as one number: a larger x is larger, then a lower column."""
-    ordered = _flip(tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True))  # -0 is 0
-    return (ordered.to(tl.int64) << 32) | (cols ^ LAST).to(tl.int64)
-
-
-@triton.jit
-def _logit(key):
-    """x of a key; -inf of an empty one."""
-    return _flip(tl.maximum((key >> 32).to(tl.int32), LOWEST)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _column(key):
-    return key.to(tl.int32) ^ LAST
-
-
-@triton.jit
-def _places(LOG_K: tl.constexpr):
-    """0, 1, 2, ... of the places of a list, as (2, ..., 2): an axis for each bit."""
-    return tl.reshape(tl.arange(0, 1 << LOG_K), [2] * LOG_K)
-
-
-@triton.jit
-def _settle(h, places, runs: tl.constexpr, LOG_K: tl.constexpr):
-    """Sort, downwards, runs of 2^runs places; each is bitonic: it rises and falls, and no more."""
-    for i in tl.static_range(runs):
-        # Of two keys whose places differ in one bit, the larger to the lower place.
-        other = tl.sum(h, axis=LOG_K - runs + i, keep_dims=True) - h  # int64 wraps: exact
-        second = ((places >> (runs - 1 - i)) & 1) != 0
-        h = tl.where((h > other) != second, h, other)
-    return h
-
-
-@triton.jit
-def _sort_bitonic(keys, LOG_K: tl.constexpr):
-    """Sorted downwards: the larger of a falling and a rising list, place by place."""
-    h = _settle(tl.reshape(keys, [2] * LOG_K), _places(LOG_K), LOG_K, LOG_K)
-    return tl.reshape(h, [1 << LOG_K])
-
-
-@triton.jit
-def _sort(keys, LOG_K: tl.constexpr):
-    """Sorted downwards: every other run upwards, so that two make a bitonic one of twice the size.
-
-    To go up is to go down with all bits turned, so which places are turned is all that changes
-    from size to size: few masks, which the compiler keeps in few registers.
-    """
-    places = _places(LOG_K)
-    h = tl.reshape(keys, [2] * LOG_K)
-    for runs in tl.static_range(1, LOG_K + 1):
-        # Turned until now: every other run of half the size. From now on: every other one.
-        turned = places >> runs
-        if runs > 1:
-            turned ^= places >> (runs - 1)
-        h = _settle(h ^ -(turned & 1).to(tl.int64), places, runs, LOG_K)
-    return tl.reshape(h, [1 << LOG_K])
-
-
-@triton.jit
-def _leave_out(m, s, y, top, rate):
-    """The tail (m, s), m = max y and s = Σ e^((y - m)/T), with one more block: y, of max `top`."""
-    m_new = tl.maximum(m, top)
-    scale = tl.exp2(move(m, m_new, s) * rate)
-    return m_new, s * scale + tl.sum(tl.exp2((y - finite(m_new)) * rate), axis=0)
-
-
-@triton.jit
-def _leave_out_keys(m, s, keys, rate, softcap, DTYPE: tl.constexpr):
-    y, _ = capped(_logit(keys).to(DTYPE), softcap)
-    y = tl.where(keys == EMPTY, -INF, y)
-    return _leave_out(m, s, y, tl.max(y, axis=0), rate)
-
-
-@triton.jit
-def _merge(best, m, s, rising, rate, softcap, LOG_K: tl.constexpr, DTYPE: tl.constexpr):
-    """The best of two sorted lists, one falling and one rising; the others go to the tail."""
-    m, s = _leave_out_keys(m, s, tl.minimum(best, rising), rate, softcap, DTYPE)
-    return _sort_bitonic(tl.maximum(best, rising), LOG_K), m, s
-
-
-@triton.jit
-def _read(Xrow, start, V, softcap, BLOCK_V: tl.constexpr):
-    """A block from a 16-byte boundary: x, and y if it isn't x; -inf outside of the row."""
-    offs = tl.arange(0, BLOCK_V)
-    Xblock = tl.multiple_of(Xrow + start, 16)
-    if (start >= 0) & (start + BLOCK_V <= V):
-        raw = tl.load(Xblock + offs)
-        x = raw.to(tl.float32)
-        y, _ = capped(raw, softcap)
-    else:
-        cols = start + offs
-        inside = (cols >= 0) & (cols < V)
-        raw = tl.load(Xblock + offs, mask=inside, other=0.0)
-        y, _ = capped(raw, softcap)
-        x = tl.where(inside, raw.to(tl.float32), -INF)
-        y = tl.where(inside, y, -INF)
-    return x, y
-
-
-@triton.jit
-def _set_aside(
-    Xrow, Wait, waiting, start, V, threshold, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr
-):
-    """Add a block's keys above the threshold to those waiting; how many there are then.
-
-    The block is read again, from the cache, in parts that need few registers.
-    """
-    for part in range(start, start + BLOCK_V, BLOCK_S):
-        x, _ = _read(Xrow, part, V, None, BLOCK_S)
-        chosen = x > threshold
-        if tl.max(chosen.to(tl.int32), axis=0) != 0:
-            place = waiting + tl.cumsum(chosen.to(tl.int32), axis=0)
-            tl.store(Wait + place - 1, _key(x, part + tl.arange(0, BLOCK_S)), mask=chosen)
-            waiting = tl.max(place, axis=0)
-    return waiting
-
-
-@triton.jit(do_not_specialize=["rows_t", "lead", "span", "splits", "pieces"])
-def _stream_kernel(
-    X,  # input
-    BEST, TAIL,  # outputs: (rows, splits, 1 << LOG_K) keys, rising; (rows, splits, 2)
-    WAITING,  # (programs, BLOCK_V + (1 << LOG_K)), for keys
-    rows_t, stride_xb, stride_xt, lead, V, k, span, splits, pieces,  # sizes
-    temperature, softcap,  # options
-    PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, LOG_K: tl.constexpr,
-):  # fmt: skip
-    """Each program takes one piece, a split of a row, after another."""
-    BLOCK_K: tl.constexpr = 1 << LOG_K
-    offs_k = tl.arange(0, BLOCK_K)
-    BLOCK_S: tl.constexpr = min(BLOCK_V, 128)
-    rate = inverse_temperature(None, temperature, 0) * LOG2E
-    Wait = WAITING + tl.program_id(0).to(tl.int64) * (BLOCK_V + BLOCK_K)
-    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
-        offset = row_offset(piece // splits, rows_t, stride_xb, stride_xt)
-        lo = piece % splits * span
-        if not ALIGNED:
-            lo -= ((lead + offset) % PACK).to(tl.int32)
-        hi = tl.minimum(lo + span, V)
-        best = tl.full((BLOCK_K,), EMPTY, tl.int64)
-        threshold = tl.full((), -INF, tl.float32)
-        m, s = tl.full((), -INF, tl.float32), tl.full((), 0.0, tl.float32)
-        waiting = tl.full((), 0, tl.int32)
-        for start in range(lo, hi, BLOCK_V):
-            x, y = _read(X + offset, start, V, softcap, BLOCK_V)
-            top = tl.max(x, axis=0)
-            if top > threshold:
-                waiting = _set_aside(
-                    X + offset, Wait, waiting, start, V, threshold, BLOCK_V, BLOCK_S
-                )
-                y = tl.where(x > threshold, -INF, y)
-                top = tl.max(y, axis=0)
-            if softcap is not None:
-                top = tl.max(y, axis=0)
-            m, s = _leave_out(m, s, y, top, rate)
-            if (waiting >= BLOCK_K) | (start + BLOCK_V >= hi):
-                # What one thread wrote others read, and will write over.
-                tl.debug_barrier()
-                for at in range(0, waiting, BLOCK_K):
-                    some = tl.load(Wait + at + offs_k, mask=at + offs_k < waiting, other=EMPTY)
-                    best, m, s = _merge(
-                        best, m, s, ~_sort(~some, LOG_K), rate, softcap,
-                        LOG_K, X.dtype.element_ty,
-                    )  # fmt: skip
-                tl.debug_barrier()
-                waiting = tl.full((), 0, tl.int32)
-                kth = tl.max(tl.where(offs_k == k - 1, best, EMPTY), axis=0)
-                threshold = _logit(kth)
-        at = tl.full((), 0, tl.int64) + piece
-        tl.store(BEST + at * BLOCK_K + (BLOCK_K - 1 - offs_k), best)
-        tl.store(TAIL + at * 2, m)
-        tl.store(TAIL + at * 2 + 1, s)
 
 
 @triton.jit
@@ -238,7 +44,7 @@ def _fill(Xrow, Ids, found, V, k, BLOCK_V: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows_t", "splits"])
-def _finish_kernel(
+def _topk_finish_kernel(
     BEST, TAIL, X,  # inputs
     IDS, LOGPROBS, LOG_TAIL,  # outputs
     rows_t, stride_xb, stride_xt, V, k, splits,  # sizes
@@ -251,7 +57,7 @@ def _finish_kernel(
     row = tl.program_id(0)
     offs_k = tl.arange(0, BLOCK_K)
     mask_k = offs_k < k
-    inv_t = inverse_temperature(None, temperature, 0)
+    inv_t = inverse_temperature(temperature, 0)
     rate = inv_t * LOG2E
     best = tl.full((BLOCK_K,), EMPTY, tl.int64)
     m, s = tl.full((), -INF, tl.float32), tl.full((), 0.0, tl.float32)
@@ -262,11 +68,11 @@ def _finish_kernel(
         s = s * tl.exp2(move(m, m_new, s) * rate)
         s += s_split * tl.exp2(move(m_split, m_new, s_split) * rate)
         rising = tl.load(BEST + at * BLOCK_K + offs_k)
-        best, m, s = _merge(best, m_new, s, rising, rate, softcap, LOG_K, DTYPE)
-    m, s = _leave_out_keys(m, s, tl.where(mask_k, EMPTY, best), rate, softcap, DTYPE)
+        best, m, s = merge(best, m_new, s, rising, rate, softcap, LOG_K, DTYPE)
+    m, s = leave_out_keys(m, s, tl.where(mask_k, EMPTY, best), rate, softcap, DTYPE)
 
     # A place that is still empty belongs to a logit of -inf.
-    y, _ = capped(tl.where(mask_k, _logit(best), -INF).to(DTYPE), softcap)
+    y, _ = capped(tl.where(mask_k, logit_of(best), -INF).to(DTYPE), softcap)
     found = tl.sum((mask_k & (best != EMPTY)).to(tl.int32), axis=0)
     if found < k:  # and all that is left out is -inf too
         m = tl.min(y, axis=0)
@@ -280,7 +86,7 @@ def _finish_kernel(
     log_tail = tl.where(s == 0, -INF, (m - shift) * inv_t + tl.log(s))
     tl.store(LOG_TAIL + row, log_tail - log_s)
 
-    tl.store(IDS + at, _column(best).to(tl.int64), mask=offs_k < found)
+    tl.store(IDS + at, column_of(best).to(tl.int64), mask=offs_k < found)
     if found < k:
         offset = row_offset(row, rows_t, stride_xb, stride_xt)
         found = _fill(X + offset, IDS + row.to(tl.int64) * k, found, V, k, BLOCK_V)
@@ -353,11 +159,11 @@ def _plan(
     columns = config.ceil_div(V + rows.pack - 1, cut.splits)
     span = config.ceil_div(columns, cut.block_v) * cut.block_v
     return Launch(
-        _stream_kernel, (programs,),
-        (*rows.where, rows.lead, V, k, span, cut.splits, rows.count * cut.splits,
+        topk_stream_kernel, (programs,),
+        (*rows.strides, rows.lead, V, k, span, cut.splits, rows.count * cut.splits,
          temperature, softcap),
         num_warps=cut.num_warps, PACK=rows.pack, ALIGNED=rows.aligned, **layout,
     ), Launch(
-        _finish_kernel, (rows.count,), (*rows.where, V, k, cut.splits, temperature, softcap),
+        _topk_finish_kernel, (rows.count,), (*rows.strides, V, k, cut.splits, temperature, softcap),
         num_warps=1, **layout,
     )  # fmt: skip

@@ -1,17 +1,19 @@
-"""Real sizes on a real GPU; nothing here runs without one."""
+"""The sizes people train with, on a GPU; without one, small sizes in small blocks, interpreted."""
 
 import pytest
 import torch
+from sizes import BLOCK, ON_GPU
 
-
-def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.path.parts:
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+import logitless as ll
+from logitless.kernels import config
 
 
 @pytest.fixture(autouse=True)
-def no_leftovers():
-    yield
-    torch.cuda.empty_cache()
+def by_the_kernels():
+    """As they come on a GPU. Elsewhere they are asked for, and a short row is several blocks."""
+    if ON_GPU:
+        yield
+        torch.cuda.empty_cache()
+    else:
+        with ll.impl("triton"), config.override(block_v=BLOCK):
+            yield

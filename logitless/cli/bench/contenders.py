@@ -1,146 +1,93 @@
-"""Who takes part, and how each of them is called.
+"""Which cases there are, and who takes part in them.
 
-A contender is a name and a function that imports it and returns its ops, keyed as the cases name
-them: "cross_entropy", "cross_entropy in place", "logsumexp", "score", each called as
-`f(logits, target)`. What a library doesn't have is left out, and it sits out those cases.
+A family of cases is a module with `cases(device, quick)`, `at(device, shape, dtype)`, `inputs`, and
+its contenders: `ours()`, `EAGER_OPS` (PyTorch's), and `RIVALS`, for each library the module to
+import and a function that finds its ops there. What a library doesn't have, it sits out.
+torch.compile compiles what PyTorch runs eagerly.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from importlib import import_module, metadata
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import logitless as ll
 
-Ops = dict[str, Callable]
-OURS, EAGER, COMPILED = "logitless", "eager", "compile"
+from . import heads, logits, teachers
+from .cases import COMPILED, EAGER, OURS, Case, Mode, parse_shape
+
+FAMILIES = {"logits": logits, "teachers": teachers, "heads": heads}
+RIVALS = dict.fromkeys(name for family in FAMILIES.values() for name in family.RIVALS)
+NAMES = (OURS, EAGER, COMPILED, *RIVALS)
+Loaded = dict[tuple[str, str], dict[str, Callable]]  # ops by name, by family and contender
 
 
-class Contender(NamedTuple):
-    name: str
-    package: str  # as the package index knows it
-    load: Callable[[], Ops]
-    kind: str  # "torch", or what its kernels are written in, for a GPU alone
+def choose(
+    device: str, *, quick=False, families=None, ops=None, shapes=None, dtypes=None
+) -> tuple[list[Case], list[str]]:
+    """The cases that are asked for, and a line for each that this library cannot run."""
+    found: dict[str, Case] = {}
+    for name in families or FAMILIES:
+        if shapes:
+            kinds = dtypes or ["fp32" if device == "cpu" else "bf16"]
+            places = [(parse_shape(shape), kind) for shape in shapes for kind in kinds]
+            cases = [case for place in places for case in FAMILIES[name].at(device, *place)]
+        else:
+            cases = FAMILIES[name].cases(device, quick)
+        for case in cases:
+            if (not ops or case.op in ops) and (not dtypes or case.dtype in dtypes):
+                case = replace(case, compiled=case.compiled and not quick)
+                # Families share a case or two: the first stays.
+                found.setdefault(case.name, case.for_cpu() if device == "cpu" else case)
+    if not found:
+        raise ValueError("no case has this family, op, shape and dtype.")
+    missing = [c for c in found.values() if c.needs and not hasattr(ll, c.needs)]
+    skipped = [f"skipped: {c.name}: this logitless has no {c.needs}" for c in missing]
+    return [case for case in found.values() if case not in missing], skipped
 
 
-def logitless() -> Ops:
-    return {
-        "cross_entropy": ll.cross_entropy,
-        "cross_entropy in place": lambda x, t, **options: ll.cross_entropy(
-            x, t, inplace=True, **options
-        ),
-        "logsumexp": lambda x, t: ll.logsumexp(x),
-        "score": ll.score,
-    }
-
-
-def eager() -> Ops:
-    return {
-        "cross_entropy": lambda x, t: F.cross_entropy(x, t),
-        "logsumexp": lambda x, t: torch.logsumexp(x, -1),
-        "score": torch_score,
-    }
-
-
-def compiled() -> Ops:
-    return {op: torch.compile(f, dynamic=False) for op, f in eager().items()}
-
-
-def liger() -> Ops:
-    from liger_kernel.transformers.functional import liger_cross_entropy
-
-    # One function for both: it always leaves the gradient in the caller's logits.
-    return {
-        "cross_entropy": liger_cross_entropy,
-        "cross_entropy in place": liger_cross_entropy,
-    }
-
-
-def fla() -> Ops:
-    from fla.modules.fused_cross_entropy import FusedCrossEntropyLoss
-
-    # Its logsumexp is left out: one block of 65,536 a program, autotuned, takes minutes to compile.
-    return {
-        "cross_entropy": FusedCrossEntropyLoss(),
-        "cross_entropy in place": FusedCrossEntropyLoss(inplace_backward=True),
-    }
-
-
-def flash_attn() -> Ops:
-    from flash_attn.losses.cross_entropy import CrossEntropyLoss
-
-    return {
-        "cross_entropy": CrossEntropyLoss(),
-        "cross_entropy in place": CrossEntropyLoss(inplace_backward=True),
-    }
-
-
-def quack() -> Ops:
-    from quack.cross_entropy import cross_entropy
-
-    return {
-        "cross_entropy": cross_entropy,
-        "cross_entropy in place": lambda x, t: cross_entropy(x, t, inplace_backward=True),
-    }
-
-
-def cut_cross_entropy() -> Ops:
-    # Fuses the LM head with its loss: there is nothing to call on logits already in hand.
-    import cut_cross_entropy  # noqa: F401
-
-    return {}
-
-
-CONTENDERS = (
-    Contender(OURS, "logitless", logitless, "torch"),
-    Contender(EAGER, "torch", eager, "torch"),
-    Contender(COMPILED, "torch", compiled, "torch"),
-    Contender("liger", "liger-kernel", liger, "triton"),
-    Contender("fla", "fla-core", fla, "triton"),
-    Contender("flash-attn", "flash-attn", flash_attn, "triton"),
-    Contender("quack", "quack-kernels", quack, "cute"),
-    Contender("cce", "cut-cross-entropy", cut_cross_entropy, "triton"),
-)
-NAMES = tuple(contender.name for contender in CONTENDERS)
-TRITON_RIVALS = tuple(contender.name for contender in CONTENDERS if contender.kind == "triton")
-
-
-def torch_score(x: Tensor, target: Tensor):
-    """What one writes without a library: an fp32 copy of the logits, and a few more."""
-    logp = F.log_softmax(x.float(), -1)
-    logprob = logp.gather(-1, target[:, None])[:, 0]
-    return logprob, -(logp.exp() * logp).sum(-1), torch.logsumexp(x.float(), -1), x.argmax(-1)
-
-
-def load(names: list[str], device: str) -> tuple[dict[str, Ops], dict[str, str]]:
+def load(names: Iterable[str], device: str) -> tuple[Loaded, dict[str, str]]:
     """The ops of each contender that can run here, and for each a version or a reason not to."""
     loaded, standing = {}, {}
-    for name, package, importer, kind in CONTENDERS:
-        if name not in names:
-            continue
-        if device == "cpu" and kind != "torch":
-            standing[name] = "absent: needs a GPU"
-            continue
-        try:
-            loaded[name] = importer()
-            standing[name] = version(package)
-            if not loaded[name]:
-                standing[name] += " (no op on logits: sits out)"
-        except Exception as error:  # a rival may fail to import in its own way
-            standing[name] = f"absent: {short(error)}"
+    for name in names:
+        for family, module in FAMILIES.items():
+            if name == OURS:
+                loaded[family, name], standing[name] = module.ours(), ll.__version__
+            elif name in (EAGER, COMPILED):
+                loaded[family, name], standing[name] = module.EAGER_OPS, torch.__version__
+            elif name in module.RIVALS and device == "cpu":
+                standing[name] = "absent: needs a GPU"
+            elif name in module.RIVALS:
+                path, find_ops = module.RIVALS[name]
+                try:
+                    loaded[family, name] = find_ops(import_module(path))
+                    standing[name] = version(path)
+                except Exception as error:  # a rival may fail to import in its own way
+                    standing[name] = f"absent: {short(error)}"
     return loaded, standing
 
 
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return getattr(ll, "__version__", "unknown") if package == "logitless" else "unknown"
+def taking_part(case: Case, loaded: Loaded) -> dict[str, Callable]:
+    """What each contender calls for this case."""
+    keys = (f"{case.op} in place",) if case.mode == Mode.INPLACE else (case.work, case.op)
+    found = {}
+    for (family, name), ops in loaded.items():
+        invited = name == OURS or not (case.alone or (name == COMPILED and not case.compiled))
+        op = next((ops[key] for key in keys if key in ops), None)
+        if family == case.family and invited and op is not None:
+            found[name] = torch.compile(op, dynamic=False) if name == COMPILED else op
+    return found
+
+
+def version(path: str) -> str:
+    """Of the package that a module comes from."""
+    top = path.split(".")[0]
+    known = getattr(import_module(top), "__version__", None)
+    packages = metadata.packages_distributions().get(top, ())
+    return known or next((metadata.version(package) for package in packages), "version unknown")
 
 
 def short(error: BaseException) -> str:

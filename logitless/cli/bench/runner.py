@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import reference, timing
-from .cases import FEW, FORWARD, HALF, HOST, INPLACE, OPTIONS, Case
-from .contenders import COMPILED, OURS, Ops, short
-from .timing import MIB, Budget, Timing
+from .cases import COMPILED, OURS, PLAIN, Case, Inputs, Mode, size
+from .contenders import FAMILIES, Loaded, short, taking_part
+from .timing import MIB, Budget
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Leaves = tuple[Tensor, ...]
 OVERWRITES, SYNCHRONISES = "overwrites its input", "synchronises with the host"
 
 
@@ -27,10 +26,11 @@ OVERWRITES, SYNCHRONISES = "overwrites its input", "synchronises with the host"
 class Result:
     """One contender in one case. What couldn't be measured is None."""
 
-    group: str
-    mode: str
+    family: str
     op: str
+    mode: str
     variant: str
+    shape: str
     rows: int
     vocab: int
     dtype: str
@@ -40,176 +40,170 @@ class Result:
     value_error: float | None = None
     grad_error: float | None = None
     ms: float | None = None
-    p20: float | None = None
-    p80: float | None = None
-    reps: int | None = None
-    extra_mib: float | None = None
-    floor_bytes: float | None = None
+    extra_mib: float | None = None  # at most at once, beyond the inputs
+    spare_mib: float | None = None  # the same, beyond the gradients too
     # filled in by verdict.judge, once the ceiling and all times are known
+    eager_x: float | None = None  # time over PyTorch's
+    floor_ms: float | None = None
     tbps: float | None = None
-    floor_x: float | None = None
-    extra_x: float | None = None
     target: str = ""
     limit_ms: float | None = None
     reached: bool | None = None
-    memory_limit_mib: float | None = None
-    memory_reached: bool | None = None
+
+    @property
+    def work(self) -> str:
+        return self.op if self.variant == PLAIN else f"{self.op}, {self.variant}"
 
 
-@dataclass
 class Entry:
-    """A contender ready to run in a case: `prepare` lends it logits, `run` calls it on them."""
+    """A contender in a case: its answer and memory at once, then ready for the clock."""
 
-    result: Result
-    prepare: Callable[[], Tensor]
-    run: Callable[[Tensor], Any]
+    def __init__(self, case: Case, name: str, op: Callable, inputs: Inputs, check: bool):
+        self.case, self.op, self.rows, self.leaves = case, op, inputs.rows, inputs.leaves
+        self.options = inputs.options | (inputs.ours if name == OURS else {})
+        self.scratch: Leaves = ()  # where it works, if it overwrites what it is lent
+        self.result = blank(case, name)
+        try:
+            self.examine(inputs, check)
+        except Exception as error:  # any failure is a finding, not the end of the run
+            self.result.status, self.result.note = "failed", short(error)
+
+    def examine(self, inputs: Inputs, check: bool) -> None:
+        result, in_place = self.result, self.case.mode == Mode.INPLACE
+        scratch = tuple(leaf.clone() for leaf in self.leaves)
+        out, grads = self.run(self.lend(scratch))
+        if check:
+            result.value_error, result.grad_error = reference.compare(
+                self.case.op, inputs, out, grads
+            )
+            errors = result.value_error, result.grad_error or 0.0
+            bound = reference.TOLERANCE[self.case.dtype] * (1 if result.contender == OURS else 10)
+            bound *= reference.CLIPPED.get(self.case.op, 1)
+            if not all(error <= bound for error in errors):  # NaN included
+                result.status = "wrong"
+                result.note = f"error {max(errors):.1e}, allowed {bound:.0e}"
+        if not all(map(torch.equal, scratch, self.leaves)):
+            self.scratch = scratch
+            if not in_place:
+                result.note = OVERWRITES
+                result.status = "wrong" if result.contender == OURS else result.status
+        held = 0 if in_place else sum(grad.numel() * grad.element_size() for grad in grads)
+        del out, grads, scratch
+        extra = timing.extra_memory(self.leaves[0].device.type, self.prepare(), self.run)
+        result.extra_mib, result.spare_mib = extra / MIB, (extra - held) / MIB
+        if self.case.mode == Mode.WALL and timing.synchronises(self.run, self.prepare()):
+            result.note = "; ".join(filter(None, (result.note, SYNCHRONISES)))
+
+    def lend(self, leaves: Leaves) -> Leaves:
+        """The same memory as fresh leaves: no gradient or graph of an earlier call remains."""
+        gradient = self.case.mode not in (Mode.FORWARD, Mode.REPLAY)
+        return tuple(leaf.detach().requires_grad_(gradient) for leaf in leaves)
+
+    def prepare(self) -> Leaves:
+        restored = tuple(map(Tensor.copy_, self.scratch, self.leaves)) if self.scratch else ()
+        return self.lend(restored or self.leaves)
+
+    def run(self, leaves: Leaves):
+        """One unit of work: (output, gradients of the leaves)."""
+        if not leaves[0].requires_grad:
+            with torch.no_grad():
+                return self.op(*leaves, *self.rows, **self.options), ()
+        out = self.op(*leaves, *self.rows, **self.options)
+        loss = reference.scalar(self.case.op, out)
+        if self.case.mode == Mode.REPLAY_BOTH:
+            return out, torch.autograd.grad(loss, leaves)
+        loss.backward()
+        return out, tuple(leaf.grad for leaf in leaves)
+
+    def clock(self, budget: Budget) -> None:
+        """On a GPU, by the clock of its mode."""
+        try:
+            if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
+                copies = many_copies(self.leaves[0], cold=self.case.mode == Mode.REPLAY)
+                self.result.ms = timing.graph_time(
+                    lambda x: self.run(self.lend((x,))), copies, budget
+                )
+            elif self.case.mode == Mode.WALL:
+                self.result.ms = timing.host_time(self.run, self.prepare())
+            else:
+                self.result.ms = timing.device_time(self.prepare, self.run, budget)
+        except Exception as error:
+            self.result.status, self.result.note = "failed", f"while timed: {short(error)}"
+        timing.release()
 
 
-def run_case(case: Case, loaded: dict[str, Ops], device: str, budget: Budget) -> list[Result]:
-    """Results of every contender that has this case's op."""
-    torch.manual_seed(case.rows * 1_000_003 + case.vocab)
+def run_case(
+    case: Case, loaded: Loaded, device: str, budget: Budget, *, check: bool = True
+) -> list[Result]:
+    """Results of every contender that has this op; without `check`, times and memory alone."""
+    torch.manual_seed(case.rows * 1_000_003 + case.shape[-1])
+    parts = taking_part(case, loaded)
     try:
-        x, target = inputs(case, device)
+        inputs = FAMILIES[case.family].inputs(case, device)
     except RuntimeError as error:  # too large for this machine
-        failed = {"status": "failed", "note": short(error)}
-        return [blank(case, name, **failed) for name, _ in taking_part(case, loaded)]
-    options = option_values(case, device)
+        return [blank(case, name, status="failed", note=short(error)) for name in parts]
     entries = []
-    for name, op in taking_part(case, loaded):
+    for name, op in parts.items():
         if name == COMPILED:
             torch.compiler.reset()  # else its limit on recompilations ends in eager code
-        entries.append(enter(case, name, op, x, target, options))
+        entries.append(Entry(case, name, op, inputs, check))
         timing.release()
-    measure(case, [entry for entry in entries if entry.result.status == "ok"], x, budget)
-    return [entry.result for entry in entries]
-
-
-def taking_part(case: Case, loaded: dict[str, Ops]):
-    key = "cross_entropy in place" if case.mode == INPLACE else case.op
-    for name, ops in loaded.items():
-        invited = name == OURS or not case.ours_only
-        if key in ops and invited and (case.compiled or name != COMPILED):
-            yield name, ops[key]
-
-
-def inputs(case: Case, device: str) -> tuple[Tensor, Tensor]:
-    """Logits of variance 4 and targets that all count, but for the half-ignored cases."""
-    x = torch.randn(case.rows, case.vocab, dtype=DTYPES[case.dtype], device=device).mul_(2)
-    target = torch.randint(case.vocab, (case.rows,), device=device)
-    if case.variant in HALF:
-        run_length = 1 if case.variant == "alternating" else 256
-        row = torch.arange(case.rows, device=device)
-        target[row // run_length % 2 == 0] = reference.IGNORED
-    return x, target
-
-
-def option_values(case: Case, device: str) -> dict:
-    if case.variant not in OPTIONS:
-        return {}
-    if case.variant == "weight":
-        return {"weight": torch.rand(case.vocab, device=device) + 0.5}
-    values = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "temperature": 0.7}
-    return {case.variant: values[case.variant]}
-
-
-def enter(case: Case, name: str, op: Callable, x: Tensor, target: Tensor, options: dict) -> Entry:
-    """Runs a contender for its answer and its memory, and readies it for the clock."""
-    result = blank(case, name)
-    entry = Entry(result, lambda: lend(x, case), lambda leaf: call(case, op, leaf, target, options))
-    try:
-        scratch = x.clone()
-        out, grad = entry.run(lend(scratch, case))
-        check(case, result, x, target, options, out, grad)
-        if not torch.equal(scratch, x):
-            if case.mode != INPLACE:
-                result.note = OVERWRITES
-                result.status = "wrong" if name == OURS else result.status
-            entry.prepare = lambda: lend(scratch.copy_(x), case)
-        del out, grad
-        extra = timing.extra_memory(x.device.type, entry.prepare(), entry.run)
-        result.extra_mib = extra / MIB
-        if case.mode == HOST and x.is_cuda and waits(entry):
-            result.note = "; ".join(filter(None, (result.note, SYNCHRONISES)))
-    except Exception as error:  # any failure of a contender is a finding, not the end of the run
-        result.status, result.note = "failed", short(error)
-    return entry
+    results = [entry.result for entry in entries]
+    ready = [entry for entry in entries if entry.result.status == "ok"]
+    if device == "cpu":
+        times = timing.wall_times([(entry.prepare, entry.run) for entry in ready], budget)
+        for entry, ms in zip(ready, times, strict=True):
+            entry.result.ms = ms
+        return results
+    if not case.yardstick or not check:
+        for entry in ready:
+            entry.clock(budget)
+        return results
+    yardstick = YARDSTICKS[case.yardstick]
+    before = yardstick(inputs.leaves, budget)
+    for entry in ready[:1]:  # ours, with the yardstick before and after it: clocks drift
+        entry.clock(budget)
+    after = yardstick(inputs.leaves, budget)
+    for entry in ready[1:]:
+        entry.clock(budget)
+    note = f"{before:.3f} ms before ours, {after:.3f} after"
+    return [blank(case, case.yardstick, ms=(before + after) / 2, note=note), *results]
 
 
 def blank(case: Case, name: str, **known) -> Result:
-    where = (case.group, case.mode, case.op, case.variant, case.rows, case.vocab, case.dtype)
-    return Result(*where, name, floor_bytes=case.floor_bytes, **known)
+    where = (case.family, case.op, case.mode, case.variant, size(case.shape), case.rows)
+    return Result(*where, case.shape[-1], case.dtype, name, **known)
 
 
-def lend(x: Tensor, case: Case) -> Tensor:
-    """The same memory as a fresh leaf, so that no gradient or graph of an earlier call remains."""
-    return x.detach().requires_grad_(case.mode not in (FORWARD, FEW))
-
-
-def call(case: Case, op: Callable, x: Tensor, target: Tensor, options: dict):
-    """One unit of work: (output, gradient of the logits or None)."""
-    if not x.requires_grad:
-        with torch.no_grad():
-            return op(x, target, **options), None
-    out = op(x, target, **options)
-    loss = -(out[0] + reference.ENTROPY_BONUS * out[1]).mean() if case.op == "score" else out
-    loss.backward()
-    return out, x.grad
-
-
-def check(case: Case, result: Result, x, target, options, out, grad) -> None:
-    errors = reference.compare(case.op, x, target, options, out, grad)
-    result.value_error, result.grad_error = errors
-    bound = reference.TOLERANCE[case.dtype]
-    if not errors.worst() <= bound:
-        result.status, result.note = "wrong", f"error {errors.worst():.1e}, allowed {bound:.0e}"
-
-
-def waits(entry: Entry) -> bool:
-    """Whether a call makes the host wait for the GPU."""
-    leaf = entry.prepare()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        entry.run(leaf)
-    except RuntimeError as error:
-        if "synchronizing" not in str(error):
-            raise
-        return True
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return False
-
-
-def measure(case: Case, entries: list[Entry], x: Tensor, budget: Budget) -> None:
-    if not entries:
-        return
-    if x.device.type == "cpu":
-        works = [(entry.prepare, entry.run) for entry in entries]
-        for entry, found in zip(entries, timing.wall_times(works, budget), strict=True):
-            record(entry.result, found)
-        return
-    copies = many_copies(x) if case.mode == FEW else None
-    for entry in entries:
-        try:
-            record(entry.result, clock(case, entry, copies, budget))
-        except Exception as error:
-            entry.result.status, entry.result.note = "failed", f"while timed: {short(error)}"
-        timing.release()
-
-
-def clock(case: Case, entry: Entry, copies: Tensor | None, budget: Budget) -> Timing:
-    if copies is not None:
-        return timing.graph_time(entry.run, copies, budget)
-    if case.mode == HOST:
-        return timing.host_time(entry.run, entry.prepare())
-    return timing.device_time(entry.prepare, entry.run, budget)
-
-
-def many_copies(x: Tensor) -> Tensor:
-    """(M, N, V): enough copies of few rows to overflow L2 twice."""
+def many_copies(x: Tensor, *, cold: bool) -> Tensor:
+    """Of few rows, enough to overflow L2 twice; unless `cold`, ten times the same memory."""
+    if not cold:  # logits that have just been gathered are in the cache
+        return x.expand(10, *x.shape)
     wanted = 2 * torch.cuda.get_device_properties(x.device).L2_cache_size
     count = min(512, max(4, wanted // (x.numel() * x.element_size())))
     return x.expand(count, *x.shape).contiguous()
 
 
-def record(result: Result, found: Timing) -> None:
-    result.ms, result.p20, result.p80, result.reps = found
+def gemm(leaves: Leaves, budget: Budget) -> float:
+    """Milliseconds of one of the three matrix products of a head, on average."""
+    h, W = leaves
+    z = torch.empty(len(h), len(W), device=h.device, dtype=h.dtype)
+    dh, dW = torch.empty_like(h), torch.empty_like(W)
+
+    def three(_):
+        torch.mm(h, W.t(), out=z)
+        torch.mm(z, W, out=dh)
+        torch.mm(z.t(), h, out=dW)
+
+    return timing.device_time(lambda: None, three, budget) / 3
+
+
+def zeros_like(leaves: Leaves, budget: Budget) -> float:
+    return timing.device_time(lambda: None, lambda _: torch.zeros_like(leaves[0]), budget)
+
+
+YARDSTICKS: dict[str, Callable[[Leaves, Budget], float]] = {
+    "3 GEMMs": lambda leaves, budget: 3 * gemm(leaves, budget),
+    "4 GEMMs": lambda leaves, budget: 4 * gemm(leaves, budget),
+    "zeros_like": zeros_like,
+}

@@ -1,7 +1,7 @@
 """Clocks: device events, graph replay, wall time; and peak memory.
 
 Every clock takes a `prepare`, called before each repetition outside of the time, and a `run` that
-is given what it returned. All report the median.
+is given what it returned. All report the median, in milliseconds.
 """
 
 from __future__ import annotations
@@ -29,32 +29,21 @@ class Budget(NamedTuple):
     warmup: float = 25.0
     measure: float = 60.0
 
+    def longer(self) -> Budget:
+        """For work of tens of milliseconds: until the GPU's clocks settle."""
+        return Budget(5 * self.warmup, 5 * self.measure)
 
-class Timing(NamedTuple):
-    ms: float  # the median
-    p20: float
-    p80: float
-    reps: int
-
-
-def summary(times_ms: list[float]) -> Timing:
-    ordered = sorted(times_ms)
-    last = len(ordered) - 1
-    low, high = ordered[round(0.2 * last)], ordered[round(0.8 * last)]
-    return Timing(statistics.median(ordered), low, high, len(ordered))
+    def repetitions(self, one_ms: float, *, least: int = 5, most: int = 500) -> int:
+        return max(least, min(most, int(self.measure / max(one_ms, 1e-3))))
 
 
-def repetitions(budget_ms: float, one_ms: float, *, least: int = 5, most: int = 500) -> int:
-    return max(least, min(most, int(budget_ms / max(one_ms, 1e-3))))
-
-
-def device_time(prepare: Prepare, run: Run, budget: Budget) -> Timing:
+def device_time(prepare: Prepare, run: Run, budget: Budget) -> float:
     """Events around each call, with a cold L2.
 
     The cache is flushed by *reading* a large buffer. Zeroing one would leave it full of dirty
     lines, whose writing back (60 MB on an H200) would fall into the time of what follows. Reading
     it takes a quarter of a millisecond, a head start for the host, which in training has one too:
-    this is the device's time. The host's has a case of its own.
+    this is the device's time. The host's has cases of its own.
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
@@ -73,16 +62,12 @@ def device_time(prepare: Prepare, run: Run, budget: Budget) -> Timing:
         return [start.elapsed_time(end) for start, end in events]
 
     estimate = statistics.median(several(3))
-    several(repetitions(budget.warmup, estimate, least=2))
-    return summary(several(repetitions(budget.measure, estimate)))
+    several(Budget(measure=budget.warmup).repetitions(estimate, least=2))
+    return statistics.median(several(budget.repetitions(estimate)))
 
 
-def graph_time(run: Run, copies: Tensor, budget: Budget) -> Timing:
-    """Time of one call inside a replayed CUDA graph, for work shorter than its launch.
-
-    The graph holds one call for each of `copies` (M, N, V), which together are larger than L2, so
-    that no call finds its input there.
-    """
+def graph_time(run: Run, copies: Tensor, budget: Budget) -> float:
+    """Time of one call inside a replayed CUDA graph that calls it on each of `copies`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -94,27 +79,42 @@ def graph_time(run: Run, copies: Tensor, budget: Budget) -> Timing:
     with torch.cuda.graph(graph):
         for x in copies:
             run(x)
-    ms, p20, p80, reps = device_time(lambda: graph, lambda g: g.replay(), budget)
-    return Timing(ms / len(copies), p20 / len(copies), p80 / len(copies), reps)
+    return device_time(lambda: None, lambda _: graph.replay(), budget) / len(copies)
 
 
-def host_time(run: Run, leaf: Tensor, *, calls: int = 200, batches: int = 5) -> Timing:
+def host_time(run: Run, leaves: tuple[Tensor, ...]) -> float:
     """Wall time of a call when many follow each other and nobody waits for the device."""
+    calls, batches = 200, 5
 
     def batch() -> float:
         start = time.perf_counter()
         for _ in range(calls):
-            leaf.grad = None
-            run(leaf)
+            for leaf in leaves:
+                leaf.grad = None
+            run(leaves)
         torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3 / calls
 
     batch()
-    return summary([batch() for _ in range(batches)])
+    return statistics.median(batch() for _ in range(batches))
 
 
-def wall_times(works: list[tuple[Prepare, Run]], budget: Budget) -> list[Timing]:
-    """Wall time of several works on a CPU, in turns: the machine's moods then hit all alike."""
+def synchronises(run: Run, argument: Any) -> bool:
+    """Whether a call makes the host wait for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(argument)
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
+def wall_times(works: list[tuple[Prepare, Run]], budget: Budget) -> list[float]:
+    """Wall time of several works on a CPU, in turns: what slows the machine down hits all alike."""
 
     def once(prepare: Prepare, run: Run) -> float:
         argument = prepare()
@@ -122,24 +122,18 @@ def wall_times(works: list[tuple[Prepare, Run]], budget: Budget) -> list[Timing]
         run(argument)
         return (time.perf_counter() - start) * 1e3
 
-    slowest = max(once(*work) for work in works)
-    rounds = repetitions(10 * budget.measure, slowest, most=50)
+    slowest = max((once(*work) for work in works), default=0.0)
+    rounds = budget.repetitions(slowest, most=50)
     times = [[once(*work) for work in works] for _ in range(rounds)]
-    return [summary(list(column)) for column in zip(*times, strict=True)]
+    return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
-def copy_bandwidth(device: str, budget: Budget) -> float:
+def copy_bandwidth(budget: Budget) -> float:
     """TB/s, bytes read plus bytes written, of copying a buffer much larger than any cache."""
-    size = 256 * MIB
-    if device == "cuda":
-        size = min(4096 * MIB, torch.cuda.mem_get_info()[0] // 4)
-    source, out = torch.ones(2, size // 4, device=device)
-    work = (lambda: None), (lambda _: out.copy_(source))
-    if device == "cuda":
-        timing = device_time(*work, budget)
-    else:
-        (timing,) = wall_times([work], budget)
-    return 2 * size / (timing.ms * 1e-3) / 1e12
+    size = min(4096 * MIB, torch.cuda.mem_get_info()[0] // 4)
+    source, out = torch.ones(2, size // 4, device="cuda")
+    ms = device_time(lambda: None, lambda _: out.copy_(source), budget)
+    return 2 * size / ms / 1e9
 
 
 def extra_memory(device: str, argument: Any, run: Run) -> int:
@@ -183,9 +177,6 @@ def _quiet() -> Iterator[None]:
 
 
 def release() -> None:
-    """Gives freed memory back, so that one contender's cache is no burden to the next.
-
-    Nothing here makes reference cycles, so no garbage is collected: that would cost 0.1 s a call.
-    """
+    """Gives freed memory back, so that one contender's cache is no burden to the next."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,87 +1,73 @@
-"""From raw times to claims: bandwidth, multiples of the floor, and targets reached or not."""
+"""From raw times to claims: floors, bandwidths, and targets reached or not."""
 
 from __future__ import annotations
 
-from .cases import BACKWARD, FEW, FORWARD, HOST, INPLACE, KERNEL_START_MS, SPARE_MIB, Case
-from .contenders import EAGER, OURS, TRITON_RIVALS
+from .cases import EAGER, OURS, PLAIN, Case, Mode
 from .runner import SYNCHRONISES, Result
-from .timing import MIB
 
-FLOOR_NAME = {FORWARD: "B/C", FEW: "B/C", BACKWARD: "3B/C", INPLACE: "2B/C"}
+KERNEL_START_MS = 0.006  # what a call on few rows may cost beyond its bytes
+Ran = list[tuple[Case, list[Result]]]
 
 
-def judge(ran: list[tuple[Case, list[Result]]], copy_tbps: float) -> list[Result]:
+def judge(ran: Ran, copy_tbps: float | None) -> list[Result]:
     """Fills in what follows from the times, and holds our own against their targets."""
-    everything = [result for _, results in ran for result in results]
     for case, results in ran:
-        for result in results:
-            derive(case, result, copy_tbps)
-            if result.contender == OURS:
-                hold_to_memory(case, result)
-                hold_to_time(case, result, everything, copy_tbps)
-    return everything
+        times = {r.contender: r.ms for r in results}
+        floor = times.get(case.yardstick)
+        if copy_tbps and case.passes and not case.yardstick and case.mode != Mode.WALL:
+            floor = case.floor_bytes / copy_tbps / 1e9
+        for r in results:
+            r.floor_ms = floor
+            if r.ms and times.get(EAGER):
+                r.eager_x = r.ms / times[EAGER]
+            if r.ms and floor and not case.yardstick:
+                r.tbps = case.floor_bytes / r.ms / 1e9
+            if r.contender == OURS:
+                hold(case, r, ran)
+    return [result for _, results in ran for result in results]
 
 
-def derive(case: Case, result: Result, copy_tbps: float) -> None:
-    if result.extra_mib is not None:
-        result.extra_x = result.extra_mib * MIB / case.logits_bytes
-    if result.ms is not None and case.mode != HOST:  # a call bound by the host has no floor
-        result.tbps = case.floor_bytes / (result.ms * 1e-3) / 1e12
-        result.floor_x = copy_tbps / result.tbps
+def hold(case: Case, r: Result, ran: Ran) -> None:
+    """The strictest limit on time counts; one whose reference wasn't measured does not."""
+    limits = [limit(case, of, factor, r.floor_ms, ran) for of, factor in case.targets.items()]
+    r.target = ", ".join(text for text, _ in limits)
+    r.limit_ms = min((ms for _, ms in limits if ms is not None), default=None)
+    kept = []
+    if r.limit_ms is not None and r.ms is not None:
+        kept = [r.ms <= r.limit_ms, SYNCHRONISES not in r.note]
+    if case.spare_mib is not None and r.spare_mib is not None:
+        r.target += f"{', ' if r.target else ''}≤ {case.spare_mib:.0f} MiB"
+        kept.append(r.spare_mib <= case.spare_mib)
+    if r.status != "ok":
+        kept.append(False)
+    r.reached = all(kept) if kept else None
 
 
-def hold_to_memory(case: Case, result: Result) -> None:
-    """The gradient and a little more; in place, the little alone."""
-    if case.mode not in (BACKWARD, INPLACE):
-        return
-    gradient = case.logits_bytes / MIB if case.mode == BACKWARD else 0.0
-    result.memory_limit_mib = gradient + SPARE_MIB
-    if result.extra_mib is not None:
-        result.memory_reached = result.extra_mib <= result.memory_limit_mib
-
-
-def hold_to_time(case: Case, result: Result, everything: list[Result], copy_tbps: float) -> None:
-    if case.target is None:
-        return
-    limit, of = case.target
-    floor_ms = case.floor_bytes / copy_tbps / 1e9
-    if of == "floor":
-        result.target = f"≤ {limit:.2f} · {FLOOR_NAME[case.mode]}"
-        result.limit_ms = limit * floor_ms
-    elif of == "few rows":
-        result.target = f"≤ {KERNEL_START_MS * 1e3:.0f} µs + {limit:.1f} · B/C"
-        result.limit_ms = KERNEL_START_MS + limit * floor_ms
-    elif of == "plain":
-        result.target = f"≤ {limit:.2f} × plain"
-        result.limit_ms = scaled(limit, find(everything, case, OURS, plain=True))
+def limit(case: Case, of, factor: float, floor: float | None, ran: Ran) -> tuple[str, float | None]:
+    """A target in words, and in milliseconds."""
+    if of in ("floor", "start + floor"):
+        start = KERNEL_START_MS if of == "start + floor" else 0.0
+        passes = "" if case.passes == 1 else f"{case.passes:g}"
+        unit = f"× {case.yardstick}" if case.yardstick else f"· {passes}B/C"
+        text = f"≤ {f'{start * 1e3:.0f} µs + ' if start else ''}{factor:.2f} {unit}"
+        return text, None if floor is None else start + factor * floor
+    if of == "cross_entropy":
+        times = {"our cross_entropy": time_of(OURS, of, PLAIN, case, ran)}
     else:
-        result.target = f"≤ {limit:.2f} × eager"
-        result.limit_ms = scaled(limit, find(everything, case, EAGER))
-    if case.mode == HOST:
-        result.target += ", < rivals"
-        rivals = [find(everything, case, name) for name in TRITON_RIVALS]
-        result.limit_ms = min((t for t in [result.limit_ms, *rivals] if t), default=None)
-    if result.status != "ok":
-        result.reached = False
-    elif result.limit_ms is not None and result.ms is not None:
-        result.reached = result.ms <= result.limit_ms and SYNCHRONISES not in result.note
+        times = {
+            name: time_of(name, case.op, case.variant, case, ran)
+            or time_of(name, case.op, PLAIN, case, ran)
+            for name in ((of,) if isinstance(of, str) else of)
+        }
+    known = {name: ms for name, ms in times.items() if ms}
+    text = f"≤ {'' if factor == 1 else f'{factor:.2f} × '}{', '.join(known or times)}"
+    return text, factor * min(known.values()) if known else None
 
 
-def scaled(limit: float, ms: float | None) -> float | None:
-    return None if ms is None else limit * ms
-
-
-def find(
-    everything: list[Result], case: Case, contender: str, *, plain: bool = False
-) -> float | None:
-    """The time of a contender in this case, or in the plain cross-entropy of its shape."""
-    op, variant = ("cross_entropy", "plain") if plain else (case.op, case.variant)
-    wanted = (contender, case.mode, op, variant, case.rows, case.vocab, case.dtype)
-    for r in everything:
-        if (r.contender, r.mode, r.op, r.variant, r.rows, r.vocab, r.dtype) == wanted:
-            return r.ms
+def time_of(contender: str, op: str, variant: str, case: Case, ran: Ran) -> float | None:
+    """A contender's time for an op in the mode, shape and dtype of a case."""
+    wanted = (op, variant, case.mode, case.shape, case.dtype)
+    for other, results in ran:
+        if (other.op, other.variant, other.mode, other.shape, other.dtype) == wanted:
+            return next((r.ms for r in results if r.contender == contender), None)
     return None
-
-
-def all_ours_right(results: list[Result]) -> bool:
-    return all(r.status == "ok" for r in results if r.contender == OURS)

@@ -1,8 +1,4 @@
-"""How a kernel finds a row of logits, reads it in 16-byte pieces, and bends x into y.
-
-A row that does not start on a 16-byte boundary is read as a `body` of whole 16-byte packs between
-two ragged ends, the `fringe`: fewer than one pack before the body and fewer than one after it.
-The body loads at full width whatever the row stride; the fringe is one tile of two packs.
+"""What kernels compute with: x bent into y, exponents that never overflow, and a move of a max.
 
 Kernels work on y = softcap · tanh(x / softcap), or x itself. The logits proper are z = y /
 temperature, but the division is left to the exponent: differences y - max(y) are exact under any
@@ -13,37 +9,12 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
-from ..eager import stats as eager
+from .._contract import NO_ID as NO_ID_
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
-NO_ID = tl.constexpr(eager.NO_ID)
-
-
-@triton.jit
-def row_offset(row, rows_t, stride_b, stride_t):
-    """Elements from the base to a row of a (B, T, V) view. int64: 2^31 is no limit."""
-    return (row // rows_t).to(tl.int64) * stride_b + (row % rows_t).to(tl.int64) * stride_t
-
-
-@triton.jit
-def split_row(offset, V, lead, PACK: tl.constexpr, ALIGNED: tl.constexpr):
-    """(head, body): elements before the first 16-byte boundary, and in whole packs after."""
-    head = 0
-    body = V
-    if not ALIGNED:
-        head = tl.minimum((PACK - (lead + offset) % PACK) % PACK, V).to(tl.int32)
-        body = (V - head) // PACK * PACK
-    return head, tl.multiple_of(body, PACK)
-
-
-@triton.jit
-def fringe_tile(head, body, V, PACK: tl.constexpr):
-    """Columns and mask of the two ragged ends, as one tile."""
-    j = tl.arange(0, 2 * PACK)
-    cols = tl.where(j < PACK, j, head + body + j - PACK)
-    return cols, tl.where(j < PACK, j < head, cols < V)
+NO_ID = tl.constexpr(NO_ID_)  # in a slot that holds no id
 
 
 @triton.jit
@@ -56,10 +27,12 @@ def load(P, at, mask):
 
 
 @triton.jit
-def inverse_temperature(TEMP, temperature, row):
-    """1 / temperature of a row: from the per-row tensor if there is one, else from the number."""
-    if TEMP is not None:
-        return 1.0 / tl.load(TEMP + row).to(tl.float32)
+def inverse_temperature(temperature, row):
+    """1 / temperature of a row: `temperature` is a number, or a pointer to one a row."""
+    if isinstance(temperature, float):  # as the interpreter passes a number
+        return 1.0 / temperature
+    elif temperature.dtype.is_ptr():
+        return 1.0 / tl.load(temperature + row).to(tl.float32)
     else:
         return 1.0 / temperature
 

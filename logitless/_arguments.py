@@ -1,0 +1,199 @@
+"""The arguments of each public function, checked before any source of logits is looked at.
+
+What a check looks at, shapes, dtypes, devices and Python numbers, is the same from call to call in
+a training loop. So a signature that was found right is remembered, and not checked again. Only
+`values` reads what tensors hold, and so runs only where reading costs no synchronisation: on a CPU,
+or when LOGITLESS_CHECK=1 asks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _checks as checks
+from ._contract import NO_ID, Reading
+
+_REMEMBERED = 4096
+_right: set[tuple] = set()
+
+
+def once(check: Callable[..., None], *args: Any) -> None:
+    """check(*args), unless arguments just like these were right before."""
+    if torch.compiler.is_compiling():  # shapes may be symbols
+        check(*args)
+        return
+    try:
+        key = (
+            check,
+            *[
+                (a.__class__, a.shape, a.dtype, a.device, a.requires_grad)
+                if hasattr(a, "requires_grad")
+                else (a.__class__, a)
+                for a in args
+            ],
+        )
+        if key in _right:
+            return
+    except (AttributeError, TypeError):  # no tensor, or without a hash: the check will say so
+        check(*args)
+        return
+    check(*args)
+    if len(_right) >= _REMEMBERED:
+        _right.clear()
+    _right.add(key)
+
+
+def as_ids(ids: Tensor, ignore_index: int | None = None) -> Tensor:
+    """Integers wide enough that none is taken for another."""
+    fits = ignore_index is None or -(2**31) <= ignore_index < 2**31
+    wide = ids.dtype == torch.int64 or (ids.dtype == torch.int32 and fits)
+    return ids if wide else ids.long()
+
+
+def as_mark(mask: Tensor | None) -> Tensor | None:
+    """A mask of rows as marks, of which 0 is to be ignored."""
+    if mask is None:
+        return None
+    mask = mask if mask.dtype == torch.bool else mask != 0
+    return mask.view(torch.int8)
+
+
+def reading_of(logits, temperature: float | Tensor, softcap: float | None, **fields) -> Reading:
+    """A Reading with a temperature as users give it: a number, or one a row."""
+    by_row = None
+    if isinstance(temperature, Tensor):
+        by_row, temperature = temperature.expand(logits.shape[:-1]), 1.0
+    return Reading(
+        row_temperature=by_row, temperature=float(temperature),
+        softcap=None if softcap is None else float(softcap), **fields,
+    )  # fmt: skip
+
+
+def stats(logits, ids, temperature, softcap, ignore_index=None, needs_ids=False) -> None:
+    checks.logits(logits)
+    if ids is not None or needs_ids:
+        checks.ids(ids, logits)
+    checks.temperature(temperature, logits)
+    checks.softcap(softcap)
+    if ignore_index is not None:
+        checks.ignore_index(ignore_index)
+        checks.has_an_id(ids, logits)
+
+
+def row_loss(logits, row_weight, reduction, *rows) -> None:
+    checks.row_weight(row_weight, logits)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    for i, t in enumerate(rows):
+        checks.beside_rows(f"rows[{i}]", t, logits)
+
+
+def score(logits, target, temperature, softcap, ignore_index) -> None:
+    checks.logits(logits)
+    checks.target(target, logits)
+    checks.ignore_index(ignore_index)
+    checks.temperature(temperature, logits)
+    checks.softcap(softcap)
+
+
+def cross_entropy(
+    logits, target, weight, row_weight, temperature, softcap, ignore_index, reduction,
+    label_smoothing, z_loss,
+) -> None:  # fmt: skip
+    checks.logits(logits)
+    checks.target(target, logits)
+    checks.class_weight(weight, logits)
+    checks.row_weight(row_weight, logits)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    checks.label_smoothing(label_smoothing)
+    checks.z_loss(z_loss)
+    checks.ignore_index(ignore_index)
+    checks.temperature(temperature, logits)
+    checks.softcap(softcap)
+
+
+def pair(
+    student, teacher, names, weight, blend, temperature, softcap, mask, row_weight, reduction
+) -> None:  # fmt: skip
+    """A student and a teacher of whole rows; `names` of both, and of the blend."""
+    checks.logits(student, names[0])
+    checks.dense_teacher(names[1], teacher, names[0], student)
+    checks.class_weight(weight, student)
+    checks.fraction(names[2], blend)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    checks.row_weight(row_weight, student)
+    checks.row_mask(mask, student)
+    checks.temperature(temperature, student)
+    checks.softcap(softcap)
+
+
+def gathered(logits, teacher, mask, temperature, row_weight, reduction) -> None:
+    checks.logits(logits, "student_logits")
+    checks.slots("teacher_logprobs", teacher, "student_logits", logits)
+    checks.slot_mask(mask, logits)
+    checks.temperature(temperature, logits)
+    checks.row_weight(row_weight, logits)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+
+
+def distill(
+    logits, ids, labels, row_weight, temperature, softcap, divergence, support, beta,
+    ignore_index, ce_weight, kd_weight, reduction,
+) -> None:  # fmt: skip
+    checks.logits(logits)
+    checks.targets(ids, logits)
+    checks.one_of("divergence", divergence, DIVERGENCES)
+    checks.one_of("support", support, SUPPORTS)
+    checks.fraction("beta", beta)
+    checks.row_weight(row_weight, logits)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    checks.finite_number("ce_weight", ce_weight)
+    checks.finite_number("kd_weight", kd_weight)
+    checks.labels(labels, logits, ce_weight)
+    checks.ignore_index(ignore_index)
+    checks.temperature(temperature, logits)
+    checks.softcap(softcap)
+
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
+ACCUMULATE = ("auto", "fp32", "weight")
+SUPPORTS = ("truncate", "renorm_teacher", "renorm", "tail")
+
+
+def topk(logits, k, temperature, softcap) -> None:
+    checks.logits(logits)
+    checks.how_many(k, logits)
+    checks.number_temperature(temperature)
+    checks.softcap(softcap)
+
+
+def linear(hidden, weight, bias, main_grad, workspace, accumulate, drop_ignored) -> None:
+    checks.linear(hidden, weight, bias, workspace)
+    checks.main_grad(main_grad, weight)
+    checks.one_of("accumulate", accumulate, ACCUMULATE)
+
+
+def values(loss, vocab: int) -> None:
+    """Raise on an id outside [0, vocab) in a row and slot that counts, naming its place."""
+    reading = loss.reading
+    given = reading.mark if reading.ids is None else reading.ids
+    if given is None or not checks.looks_at(given):
+        return
+    live = None
+    if reading.ignore_index is not None:
+        live = reading.mark != reading.ignore_index
+    if reads_mark(loss):
+        checks.in_range(reading.mark, vocab, live, loss.names[0], reading.ignore_index)
+    if reading.ids is not None:
+        real = reading.ids != NO_ID
+        real = real if live is None else real & live.unsqueeze(-1)
+        checks.in_range(reading.ids, vocab, real, loss.names[1], None)
+
+
+def reads_mark(loss) -> bool:
+    """Whether the mark is a label, and not only a sign of which rows count."""
+    wants = loss.reading.wants
+    if "nll" in wants or "label" in wants:
+        return True
+    return loss.reading.ids is None and ("picked" in wants or "logprob" in wants)

@@ -1,0 +1,165 @@
+"""The structs that pass between the losses and the two backends, `kernels` and `eager`.
+
+A `Reading` says what is read of each row of logits, `Statistics` are what was found, and
+`Coefficients` are what the one backward multiplies:
+
+    dz_i = p_i (a + b log p_i) + g_mark [i = mark] + Σ_k g_k [i = id_k] + g_c v_i
+
+with p = softmax(z) and v the class weights. A label at temperature 1 adds d ([i = mark] - p1_i) to
+dz_i · temperature, p1 = softmax(z · temperature). All of it is multiplied by an upstream gradient.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# What may be asked of a row. Each is fp32 (fp64 for fp64), (...) but where it says (..., K).
+STATISTICS = (
+    "lse",  # log Σ e^z
+    "picked",  # z of the ids, (..., K); without ids, z of the mark
+    "logprob",  # log p of the same
+    "nll",  # -log p of the mark
+    "entropy",  # -Σ p log p
+    "total",  # Σ v z, v the class weights
+    "log_total",  # Σ v log p
+    "argmax",  # int64, the lowest of equals; -1 where the row is ignored
+    "tail",  # log of the mass outside the ids
+    "label",  # log p of the mark at temperature 1
+)
+
+
+class Reading(NamedTuple):
+    """What is read of each row x of logits, z = softcap · tanh(x / softcap) / temperature.
+
+    The mark is one integer a row: its label, or a mask. A row whose mark is ignore_index is not
+    read: its statistics are 0 (argmax -1), and so is its gradient.
+    """
+
+    mark: Tensor | None = None  # (...), int8, int32 or int64
+    ids: Tensor | None = None  # (..., K), int32 or int64; NO_ID in a slot that holds none
+    class_weight: Tensor | None = None  # (V,), of the totals
+    row_temperature: Tensor | None = None  # (...), instead of temperature
+    temperature: float = 1.0
+    softcap: float | None = None
+    ignore_index: int | None = None
+    wants: tuple[str, ...] = ()  # of STATISTICS
+
+    @property
+    def at_temperature_1(self) -> bool:
+        return self.row_temperature is None and self.temperature == 1
+
+
+class RowStats(NamedTuple):
+    """What a loss may know about a row. fp32 (fp64 for fp64), differentiable but for argmax.
+
+    What was not asked for is None. `logprob` is exact under any common offset of the logits, which
+    `picked - lse` is not.
+    """
+
+    lse: Tensor | None = None  # (...)      log Σ e^z
+    picked: Tensor | None = None  # like ids  z[ids]
+    entropy: Tensor | None = None  # (...)    -Σ p log p, in nats
+    total: Tensor | None = None  # (...)      Σ z
+    argmax: Tensor | None = None  # (...)     int64, the lowest of equals
+    logprob: Tensor | None = None  # like ids  log p[ids]
+
+
+class Statistics(NamedTuple):
+    """What was found, None if not wanted. `state` is what the gradient reads again."""
+
+    state: Tensor  # (N, STATE), its fields below
+    lse: Tensor | None = None
+    picked: Tensor | None = None
+    logprob: Tensor | None = None
+    nll: Tensor | None = None
+    entropy: Tensor | None = None
+    total: Tensor | None = None
+    log_total: Tensor | None = None
+    argmax: Tensor | None = None
+    tail: Tensor | None = None
+    label: Tensor | None = None
+
+
+# Fields of Statistics.state. A field that belongs to a statistic is written where that is wanted.
+SHIFT = 0  # max y, y = z · temperature; 0 where that is infinite
+LOG_S = 1  # log Σ e^((y - shift) / temperature)
+LOG_S1 = 2  # log Σ e^(y - shift), with "label"
+ENTROPY = 3  # with "entropy"
+TAIL = 4  # with "tail"
+REPEATS = 5  # 1 where an id is in two slots, with "tail"
+STATE = 6
+
+
+class Partials(NamedTuple):
+    """Statistics of parts of each row, before they are merged: blocks, splits or ranks.
+
+    Parts merge in any order; a part of no columns is (-inf, 0, 0, ...).
+    """
+
+    state: Tensor  # (N, parts, PART), its fields below
+    picked: Tensor | None = None  # (N, K), y of the ids; 0 of one that no part here owns: they add
+
+
+# Fields of Partials.state, of y = z · temperature and d = y - m.
+M = 0  # max y
+S = 1  # Σ e^(d / temperature)
+W = 2  # Σ d e^(d / temperature), with "entropy"
+C = 3  # Σ v (y - ref), with "total" or "log_total"
+N = 4  # Σ v, likewise
+REF = 5  # a number near the mean of y, so that C does not cancel
+ARG = 6  # the bits of the lowest column that reaches m, with "argmax"
+S1 = 7  # Σ e^d, with "label" at another temperature than 1
+Y_MARK = 8  # y of the mark; 0 where another part owns it
+PART = 9
+
+
+class Coefficients(NamedTuple):
+    """Of the one backward, at an upstream gradient of 1."""
+
+    rows: Tensor | None  # (N, COEFFICIENTS), or (1, COEFFICIENTS) for all; None without fields
+    has: tuple[str, ...]  # which fields are used: "a", "b", "mark", "total", "a_ids", "label"
+    ids: Tensor | None = None  # (N, K), g_k
+
+
+# Fields of Coefficients.rows.
+A = 0  # a
+B = 1  # b
+G_MARK = 2  # g of z at the mark
+G_TOTAL = 3  # g_c
+A_IDS = 4  # a of the columns that are among the ids, where those leave a tail
+D_LABEL = 5  # of log p of the mark at temperature 1
+COEFFICIENTS = 6
+FIELDS = ("a", "b", "mark", "total", "a_ids", "label")
+
+NO_ID = -(2**31)  # in a slot that holds no id: not read, no gradient, not a bad id
+
+
+class Slots(NamedTuple):
+    """A teacher that is known on K slots a row, and how it is compared."""
+
+    teacher: Tensor  # (..., K), log p
+    mask: Tensor | None  # (..., K), bool: slots that count
+    tail: Tensor | None  # (...), log mass of the teacher outside; None is 1 - Σ p
+    row_weight: Tensor | None  # (...), of the divergence
+    divergence: str  # "forward_kl", "reverse_kl", "jsd" or "tvd"
+    support: str  # "truncate", "renorm_teacher", "renorm", "tail" or "gathered"
+    beta: float  # of "jsd"
+    kd_weight: float  # of the divergence
+    ce_weight: float  # of -log p of the label; 0 without one
+
+
+class Pair(NamedTuple):
+    """A teacher of whole rows, and how it is compared."""
+
+    teacher: Tensor  # (..., V), logits; probabilities for "soft"
+    kind: str  # "forward", "reverse", "jsd" or "soft"
+    blend: float  # β of "jsd", the label smoothing of "soft"
+
+
+PAIR_STATE = 5  # numbers saved of a row: shift and s of student and teacher, and a mean
+
+
+def precision(dtype: torch.dtype) -> torch.dtype:
+    """Of statistics and losses over logits of a dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,281 @@
+"""A loss of rows as data, and the one autograd node that evaluates it on a tensor of logits.
+
+A `RowLoss` has two methods, and whoever evaluates it decides when each is called:
+
+    forward(run, x)                       outputs (...), and what backward needs
+    backward(run, x, saved, upstream)     the gradient of the logits
+
+`run` is the backend, `kernels` or `eager`. Neither method knows autograd. `evaluate` makes a node
+of them for a tensor: statistics and value in forward, the gradient in backward, from what forward
+saved. A source that is no tensor (_sources.py) evaluates the loss itself, by the same two methods.
+To a compiler, a dispatch mode or torch.func the same work is an operator (_ops.py), and the
+reduction plain PyTorch.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from . import _arguments, _ops, eager
+from ._contract import Reading, precision
+from ._dispatch import backend, under_transform
+
+Saved = tuple[Tensor | None, ...]
+
+
+@dataclass(eq=False)
+class RowLoss:
+    """A loss of each row by itself."""
+
+    reading: Reading
+
+    several: ClassVar[bool] = False  # whether it has several outputs, or one number a row
+    # How many of its tensors backward reads, from the first on; None is all. The four of the
+    # reading are the mark (a label or a mask, one a row), ids, class weights and temperatures.
+    reads: ClassVar[int | None] = 4
+    others = ()  # tensors besides the logits that may want a gradient
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Of the mark and of the ids, as users know them."""
+        return "target", "ids"
+
+    def forward(self, run: ModuleType, x: Tensor) -> tuple[tuple[Tensor, ...], Saved]:
+        raise NotImplementedError
+
+    def backward(
+        self,
+        run: ModuleType,
+        x: Tensor,
+        saved: Saved,
+        upstream: tuple[Tensor | None, ...],  # of each output, () or (...)
+        factor: Tensor | None = None,  # () or one a row: what else multiplies
+        into: Tensor | None = None,  # where the gradient goes, x itself perhaps
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def at_once(
+        self, run: ModuleType, x: Tensor, factor: Tensor | None, into: Tensor
+    ) -> tuple[Tensor, Tensor, Saved]:
+        """Value, gradient for an upstream gradient of 1, and what backward would need."""
+        (value,), saved = self.forward(run, x)
+        gradient = self.backward(run, x, saved, (one(x.device, value.dtype),), factor, into)
+        return value, gradient, saved
+
+    def traced(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The outputs through an operator, for a compiler, a dispatch mode or torch.func."""
+        return _ops.call(self, x)
+
+    def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
+        """Of the outputs, then of what is saved."""
+        raise NotImplementedError
+
+    def mass(self, run: ModuleType, vocab: int, dtype: torch.dtype) -> Tensor | None:
+        """What each row weighs in a mean, (N,); None for 1 each that counts."""
+        return None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All tensors that backward reads, besides the logits: first the four of the reading."""
+        return self.reading[:4]
+
+    def with_tensors(self, tensors: Sequence[Tensor | None], **changed) -> "RowLoss":
+        """The same loss over other tensors."""
+        changed["reading"] = self.reading._make((*tensors[:4], *self.reading[4:]))
+        copy = object.__new__(type(self))  # a third of the time of dataclasses.replace
+        copy.__dict__.update(self.__dict__, **changed)
+        return copy
+
+    def d_others(self, saved: Saved, scale: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of `others`, for what multiplies each row's value: a number, or one a row."""
+        return ()
+
+    def take(self, rows, lead: torch.Size) -> "RowLoss":
+        """The same loss of some of its rows, whose shape is `lead`."""
+        return self.with_tensors(
+            tuple(_rows_of(t, rows, lead, i) for i, t in enumerate(self.tensors))
+        )
+
+
+CLASS_WEIGHT = Reading._fields.index("class_weight")  # the one tensor that is not of rows
+
+
+def _rows_of(t, rows, lead: torch.Size, place: int) -> Tensor | None:
+    if t is None or place == CLASS_WEIGHT:
+        return t
+    if not isinstance(t, Tensor):  # a teacher that is another source of logits
+        return t.materialize(rows)
+    part = flat_rows(t, lead)[rows]
+    return part.detach().requires_grad_() if t.requires_grad else part
+
+
+@functools.lru_cache(64)
+def one(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.ones((), device=device, dtype=dtype)
+
+
+def rows_in(lead: torch.Size) -> int:
+    """How many rows there are. Size.numel() would make a constant of a symbol."""
+    return math.prod(lead)
+
+
+def flat_rows(t: Tensor, lead: torch.Size) -> Tensor:
+    return t.reshape(rows_in(lead), *t.shape[len(lead) :])
+
+
+def evaluate(
+    source,  # a Tensor (..., V), or what has an `evaluate` of its own
+    loss: RowLoss,
+    reduction: str = "none",
+    row_weight: Tensor | None = None,  # (...)
+):
+    """The loss of the rows, weighted and reduced; for Read, the tuple of its statistics."""
+    if not isinstance(source, Tensor):
+        return source.evaluate(loss, reduction, row_weight)
+    if under_transform():
+        return _traced(source, loss, reduction, row_weight)
+    _arguments.values(loss, source.shape[-1])
+    by_row = reduction == "none" or (row_weight is not None and row_weight.requires_grad)
+    how = (None, None) if by_row else (row_weight, reduction)
+    others = loss.others
+    if torch.is_grad_enabled() and (source.requires_grad or any(t.requires_grad for t in others)):
+        outputs = _Node.apply(source, loss, *how, *others)
+    else:
+        outputs, _, _ = _forward(backend(source), source, loss, *how)
+    if not by_row or loss.several:
+        return outputs
+    return reduced(outputs, loss.reading, row_weight, _mass(loss, source, reduction), reduction)
+
+
+def _mass(loss: RowLoss, x: Tensor, reduction: str) -> Tensor | None:
+    return loss.mass(eager, x.shape[-1], x.dtype) if reduction == "mean" else None
+
+
+def reduced(
+    value: Tensor,  # (...)
+    reading: Reading,
+    row_weight: Tensor | None,
+    mass: Tensor | None,
+    reduction: str,
+) -> Tensor:
+    """Rows to the result, differentiable: the reduction of those that a kernel does not reduce."""
+    if reduction != "none":
+        return eager.reduce(value, reading, row_weight, mass, reduction == "mean")[0]
+    if row_weight is None:
+        return value
+    value = value * row_weight.to(value.dtype)
+    if reading.ignore_index is None:
+        return value
+    # 0 · inf is not 0.
+    return torch.where(reading.mark == reading.ignore_index, 0.0, value)
+
+
+def _forward(run: ModuleType, x: Tensor, loss: RowLoss, row_weight, reduction: str | None):
+    """Outputs, the factor of each row's gradient, and what backward needs."""
+    outputs, saved = loss.forward(run, x)
+    if reduction is None:
+        return outputs if loss.several else outputs[0], None, saved
+    mean, mass = reduction == "mean", None
+    if mean and loss.reading.class_weight is not None:
+        mass = loss.mass(run, x.shape[-1], x.dtype)
+    total, factor = run.reduce(outputs[0], loss.reading, row_weight, mass, mean)
+    return total, factor, saved
+
+
+# Elements of logits on a GPU whose gradient is made in forward, in fp32: where launching costs more
+# than the memory, a backward that only scales is half the host's time.
+SMALL = 1 << 20
+SMALL_ON = ("cuda", "xpu")
+
+
+class _Node(torch.autograd.Function):
+    """Whatever backward reads is saved as autograd saves it, so that a change in place raises."""
+
+    @staticmethod
+    def forward(ctx, x, loss, row_weight, reduction, *others):
+        run = backend(x)
+        outputs, factor, saved = _forward(run, x, loss, row_weight, reduction)
+        small = x.numel() <= SMALL and x.device.type in SMALL_ON and reduction is not None
+        ctx.now = small and loss.reads != 0 and not others
+        if ctx.now:
+            into = torch.empty(x.shape, device=x.device, dtype=precision(x.dtype))
+            upstream = (one(x.device, precision(x.dtype)),)
+            ctx.save_for_backward(x, loss.backward(run, x, saved, upstream, factor, into))
+            return outputs
+        tensors = loss.tensors
+        read = tensors[: loss.reads]
+        ctx.save_for_backward(x, factor, *read, *saved)
+        ctx.run, ctx.loss = run, loss.with_tensors((None,) * len(tensors))
+        ctx.count, ctx.unread = len(read), len(tensors) - len(read)
+        if isinstance(outputs, tuple):
+            whole = [t for t in outputs if not t.is_floating_point()]
+            ctx.mark_non_differentiable(*whole)
+            ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        if not torch.is_grad_enabled():
+            found, _ = _Node.gradients(ctx, upstream)
+        else:
+            with torch.no_grad():
+                found, inputs = _Node.gradients(ctx, upstream)
+            found = refuse_second(found, (*inputs, *upstream))
+        return found[0], None, None, None, *found[1:]
+
+    @staticmethod
+    def gradients(ctx, upstream) -> tuple[tuple, tuple]:
+        """Of the logits and of the loss's other tensors; and all that they depend on."""
+        x, *rest = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        if ctx.now:
+            d_x = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+            return (torch.mul(rest[0], upstream[0], out=d_x),), (x,)  # rounded once
+        factor, *rest = rest
+        tensors, saved = rest[: ctx.count], rest[ctx.count :]
+        d_x, d_others = None, (None,) * len(ctx.loss.others)
+        if any(d is not None for d in upstream):
+            loss = ctx.loss.with_tensors((*tensors, *(None,) * ctx.unread))
+            if ctx.needs_input_grad[0]:
+                d_x = loss.backward(ctx.run, x, saved, upstream, factor)
+            if loss.others:
+                scale = upstream[0] if factor is None else upstream[0] * factor
+                d_others = loss.d_others(saved, scale)
+        return (d_x, *d_others), (x, *tensors)
+
+
+def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
+    """The same gradients, as functions of `inputs` that cannot be differentiated, and say so."""
+    given = [t for t in gradients if t is not None]
+    needed = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
+    if not given or not needed:
+        return gradients
+    tied = iter(_Final.apply(len(given), *given, *needed))
+    return tuple(None if t is None else next(tied) for t in gradients)
+
+
+class _Final(torch.autograd.Function):
+    """Gradients that have none of their own."""
+
+    @staticmethod
+    def forward(ctx, count, *tensors):
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError(
+            "logitless: a loss must not be differentiated twice; its backward has no gradient."
+        )
+
+
+def _traced(x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+    """As operators and plain PyTorch, for compilers, dispatch modes and torch.func."""
+    outputs = loss.traced(x)
+    if loss.several:
+        return outputs
+    return reduced(outputs[0], loss.reading, row_weight, _mass(loss, x, reduction), reduction)

@@ -1,0 +1,191 @@
+"""The losses as operators, so that torch.compile, dispatch modes and opcheck see through them.
+
+Each RowLoss has an operator `logitless::<name>` that gives its outputs and what its gradient needs,
+and an operator `logitless::<name>_gradient`. The structs of _contract.py are flat arguments there,
+under their own names. What is None inside is an empty tensor outside: an operator's outputs cannot
+be None. torch.func wants an autograd.Function of a form of its own, which is here too.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from . import _arguments
+from ._contract import Pair, Reading, Slots, precision
+from ._dispatch import backend, in_func
+
+_ARGUMENTS = {
+    "reading": "Tensor? mark, Tensor? ids, Tensor? class_weight, Tensor? row_temperature,"
+    " float temperature, float? softcap, int? ignore_index, str wants",
+    "slots": "Tensor teacher, Tensor? mask, Tensor? tail, Tensor? slot_weight, str divergence,"
+    " str support, float beta, float kd_weight, float ce_weight",
+    "pair": "Tensor teacher, str kind, float blend",
+    "label_smoothing": "float label_smoothing",
+    "z_loss": "float z_loss",
+    "mark_name": "str mark_name",
+}
+_STRUCTS = {"reading": Reading, "slots": Slots, "pair": Pair}
+
+_library = torch.library.Library("logitless", "DEF")
+
+
+def _flat(loss) -> tuple:
+    """The fields of a loss as an operator's arguments."""
+    args = [*loss.reading[:-1], " ".join(loss.reading.wants)]
+    for name in _OPERATORS[type(loss)].fields[1:]:
+        value = getattr(loss, name)
+        args += value if name in _STRUCTS else [value]
+    return tuple(args)
+
+
+def _loss(kind: type, args):
+    """A loss from an operator's arguments."""
+    given, args = [], list(args)
+    for name in _OPERATORS[kind].fields:
+        struct = _STRUCTS.get(name)
+        count = 1 if struct is None else len(struct._fields)
+        part, args = args[:count], args[count:]
+        if name == "reading":
+            part[-1] = tuple(part[-1].split())
+        given.append(part[0] if struct is None else struct._make(part))
+    return kind(*given)
+
+
+def _outputs(loss) -> int:
+    return len(loss.reading.wants) if loss.several else 1
+
+
+class Operator:
+    """A RowLoss as an operator with a gradient, and as torch.func wants it."""
+
+    def __init__(self, kind: type, name: str, count: int):
+        self.kind, self.name, self.count = kind, name, count
+        self.fields = tuple(field.name for field in fields(kind))
+        loss = ", ".join(_ARGUMENTS[field] for field in self.fields)
+        saved = ", ".join(f"Tensor saved_{i}" for i in range(count))
+        tag = (torch.Tag.pt2_compliant_tag,)
+        _library.define(f"{name}(Tensor x, {loss}) -> Tensor[]", tags=tag)
+        _library.define(
+            f"{name}_gradient(Tensor x, {loss}, {saved}, Tensor?[] upstream) -> Tensor", tags=tag
+        )
+        full = f"logitless::{name}"
+        _library.impl(name, self.forward, "CompositeExplicitAutograd")
+        _library.impl(f"{name}_gradient", self.gradient, "CompositeExplicitAutograd")
+        torch.library.register_fake(full, self.fake, lib=_library)
+        torch.library.register_fake(f"{full}_gradient", self.fake_gradient, lib=_library)
+        torch.library.register_autograd(full, self.backward, setup_context=self.save, lib=_library)
+        torch.library.register_autograd(f"{full}_gradient", _refuse, lib=_library)
+        self.in_func, self.gradient_in_func = _func_nodes(self)
+
+    def forward(self, x, *args) -> list[Tensor]:
+        loss = _loss(self.kind, args)
+        _arguments.values(loss, x.shape[-1])
+        outputs, saved = loss.forward(backend(x), x)
+        saved = [x.new_empty(0) if t is None else t for t in saved]
+        # Cloned where it is a constant that others read too.
+        saved = [t.clone() if t.shape[:1] == (1,) else t for t in saved]
+        return [*outputs, *saved]
+
+    def gradient(self, x, *args) -> Tensor:
+        *args, upstream = args
+        count = len(args) - self.count
+        loss, saved = _loss(self.kind, tuple(args[:count])), args[count:]
+        return loss.backward(backend(x), x, tuple(saved), tuple(upstream))
+
+    def fake(self, x, *args) -> list[Tensor]:
+        loss, dtype = _loss(self.kind, args), precision(x.dtype)
+        wants = loss.reading.wants if loss.several else ()
+        return [
+            x.new_empty(shape, dtype=torch.int64 if wants[i : i + 1] == ("argmax",) else dtype)
+            for i, shape in enumerate(loss.shapes(x))
+        ]
+
+    def fake_gradient(self, x, *args) -> Tensor:
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    def save(self, ctx, inputs, output):
+        x, *args = inputs
+        loss = _loss(self.kind, tuple(args))
+        tensors = loss.tensors
+        count = _outputs(loss)
+        ctx.save_for_backward(x, *tensors, *output[count:])
+        ctx.loss, ctx.tensors = loss.with_tensors((None,) * len(tensors)), len(tensors)
+        ctx.outputs, ctx.arguments = count, len(args)
+        ctx.in_func = False
+        ctx.set_materialize_grads(False)
+
+    def backward(self, ctx, upstream):
+        x, *rest = ctx.saved_tensors
+        loss, saved = ctx.loss.with_tensors(tuple(rest[: ctx.tensors])), rest[ctx.tensors :]
+        upstream, d_x = list(upstream[: ctx.outputs]), None
+        if any(d is not None for d in upstream):
+            args = (x, *_flat(loss), *saved)
+            if ctx.in_func:
+                d_x = self.gradient_in_func.apply(len(args), *args, *upstream)
+            else:
+                d_x = getattr(torch.ops.logitless, f"{self.name}_gradient")(*args, upstream)
+        return d_x, *(None,) * ctx.arguments
+
+
+def _refuse(ctx, *_):
+    raise RuntimeError(
+        "logitless: a loss must not be differentiated twice; its backward has no gradient."
+    )
+
+
+def _func_nodes(operator: Operator) -> tuple[type, type]:
+    """The operator and its gradient as torch.func wants them."""
+
+    class InFunc(torch.autograd.Function):
+        @staticmethod
+        def forward(x, *args):
+            return tuple(operator.forward(x, *args))
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            operator.save(ctx, inputs, output)
+            ctx.in_func = True
+            fixed = [t for t in output[: ctx.outputs] if not t.is_floating_point()]
+            ctx.mark_non_differentiable(*fixed, *output[ctx.outputs :])
+
+        @staticmethod
+        def backward(ctx, *upstream):
+            return operator.backward(ctx, upstream)
+
+    class GradientInFunc(torch.autograd.Function):
+        @staticmethod
+        def forward(count, *args):
+            return operator.gradient(*args[:count], args[count:])
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        backward = staticmethod(_refuse)
+
+    return InFunc, GradientInFunc
+
+
+_OPERATORS: dict[type, Operator] = {}
+
+
+def operator(name: str, *, saved: int) -> Callable[[type], type]:
+    """Register a RowLoss, which saves so many tensors for its gradient, as an operator."""
+
+    def register(kind: type) -> type:
+        _OPERATORS[kind] = Operator(kind, name, saved)
+        return kind
+
+    return register
+
+
+def call(loss, x: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of a loss over x, through its operator."""
+    found = _OPERATORS[type(loss)]
+    if not torch.compiler.is_compiling() and in_func():
+        outputs = found.in_func.apply(x, *_flat(loss))
+    else:
+        outputs = getattr(torch.ops.logitless, found.name)(x, *_flat(loss))
+    return tuple(outputs[: _outputs(loss)])

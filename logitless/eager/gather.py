@@ -1,0 +1,62 @@
+"""z at K ids a row, and the gradient of that, in plain PyTorch."""
+
+import torch
+from torch import Tensor
+
+from .._contract import Reading
+from .rows import (
+    by_row,
+    capped,
+    chunks,
+    give,
+    inverse_temperature,
+    is_bad,
+    live_rows,
+    locate,
+    written_to,
+)
+
+
+def gather(x: Tensor, reading: Reading) -> Tensor:
+    """z at reading.ids, (..., K); NaN for an id outside [0, V), 0 for an ignored row."""
+    flat = x.reshape(-1, x.shape[-1])
+    at, inside = locate(reading.ids, flat.shape[0], flat.shape[1])
+    y, _ = capped(flat.gather(1, at), reading.softcap)
+    inv_t = inverse_temperature(reading, y[:, :1])
+    z = (y if inv_t is None else y * inv_t).masked_fill(~inside, torch.nan)
+    live = live_rows(reading)
+    if live is not None:
+        z = z.masked_fill(~live[:, None], 0)
+    return z.view(reading.ids.shape)
+
+
+def gather_gradient(
+    x: Tensor,  # (..., V)
+    reading: Reading,
+    picked: Tensor,  # (..., K), what was gathered
+    g: Tensor,  # (N, K), of it
+    upstream: Tensor,  # () or one a row
+    factor: Tensor | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the logits: rounded after what repeated ids bring is added."""
+    V = x.shape[-1]
+    flat = x.reshape(-1, V)
+    rows = flat.shape[0]
+    at, inside = locate(reading.ids, rows, V)
+    g = g * by_row(upstream, rows) * by_row(factor, rows)
+    inv_t = inverse_temperature(reading, g[:, :1])
+    if reading.softcap is not None:
+        y = picked.reshape(at.shape) / (1.0 if inv_t is None else inv_t)
+        g = torch.where(g == 0, 0.0, g * (1 - (y / reading.softcap).square()))
+    g = torch.where(inside, g if inv_t is None else g * inv_t, 0.0)
+    bad = is_bad(reading.ids, inside)
+    live = live_rows(reading)
+    if live is not None:
+        live = live[:, None]
+        g, bad = torch.where(live, g, 0.0), bad & live
+    dx, into = written_to(x, into)
+    for part in chunks(flat, None):
+        d = torch.zeros_like(flat[part], dtype=g.dtype).scatter_add_(1, at[part], g[part])
+        dx[part] = d.masked_fill_(bad[part], torch.nan).to(dx.dtype)
+    return give(dx, into)

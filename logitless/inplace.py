@@ -1,0 +1,96 @@
+"""A loss whose gradient takes the place of its logits: cross_entropy(..., inplace=True).
+
+Loss and gradient are made in forward, for an upstream gradient of 1; backward scales the gradient
+by the upstream it meets, on the device. Autograd is told that the logits are gone: whoever saved
+them before raises in backward, and so does whoever uses them after, unless they are a leaf or a
+part of a larger tensor, which autograd cannot watch.
+"""
+
+import torch
+from torch import Tensor
+
+from . import _arguments, _checks
+from ._dispatch import backend, under_transform
+from ._loss import RowLoss, evaluate, reduced
+
+
+def evaluate_in_place(
+    source, loss: RowLoss, reduction: str = "none", row_weight: Tensor | None = None
+) -> Tensor:
+    """evaluate(...), leaving the gradient of the logits in their memory if one is wanted."""
+    wanted = isinstance(source, Tensor) and torch.is_grad_enabled() and source.requires_grad
+    if not wanted or under_transform():
+        return evaluate(source, loss, reduction, row_weight)
+    _arguments.values(loss, source.shape[-1])
+    _checks.overwritable(source)
+    owner, guarded = _owner(source)
+    value, *_ = _InPlace.apply(owner, row_weight, source.shape, loss, reduction, guarded)
+    return value
+
+
+def _owner(logits: Tensor) -> tuple[Tensor, bool]:
+    """The tensor that autograd can be told is overwritten, and whether later uses can be caught.
+
+    Autograd lets a function of several results overwrite a whole tensor, not a view: of a view that
+    only reshapes, its base. A leaf, or a part of a larger tensor, is only marked as changed.
+    """
+    base = logits if logits._base is None else logits._base
+    if logits.is_leaf or base.is_leaf:
+        return logits, False
+    whole = base.numel() == logits.numel() and base.is_contiguous() and logits.is_contiguous()
+    return (base, True) if whole else (logits, logits is base)
+
+
+class _InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, owner, row_weight, shape, loss, reduction, guarded):
+        logits = owner.detach().view(shape) if guarded else owner.detach()
+        run, mean = backend(logits), reduction == "mean"
+        mass = loss.mass(run, shape[-1], logits.dtype) if mean else None
+        # fp16 cannot hold the gradient of a mean, p / rows: keep the sum's, and divide in backward.
+        late = mean and logits.dtype == torch.float16
+        _, factor = run.reduce(None, loss.reading, row_weight, mass, mean and not late)
+        _, ctx.share = run.reduce(None, loss.reading, None, mass, True) if late else (None, None)
+        value, *_ = loss.at_once(run, logits, factor, logits)
+        ctx.value = None
+        if row_weight is not None and row_weight.requires_grad:
+            share = run.reduce(None, loss.reading, None, mass, True)[1] if mean else None
+            ctx.value = value if share is None else value * share
+        ctx.set_materialize_grads(False)
+        ctx.run, ctx.shape, ctx.reduction = run, shape, reduction
+        if reduction == "none":
+            result = reduced(value, loss.reading, row_weight, mass, reduction)
+        else:
+            result, _ = run.reduce(value, loss.reading, row_weight, mass, mean)
+        ctx.ignore_index = loss.reading.ignore_index
+        if guarded:
+            ctx.mark_dirty(owner)
+            ctx.save_for_backward(owner, loss.reading.mark)
+            return result, owner
+        torch.autograd.graph.increment_version(logits)
+        ctx.save_for_backward(logits, loss.reading.mark)
+        return (result,)
+
+    @staticmethod
+    def backward(ctx, upstream, d_later=None):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "cross_entropy(..., inplace=True) must not be differentiated with"
+                " create_graph=True: its gradient takes the place of its logits."
+            )
+        if d_later is not None:
+            raise RuntimeError(
+                "logits must not be used after cross_entropy(..., inplace=True), which overwrote"
+                " them with their gradient; pass inplace=False to keep them."
+            )
+        gradient, mark = ctx.saved_tensors  # raises if this is the second backward
+        if upstream is None:
+            return (None,) * 6
+        if upstream.dim():  # 0 · inf is not 0
+            upstream = torch.where(mark == ctx.ignore_index, 0.0, upstream)
+        gradient = gradient.detach()
+        d_weight = None if ctx.value is None else ctx.value * upstream
+        scale = upstream if ctx.share is None else upstream * ctx.share
+        ctx.run.scale_(gradient.view(ctx.shape), scale)
+        torch.autograd.graph.increment_version(gradient)
+        return gradient, d_weight, *(None,) * 4

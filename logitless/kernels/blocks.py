@@ -1,0 +1,115 @@
+"""The gradient where a row has a mark at most: one program a (row, block), nothing carried over."""
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from . import config
+from .gradient import (
+    Span,
+    Terms,
+    fill_span,
+    in_span,
+    load_coefs,
+    row_gain,
+    row_terms,
+    uses,
+    write_mark,
+    write_span,
+)
+from .launch import Launch
+from .layout import Rows, row_offset, split_row
+from .numerics import INF, LOG2E, inverse_temperature
+from .state import LOG_S, SHIFT, STATE_WIDTH, field, load_mark, pack_of
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """What the kernel is compiled for."""
+
+    aligned: bool  # every row of DX starts and ends on a 16-byte boundary
+    same: bool  # X starts as far from one as DX
+    step_c: int  # from row to row of the coefficients, of upstream and of factor
+    step_u: int
+    step_f: int
+    block_v: int
+
+
+@triton.jit(
+    do_not_specialize=["rows_t", "lead", "blocks"],
+    do_not_specialize_on_alignment=[
+        "MARK", "STATE", "COEF", "UPSTREAM", "FACTOR", "temperature",
+    ],
+)  # fmt: skip
+def _blocks_kernel(
+    X, MARK, W, STATE, COEF, UPSTREAM, FACTOR,  # inputs
+    DX,  # output
+    temperature,
+    rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, blocks,  # sizes
+    softcap, ignore_index,  # options
+    HAS: tl.constexpr, CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """The fringe of a row goes with its first block."""
+    ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
+    BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
+    PACK: tl.constexpr = pack_of(X)
+    pid = tl.program_id(0)
+    row = pid // blocks
+    block = pid % blocks
+    offset = row_offset(row, rows_t, stride_db, stride_dt)
+    head, body = split_row(offset, V, lead, PACK, ALIGNED)
+    Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
+    DXrow = DX + offset
+    lo = block * BLOCK_V
+    hi = tl.minimum(lo + BLOCK_V, body)
+    span = Span(head, body, V, lo, hi)
+
+    mark = load_mark(MARK, row)
+    if ignore_index is not None:
+        if mark == ignore_index:
+            fill_span(DXrow, 0.0, span, PACK, ALIGNED, True, BLOCK_V)
+            return
+
+    inv_t = inverse_temperature(temperature, row)
+    at = STATE + row.to(tl.int64) * STATE_WIDTH
+    shift, log_s = tl.load(at + SHIFT), tl.load(at + LOG_S)
+    gain = row_gain(UPSTREAM, FACTOR, row, field(CONSTANTS, "step_u"), field(CONSTANTS, "step_f"))
+    coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
+    a = coefs.a
+    if uses(HAS, "mark"):
+        inside = (mark >= 0) & (mark < V)
+        # A bad mark has no gradient to give: the whole row says so.
+        a = tl.where(inside, a, float("nan"))
+        mark = tl.where(inside, mark, -1).to(tl.int32)
+        mine = in_span(mark, span, ALIGNED)
+        x_mark = tl.load(Xrow + mark, mask=mine, other=0.0)
+        if mine:
+            tl.debug_barrier()  # in place, the tile overwrites what was just read
+
+    shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t)
+    terms = Terms(shift, c0, c1, 0.0, g_c, inv_t * LOG2E, softcap)
+    write_span(Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "same"), True, BLOCK_V)
+    if uses(HAS, "mark"):
+        if mine:
+            g_mark = tl.where(log_s == -INF, 0.0, coefs.g_mark * inv_t)
+            write_mark(x_mark, W, DXrow, mark, g_mark, terms, HAS)
+
+
+def blocks_launch(
+    rows: Rows, d_rows: Rows, temperature: float | None, softcap: float | None,
+    ignore_index: int | None, has: tuple[str, ...], steps: tuple[int, int, int],
+    cut: config.Config,
+) -> Launch:  # fmt: skip
+    blocks = config.ceil_div(rows.vocab, cut.block_v)
+    number = () if temperature is None else (temperature,)
+    same = rows.aligned_like(d_rows)
+    return Launch(
+        _blocks_kernel, (rows.count * blocks,),
+        (
+            *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab,
+            blocks, softcap, ignore_index,
+        ),
+        num_warps=cut.num_warps, HAS=has,
+        CONSTANTS=_Constants(d_rows.aligned, same, *steps, cut.block_v),
+    )  # fmt: skip

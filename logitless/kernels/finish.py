@@ -1,0 +1,248 @@
+"""The end of a forward: parts of a row merged into its state, and its statistics written."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import _contract
+from .._contract import Partials, Reading, Statistics
+from . import config
+from .launch import REMEMBERED, Launch
+from .numerics import INF, LOG2E, capped, finite, inverse_temperature, load, move
+from .state import LOG_S, LOG_S1, NOWHERE, SHIFT, STATE_WIDTH, State, is_live, load_mark
+
+OUTPUTS = (
+    "lse", "picked", "logprob", "nll", "entropy", "total", "log_total", "argmax", "label",
+)  # fmt: skip
+
+PART_WIDTH = tl.constexpr(_contract.PART)
+PART_M = tl.constexpr(_contract.M)
+PART_S = tl.constexpr(_contract.S)
+PART_W = tl.constexpr(_contract.W)
+PART_C = tl.constexpr(_contract.C)
+PART_N = tl.constexpr(_contract.N)
+PART_REF = tl.constexpr(_contract.REF)
+PART_ARG = tl.constexpr(_contract.ARG)
+PART_S1 = tl.constexpr(_contract.S1)
+PART_Y_MARK = tl.constexpr(_contract.Y_MARK)
+STATE_ENTROPY = tl.constexpr(_contract.ENTROPY)
+STATE_LAST = tl.constexpr(_contract.REPEATS)  # after TAIL
+
+
+class Outputs(NamedTuple):
+    """Where a row's statistics go; None if not wanted."""
+
+    STATE: tl.tensor
+    LSE: tl.tensor
+    PICKED: tl.tensor
+    LOGPROB: tl.tensor
+    NLL: tl.tensor
+    ENTROPY: tl.tensor
+    TOTAL: tl.tensor
+    LOG_TOTAL: tl.tensor
+    ARGMAX: tl.tensor
+    LABEL: tl.tensor
+
+
+@triton.jit
+def write_row(out, state, arg, ref, row, V, live, inv_t):
+    """A row's own numbers, zeros if it is ignored. Returns its shift and log s."""
+    shift = finite(state.m)
+    log_s = tl.log(state.s)
+    at = out.STATE + row.to(tl.int64) * STATE_WIDTH
+    tl.store(at + SHIFT, tl.where(live, shift, 0.0))
+    tl.store(at + LOG_S, tl.where(live, log_s, 0.0))
+    tl.store(at + STATE_LAST, 0.0)  # written later, if at all
+    tl.store(at + STATE_LAST - 1, 0.0)
+    if out.LABEL is None:
+        tl.store(at + LOG_S1, 0.0)
+    if out.ENTROPY is None:
+        tl.store(at + STATE_ENTROPY, 0.0)
+    if out.LSE is not None:
+        tl.store(out.LSE + row, tl.where(live, shift * inv_t + log_s, 0.0))
+    if out.ENTROPY is not None:
+        entropy = tl.where(live & (state.s != 0), log_s - state.w * inv_t / state.s, 0.0)
+        tl.store(out.ENTROPY + row, entropy)
+        tl.store(at + STATE_ENTROPY, entropy)
+    if out.TOTAL is not None:
+        total = (state.c + state.n * ref) * inv_t
+        tl.store(out.TOTAL + row, tl.where(live, total, 0.0))
+    if out.LOG_TOTAL is not None:
+        total = (state.c - state.n * (shift - ref)) * inv_t - state.n * log_s
+        tl.store(out.LOG_TOTAL + row, tl.where(live, total, 0.0))
+    if out.ARGMAX is not None:
+        arg = tl.where(arg < V, arg, 0)  # a row of NaNs has no largest
+        tl.store(out.ARGMAX + row, tl.where(live, arg, -1).to(tl.int64))
+    return shift, log_s
+
+
+@triton.jit
+def write_mark(
+    out, y, mark, row, V, live, shift, log_s, s1, inv_t,
+    SECOND: tl.constexpr, ONLY: tl.constexpr,
+):  # fmt: skip
+    """What is known of a row's mark. ONLY where there are no ids: picked is the mark's then."""
+    inside = (mark >= 0) & (mark < V) & live
+    none = tl.where(live, float("nan"), 0.0)
+    log_p = tl.where(inside, (y - shift) * inv_t - log_s, none)  # never as z - lse
+    if out.NLL is not None:
+        tl.store(out.NLL + row, tl.where(live, -log_p, 0.0))
+    if out.LABEL is not None:
+        log_s1 = log_s
+        if SECOND:
+            log_s1 = tl.log(s1)
+        tl.store(out.LABEL + row, tl.where(inside, (y - shift) - log_s1, none))
+        log_s1 = tl.where(live, log_s1, 0.0)
+        tl.store(out.STATE + row.to(tl.int64) * STATE_WIDTH + LOG_S1, log_s1)
+    if ONLY:
+        if out.PICKED is not None:
+            tl.store(out.PICKED + row, tl.where(inside, y * inv_t, none))
+        if out.LOGPROB is not None:
+            tl.store(out.LOGPROB + row, log_p)
+
+
+@triton.jit
+def write_ids(
+    out, Xrow, Y, IDS, row, V, K, live, shift, log_s, inv_t, softcap, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """What is at a row's ids: read from the row itself, or from Y (N, K) where Xrow is None."""
+    for start in range(0, K, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        mask_k = offs_k < K
+        at = row.to(tl.int64) * K + offs_k
+        ids = tl.load(IDS + at, mask=mask_k, other=0)
+        inside = mask_k & (ids >= 0) & (ids < V) & live
+        if Xrow is not None:
+            y, _ = capped(load(Xrow, ids, inside), softcap)
+        else:
+            y = load(Y, at, inside)
+        none = tl.where(live, float("nan"), 0.0)
+        if out.PICKED is not None:
+            tl.store(out.PICKED + at, tl.where(inside, y * inv_t, none), mask_k)
+        if out.LOGPROB is not None:  # as (t - m) - log s, never as t - lse
+            log_p = (y - shift) * inv_t - log_s
+            tl.store(out.LOGPROB + at, tl.where(inside, log_p, none), mask_k)
+
+
+@triton.jit
+def _merge(
+    at, mask, rate,
+    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr,
+):  # fmt: skip
+    """The state of a row from the states of its parts, all at once; its column of the max; ref."""
+    m_p = tl.load(at + PART_M, mask=mask, other=-INF)
+    s_p = tl.load(at + PART_S, mask=mask, other=0.0)
+    m = tl.max(m_p, axis=0)
+    moved = move(m_p, m, s_p)
+    scale = tl.exp2(moved * rate)
+    s = tl.sum(s_p * scale, axis=0)
+    w, c, n, s1, arg, ref = m, m, m, m, 0, 0.0  # stay unread unless asked for
+    if ENTROPY:
+        w_p = tl.load(at + PART_W, mask=mask, other=0.0)
+        w = tl.sum(w_p * scale + moved * (s_p * scale), axis=0)
+    if SECOND:
+        s1_p = tl.load(at + PART_S1, mask=mask, other=0.0)
+        s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
+    if TOTAL:
+        n_p = tl.load(at + PART_N, mask=mask, other=0.0)
+        ref_p = tl.load(at + PART_REF, mask=mask, other=0.0)
+        # One reference for all, within what theirs are: parts of one row have the same, exactly.
+        ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
+        ref = tl.where(ref == -INF, 0.0, ref)
+        c = tl.sum(tl.load(at + PART_C, mask=mask, other=0.0) + n_p * (ref_p - ref), axis=0)
+        n = tl.sum(n_p, axis=0)
+    if ARGMAX:
+        args = tl.load(at + PART_ARG, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+        arg = tl.min(tl.where(mask & (m_p == m), args, NOWHERE), axis=0)
+    return State(m, s, w, c, n, 0, s1), arg, ref
+
+
+@triton.jit(
+    do_not_specialize=["parts"],
+    do_not_specialize_on_alignment=["PARTS", "Y", "MARK", "IDS", "temperature"],
+)
+def _finish_kernel(
+    PARTS, Y, MARK, IDS,  # inputs; Y (N, K), y of the ids
+    STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LABEL,  # outputs
+    temperature, V, K, parts, ignore_index,
+    SECOND: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One program a row."""
+    row = tl.program_id(0)
+    mark = load_mark(MARK, row)
+    live = is_live(mark, ignore_index)
+    inv_t = inverse_temperature(temperature, row)
+    offs_p = tl.arange(0, BLOCK_P)
+    mask_p = offs_p < parts
+    at = PARTS + (row.to(tl.int64) * parts + offs_p) * PART_WIDTH
+    state, arg, ref = _merge(
+        at, mask_p, inv_t * LOG2E,
+        ENTROPY is not None, (TOTAL is not None) | (LOG_TOTAL is not None), ARGMAX is not None,
+        SECOND,
+    )  # fmt: skip
+    out = Outputs(STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LABEL)
+    shift, log_s = write_row(out, state, arg, ref, row, V, live, inv_t)
+    if MARK is not None:
+        y = tl.sum(tl.load(at + PART_Y_MARK, mask=mask_p, other=0.0), axis=0)
+        write_mark(out, y, mark, row, V, live, shift, log_s, state.s1, inv_t, SECOND, K is None)
+    if IDS is not None:
+        write_ids(out, None, Y, IDS, row, V, K, live, shift, log_s, inv_t, None, BLOCK_K)
+
+
+def finish(
+    partials: Partials, reading: Reading, vocab: int, shape: tuple[int, ...] | None = None
+) -> Statistics:
+    """Statistics of rows whose parts, splits or ranks, are along dim 1 of partials.state.
+
+    shape is (...), the rows'; where it is None, that of the reading's tensors, or (N,).
+    """
+    wants, (mark, ids, _, temperature) = reading.wants, reading[:4]
+    assert "tail" not in wants
+    parts = partials.state.contiguous()
+    count = len(parts)
+    shape = _shape_of(reading, count) if shape is None else shape
+    K = None if ids is None else ids.shape[-1]
+    state = torch.empty((count, _contract.STATE), device=parts.device, dtype=torch.float32)
+    outputs = [
+        None if name not in wants
+        else torch.empty(ids.shape if ids is not None and name in ("picked", "logprob") else shape,
+                         device=parts.device,
+                         dtype=torch.int64 if name == "argmax" else torch.float32)
+        for name in OUTPUTS
+    ]  # fmt: skip
+    if count:
+        launch = finish_launch(
+            count, parts.shape[1], vocab, K, reading.temperature if temperature is None else None,
+            reading.ignore_index, "label" in wants and not reading.at_temperature_1,
+        )  # fmt: skip
+        by_row = () if temperature is None else (temperature.contiguous(),)
+        launch(
+            parts, partials.picked.contiguous() if K else None,
+            None if mark is None else mark.contiguous(), ids.contiguous() if K else None,
+            state, *outputs, *by_row,
+        )  # fmt: skip
+    return Statistics(state, *outputs[:-1], None, outputs[-1])
+
+
+def _shape_of(reading: Reading, count: int) -> tuple[int, ...]:
+    for t in (reading.mark, reading.row_temperature):
+        if t is not None:
+            return t.shape
+    return (count,) if reading.ids is None else reading.ids.shape[:-1]
+
+
+@functools.lru_cache(REMEMBERED)
+def finish_launch(
+    count: int, parts: int, vocab: int, K: int | None, temperature: float | None,
+    ignore_index: int | None, second: bool,
+) -> Launch:  # fmt: skip
+    block_p = max(config.MAX_SPLITS, config.ceil_pow2(parts))
+    number = () if temperature is None else (temperature,)
+    return Launch(
+        _finish_kernel, (count,), (*number, vocab, K, parts, ignore_index),
+        num_warps=block_p // config.MAX_SPLITS, SECOND=second,
+        BLOCK_K=min(128, config.ceil_pow2(K or 0)), BLOCK_P=block_p,
+    )  # fmt: skip

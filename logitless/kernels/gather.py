@@ -1,0 +1,194 @@
+"""z at K ids a row and nothing else, and the gradient of that: zeros, but at the ids."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._contract import Reading
+from . import config
+from .backward import numbers
+from .gradient import row_gain
+from .launch import REMEMBERED, Launch
+from .layout import Rows, row_offset, rows_of
+from .numerics import NO_ID, capped, inverse_temperature, load
+from .repeats import are_repeated
+from .spans import MAX_HELD, is_bad, sums_of_same
+from .state import is_live, load_mark
+
+
+@triton.jit(
+    do_not_specialize=["N", "rows_t"],
+    do_not_specialize_on_alignment=["MARK", "IDS", "temperature"],
+)
+def _gather_kernel(
+    X, MARK, IDS,  # inputs
+    PICKED,  # output
+    temperature,
+    N, rows_t, stride_xb, stride_xt, V, K,  # sizes
+    softcap, ignore_index,  # options
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program a BLOCK_K of slots, of whatever rows."""
+    slot = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = slot < N.to(tl.int64) * K
+    row = slot // K
+    live = mask
+    if ignore_index is not None:
+        live = mask & is_live(tl.load(MARK + row, mask=mask, other=0), ignore_index)
+    ids = tl.load(IDS + slot, mask=live, other=0)
+    inside = live & (ids >= 0) & (ids < V)
+    y, _ = capped(load(X, row_offset(row, rows_t, stride_xb, stride_xt) + ids, inside), softcap)
+    z = y * _inverse_temperatures(temperature, row, mask)
+    tl.store(PICKED + slot, tl.where(inside, z, tl.where(live, float("nan"), 0.0)), mask=mask)
+
+
+@triton.jit
+def _inverse_temperatures(temperature, row, mask):
+    """1 / temperature of the rows of slots."""
+    if isinstance(temperature, float):  # as the interpreter passes a number
+        return 1.0 / temperature
+    elif temperature.dtype.is_ptr():
+        return 1.0 / tl.load(temperature + row, mask=mask, other=1.0).to(tl.float32)
+    else:
+        return 1.0 / temperature
+
+
+def gather(x: Tensor, reading: Reading) -> Tensor:  # x (..., V)
+    """z at reading.ids, (..., K) in fp32; NaN for an id outside [0, V), 0 in ignored rows."""
+    ids, temperature = reading.ids, reading.row_temperature
+    picked = torch.empty(ids.shape, device=x.device, dtype=torch.float32)
+    if picked.numel() == 0:
+        return picked
+    x, rows = rows_of(x)
+    plan = _gather_plan(
+        rows, ids.shape[-1], reading.temperature if temperature is None else None,
+        reading.softcap, reading.ignore_index,
+    )  # fmt: skip
+    tensors = (x, _mark_of(reading), ids if ids.is_contiguous() else ids.contiguous(), picked)
+    if temperature is None:
+        plan(*tensors)
+    else:
+        plan(*tensors, temperature.contiguous())
+    return picked
+
+
+def _mark_of(reading: Reading) -> Tensor | None:
+    """The mark where it may say that a row is ignored."""
+    mark = None if reading.ignore_index is None else reading.mark
+    return mark if mark is None or mark.is_contiguous() else mark.contiguous()
+
+
+@functools.lru_cache(REMEMBERED)
+def _gather_plan(
+    rows: Rows, K: int, temperature: float | None, softcap: float | None, ignore_index: int | None
+) -> Launch:
+    block = 1024
+    number = () if temperature is None else (temperature,)
+    return Launch(
+        _gather_kernel, (config.ceil_div(rows.count * K, block),),
+        (*number, rows.count, *rows.strides, rows.vocab, K, softcap, ignore_index),
+        num_warps=4, BLOCK_K=block,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["rows_t", "step_u", "step_f"],
+    do_not_specialize_on_alignment=[
+        "PICKED", "MARK", "IDS", "G", "UPSTREAM", "FACTOR", "temperature",
+    ],
+)  # fmt: skip
+def _gather_gradient_kernel(
+    PICKED, MARK, IDS, G, UPSTREAM, FACTOR,  # inputs
+    DX,  # output, zeros so far
+    temperature,
+    rows_t, stride_db, stride_dt, V, K, step_u, step_f,  # sizes
+    softcap, ignore_index,  # options
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The gradient at the ids and nowhere else; repeated ids add up. One program a row."""
+    row = tl.program_id(0)
+    if ignore_index is not None:
+        if not is_live(load_mark(MARK, row), ignore_index):
+            return
+    at = row.to(tl.int64) * K
+    DXrow = DX + row_offset(row, rows_t, stride_db, stride_dt)
+    inv_t = inverse_temperature(temperature, row)
+    gain = row_gain(UPSTREAM, FACTOR, row, step_u, step_f) * inv_t
+    repeated = are_repeated(IDS + at, K, BLOCK_K)
+    bad = tl.zeros((BLOCK_K,), tl.int32)
+    for start in range(0, K, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        ids = tl.load(IDS + at + offs_k, mask=offs_k < K, other=NO_ID)
+        mine = (ids >= 0) & (ids < V)
+        bad |= is_bad(ids, V)
+        g = load(G + at, offs_k, mine).to(tl.float32)
+        if repeated:
+            g = sums_of_same(IDS + at, G + at, ids, K)
+        g *= gain
+        if softcap is not None:
+            t = load(PICKED + at, offs_k, mine) / (inv_t * softcap)
+            g = tl.where(g == 0, 0.0, g * (1.0 - t * t))
+        tl.store(DXrow + ids, g.to(DX.dtype.element_ty), mask=mine)
+    if tl.max(bad, axis=0) > 0:
+        tl.debug_barrier()  # after what was just stored
+        for start in range(0, V, BLOCK_V):
+            cols = start + tl.arange(0, BLOCK_V)
+            nan = tl.full((BLOCK_V,), float("nan"), tl.float32).to(DX.dtype.element_ty)
+            tl.store(DXrow + cols, nan, mask=cols < V)
+
+
+def gather_gradient(
+    x: Tensor,  # (..., V)
+    reading: Reading,
+    picked: Tensor,  # (..., K), what was gathered
+    g: Tensor,  # (N, K)
+    upstream: Tensor,  # () or (...)
+    factor: Tensor | None = None,  # () or N numbers
+    into: Tensor | None = None,  # like x; may be x
+) -> Tensor:
+    """The gradient of what was gathered, rounded when all that repeated ids bring is added."""
+    if into is None:
+        into = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    else:
+        into.zero_()
+    ids, temperature = reading.ids, reading.row_temperature
+    if into.numel() == 0 or ids.numel() == 0:
+        return into
+    target, rows = rows_of(into)
+    upstream, step_u = numbers(upstream)
+    factor, step_f = numbers(factor)
+    plan = _gradient_plan(
+        rows, ids.shape[-1], step_u, step_f, reading.temperature if temperature is None else None,
+        reading.softcap, reading.ignore_index,
+    )  # fmt: skip
+    tensors = (
+        picked, _mark_of(reading), ids if ids.is_contiguous() else ids.contiguous(),
+        g if g.is_contiguous() else g.contiguous(), upstream, factor, target,
+    )  # fmt: skip
+    if temperature is None:
+        plan(*tensors)
+    else:
+        plan(*tensors, temperature.contiguous())
+    if target.data_ptr() != into.data_ptr():  # a copy: it has too many strides
+        into.copy_(target)
+    return into
+
+
+@functools.lru_cache(REMEMBERED)
+def _gradient_plan(
+    rows: Rows, K: int, step_u: int, step_f: int, temperature: float | None,
+    softcap: float | None, ignore_index: int | None,
+) -> Launch:  # fmt: skip
+    block = min(MAX_HELD, max(config.ceil_pow2(K), 2))
+    number = () if temperature is None else (temperature,)
+    return Launch(
+        _gather_gradient_kernel, (rows.count,),
+        (
+            *number, rows.rows_t, rows.stride_b, rows.stride_t, rows.vocab, K, step_u, step_f,
+            softcap, ignore_index,
+        ),
+        num_warps=max(1, block // 128), BLOCK_K=block, BLOCK_V=256,
+    )  # fmt: skip

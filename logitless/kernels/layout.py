@@ -1,0 +1,146 @@
+"""Where rows of logits are in memory: on the host, as two strides; in a kernel, as a walk.
+
+Any logits are rows of two strides. A row that does not start on a 16-byte boundary is read as a
+`body` of whole 16-byte packs between two ragged ends, the `fringe`: fewer than one pack before the
+body and fewer than one after it. The body loads at full width whatever the row stride; the fringe
+is one tile of two packs.
+"""
+
+import functools
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import REMEMBERED
+
+
+class Rows(NamedTuple):
+    """Logits as kernels see them: row r at r // rows_t · stride_b + r % rows_t · stride_t."""
+
+    count: int
+    vocab: int
+    rows_t: int
+    stride_b: int
+    stride_t: int
+    lead: int  # elements from the 16-byte boundary before the base to the base
+    pack: int  # elements in 16 bytes
+
+    @property
+    def itemsize(self) -> int:
+        return 16 // self.pack
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        return self.rows_t, self.stride_b, self.stride_t
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row starts and ends on a 16-byte boundary."""
+        steps = (self.lead, self.vocab, self.stride_b, self.stride_t)
+        return not any(step % self.pack for step in steps)
+
+    def aligned_like(self, other: "Rows") -> bool:
+        """Whether every row starts as far from a 16-byte boundary as the other's."""
+        if self.aligned and other.aligned:
+            return True
+        return (
+            self.pack == other.pack
+            and self.rows_t == other.rows_t
+            and not (self.lead - other.lead) % self.pack
+            and not (self.stride_b - other.stride_b) % self.pack
+            and not (self.stride_t - other.stride_t) % self.pack
+        )
+
+    def dense(self) -> "Rows":
+        """The same rows in fresh contiguous memory."""
+        return self._replace(stride_b=self.rows_t * self.vocab, stride_t=self.vocab, lead=0)
+
+
+def rows_of(x: Tensor) -> tuple[Tensor, Rows]:
+    """(..., V) as rows, and the tensor they are in: x, or a copy where two strides are too few.
+
+    Shifted logits[:, :-1] are not copied.
+    """
+    rows = describe(x.shape, x.stride(), x.data_ptr() % 16, x.element_size())
+    if rows is None:
+        return rows_of(x.contiguous())
+    return x, rows
+
+
+@functools.lru_cache(REMEMBERED)
+def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows | None:
+    """Rows of a tensor whose base is so many bytes after a 16-byte boundary; None for a copy."""
+    *shape, vocab = shape
+    if strides[-1] != 1 and vocab > 1:
+        return None
+    dims: list[tuple[int, int]] = []  # (size, stride), neighbours joined where one stride does
+    for size, stride in zip(shape, strides, strict=False):
+        if size != 1:
+            if dims and dims[-1][1] == size * stride:
+                size *= dims.pop()[0]
+            dims.append((size, stride))
+    if len(dims) > 2:
+        return None
+    # Size-1 dimensions have arbitrary strides; use the dense one, so that alignment is kept.
+    (rows_t, stride_t) = dims.pop() if dims else (1, vocab)
+    (batches, stride_b) = dims.pop() if dims else (1, rows_t * stride_t)
+    pack = 16 // itemsize
+    return Rows(batches * rows_t, vocab, rows_t, stride_b, stride_t, offset // itemsize, pack)
+
+
+@triton.jit
+def row_offset(row, rows_t, stride_b, stride_t):
+    """Elements from the base to a row of a (B, T, V) view. int64: 2^31 is no limit."""
+    return (row // rows_t).to(tl.int64) * stride_b + (row % rows_t).to(tl.int64) * stride_t
+
+
+@triton.jit
+def split_row(offset, V, lead, PACK: tl.constexpr, ALIGNED: tl.constexpr):
+    """(head, body): elements before the first 16-byte boundary, and in whole packs after."""
+    head = 0
+    body = V
+    if not ALIGNED:
+        head = tl.minimum((PACK - (lead + offset) % PACK) % PACK, V).to(tl.int32)
+        body = (V - head) // PACK * PACK
+    return head, tl.multiple_of(body, PACK)
+
+
+@triton.jit
+def fringe_tile(head, body, V, PACK: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns and mask of the two ragged ends, as one tile of WIDTH ≥ 2 PACK columns."""
+    j = tl.arange(0, WIDTH)
+    cols = tl.where(j < PACK, j, head + body + j - PACK)
+    return cols, tl.where(j < PACK, j < head, cols < V)
+
+
+@triton.jit
+def walk(
+    f: tl.constexpr, state, body_args, row_args, head, body, V, lo, hi,
+    PACK: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_V: tl.constexpr, FRINGE: tl.constexpr,
+):  # fmt: skip
+    """f over the packs [lo, hi) of a row's body, and over its ragged ends where lo = 0.
+
+    f(state, args, start, offs, mask) gives the state after the columns start + offs that `mask`
+    keeps (None: all). Its args are `body_args` in the body, where columns count from `head`, and
+    `row_args` in the fringe, where they count from the row's start. Where MASKED, every block is
+    masked, which is less code; else only the last of them is, which is faster.
+    """
+    offs = tl.arange(0, BLOCK_V)
+    hi = tl.multiple_of(tl.minimum(hi, body), PACK)
+    if MASKED:
+        for start in range(lo, hi, BLOCK_V):
+            state = f(state, body_args, start, offs, start + offs < hi)
+    else:
+        full = lo + tl.maximum(hi - lo, 0) // BLOCK_V * BLOCK_V
+        for start in range(lo, full, BLOCK_V):
+            state = f(state, body_args, start, offs, None)
+        if full < hi:
+            state = f(state, body_args, full, offs, full + offs < hi)
+    if not ALIGNED:
+        if lo == 0:
+            ends, mask = fringe_tile(head, body, V, PACK, FRINGE)
+            state = f(state, row_args, 0, ends, mask)
+    return state

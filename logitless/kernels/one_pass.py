@@ -1,0 +1,191 @@
+"""-log p of a label and its gradient in one pass: each logit read from memory once, written once.
+
+A row is shared by several programs. Each folds its part into (m, s), publishes that to the row's
+other programs, collects theirs, and then writes the gradient of its part: the second read of the
+part is served by the cache next to the processor, which still holds it.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._contract import COEFFICIENTS, Coefficients, Reading
+from . import config
+from .exchange import MAX_PARTS, collect, publish
+from .gradient import (
+    Span,
+    Terms,
+    fill_span,
+    in_span,
+    load_coefs,
+    row_gain,
+    row_terms,
+    write_mark,
+    write_span,
+)
+from .launch import REMEMBERED, Launch
+from .layout import describe, row_offset, split_row
+from .numerics import INF, LOG2E, capped, finite, inverse_temperature
+from .state import field, fold_span, pack_of
+
+HAS = tl.constexpr(("a", "mark"))
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """What the kernel is compiled for."""
+
+    aligned: bool  # every row of DX starts and ends on a 16-byte boundary
+    same: bool  # X starts as far from one as DX
+    step_c: int  # from row to row of the coefficients and of factor
+    step_f: int
+    span: int
+    block_v: int
+    block_p: int
+
+
+@triton.jit(
+    do_not_specialize=["rows_t", "lead", "parts"],
+    do_not_specialize_on_alignment=["MARK", "COEF", "FACTOR", "temperature"],
+)
+def _one_pass_kernel(
+    X, MARK, COEF, FACTOR,  # inputs
+    DX, NLL, WORDS,  # outputs; DX is None for X itself; WORDS (N, parts) starts as zeros
+    temperature,
+    rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, parts,  # sizes
+    softcap, ignore_index,  # options
+    CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """One program a part of a row: SPAN columns of its body; the fringe goes with the first."""
+    ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
+    SAME: tl.constexpr = field(CONSTANTS, "same")
+    SPAN: tl.constexpr = field(CONSTANTS, "span")
+    BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
+    PACK: tl.constexpr = pack_of(X)
+    pid = tl.program_id(0)
+    row = pid // parts
+    lo = pid % parts * SPAN
+    offset = row_offset(row, rows_t, stride_xb, stride_xt)
+    Xrow = X + offset
+    DXrow = Xrow
+    if DX is not None:
+        offset = row_offset(row, rows_t, stride_db, stride_dt)
+        DXrow = DX + offset
+    head, body = split_row(offset, V, lead, PACK, ALIGNED)
+    hi = tl.multiple_of(tl.minimum(lo + SPAN, body), PACK)
+    span = Span(head, body, V, lo, hi)
+    mark = tl.load(MARK + row)
+    if ignore_index is not None:
+        if mark == ignore_index:
+            fill_span(DXrow, 0.0, span, PACK, ALIGNED, False, BLOCK_V)
+            if lo == 0:
+                tl.store(NLL + row, 0.0)
+            return
+
+    inv_t = inverse_temperature(temperature, row)
+    rate = inv_t * LOG2E
+    state = fold_span(
+        Xrow, None, head, body, V, lo, hi, 0.0, rate, softcap,
+        False, False, False, PACK, ALIGNED, SAME, BLOCK_V,
+    )  # fmt: skip
+    # The part that holds the mark reads it now, before it is overwritten.
+    mark = tl.where((mark >= 0) & (mark < V), mark, -1).to(tl.int32)
+    mine = in_span(mark, span, ALIGNED)
+    x_mark = tl.load(Xrow + mark, mask=mine, other=0.0)
+    y_mark, _ = capped(x_mark, softcap)
+
+    gain = row_gain(None, FACTOR, row, 0, field(CONSTANTS, "step_f"))
+    coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
+    at = WORDS + row.to(tl.int64) * parts
+    publish(at + pid % parts, state.m, state.s)
+    m, s = collect(at, parts, rate, field(CONSTANTS, "block_p"))
+
+    shift = finite(m)
+    log_s = tl.log(s)
+    inside = mark >= 0
+    nll = tl.where(inside, log_s - (y_mark - shift) * inv_t, float("nan"))
+    tl.store(NLL + row, nll, mask=mine | ((lo == 0) & (not inside)))
+    a = tl.where(inside, coefs.a, float("nan"))  # a bad mark: the whole row says so
+    shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t)
+    terms = Terms(shift, c0, c1, 0.0, g_c, rate, softcap)
+    write_span(Xrow, None, DXrow, terms, span, HAS, ALIGNED, SAME, False, BLOCK_V)
+    if mine:
+        g_mark = tl.where(log_s == -INF, 0.0, coefs.g_mark * inv_t)
+        write_mark(x_mark, None, DXrow, mark, g_mark, terms, HAS)
+
+
+def can_one_pass(x: Tensor) -> bool:
+    """Whether a row's programs are few enough to wait for each other, and run at the same time.
+
+    The interpreter's do not: it runs one after another.
+    """
+    span = config.one_pass(x.shape[-1], x.element_size()).span
+    parts = config.ceil_div(x.shape[-1], span)
+    return parts == 1 or (parts <= MAX_PARTS and x.device.type != "cpu")
+
+
+def one_pass(
+    x: Tensor,  # (..., V)
+    reading: Reading,
+    coefficients: Coefficients,  # "a" and "mark"
+    factor: Tensor | None,  # () or N numbers
+    into: Tensor,  # like x: x itself, x's own memory, or contiguous; written to
+) -> Tensor:
+    """-log p of the mark, (...), while the gradient times factor is written."""
+    assert coefficients.ids is None
+    nll = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
+    if x.numel() == 0:
+        return nll
+    mark, temperature = reading.mark, reading.row_temperature
+    inplace = into.data_ptr() == x.data_ptr()
+    by_row = factor is not None and any(factor.stride())
+    plan = _plan(
+        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(),
+        None if inplace else into.data_ptr() % 16, temperature is None, reading[4:7],
+        len(coefficients.rows) > 1, by_row, config.revision,
+    )  # fmt: skip
+    if plan is None:  # too many strides
+        dense = x.contiguous()
+        nll = one_pass(dense, reading, coefficients, factor, dense)
+        into.copy_(dense)
+        return nll
+    launch, size = plan
+    words = torch.zeros(size, device=x.device, dtype=torch.int64)
+    launch(
+        x, mark.contiguous(), coefficients.rows, factor.contiguous() if by_row else factor,
+        None if inplace else into, nll, words,
+        *(() if temperature is None else (temperature.contiguous(),)),
+    )  # fmt: skip
+    return nll
+
+
+@functools.lru_cache(REMEMBERED)
+def _plan(
+    shape: tuple, strides: tuple, offset: int, itemsize: int, into_offset: int | None,
+    one_temperature: bool, options: tuple, coefs_by_row: bool, factor_by_row: bool, revision: int,
+) -> tuple[Launch, tuple[int, int]] | None:  # fmt: skip
+    temperature, softcap, ignore_index = options
+    rows = describe(shape, strides, offset, itemsize)
+    if rows is None:
+        return None
+    d_rows = rows if into_offset is None else rows.dense()._replace(lead=into_offset // itemsize)
+    cut = config.one_pass(rows.vocab, itemsize, into_offset is not None and softcap is not None)
+    parts = config.ceil_div(rows.vocab, cut.span)
+    number = (temperature,) if one_temperature else ()
+    launch = Launch(
+        _one_pass_kernel, (rows.count * parts,),
+        (
+            *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab,
+            parts, softcap, ignore_index,
+        ),
+        num_warps=cut.num_warps,
+        CONSTANTS=_Constants(
+            d_rows.aligned, rows.aligned_like(d_rows), COEFFICIENTS * coefs_by_row,
+            int(factor_by_row), cut.span, cut.block_v, 32 if parts <= 32 else MAX_PARTS,
+        ),
+    )  # fmt: skip
+    return launch, (rows.count, parts)

@@ -1,0 +1,211 @@
+"""The student's gradient beside a teacher: one sweep of both rows, from five numbers a row.
+
+In the words of pair_state.py:
+
+    forward KL, cross-entropy   dz = (e_q ratio - v) gain              v = e_p, or the target's mass
+    reverse KL                  dz = e_q (d_q - d_p - mean) gain
+    JSD                         dz = q (log2 q/M - mean) gain
+
+A student that is the teacher gets no gradient, exactly.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._contract import Pair, Reading
+from . import config
+from .backward import numbers
+from .gradient import row_gain
+from .launch import REMEMBERED, Launch
+from .layout import Rows, fringe_tile, row_offset, rows_of, split_row
+from .numerics import INF, LN2, LOG2E, capped, inverse_temperature, load
+from .pair_mixture import bits, mixture, safe_beta
+from .pair_state import (
+    Both,
+    contiguous,
+    counted_alike,
+    elements_to,
+    load_state,
+    rows_of_both,
+    target,
+    temperature_of,
+)
+from .partial import aligned
+from .state import pack_of
+
+
+class Terms(NamedTuple):
+    """What the columns of a row share."""
+
+    shift_q: tl.tensor
+    shift_p: tl.tensor
+    log_q: tl.tensor  # normalisers of JSD, in bits
+    log_p: tl.tensor
+    mean: tl.tensor  # or the ratio
+    gain: tl.tensor
+
+
+@triton.jit
+def _row_terms(STATE, row, g, inv_t, blend, KIND: tl.constexpr):
+    saved = load_state(STATE, row)
+    s_q, s_p, mean = saved.s_q, saved.s_p, saved.c
+    log_q, log_p = 0.0, 0.0
+    alive = tl.where(s_q == 0, INF, s_q)
+    gain = g * inv_t
+    if KIND == "reverse":
+        gain = gain * inv_t / alive
+    elif KIND == "jsd":
+        log_q, log_p = bits(s_q), bits(s_p)
+        gain = gain * (1.0 - blend) * LN2 + 0.0 * (log_q + log_p)
+    else:
+        mean = s_p / alive
+        if KIND == "forward":
+            gain = gain / s_p
+    # A student of -inf has no distribution, and nothing flows to it.
+    return Terms(saved.m_q, saved.m_p, log_q, log_p, mean, tl.where(s_q == 0, 0.0, gain))
+
+
+@triton.jit
+def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
+    """Read a tile of both rows, write the student's gradient."""
+    y, slope = capped(load(both.X, cols, mask), both.softcap)
+    d_q = y - terms.shift_q
+    if KIND == "soft":
+        dz = tl.exp2(d_q * both.rate) * terms.mean - target(both, cols, mask)
+    else:
+        d_p = load(both.T, cols, mask).to(tl.float32) - terms.shift_p
+        if KIND == "forward":
+            dz = tl.exp2(d_q * both.rate) * terms.mean - tl.exp2(d_p * both.rate)
+        elif KIND == "reverse":
+            e_q = tl.exp2(d_q * both.rate)
+            dz = tl.where(e_q != 0, e_q * (d_q - d_p - terms.mean), 0.0)
+        else:
+            q, log_q_m, _, _ = mixture(
+                d_q * both.rate - terms.log_q, d_p * both.rate - terms.log_p, both.blend,
+                both.X.dtype.element_ty,
+            )  # fmt: skip
+            dz = q * (log_q_m - terms.mean)
+    # Streamed: nobody reads it back soon, and the cache is better used for logits.
+    dx = (dz * terms.gain * slope).to(DX.dtype.element_ty)
+    tl.store(DX + cols, dx, mask=mask, cache_modifier=".cs")
+
+
+@triton.jit
+def _zero_tile(DX, cols, mask):
+    """The gradient of an ignored row, whose logits nobody reads."""
+    tl.store(DX + cols, tl.zeros(cols.shape, DX.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["rows_t"],
+    do_not_specialize_on_alignment=["MARK", "STATE", "UPSTREAM", "FACTOR", "temperature"],
+)
+def _pair_gradient_kernel(
+    X, T, W, MARK, STATE, UPSTREAM, FACTOR,  # inputs
+    DX,  # output
+    temperature,  # a number, or a pointer to one a row
+    rows_t, stride_xb, stride_xt, stride_tb, stride_tt, stride_db, stride_dt, V,  # sizes
+    softcap, blend, ignore_index,  # options
+    KIND: tl.constexpr,
+    STEPS: tl.constexpr,  # from row to row of UPSTREAM and FACTOR; 0 of one number for all
+    ALIGNED: tl.constexpr,  # DX; and whether X and T lie on a boundary where it does
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One program a (row, block). The fringe of a row goes with its first block."""
+    blocks = tl.cdiv(V, BLOCK_V)
+    row = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    PACK: tl.constexpr = pack_of(DX)
+    DXrow = DX + row_offset(row, rows_t, stride_db, stride_dt)
+    head, body = split_row(elements_to(DXrow), V, 0, PACK, ALIGNED[0])
+    DXbody = tl.multiple_of(DXrow + head, 16)
+    cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
+    if ignore_index is not None:
+        if tl.load(MARK + row) == ignore_index:
+            _zero_tile(DXbody, cols, cols < body)
+            if block == 0:
+                ends, mask_ends = fringe_tile(head, body, V, PACK, 2 * PACK)
+                _zero_tile(DXrow, ends, mask_ends)
+            return
+
+    Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
+    Trow = T + row_offset(row, rows_t, stride_tb, stride_tt)
+    Xbody, Tbody = Xrow + head, Trow + head
+    if ALIGNED[1]:
+        Xbody = tl.multiple_of(Xbody, 16)
+    if ALIGNED[2]:
+        Tbody = tl.multiple_of(Tbody, 16)
+    inv_t = inverse_temperature(temperature, row)
+    rate = inv_t * LOG2E
+    g = row_gain(UPSTREAM, FACTOR, row, STEPS[0], STEPS[1])
+    terms = _row_terms(STATE, row, g, inv_t, blend, KIND)
+    both = Both(Xbody, Tbody, W, head, V, rate, softcap, blend)
+    _write_tile(DXbody, both, terms, cols, cols < body, KIND)
+    if not ALIGNED[0]:
+        if block == 0:
+            ends, mask_ends = fringe_tile(head, body, V, PACK, 2 * PACK)
+            both = Both(Xrow, Trow, W, 0, V, rate, softcap, blend)
+            _write_tile(DXrow, both, terms, ends, mask_ends, KIND)
+
+
+def pair_gradient(
+    x: Tensor,  # (..., V), the student
+    reading: Reading,
+    pair: Pair,
+    state: Tensor,  # (N, PAIR_STATE), from pair_read
+    upstream: Tensor,  # (...), or one number for all
+    factor: Tensor | None = None,  # likewise; multiplies it
+    into: Tensor | None = None,  # (..., V), x to overwrite it; None allocates
+) -> Tensor:
+    """The gradient of the student's logits, (..., V), in their dtype."""
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if into is None else into
+    if dx.numel() == 0:
+        return dx
+    mark = None if reading.ignore_index is None else contiguous(reading.mark)
+    source, rows, teacher, t_rows = rows_of_both(x, pair.teacher)
+    if into is None:
+        output, d_rows = dx, rows.dense()
+    elif into is x:
+        output, d_rows = source, rows
+    else:
+        output, d_rows = rows_of(into)
+        alike = counted_alike(rows, t_rows, d_rows)
+        if alike is None:
+            output = torch.empty_like(into, memory_format=torch.contiguous_format)
+            alike = rows, t_rows, rows.dense()
+        rows, t_rows, d_rows = alike
+    upstream, step_u = numbers(upstream)
+    factor, step_f = numbers(factor)
+    tensor, number = temperature_of(reading)
+    run = _plan(
+        rows, t_rows, d_rows, (step_u, step_f), number, reading.softcap, pair.blend,
+        reading.ignore_index, pair.kind, config.pair_backward(rows.vocab, rows.itemsize),
+    )  # fmt: skip
+    weight = aligned(reading.class_weight)
+    run(source, teacher, weight, mark, contiguous(state), upstream, factor, output, *tensor)
+    if output.data_ptr() != dx.data_ptr():  # a copy: two strides are too few
+        dx.copy_(output)
+    return dx
+
+
+@functools.lru_cache(REMEMBERED)
+def _plan(
+    rows: Rows, t_rows: Rows, d_rows: Rows, steps: tuple, number: tuple,
+    softcap: float | None, blend: float, ignore_index: int | None, kind: str, cut: config.Config,
+) -> Launch:  # fmt: skip
+    return Launch(
+        _pair_gradient_kernel, (rows.count * config.ceil_div(rows.vocab, cut.block_v),),
+        (
+            *number, *rows.strides, t_rows.stride_b, t_rows.stride_t,
+            d_rows.stride_b, d_rows.stride_t, rows.vocab,
+            softcap, safe_beta(blend) if kind == "jsd" else blend, ignore_index,
+        ),
+        num_warps=cut.num_warps, KIND=kind, STEPS=steps,
+        ALIGNED=(d_rows.aligned, rows.aligned_like(d_rows), t_rows.aligned_like(d_rows)),
+        BLOCK_V=cut.block_v,
+    )  # fmt: skip

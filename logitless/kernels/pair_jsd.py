@@ -1,0 +1,255 @@
+"""Jensen-Shannon divergence of two rows, M = βp + (1-β)q, which takes two sweeps.
+
+    β Σ p log p/M + (1-β) Σ q log q/M
+
+needs both normalisers before its first term. So that the second sweep finds the rows in the cache,
+long rows are shared: each program sweeps its part, waits for the normalisers of the others' (see
+exchange.py), and sweeps its part again. A second kernel adds up the parts.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._contract import Reading
+from . import config
+from .exchange import MAX_PARTS, collect, publish
+from .launch import REMEMBERED, Launch
+from .layout import Rows, row_offset, split_row
+from .numerics import LN2, LOG2E, finite, inverse_temperature, load
+from .pair_mixture import bits, mixture, safe_beta
+from .pair_state import (
+    PAIR_STATE,
+    Both,
+    PairState,
+    elements_to,
+    extend,
+    fresh_state,
+    save_state,
+    student,
+    sum_lanes,
+    teacher,
+    temperature_of,
+    walk_both,
+)
+from .state import pack_of
+
+
+class Norms(NamedTuple):
+    """Of whole rows: log2 q = (y - shift_q) rate - log_q, and p alike."""
+
+    shift_q: tl.tensor
+    log_q: tl.tensor
+    shift_p: tl.tensor
+    log_p: tl.tensor
+
+
+class Second(NamedTuple):
+    """What the second sweep carries: the norms, and a sum for each lane."""
+
+    norms: tl.tensor
+    of_q: tl.tensor  # Σ q log2 q/M
+    of_p: tl.tensor  # Σ p log2 p/M
+
+
+@triton.jit
+def _fold_norms(state, both, start, offs, mask):
+    """The first sweep: max and sum of either row."""
+    m_q, moved_q, _, e_q = extend(state.m_q, student(both, start + offs, mask), both.rate)
+    m_p, moved_p, _, e_p = extend(state.m_p, teacher(both, start + offs, mask), both.rate)
+    s_q = state.s_q * tl.exp2(moved_q * both.rate) + e_q
+    s_p = state.s_p * tl.exp2(moved_p * both.rate) + e_p
+    return PairState(m_q, s_q, m_p, s_p, state.c)
+
+
+@triton.jit
+def _fold_second(state, both, start, offs, mask):
+    """The second sweep."""
+    norms = state.norms
+    log_q = (student(both, start + offs, mask) - norms.shift_q) * both.rate - norms.log_q
+    log_p = (teacher(both, start + offs, mask) - norms.shift_p) * both.rate - norms.log_p
+    q, log_q_m, p, log_p_m = mixture(log_q, log_p, both.blend, both.X.dtype.element_ty)
+    return Second(norms, state.of_q + q * log_q_m, state.of_p + p * log_p_m)
+
+
+@triton.jit
+def _second_sweep(
+    m_q, s_q, m_p, s_p, both, head, body, lo, hi,
+    ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Σ q log q/M and Σ p log p/M of the packs [lo, hi), in bits."""
+    zero = tl.zeros((BLOCK_V,), tl.float32)
+    sums = Second(Norms(m_q, bits(s_q), m_p, bits(s_p)), zero, zero)
+    sums = walk_both(_fold_second, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)
+    return tl.sum(sums.of_q, axis=0), tl.sum(sums.of_p, axis=0)
+
+
+@triton.jit
+def _divergence(of_q, of_p, s_q, s_p, blend):
+    """The value of a row from Σ q log q/M and Σ p log p/M, in bits."""
+    # A row without a distribution, or with a NaN, has no divergence: 0 · inf is NaN.
+    value = ((1.0 - blend) * of_q + blend * of_p) * LN2 + 0.0 * (bits(s_q) + bits(s_p))
+    return tl.where(value < 0, 0.0, value)  # by rounding; a NaN stays
+
+
+@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["MARK", "temperature"])
+def _jsd_kernel(
+    X, T, MARK,  # inputs
+    VALUE, STATE,  # outputs
+    temperature,  # a number, or a pointer to one a row
+    rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
+    softcap, blend, ignore_index,  # options
+    ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One program a row, for rows short enough that no two need share one."""
+    row = tl.program_id(0)
+    if ignore_index is not None:
+        if tl.load(MARK + row) == ignore_index:
+            tl.store(VALUE + row, 0.0)
+            save_state(STATE, row, 0.0, 0.0, 0.0, 0.0, 0.0)
+            return
+
+    Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
+    Trow = T + row_offset(row, rows_t, stride_tb, stride_tt)
+    rate = inverse_temperature(temperature, row) * LOG2E
+    PACK: tl.constexpr = pack_of(X)
+    head, body = split_row(elements_to(Xrow), V, 0, PACK, ALIGNED)
+    both = Both(Xrow, Trow, None, 0, V, rate, softcap, blend)
+    norms = sum_lanes(walk_both(
+        _fold_norms, fresh_state(BLOCK_V), both, head, body, 0, V, ALIGNED, T_ALIGNED, BLOCK_V
+    ))  # fmt: skip
+    shift_q, s_q, shift_p, s_p = finite(norms.m_q), norms.s_q, finite(norms.m_p), norms.s_p
+    mean, of_p = _second_sweep(
+        shift_q, s_q, shift_p, s_p, both, head, body, 0, V, ALIGNED, T_ALIGNED, BLOCK_V
+    )
+    tl.store(VALUE + row, _divergence(mean, of_p, s_q, s_p, blend))
+    save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean)
+
+
+@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["MARK", "temperature"])
+def _jsd_part_kernel(
+    X, T, MARK,  # inputs
+    STATE, SUMS, WORDS,  # outputs; WORDS (rows, 2, parts) starts as zeros
+    temperature,  # a number, or a pointer to one a row
+    rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
+    softcap, blend, ignore_index,  # options
+    ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One program a part of a row: SPAN columns of its body; the fringe goes with the first."""
+    parts = tl.cdiv(V, SPAN)
+    row = tl.program_id(0) // parts
+    part = tl.program_id(0) % parts
+    if ignore_index is not None:
+        if tl.load(MARK + row) == ignore_index:
+            return
+
+    lo = part * SPAN
+    Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
+    Trow = T + row_offset(row, rows_t, stride_tb, stride_tt)
+    rate = inverse_temperature(temperature, row) * LOG2E
+    PACK: tl.constexpr = pack_of(X)
+    head, body = split_row(elements_to(Xrow), V, 0, PACK, ALIGNED)
+    both = Both(Xrow, Trow, None, 0, V, rate, softcap, blend)
+    norms = sum_lanes(walk_both(
+        _fold_norms, fresh_state(BLOCK_V), both, head, body, lo, lo + SPAN,
+        ALIGNED, T_ALIGNED, BLOCK_V,
+    ))  # fmt: skip
+    at = WORDS + row.to(tl.int64) * 2 * parts
+    publish(at + part, norms.m_q, norms.s_q)
+    publish(at + parts + part, norms.m_p, norms.s_p)
+    m_q, s_q = collect(at, parts, rate, BLOCK_P)
+    m_p, s_p = collect(at + parts, parts, rate, BLOCK_P)
+    shift_q, shift_p = finite(m_q), finite(m_p)
+    of_q, of_p = _second_sweep(
+        shift_q, s_q, shift_p, s_p, both, head, body, lo, lo + SPAN, ALIGNED, T_ALIGNED, BLOCK_V
+    )
+    at_sums = SUMS + (row.to(tl.int64) * parts + part) * 2
+    tl.store(at_sums, of_q)
+    tl.store(at_sums + 1, of_p)
+    if part == 0:
+        save_state(STATE, row, shift_q, s_q, shift_p, s_p, 0.0)
+
+
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["MARK"])
+def _jsd_sum_kernel(
+    SUMS, MARK,  # inputs
+    VALUE, STATE,  # outputs; of STATE, the mean
+    parts, blend, ignore_index, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One program a row: the sums of its parts, and the value."""
+    row = tl.program_id(0)
+    if ignore_index is not None:
+        if tl.load(MARK + row) == ignore_index:
+            tl.store(VALUE + row, 0.0)
+            save_state(STATE, row, 0.0, 0.0, 0.0, 0.0, 0.0)
+            return
+
+    offs_p = tl.arange(0, BLOCK_P)
+    at_sums = SUMS + (row.to(tl.int64) * parts + offs_p) * 2
+    mean = tl.sum(load(at_sums, 0, offs_p < parts), axis=0)
+    of_p = tl.sum(load(at_sums, 1, offs_p < parts), axis=0)
+    at = STATE + row.to(tl.int64) * PAIR_STATE
+    tl.store(VALUE + row, _divergence(mean, of_p, tl.load(at + 1), tl.load(at + 3), blend))
+    tl.store(at + 4, mean)
+
+
+def read_jsd(
+    x: Tensor, rows: Rows, teacher: Tensor, t_rows: Rows, mark: Tensor | None,
+    value: Tensor, state: Tensor, reading: Reading, beta: float,
+) -> None:  # fmt: skip
+    """Write the value and the state of each row."""
+    tensor, number = temperature_of(reading)
+    options = reading.softcap, safe_beta(beta), None if mark is None else reading.ignore_index
+    parts = _parts(x)
+    if parts > 1:
+        cut = config.pair_shared(rows.vocab, rows.itemsize)
+        words = torch.zeros((rows.count, 2, parts), device=x.device, dtype=torch.int64)
+        sums = torch.empty((rows.count, parts, 2), device=x.device, dtype=torch.float32)
+        first, second = _shared_plan(rows, t_rows, parts, number, options, cut)
+        first(x, teacher, mark, state, sums, words, *tensor)
+        second(sums, mark, value, state)
+    else:
+        run = _plan(rows, t_rows, number, options, config.pair_forward(rows.vocab))
+        run(x, teacher, mark, value, state, *tensor)
+
+
+def _parts(x: Tensor) -> int:
+    """Programs that share a row: one, where several could not wait for each other.
+
+    The interpreter's could not: it runs one after another.
+    """
+    parts = config.ceil_div(x.shape[-1], config.pair_shared(x.shape[-1], x.element_size()).span)
+    return parts if parts <= MAX_PARTS and x.device.type != "cpu" else 1
+
+
+@functools.lru_cache(REMEMBERED)
+def _plan(rows: Rows, t_rows: Rows, number: tuple, options: tuple, cut: config.Config) -> Launch:
+    """One program a row."""
+    return Launch(
+        _jsd_kernel, (rows.count,),
+        (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
+        num_warps=cut.num_warps, ALIGNED=rows.aligned, T_ALIGNED=t_rows.aligned_like(rows),
+        BLOCK_V=cut.block_v,
+    )  # fmt: skip
+
+
+@functools.lru_cache(REMEMBERED)
+def _shared_plan(
+    rows: Rows, t_rows: Rows, parts: int, number: tuple, options: tuple, cut: config.Config
+) -> tuple[Launch, Launch]:
+    """One program a part of a row, then one a row."""
+    _, beta, ignore_index = options
+    block_p = 32 if parts <= 32 else MAX_PARTS
+    return Launch(
+        _jsd_part_kernel, (rows.count * parts,),
+        (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
+        num_warps=cut.num_warps, ALIGNED=rows.aligned, T_ALIGNED=t_rows.aligned_like(rows),
+        SPAN=cut.span, BLOCK_V=cut.block_v, BLOCK_P=block_p,
+    ), Launch(
+        _jsd_sum_kernel, (rows.count,), (parts, beta, ignore_index), num_warps=1, BLOCK_P=block_p
+    )  # fmt: skip

@@ -1,0 +1,156 @@
+"""A student row beside a teacher row: divergences and soft cross-entropy, forward.
+
+In the words of pair_state.py, and with T the temperature:
+
+    forward KL      Σ p log p/q    c = Σ e_p (d_p - d_q)    c/s_p /T + log s_q/s_p
+    reverse KL      Σ q log q/p    c = Σ e_q (d_q - d_p)    c/s_q /T + log s_p/s_q
+    cross-entropy  -Σ v log q      c = -Σ v d_q             c /T + Σv log s_q
+
+are one sweep: where a max moves, d_p - d_q of all that came before moves alike, and c with it. A
+student that is the teacher gives 0, exactly. JSD takes two sweeps: pair_jsd.py.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._contract import PAIR_STATE, Pair, Reading
+from . import config
+from .launch import REMEMBERED, Launch
+from .layout import Rows, row_offset, split_row
+from .numerics import LOG2E, finite, inverse_temperature
+from .pair_jsd import read_jsd
+from .pair_state import (
+    Both,
+    PairState,
+    contiguous,
+    elements_to,
+    extend,
+    fresh_state,
+    rows_of_both,
+    save_state,
+    student,
+    sum_lanes,
+    target,
+    teacher,
+    temperature_of,
+    walk_both,
+)
+from .partial import aligned
+from .state import pack_of
+
+
+@triton.jit
+def _cross(c, s, moved, scale, e, h):
+    """c after one more block; what scale or e makes nothing of is nothing, be it infinite."""
+    before = tl.where(scale == 0, 0.0, c * scale + s * (moved * scale))
+    return before + tl.where(e != 0, e * h, 0.0)
+
+
+@triton.jit
+def _fold_forward(state, both, start, offs, mask):
+    m_q, moved_q, d_q, e_q = extend(state.m_q, student(both, start + offs, mask), both.rate)
+    m_p, moved_p, d_p, e_p = extend(state.m_p, teacher(both, start + offs, mask), both.rate)
+    scale_q, scale_p = tl.exp2(moved_q * both.rate), tl.exp2(moved_p * both.rate)
+    c = _cross(state.c, state.s_p, moved_p - moved_q, scale_p, e_p, d_p - d_q)
+    return PairState(m_q, state.s_q * scale_q + e_q, m_p, state.s_p * scale_p + e_p, c)
+
+
+@triton.jit
+def _fold_reverse(state, both, start, offs, mask):
+    m_q, moved_q, d_q, e_q = extend(state.m_q, student(both, start + offs, mask), both.rate)
+    m_p, moved_p, d_p, e_p = extend(state.m_p, teacher(both, start + offs, mask), both.rate)
+    scale_q, scale_p = tl.exp2(moved_q * both.rate), tl.exp2(moved_p * both.rate)
+    c = _cross(state.c, state.s_q, moved_q - moved_p, scale_q, e_q, d_q - d_p)
+    return PairState(m_q, state.s_q * scale_q + e_q, m_p, state.s_p * scale_p + e_p, c)
+
+
+@triton.jit
+def _fold_soft(state, both, start, offs, mask):
+    m_q, moved_q, d_q, e_q = extend(state.m_q, student(both, start + offs, mask), both.rate)
+    v = target(both, start + offs, mask)
+    c = state.c - (moved_q * state.s_p + tl.where(v != 0, v * d_q, 0.0))
+    s_q = state.s_q * tl.exp2(moved_q * both.rate) + e_q
+    return PairState(m_q, s_q, state.m_p, state.s_p + v, c)
+
+
+@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["MARK", "temperature"])
+def _pair_read_kernel(
+    X, T, W, MARK,  # inputs
+    VALUE, STATE,  # outputs
+    temperature,  # a number, or a pointer to one a row
+    rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
+    softcap, blend, ignore_index,  # options
+    KIND: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One program a row."""
+    row = tl.program_id(0)
+    if ignore_index is not None:
+        if tl.load(MARK + row) == ignore_index:
+            tl.store(VALUE + row, 0.0)
+            save_state(STATE, row, 0.0, 0.0, 0.0, 0.0, 0.0)
+            return
+
+    fold: tl.constexpr = (
+        _fold_forward if KIND == "forward" else _fold_reverse if KIND == "reverse" else _fold_soft
+    )
+    Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
+    Trow = T + row_offset(row, rows_t, stride_tb, stride_tt)
+    inv_t = inverse_temperature(temperature, row)
+    PACK: tl.constexpr = pack_of(X)
+    head, body = split_row(elements_to(Xrow), V, 0, PACK, ALIGNED)
+    both = Both(Xrow, Trow, W, 0, V, inv_t * LOG2E, softcap, blend)
+    found = sum_lanes(walk_both(
+        fold, fresh_state(BLOCK_V), both, head, body, 0, V, ALIGNED, T_ALIGNED, BLOCK_V
+    ))  # fmt: skip
+    mean = 0.0
+    if KIND == "soft":
+        value = found.c * inv_t + found.s_p * tl.log(found.s_q)
+    else:
+        if KIND == "forward":
+            value = found.c / found.s_p * inv_t + tl.log(found.s_q / found.s_p)
+        else:
+            mean = found.c / found.s_q
+            value = mean * inv_t + tl.log(found.s_p / found.s_q)
+        value = tl.where(value < 0, 0.0, value)  # by rounding; a NaN stays
+    tl.store(VALUE + row, value)
+    save_state(STATE, row, finite(found.m_q), found.s_q, finite(found.m_p), found.s_p, mean)
+
+
+def pair_read(x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
+    """The loss of each row of the student, (...), and its state, (N, PAIR_STATE)."""
+    value = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
+    state = torch.empty((value.numel(), PAIR_STATE), device=x.device, dtype=torch.float32)
+    if value.numel() == 0:
+        return value, state
+    mark = None if reading.ignore_index is None else contiguous(reading.mark)
+    x, rows, teacher, t_rows = rows_of_both(x, pair.teacher)
+    if pair.kind == "jsd":
+        read_jsd(x, rows, teacher, t_rows, mark, value, state, reading, pair.blend)
+        return value, state
+    tensor, number = temperature_of(reading)
+    run = _plan(
+        rows, t_rows, number, reading.softcap, pair.blend, reading.ignore_index, pair.kind,
+        config.pair_forward(rows.vocab),
+    )  # fmt: skip
+    run(x, teacher, aligned(reading.class_weight), mark, value, state, *tensor)
+    return value, state
+
+
+@functools.lru_cache(REMEMBERED)
+def _plan(
+    rows: Rows, t_rows: Rows, number: tuple, softcap: float | None, blend: float,
+    ignore_index: int | None, kind: str, cut: config.Config,
+) -> Launch:  # fmt: skip
+    return Launch(
+        _pair_read_kernel, (rows.count,),
+        (
+            *number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab,
+            softcap, blend, ignore_index,
+        ),
+        num_warps=cut.num_warps, KIND=kind, ALIGNED=rows.aligned,
+        T_ALIGNED=t_rows.aligned_like(rows), BLOCK_V=cut.block_v,
+    )  # fmt: skip

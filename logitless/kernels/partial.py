@@ -1,0 +1,190 @@
+"""Statistics of parts of a row, before they are merged: what few rows and ranks are split into."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import _contract
+from .._contract import Partials, Reading
+from . import config
+from .finish import (
+    PART_ARG,
+    PART_C,
+    PART_M,
+    PART_N,
+    PART_REF,
+    PART_S,
+    PART_S1,
+    PART_W,
+    PART_WIDTH,
+    PART_Y_MARK,
+)
+from .launch import REMEMBERED, Launch
+from .layout import Rows, row_offset, rows_of, split_row
+from .numerics import LOG2E, capped, inverse_temperature, load
+from .state import (
+    NOWHERE,
+    column_of_max,
+    fold_span,
+    is_live,
+    load_mark,
+    pack_of,
+    reference,
+    with_count,
+)
+
+
+@triton.jit
+def _store_part(at, state, ref, arg, y_mark):
+    """One part's fields. The column is stored as its bits."""
+    tl.store(at + PART_M, state.m)
+    tl.store(at + PART_S, state.s)
+    tl.store(at + PART_W, state.w)
+    tl.store(at + PART_C, state.c)
+    tl.store(at + PART_N, state.n)
+    tl.store(at + PART_REF, ref)
+    tl.store(at + PART_ARG, arg.to(tl.float32, bitcast=True))
+    tl.store(at + PART_S1, state.s1)
+    tl.store(at + PART_Y_MARK, y_mark)
+
+
+@triton.jit
+def _store_ids(Xrow, IDS, PICKED, row, V, K, start, live, softcap, BLOCK_K: tl.constexpr):
+    """y of the ids that are among the columns [start, start + V); 0 of the others."""
+    for first in range(0, K, BLOCK_K):
+        offs_k = first + tl.arange(0, BLOCK_K)
+        mask_k = offs_k < K
+        at = row.to(tl.int64) * K + offs_k
+        ids = tl.load(IDS + at, mask=mask_k, other=-1) - start
+        inside = mask_k & (ids >= 0) & (ids < V) & live
+        y, _ = capped(load(Xrow, ids, inside), softcap)
+        tl.store(PICKED + at, tl.where(inside, y, 0.0), mask=mask_k)
+
+
+@triton.jit(
+    do_not_specialize=["rows_t", "lead", "start", "span"],
+    do_not_specialize_on_alignment=["MARK", "IDS", "temperature"],
+)
+def _partial_kernel(
+    X, MARK, IDS, W,  # inputs
+    PARTS, PICKED,  # outputs, (N, splits, PART) and (N, K)
+    temperature,
+    rows_t, stride_xb, stride_xt, lead, V, K, start, span,  # sizes
+    softcap, ignore_index,  # options
+    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program a split of a row: `span` columns of its body. The first reads mark and ids."""
+    PACK: tl.constexpr = pack_of(X)
+    row = tl.program_id(0)
+    split = tl.program_id(1)
+    mark = load_mark(MARK, row)
+    live = is_live(mark, ignore_index)
+    columns = tl.where(live, V, 0)
+    offset = row_offset(row, rows_t, stride_xb, stride_xt)
+    Xrow = X + offset
+    inv_t = inverse_temperature(temperature, row)
+    ref = reference(Xrow, columns, softcap, TOTAL)
+    span = tl.multiple_of(span, BLOCK_V)
+    lo = split * span
+    head, body = split_row(offset, columns, lead, PACK, ALIGNED)
+    if W is not None:
+        W += start
+    state = fold_span(
+        Xrow, W, head, body, columns, lo, lo + span, ref, inv_t * LOG2E, softcap,
+        ENTROPY, TOTAL, SECOND, PACK, ALIGNED, True, BLOCK_V,
+    )  # fmt: skip
+    if W is None:
+        count = tl.maximum(tl.minimum(lo + span, body) - lo, 0)
+        count += tl.where(lo == 0, columns - body, 0)
+        state = with_count(state, count.to(tl.float32))
+    arg = tl.full((), 0, tl.int32)
+    if ARGMAX:
+        arg = column_of_max(Xrow, state, head, body, columns, softcap, PACK, ALIGNED, BLOCK_V)
+        arg = tl.where(arg == NOWHERE, NOWHERE, arg + start)
+    y_mark = 0.0
+    if MARK is not None:
+        column = mark - start
+        mine = (split == 0) & (column >= 0) & (column < columns)
+        y_mark, _ = capped(tl.load(Xrow + column, mask=mine, other=0.0), softcap)
+    at = row.to(tl.int64) * tl.num_programs(1) + split
+    _store_part(PARTS + at * PART_WIDTH, state, ref, arg, y_mark)
+    if IDS is not None:
+        if split == 0:
+            _store_ids(Xrow, IDS, PICKED, row, V, K, start, live, softcap, BLOCK_K)
+
+
+def partial(
+    x: Tensor,  # (..., V), columns [start, start + V) of the vocabulary
+    reading: Reading,
+    start: int = 0,
+    vocab: int | None = None,
+) -> Partials:
+    """The parts of each row of x, as many as fill the GPU.
+
+    Mark, ids and class weights are of the whole vocabulary, and so is the column of a max. An id
+    that is not among these columns adds 0. `vocab` is for the eager twin's sake.
+    """
+    x, rows = rows_of(x)
+    mark, ids, weight, temperature = reading[:4]
+    number, softcap, ignore_index, wants = reading[4:]
+    second = "label" in wants and not reading.at_temperature_1
+    cut = cut_of(rows, x.device, wants, softcap, second)
+    size = (rows.count, cut.splits, _contract.PART)
+    state = torch.empty(size, device=x.device, dtype=torch.float32)
+    picked, K = None, 0
+    if ids is not None:
+        K = ids.shape[-1]
+        picked = torch.empty((rows.count, K), device=x.device, dtype=torch.float32)
+    if rows.count == 0:
+        return Partials(state, picked)
+    total = "total" in wants or "log_total" in wants
+    launch = partial_launch(
+        rows, K, start, number if temperature is None else None, softcap, ignore_index,
+        ("entropy" in wants, total, "argmax" in wants, second), cut,
+    )  # fmt: skip
+    by_row = () if temperature is None else (temperature.contiguous(),)
+    launch(
+        x, None if mark is None else mark.contiguous(), ids.contiguous() if K else None,
+        aligned(weight) if total else None, state, picked if K else None, *by_row,
+    )  # fmt: skip
+    return Partials(state, picked)
+
+
+def cut_of(
+    rows: Rows, device: torch.device, wants: tuple[str, ...], softcap: float | None, twice: bool
+) -> config.Config:
+    """How the forward over these rows is cut."""
+    sums = {"entropy", "argmax", "total", "log_total"}
+    heavy = softcap is not None or not sums.isdisjoint(wants)
+    processors = config.processors(device)
+    return config.forward(rows.count, rows.vocab, rows.itemsize, processors, heavy, twice)
+
+
+def aligned(weight: Tensor | None) -> Tensor | None:
+    """Class weights that load 16 bytes at a time."""
+    if weight is None or (weight.is_contiguous() and weight.data_ptr() % 16 == 0):
+        return weight
+    return weight.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(REMEMBERED)
+def partial_launch(
+    rows: Rows, K: int, start: int, temperature: float | None, softcap: float | None,
+    ignore_index: int | None, wants: tuple[bool, ...], cut: config.Config,
+) -> Launch:  # fmt: skip
+    span = config.ceil_div(config.ceil_div(rows.vocab, cut.splits), cut.block_v) * cut.block_v
+    number = () if temperature is None else (temperature,)
+    return Launch(
+        _partial_kernel, (rows.count, cut.splits),
+        (
+            *number, *rows.strides, rows.lead, rows.vocab, K, start, span,
+            softcap, ignore_index,
+        ),
+        num_warps=cut.num_warps, ALIGNED=rows.aligned, BLOCK_V=cut.block_v,
+        BLOCK_K=min(128 * cut.num_warps, config.ceil_pow2(K)),
+        **dict(zip(("ENTROPY", "TOTAL", "ARGMAX", "SECOND"), wants, strict=True)),
+    )  # fmt: skip

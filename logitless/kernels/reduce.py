@@ -1,0 +1,111 @@
+"""Losses of rows to one number, and the factor of each row's gradient: one small launch."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .._contract import Reading
+from .launch import REMEMBERED, Launch
+from .state import is_live
+
+
+@triton.jit
+def _rows(MARK, start, N, ignore_index, BLOCK_N: tl.constexpr):
+    """A block of rows, which of them exist, and which of those count."""
+    rows = start + tl.arange(0, BLOCK_N)
+    mask = rows < N
+    if MARK is not None:
+        mark = tl.load(MARK + rows, mask=mask, other=0)
+        return rows, mask, mask & is_live(mark, ignore_index)
+    else:
+        return rows, mask, mask
+
+
+@triton.jit(
+    do_not_specialize=["N"],
+    do_not_specialize_on_alignment=["VALUE", "MARK", "WEIGHT", "MASS"],
+)
+def _reduce_kernel(
+    LOSS,  # output, a number
+    VALUE, MARK, WEIGHT, MASS,  # inputs
+    FACTOR,  # output, a number or one a row
+    N, ignore_index,  # sizes, options
+    MEAN: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One program, so that the sum is the same from run to run."""
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    mass = tl.zeros((BLOCK_N,), tl.float32)
+    count = tl.zeros((BLOCK_N,), tl.int32)
+    for start in range(0, N, BLOCK_N):
+        rows, _, live = _rows(MARK, start, N, ignore_index, BLOCK_N)
+        if MEAN:
+            if MASS is not None:
+                mass += tl.load(MASS + rows, mask=live, other=0.0)
+            else:
+                count += live.to(tl.int32)
+        if VALUE is not None:
+            value = tl.load(VALUE + rows, mask=live, other=0.0)
+            if WEIGHT is not None:
+                value *= tl.load(WEIGHT + rows, mask=live, other=0.0).to(tl.float32)
+            total += value
+    share = 1.0
+    if MEAN:
+        if MASS is not None:
+            whole = tl.sum(mass, axis=0)
+            share = 1.0 / tl.where(whole == 0, 1.0, whole)
+        else:
+            share = 1.0 / tl.maximum(tl.sum(count, axis=0), 1).to(tl.float32)
+    if VALUE is not None:
+        tl.store(LOSS, share * tl.sum(total, axis=0))
+    if FACTOR is not None:
+        if WEIGHT is not None:
+            for start in range(0, N, BLOCK_N):
+                rows, mask, live = _rows(MARK, start, N, ignore_index, BLOCK_N)
+                weight = tl.load(WEIGHT + rows, mask=live, other=0.0).to(tl.float32)
+                tl.store(FACTOR + rows, share * weight, mask=mask)
+        else:
+            tl.store(FACTOR, share)
+
+
+def reduce(
+    value: Tensor | None,  # (...)
+    reading: Reading,
+    row_weight: Tensor | None = None,  # (...), of any real dtype
+    mass: Tensor | None = None,  # (N,), 0 where ignored
+    mean: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The weighted sum of the rows that count, and the factor of each row's gradient.
+
+    "mean" divides both by the sum of `mass`, or by the number of rows that count; by 1 if that is
+    0. The factor is () without a row_weight, (N,) with one, and None where it is 1. An ignored row
+    adds 0 whatever its value or weight is.
+    """
+    if row_weight is None and not mean:  # ignored rows are 0 already
+        return None if value is None else value.sum(), None
+    mark = reading.mark
+    like = next(t for t in (value, row_weight, mark) if t is not None)
+    N, device = like.numel(), like.device
+    loss, factor = torch.empty((), device=device, dtype=torch.float32), None
+    if value is not None and not value.is_contiguous():
+        value = value.contiguous()
+    if row_weight is not None:
+        factor = torch.empty(N, device=device, dtype=torch.float32)
+        row_weight = row_weight.contiguous()
+        if row_weight.dtype == torch.bool:
+            row_weight = row_weight.view(torch.uint8)
+    elif mean:
+        factor = torch.empty_like(loss)
+    if reading.ignore_index is None:
+        mark = None
+    elif mark is not None and not mark.is_contiguous():
+        mark = mark.contiguous()
+    _plan(N, reading.ignore_index, mean)(loss, value, mark, row_weight, mass, factor)
+    return None if value is None else loss, factor
+
+
+@functools.lru_cache(REMEMBERED)
+def _plan(N: int, ignore_index: int | None, mean: bool) -> Launch:
+    return Launch(_reduce_kernel, (1,), (N, ignore_index), num_warps=16, MEAN=mean, BLOCK_N=8192)

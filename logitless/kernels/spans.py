@@ -1,0 +1,256 @@
+"""The gradient where a row has several ids, or a label at a temperature of its own.
+
+One program a (row, span) writes the span and then rewrites the columns that mark and ids are at,
+while their span is cached, so that a gradient is rounded once, after everything is added.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from . import config
+from .gradient import (
+    Span,
+    Terms,
+    c0_of,
+    dz_of,
+    fill_span,
+    in_span,
+    load_coefs,
+    row_gain,
+    row_terms,
+    uses,
+    write_mark,
+    write_span,
+)
+from .launch import Launch
+from .layout import Rows, row_offset, split_row
+from .numerics import INF, LOG2E, NO_ID, capped, inverse_temperature, load
+from .repeats import STATE_REPEATS
+from .state import LOG_S, LOG_S1, SHIFT, STATE_WIDTH, field, load_mark, pack_of
+
+MAX_HELD = 512  # ids of a row that one program has in registers
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """What the kernel is compiled for."""
+
+    aligned: bool  # every row of DX starts and ends on a 16-byte boundary
+    same: bool  # X starts as far from one as DX
+    held: bool  # in place: the ids' logits are loaded before they are overwritten
+    step_c: int  # from row to row of the coefficients, of upstream and of factor
+    step_u: int
+    step_f: int
+    span: int
+    block_v: int
+    block_k: int
+
+
+@triton.constexpr_function
+def is_marked(has):
+    """Whether a loss has a gradient at the mark."""
+    return "mark" in has or "label" in has
+
+
+@triton.jit
+def is_bad(ids, V):
+    """Which of these are no ids, but claim to be."""
+    return (((ids < 0) | (ids >= V)) & (ids != NO_ID)).to(tl.int32)
+
+
+@triton.jit
+def sums_of_same(IDS, G, ids, K):
+    """For each of `ids`, Σ g over the slots that hold it."""
+    g = tl.zeros(ids.shape, tl.float32)
+    ids = ids.to(tl.int32)  # a row with larger ones is NaN in the end
+    for j in range(K):
+        same = ids == tl.load(IDS + j).to(tl.int32)
+        g += tl.where(same, tl.load(G + j).to(tl.float32), 0.0)
+    return g
+
+
+class _Row(NamedTuple):
+    """A row in memory, and what mark and ids add to its gradient."""
+
+    X: tl.tensor
+    W: tl.tensor  # or None
+    DX: tl.tensor
+    IDS: tl.tensor  # or None
+    G_IDS: tl.tensor  # or None
+    K: tl.tensor
+    c0_ids: tl.tensor
+    gain: tl.tensor  # of the ids' own gradients
+    repeated: tl.tensor
+    mark: tl.tensor  # -1 if it is bad
+    g_mark: tl.tensor  # added at the mark, which may be among the ids
+
+
+@triton.jit
+def _load_held(Xrow, IDS, K, span, ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The logits of the ids that are in a span."""
+    offs_k = tl.arange(0, BLOCK_K)
+    ids = tl.load(IDS + offs_k, mask=offs_k < K, other=NO_ID)
+    return load(Xrow, ids, in_span(ids, span, ALIGNED))
+
+
+@triton.jit
+def _write_ids(row, x_held, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constexpr):
+    """Rewrite the gradient at the ids that are in a span. Returns whether the row has a bad one."""
+    BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
+    bad = tl.zeros((BLOCK_K,), tl.int32)
+    for start in range(0, row.K, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        ids = tl.load(row.IDS + offs_k, mask=offs_k < row.K, other=NO_ID)
+        mine = in_span(ids, span, field(CONSTANTS, "aligned"))
+        bad |= is_bad(ids, span.V)
+        if field(CONSTANTS, "held"):
+            x = x_held
+        else:
+            x = load(row.X, ids, mine)
+        y, slope = capped(x, terms.softcap)
+        dz = dz_of(y, row.W, ids, mine, row.c0_ids, terms, HAS)
+        if row.G_IDS is not None:
+            g = load(row.G_IDS, offs_k, mine).to(tl.float32)
+            if row.repeated:
+                g = sums_of_same(row.IDS, row.G_IDS, ids, row.K)
+            dz += tl.where(terms.shift == INF, 0.0, g * row.gain)  # not in a row of -inf
+        if is_marked(HAS):
+            dz += tl.where(ids == row.mark, row.g_mark, 0.0)
+        tl.store(row.DX + ids, (dz * slope).to(row.DX.dtype.element_ty), mask=mine)
+    return tl.max(bad, axis=0) > 0
+
+
+@triton.jit
+def _rewrite(
+    row, x_mark, x_held, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constexpr
+):  # fmt: skip
+    """Mark and ids of a span that is written; NaN all over it if one of them is bad."""
+    ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
+    bad = False
+    if is_marked(HAS):
+        bad = row.mark < 0
+        if in_span(row.mark, span, ALIGNED):
+            write_mark(x_mark, row.W, row.DX, row.mark, row.g_mark, terms, HAS)
+    if row.IDS is not None:
+        if is_marked(HAS):
+            # Mark first: a slot with the same id holds the full sum and must overwrite it.
+            tl.debug_barrier()
+        bad = _write_ids(row, x_held, terms, span, HAS, CONSTANTS) | bad
+    if bad:
+        tl.debug_barrier()  # after what was just stored
+        fill_span(
+            row.DX, float("nan"), span, pack_of(row.X), ALIGNED, False, field(CONSTANTS, "block_v")
+        )
+
+
+@triton.jit
+def _row_numbers(STATE, coefs, HAS: tl.constexpr):
+    """(shift, log s, d of the label, c_label, what the label takes from a) of a row."""
+    shift, log_s = tl.load(STATE + SHIFT), tl.load(STATE + LOG_S)
+    dead = log_s == -INF
+    d_label = tl.where(dead, 0.0, coefs.d_label)
+    if uses(HAS, "second"):
+        c_label = -d_label * tl.exp2(-tl.load(STATE + LOG_S1) * LOG2E)
+        return shift, log_s, d_label, tl.where(dead, 0.0, c_label), 0.0
+    else:
+        return shift, log_s, d_label, 0.0, d_label
+
+
+@triton.jit(
+    do_not_specialize=["rows_t", "lead"],
+    do_not_specialize_on_alignment=[
+        "MARK", "IDS", "STATE", "COEF", "G_IDS", "UPSTREAM", "FACTOR", "temperature",
+    ],
+)  # fmt: skip
+def _spans_kernel(
+    X, MARK, IDS, W, STATE, COEF, G_IDS, UPSTREAM, FACTOR,  # inputs
+    DX,  # output
+    temperature,
+    rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, K,  # sizes
+    softcap, ignore_index,  # options
+    HAS: tl.constexpr, CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """One program a (row, span): its columns, then the mark and the ids that are there."""
+    ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
+    HELD: tl.constexpr = field(CONSTANTS, "held")
+    SPAN: tl.constexpr = field(CONSTANTS, "span")
+    BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
+    BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
+    PACK: tl.constexpr = pack_of(X)
+    pid = tl.program_id(0)
+    spans = tl.cdiv(V, SPAN)
+    row = pid // spans
+    offset = row_offset(row, rows_t, stride_db, stride_dt)
+    head, body = split_row(offset, V, lead, PACK, ALIGNED)
+    Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
+    DXrow = DX + offset
+    lo = pid % spans * SPAN
+    hi = tl.multiple_of(tl.minimum(lo + SPAN, body), PACK)
+    span = Span(head, body, V, lo, hi)
+
+    mark = load_mark(MARK, row)
+    if ignore_index is not None:
+        if mark == ignore_index:
+            fill_span(DXrow, 0.0, span, PACK, ALIGNED, False, BLOCK_V)
+            return
+
+    inv_t = inverse_temperature(temperature, row)
+    gain = row_gain(UPSTREAM, FACTOR, row, field(CONSTANTS, "step_u"), field(CONSTANTS, "step_f"))
+    coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
+    STATE += row.to(tl.int64) * STATE_WIDTH
+    shift, log_s, d_label, c_label, taken = _row_numbers(STATE, coefs, HAS)
+    shift, c0, c1, g_c = row_terms(coefs, coefs.a - taken, shift, log_s, inv_t)
+    terms = Terms(shift, c0, c1, c_label, g_c, inv_t * LOG2E, softcap)
+    c0_ids = c0
+    if uses(HAS, "a_ids"):
+        c0_ids = c0_of(coefs.a_ids - taken, coefs.b, log_s, inv_t)
+    g_mark = tl.where(log_s == -INF, 0.0, coefs.g_mark * inv_t) + d_label
+
+    x_mark = tl.full((), 0.0, X.dtype.element_ty)
+    x_held = tl.zeros((BLOCK_K,), X.dtype.element_ty)
+    if is_marked(HAS):
+        mark = tl.where((mark >= 0) & (mark < V), mark, -1).to(tl.int32)
+        x_mark = tl.load(Xrow + mark, mask=in_span(mark, span, ALIGNED), other=0.0)
+    if IDS is not None:
+        IDS += row.to(tl.int64) * K
+        if HELD:
+            x_held = _load_held(Xrow, IDS, K, span, ALIGNED, BLOCK_K)
+    if HELD:
+        tl.debug_barrier()
+
+    write_span(Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "same"), False, BLOCK_V)
+    tl.debug_barrier()  # from here on, what others of this program wrote is overwritten
+
+    repeated = False
+    if G_IDS is not None:
+        G_IDS += row.to(tl.int64) * K
+        repeated = tl.load(STATE + STATE_REPEATS) != 0
+    _rewrite(
+        _Row(Xrow, W, DXrow, IDS, G_IDS, K, c0_ids, gain * inv_t, repeated, mark, g_mark),
+        x_mark, x_held, terms, span, HAS, CONSTANTS,
+    )  # fmt: skip
+
+
+def spans_launch(
+    rows: Rows, d_rows: Rows, K: int, temperature: float | None, softcap: float | None,
+    ignore_index: int | None, has: tuple[str, ...], steps: tuple[int, int, int],
+    held: bool, second: bool, cut: config.Config,
+) -> Launch:  # fmt: skip
+    span = config.ceil_div(cut.span, cut.block_v) * cut.block_v
+    number = () if temperature is None else (temperature,)
+    block_k = min(MAX_HELD, max(config.ceil_pow2(K), 2))
+    return Launch(
+        _spans_kernel, (rows.count * config.ceil_div(rows.vocab, span),),
+        (
+            *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab, K,
+            softcap, ignore_index,
+        ),
+        num_warps=cut.num_warps, HAS=(*has, "second") if second else has,
+        CONSTANTS=_Constants(
+            d_rows.aligned, rows.aligned_like(d_rows), held, *steps,
+            span, cut.block_v, block_k,
+        ),
+    )  # fmt: skip

@@ -1,0 +1,140 @@
+"""CONTRIBUTING.md, followed: one loss, one statistic and one source, each added in a few lines."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless._contract import COEFFICIENTS, G_MARK, LOG_S, A, Coefficients, Reading
+from logitless._loss import RowLoss, evaluate
+
+N, V, D = 6, 37, 5
+
+
+def focal_loss(logits, target, gamma, **options):
+    """A loss that is a formula: (1 - p)^γ (-log p)."""
+
+    def formula(stats):
+        return -((1 - stats.logprob.exp()) ** gamma) * stats.logprob
+
+    return ll.row_loss(formula, logits, target, **options)
+
+
+@dataclass(eq=False)
+class TopLogprob(RowLoss):
+    """A statistic that a row's state already tells: log p of its largest logit is -log s."""
+
+    def forward(self, run, x):
+        found = run.read(x, self.reading)
+        rows = torch.zeros(
+            (len(found.state), COEFFICIENTS), dtype=found.state.dtype, device=x.device
+        )
+        rows[:, A], rows[:, G_MARK] = -1, 1
+        value = -found.state[:, LOG_S].view(x.shape[:-1])
+        return (value.clone(),), (found.state, rows, found.argmax)
+
+    def backward(self, run, x, saved, upstream, factor=None, into=None):
+        state, rows, argmax = saved
+        reading = self.reading._replace(mark=argmax)
+        coefficients = Coefficients(rows, ("a", "mark"))
+        return run.gradient(x, reading, state, coefficients, upstream[0], factor, into)
+
+
+def top_logprob(logits, reduction="none"):
+    return evaluate(logits, TopLogprob(Reading(wants=("argmax",))), reduction)
+
+
+class Stacked:
+    """A source: the rows of several tensors of logits, one after another, that are never joined."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+    @property
+    def shape(self):
+        return torch.Size((sum(len(part) for part in self.parts), self.parts[0].shape[1]))
+
+    dtype = property(lambda self: self.parts[0].dtype)
+    device = property(lambda self: self.parts[0].device)
+    requires_grad = property(lambda self: any(part.requires_grad for part in self.parts))
+
+    def evaluate(self, loss, reduction, row_weight):
+        results, start = [], 0
+        for part in self.parts:
+            rows, start = slice(start, start + len(part)), start + len(part)
+            results.append(evaluate(part, loss.take(rows, self.shape[:-1])))
+        if loss.several:
+            return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+        from logitless._loss import reduced
+
+        return reduced(torch.cat(results), loss.reading, row_weight, None, reduction)
+
+
+@pytest.fixture
+def logits(device):
+    return torch.randn(N, V, device=device)
+
+
+@pytest.fixture
+def target(device):
+    return torch.tensor([3, 0, -100, 36, 5, 5], device=device)
+
+
+def grads(loss, *leaves):
+    return torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss(logits, target, reduction, impl, device):
+    def naive(x):
+        live = target != -100
+        logp = torch.log_softmax(x, -1)[live].gather(1, target[live, None])[:, 0]
+        rows = -((1 - logp.exp()) ** 2) * logp
+        return rows.mean() if reduction == "mean" else rows.sum()
+
+    how = {"gamma": 2.0, "reduction": reduction, "ignore_index": -100}
+    x = logits.requires_grad_()
+    got, want = focal_loss(x, target, **how), naive(x)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(grads(got, x), grads(want, x))
+    h = torch.randn(N, D, device=device, requires_grad=True)
+    w = torch.randn(V, D, device=device, requires_grad=True)
+    got = focal_loss(ll.LinearLogits(h, w, workspace=2 * 4 * V), target, **how)
+    want = naive(h @ w.T)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(grads(got, h, w), grads(want, h, w), rtol=1e-4, atol=1e-5)
+
+
+def test_a_statistic(logits, impl, device):
+    x, g = logits.requires_grad_(), torch.randn(N, device=device)
+    want = torch.log_softmax(x, -1).amax(-1)
+    got = top_logprob(x)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(grads(got @ g, x), grads(want @ g, x))
+    h = torch.randn(N, D, device=device, requires_grad=True)
+    w = torch.randn(V, D, device=device, requires_grad=True)
+    got = top_logprob(ll.LinearLogits(h, w, workspace=2 * 4 * V), "mean")
+    want = torch.log_softmax(h @ w.T, -1).amax(-1).mean()
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(grads(got, h, w), grads(want, h, w), rtol=1e-4, atol=1e-5)
+
+
+def test_a_source(logits, target, impl):
+    parts = [part.clone().requires_grad_() for part in logits.split([1, 3, 2])]
+    teacher = torch.randn_like(logits)
+    targets = ll.capture_topk(teacher, 4)
+    for loss in (
+        lambda x: ll.cross_entropy(x, target, label_smoothing=0.1),
+        lambda x: ll.cross_entropy(x, target, reduction="none").sum(),
+        lambda x: ll.score(x, target).entropy.sum(),
+        lambda x: ll.kl_div(x, teacher, direction="forward", mask=target != -100),
+        lambda x: ll.topk_distill(x, targets, divergence="forward_kl", support="tail"),
+        lambda x: focal_loss(x, target, 2.0, ignore_index=-100),
+    ):
+        whole = logits.clone().requires_grad_()
+        got, want = loss(Stacked(*parts)), loss(whole)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(torch.cat(grads(got, *parts)), *grads(want, whole))
+    with pytest.raises(ValueError, match="target must have shape"):
+        ll.cross_entropy(Stacked(*parts), target[1:])
