@@ -34,7 +34,8 @@ def test_its_links_lead_somewhere():
 
 
 def test_its_table_is_the_committed_result():
-    document = json.loads((ROOT / "benchmarks/results/h200/bench-logits-2026-11-15.json").read_text())
+    results = ROOT / "benchmarks/results/h200/bench-logits-2026-11-15.json"
+    document = json.loads(results.read_text())
     modes = {
         "forward": "forward",
         "forward + backward": "forward + backward",
