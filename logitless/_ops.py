@@ -36,7 +36,7 @@ def _flat(loss) -> tuple:
     args = [*loss.reading[:-1], " ".join(loss.reading.wants)]
     for name in _OPERATORS[type(loss)].fields[1:]:
         value = getattr(loss, name)
-        args += value if name in _STRUCTS else [value]
+        args = [*args, *(value if name in _STRUCTS else (value,))]
     return tuple(args)
 
 
