@@ -439,3 +439,33 @@ def test_an_undefined_upstream_gradient_is_none(device):
     loss = ll.cross_entropy(ll.LinearLogits(h, w), target, reduction="none")
     Nothing.apply(loss).sum().backward()
     assert h.grad is None or not h.grad.any()
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_a_target_changed_before_backward_raises(reduction, device):
+    """As over a tensor: what backward reads is saved as autograd saves it."""
+    h, w = torch.randn(4, 5, device=device, requires_grad=True), torch.randn(9, 5, device=device)
+    for source in (lambda: h @ w.T, lambda: ll.LinearLogits(h, w)):
+        target = torch.tensor([1, 2, 0, 3], device=device)
+        loss = ll.cross_entropy(source(), target, reduction=reduction).sum()
+        target.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("loss", ["jsd", "cross_entropy"])
+def test_the_implementation_may_change_before_backward(loss, head, device):
+    h, w = torch.randn(4, 5, device=device, requires_grad=True), torch.randn(9, 5, device=device)
+    teacher, target = torch.randn(4, 9, device=device), torch.tensor([1, 2, 0, 3], device=device)
+
+    def f():
+        x = ll.LinearLogits(h, w) if head else h @ w.T
+        found = ll.jsd(x, teacher) if loss == "jsd" else ll.cross_entropy(x, target)
+        return found * 1.5
+
+    with ll.impl("triton"):
+        value = f()
+    (got,) = torch.autograd.grad(value, h)
+    (want,) = torch.autograd.grad(f(), h)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""What the GPU runs. Imports torch, triton and the eager twins, and nothing of ours above it."""
+"""What the GPU runs. Of ours it imports the contract and the eager twins, nothing above it."""
 
 from .backward import gradient
 from .finish import finish
