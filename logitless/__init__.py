@@ -1,7 +1,7 @@
 """Every loss over a vocabulary, without paying for the vocabulary."""
 
 from . import nn
-from ._dispatch import impl
+from ._call import impl
 from .distill import SparseTargets, capture_topk, gathered_kl, topk_distill
 from .formula import row_loss
 from .linear import LinearLogits

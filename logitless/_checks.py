@@ -1,7 +1,7 @@
 """All validation and its wording: `<argument> must <rule>, got <value>.`
 
 Everything here looks at shapes, dtypes and Python numbers, except `in_range`, which reads values.
-What a function checks of its arguments, and when, is in _arguments.py.
+What a function checks of its arguments, and when, is in _call.py.
 """
 
 import math
@@ -94,16 +94,6 @@ def has_an_id(t: Tensor | None, x: Any) -> None:
         raise ValueError(
             f"ids must have at least one id a row with ignore_index, got shape {_shape(t)}."
         )
-
-
-def asked() -> bool:
-    """Whether LOGITLESS_CHECK=1 asks for checks that cost time."""
-    return os.environ.get("LOGITLESS_CHECK", "0") not in ("", "0")
-
-
-def looks_at(ids: Tensor) -> bool:
-    """Whether ids are checked: on a CPU, and where a GPU may be asked."""
-    return ids.device.type == "cpu" or asked()
 
 
 def in_range(
@@ -243,6 +233,11 @@ def slot_mask(t: Any, x: Tensor, of: str = "student_logits") -> None:
     if t is not None:
         _mask(t)
         _same_shape("mask", t, x, of)
+
+
+def yes_or_no(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
 
 
 def fraction(name: str, value: Any) -> None:

@@ -15,7 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ._contract import precision
+from ._contract import PRECISION
 
 Rows = slice | Tensor
 
@@ -143,7 +143,7 @@ class HeadGradients:
             self.weight_sum = _sum_for(run, count, hidden, self.weight, accumulate, into)
         self.d_bias = None
         if needs[2] and bias is not None:
-            self.d_bias = torch.zeros_like(bias, dtype=precision(bias.dtype))
+            self.d_bias = torch.zeros_like(bias, dtype=PRECISION[bias.dtype])
 
     def add(self, rows: Rows, h: Tensor, dz: Tensor) -> None:
         if self.d_hidden is not None:

@@ -49,6 +49,13 @@ class Reading(NamedTuple):
     def at_temperature_1(self) -> bool:
         return self.row_temperature is None and self.temperature == 1
 
+    @property
+    def any_temperature(self) -> "float | Tensor | None":
+        """A number, one a row, or None for 1."""
+        if self.row_temperature is not None:
+            return self.row_temperature
+        return None if self.temperature == 1 else self.temperature
+
 
 class RowStats(NamedTuple):
     """What a loss may know about a row. fp32 (fp64 for fp64), differentiable but for argmax.
@@ -143,7 +150,9 @@ class Slots(NamedTuple):
     tail: Tensor | None  # (...), log mass of the teacher outside; None is 1 - Σ p
     row_weight: Tensor | None  # (...), of the divergence
     divergence: str  # "forward_kl", "reverse_kl", "jsd" or "tvd"
-    support: str  # "truncate", "renorm_teacher", "renorm", "tail" or "gathered"
+    # "truncate", "renorm_teacher", "renorm", "tail"; or, of logits that are gathered already,
+    # "gathered" (the student over all slots) and "gathered_renorm" (over those that count)
+    support: str
     beta: float  # of "jsd"
     kd_weight: float  # of the divergence
     ce_weight: float  # of -log p of the label; 0 without one
@@ -159,7 +168,10 @@ class Pair(NamedTuple):
 
 PAIR_STATE = 5  # numbers saved of a row: shift and s of student and teacher, and a mean
 
-
-def precision(dtype: torch.dtype) -> torch.dtype:
-    """Of statistics and losses over logits of a dtype."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+# Of statistics and losses, by the dtype of the logits.
+PRECISION = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+}

@@ -22,9 +22,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from . import _arguments, _ops, eager
-from ._contract import Reading, precision
-from ._dispatch import backend, under_transform
+from . import _call, _ops, eager
+from ._call import backend, under_transform
+from ._contract import PRECISION, Reading
 
 Saved = tuple[Tensor | None, ...]
 
@@ -39,6 +39,8 @@ class RowLoss:
     # How many of its tensors backward reads, from the first on; None is all. The four of the
     # reading are the mark (a label or a mask, one a row), ids, class weights and temperatures.
     reads: ClassVar[int | None] = 4
+    # Whether what forward saves is the gradient itself, for an upstream gradient of 1.
+    saves_gradient: ClassVar[bool] = False
     others = ()  # tensors besides the logits that may want a gradient
 
     @property
@@ -87,9 +89,10 @@ class RowLoss:
 
     def with_tensors(self, tensors: Sequence[Tensor | None], **changed) -> "RowLoss":
         """The same loss over other tensors."""
-        changed["reading"] = self.reading._make((*tensors[:4], *self.reading[4:]))
-        copy = object.__new__(type(self))  # a third of the time of dataclasses.replace
-        copy.__dict__.update(self.__dict__, **changed)
+        mark, ids, class_weight, temperatures = tensors[:4]
+        reading = Reading(mark, ids, class_weight, temperatures, *self.reading[4:])
+        copy = object.__new__(type(self))  # a quarter of the time of dataclasses.replace
+        copy.__dict__ = {**self.__dict__, "reading": reading, **changed}
         return copy
 
     def d_others(self, saved: Saved, scale: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,7 +143,7 @@ def evaluate(
         return source.evaluate(loss, reduction, row_weight)
     if under_transform():
         return _traced(source, loss, reduction, row_weight)
-    _arguments.values(loss, source.shape[-1])
+    _call.values(loss, source.shape[-1])
     by_row = reduction == "none" or (row_weight is not None and row_weight.requires_grad)
     how = (None, None) if by_row else (row_weight, reduction)
     others = loss.others
@@ -194,6 +197,25 @@ SMALL = 1 << 20
 SMALL_ON = ("cuda", "xpu")
 
 
+def scaled(
+    gradient: Tensor,  # of x, for an upstream gradient of 1, in the precision of losses
+    x: Tensor,  # (..., V)
+    upstream: Tensor,  # () or (...)
+    factor: Tensor | None,  # () or one a row
+    into: Tensor | None = None,
+) -> Tensor:
+    """The gradient times upstream and factor, in the dtype of x: rounded once."""
+    scale = upstream if factor is None else upstream * factor
+    if scale.dim():
+        scale = scale.reshape(*x.shape[:-1], 1)
+    gradient = gradient.view(x.shape)
+    if into is None and x.dtype == gradient.dtype:
+        return gradient * scale
+    if into is None:
+        into = torch.empty(x.shape, device=x.device, dtype=x.dtype)
+    return torch.mul(gradient, scale, out=into)
+
+
 class _Node(torch.autograd.Function):
     """Whatever backward reads is saved as autograd saves it, so that a change in place raises."""
 
@@ -201,12 +223,16 @@ class _Node(torch.autograd.Function):
     def forward(ctx, x, loss, row_weight, reduction, *others):
         run = backend(x)
         outputs, factor, saved = _forward(run, x, loss, row_weight, reduction)
-        small = x.numel() <= SMALL and x.device.type in SMALL_ON and reduction is not None
-        ctx.now = small and loss.reads != 0 and not others
-        if ctx.now:
-            into = torch.empty(x.shape, device=x.device, dtype=precision(x.dtype))
-            upstream = (one(x.device, precision(x.dtype)),)
-            ctx.save_for_backward(x, loss.backward(run, x, saved, upstream, factor, into))
+        ctx.made = loss.saves_gradient
+        if ctx.made:
+            ctx.save_for_backward(x, factor, *saved)
+            return outputs
+        small = x.numel() <= SMALL and x.device.type in SMALL_ON
+        if small and reduction is not None and not others:
+            ctx.made, dtype = True, PRECISION[x.dtype]
+            into = torch.empty(x.shape, device=x.device, dtype=dtype)
+            made = loss.backward(run, x, saved, (one(x.device, dtype),), factor, into)
+            ctx.save_for_backward(x, None, made)
             return outputs
         tensors = loss.tensors
         read = tensors[: loss.reads]
@@ -232,11 +258,9 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def gradients(ctx, upstream) -> tuple[tuple, tuple]:
         """Of the logits and of the loss's other tensors; and all that they depend on."""
-        x, *rest = ctx.saved_tensors  # once: a checkpoint gives them no second time
-        if ctx.now:
-            d_x = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-            return (torch.mul(rest[0], upstream[0], out=d_x),), (x,)  # rounded once
-        factor, *rest = rest
+        x, factor, *rest = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        if ctx.made:
+            return (scaled(rest[0], x, upstream[0], factor),), (x,)
         tensors, saved = rest[: ctx.count], rest[ctx.count :]
         d_x, d_others = None, (None,) * len(ctx.loss.others)
         if any(d is not None for d in upstream):

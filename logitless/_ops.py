@@ -12,9 +12,9 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from . import _arguments
-from ._contract import Pair, Reading, Slots, precision
-from ._dispatch import backend, in_func
+from . import _call
+from ._call import backend, in_func
+from ._contract import PRECISION, Pair, Reading, Slots
 
 _ARGUMENTS = {
     "reading": "Tensor? mark, Tensor? ids, Tensor? class_weight, Tensor? row_temperature,"
@@ -81,7 +81,7 @@ class Operator:
 
     def forward(self, x, *args) -> list[Tensor]:
         loss = _loss(self.kind, args)
-        _arguments.values(loss, x.shape[-1])
+        _call.values(loss, x.shape[-1])
         outputs, saved = loss.forward(backend(x), x)
         saved = [x.new_empty(0) if t is None else t for t in saved]
         # Cloned where it is a constant that others read too.
@@ -95,7 +95,7 @@ class Operator:
         return loss.backward(backend(x), x, tuple(saved), tuple(upstream))
 
     def fake(self, x, *args) -> list[Tensor]:
-        loss, dtype = _loss(self.kind, args), precision(x.dtype)
+        loss, dtype = _loss(self.kind, args), PRECISION[x.dtype]
         wants = loss.reading.wants if loss.several else ()
         return [
             x.new_empty(shape, dtype=torch.int64 if wants[i : i + 1] == ("argmax",) else dtype)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import _arguments, _checks
-from ._contract import COEFFICIENTS, NO_ID, STATE, Coefficients, Reading, Slots, precision
-from ._dispatch import backend
-from ._loss import RowLoss, evaluate, rows_in
+from . import _call, _checks
+from ._call import backend
+from ._contract import COEFFICIENTS, NO_ID, STATE, Coefficients, Reading, Slots
+from ._loss import RowLoss, evaluate, rows_in, scaled
 from ._ops import operator
 
 
@@ -100,8 +100,9 @@ class Sparse(RowLoss):
 
     def forward(self, run, x):
         found = run.read(x, self.reading)
-        student = found.picked if self.slots.support == "renorm" else found.logprob
-        value, coefficients = run.slots(student, self.reading, self.slots, found.tail, found.label)
+        value, coefficients = run.slots(
+            found.logprob, self.reading, self.slots, found.tail, found.label
+        )
         return (value,), (found.state, coefficients.rows, coefficients.ids)
 
     def backward(self, run, x, saved, upstream, factor=None, into=None):
@@ -132,7 +133,9 @@ class AtIds(Sparse):
 
     def forward(self, run, x):
         picked = run.gather(x, self.reading)
-        value, coefficients = run.slots(picked, self.reading, self.slots)
+        value, coefficients = run.slots(
+            picked, self.reading, self.slots, temperature=self.reading.any_temperature
+        )
         return (value,), (picked, coefficients.ids)
 
     def backward(self, run, x, saved, upstream, factor=None, into=None):
@@ -147,38 +150,21 @@ class AtIds(Sparse):
 @operator("gathered", saved=1)
 @dataclass(eq=False)
 class Gathered(Sparse):
-    """The same of logits (..., K) that are gathered already, whose gradient is found in forward."""
+    """The same of logits (..., K) that are gathered already."""
 
-    reads: ClassVar[int | None] = 0
+    saves_gradient: ClassVar[bool] = True
 
     def forward(self, run, x):
-        t = self._temperature(precision(x.dtype))
-        z = x if t is None else x.to(precision(x.dtype)) / t
-        value, coefficients = run.slots(z, self.reading, self.slots)
-        g = coefficients.ids
-        return (value,), (g if t is None else g.view(x.shape) / t,)
-
-    def _temperature(self, dtype: torch.dtype) -> float | Tensor | None:
-        """What (..., K) is divided by; None where that is 1."""
-        rows, number = self.reading.row_temperature, self.reading.temperature
-        if rows is None:
-            return None if number == 1 else number
-        return rows.to(dtype).unsqueeze(-1)
+        value, coefficients = run.slots(
+            x, self.reading, self.slots, temperature=self.reading.any_temperature
+        )
+        return (value,), (coefficients.ids,)
 
     def backward(self, run, x, saved, upstream, factor=None, into=None):
-        scale = upstream[0] if factor is None else upstream[0] * factor
-        g = saved[0].view(x.shape)
-        if scale.dim():
-            scale = scale.reshape(*x.shape[:-1], 1)
-        if into is None and x.dtype == g.dtype:
-            return g * scale
-        if into is None:
-            into = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        return torch.mul(g, scale, out=into)  # rounded once
+        return scaled(saved[0], x, upstream[0], factor, into)
 
     def shapes(self, x):
-        flat = (rows_in(x.shape[:-1]), x.shape[-1])
-        return [x.shape[:-1], flat if self.reading.at_temperature_1 else x.shape]
+        return [x.shape[:-1], (rows_in(x.shape[:-1]), x.shape[-1])]
 
 
 @torch.no_grad()
@@ -193,7 +179,7 @@ def capture_topk(
     >>> capture_topk(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids
     tensor([[1, 2]])
     """
-    _arguments.once(_arguments.topk, logits, k, temperature, softcap)
+    _call.once(_call.topk, logits, k, temperature, softcap)
     how = (float(temperature), None if softcap is None else float(softcap))
     if not isinstance(logits, Tensor):
         return SparseTargets(*logits.topk(k, *how))
@@ -205,6 +191,7 @@ def gathered_kl(
     teacher_logprobs: Tensor,
     mask: Tensor | None = None,
     *,
+    renormalise: bool = False,
     temperature: float | Tensor = 1.0,
     t_squared: bool = False,
     row_weight: Tensor | None = None,
@@ -212,21 +199,22 @@ def gathered_kl(
 ) -> Tensor:
     """Σ p (log p - log q) over logits already gathered at the teacher's K ids, (..., K) each.
 
-    q is normalised over the K slots that count, p is taken as given. mask (..., K) is True, or 1,
-    for the slots that count; the others are read into nothing. A row of none is 0. "mean" divides
-    by the number of rows.
+    q is the softmax over all K slots, p is taken as given. mask (..., K) is True, or 1, for the
+    slots that count: the others are left out of the sum, whatever the teacher holds there, and
+    with renormalise=True out of the softmax too. A row of none is 0. "mean" divides by the number
+    of rows.
 
     >>> gathered_kl(logits.gather(-1, targets.ids), targets.logprobs, reduction="mean")
     """
-    _arguments.once(
-        _arguments.gathered, student_logits, teacher_logprobs, mask, temperature, row_weight,
-        reduction,
+    _call.once(
+        _call.gathered, student_logits, teacher_logprobs, mask, renormalise, temperature,
+        row_weight, reduction,
     )  # fmt: skip
-    reading = _arguments.reading_of(student_logits, temperature, None)
+    reading = _call.reading_of(student_logits, temperature, None)
     by_row, number = _squared(reading, t_squared)
     slots = Slots(
-        teacher_logprobs.detach(), _as_bool(mask), None, by_row, "forward_kl", "gathered", 0.0,
-        number, 0.0,
+        teacher_logprobs.detach(), _as_bool(mask), None, by_row, "forward_kl",
+        "gathered_renorm" if renormalise else "gathered", 0.0, number, 0.0,
     )  # fmt: skip
     return evaluate(student_logits, Gathered(reading, slots), reduction, row_weight)
 
@@ -273,20 +261,20 @@ def topk_distill(
     ...              t_squared=True, labels=labels, ce_weight=0.5, kd_weight=0.5)
     """
     _checks.is_targets(targets, SparseTargets)
-    _arguments.once(
-        _arguments.distill, logits, targets.ids, labels, row_weight, temperature, softcap,
+    _call.once(
+        _call.distill, logits, targets.ids, labels, row_weight, temperature, softcap,
         divergence, support, beta, ignore_index, ce_weight, kd_weight, reduction,
     )  # fmt: skip
-    mask, ids = _as_bool(targets.mask), _arguments.as_ids(targets.ids)
+    mask, ids = _as_bool(targets.mask), _call.as_ids(targets.ids)
     if mask is not None:
         ids = torch.where(mask, ids, NO_ID)
-    label = None if labels is None else _arguments.as_ids(labels, ignore_index)
+    label = None if labels is None else _call.as_ids(labels, ignore_index)
     with_ce = labels is not None and ce_weight != 0
     only_ids = support == "renorm" and not with_ce
-    wants = () if only_ids else ("picked",) if support == "renorm" else ("logprob",)
+    wants = () if only_ids else ("logprob",)
     wants += ("tail",) if support == "tail" else ()
     wants += ("label",) if with_ce else ()
-    reading = _arguments.reading_of(
+    reading = _call.reading_of(
         logits, temperature, softcap, mark=label, ids=ids,
         ignore_index=None if label is None else ignore_index, wants=wants,
     )  # fmt: skip

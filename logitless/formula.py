@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from . import _arguments, _checks
-from ._contract import Coefficients, RowStats, precision
-from ._dispatch import under_transform
+from . import _call
+from ._call import under_transform
+from ._contract import PRECISION, Coefficients, RowStats
 from ._loss import RowLoss, evaluate, flat_rows, rows_in
 from .stats import Read, coefficients_of, fields_of, stats_reading
 
@@ -48,8 +48,8 @@ def row_loss(
     ...     return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     >>> loss = row_loss(grpo, logits, tokens, rows=(old_logprobs, advantages))
     """
-    _arguments.once(_arguments.stats, logits, ids, temperature, softcap, ignore_index)
-    _arguments.once(_arguments.row_loss, logits, row_weight, reduction, *rows)
+    _call.once(_call.stats, logits, ids, temperature, softcap, ignore_index)
+    _call.once(_call.row_loss, logits, row_weight, reduction, *rows)
     reading = stats_reading(logits, ids, temperature, softcap, ignore_index, entropy, total, argmax)
     return evaluate(logits, Formula(reading, formula, tuple(rows)), reduction, row_weight)
 
@@ -79,11 +79,11 @@ class Formula(RowLoss):
         beside = [_constant_where(ignored, flat_rows(t, lead)) for t in rows]
         value = self.function(RowStats(**flat), *beside)
         _check_value(value, rows_in(lead))
-        if not under_transform() and _checks.asked() and rows_in(lead) > 1:
+        if not under_transform() and _call.asked() and rows_in(lead) > 1:
             _check_row_by_row(self.function, flat, beside)
         if ignored is not None:
             value = torch.where(ignored, 0.0, value)
-        return value.view(lead).to(precision(x.dtype))
+        return value.view(lead).to(PRECISION[x.dtype])
 
     def forward(self, run, x):
         wants, found = self.reading.wants, run.read(x, self.reading)

@@ -9,8 +9,8 @@ part of a larger tensor, which autograd cannot watch.
 import torch
 from torch import Tensor
 
-from . import _arguments, _checks
-from ._dispatch import backend, under_transform
+from . import _call, _checks
+from ._call import backend, under_transform
 from ._loss import RowLoss, evaluate, reduced
 
 
@@ -21,7 +21,7 @@ def evaluate_in_place(
     wanted = isinstance(source, Tensor) and torch.is_grad_enabled() and source.requires_grad
     if not wanted or under_transform():
         return evaluate(source, loss, reduction, row_weight)
-    _arguments.values(loss, source.shape[-1])
+    _call.values(loss, source.shape[-1])
     _checks.overwritable(source)
     owner, guarded = _owner(source)
     value, *_ = _InPlace.apply(owner, row_weight, source.shape, loss, reduction, guarded)

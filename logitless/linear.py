@@ -14,10 +14,10 @@ Nothing here knows a loss: a RowLoss (_loss.py) says what is done with the logit
 import torch
 from torch import Tensor
 
-from . import _arguments
+from . import _call
+from ._call import backend
 from ._chunks import Chunks, HeadGradients, RowGradients, Rows
-from ._contract import precision
-from ._dispatch import backend
+from ._contract import PRECISION
 from ._loss import RowLoss, reduced, refuse_second
 
 
@@ -59,8 +59,8 @@ class LinearLogits:
             to = torch.get_autocast_dtype(hidden.device.type)
             hidden, weight = hidden.to(to), weight.to(to)
             bias = None if bias is None else bias.to(to)
-        _arguments.once(
-            _arguments.linear, hidden, weight, bias, main_grad, workspace, accumulate, drop_ignored
+        _call.once(
+            _call.linear, hidden, weight, bias, main_grad, workspace, accumulate, drop_ignored
         )
         self.hidden, self.weight, self.bias = self.parts = (hidden, weight, bias)
         self.workspace, self.accumulate, self.drop_ignored = workspace, accumulate, drop_ignored
@@ -126,7 +126,7 @@ def _dtypes_as_given(device: torch.device) -> torch.autocast:
 
 
 def _evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-    _arguments.values(loss, source.shape[-1])
+    _call.values(loss, source.shape[-1])
     if reduction != "none":
         return _Total.apply(
             *source.parts, row_weight, source, loss, reduction, torch.is_grad_enabled(),
@@ -204,7 +204,7 @@ class _Total(torch.autograd.Function):
         if ctx.mean and loss.reading.class_weight is not None:
             mass = loss.mass(run, V, flat.dtype)
         share = _share(run, loss, mass, flat) if ctx.mean else None
-        full, factor = precision(flat.dtype), None
+        full, factor = PRECISION[flat.dtype], None
         if row_weight is not None:
             factor = row_weight.detach().reshape(-1).to(full)
         if share is not None and not ctx.late:
@@ -215,7 +215,7 @@ class _Total(torch.autograd.Function):
         sums = None
         if wanted:
             sums = HeadGradients(run, chunks, (flat, W, b), ctx.needs[:3], source.accumulate)
-        values = torch.zeros(lead.numel(), device=flat.device, dtype=precision(flat.dtype))
+        values = torch.zeros(lead.numel(), device=flat.device, dtype=PRECISION[flat.dtype])
         others = RowGradients(loss, ctx.others)
         for rows, h, z in visits:
             some = loss.take(rows, lead)
@@ -271,7 +271,7 @@ def _scaled(t: Tensor, scale: Tensor) -> Tensor:
 
 def _share(run, loss: RowLoss, mass: Tensor | None, flat: Tensor) -> Tensor:
     """One over what a mean divides by."""
-    full = precision(flat.dtype)
+    full = PRECISION[flat.dtype]
     if mass is None and loss.reading.ignore_index is None:
         return torch.full((), 1.0 / max(len(flat), 1), device=flat.device, dtype=full)
     return run.reduce(None, loss.reading, None, mass, True)[1].to(full)

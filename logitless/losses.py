@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _arguments
+from . import _call
 from . import _contract as contract
 from ._contract import Coefficients, Statistics
 from ._loss import RowLoss, evaluate, rows_in
@@ -112,10 +112,10 @@ def token_logprobs(
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([2]))
     tensor([-1.3863])
     """
-    _arguments.once(_arguments.stats, logits, ids, temperature, softcap, None, True)
-    ids = _arguments.as_ids(ids)
+    _call.once(_call.stats, logits, ids, temperature, softcap, None, True)
+    ids = _call.as_ids(ids)
     one = ids.dim() < len(logits.shape)
-    reading = _arguments.reading_of(
+    reading = _call.reading_of(
         logits, temperature, softcap, mark=ids if one else None, ids=None if one else ids,
         wants=("logprob",),
     )  # fmt: skip
@@ -148,9 +148,9 @@ def score(
     >>> new = score(logits, target).logprob
     >>> ratio = (new - old).exp()  # PPO, GRPO
     """
-    _arguments.once(_arguments.score, logits, target, temperature, softcap, ignore_index)
-    reading = _arguments.reading_of(
-        logits, temperature, softcap, mark=_arguments.as_ids(target, ignore_index),
+    _call.once(_call.score, logits, target, temperature, softcap, ignore_index)
+    reading = _call.reading_of(
+        logits, temperature, softcap, mark=_call.as_ids(target, ignore_index),
         ignore_index=ignore_index, wants=Scores._fields,
     )  # fmt: skip
     return Scores(*evaluate(logits, Read(reading, "target")))
@@ -192,8 +192,8 @@ def cross_entropy(
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
     """
-    _arguments.once(
-        _arguments.cross_entropy, logits, target, weight, row_weight, temperature, softcap,
+    _call.once(
+        _call.cross_entropy, logits, target, weight, row_weight, temperature, softcap,
         ignore_index, reduction, label_smoothing, z_loss,
     )  # fmt: skip
     wants = ("nll",)
@@ -201,8 +201,8 @@ def cross_entropy(
         wants += ("log_total",)
     if z_loss:
         wants += ("lse",)
-    reading = _arguments.reading_of(
-        logits, temperature, softcap, mark=_arguments.as_ids(target, ignore_index),
+    reading = _call.reading_of(
+        logits, temperature, softcap, mark=_call.as_ids(target, ignore_index),
         class_weight=weight, ignore_index=ignore_index, wants=wants,
     )  # fmt: skip
     loss = Plain(reading, float(label_smoothing), float(z_loss))

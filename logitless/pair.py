@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from . import _arguments, _checks
-from ._contract import PAIR_STATE, Pair, precision
+from . import _call, _checks
+from ._contract import PAIR_STATE, PRECISION, Pair
 from ._loss import RowLoss, evaluate, rows_in
 from ._ops import operator
 
@@ -149,20 +149,20 @@ def _compared(
     weight=None, names=("student", "teacher", "beta"),
 ) -> Tensor:  # fmt: skip
     """The losses of the rows, scaled, weighted, and reduced over those that count."""
-    _arguments.once(
-        _arguments.pair, student, teacher, names, weight, blend, temperature, softcap, mask,
+    _call.once(
+        _call.pair, student, teacher, names, weight, blend, temperature, softcap, mask,
         row_weight, reduction,
     )  # fmt: skip
     if kind == "jsd" and blend in (0, 1):
         kind = "reverse" if blend else "forward"
-    mark = _arguments.as_mark(mask)
-    reading = _arguments.reading_of(
+    mark = _call.as_mark(mask)
+    reading = _call.reading_of(
         student, temperature, softcap, mark=mark, class_weight=weight,
         ignore_index=None if mark is None else 0,
     )  # fmt: skip
     squared = temperature**2 if t_squared else 1.0
     if isinstance(squared, Tensor):
-        squared = squared.to(precision(student.dtype)).expand(student.shape[:-1])
+        squared = squared.to(PRECISION[student.dtype]).expand(student.shape[:-1])
         row_weight, squared = squared if row_weight is None else row_weight * squared, 1.0
     if isinstance(teacher, Tensor):
         teacher = teacher.detach()

@@ -18,9 +18,9 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _arguments
+from . import _call
 from . import _contract as contract
-from ._contract import Coefficients, Reading, RowStats, precision
+from ._contract import PRECISION, Coefficients, Reading, RowStats
 from ._loss import RowLoss, evaluate, one, rows_in
 from ._ops import operator
 
@@ -45,7 +45,7 @@ class Partial(NamedTuple):
 
 def partial(z: Tensor) -> Partial:
     """The Partial of a block of logits (..., V), in fp32 (fp64 for fp64)."""
-    z = z.to(precision(z.dtype))
+    z = z.to(PRECISION[z.dtype])
     if z.shape[-1] == 0:
         empty = z.new_zeros(z.shape[:-1])
         return Partial(empty - torch.inf, empty, empty)
@@ -185,7 +185,7 @@ def row_stats(
     >>> stats = row_stats(logits, entropy=True)
     >>> (1e-4 * stats.lse.square() - 0.01 * stats.entropy).mean().backward()
     """
-    _arguments.once(_arguments.stats, logits, ids, temperature, softcap, ignore_index)
+    _call.once(_call.stats, logits, ids, temperature, softcap, ignore_index)
     reading = stats_reading(logits, ids, temperature, softcap, ignore_index, entropy, total, argmax)
     found = evaluate(logits, Read(reading))
     return RowStats(**dict(zip(reading.wants, found, strict=True)))
@@ -200,12 +200,12 @@ def stats_reading(
     mark = None
     if ids is not None:
         wants += ["picked", "logprob"]
-        ids = _arguments.as_ids(ids, ignore_index)
+        ids = _call.as_ids(ids, ignore_index)
         if ids.dim() < len(logits.shape):
             mark, ids = ids, None
         elif ignore_index is not None:
             mark = ids[..., 0].contiguous()
-    return _arguments.reading_of(
+    return _call.reading_of(
         logits, temperature, softcap, mark=mark, ids=ids,
         ignore_index=ignore_index if mark is not None else None, wants=tuple(wants),
     )  # fmt: skip

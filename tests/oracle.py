@@ -181,9 +181,15 @@ def over_slots(
 
 
 def gathered_kl(
-    z, teacher, mask=None, *, temperature=1.0, t_squared=False, row_weight=None, reduction="sum"
-):
-    row = over_slots(z_of(z, temperature), teacher, mask, kind="forward_kl", support="gathered")
+    z, teacher, mask=None, *, renormalise=False, temperature=1.0, t_squared=False, row_weight=None,
+    reduction="sum",
+):  # fmt: skip
+    """The student over all slots, masked or not; unless it is to be renormalised."""
+    z = z_of(z, temperature)
+    support = "gathered" if renormalise else "truncate"
+    if not renormalise:
+        z = z - torch.where(z.isneginf().all(-1), 0.0, z.logsumexp(-1)).unsqueeze(-1)
+    row = over_slots(z, teacher, mask, kind="forward_kl", support=support)
     return over_rows(row * temperature**2 if t_squared else row, None, row_weight, reduction)
 
 

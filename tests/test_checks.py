@@ -10,7 +10,7 @@ from sizes import ON_GPU
 from triton.runtime.interpreter import GridExecutor
 
 import logitless as ll
-from logitless import _checks
+from logitless import _call, _checks
 
 X = torch.zeros(2, 3, 5)
 T = torch.zeros(2, 3, dtype=torch.int64)
@@ -456,14 +456,14 @@ class TestCheck:
         if value is not None:
             monkeypatch.setenv("LOGITLESS_CHECK", value)
         ids = torch.tensor([0, 7]).as_subclass(self.Elsewhere)
-        assert not _checks.looks_at(ids)
+        assert not _call.looks_at(ids)
 
     @pytest.mark.parametrize("value", ["1", "yes"])
     def test_a_gpu_is_asked_on_request(self, value, monkeypatch):
         monkeypatch.setenv("LOGITLESS_CHECK", value)
         ids = torch.tensor([0, 7]).as_subclass(self.Elsewhere)
         with refuses(IndexError, "ids must be in [0, 5), got 7 at row 1."):
-            assert _checks.looks_at(ids)
+            assert _call.looks_at(ids)
             _checks.in_range(ids, 5, None, "ids", None)
 
     @pytest.mark.parametrize("value", ["0", "1"])

@@ -1,6 +1,7 @@
 """The slots of a sparse teacher: masses of 0, sizes, NaN and infinity, by each implementation.
 
-`gathered` is gathered_kl, whose slots are given; of the other supports they are among logits.
+`gathered` is gathered_kl, whose slots are given, and `gathered_renorm` the same over the slots that
+count; of the other supports the slots are among logits.
 """
 
 import itertools
@@ -15,6 +16,7 @@ import logitless as ll
 
 INF = math.inf
 SUPPORTS = ["truncate", "renorm_teacher", "renorm", "tail"]
+GATHERED = ["gathered", "gathered_renorm"]
 KINDS = {
     "forward_kl": {"divergence": "forward_kl"},
     "reverse_kl": {"divergence": "reverse_kl"},
@@ -25,7 +27,7 @@ CELLS = {
     f"{kind}-{support}": how | {"support": support}
     for kind, how in KINDS.items()
     for support in SUPPORTS
-} | {"gathered": {"divergence": "forward_kl", "support": "gathered"}}
+} | {name: {"divergence": "forward_kl", "support": name} for name in GATHERED}
 
 by_cell = pytest.mark.parametrize("how", CELLS.values(), ids=CELLS.keys())
 
@@ -51,24 +53,32 @@ def make(rows=(5,), K=7, *, masks="none", tail=True, dtype=torch.float32, device
     return x.to(dtype).to(device), ll.SparseTargets(ids, logprobs, rest, mask)
 
 
-def at(x, targets):
-    """The logits at the ids; where a slot is masked, anything."""
+def at(x, targets, support):
+    """The logits at the ids; where a slot is masked, -inf or those of id 0, or anything."""
     mask = torch.ones_like(targets.ids).bool() if targets.mask is None else targets.mask
-    return x.gather(-1, torch.where(mask, targets.ids, 0)).masked_fill(~mask, torch.nan)
+    z = x.gather(-1, torch.where(mask, targets.ids, 0))
+    if support == "gathered_renorm":
+        return z.masked_fill(~mask, torch.nan)
+    some = torch.arange(z.shape[-1], device=z.device) % 2 == 0
+    return z.masked_fill(~mask & some, -INF)
+
+
+def gathered(module, x, targets, support):
+    how = {"reduction": "none", "renormalise": support == "gathered_renorm"}
+    return module.gathered_kl(at(x, targets, support), targets.logprobs, targets.mask, **how)
 
 
 def ours(x, targets, *, support, divergence, beta=0.5):
     """One number a row."""
-    if support == "gathered":
-        return ll.gathered_kl(at(x, targets), targets.logprobs, targets.mask, reduction="none")
+    if support in GATHERED:
+        return gathered(ll, x, targets, support)
     how = {"divergence": divergence, "support": support, "beta": beta}
     return ll.topk_distill(x, targets, reduction="none", **how)
 
 
 def naive(x, targets, *, support, divergence, beta=0.5):
-    if support == "gathered":
-        z, logprobs, mask = at(x, targets), targets.logprobs, targets.mask
-        return oracle.gathered_kl(z, logprobs, mask, reduction="none")
+    if support in GATHERED:
+        return gathered(oracle, x, targets, support)
     how = {"divergence": divergence, "support": support, "beta": beta}
     return oracle.topk_distill(x, targets, reduction="none", **how)
 
@@ -98,7 +108,8 @@ SIZES = [
 def test_sizes(rows, K, masks, impl, device):
     """Several programs, several rows a program, ragged both ways, more slots than one holds."""
     x, targets = make(rows, K, masks=masks, device=device)
-    assert_right(x, targets, divergence="forward_kl", support="gathered")
+    for support in GATHERED:
+        assert_right(x, targets, divergence="forward_kl", support=support)
 
 
 SHAPES = [((6,), 3), ((3,), 70), ((2, 1, 2), 4), ((1, 4), 6)]
@@ -155,7 +166,7 @@ def test_slots_without_mass(how, impl, device):
     mask[0], mask[2:] = True, True
     if how["divergence"] != "reverse_kl":
         logprobs[:, 2] = -INF
-        if how["support"] != "gathered":
+        if how["support"] not in GATHERED:
             logprobs[2] = -INF
     if how["divergence"] != "forward_kl":
         x.scatter_(-1, ids[:, 4:5], -INF)
@@ -193,7 +204,7 @@ def test_infinite_divergences(support, impl, device):
 
 
 RENORMALISED = {
-    name: how for name, how in CELLS.items() if how["support"] in ("renorm", "gathered")
+    name: how for name, how in CELLS.items() if how["support"] in ("renorm", "gathered_renorm")
 }
 
 
@@ -220,23 +231,34 @@ def test_nan_stays_in_its_row(how, impl, device):
     assert grad[[0, 1, 4]].isfinite().all()
 
 
-@pytest.mark.parametrize("support", ["renorm", "gathered"])
+@pytest.mark.parametrize("temperature", [1.0, 3.0, "rows"])
+@pytest.mark.parametrize("support", ["renorm", "renorm with labels", *GATHERED])
 @pytest.mark.parametrize("offset", [-1e4, 1e4])
-def test_logits_may_have_an_offset(support, offset, impl, device):
+def test_logits_may_have_an_offset(support, temperature, offset, impl, device):
     x, targets = make(device=device)
     x = (x * 256).round() / 256  # exact under the offset
-    how = {"divergence": "forward_kl" if support == "gathered" else "jsd", "support": support}
-    upstream = torch.ones(5, device=device)
-    want = value_and_grad(lambda x: ours(x, targets, **how), x, upstream)
-    got = value_and_grad(lambda x: ours(x, targets, **how), x + offset, upstream)
-    for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
+    t = torch.linspace(0.3, 3, 5, device=device) if temperature == "rows" else temperature
+    labels = torch.arange(5, device=device)
+
+    def loss(x):
+        if support in GATHERED:
+            how = {"temperature": t, "renormalise": support == "gathered_renorm"}
+            return ll.gathered_kl(at(x, targets, support), targets.logprobs, **how)
+        with_labels = {"labels": labels, "ce_weight": 0.5} if support != "renorm" else {}
+        how = {"divergence": "jsd", "support": "renorm", "temperature": t, **with_labels}
+        return ll.topk_distill(x, targets, **how)
+
+    upstream = torch.tensor(1.7, device=device)
+    want = value_and_grad(loss, x, upstream)
+    got = value_and_grad(loss, x + offset, upstream)
+    for a, b in zip(got, want, strict=True):  # a digit lost to the offset would be 1e-3
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(
     "view", [lambda t: t.mT.contiguous().mT, lambda t: t[:, 1:]], ids=["mT", "slice"]
 )
-@pytest.mark.parametrize("support", ["renorm", "tail", "gathered"])
+@pytest.mark.parametrize("support", ["renorm", "tail", *GATHERED])
 def test_strided_inputs(view, support, impl, device):
     """As the teacher's ids, log-probabilities and mask come, and the logits."""
     x, targets = make((4, 5), 9, masks="partial", device=device)
@@ -246,9 +268,9 @@ def test_strided_inputs(view, support, impl, device):
     assert_right(view(x), targets, divergence="forward_kl", support=support)
 
 
-@pytest.mark.parametrize("support", ["renorm", "tail", "gathered"])
+@pytest.mark.parametrize("support", ["renorm", "tail", *GATHERED])
 def test_every_output_is_written(support, impl, device, monkeypatch):
-    rows = 37 if support == "gathered" else 3  # of which a program takes several
+    rows = 37 if support in GATHERED else 3  # of which a program takes several
     x, targets = make((rows,), 70, masks="rubbish", device=device)
     empty, empty_like = torch.empty, torch.empty_like
     monkeypatch.setattr(torch, "empty", lambda *a, **k: poisoned(empty(*a, **k)))
@@ -260,7 +282,7 @@ def poisoned(t):
     return t.fill_(torch.nan if t.is_floating_point() else 1)
 
 
-@pytest.mark.parametrize("support", ["renorm", "tail", "gathered"])
+@pytest.mark.parametrize("support", ["renorm", "tail", *GATHERED])
 def test_a_result_may_be_written_to(support, impl, device):
     x, targets = make(device=device)
     leaf = x.requires_grad_()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import logitless as ll
 
-from .. import _dispatch
+from .. import _call
 from . import _machine
 from .bench import reference
 
@@ -147,11 +147,11 @@ def path(kind: str) -> str:
     if kind == "cuda" and not torch.cuda.is_available():
         return "no such tensors here"
     try:
-        module = _dispatch.backend(torch.zeros(1, 1, device=kind))
+        module = _call.backend(torch.zeros(1, 1, device=kind))
     except Exception as error:
         return f"{NO_PATH}: {error}"
     name = "Triton kernels" if module.__name__.endswith("kernels") else "eager PyTorch"
-    if _dispatch.chosen():
+    if _call.chosen():
         return f"{name}, chosen by LOGITLESS_IMPL"
     return f"{name}, the default {'on a GPU (fp64: eager)' if kind == 'cuda' else 'on a CPU'}"
 
@@ -161,7 +161,7 @@ def ways() -> Iterator[tuple[str, str, contextlib.AbstractContextManager]]:
     for kind in ("cuda", "cpu"):
         if (kind == "cpu" or torch.cuda.is_available()) and not path(kind).startswith(NO_PATH):
             yield kind, kind, contextlib.nullcontext()
-    if os.environ.get("TRITON_INTERPRET") == "1" and not _dispatch.chosen():
+    if os.environ.get("TRITON_INTERPRET") == "1" and not _call.chosen():
         yield "interp", "cpu", ll.impl("triton")
 
 
@@ -186,7 +186,7 @@ def examine(check: Check, device: str) -> Outcome:
     """The worst of all dtypes and shapes; the first problem is named with where it was."""
     worst = Outcome()
     dtypes = [d for d in BOUNDS if d != torch.float64 or device == "cpu"]
-    if torch.float64 in dtypes and _dispatch.chosen() == "triton":
+    if torch.float64 in dtypes and _call.chosen() == "triton":
         dtypes.remove(torch.float64)
     for dtype in dtypes:
         for shape in SHAPES:

@@ -1,4 +1,4 @@
-"""z at K ids a row, and the gradient of that, in plain PyTorch."""
+"""y at K ids a row, and the gradient of that, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,6 @@ from .rows import (
     capped,
     chunks,
     give,
-    inverse_temperature,
     is_bad,
     live_rows,
     locate,
@@ -18,16 +17,15 @@ from .rows import (
 
 
 def gather(x: Tensor, reading: Reading) -> Tensor:
-    """z at reading.ids, (..., K); NaN for an id outside [0, V), 0 for an ignored row."""
+    """y at reading.ids, (..., K); NaN for an id outside [0, V), 0 for an ignored row."""
     flat = x.reshape(-1, x.shape[-1])
     at, inside = locate(reading.ids, flat.shape[0], flat.shape[1])
     y, _ = capped(flat.gather(1, at), reading.softcap)
-    inv_t = inverse_temperature(reading, y[:, :1])
-    z = (y if inv_t is None else y * inv_t).masked_fill(~inside, torch.nan)
+    y = y.masked_fill(~inside, torch.nan)
     live = live_rows(reading)
     if live is not None:
-        z = z.masked_fill(~live[:, None], 0)
-    return z.view(reading.ids.shape)
+        y = y.masked_fill(~live[:, None], 0)
+    return y.view(reading.ids.shape)
 
 
 def gather_gradient(
@@ -45,11 +43,10 @@ def gather_gradient(
     rows = flat.shape[0]
     at, inside = locate(reading.ids, rows, V)
     g = g * by_row(upstream, rows) * by_row(factor, rows)
-    inv_t = inverse_temperature(reading, g[:, :1])
     if reading.softcap is not None:
-        y = picked.reshape(at.shape) / (1.0 if inv_t is None else inv_t)
-        g = torch.where(g == 0, 0.0, g * (1 - (y / reading.softcap).square()))
-    g = torch.where(inside, g if inv_t is None else g * inv_t, 0.0)
+        slope = 1 - (picked.reshape(at.shape) / reading.softcap).square()
+        g = torch.where(g == 0, 0.0, g * slope)
+    g = torch.where(inside, g, 0.0)
     bad = is_bad(reading.ids, inside)
     live = live_rows(reading)
     if live is not None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .._contract import NO_ID, Reading, precision
+from .._contract import NO_ID, PRECISION, Reading
 
 CHUNK_BYTES = 8 << 20  # of logits in work at once; fewer, and threads only start and stop
 
@@ -14,8 +14,8 @@ Index = slice | Tensor
 
 def chunks(x: Tensor, live: Tensor | None) -> Iterator[Index]:
     """Rows of x (N, V) to work on together; on a CPU, ignored rows are not among them."""
-    copies = 1 if x.dtype == precision(x.dtype) else 2  # as given, and at full precision
-    step = max(1, CHUNK_BYTES // (x.shape[1] * precision(x.dtype).itemsize * copies))
+    copies = 1 if x.dtype == PRECISION[x.dtype] else 2  # as given, and at full precision
+    step = max(1, CHUNK_BYTES // (x.shape[1] * PRECISION[x.dtype].itemsize * copies))
     if live is not None and x.device.type == "cpu" and not bool(live.all()):
         yield from (rows for rows in live.nonzero().squeeze(1).split(step) if len(rows))
     else:
@@ -48,7 +48,7 @@ def own_columns(at: Tensor, inside: Tensor) -> Tensor:
 
 def capped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
     """y = softcap · tanh(x / softcap) at full precision, and dy/dx where it isn't 1."""
-    y = x.to(precision(x.dtype))
+    y = x.to(PRECISION[x.dtype])
     if softcap is None:
         return y, None
     t = torch.tanh(y / softcap)

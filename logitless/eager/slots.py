@@ -6,11 +6,11 @@ The same contract as kernels/slots.py; the formulas are explained there.
 import torch
 from torch import Tensor
 
-from .._contract import A_IDS, COEFFICIENTS, D_LABEL, A, Coefficients, Reading, Slots, precision
+from .._contract import A_IDS, COEFFICIENTS, D_LABEL, PRECISION, A, Coefficients, Reading, Slots
 from .rows import live_rows
 
 RENORM_TEACHER = ("renorm_teacher", "renorm")  # supports that compare p/P
-RENORM_STUDENT = ("renorm", "gathered")  # supports that compare q/Q
+RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")  # supports that compare q/Q
 
 
 def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
@@ -21,22 +21,27 @@ def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
 
 
 def slots(
-    student: Tensor,  # (..., K), log q, or logits for "renorm" and "gathered"
+    student: Tensor,  # (..., K), log q, or logits where it is normalised here
     reading: Reading,  # whose mark says which rows count
     given: Slots,
     tail: Tensor | None = None,  # (...), log mass of the student outside the slots
     label: Tensor | None = None,  # (...), log p of the label at temperature 1
+    temperature: float | Tensor | None = None,  # of student logits; one for all or (...)
 ) -> tuple[Tensor, Coefficients]:
     """kd_weight · divergence - ce_weight · label of each row, (...), and its coefficients."""
-    dtype, K = precision(student.dtype), student.shape[-1]
+    dtype, K = PRECISION[student.dtype], student.shape[-1]
     shape = student.shape[:-1]
     log_q, log_p = (t.reshape(-1, K).to(dtype) for t in (student, given.teacher))
     live = live_rows(reading)
-    mask = None if given.mask is None else given.mask.reshape(-1, K)
-    if live is not None:
-        mask = live[:, None].expand(log_q.shape) if mask is None else mask & live[:, None]
+    own = mask = None if live is None else live[:, None].expand(log_q.shape)
+    if given.mask is not None:
+        mask = given.mask.reshape(-1, K) if live is None else given.mask.reshape(-1, K) & own
+    if given.support != "gathered":  # whose student has all slots
+        own = mask
     tail = None if tail is None else tail.reshape(-1).to(dtype)
-    value, g, g_tail = _compare(log_q, log_p, mask, tail, given)
+    if isinstance(temperature, Tensor):
+        temperature = temperature.reshape(-1, 1).to(dtype)
+    value, g, g_tail = _compare(log_q, log_p, own, mask, tail, given, temperature)
     weight = given.kd_weight
     if given.row_weight is not None:
         weight = weight * given.row_weight.reshape(-1, 1).to(dtype)
@@ -66,29 +71,34 @@ def slots(
 def _compare(
     log_q: Tensor,  # (N, K)
     log_p: Tensor,  # (N, K)
-    mask: Tensor | None,  # (N, K)
+    own: Tensor | None,  # (N, K), the student's slots
+    mask: Tensor | None,  # (N, K), those that count
     log_q_tail: Tensor | None,  # (N,)
     given: Slots,
+    temperature: float | Tensor | None,  # a number or (N, 1)
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The divergence of each row, (N,), and its gradient by log_q and log_q_tail."""
     if log_q.shape[1] == 0:  # a row of no slots has nothing to compare
         value = log_q.new_zeros(log_q.shape[0])
         return value, log_q.clone(), None if log_q_tail is None else torch.zeros_like(value)
     how = at_the_ends(given.divergence, given.beta)
+    if own is not None:
+        log_q = torch.where(own, log_q, -torch.inf)
     if mask is not None:
-        log_q, log_p = (torch.where(mask, t, -torch.inf) for t in (log_q, log_p))
+        log_p = torch.where(mask, log_p, -torch.inf)
     if given.support in RENORM_TEACHER:
         log_p, _ = _normalised(log_p)
     some_q = None
     if given.support in RENORM_STUDENT:
-        log_q, some_q = _normalised(log_q)
+        log_q, some_q = _normalised(log_q, temperature)
     q = log_q.exp()
     f, g = _terms(log_p, log_p.exp(), log_q, q, *how)
     value = f.sum(-1)
     if some_q is not None:  # a student of no mass at all has no gradient
         g = torch.where(some_q, g - q * g.sum(-1, keepdim=True), 0.0)
-    if mask is not None:
-        g = torch.where(mask, g, 0.0)
+        g = g if temperature is None else g / temperature
+    if own is not None:
+        g = torch.where(own, g, 0.0)
     if log_q_tail is None:
         return value, g, None
 
@@ -102,10 +112,14 @@ def _compare(
     return value + f, g, g_tail
 
 
-def _normalised(z: Tensor) -> tuple[Tensor, Tensor]:
-    """z - log Σ e^z, -inf in a row that is all -inf; and which rows are not, (..., 1)."""
-    top = z.amax(-1, keepdim=True)
-    d = z - torch.where(top.isinf(), 0.0, top)
+def _normalised(y: Tensor, temperature: float | Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """z - log Σ e^z, z = y / temperature, and which rows have a mass, (..., 1).
+
+    -inf in a row that is all -inf.
+    """
+    top = y.amax(-1, keepdim=True)
+    d = y - torch.where(top.isinf(), 0.0, top)  # first: a common offset costs no digits
+    d = d if temperature is None else d / temperature
     s = d.exp().sum(-1, keepdim=True)
     return d - torch.where(s == 0, 1.0, s).log(), s != 0
 

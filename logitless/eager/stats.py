@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _contract as fields
-from .._contract import Coefficients, Partials, Reading, Statistics, precision
+from .._contract import PRECISION, Coefficients, Partials, Reading, Statistics
 from .rows import (
     by_row,
     capped,
@@ -39,7 +39,7 @@ class _Sums:
 
     def __init__(self, flat: Tensor, reading: Reading):
         rows, wants = flat.shape[0], reading.wants
-        column = torch.zeros((rows, 1), dtype=precision(flat.dtype), device=flat.device)
+        column = torch.zeros((rows, 1), dtype=PRECISION[flat.dtype], device=flat.device)
         self.shift, self.s = column, torch.zeros_like(column)
         self.w, self.c, self.rest, self.s1 = (torch.zeros_like(column) for _ in range(4))
         self.argmax = None

@@ -8,7 +8,7 @@ A logit of fp64 leaves no room for that, and its row is sorted.
 import torch
 from torch import Tensor
 
-from .._contract import precision
+from .._contract import PRECISION
 from .rows import capped, chunks
 
 LAST = 2**31 - 1
@@ -27,8 +27,8 @@ def topk(
     shape, V = x.shape[:-1], x.shape[-1]
     flat = x.detach().reshape(-1, V)
     ids = torch.empty((flat.shape[0], k), dtype=torch.int64, device=x.device)
-    logprobs = torch.empty((flat.shape[0], k), dtype=precision(x.dtype), device=x.device)
-    log_tail = torch.empty(flat.shape[0], dtype=precision(x.dtype), device=x.device)
+    logprobs = torch.empty((flat.shape[0], k), dtype=PRECISION[x.dtype], device=x.device)
+    log_tail = torch.empty(flat.shape[0], dtype=PRECISION[x.dtype], device=x.device)
     for rows in chunks(flat, None):
         at = ids[rows] = _largest(flat[rows], k)
         y, _ = capped(flat[rows], softcap)

@@ -1,14 +1,11 @@
 """What the GPU runs. Of ours it imports the contract and the eager twins, nothing above it."""
 
-from .backward import gradient
 from .finish import finish
 from .gather import gather, gather_gradient
+from .host import gradient, read, reduce, scale_
 from .one_pass import can_one_pass, one_pass
 from .partial import partial
 from .plain import plain
-from .read import read
-from .reduce import reduce
-from .scale import scale_
 from .slots import slots
 
 # After those above, whose modules these import.

@@ -1,4 +1,7 @@
-"""z at K ids a row and nothing else, and the gradient of that: zeros, but at the ids."""
+"""y at K ids a row and nothing else, and the gradient of that: zeros, but at the ids.
+
+y = softcap · tanh(x / softcap), or x itself: a temperature is for who reads it.
+"""
 
 import functools
 
@@ -9,11 +12,10 @@ from torch import Tensor
 
 from .._contract import Reading
 from . import config
-from .backward import numbers
 from .gradient import row_gain
 from .launch import REMEMBERED, Launch
-from .layout import Rows, row_offset, rows_of
-from .numerics import NO_ID, capped, inverse_temperature, load
+from .layout import Rows, numbers, row_offset, rows_of
+from .numerics import NO_ID, capped, load
 from .repeats import are_repeated
 from .spans import MAX_HELD, is_bad, sums_of_same
 from .state import is_live, load_mark
@@ -21,12 +23,11 @@ from .state import is_live, load_mark
 
 @triton.jit(
     do_not_specialize=["N", "rows_t"],
-    do_not_specialize_on_alignment=["MARK", "IDS", "temperature"],
+    do_not_specialize_on_alignment=["MARK", "IDS"],
 )
 def _gather_kernel(
     X, MARK, IDS,  # inputs
     PICKED,  # output
-    temperature,
     N, rows_t, stride_xb, stride_xt, V, K,  # sizes
     softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr,
@@ -41,69 +42,44 @@ def _gather_kernel(
     ids = tl.load(IDS + slot, mask=live, other=0)
     inside = live & (ids >= 0) & (ids < V)
     y, _ = capped(load(X, row_offset(row, rows_t, stride_xb, stride_xt) + ids, inside), softcap)
-    z = y * _inverse_temperatures(temperature, row, mask)
-    tl.store(PICKED + slot, tl.where(inside, z, tl.where(live, float("nan"), 0.0)), mask=mask)
-
-
-@triton.jit
-def _inverse_temperatures(temperature, row, mask):
-    """1 / temperature of the rows of slots."""
-    if isinstance(temperature, float):  # as the interpreter passes a number
-        return 1.0 / temperature
-    elif temperature.dtype.is_ptr():
-        return 1.0 / tl.load(temperature + row, mask=mask, other=1.0).to(tl.float32)
-    else:
-        return 1.0 / temperature
+    tl.store(PICKED + slot, tl.where(inside, y, tl.where(live, float("nan"), 0.0)), mask=mask)
 
 
 def gather(x: Tensor, reading: Reading) -> Tensor:  # x (..., V)
-    """z at reading.ids, (..., K) in fp32; NaN for an id outside [0, V), 0 in ignored rows."""
-    ids, temperature = reading.ids, reading.row_temperature
+    """y at reading.ids, (..., K) in fp32; NaN for an id outside [0, V), 0 in ignored rows."""
+    ids = reading.ids
     picked = torch.empty(ids.shape, device=x.device, dtype=torch.float32)
     if picked.numel() == 0:
         return picked
     x, rows = rows_of(x)
-    plan = _gather_plan(
-        rows, ids.shape[-1], reading.temperature if temperature is None else None,
-        reading.softcap, reading.ignore_index,
-    )  # fmt: skip
-    tensors = (x, _mark_of(reading), ids if ids.is_contiguous() else ids.contiguous(), picked)
-    if temperature is None:
-        plan(*tensors)
-    else:
-        plan(*tensors, temperature.contiguous())
+    plan = _gather_plan(rows, ids.shape[-1], reading.softcap, reading.ignore_index)
+    plan(x, _mark_of(reading), ids.contiguous(), picked)
     return picked
 
 
 def _mark_of(reading: Reading) -> Tensor | None:
     """The mark where it may say that a row is ignored."""
     mark = None if reading.ignore_index is None else reading.mark
-    return mark if mark is None or mark.is_contiguous() else mark.contiguous()
+    return None if mark is None else mark.contiguous()
 
 
 @functools.lru_cache(REMEMBERED)
-def _gather_plan(
-    rows: Rows, K: int, temperature: float | None, softcap: float | None, ignore_index: int | None
-) -> Launch:
+def _gather_plan(rows: Rows, K: int, softcap: float | None, ignore_index: int | None) -> Launch:
     block = 1024
-    number = () if temperature is None else (temperature,)
     return Launch(
         _gather_kernel, (config.ceil_div(rows.count * K, block),),
-        (*number, rows.count, *rows.strides, rows.vocab, K, softcap, ignore_index),
+        (rows.count, *rows.strides, rows.vocab, K, softcap, ignore_index),
         num_warps=4, BLOCK_K=block,
     )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=["rows_t", "step_u", "step_f"],
-    do_not_specialize_on_alignment=[
-        "PICKED", "MARK", "IDS", "G", "UPSTREAM", "FACTOR", "temperature",
-    ],
-)  # fmt: skip
+    do_not_specialize_on_alignment=["PICKED", "MARK", "IDS", "G", "UPSTREAM", "FACTOR"],
+)
 def _gather_gradient_kernel(
     PICKED, MARK, IDS, G, UPSTREAM, FACTOR,  # inputs
     DX,  # output, zeros so far
-    temperature,
     rows_t, stride_db, stride_dt, V, K, step_u, step_f,  # sizes
     softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -115,8 +91,7 @@ def _gather_gradient_kernel(
             return
     at = row.to(tl.int64) * K
     DXrow = DX + row_offset(row, rows_t, stride_db, stride_dt)
-    inv_t = inverse_temperature(temperature, row)
-    gain = row_gain(UPSTREAM, FACTOR, row, step_u, step_f) * inv_t
+    gain = row_gain(UPSTREAM, FACTOR, row, step_u, step_f)
     repeated = are_repeated(IDS + at, K, BLOCK_K)
     bad = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, K, BLOCK_K):
@@ -129,7 +104,7 @@ def _gather_gradient_kernel(
             g = sums_of_same(IDS + at, G + at, ids, K)
         g *= gain
         if softcap is not None:
-            t = load(PICKED + at, offs_k, mine) / (inv_t * softcap)
+            t = load(PICKED + at, offs_k, mine) / softcap
             g = tl.where(g == 0, 0.0, g * (1.0 - t * t))
         tl.store(DXrow + ids, g.to(DX.dtype.element_ty), mask=mine)
     if tl.max(bad, axis=0) > 0:
@@ -154,24 +129,16 @@ def gather_gradient(
         into = torch.zeros_like(x, memory_format=torch.contiguous_format)
     else:
         into.zero_()
-    ids, temperature = reading.ids, reading.row_temperature
+    ids = reading.ids
     if into.numel() == 0 or ids.numel() == 0:
         return into
     target, rows = rows_of(into)
     upstream, step_u = numbers(upstream)
     factor, step_f = numbers(factor)
     plan = _gradient_plan(
-        rows, ids.shape[-1], step_u, step_f, reading.temperature if temperature is None else None,
-        reading.softcap, reading.ignore_index,
-    )  # fmt: skip
-    tensors = (
-        picked, _mark_of(reading), ids if ids.is_contiguous() else ids.contiguous(),
-        g if g.is_contiguous() else g.contiguous(), upstream, factor, target,
-    )  # fmt: skip
-    if temperature is None:
-        plan(*tensors)
-    else:
-        plan(*tensors, temperature.contiguous())
+        rows, ids.shape[-1], step_u, step_f, reading.softcap, reading.ignore_index
+    )
+    plan(picked, _mark_of(reading), ids.contiguous(), g.contiguous(), upstream, factor, target)
     if target.data_ptr() != into.data_ptr():  # a copy: it has too many strides
         into.copy_(target)
     return into
@@ -179,16 +146,11 @@ def gather_gradient(
 
 @functools.lru_cache(REMEMBERED)
 def _gradient_plan(
-    rows: Rows, K: int, step_u: int, step_f: int, temperature: float | None,
-    softcap: float | None, ignore_index: int | None,
-) -> Launch:  # fmt: skip
+    rows: Rows, K: int, step_u: int, step_f: int, softcap: float | None, ignore_index: int | None
+) -> Launch:
     block = min(MAX_HELD, max(config.ceil_pow2(K), 2))
-    number = () if temperature is None else (temperature,)
     return Launch(
         _gather_gradient_kernel, (rows.count,),
-        (
-            *number, rows.rows_t, rows.stride_b, rows.stride_t, rows.vocab, K, step_u, step_f,
-            softcap, ignore_index,
-        ),
+        (*rows.strides, rows.vocab, K, step_u, step_f, softcap, ignore_index),
         num_warps=max(1, block // 128), BLOCK_K=block, BLOCK_V=256,
     )  # fmt: skip

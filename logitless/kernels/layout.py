@@ -90,6 +90,13 @@ def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows |
     return Rows(batches * rows_t, vocab, rows_t, stride_b, stride_t, offset // itemsize, pack)
 
 
+def numbers(t: Tensor | None) -> tuple[Tensor | None, int]:
+    """One number for all rows or one each, and the step from one to the next."""
+    if t is None or not any(t.stride()):
+        return t, 0
+    return t.contiguous(), 1
+
+
 @triton.jit
 def row_offset(row, rows_t, stride_b, stride_t):
     """Elements from the base to a row of a (B, T, V) view. int64: 2^31 is no limit."""

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from .._contract import Pair, Reading
 from . import config
-from .backward import numbers
 from .gradient import row_gain
 from .launch import REMEMBERED, Launch
-from .layout import Rows, fringe_tile, row_offset, rows_of, split_row
+from .layout import Rows, fringe_tile, numbers, row_offset, rows_of, split_row
 from .numerics import INF, LN2, LOG2E, capped, inverse_temperature, load
 from .pair_mixture import bits, mixture, safe_beta
 from .pair_state import (

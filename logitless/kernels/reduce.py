@@ -2,12 +2,9 @@
 
 import functools
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .._contract import Reading
 from .launch import REMEMBERED, Launch
 from .state import is_live
 
@@ -70,42 +67,6 @@ def _reduce_kernel(
             tl.store(FACTOR, share)
 
 
-def reduce(
-    value: Tensor | None,  # (...)
-    reading: Reading,
-    row_weight: Tensor | None = None,  # (...), of any real dtype
-    mass: Tensor | None = None,  # (N,), 0 where ignored
-    mean: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The weighted sum of the rows that count, and the factor of each row's gradient.
-
-    "mean" divides both by the sum of `mass`, or by the number of rows that count; by 1 if that is
-    0. The factor is () without a row_weight, (N,) with one, and None where it is 1. An ignored row
-    adds 0 whatever its value or weight is.
-    """
-    if row_weight is None and not mean:  # ignored rows are 0 already
-        return None if value is None else value.sum(), None
-    mark = reading.mark
-    like = next(t for t in (value, row_weight, mark) if t is not None)
-    N, device = like.numel(), like.device
-    loss, factor = torch.empty((), device=device, dtype=torch.float32), None
-    if value is not None and not value.is_contiguous():
-        value = value.contiguous()
-    if row_weight is not None:
-        factor = torch.empty(N, device=device, dtype=torch.float32)
-        row_weight = row_weight.contiguous()
-        if row_weight.dtype == torch.bool:
-            row_weight = row_weight.view(torch.uint8)
-    elif mean:
-        factor = torch.empty_like(loss)
-    if reading.ignore_index is None:
-        mark = None
-    elif mark is not None and not mark.is_contiguous():
-        mark = mark.contiguous()
-    _plan(N, reading.ignore_index, mean)(loss, value, mark, row_weight, mass, factor)
-    return None if value is None else loss, factor
-
-
 @functools.lru_cache(REMEMBERED)
-def _plan(N: int, ignore_index: int | None, mean: bool) -> Launch:
+def reduce_launch(N: int, ignore_index: int | None, mean: bool) -> Launch:
     return Launch(_reduce_kernel, (1,), (N, ignore_index), num_warps=16, MEAN=mean, BLOCK_N=8192)

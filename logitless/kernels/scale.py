@@ -2,13 +2,13 @@
 
 import functools
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from . import config
 from .launch import REMEMBERED, Launch
-from .layout import Rows, row_offset, rows_of
+from .layout import Rows, row_offset
 
 
 @triton.jit(
@@ -34,23 +34,13 @@ def _scale_kernel(
             tl.store(at, (x * g).to(X.dtype.element_ty), mask=cols < V)
 
 
-def scale_(x: Tensor, g: Tensor) -> None:
-    """x (..., V) times g, a scalar or (...), without asking the host what g is."""
-    if x.numel() == 0:
-        return
-    into, rows = rows_of(x)
-    most = 8 * config.processors(x.device)
-    _plan(rows, g.dim() == 0, most, config.scale(rows.vocab))(into, g.contiguous())
-    if into.data_ptr() != x.data_ptr():  # a copy, for want of strides
-        x.copy_(into)
-
-
 @functools.lru_cache(REMEMBERED)
-def _plan(rows: Rows, alike: bool, most: int, cut: config.Config) -> Launch:
+def scale_launch(rows: Rows, alike: bool, device: torch.device, revision: int) -> Launch:
+    cut = config.scale(rows.vocab)
     blocks = config.ceil_div(rows.vocab, cut.block_v)
     tiles = rows.count * blocks
     return Launch(
-        _scale_kernel, (min(tiles, most),),
+        _scale_kernel, (min(tiles, 8 * config.processors(device)),),
         (0 if alike else 1, *rows.strides, rows.vocab, tiles, blocks),
         num_warps=cut.num_warps, BLOCK_V=cut.block_v,
     )  # fmt: skip

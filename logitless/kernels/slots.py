@@ -10,13 +10,15 @@ for masses that need not sum to 1:
     tvd           f = ½ |p - q|                              g = ½ q sign(q - p)
 
 The support says what p and q are: as given ("truncate", and "tail" with one more bucket), p/P
-("renorm_teacher", "renorm") and q/Q ("renorm", "gathered") with P, Q the sums over the slots. A
-student that is normalised here passes the gradient on to its logits: d_k = g_k - q_k Σ g. Of any
-other, which is log p of the whole row, the row's coefficient a takes Σ g.
+("renorm_teacher", "renorm") and q/Q ("renorm", "gathered_renorm") with P, Q the sums over the slots
+that count; Q of "gathered" is the sum over all slots. A student that is normalised here passes the
+gradient on to its logits: d_k = g_k - q_k Σ g. Of any other, which is log p of the whole row, the
+row's coefficient a takes Σ g.
 
 Everything is a difference of logarithms times a mass, and no mass, no term: p = 0 adds nothing to
 the forward KL whatever q is. log M is taken relative to the larger of p and q, so that p = q gives
-exactly 0. A masked slot is one of no mass on both sides, and no gradient.
+exactly 0. A masked slot is one of no mass on both sides, and no gradient; but "gathered" masks the
+teacher alone.
 """
 
 import functools
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from .. import _contract
 from .._contract import Coefficients, Reading, Slots
+from ..eager.slots import RENORM_STUDENT, RENORM_TEACHER, at_the_ends
 from ..eager.slots import slots as slots_in_torch
 from . import config
 from .gradient import COEF_A, COEF_A_IDS, COEF_D_LABEL
@@ -36,8 +39,6 @@ from .numerics import INF, finite, load
 from .plain import COEF_WIDTH
 from .state import is_live
 
-RENORM_TEACHER = ("renorm_teacher", "renorm")  # supports that compare p/P
-RENORM_STUDENT = ("renorm", "gathered")  # supports that compare q/Q
 LEAST = tl.constexpr(-87.0)  # log of a tail that fp32 can still divide by
 
 MAX_K = 4096  # slots that one program holds; more are left to PyTorch
@@ -45,9 +46,25 @@ WARP = 512  # slots that one warp holds, whole rows where they fit: sums within 
 
 
 @triton.jit
-def _normalised(z):
-    """log and mass of e^z / Σ e^z along rows, -inf and 0 in a row of -inf; which rows aren't."""
-    d = z - finite(tl.max(z, axis=1))[:, None]
+def _inverse_temperatures(temperature, row, mask):
+    """1 / temperature of rows: `temperature` is a number, or a pointer to one a row."""
+    if isinstance(temperature, float):  # as the interpreter passes a number
+        return 1.0 / temperature
+    elif temperature.dtype.is_ptr():
+        return 1.0 / tl.load(temperature + row, mask=mask, other=1.0).to(tl.float32)
+    else:
+        return 1.0 / temperature
+
+
+@triton.jit
+def _normalised(y, inv_t):
+    """log and mass of e^z / Σ e^z along rows, z = y inv_t; and which rows have a mass.
+
+    -inf and 0 in a row of -inf. inv_t is one a row, or None for 1.
+    """
+    d = y - finite(tl.max(y, axis=1))[:, None]  # first: a common offset costs no digits
+    if inv_t is not None:
+        d *= inv_t
     e = tl.exp(d)
     s = tl.sum(e, axis=1)
     some = s != 0
@@ -116,13 +133,16 @@ def _row_weights(WEIGHT, row, live, kd_weight):
 
 @triton.jit(
     do_not_specialize=["N"],
-    do_not_specialize_on_alignment=["STUDENT_TAIL", "TEACHER_TAIL", "WEIGHT", "LABEL", "MARK"],
-)
+    do_not_specialize_on_alignment=[
+        "STUDENT_TAIL", "TEACHER_TAIL", "WEIGHT", "LABEL", "MARK", "temperature",
+    ],
+)  # fmt: skip
 def _slots_kernel(
     STUDENT, TEACHER, MASK, STUDENT_TAIL, TEACHER_TAIL, WEIGHT, LABEL, MARK,  # inputs
     VALUE, D_STUDENT, COEF,  # outputs
+    temperature,  # of student logits, or None
     N, K, stride_sn, ignore_index, beta, kd_weight, ce_weight,  # sizes, options
-    DIVERGENCE: tl.constexpr, RENORM_P: tl.constexpr, RENORM_Q: tl.constexpr,
+    DIVERGENCE: tl.constexpr, RENORM_P: tl.constexpr, STUDENT_OVER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program a few whole rows, as a tile (ROWS, BLOCK_K)."""
@@ -134,36 +154,47 @@ def _slots_kernel(
         live_r = mask_r & is_live(tl.load(MARK + row, mask=mask_r, other=0), ignore_index)
     inside = mask_r[:, None] & (k < K)[None, :]
     live = live_r[:, None] & (k < K)[None, :]
+    own = live  # the student's slots
     at = r[:, None] * K + k[None, :]
     if MASK is not None:
         live = tl.load(MASK + first * K + at, mask=live, other=0) != 0
+        if STUDENT_OVER != "all":
+            own = live
     student = STUDENT + first * stride_sn + r[:, None] * stride_sn + k[None, :]
-    log_q = tl.load(student, mask=live, other=0.0).to(tl.float32)
+    log_q = tl.load(student, mask=own, other=0.0).to(tl.float32)
     log_p = tl.load(TEACHER + first * K + at, mask=live, other=0.0).to(tl.float32)
-    log_q = tl.where(live, log_q, -INF)
+    log_q = tl.where(own, log_q, -INF)
     log_p = tl.where(live, log_p, -INF)
+    inv_t = None
+    if temperature is not None:
+        inv_t = _inverse_temperatures(temperature, row, mask_r)
+        if not isinstance(temperature, float):
+            if temperature.dtype.is_ptr():
+                inv_t = inv_t[:, None]
 
     if RENORM_P:
-        log_p, p, _ = _normalised(log_p)
+        log_p, p, _ = _normalised(log_p, None)
     else:
         p = tl.exp(log_p)
-    if RENORM_Q:
-        log_q, q, some_q = _normalised(log_q)
+    if STUDENT_OVER is not None:
+        log_q, q, some_q = _normalised(log_q, inv_t)
     else:
         q = tl.exp(log_q)
     f, g = _terms(log_p, p, log_q, q, beta, DIVERGENCE)
     value = tl.sum(f, axis=1)
-    if RENORM_Q:
+    if STUDENT_OVER is not None:
         # A student of no mass at all has no gradient.
         g = tl.where(some_q[:, None], g - q * tl.sum(g, axis=1)[:, None], 0.0)
+        if inv_t is not None:
+            g *= inv_t
     weight = _row_weights(WEIGHT, row, live_r, kd_weight)
-    g = tl.where(live, g * weight[:, None], 0.0)
+    g = tl.where(own, g * weight[:, None], 0.0)
     tl.store(D_STUDENT + first * K + at, g, mask=inside)
 
     if COEF is not None:
         COEF += row * COEF_WIDTH
     a = tl.zeros((ROWS,), tl.float32)
-    if not RENORM_Q:
+    if STUDENT_OVER is None:
         a -= tl.sum(g, axis=1)
     if STUDENT_TAIL is not None:
         some = live_r
@@ -189,71 +220,70 @@ def _slots_kernel(
 
 
 def slots(
-    student: Tensor,  # (..., K), log q, or logits for "renorm" and "gathered"
+    student: Tensor,  # (..., K), log q, or logits where it is normalised here
     reading: Reading,
     given: Slots,
     tail: Tensor | None = None,  # (...), log mass of the student outside the slots
     label: Tensor | None = None,  # (...), log p of the label at temperature 1
+    temperature: float | Tensor | None = None,  # of student logits; one for all or (...)
 ) -> tuple[Tensor, Coefficients]:
     """value (...), and the coefficients of its gradient, all fp32.
 
     More than MAX_K slots a row are computed by PyTorch.
     """
-    K = student.shape[-1]
+    shape, device = student.shape, student.device
+    K = shape[-1]
     if K > MAX_K or student.numel() == 0:
-        return slots_in_torch(student, reading, given, tail, label)
-    value = torch.empty(student.shape[:-1], device=student.device, dtype=torch.float32)
+        return slots_in_torch(student, reading, given, tail, label, temperature)
+    value = torch.empty(shape[:-1], device=device, dtype=torch.float32)
     N = value.numel()
-    g = torch.empty((N, K), device=student.device, dtype=torch.float32)
-    has = () if given.support in RENORM_STUDENT else ("a",)
-    if tail is not None:
-        has = ("a", "a_ids")
-    if given.ce_weight == 0:
-        label = None
-    else:
+    g = torch.empty((N, K), device=device, dtype=torch.float32)
+    has, coefs = (), None
+    if given.support not in RENORM_STUDENT:
+        has = ("a",) if tail is None else ("a", "a_ids")
+    if given.ce_weight != 0:
         has = (*has, "label")
-    coefs = None
     if has:
-        size = (N, _contract.COEFFICIENTS)
-        coefs = torch.zeros(size, device=student.device, dtype=torch.float32)
-    student = student.reshape(-1, K)
+        coefs = torch.zeros((N, _contract.COEFFICIENTS), device=device, dtype=torch.float32)
+    if len(shape) != 2:
+        student = student.reshape(-1, K)
     if student.stride(1) != 1:
         student = student.contiguous()
     mark = None if reading.ignore_index is None else reading.mark
+    label = label if given.ce_weight != 0 else None
     teacher, mask, *per_row = [
-        t if t is None or t.is_contiguous() else t.contiguous()
+        t if t is None else t.contiguous()
         for t in (given.teacher, given.mask, tail, given.tail, given.row_weight, label, mark)
     ]
     if mask is not None:
         mask = mask.view(torch.uint8)
-    offsets = tuple([0 if t is None else t.data_ptr() % 16 for t in (student, teacher, mask)])
+    number, last = temperature, ()
+    if isinstance(temperature, Tensor):
+        number, last = None, (temperature.contiguous(),)
     plan = _plan(
-        N, K, student.stride(0), offsets, reading.ignore_index, given.support,
-        *_at_the_ends(given.divergence, given.beta), given.kd_weight, given.ce_weight,
+        N, K, student.stride(0), student.data_ptr() % 16, teacher.data_ptr() % 16,
+        None if mask is None else mask.data_ptr() % 16, number, not last, reading.ignore_index,
+        *given[4:],
     )  # fmt: skip
-    plan(student, teacher, mask, *per_row, value, g, coefs)
+    plan(student, teacher, mask, *per_row, value, g, coefs, *last)
     return value, Coefficients(coefs, has, g)
-
-
-def _at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
-    """The divergence to compute: JSD is forward KL at beta 0, reverse KL at 1; only JSD has one."""
-    if divergence != "jsd":
-        return divergence, None
-    return {0.0: ("forward_kl", None), 1.0: ("reverse_kl", None)}.get(beta, (divergence, beta))
 
 
 @functools.lru_cache(REMEMBERED)
 def _plan(
-    N: int, K: int, stride: int, offsets: tuple[int, ...], ignore_index: int | None, support: str,
-    divergence: str, beta: float | None, kd_weight: float, ce_weight: float,
+    N: int, K: int, stride: int, student_offset: int, teacher_offset: int, mask_offset: int | None,
+    temperature: float | None, one_temperature: bool, ignore_index: int | None,
+    divergence: str, support: str, beta: float, kd_weight: float, ce_weight: float,
 ) -> Launch:  # fmt: skip
-    """One kernel for each alignment, `offsets` from 16 bytes, of what is read by the slot."""
+    """One for each alignment, offsets from 16 bytes, of what is read by the slot."""
     block_k = config.ceil_pow2(K)
     rows = max(1, WARP // block_k)
+    over = {"gathered": "all"}.get(support, "counted") if support in RENORM_STUDENT else None
+    divergence, blend = at_the_ends(divergence, beta)
+    number = (None if temperature is None else float(temperature),) if one_temperature else ()
     return Launch(
         _slots_kernel, (config.ceil_div(N, rows),),
-        (N, K, stride, ignore_index, beta, float(kd_weight), float(ce_weight)),
+        (*number, N, K, stride, ignore_index, blend, float(kd_weight), float(ce_weight)),
         num_warps=max(1, block_k // WARP), DIVERGENCE=divergence,
-        RENORM_P=support in RENORM_TEACHER, RENORM_Q=support in RENORM_STUDENT,
-        ROWS=rows, BLOCK_K=block_k,
+        RENORM_P=support in RENORM_TEACHER, STUDENT_OVER=over, ROWS=rows, BLOCK_K=block_k,
     )  # fmt: skip

@@ -1,18 +1,25 @@
-"""The arguments of each public function, checked before any source of logits is looked at.
+"""What every call asks first: are its arguments right, who looks on, and which code runs.
 
-What a check looks at, shapes, dtypes, devices and Python numbers, is the same from call to call in
-a training loop. So a signature that was found right is remembered, and not checked again. Only
-`values` reads what tensors hold, and so runs only where reading costs no synchronisation: on a CPU,
-or when LOGITLESS_CHECK=1 asks.
+Arguments are checked before any source of logits is looked at. What a check looks at, shapes,
+dtypes, devices and Python numbers, is the same from call to call in a training loop. So a signature
+that was found right is remembered, and not checked again. Only `values` reads what tensors hold,
+and so runs only where reading costs no synchronisation: on a CPU, or when LOGITLESS_CHECK=1 asks.
+
+Triton kernels run on a GPU, plain PyTorch on a CPU, or what the user says.
 """
 
+import contextlib
+import functools
+import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _checks as checks
+from . import eager
 from ._contract import NO_ID, Reading
 
 _REMEMBERED = 4096
@@ -128,10 +135,11 @@ def pair(
     checks.softcap(softcap)
 
 
-def gathered(logits, teacher, mask, temperature, row_weight, reduction) -> None:
+def gathered(logits, teacher, mask, renormalise, temperature, row_weight, reduction) -> None:
     checks.logits(logits, "student_logits")
     checks.slots("teacher_logprobs", teacher, "student_logits", logits)
     checks.slot_mask(mask, logits)
+    checks.yes_or_no("renormalise", renormalise)
     checks.temperature(temperature, logits)
     checks.row_weight(row_weight, logits)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
@@ -174,11 +182,21 @@ def linear(hidden, weight, bias, main_grad, workspace, accumulate, drop_ignored)
     checks.one_of("accumulate", accumulate, ACCUMULATE)
 
 
+def asked() -> bool:
+    """Whether LOGITLESS_CHECK=1 asks for checks that cost time."""
+    return os.environ.get("LOGITLESS_CHECK", "0") not in ("", "0")
+
+
+def looks_at(ids: Tensor) -> bool:
+    """Whether ids are checked: on a CPU, and where a GPU may be asked."""
+    return ids.device.type == "cpu" or asked()
+
+
 def values(loss, vocab: int) -> None:
     """Raise on an id outside [0, vocab) in a row and slot that counts, naming its place."""
     reading = loss.reading
     given = reading.mark if reading.ids is None else reading.ids
-    if given is None or not checks.looks_at(given):
+    if given is None or not looks_at(given):
         return
     live = None
     if reading.ignore_index is not None:
@@ -197,3 +215,64 @@ def reads_mark(loss) -> bool:
     if "nll" in wants or "label" in wants:
         return True
     return loss.reading.ids is None and ("picked" in wants or "logprob" in wants)
+
+
+def under_transform() -> bool:
+    """Whether a compiler, a dispatch mode or torch.func looks on."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+    )
+
+
+def in_func() -> bool:
+    """Whether a transform of torch.func is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+
+
+CHOICES = ("triton", "eager")
+_chosen: str | None = None
+
+
+@contextlib.contextmanager
+def impl(name: str):
+    """Run every loss in this block by `"triton"` or `"eager"`; a choice never falls back,
+    but for more slots (4096) or a larger k (256) than a kernel sorts, which PyTorch serves.
+
+    Triton on CPU tensors runs under Triton's interpreter (`TRITON_INTERPRET=1`). The environment
+    variable LOGITLESS_IMPL makes the same choice. Both are for the whole process, threads and all.
+    """
+    global _chosen
+    checks.one_of("impl", name, CHOICES)
+    before, _chosen = _chosen, name
+    try:
+        yield
+    finally:
+        _chosen = before
+
+
+def chosen() -> str | None:
+    """The explicit choice in force, if any."""
+    name = _chosen or os.environ.get("LOGITLESS_IMPL") or None
+    if name is not None:
+        checks.one_of("LOGITLESS_IMPL", name, CHOICES)
+    return name
+
+
+def backend(x: Tensor) -> ModuleType:
+    """The module whose functions serve this tensor: `kernels` or `eager`."""
+    if _chosen is None and not os.environ.get("LOGITLESS_IMPL"):
+        on_gpu = x.device.type in ("cuda", "xpu") and x.dtype != torch.float64
+        return _kernels() if on_gpu else eager
+    if chosen() == "eager":
+        return eager
+    checks.triton_can_run(x)
+    return _kernels()
+
+
+@functools.cache
+def _kernels() -> ModuleType:
+    from . import kernels  # late, for a CPU need not have Triton
+
+    return kernels

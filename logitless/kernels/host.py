@@ -1,0 +1,248 @@
+"""What the host does for the kernels that every loss uses: allocate, look up the plan, launch.
+
+A plan holds all that a call with such shapes, strides and options needs, but its tensors. It is
+made once, and found again by one look into a dictionary.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._contract import COEFFICIENTS, PART, STATE, Coefficients, Reading, Statistics
+from . import config
+from .blocks import blocks_launch
+from .finish import OUTPUTS, finish_launch
+from .launch import REMEMBERED, Launch
+from .layout import Rows, describe, rows_of
+from .partial import aligned, cut_of, partial_launch
+from .read import read_launch
+from .reduce import reduce_launch
+from .repeats import write_repeats
+from .scale import scale_launch
+from .spans import MAX_HELD, spans_launch
+from .tail import write_tail
+
+LOGPROB = OUTPUTS.index("logprob")
+
+
+class _ReadPlan(NamedTuple):
+    rows: Rows
+    outputs: tuple[tuple, ...]  # (place among OUTPUTS, shape, dtype) of those that are wanted
+    reads_mark: bool
+    reads_ids: bool
+    reads_weight: bool
+    parts: tuple[int, ...] | None  # the shape of the parts, where rows are split
+    first: Launch
+    second: Launch | None  # which merges them
+
+
+def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
+    """The statistics that reading.wants, and the state that the gradient reads again."""
+    mark, ids, weight, temperature = reading[:4]
+    device = x.device
+    plan = _read_plan(
+        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), device,
+        None if ids is None else ids.shape, temperature is None, reading[4:], config.revision,
+    )  # fmt: skip
+    if plan is None:  # too many strides
+        return read(x.contiguous(), reading)
+    state = torch.empty((plan.rows.count, STATE), device=device, dtype=torch.float32)
+    outputs: list[Tensor | None] = [None] * len(OUTPUTS)
+    for place, shape, dtype in plan.outputs:
+        outputs[place] = torch.empty(shape, device=device, dtype=dtype)
+    if plan.rows.count:
+        given = (
+            x, mark.contiguous() if plan.reads_mark else None,
+            ids.contiguous() if plan.reads_ids else None,
+            aligned(weight) if plan.reads_weight else None,
+        )  # fmt: skip
+        by_row = () if temperature is None else (temperature.contiguous(),)
+        if plan.second is None:
+            plan.first(*given, state, *outputs, *by_row)
+        else:
+            parts = torch.empty(plan.parts, device=device, dtype=torch.float32)
+            y = None
+            if plan.reads_ids:
+                y = torch.empty(ids.shape, device=device, dtype=torch.float32)
+            plan.first(*given, parts, y, *by_row)
+            plan.second(parts, y, *given[1:3], state, *outputs, *by_row)
+    tail = None
+    if "tail" in reading.wants:
+        tail = write_tail(x, plan.rows, reading, state, outputs[LOGPROB], x.shape[:-1])
+        if "logprob" not in reading.wants:
+            outputs[LOGPROB] = None
+    return Statistics(state, *outputs[:-1], tail, outputs[-1])
+
+
+@functools.lru_cache(REMEMBERED)
+def _read_plan(
+    shape: tuple, strides: tuple, offset: int, itemsize: int, device: torch.device,
+    ids_shape: tuple | None, one_temperature: bool, options: tuple, revision: int,
+) -> _ReadPlan | None:  # fmt: skip
+    temperature, softcap, ignore_index, wants = options
+    rows = describe(shape, strides, offset, itemsize)
+    if rows is None:
+        return None
+    second = "label" in wants and not (one_temperature and temperature == 1)
+    cut = cut_of(rows, device, wants, softcap, second)
+    K = None if ids_shape is None else ids_shape[-1]
+    # The mass of the ids is known from their log p.
+    wanted = (*wants, "logprob") if "tail" in wants else wants
+    at_ids = "picked" in wanted or "logprob" in wanted
+    at_mark = "nll" in wants or "label" in wants or (ids_shape is None and at_ids)
+    outputs = tuple(
+        (place, ids_shape if ids_shape and name in ("picked", "logprob") else shape[:-1],
+         torch.int64 if name == "argmax" else torch.float32)
+        for place, name in enumerate(OUTPUTS) if name in wanted
+    )  # fmt: skip
+    number = temperature if one_temperature else None
+    how = (number, softcap, ignore_index)
+    if cut.splits == 1:
+        first, last = read_launch(rows, K, *how, second, cut), None
+    else:
+        sums = ("entropy" in wants, "total" in wants or "log_total" in wants, "argmax" in wants)
+        first = partial_launch(rows, K or 0, 0, *how, (*sums, second), cut)
+        last = finish_launch(rows.count, cut.splits, rows.vocab, K, number, ignore_index, second)
+    return _ReadPlan(
+        rows, outputs, at_mark or ignore_index is not None, at_ids and bool(K),
+        "total" in wants or "log_total" in wants, (rows.count, cut.splits, PART), first, last,
+    )  # fmt: skip
+
+
+def gradient(
+    x: Tensor,  # (..., V)
+    reading: Reading,
+    state: Tensor,  # (N, STATE)
+    coefficients: Coefficients,
+    upstream: Tensor,  # () or (...)
+    factor: Tensor | None = None,  # () or N numbers
+    into: Tensor | None = None,  # like x: x itself, x's own memory, or contiguous
+) -> Tensor:
+    """The one backward, times upstream and factor, (..., V) in the dtype of x.
+
+    It is written to `into`, except over x where a row has more than MAX_HELD ids: their logits are
+    read again, so that it is a new tensor then.
+    """
+    coefs, has, g_ids = coefficients
+    mark, ids, weight, temperature = reading[:4]
+    if g_ids is None and "a_ids" not in has:
+        ids = None
+    offset = None if into is None else into.data_ptr() % 16
+    inplace = into is not None and into.data_ptr() == x.data_ptr()
+    by_row = (len(coefs) > 1, any(upstream.stride()), factor is not None and any(factor.stride()))
+    plan = _gradient_plan(
+        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), inplace, offset,
+        0 if ids is None else ids.shape[-1], g_ids is not None, has, by_row,
+        temperature is None, reading[4:7], config.revision,
+    )  # fmt: skip
+    if plan is None:  # too many strides
+        return _by_copy(x, reading, state, coefficients, upstream, factor, into)
+    if into is None or (inplace and not plan.inplace):
+        into = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if x.numel() == 0:
+        return into
+    mark = mark.contiguous() if plan.reads_mark else None
+    if by_row[1]:
+        upstream = upstream.contiguous()
+    if by_row[2]:
+        factor = factor.contiguous()  # pyright: ignore[reportOptionalMemberAccess]
+    weight = aligned(weight) if "total" in has else None
+    last = () if temperature is None else (temperature.contiguous(),)
+    if not plan.spans:
+        plan.launch(x, mark, weight, state, coefs, upstream, factor, into, *last)
+        return into
+    if plan.reads_ids:
+        ids = ids.contiguous()
+        if g_ids is not None:
+            g_ids = g_ids.contiguous()
+            if "tail" not in reading.wants:
+                write_repeats(ids, state)
+    else:
+        ids = g_ids = None
+    plan.launch(x, mark, ids, weight, state, coefs, g_ids, upstream, factor, into, *last)
+    return into
+
+
+class _GradientPlan(NamedTuple):
+    inplace: bool  # whether the gradient may be written over x
+    reads_mark: bool
+    reads_ids: bool
+    spans: bool  # whether there is more than a mark to put right
+    launch: Launch
+
+
+@functools.lru_cache(REMEMBERED)
+def _gradient_plan(
+    shape: tuple, strides: tuple, offset: int, itemsize: int, inplace: bool,
+    into_offset: int | None, K: int, has_ids: bool, has: tuple[str, ...],
+    by_row: tuple[bool, bool, bool],  # coefficients, upstream and factor: one a row, or one for all
+    one_temperature: bool, options: tuple, revision: int,
+) -> _GradientPlan | None:  # fmt: skip
+    temperature, softcap, ignore_index = options
+    rows = describe(shape, strides, offset, itemsize)
+    if rows is None:
+        return None
+    inplace = inplace and K <= MAX_HELD
+    d_rows = rows if inplace else rows.dense()._replace(lead=(into_offset or 0) // itemsize)
+    steps = (COEFFICIENTS * by_row[0], int(by_row[1]), int(by_row[2]))
+    how = (temperature if one_temperature else None, softcap, ignore_index, has, steps)
+    spans = (has_ids and K > 0) or "a_ids" in has or "label" in has
+    if spans:
+        second = "label" in has and not (one_temperature and temperature == 1)
+        cut = config.spans(rows.vocab, itemsize)
+        launch = spans_launch(rows, d_rows, K, *how, inplace, second, cut)
+    else:
+        launch = blocks_launch(rows, d_rows, *how, config.backward(rows.vocab))
+    marked = ignore_index is not None or "mark" in has or "label" in has
+    return _GradientPlan(inplace, marked, K > 0, spans, launch)
+
+
+def _by_copy(x, reading, state, coefficients, upstream, factor, into) -> Tensor:
+    """The same for logits whose rows have more than two strides."""
+    found = gradient(x.contiguous(), reading, state, coefficients, upstream, factor)
+    return found if into is None else into.copy_(found)
+
+
+def reduce(
+    value: Tensor | None,  # (...)
+    reading: Reading,
+    row_weight: Tensor | None = None,  # (...), of any real dtype
+    mass: Tensor | None = None,  # (N,), 0 where ignored
+    mean: bool = False,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The weighted sum of the rows that count, and the factor of each row's gradient.
+
+    "mean" divides both by the sum of `mass`, or by the number of rows that count; by 1 if that is
+    0. The factor is () without a row_weight, (N,) with one, and None where it is 1. An ignored row
+    adds 0 whatever its value or weight is.
+    """
+    if row_weight is None and not mean:  # ignored rows are 0 already
+        return None if value is None else value.sum(), None
+    mark = None if reading.ignore_index is None else reading.mark
+    like = next(t for t in (value, row_weight, reading.mark) if t is not None)
+    N, device = like.numel(), like.device
+    loss = torch.empty((), device=device, dtype=torch.float32)
+    if row_weight is not None:
+        factor = torch.empty(N, device=device, dtype=torch.float32)
+        row_weight = row_weight.contiguous()
+        if row_weight.dtype == torch.bool:
+            row_weight = row_weight.view(torch.uint8)
+    else:
+        factor = torch.empty_like(loss)
+    reduce_launch(N, reading.ignore_index, mean)(
+        loss, None if value is None else value.contiguous(),
+        None if mark is None else mark.contiguous(), row_weight, mass, factor,
+    )  # fmt: skip
+    return None if value is None else loss, factor
+
+
+def scale_(x: Tensor, g: Tensor) -> None:
+    """x (..., V) times g, a scalar or (...), without asking the host what g is."""
+    if x.numel() == 0:
+        return
+    into, rows = rows_of(x)
+    scale_launch(rows, g.dim() == 0, x.device, config.revision)(into, g.contiguous())
+    if into.data_ptr() != x.data_ptr():  # a copy, for want of strides
+        x.copy_(into)
