@@ -7,84 +7,18 @@ cross-entropy at temperature 1 are statistics of the row, found in one pass (row
 mass outside are read twice) and differentiated in one.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from . import _arguments, _checks
 from ._contract import COEFFICIENTS, NO_ID, STATE, Coefficients, Reading, Slots, precision
 from ._dispatch import backend
 from ._loss import RowLoss, evaluate, rows_in
 from ._ops import operator
-
-
-@dataclass(frozen=True, eq=False)
-class SparseTargets:
-    """What a teacher says of each row: K ids, their log-probabilities, the log mass of the rest.
-
-    ids (..., K) int32 or int64; logprobs (..., K) as the teacher gave them, at its temperature;
-    tail (...) the log mass outside the ids, where known; mask (..., K) True, or 1, for the slots
-    that count. Ids may repeat: each slot is compared for itself, and their terms add up.
-
-    Indexed like its rows: targets[:, 1:] drops the first position of each sequence.
-
-    >>> targets = capture_topk(teacher_logits, 64)
-    >>> loss = topk_distill(logits, targets, divergence="forward_kl", support="tail")
-    """
-
-    ids: Tensor
-    logprobs: Tensor
-    tail: Tensor | None = None
-    mask: Tensor | None = None
-
-    def __post_init__(self):
-        _checks.sparse_targets(self.ids, self.logprobs, self.tail, self.mask)
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the rows, (...)."""
-        return self.ids.shape[:-1]
-
-    @property
-    def k(self) -> int:
-        return self.ids.shape[-1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.ids.device
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "SparseTargets":
-        return self._each(lambda t: t.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> "SparseTargets":
-        return self._each(lambda t: t.pin_memory())
-
-    def __len__(self) -> int:
-        return self.ids.shape[0]
-
-    def __getitem__(self, rows) -> "SparseTargets":
-        """Of some rows; the slots stay together."""
-        _checks.indexes_rows(rows, self.ids)
-        return self._each(lambda t: t[rows])
-
-    def reshape(self, *rows: int) -> "SparseTargets":
-        """The same rows in another shape."""
-        lead = len(self.shape)
-        return self._each(lambda t: t.reshape(*rows, *t.shape[lead:]))
-
-    def _each(self, f) -> "SparseTargets":
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{k: None if t is None else f(t) for k, t in found.items()})
-
-
-pytree.register_pytree_node(
-    SparseTargets,
-    lambda t: ([t.ids, t.logprobs, t.tail, t.mask], None),
-    lambda parts, _: SparseTargets(*parts),
-)
+from .targets import SparseTargets, unchecked
 
 
 @operator("sparse", saved=3)
@@ -196,8 +130,8 @@ def capture_topk(
     _arguments.once(_arguments.topk, logits, k, temperature, softcap)
     how = (float(temperature), None if softcap is None else float(softcap))
     if not isinstance(logits, Tensor):
-        return SparseTargets(*logits.topk(k, *how))
-    return SparseTargets(*backend(logits).topk(logits.detach(), k, *how))
+        return unchecked(*logits.topk(k, *how))
+    return unchecked(*backend(logits).topk(logits.detach(), k, *how))
 
 
 def gathered_kl(
