@@ -50,6 +50,8 @@ def write(path: str | os.PathLike, tensors: dict[str, Tensor], metadata: dict[st
     header: dict[str, Any] = {_METADATA: metadata}
     end = 0
     for name, t in held.items():
+        if t.dtype not in _NAMES:
+            raise TypeError(f"{name} must have a dtype of {', '.join(DTYPES)}, got {t.dtype}.")
         begin, end = end, end + t.numel() * t.itemsize
         what = {"dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end]}
         header[name] = what

@@ -94,7 +94,7 @@ _SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))  # parts of an index;
 def row_index(index: Any, ids: Tensor) -> tuple:
     """An index of rows, spelt out, that leaves the slots alone: they have no meaning apart."""
     parts = index if isinstance(index, tuple) else (index,)
-    parts = [p if isinstance(p, _SIMPLE) else torch.as_tensor(p) for p in parts]
+    parts = [p if isinstance(p, _SIMPLE) else _array(p) for p in parts]
     used = sum(map(_dimensions, parts))
     rows = ids.dim() - 1
     dots = [i for i, part in enumerate(parts) if part is Ellipsis]
@@ -106,6 +106,11 @@ def row_index(index: Any, ids: Tensor) -> tuple:
     for i in dots:
         parts[i : i + 1] = [slice(None)] * (rows - used)
     return tuple(parts)
+
+
+def _array(part: Any) -> Tensor:
+    found = torch.as_tensor(part)
+    return found if found.numel() else found.long()  # [] would be of floats
 
 
 def _dimensions(part: Any) -> int:

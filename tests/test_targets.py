@@ -227,6 +227,7 @@ class TestRows:
         assert len(list(targets)) == 4
         assert targets[targets.tail < 9].shape == (4,)
         assert targets[[True, False, True, True]].shape == (3,)
+        assert targets[[]].shape == (0,)
         assert targets[None].shape == (1, 4)
         assert targets[True].shape == (1, 4)
 
@@ -490,6 +491,11 @@ class TestKeeping:
         targets = ll.SparseTargets(ids, logprobs, mask=ids.mT.contiguous().mT % 2)
         targets.save(tmp_path / "targets")
         assert_same(ll.SparseTargets.load(tmp_path / "targets"), targets)
+
+    def test_a_dtype_that_files_do_not_have(self, tmp_path):
+        with pytest.raises(TypeError, match=r"logprobs must have a dtype of F64, .* got"):
+            make(2).to(torch.float8_e5m2fnuz).save(tmp_path / "targets")
+        assert not list(tmp_path.iterdir())
 
     def test_a_write_that_fails_leaves_the_old_file(self, tmp_path, monkeypatch):
         targets, path = make(2), tmp_path / "targets"
