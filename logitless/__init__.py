@@ -2,7 +2,7 @@
 
 from . import nn
 from ._call import impl
-from .distill import SparseTargets, capture_topk, gathered_kl, topk_distill
+from .distill import capture_topk, gathered_kl, topk_distill
 from .formula import row_loss
 from .linear import LinearLogits
 from .losses import (
@@ -16,6 +16,7 @@ from .losses import (
 )
 from .pair import jsd, kl_div, soft_cross_entropy
 from .stats import Partial, RowStats, merge, partial, row_stats
+from .targets import SparseTargets
 
 __version__ = "0.1.0"
 

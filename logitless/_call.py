@@ -56,7 +56,10 @@ def as_ids(ids: Tensor, ignore_index: int | None = None) -> Tensor:
     """Integers wide enough that none is taken for another."""
     fits = ignore_index is None or -(2**31) <= ignore_index < 2**31
     wide = ids.dtype == torch.int64 or (ids.dtype == torch.int32 and fits)
-    return ids if wide else ids.long()
+    if ids.dtype != torch.uint64:
+        return ids if wide else ids.long()
+    ids = ids.long()
+    return torch.where(ids < 0, 2**63 - 1, ids)  # 2**64 - 100 is too large, and not -100
 
 
 def as_mark(mask: Tensor | None) -> Tensor | None:
@@ -188,8 +191,8 @@ def asked() -> bool:
 
 
 def looks_at(ids: Tensor) -> bool:
-    """Whether ids are checked: on a CPU, and where a GPU may be asked."""
-    return ids.device.type == "cpu" or asked()
+    """Whether values are checked: on a CPU, and where a GPU may be asked."""
+    return ids.device.type == "cpu" or (asked() and ids.device.type != "meta")
 
 
 def values(loss, vocab: int) -> None:

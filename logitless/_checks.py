@@ -1,7 +1,8 @@
 """All validation and its wording: `<argument> must <rule>, got <value>.`
 
 Everything here looks at shapes, dtypes and Python numbers, except `in_range`, which reads values.
-What a function checks of its arguments, and when, is in _call.py.
+What a function checks of its arguments, and when, is in _call.py; the rules of SparseTargets are in
+_target_checks.py.
 """
 
 import math
@@ -246,26 +247,6 @@ def fraction(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be in [0, 1], got {value}.")
 
 
-def sparse_targets(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
-    _integer("ids", ids)
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"ids must be int32 or int64, got {ids.dtype}.")
-    if ids.dim() == 0 or ids.shape[-1] == 0:
-        raise ValueError(
-            f"ids must have at least one slot in its last dimension, got {_shape(ids)}."
-        )
-    slots("logprobs", logprobs, "ids", ids)
-    slot_mask(mask, ids, "ids")
-    if tail is not None:
-        _floating("tail", tail)
-        if tail.shape != ids.shape[:-1]:
-            raise ValueError(
-                f"tail must have shape {_shape(ids.shape[:-1])} to match ids {_shape(ids)}, "
-                f"got {_shape(tail)}."
-            )
-        _same_device("tail", tail, ids, "ids")
-
-
 def _floating(name: str, t: Any) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
@@ -277,21 +258,6 @@ def slots(name: str, t: Any, of: str, x: Tensor) -> None:
     """K numbers a row, beside those of x."""
     _floating(name, t)
     _same_shape(name, t, x, of)
-
-
-def indexes_rows(index: Any, ids: Tensor) -> None:
-    """An index that leaves the slots alone, since slots have no meaning without each other."""
-    parts = index if isinstance(index, tuple) else (index,)
-    used = sum(
-        part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
-        for part in parts
-        if part is not None and part is not Ellipsis
-    )
-    if used >= ids.dim() or any(part is Ellipsis for part in parts):
-        raise IndexError(
-            f"targets must be indexed by rows, of which it has {_shape(ids.shape[:-1])}, "
-            f"got an index into the slots: {index!r}."
-        )
 
 
 def is_targets(t: Any, kind: type) -> None:

@@ -7,84 +7,18 @@ cross-entropy at temperature 1 are statistics of the row, found in one pass (row
 mass outside are read twice) and differentiated in one.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from . import _call, _checks
 from ._call import backend
 from ._contract import COEFFICIENTS, NO_ID, STATE, Coefficients, Reading, Slots
 from ._loss import RowLoss, evaluate, rows_in, scaled
 from ._ops import operator
-
-
-@dataclass(frozen=True, eq=False)
-class SparseTargets:
-    """What a teacher says of each row: K ids, their log-probabilities, the log mass of the rest.
-
-    ids (..., K) int32 or int64; logprobs (..., K) as the teacher gave them, at its temperature;
-    tail (...) the log mass outside the ids, where known; mask (..., K) True, or 1, for the slots
-    that count. Ids may repeat: each slot is compared for itself, and their terms add up.
-
-    Indexed like its rows: targets[:, 1:] drops the first position of each sequence.
-
-    >>> targets = capture_topk(teacher_logits, 64)
-    >>> loss = topk_distill(logits, targets, divergence="forward_kl", support="tail")
-    """
-
-    ids: Tensor
-    logprobs: Tensor
-    tail: Tensor | None = None
-    mask: Tensor | None = None
-
-    def __post_init__(self):
-        _checks.sparse_targets(self.ids, self.logprobs, self.tail, self.mask)
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the rows, (...)."""
-        return self.ids.shape[:-1]
-
-    @property
-    def k(self) -> int:
-        return self.ids.shape[-1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.ids.device
-
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "SparseTargets":
-        return self._each(lambda t: t.to(device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> "SparseTargets":
-        return self._each(lambda t: t.pin_memory())
-
-    def __len__(self) -> int:
-        return self.ids.shape[0]
-
-    def __getitem__(self, rows) -> "SparseTargets":
-        """Of some rows; the slots stay together."""
-        _checks.indexes_rows(rows, self.ids)
-        return self._each(lambda t: t[rows])
-
-    def reshape(self, *rows: int) -> "SparseTargets":
-        """The same rows in another shape."""
-        lead = len(self.shape)
-        return self._each(lambda t: t.reshape(*rows, *t.shape[lead:]))
-
-    def _each(self, f) -> "SparseTargets":
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{k: None if t is None else f(t) for k, t in found.items()})
-
-
-pytree.register_pytree_node(
-    SparseTargets,
-    lambda t: ([t.ids, t.logprobs, t.tail, t.mask], None),
-    lambda parts, _: SparseTargets(*parts),
-)
+from .targets import SparseTargets, unchecked
 
 
 @operator("sparse", saved=3)
@@ -182,8 +116,8 @@ def capture_topk(
     _call.once(_call.topk, logits, k, temperature, softcap)
     how = (float(temperature), None if softcap is None else float(softcap))
     if not isinstance(logits, Tensor):
-        return SparseTargets(*logits.topk(k, *how))
-    return SparseTargets(*backend(logits).topk(logits.detach(), k, *how))
+        return unchecked(*logits.topk(k, *how))
+    return unchecked(*backend(logits).topk(logits.detach(), k, *how))
 
 
 def gathered_kl(
@@ -260,7 +194,8 @@ def topk_distill(
     >>> topk_distill(logits, targets, divergence="forward_kl", support="tail", temperature=2.0,
     ...              t_squared=True, labels=labels, ce_weight=0.5, kd_weight=0.5)
     """
-    _checks.is_targets(targets, SparseTargets)
+    if not isinstance(targets, SparseTargets):
+        _checks.is_targets(targets, SparseTargets)
     _call.once(
         _call.distill, logits, targets.ids, labels, row_weight, temperature, softcap,
         divergence, support, beta, ignore_index, ce_weight, kd_weight, reduction,

@@ -341,46 +341,6 @@ class TestBugs:
         assert loss.isfinite()
 
 
-class TestTargets:
-    def test_rows_are_indexed_together(self, device):
-        _, targets = make(device=device)
-        some = targets[torch.tensor([2, 0], device=device)]
-        assert torch.equal(some.ids, targets.ids[[2, 0]])
-        assert torch.equal(some.tail, targets.tail[[2, 0]])
-        assert targets[1].shape == ()
-        assert targets[1:].shape == (3,)
-        assert len(targets) == ROWS
-        assert targets[targets.tail < 9].shape == (ROWS,)
-        with pytest.raises(IndexError, match="targets must be indexed by rows, of which it has"):
-            targets[:, 0]
-        assert targets.to("cpu").device.type == "cpu"
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            ({"ids": torch.zeros(4, 5)}, "ids must hold integers"),
-            ({"ids": torch.zeros(4, 5, dtype=torch.int16)}, "ids must be int32 or int64"),
-            (
-                {"ids": torch.zeros(4, 0).long()},
-                "ids must have at least one slot in its last dimension, got",
-            ),
-            ({"mask": torch.zeros(4, 5).cfloat()}, "mask must be bool, or 0 and 1"),
-            ({"logprobs": torch.zeros(4, 6)}, r"logprobs must have shape \(4, 5\)"),
-            (
-                {"logprobs": torch.zeros(4, 5).long()},
-                "logprobs must hold floating-point numbers, got",
-            ),
-            ({"tail": torch.zeros(5)}, r"tail must have shape \(4,\)"),
-            ({"mask": torch.zeros(4).bool()}, r"mask must have shape \(4, 5\)"),
-        ],
-    )
-    def test_checked_on_construction(self, change, message):
-        good = {"ids": torch.zeros(4, 5).long(), "logprobs": torch.zeros(4, 5)}
-        ll.SparseTargets(**good)
-        with pytest.raises((TypeError, ValueError), match=message):
-            ll.SparseTargets(**{**good, **change})
-
-
 class TestBadInput:
     @pytest.mark.parametrize(
         ("how", "message"),

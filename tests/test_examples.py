@@ -28,11 +28,13 @@ def test_distill_ends_with_three_losses():
 
 
 class TestPage:
-    def test_its_python_runs(self):
+    def test_its_python_runs(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)  # it writes a file
         names: dict = {}
         for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
             exec(block, names)
         assert names["logits"].grad.abs().sum() > 0
+        assert (names["batch"].shape, names["stacked"].shape) == ((16,), (2, 4))
 
     def test_its_links_lead_somewhere(self):
         links = re.findall(r"\]\(([^)#]+)\)", PAGE)

@@ -474,7 +474,7 @@ def test_what_is_not_asked_for_is_none(device):
     assert stats.argmax.dtype == torch.int64
 
 
-@pytest.mark.parametrize("name", ["uint8", "int8", "int16", "int32"])
+@pytest.mark.parametrize("name", ["uint8", "int8", "int16", "int32", "uint16", "uint32", "uint64"])
 @pytest.mark.usefixtures("impl")
 def test_narrow_targets_are_compared_as_numbers(name, device):
     """156 in uint8 is not -100, and a vocabulary longer than the type is no obstacle."""
@@ -487,3 +487,17 @@ def test_narrow_targets_are_compared_as_numbers(name, device):
         want = ll.cross_entropy(x, target, **how)
         got = ll.cross_entropy(x, target.to(dtype), **how)
         assert torch.equal(got, want)
+
+
+@pytest.mark.usefixtures("impl")
+def test_an_id_past_63_bits_is_out_of_range(device, monkeypatch):
+    """2**64 - 100 is not -100."""
+    monkeypatch.setenv("LOGITLESS_CHECK", "1")
+    x = torch.randn(3, 300, device=device)
+    ids = torch.tensor([2**64 - 100, 2**63, 2], dtype=torch.uint64, device=device)
+    head = ll.LinearLogits(torch.randn(3, 4, device=device), torch.randn(300, 4, device=device))
+    for source in (x, head):
+        with pytest.raises(IndexError, match=r"target must be in \[0, 300\) or ignore_index"):
+            ll.cross_entropy(source, ids)
+        with pytest.raises(IndexError, match=r"ids must be in \[0, 300\), got 9223372036854775807"):
+            ll.row_stats(source, ids[:, None], ignore_index=-100)
