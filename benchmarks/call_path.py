@@ -38,11 +38,10 @@ def crossed(f) -> tuple[object, set[tuple[str, str]]]:
 
     def look(frame, event, _):
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(ROOT) and code.co_name[0] != "<":
-            compiled = hasattr(frame.f_globals.get(code.co_name), "fn")  # by Triton
-            if not compiled:
-                name = getattr(code, "co_qualname", code.co_name)
-                seen.add((os.path.relpath(code.co_filename, ROOT), name))
+        ours = event == "call" and code.co_filename.startswith(ROOT) and code.co_name[0] != "<"
+        if ours and not hasattr(frame.f_globals.get(code.co_name), "fn"):  # which Triton's have
+            name = getattr(code, "co_qualname", code.co_name)
+            seen.add((os.path.relpath(code.co_filename, ROOT), name))
 
     threading.setprofile(look)
     sys.setprofile(look)

@@ -35,15 +35,14 @@ def find(checkout: str) -> None:
     assert Path(logitless.__file__).is_relative_to(checkout), logitless.__file__
 
 
-def names(device: str, how: dict) -> tuple[str, str, list[str]]:
-    """In a worker: the device, its description, and its cases."""
+def names(device: str, how: dict) -> tuple[str, list[str]]:
+    """In a worker: what it runs on, and its cases."""
     import torch
     from bench import table
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     chosen = [case.name for case in table.choose(device, **how) if not case.study]
-    return device, f"{where}, torch {torch.__version__}", chosen
+    return f"{where}, torch {torch.__version__}", chosen
 
 
 def measure(device: str, how: dict, name: str, ms: float) -> dict:
@@ -51,9 +50,8 @@ def measure(device: str, how: dict, name: str, ms: float) -> dict:
     from bench import contenders, runner, table, timing
 
     case = next(case for case in table.choose(device, **how) if case.name == name)
-    loaded, _ = contenders.load([contenders.OURS], device)
-    budget = timing.Budget(ms / 4, ms)
-    (result,) = runner.run_case(case, loaded, device, budget, check=False)
+    ours, budget = {contenders.OURS: contenders.ours}, timing.Budget(ms / 4, ms)
+    (result,) = runner.run_case(case, ours, device, budget, check=False)
     timing.release()  # the GPU's memory, for the other workers
     return asdict(result)
 
@@ -93,16 +91,16 @@ def main() -> int:
     add("--minutes", type=float, default=5.0, help="to spend in all (default 5)")
     add("--family", action="append", choices=("logits", "teachers", "heads"), help="(repeatable)")
     add("--op", action="append", help="(repeatable)")
-    add("--device", default="", choices=("cuda", "cpu"), help="default: a GPU where there is one")
+    add("--device", default="cuda", choices=("cuda", "cpu"))
     add("--quick", action="store_true", help="small shapes")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
     how = {"quick": args.quick, "families": args.family, "ops": args.op}
     workers = [worker(path) for path in (args.old, args.new, args.old)]
-    device, where, cases = workers[0].submit(names, args.device, how).result()
+    where, cases = workers[0].submit(names, args.device, how).result()
 
     def run(case: str, ms: float) -> list[dict]:
-        return [each.submit(measure, device, how, case, ms).result() for each in workers]
+        return [each.submit(measure, args.device, how, case, ms).result() for each in workers]
 
     results = {}
     for i, case in enumerate(cases):

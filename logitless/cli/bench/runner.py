@@ -163,15 +163,15 @@ def run_case(
         for entry, ms in zip(ready, times, strict=True):
             entry.result.ms = ms
         return results
-    measure = YARDSTICKS.get(case.yardstick) if check else None
-    around = [measure(inputs.leaves, budget)] if measure else []  # ours: clocks drift
+    beside = bool(case.yardstick and check)
+    around = [yardstick(case.yardstick, inputs.leaves, budget)] if beside else []
     for i, entry in enumerate(ready):
         entry.attempt(partial(entry.clock, budget), "while timed: ")
-        if measure and i == 0:
-            around.append(measure(inputs.leaves, budget))
-    if len(around) < 2:
+        if beside and i == 0:  # ours, between two measurements: clocks drift
+            around.append(yardstick(case.yardstick, inputs.leaves, budget))
+    if not around:
         return results
-    before, after = around
+    before, after = around[0], around[-1]
     note = f"{before:.3f} ms before ours, {after:.3f} after"
     return [blank(case, case.yardstick, ms=(before + after) / 2, note=note), *results]
 
@@ -190,26 +190,26 @@ def many_copies(x: Tensor, *, cold: bool) -> Tensor:
     return x.expand(count, *x.shape).contiguous()
 
 
-def gemm(leaves: Leaves, budget: Budget) -> float:
-    """Milliseconds of one of the three matrix products of a head, on average."""
-    h, W = leaves
+def three_gemms(h: Tensor, W: Tensor) -> Callable:
+    """The matrix products of a head, forward and backward."""
     z = torch.empty(len(h), len(W), device=h.device, dtype=h.dtype)
     dh, dW = torch.empty_like(h), torch.empty_like(W)
 
-    def three(_):
+    def run(_):
         torch.mm(h, W.t(), out=z)
         torch.mm(z, W, out=dh)
         torch.mm(z.t(), h, out=dW)
 
-    return timing.device_time(lambda: None, three, budget) / 3
+    return run
 
 
-def zeros_like(leaves: Leaves, budget: Budget) -> float:
-    return timing.device_time(lambda: None, lambda _: torch.zeros_like(leaves[0]), budget)
-
-
-YARDSTICKS: dict[str, Callable[[Leaves, Budget], float]] = {
-    "3 GEMMs": lambda leaves, budget: 3 * gemm(leaves, budget),
-    "4 GEMMs": lambda leaves, budget: 4 * gemm(leaves, budget),
-    "zeros_like": zeros_like,
+YARDSTICKS = {  # what is run, and how many times as long
+    "3 GEMMs": (three_gemms, 1.0),
+    "4 GEMMs": (three_gemms, 4 / 3),
+    "zeros_like": (lambda x: lambda _: torch.zeros_like(x), 1.0),
 }
+
+
+def yardstick(name: str, leaves: Leaves, budget: Budget) -> float:
+    make, factor = YARDSTICKS[name]
+    return factor * timing.device_time(lambda: None, make(*leaves), budget)
