@@ -16,6 +16,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 HARNESS = Path(__file__).resolve().parents[1] / "logitless/cli"
 MARGIN = 0.02
 COLUMNS = ("case", "old ms", "new ms", "old again", "new / old", "noise", "MiB old", "MiB new", "")
@@ -35,14 +37,11 @@ def find(checkout: str) -> None:
     assert Path(logitless.__file__).is_relative_to(checkout), logitless.__file__
 
 
-def names(device: str, how: dict) -> tuple[str, list[str]]:
-    """In a worker: what it runs on, and its cases."""
-    import torch
+def names(device: str, how: dict) -> list[str]:
+    """In a worker: its cases."""
     from bench import table
 
-    where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    chosen = [case.name for case in table.choose(device, **how) if not case.study]
-    return f"{where}, torch {torch.__version__}", chosen
+    return [case.name for case in table.choose(device, **how) if not case.study]
 
 
 def measure(device: str, how: dict, name: str, ms: float) -> dict:
@@ -91,13 +90,13 @@ def main() -> int:
     add("--minutes", type=float, default=5.0, help="to spend in all (default 5)")
     add("--family", action="append", choices=("logits", "teachers", "heads"), help="(repeatable)")
     add("--op", action="append", help="(repeatable)")
-    add("--device", default="cuda", choices=("cuda", "cpu"))
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--quick", action="store_true", help="small shapes")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
     how = {"quick": args.quick, "families": args.family, "ops": args.op}
     workers = [worker(path) for path in (args.old, args.new, args.old)]
-    where, cases = workers[0].submit(names, args.device, how).result()
+    cases = workers[0].submit(names, args.device, how).result()
 
     def run(case: str, ms: float) -> list[dict]:
         return [each.submit(measure, args.device, how, case, ms).result() for each in workers]
@@ -118,7 +117,9 @@ def main() -> int:
     faster = sum(cells[-1] == "faster" for cells in rows)
     table = [f"| {' | '.join(cells)} |" for cells in (COLUMNS, ["---"] * len(COLUMNS), *rows)]
     summary = f"{bad} slower or failing, {faster} faster, of {len(cases)}; noise {typical:.1%}"
-    text = "\n".join([f"# {args.old} and {args.new}", "", where, "", *table, "", summary, ""])
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    about = [f"# {args.old} and {args.new}", "", f"{where}, torch {torch.__version__}", ""]
+    text = "\n".join([*about, *table, "", summary, ""])
     print(text)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "compare.md").write_text(text)

@@ -49,9 +49,11 @@ def inputs(case: Case, device: str) -> Inputs:
         if sure:  # the student's rest is as small as the teacher's
             leaves[0].scatter_(1, rows[0], 20.0)
     elif case.op != "capture_topk":  # a dense teacher
-        (x,) = leaves_of(case, device)
-        made = {"gathered_kl": x.log_softmax, "soft_cross_entropy": x.float().softmax}
-        rows = (made[case.op](-1) if case.op in made else x,)
+        rows = leaves_of(case, device)
+        if case.op == "gathered_kl":
+            rows = (rows[0].log_softmax(-1),)
+        elif case.op == "soft_cross_entropy":
+            rows = (rows[0].float().softmax(-1),)
     return Inputs(leaves, rows, options)
 
 

@@ -155,16 +155,16 @@ def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[flo
             loss = objective(op, wanted).sum() / count
             total += loss.detach()
         if grads:
-            loss.backward()  # and what comes together for the weight of a head stays there
+            loss.backward()  # which adds to the gradient of a head's weight
             off += (grads[0][block].double() - leaf.grad).square().sum()
             norm += leaf.grad.square().sum()
     value = distance(out, total) if op not in BY_ROW else value
     if not grads:
         return value.item(), None
-    gaps = [
-        (d.double() - w.grad).norm() / w.grad.norm() for d, w in zip(grads[1:], head, strict=True)
-    ]
-    return value.item(), torch.stack([(off / norm).sqrt(), *gaps]).max().item()
+    gaps = [(off / norm).sqrt()]
+    for d_weight, weight in zip(grads[1:], head, strict=True):
+        gaps.append((d_weight.double() - weight.grad).norm() / weight.grad.norm())
+    return value.item(), torch.stack(gaps).max().item()
 
 
 def several(out) -> tuple[Tensor, ...]:

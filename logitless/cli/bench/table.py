@@ -23,7 +23,8 @@ TAIL = {"divergence": "forward_kl", "support": "tail"}
 MIXED = TAIL | {"labels": True, "temperature": 2.0, "ce_weight": 0.5, "kd_weight": 0.5}
 RENORM = {"divergence": "forward_kl", "support": "renorm"}
 SURE = TAIL | {"sure": True}  # the student's rest is as small as the teacher's
-NUMBERS = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "temperature": 0.7}
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "temperature": 0.7}
+OPTIONS |= {"weight": True}  # of the classes, drawn with the inputs
 NEAR, START, DENSE = {"floor": 1.06}, {"start + floor": 1.3}, {"floor": 1 / 0.75}
 OTHERS = (COMPILED, "liger", "fla", "flash-attn")
 
@@ -54,10 +55,7 @@ MORE = partial(LOGITS, mode=BOTH, targets=beside(1.10), passes=3, spare_mib=8.0,
 VARIANTS = [
     HALF(variant="every other row ignored", given={"runs": 1}),
     HALF(variant="runs of 256 rows ignored", given={"runs": 256}),
-    *(
-        MORE("cross_entropy", variant=name, given={name: x})
-        for name, x in (NUMBERS | {"weight": True}).items()
-    ),
+    *(MORE("cross_entropy", variant=name, given={name: x}) for name, x in OPTIONS.items()),
     MORE("score", variant="with entropy"),
 ]
 DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
@@ -113,17 +111,12 @@ def workspaces(*sizes: int, liger: int | None = None) -> list[Case]:
 
 def exactness(rows: int, vocab: int) -> list[Case]:
     """The error of the weight's gradient, summed over more and more chunks: see its column."""
-    unfused = HEADS("cross_entropy", BOTH, "beside an unfused head", study=True, compiled=False)
-    chunked = [
-        ALONE(
-            f"{chunks} chunks, accumulate={way}",
-            {"workspace": rows // chunks * vocab * 2, "accumulate": way},
-            study=True,
-        )
-        for chunks in (1, 2, 4, 8, 16, 64)
-        for way in ("auto", "fp32", "weight")
-    ]
-    return [unfused, *chunked]
+    found = [HEADS("cross_entropy", BOTH, "beside an unfused head", study=True, compiled=False)]
+    for chunks in (1, 2, 4, 8, 16, 64):
+        for way in ("auto", "fp32", "weight"):
+            given = {"workspace": rows // chunks * vocab * 2, "accumulate": way}
+            found.append(ALONE(f"{chunks} chunks, accumulate={way}", given, study=True))
+    return found
 
 
 class Group(NamedTuple):
