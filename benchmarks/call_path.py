@@ -9,7 +9,6 @@ interpreter. CHECKOUT is the library to look at, this one by default.
 """
 
 import argparse
-import ast
 import contextlib
 import os
 import sys
@@ -17,32 +16,32 @@ import threading
 import warnings
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent.parent
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("checkout", nargs="?", default=Path(__file__).parents[1], type=Path)
+parser.add_argument("--names", action="store_true", help="list the functions")
+args = parser.parse_args()
+sys.path.insert(0, str(args.checkout.resolve()))
+warnings.simplefilter("ignore")
+import torch  # noqa: E402
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+import logitless as ll  # noqa: E402
+
+ROOT = str(Path(ll.__file__).parent)
 
 
-def device_functions(root: Path) -> set[tuple[str, str]]:
-    """(file, name) of what runs on the device, or as Triton compiles for it."""
-    found = set()
-    for path in root.rglob("kernels/*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef):
-                marks = " ".join(ast.unparse(mark) for mark in node.decorator_list)
-                if "triton.jit" in marks or "constexpr_function" in marks:
-                    found.add((str(path), node.name))
-    return found
-
-
-def crossed(f, root: Path, skip: set) -> tuple[object, set[tuple[str, str]]]:
+def crossed(f) -> tuple[object, set[tuple[str, str]]]:
     """f(), and the (file, function) pairs of the package that it called."""
     seen: set[tuple[str, str]] = set()
 
     def look(frame, event, _):
         code = frame.f_code
-        if event != "call" or not code.co_filename.startswith(str(root)):
-            return
-        name = getattr(code, "co_qualname", code.co_name)
-        if not code.co_name.startswith("<") and (code.co_filename, code.co_name) not in skip:
-            seen.add((os.path.relpath(code.co_filename, root), name))
+        ours = event == "call" and code.co_filename.startswith(ROOT) and code.co_name[0] != "<"
+        if ours and not hasattr(frame.f_globals.get(code.co_name), "fn"):  # which Triton's have
+            name = getattr(code, "co_qualname", code.co_name)
+            seen.add((os.path.relpath(code.co_filename, ROOT), name))
 
     threading.setprofile(look)
     sys.setprofile(look)
@@ -53,7 +52,7 @@ def crossed(f, root: Path, skip: set) -> tuple[object, set[tuple[str, str]]]:
         threading.setprofile(None)
 
 
-def cases(ll, torch, device: str):
+def calls():
     """Name and forward of each call."""
     x = torch.randn(64, 1024, device=device, requires_grad=True)
     target = torch.randint(0, 1024, (64,), device=device)
@@ -66,37 +65,17 @@ def cases(ll, torch, device: str):
     yield "a head", lambda: ll.cross_entropy(ll.LinearLogits(hidden, weight), target)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkout", nargs="?", default=HERE, type=Path)
-    parser.add_argument("--names", action="store_true", help="list the functions")
-    args = parser.parse_args()
-    sys.path.insert(0, str(args.checkout.resolve()))
-    warnings.simplefilter("ignore")
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
-    import logitless as ll
-
-    root = Path(ll.__file__).parent
-    skip = device_functions(root)
-    for impl in ("kernels",) if device == "cuda" else ("triton", "eager"):
-        with ll.impl(impl) if device == "cpu" else contextlib.nullcontext():
-            for name, forward in cases(ll, torch, device):
-                for _ in range(3):
-                    forward().backward()
-                loss, there = crossed(forward, root, skip)
-                _, back = crossed(loss.backward, root, skip)
-                files = {file for file, _ in there | back}
-                counts = f"{len(there):4} + {len(back)} functions"
-                print(f"{impl:7} {name:14} {len(files):3} files {counts}")
-                if args.names:
-                    print("   files   ", *sorted(files))
-                    print("   forward ", *sorted(function for _, function in there))
-                    print("   backward", *sorted(function for _, function in back))
-
-
-if __name__ == "__main__":
-    main()
+for impl in ("kernels",) if device == "cuda" else ("triton", "eager"):
+    with ll.impl(impl) if device == "cpu" else contextlib.nullcontext():
+        for name, forward in calls():
+            for _ in range(3):
+                forward().backward()
+            loss, there = crossed(forward)
+            _, back = crossed(loss.backward)
+            files = {file for file, _ in there | back}
+            counts = f"{len(there):4} + {len(back)} functions"
+            print(f"{impl:7} {name:14} {len(files):3} files {counts}")
+            if args.names:
+                print("   files   ", *sorted(files))
+                print("   forward ", *sorted(function for _, function in there))
+                print("   backward", *sorted(function for _, function in back))

@@ -33,56 +33,42 @@ class InBf16(demo.Learner):
 class WithoutLogits(InBf16):
     def loss_of(self, tokens: Tensor, target: Tensor) -> Tensor:
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
+            hidden, weight = self.model.hidden(tokens), self.model.token.weight
             space = tokens.numel() // CHUNKS * demo.VOCAB * 2
-            weight = self.model.token.weight
-            logits = ll.LinearLogits(self.model.hidden(tokens), weight, workspace=space)
-            return ll.cross_entropy(logits, target)
+            return ll.cross_entropy(ll.LinearLogits(hidden, weight, workspace=space), target)
 
 
 def smooth(learner: demo.Learner) -> Tensor:
     return torch.tensor(learner.curve).unfold(0, min(WINDOW, len(learner.curve)), 1).mean(-1)
 
 
-def save(learners: list[demo.Learner], out: Path) -> None:
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    for learner, color in zip(learners, ("0.7", "C0", "C1"), strict=True):
-        above.plot(learner.curve, color=color, label=learner.name)
-        below.plot((smooth(learner) - smooth(learners[0])).tolist(), color=color)
-    above.set(ylabel="cross-entropy, nats a token", title="One model in bf16, without its logits")
-    above.legend()
-    below.set(xlabel="step", ylabel=f"difference,\nmeans of {WINDOW} steps")
-    figure.savefig(out, format="png", dpi=120)
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--steps", type=int, default=400)
+parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+parser.add_argument("--out", type=Path, default=Path("curve-linear.png"))
+args = parser.parse_args()
+scale = demo.SCALES[args.device]
+how = (F.cross_entropy, scale, args.device, 0)
+learners = [
+    InBf16("logits, PyTorch's loss in fp32", *how),
+    WithoutLogits(f"LinearLogits, {CHUNKS} chunks", *how),
+    InBf16("logits, weights nudged by a bit", *how),
+]
+with torch.no_grad():
+    for weight in learners[2].model.parameters():  # by about the last bit of its bf16
+        weight.mul_(1 + 2.0**-9 * torch.randn_like(weight))
+text = demo.encode(demo.read_sources(demo.MAX_CHARS))
+demo.train_with_progress(learners, demo.draw_batches(text, scale, args.device, 0), args.steps)
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=Path("curve-linear.png"))
-    parser.add_argument("--commit", default="")
-    args = parser.parse_args()
-    scale = demo.SCALES[args.device]
-    how = (F.cross_entropy, scale, args.device, 0)
-    learners = [
-        InBf16("logits, PyTorch's loss in fp32", *how),
-        WithoutLogits(f"LinearLogits, {CHUNKS} chunks", *how),
-        InBf16("logits, weights nudged by a bit", *how),
-    ]
-    with torch.no_grad():
-        for weight in learners[2].model.parameters():  # by about the last bit of its bf16
-            weight.mul_(1 + 2.0**-9 * torch.randn_like(weight))
-    text = demo.encode(demo.read_sources(demo.MAX_CHARS))
-    for done in demo.train(learners, demo.draw_batches(text, scale, args.device, 0), args.steps):
-        if done % 50 == 0 or done == args.steps:
-            print(done, *(f"{learner.name} {learner.curve[-1]:.4f}" for learner in learners))
-    found = [(smooth(other) - smooth(learners[0])).abs().max().item() for other in learners[1:]]
-    print(
-        f"largest difference of the curves, means of {WINDOW} steps: LinearLogits {found[0]:.4f}, "
-        f"nudged weights {found[1]:.4f} (torch {torch.__version__}, commit {args.commit})"
-    )
-    save(learners, args.out)
-
-
-if __name__ == "__main__":
-    main()
+figure = Figure(figsize=(8, 6), layout="constrained")
+above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+print(f"largest difference of the curves, means of {WINDOW} steps, torch {torch.__version__}:")
+for learner, color in zip(learners, ("0.7", "C0", "C1"), strict=True):
+    apart = smooth(learner) - smooth(learners[0])
+    print(f"  {learner.name}: {apart.abs().max():.4f}")
+    above.plot(learner.curve, color=color, label=learner.name)
+    below.plot(apart.tolist(), color=color)
+above.set(ylabel="cross-entropy, nats a token", title="One model in bf16, without its logits")
+above.legend()
+below.set(xlabel="step", ylabel=f"difference,\nmeans of {WINDOW} steps")
+figure.savefig(args.out, format="png", dpi=120)

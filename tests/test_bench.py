@@ -14,26 +14,18 @@ import torch.nn.functional as F
 
 import logitless as ll
 from logitless.cli import doctor, main
-from logitless.cli.bench import (
-    contenders,
-    heads,
-    logits,
-    reference,
-    report,
-    runner,
-    timing,
-    verdict,
-)
-from logitless.cli.bench.cases import Case, Mode, parse_shape
+from logitless.cli.bench import contenders, formulas, report, runner, table, timing, verdict
+from logitless.cli.bench.cases import Case, Mode
 
 COMPARE = Path(__file__).parents[1] / "benchmarks/compare.py"
-CASE = Case("logits", "cross_entropy", Mode.BACKWARD, (6, 101), "fp32")
+CASE = Case("logits", "cross_entropy", Mode.BACKWARD, shape=(6, 101), dtype="fp32")
 BRIEF = timing.Budget(1.0, 1.0)
+LARGE = ((8192, 128256), "bf16")
 
 
 def entries(case=CASE, **functions):
     """Results by name for contenders that are one function each."""
-    loaded = {("logits", name): {case.op: f} for name, f in functions.items()}
+    loaded = {name: lambda case, f=f: f for name, f in functions.items()}
     return {r.contender: r for r in runner.run_case(case, loaded, "cpu", BRIEF)}
 
 
@@ -120,11 +112,11 @@ def test_ours_is_held_to_a_tenth_of_what_rivals_may_be_off():
 
 def test_an_id_that_is_not_the_largest_is_wrong():
     def score(x, t):
-        *right, argmax = reference.score(x, t)
+        *right, argmax = formulas.score(x, t)
         return *right, (argmax + 1) % x.shape[-1]
 
     case = dataclasses.replace(CASE, op="score", mode=Mode.FORWARD)
-    found = entries(case, right=reference.score, wrong=score)
+    found = entries(case, right=formulas.score, wrong=score)
     assert (found["right"].status, found["wrong"].status) == ("ok", "wrong")
 
 
@@ -149,10 +141,10 @@ def shrunk(case: Case) -> Case:
     return dataclasses.replace(case, shape=shape, dtype="fp32", mode=mode, given=given)
 
 
-@pytest.mark.parametrize("family", contenders.FAMILIES)
+@pytest.mark.parametrize("family", ["logits", "teachers", "heads"])
 def test_every_case_of_a_gpu_agrees_with_fp64_at_a_small_size(family):
     loaded, _ = contenders.load(["logitless", "eager"], "cpu")
-    cases = map(shrunk, contenders.choose("cuda", families=[family])[0])
+    cases = map(shrunk, table.choose("cuda", families=[family]))
     different = {f"{case.op} {case.mode} {case.given}": case for case in cases}
     assert len(different) > 7
     for case in different.values():
@@ -169,8 +161,7 @@ def test_a_head_is_checked_in_the_gradient_of_its_weight_too():
         return F.cross_entropy(F.linear(h, W.detach()) + 0 * W.sum(), target)
 
     case = dataclasses.replace(CASE, family="heads", shape=(6, 8, 101))
-    loaded = {("heads", "rival"): {"cross_entropy": frozen_weight}}
-    (result,) = runner.run_case(case, loaded, "cpu", BRIEF)
+    (result,) = entries(case, rival=frozen_weight).values()
     assert (result.status, result.value_error < 1e-5) == ("wrong", True)
 
 
@@ -192,17 +183,15 @@ def gpu_clocks(monkeypatch):
     clock("host_time", lambda run, leaves: run(leaves))
     monkeypatch.setattr(timing, "synchronises", lambda run, leaves: False)
     monkeypatch.setattr(runner, "many_copies", lambda x, cold: x.expand(2, *x.shape))
-    for family in contenders.FAMILIES.values():
-        made = family.inputs
-        monkeypatch.setattr(family, "inputs", lambda case, device, made=made: made(case, "cpu"))
+    made = contenders.inputs
+    monkeypatch.setattr(contenders, "inputs", lambda case, device: made(case, "cpu"))
     return told
 
 
 def test_a_gpu_has_a_clock_for_each_mode(gpu_clocks):
     loaded, _ = contenders.load(["logitless", "eager"], "cpu")
     wanted = {Mode.REPLAY: "graph_time", Mode.REPLAY_BOTH: "graph_time", Mode.WALL: "host_time"}
-    cases, _ = contenders.choose("cuda", families=["teachers", "logits"], quick=True)
-    for case in cases:
+    for case in table.choose("cuda", families=["teachers", "logits"], quick=True):
         if case.mode not in wanted and case.variant != "K=64":
             continue
         shape = (2, 5, 64) if case.op == "gathered_kl" else (5, 601)
@@ -213,33 +202,41 @@ def test_a_gpu_has_a_clock_for_each_mode(gpu_clocks):
 
 
 def test_a_yardstick_is_timed_before_and_after_ours(gpu_clocks):
-    plain, *_ = heads.at("cuda", (6, 8, 101), "fp32")
+    plain = table.workspaces(128)[0].at((6, 8, 101), "fp32")
     loaded, _ = contenders.load(["logitless", "eager"], "cpu")
     gemms, ours, eager = runner.run_case(plain, loaded, "cuda", BRIEF)
     assert (gemms.contender, ours.contender, eager.contender) == ("3 GEMMs", "logitless", "eager")
     assert (gemms.ms, ours.ms, eager.ms) == ((1.0 + 3.0) / 2, 2.0, 4.0)
     assert gemms.note == "1.000 ms before ours, 3.000 after"
-    (alone,) = runner.run_case(
-        plain, {("heads", "logitless"): heads.ours()}, "cuda", BRIEF, check=False
-    )
+    ours = {"logitless": contenders.ours}
+    (alone,) = runner.run_case(plain, ours, "cuda", BRIEF, check=False)
     assert (alone.contender, alone.value_error) == ("logitless", None)
 
 
-def test_reference_is_pytorch_in_fp64():
+def test_reference_is_the_mean_that_pytorch_takes():
     x, target = torch.randn(5, 17, dtype=torch.float64), torch.tensor([3, -100, 0, 16, 9])
     options = {"weight": torch.rand(17), "label_smoothing": 0.2}
-    total = reference.cross_entropy_terms(x, target, **options).sum()
+    total = formulas.cross_entropy(x, target, **options).sum()
     wanted = F.cross_entropy(x, target, options["weight"].double(), label_smoothing=0.2)
-    torch.testing.assert_close(total / reference.denominator(target, **options), wanted)
+    torch.testing.assert_close(total / formulas.denominator(target, **options), wanted)
+
+
+def test_the_options_of_the_reference_are_those_of_a_textbook():
+    x, target = torch.randn(3, 17, dtype=torch.float64), torch.tensor([3, -100, 16])
+    z = 5 * torch.tanh(x / 5) / 0.7
+    lse = z.exp().sum(-1).log()
+    wanted = lse - z.gather(-1, target.clamp(min=0)[:, None])[:, 0] + 0.1 * lse.square()
+    found = formulas.cross_entropy(x, target, softcap=5.0, temperature=0.7, z_loss=0.1)
+    torch.testing.assert_close(found, wanted * (target != -100))
 
 
 def test_the_gpu_table_has_every_row_and_target_of_the_plan():
-    table, _ = contenders.choose("cuda")
+    cases = table.choose("cuda")
     count = {
-        (family, mode): sum((c.family, c.mode) == (family, mode) for c in table)
-        for family, mode in {(c.family, c.mode) for c in table}
+        (family, mode): sum((c.family, c.mode) == (family, mode) for c in cases)
+        for family, mode in {(c.family, c.mode) for c in cases}
     }
-    shapes = len(logits.GPU_SHAPES)
+    shapes = len(table.SHAPES.split(", "))
     assert count["logits", Mode.FORWARD] == 3 * shapes + 2
     assert count["logits", Mode.BACKWARD] == shapes + 6
     assert count["logits", Mode.INPLACE] == shapes
@@ -248,23 +245,33 @@ def test_the_gpu_table_has_every_row_and_target_of_the_plan():
     assert count["teachers", Mode.REPLAY_BOTH] == 2
     assert count["teachers", Mode.BACKWARD] == 10
     assert count["teachers", Mode.FORWARD] == 3
-    named = {c.name: c for c in table}
-    assert len(named) == len(table)
-    assert all(c.targets for c in table if c.family == "logits")
-    large = f"forward + backward, {'×'.join(map(str, heads.LARGE))} bf16"
+    named = {c.name: c for c in cases}
+    assert len(named) == len(cases) == 114
+    assert all(c.targets for c in cases if c.family == "logits")
+    large = "forward + backward, 8192×4096×128256 bf16"
     assert named[f"cross_entropy, {large}"].targets == {"floor": 1.06}
     assert named[f"cross_entropy, 128 MiB, {large}"].targets == {"floor": 1.25}
     assert named[f"cross_entropy, 64 MiB, {large}"].targets == {"liger": 1.0}
     assert named[f"score, with entropy, {large}"].yardstick == "4 GEMMs"
-    needs = [c.needs for c in heads.others(heads.LARGE, "bf16") if c.needs]
-    assert needs == ["row_loss"]
+    unaligned = [c for c in cases if c.shape[-1] % 2 and c.mode == Mode.FORWARD]
+    assert {c.targets["floor"] for c in unaligned} == {1.15}
 
 
-def test_a_case_that_the_library_cannot_run_is_skipped_with_a_word(monkeypatch):
-    monkeypatch.delattr(ll, "row_loss", raising=False)
-    table, skipped = contenders.choose("cpu", families=["heads"])
-    assert not any(case.needs for case in table)
-    assert ["row_loss" in line for line in skipped] == [True]
+def test_what_this_library_cannot_run_fails_with_a_word(monkeypatch):
+    monkeypatch.delattr(ll, "row_loss")
+    (case,) = table.choose("cpu", ops=["policy_loss"], quick=True)
+    ours, _ = runner.run_case(case, contenders.load(["logitless", "eager"], "cpu")[0], "cpu", BRIEF)
+    assert ours.status == "failed"
+    assert "row_loss" in ours.note
+
+
+def test_asked_shapes_are_run_by_the_clock_that_suits_them():
+    def modes(device, shape):
+        return {c.mode for c in table.choose(device, families=["logits"], shapes=[shape])}
+
+    every = {Mode.FORWARD, Mode.BACKWARD, Mode.INPLACE}
+    assert modes("cuda", "16x1000") == {Mode.REPLAY}
+    assert modes("cuda", "1600x1000") == modes("cpu", "16x1000") == every
 
 
 def judged(case, **times):
@@ -276,7 +283,7 @@ def judged(case, **times):
 
 def test_verdicts_follow_from_bytes_and_bandwidth():
     # 8192 × 128256 bf16 at 4 TB/s: one reading takes 0.525 ms, and three 1.576.
-    forward, _, _, both, _ = logits.at("cuda", logits.LARGE, "bf16")
+    forward, _, _, both, _ = (case.at(*LARGE) for case in table.STREAM)
     found = judged(forward, logitless=0.54, eager=2.0)
     assert (found.reached, found.target) == (True, "≤ 1.06 · B/C")
     assert found.floor_ms == pytest.approx(0.5253, rel=1e-3)
@@ -285,19 +292,19 @@ def test_verdicts_follow_from_bytes_and_bandwidth():
     assert found.reached is False
     assert found.tbps == pytest.approx(3 * 2.1013 / 1.70, rel=1e-3)
     assert report.outcome([found])[1].endswith("1.700 ms (our target was 1.671 ms)")
-    (few, _) = logits.at("cuda", (128, 128256), "bf16")
+    few = table.FEW[0].at((128, 128256), "bf16")
     assert judged(few, logitless=0.0166).limit_ms == pytest.approx(0.006 + 1.3 * 0.008208, rel=1e-3)
 
 
 def test_verdicts_follow_from_what_was_timed_beside():
-    forward, *_ = logits.at("cuda", logits.LARGE, "bf16")
-    half, *_ = logits.variants(logits.LARGE, "bf16")
+    forward, half = table.STREAM[0].at(*LARGE), table.VARIANTS[0].at(*LARGE)
     found = judged([(half, {"logitless": 0.30}), (forward, {"logitless": 0.54})])
     assert (found.reached, found.limit_ms) == (False, pytest.approx(0.55 * 0.54))
-    wall = contenders.choose("cuda", families=["logits"])[0][-2]
+    wall = table.choose("cuda", families=["logits"])[-2]
     assert judged(wall, logitless=0.19, eager=0.1, compile=0.3, fla=0.2).reached
     assert judged(wall, logitless=0.19, eager=0.1, compile=0.18).reached is False
-    plain, at_128, at_64, *_ = heads.at("cuda", heads.LARGE, "bf16")
+    place = ((8192, 4096, 128256), "bf16")
+    plain, at_128, at_64, *_ = (case.at(*place) for case in table.workspaces(128, 64, liger=64))
     found = judged(at_128, **{"3 GEMMs": 38.0, "logitless": 47.0})
     assert (found.reached, found.target) == (True, "≤ 1.25 × 3 GEMMs")
     found = judged([(at_64, {"logitless": 53.0}), (plain, {"liger": 54.0})])
@@ -305,7 +312,7 @@ def test_verdicts_follow_from_what_was_timed_beside():
 
 
 def test_memory_beyond_the_gradients_is_a_target():
-    both = logits.at("cuda", logits.LARGE, "bf16")[3]
+    both = table.STREAM[3].at(*LARGE)
     result = runner.blank(both, "logitless", ms=1.5, spare_mib=9.0)
     (found,) = verdict.judge([(both, [result])], 4.0)
     assert found.reached is False
@@ -313,40 +320,41 @@ def test_memory_beyond_the_gradients_is_a_target():
 
 
 def test_shapes_are_read_as_people_write_them():
-    assert parse_shape("8192x128256") == (8192, 128256)
-    assert parse_shape("8192×4096×128256") == (8192, 4096, 128256)
+    assert table.parse_shape("8192x128256") == (8192, 128256)
+    assert table.parse_shape("8192×4096×128256") == (8192, 4096, 128256)
 
 
-def test_compare_runs_the_library_of_a_checkout():
+def test_compare_runs_a_library_against_itself(tmp_path):
     root = str(COMPARE.parents[1])
-    how = json.dumps({"quick": True, "families": ["teachers"]})
-    command = [sys.executable, str(COMPARE), "worker", root, "cpu", how]
-    asked = json.dumps(["gathered_kl, forward + backward, 2×64×64 fp32", 1.0])
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=True)
-    first, second = map(json.loads, done.stdout.splitlines())
-    assert "jsd, forward + backward, 32×4001 fp32" in first[1]
-    assert (second["contender"], second["status"]) == ("logitless", "ok")
-    assert second["ms"] > 0
-    assert second["extra_mib"] > 0
+    how = ["--quick", "--device", "cpu", "--op", "gathered_kl", "--minutes", "0"]
+    command = [sys.executable, str(COMPARE), root, root, "--out", str(tmp_path), *how]
+    done = subprocess.run(command, capture_output=True, text=True)
+    written = (tmp_path / "compare.md").read_text()
+    assert written in done.stdout, done.stderr
+    line = next(line for line in written.splitlines() if "gathered_kl" in line)
+    case, *times = line.strip("| ").split(" | ")
+    assert case == "gathered_kl, forward + backward, 2×64×64 fp32"
+    assert all(float(ms) > 0 for ms in times[:4])
+    assert done.returncode == ("slower" in line)  # by noise: nothing is said of that here
 
 
 def test_compare_calls_slower_what_is_beyond_the_noise():
     spec = importlib.util.spec_from_file_location("compare", COMPARE)
     compare = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(compare)
+    timed = {"ms": 1.0, "extra_mib": 1.0, "status": "ok", "note": ""}
 
     def verdict_of(old, new, again, typical=0.0):
-        results = [{"ms": ms, "extra_mib": 1.0} for ms in (old, new, again)]
+        results = [timed | {"ms": ms} for ms in (old, new, again)]
         return compare.row("case", results, typical)[-1]
 
     assert verdict_of(1.0, 1.03, 1.0) == "slower"
     assert verdict_of(1.0, 1.03, 1.02) == ""
     assert verdict_of(1.0, 1.03, 1.0, typical=0.02) == ""
     assert verdict_of(1.0, 0.97, 1.0) == "faster"
-    fails = {"ms": None, "status": "failed", "note": "out of memory"}
-    timed = {"ms": 1.0, "status": "ok", "note": ""}
+    fails = timed | {"ms": None, "status": "failed", "note": "out of memory"}
     assert compare.row("case", [timed, fails, timed], 0.0)[-1] == "FAILS: out of memory"
-    assert compare.row("case", [{}, timed, {}], 0.0)[-1] == ""
+    assert compare.row("case", [fails, timed, fails], 0.0)[-1] == "out of memory"
 
 
 def test_doctor_passes_here_and_fails_when_an_op_is_off(capsys, monkeypatch):

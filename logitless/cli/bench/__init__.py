@@ -22,6 +22,8 @@ import json
 import sys
 from pathlib import Path
 
+WIDTH = 170  # of a terminal that is none
+
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
@@ -49,21 +51,31 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: 1 if ours gave a wrong answer or none, 2 for arguments that make no sense."""
-    from .. import require
+    from .. import _machine, require
 
     require("bench", "rich", "matplotlib")
-    from . import report
-    from .cases import OURS
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    from . import plots, report
 
     try:
         document = stored(args.from_json) if args.from_json else timed(args)
     except (ValueError, OSError) as error:
         print(f"logitless bench: {error}", file=sys.stderr)
         return 2
-    report.show(document)
-    for path in write(document, args):
-        print(f"wrote {path}")
-    return int(any(r["status"] != "ok" for r in document["rows"] if r["contender"] == OURS))
+    text = report.markdown(document)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(Markdown(text))
+    default = Path("benchmarks/results") / _machine.slug(document["device"]["name"])
+    folder = args.out or (args.from_json[0].parent if args.from_json else default)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / "-".join(["bench", *(args.family or ()), document["date"][:10]])
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    stem.with_suffix(".md").write_text(text)
+    made = [stem.with_suffix(".json"), stem.with_suffix(".md"), *plots.save(document, folder)]
+    print(*(f"wrote {path}" for path in made), sep="\n")
+    ours = [row for row in document["rows"] if row["contender"] == "logitless"]
+    return int(any(row["status"] != "ok" for row in ours))
 
 
 def stored(paths: list[Path]) -> dict:
@@ -79,11 +91,13 @@ def stored(paths: list[Path]) -> dict:
 
 
 def timed(args: argparse.Namespace) -> dict:
-    """Runs the cases and returns the document that is stored."""
+    """Runs the cases under a bar on stderr, and returns the document that is stored."""
     import torch
+    from rich.console import Console
+    from rich.progress import Progress
 
     from .. import _machine
-    from . import contenders, runner, timing, verdict
+    from . import contenders, runner, table, timing, verdict
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     names = [contenders.OURS, *args.against] if args.against else list(contenders.NAMES)
@@ -91,15 +105,17 @@ def timed(args: argparse.Namespace) -> dict:
         known = ", ".join(contenders.NAMES[1:])
         raise ValueError(f"--against must be one of {known}, got {min(unknown)!r}.")
     how = {"families": args.family, "ops": args.op, "shapes": args.shape, "dtypes": args.dtype}
-    cases, skipped = contenders.choose(device, quick=args.quick, **how)
+    cases = table.choose(device, quick=args.quick, **how)
     loaded, standing = contenders.load(names, device)
     budget = timing.Budget(5.0, 10.0) if args.quick else timing.Budget()
     budget = budget.longer() if device == "cpu" else budget
     ceilings = [timing.copy_bandwidth(budget)] if device == "cuda" else []
     ran = []
-    for case in with_progress(cases):
-        spend = budget.longer() if case.family == "heads" else budget
-        ran.append((case, runner.run_case(case, loaded, device, spend)))
+    with Progress(console=Console(stderr=True)) as progress:
+        for case in progress.track(cases):
+            progress.update(progress.task_ids[0], description=case.name)
+            spend = budget.longer() if case.family == "heads" else budget
+            ran.append((case, runner.run_case(case, loaded, device, spend)))
     with contextlib.suppress(RuntimeError):  # a contender that broke the GPU must not cost the rest
         ceilings += [timing.copy_bandwidth(budget)] if device == "cuda" else []
     ceiling = max(ceilings, default=None)
@@ -109,34 +125,6 @@ def timed(args: argparse.Namespace) -> dict:
         "contenders": standing,
         "commit": args.commit or _machine.commit(),
         "date": _machine.now(),
-        "skipped": skipped,
         "copy_tbps": ceiling,
         "rows": [dataclasses.asdict(result) for result in verdict.judge(ran, ceiling)],
     }
-
-
-def with_progress(cases: list):
-    """Yields each case under a bar on stderr that names it."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=len(cases))
-        for case in cases:
-            progress.update(task, description=case.name)
-            yield case
-            progress.advance(task)
-
-
-def write(document: dict, args: argparse.Namespace) -> list[Path]:
-    """JSON, Markdown and plots, in one folder."""
-    from .._machine import slug
-    from . import plots, report
-
-    default = Path("benchmarks/results") / slug(document["device"]["name"])
-    folder = args.out or (args.from_json[0].parent if args.from_json else default)
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / "-".join(["bench", *(args.family or ()), document["date"][:10]])
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    stem.with_suffix(".md").write_text(report.markdown(document))
-    return [stem.with_suffix(".json"), stem.with_suffix(".md"), *plots.save(document, folder)]

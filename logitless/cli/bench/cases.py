@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 OURS, EAGER, COMPILED = "logitless", "eager", "compile"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN = "plain"  # the variant that others are compared with
+Shape = tuple[int, ...]
 
 
 class Mode:
@@ -30,40 +30,29 @@ class Mode:
     WALL = "forward + backward, wall time"
 
 
-class Inputs(NamedTuple):
-    """What a contender is called with: f(*leaves, *rows, **options)."""
-
-    leaves: tuple[Tensor, ...]  # (rows, vocab) logits; or hidden states and the weight of a head
-    rows: tuple[Tensor, ...]  # each with one entry for each row of logits
-    options: dict[str, Any]
-    ours: dict[str, Any]  # options that only our own function has
-
-
 @dataclass(frozen=True)
 class Case:
     """One line of the benchmark, run by every contender that can.
 
     Our time must be at most `targets[of]` times that of each `of`: "floor"; "start + floor", the
     same after 6 µs for starting the kernels; "cross_entropy", our own plain one of the same shape;
-    or contenders, of which the fastest counts.
+    contenders, of which the fastest counts; or "cpu", PyTorch where that is the device.
     """
 
-    family: str  # the module that makes its inputs and knows its contenders
+    family: str
     op: str
     mode: str
-    shape: tuple[int, ...]  # (rows, vocab), or (rows, width, vocab) of a head
-    dtype: str
     variant: str = PLAIN
     given: dict[str, Any] = field(default_factory=dict)  # to the inputs, and to the op as options
     targets: dict[str | tuple[str, ...], float] = field(default_factory=dict)
-    cpu_target: float | None = None  # times PyTorch's time
     passes: float = 0.0  # over the logits, for the floor in bytes
     yardstick: str = ""  # instead of bytes: a name in runner.YARDSTICKS
     spare_mib: float | None = None  # what may be allocated beyond the gradients
     alone: bool = False  # without rivals
     compiled: bool = True  # whether torch.compile, slow to start, takes part
-    needs: str = ""  # a function that not every version of the library has
     study: bool = False  # about exactness or memory rather than time
+    shape: Shape = ()  # (rows, vocab), or (rows, width, vocab) of a head
+    dtype: str = ""
 
     @property
     def rows(self) -> int:
@@ -82,25 +71,21 @@ class Case:
         """All that tells it from other cases."""
         return f"{self.work}, {self.mode}, {size(self.shape)} {self.dtype}"
 
-    def for_cpu(self) -> Case:
-        """Without what holds on a GPU alone, and with less to compile: that takes long here."""
-        targets = {EAGER: self.cpu_target} if self.cpu_target else {}
-        compiled = self.compiled and self.family == "logits"
-        return replace(self, targets=targets, passes=0.0, yardstick="", compiled=compiled)
+    def at(self, shape: Shape, dtype: str) -> Case:
+        """Rows that don't all start at a multiple of 16 bytes may take longer."""
+        aligned = self.family == "heads" or shape[-1] * DTYPES[dtype].itemsize % 16 == 0
+        least = {} if aligned or "floor" not in self.targets else {"floor": 1.15}
+        targets = self.targets | {of: max(x, self.targets[of]) for of, x in least.items()}
+        return replace(self, shape=shape, dtype=dtype, targets=targets)
+
+    def on_cpu(self) -> Case:
+        """One clock, no floor, and less to compile: that takes long here."""
+        mode = Mode.BACKWARD if self.mode in (Mode.WALL, Mode.REPLAY_BOTH) else self.mode
+        targets = {EAGER: self.targets["cpu"]} if "cpu" in self.targets else {}
+        compiled = self.compiled and (self.family, mode) == ("logits", Mode.BACKWARD)
+        how = {"mode": mode, "targets": targets, "compiled": compiled}
+        return replace(self, passes=0.0, yardstick="", **how)
 
 
-def size(shape: tuple[int, ...]) -> str:
+def size(shape: Shape) -> str:
     return "×".join(map(str, shape))
-
-
-def parse_shape(text: str) -> tuple[int, ...]:
-    """'8192x128256' as (8192, 128256)."""
-    sizes = text.lower().replace("×", "x").split("x")
-    if len(sizes) not in (2, 3) or not all(size.isdigit() and int(size) for size in sizes):
-        raise ValueError(f"--shape must be ROWSxVOCAB or ROWSxWIDTHxVOCAB, got {text!r}.")
-    return tuple(map(int, sizes))
-
-
-def normal(case: Case, device: str) -> Tensor:
-    """Logits of variance 4."""
-    return torch.randn(case.shape, dtype=DTYPES[case.dtype], device=device).mul_(2)

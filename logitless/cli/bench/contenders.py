@@ -1,96 +1,212 @@
-"""Which cases there are, and who takes part in them.
+"""What each case is run on, and who takes part in it.
 
-A family of cases is a module with `cases(device, quick)`, `at(device, shape, dtype)`, `inputs`, and
-its contenders: `ours()`, `EAGER_OPS` (PyTorch's), and `RIVALS`, for each library the module to
-import and a function that finds its ops there. What a library doesn't have, it sits out.
-torch.compile compiles what PyTorch runs eagerly.
+A contender is a function that finds what to call for a case, or None where it sits out. A rival
+library is known by its package and its ops, by family and work; torch.compile compiles what PyTorch
+runs eagerly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from functools import partial
 from importlib import import_module, metadata
+from math import log
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import logitless as ll
 
-from . import heads, logits, teachers
-from .cases import COMPILED, EAGER, OURS, Case, Mode, parse_shape
+from . import formulas
+from .cases import COMPILED, DTYPES, EAGER, OURS, Case, Mode
+from .formulas import IGNORED, Inputs
 
-FAMILIES = {"logits": logits, "teachers": teachers, "heads": heads}
-RIVALS = dict.fromkeys(name for family in FAMILIES.values() for name in family.RIVALS)
-NAMES = (OURS, EAGER, COMPILED, *RIVALS)
-Loaded = dict[tuple[str, str], dict[str, Callable]]  # ops by name, by family and contender
-
-
-def choose(
-    device: str, *, quick=False, families=None, ops=None, shapes=None, dtypes=None
-) -> tuple[list[Case], list[str]]:
-    """The cases that are asked for, and a line for each that this library cannot run."""
-    found: dict[str, Case] = {}
-    for name in families or FAMILIES:
-        if shapes:
-            kinds = dtypes or ["fp32" if device == "cpu" else "bf16"]
-            places = [(parse_shape(shape), kind) for shape in shapes for kind in kinds]
-            cases = [case for place in places for case in FAMILIES[name].at(device, *place)]
-        else:
-            cases = FAMILIES[name].cases(device, quick)
-        for case in cases:
-            if (not ops or case.op in ops) and (not dtypes or case.dtype in dtypes):
-                case = replace(case, compiled=case.compiled and not quick)
-                # Families share a case or two: the first stays.
-                found.setdefault(case.name, case.for_cpu() if device == "cpu" else case)
-    if not found:
-        raise ValueError("no case has this family, op, shape and dtype.")
-    missing = [c for c in found.values() if c.needs and not hasattr(ll, c.needs)]
-    skipped = [f"skipped: {c.name}: this logitless has no {c.needs}" for c in missing]
-    return [case for case in found.values() if case not in missing], skipped
+OF_A_HEAD = ("workspace", "accumulate")  # given to LinearLogits rather than to the op
+Finder = Callable[[Case], Callable | None]
 
 
-def load(names: Iterable[str], device: str) -> tuple[Loaded, dict[str, str]]:
-    """The ops of each contender that can run here, and for each a version or a reason not to."""
+def inputs(case: Case, device: str) -> Inputs:
+    """Logits, uniform targets, and what else the op of a case takes."""
+    N, V, leaves = case.rows, case.shape[-1], leaves_of(case, device)
+    options = {name: x for name, x in case.given.items() if name not in OF_A_HEAD}
+    rows: tuple[Tensor, ...] = ()
+    target = torch.randint(V, (N,), device=device)
+    if run := options.pop("runs", None):  # every other run of rows is ignored
+        target[torch.arange(N, device=device) // run % 2 == 0] = IGNORED
+    if "weight" in options:
+        options["weight"] = torch.rand(V, device=device) + 0.5
+    if case.op in ("cross_entropy", "logsumexp", "score"):
+        rows = (target,)
+    elif case.op == "policy_loss":  # that has hardly moved: log Σ e^z is close to log V + 2
+        noise, advantage = torch.randn(2, N, device=device)
+        picked = (leaves[0].float() * leaves[1][target].float()).sum(-1)
+        rows = (target, picked - (log(V) + 2) + 0.03 * noise, advantage)
+    elif case.op == "topk_distill":
+        sure, labels = options.pop("sure", False), options.pop("labels", False)
+        rows = sparse_teacher(N, V, min(options.pop("K", 64), V // 2), device)
+        rows += (target,) if labels else ()
+        if sure:  # the student's rest is as small as the teacher's
+            leaves[0].scatter_(1, rows[0], 20.0)
+    elif case.op != "capture_topk":  # a dense teacher
+        rows = leaves_of(case, device)
+        if case.op == "gathered_kl":
+            rows = (rows[0].log_softmax(-1),)
+        elif case.op == "soft_cross_entropy":
+            rows = (rows[0].float().softmax(-1),)
+    return Inputs(leaves, rows, options)
+
+
+def leaves_of(case: Case, device: str) -> tuple[Tensor, ...]:
+    """Logits of variance 4; or the hidden states and the weight that give such."""
+    normal = partial(torch.randn, dtype=DTYPES[case.dtype], device=device)
+    if case.family != "heads":
+        return (normal(case.shape).mul_(2),)
+    N, D, V = case.shape
+    return normal(N, D), normal(V, D) * (2 / D**0.5)
+
+
+def sparse_teacher(N: int, V: int, K: int, device: str) -> tuple[Tensor, ...]:
+    """ids, log-probabilities and tail of a teacher of K random ids."""
+    logprobs = (2 * torch.randn(N, 4096, device=device)).log_softmax(-1).topk(K).values
+    ids = torch.stack([torch.randperm(V, device=device)[:K] for _ in range(min(N, 64))])
+    ids = ids.repeat(-(-N // len(ids)), 1)[:N]
+    return ids, logprobs, torch.log1p(-logprobs.exp().sum(-1).clamp(max=0.999))
+
+
+def ours(case: Case) -> Callable:
+    """As a user calls it, with the arguments in one order."""
+    op = ADAPTED.get("in place" if case.mode == Mode.INPLACE else case.op)
+    op = op or getattr(ll, case.op)
+    if case.family != "heads":
+        return op
+    head = {name: case.given[name] for name in OF_A_HEAD if name in case.given}
+    return lambda hidden, weight, *rows, **options: op(
+        ll.LinearLogits(hidden, weight, **head), *rows, **options
+    )
+
+
+def distill(logits, ids, logprobs, tail, labels=None, **options) -> Tensor:
+    targets = ll.SparseTargets(ids, logprobs, tail)
+    return ll.topk_distill(logits, targets, labels=labels, **options)
+
+
+def capture(logits, k) -> tuple:
+    found = ll.capture_topk(logits, k)
+    return found.ids, found.logprobs, found.tail
+
+
+def policy_loss(logits, target, old, advantage) -> Tensor:
+    def formula(stats, old, advantage):
+        return formulas.clipped(stats.logprob, old, advantage)
+
+    return ll.row_loss(formula, logits, target, rows=(old, advantage))
+
+
+ADAPTED = {
+    "in place": partial(ll.cross_entropy, inplace=True),
+    "logsumexp": lambda x, target: ll.logsumexp(x),
+    "topk_distill": distill,
+    "capture_topk": capture,
+    "gathered_kl": partial(ll.gathered_kl, reduction="mean"),
+    "policy_loss": policy_loss,
+}
+
+
+def eager(case: Case) -> Callable | None:
+    """PyTorch, which has nothing in place."""
+    formula = formulas.FORMULAS[case.op]
+    op = formula if case.op in formulas.BY_ROW else lambda *x, **how: formula(*x, **how).mean()
+    op = F.cross_entropy if case.op == "cross_entropy" else op
+    if case.family == "heads":
+        return lambda hidden, weight, *rows: op(F.linear(hidden, weight), *rows)
+    return None if case.mode == Mode.INPLACE else op
+
+
+def compiled(case: Case) -> Callable | None:
+    op = eager(case) if case.compiled else None
+    return op and torch.compile(op, dynamic=False)
+
+
+def of_log_softmax(loss):
+    """For those that want log-probabilities: making them is part of the work."""
+    return lambda x, teacher, **_: loss(x.log_softmax(-1), teacher.log_softmax(-1))
+
+
+def liger(module) -> dict:
+    loss = import_module(f"{module.__name__}.functional").liger_cross_entropy
+    head = module.LigerFusedLinearCrossEntropyLoss()
+    return {
+        "logits: cross_entropy": loss,
+        "logits: in place": loss,  # one function for both: it always overwrites the logits
+        "teachers: kl_div, forward": of_log_softmax(module.LigerKLDIVLoss(log_target=True)),
+        "teachers: jsd": of_log_softmax(module.LigerJSD(beta=0.5)),
+        "heads: cross_entropy": lambda hidden, weight, target: head(weight, hidden, target),
+    }
+
+
+def flash_attn(module) -> dict:
+    loss = module.CrossEntropyLoss
+    return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
+
+
+def fla(module) -> dict:
+    """Without its logsumexp: one block of 65,536, autotuned, takes minutes to compile."""
+    loss = import_module(f"{module.__name__}.fused_cross_entropy").FusedCrossEntropyLoss
+    head = module.FusedLinearCrossEntropyLoss()
+    return {
+        "logits: cross_entropy": loss(),
+        "logits: in place": loss(inplace_backward=True),
+        "heads: cross_entropy": lambda hidden, weight, target: head(hidden, target, weight),
+    }
+
+
+def quack(module) -> dict:
+    in_place = partial(module.cross_entropy, inplace_backward=True)
+    return {"logits: cross_entropy": module.cross_entropy, "logits: in place": in_place}
+
+
+BUILT_IN: dict[str, Finder] = {OURS: ours, EAGER: eager, COMPILED: compiled}
+RIVALS = {
+    "liger": ("liger_kernel.transformers", liger),
+    "fla": ("fla.modules", fla),
+    "flash-attn": ("flash_attn.losses.cross_entropy", flash_attn),
+    "quack": ("quack.cross_entropy", quack),
+    "cce": ("cut_cross_entropy", lambda m: {"heads: cross_entropy": m.linear_cross_entropy}),
+}
+NAMES = (*BUILT_IN, *RIVALS)
+
+
+def rival(ops: dict[str, Callable], case: Case) -> Callable | None:
+    works = ("in place",) if case.mode == Mode.INPLACE else (case.work, case.op)
+    return next((op for work in works if (op := ops.get(f"{case.family}: {work}"))), None)
+
+
+def load(names: Iterable[str], device: str) -> tuple[dict[str, Finder], dict[str, str]]:
+    """The contenders that can run here, and for each name a version or a reason not to."""
     loaded, standing = {}, {}
     for name in names:
-        for family, module in FAMILIES.items():
-            if name == OURS:
-                loaded[family, name], standing[name] = module.ours(), ll.__version__
-            elif name in (EAGER, COMPILED):
-                loaded[family, name], standing[name] = module.EAGER_OPS, torch.__version__
-            elif name in module.RIVALS and device == "cpu":
-                standing[name] = "absent: needs a GPU"
-            elif name in module.RIVALS:
-                path, find_ops = module.RIVALS[name]
-                try:
-                    loaded[family, name] = find_ops(import_module(path))
-                    standing[name] = version(path)
-                except Exception as error:  # a rival may fail to import in its own way
-                    standing[name] = f"absent: {short(error)}"
+        if name in BUILT_IN:
+            loaded[name] = BUILT_IN[name]
+            standing[name] = ll.__version__ if name == OURS else torch.__version__
+        elif device == "cpu":
+            standing[name] = "absent: needs a GPU"
+        else:
+            path, find_ops = RIVALS[name]
+            try:
+                loaded[name] = partial(rival, find_ops(import_module(path)))
+                standing[name] = version(path.split(".")[0])
+            except Exception as error:  # a rival may fail to import in its own way
+                standing[name] = f"absent: {short(error)}"
     return loaded, standing
 
 
-def taking_part(case: Case, loaded: Loaded) -> dict[str, Callable]:
-    """What each contender calls for this case."""
-    keys = (f"{case.op} in place",) if case.mode == Mode.INPLACE else (case.work, case.op)
-    found = {}
-    for (family, name), ops in loaded.items():
-        invited = name == OURS or not (case.alone or (name == COMPILED and not case.compiled))
-        op = next((ops[key] for key in keys if key in ops), None)
-        if family == case.family and invited and op is not None:
-            found[name] = torch.compile(op, dynamic=False) if name == COMPILED else op
-    return found
-
-
-def version(path: str) -> str:
-    """Of the package that a module comes from."""
-    top = path.split(".")[0]
-    known = getattr(import_module(top), "__version__", None)
-    packages = metadata.packages_distributions().get(top, ())
-    return known or next((metadata.version(package) for package in packages), "version unknown")
+def version(package: str) -> str:
+    known = getattr(import_module(package), "__version__", None)
+    names = metadata.packages_distributions().get(package, ())
+    return known or next(map(metadata.version, names), "version unknown")
 
 
 def short(error: BaseException) -> str:
     """An exception in one line of a table."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}"[:120]
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from .cases import COMPILED, EAGER, OURS, PLAIN, Mode
 from .contenders import NAMES
-from .report import key
 from .runner import Result
 
 GREYS = ("#c9ced6", "#9aa5b1", "#7fb7be", "#4f7cac", "#33658a", "#2f4858", "#86a873")  # rivals
@@ -27,48 +26,41 @@ class Bar(NamedTuple):
 def save(document: dict, folder: Path) -> list[Path]:
     """Writes the pictures that have something to show, and returns their paths."""
     C, made = document["copy_tbps"], []
+    ceiling = f"floor / time, % (a copy moves {C or 0:.2f} TB/s), higher is better"
     speed = ("speed", "speed, PyTorch eager = 1, higher is better", 1)
-    if C:
-        title = f"floor / time, % (a copy moves {C:.2f} TB/s), higher is better"
-        speed = ("share-of-ceiling", title, 100)
     memory = ("memory", "GiB allocated beyond the inputs, lower is better", None)
     where = f"{document['device']['name']}, torch {document['versions']['torch']}"
-    shown = beside_rivals([Result(**row) for row in document["rows"]])
-    for family in dict.fromkeys(r.family for r in shown):
-        for file, title, line in (speed, memory):
-            bars = [bar(r, file) for r in shown if r.family == family]
-            if any(bars):
+    timed = [r for row in document["rows"] if (r := Result(**row)).ms and r.contender in NAMES]
+    together = Counter(r.key for r in timed)
+    for family in dict.fromkeys(r.family for r in timed):
+        for file, title, line in (("share-of-ceiling", ceiling, 100) if C else speed, memory):
+            shown = [r for r in timed if r.family == family and is_shown(r, together[r.key])]
+            if bars := [bar for r in shown if (bar := bar_of(r, file))]:
                 made.append(folder / f"{file}{'' if family == 'logits' else f'-{family}'}.png")
-                draw(list(filter(None, bars)), f"{family}: {title}\n{where}", line, made[-1])
+                draw(bars, f"{family}: {title}\n{where}", line, made[-1])
     return made
 
 
-def beside_rivals(results: list[Result]) -> list[Result]:
+def is_shown(r: Result, contenders: int) -> bool:
     """With a teacher what has rivals; else cross_entropy, and a head in other workspaces too."""
-    timed = [r for r in results if r.ms and r.contender in NAMES and r.mode != Mode.WALL]
-    together = Counter(key(r) for r in timed)
-
-    def shown(r: Result) -> bool:
-        if r.family != "teachers" and (r.op != "cross_entropy" or r.variant != PLAIN):
-            return r.family == "heads" and r.variant.endswith(" MiB")
-        return together[key(r)] > 1 or r.mode == Mode.INPLACE
-
-    return list(filter(shown, timed))
+    if r.family == "heads" and r.variant.endswith(" MiB"):
+        return True
+    chosen = r.family == "teachers" or (r.op, r.variant) == ("cross_entropy", PLAIN)
+    return chosen and r.mode != Mode.WALL and (contenders > 1 or r.mode == Mode.INPLACE)
 
 
-def bar(r: Result, file: str) -> Bar | None:
+def bar_of(r: Result, file: str) -> Bar | None:
     """Memory is in one panel, our in-place form beside the default one."""
     panel, name = r.mode, r.contender
     if r.family == "heads" and r.variant != PLAIN:
         name = f"{OURS}, {r.variant}"
     if file == "memory" and r.mode == Mode.INPLACE and r.contender == OURS:
         panel, name = Mode.BACKWARD, f"{OURS}, in place"
+    height = r.floor_ms and r.ms and 100 * r.floor_ms / r.ms
     if file == "memory":
-        height = r.extra_mib / 1024 if panel == Mode.BACKWARD else None
+        height = (r.extra_mib or 0.0) / 1024 if panel == Mode.BACKWARD else None
     elif file == "speed":
         height = r.eager_x and 1 / r.eager_x
-    else:
-        height = r.floor_ms and 100 * r.floor_ms / r.ms
     what = f"{r.work}\n" if r.family == "teachers" else ""
     return Bar(panel, f"{what}{r.shape}\n{r.dtype}", name, height) if height else None
 

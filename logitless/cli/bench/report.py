@@ -5,13 +5,10 @@ It is made from the stored document alone: an old result can be shown again, wit
 
 from __future__ import annotations
 
-import sys
-
 from .cases import OURS, Mode
 from .contenders import NAMES
 from .runner import OVERWRITES, Result
 
-WIDTH = 170  # of a terminal that is none
 NOTHING = "–"
 
 
@@ -24,14 +21,6 @@ def markdown(document: dict) -> str:
         rows = [work_row(r) for r in results if (r.family, r.mode) == (family, mode)]
         parts += [f"## {family.capitalize()}: {mode}", table(rows)]
     return "\n\n".join(parts) + "\n"
-
-
-def show(document: dict) -> None:
-    from rich.console import Console
-    from rich.markdown import Markdown
-
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    console.print(Markdown(markdown(document)))
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -51,7 +40,6 @@ def about(document: dict) -> list[str]:
         f"contenders: {', '.join(f'{k} {v}' for k, v in present.items())}",
         *(f"{name} {text}" for name, text in standing.items() if name not in present),
         f"commit: {document['commit'] or 'unknown'}, date: {document['date']}",
-        *document["skipped"],
         "times are medians; logits have variance 4, targets are uniform",
     ]
     if C:
@@ -78,10 +66,7 @@ def target_row(r: Result, results: list[Result]) -> dict[str, str]:
     rival = best_rival(r, results)
     faster = rival.ms / r.ms if rival and rival.ms and r.ms else None
     return {
-        "work": r.work,
-        "mode": r.mode,
-        "shape": r.shape,
-        "dtype": r.dtype,
+        **dict(zip(("work", "mode", "shape", "dtype"), r.key, strict=True)),
         "target": r.target,
         "allowed": time_text(r.limit_ms),
         "ours": time_text(r.ms) if r.status == "ok" else r.status,
@@ -113,24 +98,13 @@ def work_row(r: Result) -> dict[str, str]:
 
 def best_rival(ours: Result, results: list[Result]) -> Result | None:
     """The fastest of the others at the same work. One that destroys the logits isn't doing it."""
-
-    def same_work(r: Result) -> bool:
-        rival = r.contender in NAMES[1:] and r.ms is not None
-        return (
-            rival and key(r) == key(ours) and (r.mode == Mode.INPLACE or OVERWRITES not in r.note)
-        )
-
-    return min(filter(same_work, results), key=lambda r: r.ms or 0.0, default=None)
-
-
-def key(r: Result) -> tuple:
-    return r.work, r.mode, r.shape, r.dtype
+    rivals = [r for r in results if r.key == ours.key and r.contender in NAMES[1:] and r.ms]
+    fair = [r for r in rivals if r.mode == Mode.INPLACE or OVERWRITES not in r.note]
+    return min(fair, key=lambda r: r.ms or 0.0, default=None)
 
 
 def time_text(ms: float | None) -> str:
-    if ms is None:
-        return NOTHING
-    return f"{ms * 1e3:.1f} µs" if ms < 0.2 else f"{ms:.3f} ms"
+    return number(ms and ms * 1e3, ".1f", " µs") if ms and ms < 0.2 else number(ms, ".3f", " ms")
 
 
 def number(value: float | None, spec: str, unit: str = "") -> str:

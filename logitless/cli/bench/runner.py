@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from . import reference, timing
-from .cases import COMPILED, OURS, PLAIN, Case, Inputs, Mode, size
-from .contenders import FAMILIES, Loaded, short, taking_part
+from . import contenders, formulas, timing
+from .cases import COMPILED, OURS, PLAIN, Case, Mode, size
+from .contenders import Finder, short
+from .formulas import Inputs
 from .timing import MIB, Budget
 
 Leaves = tuple[Tensor, ...]
@@ -54,34 +56,35 @@ class Result:
     def work(self) -> str:
         return self.op if self.variant == PLAIN else f"{self.op}, {self.variant}"
 
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What it has in common with the other contenders of its case."""
+        return self.work, self.mode, self.shape, self.dtype
+
 
 class Entry:
     """A contender in a case: its answer and memory at once, then ready for the clock."""
 
     def __init__(self, case: Case, name: str, op: Callable, inputs: Inputs, check: bool):
-        self.case, self.op, self.rows, self.leaves = case, op, inputs.rows, inputs.leaves
-        self.options = inputs.options | (inputs.ours if name == OURS else {})
+        self.case, self.op, self.inputs, self.leaves = case, op, inputs, inputs.leaves
         self.scratch: Leaves = ()  # where it works, if it overwrites what it is lent
         self.result = blank(case, name)
-        try:
-            self.examine(inputs, check)
-        except Exception as error:  # any failure is a finding, not the end of the run
-            self.result.status, self.result.note = "failed", short(error)
+        self.attempt(partial(self.examine, check))
 
-    def examine(self, inputs: Inputs, check: bool) -> None:
+    def attempt(self, step: Callable[[], None], when: str = "") -> None:
+        """Any failure is a finding, not the end of the run."""
+        try:
+            step()
+        except Exception as error:
+            self.result.status, self.result.note = "failed", f"{when}{short(error)}"
+        timing.release()
+
+    def examine(self, check: bool) -> None:
         result, in_place = self.result, self.case.mode == Mode.INPLACE
         scratch = tuple(leaf.clone() for leaf in self.leaves)
         out, grads = self.run(self.lend(scratch))
         if check:
-            result.value_error, result.grad_error = reference.compare(
-                self.case.op, inputs, out, grads
-            )
-            errors = result.value_error, result.grad_error or 0.0
-            bound = reference.TOLERANCE[self.case.dtype] * (1 if result.contender == OURS else 10)
-            bound *= reference.CLIPPED.get(self.case.op, 1)
-            if not all(error <= bound for error in errors):  # NaN included
-                result.status = "wrong"
-                result.note = f"error {max(errors):.1e}, allowed {bound:.0e}"
+            self.compare(out, grads)
         if not all(map(torch.equal, scratch, self.leaves)):
             self.scratch = scratch
             if not in_place:
@@ -93,6 +96,15 @@ class Entry:
         result.extra_mib, result.spare_mib = extra / MIB, (extra - held) / MIB
         if self.case.mode == Mode.WALL and timing.synchronises(self.run, self.prepare()):
             result.note = "; ".join(filter(None, (result.note, SYNCHRONISES)))
+
+    def compare(self, out, grads: Leaves) -> None:
+        op, result = self.case.op, self.result
+        result.value_error, result.grad_error = formulas.errors(op, self.inputs, out, grads)
+        bound = formulas.TOLERANCE[self.case.dtype] * formulas.CLIPPED.get(op, 1)
+        bound *= 1 if result.contender == OURS else 10
+        errors = result.value_error, result.grad_error or 0.0
+        if not all(error <= bound for error in errors):  # NaN included
+            result.status, result.note = "wrong", f"error {max(errors):.1e}, allowed {bound:.0e}"
 
     def lend(self, leaves: Leaves) -> Leaves:
         """The same memory as fresh leaves: no gradient or graph of an earlier call remains."""
@@ -107,9 +119,10 @@ class Entry:
         """One unit of work: (output, gradients of the leaves)."""
         if not leaves[0].requires_grad:
             with torch.no_grad():
-                return self.op(*leaves, *self.rows, **self.options), ()
-        out = self.op(*leaves, *self.rows, **self.options)
-        loss = reference.scalar(self.case.op, out)
+                return self.op(*leaves, *self.inputs.rows, **self.inputs.options), ()
+        out = self.op(*leaves, *self.inputs.rows, **self.inputs.options)
+        loss = formulas.objective(self.case.op, out)
+        loss = loss.mean() if loss.dim() else loss
         if self.case.mode == Mode.REPLAY_BOTH:
             return out, torch.autograd.grad(loss, leaves)
         loss.backward()
@@ -117,37 +130,32 @@ class Entry:
 
     def clock(self, budget: Budget) -> None:
         """On a GPU, by the clock of its mode."""
-        try:
-            if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
-                copies = many_copies(self.leaves[0], cold=self.case.mode == Mode.REPLAY)
-                self.result.ms = timing.graph_time(
-                    lambda x: self.run(self.lend((x,))), copies, budget
-                )
-            elif self.case.mode == Mode.WALL:
-                self.result.ms = timing.host_time(self.run, self.prepare())
-            else:
-                self.result.ms = timing.device_time(self.prepare, self.run, budget)
-        except Exception as error:
-            self.result.status, self.result.note = "failed", f"while timed: {short(error)}"
-        timing.release()
+        if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
+            copies = many_copies(self.leaves[0], cold=self.case.mode == Mode.REPLAY)
+            ms = timing.graph_time(lambda x: self.run(self.lend((x,))), copies, budget)
+        elif self.case.mode == Mode.WALL:
+            ms = timing.host_time(self.run, self.prepare())
+        else:
+            ms = timing.device_time(self.prepare, self.run, budget)
+        self.result.ms = ms
 
 
 def run_case(
-    case: Case, loaded: Loaded, device: str, budget: Budget, *, check: bool = True
+    case: Case, loaded: dict[str, Finder], device: str, budget: Budget, *, check: bool = True
 ) -> list[Result]:
     """Results of every contender that has this op; without `check`, times and memory alone."""
     torch.manual_seed(case.rows * 1_000_003 + case.shape[-1])
-    parts = taking_part(case, loaded)
+    invited = {name: f for name, f in loaded.items() if name == OURS or not case.alone}
+    ops = {name: op for name, find in invited.items() if (op := find(case))}
     try:
-        inputs = FAMILIES[case.family].inputs(case, device)
+        inputs = contenders.inputs(case, device)
     except RuntimeError as error:  # too large for this machine
-        return [blank(case, name, status="failed", note=short(error)) for name in parts]
+        return [blank(case, name, status="failed", note=short(error)) for name in ops]
     entries = []
-    for name, op in parts.items():
+    for name, op in ops.items():
         if name == COMPILED:
             torch.compiler.reset()  # else its limit on recompilations ends in eager code
         entries.append(Entry(case, name, op, inputs, check))
-        timing.release()
     results = [entry.result for entry in entries]
     ready = [entry for entry in entries if entry.result.status == "ok"]
     if device == "cpu":
@@ -155,17 +163,15 @@ def run_case(
         for entry, ms in zip(ready, times, strict=True):
             entry.result.ms = ms
         return results
-    if not case.yardstick or not check:
-        for entry in ready:
-            entry.clock(budget)
+    beside = bool(case.yardstick and check)
+    around = [yardstick(case.yardstick, inputs.leaves, budget)] if beside else []
+    for i, entry in enumerate(ready):
+        entry.attempt(partial(entry.clock, budget), "while timed: ")
+        if beside and i == 0:  # ours, between two measurements: clocks drift
+            around.append(yardstick(case.yardstick, inputs.leaves, budget))
+    if not around:
         return results
-    yardstick = YARDSTICKS[case.yardstick]
-    before = yardstick(inputs.leaves, budget)
-    for entry in ready[:1]:  # ours, with the yardstick before and after it: clocks drift
-        entry.clock(budget)
-    after = yardstick(inputs.leaves, budget)
-    for entry in ready[1:]:
-        entry.clock(budget)
+    before, after = around[0], around[-1]
     note = f"{before:.3f} ms before ours, {after:.3f} after"
     return [blank(case, case.yardstick, ms=(before + after) / 2, note=note), *results]
 
@@ -184,26 +190,26 @@ def many_copies(x: Tensor, *, cold: bool) -> Tensor:
     return x.expand(count, *x.shape).contiguous()
 
 
-def gemm(leaves: Leaves, budget: Budget) -> float:
-    """Milliseconds of one of the three matrix products of a head, on average."""
-    h, W = leaves
+def three_gemms(h: Tensor, W: Tensor) -> Callable:
+    """The matrix products of a head, forward and backward."""
     z = torch.empty(len(h), len(W), device=h.device, dtype=h.dtype)
     dh, dW = torch.empty_like(h), torch.empty_like(W)
 
-    def three(_):
+    def run(_):
         torch.mm(h, W.t(), out=z)
         torch.mm(z, W, out=dh)
         torch.mm(z.t(), h, out=dW)
 
-    return timing.device_time(lambda: None, three, budget) / 3
+    return run
 
 
-def zeros_like(leaves: Leaves, budget: Budget) -> float:
-    return timing.device_time(lambda: None, lambda _: torch.zeros_like(leaves[0]), budget)
-
-
-YARDSTICKS: dict[str, Callable[[Leaves, Budget], float]] = {
-    "3 GEMMs": lambda leaves, budget: 3 * gemm(leaves, budget),
-    "4 GEMMs": lambda leaves, budget: 4 * gemm(leaves, budget),
-    "zeros_like": zeros_like,
+YARDSTICKS = {  # what is run, and how many times as long
+    "3 GEMMs": (three_gemms, 1.0),
+    "4 GEMMs": (three_gemms, 4 / 3),
+    "zeros_like": (lambda x: lambda _: torch.zeros_like(x), 1.0),
 }
+
+
+def yardstick(name: str, leaves: Leaves, budget: Budget) -> float:
+    make, factor = YARDSTICKS[name]
+    return factor * timing.device_time(lambda: None, make(*leaves), budget)

@@ -7,6 +7,7 @@ is given what it returned. All report the median, in milliseconds.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import statistics
 import time
@@ -138,42 +139,35 @@ def copy_bandwidth(budget: Budget) -> float:
 
 def extra_memory(device: str, argument: Any, run: Run) -> int:
     """Most bytes allocated at once during a call, beyond what was there before it."""
-    if device == "cpu":
-        return _cpu_extra_memory(argument, run)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    kept = run(argument)
-    torch.cuda.synchronize()
-    del kept
-    return torch.cuda.max_memory_allocated() - before
-
-
-def _cpu_extra_memory(argument: Any, run: Run) -> int:
-    """PyTorch counts no peak on a CPU, but its profiler sees each allocation."""
-    with _quiet(), torch.profiler.profile(profile_memory=True) as profile:
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kept = run(argument)
+        torch.cuda.synchronize()
+        del kept
+        return torch.cuda.max_memory_allocated() - before
+    # PyTorch counts no peak on a CPU, but its profiler sees each allocation.
+    with quiet(), torch.profiler.profile(profile_memory=True) as profile:
         kept = run(argument)
     del kept
     found: Any = profile.profiler  # whose raw events have no types
     events = [e for e in found.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Drops what the profiler's C++ prints to stderr on starting and stopping."""
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
+    saved = os.dup(2)
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 2)
     try:
         yield
     finally:
         os.dup2(saved, 2)
         os.close(saved)
-        os.close(null)
 
 
 def release() -> None:
