@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import _arguments, _checks
-from ._contract import COEFFICIENTS, NO_ID, STATE, Coefficients, Reading, Slots, precision
+from ._contract import COEFFICIENTS, NO_ID, STATE, Coefficients, Slots, precision
 from ._dispatch import backend
 from ._loss import RowLoss, evaluate, rows_in
 from ._ops import operator
@@ -223,7 +223,8 @@ def gathered_kl(
         reduction,
     )  # fmt: skip
     reading = _arguments.reading_of(student_logits, temperature, None)
-    by_row, number = _squared(reading, t_squared)
+    full = precision(student_logits.dtype)
+    by_row, number = reading.squared(full) if t_squared else (None, 1.0)
     slots = Slots(
         teacher_logprobs.detach(), _as_bool(mask), None, by_row, "forward_kl", "gathered", 0.0,
         number, 0.0,
@@ -290,7 +291,7 @@ def topk_distill(
         logits, temperature, softcap, mark=label, ids=ids,
         ignore_index=None if label is None else ignore_index, wants=wants,
     )  # fmt: skip
-    by_row, number = _squared(reading, t_squared)
+    by_row, number = reading.squared(precision(logits.dtype)) if t_squared else (None, 1.0)
     slots = Slots(
         targets.logprobs.detach(), mask,
         targets.tail.detach() if support == "tail" and targets.tail is not None else None,
@@ -303,12 +304,3 @@ def topk_distill(
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:
     return mask if mask is None or mask.dtype == torch.bool else mask != 0
-
-
-def _squared(reading: Reading, wanted: bool) -> tuple[Tensor | None, float]:
-    """T² that multiplies the divergence: one a row or none, and a number."""
-    if not wanted:
-        return None, 1.0
-    if reading.row_temperature is not None:
-        return reading.row_temperature.square(), 1.0
-    return None, reading.temperature**2

@@ -849,3 +849,6 @@ def test_one_temperature_as_a_tensor(support, impl, device):
         lambda t: ll.gathered_kl(z, logp, temperature=t, t_squared=True, reduction="none"),
     ):
         torch.testing.assert_close(f(torch.tensor(2.0, device=device)), f(2.0))
+        # 1.0078125² has 15 bits, of which bf16 keeps 8.
+        narrow = torch.tensor(1.0078125, device=device, dtype=torch.bfloat16)
+        torch.testing.assert_close(f(narrow), f(1.0078125))
