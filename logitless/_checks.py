@@ -202,6 +202,8 @@ def ignore_index(value: Any) -> None:
 
 def overwritable(x: Tensor) -> None:
     """inplace=True writes each element once: no two may share memory."""
+    if x.numel() == 0:  # whose strides may be anything
+        return
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:
