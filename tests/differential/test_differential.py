@@ -36,11 +36,8 @@ def test_cases(name):
     )  # fmt: skip
     @hypothesis.given(cases(name))
     def each(case):
-        try:
-            check(case)
-        except Exception as error:
-            error.add_note(case.script()) if hasattr(error, "add_note") else print(case.script())
-            raise
+        hypothesis.note(case.script())  # shown of the smallest case that fails
+        check(case)
 
     each()
 
