@@ -157,12 +157,12 @@ def defined(case: Case, plain: Outcome) -> Wanted:
     nothing but -inf, and where autograd multiplies 0 by inf and the contract says 0.
     """
     full = torch.promote_types(getattr(torch, case.dtype), torch.float32)
-    truth, size = by_definition(case, torch.float64)
+    truth, size, lost = by_definition(case, torch.float64)
     torchs = truth if full == torch.float64 else by_definition(case, full)[0]
     values, gradients = {}, {}
     x, live = given(case).logits, counts(case)
     odd = (x.isnan() | (x == torch.inf)).any(-1) | (x == -torch.inf).all(-1)
-    odd &= live
+    odd = (odd | lost) & live
     assert plain.values.keys() == truth.values.keys()
     for name, want in truth.values.items():
         got = plain.values[name]
@@ -173,8 +173,10 @@ def defined(case: Case, plain: Outcome) -> Wanted:
         off = allowed(torchs.values[name], want, FLOOR[full], size)
         own = want.isnan() | at_rows(odd, want)
         values[name] = (torch.where(own, got.double(), want), off)
-    roundings = ROUNDED * (2 if "inplace" in case.arguments else 1)  # once more when it is scaled
     for name, got in plain.gradients.items():
+        # In place, and of numbers beside the rows, it is rounded before it is scaled, and after.
+        twice = "inplace" in case.arguments or name != "logits"
+        roundings = ROUNDED * (2 if twice else 1)
         want = truth.gradients.get(name, torch.zeros_like(got)).double()
         want = want.masked_fill(at_rows(~live, want), 0.0)  # whatever an ignored row holds
         floor = FLOOR[full] + roundings * torch.finfo(got.dtype).eps / 2
@@ -206,8 +208,8 @@ def counts(case: Case) -> Tensor:
     return torch.ones(case.lead, device=DEVICE).bool()
 
 
-def by_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, float]:
-    """Its results in this precision, and the size of the numbers that they are made of."""
+def by_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, float, Tensor]:
+    """Results in this precision, the size of what they are made of, and rows that are NaN."""
     means = FUNCTIONS[case.function].means
     x = given(case).logits.to(dtype).requires_grad_()
     how = arguments(case)
@@ -219,13 +221,15 @@ def by_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, float]:
     if isinstance(how.get("temperature"), Tensor):
         how["temperature"] = how["temperature"].to(dtype)
     results = named(means(x, **how))
-    size = 1.0
-    if how.get("reduction", "mean") != "none" and "reduction" in FUNCTIONS[case.function].arguments:
+    size, lost = 1.0, torch.zeros(case.lead, device=DEVICE).bool()
+    if "reduction" in FUNCTIONS[case.function].arguments:
         rows = means(x, **{**how, "reduction": "none"}).detach().abs()
+        lost = rows.isnan()
         total = rows[rows.isfinite()].sum().item()
-        size = total if how.get("reduction") == "sum" else total / max(rows.numel(), 1)
+        if how.get("reduction") != "none":
+            size = total if how.get("reduction") == "sum" else total / max(rows.numel(), 1)
     values = {name: t.detach() for name, t in results.items()}
-    return Outcome(values, differentiated(case, results, leaves)), size
+    return Outcome(values, differentiated(case, results, leaves)), size, lost
 
 
 def allowed(torchs: Tensor, want: Tensor, floor: float, size: float) -> float:
