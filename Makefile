@@ -14,7 +14,7 @@ READY := .venv/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-gpu bench demo lint types format clean
+.PHONY: help test test-gpu fuzz bench demo lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,9 @@ test: lint types  ## lint, types and all tests, at small sizes where there is no
 
 test-gpu: $(READY)  ## the tests at real sizes, on a GPU
 	$(PY) -m pytest tests/gpu $(ARGS)
+
+fuzz: $(READY)  ## random cases of every function, for ARGS="--minutes 10"
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:. $(PY) -m differential $(ARGS)
 
 bench: $(READY)  ## correctness, time and memory against the rivals
 	$(PY) -m logitless bench $(ARGS)

@@ -153,11 +153,15 @@ def z_loss(value: Any) -> None:
         raise ValueError(f"z_loss must be at least 0 and finite, got {value}.")
 
 
+def is_class_weight(t: Any, name: str = "weight") -> None:
+    if t is not None and not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a Tensor of class weights, got {type(t).__name__}.")
+
+
 def class_weight(t: Any, x: Tensor, name: str = "weight") -> None:
+    is_class_weight(t, name)
     if t is None:
         return
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a Tensor of class weights, got {type(t).__name__}.")
     if not t.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {t.dtype}.")
     if t.requires_grad:
@@ -189,6 +193,8 @@ def ignore_index(value: Any) -> None:
 
 def overwritable(x: Tensor) -> None:
     """inplace=True writes each element once: no two may share memory."""
+    if x.numel() == 0:  # whose strides may be anything
+        return
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:

@@ -56,6 +56,12 @@ class Reading(NamedTuple):
             return self.row_temperature
         return None if self.temperature == 1 else self.temperature
 
+    def squared(self, dtype: torch.dtype) -> tuple[Tensor | None, float]:
+        """T² as numbers of the rows, or none, and as one number; squared in this dtype."""
+        if self.row_temperature is not None:
+            return self.row_temperature.to(dtype).square(), 1.0
+        return None, self.temperature**2
+
 
 class RowStats(NamedTuple):
     """What a loss may know about a row. fp32 (fp64 for fp64), differentiable but for argmax.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _call, _checks
 from ._call import backend
-from ._contract import COEFFICIENTS, NO_ID, STATE, Coefficients, Reading, Slots
+from ._contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
 from ._loss import RowLoss, evaluate, rows_in, scaled
 from ._ops import operator
 from .targets import SparseTargets, unchecked
@@ -145,7 +145,8 @@ def gathered_kl(
         row_weight, reduction,
     )  # fmt: skip
     reading = _call.reading_of(student_logits, temperature, None)
-    by_row, number = _squared(reading, t_squared)
+    full = PRECISION[student_logits.dtype]
+    by_row, number = reading.squared(full) if t_squared else (None, 1.0)
     slots = Slots(
         teacher_logprobs.detach(), _as_bool(mask), None, by_row, "forward_kl",
         "gathered_renorm" if renormalise else "gathered", 0.0, number, 0.0,
@@ -213,7 +214,7 @@ def topk_distill(
         logits, temperature, softcap, mark=label, ids=ids,
         ignore_index=None if label is None else ignore_index, wants=wants,
     )  # fmt: skip
-    by_row, number = _squared(reading, t_squared)
+    by_row, number = reading.squared(PRECISION[logits.dtype]) if t_squared else (None, 1.0)
     slots = Slots(
         targets.logprobs.detach(), mask,
         targets.tail.detach() if support == "tail" and targets.tail is not None else None,
@@ -226,12 +227,3 @@ def topk_distill(
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:
     return mask if mask is None or mask.dtype == torch.bool else mask != 0
-
-
-def _squared(reading: Reading, wanted: bool) -> tuple[Tensor | None, float]:
-    """T² that multiplies the divergence: one a row or none, and a number."""
-    if not wanted:
-        return None, 1.0
-    if reading.row_temperature is not None:
-        return reading.row_temperature.square(), 1.0
-    return None, reading.temperature**2

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from . import distill, losses, pair
+from . import _checks, distill, losses, pair
 from .linear import LinearLogits
 
 
@@ -82,6 +82,7 @@ class CrossEntropyLoss(_Reads):
         **reads,
     ):
         super().__init__(**reads)
+        _checks.is_class_weight(weight)
         self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
         self.reduction = reduction

@@ -160,10 +160,9 @@ def _compared(
         student, temperature, softcap, mark=mark, class_weight=weight,
         ignore_index=None if mark is None else 0,
     )  # fmt: skip
-    squared = temperature**2 if t_squared else 1.0
-    if isinstance(squared, Tensor):
-        squared = squared.to(PRECISION[student.dtype]).expand(student.shape[:-1])
-        row_weight, squared = squared if row_weight is None else row_weight * squared, 1.0
+    by_row, squared = reading.squared(PRECISION[student.dtype]) if t_squared else (None, 1.0)
+    if by_row is not None:
+        row_weight = by_row if row_weight is None else row_weight * by_row
     if isinstance(teacher, Tensor):
         teacher = teacher.detach()
     elif isinstance(student, Tensor):  # a head beside logits that exist: its rows exist too

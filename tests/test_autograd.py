@@ -93,6 +93,13 @@ def test_overlapping_logits_cannot_be_overwritten(device):
         ll.cross_entropy(logits, target, inplace=True)
 
 
+def test_no_rows_share_no_memory(device):
+    """Whatever their strides."""
+    logits = torch.empty_strided((2, 0, 1), (0, 1, 0), device=device).requires_grad_()
+    target = torch.empty((2, 0), dtype=torch.int64, device=device)
+    assert ll.cross_entropy(logits, target, inplace=True) == 0
+
+
 def test_in_place_under_a_watching_mode(device):
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -481,3 +481,8 @@ def test_every_check_is_reached():
     here = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     assert len(rules) > 15
     assert [rule for rule in rules if f"must {rule}" not in here] == []
+
+
+def test_a_module_refuses_class_weights_as_its_function_does():
+    with refuses(TypeError, "weight must be a Tensor of class weights, got list."):
+        ll.nn.CrossEntropyLoss([1.0] * 5)

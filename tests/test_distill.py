@@ -816,3 +816,13 @@ def test_one_temperature_as_a_tensor(support, impl, device):
         lambda t: ll.gathered_kl(z, logp, temperature=t, t_squared=True, reduction="none"),
     ):
         torch.testing.assert_close(f(torch.tensor(2.0, device=device)), f(2.0))
+        # 1.0078125² has 15 bits, of which bf16 keeps 8.
+        narrow = torch.tensor(1.0078125, device=device, dtype=torch.bfloat16)
+        torch.testing.assert_close(f(narrow), f(1.0078125))
+
+
+def test_jsd_keeps_the_bits_of_beta_in_fp64():
+    x, targets = make()
+    how = {"divergence": "jsd", "support": "truncate", "beta": 0.1}
+    want = oracle.topk_distill(x, targets, **how)
+    torch.testing.assert_close(ll.topk_distill(x, targets, **how), want, rtol=1e-13, atol=0)

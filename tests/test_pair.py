@@ -208,6 +208,18 @@ def test_t_squared_scales_value_and_gradient(loss, temperature, impl, device):
 
 
 @every_divergence
+def test_a_narrow_temperature_is_squared_in_full_precision(loss, impl, device):
+    """1.0078125² has 15 bits, of which bf16 keeps 8."""
+    x, t = make(loss, device=device)
+    narrow = torch.full((ROWS,), 1.0078125, dtype=torch.bfloat16, device=device)
+    found = [
+        ours(x, t, loss, temperature=temperature, t_squared=True, reduction="none")
+        for temperature in (narrow, narrow.float())
+    ]
+    torch.testing.assert_close(*found)
+
+
+@every_divergence
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.usefixtures("small_blocks")
 def test_a_student_that_is_the_teacher(loss, dtype, device):

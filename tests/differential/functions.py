@@ -1,0 +1,312 @@
+"""Every public function: how it is called, what it means, and what its arguments may be.
+
+`call` and `means` take the source of logits and the same keyword arguments; `means` is a definition
+of oracle.py, of a tensor in any precision.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import oracle
+import torch
+from torch import Tensor
+
+import logitless as ll
+
+from . import arguments as args
+from . import teachers
+from .arguments import Argument
+from .sources import TENSORS
+
+UNKNOWN = -(2**60)  # of a class that rounding decides
+
+# --- definitions
+
+
+def stats(
+    x, ids=None, *, entropy=False, total=False, argmax=False, ignore_index=None, **how
+) -> dict[str, Tensor]:
+    """What row_stats gives; 0 in rows whose first id is ignore_index, and argmax -1."""
+    found = {"lse": oracle.logsumexp(x, **how)}
+    ignored = None
+    if ids is not None:
+        first = ids if ids.dim() < x.dim() else ids[..., 0]
+        ignored = torch.zeros_like(first).bool() if ignore_index is None else first == ignore_index
+        at = ids.masked_fill(ignored if ids.dim() < x.dim() else ignored.unsqueeze(-1), 0)
+        found["picked"] = oracle.picked(x, at, **how)
+        found["logprob"] = oracle.token_logprobs(x, at, **how)
+    if entropy:
+        found["entropy"] = oracle.entropy(x, **how)
+    if total:
+        found["total"] = oracle.total(x, **how)
+    if argmax:
+        found["argmax"] = argmax_of(x, **how)
+    if ignored is None:
+        return found
+    return {name: without(ignored, t, -1 if name == "argmax" else 0) for name, t in found.items()}
+
+
+def argmax_of(x: Tensor, temperature=1.0, softcap=None) -> Tensor:
+    """The lowest of equals; UNKNOWN of NaN, and where a softcap makes equal but for rounding."""
+    top = x.amax(-1, keepdim=True)
+    first = (x == top).int().argmax(-1).masked_fill(top.isnan().squeeze(-1), UNKNOWN)
+    if softcap is None:
+        return first
+    z, z_top = oracle.z_of(x, 1.0, softcap), oracle.z_of(top, 1.0, softcap)
+    close = (x != top) & (z >= z_top - 1e-5 * softcap)
+    return first.masked_fill(close.any(-1), UNKNOWN)
+
+
+def without(ignored: Tensor, t: Tensor, value: int) -> Tensor:
+    return t.masked_fill(ignored if ignored.dim() == t.dim() else ignored.unsqueeze(-1), value)
+
+
+def score(x, target, *, ignore_index=-100, **how):
+    found = stats(x, target, entropy=True, argmax=True, ignore_index=ignore_index, **how)
+    return {name: found[name] for name in ll.Scores._fields}
+
+
+def row_loss(x, formula, *, ids=None, rows=(), reduction="mean", row_weight=None, **how):
+    found = stats(x, ids, **how)
+    lead, ignored = x.shape[:-1], None
+    if ids is not None and how.get("ignore_index") is not None:
+        ignored = (ids if ids.dim() < x.dim() else ids[..., 0]) == how["ignore_index"]
+    flat = {name: t.reshape(lead.numel(), *t.shape[len(lead) :]) for name, t in found.items()}
+    beside = [t.reshape(lead.numel(), *t.shape[len(lead) :]).to(x.dtype) for t in rows]
+    value = formula(ll.RowStats(**flat), *beside).view(lead)
+    return oracle.over_rows(value, None if ignored is None else ~ignored, row_weight, reduction)
+
+
+def all_statistics(stats, *rows):
+    """A formula of whatever there is."""
+    value = 0.1 * stats.lse
+    if stats.logprob is not None:
+        p = stats.logprob.exp() + 0.5 * stats.logprob + 0.1 * stats.picked
+        value = value + (p if p.dim() == 1 else p.sum(-1))
+    if stats.entropy is not None:
+        value = value - 0.3 * stats.entropy**2
+    if stats.total is not None:
+        value = value + 0.01 * stats.total
+    for t in rows:
+        t = t.to(value.dtype)
+        value = value * t if t.dim() == 1 else value + t.sum(-1)
+    return value
+
+
+def tensor_of(teacher):
+    return teacher if isinstance(teacher, Tensor) else teacher.materialize().detach()
+
+
+def kl_div(x, teacher, *, direction, **how):
+    return oracle.dense_divergence(x, tensor_of(teacher), f"{direction}_kl", **how)
+
+
+def jsd(x, teacher, **how):
+    return oracle.dense_divergence(x, tensor_of(teacher), "jsd", **how)
+
+
+def distill(x, ids, logprobs, tail=None, mask=None, **how):
+    if how["support"] == "tail":
+        tail = tail_where_any(x, ids, logprobs, tail, mask, **how)
+    return oracle.topk_distill(x, ll.SparseTargets(ids, logprobs, tail, mask), **how)
+
+
+def tail_where_any(
+    x, ids, logprobs, tail, mask, *, temperature=1.0, softcap=None, labels=None, ignore_index=-100,
+    **_,
+):  # fmt: skip
+    """A teacher's tail, which is nothing where the student has nothing outside the ids."""
+    mask = torch.ones_like(ids).bool() if mask is None else mask != 0
+    if labels is not None:
+        mask = mask & (labels != ignore_index).unsqueeze(-1)
+    if tail is None:
+        tail = (1 - torch.where(mask, logprobs.to(x.dtype).exp(), 0.0).sum(-1)).clamp(min=0).log()
+    log_q = torch.log_softmax(oracle.z_of(x, temperature, softcap), -1)
+    outside = oracle.log_mass_outside(log_q, ids, mask)
+    return tail.masked_fill(outside == -torch.inf, -torch.inf)
+
+
+def gathered_kl(x, teacher_logprobs, mask=None, **how):
+    return oracle.gathered_kl(x, teacher_logprobs, mask, **how)
+
+
+def topk(x, k, **how):
+    ids, logprobs, tail = oracle.topk(x, k, **how)
+    tail = torch.where(logprobs[..., 0].isnan(), torch.nan, tail)  # also of no classes
+    return {"ids": ids, "logprobs": logprobs, "tail": tail}
+
+
+def partial(x):
+    """Constants: which of equal logits the gradient of a maximum goes to is nobody's business."""
+    m = x.detach().amax(-1)
+    d = x.detach() - torch.where(m == -torch.inf, 0.0, m).unsqueeze(-1)
+    e = d.exp()
+    return {"m": m, "s": e.sum(-1), "w": torch.where(e == 0, 0.0, d * e).sum(-1)}
+
+
+# --- calls that are more than the function's name
+
+
+def sparse(ids, logprobs, tail=None, mask=None) -> ll.SparseTargets:
+    return ll.SparseTargets(ids, logprobs, tail, mask)
+
+
+def call_distill(x, ids, logprobs, tail=None, mask=None, **how):
+    return ll.topk_distill(x, sparse(ids, logprobs, tail, mask), **how)
+
+
+def call_row_loss(x, formula, **how):
+    return ll.row_loss(formula, x, **how)
+
+
+def call_linear(x, target, *, weight=None, **how):
+    if not isinstance(x, ll.LinearLogits):
+        return ll.cross_entropy(x, target, weight=weight, **how)
+    return ll.linear_cross_entropy(
+        x.hidden, x.weight, target, bias=x.bias, class_weight=weight, workspace=x.workspace, **how
+    )
+
+
+def call_merge(x):
+    halves = x.detach().split(max(x.shape[-1] // 2, 1), -1)
+    found = ll.partial(halves[0])
+    for half in halves[1:]:
+        found = ll.merge(found, ll.partial(half))
+    return found
+
+
+def module(name: str, *inputs: str) -> Callable:
+    """A module of ll.nn: these are arguments of its forward, all others of its own."""
+
+    def call(x, **how):
+        given = {key: how.pop(key) for key in inputs if key in how}
+        return getattr(ll.nn, name)(**how)(x, **given)
+
+    return call
+
+
+def call_linear_module(x, target, *, row_weight=None, **how):
+    if not isinstance(x, ll.LinearLogits):
+        return ll.nn.CrossEntropyLoss(**how)(x, target, row_weight)
+    loss = ll.nn.LinearCrossEntropyLoss(**how)
+    return loss(x.hidden, x.weight, target, x.bias, row_weight)
+
+
+def call_distill_module(
+    x, ids, logprobs, tail=None, mask=None, labels=None, row_weight=None, **how
+):
+    targets = sparse(ids, logprobs, tail, mask)
+    return ll.nn.TopKDistillLoss(**how)(x, targets, labels, row_weight)
+
+
+# --- the table
+
+
+class Function(NamedTuple):
+    call: Callable
+    means: Callable
+    arguments: dict[str, Argument]
+    sources: tuple[str, ...] | None = None  # None is all
+    impls: tuple[str, ...] = ("eager", "triton")
+
+
+READ = {"temperature": args.TEMPERATURE, "softcap": args.SOFTCAP}
+REDUCED = {
+    "reduction": args.choice("mean", "sum", "none"),
+    "row_weight": args.ROW_WEIGHT,
+}
+STATS = READ | {
+    "ids": args.IDS, "entropy": args.FLAG, "total": args.FLAG, "argmax": args.FLAG,
+    "ignore_index": args.IGNORE_INDEX,
+}  # fmt: skip
+ROW_LOSS = STATS | REDUCED | {
+    "formula": Argument({"all": lambda m: all_statistics}, needed=True),
+    "rows": args.BESIDE_ROWS,
+}  # fmt: skip
+SCORE = READ | {"target": args.TARGET, "ignore_index": args.IGNORE_INDEX}
+CROSS_ENTROPY = SCORE | REDUCED | {
+    "weight": args.CLASS_WEIGHT, "label_smoothing": args.FRACTION, "z_loss": args.Z_LOSS,
+    "inplace": args.FLAG,
+}  # fmt: skip
+DENSE = READ | REDUCED | {
+    "teacher": teachers.TEACHER, "mask": teachers.ROW_MASK, "t_squared": args.FLAG,
+}  # fmt: skip
+KL_DIV = DENSE | {"direction": args.choice("forward", "reverse", needed=True)}
+JSD = DENSE | {"beta": args.FRACTION}
+SOFT = READ | REDUCED | {
+    "probs": teachers.PROBS, "mask": teachers.ROW_MASK, "weight": args.CLASS_WEIGHT,
+    "label_smoothing": args.FRACTION,
+}  # fmt: skip
+TARGETS = {
+    "ids": teachers.SLOT_IDS, "logprobs": teachers.LOGPROBS, "tail": teachers.TAIL,
+    "mask": teachers.SLOT_MASK,
+}  # fmt: skip
+DISTILL = READ | REDUCED | TARGETS | {
+    "divergence": args.choice("forward_kl", "reverse_kl", "jsd", "tvd", needed=True),
+    "support": args.choice("truncate", "renorm_teacher", "renorm", "tail", needed=True),
+    "beta": args.FRACTION, "t_squared": args.FLAG, "labels": args.LABELS,
+    "ignore_index": args.IGNORE_INDEX, "ce_weight": args.CE_WEIGHT, "kd_weight": args.COEFFICIENT,
+}  # fmt: skip
+GATHERED = REDUCED | {
+    "teacher_logprobs": teachers.GATHERED, "mask": teachers.GATHERED_MASK,
+    "temperature": args.TEMPERATURE, "t_squared": args.FLAG,
+}  # fmt: skip
+TOPK = {"k": args.HOW_MANY, "temperature": args.NUMBER_TEMPERATURE, "softcap": args.SOFTCAP}
+
+FUNCTIONS: dict[str, Function] = {
+    "logsumexp": Function(ll.logsumexp, oracle.logsumexp, READ),
+    "entropy": Function(ll.entropy, oracle.entropy, READ),
+    "token_logprobs": Function(
+        ll.token_logprobs, oracle.token_logprobs, READ | {"ids": args.NEEDED_IDS}
+    ),
+    "row_stats": Function(ll.row_stats, stats, STATS),
+    "row_loss": Function(call_row_loss, row_loss, ROW_LOSS),
+    "score": Function(ll.score, score, SCORE),
+    "cross_entropy": Function(ll.cross_entropy, oracle.cross_entropy, CROSS_ENTROPY),
+    "linear_cross_entropy": Function(call_linear, oracle.cross_entropy, CROSS_ENTROPY),
+    "kl_div": Function(ll.kl_div, kl_div, KL_DIV),
+    "jsd": Function(ll.jsd, jsd, JSD),
+    "soft_cross_entropy": Function(ll.soft_cross_entropy, oracle.soft_cross_entropy, SOFT),
+    "topk_distill": Function(call_distill, distill, DISTILL),
+    "gathered_kl": Function(ll.gathered_kl, gathered_kl, GATHERED),
+    "capture_topk": Function(ll.capture_topk, topk, TOPK),
+    "SparseTargets": Function(
+        lambda x, **how: sparse(**how), lambda x, **how: how, TARGETS, TENSORS[:1]
+    ),
+    "partial": Function(lambda x: ll.partial(x.detach()), partial, {}, TENSORS, ("eager",)),
+    "merge": Function(call_merge, partial, {}, TENSORS, ("eager",)),
+    "nn.LogSumExp": Function(module("LogSumExp"), oracle.logsumexp, READ),
+    "nn.Entropy": Function(module("Entropy"), oracle.entropy, READ),
+    "nn.TokenLogprobs": Function(
+        module("TokenLogprobs", "ids"), oracle.token_logprobs, READ | {"ids": args.NEEDED_IDS}
+    ),
+    "nn.Score": Function(module("Score", "target"), score, SCORE),
+    "nn.CrossEntropyLoss": Function(
+        module("CrossEntropyLoss", "target", "row_weight"), oracle.cross_entropy, CROSS_ENTROPY
+    ),
+    "nn.LinearCrossEntropyLoss": Function(
+        call_linear_module, oracle.cross_entropy, CROSS_ENTROPY
+    ),
+    "nn.KLDivLoss": Function(module("KLDivLoss", "teacher", "mask", "row_weight"), kl_div, KL_DIV),
+    "nn.JSDLoss": Function(module("JSDLoss", "teacher", "mask", "row_weight"), jsd, JSD),
+    "nn.TopKDistillLoss": Function(call_distill_module, distill, DISTILL),
+}  # fmt: skip
+
+NOT_LOSSES = {  # public, and not called on logits: what they are tested by instead
+    "LinearLogits": "a source",
+    "nn.FusedHead": "a source",
+    "Partial": "what partial returns",
+    "RowStats": "what row_stats returns",
+    "Scores": "what score returns",
+    "impl": "chosen by every case",
+    "nn": "its modules are named one by one",
+}
+
+BAD_LOGITS: args.Kinds = {
+    "a list": lambda m: [1.0],
+    "None": lambda m: None,
+    "integers": lambda m: args.zeros(m, (*m.lead, m.vocab)),
+    "complex": lambda m: args.ones(m, (*m.lead, m.vocab)).to(torch.complex64),
+    "0-d": lambda m: args.ones(m, ()),
+    "no columns": lambda m: args.ones(m, (*m.lead, 0)),
+}

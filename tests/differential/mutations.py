@@ -1,0 +1,58 @@
+"""Bugs put in on purpose: a tester that does not find them tests nothing."""
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from unittest import mock
+
+from torch import Tensor
+
+from logitless import _call, _checks, _chunks, stats
+from logitless import _contract as contract
+
+
+def wrong_chunk() -> AbstractContextManager:
+    """Every chunk of a head but the first takes the rows one before its own."""
+    right = _chunks.Chunks._some
+
+    def some(self, start, end):
+        return right(self, start - 1, end - 1) if start else right(self, start, end)
+
+    return mock.patch.object(_chunks.Chunks, "_some", some)
+
+
+def dropped_coefficient() -> AbstractContextManager:
+    """The gradient of the entropy forgets p log p."""
+    right = stats.coefficients_of
+
+    def coefficients_of(*args):
+        found = right(*args)
+        found.rows[:, contract.B] = 0
+        return found
+
+    return mock.patch.object(stats, "coefficients_of", coefficients_of)
+
+
+def skipped_check() -> AbstractContextManager:
+    """row_weight is checked beside tensors of logits, and not beside a head."""
+    right = _checks.row_weight
+
+    def row_weight(t, x):
+        if isinstance(x, Tensor):
+            right(t, x)
+
+    return mock.patch.object(_checks, "row_weight", row_weight)
+
+
+MUTATIONS = {
+    "a wrong chunk index": wrong_chunk,
+    "a dropped coefficient": dropped_coefficient,
+    "a skipped check over a head": skipped_check,
+}
+
+
+@contextlib.contextmanager
+def mutated(bug: str) -> Iterator[None]:
+    """The library with this bug, which remembers nothing that it took for right before or here."""
+    with mock.patch.object(_call, "_right", set()), MUTATIONS[bug]():
+        yield

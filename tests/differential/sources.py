@@ -1,0 +1,160 @@
+"""Where logits come from: tensors in memory in several ways, and heads of several chunks.
+
+A source is made of a `Given`: the parts of a head, and its logits as numbers.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from sizes import DEVICE
+from torch import Tensor
+
+import logitless as ll
+
+from .case import Case, Maker
+
+D = 4
+
+
+class Given(NamedTuple):
+    logits: Tensor  # (..., V), constants
+    hidden: Tensor  # (..., D)
+    weight: Tensor  # (V, D)
+    bias: Tensor | None  # (V,)
+
+    def parts(self) -> dict[str, Tensor]:
+        named = {"hidden": self.hidden, "weight": self.weight, "bias": self.bias}
+        return {name: t for name, t in named.items() if t is not None}
+
+
+def given(case: Case) -> Given:
+    """The parts, and their product with the special values that this case asks for."""
+    m = case.make("logits")
+    hidden, weight = m.normal(*case.lead, D), m.normal(case.vocab, D)
+    bias = m.normal(case.vocab) if case.seed % 3 else None
+    values = VALUES[case.values]
+    if values.head is not None:
+        hidden, weight, bias = values.head(m, hidden, weight, bias)
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    if values.dense is not None:
+        logits = values.dense(m, logits).to(logits.dtype)
+    return Given(logits, hidden, weight, bias)
+
+
+class Values(NamedTuple):
+    """Special values, put into the parts of a head or, where they cannot be, into logits."""
+
+    head: Callable | None = None
+    dense: Callable | None = None
+    wide: bool = False  # needs more than 16 bits to be exact
+
+
+def _bias(change: Callable[[Maker, Tensor], Tensor]) -> Callable:
+    def head(m, hidden, weight, bias):
+        return hidden, weight, change(m, torch.zeros_like(weight[:, 0]) if bias is None else bias)
+
+    return head
+
+
+def _some(value: float, share: float = 0.3) -> Callable[[Maker, Tensor], Tensor]:
+    return lambda m, t: t.masked_fill(m.some(t.shape, share), value)
+
+
+def _some_rows(value: float) -> Callable[[Maker, Tensor], Tensor]:
+    return lambda m, t: t.masked_fill(m.some(t.shape[:-1]).unsqueeze(-1), value)
+
+
+VALUES = {
+    "plain": Values(),
+    "spread": Values(lambda m, h, w, b: (h * 4, w * 2, b)),
+    "all equal": Values(lambda m, h, w, b: (h * 0, w, b)),
+    "two values": Values(lambda m, h, w, b: (h.sign(), w * 0 + 0.5, None)),
+    "offset": Values(_bias(lambda m, b: b + 1e4), wide=True),
+    "-inf in columns": Values(_bias(_some(-torch.inf))),
+    "-inf everywhere": Values(_bias(lambda m, b: b - torch.inf)),
+    "NaN in rows": Values(lambda m, h, w, b: (_some_rows(torch.nan)(m, h), w, b)),
+    "-inf": Values(dense=_some(-torch.inf)),
+    "-inf in rows": Values(dense=_some_rows(-torch.inf)),
+    "+inf": Values(dense=_some(torch.inf, 0.1)),
+    "NaN": Values(dense=_some(torch.nan, 0.1)),
+    "any": Values(dense=lambda m, t: t + m.rand(t.shape, -6, 6, torch.float64)),
+    "large": Values(dense=lambda m, t: t * 1000),
+}
+
+
+def logits_of(case: Case) -> tuple[str, ...]:
+    """The sources that can have the values of a case."""
+    values, exact = VALUES[case.values], case.dtype in ("float32", "float64")
+    if values.dense is not None or (values.wide and not exact):
+        return TENSORS
+    return tuple(SOURCES)
+
+
+def _copied(like: Callable[[Tensor], Tensor]) -> Callable[[Given], tuple[Any, dict]]:
+    """Logits as a leaf in the memory that `like` makes room for."""
+
+    def source(g: Given):
+        leaf = like(g.logits).copy_(g.logits).requires_grad_(g.logits.is_floating_point())
+        return leaf, {"logits": leaf}
+
+    return source
+
+
+def _head(rows: int | None, **how) -> Callable[[Given], tuple[Any, dict]]:
+    """A head with a workspace of so many rows; None is of all."""
+
+    def source(g: Given):
+        leaves = {name: t.clone().requires_grad_() for name, t in g.parts().items()}
+        width = -(-g.weight.shape[0] // 8) * 8 * g.weight.element_size()
+        workspace = None if rows is None else rows * width
+        return ll.LinearLogits(**leaves, workspace=workspace, **how), leaves
+
+    return source
+
+
+def _fused_head(g: Given):
+    leaves = {name: t.clone().requires_grad_() for name, t in g.parts().items()}
+    V, bias = g.weight.shape[0], g.bias is not None
+    module = ll.nn.FusedHead(D, V, bias=bias, device=DEVICE, dtype=g.weight.dtype)
+    hidden = leaves["hidden"]
+    parameters = {name: t for name, t in leaves.items() if name != "hidden"}
+    return torch.func.functional_call(module, parameters, (hidden,)), leaves
+
+
+def _room(t: Tensor, before: int, after: int, step: int = 1) -> Tensor:
+    """Memory for t inside rows that are longer."""
+    V = t.shape[-1]
+    wide = torch.full((*t.shape[:-1], before + V * step + after), 7, device=t.device).to(t.dtype)
+    return wide[..., before : before + V * step : step]
+
+
+def _transposed(t: Tensor) -> Tensor:
+    """Memory for t whose first dimension is innermost but for the last."""
+    order = (*range(1, t.dim() - 1), 0, t.dim() - 1) if t.dim() > 1 else (0,)
+    shuffled = torch.empty([t.shape[i] for i in order], device=t.device, dtype=t.dtype)
+    return shuffled.permute([order.index(i) for i in range(t.dim())])
+
+
+def _columns_outermost(t: Tensor) -> Tensor:
+    return t.new_empty((t.shape[-1], *t.shape[:-1])).movedim(0, -1)
+
+
+# The first is what the others are held against.
+SOURCES: dict[str, Callable[[Given], tuple[Any, dict[str, Tensor]]]] = {
+    "tensor": _copied(torch.empty_like),
+    "tensor, long rows": _copied(lambda t: _room(t, 0, 3)),
+    "tensor, unaligned rows": _copied(lambda t: _room(t, 1, 2)),
+    "tensor, every second column": _copied(lambda t: _room(t, 0, 0, 2)),
+    "tensor, transposed rows": _copied(_transposed),
+    "tensor, columns outermost": _copied(
+        lambda t: t.new_empty(t.movedim(-1, 0).shape).movedim(0, -1)
+    ),
+    "head, one row": _head(1),
+    "head, two rows": _head(2),
+    "head, all rows": _head(None),
+    "head, nothing dropped": _head(2, drop_ignored=False),
+    "head, fp32 sums": _head(2, accumulate="fp32"),
+    "nn.FusedHead": _fused_head,
+}
+TENSORS = tuple(name for name in SOURCES if name.startswith("tensor"))

@@ -1,0 +1,59 @@
+"""A fixed draw of cases of every function; `make fuzz` draws others, for as long as it is told."""
+
+import inspect
+
+import hypothesis
+import pytest
+import torch
+
+import logitless as ll
+
+from .__main__ import first_failure
+from .case import Case
+from .check import check
+from .functions import FUNCTIONS, NOT_LOSSES
+from .mutations import MUTATIONS, mutated
+from .search import Tally
+from .strategies import cases
+
+EXAMPLES = 60  # of each function
+
+
+def test_every_public_function_is_tested():
+    modules = {
+        f"nn.{name}"
+        for name, value in vars(ll.nn).items()
+        if inspect.isclass(value) and issubclass(value, torch.nn.Module) and name[0] != "_"
+    }
+    assert {*ll.__all__, *modules} == FUNCTIONS.keys() | NOT_LOSSES.keys()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_cases(name):
+    @hypothesis.settings(
+        max_examples=EXAMPLES, derandomize=True, deadline=None, database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    @hypothesis.given(cases(name))
+    def each(case):
+        hypothesis.note(case.script())  # shown of the smallest case that fails
+        check(case)
+
+    each()
+
+
+@pytest.mark.parametrize("bug", MUTATIONS)
+def test_a_bug_put_in_on_purpose_is_found(bug):
+    names = ("row_stats", "cross_entropy")
+    with mutated(bug):
+        failure = first_failure(names, 0, Tally())
+    assert failure is not None
+    check(failure.case)  # which is right without the bug
+
+
+def test_a_script_runs_its_case():
+    bad = {"target": "int64", "row_weight": "one more"}
+    script = Case("cross_entropy", "head, one row", arguments=bad, bad="row_weight").script()
+    exec(script)
+    with mutated("a skipped check over a head"), pytest.raises(AssertionError, match="and not"):
+        exec(script)
