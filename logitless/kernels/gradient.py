@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .. import _contract
 from .layout import fringe_tile, walk
-from .numerics import INF, LN2, LOG2E, capped, load
+from .numerics import INF, LN2, LOG2E, capped, load, only_if
 from .state import pack_of
 
 COEF_A = tl.constexpr(_contract.A)
@@ -188,7 +188,7 @@ def in_span(ids, span, ALIGNED: tl.constexpr):
     if not ALIGNED:
         after = span.head + span.body
         fringe = ((ids >= 0) & (ids < span.head)) | ((ids >= after) & (ids < span.V))
-        mine = mine | (fringe & (span.lo == 0))
+        mine = mine | only_if(span.lo == 0, fringe)
     return mine
 
 
