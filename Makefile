@@ -1,11 +1,14 @@
 # Everything here works on a fresh machine: what a target needs, it installs into .venv first.
 #
 #   make test                   lint, types, tests (kernels under Triton's interpreter)
+#   make test-newest            the tests with what pip installs today, in .venv-newest
+#   make test-oldest            the tests with the oldest versions we allow, in .venv-oldest
 #   make test-gpu PY=python3    with an interpreter that has PyTorch already, and no .venv
 #
 # PYTHON makes the environment, ARGS go to the command: make demo ARGS="--steps 50".
 
 PYTHON ?= python3
+PYTHON_OLDEST ?= python3.10
 ARGS ?=
 
 ifndef PY
@@ -14,13 +17,20 @@ READY := .venv/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-gpu fuzz bench demo lint types format clean
+.PHONY: help test test-newest test-oldest test-gpu fuzz bench demo lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 test: lint types  ## lint, types and all tests, at small sizes where there is no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(ARGS)
+
+test-newest: .venv-newest/.ready  ## all tests, with the PyTorch and Triton that pip installs today
+	.venv-newest/bin/python -m pip install --quiet --upgrade -r requirements/newest.txt
+	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest -n 2 $(ARGS)
+
+test-oldest: .venv-oldest/.ready  ## all tests, with the oldest Python, PyTorch and Triton we allow
+	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n 2 $(ARGS)
 
 test-gpu: $(READY)  ## the tests at real sizes, on a GPU
 	$(PY) -m pytest tests/gpu $(ARGS)
@@ -45,12 +55,25 @@ format: $(READY)  ## rewrite the sources as ruff wants them
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-clean:  ## remove the environment and everything built
-	rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis logitless-demo.png
+clean:  ## remove the environments and everything built
+	rm -rf .venv .venv-newest .venv-oldest build dist .pytest_cache .ruff_cache .hypothesis logitless-demo.png
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.venv/.ready: requirements/dev.txt pyproject.toml
-	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet -r requirements/dev.txt
-	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
-	touch $@
+# $(call install,PYTHON): an environment of that interpreter, with the first prerequisite's packages.
+define install
+$(1) -m venv $(@D)
+$(@D)/bin/python -m pip install --quiet -r $<
+$(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+touch $@
+endef
+
+.venv/.ready: requirements/dev.txt requirements/tests.txt pyproject.toml
+	$(call install,$(PYTHON))
+
+.venv-newest/.ready: requirements/newest.txt requirements/tests.txt pyproject.toml
+	$(call install,$(PYTHON))
+
+.venv-oldest/.ready: requirements/oldest.txt requirements/tests.txt pyproject.toml
+	@$(PYTHON_OLDEST) -c "" 2>/dev/null || \
+		{ echo "PYTHON_OLDEST must name a Python 3.10, got $(PYTHON_OLDEST)." >&2; exit 1; }
+	$(call install,$(PYTHON_OLDEST))

@@ -20,8 +20,8 @@ from unittest import mock
 
 import torch
 import triton
-from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -231,13 +231,21 @@ def launch_sums(dz: torch.Tensor) -> None:
         kernels.accumulate(dz, h, total, exponents, chunk == 0, chunk == 2)
 
 
-def resources(ptx: str, arch: str) -> dict:
-    """Registers and spilled bytes, from the assembler."""
+def assembler(arch: int) -> str:
+    """The program that Triton itself would assemble PTX with."""
+    try:
+        return get_ptxas(arch).path
+    except TypeError:  # Triton 3.5 has one for all
+        return get_ptxas().path
+
+
+def resources(ptx: str) -> dict:
+    """Registers and spilled bytes on Hopper, from the assembler."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
         report = subprocess.run(
-            [knobs.nvidia.ptxas.path, "-v", f"--gpu-name={arch}", str(source),
+            [assembler(90), "-v", "--gpu-name=sm_90a", str(source),
              "-o", str(Path(folder, "kernel.cubin"))],
             capture_output=True, text=True, check=True,
         ).stderr  # fmt: skip
@@ -267,7 +275,7 @@ def main(target: str) -> None:
             kernel = triton.compile(source, target=TARGETS[target], options=options)
             row = {"target": target, "kernel": f"{source.name} {variant}"}
             if target == "cuda:90":
-                row |= resources(kernel.asm["ptx"], "sm_90a")
+                row |= resources(kernel.asm["ptx"])
             print(json.dumps(row), flush=True)
 
 

@@ -3,6 +3,8 @@
 The same contract as kernels/slots.py; the formulas are explained there.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,10 @@ from .rows import live_rows
 
 RENORM_TEACHER = ("renorm_teacher", "renorm")  # supports that compare p/P
 RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")  # supports that compare q/Q
+
+LOG_ROUNDING = math.log(
+    2.0**-6
+)  # of a mass that log-probabilities in 16 bits may leave by rounding
 
 
 def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
@@ -104,7 +110,8 @@ def _compare(
 
     log_p = _rest(log_p) if given.tail is None else given.tail.reshape(-1).to(log_q.dtype)
     # Where nothing is left outside, what a teacher's rounding leaves there is nothing too.
-    log_p = torch.where(log_q_tail == -torch.inf, -torch.inf, log_p)
+    no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
+    log_p = torch.where(no_tail, -torch.inf, log_p)
     f, g_tail = _terms(log_p, log_p.exp(), log_q_tail, log_q_tail.exp(), *how)
     if mask is not None:  # no slot, no row
         some = mask.any(-1)

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import config
 from .launch import REMEMBERED, Launch
+from .numerics import only_if
 
 BLOCK = 128  # columns with one exponent
 PACK = 8  # numbers in 16 bytes
@@ -75,7 +76,7 @@ def _accumulate_kernel(
         v, d = tile // across * BLOCK_V, tile % across * (2 * BLOCK_D)
         offs_v = v + tl.arange(0, BLOCK_V)
         at = EXPONENTS + (d // BLOCK_D).to(tl.int64) * V + offs_v
-        here, there = offs_v < V, (offs_v < V) & (d + BLOCK_D < D)
+        here, there = offs_v < V, only_if(d + BLOCK_D < D, offs_v < V)
         e_here = tl.zeros((BLOCK_V,), tl.int8)
         e_there = e_here
         if not FIRST:

@@ -11,7 +11,7 @@ from .. import _contract
 from .._contract import Partials, Reading, Statistics
 from . import config
 from .launch import REMEMBERED, Launch
-from .numerics import INF, LOG2E, capped, finite, inverse_temperature, load, move
+from .numerics import INF, LOG2E, capped, finite, inverse_temperature, load, move, only_if
 from .state import LOG_S, LOG_S1, NOWHERE, SHIFT, STATE_WIDTH, State, is_live, load_mark
 
 OUTPUTS = (
@@ -114,7 +114,7 @@ def write_ids(
         mask_k = offs_k < K
         at = row.to(tl.int64) * K + offs_k
         ids = tl.load(IDS + at, mask=mask_k, other=0)
-        inside = mask_k & (ids >= 0) & (ids < V) & live
+        inside = only_if(live, mask_k & (ids >= 0) & (ids < V))
         if Xrow is not None:
             y, _ = capped(load(Xrow, ids, inside), softcap)
         else:

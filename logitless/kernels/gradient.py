@@ -16,7 +16,7 @@ import triton.language as tl
 
 from .. import _contract
 from .layout import fringe_tile, walk
-from .numerics import INF, LN2, LOG2E, capped, load
+from .numerics import INF, LN2, LOG2E, capped, load, only_if
 from .state import pack_of
 
 COEF_A = tl.constexpr(_contract.A)
@@ -102,7 +102,8 @@ def load_coefs(COEF, gain, HAS: tl.constexpr):
 def c0_of(a, b, log_s, inv_t):
     """The constant in what e is multiplied with; 0 for a row of -inf, where nothing flows."""
     scale = inv_t * tl.exp2(-log_s * LOG2E)
-    return tl.where(log_s == -INF, 0.0, (a - b * log_s) * scale)
+    a = tl.where(b == 0, a, a - b * log_s)  # 0 · inf is not 0
+    return tl.where(log_s == -INF, 0.0, a * scale)
 
 
 @triton.jit
@@ -188,7 +189,7 @@ def in_span(ids, span, ALIGNED: tl.constexpr):
     if not ALIGNED:
         after = span.head + span.body
         fringe = ((ids >= 0) & (ids < span.head)) | ((ids >= after) & (ids < span.V))
-        mine = mine | (fringe & (span.lo == 0))
+        mine = mine | only_if(span.lo == 0, fringe)
     return mine
 
 

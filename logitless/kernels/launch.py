@@ -65,11 +65,16 @@ class Launch:
             start(*self.grid, stream, function, metadata, None, None, None, *addresses, *self.after)
 
     def compile(self, types: tuple, tensors: Sequence) -> None:
-        """Launch by Triton's own way, and remember what it compiled."""
+        """Launch by Triton's own way, and remember what it compiled.
+
+        Products that are added to are rounded once, with the sum: fewer instructions, and nothing
+        here is exact because a product was rounded. Triton's own default for it is to change.
+        """
         with on(tensors[0].device):
             compiled = self.kernel[self.programs](
-                *tensors, *self.numbers, **self.constants, num_warps=self.num_warps
-            )
+                *tensors, *self.numbers, **self.constants,
+                num_warps=self.num_warps, enable_fp_fusion=True,
+            )  # fmt: skip
         if isinstance(compiled, CompiledKernel):  # the interpreter has none
             start = compiled.run  # first: it loads the function
             self.compiled[types] = start, compiled.function, compiled.packed_metadata

@@ -73,6 +73,8 @@ def rows_of(x: Tensor) -> tuple[Tensor, Rows]:
 def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows | None:
     """Rows of a tensor whose base is so many bytes after a 16-byte boundary; None for a copy."""
     *shape, vocab = shape
+    if 0 in shape:  # no rows, whatever their strides
+        return Rows(0, vocab, 1, vocab, vocab, offset // itemsize, 16 // itemsize)
     if strides[-1] != 1 and vocab > 1:
         return None
     dims: list[tuple[int, int]] = []  # (size, stride), neighbours joined where one stride does

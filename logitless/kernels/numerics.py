@@ -27,6 +27,17 @@ def load(P, at, mask):
 
 
 @triton.jit
+def only_if(flag, mask):
+    """`mask` if one flag, the same for all columns, is set; else nothing.
+
+    That is `mask & flag`. But the interpreter keeps a comparison of int32 numbers as int32, and
+    from Triton 3.9 on refuses a mask that such a flag was spread over; `True &` makes it a bool,
+    and is nothing to the compiler.
+    """
+    return mask & (True & flag)
+
+
+@triton.jit
 def inverse_temperature(temperature, row):
     """1 / temperature of a row: `temperature` is a number, or a pointer to one a row."""
     if isinstance(temperature, float):  # as the interpreter passes a number

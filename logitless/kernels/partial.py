@@ -24,7 +24,7 @@ from .finish import (
 )
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, rows_of, split_row
-from .numerics import LOG2E, capped, inverse_temperature, load
+from .numerics import LOG2E, capped, inverse_temperature, load, only_if
 from .state import (
     NOWHERE,
     column_of_max,
@@ -59,7 +59,7 @@ def _store_ids(Xrow, IDS, PICKED, row, V, K, start, live, softcap, BLOCK_K: tl.c
         mask_k = offs_k < K
         at = row.to(tl.int64) * K + offs_k
         ids = tl.load(IDS + at, mask=mask_k, other=-1) - start
-        inside = mask_k & (ids >= 0) & (ids < V) & live
+        inside = only_if(live, mask_k & (ids >= 0) & (ids < V))
         y, _ = capped(load(Xrow, ids, inside), softcap)
         tl.store(PICKED + at, tl.where(inside, y, 0.0), mask=mask_k)
 

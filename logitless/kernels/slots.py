@@ -30,6 +30,7 @@ from torch import Tensor
 
 from .. import _contract
 from .._contract import Coefficients, Reading, Slots
+from ..eager.slots import LOG_ROUNDING as LOG_ROUNDING_
 from ..eager.slots import RENORM_STUDENT, RENORM_TEACHER, at_the_ends
 from ..eager.slots import slots as slots_in_torch
 from . import config
@@ -39,6 +40,7 @@ from .numerics import INF, finite, load
 from .plain import COEF_WIDTH
 from .state import is_live
 
+LOG_ROUNDING = tl.constexpr(LOG_ROUNDING_)
 LEAST = tl.constexpr(-87.0)  # log of a tail that fp32 can still divide by
 
 MAX_K = 4096  # slots that one program holds; more are left to PyTorch
@@ -116,7 +118,8 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, some, beta, DIVERGENCE: 
     else:
         log_p_tail = _rest(log_p, p, k)
     # Where nothing is left outside, what a teacher's rounding leaves there is nothing too.
-    log_p_tail = tl.where(log_q_tail == -INF, -INF, log_p_tail)
+    no_tail = (log_q_tail == -INF) & (log_p_tail < LOG_ROUNDING)
+    log_p_tail = tl.where(no_tail, -INF, log_p_tail)
     f, g = _terms(log_p_tail, tl.exp(log_p_tail), log_q_tail, tl.exp(log_q_tail), beta, DIVERGENCE)
     return tl.where(some, f, 0.0), tl.where(some, g, 0.0), log_q_tail
 

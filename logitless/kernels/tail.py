@@ -133,7 +133,7 @@ def _tail_kernel(
     inside, bad = _mass_inside(IDS, LOGPROB, K, V, repeated, BLOCK_K)
     mass = 1.0 - inside
     tail = tl.log(mass)
-    if bad:
+    if bad | (tl.load(STATE + LOG_S) == INF):  # a logit of +inf: inf / inf
         tail = tail * float("nan")
     elif mass < ENOUGH:
         Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
