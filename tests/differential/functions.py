@@ -4,6 +4,7 @@
 of oracle.py, of a tensor in any precision.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -115,7 +116,7 @@ def tail_where_any(
     x, ids, logprobs, tail, mask, *, temperature=1.0, softcap=None, labels=None, ignore_index=-100,
     **_,
 ):  # fmt: skip
-    """A teacher's tail, which is nothing where the student has nothing outside the ids."""
+    """A teacher's tail; nothing if it may be rounding where the student has nothing outside."""
     mask = torch.ones_like(ids).bool() if mask is None else mask != 0
     if labels is not None:
         mask = mask & (labels != ignore_index).unsqueeze(-1)
@@ -123,7 +124,7 @@ def tail_where_any(
         tail = (1 - torch.where(mask, logprobs.to(x.dtype).exp(), 0.0).sum(-1)).clamp(min=0).log()
     log_q = torch.log_softmax(oracle.z_of(x, temperature, softcap), -1)
     outside = oracle.log_mass_outside(log_q, ids, mask)
-    return tail.masked_fill(outside == -torch.inf, -torch.inf)
+    return tail.masked_fill((outside == -torch.inf) & (tail < math.log(2.0**-6)), -torch.inf)
 
 
 def gathered_kl(x, teacher_logprobs, mask=None, **how):
@@ -133,6 +134,7 @@ def gathered_kl(x, teacher_logprobs, mask=None, **how):
 def topk(x, k, **how):
     ids, logprobs, tail = oracle.topk(x, k, **how)
     tail = torch.where(logprobs[..., 0].isnan(), torch.nan, tail)  # also of no classes
+    ids = ids.masked_fill(logprobs.isnan(), UNKNOWN)  # which is largest, a NaN does not say
     return {"ids": ids, "logprobs": logprobs, "tail": tail}
 
 
@@ -248,7 +250,7 @@ DISTILL = READ | REDUCED | TARGETS | {
     "ignore_index": args.IGNORE_INDEX, "ce_weight": args.CE_WEIGHT, "kd_weight": args.COEFFICIENT,
 }  # fmt: skip
 GATHERED = REDUCED | {
-    "teacher_logprobs": teachers.GATHERED, "mask": teachers.GATHERED_MASK,
+    "teacher_logprobs": teachers.GATHERED, "mask": teachers.GATHERED_MASK, "renormalise": args.FLAG,
     "temperature": args.TEMPERATURE, "t_squared": args.FLAG,
 }  # fmt: skip
 TOPK = {"k": args.HOW_MANY, "temperature": args.NUMBER_TEMPERATURE, "softcap": args.SOFTCAP}

@@ -18,16 +18,6 @@ FOR_TRITON = 12  # one case in so many runs under the interpreter, thirty times 
 BAD = 4  # one case in so many has a bad argument
 
 
-def known(case: Case) -> str | None:
-    """What is wrong with such a case under Triton; empty again once the kernels are mended."""
-    strided = ("tensor, every second column", "tensor, columns outermost")
-    if 0 in case.lead and case.source in strided:
-        return "layout.describe refuses it, contiguous() keeps its strides: endless recursion"
-    if case.values == "+inf" and "logprobs" in case.arguments:
-        return "a divergence of slots in a row with +inf is finite, where eager says NaN"
-    return None
-
-
 def draw(name: str, pick: Callable[[Sequence], Any], number: Callable[[], int]) -> Case:
     """A case of one function; `pick` takes one of several, `number` is any."""
     function = FUNCTIONS[name]
@@ -51,8 +41,7 @@ def draw(name: str, pick: Callable[[Sequence], Any], number: Callable[[], int]) 
         arguments=arguments,
         bad=bad,
     )
-    case = replace(case, source=pick(sources(case)))
-    return replace(case, impl="eager") if triton and known(case) else case
+    return replace(case, source=pick(sources(case)))
 
 
 def bad_kinds(name: str, argument: str) -> dict:

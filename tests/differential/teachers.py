@@ -124,11 +124,11 @@ def slot_mask(K: Width) -> Argument:
 
 
 def logprobs(K: Width) -> Argument:
-    """Log-probabilities, of less than 1 in all."""
+    """Log-probabilities, of less than half in all: a tail has room beside them."""
 
     def plain(m: Maker) -> Tensor:
         found = torch.log_softmax(m.rand((*m.lead, K(m) + 1), -3, 3), -1)
-        return found[..., :-1].contiguous()
+        return found[..., :-1] - math.log(2)
 
     def nonsense(m: Maker) -> Tensor:
         found = plain(m)
@@ -176,9 +176,9 @@ SLOT_IDS = Argument(
 )
 TAIL = Argument(
     {
-        "fp32": lambda m: m.rows(-5, -0.5),
-        "fp64": lambda m: m.rows(-5, -0.5, torch.float64),
-        "some -inf": lambda m: m.rows(-5, -0.5).masked_fill(m.some(m.lead), -math.inf),
+        "fp32": lambda m: m.rows(-5, -0.7),
+        "fp64": lambda m: m.rows(-5, -0.7, torch.float64),
+        "some -inf": lambda m: m.rows(-5, -0.7).masked_fill(m.some(m.lead), -math.inf),
     },
     NO_TENSOR | other_shapes(ones, rows) | {"integers": lambda m: zeros(m, m.lead)},
 )
