@@ -25,6 +25,15 @@ def in_func() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
+def mapped(*tensors: Tensor | None) -> bool:
+    """Whether torch.func.vmap, or what autograd has instead, maps over one of them."""
+    if torch.compiler.is_compiling():
+        return False
+    of = torch._C._functorch  # pyright: ignore
+    some = [t for t in tensors if t is not None]
+    return any(of.is_batchedtensor(t) or of.is_legacy_batchedtensor(t) for t in some)
+
+
 CHOICES = ("triton", "eager")
 _chosen: str | None = None
 

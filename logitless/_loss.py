@@ -21,10 +21,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from . import _arguments, _ops, eager
+from . import _arguments, _checks, _ops, eager
 from ._contract import Reading, precision
-from ._dispatch import backend, under_transform
+from ._dispatch import backend, mapped, under_transform
 
 Saved = tuple[Tensor | None, ...]
 
@@ -140,6 +141,8 @@ def evaluate(
         return source.evaluate(loss, reduction, row_weight)
     if under_transform():
         return _traced(source, loss, reduction, row_weight)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(source).tangent is not None:
+        _checks.only_in_reverse()
     _arguments.values(loss, source.shape[-1])
     by_row = reduction == "none" or (row_weight is not None and row_weight.requires_grad)
     how = (None, None) if by_row else (row_weight, reduction)
@@ -194,7 +197,19 @@ SMALL = 1 << 20
 SMALL_ON = ("cuda", "xpu")
 
 
-class _Node(torch.autograd.Function):
+class Node(torch.autograd.Function):
+    """An autograd function that says in plain words what it cannot do."""
+
+    jvp = staticmethod(_checks.only_in_reverse)  # pyright: ignore
+
+    @staticmethod
+    def each_by_itself(upstream: Sequence[Tensor | None]) -> None:
+        """Raise where several upstream gradients come as one."""
+        if mapped(*upstream):
+            _checks.not_mapped()
+
+
+class _Node(Node):
     """Whatever backward reads is saved as autograd saves it, so that a change in place raises."""
 
     @staticmethod
@@ -221,6 +236,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *upstream):
+        Node.each_by_itself(upstream)
         if not torch.is_grad_enabled():
             found, _ = _Node.gradients(ctx, upstream)
         else:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import _arguments, _checks
+from . import _arguments, _checks, _options
 from ._contract import COEFFICIENTS, NO_ID, STATE, Coefficients, Reading, Slots, precision
-from ._dispatch import backend
+from ._dispatch import backend, mapped
 from ._loss import RowLoss, evaluate, rows_in
 from ._ops import operator
 
@@ -181,6 +181,7 @@ class Gathered(Sparse):
         return [x.shape[:-1], flat if self.reading.at_temperature_1 else x.shape]
 
 
+@_options.named()
 @torch.no_grad()
 def capture_topk(
     logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
@@ -197,9 +198,12 @@ def capture_topk(
     how = (float(temperature), None if softcap is None else float(softcap))
     if not isinstance(logits, Tensor):
         return SparseTargets(*logits.topk(k, *how))
+    if mapped(logits):
+        _checks.not_mapped()
     return SparseTargets(*backend(logits).topk(logits.detach(), k, *how))
 
 
+@_options.named()
 def gathered_kl(
     student_logits: Tensor,
     teacher_logprobs: Tensor,
@@ -231,6 +235,7 @@ def gathered_kl(
     return evaluate(student_logits, Gathered(reading, slots), reduction, row_weight)
 
 
+@_options.named()
 def topk_distill(
     logits: Tensor,
     targets: SparseTargets,

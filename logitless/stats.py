@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _arguments
+from . import _arguments, _options
 from . import _contract as contract
 from ._contract import Coefficients, Reading, RowStats, precision
 from ._loss import RowLoss, evaluate, one, rows_in
@@ -161,6 +161,7 @@ def coefficients_of(
     return Coefficients(torch.stack(rows, 1), fields_of(reading), ids)
 
 
+@_options.named()
 def row_stats(
     logits: Tensor,
     ids: Tensor | None = None,

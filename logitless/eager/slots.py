@@ -126,7 +126,8 @@ def _terms(log_p, p, log_q, q, divergence, beta):
         return f, f + q
     if divergence == "jsd":
         u = log_q - log_p
-        log_m = torch.log1p(torch.where(u > 0, beta, 1 - beta) * torch.expm1(-u.abs()))
+        share = torch.full_like(u, 1 - beta).masked_fill_(u > 0, beta)
+        log_m = torch.log1p(share * torch.expm1(-u.abs()))
         f_p = torch.where(p == 0, 0.0, p * (-u.clamp(min=0) - log_m))
         f_q = torch.where(q == 0, 0.0, q * (u.clamp(max=0) - log_m))
         return beta * f_p + (1 - beta) * f_q, (1 - beta) * f_q

@@ -129,7 +129,9 @@ def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
             plan.first(*given, state, *outputs, *by_row)
         else:
             parts = torch.empty(plan.parts, device=device, dtype=torch.float32)
-            y = torch.empty(ids.shape, device=device) if plan.reads_ids else None
+            y = None
+            if plan.reads_ids:
+                y = torch.empty(ids.shape, device=device, dtype=torch.float32)
             plan.first(*given, parts, y, *by_row)
             plan.second(parts, y, *given[1:3], state, *outputs, *by_row)
     tail = None
