@@ -24,7 +24,10 @@ from .. import _dispatch
 from . import _machine
 from .bench import reference
 
-VARIABLES = ("LOGITLESS_IMPL", "LOGITLESS_CHECK", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+VARIABLES = (
+    "LOGITLESS_IMPL", "LOGITLESS_CHECK", "LOGITLESS_WAITING", "TRITON_INTERPRET",
+    "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
 SHAPES = ((3, 1), (5, 33), (4, 1000), (2, 16411))  # V: one, odd, aligned, odd over several blocks
 # Bounds on the error of values and of gradients. Losses come back in fp32, from logits that fp64
 # holds exactly; gradients are rounded to the dtype of the logits.
