@@ -487,3 +487,16 @@ def test_narrow_targets_are_compared_as_numbers(name, device):
         want = ll.cross_entropy(x, target, **how)
         got = ll.cross_entropy(x, target.to(dtype), **how)
         assert torch.equal(got, want)
+
+
+def test_merge_of_equal_maxima_has_the_gradient_of_the_whole():
+    """The max of both parts, once in one and twice in the other: a tie is no reason to be off."""
+    x = torch.tensor([[2.0, 0.0, 1.0, 2.0, 2.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    for split in range(1, 6):
+        whole = ll.merge(ll.partial(x[:, :split]), ll.partial(x[:, split:]))
+        (got,) = torch.autograd.grad(whole.lse.sum(), x)
+        torch.testing.assert_close(got, x.detach().softmax(-1))
+    torch.autograd.gradcheck(
+        lambda a: ll.merge(ll.partial(a[:, :2]), ll.partial(a[:, 2:])).entropy,
+        torch.randn(2, 5, dtype=torch.float64, requires_grad=True),
+    )
