@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from . import _checks as checks
+from . import _options as options
 from . import eager
 from ._contract import NO_ID, Reading
 
@@ -81,14 +82,21 @@ def reading_of(logits, temperature: float | Tensor, softcap: float | None, **fie
     )  # fmt: skip
 
 
+def temperature_of(temperature, logits) -> None:
+    if isinstance(temperature, Tensor):
+        checks.row_temperature(temperature, logits)
+    else:
+        options.temperature(temperature)
+
+
 def stats(logits, ids, temperature, softcap, ignore_index=None, needs_ids=False) -> None:
     checks.logits(logits)
     if ids is not None or needs_ids:
         checks.ids(ids, logits)
-    checks.temperature(temperature, logits)
-    checks.softcap(softcap)
+    temperature_of(temperature, logits)
+    options.softcap(softcap)
     if ignore_index is not None:
-        checks.ignore_index(ignore_index)
+        options.ignore_index(ignore_index)
         checks.has_an_id(ids, logits)
 
 
@@ -102,9 +110,9 @@ def row_loss(logits, row_weight, reduction, *rows) -> None:
 def score(logits, target, temperature, softcap, ignore_index) -> None:
     checks.logits(logits)
     checks.target(target, logits)
-    checks.ignore_index(ignore_index)
-    checks.temperature(temperature, logits)
-    checks.softcap(softcap)
+    options.ignore_index(ignore_index)
+    temperature_of(temperature, logits)
+    options.softcap(softcap)
 
 
 def cross_entropy(
@@ -116,11 +124,11 @@ def cross_entropy(
     checks.class_weight(weight, logits)
     checks.row_weight(row_weight, logits)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
-    checks.label_smoothing(label_smoothing)
-    checks.z_loss(z_loss)
-    checks.ignore_index(ignore_index)
-    checks.temperature(temperature, logits)
-    checks.softcap(softcap)
+    options.fraction("label_smoothing", label_smoothing)
+    options.z_loss(z_loss)
+    options.ignore_index(ignore_index)
+    temperature_of(temperature, logits)
+    options.softcap(softcap)
 
 
 def pair(
@@ -130,12 +138,12 @@ def pair(
     checks.logits(student, names[0])
     checks.dense_teacher(names[1], teacher, names[0], student)
     checks.class_weight(weight, student)
-    checks.fraction(names[2], blend)
+    options.fraction(names[2], blend)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.row_weight(row_weight, student)
     checks.row_mask(mask, student)
-    checks.temperature(temperature, student)
-    checks.softcap(softcap)
+    temperature_of(temperature, student)
+    options.softcap(softcap)
 
 
 def gathered(logits, teacher, mask, renormalise, temperature, row_weight, reduction) -> None:
@@ -143,7 +151,7 @@ def gathered(logits, teacher, mask, renormalise, temperature, row_weight, reduct
     checks.slots("teacher_logprobs", teacher, "student_logits", logits)
     checks.slot_mask(mask, logits)
     checks.yes_or_no("renormalise", renormalise)
-    checks.temperature(temperature, logits)
+    temperature_of(temperature, logits)
     checks.row_weight(row_weight, logits)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
 
@@ -154,35 +162,30 @@ def distill(
 ) -> None:  # fmt: skip
     checks.logits(logits)
     checks.targets(ids, logits)
-    checks.one_of("divergence", divergence, DIVERGENCES)
-    checks.one_of("support", support, SUPPORTS)
-    checks.fraction("beta", beta)
+    checks.one_of("divergence", divergence, options.DIVERGENCES)
+    checks.one_of("support", support, options.SUPPORTS)
+    options.fraction("beta", beta)
     checks.row_weight(row_weight, logits)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
-    checks.finite_number("ce_weight", ce_weight)
-    checks.finite_number("kd_weight", kd_weight)
+    options.factor("ce_weight", ce_weight)
+    options.factor("kd_weight", kd_weight)
     checks.labels(labels, logits, ce_weight)
-    checks.ignore_index(ignore_index)
-    checks.temperature(temperature, logits)
-    checks.softcap(softcap)
-
-
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
-ACCUMULATE = ("auto", "fp32", "weight")
-SUPPORTS = ("truncate", "renorm_teacher", "renorm", "tail")
+    options.ignore_index(ignore_index)
+    temperature_of(temperature, logits)
+    options.softcap(softcap)
 
 
 def topk(logits, k, temperature, softcap) -> None:
     checks.logits(logits)
     checks.how_many(k, logits)
-    checks.number_temperature(temperature)
-    checks.softcap(softcap)
+    options.temperature(temperature)
+    options.softcap(softcap)
 
 
 def linear(hidden, weight, bias, main_grad, workspace, accumulate, drop_ignored) -> None:
     checks.linear(hidden, weight, bias, workspace)
     checks.main_grad(main_grad, weight)
-    checks.one_of("accumulate", accumulate, ACCUMULATE)
+    checks.one_of("accumulate", accumulate, options.ACCUMULATE)
 
 
 def asked() -> bool:
@@ -196,14 +199,16 @@ def looks_at(ids: Tensor) -> bool:
 
 
 def values(loss, vocab: int) -> None:
-    """Raise on an id outside [0, vocab) in a row and slot that counts, naming its place."""
+    """Raise on an id or a temperature out of bounds where it counts, naming its place."""
     reading = loss.reading
-    given = reading.mark if reading.ids is None else reading.ids
-    if given is None or not looks_at(given):
+    given = [t for t in (reading.mark, reading.ids, reading.row_temperature) if t is not None]
+    if not given or not looks_at(given[0]):
         return
     live = None
     if reading.ignore_index is not None:
         live = reading.mark != reading.ignore_index
+    if reading.row_temperature is not None:
+        checks.in_bounds(reading.row_temperature, live, options.LEAST, options.MOST)
     if reads_mark(loss):
         checks.in_range(reading.mark, vocab, live, loss.names[0], reading.ignore_index)
     if reading.ids is not None:
@@ -232,6 +237,15 @@ def under_transform() -> bool:
 def in_func() -> bool:
     """Whether a transform of torch.func is at work."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+
+
+def mapped(*tensors: Tensor | None) -> bool:
+    """Whether torch.func.vmap, or what autograd has instead, maps over one of them."""
+    if torch.compiler.is_compiling():
+        return False
+    of = torch._C._functorch  # pyright: ignore
+    some = [t for t in tensors if t is not None]
+    return any(of.is_batchedtensor(t) or of.is_legacy_batchedtensor(t) for t in some)
 
 
 CHOICES = ("triton", "eager")

@@ -1,12 +1,10 @@
 """All validation and its wording: `<argument> must <rule>, got <value>.`
 
-Everything here looks at shapes, dtypes and Python numbers, except `in_range`, which reads values.
-What a function checks of its arguments, and when, is in _call.py; the rules of SparseTargets are in
-_target_checks.py.
+Everything here looks at shapes and dtypes, except `in_range` and `in_bounds`, which read values.
+The rules of numbers are in _options.py, those of SparseTargets in _target_checks.py; what a
+function checks, and when, is in _call.py.
 """
 
-import math
-import numbers
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -73,8 +71,23 @@ def _rows(name: str, t: Tensor, x: Tensor) -> None:
 
 def target(t: Any, x: Tensor) -> None:
     """One class a row."""
-    _integer("target", t)
-    _rows("target", t, x)
+    classes("target", t, x)
+
+
+def classes(name: str, t: Any, x: Tensor) -> None:
+    """One class a row, with a word for those who come from F.cross_entropy."""
+    if isinstance(t, Tensor) and t.is_floating_point():
+        raise TypeError(
+            f"{name} must hold integers, got {t.dtype}; soft_cross_entropy takes probabilities."
+        )
+    _integer(name, t)
+    lead = x.shape[:-1]
+    if t.shape != lead and len(lead) > 1 and t.shape == (*lead[:1], *lead[2:], x.shape[-1]):
+        raise ValueError(
+            f"{name} must have shape {_shape(lead)} to match logits {_shape(x)}, got {_shape(t)}; "
+            "the vocabulary comes last: from (N, V, ...) it does by logits.movedim(1, -1)."
+        )
+    _rows(name, t, x)
 
 
 def ids(t: Any, x: Tensor) -> None:
@@ -114,43 +127,27 @@ def in_range(
     raise IndexError(f"{name} must {rule}, got {int(ids[place])} at row {where}.")
 
 
-def temperature(t: Any, x: Tensor) -> None:
-    if isinstance(t, Tensor):
-        if t.requires_grad:
-            raise ValueError("temperature must not require grad: it is taken as a constant.")
-        if not t.is_floating_point():
-            raise TypeError(f"temperature must be a floating-point tensor, got {t.dtype}.")
-        if t.dim() != 0:
-            _rows("temperature", t, x)
-        _same_device("temperature", t, x)
-    else:
-        _positive("temperature", t)
+def in_bounds(temperature: Tensor, live: Tensor | None, least: float, most: float) -> None:
+    """Raise on a temperature of a row that counts and is out of bounds, naming the row."""
+    bad = ~((temperature >= least) & (temperature <= most))
+    bad = bad if live is None else bad & live
+    if bool(bad.any()):
+        place = tuple(bad.nonzero()[0].tolist())
+        where = place[0] if len(place) == 1 else place
+        raise ValueError(
+            f"temperature must be in [{least:g}, {most:g}], got {float(temperature[place])} at row "
+            f"{where}."
+        )
 
 
-def softcap(value: Any) -> None:
-    if value is not None:
-        _positive("softcap", value)
-
-
-def _number(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
-        raise TypeError(f"{name} must be a number, got {value!r}.")
-
-
-def _positive(name: str, value: Any) -> None:
-    _number(name, value)
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {value}.")
-
-
-def label_smoothing(value: Any) -> None:
-    fraction("label_smoothing", value)
-
-
-def z_loss(value: Any) -> None:
-    _number("z_loss", value)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"z_loss must be at least 0 and finite, got {value}.")
+def row_temperature(t: Tensor, x: Tensor) -> None:
+    if t.requires_grad:
+        raise ValueError("temperature must not require grad: it is taken as a constant.")
+    if not t.is_floating_point():
+        raise TypeError(f"temperature must be a floating-point tensor, got {t.dtype}.")
+    if t.dim() != 0:
+        _rows("temperature", t, x)
+    _same_device("temperature", t, x)
 
 
 def is_class_weight(t: Any, name: str = "weight") -> None:
@@ -184,15 +181,13 @@ def row_weight(t: Any, x: Tensor) -> None:
     _rows("row_weight", t, x)
 
 
-def ignore_index(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"ignore_index must be an int, got {value!r}.")
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"ignore_index must fit 64 bits, got {value}.")
-
-
-def overwritable(x: Tensor) -> None:
-    """inplace=True writes each element once: no two may share memory."""
+def overwritable(x: Tensor, owner: Tensor) -> None:
+    """inplace=True writes each element once, and what was there is gone."""
+    if any(t.retains_grad and not t.is_leaf for t in (x, owner)):
+        raise ValueError(
+            "logits must not retain grad (retain_grad was called) for inplace=True, whose gradient "
+            "takes their place."
+        )
     if x.numel() == 0:  # whose strides may be anything
         return
     reach = 0
@@ -208,10 +203,34 @@ def overwritable(x: Tensor) -> None:
 def triton_can_run(x: Tensor) -> None:
     if x.dtype == torch.float64:
         raise TypeError("impl 'triton' must be given float16, bfloat16 or float32, got float64.")
-    if x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+    kind = x.device.type
+    interpreted = kind == "cpu" and os.environ.get("TRITON_INTERPRET", "0") == "1"
+    if kind not in ("cuda", "xpu") and not interpreted:
         raise RuntimeError(
-            "impl 'triton' must have a GPU tensor, or TRITON_INTERPRET=1 set, got a cpu tensor."
+            "impl 'triton' must have a GPU tensor, or a cpu tensor and TRITON_INTERPRET=1, "
+            f"got a {kind} tensor."
         )
+
+
+def only_in_reverse(*_: Any) -> None:
+    raise RuntimeError(
+        "logits must be differentiated in reverse, by torch.autograd.grad or torch.func.grad: "
+        "the losses have no forward-mode derivative (jvp, jacfwd, forward_ad)."
+    )
+
+
+def not_mapped(*_: Any) -> None:
+    raise RuntimeError(
+        "logits must not be mapped over by torch.func.vmap (nor by jacrev or is_grads_batched, "
+        'which map too): a loss takes all rows at once, and reduction="none" gives one number each.'
+    )
+
+
+def no_head_in_func() -> None:
+    raise RuntimeError(
+        "logits must be a Tensor under torch.func (grad, vjp, vmap), got LinearLogits: use "
+        "torch.autograd.grad, or give the loss logits.materialize()."
+    )
 
 
 def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
@@ -247,12 +266,6 @@ def yes_or_no(name: str, value: Any) -> None:
         raise TypeError(f"{name} must be True or False, got {value!r}.")
 
 
-def fraction(name: str, value: Any) -> None:
-    _number(name, value)
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} must be in [0, 1], got {value}.")
-
-
 def _floating(name: str, t: Any) -> None:
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
@@ -285,8 +298,7 @@ def labels(t: Any, x: Tensor, ce_weight: float) -> None:
         if ce_weight != 0:
             raise ValueError(f"ce_weight must be 0 without labels, got {ce_weight}.")
         return
-    _integer("labels", t)
-    _rows("labels", t, x)
+    classes("labels", t, x)
 
 
 def how_many(k: Any, x: Tensor) -> None:
@@ -294,18 +306,6 @@ def how_many(k: Any, x: Tensor) -> None:
         raise TypeError(f"k must be an int, got {k!r}.")
     if not 1 <= k <= x.shape[-1]:
         raise ValueError(f"k must be in [1, {x.shape[-1]}], got {k}.")
-
-
-def number_temperature(t: Any) -> None:
-    if isinstance(t, Tensor):
-        raise TypeError("temperature must be a number here, got a Tensor.")
-    _positive("temperature", t)
-
-
-def finite_number(name: str, value: Any) -> None:
-    _number(name, value)
-    if value != value or abs(value) == math.inf:
-        raise ValueError(f"{name} must be finite, got {value}.")
 
 
 def linear(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:

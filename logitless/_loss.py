@@ -21,9 +21,10 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from . import _call, _ops, eager
-from ._call import backend, under_transform
+from . import _call, _checks, _ops, eager
+from ._call import backend, mapped, under_transform
 from ._contract import PRECISION, Reading
 
 Saved = tuple[Tensor | None, ...]
@@ -143,6 +144,8 @@ def evaluate(
         return source.evaluate(loss, reduction, row_weight)
     if under_transform():
         return _traced(source, loss, reduction, row_weight)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(source).tangent is not None:
+        _checks.only_in_reverse()
     _call.values(loss, source.shape[-1])
     by_row = reduction == "none" or (row_weight is not None and row_weight.requires_grad)
     how = (None, None) if by_row else (row_weight, reduction)
@@ -216,7 +219,19 @@ def scaled(
     return torch.mul(gradient, scale, out=into)
 
 
-class _Node(torch.autograd.Function):
+class Node(torch.autograd.Function):
+    """An autograd function that says in plain words what it cannot do."""
+
+    jvp = staticmethod(_checks.only_in_reverse)  # pyright: ignore
+
+    @staticmethod
+    def each_by_itself(upstream: Sequence[Tensor | None]) -> None:
+        """Raise where several upstream gradients come as one."""
+        if mapped(*upstream):
+            _checks.not_mapped()
+
+
+class _Node(Node):
     """Whatever backward reads is saved as autograd saves it, so that a change in place raises."""
 
     @staticmethod
@@ -247,6 +262,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *upstream):
+        Node.each_by_itself(upstream)
         if not torch.is_grad_enabled():
             found, _ = _Node.gradients(ctx, upstream)
         else:

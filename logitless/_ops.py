@@ -12,7 +12,7 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
-from . import _call
+from . import _call, _checks
 from ._call import backend, in_func
 from ._contract import PRECISION, Pair, Reading, Slots
 
@@ -154,6 +154,9 @@ def _func_nodes(operator: Operator) -> tuple[type, type]:
         def backward(ctx, *upstream):
             return operator.backward(ctx, upstream)
 
+        jvp = staticmethod(_checks.only_in_reverse)  # pyright: ignore
+        vmap = staticmethod(_checks.not_mapped)  # pyright: ignore
+
     class GradientInFunc(torch.autograd.Function):
         @staticmethod
         def forward(count, *args):
@@ -164,6 +167,8 @@ def _func_nodes(operator: Operator) -> tuple[type, type]:
             pass
 
         backward = staticmethod(_refuse)
+        jvp = staticmethod(_checks.only_in_reverse)  # pyright: ignore
+        vmap = staticmethod(_checks.not_mapped)  # pyright: ignore
 
     return InFunc, GradientInFunc
 

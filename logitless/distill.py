@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from . import _call, _checks
-from ._call import backend
+from . import _call, _checks, _options
+from ._call import backend, mapped
 from ._contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
 from ._loss import RowLoss, evaluate, rows_in, scaled
 from ._ops import operator
@@ -101,6 +101,7 @@ class Gathered(Sparse):
         return [x.shape[:-1], (rows_in(x.shape[:-1]), x.shape[-1])]
 
 
+@_options.named()
 @torch.no_grad()
 def capture_topk(
     logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
@@ -117,9 +118,12 @@ def capture_topk(
     how = (float(temperature), None if softcap is None else float(softcap))
     if not isinstance(logits, Tensor):
         return unchecked(*logits.topk(k, *how))
+    if mapped(logits):
+        _checks.not_mapped()
     return unchecked(*backend(logits).topk(logits.detach(), k, *how))
 
 
+@_options.named()
 def gathered_kl(
     student_logits: Tensor,
     teacher_logprobs: Tensor,
@@ -154,6 +158,7 @@ def gathered_kl(
     return evaluate(student_logits, Gathered(reading, slots), reduction, row_weight)
 
 
+@_options.named()
 def topk_distill(
     logits: Tensor,
     targets: SparseTargets,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import _call, _checks
 from ._call import backend, under_transform
-from ._loss import RowLoss, evaluate, reduced
+from ._loss import Node, RowLoss, evaluate, reduced
 
 
 def evaluate_in_place(
@@ -22,8 +22,8 @@ def evaluate_in_place(
     if not wanted or under_transform():
         return evaluate(source, loss, reduction, row_weight)
     _call.values(loss, source.shape[-1])
-    _checks.overwritable(source)
     owner, guarded = _owner(source)
+    _checks.overwritable(source, owner)
     value, *_ = _InPlace.apply(owner, row_weight, source.shape, loss, reduction, guarded)
     return value
 
@@ -41,7 +41,7 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
     return (base, True) if whole else (logits, logits is base)
 
 
-class _InPlace(torch.autograd.Function):
+class _InPlace(Node):
     @staticmethod
     def forward(ctx, owner, row_weight, shape, loss, reduction, guarded):
         logits = owner.detach().view(shape) if guarded else owner.detach()
@@ -73,6 +73,7 @@ class _InPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream, d_later=None):
+        Node.each_by_itself((upstream,))
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "cross_entropy(..., inplace=True) must not be differentiated with"

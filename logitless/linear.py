@@ -11,14 +11,16 @@ same loss over the logits of one chunk of rows after another. There are two ways
 Nothing here knows a loss: a RowLoss (_loss.py) says what is done with the logits of a chunk.
 """
 
+import contextlib
+
 import torch
 from torch import Tensor
 
-from . import _call
-from ._call import backend
+from . import _call, _checks, _options
+from ._call import backend, in_func, mapped
 from ._chunks import Chunks, HeadGradients, RowGradients, Rows
 from ._contract import PRECISION
-from ._loss import RowLoss, reduced, refuse_second
+from ._loss import Node, RowLoss, reduced, refuse_second
 
 
 class LinearLogits:
@@ -44,6 +46,7 @@ class LinearLogits:
     >>> loss = cross_entropy(LinearLogits(hidden, head.weight), target)
     """
 
+    @_options.named()
     def __init__(
         self,
         hidden: Tensor,
@@ -55,10 +58,8 @@ class LinearLogits:
         main_grad: Tensor | None = None,
         drop_ignored: bool = True,
     ):
-        if isinstance(hidden, Tensor) and torch.is_autocast_enabled(hidden.device.type):
-            to = torch.get_autocast_dtype(hidden.device.type)
-            hidden, weight = hidden.to(to), weight.to(to)
-            bias = None if bias is None else bias.to(to)
+        if isinstance(hidden, Tensor) and _autocasts(hidden.device):
+            hidden, weight, bias = map(_autocast, (hidden, weight, bias))
         _call.once(
             _call.linear, hidden, weight, bias, main_grad, workspace, accumulate, drop_ignored
         )
@@ -97,6 +98,8 @@ class LinearLogits:
         self, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
+        if mapped(self.hidden, self.weight):
+            _checks.not_mapped()
         run = backend(self.hidden)
         empty = self.hidden.detach().new_empty((0, self.shape[-1]))
         found = [run.topk(empty, k, temperature, softcap)]  # their form, were there no rows
@@ -111,8 +114,9 @@ class LinearLogits:
         return self.hidden.detach().reshape(-1, self.hidden.shape[-1])
 
     def _chunks(self, live: Tensor | None) -> Chunks:
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if not self.drop_ignored or capturing:
+        kind = self.device.type
+        unknown = kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing())
+        if not self.drop_ignored or unknown:
             live = None
         return Chunks(self.weight, self.shape[:-1].numel(), live, self.workspace)
 
@@ -120,12 +124,28 @@ class LinearLogits:
         return f"LinearLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
-def _dtypes_as_given(device: torch.device) -> torch.autocast:
+def _autocasts(device: torch.device) -> bool:
+    kind = device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _autocast(t: Tensor) -> Tensor:
+    """As F.linear is cast: fp64 is left as it is."""
+    if not isinstance(t, Tensor) or t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return t
+    return t.to(torch.get_autocast_dtype(t.device.type))
+
+
+def _dtypes_as_given(device: torch.device):
     """Autocast off: dtypes stay as they are given."""
+    if not _autocasts(device):
+        return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def _evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+    if in_func():
+        _checks.no_head_in_func()
     _call.values(loss, source.shape[-1])
     if reduction != "none":
         return _Total.apply(
@@ -177,7 +197,7 @@ def _detached(parts: tuple) -> tuple:
     return hidden.reshape(-1, hidden.shape[-1]), weight, bias
 
 
-class _Total(torch.autograd.Function):
+class _Total(Node):
     """Loss and gradients of a sum or mean over rows, made in forward."""
 
     @staticmethod
@@ -241,6 +261,7 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream):
+        Node.each_by_itself((upstream,))
         source, row_weight, loss = _saved(ctx)
         parts = source.parts
         gradients, ctx.gradients = ctx.gradients, None
@@ -277,7 +298,7 @@ def _share(run, loss: RowLoss, mass: Tensor | None, flat: Tensor) -> Tensor:
     return run.reduce(None, loss.reading, None, mass, True)[1].to(full)
 
 
-class _Each(torch.autograd.Function):
+class _Each(Node):
     """Results a row; backward makes the logits again."""
 
     @staticmethod
@@ -304,6 +325,7 @@ class _Each(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *upstream):
+        Node.each_by_itself(upstream)
         source, _, loss = _saved(ctx)
         parts = source.parts
         if all(g is None for g in upstream):

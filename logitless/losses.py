@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _call
+from . import _call, _options
 from . import _contract as contract
 from ._contract import Coefficients, Statistics
 from ._loss import RowLoss, evaluate, rows_in
@@ -91,6 +91,7 @@ class Scores(NamedTuple):
     argmax: Tensor  # (...)   int64; -1 where ignored
 
 
+@_options.named()
 def logsumexp(
     logits: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None
 ) -> Tensor:
@@ -104,6 +105,7 @@ def logsumexp(
     return row_stats(logits, temperature=temperature, softcap=softcap).lse
 
 
+@_options.named()
 def token_logprobs(
     logits: Tensor, ids: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None
 ) -> Tensor:
@@ -122,6 +124,7 @@ def token_logprobs(
     return evaluate(logits, Read(reading))[0]
 
 
+@_options.named()
 def entropy(
     logits: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None
 ) -> Tensor:
@@ -133,6 +136,7 @@ def entropy(
     return row_stats(logits, temperature=temperature, softcap=softcap, entropy=True).entropy
 
 
+@_options.named()
 def score(
     logits: Tensor,
     target: Tensor,
@@ -156,6 +160,7 @@ def score(
     return Scores(*evaluate(logits, Read(reading, "target")))
 
 
+@_options.named()
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -182,7 +187,11 @@ def cross_entropy(
     GPU (LOGITLESS_CHECK=1 raises there too).
 
     logits (..., V), target (...) of integers, weight (V,), row_weight (...). The loss is fp32 (fp64
-    for fp64 logits) whatever the dtype of the logits.
+    for fp64 logits) whatever the dtype of the logits. The vocabulary is the last dimension, where
+    F.cross_entropy has it second: give logits.movedim(1, -1) of its (N, V, ...). Where V equals
+    another size, no check of shapes can tell, and the loss would be another.
+
+    temperature and softcap are in [1e-12, 1e12], z_loss at most 1e12: beyond, fp32 would overflow.
 
     inplace=True saves the memory of the gradient: it replaces the logits, at once. Autograd is
     told: a graph that uses the logits raises in its backward (of a leaf, or a part of a larger
@@ -210,6 +219,7 @@ def cross_entropy(
     return run(logits, loss, reduction, row_weight)
 
 
+@_options.named(cross_entropy)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -4,15 +4,17 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from . import _checks, distill, losses, pair
+from . import _checks, _options, distill, losses, pair
 from .linear import LinearLogits
 
 
 class _Reads(nn.Module):
     """How a module reads its logits."""
 
+    @_options.named()
     def __init__(self, temperature: float | Tensor = 1.0, softcap: float | None = None):
         super().__init__()
+        _options.check(temperature=temperature, softcap=softcap)
         if isinstance(temperature, Tensor):
             self.register_buffer("temperature", temperature, persistent=False)
         else:
@@ -50,8 +52,10 @@ class TokenLogprobs(_Reads):
 class Score(_Reads):
     """`logitless.score` as a module."""
 
+    @_options.named(_Reads)
     def __init__(self, *, ignore_index: int = -100, **reads):
         super().__init__(**reads)
+        _options.check(ignore_index=ignore_index)
         self.ignore_index = ignore_index
 
     def _how(self) -> dict:
@@ -64,12 +68,13 @@ class Score(_Reads):
 class CrossEntropyLoss(_Reads):
     """`torch.nn.CrossEntropyLoss` on (N, V) and class ids, with `cross_entropy`'s options.
 
-    Unlike PyTorch's, the vocabulary is the last dimension of any shape: (B, T, V) with targets (B,
-    T).
+    Unlike PyTorch's, the vocabulary is the last dimension of any shape: (B, T, V) with targets
+    (B, T). Give logits.movedim(1, -1) of (B, V, T): where V = T, shapes cannot tell which it is.
     """
 
     weight: Tensor | None
 
+    @_options.named(_Reads)
     def __init__(
         self,
         weight: Tensor | None = None,
@@ -83,6 +88,10 @@ class CrossEntropyLoss(_Reads):
     ):
         super().__init__(**reads)
         _checks.is_class_weight(weight)
+        _options.check(
+            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+            z_loss=z_loss,
+        )  # fmt: skip
         self.register_buffer("weight", weight)
         self.ignore_index = ignore_index
         self.reduction = reduction
@@ -113,6 +122,7 @@ class _Stores(_Reads):
 
     def __init__(self, options: dict, reads: dict):
         super().__init__(**reads)
+        _options.check(**options)
         self.options = options
 
     def _how(self) -> dict:
@@ -122,6 +132,7 @@ class _Stores(_Reads):
 class TopKDistillLoss(_Stores):
     """`logitless.topk_distill` as a module: divergence and support have no default."""
 
+    @_options.named(_Reads)
     def __init__(
         self,
         *,
@@ -175,6 +186,7 @@ class KLDivLoss(_Pair):
 
     function = staticmethod(pair.kl_div)
 
+    @_options.named(_Reads)
     def __init__(
         self, *, direction: str, t_squared: bool = False, reduction: str = "mean", **reads
     ):
@@ -188,6 +200,7 @@ class JSDLoss(_Pair):
 
     function = staticmethod(pair.jsd)
 
+    @_options.named(_Reads)
     def __init__(
         self, *, beta: float = 0.5, t_squared: bool = False, reduction: str = "mean", **reads
     ):
@@ -217,11 +230,13 @@ class FusedHead(nn.Linear):
     >>> loss = cross_entropy(head(hidden), target)
     """
 
+    @_options.named(nn.Linear)
     def __init__(
         self, *args, workspace: int | None = None, accumulate: str = "auto",
         drop_ignored: bool = True, **kwargs,
     ):  # fmt: skip
         super().__init__(*args, **kwargs)
+        _options.check(accumulate=accumulate)
         self.how = {
             "workspace": workspace, "accumulate": accumulate, "drop_ignored": drop_ignored,
         }  # fmt: skip

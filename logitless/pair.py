@@ -9,12 +9,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from . import _call, _checks
+from . import _call, _checks, _options
 from ._contract import PAIR_STATE, PRECISION, Pair
 from ._loss import RowLoss, evaluate, rows_in
 from ._ops import operator
-
-DIRECTIONS = ("forward", "reverse")
 
 
 @operator("dense", saved=1)
@@ -45,6 +43,7 @@ class Dense(RowLoss):
         return [x.shape[:-1], (rows_in(x.shape[:-1]), PAIR_STATE)]
 
 
+@_options.named()
 def kl_div(
     student: Tensor,
     teacher: Tensor,
@@ -76,13 +75,14 @@ def kl_div(
     ...        direction="forward")
     tensor(0.6931)
     """
-    _checks.one_of("direction", direction, DIRECTIONS)
+    _checks.one_of("direction", direction, _options.DIRECTIONS)
     return _compared(
         student, teacher, direction, 0.0, temperature, softcap, t_squared, mask, row_weight,
         reduction,
     )  # fmt: skip
 
 
+@_options.named()
 def jsd(
     student: Tensor,
     teacher: Tensor,
@@ -113,6 +113,7 @@ def jsd(
     )
 
 
+@_options.named()
 def soft_cross_entropy(
     logits: Tensor,
     probs: Tensor,

@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _call
+from . import _call, _options
 from . import _contract as contract
 from ._contract import PRECISION, Coefficients, Reading, RowStats
 from ._loss import RowLoss, evaluate, one, rows_in
@@ -59,13 +59,15 @@ def partial(z: Tensor) -> Partial:
 def merge(left: Partial, right: Partial) -> Partial:
     """The Partial of two disjoint sets of columns.
 
-    Associative and commutative, with the empty part (-inf, 0, 0) as identity.
+    Associative and commutative, with the empty part (-inf, 0, 0) as identity. Its m is a constant:
+    what changes with the parts' own, s and w tell, also where both have the same.
     """
-    m = torch.maximum(left.m, right.m)
+    m = torch.maximum(left.m, right.m).detach()
     s, w = torch.zeros_like(m), torch.zeros_like(m)
     for part in (left, right):
-        # An empty part, or one whose max stays, moves by 0: -inf minus -inf is never taken.
-        d = torch.where((part.s == 0) | (part.m == m), 0.0, part.m - m).clamp_min(-1e38)
+        # An empty part, or an infinite max that stays, moves by 0: inf minus inf is never taken.
+        stays = (part.s == 0) | (m.isinf() & (part.m == m))
+        d = torch.where(stays, 0.0, part.m - m).clamp_min(-1e38)
         s = s + part.s * d.exp()
         w = w + part.w * d.exp() + d * (part.s * d.exp())
     return Partial(m, s, w)
@@ -161,6 +163,7 @@ def coefficients_of(
     return Coefficients(torch.stack(rows, 1), fields_of(reading), ids)
 
 
+@_options.named()
 def row_stats(
     logits: Tensor,
     ids: Tensor | None = None,

@@ -501,3 +501,16 @@ def test_an_id_past_63_bits_is_out_of_range(device, monkeypatch):
             ll.cross_entropy(source, ids)
         with pytest.raises(IndexError, match=r"ids must be in \[0, 300\), got 9223372036854775807"):
             ll.row_stats(source, ids[:, None], ignore_index=-100)
+
+
+def test_merge_of_equal_maxima_has_the_gradient_of_the_whole():
+    """The max of both parts, once in one and twice in the other: a tie is no reason to be off."""
+    x = torch.tensor([[2.0, 0.0, 1.0, 2.0, 2.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    for split in range(1, 6):
+        whole = ll.merge(ll.partial(x[:, :split]), ll.partial(x[:, split:]))
+        (got,) = torch.autograd.grad(whole.lse.sum(), x)
+        torch.testing.assert_close(got, x.detach().softmax(-1))
+    torch.autograd.gradcheck(
+        lambda a: ll.merge(ll.partial(a[:, :2]), ll.partial(a[:, 2:])).entropy,
+        torch.randn(2, 5, dtype=torch.float64, requires_grad=True),
+    )

@@ -29,6 +29,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130  # what a shell expects of a process that Ctrl-C ended
 
 
+def chosen_device(given: str | None) -> str:
+    """The device a command runs on: a GPU where there is one, unless another is named."""
+    import torch
+
+    there = torch.cuda.is_available()
+    if given == "cuda" and not there:
+        raise SystemExit("--device cuda must have a GPU that PyTorch can use, got none here.")
+    return given or ("cuda" if there else "cpu")
+
+
 def require(extra: str, *modules: str) -> None:
     """Exits, saying what to install, unless every module of an extra is there."""
     missing = [module for module in modules if find_spec(module) is None]

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import logitless as ll
-from logitless.cli import require
+from logitless.cli import chosen_device, require
 from logitless.cli.bench.timing import extra_memory
 
 VOCAB = 32_768
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     require("demo", "rich", "matplotlib")
     if args.steps < 1:
         raise SystemExit(f"--steps must be at least 1, got {args.steps}")
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = chosen_device(args.device)
     scale = SCALES[device]
     args.out.parent.mkdir(parents=True, exist_ok=True)
 

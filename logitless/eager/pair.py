@@ -22,6 +22,8 @@ from .rows import (
     written_to,
 )
 
+_PARTS = {"jsd": 8}  # which has some twenty tensors alive, where the others have six
+
 
 def _expected(e: Tensor, h: Tensor) -> Tensor:
     """Σ e h over columns, (N, 1); where e is 0, h may be anything."""
@@ -66,7 +68,7 @@ def pair_read(x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
     state = capped(flat[:, :1], None)[0].new_zeros((flat.shape[0], PAIR_STATE))
     loss = torch.zeros_like(state[:, :1])
     inv_t = inverse_temperature(reading, loss)
-    for rows in chunks(flat, live):
+    for rows in chunks(flat, live, _PARTS.get(pair.kind, 1)):
         rate = None if inv_t is None else inv_t[rows]
         y, _ = capped(flat[rows], reading.softcap)
         loss[rows], state[rows] = _compare(y, other[rows].to(y.dtype), rate, reading, pair)
@@ -138,7 +140,7 @@ def pair_gradient(
     gain = torch.where(s_q == 0, 0.0, gain)
 
     fill_ignored(dx, live, before=True)
-    for rows in chunks(flat, live):
+    for rows in chunks(flat, live, _PARTS.get(pair.kind, 1)):
         rate = None if inv_t is None else inv_t[rows]
         y, slope = capped(flat[rows], reading.softcap)
         d_q, t = centred(y, shift_q[rows], rate), other[rows].to(y.dtype)

@@ -12,9 +12,13 @@ CHUNK_BYTES = 8 << 20  # of logits in work at once; fewer, and threads only star
 Index = slice | Tensor
 
 
-def chunks(x: Tensor, live: Tensor | None) -> Iterator[Index]:
-    """Rows of x (N, V) to work on together; on a CPU, ignored rows are not among them."""
+def chunks(x: Tensor, live: Tensor | None, parts: int = 1) -> Iterator[Index]:
+    """Rows of x (N, V) to work on together; on a CPU, ignored rows are not among them.
+
+    Work that keeps many tensors of their size alive asks for smaller ones, `parts` to the whole.
+    """
     copies = 1 if x.dtype == PRECISION[x.dtype] else 2  # as given, and at full precision
+    copies *= parts
     step = max(1, CHUNK_BYTES // (x.shape[1] * PRECISION[x.dtype].itemsize * copies))
     if live is not None and x.device.type == "cpu" and not bool(live.all()):
         yield from (rows for rows in live.nonzero().squeeze(1).split(step) if len(rows))

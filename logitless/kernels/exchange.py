@@ -7,9 +7,13 @@ its part is still in the cache next to its processor.
 Waiting rests on an assumption about the GPU: programs start in the order of their ids, and the
 programs of one row, MAX_PARTS at most, fit on it together. So the oldest row that is not done
 always has all of its programs running, and nobody waits forever. Triton's interpreter runs one
-program after another, so there a row must not be shared.
+program after another, so there a row must not be shared. Where the assumption is in doubt, on a GPU
+that is partitioned or shared with others, LOGITLESS_WAITING=0 has every row read twice instead.
 """
 
+import os
+
+import torch
 import triton
 import triton.language as tl
 
@@ -17,6 +21,12 @@ from .numerics import move
 
 EMPTY = tl.constexpr(-(0x00800000 << 32))  # (-inf, 0), the identity state, as a word
 MAX_PARTS = 64
+WAITING = os.environ.get("LOGITLESS_WAITING", "1") != "0"  # for the whole process
+
+
+def may_wait(parts: int, device: torch.device) -> bool:
+    """Whether so many programs may share a row, each waiting for the others."""
+    return parts == 1 or (WAITING and parts <= MAX_PARTS and device.type != "cpu")
 
 
 @triton.jit

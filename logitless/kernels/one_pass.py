@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._contract import COEFFICIENTS, Coefficients, Reading
 from . import config
-from .exchange import MAX_PARTS, collect, publish
+from .exchange import MAX_PARTS, collect, may_wait, publish
 from .gradient import (
     Span,
     Terms,
@@ -119,13 +119,9 @@ def _one_pass_kernel(
 
 
 def can_one_pass(x: Tensor) -> bool:
-    """Whether a row's programs are few enough to wait for each other, and run at the same time.
-
-    The interpreter's do not: it runs one after another.
-    """
+    """Whether a row's programs may wait for each other."""
     span = config.one_pass(x.shape[-1], x.element_size()).span
-    parts = config.ceil_div(x.shape[-1], span)
-    return parts == 1 or (parts <= MAX_PARTS and x.device.type != "cpu")
+    return may_wait(config.ceil_div(x.shape[-1], span), x.device)
 
 
 def one_pass(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._contract import Reading
 from . import config
-from .exchange import MAX_PARTS, collect, publish
+from .exchange import MAX_PARTS, collect, may_wait, publish
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import LN2, LOG2E, finite, inverse_temperature, load
@@ -219,12 +219,9 @@ def read_jsd(
 
 
 def _parts(x: Tensor) -> int:
-    """Programs that share a row: one, where several could not wait for each other.
-
-    The interpreter's could not: it runs one after another.
-    """
+    """Programs that share a row: one, where several may not wait for each other."""
     parts = config.ceil_div(x.shape[-1], config.pair_shared(x.shape[-1], x.element_size()).span)
-    return parts if parts <= MAX_PARTS and x.device.type != "cpu" else 1
+    return parts if may_wait(parts, x.device) else 1
 
 
 @functools.lru_cache(REMEMBERED)

@@ -6,6 +6,7 @@ of oracle.py, of a tensor in any precision.
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import oracle
@@ -109,7 +110,8 @@ def jsd(x, teacher, **how):
 def distill(x, ids, logprobs, tail=None, mask=None, **how):
     if how["support"] == "tail":
         tail = tail_where_any(x, ids, logprobs, tail, mask, **how)
-    return oracle.topk_distill(x, ll.SparseTargets(ids, logprobs, tail, mask), **how)
+    targets = SimpleNamespace(ids=ids, logprobs=logprobs, tail=tail, mask=mask)
+    return oracle.topk_distill(x, targets, **how)
 
 
 def tail_where_any(

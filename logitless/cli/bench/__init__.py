@@ -92,14 +92,13 @@ def stored(paths: list[Path]) -> dict:
 
 def timed(args: argparse.Namespace) -> dict:
     """Runs the cases under a bar on stderr, and returns the document that is stored."""
-    import torch
     from rich.console import Console
     from rich.progress import Progress
 
-    from .. import _machine
+    from .. import _machine, chosen_device
     from . import contenders, runner, table, timing, verdict
 
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = chosen_device(args.device)
     names = [contenders.OURS, *args.against] if args.against else list(contenders.NAMES)
     if unknown := set(names) - set(contenders.NAMES):
         known = ", ".join(contenders.NAMES[1:])

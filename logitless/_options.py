@@ -1,0 +1,157 @@
+"""Options: what a number may be, and that each is given by a name the function has.
+
+Numbers are limited so that arithmetic in fp32 stays finite, T² and lse² included, on every path.
+"""
+
+import difflib
+import functools
+import inspect
+import numbers
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from . import _checks as checks
+
+LEAST, MOST = 1e-12, 1e12
+
+F = TypeVar("F", bound=Callable)
+
+
+def _number(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, numbers.Real)):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+
+
+def _between(name: str, value: Any, least: float, most: float) -> None:
+    _number(name, value)
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be in [{least:g}, {most:g}], got {value}.")
+
+
+def temperature(value: Any) -> None:
+    if isinstance(value, Tensor):
+        raise TypeError("temperature must be a number here, got a Tensor.")
+    _between("temperature", value, LEAST, MOST)
+
+
+def softcap(value: Any) -> None:
+    if value is not None:
+        _between("softcap", value, LEAST, MOST)
+
+
+def z_loss(value: Any) -> None:
+    _between("z_loss", value, 0, MOST)
+
+
+def fraction(name: str, value: Any) -> None:
+    _between(name, value, 0, 1)
+
+
+def factor(name: str, value: Any) -> None:
+    """Of a term in a sum."""
+    _between(name, value, -MOST, MOST)
+
+
+def ignore_index(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"ignore_index must be an int, got {value!r}.")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"ignore_index must fit 64 bits, got {value}.")
+
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
+SUPPORTS = ("truncate", "renorm_teacher", "renorm", "tail")
+DIRECTIONS = ("forward", "reverse")
+ACCUMULATE = ("auto", "fp32", "weight")
+
+# What a module can check of its options before it sees logits.
+RULES: dict[str, Callable[[Any], Any]] = {
+    "temperature": lambda value: isinstance(value, Tensor) or temperature(value),
+    "softcap": softcap,
+    "z_loss": z_loss,
+    "ignore_index": ignore_index,
+    **{
+        name: functools.partial(fraction, name) for name in ("label_smoothing", "beta")
+    },
+    **{name: functools.partial(factor, name) for name in ("ce_weight", "kd_weight")},
+    **{
+        name: functools.partial(checks.one_of, name, legal=legal)
+        for name, legal in (
+            ("reduction", checks.REDUCTIONS),
+            ("divergence", DIVERGENCES),
+            ("support", SUPPORTS),
+            ("direction", DIRECTIONS),
+            ("accumulate", ACCUMULATE),
+        )
+    },
+}  # fmt: skip
+
+
+def check(**given: Any) -> None:
+    """Raise on an option that no call could take."""
+    for name, value in given.items():
+        if name in RULES:
+            RULES[name](value)
+
+
+def named(*others: Callable) -> Callable[[F], F]:
+    """A function that takes options by name, its own and as **options those of `others`.
+
+    A misspelt one is answered with the one that was meant, one without a name with those that may
+    come without.
+    """
+
+    def wrap(function: F) -> F:
+        own = inspect.signature(function).parameters.values()
+        first = [p.name for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
+        most = None if any(p.kind is p.VAR_POSITIONAL for p in own) else len(first)
+        names = first + [p.name for p in own if p.kind is p.KEYWORD_ONLY]
+        for other in others:
+            names += [name for name in _taken_from(other) if name not in names]
+        legal = frozenset(names)
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            if most is not None and len(args) > most:
+                _refuse_position(_called(function, args), first, names, len(args))
+            for name in kwargs:
+                if name not in legal:
+                    _refuse_name(_called(function, args), names, name)
+            return function(*args, **kwargs)
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return wrap
+
+
+def _taken_from(other: Callable) -> list[str]:
+    """Its options: all arguments of a class, and what a function takes by name alone."""
+    of_class = isinstance(other, type)
+    kinds = inspect.signature(other).parameters.values()
+    return [p.name for p in kinds if p.kind is p.KEYWORD_ONLY or of_class]
+
+
+def _called(function: Callable, args: tuple) -> str:
+    """As users know it: a class by its name."""
+    return type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
+
+
+def _refuse_position(called: str, first: list[str], names: list[str], got: int) -> None:
+    own = int(first[:1] == ["self"])
+    free, rest = ", ".join(first[own:]), names[len(first) :]
+    but = f" but {free}" if free else ""
+    such = f", such as {rest[0]}=...," if rest else ""
+    raise TypeError(
+        f"{called} must be given all arguments{but} by name{such} got {got - own} without one."
+    )
+
+
+def _refuse_name(called: str, names: list[str], got: str) -> None:
+    names = [name for name in names if name != "self"]
+    near = difflib.get_close_matches(got, names, 1)
+    meant = f" Did you mean {near[0]!r}?" if near else ""
+    raise TypeError(
+        f"{called} must be given arguments among {', '.join(names)}, got {got!r}.{meant}"
+    )

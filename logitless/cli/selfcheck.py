@@ -1,0 +1,257 @@
+"""What `logitless doctor` checks: each public function, beside the same written naively in fp64.
+
+Between them they launch every kernel there is (tests/test_doctor.py counts both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import logitless as ll
+
+
+class Check(NamedTuple):
+    """An op as we ship it and as fp64 has it.
+
+    Both take logits (N, V), ids (N,) and a matrix of the same shape as the logits, and return a
+    tensor of floating-point numbers; the logits get a gradient.
+    """
+
+    name: str  # of the function, and after a comma what is tried of it
+    ours: Callable[[Tensor, Tensor, Tensor], Tensor]
+    naive: Callable[[Tensor, Tensor, Tensor], Tensor]
+    least: int = 1  # columns that it needs
+    differentiable: bool = True
+
+
+def at(x: Tensor, ids: Tensor) -> Tensor:
+    return x.gather(-1, ids[:, None])[:, 0]
+
+
+def naive_entropy(x: Tensor) -> Tensor:
+    logp = x.log_softmax(-1)
+    return -(logp.exp() * logp).sum(-1)
+
+
+def ignoring(ids: Tensor) -> Tensor:
+    """The ids as targets of which the first is ignored, unless it is the only one."""
+    return ids if len(ids) == 1 else ids.index_fill(0, ids.new_zeros(1), -100)
+
+
+def cross_entropy(name: str, naive: Callable | None = None, **options) -> Check:
+    """With these options; PyTorch has them too where `naive` says nothing."""
+
+    def wanted(x, ids, _):
+        if naive is not None:
+            return naive(x, ids)
+        return F.cross_entropy(x, ignoring(ids), reduction="none", **options)
+
+    def ours(x, ids, _):
+        logits = x * 1 if options.get("inplace") else x
+        return ll.cross_entropy(logits, ignoring(ids), reduction="none", **options)
+
+    return Check(name, ours, wanted)
+
+
+def every_option(x, ids):
+    """Softcap 5, temperature 0.7 and a z-loss, row 0 ignored."""
+    z = 5 * (x / 5).tanh() / 0.7
+    value = F.cross_entropy(z, ids, reduction="none") + 1e-3 * z.logsumexp(-1).square()
+    return torch.where(ignoring(ids) == -100, 0.0, value)
+
+
+def three_ids(ids: Tensor, vocab: int) -> Tensor:
+    """Of which two are the same."""
+    return torch.stack((ids, ids, (ids + 1) % vocab), -1)
+
+
+LOGP = (-1.5, -2.0, -2.5)  # of a teacher at three ids
+TAIL = -0.75
+
+
+def teacher(x: Tensor, ids: Tensor) -> ll.SparseTargets:
+    logp = torch.tensor(LOGP, device=x.device).expand(len(ids), 3).contiguous()
+    tail = torch.full((len(ids),), TAIL, device=x.device)
+    return ll.SparseTargets(three_ids(ids, x.shape[1]), logp, tail)
+
+
+def naive_tail(x, ids, _):
+    """KL divergence over three ids and one bucket for the rest, and a label's cross-entropy."""
+    log_q = (x / 2).log_softmax(-1)
+    picked = three_ids(ids, x.shape[1])
+    logp = x.new_tensor(LOGP)
+    inside = log_q.gather(-1, picked)
+    rest = log_q.scatter(-1, picked, -torch.inf).logsumexp(-1)
+    tail = x.new_tensor(TAIL)
+    value = (logp.exp() * (logp - inside)).sum(-1) + tail.exp() * (tail - rest)
+    return value + 0.5 * F.cross_entropy(x, ids, reduction="none")
+
+
+def naive_renorm(x, ids, _):
+    logp = x.new_tensor(LOGP).log_softmax(-1)
+    log_q = x.gather(-1, three_ids(ids, x.shape[1])).log_softmax(-1)
+    return (logp.exp() * (logp - log_q)).sum(-1)
+
+
+def naive_jsd(x, _, other):
+    log_q, log_p = x.log_softmax(-1), other.log_softmax(-1)
+    m = torch.logaddexp(log_q, log_p) - torch.log(x.new_tensor(2.0))
+    return 0.5 * (log_p.exp() * (log_p - m) + log_q.exp() * (log_q - m)).sum(-1)
+
+
+def naive_kl(x, _, other):
+    log_q, log_p = x.log_softmax(-1), other.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def wide(t: Tensor) -> Tensor:
+    """At least fp32: of a teacher, so that its rounding is not ours."""
+    return t if t.dtype == torch.float64 else t.float()
+
+
+def head_of(other: Tensor) -> Tensor:
+    """A weight (16, D) of powers of two, one a row: its logits are exact in every dtype."""
+    rows = torch.arange(16, device=other.device)
+    weight = other.new_zeros((16, other.shape[1]))
+    weight[rows, rows % other.shape[1]] = torch.where(rows % 2 == 0, 1.0, -0.5).to(other.dtype)
+    return weight
+
+
+def over_a_head(x, ids, other):
+    weight = head_of(other).requires_grad_()
+    rows = 16 * x.element_size()  # one at a time: several chunks
+    return ll.linear_cross_entropy(x, weight, ids % 16, workspace=rows)
+
+
+def naive_over_a_head(x, ids, other):
+    return F.cross_entropy(x @ head_of(other).T, ids % 16)
+
+
+def labels_of(x: Tensor) -> Tensor:
+    """Of 16 rows, where x is the weight."""
+    return torch.arange(16, device=x.device) % len(x)
+
+
+def as_a_weight(x, _, other):
+    rows = 8 * x.element_size()  # one at a time: its gradient is summed over 16 chunks
+    return ll.linear_cross_entropy(head_of(other), x, labels_of(x), workspace=rows)
+
+
+def columns(stats) -> Tensor:
+    """lse, picked, entropy and the mean."""
+    return torch.stack([t for t in stats[:4] if t is not None], -1)
+
+
+def row_stats(x, ids, _):
+    found = columns(ll.row_stats(x, ids, entropy=True, total=True, argmax=True))
+    return found * found.new_tensor([1, 1, 1, 1 / x.shape[1]])  # the mean: a sum may cancel
+
+
+def merged(x, *_):
+    half = x.shape[1] // 2
+    whole = ll.merge(ll.partial(x[:, :half]), ll.partial(x[:, half:]))
+    return torch.stack((whole.lse, whole.entropy), -1)
+
+
+def of_scores(x, ids, _):
+    return torch.stack(tuple(ll.score(x, ids)[:3]), -1)
+
+
+def naive_scores(x, ids, _):
+    return torch.stack((at(x.log_softmax(-1), ids), naive_entropy(x), x.logsumexp(-1)), -1)
+
+
+CHECKS = (
+    Check("logsumexp", lambda x, *_: ll.logsumexp(x), lambda x, *_: x.logsumexp(-1)),
+    Check("entropy", lambda x, *_: ll.entropy(x), lambda x, *_: naive_entropy(x)),
+    Check(
+        "token_logprobs",
+        lambda x, ids, _: ll.token_logprobs(x, ids),
+        lambda x, ids, _: at(x.log_softmax(-1), ids),
+    ),
+    Check(
+        "token_logprobs, several ids",
+        lambda x, ids, _: ll.token_logprobs(x, three_ids(ids, x.shape[1])),
+        lambda x, ids, _: x.log_softmax(-1).gather(-1, three_ids(ids, x.shape[1])),
+    ),
+    Check("score", of_scores, naive_scores),
+    Check(
+        "row_stats",
+        row_stats,
+        lambda x, ids, _: torch.stack(
+            (x.logsumexp(-1), at(x, ids), naive_entropy(x), x.mean(-1)), -1
+        ),
+    ),
+    Check(
+        "row_loss",
+        lambda x, ids, _: ll.row_loss(lambda s: s.lse.sin() - s.logprob, x, ids, reduction="none"),
+        lambda x, ids, _: x.logsumexp(-1).sin() - at(x.log_softmax(-1), ids),
+    ),
+    Check(
+        "partial", lambda x, *_: ll.partial(x).lse, lambda x, *_: x.logsumexp(-1)
+    ),
+    Check(
+        "merge", merged, lambda x, *_: torch.stack((x.logsumexp(-1), naive_entropy(x)), -1)
+    ),
+    cross_entropy("cross_entropy"),
+    cross_entropy("cross_entropy, smoothed", label_smoothing=0.1),
+    cross_entropy(
+        "cross_entropy, every option", every_option, softcap=5.0, temperature=0.7, z_loss=1e-3
+    ),
+    cross_entropy(
+        "cross_entropy, in place",
+        lambda x, ids: F.cross_entropy(x, ignoring(ids), reduction="none"),
+        inplace=True,
+    ),
+    Check("linear_cross_entropy", over_a_head, naive_over_a_head),
+    Check(
+        "linear_cross_entropy, weight",
+        as_a_weight,
+        lambda x, _, other: F.cross_entropy(head_of(other) @ x.T, labels_of(x)),
+    ),
+    Check(
+        "kl_div",
+        lambda x, _, t: ll.kl_div(x, t, direction="forward", reduction="none"),
+        naive_kl,
+    ),
+    Check("jsd", lambda x, _, t: ll.jsd(x, t, reduction="none"), naive_jsd),
+    Check(
+        "soft_cross_entropy",
+        lambda x, _, t: ll.soft_cross_entropy(x, wide(t).softmax(-1), reduction="none"),
+        lambda x, _, t: -(t.softmax(-1) * x.log_softmax(-1)).sum(-1),
+    ),
+    Check(
+        "topk_distill, tail and a label",
+        lambda x, ids, _: ll.topk_distill(
+            x, teacher(x, ids), divergence="forward_kl", support="tail", temperature=2.0,
+            labels=ids, ce_weight=0.5, reduction="none",
+        ),
+        naive_tail,
+        least=3,
+    ),
+    Check(
+        "topk_distill, renorm",
+        lambda x, ids, _: ll.topk_distill(
+            x, teacher(x, ids), divergence="forward_kl", support="renorm", reduction="none"
+        ),
+        naive_renorm,
+        least=3,
+    ),
+    Check(
+        "gathered_kl",
+        lambda x, _, t: ll.gathered_kl(x, wide(t).log_softmax(-1), reduction="none"),
+        naive_kl,
+    ),
+    Check(
+        "capture_topk",
+        lambda x, *_: ll.capture_topk(x, 3).logprobs,
+        lambda x, *_: x.log_softmax(-1).topk(3).values,
+        least=3,
+        differentiable=False,
+    ),
+)  # fmt: skip

@@ -1,0 +1,172 @@
+"""Kernels whose programs wait for each other: crowded, replayed, and turned off."""
+
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from sizes import DEVICE, ON_GPU, sized
+
+import logitless as ll
+from logitless.kernels import config, exchange
+from logitless.kernels.launch import Launch
+from logitless.kernels.one_pass import can_one_pass
+from logitless.kernels.pair_jsd import _parts
+
+ROWS, VOCAB = sized((2048, 128256), (3, 300))
+DTYPES = [torch.bfloat16, torch.float32]
+
+
+def in_place(x, other, labels):
+    """The loss, and the gradient that took the place of the logits."""
+    logits = x.clone().requires_grad_()
+    loss = ll.cross_entropy(logits, labels, inplace=True)
+    return loss.detach(), logits.detach()
+
+
+def divergence(x, other, labels):
+    logits = x.clone().requires_grad_()
+    loss = ll.jsd(logits, other, reduction="none")
+    return loss.detach(), *torch.autograd.grad(loss.sum(), logits)
+
+
+WORK = {"in place": in_place, "jsd": divergence}
+each_work = pytest.mark.parametrize("work", WORK.values(), ids=WORK.keys())
+
+
+def make(dtype, rows=ROWS, V=VOCAB):
+    x, other = (torch.randn(rows, V, device=DEVICE).mul_(2).to(dtype) for _ in range(2))
+    labels = torch.randint(0, V, (rows,), device=DEVICE)
+    labels[::7] = -100
+    return x, other, labels
+
+
+def assert_equal(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu("several streams, with programs that are resident together")
+@each_work
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_beside_gemms_on_other_streams_as_alone(work, dtype):
+    """Bit for bit, while two streams of GEMMs and three of the same work fill the GPU."""
+    given = [make(dtype, rows) for rows in (ROWS, ROWS // 2 + 1, 3)]
+    want = [work(*each) for each in given]
+    a = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
+    gemms, works = ([torch.cuda.Stream() for _ in range(n)] for n in (2, len(given)))
+    torch.cuda.synchronize()
+    for _ in range(3):
+        for stream in gemms:
+            with torch.cuda.stream(stream):
+                for _ in range(20):
+                    a @ a
+        got = []
+        for stream, each in zip(works, given, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(work(*each))
+        torch.cuda.synchronize()
+        for found, wanted in zip(got, want, strict=True):
+            assert_equal(found, wanted)
+
+
+@pytest.mark.gpu("CUDA graphs")
+@each_work
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_replayed_beside_gemms_as_alone(work, dtype):
+    given = make(dtype)
+    want = work(*given)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        work(*given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = work(*given)
+    a = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    for _ in range(3):
+        with torch.cuda.stream(side):
+            for _ in range(20):
+                a @ a
+        for t in got:
+            t.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_equal(got, want)
+
+
+def launched(f) -> set[str]:
+    """The kernels that f launches."""
+    names, run = set(), Launch.__call__
+
+    def recorded(self, *tensors):
+        names.add(self.kernel.fn.__name__)
+        return run(self, *tensors)
+
+    with mock.patch.object(Launch, "__call__", recorded):
+        f()
+    return names
+
+
+PATHS = {  # the kernel that waits, and what runs where it may not
+    "in place": ("_one_pass_kernel", "_blocks_kernel"),
+    "jsd": ("_jsd_part_kernel", "_jsd_kernel"),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_turned_off_the_path_changes_and_the_result_does_not(name, dtype, monkeypatch):
+    """The interpreter's programs never wait: there the same kernel with a row for itself."""
+    given, work = make(dtype, sized(64, 3)), WORK[name]
+    waits, instead = PATHS[name]
+    with config.override(**sized({}, {"span": 512})):
+        want = work(*given)
+        before = launched(lambda: work(*given))
+    monkeypatch.setattr(exchange, "WAITING", False)
+    with config.override(**sized({}, {"span": 64})):
+        got = work(*given)
+        after = launched(lambda: work(*given))
+    assert (waits in before) == (ON_GPU or name == "in place")
+    assert waits not in after
+    assert instead in after
+    torch.testing.assert_close(got[0], want[0], rtol=2e-6, atol=1e-7)
+    rtol = 2e-2 if dtype == torch.bfloat16 else 2e-5
+    torch.testing.assert_close(got[1], want[1], rtol=rtol, atol=1e-7)
+
+
+class OnAGPU(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+
+@pytest.mark.parametrize("value", ["0", "1", None])
+def test_the_variable_is_read_once_a_process(value):
+    code = "from logitless.kernels.exchange import WAITING; print(WAITING)"
+    environment = {k: v for k, v in os.environ.items() if k != "LOGITLESS_WAITING"}
+    environment |= {} if value is None else {"LOGITLESS_WAITING": value}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.strip() == str(value != "0")
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_who_may_wait(waiting, monkeypatch):
+    """On a GPU, as many programs as share a row of 128,256; none where it is turned off."""
+    monkeypatch.setattr(exchange, "WAITING", waiting)
+    x = torch.zeros(1, 1).expand(1, 128256).as_subclass(OnAGPU)
+    with mock.patch.object(config, "_override", {}):
+        assert can_one_pass(x) is waiting
+        assert (_parts(x) > 1) is waiting
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert exchange.may_wait(1, cpu)
+    assert not exchange.may_wait(2, cpu)
+    assert exchange.may_wait(exchange.MAX_PARTS, gpu) is waiting
+    assert not exchange.may_wait(exchange.MAX_PARTS + 1, gpu)

@@ -1,0 +1,97 @@
+"""`logitless doctor`: every public function, every kernel, and what it says when one is wrong."""
+
+import inspect
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from sizes import ON_GPU
+
+import logitless as ll
+from logitless import kernels
+from logitless.cli import doctor, main, selfcheck
+from logitless.kernels.launch import Launch
+
+NOT_COMPUTED = {"impl"}  # chooses who computes
+WAIT_FOR_OTHERS = {"_jsd_part_kernel", "_jsd_sum_kernel"}
+
+
+def every_kernel() -> set[str]:
+    """What is launched anywhere in logitless/kernels."""
+    folder = Path(kernels.__file__).parent
+    text = "".join(path.read_text() for path in folder.glob("*.py"))
+    return set(re.findall(r"Launch\(\s*(\w+_kernel)\b", text))
+
+
+def test_every_public_function_has_a_check():
+    public = {name for name in ll.__all__ if inspect.isfunction(getattr(ll, name))} - NOT_COMPUTED
+    assert public - {check.name.split(",")[0] for check in selfcheck.CHECKS} == set()
+    assert len(public) > 15
+
+
+def test_every_kernel_is_run_by_a_check(capsys):
+    """By the interpreter all but those whose programs wait for each other."""
+    assert len(every_kernel()) > 20
+    ran, run = set(), Launch.__call__
+
+    def recorded(self, *tensors):
+        ran.add(self.kernel.fn.__name__)
+        return run(self, *tensors)
+
+    device = "cuda" if ON_GPU else "cpu"
+    shapes = [(5, 40), (1, 16411)]
+    with (
+        mock.patch.object(Launch, "__call__", recorded),
+        mock.patch.object(doctor, "SHAPES", shapes),
+        mock.patch.object(doctor, "BOUNDS", {torch.bfloat16: doctor.BOUNDS[torch.bfloat16]}),
+        ll.impl("triton"),
+    ):
+        found = {check.name: doctor.examine(check, device).problem for check in selfcheck.CHECKS}
+    assert {name: problem for name, problem in found.items() if problem} == {}
+    assert every_kernel() - ran - (set() if ON_GPU else WAIT_FOR_OTHERS) == set()
+
+
+@pytest.fixture
+def without_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # which takes a while
+
+
+@pytest.mark.usefixtures("without_interpreter")
+def test_it_passes_here_with_dtype_and_bound_beside_each_error(capsys):
+    assert main(["doctor", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    for expected in (torch.__version__, "cpu tensors", "LOGITLESS_WAITING"):
+        assert expected in out
+    for check in selfcheck.CHECKS:
+        (line,) = re.findall(rf"^  cpu +{re.escape(check.name)} {{2,}}(.*)$", out, re.M)
+        error = r"\d(?:e[-+]\d+) of \de-\d+ (?:bfloat16|float\d+)"
+        assert re.fullmatch(rf"{error} +(?:{error}|none) +ok", line)
+    assert "What to do" not in out
+
+
+@pytest.mark.usefixtures("without_interpreter")
+def test_it_says_what_is_wrong_and_what_to_do(capsys, monkeypatch):
+    right = ll.logsumexp
+    monkeypatch.setattr(doctor, "CHECKS", selfcheck.CHECKS[:1])
+    monkeypatch.setattr(ll, "logsumexp", lambda x: right(x) + 1e-3)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG at bfloat16" in out
+    assert "LOGITLESS_IMPL=eager" in out
+
+    def breaks(x):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(ll, "logsumexp", breaks)
+    assert main(["doctor"]) == 1
+    assert "FAILED at bfloat16 3×1: no such thing" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(ON_GPU, reason="there is a GPU")
+@pytest.mark.parametrize("command", ["doctor", "demo", "bench"])
+def test_a_gpu_that_is_not_there_is_one_sentence(command):
+    with pytest.raises(SystemExit) as left:
+        main([command, "--device", "cuda"])
+    assert left.value.code == "--device cuda must have a GPU that PyTorch can use, got none here."
