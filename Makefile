@@ -74,6 +74,6 @@ endef
 	$(call install,$(PYTHON))
 
 .venv-oldest/.ready: requirements/oldest.txt requirements/tests.txt pyproject.toml
-	@$(PYTHON_OLDEST) -c "" 2>/dev/null || \
+	@$(PYTHON_OLDEST) -c "import sys; sys.exit(sys.version_info[:2] != (3, 10))" 2>/dev/null || \
 		{ echo "PYTHON_OLDEST must name a Python 3.10, got $(PYTHON_OLDEST)." >&2; exit 1; }
 	$(call install,$(PYTHON_OLDEST))

@@ -67,8 +67,8 @@ class Launch:
     def compile(self, types: tuple, tensors: Sequence) -> None:
         """Launch by Triton's own way, and remember what it compiled.
 
-        Products that are added to are rounded once, with the sum: fewer instructions, and nothing
-        here is exact because a product was rounded. Triton's own default for it is to change.
+        Products that are added to are rounded once, with the sum, as in all that was measured and
+        tested on a GPU. Triton's own default for it changes with 3.10.
         """
         with on(tensors[0].device):
             compiled = self.kernel[self.programs](
