@@ -114,7 +114,8 @@ class Partials(NamedTuple):
     picked: Tensor | None = None  # (N, K), y of the ids; 0 of one that no part here owns: they add
 
 
-# Fields of Partials.state, of y = z · temperature and d = y - m.
+# Fields of Partials.state, of y = z · temperature and d = y - m. A field that belongs to a
+# statistic, or to a mark, is written where that is wanted.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
 W = 2  # Σ d e^(d / temperature), with "entropy"

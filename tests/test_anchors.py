@@ -509,7 +509,7 @@ def test_bug_25_kernels_run_on_the_tensors_device(monkeypatch):
 CHOICES = {  # all that a kernel may be compiled for: what is asked, and how memory is cut
     "ENTROPY", "TOTAL", "ARGMAX", "SECOND", "HAS", "ALIGNED", "SAME", "T_ALIGNED", "STEPS",
     "BLOCK_V", "BLOCK_K", "BLOCK_P", "BLOCK_N", "SPAN", "MEAN", "LOG_K", "ROWS", "KIND",
-    "DIVERGENCE", "RENORM_P", "RENORM_Q", "HELD", "FIRST", "LAST", "WIDE", "BLOCK_D", "BLOCK_R",
+    "DIVERGENCE", "RENORM_P", "STUDENT_OVER", "HELD", "FIRST", "LAST", "WIDE", "BLOCK_D", "BLOCK_R",
     "STEP_C", "STEP_U", "STEP_F", "PACK",
 }  # fmt: skip
 

@@ -514,3 +514,13 @@ def test_merge_of_equal_maxima_has_the_gradient_of_the_whole():
         lambda a: ll.merge(ll.partial(a[:, :2]), ll.partial(a[:, 2:])).entropy,
         torch.randn(2, 5, dtype=torch.float64, requires_grad=True),
     )
+
+
+def test_the_gradient_of_an_infinite_logit_is_torchs(impl, device):
+    """NaN at +inf, 0 elsewhere in its row, and other rows as ever."""
+    x = torch.tensor([[1.0, torch.inf, 2.0], [1.0, 2.0, 3.0]], device=device, requires_grad=True)
+    (want,) = torch.autograd.grad(x.logsumexp(-1).sum(), x)
+    for splits in (1, 3):
+        with config.override(block_v=16, splits=splits):
+            (got,) = torch.autograd.grad(ll.logsumexp(x).sum(), x)
+        torch.testing.assert_close(got, want, equal_nan=True)

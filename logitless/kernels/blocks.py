@@ -87,7 +87,7 @@ def _blocks_kernel(
         if mine:
             tl.debug_barrier()  # in place, the tile overwrites what was just read
 
-    shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t)
+    shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, inv_t * LOG2E, softcap)
     write_span(Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "same"), True, BLOCK_V)
     if uses(HAS, "mark"):

@@ -29,7 +29,6 @@ PART_ARG = tl.constexpr(_contract.ARG)
 PART_S1 = tl.constexpr(_contract.S1)
 PART_Y_MARK = tl.constexpr(_contract.Y_MARK)
 STATE_ENTROPY = tl.constexpr(_contract.ENTROPY)
-STATE_LAST = tl.constexpr(_contract.REPEATS)  # after TAIL
 
 
 class Outputs(NamedTuple):
@@ -53,14 +52,15 @@ def write_row(out, state, arg, ref, row, V, live, inv_t):
     shift = finite(state.m)
     log_s = tl.log(state.s)
     at = out.STATE + row.to(tl.int64) * STATE_WIDTH
-    tl.store(at + SHIFT, tl.where(live, shift, 0.0))
-    tl.store(at + LOG_S, tl.where(live, log_s, 0.0))
-    tl.store(at + STATE_LAST, 0.0)  # written later, if at all
-    tl.store(at + STATE_LAST - 1, 0.0)
-    if out.LABEL is None:
-        tl.store(at + LOG_S1, 0.0)
-    if out.ENTROPY is None:
-        tl.store(at + STATE_ENTROPY, 0.0)
+    # All fields at once: 0 in those that are written later, if at all; but for these two.
+    j = tl.arange(0, 8)
+    mask = j < STATE_WIDTH
+    if out.LABEL is not None:
+        mask = mask & (j != LOG_S1)
+    if out.ENTROPY is not None:
+        mask = mask & (j != STATE_ENTROPY)
+    fields = tl.where(j == SHIFT, shift, tl.where(j == LOG_S, log_s, 0.0))
+    tl.store(at + j, tl.where(live, fields, 0.0), mask=mask)
     if out.LSE is not None:
         tl.store(out.LSE + row, tl.where(live, shift * inv_t + log_s, 0.0))
     if out.ENTROPY is not None:
@@ -129,33 +129,36 @@ def write_ids(
 
 @triton.jit
 def _merge(
-    at, mask, rate,
+    at, step, mask, rate,
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """The state of a row from the states of its parts, all at once; its column of the max; ref."""
-    m_p = tl.load(at + PART_M, mask=mask, other=-INF)
-    s_p = tl.load(at + PART_S, mask=mask, other=0.0)
+    """The state of a row from the states of its parts, all at once; its column of the max; ref.
+
+    `at` points to the parts' first field; field after field, `step` numbers apart.
+    """
+    m_p = tl.load(at + PART_M * step, mask=mask, other=-INF)
+    s_p = tl.load(at + PART_S * step, mask=mask, other=0.0)
     m = tl.max(m_p, axis=0)
     moved = move(m_p, m, s_p)
     scale = tl.exp2(moved * rate)
     s = tl.sum(s_p * scale, axis=0)
     w, c, n, s1, arg, ref = m, m, m, m, 0, 0.0  # stay unread unless asked for
     if ENTROPY:
-        w_p = tl.load(at + PART_W, mask=mask, other=0.0)
+        w_p = tl.load(at + PART_W * step, mask=mask, other=0.0)
         w = tl.sum(w_p * scale + moved * (s_p * scale), axis=0)
     if SECOND:
-        s1_p = tl.load(at + PART_S1, mask=mask, other=0.0)
+        s1_p = tl.load(at + PART_S1 * step, mask=mask, other=0.0)
         s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
     if TOTAL:
-        n_p = tl.load(at + PART_N, mask=mask, other=0.0)
-        ref_p = tl.load(at + PART_REF, mask=mask, other=0.0)
+        n_p = tl.load(at + PART_N * step, mask=mask, other=0.0)
+        ref_p = tl.load(at + PART_REF * step, mask=mask, other=0.0)
         # One reference for all, within what theirs are: parts of one row have the same, exactly.
         ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
         ref = tl.where(ref == -INF, 0.0, ref)
-        c = tl.sum(tl.load(at + PART_C, mask=mask, other=0.0) + n_p * (ref_p - ref), axis=0)
+        c = tl.sum(tl.load(at + PART_C * step, mask=mask, other=0.0) + n_p * (ref_p - ref), axis=0)
         n = tl.sum(n_p, axis=0)
     if ARGMAX:
-        args = tl.load(at + PART_ARG, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+        args = tl.load(at + PART_ARG * step, mask=mask, other=0.0).to(tl.int32, bitcast=True)
         arg = tl.min(tl.where(mask & (m_p == m), args, NOWHERE), axis=0)
     return State(m, s, w, c, n, 0, s1), arg, ref
 
@@ -165,7 +168,7 @@ def _merge(
     do_not_specialize_on_alignment=["PARTS", "Y", "MARK", "IDS", "temperature"],
 )
 def _finish_kernel(
-    PARTS, Y, MARK, IDS,  # inputs; Y (N, K), y of the ids
+    PARTS, Y, MARK, IDS,  # inputs; PARTS (N, PART, parts); Y (N, K), y of the ids
     STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LABEL,  # outputs
     temperature, V, K, parts, ignore_index,
     SECOND: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -177,16 +180,16 @@ def _finish_kernel(
     inv_t = inverse_temperature(temperature, row)
     offs_p = tl.arange(0, BLOCK_P)
     mask_p = offs_p < parts
-    at = PARTS + (row.to(tl.int64) * parts + offs_p) * PART_WIDTH
+    at = PARTS + row.to(tl.int64) * (parts * PART_WIDTH) + offs_p
     state, arg, ref = _merge(
-        at, mask_p, inv_t * LOG2E,
+        at, parts, mask_p, inv_t * LOG2E,
         ENTROPY is not None, (TOTAL is not None) | (LOG_TOTAL is not None), ARGMAX is not None,
         SECOND,
     )  # fmt: skip
     out = Outputs(STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LABEL)
     shift, log_s = write_row(out, state, arg, ref, row, V, live, inv_t)
     if MARK is not None:
-        y = tl.sum(tl.load(at + PART_Y_MARK, mask=mask_p, other=0.0), axis=0)
+        y = tl.sum(tl.load(at + PART_Y_MARK * parts, mask=mask_p, other=0.0), axis=0)
         write_mark(out, y, mark, row, V, live, shift, log_s, state.s1, inv_t, SECOND, K is None)
     if IDS is not None:
         write_ids(out, None, Y, IDS, row, V, K, live, shift, log_s, inv_t, None, BLOCK_K)
@@ -201,7 +204,7 @@ def finish(
     """
     wants, (mark, ids, _, temperature) = reading.wants, reading[:4]
     assert "tail" not in wants
-    parts = partials.state.contiguous()
+    parts = partials.state.mT.contiguous()  # as `partial` made them
     count = len(parts)
     shape = _shape_of(reading, count) if shape is None else shape
     K = None if ids is None else ids.shape[-1]
@@ -215,7 +218,7 @@ def finish(
     ]  # fmt: skip
     if count:
         launch = finish_launch(
-            count, parts.shape[1], vocab, K, reading.temperature if temperature is None else None,
+            count, parts.shape[2], vocab, K, reading.temperature if temperature is None else None,
             reading.ignore_index, "label" in wants and not reading.at_temperature_1,
         )  # fmt: skip
         by_row = () if temperature is None else (temperature.contiguous(),)

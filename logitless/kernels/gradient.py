@@ -99,20 +99,21 @@ def load_coefs(COEF, gain, HAS: tl.constexpr):
 
 
 @triton.jit
-def c0_of(a, b, log_s, inv_t):
+def c0_of(a, b, log_s, inv_t, HAS: tl.constexpr):
     """The constant in what e is multiplied with; 0 for a row of -inf, where nothing flows."""
     scale = inv_t * tl.exp2(-log_s * LOG2E)
-    a = tl.where(b == 0, a, a - b * log_s)  # 0 · inf is not 0
+    if uses(HAS, "b"):  # else 0 · inf would not be 0
+        a -= b * log_s
     return tl.where(log_s == -INF, 0.0, a * scale)
 
 
 @triton.jit
-def row_terms(coefs, a, shift, log_s, inv_t):
+def row_terms(coefs, a, shift, log_s, inv_t, HAS: tl.constexpr):
     """(shift, c0, c1, g_c) of Terms. A row of -inf has no distribution, and no gradient."""
     dead = log_s == -INF
     c1 = coefs.b * LN2 * tl.where(dead, 0.0, inv_t * tl.exp2(-log_s * LOG2E))
     g_c = tl.where(dead, 0.0, coefs.g_total * inv_t)
-    return tl.where(dead, INF, shift), c0_of(a, coefs.b, log_s, inv_t), c1, g_c
+    return tl.where(dead, INF, shift), c0_of(a, coefs.b, log_s, inv_t, HAS), c1, g_c
 
 
 @triton.jit

@@ -107,7 +107,7 @@ def _read_plan(
         last = finish_launch(rows.count, cut.splits, rows.vocab, K, number, ignore_index, second)
     return _ReadPlan(
         rows, outputs, at_mark or ignore_index is not None, at_ids and bool(K),
-        "total" in wants or "log_total" in wants, (rows.count, cut.splits, PART), first, last,
+        "total" in wants or "log_total" in wants, (rows.count, PART, cut.splits), first, last,
     )  # fmt: skip
 
 

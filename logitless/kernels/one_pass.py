@@ -110,7 +110,7 @@ def _one_pass_kernel(
     nll = tl.where(inside, log_s - (y_mark - shift) * inv_t, float("nan"))
     tl.store(NLL + row, nll, mask=mine | ((lo == 0) & (not inside)))
     a = tl.where(inside, coefs.a, float("nan"))  # a bad mark: the whole row says so
-    shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t)
+    shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, rate, softcap)
     write_span(Xrow, None, DXrow, terms, span, HAS, ALIGNED, SAME, False, BLOCK_V)
     if mine:

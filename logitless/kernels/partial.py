@@ -38,17 +38,23 @@ from .state import (
 
 
 @triton.jit
-def _store_part(at, state, ref, arg, y_mark):
-    """One part's fields. The column is stored as its bits."""
-    tl.store(at + PART_M, state.m)
-    tl.store(at + PART_S, state.s)
-    tl.store(at + PART_W, state.w)
-    tl.store(at + PART_C, state.c)
-    tl.store(at + PART_N, state.n)
-    tl.store(at + PART_REF, ref)
-    tl.store(at + PART_ARG, arg.to(tl.float32, bitcast=True))
-    tl.store(at + PART_S1, state.s1)
-    tl.store(at + PART_Y_MARK, y_mark)
+def _store_part(
+    at, step, state, ref, arg,
+    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr,
+):  # fmt: skip
+    """One part's fields, `step` numbers apart: those that are read. A column as its bits."""
+    tl.store(at + PART_M * step, state.m)
+    tl.store(at + PART_S * step, state.s)
+    if ENTROPY:
+        tl.store(at + PART_W * step, state.w)
+    if TOTAL:
+        tl.store(at + PART_C * step, state.c)
+        tl.store(at + PART_N * step, state.n)
+        tl.store(at + PART_REF * step, ref)
+    if ARGMAX:
+        tl.store(at + PART_ARG * step, arg.to(tl.float32, bitcast=True))
+    if SECOND:
+        tl.store(at + PART_S1 * step, state.s1)
 
 
 @triton.jit
@@ -70,7 +76,7 @@ def _store_ids(Xrow, IDS, PICKED, row, V, K, start, live, softcap, BLOCK_K: tl.c
 )
 def _partial_kernel(
     X, MARK, IDS, W,  # inputs
-    PARTS, PICKED,  # outputs, (N, splits, PART) and (N, K)
+    PARTS, PICKED,  # outputs, (N, PART, splits) and (N, K)
     temperature,
     rows_t, stride_xb, stride_xt, lead, V, K, start, span,  # sizes
     softcap, ignore_index,  # options
@@ -105,13 +111,14 @@ def _partial_kernel(
     if ARGMAX:
         arg = column_of_max(Xrow, state, head, body, columns, softcap, PACK, ALIGNED, BLOCK_V)
         arg = tl.where(arg == NOWHERE, NOWHERE, arg + start)
-    y_mark = 0.0
+    splits = tl.num_programs(1)
+    PARTS += row.to(tl.int64) * (splits * PART_WIDTH) + split
+    _store_part(PARTS, splits, state, ref, arg, ENTROPY, TOTAL, ARGMAX, SECOND)
     if MARK is not None:
         column = mark - start
         mine = (split == 0) & (column >= 0) & (column < columns)
         y_mark, _ = capped(tl.load(Xrow + column, mask=mine, other=0.0), softcap)
-    at = row.to(tl.int64) * tl.num_programs(1) + split
-    _store_part(PARTS + at * PART_WIDTH, state, ref, arg, y_mark)
+        tl.store(PARTS + PART_Y_MARK * splits, y_mark)
     if IDS is not None:
         if split == 0:
             _store_ids(Xrow, IDS, PICKED, row, V, K, start, live, softcap, BLOCK_K)
@@ -133,14 +140,14 @@ def partial(
     number, softcap, ignore_index, wants = reading[4:]
     second = "label" in wants and not reading.at_temperature_1
     cut = cut_of(rows, x.device, wants, softcap, second)
-    size = (rows.count, cut.splits, _contract.PART)
+    size = (rows.count, _contract.PART, cut.splits)
     state = torch.empty(size, device=x.device, dtype=torch.float32)
     picked, K = None, 0
     if ids is not None:
         K = ids.shape[-1]
         picked = torch.empty((rows.count, K), device=x.device, dtype=torch.float32)
     if rows.count == 0:
-        return Partials(state, picked)
+        return Partials(state.mT, picked)
     total = "total" in wants or "log_total" in wants
     launch = partial_launch(
         rows, K, start, number if temperature is None else None, softcap, ignore_index,
@@ -151,7 +158,7 @@ def partial(
         x, None if mark is None else mark.contiguous(), ids.contiguous() if K else None,
         aligned(weight) if total else None, state, picked if K else None, *by_row,
     )  # fmt: skip
-    return Partials(state, picked)
+    return Partials(state.mT, picked)
 
 
 def cut_of(

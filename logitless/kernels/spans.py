@@ -202,11 +202,11 @@ def _spans_kernel(
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
     STATE += row.to(tl.int64) * STATE_WIDTH
     shift, log_s, d_label, c_label, taken = _row_numbers(STATE, coefs, HAS)
-    shift, c0, c1, g_c = row_terms(coefs, coefs.a - taken, shift, log_s, inv_t)
+    shift, c0, c1, g_c = row_terms(coefs, coefs.a - taken, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, c_label, g_c, inv_t * LOG2E, softcap)
     c0_ids = c0
     if uses(HAS, "a_ids"):
-        c0_ids = c0_of(coefs.a_ids - taken, coefs.b, log_s, inv_t)
+        c0_ids = c0_of(coefs.a_ids - taken, coefs.b, log_s, inv_t, HAS)
     g_mark = tl.where(log_s == -INF, 0.0, coefs.g_mark * inv_t) + d_label
 
     x_mark = tl.full((), 0.0, X.dtype.element_ty)
