@@ -148,7 +148,9 @@ def summary() -> str:
             notes.append(f"In its own memory Liger is faster at {sizes(shape)}.")
     if untried:
         notes.append(f"Not measured in Liger's memory in this run: {', '.join(untried)};")
-        notes.append("[docs/heads.md]({up}docs/heads.md) has an earlier commit that was, and was slower.")
+        notes.append(
+            "[docs/heads.md]({up}docs/heads.md) has a commit that was, and was slower than Liger."
+        )
     at = PLAIN_LOGITS | {"shape": SMALL, "mode": Mode.WALL}
     small = cells(logits, names, "extra_mib", **at)
     rows.append({"": f"logits {sizes(SMALL)}, host included", **small, equal: report.NOTHING})
@@ -171,8 +173,10 @@ def workspaces() -> str:
         tried = [r for r in ours if re.fullmatch(r"plain|\d+ MiB|.*summed in.*", r.variant)]
         tried += run.all(**PLAIN_HEAD, contender="liger", shape=shape)
         for r in sorted(tried, key=lambda r: -(r.spare_mib or 0.0)):
-            setting = r.variant if r.variant[0].isdigit() else f"default, {r.variant}"
-            setting = "default (1 GiB)" if r.variant == PLAIN else setting
+            setting = r.variant.replace("summed in the weight's dtype", '`accumulate="weight"`')
+            setting = setting.replace("summed in fp32", '`accumulate="fp32"`')
+            setting = setting if setting[0].isdigit() else f"1 GiB, {setting}"
+            setting = "1 GiB, the default" if r.variant == PLAIN else setting
             over = r.ms / r.floor_ms if r.ms and r.floor_ms else None
             rows.append({
                 HEAD: sizes(shape),
