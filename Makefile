@@ -17,7 +17,7 @@ READY := .venv/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-newest test-oldest test-gpu fuzz bench demo lint types format clean
+.PHONY: help test test-newest test-oldest test-gpu fuzz bench tables demo lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ fuzz: $(READY)  ## random cases of every function, for ARGS="--minutes 10"
 
 bench: $(READY)  ## correctness, time and memory against the rivals
 	$(PY) -m logitless bench $(ARGS)
+
+tables: $(READY)  ## the tables of README and docs, and the plots, from the newest stored results
+	$(PY) -m benchmarks.tables $(ARGS)
 
 demo: $(READY)  ## train one small model with two losses: same curve
 	$(PY) -m logitless demo $(ARGS)

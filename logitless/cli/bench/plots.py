@@ -14,6 +14,9 @@ GREYS = ("#c9ced6", "#9aa5b1", "#7fb7be", "#4f7cac", "#33658a", "#2f4858", "#86a
 REDS = ("#d1495b", "#7d1d3f", "#edae49", "#a26769")  # ours: plain, and what stands beside it
 LABELS = {EAGER: "PyTorch eager", COMPILED: "torch.compile", "liger": "Liger"}
 PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # behind a number on the ceiling
+FASTEST = dict.fromkeys(("logits", "teachers"), "its bytes at the bandwidth of a copy")
+FASTEST["heads"] = "its GEMMs alone"
+LEAST_MIB = 0.1  # on the scale of memory, which is logarithmic: less is drawn as this
 
 
 class Bar(NamedTuple):
@@ -26,9 +29,9 @@ class Bar(NamedTuple):
 def save(document: dict, folder: Path) -> list[Path]:
     """Writes the pictures that have something to show, and returns their paths."""
     C, made = document["copy_tbps"], []
-    ceiling = f"floor / time, % (a copy moves {C or 0:.2f} TB/s), higher is better"
+    ceiling = "% of the fastest possible, higher is better"
     speed = ("speed", "speed, PyTorch eager = 1, higher is better", 1)
-    memory = ("memory", "GiB allocated beyond the inputs, lower is better", None)
+    memory = ("memory", "memory allocated beyond the inputs, MiB, lower is better", None)
     where = f"{document['device']['name']}, torch {document['versions']['torch']}"
     timed = [r for row in document["rows"] if (r := Result(**row)).ms and r.contender in NAMES]
     together = Counter(r.key for r in timed)
@@ -37,7 +40,10 @@ def save(document: dict, folder: Path) -> list[Path]:
             shown = [r for r in timed if r.family == family and is_shown(r, together[r.key])]
             if bars := [bar for r in shown if (bar := bar_of(r, file))]:
                 made.append(folder / f"{file}{'' if family == 'logits' else f'-{family}'}.png")
-                draw(bars, f"{family}: {title}\n{where}", line, made[-1])
+                if file == "memory" and family == "heads":
+                    title = title.replace("inputs", "inputs and the gradients")
+                what = f": 100 is {FASTEST[family]}" if line == 100 else ""
+                draw(bars, f"{family}: {title}{what}\n{where}", line, made[-1], file == "memory")
     return made
 
 
@@ -58,14 +64,16 @@ def bar_of(r: Result, file: str) -> Bar | None:
         panel, name = Mode.BACKWARD, f"{OURS}, in place"
     height = r.floor_ms and r.ms and 100 * r.floor_ms / r.ms
     if file == "memory":
-        height = (r.extra_mib or 0.0) / 1024 if panel == Mode.BACKWARD else None
+        taken = r.spare_mib if r.family == "heads" else r.extra_mib
+        height = taken if panel == Mode.BACKWARD else None
     elif file == "speed":
         height = r.eager_x and 1 / r.eager_x
     what = f"{r.work}\n" if r.family == "teachers" else ""
-    return Bar(panel, f"{what}{r.shape}\n{r.dtype}", name, height) if height else None
+    return Bar(panel, f"{what}{r.shape}\n{r.dtype}", name, height) if height is not None else None
 
 
-def draw(bars: list[Bar], title: str, line: float | None, path: Path) -> None:
+def draw(bars: list[Bar], title: str, line: float | None, path: Path, log: bool) -> None:
+    """Bars in groups, the number on each: those of a logarithmic scale differ by thousands."""
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
     present = list(dict.fromkeys(bar.name for bar in bars))
@@ -73,21 +81,32 @@ def draw(bars: list[Bar], title: str, line: float | None, path: Path) -> None:
     names = [name for name in NAMES[1:] if name in present] + ours
     colors = dict(zip((*NAMES[1:], *ours), (*GREYS, *REDS), strict=False))
     panels = list(dict.fromkeys(bar.panel for bar in bars))
-    figure = Figure(figsize=(9, 2.5 * len(panels) + 1.1))
+    base, least = (LEAST_MIB / 2, LEAST_MIB) if log else (0.0, 0.0)
+    figure = Figure(figsize=(11, 2.7 * len(panels) + 1.1))
     for axis, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         heights = {(bar.group, bar.name): bar.height for bar in bars if bar.panel == panel}
         groups = list(dict.fromkeys(group for group, _ in heights))
         width = 0.84 / len(names)
         for i, name in enumerate(names):  # one that failed leaves its place empty
             at = [j + (i - (len(names) - 1) / 2) * width for j in range(len(groups))]
-            values = [heights.get((group, name), 0.0) for group in groups]
-            drawn = axis.bar(at, values, width * 0.94, color=colors[name])
-            if name in ours:
-                axis.bar_label(drawn, fmt="%.3g", fontsize=8, padding=2, bbox=PATCH)
+            values = [heights.get((group, name)) for group in groups]
+            ends = [base if v is None else max(v, least) for v in values]
+            tall = [end - base for end in ends]
+            drawn = axis.bar(at, tall, width * 0.94, bottom=base, color=colors[name])
+            labels = ["" if v is None else amount(v) for v in values]
+            axis.bar_label(
+                drawn, labels, fontsize=7, padding=2, rotation=90, bbox=PATCH,
+                weight="bold" if name in ours else "normal",
+            )  # fmt: skip
+        if log:
+            axis.set_yscale("log")
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.set_ylim(base, max(heights.values()) * 12)
         if line:
             axis.axhline(line, color="#333333", linewidth=0.8, linestyle="--", zorder=0)
         axis.set_xticks(range(len(groups)), groups, fontsize=8)
-        axis.margins(y=0.15)
+        if not log:
+            axis.margins(y=0.25)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_title(panel, fontsize=10, loc="left")
     handles = [drawn[0] for drawn in figure.axes[0].containers]  # one set of bars a name
@@ -96,3 +115,10 @@ def draw(bars: list[Bar], title: str, line: float | None, path: Path) -> None:
     figure.legend(handles, labels, ncols=5, loc="lower center", frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.4 / figure.get_figheight(), 1, 1))
     figure.savefig(path, dpi=160)
+
+
+def amount(value: float) -> str:
+    """In two or three digits, whole where there are more: 0.09, 12.3, 2004."""
+    if value < 0.01:
+        return "0"
+    return f"{value:.2g}" if value < 1 else f"{value:.3g}" if value < 100 else f"{value:.0f}"
