@@ -4,6 +4,7 @@ from . import nn
 from ._call import impl
 from .distill import capture_topk, gathered_kl, topk_distill
 from .formula import row_loss
+from .fuse import fuse, unfuse
 from .linear import LinearLogits
 from .losses import (
     Scores,
@@ -29,6 +30,7 @@ __all__ = [
     "capture_topk",
     "cross_entropy",
     "entropy",
+    "fuse",
     "gathered_kl",
     "impl",
     "jsd",
@@ -44,4 +46,5 @@ __all__ = [
     "soft_cross_entropy",
     "token_logprobs",
     "topk_distill",
+    "unfuse",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 LOGIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
@@ -363,3 +363,31 @@ def beside_rows(name: str, t: Any, x: Any) -> None:
             f"got {_shape(t)}."
         )
     _same_device(name, t, x)
+
+
+def has_head(head: Any, model: Any) -> None:
+    if head is None:
+        raise ValueError(
+            f"head must be named for {type(model).__name__}, which has no output embeddings: pass"
+            " head=, a module or its name."
+        )
+
+
+def fusable(head: Any) -> None:
+    """A linear layer whose forward is PyTorch's own, of a floating-point weight."""
+    kind = type(head)
+    own = isinstance(head, nn.Linear) and (
+        kind.forward is nn.Linear.forward or hasattr(kind, "unshard")
+    )
+    if not own:
+        raise TypeError(
+            f"head must be an nn.Linear with its own forward, got {kind.__module__}"
+            f".{kind.__qualname__}: what it computes cannot be known."
+        )
+    if not head.weight.is_floating_point():
+        raise TypeError(f"head must have a floating-point weight, got {head.weight.dtype}.")
+
+
+def fusable_options(options: dict) -> None:
+    if "main_grad" in options:
+        raise TypeError("options must not name main_grad, which belongs to one weight; got one.")

@@ -113,7 +113,7 @@ CLASS_WEIGHT = Reading._fields.index("class_weight")  # the one tensor that is n
 def _rows_of(t, rows, lead: torch.Size, place: int) -> Tensor | None:
     if t is None or place == CLASS_WEIGHT:
         return t
-    if not isinstance(t, Tensor):  # a teacher that is another source of logits
+    if hasattr(t, "evaluate"):  # a teacher that is another source of logits
         return t.materialize(rows)
     part = flat_rows(t, lead)[rows]
     return part.detach().requires_grad_() if t.requires_grad else part
@@ -140,7 +140,7 @@ def evaluate(
     row_weight: Tensor | None = None,  # (...)
 ):
     """The loss of the rows, weighted and reduced; for Read, the tuple of its statistics."""
-    if not isinstance(source, Tensor):
+    if hasattr(source, "evaluate"):
         return source.evaluate(loss, reduction, row_weight)
     if under_transform():
         return _traced(source, loss, reduction, row_weight)

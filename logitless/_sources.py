@@ -50,3 +50,7 @@ class Source(Protocol):
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
         """The logits themselves, (..., V); or of some rows, (n, V), as constants."""
         ...
+
+    def as_teacher(self) -> "Source | Tensor":
+        """The same logits as constants."""
+        ...

@@ -116,7 +116,7 @@ def capture_topk(
     """
     _call.once(_call.topk, logits, k, temperature, softcap)
     how = (float(temperature), None if softcap is None else float(softcap))
-    if not isinstance(logits, Tensor):
+    if hasattr(logits, "evaluate"):
         return unchecked(*logits.topk(k, *how))
     if mapped(logits):
         _checks.not_mapped()

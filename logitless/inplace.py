@@ -18,7 +18,7 @@ def evaluate_in_place(
     source, loss: RowLoss, reduction: str = "none", row_weight: Tensor | None = None
 ) -> Tensor:
     """evaluate(...), leaving the gradient of the logits in their memory if one is wanted."""
-    wanted = isinstance(source, Tensor) and torch.is_grad_enabled() and source.requires_grad
+    wanted = not hasattr(source, "evaluate") and torch.is_grad_enabled() and source.requires_grad
     if not wanted or under_transform():
         return evaluate(source, loss, reduction, row_weight)
     _call.values(loss, source.shape[-1])

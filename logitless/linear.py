@@ -88,6 +88,10 @@ class LinearLogits:
             hidden = self.hidden.reshape(-1, self.hidden.shape[-1])[rows]
             return torch.nn.functional.linear(hidden, self.weight, self.bias)
 
+    def as_teacher(self) -> "LinearLogits":
+        """The same logits as constants, which those of a teacher are."""
+        return self
+
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """The loss of the rows, a chunk of them at a time."""
         if torch.compiler.is_compiling():  # torch.compile breaks the graph here
@@ -303,6 +307,8 @@ class _Each(Node):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, source, loss, *others):
+        ctx.needs = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
+        ctx.others = [t.requires_grad for t in others]
         parts, lead = _detached((hidden, weight, bias)), source.shape[:-1]
         run = backend(hidden)
         results: list[Tensor] = []
@@ -338,14 +344,14 @@ class _Each(Node):
 
     @staticmethod
     def compute(ctx, upstream, source, loss) -> list:
-        needs, flat = ctx.needs_input_grad, _detached(source.parts)
+        flat = _detached(source.parts)
         run, lead = backend(flat[0]), source.shape[:-1]
         chunks = source._chunks(_live(loss))
         visits = chunks.logits(*flat)
-        sums = HeadGradients(run, chunks, flat, needs[:3], source.accumulate, source.main_grad)
+        sums = HeadGradients(run, chunks, flat, ctx.needs, source.accumulate, source.main_grad)
         given = [None if g is None else g.reshape(lead.numel(), *g.shape[len(lead) :])
                  for g in upstream]  # fmt: skip
-        others = RowGradients(loss, needs[5:])
+        others = RowGradients(loss, ctx.others)
         for rows, h, z in visits:
             some = loss.take(rows, lead)
             _, saved = some.forward(run, z)

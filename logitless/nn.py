@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from . import _checks, _options, distill, losses, pair
+from .lazy import head_logits
 from .linear import LinearLogits
 
 
@@ -222,12 +223,14 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
 
 
 class FusedHead(nn.Linear):
-    """A linear head that gives its logits as a LinearLogits: any loss here takes them.
+    """A linear head whose logits are not materialised: any loss here takes them, and PyTorch's too.
 
-    workspace, accumulate and drop_ignored are those of a LinearLogits.
+    It returns LazyLogits where gradients are wanted, a tensor that computes losses from hidden and
+    weight, and plain logits where they are not: in evaluation and sampling. workspace, accumulate
+    and drop_ignored are those of a LinearLogits.
 
     >>> head = FusedHead(4096, 128256, bias=False)
-    >>> loss = cross_entropy(head(hidden), target)
+    >>> loss = cross_entropy(head(hidden), target)  # or torch.nn.functional.cross_entropy
     """
 
     @_options.named(nn.Linear)
@@ -241,5 +244,5 @@ class FusedHead(nn.Linear):
             "workspace": workspace, "accumulate": accumulate, "drop_ignored": drop_ignored,
         }  # fmt: skip
 
-    def forward(self, input: Tensor) -> LinearLogits:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return LinearLogits(input, self.weight, self.bias, **self.how)
+    def forward(self, input: Tensor) -> Tensor:
+        return head_logits(self, input, self.how)

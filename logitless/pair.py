@@ -164,9 +164,11 @@ def _compared(
     by_row, squared = reading.squared(PRECISION[student.dtype]) if t_squared else (None, 1.0)
     if by_row is not None:
         row_weight = by_row if row_weight is None else row_weight * by_row
-    if isinstance(teacher, Tensor):
+    if not hasattr(teacher, "evaluate"):
         teacher = teacher.detach()
-    elif isinstance(student, Tensor):  # a head beside logits that exist: its rows exist too
+    elif hasattr(student, "evaluate"):
+        teacher = teacher.as_teacher()
+    else:  # a head beside logits that exist: its rows exist too
         teacher = teacher.materialize(slice(None)).view(student.shape)
     loss = Dense(reading, Pair(teacher, kind, float(blend)))
     found = evaluate(student, loss, reduction, row_weight)

@@ -1,0 +1,84 @@
+"""`fuse(model)`: a model with a linear head trains without materialising its logits.
+
+Only the head's forward is replaced: where gradients are wanted it returns LazyLogits (lazy.py), and
+whatever computes the loss, the model itself, a Trainer or a loop, computes it from those.
+"""
+
+from types import MethodType
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from . import _checks, _options
+from .lazy import head_logits
+from .linear import LinearLogits
+
+Model = TypeVar("Model", bound=nn.Module)
+
+OPTIONS = "_logitless"  # where a fused head keeps its options, and a model its guard
+
+
+@_options.named(LinearLogits)
+def fuse(model: Model, *, head: nn.Module | str | None = None, **options) -> Model:
+    """The same model, whose head gives lazy logits in training; options are LinearLogits'.
+
+    head is a module, or its name in the model; by default the model's output embeddings, which
+    every causal language model of Transformers has. Without gradients, as in evaluation and
+    sampling, the head gives plain logits. Calling it again changes the options; `unfuse` undoes it.
+
+    >>> model = fuse(AutoModelForCausalLM.from_pretrained(...))
+    >>> model(input_ids=ids, labels=ids).loss.backward()
+    """
+    _checks.fusable_options(options)
+    guard = _Guard(head, options)
+    guard(model)
+    unfuse(model, heads=False)
+    handle = model.register_forward_pre_hook(guard)
+    model.__dict__[OPTIONS] = (guard, handle)
+    return model
+
+
+def unfuse(model: Model, *, heads: bool = True) -> Model:
+    """The model as it was before `fuse`."""
+    _, handle = model.__dict__.pop(OPTIONS, (None, None))
+    if handle is not None:
+        handle.remove()
+    for module in model.modules() if heads else ():
+        if isinstance(module, nn.Linear) and module.__dict__.pop(OPTIONS, None) is not None:
+            del module.__dict__["forward"]
+    return model
+
+
+class _Guard:
+    """Before each forward of a model: its head is fused, also one that has taken another's place.
+
+    `resize_token_embeddings` and adapters replace the head.
+    """
+
+    def __init__(self, head: nn.Module | str | None, options: dict):
+        self.head, self.options = head, options
+
+    def __call__(self, model: nn.Module, *_) -> None:
+        head = plain_head(model, self.head)
+        if head.__dict__.get(OPTIONS) is not self.options:
+            head.__dict__[OPTIONS] = self.options
+            head.__dict__["forward"] = MethodType(_forward, head)
+
+
+def plain_head(model: nn.Module, head: nn.Module | str | None) -> nn.Linear:
+    """The linear layer that makes the logits, or an error that says why there is none."""
+    if head is None:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        _checks.has_head(head, model)
+    elif isinstance(head, str):
+        head = model.get_submodule(head)
+    copies = getattr(head, "modules_to_save", None)  # an adapter trains a copy of the head
+    if copies is not None:
+        head = copies[head.active_adapters[0]]  # pyright: ignore
+    head = getattr(head, "base_layer", head)  # an adapter adds to what its base gives
+    _checks.fusable(head)
+    return head  # pyright: ignore
+
+
+def _forward(self: nn.Linear, input: Tensor) -> Tensor:
+    return head_logits(self, input, self.__dict__[OPTIONS])

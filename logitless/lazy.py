@@ -1,0 +1,434 @@
+"""Logits that are a tensor to everyone, and are not made until somebody needs their numbers.
+
+`LazyLogits` is what a fused head returns: a tensor with a shape, a dtype and a place in autograd's
+graph, that holds only what its numbers are made of, hidden and weight. A loss over it, ours or
+`torch.nn.functional`'s, is computed a chunk of rows at a time (linear.py). Operations that leave it
+a head's logits, such as views, slices, casts, scaling and softcaps, are absorbed (absorb.py). Any
+other operation makes the numbers, and is right as well.
+
+The graph is the ordinary one: head → logits → views → loss, each a node. What is unusual is the
+gradient that travels along it. A loss has found the gradients of hidden and weight themselves, and
+hands them to its logits as a `LazyGradient`; views and slices on the way re-index it, and the head
+unpacks it. So hooks fire, modules such as DDP and FSDP see the output they expect, and nothing as
+large as the logits exists.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from . import _call, _checks
+from ._call import backend, in_func
+from ._loss import Node, RowLoss, evaluate, reduced
+from .linear import LinearLogits, _dtypes_as_given, _Each, _Total
+
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
+
+
+class Recipe(NamedTuple):
+    """What lazy logits are made of: post · tanh(pre · (hidden @ weight.T + bias)), in a dtype.
+
+    Without `capped` it is pre · (...); with `log`, sign · log_softmax of that.
+    """
+
+    hidden: Tensor  # (..., D); this and the next two without history
+    weight: Tensor  # (V, D)
+    bias: Tensor | None
+    needs: tuple[bool, bool, bool]  # which of the three want a gradient
+    dtype: torch.dtype
+    how: dict  # options of the LinearLogits
+    module: nn.Module | None  # whose weight it is: a wrapper may have to gather it again
+    versions: tuple[int, ...]  # of the three, when the logits were made
+    pre: float = 1.0
+    capped: bool = False
+    post: float = 1.0
+    log: bool = False
+    sign: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.hidden.shape[:-1], self.weight.shape[0])
+
+    @property
+    def is_head(self) -> bool:
+        """Whether they are the head's own numbers, in whatever dtype."""
+        return (self.pre, self.capped, self.post, self.log, self.sign) == (1, False, 1, False, 1)
+
+    @property
+    def reads(self) -> dict[str, float]:
+        """As options of our losses: softcap · tanh(x / softcap) / temperature."""
+        if self.capped:
+            return {"softcap": 1 / self.pre, "temperature": 1 / (self.pre * self.post)}
+        return {"temperature": 1 / self.pre}
+
+    def check(self) -> None:
+        """Raise where what the logits are made of was written to since."""
+        if self.versions != versions(self.hidden, self.weight, self.bias):
+            raise RuntimeError(
+                "hidden, weight and bias of lazy logits must not be modified in place before the"
+                " logits are used: they are not computed until then."
+            )
+
+    def dense(self) -> Tensor:
+        """The numbers, without history."""
+        self.check()
+        with torch.no_grad(), _dtypes_as_given(self.hidden.device), unsharded(self):
+            z = nn.functional.linear(self.hidden, self.weight, self.bias).to(self.dtype)
+            z = z if self.pre == 1 else z * self.pre
+            z = torch.tanh(z) * self.post if self.capped else z
+            z = torch.log_softmax(z, -1) if self.log else z
+            return z if self.sign == 1 else z * self.sign
+
+    def source(self) -> LinearLogits:
+        """The head as a source of logits, of leaves that require the gradients wanted."""
+        self.check()
+        hidden, weight, bias = (
+            None if t is None else t.detach().requires_grad_(need)
+            for t, need in zip(self[:3], self.needs, strict=True)
+        )
+        with _dtypes_as_given(self.hidden.device):
+            return LinearLogits(hidden, weight, bias, **self.how)  # pyright: ignore[reportArgumentType]
+
+
+def versions(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)
+
+
+@contextlib.contextmanager
+def unsharded(recipe: Recipe):
+    """The head's weight in memory: FSDP frees it after the module's forward."""
+    module = recipe.module
+    if recipe.weight.untyped_storage().size() or not recipe.weight.numel():
+        yield
+    elif hasattr(module, "unshard"):
+        module.unshard()  # pyright: ignore
+        yield
+        module.reshard()  # pyright: ignore
+    else:
+        raise RuntimeError(
+            "weight of lazy logits must still be in memory when their loss is computed, and the"
+            " module that shards it has freed it: compute the loss inside that module's forward,"
+            " shard the head by itself (fully_shard(head)), or pass reshard_after_forward=False."
+        )
+
+
+class LazyLogits(Tensor):
+    """Logits (..., V) of a head, to be used as any tensor; see the module's docstring."""
+
+    recipe: Recipe
+    made: Tensor | None
+
+    @staticmethod
+    def of(recipe: Recipe) -> "LazyLogits":
+        """Without history."""
+        z = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            LazyLogits, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device
+        )
+        z.recipe, z.made = recipe, None
+        return z
+
+    def dense(self) -> Tensor:
+        """The numbers, without history; made once."""
+        if self.made is None:
+            self.made = self.recipe.dense()
+        return self.made
+
+    def materialize(self, rows=None) -> Tensor:
+        """The logits as a plain tensor, with history; or of some rows, (n, V), as constants."""
+        if rows is None:
+            return _Dense.apply(self)  # pyright: ignore[reportReturnType]
+        return self.recipe.source().materialize(rows)
+
+    def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+        if not self.recipe.is_head:
+            return evaluate(self.materialize(), loss, reduction, row_weight)
+        return Head(self).evaluate(loss, reduction, row_weight)
+
+    def topk(self, k: int, temperature: float, softcap: float | None):
+        if not self.recipe.is_head:
+            return backend(self).topk(self.dense(), k, temperature, softcap)
+        return Head(self).topk(k, temperature, softcap)
+
+    def as_teacher(self) -> "LinearLogits | Tensor":
+        """The same logits as constants."""
+        return self.recipe.source() if self.recipe.is_head else self.dense()
+
+    def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        from .absorb import absorbed
+
+        found = absorbed(func, args, kwargs or {})
+        if found is not NotImplemented:
+            return found
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in COPIES and not (kwargs or {}).get("memory_format"):
+            copy = LazyLogits.of(args[0].recipe)
+            copy.made = args[0].made
+            return copy
+        _refuse_writing(func, args)
+        _warn(func)
+        args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.dense, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+aten = torch.ops.aten
+COPIES = (aten.detach.default, aten.clone.default, aten.alias.default)
+_warned: set[str] = set()
+
+
+def _refuse_writing(func, args: tuple) -> None:
+    for given, argument in zip(args, func._schema.arguments, strict=False):
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if writes and isinstance(given, LazyLogits):
+            raise RuntimeError(
+                f"lazy logits must not be written to, by {func}: they hold no numbers."
+                " Use logits.materialize() first."
+            )
+
+
+def _warn(func) -> None:
+    """Once for each operation, where it costs the memory that a fused head saves."""
+    name = str(func)
+    if torch.is_grad_enabled() and name not in _warned:
+        _warned.add(name)
+        warnings.warn(
+            f"logits of a fused head are materialised by {name}; a loss over them, or"
+            " torch.no_grad(), keeps them lazy.", stacklevel=4,
+        )  # fmt: skip
+
+
+class Head:
+    """Lazy logits as a source of logits for our losses, before any scale and softcap."""
+
+    def __init__(self, z: LazyLogits):
+        self.z, self.recipe = z, z.recipe
+        self.shape, self.device = z.shape, z.device
+        self.dtype = z.recipe.hidden.dtype
+        self.requires_grad = z.requires_grad
+
+    def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+        if in_func():
+            _checks.no_head_in_func()
+        _call.values(loss, self.shape[-1])
+        grad, total = torch.is_grad_enabled(), reduction != "none"
+        found = _Loss.apply(
+            self.z, row_weight if total else None, loss, reduction, grad, *loss.others
+        )
+        if total or loss.several:
+            return found
+        return reduced(found, loss.reading, row_weight, None, reduction)  # pyright: ignore
+
+    def topk(self, k: int, temperature: float, softcap: float | None):
+        with unsharded(self.recipe):
+            return self.recipe.source().topk(k, temperature, softcap)
+
+    def materialize(self, rows=None) -> Tensor:
+        return self.z.materialize(rows)
+
+
+class LazyGradient(Tensor):
+    """The gradient of lazy logits, known as the gradients of what they are made of.
+
+    Where an operation that made the numbers brought a gradient of its own, that is `dense`.
+    """
+
+    parts: Parts
+    plain: Tensor | None
+
+    @staticmethod
+    def of(like, parts: Parts, plain: Tensor | None = None) -> "LazyGradient":
+        g = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            LazyGradient, like.shape, dtype=like.dtype, device=like.device
+        )
+        g.parts, g.plain = parts, plain
+        return g
+
+    def each(self, f: Callable[[Tensor], Tensor], like=None) -> "LazyGradient":
+        parts = tuple(None if t is None else f(t) for t in self.parts)
+        plain = None if self.plain is None else f(self.plain)
+        return LazyGradient.of(self if like is None else like, parts, plain)  # pyright: ignore
+
+    def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"LazyGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        g, *rest = args
+        if func in COPIES:
+            return g.each(lambda t: t)
+        if func is aten._to_copy.default and isinstance(g, LazyGradient):
+            like = _Like(g.shape, (kwargs or {}).get("dtype") or g.dtype, g.device)
+            return g.each(lambda t: t, like)
+        if func in (aten.add.Tensor, aten.add_.Tensor) and not kwargs:
+            return _added(g, rest[0])
+        if func in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar) and _is_number(rest[0]):
+            return g.each(lambda t: func(t, rest[0]))
+        if func is aten.neg.default:
+            return g.each(torch.neg)
+        raise RuntimeError(
+            f"the gradient of lazy logits must not be computed with, by {func}: it is known as"
+            " those of hidden and weight. Use logits.materialize() before the loss."
+        )
+
+
+class _Like(NamedTuple):
+    shape: Any
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _is_number(t: Any) -> bool:
+    return isinstance(t, (int, float)) or (type(t) is Tensor and t.dim() == 0)
+
+
+def _added(a: Tensor, b: Tensor) -> LazyGradient:
+    (parts, plain), (others, more) = _split(a), _split(b)
+    both = tuple(
+        y if x is None else x if y is None else x + y for x, y in zip(parts, others, strict=True)
+    )
+    plain = more if plain is None else plain if more is None else plain + more
+    return LazyGradient.of(a, both, plain)  # pyright: ignore[reportArgumentType]
+
+
+def _split(g: Tensor) -> tuple[Parts, Tensor | None]:
+    if isinstance(g, LazyGradient):
+        return g.parts, g.plain
+    return (None, None, None), g
+
+
+def _joined(like, parts: Parts, plain: Tensor | None) -> Tensor | None:
+    if all(t is None for t in parts):
+        return plain
+    return LazyGradient.of(like, parts, plain)
+
+
+def pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -> Tensor:
+    """The gradient of x from that of function(x)."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        out = function(leaf)
+    return torch.autograd.grad(out, leaf, d.to(out.dtype))[0]
+
+
+class _Made(Node):
+    """Hidden, weight and bias to lazy logits."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, how, module):
+        parts = (hidden, weight, bias)
+        ctx.save_for_backward(*parts)
+        needs = tuple(t is not None and t.requires_grad for t in parts)
+        plain = (None if t is None else t.detach() for t in parts)
+        recipe = Recipe(*plain, needs, hidden.dtype, how, module, versions(*parts))  # pyright: ignore
+        ctx.recipe = recipe._replace(hidden=None, weight=None, bias=None)
+        return LazyLogits.of(recipe)
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+        found, plain = _split(g)
+        if plain is not None:
+            hidden, weight, bias = ctx.saved_tensors
+            recipe = ctx.recipe._replace(hidden=hidden, weight=weight, bias=bias)
+            flat, rows = plain.reshape(-1, plain.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
+            flat = flat.to(hidden.dtype)
+            with _dtypes_as_given(hidden.device), unsharded(recipe):
+                more = (
+                    (flat @ weight).view(hidden.shape) if ctx.needs_input_grad[0] else None,
+                    flat.t() @ rows if ctx.needs_input_grad[1] else None,
+                    flat.sum(0) if bias is not None and ctx.needs_input_grad[2] else None,
+                )
+            found = tuple(
+                y if x is None else x if y is None else x + y
+                for x, y in zip(found, more, strict=True)
+            )
+        return *found, None, None
+
+
+class Step(Node):
+    """Lazy logits to lazy logits: an operation that is absorbed.
+
+    `back` turns the gradients of the new parts into those of the old; `op` is the operation on the
+    numbers themselves, for a gradient that came from there.
+    """
+
+    @staticmethod
+    def forward(ctx, z, recipe, back, op):
+        ctx.z, ctx.back, ctx.op = LazyLogits.of(z.recipe), back, op
+        ctx.z.made = z.made
+        made = LazyLogits.of(recipe)
+        made.made = None if z.made is None else op(z.made)
+        return made
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+        parts, plain = _split(g)
+        parts = parts if ctx.back is None else ctx.back(parts)
+        if plain is not None:
+            plain = pulled_back(ctx.op, ctx.z.dense(), plain)
+        return _joined(ctx.z, parts, plain), None, None, None
+
+
+class _Dense(Node):
+    """Lazy logits to a plain tensor."""
+
+    @staticmethod
+    def forward(ctx, z):
+        return z.dense().view_as(z.dense())
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return g
+
+
+class _Loss(Node):
+    """A loss of lazy logits, whose gradient is lazy too."""
+
+    @staticmethod
+    def forward(ctx, z, row_weight, loss, reduction, grad, *others):
+        ctx.z, ctx.recipe = _Like(z.shape, z.dtype, z.device), z.recipe
+        ctx.total = reduction != "none"
+        source = z.recipe.source()
+        with unsharded(z.recipe):
+            if ctx.total:
+                how = (row_weight, source, loss, reduction, grad)
+                return _Total.forward(ctx, *source.parts, *how, *others)
+            outputs = _Each.forward(ctx, *source.parts, source, loss, *others)
+            return outputs if loss.several else outputs[0]
+
+    @staticmethod
+    def backward(ctx, *upstream):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if ctx.total:
+            found = _Total.backward(ctx, *upstream)
+            parts, d_rows, others = found[:3], found[3], found[8:]
+        else:
+            with unsharded(ctx.recipe):
+                found = _Each.backward(ctx, *upstream)
+            parts, d_rows, others = found[:3], None, found[5:]
+        return _joined(ctx.z, parts, None), d_rows, None, None, None, *others
+
+
+def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
+    """The logits of a head: lazy where a gradient is wanted, else plain.
+
+    A compiler sees the plain product, which it fuses as it can.
+    """
+    parts = (hidden, module.weight, module.bias)
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)
+    if not wanted or torch.compiler.is_compiling() or in_func():
+        return nn.functional.linear(*parts)
+    source = LinearLogits(*parts, **how)  # which checks them, and casts as autocast says
+    return _Made.apply(*source.parts, how, module)  # pyright: ignore[reportReturnType]

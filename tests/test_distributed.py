@@ -1,0 +1,121 @@
+"""A model that ends in a fused head trains under DDP and FSDP2 exactly as one process without them.
+
+Two processes on one machine, by gloo; all cases in one run, for starting them takes a while.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import logitless as ll
+
+V, D, STEPS = 11, 6, 5
+WRAPPERS = [
+    "ddp", "ddp static_graph", "ddp find_unused_parameters",
+    "fsdp root", "fsdp blocks", "fsdp head alone",
+]  # fmt: skip
+CASES = [(wrapper, inside) for wrapper in WRAPPERS for inside in (False, True)]
+
+
+class Model(nn.Module):
+    """A small body and a head; with targets it gives the loss, without them the logits."""
+
+    def __init__(self, fused: bool):
+        super().__init__()
+        torch.manual_seed(1)
+        self.body = nn.ModuleList(nn.Sequential(nn.Linear(D, D), nn.Tanh()) for _ in range(2))
+        self.head = (ll.nn.FusedHead if fused else nn.Linear)(D, V)
+
+    def forward(self, x, target=None):
+        for block in self.body:
+            x = block(x)
+        logits = self.head(x)
+        return logits if target is None else loss_of(logits, target)
+
+
+def loss_of(logits, target):
+    return F.cross_entropy(logits.view(-1, V), target.view(-1))
+
+
+def data(rank: int, step: int):
+    g = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(2, 3, D, generator=g), torch.randint(0, V, (2, 3), generator=g)
+
+
+def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    kind, _, how = wrapper.partition(" ")
+    if kind == "ddp":
+        return DistributedDataParallel(model, **({how: True} if how else {}))
+    if how != "root":
+        for block in model.body:
+            fully_shard(block)
+    if how == "head alone":
+        fully_shard(model.head)
+    fully_shard(model)
+    return model
+
+
+def train(model: nn.Module, inside: bool, ranks: list[int]) -> list[torch.Tensor]:
+    """Parameters after some steps, each on the mean over `ranks` of this process."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        losses = []
+        for rank in ranks:
+            x, target = data(rank, step)
+            losses.append(model(x, target) if inside else loss_of(model(x), target))
+        (sum(losses) / len(losses)).backward()
+        optimizer.step()
+    found = [p.detach() for p in model.parameters()]
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in found]
+
+
+def in_process(rank: int) -> None:
+    """What each of the two processes does: prints the cases that differ from one process."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    want = train(Model(fused=False), True, [0, 1])
+    for wrapper, inside in CASES:
+        try:
+            found = train(wrapped(Model(fused=True), wrapper), inside, [rank])
+            far = max(float((a - b).abs().max()) for a, b in zip(found, want, strict=True))
+        except Exception as error:
+            far = f"{type(error).__name__}: {error}"
+        if rank == 0:
+            print(f"{wrapper} | {inside} | {far}", flush=True)
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    here = Path(__file__)
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(here.parent.parent), str(here.parent)]),
+    }  # fmt: skip
+    environment.pop("TRITON_INTERPRET", None)
+    code = "import sys, test_distributed as t; t.in_process(int(sys.argv[1]))"
+    ranks = [
+        subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, str(rank)], env=environment,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]  # fmt: skip
+    (out, error), _ = (rank.communicate(timeout=300) for rank in ranks)
+    lines = [line.split(" | ") for line in out.splitlines() if line.count(" | ") == 2]
+    assert len(lines) == len(CASES), error[-3000:]
+    return {(wrapper, inside == "True"): far for wrapper, inside, far in lines}
+
+
+@pytest.mark.parametrize(("wrapper", "inside"), CASES)
+def test_trains_as_one_process(wrapper, inside, outcomes):
+    assert float(outcomes[wrapper, inside]) < 1e-5
