@@ -164,7 +164,8 @@ def _unsqueeze(z: LazyLogits, dim: int):
 def _getitem(z: LazyLogits, index: Any):
     """Rows by anything; columns by a slice, if all rows are kept."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(part, (LazyLogits, list)) for part in parts):
+    parts = [torch.as_tensor(part) if isinstance(part, list) else part for part in parts]
+    if any(isinstance(part, LazyLogits) for part in parts):
         return NotImplemented
     free = z.dim() - sum(_taken(part) for part in parts)
     at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
@@ -204,6 +205,12 @@ def _unbind(z: LazyLogits, dim: int = 0):
 # --- losses and statistics: the result in the dtype that PyTorch would give it
 
 
+def _dtype(z: LazyLogits) -> torch.dtype:
+    """Of a sum over the logits: under autocast PyTorch takes them in fp32."""
+    half = z.dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if half and torch.is_autocast_enabled(z.device.type) else z.dtype
+
+
 def _cross_entropy(
     z: LazyLogits, target, weight=None, size_average=None, ignore_index=-100, reduce=None,
     reduction="mean", label_smoothing=0.0,
@@ -219,7 +226,7 @@ def _cross_entropy(
     if reduction == "mean":  # PyTorch's mean of no rows is NaN, and users look for it
         none = (target == ignore_index).all()
         found = torch.where(none, torch.nan, found)
-    return found.to(z.dtype)
+    return found.to(_dtype(z))
 
 
 def _nll_loss(
@@ -238,7 +245,7 @@ def _is_last(z: LazyLogits, dim: Any) -> bool:
 
 
 def _kept(t: Tensor, z: LazyLogits, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
-    return (t.unsqueeze(-1) if keepdim else t).to(dtype or z.dtype)
+    return (t.unsqueeze(-1) if keepdim else t).to(dtype or _dtype(z))
 
 
 def _logsumexp(z: LazyLogits, dim, keepdim=False):
@@ -250,7 +257,7 @@ def _logsumexp(z: LazyLogits, dim, keepdim=False):
 def _log_softmax(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
     if not _is_last(z, dim) or z.recipe.log or dtype not in (None, z.dtype, torch.float32):
         return NotImplemented
-    dtype = dtype or z.dtype
+    dtype = dtype or _dtype(z)
     return _value(z, lambda t: t.log_softmax(-1, dtype=dtype), log=True, dtype=dtype)
 
 

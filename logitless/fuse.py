@@ -60,9 +60,10 @@ class _Guard:
 
     def __call__(self, model: nn.Module, *_) -> None:
         head = plain_head(model, self.head)
-        if head.__dict__.get(OPTIONS) is not self.options:
+        own = getattr(head.__dict__.get("forward"), "__func__", None)
+        if own is not forward or head.__dict__.get(OPTIONS) is not self.options:
             head.__dict__[OPTIONS] = self.options
-            head.__dict__["forward"] = MethodType(_forward, head)
+            head.__dict__["forward"] = MethodType(forward, head)
 
 
 def plain_head(model: nn.Module, head: nn.Module | str | None) -> nn.Linear:
@@ -80,5 +81,6 @@ def plain_head(model: nn.Module, head: nn.Module | str | None) -> nn.Linear:
     return head  # pyright: ignore
 
 
-def _forward(self: nn.Linear, input: Tensor) -> Tensor:
+def forward(self: nn.Linear, input: Tensor) -> Tensor:
+    """What a fused head does; pickled by its name, so that a head unpickled has its own again."""
     return head_logits(self, input, self.__dict__[OPTIONS])

@@ -173,7 +173,7 @@ class LazyLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func in COPIES and not (kwargs or {}).get("memory_format"):
+        if _is_copy(func, args):
             copy = LazyLogits.of(args[0].recipe)
             copy.made = args[0].made
             return copy
@@ -186,6 +186,11 @@ class LazyLogits(Tensor):
 aten = torch.ops.aten
 COPIES = (aten.detach.default, aten.clone.default, aten.alias.default)
 _warned: set[str] = set()
+
+
+def _is_copy(func, args: tuple) -> bool:
+    """Whether the result is the same tensor again; a node that returns its input makes a view."""
+    return func in COPIES or (func is aten.view.default and tuple(args[1]) == args[0].shape)
 
 
 def _refuse_writing(func, args: tuple) -> None:
@@ -268,7 +273,7 @@ class LazyGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         g, *rest = args
-        if func in COPIES:
+        if _is_copy(func, args):
             return g.each(lambda t: t)
         if func is aten._to_copy.default and isinstance(g, LazyGradient):
             like = _Like(g.shape, (kwargs or {}).get("dtype") or g.dtype, g.device)
@@ -321,7 +326,8 @@ def pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -> T
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         out = function(leaf)
-    return torch.autograd.grad(out, leaf, d.to(out.dtype))[0]
+    again = torch.is_grad_enabled()
+    return torch.autograd.grad(out, leaf, d.to(out.dtype), create_graph=again)[0]
 
 
 class _Made(Node):

@@ -1,0 +1,117 @@
+"""fuse(model): any model with a linear head, and what it refuses."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import logitless as ll
+from logitless.lazy import LazyLogits
+
+V, D = 11, 6
+
+
+class Model(nn.Module):
+    def __init__(self, head=None):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(V, D)
+        self.lm_head = nn.Linear(D, V, bias=False) if head is None else head
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, ids):
+        return self.lm_head(self.embed(ids))
+
+
+@pytest.fixture
+def ids(device):
+    return torch.randint(0, V, (2, 5), device=device)
+
+
+def grads(model, ids):
+    model.zero_grad()
+    loss = F.cross_entropy(model(ids).view(-1, V), ids.view(-1))
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def assert_fused_and_right(model, ids):
+    assert type(model(ids)) is LazyLogits
+    plain = copy.deepcopy(model)
+    assert type(plain(ids)) is LazyLogits
+    want = grads(ll.unfuse(plain), ids)
+    assert type(plain(ids)) is torch.Tensor
+    torch.testing.assert_close(grads(model, ids), want)
+
+
+@pytest.mark.parametrize("head", [None, "lm_head", "module"])
+def test_the_head_is_found_named_or_given(head, ids, device):
+    model = Model().to(device)
+    given = model.lm_head if head == "module" else head
+    assert ll.fuse(model, head=given) is model
+    assert_fused_and_right(model, ids)
+
+
+def test_twice_is_once_with_other_options(ids, device):
+    model = ll.fuse(ll.fuse(Model().to(device)), workspace=3 * V * 4)
+    assert_fused_and_right(model, ids)
+    assert model(ids).recipe.how == {"workspace": 3 * V * 4}
+    assert len(model._forward_pre_hooks) == 1
+    ll.unfuse(model)
+    assert not model._forward_pre_hooks
+    assert "forward" not in model.lm_head.__dict__
+
+
+def test_tied_weights_and_a_new_head(ids, device):
+    model = Model().to(device)
+    model.lm_head.weight = model.embed.weight
+    ll.fuse(model)
+    assert_fused_and_right(model, ids)
+    model.lm_head = nn.Linear(D, V, device=device)  # as resize_token_embeddings does
+    assert_fused_and_right(model, ids)
+
+
+def test_pickled(ids, device):
+    model = pickle.loads(pickle.dumps(ll.fuse(Model().to(device))))
+    assert_fused_and_right(model, ids)
+
+
+class Quantised(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+def of_bytes():
+    head = nn.Linear(D, V)
+    head.weight = nn.Parameter(torch.zeros(V, D, dtype=torch.int8), requires_grad=False)
+    return head
+
+
+@pytest.mark.parametrize(
+    ("make", "how", "kind", "match"),
+    [
+        (lambda: Model(Quantised(D, V)), {}, TypeError, "head must be an nn.Linear with its own"),
+        (lambda: Model(nn.Conv1d(D, V, 1)), {}, TypeError, "got torch.nn.modules.conv.Conv1d"),
+        (lambda: nn.Sequential(nn.Linear(D, V)), {}, ValueError, "head must be named for Sequen"),
+        (Model, {"head": "nowhere"}, AttributeError, "nowhere"),
+        (Model, {"worksp": 3}, TypeError, "Did you mean 'workspace'"),
+        (Model, {"main_grad": 3}, TypeError, "options must not name main_grad"),
+        (lambda: Model(of_bytes()), {}, TypeError, "head must have a floating-point weight, got"),
+    ],
+)
+def test_refused(make, how, kind, match):
+    with pytest.raises(kind, match=match):
+        ll.fuse(make(), **how)
+
+
+def test_compiled_it_is_right(ids, device):
+    """A compiler sees the plain product."""
+    model = ll.fuse(Model().to(device))
+    want = grads(model, ids)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(grads(compiled, ids), want)

@@ -1,0 +1,247 @@
+"""Lazy logits: a tensor to everyone. What is absorbed, what is made, and that both are right."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from laws import error
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import logitless as ll
+from logitless import lazy
+from logitless.lazy import LazyGradient, LazyLogits
+
+B, T, D, V = 2, 5, 6, 11
+
+
+def model(fused: bool, device="cpu", bias=True, dtype=torch.float64) -> nn.Sequential:
+    torch.manual_seed(1)
+    head = (ll.nn.FusedHead if fused else nn.Linear)(D, V, bias=bias)
+    return nn.Sequential(nn.Linear(4, D), head).to(device, dtype)
+
+
+@pytest.fixture
+def x(device):
+    return torch.randn(B, T, 4, device=device, dtype=torch.float64)
+
+
+@pytest.fixture
+def t(device):
+    target = torch.randint(0, V, (B, T), device=device)
+    target[0, 1] = -100
+    return target
+
+
+def trained(m, x, loss):
+    value = loss(m(x))
+    grads = torch.autograd.grad(value, list(m.parameters()), retain_graph=True)
+    return [value.detach(), *grads]
+
+
+def assert_same(x, loss, **how):
+    want, got = (trained(model(fused, x.device, **how), x, loss) for fused in (False, True))
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) < 1e-11
+
+
+ABSORBED = {
+    "F.cross_entropy": lambda z, t: F.cross_entropy(z.view(-1, V), t.view(-1)),
+    "sum": lambda z, t: F.cross_entropy(z.reshape(-1, V), t.reshape(-1), reduction="sum") / 7,
+    "none": lambda z, t: F.cross_entropy(z.flatten(0, 1), t.flatten(), reduction="none").mean(),
+    "smoothed": lambda z, t: F.cross_entropy(z.view(-1, V), t.view(-1), label_smoothing=0.1),
+    "weighted": lambda z, t: F.cross_entropy(
+        z.view(-1, V), t.view(-1), weight=torch.linspace(1, 2, V).to(z)
+    ),
+    "shifted": lambda z, t: F.cross_entropy(
+        z[..., :-1, :].contiguous().view(-1, V), t[..., 1:].contiguous().view(-1)
+    ),
+    "one sequence": lambda z, t: F.cross_entropy(z[1], t[1]),
+    "rows by mask": lambda z, t: F.cross_entropy(z[t > 3], t[t > 3]),
+    "rows by index": lambda z, t: F.cross_entropy(z[0, [1, 3, 3]], t[1, :3]),
+    "softcap": lambda z, t: F.cross_entropy((torch.tanh(z / 3) * 3).view(-1, V), t.view(-1)),
+    "scaled": lambda z, t: F.cross_entropy((0.5 * z * 3 / 7).view(-1, V), t.view(-1)),
+    "columns": lambda z, t: F.cross_entropy(
+        z[..., :9].reshape(-1, 9), t.clamp(min=0, max=8).view(-1)
+    ),
+    "nll_loss": lambda z, t: F.nll_loss(F.log_softmax(z, -1).view(-1, V), t.view(-1)),
+    "gather": lambda z, t: -z.log_softmax(-1).gather(-1, t.clamp(min=0)[..., None]).mean(),
+    "picked": lambda z, t: z.gather(-1, t.clamp(min=0)[..., None]).square().mean(),
+    "logsumexp": lambda z, t: z.logsumexp(-1).square().mean(),
+    "total": lambda z, t: z.sum(-1, keepdim=True).square().mean(),
+    "label smoother": lambda z, t: (
+        (-F.log_softmax(z, -1)).sum(-1, keepdim=True).mean()
+        + (-F.log_softmax(z, -1)).gather(-1, t.clamp(min=0)[..., None]).sum()
+    ),
+    "unbound": lambda z, t: sum(F.cross_entropy(s, u) for s, u in zip(z, t, strict=True)),
+    "squeezed": lambda z, t: F.cross_entropy(z[:1].squeeze(0).unsqueeze(0)[0], t[0]),
+    "twice": lambda z, t: F.cross_entropy(z[0], t[0]) + z.logsumexp(-1).square().mean(),
+    "ours": lambda z, t: ll.cross_entropy(z, t, z_loss=0.1) + ll.score(z, t).entropy.mean(),
+    "ours by row": lambda z, t: ll.cross_entropy(z, t, reduction="none").square().sum(),
+    "row_loss": lambda z, t: ll.row_loss(
+        lambda s, a: -s.logprob * a, z, t, rows=(t.to(z.dtype),), ignore_index=-100
+    ),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", ABSORBED)
+def test_absorbed(name, bias, x, t):
+    """The same loss and gradients, and the numbers are never made."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        z = model(True, x.device, bias)(x)
+        ABSORBED[name](z, t).backward()
+        assert z.made is None
+        assert_same(x, lambda z: ABSORBED[name](z, t), bias=bias)
+
+
+MADE = {
+    "exp": lambda z, t: z.exp().mean(),
+    "classes second": lambda z, t: F.cross_entropy(z.transpose(1, 2), t),
+    "softmax": lambda z, t: (z.softmax(-1) * torch.arange(V).to(z)).sum(),
+    "a column": lambda z, t: z[..., 3].sum(),
+    "one more term": lambda z, t: F.cross_entropy(z.view(-1, V), t.view(-1)) + z.exp().mean(),
+    "of a view": lambda z, t: F.cross_entropy(z[0], t[0]) + z[1].exp().mean(),
+    "of a softcap": lambda z, t: (torch.tanh(z / 3) * 3).square().mean(),
+    "negative scale": lambda z, t: F.cross_entropy((-z).view(-1, V), t.view(-1)),
+    "of log p": lambda z, t: (z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(),
+    "plus dense": lambda z, t: F.cross_entropy((z + 0.1 * z.detach()).view(-1, V), t.view(-1)),
+    "materialize": lambda z, t: getattr(z, "materialize", lambda: z)().square().sum(),
+    "ours of a scaled one": lambda z, t: ll.cross_entropy(z * 0.5, t),
+}
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+@pytest.mark.parametrize("name", MADE)
+def test_whatever_is_not_absorbed_is_right_too(name, x, t):
+    assert_same(x, lambda z: MADE[name](z, t))
+
+
+def test_a_materialisation_warns_once_for_each_cause(x, monkeypatch):
+    monkeypatch.setattr(lazy, "_warned", set())
+    m = model(True, x.device)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            m(x).exp().sum().backward()
+    assert ["materialised by aten.exp.default" in str(w.message) for w in seen] == [True]
+
+
+def test_without_gradients_it_is_a_plain_tensor(x):
+    m = model(True, x.device)
+    assert type(m(x)) is LazyLogits
+    with torch.no_grad():
+        assert type(m(x)) is torch.Tensor
+    for p in m.parameters():
+        p.requires_grad_(False)
+    assert type(m.eval()(x)) is torch.Tensor
+    assert m(x).argmax(-1).shape == (B, T)
+
+
+def test_hooks_see_the_logits_and_the_head(x, t):
+    m, seen = model(True, x.device), []
+    m[1].register_full_backward_hook(lambda *_: seen.append("head"))
+    z = m(x)
+    z.register_hook(lambda g: seen.append(type(g)))
+    F.cross_entropy(z.view(-1, V), t.view(-1)).backward()
+    assert seen == [LazyGradient, "head"]
+
+
+def test_a_hook_may_scale_the_gradient(x, t):
+    got, want = [], []
+    for fused, found in ((True, got), (False, want)):
+        m = model(fused, x.device)
+        z = m(x)
+        z.register_hook(lambda g: g * 3)
+        F.cross_entropy(z.view(-1, V), t.view(-1)).backward()
+        found.extend(p.grad for p in m.parameters())
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) < 1e-11
+
+
+def test_other_arithmetic_on_a_gradient_says_what_to_do(x, t):
+    z = model(True, x.device)(x)
+    z.register_hook(lambda g: g.abs())
+    with pytest.raises(RuntimeError, match=r"must not be computed with, by aten.abs.*materialize"):
+        F.cross_entropy(z.view(-1, V), t.view(-1)).backward()
+
+
+def test_a_second_backward_and_a_checkpoint(x, t):
+    m = model(True, x.device)
+
+    def loss(x):
+        return F.cross_entropy(m(x).view(-1, V), t.view(-1))
+
+    value = loss(x)
+    first = torch.autograd.grad(value, list(m.parameters()), retain_graph=True)
+    again = torch.autograd.grad(value, list(m.parameters()))
+    kept = torch.autograd.grad(checkpoint(loss, x, use_reentrant=False), list(m.parameters()))
+    for a, b, c in zip(first, again, kept, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    value = loss(x)
+    (grad, *_) = torch.autograd.grad(value, list(m.parameters()), create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        grad.sum().backward()
+
+
+def test_what_they_are_made_of_must_not_change(x, t):
+    m = model(True, x.device)
+    z = m(x)
+    with torch.no_grad():
+        m[1].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="must not be modified in place"):
+        F.cross_entropy(z.view(-1, V), t.view(-1))
+
+
+def test_they_cannot_be_written_to(x):
+    z = model(True, x.device)(x)
+    with pytest.raises(RuntimeError, match=r"lazy logits must not be written to, by aten\.mul_"):
+        z.detach().mul_(2)
+
+
+def test_numbers_on_demand(x):
+    m = model(True, x.device)
+    z, plain = m(x), model(False, x.device)(x)
+    assert torch.equal(z.detach().cpu(), plain.detach().cpu())
+    assert z.tolist() == plain.tolist()
+    assert repr(z) == f"LazyLogits(shape=(2, 5, 11), dtype=torch.float64, device={z.device})"
+    file = io.BytesIO()
+    torch.save(z.detach(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), plain.detach())
+    assert torch.equal(copy.deepcopy(z.detach()).cpu(), plain.detach().cpu())
+    assert torch.equal(z.argmax(-1), plain.argmax(-1))
+    found, want = ll.capture_topk(z, 3), ll.capture_topk(plain, 3)
+    assert torch.equal(found.ids, want.ids)
+
+
+def test_a_teacher_may_be_lazy(x, t):
+    student, teacher = model(True, x.device), model(True, x.device)
+    want = ll.kl_div(
+        student(x).materialize(), teacher(x).materialize().detach(), direction="forward"
+    )
+    got = ll.kl_div(student(x), teacher(x).detach(), direction="forward")
+    assert error(got, want) < 1e-11
+
+
+def test_autocast_is_that_of_a_linear_layer(x, t):
+    m, plain = (
+        model(True, x.device, dtype=torch.float32),
+        model(False, x.device, dtype=torch.float32),
+    )
+    x = x.float()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        got = F.cross_entropy(m(x).view(-1, V), t.view(-1))
+        want = F.cross_entropy(plain(x).view(-1, V), t.view(-1))
+    assert m(x).dtype == plain(x).dtype
+    got.backward()
+    want.backward()
+    for a, b in zip(m.parameters(), plain.parameters(), strict=True):
+        assert a.grad.dtype == b.grad.dtype
+        assert error(a.grad, b.grad.double()) < 0.02
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
