@@ -113,6 +113,7 @@ def _compare(
     no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
     log_p = torch.where(no_tail, -torch.inf, log_p)
     f, g_tail = _terms(log_p, log_p.exp(), log_q_tail, log_q_tail.exp(), *how)
+    g_tail = torch.where(log_q_tail == -torch.inf, 0.0, g_tail)  # none to what is not there
     if mask is not None:  # no slot, no row
         some = mask.any(-1)
         f, g_tail = (torch.where(some, t, 0.0) for t in (f, g_tail))

@@ -121,7 +121,8 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, some, beta, DIVERGENCE: 
     no_tail = (log_q_tail == -INF) & (log_p_tail < LOG_ROUNDING)
     log_p_tail = tl.where(no_tail, -INF, log_p_tail)
     f, g = _terms(log_p_tail, tl.exp(log_p_tail), log_q_tail, tl.exp(log_q_tail), beta, DIVERGENCE)
-    return tl.where(some, f, 0.0), tl.where(some, g, 0.0), log_q_tail
+    flows = some & (log_q_tail != -INF)  # no gradient to what is not there
+    return tl.where(some, f, 0.0), tl.where(flows, g, 0.0), log_q_tail
 
 
 @triton.jit

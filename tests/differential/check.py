@@ -157,8 +157,9 @@ def defined(case: Case, plain: Outcome) -> Wanted:
     nothing but -inf, and where autograd multiplies 0 by inf and the contract says 0.
     """
     full = torch.promote_types(getattr(torch, case.dtype), torch.float32)
-    truth, size, lost = by_definition(case, torch.float64)
+    truth, size, lost, endless = by_definition(case, torch.float64)
     torchs = truth if full == torch.float64 else by_definition(case, full)[0]
+    base = FLOOR[full] + softcap_error(case)
     values, gradients = {}, {}
     x, live = given(case).logits, counts(case)
     odd = (x.isnan() | (x == torch.inf)).any(-1) | (x == -torch.inf).all(-1)
@@ -170,8 +171,9 @@ def defined(case: Case, plain: Outcome) -> Wanted:
         if not got.is_floating_point():
             values[name] = (want, torch.where(want == UNKNOWN, torch.inf, 0.0))
             continue
-        off = allowed(torchs.values[name], want, FLOOR[full], size)
+        off = allowed(torchs.values[name], want, base, size)
         own = want.isnan() | at_rows(odd, want)
+        own |= want.isinf() & (torchs.values[name] != want)  # by a mass that fp32 takes for none
         values[name] = (torch.where(own, got.double(), want), off)
     for name, got in plain.gradients.items():
         # In place, and of numbers beside the rows, it is rounded before it is scaled, and after.
@@ -179,13 +181,25 @@ def defined(case: Case, plain: Outcome) -> Wanted:
         roundings = ROUNDED * (2 if twice else 1)
         want = truth.gradients.get(name, torch.zeros_like(got)).double()
         want = want.masked_fill(at_rows(~live, want), 0.0)  # whatever an ignored row holds
-        floor = FLOOR[full] + roundings * torch.finfo(got.dtype).eps / 2
+        most = torch.finfo(got.dtype).max  # of fp16, soon reached
+        want = torch.where(want.abs() > most, want.sign() * torch.inf, want)
+        floor = base + roundings * torch.finfo(got.dtype).eps / 2
         off = allowed(torchs.gradients.get(name, want), want, floor, 1.0)
-        own = ~want.isfinite() | at_rows(odd, want)
-        if name == "logits":  # of a row with +inf nothing is promised but its value
-            off = torch.where((x == torch.inf).any(-1, keepdim=True), torch.inf, off).expand_as(x)
+        own = ~want.isfinite() | at_rows(odd | endless, want)
+        if name == "logits":  # of a row with +inf, or an infinite loss, only the value is promised
+            none = (x == torch.inf).any(-1) | endless
+            off = torch.where(none.unsqueeze(-1), torch.inf, off).expand_as(x)
         gradients[name] = (torch.where(own, got.double(), want), off)
     return Wanted(values, gradients)
+
+
+def softcap_error(case: Case) -> float:
+    """Of the kernels' own tanh, for logits in 16 bits: 2e-6 of the softcap (numerics.py)."""
+    how, half = arguments(case), case.dtype in ("float16", "bfloat16")
+    if case.impl != "triton" or not half or how.get("softcap") is None or 0 in case.lead:
+        return 0.0
+    least = torch.as_tensor(how.get("temperature", 1.0)).min().item()
+    return 4e-6 * max(1.0, how["softcap"] / least)
 
 
 def at_rows(rows: Tensor, t: Tensor) -> Tensor:
@@ -208,8 +222,8 @@ def counts(case: Case) -> Tensor:
     return torch.ones(case.lead, device=DEVICE).bool()
 
 
-def by_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, float, Tensor]:
-    """Results in this precision, the size of what they are made of, and rows that are NaN."""
+def by_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, float, Tensor, Tensor]:
+    """Results in this precision, the size of what they are made of, rows of NaN, and of inf."""
     means = FUNCTIONS[case.function].means
     x = given(case).logits.to(dtype).requires_grad_()
     how = arguments(case)
@@ -222,14 +236,15 @@ def by_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, float, Tenso
         how["temperature"] = how["temperature"].to(dtype)
     results = named(means(x, **how))
     size, lost = 1.0, torch.zeros(case.lead, device=DEVICE).bool()
+    endless = lost
     if "reduction" in FUNCTIONS[case.function].arguments:
         rows = means(x, **{**how, "reduction": "none"}).detach().abs()
-        lost = rows.isnan()
+        lost, endless = rows.isnan(), rows.isinf()
         total = rows[rows.isfinite()].sum().item()
         if how.get("reduction") != "none":
             size = total if how.get("reduction") == "sum" else total / max(rows.numel(), 1)
     values = {name: t.detach() for name, t in results.items()}
-    return Outcome(values, differentiated(case, results, leaves)), size, lost
+    return Outcome(values, differentiated(case, results, leaves)), size, lost, endless
 
 
 def allowed(torchs: Tensor, want: Tensor, floor: float, size: float) -> float:
