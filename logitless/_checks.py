@@ -26,6 +26,12 @@ def logits(x: Any, name: str = "logits") -> None:
     """A tensor, or another source of logits: what can evaluate a loss itself."""
     if not isinstance(x, Tensor) and not hasattr(x, "evaluate"):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
+    if hasattr(x, "placements"):  # a part of it would be taken for the whole
+        raise TypeError(
+            f"{name} must be a plain Tensor, got a DTensor of placements {x.placements}:"  # pyright: ignore
+            " inside the forward of the module that shards it, it is plain; fuse(model) uses it"
+            " there, and full_tensor() gathers it."
+        )
     if x.dtype not in LOGIT_DTYPES:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}.")
     if len(x.shape) == 0:

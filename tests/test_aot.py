@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 HERE = Path(__file__).parent
 TARGETS = ["cuda:80", "cuda:90", "cuda:100", "hip:gfx942"]
@@ -49,6 +50,7 @@ def test_kernels_compile_ahead_of_time(target):
         "_topk_finish_kernel",
         "topk_stream_kernel",
     }
-    if target == "cuda:90":
+    # Of the compilers that we measure with; what another spills, a measurement will have to say.
+    if target == "cuda:90" and triton.__version__.startswith(("3.6.", "3.7.")):
         spilled = [row for row in rows if row["spills"]]
         assert not spilled

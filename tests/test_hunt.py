@@ -1,7 +1,13 @@
 """What a hunt for failures found, by its numbers: each a test of what was seen and its neighbours.
 
-Elsewhere: 5 and 14 (training on several ranks), 8 and 12 (SparseTargets, ids of narrow dtypes), 16
-and 19 (gathered_kl), 23 (versions). What was said badly is in tests/test_messages.py.
+Elsewhere:
+5   test_distributed.py, every case: training on two ranks equals one process
+8   test_targets.py: log-probabilities above 0, masses above 1
+12  test_targets.py and test_stats.py: ids of narrow and of unsigned dtypes
+16  test_slots.py, `gathered` and `gathered_renorm`: the student over all slots, or those that count
+19  test_slots.py::test_logits_may_have_an_offset, at every temperature
+23  `make test-newest`, benchmarks/results/versions.txt
+What was said badly is in test_messages.py, what was done by hand in test_targets.py, test_lazy.py.
 """
 
 import ast
@@ -207,6 +213,24 @@ def forward_ad(f, x):
 def batched(f, x):
     x = x.clone().requires_grad_()
     return torch.autograd.grad(f(x), x, torch.ones(2, device=x.device), is_grads_batched=True)
+
+
+def test_number_14_a_sharded_weight_is_refused_by_name():
+    """Its part would be taken for the whole, or mixed with plain tensors, deep in PyTorch."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        weight = distribute_tensor(torch.randn(V, 3), mesh, [Shard(0)])
+        logits = distribute_tensor(torch.randn(N, V), mesh, [Replicate()])
+        with pytest.raises(TypeError, match=r"weight must be a plain Tensor, got a DTensor.*Shard"):
+            ll.LinearLogits(torch.randn(N, 3), weight)
+        with pytest.raises(TypeError, match="logits must be a plain Tensor, got a DTensor"):
+            ll.cross_entropy(logits, TARGET)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("transform", FUNC)
