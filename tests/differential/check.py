@@ -174,7 +174,8 @@ def defined(case: Case, plain: Outcome) -> Wanted:
         off = allowed(torchs.values[name], want, base, size)
         own = want.isnan() | at_rows(odd, want)
         own |= want.isinf() & (torchs.values[name] != want)  # by a mass that fp32 takes for none
-        values[name] = (torch.where(own, got.double(), want), off)
+        want = torch.where(own, got.double(), want)
+        values[name] = (want, max(off, base * largest(want)))
     for name, got in plain.gradients.items():
         # In place, and of numbers beside the rows, it is rounded before it is scaled, and after.
         twice = "inplace" in case.arguments or name != "logits"
@@ -186,10 +187,12 @@ def defined(case: Case, plain: Outcome) -> Wanted:
         floor = base + roundings * torch.finfo(got.dtype).eps / 2
         off = allowed(torchs.gradients.get(name, want), want, floor, 1.0)
         own = ~want.isfinite() | at_rows(odd | endless, want)
+        want = torch.where(own, got.double(), want)
+        off = max(off, floor * largest(want))
         if name == "logits":  # of a row with +inf, or an infinite loss, only the value is promised
             none = (x == torch.inf).any(-1) | endless
             off = torch.where(none.unsqueeze(-1), torch.inf, off).expand_as(x)
-        gradients[name] = (torch.where(own, got.double(), want), off)
+        gradients[name] = (want, off)
     return Wanted(values, gradients)
 
 
@@ -254,6 +257,11 @@ def allowed(torchs: Tensor, want: Tensor, floor: float, size: float) -> float:
         return floor * max(size, 1.0)
     error = (torchs.double() - want)[both].abs().max().item()
     return FACTOR * error + floor * max(size, 1.0, want[both].abs().max().item())
+
+
+def largest(t: Tensor) -> float:
+    found = t[t.isfinite()].abs()
+    return found.max().item() if found.numel() else 0.0
 
 
 def through_head(gradients: dict, g: Given, case: Case) -> dict:
