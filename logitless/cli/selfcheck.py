@@ -128,6 +128,15 @@ def over_a_head(x, ids, other):
     return ll.linear_cross_entropy(x, weight, ids % 16, workspace=rows)
 
 
+def by_a_fused_model(x, ids, other):
+    head = torch.nn.Linear(x.shape[1], 16, bias=False)
+    head.weight = torch.nn.Parameter(head_of(other))
+    model = ll.fuse(torch.nn.Sequential(head), head="0")
+    found = ll.cross_entropy(model(x), ids % 16)
+    ll.unfuse(model)
+    return found
+
+
 def naive_over_a_head(x, ids, other):
     return F.cross_entropy(x @ head_of(other).T, ids % 16)
 
@@ -209,6 +218,7 @@ CHECKS = (
         inplace=True,
     ),
     Check("linear_cross_entropy", over_a_head, naive_over_a_head),
+    Check("fuse", by_a_fused_model, naive_over_a_head),
     Check(
         "linear_cross_entropy, weight",
         as_a_weight,
