@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import losses
-from .lazy import Head, LazyLogits, Recipe, Step, pulled_back
+from .lazy import Head, LazyLogits, Recipe, Step
+from .lazy_gradient import pulled_back
 from .stats import row_stats
 
 T = Tensor

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import logitless as ll
 from logitless import lazy
-from logitless.lazy import LazyGradient, LazyLogits
+from logitless.lazy import LazyLogits
+from logitless.lazy_gradient import LazyGradient
 
 B, T, D, V = 2, 5, 6, 11
 
