@@ -190,7 +190,7 @@ def defined(case: Case, plain: Outcome) -> Wanted:
         want = torch.where(own, got.double(), want)
         off = max(off, floor * largest(want))
         if name == "logits":  # of a row with +inf, or an infinite loss, only the value is promised
-            none = (x == torch.inf).any(-1) | endless
+            none = (x == torch.inf).any(-1) | endless | (lost & ~got.isfinite().all(-1))
             off = torch.where(none.unsqueeze(-1), torch.inf, off).expand_as(x)
         gradients[name] = (want, off)
     return Wanted(values, gradients)
