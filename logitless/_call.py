@@ -10,10 +10,11 @@ Triton kernels run on a GPU, plain PyTorch on a CPU, or what the user says.
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from . import _checks as checks
 from . import _options as options
 from . import eager
 from ._contract import NO_ID, Reading
+
+F = TypeVar("F", bound=Callable)
 
 _REMEMBERED = 4096
 _right: set[tuple] = set()
@@ -51,6 +54,36 @@ def once(check: Callable[..., None], *args: Any) -> None:
     if len(_right) >= _REMEMBERED:
         _right.clear()
     _right.add(key)
+
+
+def named(*others: Callable) -> Callable[[F], F]:
+    """A function that takes options by name, its own and as **options those of `others`.
+
+    A misspelt one is answered with the one that was meant, one without a name with those that may
+    come without.
+    """
+
+    def wrap(function: F) -> F:
+        own = inspect.signature(function).parameters.values()
+        first = [p.name for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
+        most = None if any(p.kind is p.VAR_POSITIONAL for p in own) else len(first)
+        names = first + [p.name for p in own if p.kind is p.KEYWORD_ONLY]
+        for other in others:
+            names += [name for name in options.taken_from(other) if name not in names]
+        legal = frozenset(names)
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            if most is not None and len(args) > most:
+                options.refuse_position(options.called(function, args), first, names, len(args))
+            for name in kwargs:
+                if name not in legal:
+                    options.refuse_name(options.called(function, args), names, name)
+            return function(*args, **kwargs)
+
+        return call  # pyright: ignore[reportReturnType]
+
+    return wrap
 
 
 def as_ids(ids: Tensor, ignore_index: int | None = None) -> Tensor:

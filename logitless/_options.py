@@ -1,4 +1,4 @@
-"""Options: what a number may be, and that each is given by a name the function has.
+"""Options: what a number may be, and what is said to who gives one by a name that is not there.
 
 Numbers are limited so that arithmetic in fp32 stays finite, T² and lse² included, on every path.
 """
@@ -8,15 +8,13 @@ import functools
 import inspect
 import numbers
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from . import _checks as checks
 
 LEAST, MOST = 1e-12, 1e12
-
-F = TypeVar("F", bound=Callable)
 
 
 def _number(name: str, value: Any) -> None:
@@ -96,49 +94,19 @@ def check(**given: Any) -> None:
             RULES[name](value)
 
 
-def named(*others: Callable) -> Callable[[F], F]:
-    """A function that takes options by name, its own and as **options those of `others`.
-
-    A misspelt one is answered with the one that was meant, one without a name with those that may
-    come without.
-    """
-
-    def wrap(function: F) -> F:
-        own = inspect.signature(function).parameters.values()
-        first = [p.name for p in own if p.kind is p.POSITIONAL_OR_KEYWORD]
-        most = None if any(p.kind is p.VAR_POSITIONAL for p in own) else len(first)
-        names = first + [p.name for p in own if p.kind is p.KEYWORD_ONLY]
-        for other in others:
-            names += [name for name in _taken_from(other) if name not in names]
-        legal = frozenset(names)
-
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            if most is not None and len(args) > most:
-                _refuse_position(_called(function, args), first, names, len(args))
-            for name in kwargs:
-                if name not in legal:
-                    _refuse_name(_called(function, args), names, name)
-            return function(*args, **kwargs)
-
-        return call  # pyright: ignore[reportReturnType]
-
-    return wrap
-
-
-def _taken_from(other: Callable) -> list[str]:
+def taken_from(other: Callable) -> list[str]:
     """Its options: all arguments of a class, and what a function takes by name alone."""
     of_class = isinstance(other, type)
     kinds = inspect.signature(other).parameters.values()
     return [p.name for p in kinds if p.kind is p.KEYWORD_ONLY or of_class]
 
 
-def _called(function: Callable, args: tuple) -> str:
+def called(function: Callable, args: tuple) -> str:
     """As users know it: a class by its name."""
     return type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
 
 
-def _refuse_position(called: str, first: list[str], names: list[str], got: int) -> None:
+def refuse_position(called: str, first: list[str], names: list[str], got: int) -> None:
     own = int(first[:1] == ["self"])
     free, rest = ", ".join(first[own:]), names[len(first) :]
     but = f" but {free}" if free else ""
@@ -148,7 +116,7 @@ def _refuse_position(called: str, first: list[str], names: list[str], got: int) 
     )
 
 
-def _refuse_name(called: str, names: list[str], got: str) -> None:
+def refuse_name(called: str, names: list[str], got: str) -> None:
     names = [name for name in names if name != "self"]
     near = difflib.get_close_matches(got, names, 1)
     meant = f" Did you mean {near[0]!r}?" if near else ""

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from . import _call, _checks, _options
+from . import _call, _checks
 from ._call import backend, mapped
 from ._contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
 from ._loss import RowLoss, evaluate, rows_in, scaled
@@ -101,7 +101,7 @@ class Gathered(Sparse):
         return [x.shape[:-1], (rows_in(x.shape[:-1]), x.shape[-1])]
 
 
-@_options.named()
+@_call.named()
 @torch.no_grad()
 def capture_topk(
     logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
@@ -123,7 +123,7 @@ def capture_topk(
     return unchecked(*backend(logits).topk(logits.detach(), k, *how))
 
 
-@_options.named()
+@_call.named()
 def gathered_kl(
     student_logits: Tensor,
     teacher_logprobs: Tensor,
@@ -158,7 +158,7 @@ def gathered_kl(
     return evaluate(student_logits, Gathered(reading, slots), reduction, row_weight)
 
 
-@_options.named()
+@_call.named()
 def topk_distill(
     logits: Tensor,
     targets: SparseTargets,

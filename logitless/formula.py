@@ -7,14 +7,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from . import _call, _options
+from . import _call
 from ._call import under_transform
 from ._contract import PRECISION, Coefficients, RowStats
 from ._loss import RowLoss, evaluate, flat_rows, rows_in
 from .stats import Read, coefficients_of, fields_of, stats_reading
 
 
-@_options.named()
+@_call.named()
 def row_loss(
     formula: Callable[..., Tensor],
     logits: Tensor,

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from . import _checks, _options
+from . import _call, _checks
 from .lazy import head_logits
 from .linear import LinearLogits
 
@@ -18,7 +18,7 @@ Model = TypeVar("Model", bound=nn.Module)
 OPTIONS = "_logitless"  # where a fused head keeps its options, and a model its guard
 
 
-@_options.named(LinearLogits)
+@_call.named(LinearLogits)
 def fuse(model: Model, *, head: nn.Module | str | None = None, **options) -> Model:
     """The same model, whose head gives lazy logits in training; options are LinearLogits'.
 

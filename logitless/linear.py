@@ -16,7 +16,7 @@ import contextlib
 import torch
 from torch import Tensor
 
-from . import _call, _checks, _options
+from . import _call, _checks
 from ._call import backend, in_func, mapped
 from ._chunks import Chunks, HeadGradients, RowGradients, Rows
 from ._contract import PRECISION
@@ -46,7 +46,7 @@ class LinearLogits:
     >>> loss = cross_entropy(LinearLogits(hidden, head.weight), target)
     """
 
-    @_options.named()
+    @_call.named()
     def __init__(
         self,
         hidden: Tensor,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _call, _options
+from . import _call
 from . import _contract as contract
 from ._contract import Coefficients, Statistics
 from ._loss import RowLoss, evaluate, rows_in
@@ -91,7 +91,7 @@ class Scores(NamedTuple):
     argmax: Tensor  # (...)   int64; -1 where ignored
 
 
-@_options.named()
+@_call.named()
 def logsumexp(
     logits: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None
 ) -> Tensor:
@@ -105,7 +105,7 @@ def logsumexp(
     return row_stats(logits, temperature=temperature, softcap=softcap).lse
 
 
-@_options.named()
+@_call.named()
 def token_logprobs(
     logits: Tensor, ids: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None
 ) -> Tensor:
@@ -124,7 +124,7 @@ def token_logprobs(
     return evaluate(logits, Read(reading))[0]
 
 
-@_options.named()
+@_call.named()
 def entropy(
     logits: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None
 ) -> Tensor:
@@ -136,7 +136,7 @@ def entropy(
     return row_stats(logits, temperature=temperature, softcap=softcap, entropy=True).entropy
 
 
-@_options.named()
+@_call.named()
 def score(
     logits: Tensor,
     target: Tensor,
@@ -160,7 +160,7 @@ def score(
     return Scores(*evaluate(logits, Read(reading, "target")))
 
 
-@_options.named()
+@_call.named()
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -219,7 +219,7 @@ def cross_entropy(
     return run(logits, loss, reduction, row_weight)
 
 
-@_options.named(cross_entropy)
+@_call.named(cross_entropy)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from . import _checks, _options, distill, losses, pair
+from . import _call, _checks, _options, distill, losses, pair
 from .lazy import head_logits
 from .linear import LinearLogits
 
@@ -12,7 +12,7 @@ from .linear import LinearLogits
 class _Reads(nn.Module):
     """How a module reads its logits."""
 
-    @_options.named()
+    @_call.named()
     def __init__(self, temperature: float | Tensor = 1.0, softcap: float | None = None):
         super().__init__()
         _options.check(temperature=temperature, softcap=softcap)
@@ -53,7 +53,7 @@ class TokenLogprobs(_Reads):
 class Score(_Reads):
     """`logitless.score` as a module."""
 
-    @_options.named(_Reads)
+    @_call.named(_Reads)
     def __init__(self, *, ignore_index: int = -100, **reads):
         super().__init__(**reads)
         _options.check(ignore_index=ignore_index)
@@ -75,7 +75,7 @@ class CrossEntropyLoss(_Reads):
 
     weight: Tensor | None
 
-    @_options.named(_Reads)
+    @_call.named(_Reads)
     def __init__(
         self,
         weight: Tensor | None = None,
@@ -133,7 +133,7 @@ class _Stores(_Reads):
 class TopKDistillLoss(_Stores):
     """`logitless.topk_distill` as a module: divergence and support have no default."""
 
-    @_options.named(_Reads)
+    @_call.named(_Reads)
     def __init__(
         self,
         *,
@@ -187,7 +187,7 @@ class KLDivLoss(_Pair):
 
     function = staticmethod(pair.kl_div)
 
-    @_options.named(_Reads)
+    @_call.named(_Reads)
     def __init__(
         self, *, direction: str, t_squared: bool = False, reduction: str = "mean", **reads
     ):
@@ -201,7 +201,7 @@ class JSDLoss(_Pair):
 
     function = staticmethod(pair.jsd)
 
-    @_options.named(_Reads)
+    @_call.named(_Reads)
     def __init__(
         self, *, beta: float = 0.5, t_squared: bool = False, reduction: str = "mean", **reads
     ):
@@ -233,7 +233,7 @@ class FusedHead(nn.Linear):
     >>> loss = cross_entropy(head(hidden), target)  # or torch.nn.functional.cross_entropy
     """
 
-    @_options.named(nn.Linear)
+    @_call.named(nn.Linear)
     def __init__(
         self, *args, workspace: int | None = None, accumulate: str = "auto",
         drop_ignored: bool = True, **kwargs,

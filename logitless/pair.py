@@ -43,7 +43,7 @@ class Dense(RowLoss):
         return [x.shape[:-1], (rows_in(x.shape[:-1]), PAIR_STATE)]
 
 
-@_options.named()
+@_call.named()
 def kl_div(
     student: Tensor,
     teacher: Tensor,
@@ -82,7 +82,7 @@ def kl_div(
     )  # fmt: skip
 
 
-@_options.named()
+@_call.named()
 def jsd(
     student: Tensor,
     teacher: Tensor,
@@ -113,7 +113,7 @@ def jsd(
     )
 
 
-@_options.named()
+@_call.named()
 def soft_cross_entropy(
     logits: Tensor,
     probs: Tensor,

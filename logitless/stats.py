@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _call, _options
+from . import _call
 from . import _contract as contract
 from ._contract import PRECISION, Coefficients, Reading, RowStats
 from ._loss import RowLoss, evaluate, one, rows_in
@@ -163,7 +163,7 @@ def coefficients_of(
     return Coefficients(torch.stack(rows, 1), fields_of(reading), ids)
 
 
-@_options.named()
+@_call.named()
 def row_stats(
     logits: Tensor,
     ids: Tensor | None = None,

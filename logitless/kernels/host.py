@@ -15,7 +15,7 @@ from . import config
 from .blocks import blocks_launch
 from .finish import OUTPUTS, finish_launch
 from .launch import REMEMBERED, Launch
-from .layout import Rows, describe, rows_of
+from .layout import Rows, describe
 from .partial import aligned, cut_of, partial_launch
 from .read import read_launch
 from .reduce import reduce_launch
@@ -242,7 +242,13 @@ def scale_(x: Tensor, g: Tensor) -> None:
     """x (..., V) times g, a scalar or (...), without asking the host what g is."""
     if x.numel() == 0:
         return
-    into, rows = rows_of(x)
-    scale_launch(rows, g.dim() == 0, x.device, config.revision)(into, g.contiguous())
-    if into.data_ptr() != x.data_ptr():  # a copy, for want of strides
-        x.copy_(into)
+    launch = scale_launch(
+        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), g.dim() == 0, x.device,
+        config.revision,
+    )  # fmt: skip
+    if launch is None:  # too many strides
+        dense = x.contiguous()
+        scale_(dense, g)
+        x.copy_(dense)
+    else:
+        launch(x, g.contiguous())

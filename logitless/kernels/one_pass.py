@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .._contract import COEFFICIENTS, Coefficients, Reading
-from . import config
+from . import config, exchange
 from .exchange import MAX_PARTS, collect, may_wait, publish
 from .gradient import (
     Span,
@@ -120,8 +120,14 @@ def _one_pass_kernel(
 
 def can_one_pass(x: Tensor) -> bool:
     """Whether a row's programs may wait for each other."""
-    span = config.one_pass(x.shape[-1], x.element_size()).span
-    return may_wait(config.ceil_div(x.shape[-1], span), x.device)
+    return _can_wait(x.shape[-1], x.element_size(), x.device, exchange.WAITING, config.revision)
+
+
+@functools.lru_cache(REMEMBERED)
+def _can_wait(
+    vocab: int, itemsize: int, device: torch.device, waiting: bool, revision: int
+) -> bool:
+    return may_wait(config.ceil_div(vocab, config.one_pass(vocab, itemsize).span), device)
 
 
 def one_pass(

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from . import config
 from .launch import REMEMBERED, Launch
-from .layout import Rows, row_offset
+from .layout import describe, row_offset
 
 
 @triton.jit(
@@ -35,7 +35,14 @@ def _scale_kernel(
 
 
 @functools.lru_cache(REMEMBERED)
-def scale_launch(rows: Rows, alike: bool, device: torch.device, revision: int) -> Launch:
+def scale_launch(
+    shape: tuple, strides: tuple, offset: int, itemsize: int, alike: bool, device: torch.device,
+    revision: int,
+) -> Launch | None:  # fmt: skip
+    """None where x has too many strides."""
+    rows = describe(shape, strides, offset, itemsize)
+    if rows is None:
+        return None
     cut = config.scale(rows.vocab)
     blocks = config.ceil_div(rows.vocab, cut.block_v)
     tiles = rows.count * blocks
