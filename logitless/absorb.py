@@ -161,6 +161,13 @@ def _unsqueeze(z: LazyLogits, dim: int):
     return NotImplemented if dim == z.dim() else _rows(z, lambda t: t.unsqueeze(dim))
 
 
+def _transpose(z: LazyLogits, dim0: int, dim1: int):
+    dim0, dim1 = dim0 % z.dim(), dim1 % z.dim()
+    if z.dim() - 1 in (dim0, dim1):
+        return NotImplemented
+    return _rows(z, lambda t: t.transpose(dim0, dim1))
+
+
 def _getitem(z: LazyLogits, index: Any):
     """Rows by anything; columns by a slice, if all rows are kept."""
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -303,6 +310,7 @@ OPERATIONS: dict[Any, Callable] = {
     **dict.fromkeys((T.flatten, torch.flatten), _flatten),
     **dict.fromkeys((T.squeeze, torch.squeeze), _squeeze),
     **dict.fromkeys((T.unsqueeze, torch.unsqueeze), _unsqueeze),
+    **dict.fromkeys((T.transpose, torch.transpose), _transpose),
     T.__getitem__: _getitem,
     **dict.fromkeys((T.narrow, torch.narrow), _narrow),
     **dict.fromkeys((T.unbind, torch.unbind), _unbind),

@@ -78,6 +78,9 @@ ABSORBED = {
     ),
     "unbound": lambda z, t: sum(F.cross_entropy(s, u) for s, u in zip(z, t, strict=True)),
     "squeezed": lambda z, t: F.cross_entropy(z[:1].squeeze(0).unsqueeze(0)[0], t[0]),
+    "transposed": lambda z, t: F.cross_entropy(
+        z.transpose(0, 1).contiguous().view(-1, V), t.transpose(0, -1).reshape(-1)
+    ),
     "twice": lambda z, t: F.cross_entropy(z[0], t[0]) + z.logsumexp(-1).square().mean(),
     "ours": lambda z, t: ll.cross_entropy(z, t, z_loss=0.1) + ll.score(z, t).entropy.mean(),
     "ours by row": lambda z, t: ll.cross_entropy(z, t, reduction="none").square().sum(),
