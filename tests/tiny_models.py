@@ -131,10 +131,10 @@ OWN: dict[str, dict] = {  # what a class needs beside TINY, or instead of it
 INPUTS = {"GitForCausalLM": {"pixel_values": torch.ones(2, 3, 16, 16)}}
 
 
-def config(name: str):
+def config(name: str, **options):
     """A configuration of a few thousand parameters for a class of models."""
     kind = getattr(transformers, name).config_class
-    return kind(**_sizes(kind, OWN.get(name, {})))
+    return kind(**_sizes(kind, OWN.get(name, {}) | options))
 
 
 def _sizes(kind, own: dict) -> dict:
@@ -149,15 +149,15 @@ def _sizes(kind, own: dict) -> dict:
     return {k: v for k, v in TINY.items() if k in names} | own | inner
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, **options) -> nn.Module:
     """A model of the class; on no device first, to see that it is small."""
     kind = getattr(transformers, name)
     with torch.device("meta"):
-        size = sum(p.numel() for p in kind(config(name)).parameters())
+        size = sum(p.numel() for p in kind(config(name, **options)).parameters())
     if size > LARGE:
         raise ValueError(f"{size:,} parameters are not tiny")
     torch.manual_seed(0)
-    return kind(config(name)).float().train()
+    return kind(config(name, **options)).float().train()
 
 
 def batch(model: nn.Module) -> dict:
