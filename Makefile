@@ -17,7 +17,7 @@ READY := .venv/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-newest test-oldest test-gpu fuzz bench tables demo lint types format clean
+.PHONY: help test test-newest test-oldest test-gpu test-families fuzz bench tables demo lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ test-oldest: .venv-oldest/.ready  ## all tests, with the oldest Python, PyTorch 
 
 test-gpu: $(READY)  ## the tests at real sizes, on a GPU
 	$(PY) -m pytest tests/gpu $(ARGS)
+
+test-families: $(READY)  ## fuse, on every causal LM of Transformers; the table in docs/fuse.md
+	$(PY) -W ignore tests/families.py $(ARGS)
 
 fuzz: $(READY)  ## random cases of every function, for ARGS="--minutes 10"
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:. $(PY) -m differential $(ARGS)

@@ -41,7 +41,7 @@ class Source(Protocol):
         """
         ...
 
-    def topk(
+    def capture_topk(
         self, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The k most probable ids of each row, their log-probabilities, and the log tail mass."""

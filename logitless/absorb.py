@@ -4,6 +4,8 @@ Each takes the lazy logits and the operation's own arguments, and gives its resu
 the loss itself; or NotImplemented, whereupon the numbers are made and PyTorch goes on with them.
 """
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +25,25 @@ def absorbed(func: Callable, args: tuple, kwargs: dict) -> Any:
     """The result of func, if it can be absorbed; else NotImplemented."""
     absorb = OPERATIONS.get(func)
     if absorb is not None and args and isinstance(args[0], LazyLogits):
-        return absorb(*args, **kwargs)
+        args[0].check()
+        return absorb(*args, **kwargs) if _fits(absorb, args, kwargs) else NotImplemented
     if func in PRODUCTS and len(args) == 2 and isinstance(args[1], LazyLogits):  # 30 * logits
         return _times(args[1], args[0], **kwargs)
     if func in STORAGE and args and isinstance(args[0], LazyLogits):  # what no wrapper can answer
         return func(args[0].dense(), *args[1:], **kwargs)
     return NotImplemented
+
+
+_signature = functools.cache(inspect.signature)
+
+
+def _fits(absorb: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether `absorb` knows these arguments; PyTorch may take others, such as `out`."""
+    try:
+        _signature(absorb).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 def _value(z: LazyLogits, op: Callable[[Tensor], Tensor], **changed) -> LazyLogits:
@@ -96,17 +111,18 @@ def _to(z: LazyLogits, *args, **kwargs):
     return _value(z, lambda t: t.to(dtype), dtype=dtype)
 
 
-def _times(z: LazyLogits, by: Any, **kwargs):
-    if (
-        isinstance(by, Tensor)
-        and by.dim() == 0
-        and by.device.type == "cpu"
-        and not by.requires_grad
-    ):
+def _number(by: Any) -> float | None:
+    """A number, or a constant of the host that is one; reading it from a device would wait."""
+    if isinstance(by, Tensor) and by.dim() == 0 and by.is_cpu and not by.requires_grad:
         by = by.item()
-    if kwargs or isinstance(by, (bool, Tensor)) or not isinstance(by, (int, float)):
+    return float(by) if isinstance(by, (int, float)) and not isinstance(by, bool) else None
+
+
+def _times(z: LazyLogits, by: Any, **kwargs):
+    by = _number(by)
+    if kwargs or by is None:
         return NotImplemented
-    recipe, by = z.recipe, float(by)
+    recipe = z.recipe
     field = "sign" if recipe.log else "post" if recipe.capped else "pre"
     if field != "sign" and by <= 0:  # neither a temperature nor a softcap
         return NotImplemented
@@ -114,9 +130,8 @@ def _times(z: LazyLogits, by: Any, **kwargs):
 
 
 def _divided(z: LazyLogits, by: Any, **kwargs):
-    if isinstance(by, bool) or not isinstance(by, (int, float)) or by == 0:
-        return NotImplemented
-    return _times(z, 1 / by, **kwargs)
+    by = _number(by)
+    return NotImplemented if by is None or by == 0 else _times(z, 1 / by, **kwargs)
 
 
 def _negated(z: LazyLogits):
@@ -127,6 +142,14 @@ def _tanh(z: LazyLogits):
     if z.recipe.capped or z.recipe.log:
         return NotImplemented
     return _value(z, torch.tanh, capped=True)
+
+
+def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:
+    """A dimension, or with `new` a place for one, counted from the front."""
+    size = z.dim() + new
+    if not -size <= dim < size:
+        raise IndexError(f"dim must be in [{-size}, {size - 1}], got {dim}.")
+    return dim % size
 
 
 def _view(z: LazyLogits, *shape, **kwargs):
@@ -146,20 +169,35 @@ def _view(z: LazyLogits, *shape, **kwargs):
 
 
 def _flatten(z: LazyLogits, start_dim: int = 0, end_dim: int = -1):
-    start, end = start_dim % z.dim(), end_dim % z.dim()
+    start, end = _dim(z, start_dim), _dim(z, end_dim)
     if end == z.dim() - 1 and start != end:
         return NotImplemented
     return _rows(z, lambda t: t.flatten(start, end))
 
 
-def _squeeze(z: LazyLogits, dim: int):
-    dim = dim % z.dim()
-    return NotImplemented if dim == z.dim() - 1 else _rows(z, lambda t: t.squeeze(dim))
+def _squeeze(z: LazyLogits, dim: int | tuple[int, ...] | None = None):
+    dims = range(z.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    dims = tuple(_dim(z, d) for d in dims if z.shape[d] == 1)
+    return NotImplemented if z.dim() - 1 in dims else _rows(z, lambda t: t.squeeze(dims))
 
 
 def _unsqueeze(z: LazyLogits, dim: int):
-    dim = dim % (z.dim() + 1)
+    dim = _dim(z, dim, new=1)
     return NotImplemented if dim == z.dim() else _rows(z, lambda t: t.unsqueeze(dim))
+
+
+def _permute(z: LazyLogits, *dims):
+    dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    if _dim(z, dims[-1]) != z.dim() - 1:
+        return NotImplemented
+    return _rows(z, lambda t: t.permute(dims))
+
+
+def _transpose(z: LazyLogits, dim0: int, dim1: int):
+    dim0, dim1 = _dim(z, dim0), _dim(z, dim1)
+    if z.dim() - 1 in (dim0, dim1):
+        return NotImplemented
+    return _rows(z, lambda t: t.transpose(dim0, dim1))
 
 
 def _getitem(z: LazyLogits, index: Any):
@@ -190,14 +228,34 @@ def _taken(part: Any) -> int:
 
 
 def _narrow(z: LazyLogits, dim: int, start: int, length: int):
-    dim = dim % z.dim()
+    dim = _dim(z, dim)
     if dim == z.dim() - 1 or isinstance(start, Tensor):
         return NotImplemented
     return _rows(z, lambda t: t.narrow(dim, start, length))
 
 
+def _index_select(z: LazyLogits, dim: int, index: Tensor):
+    dim = _dim(z, dim)
+    return NotImplemented if dim == z.dim() - 1 else _rows(z, lambda t: t.index_select(dim, index))
+
+
+def _split(z: LazyLogits, size: int | list[int], dim: int = 0):
+    return _pieces(z, dim, torch.arange(z.shape[dim]).split(size))
+
+
+def _chunk(z: LazyLogits, chunks: int, dim: int = 0):
+    return _pieces(z, dim, torch.arange(z.shape[dim]).chunk(chunks))
+
+
+def _pieces(z: LazyLogits, dim: int, pieces: tuple[Tensor, ...]):
+    if _dim(z, dim) == z.dim() - 1:
+        return NotImplemented
+    sizes = [len(piece) for piece in pieces]
+    return tuple(_narrow(z, dim, sum(sizes[:i]), size) for i, size in enumerate(sizes))
+
+
 def _unbind(z: LazyLogits, dim: int = 0):
-    dim = dim % z.dim()
+    dim = _dim(z, dim)
     if dim == z.dim() - 1:
         return NotImplemented
     return tuple(_rows(z, lambda t, i=i: t.select(dim, i)) for i in range(z.shape[dim]))
@@ -304,6 +362,11 @@ OPERATIONS: dict[Any, Callable] = {
     **dict.fromkeys((T.flatten, torch.flatten), _flatten),
     **dict.fromkeys((T.squeeze, torch.squeeze), _squeeze),
     **dict.fromkeys((T.unsqueeze, torch.unsqueeze), _unsqueeze),
+    **dict.fromkeys((T.transpose, torch.transpose), _transpose),
+    **dict.fromkeys((T.permute, torch.permute), _permute),
+    **dict.fromkeys((T.index_select, torch.index_select), _index_select),
+    **dict.fromkeys((T.split, torch.split), _split),
+    **dict.fromkeys((T.chunk, torch.chunk), _chunk),
     T.__getitem__: _getitem,
     **dict.fromkeys((T.narrow, torch.narrow), _narrow),
     **dict.fromkeys((T.unbind, torch.unbind), _unbind),

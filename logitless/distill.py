@@ -117,7 +117,7 @@ def capture_topk(
     _call.once(_call.topk, logits, k, temperature, softcap)
     how = (float(temperature), None if softcap is None else float(softcap))
     if hasattr(logits, "evaluate"):
-        return unchecked(*logits.topk(k, *how))
+        return unchecked(*logits.capture_topk(k, *how))  # pyright: ignore
     if mapped(logits):
         _checks.not_mapped()
     return unchecked(*backend(logits).topk(logits.detach(), k, *how))

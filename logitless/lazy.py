@@ -132,6 +132,7 @@ class LazyLogits(Tensor):
 
     def dense(self) -> Tensor:
         """The numbers, without history; made once."""
+        self.check()
         if self.made is None:
             self.made = self.recipe.dense()
         return self.made
@@ -142,15 +143,21 @@ class LazyLogits(Tensor):
             return _Dense.apply(self)  # pyright: ignore[reportReturnType]
         return self.recipe.source().materialize(rows)
 
+    def check(self) -> None:
+        """Raise where they were written to: through a view, since they refuse it themselves."""
+        if versions(self) != (0,):
+            raise RuntimeError(WRITTEN.format("assigning to a part of them"))
+
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         if not self.recipe.is_head:
+            _warn("a loss of logitless over scaled, capped or log-softmaxed ones")
             return evaluate(self.materialize(), loss, reduction, row_weight)
         return Head(self).evaluate(loss, reduction, row_weight)
 
-    def topk(self, k: int, temperature: float, softcap: float | None):
+    def capture_topk(self, k: int, temperature: float, softcap: float | None):
         if not self.recipe.is_head:
             return backend(self).topk(self.dense(), k, temperature, softcap)
-        return Head(self).topk(k, temperature, softcap)
+        return Head(self).capture_topk(k, temperature, softcap)
 
     def as_teacher(self) -> "LinearLogits | Tensor":
         """The same logits as constants."""
@@ -176,11 +183,15 @@ class LazyLogits(Tensor):
             copy.made = args[0].made
             return copy
         _refuse_writing(func, args)
-        _warn(func)
+        _warn(str(func))
         args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.dense, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
+WRITTEN = (
+    "lazy logits must not be written to, by {}: they hold no numbers. Use logits.materialize()"
+    " first."
+)
 _warned: set[str] = set()
 
 
@@ -188,15 +199,11 @@ def _refuse_writing(func, args: tuple) -> None:
     for given, argument in zip(args, func._schema.arguments, strict=False):
         writes = argument.alias_info is not None and argument.alias_info.is_write
         if writes and isinstance(given, LazyLogits):
-            raise RuntimeError(
-                f"lazy logits must not be written to, by {func}: they hold no numbers."
-                " Use logits.materialize() first."
-            )
+            raise RuntimeError(WRITTEN.format(func))
 
 
-def _warn(func) -> None:
+def _warn(name: str) -> None:
     """Once for each operation, where it costs the memory that a fused head saves."""
-    name = str(func)
     if torch.is_grad_enabled() and name not in _warned:
         _warned.add(name)
         warnings.warn(
@@ -226,9 +233,9 @@ class Head:
             return found
         return reduced(found, loss.reading, row_weight, None, reduction)  # pyright: ignore
 
-    def topk(self, k: int, temperature: float, softcap: float | None):
+    def capture_topk(self, k: int, temperature: float, softcap: float | None):
         with unsharded(self.recipe):
-            return self.recipe.source().topk(k, temperature, softcap)
+            return self.recipe.source().capture_topk(k, temperature, softcap)
 
     def materialize(self, rows=None) -> Tensor:
         return self.z.materialize(rows)
@@ -290,11 +297,14 @@ class Step(Node):
 
 
 class _Dense(Node):
-    """Lazy logits to a plain tensor."""
+    """Lazy logits to a plain tensor, whose owner may write to it."""
 
     @staticmethod
     def forward(ctx, z):
-        return z.dense().view_as(z.dense())
+        z.check()
+        if z.made is not None:
+            return z.made.clone()
+        return z.recipe.dense().data  # linear may give a view, which autograd lets nobody write to
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -98,7 +98,7 @@ class LinearLogits:
             return torch.compiler.disable(_evaluate)(self, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
         return _evaluate(self, loss, reduction, row_weight)
 
-    def topk(
+    def capture_topk(
         self, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The k most probable ids of each row, their log-probabilities, and the log tail mass."""

@@ -27,6 +27,20 @@ def test_distill_ends_with_three_losses():
     assert all(0 < float(loss) < 20 for _, loss in found)
 
 
+def test_trainer_ends_with_two_losses():
+    for package in ("transformers", "accelerate", "peft"):
+        pytest.importorskip(package, reason=f"needs {package}: requirements/tests.txt")
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "examples/trainer.py", "--steps", "20"],
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+    found = re.findall(
+        r"^ *(\w[\w ]*?)  first loss (\d+\.\d+)  last loss (\d+\.\d+)$", done.stdout, re.MULTILINE
+    )
+    assert [name for name, *_ in found] == ["all weights", "LoRA"]
+    assert all(0 < float(last) < float(first) < 20 for _, first, last in found)
+
+
 class TestPage:
     def test_its_python_runs(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)  # it writes a file

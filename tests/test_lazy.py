@@ -79,6 +79,30 @@ ABSORBED = {
     ),
     "unbound": lambda z, t: sum(F.cross_entropy(s, u) for s, u in zip(z, t, strict=True)),
     "squeezed": lambda z, t: F.cross_entropy(z[:1].squeeze(0).unsqueeze(0)[0], t[0]),
+    "transposed": lambda z, t: F.cross_entropy(
+        z.transpose(0, 1).contiguous().view(-1, V), t.transpose(0, -1).reshape(-1)
+    ),
+    "permuted": lambda z, t: F.cross_entropy(
+        z.permute(1, 0, -1).reshape(-1, V), t.permute(1, 0).reshape(-1)
+    ),
+    "selected": lambda z, t: F.cross_entropy(
+        z.index_select(1, torch.tensor([3, 0, 3], device=t.device))[0], t[1, :3]
+    ),
+    "split": lambda z, t: sum(
+        F.cross_entropy(a.reshape(-1, V), b.reshape(-1), reduction="sum")
+        for size in (2, [1, 4])
+        for a, b in zip(z.split(size, 1), t.split(size, 1), strict=True)
+    ),
+    "chunk": lambda z, t: sum(
+        F.cross_entropy(a.reshape(-1, V), b.reshape(-1), reduction="sum")
+        for a, b in zip(z.chunk(2, 1), t.chunk(2, 1), strict=True)
+    ),
+    "one row": lambda z, t: (
+        F.cross_entropy(z[:1, :1].squeeze(), t[0, 0]) + F.cross_entropy(z[:1].squeeze((0, 1)), t[0])
+    ),
+    "a constant on the host": lambda z, t: F.cross_entropy(
+        (z / torch.tensor(0.7) * torch.tensor(2)).view(-1, V), t.view(-1)
+    ),
     "twice": lambda z, t: F.cross_entropy(z[0], t[0]) + z.logsumexp(-1).square().mean(),
     "ours": lambda z, t: ll.cross_entropy(z, t, z_loss=0.1) + ll.score(z, t).entropy.mean(),
     "ours by row": lambda z, t: ll.cross_entropy(z, t, reduction="none").square().sum(),
@@ -101,6 +125,9 @@ def test_absorbed(name, bias, x, t):
 
 
 MADE = {
+    "topk": lambda z, t: z.topk(3, -1).values.square().mean(),
+    "with other arguments": lambda z, t: z.float(memory_format=torch.preserve_format).exp().sum(),
+    "split columns": lambda z, t: z.split(4, -1)[1].sum(),
     "exp": lambda z, t: z.exp().mean(),
     "classes second": lambda z, t: F.cross_entropy(z.transpose(1, 2), t),
     "softmax": lambda z, t: (z.softmax(-1) * torch.arange(V).to(z)).sum(),
@@ -203,6 +230,48 @@ def test_they_cannot_be_written_to(x):
     z = model(True, x.device)(x)
     with pytest.raises(RuntimeError, match=r"lazy logits must not be written to, by aten\.mul_"):
         z.detach().mul_(2)
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+def test_nor_can_a_part_of_them(x, t):
+    """Which is seen at once, or where they have no history, when they are used."""
+    z = model(True, x.device)(x)
+    match = "must not be written to, by assigning to a part"
+    with pytest.raises(RuntimeError, match=match):
+        z[..., 0] = 0.0
+    z = model(True, x.device)(x).detach()
+    z[..., 0] = 0.0
+    for use in (lambda: F.cross_entropy(z.view(-1, V), t.view(-1)), z.materialize, z.exp):
+        with pytest.raises(RuntimeError, match=match):
+            use()
+
+
+def test_a_materialised_one_can(x):
+    assert_same(x, lambda z: getattr(z, "materialize", z.clone)().mul_(2).square().sum())
+    z = model(True, x.device)(x)
+    before = z.tolist()
+    z.materialize().zero_()
+    assert z.tolist() == before
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda z: z.squeeze(3), lambda z: z.unsqueeze(-5), lambda z: z.transpose(0, 4),
+        lambda z: z.narrow(3, 0, 1), lambda z: z.unbind(-4), lambda z: z.flatten(0, 3),
+        lambda z: z.chunk(2, 3),
+    ],
+)  # fmt: skip
+def test_a_dimension_that_is_not_there(op, x):
+    for fused in (False, True):
+        with pytest.raises(IndexError):
+            op(model(fused, x.device)(x))
+
+
+def test_our_losses_of_scaled_ones_say_that_they_materialise(x, t, monkeypatch):
+    monkeypatch.setattr(lazy, "_warned", set())
+    with pytest.warns(UserWarning, match="materialised by a loss of logitless over scaled"):
+        ll.cross_entropy(model(True, x.device)(x) * 0.5, t)
 
 
 def test_numbers_on_demand(x):

@@ -1,0 +1,168 @@
+"""Random models of any causal LM class of Transformers, so small that one trains in no time."""
+
+import dataclasses
+
+import torch
+import transformers
+from torch import nn
+
+transformers.logging.set_verbosity_error()
+
+LARGE = 20_000_000  # parameters of a model that is not tiny: a field of its config is missing below
+
+V, D = 97, 32
+TINY = {
+    "vocab_size": V, "hidden_size": D, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "embedding_size": D,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    # the same under other names
+    "n_embd": D, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4, "d_model": D,
+    "n_heads": 4, "n_layers": 2, "ffn_dim": 48, "word_embed_proj_dim": D, "emb_dim": D,
+    "num_layers": 2, "ffn_hidden_size": 48, "max_seq_len": 64, "sliding_window": 16,
+    "sliding_window_size": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    # no chance
+    "attention_dropout": 0.0, "hidden_dropout": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "dropout": 0.0, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    # experts
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_topk": 2, "moe_intermediate_size": 16, "expert_ffn_hidden_size": 16, "n_group": 1,
+    "topk_group": 1, "shared_expert_intermediate_size": 16, "shared_intermediate_size": 16,
+    "first_k_dense_replace": 1, "num_dense_layers": 1, "zero_expert_num": 2, "moe_num_experts": 4,
+    # latent and indexed attention
+    "kv_lora_rank": 8, "q_lora_rank": 8, "o_lora_rank": 8, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "v_head_dim": 8, "index_topk": 4, "index_head_dim": 8,
+    "index_n_heads": 4,
+    # recurrent layers
+    "state_size": 8, "mamba_n_heads": 8, "mamba_d_state": 8, "mamba_chunk_size": 4,
+    "chunk_size": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_num_heads": 4,
+    # pictures and sound
+    "image_size": 16, "patch_size": 8, "depth": 1, "num_heads": 4, "out_hidden_size": D,
+    "mlp_dim": 16, "output_channels": 8, "num_mel_bins": 8, "max_source_positions": 16,
+}  # fmt: skip
+HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+SAME_HEADS = {"num_key_value_heads": 4}  # latent attention has as many keys as queries
+PER_LAYER = {"vocab_size_per_layer_input": V, "hidden_size_per_layer_input": 8}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+OWN: dict[str, dict] = {  # what a class needs beside TINY, or instead of it
+    **dict.fromkeys(
+        (
+            "AXK1ForCausalLM", "AXK2ForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
+            "DeepseekV32ForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM",
+            "LongcatFlashForCausalLM", "MiniCPM3ForCausalLM", "YoutuForCausalLM",
+        ),
+        SAME_HEADS,
+    ),
+    **dict.fromkeys(("BailingHybridForCausalLM", "KimiLinearForCausalLM"), HYBRID | SAME_HEADS),
+    **dict.fromkeys(
+        ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), HYBRID
+    ),
+    "BambaForCausalLM": {"attn_layer_indices": [1]},
+    "BltForCausalLM": {
+        "num_hidden_layers": 2, "encoder_hash_byte_group_vocab": 50,
+        "encoder_config": {"hidden_size_global": D}, "decoder_config": {"hidden_size_global": D},
+    },
+    "CohereCompassForCausalLM": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
+    },
+    "DbrxForCausalLM": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
+    "Dots1ForCausalLM": {"n_shared_experts": 1},
+    "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 64},
+    "FuyuForCausalLM": {"text_config": {"model_type": "persimmon"}, "image_token_id": 91},
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
+    "Gemma3ForConditionalGeneration": {
+        "image_token_index": 91, "mm_tokens_per_image": 4,
+        "vision_config": {"model_type": "siglip_vision_model"},
+    },
+    "Gemma3nForCausalLM": PER_LAYER | {"num_kv_shared_layers": 0},
+    "Gemma4AssistantForCausalLM": {
+        "backbone_hidden_size": D, "num_centroids": 8,
+        "text_config": {
+            "model_type": "gemma4_text", "vocab_size_per_layer_input": 0,
+            "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2,
+        },
+    },
+    "Gemma4ForCausalLM": PER_LAYER,
+    "Gemma4ForConditionalGeneration": {
+        "text_config": PER_LAYER,
+        "image_token_id": 91, "video_token_id": 92, "audio_token_id": 93,
+    },
+    "Gemma4UnifiedAssistantForCausalLM": {
+        "backbone_hidden_size": D, "num_centroids": 8,
+        "text_config": {"model_type": "gemma4_unified_text"},
+    },
+    "GotOcr2ForConditionalGeneration": {
+        "image_token_index": 91, "text_config": {"model_type": "qwen2"},
+    },
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]},
+    "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "Mamba2ForCausalLM": {"num_heads": 8},
+    "MoshiForCausalLM": {"audio_vocab_size": 16},
+    "MossTranscribeDiarizeForConditionalGeneration": {
+        "audio_token_id": 91, "text_config": {"model_type": "qwen3"},
+        "audio_config": {"model_type": "whisper"},
+    },
+    "MptForCausalLM": {"attn_config": {"attn_pdrop": 0}},
+    "Qwen4ExpForCausalLM": HYBRID | {
+        "ngram_vocab_size_base": 100, "hc_lowrank": 8, "split_ngram_parts": 1,
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "ReformerModelWithLMHead": {
+        "is_decoder": True, "attn_layers": ["local", "lsh"], "axial_pos_shape": [3, 3],
+        "axial_pos_embds_dim": [8, 24], "num_buckets": 2, "hash_seed": 0,
+        "local_attention_probs_dropout_prob": 0.0, "feed_forward_size": 48,
+        "attention_head_size": 8, "local_attn_chunk_length": 16, "lsh_attn_chunk_length": 16,
+    },
+    "XmodForCausalLM": {"default_language": "en_XX"},
+    "Zamba2ForCausalLM": {
+        "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "n_mamba_heads": 8,
+    },
+    "ZambaForCausalLM": {
+        "layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3,
+    },
+    "ZayaForCausalLM": {"num_experts_per_tok": 1},
+    "xLSTMForCausalLM": {"hidden_size": 128, "chunk_size": 16},
+}  # fmt: skip
+INPUTS = {"GitForCausalLM": {"pixel_values": torch.ones(2, 3, 16, 16)}}
+
+
+def config(name: str, **options):
+    """A configuration of a few thousand parameters for a class of models."""
+    kind = getattr(transformers, name).config_class
+    return kind(**_sizes(kind, OWN.get(name, {}) | options))
+
+
+def _sizes(kind, own: dict) -> dict:
+    """Of TINY what the class has a field for, and so in the configurations within it."""
+    names = {f.name for f in dataclasses.fields(kind)}
+    inner = {}
+    for name, sub in (getattr(kind, "sub_configs", None) or {}).items():
+        given = own.get(name, {})
+        sub = transformers.CONFIG_MAPPING[given["model_type"]] if "model_type" in given else sub
+        if given is not None and dataclasses.is_dataclass(sub):
+            inner[name] = _sizes(sub, given)
+    return {k: v for k, v in TINY.items() if k in names} | own | inner
+
+
+def build(name: str, **options) -> nn.Module:
+    """A model of the class; on no device first, to see that it is small."""
+    kind = getattr(transformers, name)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in kind(config(name, **options)).parameters())
+    if size > LARGE:
+        raise ValueError(f"{size:,} parameters are not tiny")
+    torch.manual_seed(0)
+    return kind(config(name, **options)).float().train()
+
+
+def batch(model: nn.Module) -> dict:
+    """Two rows of nine tokens; three labels are ignored."""
+    ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(2))
+    labels = ids.clone()
+    labels[0, :3] = -100
+    return {"input_ids": ids, "labels": labels, **INPUTS.get(type(model).__name__, {})}
