@@ -379,7 +379,12 @@ def has_head(head: Any, model: Any) -> None:
         )
 
 
-def fusable(head: Any) -> None:
+def part_of_model(head: Any, names: list[str]) -> None:
+    if not names:
+        raise ValueError(f"head must be a module of the model, got another {type(head).__name__}.")
+
+
+def fusable(head: Any, fused: bool) -> None:
     """A linear layer whose forward is PyTorch's own, of a floating-point weight."""
     kind = type(head)
     own = isinstance(head, nn.Linear) and (
@@ -390,6 +395,8 @@ def fusable(head: Any) -> None:
             f"head must be an nn.Linear with its own forward, got {kind.__module__}"
             f".{kind.__qualname__}: what it computes cannot be known."
         )
+    if "forward" in head.__dict__ and not fused:
+        raise TypeError("head must not have a forward set on it by another wrapper, got one.")
     if not head.weight.is_floating_point():
         raise TypeError(f"head must have a floating-point weight, got {head.weight.dtype}.")
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import losses
-from .lazy import Head, LazyLogits, Recipe, Step
+from ._options import LEAST, MOST
+from .lazy import Head, LazyLogits, Step
 from .lazy_gradient import pulled_back
 from .stats import row_stats
 
@@ -48,46 +49,53 @@ def _fits(absorb: Callable, args: tuple, kwargs: dict) -> bool:
 
 def _value(z: LazyLogits, op: Callable[[Tensor], Tensor], **changed) -> LazyLogits:
     """Of the same parts, whose gradients are what they are."""
-    return Step.apply(z, z.recipe._replace(**changed), None, op)  # pyright: ignore
+    recipe = z.recipe._replace(**changed)
+    if not all(LEAST <= number <= MOST for number in recipe.reads.values()):
+        return NotImplemented  # neither a temperature nor a softcap that our losses take
+    return Step.apply(z, recipe, None, op, False)  # pyright: ignore
 
 
 def _rows(z: LazyLogits, op: Callable[[Tensor], Tensor]) -> LazyLogits:
-    """`op` moves rows, and leaves the last dimension alone."""
+    """`op` moves rows, and leaves the last dimension alone.
+
+    On the hidden states it is done at once, as autograd would, and backward goes the same way back.
+    """
     recipe = z.recipe
-    hidden, width = op(recipe.hidden), recipe.hidden.shape[-1]
-    like = recipe.hidden
+    with torch.enable_grad():
+        leaf = recipe.hidden.detach().requires_grad_()
+        moved = op(leaf)
+    hidden = moved.detach()
 
     def back(parts):
         d_hidden, *rest = parts
         if d_hidden is not None:
-            d_hidden = pulled_back(op, like, d_hidden.reshape(*hidden.shape[:-1], width))
+            (d_hidden,) = torch.autograd.grad(
+                moved, leaf, d_hidden.reshape(moved.shape), retain_graph=True,
+                create_graph=torch.is_grad_enabled(),
+            )  # fmt: skip
         return d_hidden, *rest
 
-    return Step.apply(z, _moved(recipe, hidden), back, op)  # pyright: ignore
-
-
-def _moved(recipe: Recipe, hidden: Tensor) -> Recipe:
-    """Other rows: a copy has a version of its own."""
-    return recipe._replace(hidden=hidden, versions=(hidden._version, *recipe.versions[1:]))
+    new = recipe._replace(hidden=hidden, versions=(hidden._version, *recipe.versions[1:]))
+    return Step.apply(z, new, back, op, True)  # pyright: ignore
 
 
 def _columns(z: LazyLogits, columns: slice) -> LazyLogits:
     recipe = z.recipe
-    weight, bias = recipe.weight, recipe.bias
 
     def cut(t: Tensor) -> Tensor:
         return t[columns]
 
-    def back(parts):
-        d_hidden, d_weight, d_bias = parts
-        if d_weight is not None:
-            d_weight = pulled_back(cut, weight, d_weight)
-        if d_bias is not None:
-            d_bias = pulled_back(cut, bias, d_bias)  # pyright: ignore
-        return d_hidden, d_weight, d_bias
+    # Only their shapes matter to backward.
+    likes = [None if t is None else t.new_empty(()).expand(t.shape) for t in recipe[1:3]]
 
-    new = recipe._replace(weight=cut(weight), bias=None if bias is None else cut(bias))
-    return Step.apply(z, new, back, lambda t: t[..., columns])  # pyright: ignore
+    def back(parts):
+        d_hidden, *rest = parts
+        pairs = zip(likes, rest, strict=True)
+        return d_hidden, *(None if d is None else pulled_back(cut, t, d) for t, d in pairs)
+
+    weight, bias = (None if t is None else cut(t) for t in recipe[1:3])
+    new = recipe._replace(weight=weight, bias=bias)
+    return Step.apply(z, new, back, lambda t: t[..., columns], True)  # pyright: ignore
 
 
 def _same(z: LazyLogits, **kwargs):
@@ -96,7 +104,9 @@ def _same(z: LazyLogits, **kwargs):
 
 def _to(z: LazyLogits, *args, **kwargs):
     """Another floating-point type of no fewer bits; fp64 would want other sums."""
-    given = [a.dtype if isinstance(a, Tensor) else a for a in (*args, *kwargs.values())]
+    given = []
+    for a in (*args, *kwargs.values()):
+        given += [a.device, a.dtype] if isinstance(a, Tensor) else [a]
     device = [a for a in given if isinstance(a, (str, torch.device))]
     dtypes = [a for a in given if isinstance(a, torch.dtype)]
     if kwargs.keys() - {"dtype", "device"} or any(torch.device(d) != z.device for d in device):
@@ -123,8 +133,8 @@ def _times(z: LazyLogits, by: Any, **kwargs):
     if kwargs or by is None:
         return NotImplemented
     recipe = z.recipe
-    field = "sign" if recipe.log else "post" if recipe.capped else "pre"
-    if field != "sign" and by <= 0:  # neither a temperature nor a softcap
+    field = "factor" if recipe.log else "post" if recipe.capped else "pre"
+    if field != "factor" and by <= 0:
         return NotImplemented
     return _value(z, lambda t: t * by, **{field: getattr(recipe, field) * by})
 
@@ -132,10 +142,6 @@ def _times(z: LazyLogits, by: Any, **kwargs):
 def _divided(z: LazyLogits, by: Any, **kwargs):
     by = _number(by)
     return NotImplemented if by is None or by == 0 else _times(z, 1 / by, **kwargs)
-
-
-def _negated(z: LazyLogits):
-    return _times(z, -1.0)
 
 
 def _tanh(z: LazyLogits):
@@ -203,7 +209,8 @@ def _transpose(z: LazyLogits, dim0: int, dim1: int):
 def _getitem(z: LazyLogits, index: Any):
     """Rows by anything; columns by a slice, if all rows are kept."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    parts = [torch.as_tensor(part) if isinstance(part, list) else part for part in parts]
+    arrays = [isinstance(part, list) or type(part).__module__ == "numpy" for part in parts]
+    parts = [torch.as_tensor(p) if array else p for p, array in zip(parts, arrays, strict=True)]
     if any(isinstance(part, LazyLogits) for part in parts):
         return NotImplemented
     free = z.dim() - sum(_taken(part) for part in parts)
@@ -264,10 +271,11 @@ def _unbind(z: LazyLogits, dim: int = 0):
 # --- losses and statistics: the result in the dtype that PyTorch would give it
 
 
-def _dtype(z: LazyLogits) -> torch.dtype:
-    """Of a sum over the logits: under autocast PyTorch takes them in fp32."""
-    half = z.dtype in (torch.float16, torch.bfloat16)
-    return torch.float32 if half and torch.is_autocast_enabled(z.device.type) else z.dtype
+def _dtype(z: LazyLogits, kinds: tuple[str, ...] = ("cuda",)) -> torch.dtype:
+    """Of a sum over the logits: under autocast, on these devices, PyTorch takes them in fp32."""
+    kind, half = z.device.type, z.dtype in (torch.float16, torch.bfloat16)
+    cast = half and kind in kinds and torch.is_autocast_enabled(kind)
+    return torch.float32 if cast else z.dtype
 
 
 def _cross_entropy(
@@ -282,17 +290,19 @@ def _cross_entropy(
         Head(z), target, weight=weight, ignore_index=ignore_index, reduction=reduction,
         label_smoothing=label_smoothing, **z.recipe.reads,
     )  # fmt: skip
-    if reduction == "mean":  # PyTorch's mean of no rows is NaN, and users look for it
-        none = (target == ignore_index).all()
-        found = torch.where(none, torch.nan, found)
-    return found.to(_dtype(z))
+    if reduction == "mean":  # PyTorch's mean of no rows, or of no weight, is NaN
+        mass = target != ignore_index
+        if weight is not None:
+            mass = torch.where(mass, weight[target.clamp(0, len(weight) - 1)], 0.0)
+        found = torch.where(mass.sum() == 0, torch.nan, found)
+    return found.to(_dtype(z, ("cuda", "cpu")))
 
 
 def _nll_loss(
     z: LazyLogits, target, weight=None, size_average=None, ignore_index=-100, reduce=None,
     reduction="mean",
 ):  # fmt: skip
-    if not z.recipe.log or z.recipe.sign != 1:
+    if not z.recipe.log or z.recipe.factor != 1:
         return NotImplemented
     logits = _value(z, lambda t: t, log=False)  # log_softmax of log p is log p
     return _cross_entropy(logits, target, weight, size_average, ignore_index, reduce, reduction)
@@ -313,7 +323,7 @@ def _logsumexp(z: LazyLogits, dim, keepdim=False):
     return _kept(losses.logsumexp(Head(z), **z.recipe.reads), z, keepdim)
 
 
-def _log_softmax(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
+def _log_softmax(z: LazyLogits, dim, dtype=None):
     if not _is_last(z, dim) or z.recipe.log or dtype not in (None, z.dtype, torch.float32):
         return NotImplemented
     dtype = dtype or _dtype(z)
@@ -325,7 +335,7 @@ def _gather(z: LazyLogits, dim, index, **kwargs):
         return NotImplemented
     recipe = z.recipe
     if recipe.log:
-        found = recipe.sign * losses.token_logprobs(Head(z), index, **recipe.reads)
+        found = recipe.factor * losses.token_logprobs(Head(z), index, **recipe.reads)
     else:
         found = row_stats(Head(z), index, **recipe.reads).picked
     return found.to(z.dtype)  # pyright: ignore
@@ -337,11 +347,11 @@ def _sum(z: LazyLogits, dim=None, keepdim=False, dtype=None):
     recipe = z.recipe
     stats = row_stats(Head(z), total=True, **recipe.reads)
     found = stats.total - z.shape[-1] * stats.lse if recipe.log else stats.total
-    return _kept(recipe.sign * found, z, keepdim, dtype)  # pyright: ignore
+    return _kept(recipe.factor * found, z, keepdim, dtype)  # pyright: ignore
 
 
 def _argmax(z: LazyLogits, dim=None, keepdim=False):
-    if not _is_last(z, dim) or z.recipe.sign < 0:
+    if not _is_last(z, dim) or z.recipe.factor <= 0:
         return NotImplemented
     with torch.no_grad():
         found = row_stats(Head(z), argmax=True, **z.recipe.reads).argmax
@@ -349,14 +359,14 @@ def _argmax(z: LazyLogits, dim=None, keepdim=False):
 
 
 STORAGE = {
-    T.numpy, T.__array__, T.tolist, T.item, T.data_ptr, T.untyped_storage, T.storage, T.cpu,
+    T.numpy, T.__array__, T.tolist, T.item, T.data_ptr, T.untyped_storage, T.storage,
     T.__reduce_ex__, T.__deepcopy__,
 }  # fmt: skip
 PRODUCTS = {T.mul, T.__mul__, T.__rmul__, torch.mul}
 OPERATIONS: dict[Any, Callable] = {
     T.float: lambda z: _to(z, torch.float32),
     T.to: _to,
-    T.type_as: lambda z, other: _to(z, other.dtype),
+    T.type_as: lambda z, other: _to(z, other),
     T.contiguous: _same,
     **dict.fromkeys((T.view, T.reshape, torch.reshape), _view),
     **dict.fromkeys((T.flatten, torch.flatten), _flatten),
@@ -372,12 +382,13 @@ OPERATIONS: dict[Any, Callable] = {
     **dict.fromkeys((T.unbind, torch.unbind), _unbind),
     **dict.fromkeys(PRODUCTS, _times),
     **dict.fromkeys((T.div, T.__truediv__, T.true_divide, torch.div, torch.true_divide), _divided),
-    **dict.fromkeys((T.neg, T.__neg__, torch.neg), _negated),
+    **dict.fromkeys((T.neg, T.__neg__, torch.neg), lambda z: _times(z, -1.0)),
     **dict.fromkeys((T.tanh, torch.tanh, F.tanh), _tanh),
     F.cross_entropy: _cross_entropy,
     F.nll_loss: _nll_loss,
     **dict.fromkeys((T.logsumexp, torch.logsumexp), _logsumexp),
-    **dict.fromkeys((F.log_softmax, T.log_softmax, torch.log_softmax), _log_softmax),
+    F.log_softmax: lambda z, dim=None, _stacklevel=3, dtype=None: _log_softmax(z, dim, dtype),
+    **dict.fromkeys((T.log_softmax, torch.log_softmax), _log_softmax),
     **dict.fromkeys((T.gather, torch.gather), _gather),
     **dict.fromkeys((T.sum, torch.sum), _sum),
     **dict.fromkeys((T.argmax, torch.argmax), _argmax),

@@ -18,7 +18,7 @@ Model = TypeVar("Model", bound=nn.Module)
 OPTIONS = "_logitless"  # where a fused head keeps its options, and a model its guard
 
 
-@_call.named(LinearLogits)
+@_call.named(LinearLogits.__init__)
 def fuse(model: Model, *, head: nn.Module | str | None = None, **options) -> Model:
     """The same model, whose head gives lazy logits in training; options are LinearLogits'.
 
@@ -30,20 +30,25 @@ def fuse(model: Model, *, head: nn.Module | str | None = None, **options) -> Mod
     >>> model(input_ids=ids, labels=ids).loss.backward()
     """
     _checks.fusable_options(options)
+    if isinstance(head, nn.Module):
+        names = [name for name, module in model.named_modules() if module is head]
+        _checks.part_of_model(head, names)
+        head = names[0]
+    plain_head(model, head)  # which may refuse it
+    unfuse(model)
     guard = _Guard(head, options)
     guard(model)
-    unfuse(model, heads=False)
     handle = model.register_forward_pre_hook(guard)
     model.__dict__[OPTIONS] = (guard, handle)
     return model
 
 
-def unfuse(model: Model, *, heads: bool = True) -> Model:
+def unfuse(model: Model) -> Model:
     """The model as it was before `fuse`."""
     _, handle = model.__dict__.pop(OPTIONS, (None, None))
     if handle is not None:
         handle.remove()
-    for module in model.modules() if heads else ():
+    for module in model.modules():
         if isinstance(module, nn.Linear) and module.__dict__.pop(OPTIONS, None) is not None:
             del module.__dict__["forward"]
     return model
@@ -55,29 +60,30 @@ class _Guard:
     `resize_token_embeddings` and adapters replace the head.
     """
 
-    def __init__(self, head: nn.Module | str | None, options: dict):
+    def __init__(self, head: str | None, options: dict):
         self.head, self.options = head, options
 
     def __call__(self, model: nn.Module, *_) -> None:
         head = plain_head(model, self.head)
-        own = getattr(head.__dict__.get("forward"), "__func__", None)
-        if own is not forward or head.__dict__.get(OPTIONS) is not self.options:
+        own = head.__dict__.get("forward")
+        bound = getattr(own, "__func__", None) is forward and getattr(own, "__self__", None) is head
+        if not bound or head.__dict__.get(OPTIONS) is not self.options:
             head.__dict__[OPTIONS] = self.options
             head.__dict__["forward"] = MethodType(forward, head)
 
 
-def plain_head(model: nn.Module, head: nn.Module | str | None) -> nn.Linear:
+def plain_head(model: nn.Module, name: str | None) -> nn.Linear:
     """The linear layer that makes the logits, or an error that says why there is none."""
-    if head is None:
+    if name is None:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         _checks.has_head(head, model)
-    elif isinstance(head, str):
-        head = model.get_submodule(head)
+    else:
+        head = model.get_submodule(name)
     copies = getattr(head, "modules_to_save", None)  # an adapter trains a copy of the head
     if copies is not None:
         head = copies[head.active_adapters[0]]  # pyright: ignore
     head = getattr(head, "base_layer", head)  # an adapter adds to what its base gives
-    _checks.fusable(head)
+    _checks.fusable(head, OPTIONS in head.__dict__)
     return head  # pyright: ignore
 
 

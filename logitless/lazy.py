@@ -4,7 +4,7 @@
 graph, that holds only what its numbers are made of, hidden and weight. A loss over it, ours or
 `torch.nn.functional`'s, is computed a chunk of rows at a time (linear.py). Operations that leave it
 a head's logits, such as views, slices, casts, scaling and softcaps, are absorbed (absorb.py). Any
-other operation makes the numbers, and is right as well.
+other operation makes the numbers, and is right as well; writing to them is refused.
 
 The graph is the ordinary one: head → logits → views → loss, each a node. What is unusual is the
 gradient that travels along it. A loss has found the gradients of hidden and weight themselves, and
@@ -13,7 +13,6 @@ unpacks it. So hooks fire, modules such as DDP and FSDP see the output they expe
 large as the logits exists.
 """
 
-import contextlib
 import warnings
 from typing import NamedTuple
 
@@ -24,14 +23,14 @@ from torch.utils import _pytree as pytree
 from . import _call, _checks
 from ._call import backend, in_func
 from ._loss import Node, RowLoss, evaluate, reduced
-from .lazy_gradient import Like, added_parts, is_copy, joined, pulled_back, split
-from .linear import LinearLogits, _dtypes_as_given, _Each, _Total
+from .lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split
+from .linear import LinearLogits, _dtypes_as_given, _Each, _Total, in_memory
 
 
 class Recipe(NamedTuple):
     """What lazy logits are made of: post · tanh(pre · (hidden @ weight.T + bias)), in a dtype.
 
-    Without `capped` it is pre · (...); with `log`, sign · log_softmax of that.
+    Without `capped` it is pre · (...); with `log`, factor · log_softmax of that.
     """
 
     hidden: Tensor  # (..., D); this and the next two without history
@@ -46,7 +45,7 @@ class Recipe(NamedTuple):
     capped: bool = False
     post: float = 1.0
     log: bool = False
-    sign: float = 1.0
+    factor: float = 1.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,7 +54,7 @@ class Recipe(NamedTuple):
     @property
     def is_head(self) -> bool:
         """Whether they are the head's own numbers, in whatever dtype."""
-        return (self.pre, self.capped, self.post, self.log, self.sign) == (1, False, 1, False, 1)
+        return (self.pre, self.capped, self.post, self.log, self.factor) == (1, False, 1, False, 1)
 
     @property
     def reads(self) -> dict[str, float]:
@@ -75,44 +74,40 @@ class Recipe(NamedTuple):
     def dense(self) -> Tensor:
         """The numbers, without history."""
         self.check()
-        with torch.no_grad(), _dtypes_as_given(self.hidden.device), unsharded(self):
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            _dtypes_as_given(self.hidden.device),
+            in_memory(self.weight, self.module),
+        ):
             z = nn.functional.linear(self.hidden, self.weight, self.bias).to(self.dtype)
             z = z if self.pre == 1 else z * self.pre
             z = torch.tanh(z) * self.post if self.capped else z
             z = torch.log_softmax(z, -1) if self.log else z
-            return z if self.sign == 1 else z * self.sign
+            return z if self.factor == 1 else z * self.factor
 
-    def source(self) -> LinearLogits:
-        """The head as a source of logits, of leaves that require the gradients wanted."""
+    def source(self, wanted: bool = True) -> LinearLogits:
+        """The head as a source of logits, of leaves that require the gradients wanted, if any."""
         self.check()
         hidden, weight, bias = (
-            None if t is None else t.detach().requires_grad_(need)
+            None if t is None else t.detach().requires_grad_(need and wanted)
             for t, need in zip(self[:3], self.needs, strict=True)
         )
         with _dtypes_as_given(self.hidden.device):
-            return LinearLogits(hidden, weight, bias, **self.how)  # pyright: ignore[reportArgumentType]
+            head = LinearLogits(hidden, weight, bias, **self.how)  # pyright: ignore[reportArgumentType]
+        head.module = self.module
+        return head
+
+    def without_parts(self) -> "Recipe":
+        """For a node, which saves them as autograd saves."""
+        return self._replace(hidden=None, weight=None, bias=None)
+
+    def with_parts(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> "Recipe":
+        return self._replace(hidden=hidden, weight=weight, bias=bias)
 
 
 def versions(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)
-
-
-@contextlib.contextmanager
-def unsharded(recipe: Recipe):
-    """The head's weight in memory: FSDP frees it after the module's forward."""
-    module = recipe.module
-    if recipe.weight.untyped_storage().size() or not recipe.weight.numel():
-        yield
-    elif hasattr(module, "unshard"):
-        module.unshard()  # pyright: ignore
-        yield
-        module.reshard()  # pyright: ignore
-    else:
-        raise RuntimeError(
-            "weight of lazy logits must still be in memory when their loss is computed, and the"
-            " module that shards it has freed it: compute the loss inside that module's forward,"
-            " shard the head by itself (fully_shard(head)), or pass reshard_after_forward=False."
-        )
 
 
 class LazyLogits(Tensor):
@@ -161,7 +156,7 @@ class LazyLogits(Tensor):
 
     def as_teacher(self) -> "LinearLogits | Tensor":
         """The same logits as constants."""
-        return self.recipe.source() if self.recipe.is_head else self.dense()
+        return self.recipe.source(False) if self.recipe.is_head else self.dense()
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -180,7 +175,7 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if is_copy(func, args):
             copy = LazyLogits.of(args[0].recipe)
-            copy.made = args[0].made
+            copy.made = None if func is aten.clone.default else args[0].made
             return copy
         _refuse_writing(func, args)
         _warn(str(func))
@@ -207,8 +202,8 @@ def _warn(name: str) -> None:
     if torch.is_grad_enabled() and name not in _warned:
         _warned.add(name)
         warnings.warn(
-            f"logits of a fused head are materialised by {name}; a loss over them, or"
-            " torch.no_grad(), keeps them lazy.", stacklevel=4,
+            f"logits of a fused head are materialised by {name}. A loss computed from them keeps"
+            " them lazy; for anything else, call the model under torch.no_grad().", stacklevel=4,
         )  # fmt: skip
 
 
@@ -234,8 +229,9 @@ class Head:
         return reduced(found, loss.reading, row_weight, None, reduction)  # pyright: ignore
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None):
-        with unsharded(self.recipe):
-            return self.recipe.source().capture_topk(k, temperature, softcap)
+        source = self.recipe.source(False)
+        with in_memory(source.weight, source.module):
+            return source.capture_topk(k, temperature, softcap)
 
     def materialize(self, rows=None) -> Tensor:
         return self.z.materialize(rows)
@@ -251,7 +247,7 @@ class _Made(Node):
         needs = tuple(t is not None and t.requires_grad for t in parts)
         plain = (None if t is None else t.detach() for t in parts)
         recipe = Recipe(*plain, needs, hidden.dtype, how, module, versions(*parts))  # pyright: ignore
-        ctx.recipe = recipe._replace(hidden=None, weight=None, bias=None)
+        ctx.module = module
         return LazyLogits.of(recipe)
 
     @staticmethod
@@ -259,10 +255,9 @@ class _Made(Node):
         found, plain = split(g)
         if plain is not None:
             hidden, weight, bias = ctx.saved_tensors
-            recipe = ctx.recipe._replace(hidden=hidden, weight=weight, bias=bias)
             flat, rows = plain.reshape(-1, plain.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
             flat = flat.to(hidden.dtype)
-            with _dtypes_as_given(hidden.device), unsharded(recipe):
+            with _dtypes_as_given(hidden.device), in_memory(weight, ctx.module):
                 more = (
                     (flat @ weight).view(hidden.shape) if ctx.needs_input_grad[0] else None,
                     flat.t() @ rows if ctx.needs_input_grad[1] else None,
@@ -276,15 +271,19 @@ class Step(Node):
     """Lazy logits to lazy logits: an operation that is absorbed.
 
     `back` turns the gradients of the new parts into those of the old; `op` is the operation on the
-    numbers themselves, for a gradient that came from there.
+    numbers themselves, for a gradient that came from there. One that only `moves` them needs no
+    numbers for that.
     """
 
     @staticmethod
-    def forward(ctx, z, recipe, back, op):
-        ctx.z, ctx.back, ctx.op = LazyLogits.of(z.recipe), back, op
-        ctx.z.made = z.made
+    def forward(ctx, z, recipe, back, op, moves):
+        z.recipe.check()
+        ctx.like, ctx.back, ctx.op, ctx.moves = Like(z.shape, z.dtype, z.device), back, op, moves
+        if not moves:
+            ctx.save_for_backward(*z.recipe[:3])
+            ctx.recipe = z.recipe.without_parts()
         made = LazyLogits.of(recipe)
-        made.made = None if z.made is None else op(z.made)
+        made.made = op(z.made) if moves and z.made is not None else None
         return made
 
     @staticmethod
@@ -292,8 +291,12 @@ class Step(Node):
         parts, plain = split(g)
         parts = parts if ctx.back is None else ctx.back(parts)
         if plain is not None:
-            plain = pulled_back(ctx.op, ctx.z.dense(), plain)
-        return joined(ctx.z, parts, plain), None, None, None
+            if ctx.moves:
+                numbers = plain.detach().new_empty(()).expand(ctx.like.shape)
+            else:
+                numbers = ctx.recipe.with_parts(*ctx.saved_tensors).dense()
+            plain = pulled_back(ctx.op, numbers, plain)
+        return joined(ctx.like, parts, plain), None, None, None, None
 
 
 class _Dense(Node):
@@ -316,15 +319,13 @@ class _Loss(Node):
 
     @staticmethod
     def forward(ctx, z, row_weight, loss, reduction, grad, *others):
-        ctx.z, ctx.recipe = Like(z.shape, z.dtype, z.device), z.recipe
-        ctx.total = reduction != "none"
-        source = z.recipe.source()
-        with unsharded(z.recipe):
-            if ctx.total:
-                how = (row_weight, source, loss, reduction, grad)
-                return _Total.forward(ctx, *source.parts, *how, *others)
-            outputs = _Each.forward(ctx, *source.parts, source, loss, *others)
-            return outputs if loss.several else outputs[0]
+        ctx.like, ctx.total = Like(z.shape, z.dtype, z.device), reduction != "none"
+        source = z.recipe.source(ctx.needs_input_grad[0])
+        if ctx.total:
+            how = (row_weight, source, loss, reduction, grad)
+            return _Total.forward(ctx, *source.parts, *how, *others)
+        outputs = _Each.forward(ctx, *source.parts, source, loss, *others)
+        return outputs if loss.several else outputs[0]
 
     @staticmethod
     def backward(ctx, *upstream):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -332,10 +333,9 @@ class _Loss(Node):
             found = _Total.backward(ctx, *upstream)
             parts, d_rows, others = found[:3], found[3], found[8:]
         else:
-            with unsharded(ctx.recipe):
-                found = _Each.backward(ctx, *upstream)
+            found = _Each.backward(ctx, *upstream)
             parts, d_rows, others = found[:3], None, found[5:]
-        return joined(ctx.z, parts, None), d_rows, None, None, None, *others
+        return joined(ctx.like, parts, None), d_rows, None, None, None, *others
 
 
 def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:

@@ -66,6 +66,7 @@ class LinearLogits:
         self.hidden, self.weight, self.bias = self.parts = (hidden, weight, bias)
         self.workspace, self.accumulate, self.drop_ignored = workspace, accumulate, drop_ignored
         self.main_grad = main_grad
+        self.module: torch.nn.Module | None = None  # whose weight it is, where that may be freed
         self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
         self.dtype, self.device = hidden.dtype, hidden.device
         self.requires_grad = any(t is not None and t.requires_grad for t in self.parts)
@@ -126,6 +127,25 @@ class LinearLogits:
 
     def __repr__(self) -> str:
         return f"LinearLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+@contextlib.contextmanager
+def in_memory(weight: Tensor, module: torch.nn.Module | None):
+    """The head's weight in memory: FSDP frees it after the module's forward."""
+    if weight.untyped_storage().size() or not weight.numel() or weight.device.type == "meta":
+        yield
+    elif hasattr(module, "unshard"):
+        module.unshard()  # pyright: ignore
+        try:
+            yield
+        finally:
+            module.reshard()  # pyright: ignore
+    else:
+        raise RuntimeError(
+            "weight of a head must still be in memory when its loss is computed, and the module"
+            " that shards it has freed it: compute the loss inside that module's forward, shard"
+            " the head by itself (fully_shard(head)), or pass reshard_after_forward=False."
+        )
 
 
 def _autocasts(device: torch.device) -> bool:
@@ -213,7 +233,7 @@ class _Total(Node):
         # fp16 cannot hold the gradient of a mean: it gets its share at the end.
         ctx.late = ctx.mean and hidden.dtype == torch.float16
         _save(ctx, source, loss, row_weight)
-        with _dtypes_as_given(hidden.device):
+        with _dtypes_as_given(hidden.device), in_memory(weight, source.module):
             total, ctx.share, ctx.gradients = _Total.compute(ctx, source, row_weight, loss)
         if not (ctx.late or source.main_grad is not None):
             ctx.gradients[:3] = _like(ctx.gradients[:3], parts)
@@ -271,7 +291,7 @@ class _Total(Node):
         gradients, ctx.gradients = ctx.gradients, None
         with torch.no_grad():
             if gradients is None:  # a second backward: the first gave its gradients away
-                with _dtypes_as_given(parts[0].device):
+                with _dtypes_as_given(parts[0].device), in_memory(parts[1], source.module):
                     _, _, gradients = _Total.compute(ctx, source, row_weight, loss)
             scale = upstream if not ctx.late else upstream * ctx.share
             run, main_grad = backend(parts[0]), source.main_grad
@@ -312,7 +332,7 @@ class _Each(Node):
         parts, lead = _detached((hidden, weight, bias)), source.shape[:-1]
         run = backend(hidden)
         results: list[Tensor] = []
-        with _dtypes_as_given(hidden.device):
+        with _dtypes_as_given(hidden.device), in_memory(weight, source.module):
             chunks = source._chunks(_live(loss)).logits(*parts)
             for rows, _, z in chunks:
                 found, _ = loss.take(rows, lead).forward(run, z)
@@ -336,7 +356,11 @@ class _Each(Node):
         parts = source.parts
         if all(g is None for g in upstream):
             return (None,) * (5 + len(loss.others))
-        with torch.no_grad(), _dtypes_as_given(parts[0].device):
+        with (
+            torch.no_grad(),
+            _dtypes_as_given(parts[0].device),
+            in_memory(parts[1], source.module),
+        ):
             found = _Each.compute(ctx, upstream, source, loss)
         if torch.is_grad_enabled():
             found = refuse_second(tuple(found), (*parts, *loss.tensors, *upstream))

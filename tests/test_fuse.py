@@ -86,6 +86,11 @@ class Quantised(nn.Linear):
         return super().forward(input) * 2
 
 
+def wrapped(model):
+    model.lm_head.forward = lambda input: input
+    return model
+
+
 def of_bytes():
     head = nn.Linear(D, V)
     head.weight = nn.Parameter(torch.zeros(V, D, dtype=torch.int8), requires_grad=False)
@@ -99,6 +104,19 @@ def of_bytes():
         (lambda: Model(nn.Conv1d(D, V, 1)), {}, TypeError, "got torch.nn.modules.conv.Conv1d"),
         (lambda: nn.Sequential(nn.Linear(D, V)), {}, ValueError, "head must be named for Sequen"),
         (Model, {"head": "nowhere"}, AttributeError, "nowhere"),
+        (
+            lambda: wrapped(Model()),
+            {},
+            TypeError,
+            "head must not have a forward set on it by another wrapper, got one",
+        ),
+        (
+            Model,
+            {"head": nn.Linear(D, V)},
+            ValueError,
+            "head must be a module of the model, got another Linear",
+        ),
+        (Model, {"hidden": 3}, TypeError, "fuse must be given arguments among"),
         (Model, {"worksp": 3}, TypeError, "Did you mean 'workspace'"),
         (Model, {"main_grad": 3}, TypeError, "options must not name main_grad"),
         (lambda: Model(of_bytes()), {}, TypeError, "head must have a floating-point weight, got"),
@@ -107,6 +125,25 @@ def of_bytes():
 def test_refused(make, how, kind, match):
     with pytest.raises(kind, match=match):
         ll.fuse(make(), **how)
+
+
+def test_another_head_takes_its_place(ids, device):
+    model = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, D), nn.Linear(D, V)).to(device)
+    ll.fuse(ll.fuse(model, head="1"), head="2")
+    assert "forward" not in model[1].__dict__
+    assert_fused_and_right(model, ids)
+
+
+def test_a_replica_uses_its_own_weight(ids, device):
+    """As DataParallel makes them: the dictionary is copied, bound method and all."""
+    model = ll.fuse(Model().to(device))
+    replica = model._replicate_for_data_parallel()
+    replica.lm_head = model.lm_head._replicate_for_data_parallel()
+    replica._modules = {**model._modules, "lm_head": replica.lm_head}
+    replica.lm_head.weight = model.lm_head.weight.detach().clone().requires_grad_()
+    replica.lm_head.bias = None
+    replica(ids)
+    assert replica.lm_head.forward.__self__ is replica.lm_head
 
 
 def test_compiled_it_is_right(ids, device):

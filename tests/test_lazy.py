@@ -274,6 +274,7 @@ def test_our_losses_of_scaled_ones_say_that_they_materialise(x, t, monkeypatch):
         ll.cross_entropy(model(True, x.device)(x) * 0.5, t)
 
 
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
 def test_numbers_on_demand(x):
     m = model(True, x.device)
     z, plain = m(x), model(False, x.device)(x)
@@ -315,3 +316,130 @@ def test_autocast_is_that_of_a_linear_layer(x, t):
         assert a.grad.dtype == b.grad.dtype
         assert error(a.grad, b.grad.double()) < 0.02
     torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+
+# --- found by a review: what a plain tensor does, or an error
+
+
+def test_a_write_through_a_view_is_refused(x, t):
+    z = model(True, x.device)(x)
+    with torch.no_grad():
+        z[..., 3] = -torch.inf
+    with pytest.raises(RuntimeError, match="must not be written to"):
+        F.cross_entropy(z.view(-1, V), t.view(-1))
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+def test_a_clone_is_a_copy(x):
+    z = model(True, x.device)(x)
+    least = z.min().item()
+    z.detach().clone().materialize().fill_(-1e4)
+    assert z.min().item() == least
+    z.materialize().mul_(2)  # whose owner may write to it
+    assert z.min().item() == least
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+def test_a_move_to_where_it_is_keeps_the_graph(x, t):
+    assert_same(x, lambda z: F.cross_entropy(z.to(x.device).view(-1, V), t.view(-1)))
+    z = model(True, x.device)(x)
+    assert z.to(torch.empty(1, device="meta", dtype=z.dtype)).device.type == "meta"
+    if x.device.type == "cpu":
+        assert_same(x, lambda z: F.cross_entropy(z.cpu().view(-1, V), t.view(-1)))
+
+
+def test_the_dtype_of_a_log_softmax(x):
+    z = model(True, x.device, dtype=torch.bfloat16)(x.bfloat16())
+    for found in (
+        torch.log_softmax(z, -1, torch.float32),
+        z.log_softmax(-1, torch.float32),
+        F.log_softmax(z, -1, dtype=torch.float32),
+    ):
+        assert type(found) is LazyLogits
+        assert found.dtype == torch.float32
+
+
+def test_hidden_must_not_change_before_a_view(x, t):
+    m = model(True, x.device)
+    h = m[0](x)
+    z = m[1](h)
+    with torch.no_grad():
+        h.mul_(2)
+    with pytest.raises(RuntimeError, match="must not be modified in place"):
+        z[1:]
+
+
+def test_a_mask_must_not_change_before_backward(x, t):
+    z = model(True, x.device)(x)
+    mask = t > 3
+    loss = F.cross_entropy(z[mask], t[mask])
+    mask.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+def test_inference_mode_leaves_nothing_behind(x):
+    z = model(True, x.device)(x)
+    with torch.inference_mode():
+        z.max()
+    assert z.materialize().exp().sum().requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_anomaly_detection(x, t):
+    with torch.autograd.set_detect_anomaly(True):
+        assert_same(x, lambda z: F.cross_entropy(z.view(-1, V), t.view(-1)))
+        z = model(True, x.device)(x * torch.nan)
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            F.cross_entropy(z.view(-1, V), t.view(-1)).backward()
+
+
+def test_gradients_may_be_added_up(x, t):
+    m = model(True, x.device)
+    z = m(x)
+    z.retain_grad()
+    F.cross_entropy(z.view(-1, V), t.view(-1)).backward(inputs=[z])
+    twice = z.grad
+    twice += z.grad.clone()
+    m.zero_grad()
+    m(x).backward(twice)
+    other = model(False, x.device)
+    (2 * F.cross_entropy(other(x).view(-1, V), t.view(-1))).backward()
+    for a, b in zip(m.parameters(), other.parameters(), strict=True):
+        assert error(a.grad, b.grad) < 1e-11
+
+
+def test_a_loss_of_constants_makes_no_gradients(x, t, monkeypatch):
+    from logitless import _chunks
+
+    def refuse(*_):
+        raise AssertionError("a gradient nobody asked for")
+
+    monkeypatch.setattr(_chunks.HeadGradients, "add", refuse)
+    z = model(True, x.device)(x).detach()
+    assert not F.cross_entropy(z.view(-1, V), t.view(-1)).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+def test_other_forms_of_a_call(x, t):
+    """Absorbed or not, they do what PyTorch does."""
+    z, plain = model(True, x.device)(x), model(False, x.device)(x)
+
+    def same(a, b):
+        torch.testing.assert_close(a.materialize() if type(a) is LazyLogits else a, b)
+
+    same(z.sum(axis=-1), plain.sum(axis=-1))
+    same(z.argmax(axis=-1), plain.argmax(axis=-1))
+    same(z.mul(other=2.0), plain.mul(other=2.0))
+    same(z[:1].squeeze(), plain[:1].squeeze())
+    same(z[(z > 0).cpu().numpy()], plain[(plain > 0).cpu().numpy()])
+    same((z.log_softmax(-1) * 0).argmax(-1), (plain.log_softmax(-1) * 0).argmax(-1))
+    tiny = (F.cross_entropy((logits * 1e-13)[1], t[1]) for logits in (z, plain))
+    same(*tiny)
+    for wrong in (lambda z: z.unsqueeze(6), lambda z: z.narrow(4, 0, 1), lambda z: z.squeeze(5)):
+        with pytest.raises(IndexError):
+            wrong(z)
+    none = torch.zeros(V, device=x.device, dtype=x.dtype)
+    assert F.cross_entropy(z[1], t[1], weight=none).isnan()
+    assert F.cross_entropy(z[1], torch.full_like(t[1], -100)).isnan()
