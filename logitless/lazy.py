@@ -107,8 +107,10 @@ def unsharded(recipe: Recipe):
         yield
     elif hasattr(module, "unshard"):
         module.unshard()  # pyright: ignore
-        yield
-        module.reshard()  # pyright: ignore
+        try:
+            yield
+        finally:
+            module.reshard()  # pyright: ignore
     else:
         raise RuntimeError(
             "weight of lazy logits must still be in memory when their loss is computed, and the"
@@ -291,6 +293,9 @@ class LazyGradient(Tensor):
             return g.each(lambda t: func(t, rest[0]))
         if func is aten.neg.default:
             return g.each(torch.neg)
+        if func is aten.isnan.default:  # torch.autograd.detect_anomaly asks whether any is
+            found = [t.isnan().any() for t in (*g.parts, g.plain) if t is not None]
+            return torch.stack(found).any().expand(g.shape)
         raise RuntimeError(
             f"the gradient of lazy logits must not be computed with, by {func}: it is known as"
             " those of hidden and weight. Use logits.materialize() before the loss."

@@ -197,6 +197,15 @@ def test_other_arithmetic_on_a_gradient_says_what_to_do(x, t):
         F.cross_entropy(z.view(-1, V), t.view(-1)).backward()
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
+def test_anomaly_detection(x, t):
+    m = model(True, x.device)
+    with torch.autograd.detect_anomaly():
+        F.cross_entropy(m(x).view(-1, V), t.view(-1)).backward()
+        with pytest.raises(RuntimeError, match="returned nan values in its 0th output"):
+            (F.cross_entropy(m(x).view(-1, V), t.view(-1)) * torch.nan).backward()
+
+
 def test_a_second_backward_and_a_checkpoint(x, t):
     m = model(True, x.device)
 
