@@ -6,6 +6,7 @@ the loss itself; or NotImplemented, whereupon the numbers are made and PyTorch g
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import losses
-from .lazy import Head, LazyLogits, Recipe, Step, pulled_back
+from ._lazy_gradient import pulled_back
+from .lazy import Head, LazyLogits, Recipe, Step
 from .stats import row_stats
 
 T = Tensor
@@ -123,9 +125,10 @@ def _times(z: LazyLogits, by: Any, **kwargs):
         return NotImplemented
     recipe = z.recipe
     field = "sign" if recipe.log else "post" if recipe.capped else "pre"
-    if field != "sign" and by <= 0:  # neither a temperature nor a softcap
+    scale = getattr(recipe, field) * by
+    if field != "sign" and not 0 < scale < math.inf:  # neither a temperature nor a softcap
         return NotImplemented
-    return _value(z, lambda t: t * by, **{field: getattr(recipe, field) * by})
+    return _value(z, lambda t: t * by, **{field: scale})
 
 
 def _divided(z: LazyLogits, by: Any, **kwargs):

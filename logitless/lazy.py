@@ -15,8 +15,7 @@ large as the logits exists.
 
 import contextlib
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +23,9 @@ from torch.utils import _pytree as pytree
 
 from . import _call, _checks
 from ._call import backend, in_func
+from ._lazy_gradient import Like, is_copy, joined, pulled_back, split
 from ._loss import Node, RowLoss, evaluate, reduced
 from .linear import LinearLogits, _dtypes_as_given, _Each, _Total
-
-Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
 
 
 class Recipe(NamedTuple):
@@ -182,7 +180,7 @@ class LazyLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if _is_copy(func, args):
+        if is_copy(func, args):
             copy = LazyLogits.of(args[0].recipe)
             copy.made = args[0].made
             return copy
@@ -192,18 +190,11 @@ class LazyLogits(Tensor):
         return func(*args, **kwargs)
 
 
-aten = torch.ops.aten
-COPIES = (aten.detach.default, aten.clone.default, aten.alias.default)
 WRITTEN = (
     "lazy logits must not be written to, by {}: they hold no numbers. Use logits.materialize()"
     " first."
 )
 _warned: set[str] = set()
-
-
-def _is_copy(func, args: tuple) -> bool:
-    """Whether the result is the same tensor again; a node that returns its input makes a view."""
-    return func in COPIES or (func is aten.view.default and tuple(args[1]) == args[0].shape)
 
 
 def _refuse_writing(func, args: tuple) -> None:
@@ -252,96 +243,6 @@ class Head:
         return self.z.materialize(rows)
 
 
-class LazyGradient(Tensor):
-    """The gradient of lazy logits, known as the gradients of what they are made of.
-
-    Where an operation that made the numbers brought a gradient of its own, that is `dense`.
-    """
-
-    parts: Parts
-    plain: Tensor | None
-
-    @staticmethod
-    def of(like, parts: Parts, plain: Tensor | None = None) -> "LazyGradient":
-        g = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            LazyGradient, like.shape, dtype=like.dtype, device=like.device
-        )
-        g.parts, g.plain = parts, plain
-        return g
-
-    def each(self, f: Callable[[Tensor], Tensor], like=None) -> "LazyGradient":
-        parts = tuple(None if t is None else f(t) for t in self.parts)
-        plain = None if self.plain is None else f(self.plain)
-        return LazyGradient.of(self if like is None else like, parts, plain)  # pyright: ignore
-
-    def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"LazyGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        g, *rest = args
-        if _is_copy(func, args):
-            return g.each(lambda t: t)
-        if func is aten._to_copy.default and isinstance(g, LazyGradient):
-            like = _Like(g.shape, (kwargs or {}).get("dtype") or g.dtype, g.device)
-            return g.each(lambda t: t, like)
-        if func in (aten.add.Tensor, aten.add_.Tensor) and not kwargs:
-            return _added(g, rest[0])
-        if func in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar) and _is_number(rest[0]):
-            return g.each(lambda t: func(t, rest[0]))
-        if func is aten.neg.default:
-            return g.each(torch.neg)
-        if func is aten.isnan.default:  # torch.autograd.detect_anomaly asks whether any is
-            found = [t.isnan().any() for t in (*g.parts, g.plain) if t is not None]
-            return torch.stack(found).any().expand(g.shape)
-        raise RuntimeError(
-            f"the gradient of lazy logits must not be computed with, by {func}: it is known as"
-            " those of hidden and weight. Use logits.materialize() before the loss."
-        )
-
-
-class _Like(NamedTuple):
-    shape: Any
-    dtype: torch.dtype
-    device: torch.device
-
-
-def _is_number(t: Any) -> bool:
-    return isinstance(t, (int, float)) or (type(t) is Tensor and t.dim() == 0)
-
-
-def _added(a: Tensor, b: Tensor) -> LazyGradient:
-    (parts, plain), (others, more) = _split(a), _split(b)
-    both = tuple(
-        y if x is None else x if y is None else x + y for x, y in zip(parts, others, strict=True)
-    )
-    plain = more if plain is None else plain if more is None else plain + more
-    return LazyGradient.of(a, both, plain)  # pyright: ignore[reportArgumentType]
-
-
-def _split(g: Tensor) -> tuple[Parts, Tensor | None]:
-    if isinstance(g, LazyGradient):
-        return g.parts, g.plain
-    return (None, None, None), g
-
-
-def _joined(like, parts: Parts, plain: Tensor | None) -> Tensor | None:
-    if all(t is None for t in parts):
-        return plain
-    return LazyGradient.of(like, parts, plain)
-
-
-def pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -> Tensor:
-    """The gradient of x from that of function(x)."""
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        out = function(leaf)
-    again = torch.is_grad_enabled()
-    return torch.autograd.grad(out, leaf, d.to(out.dtype), create_graph=again)[0]
-
-
 class _Made(Node):
     """Hidden, weight and bias to lazy logits."""
 
@@ -357,7 +258,7 @@ class _Made(Node):
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
-        found, plain = _split(g)
+        found, plain = split(g)
         if plain is not None:
             hidden, weight, bias = ctx.saved_tensors
             recipe = ctx.recipe._replace(hidden=hidden, weight=weight, bias=bias)
@@ -393,11 +294,11 @@ class Step(Node):
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
-        parts, plain = _split(g)
+        parts, plain = split(g)
         parts = parts if ctx.back is None else ctx.back(parts)
         if plain is not None:
             plain = pulled_back(ctx.op, ctx.z.dense(), plain)
-        return _joined(ctx.z, parts, plain), None, None, None
+        return joined(ctx.z, parts, plain), None, None, None
 
 
 class _Dense(Node):
@@ -420,7 +321,7 @@ class _Loss(Node):
 
     @staticmethod
     def forward(ctx, z, row_weight, loss, reduction, grad, *others):
-        ctx.z, ctx.recipe = _Like(z.shape, z.dtype, z.device), z.recipe
+        ctx.z, ctx.recipe = Like(z.shape, z.dtype, z.device), z.recipe
         ctx.total = reduction != "none"
         source = z.recipe.source()
         with unsharded(z.recipe):
@@ -439,7 +340,7 @@ class _Loss(Node):
             with unsharded(ctx.recipe):
                 found = _Each.backward(ctx, *upstream)
             parts, d_rows, others = found[:3], None, found[5:]
-        return _joined(ctx.z, parts, None), d_rows, None, None, None, *others
+        return joined(ctx.z, parts, None), d_rows, None, None, None, *others
 
 
 def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:

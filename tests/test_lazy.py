@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import logitless as ll
 from logitless import lazy
-from logitless.lazy import LazyGradient, LazyLogits
+from logitless._lazy_gradient import LazyGradient
+from logitless.lazy import LazyLogits
 
 B, T, D, V = 2, 5, 6, 11
 
@@ -280,6 +281,16 @@ def test_our_losses_of_scaled_ones_say_that_they_materialise(x, t, monkeypatch):
     monkeypatch.setattr(lazy, "_warned", set())
     with pytest.warns(UserWarning, match="materialised by a loss of logitless over scaled"):
         ll.cross_entropy(model(True, x.device)(x) * 0.5, t)
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+@pytest.mark.parametrize("by", [float("nan"), float("inf"), 0.0])
+def test_scaled_by_what_is_no_temperature(by, x, t):
+    got, want = (
+        F.cross_entropy((model(fused, x.device)(x) * by).view(-1, V), t.view(-1))
+        for fused in (True, False)
+    )
+    torch.testing.assert_close(got, want, equal_nan=True)
 
 
 def test_numbers_on_demand(x):

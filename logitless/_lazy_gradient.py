@@ -1,0 +1,111 @@
+"""The gradient of lazy logits: a tensor to autograd, known as those of hidden, weight and bias.
+
+A loss over lazy logits (lazy.py) hands it to them. Autograd may copy it, cast it, scale it, and add
+it to another, plain or lazy; nothing else can be computed with it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
+
+aten = torch.ops.aten
+COPIES = (aten.detach.default, aten.clone.default, aten.alias.default)
+
+
+def is_copy(func, args: tuple) -> bool:
+    """Whether the result is the same tensor again; a node that returns its input makes a view."""
+    return func in COPIES or (func is aten.view.default and tuple(args[1]) == args[0].shape)
+
+
+class LazyGradient(Tensor):
+    """The gradient of lazy logits, known as the gradients of what they are made of.
+
+    Where an operation that made the numbers brought a gradient of its own, that is `plain`.
+    """
+
+    parts: Parts
+    plain: Tensor | None
+
+    @staticmethod
+    def of(like, parts: Parts, plain: Tensor | None = None) -> "LazyGradient":
+        g = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            LazyGradient, like.shape, dtype=like.dtype, device=like.device
+        )
+        g.parts, g.plain = parts, plain
+        return g
+
+    def each(self, f: Callable[[Tensor], Tensor], like=None) -> "LazyGradient":
+        parts = tuple(None if t is None else f(t) for t in self.parts)
+        plain = None if self.plain is None else f(self.plain)
+        return LazyGradient.of(self if like is None else like, parts, plain)  # pyright: ignore
+
+    def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"LazyGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        g, *rest = args
+        if is_copy(func, args):
+            return g.each(lambda t: t)
+        if func is aten._to_copy.default and isinstance(g, LazyGradient):
+            like = Like(g.shape, (kwargs or {}).get("dtype") or g.dtype, g.device)
+            return g.each(lambda t: t, like)
+        if func in (aten.add.Tensor, aten.add_.Tensor) and not kwargs:
+            return _added(g, rest[0])
+        if func in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar) and _is_number(rest[0]):
+            return g.each(lambda t: func(t, rest[0]))
+        if func is aten.neg.default:
+            return g.each(torch.neg)
+        if func is aten.isnan.default:  # torch.autograd.detect_anomaly asks whether any is
+            found = [t.isnan().any() for t in (*g.parts, g.plain) if t is not None]
+            return torch.stack(found).any().expand(g.shape)
+        raise RuntimeError(
+            f"the gradient of lazy logits must not be computed with, by {func}: it is known as"
+            " those of hidden and weight. Use logits.materialize() before the loss."
+        )
+
+
+class Like(NamedTuple):
+    shape: Any
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _is_number(t: Any) -> bool:
+    return isinstance(t, (int, float)) or (type(t) is Tensor and t.dim() == 0)
+
+
+def _added(a: Tensor, b: Tensor) -> LazyGradient:
+    (parts, plain), (others, more) = split(a), split(b)
+    both = tuple(
+        y if x is None else x if y is None else x + y for x, y in zip(parts, others, strict=True)
+    )
+    plain = more if plain is None else plain if more is None else plain + more
+    return LazyGradient.of(a, both, plain)  # pyright: ignore[reportArgumentType]
+
+
+def split(g: Tensor) -> tuple[Parts, Tensor | None]:
+    if isinstance(g, LazyGradient):
+        return g.parts, g.plain
+    return (None, None, None), g
+
+
+def joined(like, parts: Parts, plain: Tensor | None) -> Tensor | None:
+    if all(t is None for t in parts):
+        return plain
+    return LazyGradient.of(like, parts, plain)
+
+
+def pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -> Tensor:
+    """The gradient of x from that of function(x)."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        out = function(leaf)
+    again = torch.is_grad_enabled()
+    return torch.autograd.grad(out, leaf, d.to(out.dtype), create_graph=again)[0]
