@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import losses
+from ._lazy_gradient import pulled_back
 from ._options import LEAST, MOST
 from .lazy import Head, LazyLogits, Step
-from .lazy_gradient import pulled_back
 from .stats import row_stats
 
 T = Tensor

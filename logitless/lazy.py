@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from . import _call, _checks
 from ._call import backend, in_func
+from ._lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split
 from ._loss import Node, RowLoss, evaluate, reduced
-from .lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split
 from .linear import LinearLogits, _dtypes_as_given, _Each, _Total, in_memory
 
 

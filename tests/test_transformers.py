@@ -1,6 +1,7 @@
 """fuse on models of Transformers, under its Trainer and PEFT: trained as they are without it."""
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -9,8 +10,8 @@ from torch import nn
 
 pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
 
-from families import Outcome, apart, checked, kept_logits, trained
-from tiny_models import V, batch, build
+from families import PAGE, Outcome, apart, checked, kept_logits, trained
+from tiny_models import V, batch, build, config
 from transformers import Trainer, TrainingArguments
 
 import logitless as ll
@@ -105,6 +106,27 @@ def test_logits_to_keep():
     logits = kept_logits(ll.fuse(model))
     assert apart(step(model), want) == ""
     assert logits[0].made is None
+
+
+def test_a_compiled_backbone_keeps_the_head_fused():
+    assert_trains_as_plain(
+        build("LlamaForCausalLM"), change=lambda model: model.model.compile(backend="eager")
+    )
+
+
+def test_saved_and_loaded_it_is_plain(tmp_path):
+    fused = ll.fuse(build("LlamaForCausalLM"))
+    fused.save_pretrained(tmp_path)
+    loaded = type(fused).from_pretrained(tmp_path)
+    assert apart(trained(loaded), trained(fused)) == ""
+    assert type(loaded(**batch(loaded)).logits) is torch.Tensor
+
+
+def test_the_page_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names = {"config": config("LlamaForCausalLM"), "ids": torch.randint(0, V, (2, 5))}
+    exec(code, names)
+    assert names["model"].lm_head.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
