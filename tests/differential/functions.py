@@ -303,6 +303,8 @@ NOT_LOSSES = {  # public, and not called on logits: what they are tested by inst
     "RowStats": "what row_stats returns",
     "Scores": "what score returns",
     "impl": "chosen by every case",
+    "fuse": "of a model: tests/test_fuse.py; its logits are those of nn.FusedHead",
+    "unfuse": "of a model: tests/test_fuse.py",
     "nn": "its modules are named one by one",
 }
 
