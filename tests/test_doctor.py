@@ -14,7 +14,7 @@ from logitless import kernels
 from logitless.cli import doctor, main, selfcheck
 from logitless.kernels.launch import Launch
 
-NOT_COMPUTED = {"impl"}  # chooses who computes
+NOT_COMPUTED = {"impl", "unfuse"}  # chooses who computes; leaves it to PyTorch
 WAIT_FOR_OTHERS = {"_jsd_part_kernel", "_jsd_sum_kernel"}
 
 

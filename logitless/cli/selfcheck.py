@@ -128,6 +128,13 @@ def over_a_head(x, ids, other):
     return ll.linear_cross_entropy(x, weight, ids % 16, workspace=rows)
 
 
+def fused(x, ids, other):
+    head = torch.nn.Linear(x.shape[1], 16, bias=False, device="meta")
+    head.weight = torch.nn.Parameter(head_of(other))
+    model = ll.fuse(torch.nn.Sequential(head), head="0", workspace=16 * x.element_size())
+    return ll.cross_entropy(model(x), ids % 16)
+
+
 def naive_over_a_head(x, ids, other):
     return F.cross_entropy(x @ head_of(other).T, ids % 16)
 
@@ -214,6 +221,7 @@ CHECKS = (
         as_a_weight,
         lambda x, _, other: F.cross_entropy(head_of(other) @ x.T, labels_of(x)),
     ),
+    Check("fuse", fused, naive_over_a_head),
     Check(
         "kl_div",
         lambda x, _, t: ll.kl_div(x, t, direction="forward", reduction="none"),
