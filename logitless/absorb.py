@@ -112,6 +112,13 @@ def _to(z: LazyLogits, *args, **kwargs):
     return _value(z, lambda t: t.to(dtype), dtype=dtype)
 
 
+def _cpu(z: LazyLogits):
+    """The numbers, which is what a caller wants of constants; else with their history."""
+    if not z.requires_grad:
+        return z.dense().cpu()
+    return z if z.is_cpu else z.materialize().cpu()
+
+
 def _number(by: Any) -> float | None:
     """A number, or a constant of the host that is one; reading it from a device would wait."""
     if isinstance(by, Tensor) and by.dim() == 0 and by.is_cpu and not by.requires_grad:
@@ -351,7 +358,7 @@ def _argmax(z: LazyLogits, dim=None, keepdim=False):
 
 
 STORAGE = {
-    T.numpy, T.__array__, T.tolist, T.item, T.data_ptr, T.untyped_storage, T.storage, T.cpu,
+    T.numpy, T.__array__, T.tolist, T.item, T.data_ptr, T.untyped_storage, T.storage,
     T.__reduce_ex__, T.__deepcopy__,
 }  # fmt: skip
 PRODUCTS = {T.mul, T.__mul__, T.__rmul__, torch.mul}
@@ -359,6 +366,7 @@ OPERATIONS: dict[Any, Callable] = {
     T.float: lambda z: _to(z, torch.float32),
     T.to: _to,
     T.type_as: lambda z, other: _to(z, other.dtype),
+    T.cpu: _cpu,
     T.contiguous: _same,
     **dict.fromkeys((T.view, T.reshape, torch.reshape), _view),
     **dict.fromkeys((T.flatten, torch.flatten), _flatten),
