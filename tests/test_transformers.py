@@ -148,6 +148,17 @@ def test_bf16_autocast(name):
     assert 0 < error(got) < 1.5 * error(want)
 
 
+def test_bf16_differs_by_when_a_sum_is_divided():
+    """We divide the rounded gradient of a sum, autograd before it rounds: by 8 it is the same."""
+    plain = build("LlamaForCausalLM")
+    fused = ll.fuse(copy.deepcopy(plain))
+    with torch.autocast("cpu", torch.bfloat16):
+        for items, equal in ((8, True), (7, False)):
+            given = {"num_items_in_batch": torch.tensor(items)}
+            (_, got), (_, want) = trained(fused, **given), trained(plain, **given)
+            assert all(torch.equal(got[name], want[name]) for name in want) == equal
+
+
 # --- Trainer
 
 
