@@ -154,7 +154,8 @@ def _present(targets: SparseTargets) -> dict[str, Tensor]:
 def unchecked(ids, logprobs, tail=None, mask=None) -> SparseTargets:
     """Targets of parts that were found right before, or that a pytree puts in their place."""
     made = object.__new__(SparseTargets)
-    made.__dict__.update(ids=ids, logprobs=logprobs, tail=tail, mask=mask)
+    for name, t in zip(_NAMES, (ids, logprobs, tail, mask), strict=True):
+        object.__setattr__(made, name, t)  # as a frozen dataclass does, and older Dynamo follows
     return made
 
 
