@@ -371,14 +371,6 @@ def beside_rows(name: str, t: Any, x: Any) -> None:
     _same_device(name, t, x)
 
 
-def has_head(head: Any, model: Any) -> None:
-    if head is None:
-        raise ValueError(
-            f"head must be named for {type(model).__name__}, which has no output embeddings: pass"
-            " head=, a module or its name."
-        )
-
-
 def part_of_model(head: Any, names: list[str]) -> None:
     if not names:
         raise ValueError(f"head must be a module of the model, got another {type(head).__name__}.")
@@ -399,8 +391,3 @@ def fusable(head: Any, fused: bool) -> None:
         raise TypeError("head must not have a forward set on it by another wrapper, got one.")
     if not head.weight.is_floating_point():
         raise TypeError(f"head must have a floating-point weight, got {head.weight.dtype}.")
-
-
-def fusable_options(options: dict) -> None:
-    if "main_grad" in options:
-        raise TypeError("options must not name main_grad, which belongs to one weight; got one.")

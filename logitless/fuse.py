@@ -7,13 +7,18 @@ whatever computes the loss, the model itself, a Trainer or a loop, computes it f
 from types import MethodType
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from . import _call, _checks
-from .lazy import head_logits
+from . import _call, _checks, _options
+from ._call import in_func
+from .absorb import absorbed
+from .lazy import LazyLogits, Made
 from .linear import LinearLogits
 
 Model = TypeVar("Model", bound=nn.Module)
+
+LazyLogits.absorb = staticmethod(absorbed)
 
 OPTIONS = "_logitless"  # where a fused head keeps its options, and a model its guard
 
@@ -29,7 +34,7 @@ def fuse(model: Model, *, head: nn.Module | str | None = None, **options) -> Mod
     >>> model = fuse(AutoModelForCausalLM.from_pretrained(...))
     >>> model(input_ids=ids, labels=ids).loss.backward()
     """
-    _checks.fusable_options(options)
+    _options.fusable(options)
     if isinstance(head, nn.Module):
         names = [name for name, module in model.named_modules() if module is head]
         _checks.part_of_model(head, names)
@@ -76,7 +81,7 @@ def plain_head(model: nn.Module, name: str | None) -> nn.Linear:
     """The linear layer that makes the logits, or an error that says why there is none."""
     if name is None:
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        _checks.has_head(head, model)
+        _options.has_head(head, model)
     else:
         head = model.get_submodule(name)
     copies = getattr(head, "modules_to_save", None)  # an adapter trains a copy of the head
@@ -90,3 +95,16 @@ def plain_head(model: nn.Module, name: str | None) -> nn.Linear:
 def forward(self: nn.Linear, input: Tensor) -> Tensor:
     """What a fused head does; pickled by its name, so that a head unpickled has its own again."""
     return head_logits(self, input, self.__dict__[OPTIONS])
+
+
+def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
+    """The logits of a head: lazy where a gradient is wanted, else plain.
+
+    A compiler sees the plain product, which it fuses as it can.
+    """
+    parts = (hidden, module.weight, module.bias)
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)
+    if not wanted or torch.compiler.is_compiling() or in_func():
+        return nn.functional.linear(*parts)
+    source = LinearLogits(*parts, **how)  # which checks them, and casts as autocast says
+    return Made.apply(*source.parts, how, module)  # pyright: ignore[reportReturnType]

@@ -14,7 +14,8 @@ large as the logits exists.
 """
 
 import warnings
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +118,11 @@ class LazyLogits(Tensor):
     made: Tensor | None
 
     @staticmethod
+    def absorb(func: Callable, args: tuple, kwargs: dict) -> Any:
+        """The result of an operation that leaves them lazy; absorb.py knows which do."""
+        return NotImplemented
+
+    @staticmethod
     def of(recipe: Recipe) -> "LazyLogits":
         """Without history."""
         z = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
@@ -163,9 +169,7 @@ class LazyLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        from .absorb import absorbed
-
-        found = absorbed(func, args, kwargs or {})
+        found = cls.absorb(func, args, kwargs or {})
         if found is not NotImplemented:
             return found
         with torch._C.DisableTorchFunctionSubclass():
@@ -237,7 +241,7 @@ class Head:
         return self.z.materialize(rows)
 
 
-class _Made(Node):
+class Made(Node):
     """Hidden, weight and bias to lazy logits."""
 
     @staticmethod
@@ -336,16 +340,3 @@ class _Loss(Node):
             found = _Each.backward(ctx, *upstream)
             parts, d_rows, others = found[:3], None, found[5:]
         return joined(ctx.like, parts, None), d_rows, None, None, None, *others
-
-
-def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
-    """The logits of a head: lazy where a gradient is wanted, else plain.
-
-    A compiler sees the plain product, which it fuses as it can.
-    """
-    parts = (hidden, module.weight, module.bias)
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)
-    if not wanted or torch.compiler.is_compiling() or in_func():
-        return nn.functional.linear(*parts)
-    source = LinearLogits(*parts, **how)  # which checks them, and casts as autocast says
-    return _Made.apply(*source.parts, how, module)  # pyright: ignore[reportReturnType]

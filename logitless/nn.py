@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from . import _call, _checks, _options, distill, losses, pair
-from .lazy import head_logits
+from .fuse import head_logits
 from .linear import LinearLogits
 
 
