@@ -444,7 +444,7 @@ class TestJoining:
         from torch.utils.data._utils.pin_memory import pin_memory
 
         pinned = []
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: pinned.append(t) or t)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t, *_: pinned.append(t) or t)
         targets = make(3)
         _, got = pin_memory((torch.zeros(1), targets))
         assert_same(got, targets)
