@@ -524,3 +524,15 @@ def test_the_gradient_of_an_infinite_logit_is_torchs(impl, device):
         with config.override(block_v=16, splits=splits):
             (got,) = torch.autograd.grad(ll.logsumexp(x).sum(), x)
         torch.testing.assert_close(got, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 0.05, 1.0])
+def test_entropy_beside_minus_infinity_when_cold(temperature, impl, device):
+    """At a low temperature the coefficients are large, and 0 times them times -inf was NaN."""
+    x = torch.tensor([[1.0, -INF, 1.0, 0.5], [0.0, 0.0, -INF, -INF]], device=device)
+    leaf, wide = x.clone().requires_grad_(), x.double().requires_grad_()
+    (got,) = torch.autograd.grad(ll.entropy(leaf, temperature=temperature).sum(), leaf)
+    logp = (wide / temperature).log_softmax(-1)
+    terms = torch.where(logp == -INF, 0.0, logp.exp() * logp.clamp(min=-1e6))
+    (want,) = torch.autograd.grad(-terms.sum(), wide)
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)

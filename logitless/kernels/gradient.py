@@ -121,8 +121,8 @@ def dz_of(y, W, at, mask, c0, terms, HAS: tl.constexpr):
     """dz / T of the columns `at`, but for what mark and ids add."""
     d = (y - terms.shift) * terms.rate
     if uses(HAS, "b"):
-        # 0 · -inf is 0 here: any finite d will do where e is 0.
-        dz = tl.exp2(d) * (c0 + terms.c1 * tl.maximum(d, -1e38))
+        # 0 · -inf is 0 here: any d will do where e is 0, if c1 times it is finite.
+        dz = tl.exp2(d) * (c0 + terms.c1 * tl.maximum(d, -1e4))
     else:
         dz = tl.exp2(d) * c0
     if uses(HAS, "second"):
