@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 LOGIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
@@ -369,25 +369,3 @@ def beside_rows(name: str, t: Any, x: Any) -> None:
             f"got {_shape(t)}."
         )
     _same_device(name, t, x)
-
-
-def part_of_model(head: Any, names: list[str]) -> None:
-    if not names:
-        raise ValueError(f"head must be a module of the model, got another {type(head).__name__}.")
-
-
-def fusable(head: Any, fused: bool) -> None:
-    """A linear layer whose forward is PyTorch's own, of a floating-point weight."""
-    kind = type(head)
-    own = isinstance(head, nn.Linear) and (
-        kind.forward is nn.Linear.forward or hasattr(kind, "unshard")
-    )
-    if not own:
-        raise TypeError(
-            f"head must be an nn.Linear with its own forward, got {kind.__module__}"
-            f".{kind.__qualname__}: what it computes cannot be known."
-        )
-    if "forward" in head.__dict__ and not fused:
-        raise TypeError("head must not have a forward set on it by another wrapper, got one.")
-    if not head.weight.is_floating_point():
-        raise TypeError(f"head must have a floating-point weight, got {head.weight.dtype}.")

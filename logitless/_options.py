@@ -123,16 +123,3 @@ def refuse_name(called: str, names: list[str], got: str) -> None:
     raise TypeError(
         f"{called} must be given arguments among {', '.join(names)}, got {got!r}.{meant}"
     )
-
-
-def has_head(head: Any, model: Any) -> None:
-    if head is None:
-        raise ValueError(
-            f"head must be named for {type(model).__name__}, which has no output embeddings: pass"
-            " head=, a module or its name."
-        )
-
-
-def fusable(options: dict) -> None:
-    if "main_grad" in options:
-        raise TypeError("options must not name main_grad, which belongs to one weight; got one.")

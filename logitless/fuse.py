@@ -10,7 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import _call, _checks, _options
+from . import _call
+from . import _model_checks as checks
 from ._call import in_func
 from .absorb import absorbed
 from .lazy import LazyLogits, Made
@@ -34,10 +35,10 @@ def fuse(model: Model, *, head: nn.Module | str | None = None, **options) -> Mod
     >>> model = fuse(AutoModelForCausalLM.from_pretrained(...))
     >>> model(input_ids=ids, labels=ids).loss.backward()
     """
-    _options.fusable(options)
+    checks.options_of_fuse(options)
     if isinstance(head, nn.Module):
         names = [name for name, module in model.named_modules() if module is head]
-        _checks.part_of_model(head, names)
+        checks.part_of_model(head, names)
         head = names[0]
     plain_head(model, head)  # which may refuse it
     unfuse(model)
@@ -81,14 +82,14 @@ def plain_head(model: nn.Module, name: str | None) -> nn.Linear:
     """The linear layer that makes the logits, or an error that says why there is none."""
     if name is None:
         head = getattr(model, "get_output_embeddings", lambda: None)()
-        _options.has_head(head, model)
+        checks.has_head(head, model)
     else:
         head = model.get_submodule(name)
     copies = getattr(head, "modules_to_save", None)  # an adapter trains a copy of the head
     if copies is not None:
         head = copies[head.active_adapters[0]]  # pyright: ignore
     head = getattr(head, "base_layer", head)  # an adapter adds to what its base gives
-    _checks.fusable(head, OPTIONS in head.__dict__)
+    checks.fusable(head, OPTIONS in head.__dict__)
     return head  # pyright: ignore
 
 

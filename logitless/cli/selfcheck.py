@@ -14,6 +14,9 @@ from torch import Tensor
 
 import logitless as ll
 
+from .bench import formulas
+from .bench.formulas import at, wide
+
 
 class Check(NamedTuple):
     """An op as we ship it and as fp64 has it.
@@ -29,10 +32,6 @@ class Check(NamedTuple):
     differentiable: bool = True
 
 
-def at(x: Tensor, ids: Tensor) -> Tensor:
-    return x.gather(-1, ids[:, None])[:, 0]
-
-
 def naive_entropy(x: Tensor) -> Tensor:
     logp = x.log_softmax(-1)
     return -(logp.exp() * logp).sum(-1)
@@ -43,26 +42,18 @@ def ignoring(ids: Tensor) -> Tensor:
     return ids if len(ids) == 1 else ids.index_fill(0, ids.new_zeros(1), -100)
 
 
-def cross_entropy(name: str, naive: Callable | None = None, **options) -> Check:
-    """With these options; PyTorch has them too where `naive` says nothing."""
+def cross_entropy(name: str, **options) -> Check:
+    """With these options, row 0 ignored."""
+    plain = {name: value for name, value in options.items() if name != "inplace"}
 
     def wanted(x, ids, _):
-        if naive is not None:
-            return naive(x, ids)
-        return F.cross_entropy(x, ignoring(ids), reduction="none", **options)
+        return formulas.cross_entropy(x, ignoring(ids), **plain)
 
     def ours(x, ids, _):
         logits = x * 1 if options.get("inplace") else x
         return ll.cross_entropy(logits, ignoring(ids), reduction="none", **options)
 
     return Check(name, ours, wanted)
-
-
-def every_option(x, ids):
-    """Softcap 5, temperature 0.7 and a z-loss, row 0 ignored."""
-    z = 5 * (x / 5).tanh() / 0.7
-    value = F.cross_entropy(z, ids, reduction="none") + 1e-3 * z.logsumexp(-1).square()
-    return torch.where(ignoring(ids) == -100, 0.0, value)
 
 
 def three_ids(ids: Tensor, vocab: int) -> Tensor:
@@ -96,22 +87,6 @@ def naive_renorm(x, ids, _):
     logp = x.new_tensor(LOGP).log_softmax(-1)
     log_q = x.gather(-1, three_ids(ids, x.shape[1])).log_softmax(-1)
     return (logp.exp() * (logp - log_q)).sum(-1)
-
-
-def naive_jsd(x, _, other):
-    log_q, log_p = x.log_softmax(-1), other.log_softmax(-1)
-    m = torch.logaddexp(log_q, log_p) - torch.log(x.new_tensor(2.0))
-    return 0.5 * (log_p.exp() * (log_p - m) + log_q.exp() * (log_q - m)).sum(-1)
-
-
-def naive_kl(x, _, other):
-    log_q, log_p = x.log_softmax(-1), other.log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def wide(t: Tensor) -> Tensor:
-    """At least fp32: of a teacher, so that its rounding is not ours."""
-    return t if t.dtype == torch.float64 else t.float()
 
 
 def head_of(other: Tensor) -> Tensor:
@@ -171,10 +146,6 @@ def of_scores(x, ids, _):
     return torch.stack(tuple(ll.score(x, ids)[:3]), -1)
 
 
-def naive_scores(x, ids, _):
-    return torch.stack((at(x.log_softmax(-1), ids), naive_entropy(x), x.logsumexp(-1)), -1)
-
-
 CHECKS = (
     Check("logsumexp", lambda x, *_: ll.logsumexp(x), lambda x, *_: x.logsumexp(-1)),
     Check("entropy", lambda x, *_: ll.entropy(x), lambda x, *_: naive_entropy(x)),
@@ -188,7 +159,7 @@ CHECKS = (
         lambda x, ids, _: ll.token_logprobs(x, three_ids(ids, x.shape[1])),
         lambda x, ids, _: x.log_softmax(-1).gather(-1, three_ids(ids, x.shape[1])),
     ),
-    Check("score", of_scores, naive_scores),
+    Check("score", of_scores, lambda x, ids, _: torch.stack(formulas.score(x, ids)[:3], -1)),
     Check(
         "row_stats",
         row_stats,
@@ -210,13 +181,9 @@ CHECKS = (
     cross_entropy("cross_entropy"),
     cross_entropy("cross_entropy, smoothed", label_smoothing=0.1),
     cross_entropy(
-        "cross_entropy, every option", every_option, softcap=5.0, temperature=0.7, z_loss=1e-3
+        "cross_entropy, every option", softcap=5.0, temperature=0.7, z_loss=1e-3
     ),
-    cross_entropy(
-        "cross_entropy, in place",
-        lambda x, ids: F.cross_entropy(x, ignoring(ids), reduction="none"),
-        inplace=True,
-    ),
+    cross_entropy("cross_entropy, in place", inplace=True),
     Check("linear_cross_entropy", over_a_head, naive_over_a_head),
     Check("fuse", by_a_fused_model, naive_over_a_head),
     Check(
@@ -227,9 +194,13 @@ CHECKS = (
     Check(
         "kl_div",
         lambda x, _, t: ll.kl_div(x, t, direction="forward", reduction="none"),
-        naive_kl,
+        lambda x, _, t: formulas.kl_div(x, t, "forward"),
     ),
-    Check("jsd", lambda x, _, t: ll.jsd(x, t, reduction="none"), naive_jsd),
+    Check(
+        "jsd",
+        lambda x, _, t: ll.jsd(x, t, reduction="none"),
+        lambda x, _, t: formulas.jsd(x, t),
+    ),
     Check(
         "soft_cross_entropy",
         lambda x, _, t: ll.soft_cross_entropy(x, wide(t).softmax(-1), reduction="none"),
@@ -255,7 +226,7 @@ CHECKS = (
     Check(
         "gathered_kl",
         lambda x, _, t: ll.gathered_kl(x, wide(t).log_softmax(-1), reduction="none"),
-        naive_kl,
+        lambda x, _, t: formulas.kl_div(x, t, "forward"),
     ),
     Check(
         "capture_topk",
