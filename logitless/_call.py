@@ -276,10 +276,11 @@ def mapped(*tensors: Tensor | None) -> bool:
     """Whether torch.func.vmap, or what autograd has instead, maps over one of them."""
     if torch.compiler.is_compiling():
         return False
-    of = torch._C._functorch  # pyright: ignore
-    some = [t for t in tensors if t is not None]
-    return any(of.is_batchedtensor(t) or of.is_legacy_batchedtensor(t) for t in some)
+    return any(t is not None and (_is_batched(t) or _is_legacy_batched(t)) for t in tensors)
 
+
+_is_batched = torch._C._functorch.is_batchedtensor  # pyright: ignore
+_is_legacy_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore
 
 CHOICES = ("triton", "eager")
 _chosen: str | None = None

@@ -151,7 +151,7 @@ def evaluate(
     how = (None, None) if by_row else (row_weight, reduction)
     others = loss.others
     if torch.is_grad_enabled() and (source.requires_grad or any(t.requires_grad for t in others)):
-        outputs = _Node.apply(source, loss, *how, *others)
+        outputs = _apply(source, loss, *how, *others)
     else:
         outputs, _, _ = _forward(backend(source), source, loss, *how)
     if not by_row or loss.several:
@@ -187,11 +187,15 @@ def _forward(run: ModuleType, x: Tensor, loss: RowLoss, row_weight, reduction: s
     outputs, saved = loss.forward(run, x)
     if reduction is None:
         return outputs if loss.several else outputs[0], None, saved
+    return *_total(run, x, loss, outputs[0], row_weight, reduction), saved
+
+
+def _total(run: ModuleType, x: Tensor, loss: RowLoss, value: Tensor, row_weight, reduction: str):
+    """The sum or mean of the rows' values, and the factor of each row's gradient."""
     mean, mass = reduction == "mean", None
     if mean and loss.reading.class_weight is not None:
         mass = loss.mass(run, x.shape[-1], x.dtype)
-    total, factor = run.reduce(outputs[0], loss.reading, row_weight, mass, mean)
-    return total, factor, saved
+    return run.reduce(value, loss.reading, row_weight, mass, mean)
 
 
 # Elements of logits on a GPU whose gradient is made in forward, in fp32: where launching costs more
@@ -237,17 +241,19 @@ class _Node(Node):
     @staticmethod
     def forward(ctx, x, loss, row_weight, reduction, *others):
         run = backend(x)
+        small = x.numel() <= SMALL and x.device.type in SMALL_ON
+        ctx.made = loss.saves_gradient or (small and reduction is not None and not others)
+        if ctx.made and not loss.saves_gradient:
+            into = torch.empty(x.shape, device=x.device, dtype=PRECISION[x.dtype])
+            value, made, _ = loss.at_once(run, x, None, into)
+            total, factor = _total(run, x, loss, value, row_weight, reduction)
+            if factor is not None:
+                made.mul_(factor if factor.dim() == 0 else factor.view(*x.shape[:-1], 1))
+            ctx.save_for_backward(x, None, made)
+            return total
         outputs, factor, saved = _forward(run, x, loss, row_weight, reduction)
-        ctx.made = loss.saves_gradient
         if ctx.made:
             ctx.save_for_backward(x, factor, *saved)
-            return outputs
-        small = x.numel() <= SMALL and x.device.type in SMALL_ON
-        if small and reduction is not None and not others:
-            ctx.made, dtype = True, PRECISION[x.dtype]
-            into = torch.empty(x.shape, device=x.device, dtype=dtype)
-            made = loss.backward(run, x, saved, (one(x.device, dtype),), factor, into)
-            ctx.save_for_backward(x, None, made)
             return outputs
         tensors = loss.tensors
         read = tensors[: loss.reads]
@@ -287,6 +293,10 @@ class _Node(Node):
                 scale = upstream[0] if factor is None else upstream[0] * factor
                 d_others = loss.d_others(saved, scale)
         return (d_x, *d_others), (x, *tensors)
+
+
+# PyTorch's own apply, without what it does for transforms of torch.func: those are elsewhere here.
+_apply = super(torch.autograd.Function, _Node).apply
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:

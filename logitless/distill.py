@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _call, _checks
-from ._call import backend, mapped
+from ._call import backend, mapped, under_transform
 from ._contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
 from ._loss import RowLoss, evaluate, rows_in, scaled
 from ._ops import operator
@@ -151,6 +151,9 @@ def gathered_kl(
     reading = _call.reading_of(student_logits, temperature, None)
     full = PRECISION[student_logits.dtype]
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
+    if reduction == "mean" and row_weight is None and not under_transform():
+        # All rows count: a mean is the sum of their shares, and its gradient needs no factor.
+        number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
         teacher_logprobs.detach(), _as_bool(mask), None, by_row, "forward_kl",
         "gathered_renorm" if renormalise else "gathered", 0.0, number, 0.0,

@@ -2,8 +2,7 @@
 
 from .finish import finish
 from .gather import gather, gather_gradient
-from .host import gradient, read, reduce, scale_
-from .one_pass import can_one_pass, one_pass
+from .host import can_one_pass, gradient, one_pass, read, reduce, scale_
 from .partial import partial
 from .plain import plain
 from .slots import slots

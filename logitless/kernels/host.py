@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from .._contract import COEFFICIENTS, PART, STATE, Coefficients, Reading, Statistics
-from . import config
+from . import config, exchange
 from .blocks import blocks_launch
 from .finish import OUTPUTS, finish_launch
 from .launch import REMEMBERED, Launch
 from .layout import Rows, describe
+from .one_pass import one_pass_launch
 from .partial import aligned, cut_of, partial_launch
 from .read import read_launch
 from .reduce import reduce_launch
@@ -236,6 +237,54 @@ def reduce(
         None if mark is None else mark.contiguous(), row_weight, mass, factor,
     )  # fmt: skip
     return None if value is None else loss, factor
+
+
+def can_one_pass(x: Tensor) -> bool:
+    """Whether a row's programs may wait for each other."""
+    return _can_wait(x.shape[-1], x.element_size(), x.device, exchange.WAITING, config.revision)
+
+
+@functools.lru_cache(REMEMBERED)
+def _can_wait(
+    vocab: int, itemsize: int, device: torch.device, waiting: bool, revision: int
+) -> bool:
+    return exchange.may_wait(config.ceil_div(vocab, config.one_pass(vocab, itemsize).span), device)
+
+
+def one_pass(
+    x: Tensor,  # (..., V)
+    reading: Reading,
+    coefficients: Coefficients,  # "a" and "mark"
+    factor: Tensor | None,  # () or N numbers
+    into: Tensor,  # like x: x itself, x's own memory, or contiguous; written to
+) -> Tensor:
+    """-log p of the mark, (...), while the gradient times factor is written."""
+    assert coefficients.ids is None
+    nll = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
+    if x.numel() == 0:
+        return nll
+    mark, temperature = reading.mark, reading.row_temperature
+    inplace = into.data_ptr() == x.data_ptr()
+    by_row = factor is not None and any(factor.stride())
+    plan = one_pass_launch(
+        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(),
+        None if inplace else into.data_ptr() % 16, temperature is None, reading[4:7],
+        len(coefficients.rows) > 1, by_row, config.revision,
+    )  # fmt: skip
+    if plan is None:  # too many strides
+        dense = x.contiguous()
+        nll = one_pass(dense, reading, coefficients, factor, dense if inplace else into)
+        if inplace:
+            into.copy_(dense)
+        return nll
+    launch, size = plan
+    words = None if size[1] == 1 else torch.zeros(size, device=x.device, dtype=torch.int64)
+    launch(
+        x, mark.contiguous(), coefficients.rows, factor.contiguous() if by_row else factor,
+        None if inplace else into, nll, words,
+        *(() if temperature is None else (temperature.contiguous(),)),
+    )  # fmt: skip
+    return nll
 
 
 def scale_(x: Tensor, g: Tensor) -> None:

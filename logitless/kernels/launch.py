@@ -36,10 +36,12 @@ class Launch:
         numbers: tuple[int | float | None, ...],
         *,
         num_warps: int,
+        registers: int | None = None,
         **constants: int | bool | str,
     ):
         self.kernel, self.programs, self.numbers = kernel, programs, numbers
         self.constants, self.num_warps = constants, num_warps
+        self.limit = {} if registers is None or torch.version.hip else {"maxnreg": registers}
         self.after = (*numbers, *(constants[n] for n in kernel.arg_names if n in constants))
         self.grid = (*programs, 1, 1)[:3]
         self.compiled: dict[tuple, tuple] = {}
@@ -59,10 +61,13 @@ class Launch:
         addresses = [
             t if t is None or t.__class__ is TensorDescriptor else t.data_ptr() for t in tensors
         ]
-        here = device.index == torch.accelerator.current_device_index()
-        with _HERE if here else on(device):
-            stream = driver.active.get_current_stream(device.index)
-            start(*self.grid, stream, function, metadata, None, None, None, *addresses, *self.after)
+        stream = driver.active.get_current_stream(device.index)
+        rest = (stream, function, metadata, None, None, None, *addresses, *self.after)
+        if device.index == torch.accelerator.current_device_index():
+            start(*self.grid, *rest)
+        else:
+            with on(device):
+                start(*self.grid, *rest)
 
     def compile(self, types: tuple, tensors: Sequence) -> None:
         """Launch by Triton's own way, and remember what it compiled.
@@ -73,7 +78,7 @@ class Launch:
         with on(tensors[0].device):
             compiled = self.kernel[self.programs](
                 *tensors, *self.numbers, **self.constants,
-                num_warps=self.num_warps, enable_fp_fusion=True,
+                num_warps=self.num_warps, enable_fp_fusion=True, **self.limit,
             )  # fmt: skip
         if isinstance(compiled, CompiledKernel):  # the interpreter has none
             start = compiled.run  # first: it loads the function

@@ -8,14 +8,12 @@ part is served by the cache next to the processor, which still holds it.
 import functools
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from .._contract import COEFFICIENTS, Coefficients, Reading
-from . import config, exchange
-from .exchange import MAX_PARTS, collect, may_wait, publish
+from .._contract import COEFFICIENTS
+from . import config
+from .exchange import MAX_PARTS, collect, publish
 from .gradient import (
     Span,
     Terms,
@@ -54,7 +52,7 @@ class _Constants:
 )
 def _one_pass_kernel(
     X, MARK, COEF, FACTOR,  # inputs
-    DX, NLL, WORDS,  # outputs; DX is None for X itself; WORDS (N, parts) starts as zeros
+    DX, NLL, WORDS,  # outputs; DX is None for X itself; WORDS (N, parts), zeros, or None for 1
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, parts,  # sizes
     softcap, ignore_index,  # options
@@ -100,9 +98,11 @@ def _one_pass_kernel(
 
     gain = row_gain(None, FACTOR, row, 0, field(CONSTANTS, "step_f"))
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
-    at = WORDS + row.to(tl.int64) * parts
-    publish(at + pid % parts, state.m, state.s)
-    m, s = collect(at, parts, rate, field(CONSTANTS, "block_p"))
+    m, s = state.m, state.s
+    if WORDS is not None:
+        at = WORDS + row.to(tl.int64) * parts
+        publish(at + pid % parts, m, s)
+        m, s = collect(at, parts, rate, field(CONSTANTS, "block_p"))
 
     shift = finite(m)
     log_s = tl.log(s)
@@ -118,55 +118,8 @@ def _one_pass_kernel(
         write_mark(x_mark, None, DXrow, mark, g_mark, terms, HAS)
 
 
-def can_one_pass(x: Tensor) -> bool:
-    """Whether a row's programs may wait for each other."""
-    return _can_wait(x.shape[-1], x.element_size(), x.device, exchange.WAITING, config.revision)
-
-
 @functools.lru_cache(REMEMBERED)
-def _can_wait(
-    vocab: int, itemsize: int, device: torch.device, waiting: bool, revision: int
-) -> bool:
-    return may_wait(config.ceil_div(vocab, config.one_pass(vocab, itemsize).span), device)
-
-
-def one_pass(
-    x: Tensor,  # (..., V)
-    reading: Reading,
-    coefficients: Coefficients,  # "a" and "mark"
-    factor: Tensor | None,  # () or N numbers
-    into: Tensor,  # like x: x itself, x's own memory, or contiguous; written to
-) -> Tensor:
-    """-log p of the mark, (...), while the gradient times factor is written."""
-    assert coefficients.ids is None
-    nll = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
-    if x.numel() == 0:
-        return nll
-    mark, temperature = reading.mark, reading.row_temperature
-    inplace = into.data_ptr() == x.data_ptr()
-    by_row = factor is not None and any(factor.stride())
-    plan = _plan(
-        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(),
-        None if inplace else into.data_ptr() % 16, temperature is None, reading[4:7],
-        len(coefficients.rows) > 1, by_row, config.revision,
-    )  # fmt: skip
-    if plan is None:  # too many strides
-        dense = x.contiguous()
-        nll = one_pass(dense, reading, coefficients, factor, dense)
-        into.copy_(dense)
-        return nll
-    launch, size = plan
-    words = torch.zeros(size, device=x.device, dtype=torch.int64)
-    launch(
-        x, mark.contiguous(), coefficients.rows, factor.contiguous() if by_row else factor,
-        None if inplace else into, nll, words,
-        *(() if temperature is None else (temperature.contiguous(),)),
-    )  # fmt: skip
-    return nll
-
-
-@functools.lru_cache(REMEMBERED)
-def _plan(
+def one_pass_launch(
     shape: tuple, strides: tuple, offset: int, itemsize: int, into_offset: int | None,
     one_temperature: bool, options: tuple, coefs_by_row: bool, factor_by_row: bool, revision: int,
 ) -> tuple[Launch, tuple[int, int]] | None:  # fmt: skip

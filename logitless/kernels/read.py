@@ -93,6 +93,6 @@ def read_launch(
     return Launch(
         _read_kernel, (rows.count,),
         (*number, *rows.strides, rows.lead, rows.vocab, K, softcap, ignore_index),
-        num_warps=cut.num_warps,
+        num_warps=cut.num_warps, registers=cut.registers if K is None else None,
         CONSTANTS=_Constants(second, rows.aligned, cut.block_v, block_k),
     )  # fmt: skip

@@ -249,10 +249,11 @@ def slots(
         has = (*has, "label")
     if has:
         coefs = torch.zeros((N, _contract.COEFFICIENTS), device=device, dtype=torch.float32)
-    if len(shape) != 2:
+    stride = K
+    if not student.is_contiguous():
         student = student.reshape(-1, K)
-    if student.stride(1) != 1:
-        student = student.contiguous()
+        student = student if student.stride(1) == 1 else student.contiguous()
+        stride = student.stride(0)
     mark = None if reading.ignore_index is None else reading.mark
     label = label if given.ce_weight != 0 else None
     teacher, mask, *per_row = [
@@ -265,7 +266,7 @@ def slots(
     if isinstance(temperature, Tensor):
         number, last = None, (temperature.contiguous(),)
     plan = _plan(
-        N, K, student.stride(0), student.data_ptr() % 16, teacher.data_ptr() % 16,
+        N, K, stride, student.data_ptr() % 16, teacher.data_ptr() % 16,
         None if mask is None else mask.data_ptr() % 16, number, not last, reading.ignore_index,
         *given[4:],
     )  # fmt: skip

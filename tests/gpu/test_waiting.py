@@ -11,8 +11,8 @@ from sizes import DEVICE, ON_GPU, sized
 
 import logitless as ll
 from logitless.kernels import config, exchange
+from logitless.kernels.host import can_one_pass
 from logitless.kernels.launch import Launch
-from logitless.kernels.one_pass import can_one_pass
 from logitless.kernels.pair_jsd import _parts
 
 ROWS, VOCAB = sized((2048, 128256), (3, 300))
