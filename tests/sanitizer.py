@@ -25,7 +25,7 @@ from launches import every_kernel, launched
 
 from logitless.cli.selfcheck import CHECKS, Check
 
-SHAPES = ((5, 40), (1, 16411))  # a row in one part, and a row in several
+SHAPES = ((5, 48), (1, 16411))  # a row in one part, and a row in several
 DTYPES = (torch.bfloat16, torch.float32)
 SIDE_BY_SIDE = 8
 LIMIT = 90  # seconds for each tool
