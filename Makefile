@@ -17,7 +17,7 @@ READY := .venv/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-newest test-oldest test-gpu test-families fuzz bench tables demo lint types format clean
+.PHONY: help test test-newest test-oldest test-gpu test-families sanitize fuzz bench tables demo lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test-gpu: $(READY)  ## the tests at real sizes, on a GPU
 
 test-families: $(READY)  ## fuse, on every causal LM of Transformers; the table in docs/fuse.md
 	$(PY) -W ignore tests/families.py $(ARGS)
+
+sanitize: $(READY)  ## every kernel under compute-sanitizer, on a GPU: memcheck and racecheck
+	PYTHONPATH=tests:. $(PY) tests/sanitizer.py
 
 fuzz: $(READY)  ## random cases of every function, for ARGS="--minutes 10"
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:. $(PY) -m differential $(ARGS)

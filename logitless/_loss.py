@@ -296,7 +296,7 @@ class _Node(Node):
 
 
 # PyTorch's own apply, without what it does for transforms of torch.func: those are elsewhere here.
-_apply = super(torch.autograd.Function, _Node).apply
+_apply = super(torch.autograd.Function, _Node).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:

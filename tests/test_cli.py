@@ -34,12 +34,20 @@ def test_demo_ends_with_a_table_and_a_plot(tiny, tmp_path, capsys):
         assert expected in printed
 
 
+def in_fp64(logits, target):
+    return F.cross_entropy(logits.double(), target).float()
+
+
 def test_demo_learns_the_same_with_either_loss(ids):
-    losses = [("PyTorch", F.cross_entropy), ("logitless", ll.cross_entropy)]
-    learners = [demo.Learner(name, loss, TINY, "cpu", seed=0) for name, loss in losses]
+    """The text is this Python's own library, and with some texts training amplifies rounding (3.10:
+    PyTorch's curve is 3e-4 from that of a loss in fp64). So ours is held to PyTorch's distance."""
+    losses = {"exact": in_fp64, "PyTorch": F.cross_entropy, "logitless": ll.cross_entropy}
+    learners = [demo.Learner(name, loss, TINY, "cpu", seed=0) for name, loss in losses.items()]
     steps = list(demo.train(learners, demo.draw_batches(ids, TINY, "cpu", seed=0), 20))
     assert steps == list(range(1, 21))
-    assert demo.largest_difference(learners) < 2e-5
+    exact, theirs, ours = learners
+    allowed = 2 * demo.largest_difference([exact, theirs]) + 2e-5
+    assert demo.largest_difference([exact, ours]) < allowed
     for learner in learners:
         assert len(learner.curve) == 20
         assert learner.curve[-1] < learner.curve[0] - 0.5

@@ -2,27 +2,19 @@
 
 import inspect
 import re
-from pathlib import Path
 from unittest import mock
 
 import pytest
+import sanitizer
 import torch
+from launches import every_kernel, launched
 from sizes import ON_GPU
 
 import logitless as ll
-from logitless import kernels
 from logitless.cli import doctor, main, selfcheck
-from logitless.kernels.launch import Launch
 
 NOT_COMPUTED = {"impl", "unfuse"}  # chooses who computes; undoes what `fuse` did
 WAIT_FOR_OTHERS = {"_jsd_part_kernel", "_jsd_sum_kernel"}
-
-
-def every_kernel() -> set[str]:
-    """What is launched anywhere in logitless/kernels."""
-    folder = Path(kernels.__file__).parent
-    text = "".join(path.read_text() for path in folder.glob("*.py"))
-    return set(re.findall(r"Launch\(\s*(\w+_kernel)\b", text))
 
 
 def test_every_public_function_has_a_check():
@@ -32,19 +24,12 @@ def test_every_public_function_has_a_check():
 
 
 def test_every_kernel_is_run_by_a_check(capsys):
-    """By the interpreter all but those whose programs wait for each other."""
+    """By the interpreter all but those whose programs wait for each other; `make sanitize` too."""
     assert len(every_kernel()) > 20
-    ran, run = set(), Launch.__call__
-
-    def recorded(self, *tensors):
-        ran.add(self.kernel.fn.__name__)
-        return run(self, *tensors)
-
     device = "cuda" if ON_GPU else "cpu"
-    shapes = [(5, 40), (1, 16411)]
     with (
-        mock.patch.object(Launch, "__call__", recorded),
-        mock.patch.object(doctor, "SHAPES", shapes),
+        launched() as ran,
+        mock.patch.object(doctor, "SHAPES", sanitizer.SHAPES),
         mock.patch.object(doctor, "BOUNDS", {torch.bfloat16: doctor.BOUNDS[torch.bfloat16]}),
         ll.impl("triton"),
     ):

@@ -90,7 +90,7 @@ def topk_stream_kernel(
     """Each program takes one piece, a split of a row, after another."""
     BLOCK_K: tl.constexpr = 1 << LOG_K
     offs_k = tl.arange(0, BLOCK_K)
-    BLOCK_S: tl.constexpr = min(BLOCK_V, 128)
+    BLOCK_S: tl.constexpr = BLOCK_V if BLOCK_V < 128 else 128  # `min` is no constant to Triton 3.5
     rate = inverse_temperature(temperature, 0) * LOG2E
     Wait = WAITING + tl.program_id(0).to(tl.int64) * (BLOCK_V + BLOCK_K)
     for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):

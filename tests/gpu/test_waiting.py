@@ -7,12 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
+from launches import launched
 from sizes import DEVICE, ON_GPU, sized
 
 import logitless as ll
 from logitless.kernels import config, exchange
 from logitless.kernels.host import can_one_pass
-from logitless.kernels.launch import Launch
 from logitless.kernels.pair_jsd import _parts
 
 ROWS, VOCAB = sized((2048, 128256), (3, 300))
@@ -98,19 +98,6 @@ def test_replayed_beside_gemms_as_alone(work, dtype):
         assert_equal(got, want)
 
 
-def launched(f) -> set[str]:
-    """The kernels that f launches."""
-    names, run = set(), Launch.__call__
-
-    def recorded(self, *tensors):
-        names.add(self.kernel.fn.__name__)
-        return run(self, *tensors)
-
-    with mock.patch.object(Launch, "__call__", recorded):
-        f()
-    return names
-
-
 PATHS = {  # the kernel that waits, and what runs where it may not
     "in place": ("_one_pass_kernel", "_blocks_kernel"),
     "jsd": ("_jsd_part_kernel", "_jsd_kernel"),
@@ -125,11 +112,13 @@ def test_turned_off_the_path_changes_and_the_result_does_not(name, dtype, monkey
     waits, instead = PATHS[name]
     with config.override(**sized({}, {"span": 512})):
         want = work(*given)
-        before = launched(lambda: work(*given))
+        with launched() as before:
+            work(*given)
     monkeypatch.setattr(exchange, "WAITING", False)
     with config.override(**sized({}, {"span": 64})):
         got = work(*given)
-        after = launched(lambda: work(*given))
+        with launched() as after:
+            work(*given)
     assert (waits in before) == (ON_GPU or name == "in place")
     assert waits not in after
     assert instead in after
