@@ -1,5 +1,6 @@
 """Every loss over a vocabulary, without paying for the vocabulary."""
 
+from . import _head_ops as _head_ops  # which registers operators
 from . import nn
 from ._call import impl
 from .distill import capture_topk, gathered_kl, topk_distill

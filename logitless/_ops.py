@@ -28,10 +28,10 @@ _ARGUMENTS = {
 }
 _STRUCTS = {"reading": Reading, "slots": Slots, "pair": Pair}
 
-_library = torch.library.Library("logitless", "DEF")
+library = torch.library.Library("logitless", "DEF")
 
 
-def _flat(loss) -> tuple:
+def flat(loss) -> tuple:
     """The fields of a loss as an operator's arguments."""
     args = [*loss.reading[:-1], " ".join(loss.reading.wants)]
     for name in _OPERATORS[type(loss)].fields[1:]:
@@ -40,7 +40,7 @@ def _flat(loss) -> tuple:
     return tuple(args)
 
 
-def _loss(kind: type, args):
+def loss_of(kind: type, args):
     """A loss from an operator's arguments."""
     given, args = [], list(args)
     for name in _OPERATORS[kind].fields:
@@ -53,7 +53,7 @@ def _loss(kind: type, args):
     return kind(*given)
 
 
-def _outputs(loss) -> int:
+def outputs_of(loss) -> int:
     return len(loss.reading.wants) if loss.several else 1
 
 
@@ -63,24 +63,24 @@ class Operator:
     def __init__(self, kind: type, name: str, count: int):
         self.kind, self.name, self.count = kind, name, count
         self.fields = tuple(field.name for field in fields(kind))
-        loss = ", ".join(_ARGUMENTS[field] for field in self.fields)
+        self.arguments = loss = ", ".join(_ARGUMENTS[field] for field in self.fields)
         saved = ", ".join(f"Tensor saved_{i}" for i in range(count))
         tag = (torch.Tag.pt2_compliant_tag,)
-        _library.define(f"{name}(Tensor x, {loss}) -> Tensor[]", tags=tag)
-        _library.define(
+        library.define(f"{name}(Tensor x, {loss}) -> Tensor[]", tags=tag)
+        library.define(
             f"{name}_gradient(Tensor x, {loss}, {saved}, Tensor?[] upstream) -> Tensor", tags=tag
         )
         full = f"logitless::{name}"
-        _library.impl(name, self.forward, "CompositeExplicitAutograd")
-        _library.impl(f"{name}_gradient", self.gradient, "CompositeExplicitAutograd")
-        torch.library.register_fake(full, self.fake, lib=_library)
-        torch.library.register_fake(f"{full}_gradient", self.fake_gradient, lib=_library)
-        torch.library.register_autograd(full, self.backward, setup_context=self.save, lib=_library)
-        torch.library.register_autograd(f"{full}_gradient", _refuse, lib=_library)
+        library.impl(name, self.forward, "CompositeExplicitAutograd")
+        library.impl(f"{name}_gradient", self.gradient, "CompositeExplicitAutograd")
+        torch.library.register_fake(full, self.fake, lib=library)
+        torch.library.register_fake(f"{full}_gradient", self.fake_gradient, lib=library)
+        torch.library.register_autograd(full, self.backward, setup_context=self.save, lib=library)
+        torch.library.register_autograd(f"{full}_gradient", refuse, lib=library)
         self.in_func, self.gradient_in_func = _func_nodes(self)
 
     def forward(self, x, *args) -> list[Tensor]:
-        loss = _loss(self.kind, args)
+        loss = loss_of(self.kind, args)
         _call.values(loss, x.shape[-1])
         outputs, saved = loss.forward(backend(x), x)
         saved = [x.new_empty(0) if t is None else t for t in saved]
@@ -91,11 +91,11 @@ class Operator:
     def gradient(self, x, *args) -> Tensor:
         *args, upstream = args
         count = len(args) - self.count
-        loss, saved = _loss(self.kind, tuple(args[:count])), args[count:]
+        loss, saved = loss_of(self.kind, tuple(args[:count])), args[count:]
         return loss.backward(backend(x), x, tuple(saved), tuple(upstream))
 
     def fake(self, x, *args) -> list[Tensor]:
-        loss, dtype = _loss(self.kind, args), PRECISION[x.dtype]
+        loss, dtype = loss_of(self.kind, args), PRECISION[x.dtype]
         wants = loss.reading.wants if loss.several else ()
         return [
             x.new_empty(shape, dtype=torch.int64 if wants[i : i + 1] == ("argmax",) else dtype)
@@ -107,9 +107,9 @@ class Operator:
 
     def save(self, ctx, inputs, output):
         x, *args = inputs
-        loss = _loss(self.kind, tuple(args))
+        loss = loss_of(self.kind, tuple(args))
         tensors = loss.tensors
-        count = _outputs(loss)
+        count = outputs_of(loss)
         ctx.save_for_backward(x, *tensors, *output[count:])
         ctx.loss, ctx.tensors = loss.with_tensors((None,) * len(tensors)), len(tensors)
         ctx.outputs, ctx.arguments = count, len(args)
@@ -121,7 +121,7 @@ class Operator:
         loss, saved = ctx.loss.with_tensors(tuple(rest[: ctx.tensors])), rest[ctx.tensors :]
         upstream, d_x = list(upstream[: ctx.outputs]), None
         if any(d is not None for d in upstream):
-            args = (x, *_flat(loss), *saved)
+            args = (x, *flat(loss), *saved)
             if ctx.in_func:
                 d_x = self.gradient_in_func.apply(len(args), *args, *upstream)
             else:
@@ -129,7 +129,7 @@ class Operator:
         return d_x, *(None,) * ctx.arguments
 
 
-def _refuse(ctx, *_):
+def refuse(ctx, *_):
     raise RuntimeError(
         "logitless: a loss must not be differentiated twice; its backward has no gradient."
     )
@@ -166,7 +166,7 @@ def _func_nodes(operator: Operator) -> tuple[type, type]:
         def setup_context(ctx, inputs, output):
             pass
 
-        backward = staticmethod(_refuse)
+        backward = staticmethod(refuse)
         jvp = staticmethod(_checks.only_in_reverse)  # pyright: ignore
         vmap = staticmethod(_checks.not_mapped)  # pyright: ignore
 
@@ -174,6 +174,15 @@ def _func_nodes(operator: Operator) -> tuple[type, type]:
 
 
 _OPERATORS: dict[type, Operator] = {}
+_TOLD: list[Callable[[Operator], None]] = []
+
+
+def for_each(told: Callable[[Operator], None]) -> Callable[[Operator], None]:
+    """Call `told` with every operator: those that are registered, and those that will be."""
+    for found in _OPERATORS.values():
+        told(found)
+    _TOLD.append(told)
+    return told
 
 
 def operator(name: str, *, saved: int) -> Callable[[type], type]:
@@ -181,6 +190,8 @@ def operator(name: str, *, saved: int) -> Callable[[type], type]:
 
     def register(kind: type) -> type:
         _OPERATORS[kind] = Operator(kind, name, saved)
+        for told in _TOLD:
+            told(_OPERATORS[kind])
         return kind
 
     return register
@@ -190,7 +201,7 @@ def call(loss, x: Tensor) -> tuple[Tensor, ...]:
     """The outputs of a loss over x, through its operator."""
     found = _OPERATORS[type(loss)]
     if not torch.compiler.is_compiling() and in_func():
-        outputs = found.in_func.apply(x, *_flat(loss))
+        outputs = found.in_func.apply(x, *flat(loss))
     else:
-        outputs = getattr(torch.ops.logitless, found.name)(x, *_flat(loss))
-    return tuple(outputs[: _outputs(loss)])
+        outputs = getattr(torch.ops.logitless, found.name)(x, *flat(loss))
+    return tuple(outputs[: outputs_of(loss)])

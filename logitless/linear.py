@@ -95,9 +95,19 @@ class LinearLogits:
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """The loss of the rows, a chunk of them at a time."""
-        if torch.compiler.is_compiling():  # torch.compile breaks the graph here
+        if not torch.compiler.is_compiling():
+            return _evaluate(self, loss, reduction, row_weight)
+        if self.main_grad is not None:  # what backward writes to is in no graph
             return torch.compiler.disable(_evaluate)(self, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
-        return _evaluate(self, loss, reduction, row_weight)
+        from . import _head_ops  # late: it is built on this file
+
+        return _head_ops.evaluate(self, loss, reduction, row_weight)
+
+    def traced(self, loss: RowLoss) -> tuple[Tensor, ...]:
+        """The results of the rows through an operator, for a compiler."""
+        from . import _head_ops
+
+        return _head_ops.traced(self, loss)
 
     def capture_topk(
         self, k: int, temperature: float, softcap: float | None

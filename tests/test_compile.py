@@ -263,11 +263,13 @@ def test_dynamic_shapes_compile_once(f, impl, device):
 )
 def test_the_default_backend(device):
     """inductor, fusing what it likes around the operators, one of which overwrites its logits."""
+    head = torch.randn(9, V, device=device)
 
     def f(x, target):
         x = torch.tanh(x) * 3
         how = {"label_smoothing": 0.1, "z_loss": 1e-3}
         kept = ll.cross_entropy(x, target, **how)
-        return kept * ll.cross_entropy(x.cos() * 2, target, inplace=True, **how)
+        kept = kept * ll.cross_entropy(x.cos() * 2, target, inplace=True, **how)
+        return kept + ll.cross_entropy(ll.LinearLogits(x.sin(), head), target % 9)
 
     assert_compiled_is_plain(f, *make(device=device), backend="inductor")

@@ -352,7 +352,7 @@ def test_linear_cross_entropy(device):
 def test_under_torch_compile(device):
     hidden, weight, bias, target = make(torch.float32, device)
 
-    @torch.compile(backend="aot_eager")
+    @torch.compile(backend="aot_eager", fullgraph=True)
     def f(h, w, b):
         return ll.cross_entropy(ll.LinearLogits(h.tanh(), w, b, workspace=3 * V * 4), target) * 2
 

@@ -1,8 +1,10 @@
 """fuse on models of Transformers, under its Trainer and PEFT: trained as they are without it."""
 
 import copy
+import importlib.util
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +114,17 @@ def test_a_compiled_backbone_keeps_the_head_fused():
     assert_trains_as_plain(
         build("LlamaForCausalLM"), change=lambda model: model.model.compile(backend="eager")
     )
+
+
+def test_the_benchmark_of_a_training_step(tmp_path):
+    """benchmarks/training_step.py: every way is right, and in the table."""
+    path = Path(__file__).parents[1] / "benchmarks/training_step.py"
+    spec = importlib.util.spec_from_file_location("training_step", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    assert benchmark.main(["--quick", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "training-step.md").read_text()
+    assert re.search(r"^\| 2 × 64( \| [\d,]+ · \d+\.\d){3,} \|$", text, re.M)
 
 
 def test_saved_and_loaded_it_is_plain(tmp_path):

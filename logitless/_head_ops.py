@@ -1,0 +1,231 @@
+"""Losses over a head as operators, so that torch.compile has them in one graph.
+
+Each RowLoss that is an operator over logits (_ops.py) is three over a head:
+
+    logitless::head_<name>_total             a mean or sum, and all gradients at an upstream of 1
+    logitless::head_<name>_rows              its results a row
+    logitless::head_<name>_rows_gradient     their gradients
+
+They do what linear.py does without a compiler, by its own functions. Ignored rows are computed with
+the others: how many there are the host could only know by waiting, which no graph may do.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from . import _call, _ops
+from ._contract import PRECISION
+from ._loss import RowLoss, _mass, reduced
+from .linear import LinearLogits, _dtypes_as_given, _Each, _like, _Total
+
+_HEAD = (  # the head, that of a teacher, and how
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? teacher_hidden, Tensor? teacher_weight,"
+    " Tensor? teacher_bias, int? workspace, str accumulate"
+)
+_TENSORS, _ARGUMENTS = 6, 8  # of a head
+
+
+def _flat(source: LinearLogits, loss: RowLoss) -> tuple:
+    """A head and a loss over it as an operator's arguments; a teacher's head is apart."""
+    flat, teacher = list(_ops.flat(loss)), (None, None, None)
+    for i, t in enumerate(flat):
+        if isinstance(t, LinearLogits):
+            teacher, flat[i] = t.parts, t.hidden  # in its place, for the form
+    return (*source.parts, *teacher, source.workspace, source.accumulate, *flat)
+
+
+def _made(kind: type, args: tuple) -> tuple[LinearLogits, RowLoss]:
+    """A head and a loss from an operator's arguments."""
+    parts, teacher, (workspace, accumulate) = args[:3], args[3:_TENSORS], args[_TENSORS:_ARGUMENTS]
+    loss = _ops.loss_of(kind, args[_ARGUMENTS:])
+    how = {"workspace": workspace, "accumulate": accumulate, "drop_ignored": False}
+    with _dtypes_as_given(parts[0].device):
+        if teacher[0] is not None:
+            loss = loss.with_tensors((*loss.tensors[:4], LinearLogits(*teacher)))
+        return LinearLogits(*parts, **how), loss
+
+
+def _context(needs: list[bool], **fields) -> SimpleNamespace:
+    """What a node of linear.py asks of autograd's context; an operator has its own."""
+
+    def nothing(*_):
+        pass
+
+    return SimpleNamespace(
+        needs=needs, others=[], save_for_backward=nothing, mark_non_differentiable=nothing,
+        set_materialize_grads=nothing, **fields,
+    )  # fmt: skip
+
+
+class HeadOperator:
+    """A RowLoss over a head, as operators with gradients."""
+
+    def __init__(self, of: _ops.Operator):
+        self.kind, self.name, self.of = of.kind, f"head_{of.name}", of
+        loss = f"{_HEAD}, {of.arguments}"
+        self._define(
+            "total", f"({loss}, Tensor? row_weight, str reduction, bool[] needs)", self.total,
+            self.fake_total,
+        )  # fmt: skip
+        self._define("rows", f"({loss})", self.rows, self.fake_rows)
+        self._define(
+            "rows_gradient", f"({loss}, bool[] needs, Tensor?[] upstream)", self.gradient,
+            self.fake_gradient,
+        )  # fmt: skip
+        for suffix, backward, save in (
+            ("total", _scale, _save_total),
+            ("rows", self.backward, self.save),
+            ("rows_gradient", _ops.refuse, None),
+        ):
+            torch.library.register_autograd(
+                f"logitless::{self.name}_{suffix}", backward, setup_context=save, lib=_ops.library
+            )
+
+    def _define(self, suffix: str, arguments: str, run, fake) -> None:
+        name, library = f"{self.name}_{suffix}", _ops.library
+        library.define(f"{name}{arguments} -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"logitless::{name}", fake, lib=library)
+
+    def total(self, *args) -> list[Tensor]:
+        """The loss, the share of a row in its mean, and the gradients; empty what is not needed."""
+        *args, row_weight, reduction, needs = args
+        source, loss = _made(self.kind, tuple(args))
+        _call.values(loss, source.shape[-1])
+        late = _late(reduction, source.dtype)
+        ctx = _context(needs, mean=reduction == "mean", late=late)
+        with _dtypes_as_given(source.device):
+            value, share, found = _Total.compute(ctx, source, row_weight, loss)
+        found[:3] = _shaped(found[:3], source.parts) if late else _like(found[:3], source.parts)
+        return [_some(t, value) for t in (value, share if late else None, *found)]
+
+    def fake_total(self, hidden, weight, bias, *args) -> list[Tensor]:
+        *_, row_weight, reduction, needs = args
+        full, late = PRECISION[hidden.dtype], _late(reduction, hidden.dtype)
+        value = hidden.new_empty((), dtype=full)
+        wide = full if late else None  # of a sum
+        found = [
+            _blank(hidden, needs[0]), _blank(weight, needs[1], wide), _blank(bias, needs[2], wide),
+            _blank(row_weight, needs[3]),
+        ]  # fmt: skip
+        return [_some(t, value) for t in (value, _blank(value, late), *found)]
+
+    def rows(self, *args) -> list[Tensor]:
+        source, loss = _made(self.kind, args)
+        _call.values(loss, source.shape[-1])
+        return list(_Each.forward(_context([False] * 3), *source.parts, source, loss))
+
+    def fake_rows(self, *args) -> list[Tensor]:
+        (hidden, weight), rest = args[:2], args[_ARGUMENTS:]
+        x = hidden.new_empty(()).expand(*hidden.shape[:-1], weight.shape[0])
+        return self.of.fake(x, *rest)[: _ops.outputs_of(_ops.loss_of(self.kind, rest))]
+
+    def gradient(self, *args) -> list[Tensor]:
+        *args, needs, upstream = args
+        source, loss = _made(self.kind, tuple(args))
+        with _dtypes_as_given(source.device):
+            found = _Each.compute(_context(needs), upstream, source, loss)
+        return [_some(t, source.hidden) for t in found]
+
+    def fake_gradient(self, hidden, weight, bias, *args) -> list[Tensor]:
+        *_, needs, _ = args
+        pairs = zip((hidden, weight, bias), needs, strict=True)
+        return [_some(_blank(t, need), hidden) for t, need in pairs]
+
+    def save(self, ctx, inputs, output) -> None:
+        loss = _ops.loss_of(self.kind, inputs[_ARGUMENTS:])
+        ctx.save_for_backward(*inputs[:_TENSORS], *loss.tensors)
+        ctx.loss, ctx.how = (
+            loss.with_tensors((None,) * len(loss.tensors)),
+            inputs[_TENSORS:_ARGUMENTS],
+        )
+        ctx.arguments = len(inputs)
+        ctx.set_materialize_grads(False)
+
+    def backward(self, ctx, upstream):
+        heads, tensors = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
+        found = [None] * 3
+        if any(d is not None for d in upstream):
+            needs = list(ctx.needs_input_grad[:3])
+            args = (*heads, *ctx.how, *_ops.flat(ctx.loss.with_tensors(tensors)))
+            op = getattr(torch.ops.logitless, f"{self.name}_rows_gradient")
+            made = op(*args, needs, list(upstream))
+            found = [t if need else None for t, need in zip(made, needs, strict=True)]
+        return *found, *(None,) * (ctx.arguments - 3)
+
+
+def _late(reduction: str, dtype: torch.dtype) -> bool:
+    """Whether gradients get their share of a mean at the end, as those of fp16 do."""
+    return reduction == "mean" and dtype == torch.float16
+
+
+def _shaped(gradients: list, parts: tuple) -> list:
+    """Each in the shape of what it is the gradient of, with all its bits."""
+    pairs = zip(gradients, parts, strict=True)
+    return [None if t is None else t.view(part.shape) for t, part in pairs]
+
+
+def _some(t: Tensor | None, like: Tensor) -> Tensor:
+    """An operator's outputs cannot be None."""
+    return like.new_empty(0) if t is None else t
+
+
+def _blank(t: Tensor, need: bool, dtype: torch.dtype | None = None) -> Tensor | None:
+    if not need:
+        return None
+    return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _save_total(ctx, inputs, output) -> None:
+    *_, row_weight, _, needs = inputs
+    _, share, *found = output
+    ctx.save_for_backward(share, *found)
+    ctx.dtypes = [None if t is None else t.dtype for t in (*inputs[:3], row_weight)]
+    ctx.needs, ctx.arguments = needs, len(inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _scale(ctx, upstream):
+    share, *found = ctx.saved_tensors
+    d, gradients = upstream[0], [None] * 4
+    if d is not None:
+        scale = d * share if share.numel() else d
+        gradients = [
+            (t.to(scale.dtype) * by).to(dtype) if need else None  # rounded once
+            for t, by, dtype, need in zip(
+                found, (scale, scale, scale, d), ctx.dtypes, ctx.needs, strict=True
+            )
+        ]
+    *head, d_rows = gradients
+    return *head, *(None,) * (ctx.arguments - 6), d_rows, None, None
+
+
+_HEADS: dict[type, HeadOperator] = {}
+
+
+@_ops.for_each
+def _register(operator: _ops.Operator) -> None:
+    _HEADS[operator.kind] = HeadOperator(operator)
+
+
+def traced(source: LinearLogits, loss: RowLoss) -> tuple[Tensor, ...]:
+    """The outputs of a loss over a head, through its operator."""
+    op = getattr(torch.ops.logitless, f"{_HEADS[type(loss)].name}_rows")
+    return tuple(op(*_flat(source, loss)))
+
+
+def evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+    """As LinearLogits.evaluate, for a compiler."""
+    if reduction == "none" or type(loss) not in _HEADS:  # a formula of the user's has no operator
+        outputs = loss.traced(source)
+        if loss.several:
+            return outputs
+        mass = _mass(loss, source, reduction)
+        return reduced(outputs[0], loss.reading, row_weight, mass, reduction)
+    wanted = torch.is_grad_enabled()
+    parts = (*source.parts, row_weight)
+    needs = [wanted and t is not None and t.requires_grad for t in parts]
+    op = getattr(torch.ops.logitless, f"{_HEADS[type(loss)].name}_total")
+    return op(*_flat(source, loss), row_weight, reduction, needs)[0]
