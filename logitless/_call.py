@@ -272,11 +272,9 @@ def in_func() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
-def mapped(*tensors: Tensor | None) -> bool:
-    """Whether torch.func.vmap, or what autograd has instead, maps over one of them."""
-    if torch.compiler.is_compiling():
-        return False
-    return any(t is not None and (_is_batched(t) or _is_legacy_batched(t)) for t in tensors)
+def mapped(t: Tensor) -> bool:
+    """Whether torch.func.vmap, or what autograd has instead, maps over it."""
+    return not torch.compiler.is_compiling() and (_is_batched(t) or _is_legacy_batched(t))
 
 
 _is_batched = torch._C._functorch.is_batchedtensor  # pyright: ignore

@@ -71,6 +71,13 @@ class RowLoss:
         gradient = self.backward(run, x, saved, (one(x.device, value.dtype),), factor, into)
         return value, gradient, saved
 
+    def mean_at_once(self, run: ModuleType, x: Tensor, into: Tensor) -> Tensor | None:
+        """The mean over rows, while its gradient is written; None where that takes more than that.
+
+        For logits so small that a launch costs more than to read them.
+        """
+        return None
+
     def traced(self, x: Tensor) -> tuple[Tensor, ...]:
         """The outputs through an operator, for a compiler, a dispatch mode or torch.func.
 
@@ -154,7 +161,11 @@ def evaluate(
     how = (None, None) if by_row else (row_weight, reduction)
     others = loss.others
     if torch.is_grad_enabled() and (source.requires_grad or any(t.requires_grad for t in others)):
-        outputs = _apply(source, loss, *how, *others)
+        small = source.numel() <= SMALL and source.device.type in SMALL_ON
+        if loss.saves_gradient or (small and not by_row and not others):
+            outputs = _now(source, loss, *how)
+        else:
+            outputs = _later(source, loss, *how, *others)
     else:
         outputs, _, _ = _forward(backend(source), source, loss, *how)
     if not by_row or loss.several:
@@ -208,22 +219,16 @@ SMALL_ON = ("cuda", "xpu")
 
 
 def scaled(
-    gradient: Tensor,  # of x, for an upstream gradient of 1, in the precision of losses
-    x: Tensor,  # (..., V)
+    gradient: Tensor,  # (..., V), for an upstream gradient of 1, in the precision of losses
+    shape: torch.Size,
     upstream: Tensor,  # () or (...)
     factor: Tensor | None,  # () or one a row
-    into: Tensor | None = None,
 ) -> Tensor:
-    """The gradient times upstream and factor, in the dtype of x: rounded once."""
+    """The gradient times upstream and factor."""
     scale = upstream if factor is None else upstream * factor
     if scale.dim():
-        scale = scale.reshape(*x.shape[:-1], 1)
-    gradient = gradient.view(x.shape)
-    if into is None and x.dtype == gradient.dtype:
-        return gradient * scale
-    if into is None:
-        into = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-    return torch.mul(gradient, scale, out=into)
+        scale = scale.reshape(*shape[:-1], 1)
+    return gradient.view(shape) * scale
 
 
 class Node(torch.autograd.Function):
@@ -234,34 +239,55 @@ class Node(torch.autograd.Function):
     @staticmethod
     def each_by_itself(upstream: Sequence[Tensor | None]) -> None:
         """Raise where several upstream gradients come as one."""
-        if mapped(*upstream):
-            _checks.not_mapped()
+        for t in upstream:
+            if t is not None and mapped(t):
+                _checks.not_mapped()
 
 
-class _Node(Node):
-    """Whatever backward reads is saved as autograd saves it, so that a change in place raises."""
+class _Now(Node):
+    """The gradient is made in forward, for an upstream gradient of 1: backward only scales it."""
+
+    @staticmethod
+    def forward(ctx, x, loss, row_weight, reduction):
+        run, factor = backend(x), None
+        if loss.saves_gradient:
+            total, factor, (gradient,) = _forward(run, x, loss, row_weight, reduction)
+        else:
+            gradient, total = torch.empty(x.shape, device=x.device, dtype=PRECISION[x.dtype]), None
+            if reduction == "mean" and row_weight is None:
+                total = loss.mean_at_once(run, x, gradient)
+            if total is None:
+                value, gradient, _ = loss.at_once(run, x, None, gradient)
+                total, factor = _total(run, x, loss, value, row_weight, reduction)
+        ctx.save_for_backward(x, gradient, factor)
+        return total
+
+    @staticmethod
+    def backward(ctx, upstream):
+        Node.each_by_itself((upstream,))
+        x, gradient, factor = ctx.saved_tensors
+        # Autograd rounds it to the dtype of x.
+        if not torch.is_grad_enabled():
+            return scaled(gradient, x.shape, upstream, factor), None, None, None
+        with torch.no_grad():
+            found = scaled(gradient, x.shape, upstream, factor)
+        return *refuse_second((found,), (x, upstream)), None, None, None
+
+
+class _Later(Node):
+    """The gradient is made in backward.
+
+    Whatever it reads is saved as autograd saves it, so that a change in place raises.
+    """
 
     @staticmethod
     def forward(ctx, x, loss, row_weight, reduction, *others):
-        run = backend(x)
-        small = x.numel() <= SMALL and x.device.type in SMALL_ON
-        ctx.made = loss.saves_gradient or (small and reduction is not None and not others)
-        if ctx.made and not loss.saves_gradient:
-            into = torch.empty(x.shape, device=x.device, dtype=PRECISION[x.dtype])
-            value, made, _ = loss.at_once(run, x, None, into)
-            total, factor = _total(run, x, loss, value, row_weight, reduction)
-            if factor is not None:
-                made.mul_(factor if factor.dim() == 0 else factor.view(*x.shape[:-1], 1))
-            ctx.save_for_backward(x, None, made)
-            return total
-        outputs, factor, saved = _forward(run, x, loss, row_weight, reduction)
-        if ctx.made:
-            ctx.save_for_backward(x, factor, *saved)
-            return outputs
+        ctx.run = backend(x)
+        outputs, factor, saved = _forward(ctx.run, x, loss, row_weight, reduction)
         tensors = loss.tensors
         read = tensors[: loss.reads]
         ctx.save_for_backward(x, factor, *read, *saved)
-        ctx.run, ctx.loss = run, loss.with_tensors((None,) * len(tensors))
+        ctx.loss = loss.with_tensors((None,) * len(tensors))
         ctx.count, ctx.unread = len(read), len(tensors) - len(read)
         if isinstance(outputs, tuple):
             whole = [t for t in outputs if not t.is_floating_point()]
@@ -273,10 +299,10 @@ class _Node(Node):
     def backward(ctx, *upstream):
         Node.each_by_itself(upstream)
         if not torch.is_grad_enabled():
-            found, _ = _Node.gradients(ctx, upstream)
+            found, _ = _Later.gradients(ctx, upstream)
         else:
             with torch.no_grad():
-                found, inputs = _Node.gradients(ctx, upstream)
+                found, inputs = _Later.gradients(ctx, upstream)
             found = refuse_second(found, (*inputs, *upstream))
         return found[0], None, None, None, *found[1:]
 
@@ -284,8 +310,6 @@ class _Node(Node):
     def gradients(ctx, upstream) -> tuple[tuple, tuple]:
         """Of the logits and of the loss's other tensors; and all that they depend on."""
         x, factor, *rest = ctx.saved_tensors  # once: a checkpoint gives them no second time
-        if ctx.made:
-            return (scaled(rest[0], x, upstream[0], factor),), (x,)
         tensors, saved = rest[: ctx.count], rest[ctx.count :]
         d_x, d_others = None, (None,) * len(ctx.loss.others)
         if any(d is not None for d in upstream):
@@ -299,7 +323,8 @@ class _Node(Node):
 
 
 # PyTorch's own apply, without what it does for transforms of torch.func: those are elsewhere here.
-_apply = super(torch.autograd.Function, _Node).apply  # pyright: ignore[reportAttributeAccessIssue]
+_now = super(torch.autograd.Function, _Now).apply  # pyright: ignore[reportAttributeAccessIssue]
+_later = super(torch.autograd.Function, _Later).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:

@@ -113,7 +113,7 @@ class LinearLogits:
         self, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
-        if mapped(self.hidden, self.weight):
+        if mapped(self.hidden) or mapped(self.weight):
             _checks.not_mapped()
         run = backend(self.hidden)
         empty = self.hidden.detach().new_empty((0, self.shape[-1]))

@@ -57,6 +57,12 @@ class Plain(RowLoss):
         found = Statistics(coefficients.rows, nll=nll)
         return run.plain(found, self.reading, x.shape[-1], 0.0, 0.0)[0], into, ()
 
+    def mean_at_once(self, run, x, into):
+        if not self.is_nll or not run.can_one_pass(x, mean=True):
+            return None
+        coefficients = _of_nll(x.device, torch.float32)
+        return run.one_pass(x, self.reading, coefficients, None, into, mean=True).sum()
+
     def mass(self, run, vocab, dtype):
         if self.reading.class_weight is None:
             return None

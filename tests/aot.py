@@ -190,8 +190,11 @@ def launch_gradients(x, reading: Reading, found, v: Variant) -> None:
             found, reading, v.V, 0.1 if full else 0.0, 1e-4 if full else 0.0
         )
         _, factor = kernels.reduce(value, reading, row if full else None, mass, mean=True)
+        label = Coefficients(coefficients.rows, ("a", "mark"))
         for into in (x, torch.empty_like(x)):
-            kernels.one_pass(x, reading, Coefficients(coefficients.rows, ("a", "mark")), one, into)
+            kernels.one_pass(x, reading, label, one, into)
+        if not full:
+            kernels.one_pass(x, reading, label, None, torch.empty(x.shape), mean=True)
         has = ("a", "b", "mark", "total") if full else ("a", "mark")
         coefficients = Coefficients(coefficients.rows, has)
     else:

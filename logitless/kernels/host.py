@@ -16,7 +16,7 @@ from .blocks import blocks_launch
 from .finish import OUTPUTS, finish_launch
 from .launch import REMEMBERED, Launch
 from .layout import Rows, describe
-from .one_pass import one_pass_launch
+from .one_pass import MAX_COUNTED, one_pass_launch
 from .partial import aligned, cut_of, partial_launch
 from .read import read_launch
 from .reduce import reduce_launch
@@ -239,8 +239,10 @@ def reduce(
     return None if value is None else loss, factor
 
 
-def can_one_pass(x: Tensor) -> bool:
-    """Whether a row's programs may wait for each other."""
+def can_one_pass(x: Tensor, mean: bool = False) -> bool:
+    """Whether a row's programs may wait for each other, and each count the rows for a mean."""
+    if mean and not 0 < x.numel() <= MAX_COUNTED * x.shape[-1]:
+        return False
     return _can_wait(x.shape[-1], x.element_size(), x.device, exchange.WAITING, config.revision)
 
 
@@ -257,6 +259,7 @@ def one_pass(
     coefficients: Coefficients,  # "a" and "mark"
     factor: Tensor | None,  # () or N numbers
     into: Tensor,  # like x: x itself, x's own memory, or contiguous; written to
+    mean: bool = False,  # whether both are divided by the number of rows that count
 ) -> Tensor:
     """-log p of the mark, (...), while the gradient times factor is written."""
     assert coefficients.ids is None
@@ -269,11 +272,11 @@ def one_pass(
     plan = one_pass_launch(
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(),
         None if inplace else into.data_ptr() % 16, temperature is None, reading[4:7],
-        len(coefficients.rows) > 1, by_row, config.revision,
+        len(coefficients.rows) > 1, by_row, mean, config.revision,
     )  # fmt: skip
     if plan is None:  # too many strides
         dense = x.contiguous()
-        nll = one_pass(dense, reading, coefficients, factor, dense if inplace else into)
+        nll = one_pass(dense, reading, coefficients, factor, dense if inplace else into, mean)
         if inplace:
             into.copy_(dense)
         return nll

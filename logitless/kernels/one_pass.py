@@ -28,9 +28,11 @@ from .gradient import (
 from .launch import REMEMBERED, Launch
 from .layout import describe, row_offset, split_row
 from .numerics import INF, LOG2E, capped, finite, inverse_temperature
+from .reduce import some_rows
 from .state import field, fold_span, pack_of
 
 HAS = tl.constexpr(("a", "mark"))
+MAX_COUNTED = 4096  # rows that every program may count for a mean: they are few, and in the cache
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,20 @@ class _Constants:
     same: bool  # X starts as far from one as DX
     step_c: int  # from row to row of the coefficients and of factor
     step_f: int
+    mean: bool
     span: int
     block_v: int
     block_p: int
+
+
+@triton.jit
+def _count(MARK, N, ignore_index):
+    """How many of the rows count."""
+    count = tl.zeros((1024,), tl.int32)
+    for start in range(0, N, 1024):
+        _, _, live = some_rows(MARK, start, N, ignore_index, 1024)
+        count += live.to(tl.int32)
+    return tl.sum(count, axis=0)
 
 
 @triton.jit(
@@ -96,7 +109,11 @@ def _one_pass_kernel(
     x_mark = tl.load(Xrow + mark, mask=mine, other=0.0)
     y_mark, _ = capped(x_mark, softcap)
 
-    gain = row_gain(None, FACTOR, row, 0, field(CONSTANTS, "step_f"))
+    share = 1.0
+    if field(CONSTANTS, "mean"):
+        count = _count(MARK, tl.num_programs(0) // parts, ignore_index)
+        share = 1.0 / tl.maximum(count, 1).to(tl.float32)
+    gain = row_gain(None, FACTOR, row, 0, field(CONSTANTS, "step_f")) * share
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
     m, s = state.m, state.s
     if WORDS is not None:
@@ -108,7 +125,7 @@ def _one_pass_kernel(
     log_s = tl.log(s)
     inside = mark >= 0
     nll = tl.where(inside, log_s - (y_mark - shift) * inv_t, float("nan"))
-    tl.store(NLL + row, nll, mask=mine | ((lo == 0) & (not inside)))
+    tl.store(NLL + row, nll * share, mask=mine | ((lo == 0) & (not inside)))
     a = tl.where(inside, coefs.a, float("nan"))  # a bad mark: the whole row says so
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, rate, softcap)
@@ -121,7 +138,8 @@ def _one_pass_kernel(
 @functools.lru_cache(REMEMBERED)
 def one_pass_launch(
     shape: tuple, strides: tuple, offset: int, itemsize: int, into_offset: int | None,
-    one_temperature: bool, options: tuple, coefs_by_row: bool, factor_by_row: bool, revision: int,
+    one_temperature: bool, options: tuple, coefs_by_row: bool, factor_by_row: bool, mean: bool,
+    revision: int,
 ) -> tuple[Launch, tuple[int, int]] | None:  # fmt: skip
     temperature, softcap, ignore_index = options
     rows = describe(shape, strides, offset, itemsize)
@@ -140,7 +158,7 @@ def one_pass_launch(
         num_warps=cut.num_warps,
         CONSTANTS=_Constants(
             d_rows.aligned, rows.aligned_like(d_rows), COEFFICIENTS * coefs_by_row,
-            int(factor_by_row), cut.span, cut.block_v, 32 if parts <= 32 else MAX_PARTS,
+            int(factor_by_row), mean, cut.span, cut.block_v, 32 if parts <= 32 else MAX_PARTS,
         ),
     )  # fmt: skip
     return launch, (rows.count, parts)

@@ -10,7 +10,7 @@ from .state import is_live
 
 
 @triton.jit
-def _rows(MARK, start, N, ignore_index, BLOCK_N: tl.constexpr):
+def some_rows(MARK, start, N, ignore_index, BLOCK_N: tl.constexpr):
     """A block of rows, which of them exist, and which of those count."""
     rows = start + tl.arange(0, BLOCK_N)
     mask = rows < N
@@ -37,7 +37,7 @@ def _reduce_kernel(
     mass = tl.zeros((BLOCK_N,), tl.float32)
     count = tl.zeros((BLOCK_N,), tl.int32)
     for start in range(0, N, BLOCK_N):
-        rows, _, live = _rows(MARK, start, N, ignore_index, BLOCK_N)
+        rows, _, live = some_rows(MARK, start, N, ignore_index, BLOCK_N)
         if MEAN:
             if MASS is not None:
                 mass += tl.load(MASS + rows, mask=live, other=0.0)
@@ -60,7 +60,7 @@ def _reduce_kernel(
     if FACTOR is not None:
         if WEIGHT is not None:
             for start in range(0, N, BLOCK_N):
-                rows, mask, live = _rows(MARK, start, N, ignore_index, BLOCK_N)
+                rows, mask, live = some_rows(MARK, start, N, ignore_index, BLOCK_N)
                 weight = tl.load(WEIGHT + rows, mask=live, other=0.0).to(tl.float32)
                 tl.store(FACTOR + rows, share * weight, mask=mask)
         else:
