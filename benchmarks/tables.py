@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from logitless.cli.bench import plots, report
 from logitless.cli.bench.cases import COMPILED, EAGER, OURS, PLAIN, Mode
-from logitless.cli.bench.runner import OVERWRITES, Result
+from logitless.cli.bench.results import OVERWRITES, Result
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -212,7 +212,7 @@ def small_calls() -> str:
 def teachers() -> str:
     run, rows = teachers_run(), []
     for ours in run.all(family="teachers", contender=OURS):
-        by = {r.contender: r.ms for r in run.results if r.key == ours.key}
+        by = {r.contender: r.ms for r in run.results if r.name == ours.name}
         names = (EAGER, COMPILED, "liger", OURS)
         times = {title(run, name): report.time_text(by.get(name)) for name in names}
         rows.append({"": f"{ours.work}, {ours.mode}, {sizes(ours.shape)} {ours.dtype}", **times})

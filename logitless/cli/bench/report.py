@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .cases import OURS, Mode
 from .contenders import NAMES
-from .runner import OVERWRITES, Result
+from .results import OVERWRITES, Result
 
 NOTHING = "–"
 
@@ -32,7 +32,7 @@ def table(rows: list[dict[str, str]]) -> str:
 
 def about(document: dict) -> list[str]:
     """What was run, where and when, one fact a line."""
-    standing, C = document["contenders"], document["copy_tbps"]
+    standing, C, left = document["contenders"], document["copy_tbps"], document.get("left")
     present = {name: text for name, text in standing.items() if not text.startswith("absent")}
     facts = [
         f"device: {', '.join(f'{v}' for v in document['device'].values() if v)}",
@@ -47,7 +47,7 @@ def about(document: dict) -> list[str]:
             f"C: {C:.3f} TB/s, bytes read plus bytes written by a copy; B: bytes of the logits",
             "floor: bytes that must move, over C; for a head the GEMMs that it needs, by cuBLAS",
         ]
-    return facts
+    return [*facts, f"{left} cases are left for --resume"] if left else facts
 
 
 def outcome(results: list[Result]) -> list[str]:
@@ -58,49 +58,40 @@ def outcome(results: list[Result]) -> list[str]:
             why = r.note or f"{number(r.spare_mib, '.1f')} MiB beyond gradients"
             if r.ms and r.limit_ms and r.ms > r.limit_ms:
                 why = f"{time_text(r.ms)} (our target was {time_text(r.limit_ms)})"
-            lines.append(f"missed: {r.work}, {r.mode}, {r.shape} {r.dtype}: {why}")
+            lines.append(f"missed: {r.name}: {why}")
     return lines
 
 
 def target_row(r: Result, results: list[Result]) -> dict[str, str]:
-    rival = best_rival(r, results)
-    faster = rival.ms / r.ms if rival and rival.ms and r.ms else None
+    """Beside the fastest of the others. One that destroys the logits isn't doing the same work."""
+    rivals = [x for x in results if x.name == r.name and x.contender in NAMES[1:] and x.ms]
+    fair = [x for x in rivals if x.mode == Mode.INPLACE or OVERWRITES not in x.note]
+    best = min(fair, key=lambda x: x.ms or 0.0, default=None)
     return {
-        **dict(zip(("work", "mode", "shape", "dtype"), r.key, strict=True)),
+        **{column: getattr(r, column) for column in ("work", "mode", "shape", "dtype")},
         "target": r.target,
         "allowed": time_text(r.limit_ms),
         "ours": time_text(r.ms) if r.status == "ok" else r.status,
         "reached": NOTHING if r.reached is None else "yes" if r.reached else "NO",
         "MiB beyond gradients": number(r.spare_mib, ".1f"),
-        "best other": f"{rival.contender} {time_text(rival.ms)}" if rival else NOTHING,
-        "ours faster": number(faster, ".2f", " ×"),
+        "best other": f"{best.contender} {time_text(best.ms)}" if best else NOTHING,
+        "ours faster": number(best and best.ms and r.ms and best.ms / r.ms, ".2f", " ×"),
     }
 
 
 def work_row(r: Result) -> dict[str, str]:
-    share = r.floor_ms / r.ms if r.floor_ms and r.ms else None
     return {
-        "work": r.work,
-        "shape": r.shape,
-        "dtype": r.dtype,
-        "contender": r.contender,
+        **{column: getattr(r, column) for column in ("work", "shape", "dtype", "contender")},
         "time": time_text(r.ms) if r.status == "ok" else r.status,
         "× eager": number(r.eager_x, ".2f"),
         "TB/s": number(r.tbps, ".3g"),
-        "floor / time": number(share, ".0%"),
+        "floor / time": number(r.floor_ms and r.ms and r.floor_ms / r.ms, ".0%"),
         "extra MiB": number(r.extra_mib, ".1f"),
         "beyond gradients": number(r.spare_mib, ".1f"),
         "error": number(r.value_error, ".0e"),
         "of gradients": number(r.grad_error, ".1e"),
         "note": r.note,
     }
-
-
-def best_rival(ours: Result, results: list[Result]) -> Result | None:
-    """The fastest of the others at the same work. One that destroys the logits isn't doing it."""
-    rivals = [r for r in results if r.key == ours.key and r.contender in NAMES[1:] and r.ms]
-    fair = [r for r in rivals if r.mode == Mode.INPLACE or OVERWRITES not in r.note]
-    return min(fair, key=lambda r: r.ms or 0.0, default=None)
 
 
 def time_text(ms: float | None) -> str:
