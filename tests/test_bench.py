@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import logitless as ll
 from logitless.cli import formulas, main
-from logitless.cli.bench import cases, contenders, report, results, runner, timing
+from logitless.cli.bench import cases, contenders, results, runner, timing
 from logitless.cli.bench.cases import Case, Mode
 
 COMPARE = Path(__file__).parents[1] / "benchmarks/compare.py"
@@ -65,11 +65,47 @@ def test_bench_writes_a_report_plots_and_json(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--shape", "8192"], ["--against", "nobody"], ["--op", "nothing"], ["--from-json", "nowhere"]],
+    [["--shape", "8192"], ["--op", "nothing"], ["--from-json", "nowhere"]],
 )
 def test_bench_names_a_senseless_argument(arguments, capsys):
     assert main(["bench", "--device", "cpu", "--quick", *arguments]) == 2
     assert "logitless bench:" in capsys.readouterr().err
+
+
+def test_a_run_in_two_parts_is_one_result(tmp_path, capsys):
+    how = ["bench", "--family", "teachers", "--op", "capture_topk", "--shape", "6x601", "--quick"]
+    how += ["--against", "eager", "--device", "cpu", "--out", str(tmp_path), "--commit", "this"]
+    assert main([*how, "--minutes", "0"]) == 0
+    (stored,) = tmp_path.glob("*.json")
+    part = json.loads(stored.read_text())
+    assert part["left"] == 2
+    assert "2 cases are left for --resume" in stored.with_suffix(".md").read_text()
+    assert main([*how, "--resume", str(stored)]) == 0
+    whole = json.loads(stored.read_text())
+    assert whole["left"] == 0
+    assert whole["date"] == part["date"]
+    assert [row["ms"] for row in whole["rows"][:2]] == [row["ms"] for row in part["rows"]]
+    ours = [row["variant"] for row in whole["rows"] if row["contender"] == "logitless"]
+    assert ours == ["K=64", "K=8", "K=256"]
+    capsys.readouterr()
+    assert main([*how, "--resume", str(stored), "--commit", "another"]) == 2
+    assert "commit must be this in every part, got another." in capsys.readouterr().err
+
+
+def test_a_target_of_one_part_speaks_of_times_in_another():
+    plain, half = cases.STREAM[0].at(*LARGE), cases.VARIANTS[0].at(*LARGE)
+    first = [results.blank(half, "logitless", ms=0.25)]
+    results.judge([half, plain], first, 4.0)
+    assert first[0].reached is None
+    both = [*first, results.blank(plain, "logitless", ms=0.5)]
+    results.judge([half, plain], both, 4.0)
+    assert (both[0].reached, both[0].limit_ms) == (True, pytest.approx(0.55 * 0.5))
+
+
+def test_bench_knows_its_rivals(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--against", "nobody"])
+    assert "choose from" in capsys.readouterr().err
 
 
 def test_a_result_of_another_version_is_refused(tmp_path, capsys):
@@ -290,7 +326,7 @@ def test_verdicts_follow_from_bytes_and_bandwidth():
     found = judged(both, logitless=1.70)
     assert found.reached is False
     assert found.tbps == pytest.approx(3 * 2.1013 / 1.70, rel=1e-3)
-    assert report.outcome([found])[1].endswith("1.700 ms (our target was 1.671 ms)")
+    assert results.outcome([found])[1].endswith("1.700 ms (our target was 1.671 ms)")
     few = cases.FEW[0].at("128×128256", "bf16")
     assert judged(few, logitless=0.0166).limit_ms == pytest.approx(0.006 + 1.3 * 0.008208, rel=1e-3)
 
@@ -315,7 +351,7 @@ def test_memory_beyond_the_gradients_is_a_target():
     found = results.blank(both, "logitless", ms=1.5, spare_mib=9.0)
     results.judge([both], [found], 4.0)
     assert found.reached is False
-    assert report.outcome([found])[1].endswith("9.0 MiB beyond gradients")
+    assert results.outcome([found])[1].endswith("9.0 MiB beyond gradients")
 
 
 def test_shapes_are_read_as_people_write_them():

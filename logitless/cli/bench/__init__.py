@@ -28,6 +28,10 @@ import time
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from .. import _machine, chosen_device, require
+from . import cases, contenders, plots, results, runner, timing
+from .results import Result
+
 WIDTH = 170  # of a terminal that is none
 
 
@@ -38,13 +42,12 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    families, dtypes = ("logits", "teachers", "heads"), ("bf16", "fp16", "fp32")
-    add("--family", action="append", choices=families, help="only these cases (repeatable)")
+    add, rivals = parser.add_argument, contenders.NAMES[1:]
+    add("--family", action="append", choices=cases.FAMILIES, help="only these (repeatable)")
     add("--op", action="append", help="only this op (repeatable)")
     add("--shape", action="append", help="ROWSxVOCAB, or ROWSxWIDTHxVOCAB of a head (repeatable)")
-    add("--dtype", action="append", choices=dtypes, help="(repeatable)")
-    add("--against", action="append", metavar="NAME", help="only these rivals (repeatable)")
+    add("--dtype", action="append", choices=tuple(cases.DTYPES), help="(repeatable)")
+    add("--against", action="append", choices=rivals, help="only these rivals (repeatable)")
     add("--device", choices=("cuda", "cpu"), help="default: a GPU where there is one")
     add("--quick", action="store_true", help="small shapes, short timing, no torch.compile")
     add("--minutes", type=float, default=float("inf"), help="after these, no further case begins")
@@ -59,20 +62,16 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: 1 if ours gave a wrong answer or none, 2 for arguments that make no sense."""
-    from .. import _machine, require
-
     require("bench", "rich", "matplotlib")
     from rich.console import Console
     from rich.markdown import Markdown
 
-    from . import plots, report
-
     try:
-        document = joined(map(read, args.from_json)) if args.from_json else timed(args)
+        document = joined(*map(read, args.from_json)) if args.from_json else timed(args)
     except (ValueError, OSError) as error:
         print(f"logitless bench: {error}", file=sys.stderr)
         return 2
-    text = report.markdown(document)
+    text = results.markdown(document)
     Console(width=None if sys.stdout.isatty() else WIDTH).print(Markdown(text))
     files = args.from_json or ([args.resume] if args.resume else [])
     default = Path("benchmarks/results") / _machine.slug(document["device"]["name"])
@@ -83,29 +82,25 @@ def run(args: argparse.Namespace) -> int:
     stem.with_suffix(".md").write_text(text)
     made = [stem.with_suffix(".json"), stem.with_suffix(".md"), *plots.save(document, folder)]
     print(*(f"wrote {path}" for path in made), sep="\n")
-    ours = [row for row in document["rows"] if row["contender"] == "logitless"]
+    ours = [row for row in document["rows"] if row["contender"] == cases.OURS]
     return int(any(row["status"] != "ok" for row in ours))
 
 
 def read(path: Path) -> dict:
-    from .results import Result
-
     document = json.loads(path.read_text())
     if any(row.keys() != {field.name for field in fields(Result)} for row in document["rows"]):
         raise ValueError(f"{path} must be a result of this version of the benchmark.")
     return document
 
 
-def joined(documents) -> dict:
-    """The facts of the first, which are those of all, and the rows of all."""
-    first, *others = documents
-    for fact in ("device", "versions", "commit"):
-        for other in others:
-            if other[fact] != first[fact]:
-                raise ValueError(f"{fact} must be {first[fact]} in all parts, got {other[fact]}.")
-    ceilings = [part["copy_tbps"] for part in (first, *others) if part["copy_tbps"]]
-    rows = [row for part in (first, *others) for row in part["rows"]]
-    return first | {"copy_tbps": max(ceilings, default=None), "rows": rows}
+def joined(first: dict, *others: dict) -> dict:
+    """The facts of the first, which must be those of all, and the rows of all."""
+    for fact in ("device", "versions", "contenders", "commit"):
+        if differs := [part[fact] for part in others if part[fact] != first[fact]]:
+            raise ValueError(f"{fact} must be {first[fact]} in every part, got {differs[0]}.")
+    parts = (first, *others)
+    ceiling = max(part["copy_tbps"] or 0.0 for part in parts) or None
+    return first | {"copy_tbps": ceiling, "rows": [row for part in parts for row in part["rows"]]}
 
 
 def timed(args: argparse.Namespace) -> dict:
@@ -113,16 +108,10 @@ def timed(args: argparse.Namespace) -> dict:
     from rich.console import Console
     from rich.progress import Progress
 
-    from .. import _machine, chosen_device
-    from . import cases, contenders, results, runner, timing
-
     end, device = time.monotonic() + 60 * args.minutes, chosen_device(args.device)
-    names = [contenders.OURS, *args.against] if args.against else list(contenders.NAMES)
-    if unknown := set(names) - set(contenders.NAMES):
-        known = ", ".join(contenders.NAMES[1:])
-        raise ValueError(f"--against must be one of {known}, got {min(unknown)!r}.")
     how = {"families": args.family, "ops": args.op, "shapes": args.shape, "dtypes": args.dtype}
     chosen = cases.choose(device, quick=args.quick, **how)
+    names = (cases.OURS, *args.against) if args.against else contenders.NAMES
     loaded, standing = contenders.load(names, device)
     document = {
         "device": _machine.device(device),
@@ -133,24 +122,28 @@ def timed(args: argparse.Namespace) -> dict:
         "copy_tbps": None,
         "rows": [],
     }
-    if args.resume:
-        document = joined([read(args.resume), document])
-    found = [results.Result(**row) for row in document["rows"]]
+    document = joined(read(args.resume), document) if args.resume else document
+    found = [Result(**row) for row in document["rows"]]
     there = {result.name for result in found}
     left = [case for case in chosen if case.name not in there]
     spend = (10.0 if args.quick else 60.0) * (5 if device == "cpu" else 1)
-    ceilings = [timing.copy_bandwidth(spend)] if device == "cuda" else []
+    ceilings = [document["copy_tbps"] or 0.0]
+    if device == "cuda":
+        ceilings.append(timing.copy_bandwidth(spend))
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=len(left))
-        while left and time.monotonic() < end:
+        late = False
+        while left and not late:
             case = left.pop(0)
             progress.update(bar, description=case.name)
             longer = 5 if case.family == "heads" else 1  # tens of milliseconds: until clocks settle
             found += runner.run_case(case, loaded, device, longer * spend)
             progress.advance(bar)
-    with contextlib.suppress(RuntimeError):  # a contender that broke the GPU must not cost the rest
-        ceilings += [timing.copy_bandwidth(spend)] if device == "cuda" else []
-    C = max([*ceilings, document["copy_tbps"] or 0.0]) or None
-    results.judge(chosen, found, C)
+            late = time.monotonic() > end
+    if device == "cuda":
+        with contextlib.suppress(RuntimeError):  # of a contender that broke the GPU
+            ceilings.append(timing.copy_bandwidth(spend))
+    ceiling = max(ceilings) or None
+    results.judge(chosen, found, ceiling)
     rows = [asdict(result) for result in found]
-    return document | {"copy_tbps": C, "rows": rows, "left": len(left)}
+    return document | {"copy_tbps": ceiling, "rows": rows, "left": len(left)}

@@ -104,16 +104,7 @@ FORWARD, BOTH, INPLACE, WALL = Mode.FORWARD, Mode.BACKWARD, Mode.INPLACE, Mode.W
 LOGITS, TEACHERS, HEADS = (partial(Case, family) for family in FAMILIES)
 NEAR, START, DENSE = {"floor": 1.06}, {"start + floor": 1.3}, {"floor": 1 / 0.75}
 OTHERS = (COMPILED, "liger", "fla", "flash-attn")
-
-
-def beside(factor: float) -> dict:
-    return {"cross_entropy": factor}
-
-
-def wall(factor: float) -> list[Case]:
-    return [LOGITS("cross_entropy", WALL, targets={EAGER: factor, OTHERS: 1.0})]
-
-
+BESIDE = "cross_entropy"  # ours
 STREAM = [
     LOGITS("cross_entropy", FORWARD, targets=NEAR, passes=1),
     # These two compile to much the same, and starting the compiler takes long.
@@ -127,8 +118,9 @@ FEW = [
     LOGITS("logsumexp", Mode.REPLAY, targets=START, passes=1, compiled=False),
     LOGITS("score", Mode.REPLAY, targets=START, passes=1, compiled=False),
 ]
-HALF = partial(LOGITS, "cross_entropy", FORWARD, targets=beside(0.55), passes=0.5, alone=True)
-MORE = partial(LOGITS, mode=BOTH, targets=beside(1.10), passes=3, spare_mib=8.0, alone=True)
+SHORT = partial(LOGITS, "cross_entropy", WALL, PLAIN, {})
+HALF = partial(LOGITS, "cross_entropy", FORWARD, targets={BESIDE: 0.55}, passes=0.5, alone=True)
+MORE = partial(LOGITS, mode=BOTH, targets={BESIDE: 1.10}, passes=3, spare_mib=8.0, alone=True)
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "temperature": 0.7}
 OPTIONS |= {"weight": True}  # of the classes, drawn with the inputs
 VARIANTS = [
@@ -145,9 +137,9 @@ DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
 CAPTURE = partial(TEACHERS, "capture_topk", FORWARD, passes=1, compiled=False)
 SPARSE = [  # and the cross-entropy that its targets speak of, and the making of a teacher
     LOGITS("cross_entropy", BOTH, passes=3, alone=True),
-    DISTILL("tail, K=64", TAIL, beside(1.10), alone=False),
-    DISTILL("tail and cross_entropy, K=64", MIXED, beside(1.25)),
-    DISTILL("tail, K=512", TAIL | {"K": 512}, beside(1.30)),
+    DISTILL("tail, K=64", TAIL, {BESIDE: 1.10}, alone=False),
+    DISTILL("tail and cross_entropy, K=64", MIXED, {BESIDE: 1.25}),
+    DISTILL("tail, K=512", TAIL | {"K": 512}, {BESIDE: 1.30}),
     DISTILL("small tails, K=64", SURE),
     DISTILL("small tails, K=512", SURE | {"K": 512}),
     DISTILL("renorm, K=64", RENORM, {"floor": 1.15}, yardstick="zeros_like"),
@@ -169,8 +161,8 @@ ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 OVER_A_HEAD = [
     HEADS("policy_loss", BOTH, "GRPO mean by row_loss", {}, NEAR, yardstick="3 GEMMs"),
     HEADS("score", BOTH, "with entropy", {}, {"floor": 1.08}, yardstick="4 GEMMs", alone=True),
-    HEADS("topk_distill", BOTH, "tail, K=64", TAIL, beside(1.05), alone=True),
-    ALONE("half of the rows ignored", {"runs": 1}, beside(0.56)),
+    HEADS("topk_distill", BOTH, "tail, K=64", TAIL, {BESIDE: 1.05}, alone=True),
+    ALONE("half of the rows ignored", {"runs": 1}, {BESIDE: 0.56}),
 ]
 SMALL = {"workspace": 128 * MIB}
 OTHER_SUMS = [
@@ -223,8 +215,8 @@ GROUPS = (
     Group("logits", ON_CPU, cpu="512×128256 fp32"),
     Group("logits", FEW, FEW_SHAPES, moves="few"),
     Group("logits", VARIANTS, LARGE),
-    Group("logits", wall(2.0), "64×1024 bf16"),
-    Group("logits", wall(2.7), "512×32000 bf16"),
+    Group("logits", [SHORT({EAGER: 2.0, OTHERS: 1.0})], "64×1024 bf16"),
+    Group("logits", [SHORT({EAGER: 2.7, OTHERS: 1.0})], "512×32000 bf16"),
     Group("teachers", SPARSE, LARGE, CPU, moves="any"),
     Group("teachers", GATHERED, "4×2048×64 fp32, 8×1024×512 fp32", "2×64×64 fp32"),
     Group("teachers", PAIRS, "4096×128256 bf16", CPU, moves="any"),
@@ -247,16 +239,16 @@ def parse_shape(text: str) -> str:
     return "×".join(sizes)
 
 
-def moves(group: Group, device: str, shape: str) -> bool:
-    """Whether a group takes part at a shape of --shape."""
-    rows, *others = map(int, shape.split("×"))
-    kind = "few" if device == "cuda" and rows <= FEW_ROWS else "many"
-    return len(others) == (2 if group.family == "heads" else 1) and group.moves in (kind, "any")
-
-
-def smaller(shape: str, most: tuple[int, int]) -> str:
-    *others, vocab = map(int, shape.split("×"))
-    return "×".join(str(n) for n in (*(min(n, most[0]) for n in others), min(vocab, most[1])))
+def place(group: Group, device: str, shape: str, quick: bool, asked: bool) -> str | None:
+    """The shape that a group has for one of its own, or for one of --shape, if any."""
+    rows, *width, vocab = map(int, shape.split("×"))
+    if asked:
+        kind = "few" if device == "cuda" and rows <= FEW_ROWS else "many"
+        fits = bool(width) == (group.family == "heads") and group.moves in (kind, "any")
+        return shape if fits else None
+    most = QUICK[device]
+    small = (min(rows, most[0]), *(min(n, most[0]) for n in width), min(vocab, most[1]))
+    return "×".join(map(str, small)) if quick else shape
 
 
 def choose(
@@ -267,14 +259,11 @@ def choose(
     asked = list(product(map(parse_shape, shapes or ()), kinds))
     found: dict[str, Case] = {}
     for group in [group for group in GROUPS if group.family in (families or FAMILIES)]:
-        places = [place.split() for place in getattr(group, device).split(", ") if place]
-        if quick:
-            places = [(smaller(shape, QUICK[device]), dtype) for shape, dtype in places]
-        if asked:
-            places = [(shape, kind) for shape, kind in asked if moves(group, device, shape)]
-        for (shape, dtype), case in product(places, group.cases):
+        own = [place.split() for place in getattr(group, device).split(", ") if place]
+        for (shape, dtype), case in product(asked or own, group.cases):
+            shape = place(group, device, shape, quick, bool(asked))
             wanted = case.op in (ops or [case.op]) and dtype in (dtypes or [dtype])
-            if wanted and not (quick and case.study):
+            if shape and wanted and not (quick and case.study):
                 case = replace(case.at(shape, dtype), compiled=case.compiled and not quick)
                 case = case.on_cpu() if device == "cpu" else case
                 found.setdefault(case.name, case)
