@@ -132,14 +132,12 @@ def timed(args: argparse.Namespace) -> dict:
         ceilings.append(timing.copy_bandwidth(spend))
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=len(left))
-        late = False
-        while left and not late:
+        while left and (not found or time.monotonic() < end):
             case = left.pop(0)
             progress.update(bar, description=case.name)
             longer = 5 if case.family == "heads" else 1  # tens of milliseconds: until clocks settle
             found += runner.run_case(case, loaded, device, longer * spend)
             progress.advance(bar)
-            late = time.monotonic() > end
     if device == "cuda":
         with contextlib.suppress(RuntimeError):  # of a contender that broke the GPU
             ceilings.append(timing.copy_bandwidth(spend))

@@ -104,7 +104,7 @@ FORWARD, BOTH, INPLACE, WALL = Mode.FORWARD, Mode.BACKWARD, Mode.INPLACE, Mode.W
 LOGITS, TEACHERS, HEADS = (partial(Case, family) for family in FAMILIES)
 NEAR, START, DENSE = {"floor": 1.06}, {"start + floor": 1.3}, {"floor": 1 / 0.75}
 OTHERS = (COMPILED, "liger", "fla", "flash-attn")
-BESIDE = "cross_entropy"  # ours
+BESIDE = "cross_entropy"  # our plain one
 STREAM = [
     LOGITS("cross_entropy", FORWARD, targets=NEAR, passes=1),
     # These two compile to much the same, and starting the compiler takes long.
@@ -259,7 +259,7 @@ def choose(
     asked = list(product(map(parse_shape, shapes or ()), kinds))
     found: dict[str, Case] = {}
     for group in [group for group in GROUPS if group.family in (families or FAMILIES)]:
-        own = [place.split() for place in getattr(group, device).split(", ") if place]
+        own = [each.split() for each in getattr(group, device).split(", ") if each]
         for (shape, dtype), case in product(asked or own, group.cases):
             shape = place(group, device, shape, quick, bool(asked))
             wanted = case.op in (ops or [case.op]) and dtype in (dtypes or [dtype])

@@ -150,10 +150,7 @@ def fla(module) -> dict:
 
 def both_ways(loss) -> dict:
     """Of a class, or of partial(partial, function)."""
-    return {
-        "logits: cross_entropy": loss(),
-        "logits: in place": loss(inplace_backward=True),
-    }
+    return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
 
 
 BUILT_IN: dict[str, Finder] = {OURS: ours, EAGER: eager, COMPILED: compiled}

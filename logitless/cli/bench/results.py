@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from .cases import EAGER, OURS, PLAIN, Case, Mode, Work
+from .cases import BESIDE, EAGER, OURS, PLAIN, Case, Mode, Work
 from .contenders import NAMES
 
 NOTHING = "–"
@@ -86,7 +86,7 @@ def limit(case: Case, of, factor: float, floor: float | None, times: Times):
     plain = replace(case, variant=PLAIN)  # a contender without this variant is compared in that one
     names = (of,) if isinstance(of, str) else of
     found = {name: times.get((name, case.name)) or times.get((name, plain.name)) for name in names}
-    if of == "cross_entropy":
+    if of == BESIDE:
         found = {"our cross_entropy": times.get((OURS, replace(plain, op=of).name))}
     known = {name: ms for name, ms in found.items() if ms}
     text = f"≤ {'' if factor == 1 else f'{factor:.2f} × '}{', '.join(known or found)}"

@@ -72,24 +72,8 @@ def graph_time(run: Run, copies: Tensor, spend: float) -> float:
     return device_time(lambda: None, lambda _: graph.replay(), spend) / len(copies)
 
 
-def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
-    """Wall time of a call when many follow each other and nobody waits for the device."""
-
-    def batch() -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            for leaf in leaves:
-                leaf.grad = None
-            run(leaves)
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e3 / calls
-
-    batch()
-    return statistics.median(batch() for _ in range(5))
-
-
 def wall_times(works: list[tuple[Prepare, Run]], spend: float) -> list[float]:
-    """Wall time of several works on a CPU, in turns: what slows the machine down hits all alike."""
+    """Wall time of several works, in turns: what slows a CPU down hits all alike."""
 
     def once(prepare: Prepare, run: Run) -> float:
         argument = prepare()
@@ -101,6 +85,19 @@ def wall_times(works: list[tuple[Prepare, Run]], spend: float) -> list[float]:
     rounds = range(repetitions(spend, slowest, most=50))
     times = [[once(*work) for work in works] for _ in rounds]
     return [statistics.median(column) for column in zip(*times, strict=True)]
+
+
+def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
+    """Wall time of a call when many follow each other and nobody waits for the device."""
+
+    def batch(leaves: tuple[Tensor, ...]) -> None:
+        for _ in range(calls):
+            for leaf in leaves:
+                leaf.grad = None
+            run(leaves)
+        torch.cuda.synchronize()
+
+    return wall_times([(lambda: leaves, batch)], 0.0)[0] / calls
 
 
 def synchronises(run: Run, argument: Any) -> bool:
