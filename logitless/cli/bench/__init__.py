@@ -10,10 +10,10 @@ stand beside the copy bandwidth and the matrix products of the same run, on a CP
     logitless bench --against eager --against liger  ours beside these two alone
     logitless bench --from-json FILE                 report and plots of a stored result
 
-The heads take long. In two parts, on one machine and commit, that end as one result:
+A long family can be run in parts, by one commit on one kind of machine, that end as one result:
 
     logitless bench --family heads --minutes 8       says which FILE it wrote
-    logitless bench --family heads --resume FILE     the cases that FILE lacks; both are reported
+    logitless bench --family heads --resume FILE     what FILE lacks; the report is of both
 
 The report goes to the terminal and, with JSON and plots, to the folder of --out; nothing elsewhere.
 """
@@ -51,7 +51,12 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), help="default: a GPU where there is one")
     add("--quick", action="store_true", help="small shapes, short timing, no torch.compile")
     add("--minutes", type=float, default=float("inf"), help="after these, no further case begins")
-    add("--resume", type=Path, metavar="FILE", help="add the cases that this result lacks")
+    add(
+        "--resume",
+        type=Path,
+        metavar="FILE",
+        help="add what this result lacks or where ours failed",
+    )
     add("--out", type=Path, metavar="DIR", help="default: FILE's, or benchmarks/results/<device>")
     add("--commit", help="what to record as the code under test, where there is no git to ask")
     again = "show a stored result, or several as one (repeatable); times nothing"
@@ -124,8 +129,9 @@ def timed(args: argparse.Namespace) -> dict:
     }
     document = joined(read(args.resume), document) if args.resume else document
     found = [Result(**row) for row in document["rows"]]
-    there = {result.name for result in found}
-    left = [case for case in chosen if case.name not in there]
+    done = {r.name for r in found if r.contender == cases.OURS and r.status == "ok"}
+    left = [case for case in chosen if case.name not in done]
+    found = [r for r in found if r.name not in {case.name for case in left}]
     spend = (10.0 if args.quick else 60.0) * (5 if device == "cpu" else 1)
     ceilings = [document["copy_tbps"] or 0.0]
     if device == "cuda":
