@@ -9,14 +9,13 @@ family (a complete one has all), the newest.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from logitless.cli.bench import cases, plots, results
+from logitless.cli.bench import cases, plots, read, results
 from logitless.cli.bench.cases import COMPILED, EAGER, FAMILIES, OURS, PLAIN, Mode
 from logitless.cli.bench.results import OVERWRITES, Result
 
@@ -32,6 +31,12 @@ PLAIN_LOGITS = {"family": "logits", "op": "cross_entropy", "variant": PLAIN}
 NAMES = (EAGER, COMPILED, "liger", OURS)
 ON_LOGITS = (EAGER, COMPILED, "liger", "fla", "quack", OURS)
 HEAD = "rows × width × vocabulary"
+WORKSPACE = re.compile(r"\d+ MiB")
+SETTINGS = {  # of other variants of a head
+    PLAIN: "1 GiB, the default",
+    "128 MiB, summed in the weight's dtype": '128 MiB, `accumulate="weight"`',
+    "summed in fp32": '1 GiB, `accumulate="fp32"`',
+}
 DAGGER = "†"  # beside a time: it overwrites its input
 Rows = list[dict[str, str]]
 
@@ -67,7 +72,7 @@ class Run(NamedTuple):
 def newest(family: str) -> Run:
     runs = []
     for path in RESULTS.glob("*.json"):
-        document = json.loads(path.read_text())
+        document = read(path)
         runs.append(Run(path, document, [Result(**row) for row in document["rows"]]))
     wanted = {case.name for case in cases.choose("cuda", families=[family])}
 
@@ -113,13 +118,12 @@ def origin(*runs: Run) -> str:
 def in_liger_memory(run: Run, shape: str) -> tuple[Result, Result | None]:
     """Liger over a head, and ours in the workspace that comes nearest to its memory, if it does."""
     liger = run.find(**PLAIN_HEAD, contender="liger", shape=shape)
-    ours = run.all(op="cross_entropy", contender=OURS, shape=shape)
-    small = [r for r in ours if r.family == "heads" and re.fullmatch(r"\d+ MiB", r.variant)]
+    ours = run.all(family="heads", op="cross_entropy", contender=OURS, shape=shape)
 
     def apart(r: Result) -> float:
         return abs(math.log((r.spare_mib or 1.0) / (liger.spare_mib or 1.0)))
 
-    near = [r for r in small if apart(r) < math.log(1.25)]
+    near = [r for r in ours if WORKSPACE.fullmatch(r.variant) and apart(r) < math.log(1.25)]
     return liger, min(near, key=apart, default=None)
 
 
@@ -140,15 +144,14 @@ def summary(logits: Run, heads: Run) -> str:
         elif liger.ms < ours.ms:
             notes.append(f"In its own memory Liger is faster at {sizes(shape)}.")
     if untried:
-        notes.append(f"Not measured in Liger's memory in this run: {', '.join(untried)};")
-        notes.append(
-            "[docs/heads.md]({up}docs/heads.md) has a commit that was, and was slower than Liger."
-        )
+        notes += [
+            f"Not measured in Liger's memory in this run: {', '.join(untried)};",
+            "[docs/heads.md]({up}docs/heads.md) has a commit that was, and was slower than Liger.",
+        ]
     small = logits.cells(NAMES, "extra_mib", **PLAIN_LOGITS, shape=SMALL, mode=Mode.WALL)
     rows.append({"": f"logits {sizes(SMALL)}, host included", **small, equal: results.NOTHING})
-    return "\n".join(
-        [results.table(rows), "", origin(logits, heads), *(["", *notes] if notes else [])]
-    )
+    after = ["", *notes] if notes else []
+    return "\n".join([results.table(rows), "", origin(logits, heads), *after])
 
 
 def heads(run: Run) -> Rows:
@@ -163,13 +166,10 @@ def workspaces(run: Run) -> Rows:
     rows = []
     for shape in run.shapes(**PLAIN_HEAD, contender="liger"):
         ours = run.all(family="heads", op="cross_entropy", contender=OURS, shape=shape)
-        tried = [r for r in ours if re.fullmatch(r"plain|\d+ MiB|.*summed in.*", r.variant)]
+        tried = [r for r in ours if r.variant in SETTINGS or WORKSPACE.fullmatch(r.variant)]
         tried += run.all(**PLAIN_HEAD, contender="liger", shape=shape)
         for r in sorted(tried, key=lambda r: -(r.spare_mib or 0.0)):
-            setting = r.variant.replace("summed in the weight's dtype", '`accumulate="weight"`')
-            setting = setting.replace("summed in fp32", '`accumulate="fp32"`')
-            setting = setting if setting[0].isdigit() else f"1 GiB, {setting}"
-            setting = "1 GiB, the default" if r.variant == PLAIN else setting
+            setting = SETTINGS.get(r.variant, r.variant)
             over = r.ms / r.floor_ms if r.ms and r.floor_ms else None
             rows.append({
                 HEAD: sizes(shape),

@@ -6,7 +6,7 @@ A report is made from the stored document alone: an old one can be shown again, 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from .cases import BESIDE, EAGER, OURS, PLAIN, Case, Mode, Work
 from .contenders import NAMES
@@ -41,9 +41,8 @@ class Result(Work):
 
 
 def blank(case: Case, contender: str, **known) -> Result:
-    what = {"shape": case.shape, "dtype": case.dtype, "rows": case.rows, "vocab": case.sizes[-1]}
-    work = (case.family, case.op, case.mode, case.variant)
-    return Result(*work, **what, contender=contender, **known)
+    known |= {field.name: getattr(case, field.name) for field in fields(Work)}
+    return Result(rows=case.rows, vocab=case.sizes[-1], contender=contender, **known)
 
 
 def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None) -> None:

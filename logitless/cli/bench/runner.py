@@ -59,9 +59,8 @@ class Entry:
 
     def compare(self, out, grads: Leaves) -> None:
         op, result = self.case.op, self.result
-        errors = result.value_error, result.grad_error = formulas.errors(
-            op, self.inputs, out, grads
-        )
+        errors = formulas.errors(op, self.inputs, out, grads)
+        result.value_error, result.grad_error = errors
         bound = formulas.TOLERANCE[self.case.dtype] * formulas.CLIPPED.get(op, 1)
         bound *= 1 if result.contender == OURS else 10
         if not all(error is None or error <= bound for error in errors):  # NaN included
