@@ -48,7 +48,7 @@ bench: $(READY)  ## correctness, time and memory against the rivals
 	$(PY) -m logitless bench $(ARGS)
 
 tables: $(READY)  ## the tables of README and docs, and the plots, from the newest stored results
-	$(PY) -m benchmarks.tables $(ARGS)
+	$(PY) -m benchmarks.tables
 
 demo: $(READY)  ## train one small model with two losses: same curve
 	$(PY) -m logitless demo $(ARGS)

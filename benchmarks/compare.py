@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-HARNESS = Path(__file__).resolve().parents[1] / "logitless/cli"
+PACKAGE = Path(__file__).resolve().parents[1] / "logitless"
 MARGIN = 0.02
 COLUMNS = ("case", "old ms", "new ms", "old again", "new / old", "noise", "MiB old", "MiB new", "")
 
@@ -30,8 +30,8 @@ def worker(checkout: Path) -> ProcessPoolExecutor:
 
 
 def find(checkout: str) -> None:
-    """In a worker: `logitless` is the checkout's, `bench` is this one's."""
-    sys.path[:0] = [checkout, str(HARNESS)]
+    """In a worker: `logitless` is the checkout's, `cli` is this one's."""
+    sys.path[:] = [checkout, *sys.path, str(PACKAGE)]
     import logitless
 
     assert Path(logitless.__file__).is_relative_to(checkout), logitless.__file__
@@ -39,19 +39,19 @@ def find(checkout: str) -> None:
 
 def names(device: str, how: dict) -> list[str]:
     """In a worker: its cases."""
-    from bench import table
+    from cli.bench import cases
 
-    return [case.name for case in table.choose(device, **how) if not case.study]
+    return [case.name for case in cases.choose(device, **how) if not case.study]
 
 
 def measure(device: str, how: dict, name: str, ms: float) -> dict:
     """In a worker: the result of a case, after this many milliseconds of measuring."""
-    from bench import contenders, runner, table, timing
+    from cli.bench import cases, contenders, runner
 
-    case = next(case for case in table.choose(device, **how) if case.name == name)
-    ours, budget = {contenders.OURS: contenders.ours}, timing.Budget(ms / 4, ms)
-    (result,) = runner.run_case(case, ours, device, budget, check=False)
-    timing.release()  # the GPU's memory, for the other workers
+    case = next(case for case in cases.choose(device, **how) if case.name == name)
+    ours = {contenders.OURS: contenders.ours}
+    (result,) = runner.run_case(case, ours, device, ms, checked=False)
+    torch.cuda.empty_cache()  # for the other workers
     return asdict(result)
 
 
@@ -104,7 +104,7 @@ def main() -> int:
     results = {}
     for i, case in enumerate(cases):
         share = max(0.0, end - time.monotonic()) / (len(cases) - i) / len(workers)
-        results[case] = run(case, min(1000.0, max(20.0, 350 * share)))  # the rest: inputs, memory
+        results[case] = run(case, min(1000.0, max(20.0, 310 * share)))  # the rest: inputs, memory
         print(f"{i + 1}/{len(cases)}", *row(case, results[case], 0.0), sep=" | ", flush=True)
     found = [apart for three in results.values() if (apart := noise(*three)) is not None]
     typical = statistics.median(found or [0.0])

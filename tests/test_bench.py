@@ -6,6 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,14 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.cli import main
-from logitless.cli.bench import contenders, formulas, report, runner, table, timing, verdict
+from logitless.cli import formulas, main
+from logitless.cli.bench import cases, contenders, results, runner, timing
 from logitless.cli.bench.cases import Case, Mode
 
 COMPARE = Path(__file__).parents[1] / "benchmarks/compare.py"
-CASE = Case("logits", "cross_entropy", Mode.BACKWARD, shape=(6, 101), dtype="fp32")
-BRIEF = timing.Budget(1.0, 1.0)
-LARGE = ((8192, 128256), "bf16")
+CASE = Case("logits", "cross_entropy", Mode.BACKWARD, shape="6×101", dtype="fp32")
+BRIEF = 1.0  # milliseconds
+LARGE = ("8192×128256", "bf16")
 
 
 def entries(case=CASE, **functions):
@@ -64,11 +65,49 @@ def test_bench_writes_a_report_plots_and_json(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--shape", "8192"], ["--against", "nobody"], ["--op", "nothing"], ["--from-json", "nowhere"]],
+    [["--shape", "8192"], ["--op", "nothing"], ["--from-json", "nowhere"]],
 )
 def test_bench_names_a_senseless_argument(arguments, capsys):
     assert main(["bench", "--device", "cpu", "--quick", *arguments]) == 2
     assert "logitless bench:" in capsys.readouterr().err
+
+
+def test_a_run_in_two_parts_is_one_result(tmp_path, capsys):
+    how = ["bench", "--family", "teachers", "--op", "capture_topk", "--shape", "6x601", "--quick"]
+    how += ["--against", "eager", "--device", "cpu", "--out", str(tmp_path), "--commit", "this"]
+    assert main([*how, "--minutes", "0"]) == 0
+    (stored,) = tmp_path.glob("*.json")
+    part = json.loads(stored.read_text())
+    assert part["left"] == 2
+    failed = {**part["rows"][0], "variant": "K=8", "status": "failed", "ms": None}
+    stored.write_text(json.dumps(part | {"rows": [*part["rows"], failed]}))  # to be run again
+    assert "2 cases are left for --resume" in stored.with_suffix(".md").read_text()
+    assert main([*how, "--resume", str(stored)]) == 0
+    whole = json.loads(stored.read_text())
+    assert whole["left"] == 0
+    assert whole["date"] == part["date"]
+    assert [row["ms"] for row in whole["rows"][:2]] == [row["ms"] for row in part["rows"]]
+    ours = [row["variant"] for row in whole["rows"] if row["contender"] == "logitless"]
+    assert ours == ["K=64", "K=8", "K=256"]
+    capsys.readouterr()
+    assert main([*how, "--resume", str(stored), "--commit", "another"]) == 2
+    assert "commit must be this in every part, got another." in capsys.readouterr().err
+
+
+def test_a_target_of_one_part_speaks_of_times_in_another():
+    plain, half = cases.STREAM[0].at(*LARGE), cases.VARIANTS[0].at(*LARGE)
+    first = [results.blank(half, "logitless", ms=0.25)]
+    results.judge([half, plain], first, 4.0)
+    assert first[0].reached is None
+    both = [*first, results.blank(plain, "logitless", ms=0.5)]
+    results.judge([half, plain], both, 4.0)
+    assert (both[0].reached, both[0].limit_ms) == (True, pytest.approx(0.55 * 0.5))
+
+
+def test_bench_knows_its_rivals(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "--against", "nobody"])
+    assert "choose from" in capsys.readouterr().err
 
 
 def test_a_result_of_another_version_is_refused(tmp_path, capsys):
@@ -128,14 +167,14 @@ def test_overwriting_the_logits_is_noted_and_wrong_when_it_is_us():
 
     forward = dataclasses.replace(CASE, mode=Mode.FORWARD)
     found = entries(forward, logitless=overwriting, rival=overwriting)
-    assert (found["rival"].status, found["rival"].note) == ("ok", runner.OVERWRITES)
-    assert (found["logitless"].status, found["logitless"].note) == ("wrong", runner.OVERWRITES)
+    assert (found["rival"].status, found["rival"].note) == ("ok", results.OVERWRITES)
+    assert (found["logitless"].status, found["logitless"].note) == ("wrong", results.OVERWRITES)
 
 
 def shrunk(case: Case) -> Case:
     """A case of a GPU as a CPU can run it: small, and without a GPU's clocks."""
-    shape = {"heads": (40, 16, 601), "teachers": (12, 601), "logits": (300, 601)}[case.family]
-    shape = (2, 10, 64) if case.op == "gathered_kl" else shape
+    shape = {"heads": "40×16×601", "teachers": "12×601", "logits": "300×601"}[case.family]
+    shape = "2×10×64" if case.op == "gathered_kl" else shape
     mode = Mode.BACKWARD if case.mode == Mode.WALL else case.mode
     given = {name: 2**14 if name == "workspace" else x for name, x in case.given.items()}
     return dataclasses.replace(case, shape=shape, dtype="fp32", mode=mode, given=given)
@@ -144,8 +183,8 @@ def shrunk(case: Case) -> Case:
 @pytest.mark.parametrize("family", ["logits", "teachers", "heads"])
 def test_every_case_of_a_gpu_agrees_with_fp64_at_a_small_size(family):
     loaded, _ = contenders.load(["logitless", "eager"], "cpu")
-    cases = map(shrunk, table.choose("cuda", families=[family]))
-    different = {f"{case.op} {case.mode} {case.given}": case for case in cases}
+    small = map(shrunk, cases.choose("cuda", families=[family]))
+    different = {f"{case.op} {case.mode} {case.given}": case for case in small}
     assert len(different) > 7
     for case in different.values():
         for r in runner.run_case(case, loaded, "cpu", BRIEF):
@@ -160,7 +199,7 @@ def test_a_head_is_checked_in_the_gradient_of_its_weight_too():
     def frozen_weight(h, W, target):
         return F.cross_entropy(F.linear(h, W.detach()) + 0 * W.sum(), target)
 
-    case = dataclasses.replace(CASE, family="heads", shape=(6, 8, 101))
+    case = dataclasses.replace(CASE, family="heads", shape="6×8×101")
     (result,) = entries(case, rival=frozen_weight).values()
     assert (result.status, result.value_error < 1e-5) == ("wrong", True)
 
@@ -191,25 +230,25 @@ def gpu_clocks(monkeypatch):
 def test_a_gpu_has_a_clock_for_each_mode(gpu_clocks):
     loaded, _ = contenders.load(["logitless", "eager"], "cpu")
     wanted = {Mode.REPLAY: "graph_time", Mode.REPLAY_BOTH: "graph_time", Mode.WALL: "host_time"}
-    for case in table.choose("cuda", families=["teachers", "logits"], quick=True):
+    for case in cases.choose("cuda", families=["teachers", "logits"], quick=True):
         if case.mode not in wanted and case.variant != "K=64":
             continue
-        shape = (2, 5, 64) if case.op == "gathered_kl" else (5, 601)
+        shape = "2×5×64" if case.op == "gathered_kl" else "5×601"
         small = dataclasses.replace(case, shape=shape, dtype="fp32")
-        results = runner.run_case(small, loaded, "cuda", BRIEF)
-        assert [r.status for r in results] == ["ok", "ok"], results
+        found = runner.run_case(small, loaded, "cuda", BRIEF)
+        assert [r.status for r in found] == ["ok", "ok"], found
         assert gpu_clocks[-2:] == 2 * [wanted.get(case.mode, "device_time")]
 
 
 def test_a_yardstick_is_timed_before_and_after_ours(gpu_clocks):
-    plain = table.workspaces(128)[0].at((6, 8, 101), "fp32")
+    plain = cases.workspaces(128)[0].at("6×8×101", "fp32")
     loaded, _ = contenders.load(["logitless", "eager"], "cpu")
     gemms, ours, eager = runner.run_case(plain, loaded, "cuda", BRIEF)
     assert (gemms.contender, ours.contender, eager.contender) == ("3 GEMMs", "logitless", "eager")
     assert (gemms.ms, ours.ms, eager.ms) == ((1.0 + 3.0) / 2, 2.0, 4.0)
     assert gemms.note == "1.000 ms before ours, 3.000 after"
     ours = {"logitless": contenders.ours}
-    (alone,) = runner.run_case(plain, ours, "cuda", BRIEF, check=False)
+    (alone,) = runner.run_case(plain, ours, "cuda", BRIEF, checked=False)
     assert (alone.contender, alone.value_error) == ("logitless", None)
 
 
@@ -231,12 +270,9 @@ def test_the_options_of_the_reference_are_those_of_a_textbook():
 
 
 def test_the_gpu_table_has_every_row_and_target_of_the_plan():
-    cases = table.choose("cuda")
-    count = {
-        (family, mode): sum((c.family, c.mode) == (family, mode) for c in cases)
-        for family, mode in {(c.family, c.mode) for c in cases}
-    }
-    shapes = len(table.SHAPES.split(", "))
+    chosen = cases.choose("cuda")
+    count = Counter((c.family, c.mode) for c in chosen)
+    shapes = len(cases.SHAPES.split(", "))
     assert count["logits", Mode.FORWARD] == 3 * shapes + 2
     assert count["logits", Mode.BACKWARD] == shapes + 6
     assert count["logits", Mode.INPLACE] == shapes
@@ -245,21 +281,21 @@ def test_the_gpu_table_has_every_row_and_target_of_the_plan():
     assert count["teachers", Mode.REPLAY_BOTH] == 2
     assert count["teachers", Mode.BACKWARD] == 10
     assert count["teachers", Mode.FORWARD] == 3
-    named = {c.name: c for c in cases}
-    assert len(named) == len(cases) == 114
-    assert all(c.targets for c in cases if c.family == "logits")
+    named = {c.name: c for c in chosen}
+    assert len(named) == len(chosen) == 114
+    assert all(c.targets for c in chosen if c.family == "logits")
     large = "forward + backward, 8192×4096×128256 bf16"
     assert named[f"cross_entropy, {large}"].targets == {"floor": 1.06}
     assert named[f"cross_entropy, 128 MiB, {large}"].targets == {"floor": 1.25}
     assert named[f"cross_entropy, 64 MiB, {large}"].targets == {"liger": 1.0}
     assert named[f"score, with entropy, {large}"].yardstick == "4 GEMMs"
-    unaligned = [c for c in cases if c.shape[-1] % 2 and c.mode == Mode.FORWARD]
+    unaligned = [c for c in chosen if c.sizes[-1] % 2 and c.mode == Mode.FORWARD]
     assert {c.targets["floor"] for c in unaligned} == {1.15}
 
 
 def test_what_this_library_cannot_run_fails_with_a_word(monkeypatch):
     monkeypatch.delattr(ll, "row_loss")
-    (case,) = table.choose("cpu", ops=["policy_loss"], quick=True)
+    (case,) = cases.choose("cpu", ops=["policy_loss"], quick=True)
     ours, _ = runner.run_case(case, contenders.load(["logitless", "eager"], "cpu")[0], "cpu", BRIEF)
     assert ours.status == "failed"
     assert "row_loss" in ours.note
@@ -267,7 +303,7 @@ def test_what_this_library_cannot_run_fails_with_a_word(monkeypatch):
 
 def test_asked_shapes_are_run_by_the_clock_that_suits_them():
     def modes(device, shape):
-        return {c.mode for c in table.choose(device, families=["logits"], shapes=[shape])}
+        return {c.mode for c in cases.choose(device, families=["logits"], shapes=[shape])}
 
     every = {Mode.FORWARD, Mode.BACKWARD, Mode.INPLACE}
     assert modes("cuda", "16x1000") == {Mode.REPLAY}
@@ -276,14 +312,15 @@ def test_asked_shapes_are_run_by_the_clock_that_suits_them():
 
 def judged(case, **times):
     """Our result in the first of some cases with these times, at a copy bandwidth of 4 TB/s."""
-    cases = case if isinstance(case, list) else [(case, times)]
-    ran = [(c, [runner.blank(c, name, ms=ms) for name, ms in t.items()]) for c, t in cases]
-    return next(r for r in verdict.judge(ran, 4.0) if r.contender == "logitless")
+    ran = case if isinstance(case, list) else [(case, times)]
+    found = [results.blank(c, name, ms=ms) for c, t in ran for name, ms in t.items()]
+    results.judge([c for c, _ in ran], found, 4.0)
+    return next(r for r in found if r.contender == "logitless")
 
 
 def test_verdicts_follow_from_bytes_and_bandwidth():
     # 8192 × 128256 bf16 at 4 TB/s: one reading takes 0.525 ms, and three 1.576.
-    forward, _, _, both, _ = (case.at(*LARGE) for case in table.STREAM)
+    forward, _, _, both, _ = (case.at(*LARGE) for case in cases.STREAM)
     found = judged(forward, logitless=0.54, eager=2.0)
     assert (found.reached, found.target) == (True, "≤ 1.06 · B/C")
     assert found.floor_ms == pytest.approx(0.5253, rel=1e-3)
@@ -291,20 +328,20 @@ def test_verdicts_follow_from_bytes_and_bandwidth():
     found = judged(both, logitless=1.70)
     assert found.reached is False
     assert found.tbps == pytest.approx(3 * 2.1013 / 1.70, rel=1e-3)
-    assert report.outcome([found])[1].endswith("1.700 ms (our target was 1.671 ms)")
-    few = table.FEW[0].at((128, 128256), "bf16")
+    assert results.outcome([found])[1].endswith("1.700 ms (our target was 1.671 ms)")
+    few = cases.FEW[0].at("128×128256", "bf16")
     assert judged(few, logitless=0.0166).limit_ms == pytest.approx(0.006 + 1.3 * 0.008208, rel=1e-3)
 
 
 def test_verdicts_follow_from_what_was_timed_beside():
-    forward, half = table.STREAM[0].at(*LARGE), table.VARIANTS[0].at(*LARGE)
+    forward, half = cases.STREAM[0].at(*LARGE), cases.VARIANTS[0].at(*LARGE)
     found = judged([(half, {"logitless": 0.30}), (forward, {"logitless": 0.54})])
     assert (found.reached, found.limit_ms) == (False, pytest.approx(0.55 * 0.54))
-    wall = table.choose("cuda", families=["logits"])[-2]
+    wall = cases.choose("cuda", families=["logits"])[-2]
     assert judged(wall, logitless=0.19, eager=0.1, compile=0.3, fla=0.2).reached
     assert judged(wall, logitless=0.19, eager=0.1, compile=0.18).reached is False
-    place = ((8192, 4096, 128256), "bf16")
-    plain, at_128, at_64, *_ = (case.at(*place) for case in table.workspaces(128, 64, liger=64))
+    place = ("8192×4096×128256", "bf16")
+    plain, at_128, at_64, *_ = (case.at(*place) for case in cases.workspaces(128, 64, liger=64))
     found = judged(at_128, **{"3 GEMMs": 38.0, "logitless": 47.0})
     assert (found.reached, found.target) == (True, "≤ 1.25 × 3 GEMMs")
     found = judged([(at_64, {"logitless": 53.0}), (plain, {"liger": 54.0})])
@@ -312,16 +349,16 @@ def test_verdicts_follow_from_what_was_timed_beside():
 
 
 def test_memory_beyond_the_gradients_is_a_target():
-    both = table.STREAM[3].at(*LARGE)
-    result = runner.blank(both, "logitless", ms=1.5, spare_mib=9.0)
-    (found,) = verdict.judge([(both, [result])], 4.0)
+    both = cases.STREAM[3].at(*LARGE)
+    found = results.blank(both, "logitless", ms=1.5, spare_mib=9.0)
+    results.judge([both], [found], 4.0)
     assert found.reached is False
-    assert report.outcome([found])[1].endswith("9.0 MiB beyond gradients")
+    assert results.outcome([found])[1].endswith("9.0 MiB beyond gradients")
 
 
 def test_shapes_are_read_as_people_write_them():
-    assert table.parse_shape("8192x128256") == (8192, 128256)
-    assert table.parse_shape("8192×4096×128256") == (8192, 4096, 128256)
+    assert cases.parse_shape("8192x128256") == "8192×128256"
+    assert cases.parse_shape("8192×4096×128256") == "8192×4096×128256"
 
 
 def test_compare_runs_a_library_against_itself(tmp_path):

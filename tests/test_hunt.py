@@ -21,7 +21,7 @@ from sizes import DEVICE
 from torch.utils.checkpoint import checkpoint
 
 import logitless as ll
-from logitless.cli.bench import timing
+from logitless.cli import _memory
 
 WEIGHED = {
     "cross_entropy": lambda x, w: ll.cross_entropy(x, TARGET, row_weight=w),
@@ -301,7 +301,7 @@ def test_number_18_two_heads_stay_near_their_workspace(loss):
             ll.kl_div(q, p, direction=loss).backward()
 
     gradients = sum(t.numel() * t.element_size() for t in student)
-    peak = timing.extra_memory("cpu", None, run)
+    peak = _memory.extra_memory("cpu", None, run)
     assert peak <= 2 * space + 2 * gradients + (32 << 20)
 
 

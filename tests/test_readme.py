@@ -73,7 +73,7 @@ def test_its_tables_are_the_committed_results(page, tables):
 
 def test_a_table_says_what_was_measured(tables):
     """One cell of README, from the result by hand; and a table's lines are all of one run."""
-    run = tables.logits_run()
+    run = tables.newest("logits")
     wanted = {"contender": "logitless", "op": "cross_entropy", "variant": "plain"}
     wanted |= {"mode": "forward + backward", "shape": "8192×128256", "dtype": "bf16"}
     rows = [row for row in run.document["rows"] if wanted.items() <= row.items()]
@@ -86,7 +86,7 @@ def test_a_table_says_what_was_measured(tables):
 
 
 def test_where_liger_is_faster_is_said(tables):
-    run = tables.heads_run()
+    run = tables.newest("heads")
     for shape in run.shapes(**tables.PLAIN_HEAD, contender="liger"):
         liger, ours = tables.in_liger_memory(run, shape)
         said = f"Liger is faster at {tables.sizes(shape)}." in README

@@ -57,12 +57,12 @@ def installed(package: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Commit of the checkout this file is tracked in, marked when tracked files differ from it."""
+    """Commit of the checkout this file is tracked in, marked when the package differs from it."""
     git = ("git", "-C", str(Path(__file__).parent))
     if not ask(*git, "ls-files", Path(__file__).name):  # installed, perhaps inside another checkout
         return None
     found = ask(*git, "rev-parse", "--short=12", "HEAD")
-    changed = ask(*git, "status", "--porcelain", "--untracked-files=no")
+    changed = ask(*git, "status", "--porcelain", "--untracked-files=no", "..")
     return f"{found} with changes" if found and changed else found
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import logitless as ll
 from logitless.cli import chosen_device, require
-from logitless.cli.bench.timing import extra_memory
+from logitless.cli._memory import extra_memory
 
 VOCAB = 32_768
 UNKNOWN = 0

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import logitless as ll
 
-from .bench import formulas
-from .bench.formulas import at, wide
+from . import formulas
+from .formulas import at, wide
 
 
 class Check(NamedTuple):

@@ -1,24 +1,28 @@
-"""What a case is: some work, the floor under its time, and the targets for our own time.
+"""What is measured: the cases, the floor under their time, the targets for ours, and their sizes.
 
 B = rows · vocab · itemsize is one reading of the logits. A forward reads them once, a forward +
 backward reads them twice and writes the gradient (3B), in place each element is read and written
 once (2B). Bytes over C, the copy bandwidth measured in the same run, are the *floor* that nothing
 beats by much. Where bytes aren't what limits the work, a *yardstick* timed beside it is the floor:
-the matrix products of a head, say. A CPU has neither: PyTorch's own time is the reference there.
+for a head the matrix products that it cannot do without, by cuBLAS at full size, three for a mean
+or sum, four where results a row come back. A CPU has neither: PyTorch's own time is the reference.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 OURS, EAGER, COMPILED = "logitless", "eager", "compile"
+FAMILIES = ("logits", "teachers", "heads")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN = "plain"  # the variant that others are compared with
-Shape = tuple[int, ...]
+MIB = 2**20
 
 
 class Mode:
@@ -30,8 +34,28 @@ class Mode:
     WALL = "forward + backward, wall time"
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass
+class Work:
+    """What is run: all that tells a case from the others."""
+
+    family: str
+    op: str
+    mode: str
+    variant: str = PLAIN
+    shape: str = field(default="", kw_only=True)  # rows×vocab, or rows×width×vocab of a head
+    dtype: str = field(default="", kw_only=True)
+
+    @property
+    def work(self) -> str:
+        return self.op if self.variant == PLAIN else f"{self.op}, {self.variant}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.work}, {self.mode}, {self.shape} {self.dtype}"
+
+
+@dataclass
+class Case(Work):
     """One line of the benchmark, run by every contender that can.
 
     Our time must be at most `targets[of]` times that of each `of`: "floor"; "start + floor", the
@@ -39,10 +63,6 @@ class Case:
     contenders, of which the fastest counts; or "cpu", PyTorch where that is the device.
     """
 
-    family: str
-    op: str
-    mode: str
-    variant: str = PLAIN
     given: dict[str, Any] = field(default_factory=dict)  # to the inputs, and to the op as options
     targets: dict[str | tuple[str, ...], float] = field(default_factory=dict)
     passes: float = 0.0  # over the logits, for the floor in bytes
@@ -51,32 +71,25 @@ class Case:
     alone: bool = False  # without rivals
     compiled: bool = True  # whether torch.compile, slow to start, takes part
     study: bool = False  # about exactness or memory rather than time
-    shape: Shape = ()  # (rows, vocab), or (rows, width, vocab) of a head
-    dtype: str = ""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(map(int, self.shape.split("×")))
 
     @property
     def rows(self) -> int:
-        return self.shape[0] if self.family == "heads" else prod(self.shape[:-1])
+        return self.sizes[0] if self.family == "heads" else prod(self.sizes[:-1])
 
     @property
-    def floor_bytes(self) -> float:
-        return self.passes * self.rows * self.shape[-1] * DTYPES[self.dtype].itemsize
+    def row_bytes(self) -> int:
+        return self.sizes[-1] * DTYPES[self.dtype].itemsize
 
-    @property
-    def work(self) -> str:
-        return self.op if self.variant == PLAIN else f"{self.op}, {self.variant}"
-
-    @property
-    def name(self) -> str:
-        """All that tells it from other cases."""
-        return f"{self.work}, {self.mode}, {size(self.shape)} {self.dtype}"
-
-    def at(self, shape: Shape, dtype: str) -> Case:
+    def at(self, shape: str, dtype: str) -> Case:
         """Rows that don't all start at a multiple of 16 bytes may take longer."""
-        aligned = self.family == "heads" or shape[-1] * DTYPES[dtype].itemsize % 16 == 0
-        least = {} if aligned or "floor" not in self.targets else {"floor": 1.15}
-        targets = self.targets | {of: max(x, self.targets[of]) for of, x in least.items()}
-        return replace(self, shape=shape, dtype=dtype, targets=targets)
+        case = replace(self, shape=shape, dtype=dtype)
+        if case.family != "heads" and case.row_bytes % 16 and "floor" in case.targets:
+            case.targets = case.targets | {"floor": max(1.15, case.targets["floor"])}
+        return case
 
     def on_cpu(self) -> Case:
         """One clock, no floor, and less to compile: that takes long here."""
@@ -87,5 +100,173 @@ class Case:
         return replace(self, passes=0.0, yardstick="", **how)
 
 
-def size(shape: Shape) -> str:
-    return "×".join(map(str, shape))
+FORWARD, BOTH, INPLACE, WALL = Mode.FORWARD, Mode.BACKWARD, Mode.INPLACE, Mode.WALL
+LOGITS, TEACHERS, HEADS = (partial(Case, family) for family in FAMILIES)
+NEAR, START, DENSE = {"floor": 1.06}, {"start + floor": 1.3}, {"floor": 1 / 0.75}
+OTHERS = (COMPILED, "liger", "fla", "flash-attn")
+BESIDE = "cross_entropy"  # our plain one
+STREAM = [
+    LOGITS("cross_entropy", FORWARD, targets=NEAR, passes=1),
+    # These two compile to much the same, and starting the compiler takes long.
+    LOGITS("score", FORWARD, targets=NEAR, passes=1, compiled=False),
+    LOGITS("logsumexp", FORWARD, targets=NEAR, passes=1, compiled=False),
+    LOGITS("cross_entropy", BOTH, targets=NEAR, passes=3, spare_mib=8.0),
+    LOGITS("cross_entropy", INPLACE, targets={"floor": 1.15}, passes=2, spare_mib=8.0),
+]
+ON_CPU = [replace(STREAM[-2], targets={"cpu": 1.15}), STREAM[-1]]
+FEW = [
+    LOGITS("logsumexp", Mode.REPLAY, targets=START, passes=1, compiled=False),
+    LOGITS("score", Mode.REPLAY, targets=START, passes=1, compiled=False),
+]
+SHORT = partial(LOGITS, "cross_entropy", WALL, PLAIN, {})
+HALF = partial(LOGITS, "cross_entropy", FORWARD, targets={BESIDE: 0.55}, passes=0.5, alone=True)
+MORE = partial(LOGITS, mode=BOTH, targets={BESIDE: 1.10}, passes=3, spare_mib=8.0, alone=True)
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "temperature": 0.7}
+OPTIONS |= {"weight": True}  # of the classes, drawn with the inputs
+VARIANTS = [
+    HALF("every other row ignored", given={"runs": 1}),
+    HALF("runs of 256 rows ignored", given={"runs": 256}),
+    *(MORE("cross_entropy", variant=name, given={name: x}) for name, x in OPTIONS.items()),
+    MORE("score", variant="with entropy"),
+]
+TAIL = {"divergence": "forward_kl", "support": "tail"}
+MIXED = TAIL | {"labels": True, "temperature": 2.0, "ce_weight": 0.5, "kd_weight": 0.5}
+RENORM = {"divergence": "forward_kl", "support": "renorm"}
+SURE = TAIL | {"sure": True}  # the student's rest is as small as the teacher's
+DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
+CAPTURE = partial(TEACHERS, "capture_topk", FORWARD, passes=1, compiled=False)
+SPARSE = [  # and the cross-entropy that its targets speak of, and the making of a teacher
+    LOGITS("cross_entropy", BOTH, passes=3, alone=True),
+    DISTILL("tail, K=64", TAIL, {BESIDE: 1.10}, alone=False),
+    DISTILL("tail and cross_entropy, K=64", MIXED, {BESIDE: 1.25}),
+    DISTILL("tail, K=512", TAIL | {"K": 512}, {BESIDE: 1.30}),
+    DISTILL("small tails, K=64", SURE),
+    DISTILL("small tails, K=512", SURE | {"K": 512}),
+    DISTILL("renorm, K=64", RENORM, {"floor": 1.15}, yardstick="zeros_like"),
+    CAPTURE("K=64", {"k": 64}, {EAGER: 1 / 3}),
+    CAPTURE("K=8", {"k": 8}, alone=True),
+    CAPTURE("K=256", {"k": 256}, alone=True),
+]
+GATHERED = [  # its bytes: logits gathered at K ids, the teacher's and the gradient
+    TEACHERS("gathered_kl", WALL, targets={EAGER: 1.0}, passes=3),
+    TEACHERS("gathered_kl", Mode.REPLAY_BOTH, PLAIN, {}, {"start + floor": 4.0}, 3, compiled=False),
+]
+PAIRS = [
+    TEACHERS("kl_div", BOTH, "forward", {"direction": "forward"}, DENSE, 5),
+    TEACHERS("kl_div", BOTH, "reverse", {"direction": "reverse"}, DENSE, 5),
+    TEACHERS("jsd", BOTH, targets=DENSE, passes=7),
+    TEACHERS("soft_cross_entropy", BOTH),
+]
+ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
+OVER_A_HEAD = [
+    HEADS("policy_loss", BOTH, "GRPO mean by row_loss", {}, NEAR, yardstick="3 GEMMs"),
+    HEADS("score", BOTH, "with entropy", {}, {"floor": 1.08}, yardstick="4 GEMMs", alone=True),
+    HEADS("topk_distill", BOTH, "tail, K=64", TAIL, {BESIDE: 1.05}, alone=True),
+    ALONE("half of the rows ignored", {"runs": 1}, {BESIDE: 0.56}),
+]
+SMALL = {"workspace": 128 * MIB}
+OTHER_SUMS = [
+    ALONE("128 MiB, summed in the weight's dtype", SMALL | {"accumulate": "weight"}),
+    ALONE("summed in fp32", {"accumulate": "fp32"}),
+]
+GROWING = [  # memory for more and more rows: see its column
+    ALONE("default workspace, growing rows", study=True),
+    ALONE("128 MiB, growing rows", SMALL, study=True),
+]
+
+
+def workspaces(*sizes: int, liger: int = 0) -> list[Case]:
+    """Cross-entropy over a head in these MiB, of which one is about the memory that Liger takes."""
+    found = [HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")]
+    for mib in sizes:
+        targets = ({"floor": 1.25} if mib == 128 else {}) | ({"liger": 1.0} if mib == liger else {})
+        found.append(ALONE(f"{mib} MiB", {"workspace": mib * MIB}, targets, yardstick="3 GEMMs"))
+    return found + OTHER_SUMS
+
+
+def exactness(rows: int, vocab: int) -> list[Case]:
+    """The error of the weight's gradient, summed over more and more chunks: see its column."""
+    found = [HEADS("cross_entropy", BOTH, "beside an unfused head", study=True, compiled=False)]
+    for chunks, way in product((1, 2, 4, 8, 16, 64), ("auto", "fp32", "weight")):
+        given = {"workspace": rows // chunks * vocab * 2, "accumulate": way}
+        found.append(ALONE(f"{chunks} chunks, accumulate={way}", given, study=True))
+    return found
+
+
+class Group(NamedTuple):
+    """Cases at the same places: "SHAPE DTYPE, ..." on a GPU, and on a CPU."""
+
+    family: str
+    cases: list[Case]
+    cuda: str = ""
+    cpu: str = ""
+    moves: str = ""  # where to, if --shape is given: "many" rows, "few", or "any"
+
+
+SHAPES = (  # the last two have rows that aren't 16-byte aligned
+    "8192×128256 bf16, 4096×151936 bf16, 16384×32000 bf16, 8192×128256 fp32, "
+    "16384×50257 bf16, 8192×128255 bf16"
+)
+FEW_SHAPES = "1×128256 bf16, 2×129920 fp32, 16×128256 bf16, 128×128256 bf16"
+LARGE, LARGE_HEAD = "8192×128256 bf16", "8192×4096×128256 bf16"
+CPU, CPU_HEAD = "128×50257 fp32", "256×512×32000 fp32"
+GROUPS = (
+    Group("logits", STREAM, SHAPES, f"{CPU}, 128×50257 bf16", moves="many"),
+    Group("logits", ON_CPU, cpu="512×128256 fp32"),
+    Group("logits", FEW, FEW_SHAPES, moves="few"),
+    Group("logits", VARIANTS, LARGE),
+    Group("logits", [SHORT({EAGER: 2.0, OTHERS: 1.0})], "64×1024 bf16"),
+    Group("logits", [SHORT({EAGER: 2.7, OTHERS: 1.0})], "512×32000 bf16"),
+    Group("teachers", SPARSE, LARGE, CPU, moves="any"),
+    Group("teachers", GATHERED, "4×2048×64 fp32, 8×1024×512 fp32", "2×64×64 fp32"),
+    Group("teachers", PAIRS, "4096×128256 bf16", CPU, moves="any"),
+    Group("heads", workspaces(128, 64, liger=64), LARGE_HEAD, CPU_HEAD, moves="any"),
+    Group("heads", workspaces(128, 64, 37, liger=37), "8192×2048×151936 bf16"),
+    Group("heads", workspaces(128, 64, liger=128), "16384×2304×256000 bf16"),
+    Group("heads", OVER_A_HEAD, LARGE_HEAD, CPU_HEAD),
+    Group("heads", exactness(8192, 32768), "8192×1024×32768 bf16"),
+    Group("heads", GROWING, ", ".join(f"{2**n}×4096×128256 bf16" for n in range(12, 17))),
+)
+FEW_ROWS = 256  # at most: work so short that a GPU is timed by graph replay
+QUICK = {"cuda": (1024, 32000), "cpu": (64, 4001)}  # at most so many rows, and so large a vocab
+
+
+def parse_shape(text: str) -> str:
+    """'8192x128256' as '8192×128256'."""
+    sizes = text.lower().replace("×", "x").split("x")
+    if len(sizes) not in (2, 3) or not all(size.isdigit() and int(size) for size in sizes):
+        raise ValueError(f"--shape must be ROWSxVOCAB or ROWSxWIDTHxVOCAB, got {text!r}.")
+    return "×".join(sizes)
+
+
+def place(group: Group, device: str, shape: str, quick: bool, asked: bool) -> str | None:
+    """The shape that a group has for one of its own, or for one of --shape, if any."""
+    rows, *width, vocab = map(int, shape.split("×"))
+    if asked:
+        kind = "few" if device == "cuda" and rows <= FEW_ROWS else "many"
+        fits = bool(width) == (group.family == "heads") and group.moves in (kind, "any")
+        return shape if fits else None
+    most = QUICK[device]
+    small = (min(rows, most[0]), *(min(n, most[0]) for n in width), min(vocab, most[1]))
+    return "×".join(map(str, small)) if quick else shape
+
+
+def choose(
+    device: str, *, quick=False, families=None, ops=None, shapes=None, dtypes=None
+) -> list[Case]:
+    """The cases that are asked for. Some are in two groups: the first stays."""
+    kinds = dtypes or ["fp32" if device == "cpu" else "bf16"]
+    asked = list(product(map(parse_shape, shapes or ()), kinds))
+    found: dict[str, Case] = {}
+    for group in [group for group in GROUPS if group.family in (families or FAMILIES)]:
+        own = [each.split() for each in getattr(group, device).split(", ") if each]
+        for (shape, dtype), case in product(asked or own, group.cases):
+            shape = place(group, device, shape, quick, bool(asked))
+            wanted = case.op in (ops or [case.op]) and dtype in (dtypes or [dtype])
+            if shape and wanted and not (quick and case.study):
+                case = replace(case.at(shape, dtype), compiled=case.compiled and not quick)
+                case = case.on_cpu() if device == "cpu" else case
+                found.setdefault(case.name, case)
+    if not found:
+        raise ValueError("no case has this family, op, shape and dtype.")
+    return list(found.values())

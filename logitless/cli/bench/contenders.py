@@ -1,8 +1,6 @@
-"""What each case is run on, and who takes part in it.
+"""What each case is run on, and who takes part in it: ours, PyTorch, each library that imports.
 
-A contender is a function that finds what to call for a case, or None where it sits out. A rival
-library is known by its package and its ops, by family and work; torch.compile compiles what PyTorch
-runs eagerly.
+A contender is a function that finds what to call for a case, or None where it sits out.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ from torch import Tensor
 
 import logitless as ll
 
-from . import formulas
+from .. import formulas
+from ..formulas import BY_ROW, IGNORED, Inputs
 from .cases import COMPILED, DTYPES, EAGER, OURS, Case, Mode
-from .formulas import IGNORED, Inputs
 
 OF_A_HEAD = ("workspace", "accumulate")  # given to LinearLogits rather than to the op
 Finder = Callable[[Case], Callable | None]
@@ -28,7 +26,7 @@ Finder = Callable[[Case], Callable | None]
 
 def inputs(case: Case, device: str) -> Inputs:
     """Logits, uniform targets, and what else the op of a case takes."""
-    N, V, leaves = case.rows, case.shape[-1], leaves_of(case, device)
+    N, V, leaves = case.rows, case.sizes[-1], leaves_of(case, device)
     options = {name: x for name, x in case.given.items() if name not in OF_A_HEAD}
     rows: tuple[Tensor, ...] = ()
     target = torch.randint(V, (N,), device=device)
@@ -48,12 +46,10 @@ def inputs(case: Case, device: str) -> Inputs:
         rows += (target,) if labels else ()
         if sure:  # the student's rest is as small as the teacher's
             leaves[0].scatter_(1, rows[0], 20.0)
-    elif case.op != "capture_topk":  # a dense teacher
-        rows = leaves_of(case, device)
-        if case.op == "gathered_kl":
-            rows = (rows[0].log_softmax(-1),)
-        elif case.op == "soft_cross_entropy":
-            rows = (rows[0].float().softmax(-1),)
+    elif case.op != "capture_topk":  # a dense teacher: its logits, or what is made of them
+        (teacher,) = leaves_of(case, device)
+        made = {"gathered_kl": torch.log_softmax, "soft_cross_entropy": torch.softmax}.get(case.op)
+        rows = (made(teacher.float(), -1) if made else teacher,)
     return Inputs(leaves, rows, options)
 
 
@@ -61,8 +57,8 @@ def leaves_of(case: Case, device: str) -> tuple[Tensor, ...]:
     """Logits of variance 4; or the hidden states and the weight that give such."""
     normal = partial(torch.randn, dtype=DTYPES[case.dtype], device=device)
     if case.family != "heads":
-        return (normal(case.shape).mul_(2),)
-    N, D, V = case.shape
+        return (normal(case.sizes).mul_(2),)
+    N, D, V = case.sizes
     return normal(N, D), normal(V, D) * (2 / D**0.5)
 
 
@@ -72,18 +68,6 @@ def sparse_teacher(N: int, V: int, K: int, device: str) -> tuple[Tensor, ...]:
     ids = torch.stack([torch.randperm(V, device=device)[:K] for _ in range(min(N, 64))])
     ids = ids.repeat(-(-N // len(ids)), 1)[:N]
     return ids, logprobs, torch.log1p(-logprobs.exp().sum(-1).clamp(max=0.999))
-
-
-def ours(case: Case) -> Callable:
-    """As a user calls it, with the arguments in one order."""
-    op = ADAPTED.get("in place" if case.mode == Mode.INPLACE else case.op)
-    op = op or getattr(ll, case.op)
-    if case.family != "heads":
-        return op
-    head = {name: case.given[name] for name in OF_A_HEAD if name in case.given}
-    return lambda hidden, weight, *rows, **options: op(
-        ll.LinearLogits(hidden, weight, **head), *rows, **options
-    )
 
 
 def distill(logits, ids, logprobs, tail, labels=None, **options) -> Tensor:
@@ -96,14 +80,14 @@ def capture(logits, k) -> tuple:
     return found.ids, found.logprobs, found.tail
 
 
-def policy_loss(logits, target, old, advantage) -> Tensor:
-    def formula(stats, old, advantage):
-        return formulas.clipped(stats.logprob, old, advantage)
+def policy_loss(logits, target, *rows) -> Tensor:
+    def formula(stats, *rows):
+        return formulas.clipped(stats.logprob, *rows)
 
-    return ll.row_loss(formula, logits, target, rows=(old, advantage))
+    return ll.row_loss(formula, logits, target, rows=rows)
 
 
-ADAPTED = {
+ADAPTED = {  # to the order of arguments of formulas.py
     "in place": partial(ll.cross_entropy, inplace=True),
     "logsumexp": lambda x, target: ll.logsumexp(x),
     "topk_distill": distill,
@@ -113,10 +97,20 @@ ADAPTED = {
 }
 
 
+def ours(case: Case) -> Callable:
+    """As a user calls it."""
+    name = "in place" if case.mode == Mode.INPLACE else case.op
+    op = ADAPTED.get(name) or getattr(ll, name)
+    if case.family != "heads":
+        return op
+    head = {name: case.given[name] for name in OF_A_HEAD if name in case.given}
+    return lambda h, W, *rows, **options: op(ll.LinearLogits(h, W, **head), *rows, **options)
+
+
 def eager(case: Case) -> Callable | None:
     """PyTorch, which has nothing in place."""
     formula = formulas.FORMULAS[case.op]
-    op = formula if case.op in formulas.BY_ROW else lambda *x, **how: formula(*x, **how).mean()
+    op = formula if case.op in BY_ROW else lambda *x, **how: formula(*x, **how).mean()
     op = F.cross_entropy if case.op == "cross_entropy" else op
     if case.family == "heads":
         return lambda hidden, weight, *rows: op(F.linear(hidden, weight), *rows)
@@ -145,33 +139,26 @@ def liger(module) -> dict:
     }
 
 
-def flash_attn(module) -> dict:
-    loss = module.CrossEntropyLoss
-    return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
-
-
 def fla(module) -> dict:
     """Without its logsumexp: one block of 65,536, autotuned, takes minutes to compile."""
-    loss = import_module(f"{module.__name__}.fused_cross_entropy").FusedCrossEntropyLoss
     head = module.FusedLinearCrossEntropyLoss()
     return {
-        "logits: cross_entropy": loss(),
-        "logits: in place": loss(inplace_backward=True),
         "heads: cross_entropy": lambda hidden, weight, target: head(hidden, target, weight),
+        **both_ways(import_module(f"{module.__name__}.fused_cross_entropy").FusedCrossEntropyLoss),
     }
 
 
-def quack(module) -> dict:
-    in_place = partial(module.cross_entropy, inplace_backward=True)
-    return {"logits: cross_entropy": module.cross_entropy, "logits: in place": in_place}
+def both_ways(loss) -> dict:
+    """Of a class, or of partial(partial, function)."""
+    return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
 
 
 BUILT_IN: dict[str, Finder] = {OURS: ours, EAGER: eager, COMPILED: compiled}
 RIVALS = {
     "liger": ("liger_kernel.transformers", liger),
     "fla": ("fla.modules", fla),
-    "flash-attn": ("flash_attn.losses.cross_entropy", flash_attn),
-    "quack": ("quack.cross_entropy", quack),
+    "flash-attn": ("flash_attn.losses.cross_entropy", lambda m: both_ways(m.CrossEntropyLoss)),
+    "quack": ("quack.cross_entropy", lambda m: both_ways(partial(partial, m.cross_entropy))),
     "cce": ("cut_cross_entropy", lambda m: {"heads: cross_entropy": m.linear_cross_entropy}),
 }
 NAMES = (*BUILT_IN, *RIVALS)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 from .cases import COMPILED, EAGER, OURS, PLAIN, Mode
 from .contenders import NAMES
-from .runner import Result
+from .results import Result
 
 GREYS = ("#c9ced6", "#9aa5b1", "#7fb7be", "#4f7cac", "#33658a", "#2f4858", "#86a873")  # rivals
 REDS = ("#d1495b", "#7d1d3f", "#edae49", "#a26769")  # ours: plain, and what stands beside it
@@ -17,33 +16,29 @@ PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # behind a numb
 FASTEST = dict.fromkeys(("logits", "teachers"), "its bytes at the bandwidth of a copy")
 FASTEST["heads"] = "its GEMMs alone"
 LEAST_MIB = 0.1  # on the scale of memory, which is logarithmic: less is drawn as this
-
-
-class Bar(NamedTuple):
-    panel: str
-    group: str
-    name: str
-    height: float
+Bars = dict[tuple[str, str, str], float]  # heights by panel, group and name
 
 
 def save(document: dict, folder: Path) -> list[Path]:
     """Writes the pictures that have something to show, and returns their paths."""
-    C, made = document["copy_tbps"], []
-    ceiling = "% of the fastest possible, higher is better"
-    speed = ("speed", "speed, PyTorch eager = 1, higher is better", 1)
-    memory = ("memory", "memory allocated beyond the inputs, MiB, lower is better", None)
-    where = f"{document['device']['name']}, torch {document['versions']['torch']}"
+    made, where = [], f"{document['device']['name']}, torch {document['versions']['torch']}"
     timed = [r for row in document["rows"] if (r := Result(**row)).ms and r.contender in NAMES]
-    together = Counter(r.key for r in timed)
+    together = Counter(r.name for r in timed)
     for family in dict.fromkeys(r.family for r in timed):
-        for file, title, line in (("share-of-ceiling", ceiling, 100) if C else speed, memory):
-            shown = [r for r in timed if r.family == family and is_shown(r, together[r.key])]
-            if bars := [bar for r in shown if (bar := bar_of(r, file))]:
+        shown = [r for r in timed if r.family == family and is_shown(r, together[r.name])]
+        speed = ("speed", "speed, PyTorch eager = 1, higher is better", 1)
+        if document["copy_tbps"]:
+            what = f"% of the fastest possible, higher is better: 100 is {FASTEST[family]}"
+            speed = ("share-of-ceiling", what, 100)
+        beyond = "inputs and the gradients" if family == "heads" else "inputs"
+        memory = ("memory", f"memory allocated beyond the {beyond}, MiB, lower is better", None)
+        for file, what, line in (speed, memory):
+            bars = {place_of(r, file): x for r in shown if (x := height_of(r, file)) is not None}
+            if file == "memory":
+                bars = {place: x for place, x in bars.items() if place[0] == Mode.BACKWARD}
+            if bars:
                 made.append(folder / f"{file}{'' if family == 'logits' else f'-{family}'}.png")
-                if file == "memory" and family == "heads":
-                    title = title.replace("inputs", "inputs and the gradients")
-                what = f": 100 is {FASTEST[family]}" if line == 100 else ""
-                draw(bars, f"{family}: {title}{what}\n{where}", line, made[-1], file == "memory")
+                draw(bars, f"{family}: {what}\n{where}", line, made[-1])
     return made
 
 
@@ -55,58 +50,54 @@ def is_shown(r: Result, contenders: int) -> bool:
     return chosen and r.mode != Mode.WALL and (contenders > 1 or r.mode == Mode.INPLACE)
 
 
-def bar_of(r: Result, file: str) -> Bar | None:
-    """Memory is in one panel, our in-place form beside the default one."""
+def place_of(r: Result, file: str) -> tuple[str, str, str]:
+    """Its panel, group and name. Memory is in one panel, our in-place form beside the default."""
     panel, name = r.mode, r.contender
     if r.family == "heads" and r.variant != PLAIN:
         name = f"{OURS}, {r.variant}"
     if file == "memory" and r.mode == Mode.INPLACE and r.contender == OURS:
         panel, name = Mode.BACKWARD, f"{OURS}, in place"
-    height = r.floor_ms and r.ms and 100 * r.floor_ms / r.ms
-    if file == "memory":
-        taken = r.spare_mib if r.family == "heads" else r.extra_mib
-        height = taken if panel == Mode.BACKWARD else None
-    elif file == "speed":
-        height = r.eager_x and 1 / r.eager_x
     what = f"{r.work}\n" if r.family == "teachers" else ""
-    return Bar(panel, f"{what}{r.shape}\n{r.dtype}", name, height) if height is not None else None
+    return panel, f"{what}{r.shape}\n{r.dtype}", name
 
 
-def draw(bars: list[Bar], title: str, line: float | None, path: Path, log: bool) -> None:
-    """Bars in groups, the number on each: those of a logarithmic scale differ by thousands."""
+def height_of(r: Result, file: str) -> float | None:
+    if file == "memory":
+        return r.spare_mib if r.family == "heads" else r.extra_mib
+    if file == "speed":
+        return r.eager_x and 1 / r.eager_x
+    return r.floor_ms and r.ms and 100 * r.floor_ms / r.ms
+
+
+def draw(bars: Bars, title: str, line: float | None, path: Path) -> None:
+    """Bars in groups, the number on each; without a line to reach, on a logarithmic scale."""
     from matplotlib.figure import Figure  # without pyplot: no display, no global state
 
-    present = list(dict.fromkeys(bar.name for bar in bars))
+    panels, present = (list(dict.fromkeys(place[i] for place in bars)) for i in (0, 2))
     ours = [name for name in present if name.startswith(OURS)]
     names = [name for name in NAMES[1:] if name in present] + ours
     colors = dict(zip((*NAMES[1:], *ours), (*GREYS, *REDS), strict=False))
-    panels = list(dict.fromkeys(bar.panel for bar in bars))
-    base, least = (LEAST_MIB / 2, LEAST_MIB) if log else (0.0, 0.0)
+    base, width = 0.0 if line else LEAST_MIB / 2, 0.84 / len(names)
     figure = Figure(figsize=(11, 2.7 * len(panels) + 1.1))
     for axis, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
-        heights = {(bar.group, bar.name): bar.height for bar in bars if bar.panel == panel}
-        groups = list(dict.fromkeys(group for group, _ in heights))
-        width = 0.84 / len(names)
+        groups = list(dict.fromkeys(place[1] for place in bars if place[0] == panel))
         for i, name in enumerate(names):  # one that failed leaves its place empty
             at = [j + (i - (len(names) - 1) / 2) * width for j in range(len(groups))]
-            values = [heights.get((group, name)) for group in groups]
-            ends = [base if v is None else max(v, least) for v in values]
-            tall = [end - base for end in ends]
+            values = [bars.get((panel, group, name)) for group in groups]
+            tall = [0.0 if v is None else max(v, 2 * base) - base for v in values]
             drawn = axis.bar(at, tall, width * 0.94, bottom=base, color=colors[name])
             labels = ["" if v is None else amount(v) for v in values]
-            axis.bar_label(
-                drawn, labels, fontsize=7, padding=2, rotation=90, bbox=PATCH,
-                weight="bold" if name in ours else "normal",
-            )  # fmt: skip
-        if log:
-            axis.set_yscale("log")
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.set_ylim(base, max(heights.values()) * 12)
+            weight = "bold" if name in ours else "normal"
+            how = {"fontsize": 7, "padding": 2, "rotation": 90, "bbox": PATCH, "weight": weight}
+            axis.bar_label(drawn, labels, **how)
         if line:
             axis.axhline(line, color="#333333", linewidth=0.8, linestyle="--", zorder=0)
-        axis.set_xticks(range(len(groups)), groups, fontsize=8)
-        if not log:
             axis.margins(y=0.25)
+        else:
+            axis.set_yscale("log")
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.set_ylim(base, max(bars.values()) * 12)
+        axis.set_xticks(range(len(groups)), groups, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_title(panel, fontsize=10, loc="left")
     handles = [drawn[0] for drawn in figure.axes[0].containers]  # one set of bars a name

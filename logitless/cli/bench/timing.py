@@ -1,44 +1,33 @@
-"""Clocks: device events, graph replay, wall time; and peak memory.
+"""Clocks: device events, graph replay, wall time.
 
-Every clock takes a `prepare`, called before each repetition outside of the time, and a `run` that
-is given what it returned. All report the median, in milliseconds.
+A clock takes `prepare`, called before each repetition outside of the time, and `run`, which is
+given what that returned. It reports the median of the repetitions that fill `spend` milliseconds,
+after a warm-up of 0.4 of that; all times are in milliseconds.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-MIB = 2**20
+from .cases import MIB
+
 L2_FLUSH_BYTES = 1024 * MIB  # more than any last-level cache
 
 Prepare = Callable[[], Any]
 Run = Callable[[Any], Any]
 
 
-class Budget(NamedTuple):
-    """Milliseconds to spend on one contender in one case."""
-
-    warmup: float = 25.0
-    measure: float = 60.0
-
-    def longer(self) -> Budget:
-        """For work of tens of milliseconds: until the GPU's clocks settle."""
-        return Budget(5 * self.warmup, 5 * self.measure)
-
-    def repetitions(self, one_ms: float, *, least: int = 5, most: int = 500) -> int:
-        return max(least, min(most, int(self.measure / max(one_ms, 1e-3))))
+def repetitions(spend: float, one: float, least: int = 5, most: int = 500) -> int:
+    return max(least, min(most, int(spend / max(one, 1e-3))))
 
 
-def device_time(prepare: Prepare, run: Run, budget: Budget) -> float:
+def device_time(prepare: Prepare, run: Run, spend: float) -> float:
     """Events around each call, with a cold L2.
 
     The cache is flushed by *reading* a large buffer. Zeroing one would leave it full of dirty
@@ -57,17 +46,17 @@ def device_time(prepare: Prepare, run: Run, budget: Budget) -> float:
         end.record()
         return start, end
 
-    def several(count: int) -> list[float]:
+    def median(count: int) -> float:
         events = [once() for _ in range(count)]
         torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in events]
+        return statistics.median(start.elapsed_time(end) for start, end in events)
 
-    estimate = statistics.median(several(3))
-    several(Budget(measure=budget.warmup).repetitions(estimate, least=2))
-    return statistics.median(several(budget.repetitions(estimate)))
+    one = median(3)
+    median(repetitions(0.4 * spend, one, least=2))
+    return median(repetitions(spend, one))
 
 
-def graph_time(run: Run, copies: Tensor, budget: Budget) -> float:
+def graph_time(run: Run, copies: Tensor, spend: float) -> float:
     """Time of one call inside a replayed CUDA graph that calls it on each of `copies`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -80,24 +69,35 @@ def graph_time(run: Run, copies: Tensor, budget: Budget) -> float:
     with torch.cuda.graph(graph):
         for x in copies:
             run(x)
-    return device_time(lambda: None, lambda _: graph.replay(), budget) / len(copies)
+    return device_time(lambda: None, lambda _: graph.replay(), spend) / len(copies)
 
 
-def host_time(run: Run, leaves: tuple[Tensor, ...]) -> float:
-    """Wall time of a call when many follow each other and nobody waits for the device."""
-    calls, batches = 200, 5
+def wall_times(works: list[tuple[Prepare, Run]], spend: float) -> list[float]:
+    """Wall time of several works, in turns: what slows a CPU down hits all alike."""
 
-    def batch() -> float:
+    def once(prepare: Prepare, run: Run) -> float:
+        argument = prepare()
         start = time.perf_counter()
+        run(argument)
+        return (time.perf_counter() - start) * 1e3
+
+    slowest = max((once(*work) for work in works), default=0.0)
+    rounds = range(repetitions(spend, slowest, most=50))
+    times = [[once(*work) for work in works] for _ in rounds]
+    return [statistics.median(column) for column in zip(*times, strict=True)]
+
+
+def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
+    """Wall time of a call when many follow each other and nobody waits for the device."""
+
+    def batch(leaves: tuple[Tensor, ...]) -> None:
         for _ in range(calls):
             for leaf in leaves:
                 leaf.grad = None
             run(leaves)
         torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e3 / calls
 
-    batch()
-    return statistics.median(batch() for _ in range(batches))
+    return wall_times([(lambda: leaves, batch)], 0.0)[0] / calls
 
 
 def synchronises(run: Run, argument: Any) -> bool:
@@ -114,63 +114,8 @@ def synchronises(run: Run, argument: Any) -> bool:
     return False
 
 
-def wall_times(works: list[tuple[Prepare, Run]], budget: Budget) -> list[float]:
-    """Wall time of several works on a CPU, in turns: what slows the machine down hits all alike."""
-
-    def once(prepare: Prepare, run: Run) -> float:
-        argument = prepare()
-        start = time.perf_counter()
-        run(argument)
-        return (time.perf_counter() - start) * 1e3
-
-    slowest = max((once(*work) for work in works), default=0.0)
-    rounds = budget.repetitions(slowest, most=50)
-    times = [[once(*work) for work in works] for _ in range(rounds)]
-    return [statistics.median(column) for column in zip(*times, strict=True)]
-
-
-def copy_bandwidth(budget: Budget) -> float:
+def copy_bandwidth(spend: float) -> float:
     """TB/s, bytes read plus bytes written, of copying a buffer much larger than any cache."""
     size = min(4096 * MIB, torch.cuda.mem_get_info()[0] // 4)
     source, out = torch.ones(2, size // 4, device="cuda")
-    ms = device_time(lambda: None, lambda _: out.copy_(source), budget)
-    return 2 * size / ms / 1e9
-
-
-def extra_memory(device: str, argument: Any, run: Run) -> int:
-    """Most bytes allocated at once during a call, beyond what was there before it."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        kept = run(argument)
-        torch.cuda.synchronize()
-        del kept
-        return torch.cuda.max_memory_allocated() - before
-    # PyTorch counts no peak on a CPU, but its profiler sees each allocation.
-    with quiet(), torch.profiler.profile(profile_memory=True) as profile:
-        kept = run(argument)
-    del kept
-    found: Any = profile.profiler  # whose raw events have no types
-    events = [e for e in found.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Drops what the profiler's C++ prints to stderr on starting and stopping."""
-    saved = os.dup(2)
-    with open(os.devnull, "w") as null:
-        os.dup2(null.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-
-
-def release() -> None:
-    """Gives freed memory back, so that one contender's cache is no burden to the next."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    return 2e-9 * size / device_time(lambda: None, lambda _: out.copy_(source), spend)

@@ -1,8 +1,8 @@
-"""Each op as one writes it in plain PyTorch, and a contender's distance from that in fp64.
+"""Each op as one writes it in plain PyTorch, and an answer's distance from that in fp64.
 
 A formula takes logits (n, V) and what belongs to their rows, and returns numbers or ids for each
-row. PyTorch's own contender is its mean in the dtype of the logits; the reference is its sum over a
-few rows at a time in fp64, differentiated by autograd, so that fp64 copies stay small.
+row: what `doctor` compares with. `bench` times its mean in the dtype of the logits, and checks by
+its sum over a few rows at a time in fp64, differentiated by autograd: fp64 copies stay small.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
-ENTROPY_BONUS = 0.01  # the scalar that is differentiated for `score`: -(logprob + 0.01 · entropy)
 CLIP = 0.2  # of the ratio of a policy and its older self
+ENTROPY_BONUS = 0.01  # the scalar that is differentiated for `score`: -(logprob + 0.01 · entropy)
 ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # of fp64 logits alive at once
 
 # Bounds on our error, relative to max(1, |value|), and on ‖d - ref‖ / ‖ref‖ for gradients. Others
@@ -61,13 +61,8 @@ def cross_entropy(
 
 
 def score(x, target):
-    logp = log_softmax(x)
-    return (
-        at(logp, target),
-        -(logp.exp() * logp).sum(-1),
-        torch.logsumexp(wide(x), -1),
-        x.argmax(-1),
-    )
+    logp, lse = log_softmax(x), torch.logsumexp(wide(x), -1)
+    return at(logp, target), -(logp.exp() * logp).sum(-1), lse, x.argmax(-1)
 
 
 def clipped(logprob, old, advantage) -> Tensor:

@@ -1,0 +1,182 @@
+"""What is stored of a run, the verdict on it (floors, targets reached or not), and the report.
+
+A report is made from the stored document alone: an old one can be shown again, without its machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+
+from .cases import BESIDE, EAGER, OURS, PLAIN, Case, Mode, Work
+from .contenders import NAMES
+
+NOTHING = "–"
+OVERWRITES, SYNCHRONISES = "overwrites its input", "synchronises with the host"
+KERNEL_START_MS = 0.006  # what a call on few rows may cost beyond its bytes
+Times = dict[tuple[str, str], float | None]  # by contender and name of a case
+
+
+@dataclass
+class Result(Work):
+    """One contender in one case. What couldn't be measured is None."""
+
+    rows: int = 0
+    vocab: int = 0
+    contender: str = ""
+    status: str = "ok"  # "ok", "wrong" or "failed"
+    note: str = ""
+    value_error: float | None = None
+    grad_error: float | None = None
+    ms: float | None = None
+    extra_mib: float | None = None  # at most at once, beyond the inputs
+    spare_mib: float | None = None  # the same, beyond the gradients too
+    # filled in by `judge`, once the ceiling and all times are known
+    eager_x: float | None = None  # time over PyTorch's
+    floor_ms: float | None = None
+    tbps: float | None = None
+    target: str = ""
+    limit_ms: float | None = None
+    reached: bool | None = None
+
+
+def blank(case: Case, contender: str, **known) -> Result:
+    known |= {field.name: getattr(case, field.name) for field in fields(Work)}
+    return Result(rows=case.rows, vocab=case.sizes[-1], contender=contender, **known)
+
+
+def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None) -> None:
+    """Fills in what follows from the times, and holds our own against their targets."""
+    times = {(r.contender, r.name): r.ms for r in results}
+    named = {case.name: case for case in cases}
+    for r, case in ((r, named[r.name]) for r in results if r.name in named):
+        eager, total = times.get((EAGER, r.name)), case.passes * case.rows * case.row_bytes
+        r.eager_x = r.ms / eager if r.ms and eager else None
+        r.floor_ms = times.get((case.yardstick, r.name))
+        if copy_tbps and total and not case.yardstick and case.mode != Mode.WALL:
+            r.floor_ms = total / copy_tbps / 1e9
+            r.tbps = total / r.ms / 1e9 if r.ms else None
+        if r.contender == OURS:
+            hold(case, r, times)
+
+
+def hold(case: Case, r: Result, times: Times) -> None:
+    """The strictest limit on time counts; one whose reference wasn't measured does not."""
+    limits = [limit(case, of, factor, r.floor_ms, times) for of, factor in case.targets.items()]
+    r.limit_ms = min((ms for _, ms in limits if ms is not None), default=None)
+    kept = [False] if r.status != "ok" else []
+    if r.limit_ms is not None and r.ms is not None:
+        kept += [r.ms <= r.limit_ms, SYNCHRONISES not in r.note]
+    if case.spare_mib is not None and r.spare_mib is not None:
+        limits.append((f"≤ {case.spare_mib:.0f} MiB", None))
+        kept.append(r.spare_mib <= case.spare_mib)
+    r.target = ", ".join(text for text, _ in limits)
+    r.reached = all(kept) if kept else None
+
+
+def limit(case: Case, of, factor: float, floor: float | None, times: Times):
+    """A target in words, and in milliseconds if what it speaks of was measured."""
+    if of in ("floor", "start + floor"):
+        start = KERNEL_START_MS if of == "start + floor" else 0.0
+        passes = "" if case.passes == 1 else f"{case.passes:g}"
+        unit = f"× {case.yardstick}" if case.yardstick else f"· {passes}B/C"
+        text = f"≤ {f'{start * 1e3:.0f} µs + ' if start else ''}{factor:.2f} {unit}"
+        return text, None if floor is None else start + factor * floor
+    plain = replace(case, variant=PLAIN)  # a contender without this variant is compared in that one
+    names = (of,) if isinstance(of, str) else of
+    found = {name: times.get((name, case.name)) or times.get((name, plain.name)) for name in names}
+    if of == BESIDE:
+        found = {"our cross_entropy": times.get((OURS, replace(plain, op=of).name))}
+    known = {name: ms for name, ms in found.items() if ms}
+    text = f"≤ {'' if factor == 1 else f'{factor:.2f} × '}{', '.join(known or found)}"
+    return text, factor * min(known.values()) if known else None
+
+
+def markdown(document: dict) -> str:
+    results = [Result(**row) for row in document["rows"]]
+    ours = [target_row(r, results) for r in results if r.contender == OURS]
+    facts = "\n".join(f"- {fact}" for fact in [*about(document), *outcome(results)])
+    parts = ["# Benchmark", facts, "## Targets", table(ours)]
+    for family, mode in dict.fromkeys((r.family, r.mode) for r in results):
+        rows = [work_row(r) for r in results if (r.family, r.mode) == (family, mode)]
+        parts += [f"## {family.capitalize()}: {mode}", table(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Of rows by column; a column that says nothing is left out."""
+    columns = [c for c in rows[0] if any(row[c] not in ("", NOTHING) for row in rows)]
+    lines = [columns, ["---"] * len(columns), *([row[c] for c in columns] for row in rows)]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def about(document: dict) -> list[str]:
+    """What was run, where and when, one fact a line."""
+    standing, C, left = document["contenders"], document["copy_tbps"], document.get("left")
+    present = {name: text for name, text in standing.items() if not text.startswith("absent")}
+    facts = [
+        f"device: {', '.join(f'{v}' for v in document['device'].values() if v)}",
+        f"versions: {', '.join(f'{k} {v}' for k, v in document['versions'].items() if v)}",
+        f"contenders: {', '.join(f'{k} {v}' for k, v in present.items())}",
+        *(f"{name} {text}" for name, text in standing.items() if name not in present),
+        f"commit: {document['commit'] or 'unknown'}, date: {document['date']}",
+        "times are medians; logits have variance 4, targets are uniform",
+    ]
+    if C:
+        facts += [
+            f"C: {C:.3f} TB/s, bytes read plus bytes written by a copy; B: bytes of the logits",
+            "floor: bytes that must move, over C; for a head the GEMMs that it needs, by cuBLAS",
+        ]
+    return [*facts, f"{left} cases are left for --resume"] if left else facts
+
+
+def outcome(results: list[Result]) -> list[str]:
+    reached = [r.reached for r in results if r.reached is not None]
+    lines = [f"targets reached: {sum(reached)} of {len(reached)}"]
+    for r in results:
+        if r.reached is False:
+            why = r.note or f"{number(r.spare_mib, '.1f')} MiB beyond gradients"
+            if r.ms and r.limit_ms and r.ms > r.limit_ms:
+                why = f"{time_text(r.ms)} (our target was {time_text(r.limit_ms)})"
+            lines.append(f"missed: {r.name}: {why}")
+    return lines
+
+
+def target_row(r: Result, results: list[Result]) -> dict[str, str]:
+    """Beside the fastest of the others. One that destroys the logits isn't doing the same work."""
+    rivals = [x for x in results if x.name == r.name and x.contender in NAMES[1:] and x.ms]
+    fair = [x for x in rivals if x.mode == Mode.INPLACE or OVERWRITES not in x.note]
+    best = min(fair, key=lambda x: x.ms or 0.0, default=None)
+    return {
+        **{column: getattr(r, column) for column in ("work", "mode", "shape", "dtype")},
+        "target": r.target,
+        "allowed": time_text(r.limit_ms),
+        "ours": time_text(r.ms) if r.status == "ok" else r.status,
+        "reached": NOTHING if r.reached is None else "yes" if r.reached else "NO",
+        "MiB beyond gradients": number(r.spare_mib, ".1f"),
+        "best other": f"{best.contender} {time_text(best.ms)}" if best else NOTHING,
+        "ours faster": number(best and best.ms and r.ms and best.ms / r.ms, ".2f", " ×"),
+    }
+
+
+def work_row(r: Result) -> dict[str, str]:
+    return {
+        **{column: getattr(r, column) for column in ("work", "shape", "dtype", "contender")},
+        "time": time_text(r.ms) if r.status == "ok" else r.status,
+        "× eager": number(r.eager_x, ".2f"),
+        "TB/s": number(r.tbps, ".3g"),
+        "floor / time": number(r.floor_ms and r.ms and r.floor_ms / r.ms, ".0%"),
+        "extra MiB": number(r.extra_mib, ".1f"),
+        "beyond gradients": number(r.spare_mib, ".1f"),
+        "error": number(r.value_error, ".0e"),
+        "of gradients": number(r.grad_error, ".1e"),
+        "note": r.note,
+    }
+
+
+def time_text(ms: float | None) -> str:
+    return number(ms and ms * 1e3, ".1f", " µs") if ms and ms < 0.2 else number(ms, ".3f", " ms")
+
+
+def number(value: float | None, spec: str, unit: str = "") -> str:
+    return NOTHING if value is None else f"{value:{spec}}{unit}"
