@@ -215,8 +215,11 @@ def topk(logits, k, temperature, softcap) -> None:
     options.softcap(softcap)
 
 
-def linear(hidden, weight, bias, main_grad, workspace, accumulate, drop_ignored) -> None:
+def linear(
+    hidden, weight, bias, main_grad, workspace, logits_dtype, accumulate, drop_ignored
+) -> None:
     checks.linear(hidden, weight, bias, workspace)
+    checks.logits_dtype(logits_dtype, hidden)
     checks.main_grad(main_grad, weight)
     checks.one_of("accumulate", accumulate, options.ACCUMULATE)
 

@@ -342,6 +342,14 @@ def linear(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
         raise ValueError(f"workspace must be positive, got {workspace}.")
 
 
+def logits_dtype(dtype: Any, hidden: Tensor) -> None:
+    legal = torch.promote_types(hidden.dtype, torch.float32)
+    if dtype not in (None, hidden.dtype, legal):
+        raise ValueError(
+            f"logits_dtype must be {legal} or None for hidden of {hidden.dtype}, got {dtype}."
+        )
+
+
 def main_grad(t: Any, weight: Tensor) -> None:
     """Where a weight's gradient is added up elsewhere."""
     if t is None:

@@ -1,28 +1,67 @@
 """A head in chunks of rows: their logits one after another, and the gradients they add up to.
 
-Every chunk reads the weight and, but for the first, the sum of the weight's gradient so far, so
-chunks are as large as memory allows. The sum is the delicate part. bf16 keeps 8 bits: rounded after
-every one of many chunks it drifts away from what one large product would give. Kept in fp32 it
-takes twice the memory of the gradient itself. Stored as block floating point (int16 with one
-exponent per 128 values, kernels/accumulate.py) it needs no extra memory.
+How many rows make a chunk, _cut.py says. Every chunk reads the weight and, but for the first, the
+sum of its gradient so far, so chunks are as large as memory allows. The sum is the delicate part.
+bf16 keeps 8 bits: rounded after every one of many chunks it drifts away from what one large product
+would give. Kept in fp32 it takes twice the memory of the gradient itself. Stored as block floating
+point (int16 with one exponent per 128 values, kernels/accumulate.py) it needs no extra memory.
 """
 
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._contract import PRECISION
+from ._cut import Cut, Space, even_chunk
 
 Rows = slice | Tensor
 
-WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}  # bytes of logits alive at once, by default
-TILE = 128  # rows that a GEMM works on together
-PACK = 8  # columns: rows of 16-bit logits start on 16-byte boundaries
-SLAB = 64 << 20  # bytes of a sum in fp32 that a CPU has in work at once
+SLAB = 64 << 20  # bytes in fp32 that a CPU has in work at once
+
+
+def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+    """h @ weight.T + bias, into `out`: of their dtype, or in fp32 as a GEMM sums it."""
+    if out.dtype == h.dtype:
+        if bias is None:
+            return torch.mm(h, weight.t(), out=out)
+        return torch.addmm(bias, h, weight.t(), out=out)
+    if h.is_cuda and bias is None:
+        return torch.mm(h, weight.t(), out_dtype=out.dtype, out=out)
+    if h.is_cuda:
+        out.copy_(bias)
+        return torch.addmm(out, h, weight.t(), out_dtype=out.dtype, out=out)
+    h = h.to(out.dtype)
+    step = max(SLAB // (out.element_size() * max(h.shape[1], 1)), 1)
+    for start in range(0, len(weight), step):
+        part = slice(start, start + step)
+        wide = weight[part].to(out.dtype).t()
+        if bias is None:
+            out[:, part] = h @ wide
+        else:
+            out[:, part] = torch.addmm(bias[part].to(out.dtype), h, wide)
+    return out
+
+
+class Step(NamedTuple):
+    """Rows whose gradient may be written at once."""
+
+    rows: Rows
+    logits: Tensor  # (n, V)
+    into: Tensor  # (n, V), for their gradient
+
+
+class Chunk(NamedTuple):
+    """Rows that are computed together."""
+
+    rows: Rows
+    hidden: Tensor  # (n, D)
+    logits: Tensor  # (n, V)
+    steps: list[Step]
+    gradient: Tensor  # (n, V), of all steps
 
 
 class Chunks:
@@ -32,11 +71,9 @@ class Chunks:
     first chunk are queued before that, so that the GPU has work while the host waits.
     """
 
-    def __init__(self, weight: Tensor, rows: int, live: Tensor | None, workspace: int | None):
-        self.width = -(-weight.shape[0] // PACK) * PACK
-        limit = workspace or WORKSPACE.get(weight.device.type, WORKSPACE["cuda"])
-        self.most = limit // (self.width * weight.element_size())
-        self.first = even_chunk(rows, self.most)  # rows of the first chunk, unless fewer count
+    def __init__(self, cut: Cut, rows: int, live: Tensor | None):
+        self.cut = cut
+        self.first = self._even(rows)  # rows of the first chunk, unless fewer count
         self.rows, self.index = rows, None
         if live is not None:
             self.index = torch.argsort(live, descending=True, stable=True)
@@ -52,28 +89,30 @@ class Chunks:
     def slices(self) -> list[Rows]:
         """The rows of each chunk, once their number is known."""
         first = min(self.first, self.rows)
-        step = even_chunk(self.rows - first, self.most)
+        step = self._even(self.rows - first)
         starts = [*([0] if first else []), *range(first, self.rows, step), self.rows]
         return [self._some(start, end) for start, end in itertools.pairwise(starts)]
+
+    def _even(self, rows: int) -> int:
+        if self.cut.columns is not None:
+            return max(min(self.cut.rows, rows), 1)
+        return even_chunk(rows, self.cut.rows)
 
     def _some(self, start: int, end: int) -> Rows:
         return slice(start, end) if self.index is None else self.index[start:end]
 
     def logits(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None
-    ) -> Iterator[tuple[Rows, Tensor, Tensor]]:
-        """(rows, their hidden states, their logits), one chunk after another in one workspace.
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    ) -> Iterator[Chunk]:
+        """The logits in this dtype, one chunk after another in one workspace.
 
         On return the first chunk is queued, and the number of rows known.
         """
-        size = (self.first, self.width)
-        space = torch.empty(size, device=hidden.device, dtype=hidden.dtype)[:, : weight.shape[0]]
+        vocab = len(weight)
+        space = Space(self.first, vocab, dtype, hidden)
 
         def multiply(h: Tensor) -> Tensor:
-            z = space[: len(h)]
-            if bias is None:
-                return torch.mm(h, weight.t(), out=z)
-            return torch.addmm(bias, h, weight.t(), out=z)
+            return product(h, weight, bias, space.logits(len(h), vocab))
 
         if len(hidden):
             multiply(hidden[self._some(0, min(self.first, len(hidden)))])
@@ -82,25 +121,19 @@ class Chunks:
         def each():
             for i, rows in enumerate(self.slices()):
                 h = hidden[rows]
-                yield rows, h, multiply(h) if i else space[: len(h)]  # the first is queued already
+                z = multiply(h) if i else space.logits(len(h), vocab)  # the first is queued already
+                into = space.gradient(len(h), vocab)
+                steps = [Step(of(rows, at), z[at], into[at]) for at in space.steps(len(h))]
+                yield Chunk(rows, h, z, steps, into)
 
         return each()
 
 
-@functools.lru_cache(1024)
-def even_chunk(rows: int, room: int) -> int:
-    """How many of so many rows make a chunk, in a workspace with room for `room` of them.
-
-    Whole tiles of a GEMM if it holds one, a power of two if it holds several, as batches are: then
-    nothing is left over. Chunks are even, for the smallest costs a reading of the weight too.
-    """
-    most = max(room, 1)
-    if most >= 8 * TILE:
-        most = 1 << (most.bit_length() - 1)
-    elif most >= TILE:
-        most -= most % TILE
-    even = -(-rows // max(-(-rows // most), 1))
-    return max(min(most, -(-even // TILE) * TILE, rows), 1)
+def of(rows: Rows, at: slice) -> Rows:
+    """Some of these rows."""
+    if isinstance(rows, slice):
+        return slice(rows.start + at.start, rows.start + at.stop)
+    return rows[at]
 
 
 class _Number:
@@ -138,9 +171,14 @@ class HeadGradients:
         blank = torch.empty_like if chunks.index is None else torch.zeros_like
         self.d_hidden = blank(hidden) if needs[0] else None
         self.weight_sum = None
-        if needs[1]:
+        if needs[1] and into is not None:
+            self.weight_sum = Sum(into, fresh=False)
+        elif needs[1]:
             count = len(chunks.slices())
-            self.weight_sum = _sum_for(run, count, hidden, self.weight, accumulate, into)
+            way = way_to_sum(run, count, hidden, self.weight, accumulate)
+            make = torch.empty if count else torch.zeros
+            total = make(self.weight.shape, device=hidden.device, dtype=way.dtype)
+            self.weight_sum = sum_in(run, total, count, way)
         self.d_bias = None
         if needs[2] and bias is not None:
             self.d_bias = torch.zeros_like(bias, dtype=PRECISION[bias.dtype])
@@ -180,25 +218,29 @@ class RowGradients:
                 flat[rows] = d
 
 
-def _sum_for(
-    run: ModuleType, chunks: int, hidden: Tensor, weight: Tensor, accumulate: str,
-    into: Tensor | None,
-) -> "_Sum | _SumInPlace":  # fmt: skip
-    """Where Σ dz.T @ h goes. fp16, of little range, is always summed in fp32."""
-    if into is not None:
-        return _Sum(into, fresh=False)
+class Way(NamedTuple):
+    """How products are summed over chunks."""
+
+    dtype: torch.dtype  # of the total
+    in_place: bool  # in 16 bits that keep 14 between chunks
+
+
+def way_to_sum(run: ModuleType, count: int, hidden: Tensor, weight: Tensor, accumulate: str) -> Way:
+    """For so many products. fp16, of little range, is always summed in fp32."""
     dtype = weight.dtype
     if dtype == torch.float16 or (dtype == torch.bfloat16 and accumulate == "fp32"):
-        dtype = torch.float32
-    elif dtype == torch.bfloat16 and accumulate == "auto" and chunks > 2:
-        if run.can_accumulate(hidden, weight):
-            return _SumInPlace(run, weight, chunks)
-        dtype = torch.float32
-    make = torch.empty if chunks else torch.zeros
-    return _Sum(make(weight.shape, device=weight.device, dtype=dtype), fresh=True)
+        return Way(torch.float32, False)
+    if dtype == torch.bfloat16 and accumulate == "auto" and count > 2:
+        in_place = run.can_accumulate(hidden, weight)
+        return Way(dtype if in_place else torch.float32, in_place)
+    return Way(dtype, False)
 
 
-class _Sum:
+def sum_in(run: ModuleType, total: Tensor, count: int, way: Way) -> "Sum | SumInPlace":
+    return SumInPlace(run, total, count) if way.in_place else Sum(total, fresh=True)
+
+
+class Sum:
     """Σ dz.T @ h over chunks, in the dtype of the total."""
 
     def __init__(self, total: Tensor, fresh: bool):
@@ -220,12 +262,11 @@ class _Sum:
         self.fresh = False
 
 
-class _SumInPlace:
+class SumInPlace:
     """The same in 16 bits a number: right to 14 between chunks, rounded as bf16 at the end."""
 
-    def __init__(self, run: ModuleType, weight: Tensor, chunks: int):
-        self.run = run
-        self.total = torch.empty(weight.shape, device=weight.device, dtype=weight.dtype)
+    def __init__(self, run: ModuleType, total: Tensor, chunks: int):
+        self.run, self.total = run, total
         self.exponents = run.exponents(self.total)
         self.chunks, self.done = chunks, 0
 

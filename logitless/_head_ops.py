@@ -6,7 +6,7 @@ Each RowLoss that is an operator over logits (_ops.py) is three over a head:
     logitless::head_<name>_rows              its results a row
     logitless::head_<name>_rows_gradient     their gradients
 
-They do what linear.py does without a compiler, by its own functions. Ignored rows are computed with
+They do what _head.py does without a compiler, by its own functions. Ignored rows are computed with
 the others: how many there are the host could only know by waiting, which no graph may do.
 """
 
@@ -17,14 +17,15 @@ from torch import Tensor
 
 from . import _call, _ops
 from ._contract import PRECISION
+from ._head import Each, Total, as_parts, dtypes_as_given
 from ._loss import RowLoss, _mass, reduced
-from .linear import LinearLogits, _dtypes_as_given, _Each, _like, _Total
+from .linear import LinearLogits
 
 _HEAD = (  # the head, that of a teacher, and how
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? teacher_hidden, Tensor? teacher_weight,"
-    " Tensor? teacher_bias, int? workspace, str accumulate"
+    " Tensor? teacher_bias, int? workspace, ScalarType? logits_dtype, str accumulate"
 )
-_TENSORS, _ARGUMENTS = 6, 8  # of a head
+_TENSORS, _ARGUMENTS = 6, 9  # of a head
 
 
 def _flat(source: LinearLogits, loss: RowLoss) -> tuple:
@@ -33,28 +34,31 @@ def _flat(source: LinearLogits, loss: RowLoss) -> tuple:
     for i, t in enumerate(flat):
         if isinstance(t, LinearLogits):
             teacher, flat[i] = t.parts, t.hidden  # in its place, for the form
-    return (*source.parts, *teacher, source.workspace, source.accumulate, *flat)
+    how = (source.workspace, source.dtype, source.accumulate)
+    return (*source.parts, *teacher, *how, *flat)
 
 
 def _made(kind: type, args: tuple) -> tuple[LinearLogits, RowLoss]:
     """A head and a loss from an operator's arguments."""
-    parts, teacher, (workspace, accumulate) = args[:3], args[3:_TENSORS], args[_TENSORS:_ARGUMENTS]
+    parts, teacher = args[:3], args[3:_TENSORS]
+    names = ("workspace", "logits_dtype", "accumulate")
+    how = dict(zip(names, args[_TENSORS:_ARGUMENTS], strict=True))
     loss = _ops.loss_of(kind, args[_ARGUMENTS:])
-    how = {"workspace": workspace, "accumulate": accumulate, "drop_ignored": False}
-    with _dtypes_as_given(parts[0].device):
+    with dtypes_as_given(parts[0].device):
         if teacher[0] is not None:
             loss = loss.with_tensors((*loss.tensors[:4], LinearLogits(*teacher)))
-        return LinearLogits(*parts, **how), loss
+        return LinearLogits(*parts, drop_ignored=False, **how), loss
 
 
 def _context(needs: list[bool], **fields) -> SimpleNamespace:
-    """What a node of linear.py asks of autograd's context; an operator has its own."""
+    """What a node of _head.py asks of autograd's context; an operator has its own."""
 
     def nothing(*_):
         pass
 
     return SimpleNamespace(
-        needs=needs, others=[], save_for_backward=nothing, mark_non_differentiable=nothing,
+        needs=needs, others=[], known=None, save_for_backward=nothing,
+        mark_non_differentiable=nothing,
         set_materialize_grads=nothing, **fields,
     )  # fmt: skip
 
@@ -94,11 +98,11 @@ class HeadOperator:
         *args, row_weight, reduction, needs = args
         source, loss = _made(self.kind, tuple(args))
         _call.values(loss, source.shape[-1])
-        late = _late(reduction, source.dtype)
+        late = _late(reduction, source.hidden.dtype)
         ctx = _context(needs, mean=reduction == "mean", late=late)
-        with _dtypes_as_given(source.device):
-            value, share, found = _Total.compute(ctx, source, row_weight, loss)
-        found[:3] = _shaped(found[:3], source.parts) if late else _like(found[:3], source.parts)
+        with dtypes_as_given(source.device):
+            value, share, found = Total.compute(ctx, source, row_weight, loss)
+        found[:3] = _shaped(found[:3], source.parts) if late else as_parts(found[:3], source.parts)
         return [_some(t, value) for t in (value, share if late else None, *found)]
 
     def fake_total(self, hidden, weight, bias, *args) -> list[Tensor]:
@@ -115,18 +119,18 @@ class HeadOperator:
     def rows(self, *args) -> list[Tensor]:
         source, loss = _made(self.kind, args)
         _call.values(loss, source.shape[-1])
-        return list(_Each.forward(_context([False] * 3), *source.parts, source, loss))
+        return list(Each.forward(_context([False] * 3), *source.parts, source, loss))
 
     def fake_rows(self, *args) -> list[Tensor]:
-        (hidden, weight), rest = args[:2], args[_ARGUMENTS:]
-        x = hidden.new_empty(()).expand(*hidden.shape[:-1], weight.shape[0])
+        (hidden, weight), dtype, rest = args[:2], args[_TENSORS + 1], args[_ARGUMENTS:]
+        x = hidden.new_empty((), dtype=dtype).expand(*hidden.shape[:-1], weight.shape[0])
         return self.of.fake(x, *rest)[: _ops.outputs_of(_ops.loss_of(self.kind, rest))]
 
     def gradient(self, *args) -> list[Tensor]:
         *args, needs, upstream = args
         source, loss = _made(self.kind, tuple(args))
-        with _dtypes_as_given(source.device):
-            found = _Each.compute(_context(needs), upstream, source, loss)
+        with dtypes_as_given(source.device):
+            found = Each.compute(_context(needs), upstream, source, loss)
         return [_some(t, source.hidden) for t in found]
 
     def fake_gradient(self, hidden, weight, bias, *args) -> list[Tensor]:

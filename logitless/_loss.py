@@ -5,6 +5,9 @@ A `RowLoss` has two methods, and whoever evaluates it decides when each is calle
     forward(run, x)                       outputs (...), and what backward needs
     backward(run, x, saved, upstream)     the gradient of the logits
 
+Most losses read statistics of a row and no logits. Those say what they make of them in `settle` and
+`coefficients`, and the two methods follow: that is all a source needs that has some columns only.
+
 `run` is the backend, `kernels` or `eager`. Neither method knows autograd. `evaluate` makes a node
 of them for a tensor: statistics and value in forward, the gradient in backward, from what forward
 saved. A source that is no tensor (_sources.py) evaluates the loss itself, by the same two methods.
@@ -25,7 +28,7 @@ from torch.autograd import forward_ad
 
 from . import _call, _checks, _ops, eager
 from ._call import backend, mapped, under_transform
-from ._contract import PRECISION, Reading
+from ._contract import PRECISION, Coefficients, Reading, Statistics
 
 Saved = tuple[Tensor | None, ...]
 
@@ -49,8 +52,20 @@ class RowLoss:
         """Of the mark and of the ids, as users know them."""
         return "target", "ids"
 
-    def forward(self, run: ModuleType, x: Tensor) -> tuple[tuple[Tensor, ...], Saved]:
+    def settle(
+        self, run: ModuleType, found: Statistics, vocab: int
+    ) -> tuple[tuple[Tensor, ...], Saved]:
+        """Outputs (...) from the statistics of whole rows, and what `coefficients` needs."""
         raise NotImplementedError
+
+    def coefficients(
+        self, saved: Saved, upstream: tuple[Tensor | None, ...], vocab: int
+    ) -> tuple[Coefficients, Tensor]:
+        """Of the one backward, and what multiplies them, () or (...)."""
+        raise NotImplementedError
+
+    def forward(self, run: ModuleType, x: Tensor) -> tuple[tuple[Tensor, ...], Saved]:
+        return self.settle(run, run.read(x, self.reading), x.shape[-1])
 
     def backward(
         self,
@@ -61,7 +76,13 @@ class RowLoss:
         factor: Tensor | None = None,  # () or one a row: what else multiplies
         into: Tensor | None = None,  # where the gradient goes, x itself perhaps
     ) -> Tensor:
-        raise NotImplementedError
+        coefficients, gain = self.coefficients(saved, upstream, x.shape[-1])
+        return run.gradient(x, self.reading, saved[0], coefficients, gain, factor, into)
+
+    @property
+    def merges(self) -> bool:
+        """Whether parts of a row tell all that it needs: its statistics, but for a tail, do."""
+        return type(self).forward is RowLoss.forward and "tail" not in self.reading.wants
 
     def at_once(
         self, run: ModuleType, x: Tensor, factor: Tensor | None, into: Tensor

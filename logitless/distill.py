@@ -32,20 +32,17 @@ class Sparse(RowLoss):
     def names(self):
         return "labels", "targets.ids"
 
-    def forward(self, run, x):
-        found = run.read(x, self.reading)
+    def settle(self, run, found, vocab):
         value, coefficients = run.slots(
             found.logprob, self.reading, self.slots, found.tail, found.label
         )
         return (value,), (found.state, coefficients.rows, coefficients.ids)
 
-    def backward(self, run, x, saved, upstream, factor=None, into=None):
-        state, rows, ids = saved
+    def coefficients(self, saved, upstream, vocab):
         has = () if self.slots.support == "renorm" else ("a",)
         has += ("a_ids",) if self.slots.support == "tail" else ()
         has += ("label",) if self.slots.ce_weight else ()
-        coefficients = Coefficients(rows, has, ids)
-        return run.gradient(x, self.reading, state, coefficients, upstream[0], factor, into)
+        return Coefficients(saved[1], has, saved[2]), upstream[0]
 
     @property
     def tensors(self):

@@ -71,9 +71,11 @@ class Formula(RowLoss):
     def names(self):
         return "ids", "ids"
 
-    def value(self, statistics: dict[str, Tensor], rows, x: Tensor) -> Tensor:
+    def value(
+        self, statistics: dict[str, Tensor], rows, lead: torch.Size, dtype: torch.dtype
+    ) -> Tensor:
         """One number a row that counts, (...), 0 for the others."""
-        lead, ignored = x.shape[:-1], None
+        ignored = None
         if self.reading.ignore_index is not None:
             ignored = (self.reading.mark == self.reading.ignore_index).reshape(-1)
         flat = {name: flat_rows(t, lead) for name, t in statistics.items()}
@@ -84,15 +86,17 @@ class Formula(RowLoss):
             _check_row_by_row(self.function, flat, beside)
         if ignored is not None:
             value = torch.where(ignored, 0.0, value)
-        return value.view(lead).to(PRECISION[x.dtype])
+        return value.view(lead).to(dtype)
 
-    def forward(self, run, x):
-        wants, found = self.reading.wants, run.read(x, self.reading)
+    def settle(self, run, found, vocab):
+        wants = self.reading.wants
+        lse = found.lse  # which is always read
         with torch.enable_grad():
             leaves = [getattr(found, name) for name in wants]
             leaves = [t.requires_grad_(t.is_floating_point()) for t in leaves]
             rows = [t.detach().requires_grad_(t.requires_grad) for t in self.others]
-            value = self.value(dict(zip(wants, leaves, strict=True)), rows, x)
+            given = dict(zip(wants, leaves, strict=True))
+            value = self.value(given, rows, lse.shape, lse.dtype)
             wanted = [t for t in (*leaves, *rows) if t.requires_grad]
             # A row's value depends on that row alone, so the sum's gradient is each row's own.
             got = (None,) * len(wanted)
@@ -101,14 +105,13 @@ class Formula(RowLoss):
         each = iter(got)
         d = [next(each) if t.requires_grad else None for t in (*leaves, *rows)]
         upstream = dict(zip(wants, d, strict=False))
-        coefficients = coefficients_of(self.reading, found.state, upstream, x.shape[-1])
+        coefficients = coefficients_of(self.reading, found.state, upstream, vocab)
         saved = (found.state, coefficients.rows, coefficients.ids, *d[len(leaves) :])
         # Cloned, for it may be one of the user's own tensors.
         return (value.detach().clone(),), saved
 
-    def backward(self, run, x, saved, upstream, factor=None, into=None):
-        coefficients = Coefficients(saved[1], fields_of(self.reading), saved[2])
-        return run.gradient(x, self.reading, saved[0], coefficients, upstream[0], factor, into)
+    def coefficients(self, saved, upstream, vocab):
+        return Coefficients(saved[1], fields_of(self.reading), saved[2]), upstream[0]
 
     @property
     def tensors(self):
@@ -120,7 +123,8 @@ class Formula(RowLoss):
     def traced(self, x):
         found = Read(self.reading).traced(x)
         given = dict(zip(self.reading.wants, found, strict=True))
-        return (self.value(given, self.others, x),)
+        lead, dtype = x.shape[:-1], PRECISION[x.dtype]
+        return (self.value(given, self.others, lead, dtype),)
 
     def d_others(self, saved, scale):
         reading, ignored = self.reading, None

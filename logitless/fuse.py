@@ -15,7 +15,7 @@ from . import _model_checks as checks
 from ._call import in_func
 from .absorb import absorbed
 from .lazy import LazyLogits, Made
-from .linear import LinearLogits
+from .linear import LinearLogits, plain_logits
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -106,6 +106,7 @@ def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
     parts = (hidden, module.weight, module.bias)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)
     if not wanted or torch.compiler.is_compiling() or in_func():
-        return nn.functional.linear(*parts)
+        with_dtype = how.get("logits_dtype")
+        return plain_logits(*parts, with_dtype) if with_dtype else nn.functional.linear(*parts)
     source = LinearLogits(*parts, **how)  # which checks them, and casts as autocast says
     return Made.apply(*source.parts, how, module)  # pyright: ignore[reportReturnType]

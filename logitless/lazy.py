@@ -23,9 +23,10 @@ from torch.utils import _pytree as pytree
 
 from . import _call, _checks
 from ._call import backend, in_func
+from ._head import Each, Total, dtypes_as_given, in_memory
 from ._lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split
 from ._loss import Node, RowLoss, evaluate, reduced
-from .linear import LinearLogits, _dtypes_as_given, _Each, _Total, in_memory
+from .linear import LinearLogits, plain_logits
 
 
 class Recipe(NamedTuple):
@@ -78,10 +79,11 @@ class Recipe(NamedTuple):
         with (
             torch.inference_mode(False),
             torch.no_grad(),
-            _dtypes_as_given(self.hidden.device),
+            dtypes_as_given(self.hidden.device),
             in_memory(self.weight, self.module),
         ):
-            z = nn.functional.linear(self.hidden, self.weight, self.bias).to(self.dtype)
+            exact = self.how.get("logits_dtype") or self.hidden.dtype
+            z = plain_logits(self.hidden, self.weight, self.bias, exact).to(self.dtype)
             z = z if self.pre == 1 else z * self.pre
             z = torch.tanh(z) * self.post if self.capped else z
             z = torch.log_softmax(z, -1) if self.log else z
@@ -94,7 +96,7 @@ class Recipe(NamedTuple):
             None if t is None else t.detach().requires_grad_(need and wanted)
             for t, need in zip(self[:3], self.needs, strict=True)
         )
-        with _dtypes_as_given(self.hidden.device):
+        with dtypes_as_given(self.hidden.device):
             head = LinearLogits(hidden, weight, bias, **self.how)  # pyright: ignore[reportArgumentType]
         head.module = self.module
         return head
@@ -250,7 +252,8 @@ class Made(Node):
         ctx.save_for_backward(*parts)
         needs = tuple(t is not None and t.requires_grad for t in parts)
         plain = (None if t is None else t.detach() for t in parts)
-        recipe = Recipe(*plain, needs, hidden.dtype, how, module, versions(*parts))  # pyright: ignore
+        dtype = how.get("logits_dtype") or hidden.dtype
+        recipe = Recipe(*plain, needs, dtype, how, module, versions(*parts))  # pyright: ignore
         ctx.module = module
         return LazyLogits.of(recipe)
 
@@ -261,7 +264,7 @@ class Made(Node):
             hidden, weight, bias = ctx.saved_tensors
             flat, rows = plain.reshape(-1, plain.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
             flat = flat.to(hidden.dtype)
-            with _dtypes_as_given(hidden.device), in_memory(weight, ctx.module):
+            with dtypes_as_given(hidden.device), in_memory(weight, ctx.module):
                 more = (
                     (flat @ weight).view(hidden.shape) if ctx.needs_input_grad[0] else None,
                     flat.t() @ rows if ctx.needs_input_grad[1] else None,
@@ -327,16 +330,16 @@ class _Loss(Node):
         source = z.recipe.source(ctx.needs_input_grad[0])
         if ctx.total:
             how = (row_weight, source, loss, reduction, grad)
-            return _Total.forward(ctx, *source.parts, *how, *others)
-        outputs = _Each.forward(ctx, *source.parts, source, loss, *others)
+            return Total.forward(ctx, *source.parts, *how, *others)
+        outputs = Each.forward(ctx, *source.parts, source, loss, *others)
         return outputs if loss.several else outputs[0]
 
     @staticmethod
     def backward(ctx, *upstream):  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.total:
-            found = _Total.backward(ctx, *upstream)
+            found = Total.backward(ctx, *upstream)
             parts, d_rows, others = found[:3], found[3], found[8:]
         else:
-            found = _Each.backward(ctx, *upstream)
+            found = Each.backward(ctx, *upstream)
             parts, d_rows, others = found[:3], None, found[5:]
         return joined(ctx.like, parts, None), d_rows, None, None, None, *others

@@ -29,21 +29,18 @@ class Plain(RowLoss):
     def is_nll(self) -> bool:
         return not self.label_smoothing and not self.z_loss and self.reading.class_weight is None
 
-    def forward(self, run, x):
-        found = run.read(x, self.reading)
-        value, coefficients = found.nll, _of_nll(x.device, found.state.dtype)
+    def settle(self, run, found, vocab):
+        state = found.state
+        value, coefficients = found.nll, _of_nll(state.device, state.dtype)
         if not self.is_nll:
             value, coefficients, _ = run.plain(
-                found, self.reading, x.shape[-1], self.label_smoothing, self.z_loss
+                found, self.reading, vocab, self.label_smoothing, self.z_loss
             )
-        return (value,), (found.state, coefficients.rows)
+        return (value,), (state, coefficients.rows)
 
-    def backward(self, run, x, saved, upstream, factor=None, into=None):
-        state, rows = saved
+    def coefficients(self, saved, upstream, vocab):
         has = ("a", "mark", "total") if self.label_smoothing else ("a", "mark")
-        return run.gradient(
-            x, self.reading, state, Coefficients(rows, has), upstream[0], factor, into
-        )
+        return Coefficients(saved[1], has), upstream[0]
 
     def at_once(self, run, x, factor, into):
         # A loss that is linear in log p knows its coefficients before any logit is read.
@@ -234,6 +231,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     class_weight: Tensor | None = None,
     workspace: int | None = None,
+    logits_dtype: torch.dtype | None = None,
     accumulate: str = "auto",
     main_grad: Tensor | None = None,
     drop_ignored: bool = True,
@@ -241,13 +239,13 @@ def linear_cross_entropy(
 ) -> Tensor:
     """cross_entropy of hidden (..., D) @ weight (V, D).T + bias, whose logits never exist at once.
 
-    class_weight is cross_entropy's `weight`, and the options are its own; workspace, accumulate,
-    main_grad and drop_ignored are LinearLogits'.
+    class_weight is cross_entropy's `weight`, and the options are its own; workspace, logits_dtype,
+    accumulate, main_grad and drop_ignored are LinearLogits'.
 
     >>> linear_cross_entropy(hidden, head.weight, target)
     """
     logits = LinearLogits(
-        hidden, weight, bias, workspace=workspace, accumulate=accumulate, main_grad=main_grad,
-        drop_ignored=drop_ignored,
+        hidden, weight, bias, workspace=workspace, logits_dtype=logits_dtype,
+        accumulate=accumulate, main_grad=main_grad, drop_ignored=drop_ignored,
     )  # fmt: skip
     return cross_entropy(logits, target, weight=class_weight, **options)

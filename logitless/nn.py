@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from . import _call, _checks, _options, distill, losses, pair
@@ -226,8 +227,8 @@ class FusedHead(nn.Linear):
     """A linear head whose logits are not materialised: any loss here takes them, and PyTorch's too.
 
     It returns LazyLogits where gradients are wanted, a tensor that computes losses from hidden and
-    weight, and plain logits where they are not: in evaluation and sampling. workspace, accumulate
-    and drop_ignored are those of a LinearLogits.
+    weight, and plain logits where they are not: in evaluation and sampling. workspace,
+    logits_dtype, accumulate and drop_ignored are those of a LinearLogits.
 
     >>> head = FusedHead(4096, 128256, bias=False)
     >>> loss = cross_entropy(head(hidden), target)  # or torch.nn.functional.cross_entropy
@@ -235,13 +236,14 @@ class FusedHead(nn.Linear):
 
     @_call.named(nn.Linear)
     def __init__(
-        self, *args, workspace: int | None = None, accumulate: str = "auto",
-        drop_ignored: bool = True, **kwargs,
+        self, *args, workspace: int | None = None, logits_dtype: torch.dtype | None = None,
+        accumulate: str = "auto", drop_ignored: bool = True, **kwargs,
     ):  # fmt: skip
         super().__init__(*args, **kwargs)
         _options.check(accumulate=accumulate)
         self.how = {
-            "workspace": workspace, "accumulate": accumulate, "drop_ignored": drop_ignored,
+            "workspace": workspace, "logits_dtype": logits_dtype, "accumulate": accumulate,
+            "drop_ignored": drop_ignored,
         }  # fmt: skip
 
     def forward(self, input: Tensor) -> Tensor:

@@ -86,16 +86,14 @@ class Read(RowLoss):
     def names(self):
         return self.mark_name, "ids"
 
-    def forward(self, run, x):
-        found = run.read(x, self.reading)
+    def settle(self, run, found, vocab):
         return tuple(getattr(found, name) for name in self.reading.wants), (found.state,)
 
-    def backward(self, run, x, saved, upstream, factor=None, into=None):
+    def coefficients(self, saved, upstream, vocab):
+        state = saved[0]
         given = dict(zip(self.reading.wants, upstream, strict=True))
-        coefficients = coefficients_of(self.reading, saved[0], given, x.shape[-1])
-        return run.gradient(
-            x, self.reading, saved[0], coefficients, one(x.device, saved[0].dtype), factor, into
-        )
+        found = coefficients_of(self.reading, state, given, vocab)
+        return found, one(state.device, state.dtype)
 
     def shapes(self, x):
         lead, ids = x.shape[:-1], self.reading.ids

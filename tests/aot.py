@@ -209,6 +209,23 @@ def launch_gradients(x, reading: Reading, found, v: Variant) -> None:
         coefficients = Coefficients(torch.zeros(2, COEFFICIENTS), has, teacher)
     for into in (None, x):
         kernels.gradient(x, reading, found.state, coefficients, one, factor, into)
+    if v in (Variant(BF16), Variant(FP32), Variant(FP32, 50257), Variant(BF16, K=512)):
+        launch_of_a_head(x, reading, found, coefficients, one, v)
+
+
+def launch_of_a_head(x, reading: Reading, found, coefficients, one, v: Variant) -> None:
+    """Columns of longer rows; and logits in fp32, whose gradient has 16 bits."""
+    if v.dtype == BF16:
+        several = [kernels.partial(x, reading, 1024)] * 2
+        kernels.finish(kernels.merge(several, reading), reading, 4 * v.V)
+        part = (1024, 4 * v.V)
+        kernels.gradient(x, reading, found.state, coefficients, one, None, x, part)
+    else:
+        into = torch.empty(2, -(-v.V // 8) * 8, dtype=BF16)[:, : v.V]
+        kernels.gradient(x, reading, found.state, coefficients, one, None, into)
+        if v.K == 1:
+            coefficients = Coefficients(coefficients.rows, ("a", "mark"))
+            kernels.one_pass(x, reading, coefficients, one, into)
 
 
 def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
@@ -227,11 +244,13 @@ def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
 
 
 def launch_sums(dz: torch.Tensor) -> None:
-    """A weight's gradient over three chunks."""
+    """A weight's gradient over three chunks; and of such numbers in columns."""
     h, total = torch.zeros(2, 512, dtype=dz.dtype), torch.zeros(dz.shape[1], 512, dtype=dz.dtype)
     exponents = kernels.exponents(total)
     for chunk in range(3):
         kernels.accumulate(dz, h, total, exponents, chunk == 0, chunk == 2)
+        columns = dz.t().contiguous().t()
+        kernels.accumulate(columns, h, total, exponents, chunk == 0, chunk == 2)
 
 
 def assembler(arch: int) -> str:

@@ -35,6 +35,7 @@ def test_kernels_compile_ahead_of_time(target):
         "_jsd_kernel",
         "_jsd_part_kernel",
         "_jsd_sum_kernel",
+        "_merge_kernel",
         "_one_pass_kernel",
         "_pair_gradient_kernel",
         "_pair_read_kernel",

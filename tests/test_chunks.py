@@ -76,8 +76,10 @@ class TestSumInPlace:
         ("rows", "vocab", "width"), [(96, 200, 128 + PACK), (70, 144, 256 + PACK)]
     )
 
+    @pytest.mark.parametrize("turned", [False, True])
     @sizes
-    def test_as_exact_as_one_product(self, rows, vocab, width, device):
+    def test_as_exact_as_one_product(self, rows, vocab, width, turned, device):
+        """However dz lies in memory: by rows, or by columns as for the gradient of hidden."""
         dtype = torch.float16
         parts = [
             (torch.randn(rows, vocab) * 4.0**i, torch.randn(rows, width)) for i in (0, 3, -3, 2, -9)
@@ -87,6 +89,7 @@ class TestSumInPlace:
         truth = torch.zeros(vocab, width, dtype=torch.float64, device=device)
         for i, (dz, h) in enumerate(parts):
             dz, h = (0.01 * dz).to(device, dtype), h.to(device, dtype)
+            dz = dz.t().contiguous().t() if turned else dz
             kernels.accumulate(dz, h, total, exponents, i == 0, i == len(parts) - 1)
             truth += dz.double().t() @ h.double()
         once = (truth.bfloat16() - truth).norm()  # of the gradients that it is made for

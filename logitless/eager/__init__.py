@@ -4,7 +4,7 @@ from .gather import gather, gather_gradient
 from .pair import pair_gradient, pair_read
 from .plain import can_accumulate, can_one_pass, plain, reduce, scale_
 from .slots import slots
-from .stats import finish, gradient, partial, read
+from .stats import finish, gradient, merge, partial, read
 from .topk import topk
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "gather",
     "gather_gradient",
     "gradient",
+    "merge",
     "pair_gradient",
     "pair_read",
     "partial",

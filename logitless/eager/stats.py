@@ -4,6 +4,8 @@ The same contract as the kernels' read, partial, finish and gradient, with the w
 a CPU's cache. The formulas are those of _contract.py.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -193,6 +195,39 @@ def partial(x: Tensor, reading: Reading, start: int = 0, vocab: int | None = Non
     return Partials(state, picked)
 
 
+def _moved(state: Tensor, m: Tensor) -> Tensor:
+    """How far each part's max is from that of all: 0 of an empty part, or of one that stays.
+
+    So -inf minus -inf is never taken.
+    """
+    own = state[..., fields.M]
+    stays = (state[..., fields.S] == 0) | (own == m)
+    return torch.where(stays, 0.0, own - m).clamp_min(-1e38)
+
+
+def merge(several: Sequence[Partials], reading: Reading) -> Partials:
+    """Parts of the same rows as one part; what they hold of the ids adds up."""
+    state = torch.cat([part.state for part in several], 1)
+    picked = None
+    if several[0].picked is not None:
+        picked = torch.stack([part.picked for part in several]).sum(0)
+    m = state[..., fields.M].amax(1, keepdim=True)
+    moved = _moved(state, m)
+    inv_t = inverse_temperature(reading, m)
+    scale = (moved if inv_t is None else moved * inv_t).exp()
+    merged = state.sum(1, keepdim=True)  # right for y of the mark, and for the weights' sum
+    part, s = merged[:, 0], state[..., fields.S]
+    part[:, fields.M], part[:, fields.S] = m[:, 0], (s * scale).sum(1)
+    part[:, fields.W] = ((state[..., fields.W] + moved * s) * scale).sum(1)
+    part[:, fields.S1] = (state[..., fields.S1] * moved.exp()).sum(1)
+    c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))
+    part[:, fields.REF] = ref[:, 0]
+    part[:, fields.C] = (c + n * (ref - ref[:, :1])).sum(1)
+    first = torch.where(state[..., fields.M] == m, state[..., fields.ARG], torch.inf).amin(1)
+    part[:, fields.ARG] = first
+    return Partials(merged, picked)
+
+
 def finish(parts: Partials, reading: Reading, vocab: int) -> Statistics:
     """Statistics of whole rows from their parts, wherever those were computed."""
     state = parts.state
@@ -201,8 +236,7 @@ def finish(parts: Partials, reading: Reading, vocab: int) -> Statistics:
     inv_t = inverse_temperature(reading, sums.shift)
     m_parts, s_parts = state[..., fields.M], state[..., fields.S]
     m = m_parts.amax(1, keepdim=True)
-    # An empty part, or one whose max stays, moves by 0: -inf minus -inf is never taken.
-    moved = torch.where((s_parts == 0) | (m_parts == m), 0.0, m_parts - m).clamp_min(-1e38)
+    moved = _moved(state, m)
     scale = (moved if inv_t is None else moved * inv_t).exp()
     sums.shift = torch.where(m.isinf(), 0.0, m)
     sums.s = (s_parts * scale).sum(1, keepdim=True)
@@ -234,7 +268,10 @@ def _lead(reading: Reading, state: Tensor) -> torch.Size:
 class _Terms:
     """What the columns of a row share in its gradient: coefficients (N, 1), settled and scaled."""
 
-    def __init__(self, x: Tensor, reading: Reading, state, given: Coefficients, upstream, factor):
+    def __init__(
+        self, x: Tensor, reading: Reading, state, given: Coefficients, upstream, factor,
+        start: int, vocab: int,
+    ):  # fmt: skip
         rows, V = state.shape[0], x.shape[-1]
         has = given.has
         column = state[:, :1]
@@ -261,21 +298,23 @@ class _Terms:
         if self.d_label is not None and not self.label_apart:  # one more id at this temperature
             self.a = self.a - self.d_label
             self.a_ids = None if self.a_ids is None else self.a_ids - self.d_label
-        self._settle_bad(reading, rows, V)
+        self._settle_bad(reading, rows, V, start, vocab)
         if self.inv_t is not None:
             for name in ("a", "b", "g_total", "a_ids", "g_mark", "g_ids"):
                 t = getattr(self, name)
                 setattr(self, name, None if t is None else t * self.inv_t)
 
-    def _settle_bad(self, reading: Reading, rows: int, V: int) -> None:
+    def _settle_bad(self, reading: Reading, rows: int, V: int, start: int, vocab: int) -> None:
         """A bad id has no gradient to give: the whole row says so."""
         bad = None
         if self.g_mark is not None or self.d_label is not None:
-            self.mark, inside = locate(reading.mark, rows, V)
-            bad = ~inside
+            bad = ~locate(reading.mark, rows, vocab)[1]
+            self.mark, self.marked = locate(reading.mark - start, rows, V)
+            if self.g_mark is not None:
+                self.g_mark = torch.where(self.marked, self.g_mark, 0.0)
         if self.g_ids is not None or self.a_ids is not None:
-            self.ids, self.inside = locate(reading.ids, rows, V)
-            ours = is_bad(reading.ids, self.inside)
+            ours = is_bad(reading.ids, locate(reading.ids, rows, vocab)[1])
+            self.ids, self.inside = locate(reading.ids.clamp_min(-1) - start, rows, V)
             bad = ours if bad is None else bad | ours
             if self.g_ids is not None:
                 self.g_ids = torch.where(self.inside, self.g_ids, 0.0)
@@ -299,12 +338,14 @@ def gradient(
     upstream: Tensor,  # () or one a row
     factor: Tensor | None = None,  # () or one a row
     into: Tensor | None = None,  # (..., V), written to; x itself if in place
+    part: tuple[int, int] | None = None,  # x is columns from the first on, of so many
 ) -> Tensor:
-    """The gradient of the logits, (..., V) in their dtype."""
+    """The gradient of the logits, (..., V) in their dtype, or in that of `into`."""
     flat = x.reshape(-1, x.shape[-1])
     dx, into = written_to(x, into)
     live = live_rows(reading)
-    terms = _Terms(x, reading, state, coefficients, upstream, factor)
+    start, vocab = part or (0, x.shape[-1])
+    terms = _Terms(x, reading, state, coefficients, upstream, factor, start, vocab)
     fill_ignored(dx, live, before=True)
     for rows in chunks(flat, live):
         y, slope = capped(flat[rows], reading.softcap)
@@ -312,7 +353,8 @@ def gradient(
         dy = _dy(terms, y, rows, direct, own=y.dtype != flat.dtype or reading.softcap is not None)
         if terms.g_total is not None:
             weight = reading.class_weight
-            dy += terms.g_total[rows] if weight is None else terms.g_total[rows] * weight
+            v = 1.0 if weight is None else weight[start : start + x.shape[-1]]
+            dy += terms.g_total[rows] * v
         if terms.g_mark is not None:
             dy.scatter_add_(1, terms.mark[rows], terms.g_mark[rows])
         if terms.g_ids is not None:
@@ -346,5 +388,6 @@ def _dy(terms: _Terms, y: Tensor, rows, direct: Tensor | None, own: bool) -> Ten
             p1 = (y - shift - terms.log_s1[rows]).exp_()
             dy -= torch.where(terms.dead[rows], 0.0, p1 * terms.d_label[rows])
     if terms.d_label is not None:
-        dy.scatter_add_(1, terms.mark[rows], terms.d_label[rows])
+        d_label = torch.where(terms.marked[rows], terms.d_label[rows], 0.0)
+        dy.scatter_add_(1, terms.mark[rows], d_label)
     return dy

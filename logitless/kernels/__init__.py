@@ -1,6 +1,6 @@
 """What the GPU runs. Of ours it imports the contract and the eager twins, nothing above it."""
 
-from .finish import finish
+from .finish import finish, merge
 from .gather import gather, gather_gradient
 from .host import can_one_pass, gradient, one_pass, read, reduce, scale_
 from .partial import partial
@@ -22,6 +22,7 @@ __all__ = [
     "gather",
     "gather_gradient",
     "gradient",
+    "merge",
     "one_pass",
     "pair_gradient",
     "pair_read",

@@ -1,4 +1,4 @@
-"""Σ dz.T @ h over chunks of rows, in the gradient's own 16 bits, exact to 14 of them.
+"""Σ dz.T @ h over chunks, in the gradient's own 16 bits, exact to 14 of them.
 
 A sum kept in bf16 is rounded to 8 bits after every chunk, and a sum in fp32 takes twice the memory
 of the gradient. Here the sum waits between chunks as whole numbers with a common exponent: 16 bits
@@ -67,10 +67,13 @@ def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr
 def _accumulate_kernel(
     EXPONENTS, DZ, H, SUM, OUT,  # tiles but for the first; SUM and OUT, of one memory, are outputs
     R, V, D, programs,  # sizes
-    FIRST: tl.constexpr, LAST: tl.constexpr, WIDE: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile after another: those at work together share columns of dz."""
+    """One program a tile after another: those at work together share columns of dz.
+
+    dz.T is what lies in memory where TURNED.
+    """
     across = tl.cdiv(D, 2 * BLOCK_D)
     tiles = tl.cdiv(V, BLOCK_V) * across
     for tile in tl.range(tl.program_id(0), tiles, programs, flatten=True):
@@ -84,7 +87,11 @@ def _accumulate_kernel(
             e_here, e_there = tl.load(at, mask=here, other=0), tl.load(at + V, mask=there, other=0)
         x = tl.zeros((BLOCK_V, 2 * BLOCK_D), tl.float32)
         for r in range(0, R, BLOCK_R):
-            dz, h = DZ.load([r, v]).T, H.load([r, d])
+            if TURNED:
+                dz = DZ.load([v, r])
+            else:
+                dz = DZ.load([r, v]).T
+            h = H.load([r, d])
             if WIDE:
                 dz, h = dz.to(tl.float32), h.to(tl.float32)
             x = tl.dot(dz, h, x)
@@ -117,7 +124,7 @@ def exponents(total: Tensor) -> Tensor:
 
 
 def accumulate(
-    dz: Tensor,  # (R, V)
+    dz: Tensor,  # (R, V), of which rows or columns may be contiguous
     h: Tensor,  # (R, D)
     total: Tensor,  # (V, D), written to
     exponents: Tensor,  # (blocks, V), written to
@@ -127,9 +134,12 @@ def accumulate(
     """Add dz.T @ h to the total: set it if it is the first, make it a number again if the last."""
     (R, V), D = dz.shape, h.shape[1]
     cut = config.accumulate()
-    _plan(R, V, D, config.processors(dz.device), first, last, cut)(
+    turned = dz.stride(0) == 1 and dz.stride(1) >= R
+    _plan(R, V, D, config.processors(dz.device), first, last, turned, cut)(
         exponents,
-        _tiles(_aligned(dz), BLOCK_R, cut.block_v),
+        _tiles(_aligned(dz.t()), cut.block_v, BLOCK_R)
+        if turned
+        else _tiles(_aligned(dz), BLOCK_R, cut.block_v),
         _tiles(_aligned(h), BLOCK_R, 2 * BLOCK),
         _tiles(total.view(torch.int16), cut.block_v, BLOCK),
         _tiles(total, cut.block_v, BLOCK),
@@ -138,12 +148,14 @@ def accumulate(
 
 @functools.lru_cache(REMEMBERED)
 def _plan(
-    R: int, V: int, D: int, programs: int, first: bool, last: bool, cut: config.Config
-) -> Launch:
+    R: int, V: int, D: int, programs: int, first: bool, last: bool, turned: bool,
+    cut: config.Config,
+) -> Launch:  # fmt: skip
     return Launch(
         _accumulate_kernel, (programs,), (R, V, D, programs),
         num_warps=cut.num_warps, num_stages=STAGES,
-        FIRST=first, LAST=last, WIDE=knobs.runtime.interpret,  # it multiplies no bf16
+        FIRST=first, LAST=last, TURNED=turned,
+        WIDE=knobs.runtime.interpret,  # it multiplies no bf16
         BLOCK_V=cut.block_v, BLOCK_D=BLOCK, BLOCK_R=BLOCK_R,
     )  # fmt: skip
 

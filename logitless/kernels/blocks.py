@@ -11,7 +11,9 @@ from .gradient import (
     Terms,
     fill_span,
     in_span,
+    is_class,
     load_coefs,
+    own_column,
     row_gain,
     row_terms,
     uses,
@@ -37,7 +39,7 @@ class _Constants:
 
 
 @triton.jit(
-    do_not_specialize=["rows_t", "lead", "blocks"],
+    do_not_specialize=["rows_t", "lead", "blocks", "start", "vocab"],
     do_not_specialize_on_alignment=[
         "MARK", "STATE", "COEF", "UPSTREAM", "FACTOR", "temperature",
     ],
@@ -47,6 +49,7 @@ def _blocks_kernel(
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, blocks,  # sizes
+    start, vocab,  # columns before these, and in all; None where these are all
     softcap, ignore_index,  # options
     HAS: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
@@ -78,10 +81,10 @@ def _blocks_kernel(
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
     a = coefs.a
     if uses(HAS, "mark"):
-        inside = (mark >= 0) & (mark < V)
+        inside = is_class(mark, V, vocab)
         # A bad mark has no gradient to give: the whole row says so.
         a = tl.where(inside, a, float("nan"))
-        mark = tl.where(inside, mark, -1).to(tl.int32)
+        mark = tl.where(inside, own_column(mark, start), -1).to(tl.int32)
         mine = in_span(mark, span, ALIGNED)
         x_mark = tl.load(Xrow + mark, mask=mine, other=0.0)
         if mine:
@@ -99,7 +102,7 @@ def _blocks_kernel(
 def blocks_launch(
     rows: Rows, d_rows: Rows, temperature: float | None, softcap: float | None,
     ignore_index: int | None, has: tuple[str, ...], steps: tuple[int, int, int],
-    cut: config.Config,
+    part: tuple[int | None, int | None], cut: config.Config,
 ) -> Launch:  # fmt: skip
     blocks = config.ceil_div(rows.vocab, cut.block_v)
     number = () if temperature is None else (temperature,)
@@ -108,7 +111,7 @@ def blocks_launch(
         _blocks_kernel, (rows.count * blocks,),
         (
             *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab,
-            blocks, softcap, ignore_index,
+            blocks, *part, softcap, ignore_index,
         ),
         num_warps=cut.num_warps, HAS=has,
         CONSTANTS=_Constants(d_rows.aligned, same, *steps, cut.block_v),

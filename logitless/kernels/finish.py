@@ -1,6 +1,7 @@
 """The end of a forward: parts of a row merged into its state, and its statistics written."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -161,6 +162,77 @@ def _merge(
         args = tl.load(at + PART_ARG * step, mask=mask, other=0.0).to(tl.int32, bitcast=True)
         arg = tl.min(tl.where(mask & (m_p == m), args, NOWHERE), axis=0)
     return State(m, s, w, c, n, 0, s1), arg, ref
+
+
+@triton.jit
+def store_part(
+    at, step, state, ref, arg,
+    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr,
+):  # fmt: skip
+    """One part's fields, `step` numbers apart: those that are read. A column as its bits."""
+    tl.store(at + PART_M * step, state.m)
+    tl.store(at + PART_S * step, state.s)
+    if ENTROPY:
+        tl.store(at + PART_W * step, state.w)
+    if TOTAL:
+        tl.store(at + PART_C * step, state.c)
+        tl.store(at + PART_N * step, state.n)
+        tl.store(at + PART_REF * step, ref)
+    if ARGMAX:
+        tl.store(at + PART_ARG * step, arg.to(tl.float32, bitcast=True))
+    if SECOND:
+        tl.store(at + PART_S1 * step, state.s1)
+
+
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["temperature"])
+def _merge_kernel(
+    PARTS, OUT,  # (N, PART, parts), and (N, PART, 1)
+    temperature, parts,
+    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr,
+    MARKED: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    offs_p = tl.arange(0, BLOCK_P)
+    mask_p = offs_p < parts
+    at = PARTS + row * (parts * PART_WIDTH) + offs_p
+    rate = inverse_temperature(temperature, row) * LOG2E
+    state, arg, ref = _merge(at, parts, mask_p, rate, ENTROPY, TOTAL, ARGMAX, SECOND)
+    OUT += row * PART_WIDTH
+    store_part(OUT, 1, state, ref, arg, ENTROPY, TOTAL, ARGMAX, SECOND)
+    if MARKED:
+        y = tl.sum(tl.load(at + PART_Y_MARK * parts, mask=mask_p, other=0.0), axis=0)
+        tl.store(OUT + PART_Y_MARK, y)
+
+
+def merge(several: Sequence[Partials], reading: Reading) -> Partials:
+    """Parts of the same rows as one part; what they hold of the ids adds up."""
+    parts = torch.cat([part.state.mT for part in several], 2)
+    state = torch.empty((len(parts), _contract.PART, 1), device=parts.device, dtype=parts.dtype)
+    picked = None
+    if several[0].picked is not None:
+        picked = torch.stack([part.picked for part in several]).sum(0)
+    wants, temperature = reading.wants, reading.row_temperature
+    if len(parts):
+        launch = _merge_launch(
+            len(parts), parts.shape[2], reading.temperature if temperature is None else None,
+            ("entropy" in wants, "total" in wants or "log_total" in wants, "argmax" in wants,
+             "label" in wants and not reading.at_temperature_1), reading.mark is not None,
+        )  # fmt: skip
+        launch(parts, state, *(() if temperature is None else (temperature.contiguous(),)))
+    return Partials(state.mT, picked)
+
+
+@functools.lru_cache(REMEMBERED)
+def _merge_launch(
+    count: int, parts: int, temperature: float | None, wants: tuple[bool, ...], marked: bool
+) -> Launch:
+    number = () if temperature is None else (temperature,)
+    return Launch(
+        _merge_kernel, (count,), (*number, parts), num_warps=1, MARKED=marked,
+        BLOCK_P=max(config.ceil_pow2(parts), 2),
+        **dict(zip(("ENTROPY", "TOTAL", "ARGMAX", "SECOND"), wants, strict=True)),
+    )  # fmt: skip
 
 
 @triton.jit(

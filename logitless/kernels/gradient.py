@@ -173,6 +173,24 @@ def write_mark(x, W, DXrow, mark, g_mark, terms, HAS: tl.constexpr):
     tl.store(DXrow + mark, (dz * slope).to(DXrow.dtype.element_ty))
 
 
+@triton.jit
+def is_class(mark, V, vocab):
+    """Whether a mark is a class: one of `vocab`, or of V where these are all."""
+    if vocab is not None:
+        return (mark >= 0) & (mark < vocab)
+    else:
+        return (mark >= 0) & (mark < V)
+
+
+@triton.jit
+def own_column(mark, start):
+    """A class as a column of x, whose first is `start`; it may lie outside."""
+    if start is not None:
+        return mark - start
+    else:
+        return mark
+
+
 class Span(NamedTuple):
     """The columns of a row that a program writes: [lo, hi) of its body, the fringe if lo = 0."""
 

@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._contract import COEFFICIENTS, PART, STATE, Coefficients, Reading, Statistics
+from .._contract import COEFFICIENTS, NO_ID, PART, STATE, Coefficients, Reading, Statistics
 from . import config, exchange
 from .blocks import blocks_launch
 from .finish import OUTPUTS, finish_launch
 from .launch import REMEMBERED, Launch
-from .layout import Rows, describe
+from .layout import Place, Rows, describe, place_of
 from .one_pass import MAX_COUNTED, one_pass_launch
 from .partial import aligned, cut_of, partial_launch
 from .read import read_launch
@@ -119,9 +119,10 @@ def gradient(
     coefficients: Coefficients,
     upstream: Tensor,  # () or (...)
     factor: Tensor | None = None,  # () or N numbers
-    into: Tensor | None = None,  # like x: x itself, x's own memory, or contiguous
+    into: Tensor | None = None,  # like x: x itself, x's own memory, or contiguous; any dtype (N, V)
+    part: tuple[int, int] | None = None,  # x is columns from the first on, of so many
 ) -> Tensor:
-    """The one backward, times upstream and factor, (..., V) in the dtype of x.
+    """The one backward, times upstream and factor, (..., V) in the dtype of x, or of `into`.
 
     It is written to `into`, except over x where a row has more than MAX_HELD ids: their logits are
     read again, so that it is a new tensor then.
@@ -130,16 +131,15 @@ def gradient(
     mark, ids, weight, temperature = reading[:4]
     if g_ids is None and "a_ids" not in has:
         ids = None
-    offset = None if into is None else into.data_ptr() % 16
     inplace = into is not None and into.data_ptr() == x.data_ptr()
     by_row = (len(coefs) > 1, any(upstream.stride()), factor is not None and any(factor.stride()))
     plan = _gradient_plan(
-        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), inplace, offset,
+        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), inplace, place_of(into, x),
         0 if ids is None else ids.shape[-1], g_ids is not None, has, by_row,
-        temperature is None, reading[4:7], config.revision,
+        temperature is None, reading[4:7], part, config.revision,
     )  # fmt: skip
     if plan is None:  # too many strides
-        return _by_copy(x, reading, state, coefficients, upstream, factor, into)
+        return _by_copy(x, reading, state, coefficients, upstream, factor, into, part)
     if into is None or (inplace and not plan.inplace):
         into = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
@@ -149,13 +149,15 @@ def gradient(
         upstream = upstream.contiguous()
     if by_row[2]:
         factor = factor.contiguous()  # pyright: ignore[reportOptionalMemberAccess]
+    if part is not None and weight is not None:
+        weight = weight[part[0] : part[0] + x.shape[-1]]
     weight = aligned(weight) if "total" in has else None
     last = () if temperature is None else (temperature.contiguous(),)
     if not plan.spans:
         plan.launch(x, mark, weight, state, coefs, upstream, factor, into, *last)
         return into
     if plan.reads_ids:
-        ids = ids.contiguous()
+        ids = ids.contiguous() if part is None else _ids_in(ids, x.shape[-1], *part)
         if g_ids is not None:
             g_ids = g_ids.contiguous()
             if "tail" not in reading.wants:
@@ -177,32 +179,40 @@ class _GradientPlan(NamedTuple):
 @functools.lru_cache(REMEMBERED)
 def _gradient_plan(
     shape: tuple, strides: tuple, offset: int, itemsize: int, inplace: bool,
-    into_offset: int | None, K: int, has_ids: bool, has: tuple[str, ...],
+    place: Place, K: int, has_ids: bool, has: tuple[str, ...],
     by_row: tuple[bool, bool, bool],  # coefficients, upstream and factor: one a row, or one for all
-    one_temperature: bool, options: tuple, revision: int,
+    one_temperature: bool, options: tuple, part: tuple[int, int] | None, revision: int,
 ) -> _GradientPlan | None:  # fmt: skip
     temperature, softcap, ignore_index = options
     rows = describe(shape, strides, offset, itemsize)
     if rows is None:
         return None
     inplace = inplace and K <= MAX_HELD
-    d_rows = rows if inplace else rows.dense()._replace(lead=(into_offset or 0) // itemsize)
+    d_rows = rows if inplace else rows.written_to(place)
     steps = (COEFFICIENTS * by_row[0], int(by_row[1]), int(by_row[2]))
     how = (temperature if one_temperature else None, softcap, ignore_index, has, steps)
+    part = part or (None, None)
     spans = (has_ids and K > 0) or "a_ids" in has or "label" in has
     if spans:
         second = "label" in has and not (one_temperature and temperature == 1)
         cut = config.spans(rows.vocab, itemsize)
-        launch = spans_launch(rows, d_rows, K, *how, inplace, second, cut)
+        launch = spans_launch(rows, d_rows, K, *how, part, inplace, second, cut)
     else:
-        launch = blocks_launch(rows, d_rows, *how, config.backward(rows.vocab))
+        launch = blocks_launch(rows, d_rows, *how, part, config.backward(rows.vocab))
     marked = ignore_index is not None or "mark" in has or "label" in has
     return _GradientPlan(inplace, marked, K > 0, spans, launch)
 
 
-def _by_copy(x, reading, state, coefficients, upstream, factor, into) -> Tensor:
+def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
+    """Ids that count from column `start` on: NO_ID where they are in other columns, -1 if bad."""
+    local = torch.where((ids >= start) & (ids < start + width), ids - start, NO_ID)
+    bad = ((ids < 0) | (ids >= vocab)) & (ids != NO_ID)
+    return torch.where(bad, -1, local)
+
+
+def _by_copy(x, reading, state, coefficients, upstream, factor, into, part) -> Tensor:
     """The same for logits whose rows have more than two strides."""
-    found = gradient(x.contiguous(), reading, state, coefficients, upstream, factor)
+    found = gradient(x.contiguous(), reading, state, coefficients, upstream, factor, None, part)
     return found if into is None else into.copy_(found)
 
 
@@ -258,7 +268,7 @@ def one_pass(
     reading: Reading,
     coefficients: Coefficients,  # "a" and "mark"
     factor: Tensor | None,  # () or N numbers
-    into: Tensor,  # like x: x itself, x's own memory, or contiguous; written to
+    into: Tensor,  # like x: x itself, x's own memory, or contiguous; (N, V) of another dtype
     mean: bool = False,  # whether both are divided by the number of rows that count
 ) -> Tensor:
     """-log p of the mark, (...), while the gradient times factor is written."""
@@ -271,7 +281,7 @@ def one_pass(
     by_row = factor is not None and any(factor.stride())
     plan = one_pass_launch(
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(),
-        None if inplace else into.data_ptr() % 16, temperature is None, reading[4:7],
+        None if inplace else place_of(into, x), temperature is None, reading[4:7],
         len(coefficients.rows) > 1, by_row, mean, config.revision,
     )  # fmt: skip
     if plan is None:  # too many strides

@@ -41,9 +41,14 @@ class Rows(NamedTuple):
         steps = (self.lead, self.vocab, self.stride_b, self.stride_t)
         return not any(step % self.pack for step in steps)
 
+    @property
+    def starts_aligned(self) -> bool:
+        """Whether every row starts on a 16-byte boundary."""
+        return not any(step % self.pack for step in (self.lead, self.stride_b, self.stride_t))
+
     def aligned_like(self, other: "Rows") -> bool:
         """Whether every row starts as far from a 16-byte boundary as the other's."""
-        if self.aligned and other.aligned:
+        if self.starts_aligned and other.starts_aligned:
             return True
         return (
             self.pack == other.pack
@@ -56,6 +61,36 @@ class Rows(NamedTuple):
     def dense(self) -> "Rows":
         """The same rows in fresh contiguous memory."""
         return self._replace(stride_b=self.rows_t * self.vocab, stride_t=self.vocab, lead=0)
+
+    def written_to(self, place: "Place") -> "Rows":
+        """Where the gradient of these rows goes."""
+        if place.strides is None:
+            return self.dense()._replace(lead=place.offset // self.itemsize)
+        stride, itemsize = place.strides[0], place.itemsize
+        size = (self.count, self.vocab, self.rows_t)
+        found = Rows(
+            *size, self.rows_t * stride, stride, place.offset // itemsize, 16 // itemsize
+        )  # fmt: skip
+        assert found.starts_aligned  # for kernels count packs of x's dtype
+        return found
+
+
+class Place(NamedTuple):
+    """Memory for a gradient: contiguous and of x's dtype or a wider one; or narrower, with strides.
+
+    Rows of the latter start on 16-byte boundaries.
+    """
+
+    offset: int  # bytes after a 16-byte boundary
+    strides: tuple[int, int] | None = None
+    itemsize: int = 0
+
+
+def place_of(into: Tensor | None, x: Tensor) -> Place:
+    """Of the gradient of x, in memory that is not its own."""
+    if into is None or into.element_size() >= x.element_size():
+        return Place(0 if into is None else into.data_ptr() % 16)
+    return Place(into.data_ptr() % 16, into.stride(), into.element_size())  # pyright: ignore
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, Rows]:

@@ -26,7 +26,7 @@ from .gradient import (
     write_span,
 )
 from .launch import REMEMBERED, Launch
-from .layout import describe, row_offset, split_row
+from .layout import Place, describe, row_offset, split_row
 from .numerics import INF, LOG2E, capped, finite, inverse_temperature
 from .reduce import some_rows
 from .state import field, fold_span, pack_of
@@ -137,7 +137,7 @@ def _one_pass_kernel(
 
 @functools.lru_cache(REMEMBERED)
 def one_pass_launch(
-    shape: tuple, strides: tuple, offset: int, itemsize: int, into_offset: int | None,
+    shape: tuple, strides: tuple, offset: int, itemsize: int, place: Place | None,
     one_temperature: bool, options: tuple, coefs_by_row: bool, factor_by_row: bool, mean: bool,
     revision: int,
 ) -> tuple[Launch, tuple[int, int]] | None:  # fmt: skip
@@ -145,8 +145,8 @@ def one_pass_launch(
     rows = describe(shape, strides, offset, itemsize)
     if rows is None:
         return None
-    d_rows = rows if into_offset is None else rows.dense()._replace(lead=into_offset // itemsize)
-    cut = config.one_pass(rows.vocab, itemsize, into_offset is not None and softcap is not None)
+    d_rows = rows if place is None else rows.written_to(place)
+    cut = config.one_pass(rows.vocab, itemsize, place is not None and softcap is not None)
     parts = config.ceil_div(rows.vocab, cut.span)
     number = (temperature,) if one_temperature else ()
     launch = Launch(

@@ -10,18 +10,7 @@ from torch import Tensor
 from .. import _contract
 from .._contract import Partials, Reading
 from . import config
-from .finish import (
-    PART_ARG,
-    PART_C,
-    PART_M,
-    PART_N,
-    PART_REF,
-    PART_S,
-    PART_S1,
-    PART_W,
-    PART_WIDTH,
-    PART_Y_MARK,
-)
+from .finish import PART_WIDTH, PART_Y_MARK, store_part
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, rows_of, split_row
 from .numerics import LOG2E, capped, inverse_temperature, load, only_if
@@ -35,26 +24,6 @@ from .state import (
     reference,
     with_count,
 )
-
-
-@triton.jit
-def _store_part(
-    at, step, state, ref, arg,
-    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr,
-):  # fmt: skip
-    """One part's fields, `step` numbers apart: those that are read. A column as its bits."""
-    tl.store(at + PART_M * step, state.m)
-    tl.store(at + PART_S * step, state.s)
-    if ENTROPY:
-        tl.store(at + PART_W * step, state.w)
-    if TOTAL:
-        tl.store(at + PART_C * step, state.c)
-        tl.store(at + PART_N * step, state.n)
-        tl.store(at + PART_REF * step, ref)
-    if ARGMAX:
-        tl.store(at + PART_ARG * step, arg.to(tl.float32, bitcast=True))
-    if SECOND:
-        tl.store(at + PART_S1 * step, state.s1)
 
 
 @triton.jit
@@ -113,7 +82,7 @@ def _partial_kernel(
         arg = tl.where(arg == NOWHERE, NOWHERE, arg + start)
     splits = tl.num_programs(1)
     PARTS += row.to(tl.int64) * (splits * PART_WIDTH) + split
-    _store_part(PARTS, splits, state, ref, arg, ENTROPY, TOTAL, ARGMAX, SECOND)
+    store_part(PARTS, splits, state, ref, arg, ENTROPY, TOTAL, ARGMAX, SECOND)
     if MARK is not None:
         column = mark - start
         mine = (split == 0) & (column >= 0) & (column < columns)

@@ -18,7 +18,9 @@ from .gradient import (
     dz_of,
     fill_span,
     in_span,
+    is_class,
     load_coefs,
+    own_column,
     row_gain,
     row_terms,
     uses,
@@ -84,7 +86,7 @@ class _Row(NamedTuple):
     c0_ids: tl.tensor
     gain: tl.tensor  # of the ids' own gradients
     repeated: tl.tensor
-    mark: tl.tensor  # -1 if it is bad
+    mark: tl.tensor  # NO_ID if it is bad
     g_mark: tl.tensor  # added at the mark, which may be among the ids
 
 
@@ -131,7 +133,7 @@ def _rewrite(
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     bad = False
     if is_marked(HAS):
-        bad = row.mark < 0
+        bad = row.mark == NO_ID
         if in_span(row.mark, span, ALIGNED):
             write_mark(x_mark, row.W, row.DX, row.mark, row.g_mark, terms, HAS)
     if row.IDS is not None:
@@ -160,7 +162,7 @@ def _row_numbers(STATE, coefs, HAS: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["rows_t", "lead"],
+    do_not_specialize=["rows_t", "lead", "start", "vocab"],
     do_not_specialize_on_alignment=[
         "MARK", "IDS", "STATE", "COEF", "G_IDS", "UPSTREAM", "FACTOR", "temperature",
     ],
@@ -170,6 +172,7 @@ def _spans_kernel(
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, K,  # sizes
+    start, vocab,  # columns before these, and in all; None where these are all. IDS are of these
     softcap, ignore_index,  # options
     HAS: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
@@ -212,7 +215,7 @@ def _spans_kernel(
     x_mark = tl.full((), 0.0, X.dtype.element_ty)
     x_held = tl.zeros((BLOCK_K,), X.dtype.element_ty)
     if is_marked(HAS):
-        mark = tl.where((mark >= 0) & (mark < V), mark, -1).to(tl.int32)
+        mark = tl.where(is_class(mark, V, vocab), own_column(mark, start), NO_ID).to(tl.int32)
         x_mark = tl.load(Xrow + mark, mask=in_span(mark, span, ALIGNED), other=0.0)
     if IDS is not None:
         IDS += row.to(tl.int64) * K
@@ -237,7 +240,7 @@ def _spans_kernel(
 def spans_launch(
     rows: Rows, d_rows: Rows, K: int, temperature: float | None, softcap: float | None,
     ignore_index: int | None, has: tuple[str, ...], steps: tuple[int, int, int],
-    held: bool, second: bool, cut: config.Config,
+    part: tuple[int | None, int | None], held: bool, second: bool, cut: config.Config,
 ) -> Launch:  # fmt: skip
     span = config.ceil_div(cut.span, cut.block_v) * cut.block_v
     number = () if temperature is None else (temperature,)
@@ -246,7 +249,7 @@ def spans_launch(
         _spans_kernel, (rows.count * config.ceil_div(rows.vocab, span),),
         (
             *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab, K,
-            softcap, ignore_index,
+            *part, softcap, ignore_index,
         ),
         num_warps=cut.num_warps, HAS=(*has, "second") if second else has,
         CONSTANTS=_Constants(

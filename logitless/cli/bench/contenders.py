@@ -20,7 +20,7 @@ from .. import formulas
 from ..formulas import BY_ROW, IGNORED, Inputs
 from .cases import COMPILED, DTYPES, EAGER, OURS, Case, Mode
 
-OF_A_HEAD = ("workspace", "accumulate")  # given to LinearLogits rather than to the op
+OF_A_HEAD = ("workspace", "logits_dtype", "accumulate")  # given to LinearLogits, not to the op
 Finder = Callable[[Case], Callable | None]
 
 

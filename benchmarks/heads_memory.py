@@ -1,0 +1,175 @@
+"""Time against memory of a loss over a head: ours in every workspace, and the rivals.
+
+    python -m benchmarks.heads_memory --out benchmarks/results/h200     some two minutes on a GPU
+    python -m benchmarks.heads_memory --both                            each workspace cut both ways
+
+Cross-entropy, forward + backward, at three shapes; then what logits in fp32 cost. Every answer is
+compared with fp64 before it is timed. Writes JSON, a report and a plot. --both is for the constants
+in logitless/_cut.py: it forces whole rows, and then columns, wherever both are possible.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from logitless import _cut
+from logitless.cli import _machine
+from logitless.cli.bench import contenders, results, runner
+from logitless.cli.bench.cases import MIB, OURS, Case, Mode
+from logitless.cli.bench.results import Result
+
+SHAPES = ("8192×4096×128256", "8192×2048×151936", "16384×2304×256000")
+WORKSPACES = (1024, 512, 256, 128, 64, 32)  # MiB
+RIVALS = ("liger", "cce")
+OWN_MEMORY = "in its own memory"
+FP32 = {"logits_dtype": torch.float32}
+SMALL = {"workspace": 64 * MIB}
+SPEND = 200.0  # ms of timing for each
+COLORS = {OURS: "#d1495b", "liger": "#33658a", "cce": "#86a873"}
+
+
+def head(op: str, variant: str, given: dict, mode: str = Mode.BACKWARD, **how) -> Case:
+    return Case("heads", op, mode, variant, given, compiled=False, **how)
+
+
+def cases(shape: str) -> list[Case]:
+    """Ours in each workspace, then the rivals; at the first shape, results a row and fp32 too."""
+    found = [
+        head("cross_entropy", f"{mib} MiB", {"workspace": mib * MIB}, alone=True)
+        for mib in WORKSPACES
+    ]
+    found.append(head("cross_entropy", OWN_MEMORY, {}))
+    if shape == SHAPES[0]:
+        found += [
+            head("cross_entropy", "fp32 logits, 1024 MiB", FP32, alone=True),
+            head("cross_entropy", "fp32 logits, 64 MiB", FP32 | SMALL, alone=True),
+            head("score", "1024 MiB", {}, alone=True),
+            head("score", "64 MiB", SMALL, alone=True),
+            head("score", "fp32 logits, 1024 MiB", FP32, alone=True),
+            head("cross_entropy", "64 MiB, no gradients", SMALL, Mode.FORWARD, alone=True),
+        ]
+    return [case.at(shape, "bf16") for case in found]
+
+
+@contextlib.contextmanager
+def forced(ahead: float) -> Iterator[None]:
+    """Columns must be so much better than rows to be chosen."""
+    before, _cut.AHEAD = _cut.AHEAD, ahead
+    _cut.choose.cache_clear()
+    try:
+        yield
+    finally:
+        _cut.AHEAD = before
+        _cut.choose.cache_clear()
+
+
+def measure(both: bool) -> list[Result]:
+    loaded, _ = contenders.load((OURS, *RIVALS), "cuda")
+    rivals = {name: find for name, find in loaded.items() if name != OURS}
+    found = []
+    for case in (case for shape in SHAPES for case in cases(shape)):
+        who = rivals if case.variant == OWN_MEMORY else {OURS: loaded[OURS]}
+        ways = {"": None}
+        if both and "workspace" in case.given:
+            ways = {", by rows": 1e9, ", by columns": -1e9}
+        for name, ahead in ways.items():
+            with contextlib.nullcontext() if ahead is None else forced(ahead):
+                named = dataclasses.replace(case, variant=case.variant + name)
+                measured = runner.run_case(named, who, "cuda", SPEND)
+            print(*map(line, measured), sep="\n", flush=True)
+            found += measured
+    return found
+
+
+def line(r: Result) -> str:
+    what = f"{r.shape} {r.op}, {r.variant}: {r.contender}"
+    if not r.ms:
+        return f"{what} {r.status}: {r.note}"
+    errors = f"off by {r.value_error:.1e}, {r.grad_error or 0.0:.1e}"
+    return f"{what} {r.ms:.2f} ms, {r.spare_mib:.0f} MiB, {errors}"
+
+
+def markdown(document: dict) -> str:
+    rows = [
+        {
+            "rows × width × vocabulary": r.shape, "loss": r.op, "": r.variant,
+            "who": r.contender, "ms": results.number(r.ms, ".2f"),
+            "MiB beyond gradients": results.number(r.spare_mib, ",.0f"),
+            "error of the value": results.number(r.value_error, ".1e"),
+            "error of the gradients": results.number(r.grad_error, ".1e"),
+            "note": r.note,
+        }
+        for r in results_of(document)
+    ]  # fmt: skip
+    facts = "\n".join(f"- {fact}" for fact in results.about(document))
+    return f"# Heads: time against memory\n\n{facts}\n\n{results.table(rows)}\n"
+
+
+def results_of(document: dict) -> list[Result]:
+    return [Result(**row) for row in document["rows"]]
+
+
+def draw(document: dict, path: Path) -> None:
+    """One panel a shape: milliseconds over MiB, ours as a curve and each rival as a point."""
+    from matplotlib.figure import Figure
+
+    plain = [r for r in results_of(document) if r.op == "cross_entropy" and r.ms]
+    shapes = list(dict.fromkeys(r.shape for r in plain))
+    figure = Figure(figsize=(4.2 * len(shapes), 3.6), layout="constrained")
+    for axes, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
+        for name, color in COLORS.items():
+            ours = [f"{mib} MiB" for mib in WORKSPACES]
+            wanted = ours if name == OURS else [OWN_MEMORY]
+            at = [r for r in plain if (r.shape, r.contender) == (shape, name)]
+            at = [r for r in at if r.variant in wanted]
+            memory = [max(r.spare_mib or 0.0, 1.0) for r in at]
+            axes.plot(memory, [r.ms for r in at], "o-", color=color, label=name)
+        axes.set(
+            title=shape, xscale="log", xlabel="MiB beyond inputs and gradients", ylim=(0, None)
+        )
+    first = figure.axes[0]
+    first.set(ylabel="ms, forward + backward")
+    first.legend()
+    where = f"{document['device']['name']}, torch {document['versions']['torch']}"
+    figure.suptitle(f"cross-entropy over a head, bf16: {where}")
+    figure.savefig(path, format="png", dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--both", action="store_true", help="force rows, then columns")
+    parser.add_argument("--commit", help="the code under test, where there is no git to ask")
+    args = parser.parse_args()
+    _, standing = contenders.load((OURS, *RIVALS), "cuda")
+    found = measure(args.both)
+    document = {
+        "device": _machine.device("cuda"),
+        "versions": _machine.versions(),
+        "contenders": standing,
+        "commit": args.commit or _machine.commit(),
+        "date": _machine.now(),
+        "copy_tbps": None,
+        "rows": [dataclasses.asdict(r) for r in found],
+    }
+    args.out.mkdir(parents=True, exist_ok=True)
+    stem = args.out / f"heads-memory{'-both' if args.both else ''}-{document['date'][:10]}"
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    stem.with_suffix(".md").write_text(markdown(document))
+    draw(document, args.out / "heads-memory.png")
+    print(f"wrote {stem}.json, .md and heads-memory.png")
+    return int(any(r.status != "ok" for r in found if r.contender == OURS))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

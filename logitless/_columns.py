@@ -1,0 +1,166 @@
+"""A head cut along its vocabulary: statistics block by block, then gradients block by block.
+
+The logits of a block are made twice, once for the statistics and once for the gradient, except for
+those that can wait. Until a block's rows of the weight's gradient are written, their memory is
+free: blocks go from first to last for the statistics and back for the gradients, and many of the
+later ones wait where the gradients of the first will be (kept_blocks in _cut.py).
+"""
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._chunks import Chunks, Rows, Sum, SumInPlace, product, sum_in, way_to_sum
+from ._contract import PRECISION, Coefficients, Partials, Reading
+from ._cut import Space, kept_blocks
+
+Parts = tuple[Tensor, Tensor, Tensor | None]  # hidden (N, D), weight (V, D), bias (V,)
+
+
+class Block(NamedTuple):
+    """Some columns of some rows."""
+
+    place: int
+    part: slice  # of the vocabulary
+    logits: Tensor  # (n, c)
+    into: Tensor  # (n, c), for their gradient
+
+
+class Blocks:
+    """The logits of some rows in blocks of columns: forth for statistics, back for gradients."""
+
+    def __init__(self, columns: int, space: Space, parts: Parts, spare: Tensor | None):
+        self.space, (self.h, self.weight, self.bias) = space, parts
+        self.columns, vocab = columns, len(self.weight)
+        self.parts = [slice(i, min(i + columns, vocab)) for i in range(0, vocab, columns)]
+        self.spare, self.kept = spare, {}  # block to its place in the spare memory
+        if spare is not None:
+            rows, width = self.h.shape
+            self.kept = kept_blocks(rows, vocab, width, columns)
+        self.there: int | None = None  # the block whose logits are in the workspace
+
+    def statistics(self, run: ModuleType, reading: Reading) -> Iterator[Partials]:
+        """Of each block. The last one's logits stay."""
+        for place in range(len(self.parts)):
+            z = self._make(place)
+            yield run.partial(z, reading, self.parts[place].start, len(self.weight))
+
+    def back(self) -> Iterator[Block]:
+        """Each block's logits, for their gradient; made again where they are gone."""
+        for place in reversed(range(len(self.parts))):
+            waits = place in self.kept or place == self.there
+            z = self._room(place) if waits else self._make(place)
+            into = z if place in self.kept else self.space.gradient(*z.shape)
+            yield Block(place, self.parts[place], z, into)
+
+    def _make(self, place: int) -> Tensor:
+        part = self.parts[place]
+        if place not in self.kept:
+            self.there = place
+        bias = None if self.bias is None else self.bias[part]
+        return product(self.h, self.weight[part], bias, self._room(place))
+
+    def _room(self, place: int) -> Tensor:
+        rows, part = len(self.h), self.parts[place]
+        if place not in self.kept:
+            return self.space.logits(rows, part.stop - part.start)
+        size, at = rows * self.columns, self.kept[place]
+        memory = self.spare[at * size : (at + 1) * size]  # pyright: ignore[reportOptionalSubscript]
+        return memory.view(rows, self.columns)[:, : part.stop - part.start]
+
+
+class ColumnGradients:
+    """Gradients of hidden, weight and bias, each only if it is needed, block by block.
+
+    That of hidden is summed over blocks, and that of the weight over groups of rows if there are
+    several: see Way in _chunks.py.
+    """
+
+    def __init__(
+        self,
+        run: ModuleType,
+        chunks: Chunks,
+        parts: Parts,
+        needs: tuple[bool, bool, bool],
+        accumulate: str,
+        into: Tensor | None = None,  # what the weight's is added to
+    ):
+        self.run, (hidden, self.weight, bias) = run, parts
+        self.groups, step = len(chunks.slices()), chunks.cut.columns
+        assert step is not None
+        vocab = len(self.weight)
+        self.parts = [slice(i, min(i + step, vocab)) for i in range(0, vocab, step)]
+        blank = torch.empty_like if chunks.index is None else torch.zeros_like
+        self.d_hidden = blank(hidden) if needs[0] else None
+        self.hidden_sum: Sum | SumInPlace | None = None
+        self.total, self.sums = None, []
+        if needs[1] and into is not None:
+            self.sums = [Sum(into[part], fresh=False) for part in self.parts]
+        elif needs[1]:
+            way = way_to_sum(run, self.groups, hidden, self.weight, accumulate)
+            make = torch.empty if self.groups else torch.zeros
+            self.total = make(self.weight.shape, device=hidden.device, dtype=way.dtype)
+            self.sums = [sum_in(run, self.total[part], self.groups, way) for part in self.parts]
+        self.d_bias = None
+        if needs[2] and bias is not None:
+            self.d_bias = torch.zeros_like(bias, dtype=PRECISION[bias.dtype])
+
+    def spare(self) -> Tensor | None:
+        """Memory for logits that wait, until the weight's gradient is written there."""
+        whole = self.total is not None and self.groups == 1
+        return self.total.view(-1) if whole and self.total.dtype == self.weight.dtype else None
+
+    def start(self, rows: Rows, h: Tensor) -> None:
+        """Of a group of rows."""
+        if self.d_hidden is None:
+            return
+        way = way_to_sum(self.run, len(self.parts), h, self.weight, "auto")
+        if isinstance(rows, slice) and way.dtype == h.dtype:
+            total = self.d_hidden[rows]
+        else:
+            total = torch.empty(h.shape, device=h.device, dtype=way.dtype)
+        self.hidden_sum = sum_in(self.run, total, len(self.parts), way)
+
+    def add(self, block: Block, h: Tensor, dz: Tensor) -> None:
+        if self.hidden_sum is not None:
+            self.hidden_sum.add(dz.t(), self.weight[block.part])
+        if self.d_bias is not None:
+            self.d_bias[block.part] += dz.sum(0, dtype=self.d_bias.dtype)
+        if self.sums:
+            self.sums[block.place].add(dz, h)
+
+    def end(self, rows: Rows) -> None:
+        """Of a group of rows."""
+        if self.hidden_sum is None or self.d_hidden is None:
+            return
+        total, self.hidden_sum = self.hidden_sum.total, None
+        if not isinstance(rows, slice) or total.dtype != self.d_hidden.dtype:
+            self.d_hidden[rows] = total.to(self.d_hidden.dtype)
+
+    def found(self) -> list[Tensor | None]:
+        """All three; those of weight and bias may have more bits than they."""
+        return [self.d_hidden, self.total, self.d_bias]
+
+
+def back(
+    run: ModuleType,
+    blocks: Blocks,
+    sums: ColumnGradients,
+    rows: Rows,
+    reading: Reading,  # of these rows
+    state: Tensor,
+    given: tuple[Coefficients, Tensor],
+    factor: Tensor | None,
+) -> None:
+    """The gradients of some rows, from what is known of them."""
+    vocab = len(blocks.weight)
+    sums.start(rows, blocks.h)
+    for block in blocks.back():
+        dz = run.gradient(
+            block.logits, reading, state, *given, factor, block.into, (block.part.start, vocab)
+        )
+        sums.add(block, blocks.h, dz)
+    sums.end(rows)

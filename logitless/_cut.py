@@ -1,0 +1,168 @@
+"""How a head's logits are cut to fit a workspace: by rows, by columns of the vocabulary, or both.
+
+By rows, a chunk holds whole rows: its loss and its gradients follow at once, in three GEMMs. But
+every chunk reads and writes the sum of the weight's gradient (V, D). By columns, the statistics of
+all rows come first, block by block, and then every block's logits are made once more: four GEMMs,
+but each block's part of the weight's gradient is complete at once. What is summed over blocks is
+the gradient of hidden (N, D), which is smaller. In units of one GEMM over all logits:
+
+    n whole rows at once              3 + SUM / n
+    all rows, c columns at once       3 + 1 + LOOK - kept + SUM / c
+    n of the rows, c columns          3 + 1 + LOOK + SUM / c + SUM / n
+
+SUM is the number of rows in a GEMM that takes as long as reading and writing the sum. `kept` is the
+share of logits that wait in memory of the weight's gradient that is not written yet (_columns.py).
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}  # bytes of logits alive at once, by default
+TILE = 128  # rows that a GEMM works on together
+PACK = 8  # columns: rows of 16-bit logits start on 16-byte boundaries
+
+# Measured on an H200 with 64 to 256 MiB (docs/heads.md). A CPU multiplies so slowly that sums cost
+# nothing beside it: there rows are always whole.
+SUM = {"cuda": 540.0}
+LOOK = 0.15  # reading the logits once more, and merging statistics
+AHEAD = 0.1  # by so much columns must be the better choice
+
+STEPS = 5  # in which the gradient of logits in fp32 is written: see Space
+
+
+class Cut(NamedTuple):
+    """How many rows and columns of logits are made at once."""
+
+    rows: int  # at most
+    columns: int | None = None  # None is all of them
+    kept: bool = False  # whether blocks may wait in the memory of the weight's gradient
+
+
+class Work(NamedTuple):
+    """A head, and what is asked of it."""
+
+    rows: int
+    vocab: int
+    width: int  # of hidden
+    bytes: tuple[float, float]  # of workspace for one logit: by rows, by columns
+    merges: bool  # whether blocks of columns tell what is asked
+    gemms: int  # by columns, more than by rows: 0 or 1
+    sums: bool  # whether the weight has a gradient, to be summed by rows
+    keeps: bool  # whether the weight's gradient has memory for logits
+
+
+@functools.lru_cache(1024)
+def choose(work: Work, workspace: int | None, device: str) -> Cut:
+    """The way that should take the least time; whole rows where nobody asks for little memory."""
+    limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"])
+    room = int(limit / (padded(work.vocab) * work.bytes[0]))
+    best = Cut(max(room, 1))
+    cost = SUM.get(device, 0.0) * (1 if work.sums else 0.5)  # at least the weight is read
+    rows = even_chunk(work.rows, room)
+    if workspace is None or not cost or rows >= work.rows or not work.merges:
+        return best
+    least = cost / rows - AHEAD
+    groups = 1
+    while work.rows >= groups * TILE:
+        rows = -(-work.rows // groups)
+        columns = even_columns(work.vocab, int(limit / (rows * work.bytes[1])))
+        if columns:
+            kept = 0.0
+            if groups == 1 and work.keeps:
+                blocks = kept_blocks(rows, work.vocab, work.width, columns)
+                kept = len(blocks) * columns / work.vocab
+            price = work.gemms + LOOK - kept + cost / columns + (cost / rows if groups > 1 else 0)
+            if price < least:
+                best, least = Cut(rows, columns, kept > 0), price
+        groups *= 2
+    return best
+
+
+def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, int]:
+    """Blocks of columns whose logits wait in the weight's gradient, and the place of each there.
+
+    Gradients are computed from the last block to the first. A block may wait where its place,
+    rows · columns numbers long, ends before the block's own rows of the gradient, columns · width
+    numbers each, begin: what is written there comes later.
+    """
+    found: dict[int, int] = {}
+    for block in range(1, -(-vocab // columns)):
+        if (len(found) + 1) * rows <= block * width:
+            found[block] = len(found)
+    return found
+
+
+def padded(columns: int) -> int:
+    return -(-columns // PACK) * PACK
+
+
+@functools.lru_cache(1024)
+def even_chunk(rows: int, room: int) -> int:
+    """How many of so many rows make a chunk, in a workspace with room for `room` of them.
+
+    Whole tiles of a GEMM if it holds one, a power of two if it holds several, as batches are: then
+    nothing is left over. Chunks are even, for the smallest costs a reading of the weight too.
+    """
+    most = max(room, 1)
+    if most >= 8 * TILE:
+        most = 1 << (most.bit_length() - 1)
+    elif most >= TILE:
+        most -= most % TILE
+    even = -(-rows // max(-(-rows // most), 1))
+    return max(min(most, -(-even // TILE) * TILE, rows), 1)
+
+
+def even_columns(vocab: int, room: int) -> int:
+    """How many columns make a block, in whole tiles and even; 0 where not one tile has room."""
+    most = room - room % TILE
+    if not most:
+        return 0
+    even = -(-vocab // -(-vocab // most))
+    return -(-even // TILE) * TILE
+
+
+class Space:
+    """Memory for logits of some rows and columns, and in the same place for their gradient.
+
+    A gradient of the logits' own dtype is written over them. One of 16 bits lies before logits in
+    fp32, with a few rows' room between: row r of it ends where row r - first of the logits, read
+    before, lies. So `first` rows can be written at once, then twice as many, and so on.
+    """
+
+    def __init__(
+        self, rows: int, columns: int, dtype: torch.dtype, like: Tensor, steps: int = STEPS
+    ):
+        self.rows, width = rows, padded(columns)
+        self.first = rows
+        if dtype == like.dtype:
+            self.all = self.back = torch.empty((rows, width), device=like.device, dtype=dtype)
+            return
+        self.first = -(-rows // (2**steps - 1))
+        ahead = self.first * width * like.element_size()  # a multiple of 16
+        size = ahead + rows * width * dtype.itemsize
+        memory = torch.empty(size, device=like.device, dtype=torch.uint8)
+        self.all = memory[ahead:].view(dtype).view(rows, width)
+        self.back = memory[: rows * width * like.element_size()].view(like.dtype).view(rows, width)
+
+    @staticmethod
+    def bytes(dtype: torch.dtype, own: torch.dtype, steps: int = STEPS) -> float:
+        """Of one logit, for hidden states of dtype `own`."""
+        return dtype.itemsize + (0 if dtype == own else own.itemsize / (2**steps - 1))
+
+    def logits(self, rows: int, columns: int) -> Tensor:
+        return self.all[:rows, :columns]
+
+    def gradient(self, rows: int, columns: int) -> Tensor:
+        return self.back[:rows, :columns]
+
+    def steps(self, rows: int) -> Iterator[slice]:
+        """Rows whose gradient may be written at once, after all before them."""
+        start = 0
+        while start < rows:
+            end = min(start + self.first + start, rows)
+            yield slice(start, end)
+            start = end
