@@ -7,7 +7,7 @@ from test_linear import LOSSES, V, assert_same, leaves, make, result
 
 import logitless as ll
 from logitless import linear
-from logitless._cut import Cut
+from logitless._cut import Cut, Work, choose, kept_blocks
 
 N = 21
 CUTS = [
@@ -70,19 +70,19 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.mark.parametrize(
     ("loss", "dtype", "how"),
     [
-        (smoothed, FP32, Cut(5, 16)),
-        (smoothed, BF16, Cut(9, 8, kept=True)),
-        (smoothed, FP16, Cut(9, 8)),
-        (statistics, FP32, Cut(9, 8)),
+        (smoothed, FP32, Cut(3, 16)),
+        (smoothed, BF16, Cut(5, 8, kept=True)),
+        (smoothed, FP16, Cut(5, 8)),
+        (statistics, FP32, Cut(5, 8)),
         (statistics, BF16, Cut(2, 8)),
-        (by_row, FP32, Cut(9, 8)),
-        (distilled, FP32, Cut(9, 8)),
+        (by_row, FP32, Cut(5, 8)),
+        (distilled, FP32, Cut(5, 8)),
     ],
 )
 def test_by_the_kernels(loss, dtype, how, cut, device):
     """Values and gradients as exact as those of whole rows."""
     cut(how)
-    rows, width = 9, 16
+    rows, width = 5, 16
     hidden, weight = (torch.randn(n, width, device=device).to(dtype) for n in (rows, V))
     bias, target = torch.randn(V, device=device).to(dtype), torch.arange(rows, device=device)
     ids = torch.randint(0, V, (rows, 3), device=device)
@@ -122,3 +122,108 @@ def test_bug_08_many_blocks_are_no_less_exact(cut, device):
     ours = gradients(torch.bfloat16, 16)
     for a, b, c in zip(plain, ours, truth, strict=True):
         assert (b - c).norm() <= 1.1 * (a - c).norm()
+
+
+@pytest.mark.parametrize("count", [0, 5])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_rows_that_count_alone_are_computed(reduction, count, cut, device):
+    """None at all too; those that do not count could hold anything."""
+    cut(Cut(3, 8))
+    hidden, weight, bias, target = make(lead=(N,), device=device)
+    target[:] = -100
+    target[3 : 3 + count] = 1
+    hidden[target == -100] = torch.nan
+    live = target != -100
+    got, want = leaves(hidden, weight, bias), leaves(hidden[live], weight, bias)
+    source = ll.LinearLogits(*got, workspace=1)
+    loss = ll.cross_entropy(source, target, reduction=reduction).sum()
+    plain = ll.cross_entropy(F.linear(*want), target[live], reduction=reduction).sum()
+    torch.testing.assert_close(loss, plain)
+    (loss + plain).backward()
+    torch.testing.assert_close(got[0].grad[live], want[0].grad)
+    assert not got[0].grad[~live].any()
+    for a, b in zip(got[1:], want[1:], strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_second_backward_main_grad_and_what_needs_no_gradient(cut, device):
+    cut(Cut(N, 8, kept=True))
+    hidden, weight, _, target = make(torch.float32, device, lead=(N,))
+    plain = leaves(hidden, weight, None)
+    F.cross_entropy(F.linear(*plain), target).backward()
+    for needs in ((True, False, True), (False, True, True)):
+        parts = leaves(hidden, weight, None, needs)
+        loss = ll.cross_entropy(ll.LinearLogits(*parts, workspace=1), target)
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        for part, need, want in zip(parts[:2], needs, plain, strict=False):
+            assert (part.grad is not None) == need
+            if need:
+                torch.testing.assert_close(part.grad, 2 * want.grad)
+    for reduction in ("mean", "none"):
+        W, main_grad = weight.clone().requires_grad_(), torch.ones_like(weight)
+        source = ll.LinearLogits(hidden, W, workspace=1, main_grad=main_grad)
+        loss = ll.cross_entropy(source, target, reduction=reduction).sum()
+        (loss if reduction == "mean" else loss / (target != -100).sum()).backward()
+        assert W.grad is None
+        torch.testing.assert_close(main_grad, 1 + plain[1].grad)
+
+
+@pytest.mark.usefixtures("nobody_looks")
+def test_a_bad_target_is_nan_in_every_block(cut, device):
+    cut(Cut(N, 8))
+    hidden, weight, _, target = make(torch.float32, device, lead=(N,))
+    target[2], target[3] = V, -5
+    parts = leaves(hidden, weight, None)
+    loss = ll.cross_entropy(ll.LinearLogits(*parts, workspace=1), target, reduction="none")
+    good = torch.ones(N, dtype=torch.bool, device=device)
+    good[2:4] = False
+    assert loss[~good].isnan().all()
+    assert loss[good].isfinite().all()
+    loss.sum().backward()
+    assert parts[0].grad[good].isfinite().all()
+    assert parts[0].grad[~good].isnan().all()
+
+
+H200 = [(8192, 4096, 128256), (8192, 2048, 151936), (16384, 2304, 256000)]
+MIB = 1 << 20
+
+
+def work(rows, width, vocab, **how):
+    given = {"bytes": (2, 2), "merges": True, "gemms": 1, "sums": True, "keeps": True}
+    return Work(rows, vocab, width, **(given | how))
+
+
+@pytest.mark.parametrize("shape", H200)
+def test_which_way_is_chosen(shape):
+    """Whole rows by default and where many fit; columns of all rows in 64 MiB."""
+    rows = shape[0]
+    for workspace in (None, 1024 * MIB, 512 * MIB):
+        assert choose(work(*shape), workspace, "cuda").columns is None
+    small = choose(work(*shape), 64 * MIB, "cuda")
+    assert small.rows == rows
+    assert small.rows * small.columns * 2 <= 64 * MIB
+    assert small.kept
+    assert choose(work(*shape), 64 * MIB, "cpu").columns is None
+    assert choose(work(*shape, merges=False), 64 * MIB, "cuda").columns is None
+    forward = choose(work(*shape, gemms=0, sums=False, keeps=False), 32 * MIB, "cuda")
+    assert forward.columns is not None
+
+
+def test_a_long_batch_is_cut_both_ways():
+    cut = choose(work(131072, 4096, 128256), 64 * MIB, "cuda")
+    assert cut.columns is not None
+    assert cut.rows < 131072
+    assert cut.rows * cut.columns * 2 <= 64 * MIB
+
+
+@pytest.mark.parametrize(("rows", "width"), [(21, 8), (8, 8), (5, 16), (100, 3)])
+def test_what_waits_is_never_overwritten(rows, width):
+    """A block's logits end before the rows of the gradient that are written until it is used."""
+    vocab, columns = 103, 8
+    kept = kept_blocks(rows, vocab, width, columns)
+    assert len(set(kept.values())) == len(kept)
+    for block, place in kept.items():
+        assert (place + 1) * rows * columns <= block * columns * width
+    assert len(kept) <= 12
+    assert bool(kept) == (rows <= 12 * width)
