@@ -49,6 +49,7 @@ def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
 class Step(NamedTuple):
     """Rows whose gradient may be written at once."""
 
+    at: slice  # of the chunk
     rows: Rows
     logits: Tensor  # (n, V)
     into: Tensor  # (n, V), for their gradient
@@ -123,7 +124,7 @@ class Chunks:
                 h = hidden[rows]
                 z = multiply(h) if i else space.logits(len(h), vocab)  # the first is queued already
                 into = space.gradient(len(h), vocab)
-                steps = [Step(of(rows, at), z[at], into[at]) for at in space.steps(len(h))]
+                steps = [Step(at, of(rows, at), z[at], into[at]) for at in space.steps(len(h))]
                 yield Chunk(rows, h, z, steps, into)
 
         return each()

@@ -58,7 +58,8 @@ class Work(NamedTuple):
 @functools.lru_cache(1024)
 def choose(work: Work, workspace: int | None, device: str) -> Cut:
     """The way that should take the least time; whole rows where nobody asks for little memory."""
-    limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"])
+    wide = work.bytes[0] != work.bytes[1]  # as many rows by default as in 16 bits
+    limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"]) * (2 if wide else 1)
     room = int(limit / (padded(work.vocab) * work.bytes[0]))
     best = Cut(max(room, 1))
     cost = SUM.get(device, 0.0) * (1 if work.sums else 0.5)  # at least the weight is read

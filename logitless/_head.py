@@ -10,13 +10,14 @@ mean or sum takes up to four GEMMs then, results a row four, for forward keeps t
 """
 
 import contextlib
+import itertools
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ._call import backend
-from ._chunks import Chunks, HeadGradients, RowGradients, Rows, Step
+from ._chunks import Chunk, Chunks, HeadGradients, RowGradients, Rows, Step
 from ._columns import Blocks, ColumnGradients, back
 from ._contract import PRECISION
 from ._cut import Space
@@ -158,8 +159,8 @@ class Total(Node):
         if wanted:
             sums = HeadGradients(run, chunks, parts, ctx.needs[:3], source.accumulate)
         for chunk in visits:
-            dz = None
-            for rows, z, into in chunk.steps if wanted else [Step(chunk.rows, chunk.logits, None)]:
+            dz, whole = None, Step(slice(None), chunk.rows, chunk.logits, chunk.gradient)
+            for _, rows, z, into in chunk.steps if wanted else [whole]:
                 some, own = loss.take(rows, lead), _factor_of(factor, rows)
                 if wanted:
                     values[rows], dz, saved = some.at_once(run, z, own, into)
@@ -249,7 +250,7 @@ class Each(Node):
         parts, lead = _detached((hidden, weight, bias)), source.shape[:-1]
         run = backend(hidden)
         results: list[Tensor] = []
-        ctx.known = None  # by columns, what backward needs to know of the rows
+        ctx.known = []  # of the rows, chunk by chunk: what backward would read the logits for
         with dtypes_as_given(hidden.device), in_memory(weight, source.module):
             for rows, found in Each.results(ctx, run, source, parts, loss):
                 results = results or [_unread(t, lead.numel()) for t in found]
@@ -272,10 +273,12 @@ class Each(Node):
         flat, W, b = parts
         if chunks.cut.columns is None:
             for chunk in chunks.logits(flat, W, b, source.dtype):
-                yield chunk.rows, loss.take(chunk.rows, lead).forward(run, chunk.logits)[0]
+                found, saved = loss.take(chunk.rows, lead).forward(run, chunk.logits)
+                ctx.known.append(saved)
+                yield chunk.rows, found
             return
         chunks.wait(len(flat))
-        space, ctx.known = _space(source, chunks), []
+        space = _space(source, chunks)
         for rows in chunks.slices():
             some = loss.take(rows, lead)
             blocks = Blocks(chunks.cut.columns, space, (flat[rows], W, b), None)
@@ -306,25 +309,25 @@ class Each(Node):
         given = [None if g is None else g.reshape(lead.numel(), *g.shape[len(lead) :])
                  for g in upstream]  # fmt: skip
         others = RowGradients(loss, ctx.others)
-        way = Each.by_rows if ctx.known is None else Each.by_columns
-        d_hidden, d_weight, d_bias = way(ctx, given, source, loss, others)
+        chunks = _chunks_of_each(ctx, source, loss)
+        way = Each.by_rows if chunks.cut.columns is None else Each.by_columns
+        d_hidden, d_weight, d_bias = way(ctx, given, source, loss, chunks, others)
         d_weight = None if source.main_grad is not None else d_weight
         heads = as_parts([d_hidden, d_weight, d_bias], source.parts)
         return [*heads, *others.found]
 
     @staticmethod
-    def by_rows(ctx, given, source, loss, others) -> list:
+    def by_rows(ctx, given, source, loss, chunks, others) -> list:
         """Gradients of the parts, while others are filled."""
         parts, lead = _detached(source.parts), source.shape[:-1]
-        run, chunks = backend(parts[0]), source.chunks(_live(loss), source.work())
+        run = backend(parts[0])
         visits = chunks.logits(*parts, source.dtype)
         sums = HeadGradients(run, chunks, parts, ctx.needs, source.accumulate, source.main_grad)
-        for chunk in visits:
+        for chunk, known in itertools.zip_longest(visits, ctx.known or ()):
             dz = None
-            for rows, z, into in chunk.steps:
-                some = loss.take(rows, lead)
-                _, saved = some.forward(run, z)
-                own = _rows_of(given, rows)
+            for at, rows, z, into in chunk.steps:
+                some, own = loss.take(rows, lead), _rows_of(given, rows)
+                saved = _part_of(known, chunk, at) if known else some.forward(run, z)[1]
                 dz = some.backward(run, z, saved, own, None, into)
                 if loss.others:
                     others.add(rows, some, saved, own[0])
@@ -333,11 +336,11 @@ class Each(Node):
         return sums.found()
 
     @staticmethod
-    def by_columns(ctx, given, source, loss, others) -> list:
+    def by_columns(ctx, given, source, loss, chunks, others) -> list:
         """The same, for logits that are cut along the vocabulary."""
         parts, lead = _detached(source.parts), source.shape[:-1]
         flat, W, b = parts
-        run, chunks = backend(flat), _chunks_of_each(ctx, source, loss)
+        run = backend(flat)
         chunks.wait(len(flat))
         space = _space(source, chunks)
         sums = ColumnGradients(run, chunks, parts, ctx.needs, source.accumulate, source.main_grad)
@@ -352,8 +355,14 @@ class Each(Node):
 
 
 def _chunks_of_each(ctx, source, loss: RowLoss) -> Chunks:
-    """The same in forward and backward."""
-    return source.chunks(_live(loss), source.work(loss.merges, sums=ctx.needs[1]))
+    """The same in forward and backward; whole rows where backward would not know of forward."""
+    merges = loss.merges and ctx.known is not None
+    return source.chunks(_live(loss), source.work(merges, sums=ctx.needs[1]))
+
+
+def _part_of(known: Saved, chunk: Chunk, at: slice) -> Saved:
+    """What is known of a chunk, for some of its rows; what is one for all stays."""
+    return tuple(t if t is None or len(t) != len(chunk.hidden) else t[at] for t in known)
 
 
 def _rows_of(given: list, rows: Rows) -> tuple[Tensor | None, ...]:
