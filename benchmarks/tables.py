@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import heads_memory
 from logitless.cli.bench import cases, plots, read, results
 from logitless.cli.bench.cases import COMPILED, EAGER, FAMILIES, OURS, PLAIN, Mode
 from logitless.cli.bench.results import OVERWRITES, Result
@@ -181,6 +182,43 @@ def workspaces(run: Run) -> Rows:
     return rows
 
 
+def memory_run() -> Run:
+    """The newest of benchmarks/heads_memory.py."""
+    path = max(RESULTS.glob("heads-memory-[0-9]*.json"))
+    document = read(path)
+    return Run(path, document, [Result(**row) for row in document["rows"]])
+
+
+def head_memory() -> str:
+    """Ours in every workspace, and the rivals."""
+    run, rows = memory_run(), []
+    for shape in run.shapes():
+        row = {HEAD: sizes(shape)}
+        for mib in heads_memory.WORKSPACES:
+            found = run.find(op="cross_entropy", shape=shape, variant=f"{mib} MiB")
+            row[f"{mib:,} MiB"] = cell(found, "spare_mib")
+        own = {"op": "cross_entropy", "shape": shape, "variant": heads_memory.OWN_MEMORY}
+        rows.append(row | run.cells(heads_memory.RIVALS, "spare_mib", **own))
+    return f"{results.table(rows)}\n\n{origin(run)}"
+
+
+def fp32_logits() -> str:
+    """What logits in fp32 cost and bring, beside those of 16 bits."""
+    run, rows = memory_run(), []
+    for op, variant in (("cross_entropy", "1024 MiB"), ("score", "1024 MiB")):
+        plain = run.find(op=op, variant=variant, shape=heads_memory.SHAPES[0])
+        wide = [r for r in run.all(op=op) if r.variant.startswith("fp32 logits")]
+        for r in (plain, *wide):
+            setting = r.variant if r in wide else f"bf16 logits, {r.variant}"
+            rows.append({
+                "loss": op, "logits, workspace": setting, "ms": ms(r.ms),
+                "× bf16": results.number(r.ms / plain.ms, ".2f"),
+                "MiB taken": results.number(r.spare_mib, ",.0f"),
+                "largest error of a value": results.number(r.value_error, ".0e"),
+            })  # fmt: skip
+    return f"{results.table(rows)}\n\n{origin(run)}"
+
+
 def cross_entropy(run: Run) -> Rows:
     rows = []
     for mode in (Mode.FORWARD, Mode.BACKWARD, Mode.INPLACE):
@@ -225,6 +263,8 @@ TABLES: dict[str, tuple[Callable, tuple[str, ...]]] = {  # and the families they
     "summary": (summary, ("logits", "heads")),
     "heads": (heads, ("heads",)),
     "workspaces": (workspaces, ("heads",)),
+    "head-memory": (head_memory, ()),
+    "fp32-logits": (fp32_logits, ()),
     "cross-entropy": (cross_entropy, ("logits",)),
     "small-calls": (small_calls, ("logits",)),
     "teachers": (teachers, ("teachers",)),
@@ -251,6 +291,7 @@ def main() -> None:
         page.write_text(rewritten(page))
     for run in map(newest, FAMILIES):
         plots.save(run.document, RESULTS)
+    heads_memory.draw(memory_run().document, RESULTS / "heads-memory.png")
 
 
 if __name__ == "__main__":

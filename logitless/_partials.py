@@ -13,7 +13,7 @@ from torch import Tensor
 from ._contract import Partials
 from ._loss import RowLoss, Saved
 
-WAITING = 8  # parts that are merged together
+WAITING = 4  # parts that are merged together
 
 
 def settled(
