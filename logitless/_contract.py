@@ -141,10 +141,15 @@ A = 0  # a
 B = 1  # b
 G_MARK = 2  # g of z at the mark
 G_TOTAL = 3  # g_c
-A_IDS = 4  # a of the columns that are among the ids, where those leave a tail
+A_IDS = 4  # a of the columns that are among the ids, where those leave a tail; not beside b
 D_LABEL = 5  # of log p of the mark at temperature 1
 COEFFICIENTS = 6
 FIELDS = ("a", "b", "mark", "total", "a_ids", "label")
+
+# The gradient of a tail is a share of it, p_i / e^tail. Of a small tail neither p_i nor 1 / e^tail
+# may be a number, so the first is multiplied by e^-lift and the second by e^lift: with "a_ids", `a`
+# and p_i outside the ids come so, lift = min(tail - LEAST_TAIL, 0), and 0 of an empty tail.
+LEAST_TAIL = -32.0
 
 NO_ID = -(2**31)  # in a slot that holds no id: not read, no gradient, not a bad id
 
