@@ -146,9 +146,9 @@ D_LABEL = 5  # of log p of the mark at temperature 1
 COEFFICIENTS = 6
 FIELDS = ("a", "b", "mark", "total", "a_ids", "label")
 
-# The gradient of a tail is a share of it, p_i / e^tail. Of a small tail neither p_i nor 1 / e^tail
-# may be a number, so the first is multiplied by e^-lift and the second by e^lift: with "a_ids", `a`
-# and p_i outside the ids come so, lift = min(tail - LEAST_TAIL, 0), and 0 of an empty tail.
+# The gradient of a tail is a share of it, p_i / e^tail. Of a small tail p_i is 0 in fp32, and
+# 1 / e^tail infinite. So with "a_ids" the columns outside the ids take p_i e^-lift for p_i, and
+# their `a` comes times e^lift; lift = min(tail - LEAST_TAIL, 0), or 0 where nothing is outside.
 LEAST_TAIL = -32.0
 
 NO_ID = -(2**31)  # in a slot that holds no id: not read, no gradient, not a bad id
