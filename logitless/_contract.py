@@ -141,10 +141,15 @@ A = 0  # a
 B = 1  # b
 G_MARK = 2  # g of z at the mark
 G_TOTAL = 3  # g_c
-A_IDS = 4  # a of the columns that are among the ids, where those leave a tail
+A_IDS = 4  # a of the columns that are among the ids, where those leave a tail; not beside b
 D_LABEL = 5  # of log p of the mark at temperature 1
 COEFFICIENTS = 6
 FIELDS = ("a", "b", "mark", "total", "a_ids", "label")
+
+# The gradient of a tail is a share of it, p_i / e^tail. Of a small tail p_i is 0 in fp32, and
+# 1 / e^tail infinite. So with "a_ids" the columns outside the ids take p_i e^-lift for p_i, and
+# their `a` comes times e^lift; lift = min(tail - LEAST_TAIL, 0), or 0 where nothing is outside.
+LEAST_TAIL = -32.0
 
 NO_ID = -(2**31)  # in a slot that holds no id: not read, no gradient, not a bad id
 

@@ -205,8 +205,11 @@ def launch_gradients(x, reading: Reading, found, v: Variant) -> None:
         picked = kernels.gather(x, reading)
         kernels.gather_gradient(x, reading, picked, picked, one)
         factor = None
-        has = ("a", "b", "total", "a_ids", "label") if full else ("a", "a_ids")
+        has = ("a", "b", "total", "label") if full else ("a", "a_ids")
         coefficients = Coefficients(torch.zeros(2, COEFFICIENTS), has, teacher)
+        if full:
+            beside = coefficients._replace(has=("a", "a_ids", "label"))
+            kernels.gradient(x, reading, found.state, beside, one)
     for into in (None, x):
         kernels.gradient(x, reading, found.state, coefficients, one, factor, into)
     if v in (Variant(BF16), Variant(FP32), Variant(FP32, 50257), Variant(BF16, K=512)):

@@ -548,14 +548,20 @@ class TestIgnoredRows:
             torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
 
 
-def test_gradient_of_a_tail_of_e_to_minus_85(impl, device):
-    x = torch.full((2, 6), -85.0, device=device)
-    x[:, 0] = 0
-    ids, logp = torch.zeros(2, 1, dtype=torch.int64), torch.tensor([[0.9]] * 2).log()
-    targets = ll.SparseTargets(ids, logp, torch.tensor([0.1] * 2).log()).to(device)
+@pytest.mark.parametrize("gap", [85.0, 95.0, 110.0, 900.0])
+def test_gradient_of_a_tail_that_is_no_number_in_fp32(gap, impl, device):
+    """Its logits are pulled up by their shares of it, with a label among them or none."""
+    x = torch.randn(3, 6, device=device) + 1e3 - gap
+    x[:, 0] = 1e3
+    ids, logp = torch.zeros(3, 1, dtype=torch.int64), torch.tensor([[0.6]] * 3).log()
+    targets = ll.SparseTargets(ids, logp, torch.tensor([0.4] * 3).log()).to(device)
+    labels = torch.tensor([0, 3, -100], device=device)
     how = {"divergence": "forward_kl", "support": "tail", "reduction": "sum"}
-    got, want = both(x, targets, **how)
-    assert error(got[1], want[1]) < 1e-4
+    for temperature in (1.0, 0.5):
+        for ce in ({}, {"labels": labels, "ce_weight": 0.5}):
+            got, want = both(x, targets, temperature=temperature, **how, **ce)
+            assert want[1][0, 1:].abs().max() > 0.1
+            assert error(got[1], want[1]) < 2e-4  # of log p, near -1000 at most
 
 
 def test_gathered_kl_divides_in_full_precision(impl, device):

@@ -7,6 +7,7 @@ Elsewhere:
 16  test_slots.py, `gathered` and `gathered_renorm`: the student over all slots, or those that count
 19  test_slots.py::test_logits_may_have_an_offset, at every temperature
 23  `make test-newest`, benchmarks/results/versions.txt
+How many fail with the library they were found in: benchmarks/results/hunt.txt.
 What was said badly is in test_messages.py, what was done by hand in test_targets.py, test_lazy.py.
 """
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .._contract import NO_ID, PRECISION, Reading
+from .._contract import LEAST_TAIL, NO_ID, PRECISION, Reading
 
 CHUNK_BYTES = 8 << 20  # of logits in work at once; fewer, and threads only start and stop
 
@@ -48,6 +48,11 @@ def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
 def own_columns(at: Tensor, inside: Tensor) -> Tensor:
     """The same columns (N, K), with one of the row's own wherever a slot holds none."""
     return torch.where(inside, at, at.gather(1, inside.int().argmax(1, keepdim=True)))
+
+
+def lift_of(tail: Tensor) -> Tensor:
+    """See _contract.py. 0 where nothing is outside, and where the row is NaN."""
+    return torch.where(tail > -torch.inf, (tail - LEAST_TAIL).clamp(max=0.0), 0.0)
 
 
 def capped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:

@@ -8,8 +8,18 @@ import math
 import torch
 from torch import Tensor
 
-from .._contract import A_IDS, COEFFICIENTS, D_LABEL, PRECISION, A, Coefficients, Reading, Slots
-from .rows import live_rows
+from .._contract import (
+    A_IDS,
+    COEFFICIENTS,
+    D_LABEL,
+    LEAST_TAIL,
+    PRECISION,
+    A,
+    Coefficients,
+    Reading,
+    Slots,
+)
+from .rows import lift_of, live_rows
 
 RENORM_TEACHER = ("renorm_teacher", "renorm")  # supports that compare p/P
 RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")  # supports that compare q/Q
@@ -60,9 +70,8 @@ def slots(
     if g_tail is not None:  # d tail / dz_i = p_i / e^tail - p_i outside, -p_i inside
         g_tail = g_tail * weight[:, 0]
         rows[:, A_IDS] = rows[:, A] - g_tail
-        # Of a tail too small to divide by, the gradient outside is lost.
-        least = -700 if dtype == torch.float64 else -87
-        rows[:, A] = rows[:, A_IDS] + g_tail * (-tail.clamp(min=least)).exp()
+        rows[:, A] = rows[:, A_IDS] * lift_of(tail).exp()
+        rows[:, A] += g_tail * (-tail.clamp(min=LEAST_TAIL)).exp()
         has = ("a", "a_ids")
     if given.ce_weight:
         value = value - given.ce_weight * label.reshape(-1)

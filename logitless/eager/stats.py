@@ -20,6 +20,7 @@ from .rows import (
     give,
     inverse_temperature,
     is_bad,
+    lift_of,
     live_rows,
     locate,
     max_of,
@@ -295,8 +296,10 @@ class _Terms:
             self.g_ids = torch.where(self.dead, 0.0, (given.ids * gain).to(state.dtype))
         self.a = torch.zeros_like(self.shift) if self.a is None else self.a
         self.label_apart = self.d_label is not None and self.inv_t is not None
+        self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
         if self.d_label is not None and not self.label_apart:  # one more id at this temperature
-            self.a = self.a - self.d_label
+            outside = self.d_label if self.lift is None else self.d_label * self.lift.exp()
+            self.a = self.a - outside
             self.a_ids = None if self.a_ids is None else self.a_ids - self.d_label
         self._settle_bad(reading, rows, V, start, vocab)
         if self.inv_t is not None:
@@ -378,8 +381,10 @@ def _dy(terms: _Terms, y: Tensor, rows, direct: Tensor | None, own: bool) -> Ten
     else:
         d = centred(y, shift, inv_t)
         p = d.exp() * inv_s
-        dy = p * a
-        if terms.a_ids is not None:
+        if terms.a_ids is None:
+            dy = p * a
+        else:
+            dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)  # outside the ids
             columns = own_columns(terms.ids[rows], terms.inside[rows])
             dy.scatter_(1, columns, (p * terms.a_ids[rows]).gather(1, columns))
         if terms.b is not None:

@@ -91,7 +91,7 @@ def _blocks_kernel(
             tl.debug_barrier()  # in place, the tile overwrites what was just read
 
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
-    terms = Terms(shift, c0, c1, 0.0, g_c, inv_t * LOG2E, softcap)
+    terms = Terms(shift, c0, c1, 0.0, g_c, inv_t * LOG2E, 0.0, softcap)
     write_span(Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "same"), True, BLOCK_V)
     if uses(HAS, "mark"):
         if mine:

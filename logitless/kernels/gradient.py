@@ -47,6 +47,7 @@ class Terms(NamedTuple):
     c_label: tl.tensor  # what e^(y - shift) is multiplied with, for a label at temperature 1
     g_c: tl.tensor
     rate: tl.tensor  # log2 e / temperature
+    lift: tl.tensor  # of e outside the ids, in bits: see _contract.py
     softcap: tl.tensor  # or None
 
 
@@ -117,14 +118,15 @@ def row_terms(coefs, a, shift, log_s, inv_t, HAS: tl.constexpr):
 
 
 @triton.jit
-def dz_of(y, W, at, mask, c0, terms, HAS: tl.constexpr):
+def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
     """dz / T of the columns `at`, but for what mark and ids add."""
     d = (y - terms.shift) * terms.rate
     if uses(HAS, "b"):
+        tl.static_assert(not uses(HAS, "a_ids"))
         # 0 · -inf is 0 here: any d will do where e is 0, if c1 times it is finite.
         dz = tl.exp2(d) * (c0 + terms.c1 * tl.maximum(d, -1e4))
     else:
-        dz = tl.exp2(d) * c0
+        dz = tl.exp2(d - lift) * c0
     if uses(HAS, "second"):
         dz += tl.exp2((y - terms.shift) * LOG2E) * terms.c_label
     if uses(HAS, "total"):
@@ -143,7 +145,7 @@ def write_tile(state, tile, start, offs, mask):
     """
     at = start + offs
     y, slope = capped(load(tile.X, at, mask), tile.terms.softcap)
-    dz = dz_of(y, tile.W, at, mask, tile.terms.c0, tile.terms, tile.HAS)
+    dz = dz_of(y, tile.W, at, mask, tile.terms.c0, tile.terms.lift, tile.terms, tile.HAS)
     # Streamed: nobody reads it back soon, and the cache is better used for logits.
     dx = (dz * slope).to(tile.DX.dtype.element_ty)
     tl.store(tile.DX + at, dx, mask=mask, cache_modifier=".cs")
@@ -168,7 +170,7 @@ def fill_tile(state, fill, start, offs, mask):
 def write_mark(x, W, DXrow, mark, g_mark, terms, HAS: tl.constexpr):
     """Rewrite the gradient at a row's mark, once the tile around it is written."""
     y, slope = capped(x, terms.softcap)
-    dz = dz_of(y, W, mark, None, terms.c0, terms, HAS) + g_mark
+    dz = dz_of(y, W, mark, None, terms.c0, terms.lift, terms, HAS) + g_mark
     tl.debug_barrier()
     tl.store(DXrow + mark, (dz * slope).to(DXrow.dtype.element_ty))
 

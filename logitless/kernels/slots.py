@@ -39,10 +39,9 @@ from .launch import REMEMBERED, Launch
 from .numerics import INF, finite, load
 from .plain import COEF_WIDTH
 from .state import is_live
+from .tail import LEAST_TAIL, lift_of
 
 LOG_ROUNDING = tl.constexpr(LOG_ROUNDING_)
-LEAST = tl.constexpr(-87.0)  # log of a tail that fp32 can still divide by
-
 MAX_K = 4096  # slots that one program holds; more are left to PyTorch
 WARP = 512  # slots that one warp holds, whole rows where they fit: sums within a warp are free
 
@@ -209,11 +208,10 @@ def _slots_kernel(
         )
         value += f_tail
         g_tail = tl.where(some, g_tail * weight, 0.0)
-        # d tail/dz_i is p_i / e^tail - p_i outside, and -p_i inside. Of a tail too small to divide
-        # by, the gradient outside is lost.
+        # d tail/dz_i is p_i / e^tail - p_i outside, and -p_i inside.
         a -= g_tail
         tl.store(COEF + COEF_A_IDS, a, mask=mask_r)
-        a += g_tail * tl.exp(-tl.maximum(log_q_tail, LEAST))
+        a = a * tl.exp(lift_of(log_q_tail)) + g_tail * tl.exp(-tl.maximum(log_q_tail, LEAST_TAIL))
     if COEF is not None:
         tl.store(COEF + COEF_A, a, mask=mask_r)
     value = tl.where(live_r, value * weight, 0.0)

@@ -32,6 +32,7 @@ from .layout import Rows, row_offset, split_row
 from .numerics import INF, LOG2E, NO_ID, capped, inverse_temperature, load
 from .repeats import STATE_REPEATS
 from .state import LOG_S, LOG_S1, SHIFT, STATE_WIDTH, field, load_mark, pack_of
+from .tail import STATE_TAIL, lift_of
 
 MAX_HELD = 512  # ids of a row that one program has in registers
 
@@ -113,7 +114,7 @@ def _write_ids(row, x_held, terms, span, HAS: tl.constexpr, CONSTANTS: tl.conste
         else:
             x = load(row.X, ids, mine)
         y, slope = capped(x, terms.softcap)
-        dz = dz_of(y, row.W, ids, mine, row.c0_ids, terms, HAS)
+        dz = dz_of(y, row.W, ids, mine, row.c0_ids, 0.0, terms, HAS)
         if row.G_IDS is not None:
             g = load(row.G_IDS, offs_k, mine).to(tl.float32)
             if row.repeated:
@@ -205,11 +206,15 @@ def _spans_kernel(
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
     STATE += row.to(tl.int64) * STATE_WIDTH
     shift, log_s, d_label, c_label, taken = _row_numbers(STATE, coefs, HAS)
-    shift, c0, c1, g_c = row_terms(coefs, coefs.a - taken, shift, log_s, inv_t, HAS)
-    terms = Terms(shift, c0, c1, c_label, g_c, inv_t * LOG2E, softcap)
-    c0_ids = c0
+    lift = 0.0
     if uses(HAS, "a_ids"):
         c0_ids = c0_of(coefs.a_ids - taken, coefs.b, log_s, inv_t, HAS)
+        lift = lift_of(tl.load(STATE + STATE_TAIL)) * LOG2E
+        taken *= tl.exp2(lift)
+    shift, c0, c1, g_c = row_terms(coefs, coefs.a - taken, shift, log_s, inv_t, HAS)
+    terms = Terms(shift, c0, c1, c_label, g_c, inv_t * LOG2E, lift, softcap)
+    if not uses(HAS, "a_ids"):
+        c0_ids = c0
     g_mark = tl.where(log_s == -INF, 0.0, coefs.g_mark * inv_t) + d_label
 
     x_mark = tl.full((), 0.0, X.dtype.element_ty)

@@ -25,6 +25,13 @@ from .state import LOG_S, SHIFT, STATE_WIDTH, is_live, load_mark
 
 STATE_TAIL = tl.constexpr(_contract.TAIL)
 ENOUGH = tl.constexpr(2.0**-6)  # of the mass: six bits may be lost
+LEAST_TAIL = tl.constexpr(_contract.LEAST_TAIL)
+
+
+@triton.jit
+def lift_of(tail):
+    """See _contract.py. 0 where nothing is outside, and where the row is NaN."""
+    return tl.where(tail > -INF, tl.minimum(tail - LEAST_TAIL, 0.0), 0.0)
 
 
 @triton.jit

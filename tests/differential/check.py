@@ -185,7 +185,7 @@ def defined(case: Case, plain: Outcome) -> Wanted:
         most = torch.finfo(got.dtype).max  # of fp16, soon reached
         want = torch.where(want.abs() > most, want.sign() * torch.inf, want)
         floor = base + roundings * torch.finfo(got.dtype).eps / 2
-        off = allowed(torchs.gradients.get(name, want), want, floor, 1.0)
+        off = allowed(torchs.gradients.get(name, want), want, floor, multiplier(case))
         own = ~want.isfinite() | at_rows(odd | endless, want)
         want = torch.where(own, got.double(), want)
         off = max(off, floor * largest(want))
@@ -194,6 +194,18 @@ def defined(case: Case, plain: Outcome) -> Wanted:
             off = torch.where(none.unsqueeze(-1), torch.inf, off).expand_as(x)
         gradients[name] = (want, off)
     return Wanted(values, gradients)
+
+
+def multiplier(case: Case) -> float:
+    """What the terms of a gradient are multiplied with: so are their roundings, if they cancel.
+
+    (With one class they do: the gradient is 0, and kd_weight=-2 has twice the error of -1.)
+    """
+    how = arguments(case)
+    weight = abs(how.get("kd_weight", 1.0))
+    if how.get("t_squared") and 0 not in case.lead:
+        weight *= torch.as_tensor(how.get("temperature", 1.0)).max().item() ** 2
+    return max(1.0, weight)
 
 
 def softcap_error(case: Case) -> float:
