@@ -14,7 +14,7 @@ from . import _call
 from . import _model_checks as checks
 from ._call import in_func
 from .absorb import absorbed
-from .lazy import LazyLogits, Made
+from .lazy import LazyLogits, Made, warn
 from .linear import LinearLogits, plain_logits
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -70,6 +70,8 @@ class _Guard:
         self.head, self.options = head, options
 
     def __call__(self, model: nn.Module, *_) -> None:
+        if torch.compiler.is_compiling():  # a compiler sees the plain product in any case
+            return
         head = plain_head(model, self.head)
         own = head.__dict__.get("forward")
         bound = getattr(own, "__func__", None) is forward and getattr(own, "__self__", None) is head
@@ -101,12 +103,22 @@ def forward(self: nn.Linear, input: Tensor) -> Tensor:
 def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
     """The logits of a head: lazy where a gradient is wanted, else plain.
 
-    A compiler sees the plain product, which it fuses as it can.
+    A compiler sees the plain product, and its user is told once.
     """
     parts = (hidden, module.weight, module.bias)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)
-    if not wanted or torch.compiler.is_compiling() or in_func():
+    if wanted and torch.compiler.is_compiling():
+        _say_how_to_compile()
+        wanted = False
+    if not wanted or in_func():
         with_dtype = how.get("logits_dtype")
         return plain_logits(*parts, with_dtype) if with_dtype else nn.functional.linear(*parts)
     source = LinearLogits(*parts, **how)  # which checks them, and casts as autocast says
     return Made.apply(*source.parts, how, module)  # pyright: ignore[reportReturnType]
+
+
+@torch.compiler.assume_constant_result
+def _say_how_to_compile() -> None:
+    """Called while a graph is traced, and no part of it."""
+    instead = "Compile what comes before the head instead, such as model.model.compile()."
+    warn("torch.compile(model), which sees a plain product", instead)

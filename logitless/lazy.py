@@ -153,7 +153,7 @@ class LazyLogits(Tensor):
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         if not self.recipe.is_head:
-            _warn("a loss of logitless over scaled, capped or log-softmaxed ones")
+            warn("a loss of logitless over scaled, capped or log-softmaxed ones")
             return evaluate(self.materialize(), loss, reduction, row_weight)
         return Head(self).evaluate(loss, reduction, row_weight)
 
@@ -184,7 +184,7 @@ class LazyLogits(Tensor):
             copy.made = None if func is aten.clone.default else args[0].made
             return copy
         _refuse_writing(func, args)
-        _warn(str(func))
+        warn(str(func))
         args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.dense, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -203,14 +203,15 @@ def _refuse_writing(func, args: tuple) -> None:
             raise RuntimeError(WRITTEN.format(func))
 
 
-def _warn(name: str) -> None:
+INSTEAD = "A loss computed from them keeps them lazy; for anything else, call the model under"
+INSTEAD += " torch.no_grad()."
+
+
+def warn(name: str, instead: str = INSTEAD) -> None:
     """Once for each operation, where it costs the memory that a fused head saves."""
     if torch.is_grad_enabled() and name not in _warned:
         _warned.add(name)
-        warnings.warn(
-            f"logits of a fused head are materialised by {name}. A loss computed from them keeps"
-            " them lazy; for anything else, call the model under torch.no_grad().", stacklevel=4,
-        )  # fmt: skip
+        warnings.warn(f"logits of a fused head are materialised by {name}. {instead}", stacklevel=4)
 
 
 class Head:
