@@ -19,7 +19,7 @@ from . import _call, _ops
 from ._contract import PRECISION
 from ._head import Each, Total, as_parts, dtypes_as_given
 from ._loss import RowLoss, _mass, reduced
-from .linear import LinearLogits
+from .linear import LinearLogits, _evaluate
 
 _HEAD = (  # the head, that of a teacher, and how
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? teacher_hidden, Tensor? teacher_weight,"
@@ -148,6 +148,10 @@ class HeadOperator:
         ctx.arguments = len(inputs)
         ctx.set_materialize_grads(False)
 
+    def call(self, source: LinearLogits, loss: RowLoss) -> tuple[Tensor, ...]:
+        """The results of the rows."""
+        return tuple(getattr(torch.ops.logitless, f"{self.name}_rows")(*_flat(source, loss)))
+
     def backward(self, ctx, upstream):
         heads, tensors = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
         found = [None] * 3
@@ -206,23 +210,17 @@ def _scale(ctx, upstream):
     return *head, *(None,) * (ctx.arguments - 6), d_rows, None, None
 
 
-_HEADS: dict[type, HeadOperator] = {}
-
-
 @_ops.for_each
 def _register(operator: _ops.Operator) -> None:
-    _HEADS[operator.kind] = HeadOperator(operator)
-
-
-def traced(source: LinearLogits, loss: RowLoss) -> tuple[Tensor, ...]:
-    """The outputs of a loss over a head, through its operator."""
-    op = getattr(torch.ops.logitless, f"{_HEADS[type(loss)].name}_rows")
-    return tuple(op(*_flat(source, loss)))
+    operator.over_a_head = HeadOperator(operator)
 
 
 def evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     """As LinearLogits.evaluate, for a compiler."""
-    if reduction == "none" or type(loss) not in _HEADS:  # a formula of the user's has no operator
+    if source.main_grad is not None:  # what backward writes to is in no graph
+        return torch.compiler.disable(_evaluate)(source, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
+    operator = _ops.OPERATORS.get(type(loss))
+    if reduction == "none" or operator is None:  # as a formula of the user's has none
         outputs = loss.traced(source)
         if loss.several:
             return outputs
@@ -231,5 +229,5 @@ def evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: Te
     wanted = torch.is_grad_enabled()
     parts = (*source.parts, row_weight)
     needs = [wanted and t is not None and t.requires_grad for t in parts]
-    op = getattr(torch.ops.logitless, f"{_HEADS[type(loss)].name}_total")
+    op = getattr(torch.ops.logitless, f"{operator.over_a_head.name}_total")
     return op(*_flat(source, loss), row_weight, reduction, needs)[0]

@@ -4,6 +4,8 @@ Only the head's forward is replaced: where gradients are wanted it returns LazyL
 whatever computes the loss, the model itself, a Trainer or a loop, computes it from those.
 """
 
+import contextlib
+from contextvars import ContextVar
 from types import MethodType
 from typing import TypeVar
 
@@ -100,19 +102,36 @@ def forward(self: nn.Linear, input: Tensor) -> Tensor:
     return head_logits(self, input, self.__dict__[OPTIONS])
 
 
+_lazy = ContextVar("lazy", default=False)
+
+
+@contextlib.contextmanager
+def lazy_logits():
+    """In this block fused heads give lazy logits without gradients too: for a teacher's.
+
+    >>> with torch.no_grad(), lazy_logits():
+    ...     teacher_logits = teacher(ids).logits
+    >>> loss = kl_div(student(ids).logits, teacher_logits, direction="forward")
+    """
+    before = _lazy.set(True)
+    try:
+        yield
+    finally:
+        _lazy.reset(before)
+
+
 def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
-    """The logits of a head: lazy where a gradient is wanted, else plain.
+    """The logits of a head: lazy where a gradient is wanted, or `lazy_logits` says so, else plain.
 
     A compiler sees the plain product, and its user is told once.
     """
     parts = (hidden, module.weight, module.bias)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)
-    if wanted and torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and wanted:
         _say_how_to_compile()
-        wanted = False
-    if not wanted or in_func():
-        with_dtype = how.get("logits_dtype")
-        return plain_logits(*parts, with_dtype) if with_dtype else nn.functional.linear(*parts)
+    if torch.compiler.is_compiling() or in_func() or not (wanted or _lazy.get()):
+        exact = how.get("logits_dtype")
+        return plain_logits(*parts, exact) if exact else nn.functional.linear(*parts)
     source = LinearLogits(*parts, **how)  # which checks them, and casts as autocast says
     return Made.apply(*source.parts, how, module)  # pyright: ignore[reportReturnType]
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_compile import Calls, detached
 from torch.autograd import grad
 
@@ -159,6 +160,17 @@ def test_new_lengths_run_the_same_graph_and_nobody_waits(device, monkeypatch):
         torch.testing.assert_close(got, want)
         counts.append(len(graphs))
     assert counts == counts[:1] * 3
+
+
+def test_pytorchs_own_loss_sees_the_product(device):
+    *leaves, target = parts(device)
+
+    def f(h, w, b, r, t):
+        return F.cross_entropy(ll.LinearLogits(h, w, b).flatten(0, 1), t.flatten()) * r.sum()
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    got, want = (value_and_grads(g, leaves, target) for g in (compiled, f))
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-6)
 
 
 def test_main_grad_breaks_the_graph_and_is_right(device):
