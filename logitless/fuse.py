@@ -136,8 +136,11 @@ def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
     return Made.apply(*source.parts, how, module)  # pyright: ignore[reportReturnType]
 
 
-@torch.compiler.assume_constant_result
 def _say_how_to_compile() -> None:
     """Called while a graph is traced, and no part of it."""
     instead = "Compile what comes before the head instead, such as model.model.compile()."
     warn("torch.compile(model), which sees a plain product", instead)
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler, and Triton.
+_say_how_to_compile._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
