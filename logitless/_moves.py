@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from ._lazy_gradient import pulled_back
 from ._recipe import constant
@@ -16,24 +17,39 @@ def axis_of(z: LazyLogits) -> int:
     return z.dim() - 1 if z.recipe.axis is None else z.recipe.axis
 
 
+class _Filled(torch.autograd.Function):
+    """A tensor without memory of its own, with the numbers of another."""
+
+    @staticmethod
+    def forward(ctx, blank, numbers):
+        return numbers.view_as(numbers)
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return g, None
+
+
 def _rows(
     z: LazyLogits, op: Callable[[Tensor], Tensor], numbers: Callable | None = None, **changed
 ) -> LazyLogits:
     """`op` moves rows, and leaves the last dimension alone; `numbers` is it on the logits.
 
     On the hidden states it is done at once, as autograd would, and backward goes the same way back.
+    What it keeps for that is the way, and not the hidden states, which are as large as those of a
+    layer.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():
-        leaf = constant(recipe.hidden).requires_grad_()
-        moved = op(leaf)
-        hidden = moved.detach()
+        leaf = recipe.hidden.new_empty(()).expand(recipe.hidden.shape).requires_grad_()
+        moved = op(_Filled.apply(leaf, constant(recipe.hidden)))  # pyright: ignore
+        way, hidden = get_gradient_edge(moved), moved.detach()
+    shape = hidden.shape
 
     def back(parts):
         d_hidden, *rest = parts
         if d_hidden is not None:
             (d_hidden,) = torch.autograd.grad(
-                moved, leaf, d_hidden.reshape(moved.shape), retain_graph=True,
+                way, leaf, d_hidden.reshape(shape), retain_graph=True,
                 create_graph=torch.is_grad_enabled(),
             )  # fmt: skip
         return d_hidden, *rest

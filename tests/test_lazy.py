@@ -219,6 +219,21 @@ def test_hooks_see_the_logits_and_the_head(x, t):
     assert seen == [LazyGradient, "head"]
 
 
+def test_the_graph_keeps_no_hidden_states(x, t):
+    """Beyond what autograd saves, and frees in backward: a layer's worth of memory."""
+    target = t[:, 1:].flatten()
+    z = model(True, x.device)(x)[:, 1:].reshape(-1, V)
+    loss = F.cross_entropy(z[target > 2] / 2, target[target > 2])
+    node, kept = loss.grad_fn, []
+    while "Made" not in node.name():
+        cells = getattr(getattr(node, "back", None), "__closure__", None) or ()
+        kept += [cell.cell_contents for cell in cells]
+        node = next(f for f, _ in node.next_functions if f is not None)
+    tensors = [found for found in kept if isinstance(found, torch.Tensor)]
+    assert len(tensors) == 3
+    assert all(found.untyped_storage().nbytes() <= 8 for found in tensors)
+
+
 def test_a_hook_may_scale_the_gradient(x, t):
     got, want = [], []
     for fused, found in ((True, got), (False, want)):
