@@ -23,30 +23,32 @@ from .linear import LinearLogits, _evaluate
 
 _HEAD = (  # the head, that of a teacher, and how
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? teacher_hidden, Tensor? teacher_weight,"
-    " Tensor? teacher_bias, int? workspace, ScalarType? logits_dtype, str accumulate"
+    " Tensor? teacher_bias, ScalarType? teacher_dtype, ScalarType? logits_dtype, int? workspace,"
+    " str accumulate"
 )
-_TENSORS, _ARGUMENTS = 6, 9  # of a head
+_TENSORS, _ARGUMENTS = 6, 10  # of a head
 
 
 def _flat(source: LinearLogits, loss: RowLoss) -> tuple:
     """A head and a loss over it as an operator's arguments; a teacher's head is apart."""
-    flat, teacher = list(_ops.flat(loss)), (None, None, None)
+    flat, teacher, of_teacher = list(_ops.flat(loss)), (None, None, None), None
     for i, t in enumerate(flat):
         if isinstance(t, LinearLogits):
-            teacher, flat[i] = t.parts, t.hidden  # in its place, for the form
-    how = (source.workspace, source.dtype, source.accumulate)
+            teacher, of_teacher, flat[i] = t.parts, t.dtype, t.hidden  # in its place, for the form
+    how = (of_teacher, source.dtype, source.workspace, source.accumulate)
     return (*source.parts, *teacher, *how, *flat)
 
 
 def _made(kind: type, args: tuple) -> tuple[LinearLogits, RowLoss]:
     """A head and a loss from an operator's arguments."""
     parts, teacher = args[:3], args[3:_TENSORS]
-    names = ("workspace", "logits_dtype", "accumulate")
-    how = dict(zip(names, args[_TENSORS:_ARGUMENTS], strict=True))
+    of_teacher, dtype, workspace, accumulate = args[_TENSORS:_ARGUMENTS]
+    how = {"logits_dtype": dtype, "workspace": workspace, "accumulate": accumulate}
     loss = _ops.loss_of(kind, args[_ARGUMENTS:])
     with dtypes_as_given(parts[0].device):
         if teacher[0] is not None:
-            loss = loss.with_tensors((*loss.tensors[:4], LinearLogits(*teacher)))
+            beside = LinearLogits(*teacher, logits_dtype=of_teacher)
+            loss = loss.with_tensors((*loss.tensors[:4], beside))
         return LinearLogits(*parts, drop_ignored=False, **how), loss
 
 
@@ -58,8 +60,7 @@ def _context(needs: list[bool], **fields) -> SimpleNamespace:
 
     return SimpleNamespace(
         needs=needs, others=[], known=None, save_for_backward=nothing,
-        mark_non_differentiable=nothing,
-        set_materialize_grads=nothing, **fields,
+        mark_non_differentiable=nothing, set_materialize_grads=nothing, **fields,
     )  # fmt: skip
 
 

@@ -25,8 +25,8 @@ def head(h, w, b):
     return ll.LinearLogits(h, w, b, workspace=2 * V * 4)  # two rows at a time
 
 
-def teacher(h, *rest):
-    return ll.LinearLogits(h.detach().flip(0), *(t.detach() for t in rest))
+def teacher(h, *rest, **how):
+    return ll.LinearLogits(h.detach().flip(0), *(t.detach() for t in rest), **how)
 
 
 def sparse(t):
@@ -126,7 +126,10 @@ def test_16_bits(dtype, device):
     *leaves, target = parts(device, dtype)
 
     def f(h, w, b, r, t):
-        return 1e4 * ll.cross_entropy(head(h, w, b), t, row_weight=r)
+        exact = {"logits_dtype": torch.float32}
+        student, beside = ll.LinearLogits(h, w, b, **exact), teacher(h, w, b, **exact)
+        loss = 1e4 * ll.cross_entropy(head(h, w, b), t, row_weight=r)
+        return loss + ll.kl_div(student, beside, direction="forward", reduction="none").sum()
 
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
     got, want = (value_and_grads(g, leaves, target) for g in (compiled, f))
