@@ -5,7 +5,7 @@ from . import nn
 from ._call import impl
 from .distill import capture_topk, gathered_kl, topk_distill
 from .formula import row_loss
-from .fuse import fuse, unfuse
+from .fuse import fuse, lazy_logits, unfuse
 from .linear import LinearLogits
 from .losses import (
     Scores,
@@ -36,6 +36,7 @@ __all__ = [
     "impl",
     "jsd",
     "kl_div",
+    "lazy_logits",
     "linear_cross_entropy",
     "logsumexp",
     "merge",

@@ -239,6 +239,14 @@ def no_head_in_func() -> None:
     )
 
 
+def no_main_grad(t: Tensor | None) -> None:
+    if t is not None:
+        raise ValueError(
+            "main_grad must be None where PyTorch's own functions take a LinearLogits, got a "
+            "Tensor: only losses of logitless add to it."
+        )
+
+
 def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
     """Logits or probabilities beside those of x, of whatever floating-point type."""
     logits(t, name)

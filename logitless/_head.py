@@ -56,8 +56,8 @@ def dtypes_as_given(device: torch.device):
 
 
 def _live(loss: RowLoss) -> Tensor | None:
-    reading = loss.reading
-    return None if reading.ignore_index is None else (reading.mark != reading.ignore_index).view(-1)
+    mark, ignored = loss.reading.mark, loss.reading.ignore_index
+    return None if ignored is None else (mark != ignored).reshape(-1)
 
 
 def _save(ctx, source, loss: RowLoss, row_weight: Tensor | None) -> None:

@@ -19,34 +19,36 @@ from . import _call, _ops
 from ._contract import PRECISION
 from ._head import Each, Total, as_parts, dtypes_as_given
 from ._loss import RowLoss, _mass, reduced
-from .linear import LinearLogits
+from .linear import LinearLogits, _evaluate
 
 _HEAD = (  # the head, that of a teacher, and how
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? teacher_hidden, Tensor? teacher_weight,"
-    " Tensor? teacher_bias, int? workspace, ScalarType? logits_dtype, str accumulate"
+    " Tensor? teacher_bias, ScalarType? teacher_dtype, ScalarType? logits_dtype, int? workspace,"
+    " str accumulate"
 )
-_TENSORS, _ARGUMENTS = 6, 9  # of a head
+_TENSORS, _ARGUMENTS = 6, 10  # of a head
 
 
 def _flat(source: LinearLogits, loss: RowLoss) -> tuple:
     """A head and a loss over it as an operator's arguments; a teacher's head is apart."""
-    flat, teacher = list(_ops.flat(loss)), (None, None, None)
+    flat, teacher, of_teacher = list(_ops.flat(loss)), (None, None, None), None
     for i, t in enumerate(flat):
         if isinstance(t, LinearLogits):
-            teacher, flat[i] = t.parts, t.hidden  # in its place, for the form
-    how = (source.workspace, source.dtype, source.accumulate)
+            teacher, of_teacher, flat[i] = t.parts, t.dtype, t.hidden  # in its place, for the form
+    how = (of_teacher, source.dtype, source.workspace, source.accumulate)
     return (*source.parts, *teacher, *how, *flat)
 
 
 def _made(kind: type, args: tuple) -> tuple[LinearLogits, RowLoss]:
     """A head and a loss from an operator's arguments."""
     parts, teacher = args[:3], args[3:_TENSORS]
-    names = ("workspace", "logits_dtype", "accumulate")
-    how = dict(zip(names, args[_TENSORS:_ARGUMENTS], strict=True))
+    of_teacher, dtype, workspace, accumulate = args[_TENSORS:_ARGUMENTS]
+    how = {"logits_dtype": dtype, "workspace": workspace, "accumulate": accumulate}
     loss = _ops.loss_of(kind, args[_ARGUMENTS:])
     with dtypes_as_given(parts[0].device):
         if teacher[0] is not None:
-            loss = loss.with_tensors((*loss.tensors[:4], LinearLogits(*teacher)))
+            beside = LinearLogits(*teacher, logits_dtype=of_teacher)
+            loss = loss.with_tensors((*loss.tensors[:4], beside))
         return LinearLogits(*parts, drop_ignored=False, **how), loss
 
 
@@ -58,8 +60,7 @@ def _context(needs: list[bool], **fields) -> SimpleNamespace:
 
     return SimpleNamespace(
         needs=needs, others=[], known=None, save_for_backward=nothing,
-        mark_non_differentiable=nothing,
-        set_materialize_grads=nothing, **fields,
+        mark_non_differentiable=nothing, set_materialize_grads=nothing, **fields,
     )  # fmt: skip
 
 
@@ -148,6 +149,10 @@ class HeadOperator:
         ctx.arguments = len(inputs)
         ctx.set_materialize_grads(False)
 
+    def call(self, source: LinearLogits, loss: RowLoss) -> tuple[Tensor, ...]:
+        """The results of the rows."""
+        return tuple(getattr(torch.ops.logitless, f"{self.name}_rows")(*_flat(source, loss)))
+
     def backward(self, ctx, upstream):
         heads, tensors = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
         found = [None] * 3
@@ -206,23 +211,17 @@ def _scale(ctx, upstream):
     return *head, *(None,) * (ctx.arguments - 6), d_rows, None, None
 
 
-_HEADS: dict[type, HeadOperator] = {}
-
-
 @_ops.for_each
 def _register(operator: _ops.Operator) -> None:
-    _HEADS[operator.kind] = HeadOperator(operator)
-
-
-def traced(source: LinearLogits, loss: RowLoss) -> tuple[Tensor, ...]:
-    """The outputs of a loss over a head, through its operator."""
-    op = getattr(torch.ops.logitless, f"{_HEADS[type(loss)].name}_rows")
-    return tuple(op(*_flat(source, loss)))
+    operator.over_a_head = HeadOperator(operator)
 
 
 def evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     """As LinearLogits.evaluate, for a compiler."""
-    if reduction == "none" or type(loss) not in _HEADS:  # a formula of the user's has no operator
+    if source.main_grad is not None:  # what backward writes to is in no graph
+        return torch.compiler.disable(_evaluate)(source, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
+    operator = _ops.OPERATORS.get(type(loss))
+    if reduction == "none" or operator is None:  # as a formula of the user's has none
         outputs = loss.traced(source)
         if loss.several:
             return outputs
@@ -231,5 +230,5 @@ def evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: Te
     wanted = torch.is_grad_enabled()
     parts = (*source.parts, row_weight)
     needs = [wanted and t is not None and t.requires_grad for t in parts]
-    op = getattr(torch.ops.logitless, f"{_HEADS[type(loss)].name}_total")
+    op = getattr(torch.ops.logitless, f"{operator.over_a_head.name}_total")
     return op(*_flat(source, loss), row_weight, reduction, needs)[0]

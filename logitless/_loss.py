@@ -100,11 +100,8 @@ class RowLoss:
         return None
 
     def traced(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The outputs through an operator, for a compiler, a dispatch mode or torch.func.
-
-        x may be a source of logits that has operators of its own.
-        """
-        return x.traced(self) if hasattr(x, "traced") else _ops.call(self, x)  # pyright: ignore
+        """The outputs through an operator, for a compiler, a dispatch mode or torch.func."""
+        return _ops.call(self, x)
 
     def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
         """Of the outputs, then of what is saved."""

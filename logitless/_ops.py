@@ -8,6 +8,7 @@ be None. torch.func wants an autograd.Function of a form of its own, which is he
 
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ library = torch.library.Library("logitless", "DEF")
 def flat(loss) -> tuple:
     """The fields of a loss as an operator's arguments."""
     args = [*loss.reading[:-1], " ".join(loss.reading.wants)]
-    for name in _OPERATORS[type(loss)].fields[1:]:
+    for name in OPERATORS[type(loss)].fields[1:]:
         value = getattr(loss, name)
         args = [*args, *(value if name in _STRUCTS else (value,))]
     return tuple(args)
@@ -43,7 +44,7 @@ def flat(loss) -> tuple:
 def loss_of(kind: type, args):
     """A loss from an operator's arguments."""
     given, args = [], list(args)
-    for name in _OPERATORS[kind].fields:
+    for name in OPERATORS[kind].fields:
         struct = _STRUCTS.get(name)
         count = 1 if struct is None else len(struct._fields)
         part, args = args[:count], args[count:]
@@ -62,6 +63,7 @@ class Operator:
 
     def __init__(self, kind: type, name: str, count: int):
         self.kind, self.name, self.count = kind, name, count
+        self.over_a_head: Any = None  # _head_ops.py
         self.fields = tuple(field.name for field in fields(kind))
         self.arguments = loss = ", ".join(_ARGUMENTS[field] for field in self.fields)
         saved = ", ".join(f"Tensor saved_{i}" for i in range(count))
@@ -173,13 +175,13 @@ def _func_nodes(operator: Operator) -> tuple[type, type]:
     return InFunc, GradientInFunc
 
 
-_OPERATORS: dict[type, Operator] = {}
+OPERATORS: dict[type, Operator] = {}
 _TOLD: list[Callable[[Operator], None]] = []
 
 
 def for_each(told: Callable[[Operator], None]) -> Callable[[Operator], None]:
     """Call `told` with every operator: those that are registered, and those that will be."""
-    for found in _OPERATORS.values():
+    for found in OPERATORS.values():
         told(found)
     _TOLD.append(told)
     return told
@@ -189,17 +191,19 @@ def operator(name: str, *, saved: int) -> Callable[[type], type]:
     """Register a RowLoss, which saves so many tensors for its gradient, as an operator."""
 
     def register(kind: type) -> type:
-        _OPERATORS[kind] = Operator(kind, name, saved)
+        OPERATORS[kind] = Operator(kind, name, saved)
         for told in _TOLD:
-            told(_OPERATORS[kind])
+            told(OPERATORS[kind])
         return kind
 
     return register
 
 
-def call(loss, x: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of a loss over x, through its operator."""
-    found = _OPERATORS[type(loss)]
+def call(loss, x) -> tuple[Tensor, ...]:
+    """The outputs of a loss over x, a tensor or a head, through its operator."""
+    found = OPERATORS[type(loss)]
+    if not isinstance(x, Tensor):
+        return found.over_a_head.call(x, loss)
     if not torch.compiler.is_compiling() and in_func():
         outputs = found.in_func.apply(x, *flat(loss))
     else:

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import _moves as moves
 from . import losses
-from ._lazy_gradient import pulled_back
 from ._options import LEAST, MOST
 from .lazy import Head, LazyLogits, Step
 from .stats import row_stats
@@ -27,7 +27,8 @@ def absorbed(func: Callable, args: tuple, kwargs: dict) -> Any:
     absorb = OPERATIONS.get(func)
     if absorb is not None and args and isinstance(args[0], LazyLogits):
         args[0].check()
-        return absorb(*args, **kwargs) if _fits(absorb, args, kwargs) else NotImplemented
+        known = args[0].recipe.axis is None or absorb in ANY_AXIS
+        return absorb(*args, **kwargs) if known and _fits(absorb, args, kwargs) else NotImplemented
     if func in PRODUCTS and len(args) == 2 and isinstance(args[1], LazyLogits):  # 30 * logits
         return _times(args[1], args[0], **kwargs)
     if func in STORAGE and args and isinstance(args[0], LazyLogits):  # what no wrapper can answer
@@ -53,49 +54,6 @@ def _value(z: LazyLogits, op: Callable[[Tensor], Tensor], **changed) -> LazyLogi
     if not all(LEAST <= number <= MOST for number in recipe.reads.values()):
         return NotImplemented  # neither a temperature nor a softcap that our losses take
     return Step.apply(z, recipe, None, op, False)  # pyright: ignore
-
-
-def _rows(z: LazyLogits, op: Callable[[Tensor], Tensor]) -> LazyLogits:
-    """`op` moves rows, and leaves the last dimension alone.
-
-    On the hidden states it is done at once, as autograd would, and backward goes the same way back.
-    """
-    recipe = z.recipe
-    with torch.enable_grad():
-        leaf = recipe.hidden.detach().requires_grad_()
-        moved = op(leaf)
-    hidden = moved.detach()
-
-    def back(parts):
-        d_hidden, *rest = parts
-        if d_hidden is not None:
-            (d_hidden,) = torch.autograd.grad(
-                moved, leaf, d_hidden.reshape(moved.shape), retain_graph=True,
-                create_graph=torch.is_grad_enabled(),
-            )  # fmt: skip
-        return d_hidden, *rest
-
-    new = recipe._replace(hidden=hidden, versions=(hidden._version, *recipe.versions[1:]))
-    return Step.apply(z, new, back, op, True)  # pyright: ignore
-
-
-def _columns(z: LazyLogits, columns: slice) -> LazyLogits:
-    recipe = z.recipe
-
-    def cut(t: Tensor) -> Tensor:
-        return t[columns]
-
-    # Only their shapes matter to backward.
-    likes = [None if t is None else t.new_empty(()).expand(t.shape) for t in recipe[1:3]]
-
-    def back(parts):
-        d_hidden, *rest = parts
-        pairs = zip(likes, rest, strict=True)
-        return d_hidden, *(None if d is None else pulled_back(cut, t, d) for t, d in pairs)
-
-    weight, bias = (None if t is None else cut(t) for t in recipe[1:3])
-    new = recipe._replace(weight=weight, bias=bias)
-    return Step.apply(z, new, back, lambda t: t[..., columns], True)  # pyright: ignore
 
 
 def _same(z: LazyLogits, **kwargs):
@@ -150,124 +108,6 @@ def _tanh(z: LazyLogits):
     return _value(z, torch.tanh, capped=True)
 
 
-def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:
-    """A dimension, or with `new` a place for one, counted from the front."""
-    size = z.dim() + new
-    if not -size <= dim < size:
-        raise IndexError(f"dim must be in [{-size}, {size - 1}], got {dim}.")
-    return dim % size
-
-
-def _view(z: LazyLogits, *shape, **kwargs):
-    shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    shape = kwargs.get("shape", shape)
-    if isinstance(shape, torch.dtype) or not shape or kwargs.keys() - {"shape"}:
-        return NotImplemented
-    *lead, last = shape
-    rows = z.shape[:-1].numel()
-    known = torch.Size([size for size in lead if size != -1]).numel()
-    if last == -1:  # the rest, which must be the vocabulary
-        last = z.shape[-1] if -1 not in lead and known == rows else None
-    if last != z.shape[-1] or lead.count(-1) > 1 or z.numel() == 0:
-        return NotImplemented
-    lead = [rows // max(known, 1) if size == -1 else size for size in lead]
-    return _rows(z, lambda t: t.reshape(*lead, t.shape[-1]))
-
-
-def _flatten(z: LazyLogits, start_dim: int = 0, end_dim: int = -1):
-    start, end = _dim(z, start_dim), _dim(z, end_dim)
-    if end == z.dim() - 1 and start != end:
-        return NotImplemented
-    return _rows(z, lambda t: t.flatten(start, end))
-
-
-def _squeeze(z: LazyLogits, dim: int | tuple[int, ...] | None = None):
-    dims = range(z.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
-    dims = tuple(_dim(z, d) for d in dims if z.shape[d] == 1)
-    return NotImplemented if z.dim() - 1 in dims else _rows(z, lambda t: t.squeeze(dims))
-
-
-def _unsqueeze(z: LazyLogits, dim: int):
-    dim = _dim(z, dim, new=1)
-    return NotImplemented if dim == z.dim() else _rows(z, lambda t: t.unsqueeze(dim))
-
-
-def _permute(z: LazyLogits, *dims):
-    dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
-    if _dim(z, dims[-1]) != z.dim() - 1:
-        return NotImplemented
-    return _rows(z, lambda t: t.permute(dims))
-
-
-def _transpose(z: LazyLogits, dim0: int, dim1: int):
-    dim0, dim1 = _dim(z, dim0), _dim(z, dim1)
-    if z.dim() - 1 in (dim0, dim1):
-        return NotImplemented
-    return _rows(z, lambda t: t.transpose(dim0, dim1))
-
-
-def _getitem(z: LazyLogits, index: Any):
-    """Rows by anything; columns by a slice, if all rows are kept."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    arrays = [isinstance(part, list) or type(part).__module__ == "numpy" for part in parts]
-    parts = [torch.as_tensor(p) if array else p for p, array in zip(parts, arrays, strict=True)]
-    if any(isinstance(part, LazyLogits) for part in parts):
-        return NotImplemented
-    free = z.dim() - sum(_taken(part) for part in parts)
-    at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
-    parts[at : at + 1] = [slice(None)] * free
-    *rows, last = parts
-    if not isinstance(last, slice) or (free < 0):  # a column, or a mask over all dimensions
-        return NotImplemented
-    if last == slice(None):
-        return _rows(z, lambda t: t[(*rows, last)])
-    whole = all(isinstance(part, slice) and part == slice(None) for part in rows)
-    if z.recipe.log or not whole or last.step not in (None, 1):
-        return NotImplemented
-    return _columns(z, last)
-
-
-def _taken(part: Any) -> int:
-    """How many dimensions a part of an index takes."""
-    if part is None or part is Ellipsis:
-        return 0
-    return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
-
-
-def _narrow(z: LazyLogits, dim: int, start: int, length: int):
-    dim = _dim(z, dim)
-    if dim == z.dim() - 1 or isinstance(start, Tensor):
-        return NotImplemented
-    return _rows(z, lambda t: t.narrow(dim, start, length))
-
-
-def _index_select(z: LazyLogits, dim: int, index: Tensor):
-    dim = _dim(z, dim)
-    return NotImplemented if dim == z.dim() - 1 else _rows(z, lambda t: t.index_select(dim, index))
-
-
-def _split(z: LazyLogits, size: int | list[int], dim: int = 0):
-    return _pieces(z, dim, torch.arange(z.shape[dim]).split(size))
-
-
-def _chunk(z: LazyLogits, chunks: int, dim: int = 0):
-    return _pieces(z, dim, torch.arange(z.shape[dim]).chunk(chunks))
-
-
-def _pieces(z: LazyLogits, dim: int, pieces: tuple[Tensor, ...]):
-    if _dim(z, dim) == z.dim() - 1:
-        return NotImplemented
-    sizes = [len(piece) for piece in pieces]
-    return tuple(_narrow(z, dim, sum(sizes[:i]), size) for i, size in enumerate(sizes))
-
-
-def _unbind(z: LazyLogits, dim: int = 0):
-    dim = _dim(z, dim)
-    if dim == z.dim() - 1:
-        return NotImplemented
-    return tuple(_rows(z, lambda t, i=i: t.select(dim, i)) for i in range(z.shape[dim]))
-
-
 # --- losses and statistics: the result in the dtype that PyTorch would give it
 
 
@@ -284,7 +124,8 @@ def _cross_entropy(
 ):  # fmt: skip
     old = size_average is not None or reduce is not None
     classes = isinstance(target, Tensor) and not target.is_floating_point()
-    if z.dim() > 2 or z.recipe.log or old or not classes or target.dim() != z.dim() - 1:
+    second = moves.axis_of(z) == min(z.dim() - 1, 1)  # where PyTorch looks for the classes
+    if not second or z.recipe.log or old or not classes or target.dim() != z.dim() - 1:
         return NotImplemented
     found = losses.cross_entropy(
         Head(z), target, weight=weight, ignore_index=ignore_index, reduction=reduction,
@@ -308,9 +149,9 @@ def _nll_loss(
     return _cross_entropy(logits, target, weight, size_average, ignore_index, reduce, reduction)
 
 
-def _is_last(z: LazyLogits, dim: Any) -> bool:
+def _is_vocabulary(z: LazyLogits, dim: Any) -> bool:
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    return isinstance(dim, int) and dim in (-1, z.dim() - 1)
+    return isinstance(dim, int) and dim in (moves.axis_of(z), moves.axis_of(z) - z.dim())
 
 
 def _kept(t: Tensor, z: LazyLogits, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
@@ -318,20 +159,24 @@ def _kept(t: Tensor, z: LazyLogits, keepdim: bool, dtype: torch.dtype | None = N
 
 
 def _logsumexp(z: LazyLogits, dim, keepdim=False):
-    if not _is_last(z, dim) or z.recipe.log:
+    if not _is_vocabulary(z, dim) or z.recipe.log:
         return NotImplemented
     return _kept(losses.logsumexp(Head(z), **z.recipe.reads), z, keepdim)
 
 
 def _log_softmax(z: LazyLogits, dim, dtype=None):
-    if not _is_last(z, dim) or z.recipe.log or dtype not in (None, z.dtype, torch.float32):
+    if not _is_vocabulary(z, dim) or z.recipe.log or dtype not in (None, z.dtype, torch.float32):
         return NotImplemented
     dtype = dtype or _dtype(z)
-    return _value(z, lambda t: t.log_softmax(-1, dtype=dtype), log=True, dtype=dtype)
+    return _value(z, lambda t: t.log_softmax(dim, dtype=dtype), log=True, dtype=dtype)
+
+
+def _log_softmax_of_nn(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
+    return _log_softmax(z, dim, dtype)
 
 
 def _gather(z: LazyLogits, dim, index, **kwargs):
-    if kwargs or not _is_last(z, dim) or index.shape[:-1] != z.shape[:-1]:
+    if kwargs or not _is_vocabulary(z, dim) or index.shape[:-1] != z.shape[:-1]:
         return NotImplemented
     recipe = z.recipe
     if recipe.log:
@@ -342,7 +187,7 @@ def _gather(z: LazyLogits, dim, index, **kwargs):
 
 
 def _sum(z: LazyLogits, dim=None, keepdim=False, dtype=None):
-    if not _is_last(z, dim) or dtype not in (None, z.dtype, torch.float32):
+    if not _is_vocabulary(z, dim) or dtype not in (None, z.dtype, torch.float32):
         return NotImplemented
     recipe = z.recipe
     stats = row_stats(Head(z), total=True, **recipe.reads)
@@ -351,7 +196,7 @@ def _sum(z: LazyLogits, dim=None, keepdim=False, dtype=None):
 
 
 def _argmax(z: LazyLogits, dim=None, keepdim=False):
-    if not _is_last(z, dim) or z.recipe.factor <= 0:
+    if not _is_vocabulary(z, dim) or z.recipe.factor <= 0:
         return NotImplemented
     with torch.no_grad():
         found = row_stats(Head(z), argmax=True, **z.recipe.reads).argmax
@@ -368,18 +213,21 @@ OPERATIONS: dict[Any, Callable] = {
     T.to: _to,
     T.type_as: lambda z, other: _to(z, other),
     T.contiguous: _same,
-    **dict.fromkeys((T.view, T.reshape, torch.reshape), _view),
-    **dict.fromkeys((T.flatten, torch.flatten), _flatten),
-    **dict.fromkeys((T.squeeze, torch.squeeze), _squeeze),
-    **dict.fromkeys((T.unsqueeze, torch.unsqueeze), _unsqueeze),
-    **dict.fromkeys((T.transpose, torch.transpose), _transpose),
-    **dict.fromkeys((T.permute, torch.permute), _permute),
-    **dict.fromkeys((T.index_select, torch.index_select), _index_select),
-    **dict.fromkeys((T.split, torch.split), _split),
-    **dict.fromkeys((T.chunk, torch.chunk), _chunk),
-    T.__getitem__: _getitem,
-    **dict.fromkeys((T.narrow, torch.narrow), _narrow),
-    **dict.fromkeys((T.unbind, torch.unbind), _unbind),
+    **dict.fromkeys((T.view, T.reshape, torch.reshape), moves.view),
+    **dict.fromkeys((T.flatten, torch.flatten), moves.flatten),
+    **dict.fromkeys((T.squeeze, torch.squeeze), moves.squeeze),
+    **dict.fromkeys((T.unsqueeze, torch.unsqueeze), moves.unsqueeze),
+    **dict.fromkeys((T.transpose, torch.transpose), moves.transpose),
+    **dict.fromkeys((T.swapaxes, torch.swapaxes, T.swapdims, torch.swapdims), moves.transpose),
+    T.mT.__get__: lambda z: moves.transpose(z, -2, -1),  # pyright: ignore
+    **dict.fromkeys((T.permute, torch.permute), moves.permute),
+    **dict.fromkeys((T.movedim, torch.movedim, T.moveaxis, torch.moveaxis), moves.movedim),
+    **dict.fromkeys((T.index_select, torch.index_select), moves.index_select),
+    **dict.fromkeys((T.split, torch.split), moves.split),
+    **dict.fromkeys((T.chunk, torch.chunk), moves.chunk),
+    T.__getitem__: moves.getitem,
+    **dict.fromkeys((T.narrow, torch.narrow), moves.narrow),
+    **dict.fromkeys((T.unbind, torch.unbind), moves.unbind),
     **dict.fromkeys(PRODUCTS, _times),
     **dict.fromkeys((T.div, T.__truediv__, T.true_divide, torch.div, torch.true_divide), _divided),
     **dict.fromkeys((T.neg, T.__neg__, torch.neg), lambda z: _times(z, -1.0)),
@@ -387,9 +235,14 @@ OPERATIONS: dict[Any, Callable] = {
     F.cross_entropy: _cross_entropy,
     F.nll_loss: _nll_loss,
     **dict.fromkeys((T.logsumexp, torch.logsumexp), _logsumexp),
-    F.log_softmax: lambda z, dim=None, _stacklevel=3, dtype=None: _log_softmax(z, dim, dtype),
+    F.log_softmax: _log_softmax_of_nn,
     **dict.fromkeys((T.log_softmax, torch.log_softmax), _log_softmax),
     **dict.fromkeys((T.gather, torch.gather), _gather),
     **dict.fromkeys((T.sum, torch.sum), _sum),
     **dict.fromkeys((T.argmax, torch.argmax), _argmax),
+}
+ANY_AXIS = {  # those that know the vocabulary at another place than the last
+    *(OPERATIONS[f] for f in (T.float, T.to, T.type_as, T.contiguous, T.mul, T.div, T.neg, T.tanh)),
+    *(OPERATIONS[f] for f in (T.transpose, T.permute, T.movedim, T.mT.__get__)),  # pyright: ignore
+    *(OPERATIONS[f] for f in (F.cross_entropy, F.nll_loss, F.log_softmax, T.log_softmax)),
 }

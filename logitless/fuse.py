@@ -4,6 +4,8 @@ Only the head's forward is replaced: where gradients are wanted it returns LazyL
 whatever computes the loss, the model itself, a Trainer or a loop, computes it from those.
 """
 
+import contextlib
+from contextvars import ContextVar
 from types import MethodType
 from typing import TypeVar
 
@@ -14,7 +16,7 @@ from . import _call
 from . import _model_checks as checks
 from ._call import in_func
 from .absorb import absorbed
-from .lazy import LazyLogits, Made
+from .lazy import LazyLogits, Made, warn
 from .linear import LinearLogits, plain_logits
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -70,6 +72,8 @@ class _Guard:
         self.head, self.options = head, options
 
     def __call__(self, model: nn.Module, *_) -> None:
+        if torch.compiler.is_compiling():  # a compiler sees the plain product in any case
+            return
         head = plain_head(model, self.head)
         own = head.__dict__.get("forward")
         bound = getattr(own, "__func__", None) is forward and getattr(own, "__self__", None) is head
@@ -98,15 +102,45 @@ def forward(self: nn.Linear, input: Tensor) -> Tensor:
     return head_logits(self, input, self.__dict__[OPTIONS])
 
 
-def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
-    """The logits of a head: lazy where a gradient is wanted, else plain.
+_lazy = ContextVar("lazy", default=False)
 
-    A compiler sees the plain product, which it fuses as it can.
+
+@contextlib.contextmanager
+def lazy_logits():
+    """In this block fused heads give lazy logits without gradients too: for a teacher's.
+
+    >>> with torch.no_grad(), lazy_logits():
+    ...     teacher_logits = teacher(ids).logits
+    >>> loss = kl_div(student(ids).logits, teacher_logits, direction="forward")
+    """
+    before = _lazy.set(True)
+    try:
+        yield
+    finally:
+        _lazy.reset(before)
+
+
+def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
+    """The logits of a head: lazy where a gradient is wanted, or `lazy_logits` says so, else plain.
+
+    A compiler sees the plain product, and its user is told once.
     """
     parts = (hidden, module.weight, module.bias)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)
-    if not wanted or torch.compiler.is_compiling() or in_func():
-        with_dtype = how.get("logits_dtype")
-        return plain_logits(*parts, with_dtype) if with_dtype else nn.functional.linear(*parts)
+    if torch.compiler.is_compiling() and wanted:
+        _say_how_to_compile()
+    if torch.compiler.is_compiling() or in_func() or not (wanted or _lazy.get()):
+        exact = how.get("logits_dtype")
+        return plain_logits(*parts, exact) if exact else nn.functional.linear(*parts)
     source = LinearLogits(*parts, **how)  # which checks them, and casts as autocast says
     return Made.apply(*source.parts, how, module)  # pyright: ignore[reportReturnType]
+
+
+def _say_how_to_compile() -> None:
+    """Called while a graph is traced, and no part of it."""
+    instead = "Compile what comes before the head instead, such as model.model.compile()."
+    warn("torch.compile(model), which sees a plain product", instead)
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler, and Triton.
+_say_how_to_compile._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -15,102 +15,19 @@ large as the logits exists.
 
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import _call, _checks
 from ._call import backend, in_func
 from ._head import Each, Total, dtypes_as_given, in_memory
-from ._lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split
+from ._lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split, times
 from ._loss import Node, RowLoss, evaluate, reduced
-from .linear import LinearLogits, plain_logits
-
-
-class Recipe(NamedTuple):
-    """What lazy logits are made of: post · tanh(pre · (hidden @ weight.T + bias)), in a dtype.
-
-    Without `capped` it is pre · (...); with `log`, factor · log_softmax of that.
-    """
-
-    hidden: Tensor  # (..., D); this and the next two without history
-    weight: Tensor  # (V, D)
-    bias: Tensor | None
-    needs: tuple[bool, bool, bool]  # which of the three want a gradient
-    dtype: torch.dtype
-    how: dict  # options of the LinearLogits
-    module: nn.Module | None  # whose weight it is: a wrapper may have to gather it again
-    versions: tuple[int, ...]  # of the three, when the logits were made
-    pre: float = 1.0
-    capped: bool = False
-    post: float = 1.0
-    log: bool = False
-    factor: float = 1.0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.hidden.shape[:-1], self.weight.shape[0])
-
-    @property
-    def is_head(self) -> bool:
-        """Whether they are the head's own numbers, in whatever dtype."""
-        return (self.pre, self.capped, self.post, self.log, self.factor) == (1, False, 1, False, 1)
-
-    @property
-    def reads(self) -> dict[str, float]:
-        """As options of our losses: softcap · tanh(x / softcap) / temperature."""
-        if self.capped:
-            return {"softcap": 1 / self.pre, "temperature": 1 / (self.pre * self.post)}
-        return {"temperature": 1 / self.pre}
-
-    def check(self) -> None:
-        """Raise where what the logits are made of was written to since."""
-        if self.versions != versions(self.hidden, self.weight, self.bias):
-            raise RuntimeError(
-                "hidden, weight and bias of lazy logits must not be modified in place before the"
-                " logits are used: they are not computed until then."
-            )
-
-    def dense(self) -> Tensor:
-        """The numbers, without history."""
-        self.check()
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            dtypes_as_given(self.hidden.device),
-            in_memory(self.weight, self.module),
-        ):
-            exact = self.how.get("logits_dtype") or self.hidden.dtype
-            z = plain_logits(self.hidden, self.weight, self.bias, exact).to(self.dtype)
-            z = z if self.pre == 1 else z * self.pre
-            z = torch.tanh(z) * self.post if self.capped else z
-            z = torch.log_softmax(z, -1) if self.log else z
-            return z if self.factor == 1 else z * self.factor
-
-    def source(self, wanted: bool = True) -> LinearLogits:
-        """The head as a source of logits, of leaves that require the gradients wanted, if any."""
-        self.check()
-        hidden, weight, bias = (
-            None if t is None else t.detach().requires_grad_(need and wanted)
-            for t, need in zip(self[:3], self.needs, strict=True)
-        )
-        with dtypes_as_given(self.hidden.device):
-            head = LinearLogits(hidden, weight, bias, **self.how)  # pyright: ignore[reportArgumentType]
-        head.module = self.module
-        return head
-
-    def without_parts(self) -> "Recipe":
-        """For a node, which saves them as autograd saves."""
-        return self._replace(hidden=None, weight=None, bias=None)
-
-    def with_parts(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> "Recipe":
-        return self._replace(hidden=hidden, weight=weight, bias=bias)
-
-
-def versions(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)
+from ._recipe import Recipe, Teacher, versions
+from .linear import LinearLogits
 
 
 class LazyLogits(Tensor):
@@ -144,7 +61,10 @@ class LazyLogits(Tensor):
         """The logits as a plain tensor, with history; or of some rows, (n, V), as constants."""
         if rows is None:
             return _Dense.apply(self)  # pyright: ignore[reportReturnType]
-        return self.recipe.source().materialize(rows)
+        source = self.as_teacher()
+        if isinstance(source, LinearLogits):
+            return source.materialize(rows)
+        return source.reshape(-1, source.shape[-1])[rows]
 
     def check(self) -> None:
         """Raise where they were written to: through a view, since they refuse it themselves."""
@@ -152,19 +72,46 @@ class LazyLogits(Tensor):
             raise RuntimeError(WRITTEN.format("assigning to a part of them"))
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        if not self.recipe.is_head:
-            _warn("a loss of logitless over scaled, capped or log-softmaxed ones")
+        head, softcap = self.uncapped(loss.reading.softcap)
+        if head is None:
+            warn("a loss of logitless over log-probabilities, or logits transposed or capped twice")
             return evaluate(self.materialize(), loss, reduction, row_weight)
-        return Head(self).evaluate(loss, reduction, row_weight)
+        reading = loss.reading._replace(softcap=softcap)
+        loss = loss.with_tensors(loss.tensors, reading=reading)
+        return Head(head).evaluate(loss, reduction, row_weight)
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None):
-        if not self.recipe.is_head:
+        head, cap = self.uncapped(softcap)
+        if head is None:
             return backend(self).topk(self.dense(), k, temperature, softcap)
-        return Head(self).capture_topk(k, temperature, softcap)
+        return Head(head).capture_topk(k, temperature, cap)
+
+    def uncapped(self, softcap: float | None) -> "tuple[LazyLogits | None, float | None]":
+        """What a loss with this softcap reads instead, and by which: logits before their own.
+
+        None if there are none such. Scales are not given to a loss as its temperature, which may be
+        a teacher's too.
+        """
+        recipe = self.recipe
+        if recipe.log or recipe.axis is not None or (recipe.capped and softcap is not None):
+            return None, softcap
+        softcap, scale, head = recipe.post if recipe.capped else softcap, recipe.scale, self
+        if scale != 1:
+
+            def back(parts):
+                d_hidden, d_weight, d_bias = parts
+                return times(d_hidden, scale), d_weight, times(d_bias, scale)
+
+            head = Step.apply(self, recipe.scaled(), back, None, True)
+        return head, softcap  # pyright: ignore[reportReturnType]
 
     def as_teacher(self) -> "LinearLogits | Tensor":
         """The same logits as constants."""
-        return self.recipe.source(False) if self.recipe.is_head else self.dense()
+        recipe = self.recipe
+        if recipe.log or recipe.axis is not None:
+            return self.dense()
+        head = recipe.scaled().source(False)
+        return Teacher(head, recipe.post if recipe.capped else None)
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -184,7 +131,7 @@ class LazyLogits(Tensor):
             copy.made = None if func is aten.clone.default else args[0].made
             return copy
         _refuse_writing(func, args)
-        _warn(str(func))
+        warn(str(func))
         args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.dense, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -203,14 +150,15 @@ def _refuse_writing(func, args: tuple) -> None:
             raise RuntimeError(WRITTEN.format(func))
 
 
-def _warn(name: str) -> None:
+INSTEAD = "A loss computed from them keeps them lazy; for anything else, call the model under"
+INSTEAD += " torch.no_grad()."
+
+
+def warn(name: str, instead: str = INSTEAD) -> None:
     """Once for each operation, where it costs the memory that a fused head saves."""
     if torch.is_grad_enabled() and name not in _warned:
         _warned.add(name)
-        warnings.warn(
-            f"logits of a fused head are materialised by {name}. A loss computed from them keeps"
-            " them lazy; for anything else, call the model under torch.no_grad().", stacklevel=4,
-        )  # fmt: skip
+        warnings.warn(f"logits of a fused head are materialised by {name}. {instead}", stacklevel=4)
 
 
 class Head:
@@ -218,7 +166,8 @@ class Head:
 
     def __init__(self, z: LazyLogits):
         self.z, self.recipe = z, z.recipe
-        self.shape, self.device = z.shape, z.device
+        self.shape = torch.Size((*z.recipe.rows, z.recipe.weight.shape[0]))
+        self.device = z.device
         self.dtype = z.recipe.hidden.dtype
         self.requires_grad = z.requires_grad
 
@@ -290,7 +239,7 @@ class Step(Node):
             ctx.save_for_backward(*z.recipe[:3])
             ctx.recipe = z.recipe.without_parts()
         made = LazyLogits.of(recipe)
-        made.made = op(z.made) if moves and z.made is not None else None
+        made.made = op(z.made) if op and moves and z.made is not None else None
         return made
 
     @staticmethod

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _call, _checks
+from ._as_tensor import AsTensor
 from ._call import backend, in_func, mapped
 from ._chunks import Chunks, Rows, product
 from ._cut import Space, Work, choose
@@ -18,7 +19,7 @@ from ._head import Each, Total, autocasts, dtypes_as_given
 from ._loss import RowLoss, reduced
 
 
-class LinearLogits:
+class LinearLogits(AsTensor):
     """hidden (..., D) @ weight (V, D).T + bias (V,), as logits (..., V) of any loss here.
 
     workspace bounds the bytes of logits alive at once (a teacher's come on top); None is 1 GiB on a
@@ -42,6 +43,8 @@ class LinearLogits:
     Rows that a loss ignores are dropped before the GEMMs. To know how many there are, the host
     waits for the GPU once, while the GPU goes on; drop_ignored=False never waits, as a CUDA graph
     must not, and they cost as much as the others.
+
+    PyTorch's own functions, methods and indexing take it as a tensor that is made when needed.
 
     >>> loss = cross_entropy(LinearLogits(hidden, head.weight), target)
     """
@@ -67,7 +70,7 @@ class LinearLogits:
         )  # fmt: skip
         self.hidden, self.weight, self.bias = self.parts = (hidden, weight, bias)
         self.workspace, self.accumulate, self.drop_ignored = workspace, accumulate, drop_ignored
-        self.main_grad = main_grad
+        self.main_grad, self.logits_dtype = main_grad, logits_dtype
         self.module: torch.nn.Module | None = None  # whose weight it is, where that may be freed
         self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
         self.dtype, self.device = logits_dtype or hidden.dtype, hidden.device
@@ -75,7 +78,7 @@ class LinearLogits:
 
     def with_parts(self, parts: tuple) -> "LinearLogits":
         """The same head with other tensors of the same shapes, or without any."""
-        copy = object.__new__(LinearLogits)
+        copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, parts=parts)
         copy.hidden, copy.weight, copy.bias = parts
         return copy
@@ -99,17 +102,9 @@ class LinearLogits:
         """The loss of the rows, a part of their logits at a time."""
         if not torch.compiler.is_compiling():
             return _evaluate(self, loss, reduction, row_weight)
-        if self.main_grad is not None:  # what backward writes to is in no graph
-            return torch.compiler.disable(_evaluate)(self, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
         from . import _head_ops  # late: it is built on this file
 
         return _head_ops.evaluate(self, loss, reduction, row_weight)
-
-    def traced(self, loss: RowLoss) -> tuple[Tensor, ...]:
-        """The results of the rows through an operator, for a compiler."""
-        from . import _head_ops
-
-        return _head_ops.traced(self, loss)
 
     def capture_topk(
         self, k: int, temperature: float, softcap: float | None

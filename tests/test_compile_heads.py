@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from test_compile import Calls, detached
 from torch.autograd import grad
 
@@ -24,8 +25,8 @@ def head(h, w, b):
     return ll.LinearLogits(h, w, b, workspace=2 * V * 4)  # two rows at a time
 
 
-def teacher(h, *rest):
-    return ll.LinearLogits(h.detach().flip(0), *(t.detach() for t in rest))
+def teacher(h, *rest, **how):
+    return ll.LinearLogits(h.detach().flip(0), *(t.detach() for t in rest), **how)
 
 
 def sparse(t):
@@ -125,7 +126,10 @@ def test_16_bits(dtype, device):
     *leaves, target = parts(device, dtype)
 
     def f(h, w, b, r, t):
-        return 1e4 * ll.cross_entropy(head(h, w, b), t, row_weight=r)
+        exact = {"logits_dtype": torch.float32}
+        student, beside = ll.LinearLogits(h, w, b, **exact), teacher(h, w, b, **exact)
+        loss = 1e4 * ll.cross_entropy(head(h, w, b), t, row_weight=r)
+        return loss + ll.kl_div(student, beside, direction="forward", reduction="none").sum()
 
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
     got, want = (value_and_grads(g, leaves, target) for g in (compiled, f))
@@ -159,6 +163,17 @@ def test_new_lengths_run_the_same_graph_and_nobody_waits(device, monkeypatch):
         torch.testing.assert_close(got, want)
         counts.append(len(graphs))
     assert counts == counts[:1] * 3
+
+
+def test_pytorchs_own_loss_sees_the_product(device):
+    *leaves, target = parts(device)
+
+    def f(h, w, b, r, t):
+        return F.cross_entropy(ll.LinearLogits(h, w, b).flatten(0, 1), t.flatten()) * r.sum()
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    got, want = (value_and_grads(g, leaves, target) for g in (compiled, f))
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-6)
 
 
 def test_main_grad_breaks_the_graph_and_is_right(device):

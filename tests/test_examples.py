@@ -17,28 +17,47 @@ PAGE = (ROOT / "docs/distillation.md").read_text()
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
 
 
-def test_distill_ends_with_three_losses():
+def output_of(*command: str, needs: tuple[str, ...] = ()) -> str:
+    for package in needs:
+        pytest.importorskip(package, reason=f"needs {package}: requirements/tests.txt")
     done = subprocess.run(
-        [sys.executable, "examples/distill.py", "--steps", "3"],
+        [sys.executable, "-W", "error::UserWarning", *command],
         capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
-    found = re.findall(r"^ *(\w[\w ]*?)  +(\d+\.\d+)$", done.stdout, re.MULTILINE)
+    return done.stdout
+
+
+def test_distill_ends_with_three_losses():
+    found = re.findall(
+        r"^ *(\w[\w ]*?)  +(\d+\.\d+)$", output_of("examples/distill.py", "--steps", "3"), re.M
+    )
     assert [name for name, _ in found] == ["teacher", "student", "student with the teacher"]
     assert all(0 < float(loss) < 20 for _, loss in found)
 
 
 def test_trainer_ends_with_two_losses():
-    for package in ("transformers", "accelerate", "peft"):
-        pytest.importorskip(package, reason=f"needs {package}: requirements/tests.txt")
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "examples/trainer.py", "--steps", "20"],
-        capture_output=True, text=True, check=True, cwd=ROOT,
-    )  # fmt: skip
+    needs = ("transformers", "accelerate", "peft")
+    output = output_of("examples/trainer.py", "--steps", "20", needs=needs)
     found = re.findall(
-        r"^ *(\w[\w ]*?)  first loss (\d+\.\d+)  last loss (\d+\.\d+)$", done.stdout, re.MULTILINE
+        r"^ *(\w[\w ]*?)  first loss (\d+\.\d+)  last loss (\d+\.\d+)$", output, re.M
     )
     assert [name for name, *_ in found] == ["all weights", "LoRA"]
     assert all(0 < float(last) < float(first) < 20 for _, first, last in found)
+
+
+def test_grpo_raises_the_reward():
+    output = output_of("examples/grpo.py", "--steps", "12", needs=("transformers",))
+    found = [float(reward) for reward in re.findall(r"^step .* reward (\d\.\d+)", output, re.M)]
+    assert len(found) > 2
+    assert found[-1] > 1.2 * found[0]
+
+
+def test_fsdp2_trains_in_two_processes():
+    processes = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    output = output_of(*processes, "examples/fsdp2.py", "--steps", "5", needs=("transformers",))
+    found = [float(loss) for loss in re.findall(r"^step .* loss (\d\.\d+)$", output, re.M)]
+    assert len(found) == 5
+    assert found[-1] < found[0] - 0.3
 
 
 class TestPage:

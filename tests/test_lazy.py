@@ -106,6 +106,40 @@ ABSORBED = {
     "twice": lambda z, t: F.cross_entropy(z[0], t[0]) + z.logsumexp(-1).square().mean(),
     "ours": lambda z, t: ll.cross_entropy(z, t, z_loss=0.1) + ll.score(z, t).entropy.mean(),
     "ours by row": lambda z, t: ll.cross_entropy(z, t, reduction="none").square().sum(),
+    "classes second": lambda z, t: (
+        F.cross_entropy(z.transpose(1, 2), t)
+        + F.cross_entropy(z.movedim(-1, 1).contiguous() / 2, t, label_smoothing=0.1)
+        + F.cross_entropy(z.permute(1, 2, 0), t.mT, reduction="none").square().sum()
+        + F.nll_loss(z.mT.log_softmax(1), t)
+        + F.cross_entropy(z.mT.mT.flatten(0, 1), t.flatten())
+    ),
+    "classes second of four": lambda z, t: F.cross_entropy(
+        torch.movedim(z.unsqueeze(2), (3, 0), (1, -1)).swapaxes(0, -1), t.unsqueeze(1)
+    ),
+    "ours of scaled ones": lambda z, t: (
+        ll.cross_entropy(z * 0.5, t, softcap=3.0) + ll.score(z / 3, t, temperature=2.0).lse.sum()
+    ),
+    "ours of capped ones": lambda z, t: (
+        ll.cross_entropy(torch.tanh(z / 3) * 3, t, z_loss=0.1)
+        + ll.entropy(torch.tanh(z * 0.2) * 7).square().sum()
+    ),
+    "a teacher and a label beside scaled ones": lambda z, t: (
+        ll.kl_div(
+            torch.tanh(z) * 2,
+            (torch.tanh(z / 5) * 2).detach()[[1, 0]],
+            direction="reverse",
+            temperature=3.0,
+        )
+        + ll.topk_distill(
+            z * 0.5,
+            ll.capture_topk(torch.tanh(z.detach() * 2), 3),
+            divergence="forward_kl",
+            support="tail",
+            temperature=2.0,
+            labels=t,
+            ce_weight=0.5,
+        )
+    ),
     "row_loss": lambda z, t: ll.row_loss(
         lambda s, a: -s.logprob * a, z, t, rows=(t.to(z.dtype),), ignore_index=-100
     ),
@@ -130,7 +164,8 @@ MADE = {
     "with other arguments": lambda z, t: z.float(memory_format=torch.preserve_format).exp().sum(),
     "split columns": lambda z, t: z.split(4, -1)[1].sum(),
     "exp": lambda z, t: z.exp().mean(),
-    "classes second": lambda z, t: F.cross_entropy(z.transpose(1, 2), t),
+    "classes second, as a sum": lambda z, t: z.transpose(1, 2).logsumexp(1).sum(),
+    "classes last of three": lambda z, t: F.cross_entropy(z, t[:, :1].expand(-1, V) % T),
     "softmax": lambda z, t: (z.softmax(-1) * torch.arange(V).to(z)).sum(),
     "a column": lambda z, t: z[..., 3].sum(),
     "one more term": lambda z, t: F.cross_entropy(z.view(-1, V), t.view(-1)) + z.exp().mean(),
@@ -140,7 +175,11 @@ MADE = {
     "of log p": lambda z, t: (z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(),
     "plus dense": lambda z, t: F.cross_entropy((z + 0.1 * z.detach()).view(-1, V), t.view(-1)),
     "materialize": lambda z, t: getattr(z, "materialize", lambda: z)().square().sum(),
-    "ours of a scaled one": lambda z, t: ll.cross_entropy(z * 0.5, t),
+    "ours of one capped twice": lambda z, t: ll.cross_entropy(torch.tanh(z), t, softcap=2.0),
+    "ours of log p": lambda z, t: ll.cross_entropy(z.log_softmax(-1), t),
+    "a teacher of log p": lambda z, t: ll.kl_div(
+        z, z.detach().flip(0).log_softmax(-1), direction="forward"
+    ),
 }
 
 
@@ -178,6 +217,21 @@ def test_hooks_see_the_logits_and_the_head(x, t):
     z.register_hook(lambda g: seen.append(type(g)))
     F.cross_entropy(z.view(-1, V), t.view(-1)).backward()
     assert seen == [LazyGradient, "head"]
+
+
+def test_the_graph_keeps_no_hidden_states(x, t):
+    """Beyond what autograd saves, and frees in backward: a layer's worth of memory."""
+    target = t[:, 1:].flatten()
+    z = model(True, x.device)(x)[:, 1:].reshape(-1, V)
+    loss = F.cross_entropy(z[target > 2] / 2, target[target > 2])
+    node, kept = loss.grad_fn, []
+    while "Made" not in node.name():
+        cells = getattr(getattr(node, "back", None), "__closure__", None) or ()
+        kept += [cell.cell_contents for cell in cells]
+        node = next(f for f, _ in node.next_functions if f is not None)
+    tensors = [found for found in kept if isinstance(found, torch.Tensor)]
+    assert len(tensors) == 3
+    assert all(found.untyped_storage().nbytes() <= 8 for found in tensors)
 
 
 def test_a_hook_may_scale_the_gradient(x, t):
@@ -269,10 +323,10 @@ def test_a_dimension_that_is_not_there(op, x):
             op(model(fused, x.device)(x))
 
 
-def test_our_losses_of_scaled_ones_say_that_they_materialise(x, t, monkeypatch):
+def test_our_losses_of_log_probabilities_say_that_they_materialise(x, t, monkeypatch):
     monkeypatch.setattr(lazy, "_warned", set())
-    with pytest.warns(UserWarning, match="materialised by a loss of logitless over scaled"):
-        ll.cross_entropy(model(True, x.device)(x) * 0.5, t)
+    with pytest.warns(UserWarning, match="materialised by a loss of logitless over log-prob"):
+        ll.cross_entropy(model(True, x.device)(x).log_softmax(-1), t)
 
 
 @pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
@@ -299,6 +353,69 @@ def test_a_teacher_may_be_lazy(x, t):
     )
     got = ll.kl_div(student(x), teacher(x).detach(), direction="forward")
     assert error(got, want) < 1e-11
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_a_teacher_stays_lazy_where_asked(without, x, t):
+    """Its logits are never made whole, whatever the model does to them; sampling is left alone."""
+    student, teacher = model(True, x.device), model(True, x.device)
+    teacher[0].weight.data.mul_(2)
+    with without():
+        plain = torch.tanh(teacher(x)[:, 1:] * 3 / 5) * 5
+        with ll.lazy_logits():
+            z = torch.tanh(teacher(x)[:, 1:] * 3 / 5) * 5
+        assert type(teacher(x)) is torch.Tensor
+    assert (type(plain), type(z)) == (torch.Tensor, LazyLogits)
+    for loss in (
+        lambda teacher: ll.kl_div(
+            student(x)[:, 1:], teacher, direction="forward", mask=t[:, 1:] > 1
+        ),
+        lambda teacher: ll.jsd(student(x)[:, 1:], teacher, reduction="none", temperature=2.0).sum(),
+        lambda teacher: ll.topk_distill(
+            student(x)[:, 1:], ll.capture_topk(teacher, 3), divergence="jsd", support="tail"
+        ),
+    ):
+        weights = list(student.parameters())
+        got, want = (torch.autograd.grad(loss(of), weights) for of in (z, plain.clone()))
+        for a, b in zip(got, want, strict=True):
+            assert error(a, b) < 1e-11
+    assert z.made is None
+    logits = student(x)[:, 1:].materialize()
+    got, want = (ll.kl_div(logits, of, direction="reverse") for of in (z, plain.clone()))
+    assert error(got, want) < 1e-11
+
+
+AS_TENSOR = {
+    "F.cross_entropy": lambda z, t: F.cross_entropy(z, t),
+    "index": lambda z, t: F.cross_entropy(z[1:4], t[1:4]) + z[0].square().sum(),
+    "methods": lambda z, t: F.cross_entropy(z.view(2, -1, V).mT.contiguous(), t.view(2, -1)),
+    "operators": lambda z, t: (0.5 * z / 3).logsumexp(-1).sum() + (z + z).square().mean(),
+    "torch": lambda z, t: torch.stack([z, 2 * z]).sum() + torch.logsumexp(z, -1).mean(),
+    "rows": lambda z, t: sum(row.square().sum() for row in z) * len(z),
+}
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+@pytest.mark.parametrize("name", AS_TENSOR)
+def test_a_linear_logits_is_a_tensor_to_pytorch(name, device):
+    leaves = [torch.randn(s, device=device, dtype=torch.float64) for s in ((6, D), (V, D), (V,))]
+    leaves = [t.requires_grad_() for t in leaves]
+    t = torch.tensor([1, 2, -100, 4, 5, 6], device=device)
+    heads = (ll.LinearLogits(*leaves, workspace=2 * V * 8), F.linear(*leaves))
+    values = [AS_TENSOR[name](z, t) for z in heads]
+    assert error(*values) < 1e-11
+    for a, b in zip(*(torch.autograd.grad(value, leaves) for value in values), strict=True):
+        assert error(a, b) < 1e-11
+
+
+def test_a_linear_logits_is_no_tensor_where_it_must_not_be(device):
+    h, w = torch.randn(6, D, device=device), torch.randn(V, D, device=device)
+    z = ll.LinearLogits(h, w, main_grad=torch.zeros_like(w))
+    with pytest.raises(ValueError, match="main_grad must be None where PyTorch"):
+        F.cross_entropy(z, torch.zeros(6, dtype=torch.long, device=device))
+    for name in ("shard", "__array__"):
+        with pytest.raises(AttributeError, match=f"LinearLogits has no attribute {name!r}"):
+            getattr(z, name)
 
 
 def test_autocast_is_that_of_a_linear_layer(x, t):

@@ -136,10 +136,12 @@ def test_saved_and_loaded_it_is_plain(tmp_path):
 
 
 def test_the_page_runs():
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names = {"config": config("LlamaForCausalLM"), "ids": torch.randint(0, V, (2, 5))}
-    exec(code, names)
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(code, names)
     assert names["model"].lm_head.weight.grad.abs().sum() > 0
+    assert names["teacher_logits"].made is None
+    assert names["loss"].requires_grad
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM"])

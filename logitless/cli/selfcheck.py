@@ -112,6 +112,15 @@ def by_a_fused_model(x, ids, other):
     return found
 
 
+def beside_a_lazy_teacher(x, _, other):
+    head = torch.nn.Linear(x.shape[1], 16, bias=False)
+    head.weight = torch.nn.Parameter(head_of(other))
+    model = ll.fuse(torch.nn.Sequential(head), head="0")
+    with torch.no_grad(), ll.lazy_logits():
+        teacher = model(other)
+    return ll.kl_div(model(x), teacher, direction="forward", reduction="none")
+
+
 def naive_over_a_head(x, ids, other):
     return F.cross_entropy(x @ head_of(other).T, ids % 16)
 
@@ -186,6 +195,11 @@ CHECKS = (
     cross_entropy("cross_entropy, in place", inplace=True),
     Check("linear_cross_entropy", over_a_head, naive_over_a_head),
     Check("fuse", by_a_fused_model, naive_over_a_head),
+    Check(
+        "lazy_logits",
+        beside_a_lazy_teacher,
+        lambda x, _, t: formulas.kl_div(x @ head_of(t).T, t @ head_of(t).T, "forward"),
+    ),
     Check(
         "linear_cross_entropy, weight",
         as_a_weight,

@@ -305,6 +305,7 @@ NOT_LOSSES = {  # public, and not called on logits: what they are tested by inst
     "impl": "chosen by every case",
     "fuse": "of a model: tests/test_fuse.py; its logits are those of nn.FusedHead",
     "unfuse": "of a model: tests/test_fuse.py",
+    "lazy_logits": "of fused heads: tests/test_lazy.py",
     "nn": "its modules are named one by one",
 }
 

@@ -1,9 +1,11 @@
 """No synchronisation, CUDA graphs, memory, streams, bad targets, compilation: as a GPU is used."""
 
+import contextlib
+
 import pytest
 import torch
 import triton
-from laws import host_reads_nothing
+from laws import error, host_reads_nothing
 from sizes import DEVICE, sized
 
 import logitless as ll
@@ -162,6 +164,29 @@ def test_compiles_whole(function):
         scalar(f, leaf).backward()
         results.append(leaf.grad)
     torch.testing.assert_close(*results, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.usefixtures("nobody_looks")
+def test_a_head_compiles_whole_and_nobody_waits():
+    """Ignored rows and all: how many there are is not asked."""
+    hidden = torch.randn(ROWS, 64, device=DEVICE).bfloat16()
+    weight = (torch.randn(VOCAB, 64, device=DEVICE) / 4).bfloat16()
+    _, target = make()
+
+    def f(h, w, t):
+        head = ll.LinearLogits(h.tanh(), w, workspace=ROWS * VOCAB)  # in two chunks
+        return ll.cross_entropy(head, t)
+
+    compiled = torch.compile(f, fullgraph=True, backend=sized("inductor", "aot_eager"))
+    found = []
+    for g in (f, compiled):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        torch.autograd.grad(g(*leaves, target), leaves)  # compiled first
+        with host_reads_nothing() if g is compiled else contextlib.nullcontext():
+            value = g(*leaves, target)
+            found.append([value.detach(), *torch.autograd.grad(value, leaves)])
+    for a, b in zip(*found, strict=True):
+        assert error(a, b.double()) < 1e-2
 
 
 @pytest.mark.gpu("the interpreter compiles nothing; tests/test_anchors.py asks what would be")

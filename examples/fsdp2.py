@@ -1,0 +1,86 @@
+"""A fused model of Transformers trains under FSDP2, on every GPU there is, or on two CPU processes.
+
+    torchrun --nproc-per-node 2 examples/fsdp2.py
+
+Needs transformers, and neither a network nor a GPU: the text is the source of Python's standard
+library, a tokenizer is trained on it, and the model is small and random. `fuse` comes first, then
+`fully_shard` as for any model: of each layer, of the head by itself, and of the rest. The head's
+weight is gathered when the loss asks for it, and freed again.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from tokenizers import ByteLevelBPETokenizer
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import logitless as ll
+from logitless.cli.demo import read_sources
+
+VOCABULARY, LENGTH, BATCH = 2048, 64, 8  # tokens a row, rows a process and a step
+
+
+def tokens_of(text: str) -> Tensor:
+    """Every process trains the same tokenizer on the same text."""
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(text.splitlines(), VOCABULARY, show_progress=False)
+    return torch.tensor(tokenizer.encode(text).ids)
+
+
+def batches(tokens: Tensor, rank: int) -> Iterator[Tensor]:
+    """Windows at random places of the text, others in each process."""
+    random = torch.Generator().manual_seed(rank)
+    while True:
+        starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1), generator=random)
+        yield tokens[starts + torch.arange(LENGTH)]
+
+
+def sharded_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = ll.fuse(LlamaForCausalLM(config))  # the one line
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model.lm_head)
+    return fully_shard(model)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100)
+    args = parser.parse_args()
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    dist.init_process_group()  # NCCL for GPUs, gloo for CPUs
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    torch.set_default_device(device)
+    model = sharded_model()
+    torch.set_default_device("cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    data = batches(tokens_of(read_sources(limit=200_000)), rank)
+    for step in range(1, args.steps + 1):
+        ids = next(data).to(device)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % max(args.steps // 5, 1) == 0 or step == 1:
+            mean = loss.detach()
+            dist.all_reduce(mean, op=dist.ReduceOp.SUM)
+            if rank == 0:
+                print(f"step {step:4}  loss {mean / processes:.3f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Operations that move the rows of lazy logits, or take some, of rows or vocabulary: absorb.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from ._lazy_gradient import pulled_back
+from ._recipe import constant
+from .lazy import LazyLogits, Step
+
+
+def axis_of(z: LazyLogits) -> int:
+    """Which dimension is the vocabulary, counted from the front."""
+    return z.dim() - 1 if z.recipe.axis is None else z.recipe.axis
+
+
+class _Filled(torch.autograd.Function):
+    """A tensor without memory of its own, with the numbers of another."""
+
+    @staticmethod
+    def forward(ctx, blank, numbers):
+        return numbers.view_as(numbers)
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return g, None
+
+
+def _rows(
+    z: LazyLogits, op: Callable[[Tensor], Tensor], numbers: Callable | None = None, **changed
+) -> LazyLogits:
+    """`op` moves rows, and leaves the last dimension alone; `numbers` is it on the logits.
+
+    On the hidden states it is done at once, as autograd would, and backward goes the same way back.
+    What it keeps for that is the way, and not the hidden states, which are as large as those of a
+    layer.
+    """
+    recipe = z.recipe
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = recipe.hidden.new_empty(()).expand(recipe.hidden.shape).requires_grad_()
+        moved = op(_Filled.apply(leaf, constant(recipe.hidden)))  # pyright: ignore
+        way, hidden = get_gradient_edge(moved), moved.detach()
+    shape = hidden.shape
+
+    def back(parts):
+        d_hidden, *rest = parts
+        if d_hidden is not None:
+            (d_hidden,) = torch.autograd.grad(
+                way, leaf, d_hidden.reshape(shape), retain_graph=True,
+                create_graph=torch.is_grad_enabled(),
+            )  # fmt: skip
+        return d_hidden, *rest
+
+    own = (hidden._version, *recipe.versions[1:])
+    new = recipe._replace(hidden=hidden, versions=own, **changed)
+    return Step.apply(z, new, back, numbers or op, True)  # pyright: ignore
+
+
+def _columns(z: LazyLogits, columns: slice) -> LazyLogits:
+    recipe = z.recipe
+
+    def cut(t: Tensor) -> Tensor:
+        return t[columns]
+
+    # Only their shapes matter to backward.
+    likes = [None if t is None else t.new_empty(()).expand(t.shape) for t in recipe[1:3]]
+
+    def back(parts):
+        d_hidden, *rest = parts
+        pairs = zip(likes, rest, strict=True)
+        return d_hidden, *(None if d is None else pulled_back(cut, t, d) for t, d in pairs)
+
+    weight, bias = (None if t is None else cut(t) for t in recipe[1:3])
+    new = recipe._replace(weight=weight, bias=bias)
+    return Step.apply(z, new, back, lambda t: t[..., columns], True)  # pyright: ignore
+
+
+def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:
+    """A dimension, or with `new` a place for one, counted from the front."""
+    size = z.dim() + new
+    if not -size <= dim < size:
+        raise IndexError(f"dim must be in [{-size}, {size - 1}], got {dim}.")
+    return dim % size
+
+
+def view(z: LazyLogits, *shape, **kwargs):
+    shape = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    shape = kwargs.get("shape", shape)
+    if isinstance(shape, torch.dtype) or not shape or kwargs.keys() - {"shape"}:
+        return NotImplemented
+    *lead, last = shape
+    rows = z.shape[:-1].numel()
+    known = torch.Size([size for size in lead if size != -1]).numel()
+    if last == -1:  # the rest, which must be the vocabulary
+        last = z.shape[-1] if -1 not in lead and known == rows else None
+    if last != z.shape[-1] or lead.count(-1) > 1 or z.numel() == 0:
+        return NotImplemented
+    lead = [rows // max(known, 1) if size == -1 else size for size in lead]
+    return _rows(z, lambda t: t.reshape(*lead, t.shape[-1]))
+
+
+def flatten(z: LazyLogits, start_dim: int = 0, end_dim: int = -1):
+    start, end = _dim(z, start_dim), _dim(z, end_dim)
+    if end == z.dim() - 1 and start != end:
+        return NotImplemented
+    return _rows(z, lambda t: t.flatten(start, end))
+
+
+def squeeze(z: LazyLogits, dim: int | tuple[int, ...] | None = None):
+    dims = range(z.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    dims = tuple(_dim(z, d) for d in dims if z.shape[d] == 1)
+    return NotImplemented if z.dim() - 1 in dims else _rows(z, lambda t: t.squeeze(dims))
+
+
+def unsqueeze(z: LazyLogits, dim: int):
+    dim = _dim(z, dim, new=1)
+    return NotImplemented if dim == z.dim() else _rows(z, lambda t: t.unsqueeze(dim))
+
+
+def permute(z: LazyLogits, *dims):
+    """Rows in another order; the vocabulary may leave its place at the end, and come back."""
+    dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    dims = [_dim(z, dim) for dim in dims]
+    if sorted(dims) != list(range(z.dim())):
+        return NotImplemented  # which PyTorch refuses
+    last, at = z.dim() - 1, axis_of(z)
+    rows = [dim for dim in range(z.dim()) if dim != at]
+    order = [rows.index(dim) for dim in dims if dim != at]
+    axis = dims.index(at)
+    return _rows(
+        z, lambda t: t.permute(*order, last), lambda t: t.permute(dims),
+        axis=None if axis == last else axis,
+    )  # fmt: skip
+
+
+def transpose(z: LazyLogits, dim0: int, dim1: int):
+    dims = list(range(z.dim()))
+    dim0, dim1 = _dim(z, dim0), _dim(z, dim1)
+    dims[dim0], dims[dim1] = dim1, dim0
+    return permute(z, dims)
+
+
+def movedim(z: LazyLogits, source: int | tuple[int, ...], destination: int | tuple[int, ...]):
+    sources, places = (
+        [_dim(z, dim) for dim in ((dims,) if isinstance(dims, int) else dims)]
+        for dims in (source, destination)
+    )
+    if len(set(sources)) != len(sources) or len(set(places)) != len(sources):
+        return NotImplemented  # which PyTorch refuses
+    there = dict(zip(places, sources, strict=True))
+    rest = iter(dim for dim in range(z.dim()) if dim not in sources)
+    return permute(z, [there[i] if i in there else next(rest) for i in range(z.dim())])
+
+
+def getitem(z: LazyLogits, index: Any):
+    """Rows by anything; columns by a slice, if all rows are kept."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    arrays = [isinstance(part, list) or type(part).__module__ == "numpy" for part in parts]
+    parts = [torch.as_tensor(p) if array else p for p, array in zip(parts, arrays, strict=True)]
+    if any(isinstance(part, LazyLogits) for part in parts):
+        return NotImplemented
+    free = z.dim() - sum(_taken(part) for part in parts)
+    at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
+    parts[at : at + 1] = [slice(None)] * free
+    *rows, last = parts
+    if not isinstance(last, slice) or (free < 0):  # a column, or a mask over all dimensions
+        return NotImplemented
+    if last == slice(None):
+        return _rows(z, lambda t: t[(*rows, last)])
+    whole = all(isinstance(part, slice) and part == slice(None) for part in rows)
+    if z.recipe.log or not whole or last.step not in (None, 1):
+        return NotImplemented
+    return _columns(z, last)
+
+
+def _taken(part: Any) -> int:
+    """How many dimensions a part of an index takes."""
+    if part is None or part is Ellipsis:
+        return 0
+    return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+
+
+def narrow(z: LazyLogits, dim: int, start: int, length: int):
+    dim = _dim(z, dim)
+    if dim == z.dim() - 1 or isinstance(start, Tensor):
+        return NotImplemented
+    return _rows(z, lambda t: t.narrow(dim, start, length))
+
+
+def index_select(z: LazyLogits, dim: int, index: Tensor):
+    dim = _dim(z, dim)
+    return NotImplemented if dim == z.dim() - 1 else _rows(z, lambda t: t.index_select(dim, index))
+
+
+def split(z: LazyLogits, size: int | list[int], dim: int = 0):
+    return _pieces(z, dim, torch.arange(z.shape[dim]).split(size))
+
+
+def chunk(z: LazyLogits, chunks: int, dim: int = 0):
+    return _pieces(z, dim, torch.arange(z.shape[dim]).chunk(chunks))
+
+
+def _pieces(z: LazyLogits, dim: int, pieces: tuple[Tensor, ...]):
+    if _dim(z, dim) == z.dim() - 1:
+        return NotImplemented
+    sizes = [len(piece) for piece in pieces]
+    return tuple(narrow(z, dim, sum(sizes[:i]), size) for i, size in enumerate(sizes))
+
+
+def unbind(z: LazyLogits, dim: int = 0):
+    dim = _dim(z, dim)
+    if dim == z.dim() - 1:
+        return NotImplemented
+    return tuple(_rows(z, lambda t, i=i: t.select(dim, i)) for i in range(z.shape[dim]))
