@@ -94,6 +94,10 @@ class HeadOperator:
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"logitless::{name}", fake, lib=library)
 
+    def call(self, source: LinearLogits, loss: RowLoss) -> tuple[Tensor, ...]:
+        """The results of the rows."""
+        return tuple(getattr(torch.ops.logitless, f"{self.name}_rows")(*_flat(source, loss)))
+
     def total(self, *args) -> list[Tensor]:
         """The loss, the share of a row in its mean, and the gradients; empty what is not needed."""
         *args, row_weight, reduction, needs = args
@@ -142,16 +146,9 @@ class HeadOperator:
     def save(self, ctx, inputs, output) -> None:
         loss = _ops.loss_of(self.kind, inputs[_ARGUMENTS:])
         ctx.save_for_backward(*inputs[:_TENSORS], *loss.tensors)
-        ctx.loss, ctx.how = (
-            loss.with_tensors((None,) * len(loss.tensors)),
-            inputs[_TENSORS:_ARGUMENTS],
-        )
-        ctx.arguments = len(inputs)
+        ctx.loss = loss.with_tensors((None,) * len(loss.tensors))
+        ctx.how, ctx.arguments = inputs[_TENSORS:_ARGUMENTS], len(inputs)
         ctx.set_materialize_grads(False)
-
-    def call(self, source: LinearLogits, loss: RowLoss) -> tuple[Tensor, ...]:
-        """The results of the rows."""
-        return tuple(getattr(torch.ops.logitless, f"{self.name}_rows")(*_flat(source, loss)))
 
     def backward(self, ctx, upstream):
         heads, tensors = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]

@@ -150,8 +150,10 @@ def _refuse_writing(func, args: tuple) -> None:
             raise RuntimeError(WRITTEN.format(func))
 
 
-INSTEAD = "A loss computed from them keeps them lazy; for anything else, call the model under"
-INSTEAD += " torch.no_grad()."
+INSTEAD = (
+    "A loss computed from them keeps them lazy; for anything else, call the model under"
+    " torch.no_grad()."
+)
 
 
 def warn(name: str, instead: str = INSTEAD) -> None:
