@@ -31,7 +31,7 @@ WORKSPACES = (1024, 512, 256, 128, 64, 32)  # MiB
 RIVALS = ("liger", "cce")
 OWN_MEMORY = "in its own memory"
 FP32 = {"logits_dtype": torch.float32}
-SMALL, LARGE = {"workspace": 64 * MIB}, {"workspace": 1024 * MIB}
+SMALL = {"workspace": 64 * MIB}
 SPEND = 200.0  # ms of timing for each
 COLORS = {OURS: "#d1495b", "liger": "#33658a", "cce": "#86a873"}
 
@@ -49,13 +49,11 @@ def cases(shape: str) -> list[Case]:
     found.append(head("cross_entropy", OWN_MEMORY, {}))
     if shape == SHAPES[0]:
         found += [
-            head("cross_entropy", "fp32 logits, 2048 MiB", FP32, alone=True),
-            head("cross_entropy", "fp32 logits, 1024 MiB", FP32 | LARGE, alone=True),
+            head("cross_entropy", "fp32 logits, 1024 MiB", FP32, alone=True),
             head("cross_entropy", "fp32 logits, 64 MiB", FP32 | SMALL, alone=True),
             head("score", "1024 MiB", {}, alone=True),
             head("score", "64 MiB", SMALL, alone=True),
-            head("score", "fp32 logits, 2048 MiB", FP32, alone=True),
-            head("score", "fp32 logits, 1024 MiB", FP32 | LARGE, alone=True),
+            head("score", "fp32 logits, 1024 MiB", FP32, alone=True),
             head("cross_entropy", "64 MiB, no gradients", SMALL, Mode.FORWARD, alone=True),
         ]
     return [case.at(shape, "bf16") for case in found]

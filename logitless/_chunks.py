@@ -49,19 +49,26 @@ def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
 class Step(NamedTuple):
     """Rows whose gradient may be written at once."""
 
-    at: slice  # of the chunk
+    at: slice  # of the part
     rows: Rows
     logits: Tensor  # (n, V)
     into: Tensor  # (n, V), for their gradient
 
 
+class Part(NamedTuple):
+    """Rows whose logits are in memory together."""
+
+    rows: Rows
+    logits: Tensor  # (n, V)
+    steps: list[Step]
+
+
 class Chunk(NamedTuple):
-    """Rows that are computed together."""
+    """Rows whose gradient is in memory at once. Most often it is one part, and one step."""
 
     rows: Rows
     hidden: Tensor  # (n, D)
-    logits: Tensor  # (n, V)
-    steps: list[Step]
+    parts: Iterator[Part]  # each made when it is asked for, where those before it were
     gradient: Tensor  # (n, V), of all steps
 
 
@@ -110,30 +117,42 @@ class Chunks:
         On return the first chunk is queued, and the number of rows known.
         """
         vocab = len(weight)
-        space = Space(self.first, vocab, dtype, hidden)
-
-        def multiply(h: Tensor) -> Tensor:
-            return product(h, weight, bias, space.logits(len(h), vocab))
-
+        space = Space(self.first, self.cut.rows, vocab, dtype, hidden)
+        queued = None
         if len(hidden):
-            multiply(hidden[self._some(0, min(self.first, len(hidden)))])
+            queued = space.parts[0]
+            h = hidden[self._some(0, min(queued.stop, len(hidden)))]
+            product(h, weight, bias, space.logits(queued, len(h), vocab))
         self.wait(len(hidden))
 
-        def each():
-            for i, rows in enumerate(self.slices()):
+        def parts(rows: Rows, hidden: Tensor, into: Tensor) -> Iterator[Part]:
+            nonlocal queued
+            for part in space.parts:
+                h, own = hidden[part], into[part]
+                if not len(h):
+                    return
+                z = space.logits(part, len(h), vocab)
+                if queued is None:
+                    product(h, weight, bias, z)
+                queued, mine = None, some_of(rows, part)
+                steps = [
+                    Step(at, some_of(mine, at), z[at], own[at])
+                    for at in space.steps(part, len(h))
+                ]  # fmt: skip
+                yield Part(mine, z, steps)
+
+        def each() -> Iterator[Chunk]:
+            for rows in self.slices():
                 h = hidden[rows]
-                z = multiply(h) if i else space.logits(len(h), vocab)  # the first is queued already
                 into = space.gradient(len(h), vocab)
-                steps = [Step(at, of(rows, at), z[at], into[at]) for at in space.steps(len(h))]
-                yield Chunk(rows, h, z, steps, into)
+                yield Chunk(rows, h, parts(rows, h, into), into)
 
         return each()
 
 
-def of(rows: Rows, at: slice) -> Rows:
-    """Some of these rows."""
+def some_of(rows: Rows, at: slice) -> Rows:
     if isinstance(rows, slice):
-        return slice(rows.start + at.start, rows.start + at.stop)
+        return slice(rows.start + at.start, min(rows.start + at.stop, rows.stop))
     return rows[at]
 
 

@@ -15,9 +15,21 @@ from torch import Tensor
 
 from ._chunks import Chunks, Rows, Sum, SumInPlace, product, sum_in, way_to_sum
 from ._contract import PRECISION, Coefficients, Partials, Reading
-from ._cut import Space, kept_blocks
+from ._cut import kept_blocks
 
 Parts = tuple[Tensor, Tensor, Tensor | None]  # hidden (N, D), weight (V, D), bias (V,)
+
+
+class Room(NamedTuple):
+    """Memory for the logits of a block, and for their gradient."""
+
+    logits: Tensor
+    gradient: Tensor  # the same memory, if they are of one dtype
+
+    @staticmethod
+    def of(rows: int, columns: int, dtype: torch.dtype, like: Tensor) -> "Room":
+        z = torch.empty((rows, columns), device=like.device, dtype=dtype)
+        return Room(z, z if dtype == like.dtype else torch.empty_like(z, dtype=like.dtype))
 
 
 class Block(NamedTuple):
@@ -32,8 +44,8 @@ class Block(NamedTuple):
 class Blocks:
     """The logits of some rows in blocks of columns: forth for statistics, back for gradients."""
 
-    def __init__(self, columns: int, space: Space, parts: Parts, spare: Tensor | None):
-        self.space, (self.h, self.weight, self.bias) = space, parts
+    def __init__(self, columns: int, room: Room, parts: Parts, spare: Tensor | None):
+        self.room, (self.h, self.weight, self.bias) = room, parts
         self.columns, vocab = columns, len(self.weight)
         self.parts = [slice(i, min(i + columns, vocab)) for i in range(0, vocab, columns)]
         self.spare, self.kept = spare, {}  # block to its place in the spare memory
@@ -53,7 +65,9 @@ class Blocks:
         for place in reversed(range(len(self.parts))):
             waits = place in self.kept or place == self.there
             z = self._room(place) if waits else self._make(place)
-            into = z if place in self.kept else self.space.gradient(*z.shape)
+            into = z
+            if place not in self.kept:
+                into = self.room.gradient[: z.shape[0], : z.shape[1]]
             yield Block(place, self.parts[place], z, into)
 
     def _make(self, place: int) -> Tensor:
@@ -66,7 +80,7 @@ class Blocks:
     def _room(self, place: int) -> Tensor:
         rows, part = len(self.h), self.parts[place]
         if place not in self.kept:
-            return self.space.logits(rows, part.stop - part.start)
+            return self.room.logits[:rows, : part.stop - part.start]
         size, at = rows * self.columns, self.kept[place]
         memory = self.spare[at * size : (at + 1) * size]  # pyright: ignore[reportOptionalSubscript]
         return memory.view(rows, self.columns)[:, : part.stop - part.start]

@@ -31,7 +31,7 @@ SUM = {"cuda": 540.0}
 LOOK = 0.15  # reading the logits once more, and merging statistics
 AHEAD = 0.1  # by so much columns must be the better choice
 
-STEPS = 5  # in which the gradient of logits in fp32 is written: see Space
+SPARE = 64  # rows, for one of which a Space for logits in fp32 has memory to spare
 
 
 class Cut(NamedTuple):
@@ -48,7 +48,8 @@ class Work(NamedTuple):
     rows: int
     vocab: int
     width: int  # of hidden
-    bytes: tuple[float, float]  # of workspace for one logit: by rows, by columns
+    itemsize: int  # of hidden
+    wide: bool  # whether logits are in fp32, where hidden is not
     merges: bool  # whether blocks of columns tell what is asked
     gemms: int  # by columns, more than by rows: 0 or 1
     sums: bool  # whether the weight has a gradient, to be summed by rows
@@ -58,9 +59,10 @@ class Work(NamedTuple):
 @functools.lru_cache(1024)
 def choose(work: Work, workspace: int | None, device: str) -> Cut:
     """The way that should take the least time; whole rows where nobody asks for little memory."""
-    wide = work.bytes[0] != work.bytes[1]  # as many rows by default as in 16 bits
-    limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"]) * (2 if wide else 1)
-    room = int(limit / (padded(work.vocab) * work.bytes[0]))
+    limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"])
+    room = limit // (padded(work.vocab) * work.itemsize)
+    if work.wide:
+        room = (room - 2) * SPARE // (SPARE + 1)  # with its spare_rows
     best = Cut(max(room, 1))
     cost = SUM.get(device, 0.0) * (1 if work.sums else 0.5)  # at least the weight is read
     rows = even_chunk(work.rows, room)
@@ -70,7 +72,8 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
     groups = 1
     while work.rows >= groups * TILE:
         rows = -(-work.rows // groups)
-        columns = even_columns(work.vocab, int(limit / (rows * work.bytes[1])))
+        size = work.itemsize + (4 if work.wide else 0)  # gradient and logits lie apart
+        columns = even_columns(work.vocab, limit // (rows * size))
         if columns:
             kept = 0.0
             if groups == 1 and work.keeps:
@@ -126,44 +129,54 @@ def even_columns(vocab: int, room: int) -> int:
     return -(-even // TILE) * TILE
 
 
-class Space:
-    """Memory for logits of some rows and columns, and in the same place for their gradient.
+def spare_rows(rows: int) -> int:
+    """What a Space for so many rows has beyond them."""
+    return rows // SPARE + 2
 
-    A gradient of the logits' own dtype is written over them. One of 16 bits lies before logits in
-    fp32, with a few rows' room between: row r of it ends where row r - first of the logits, read
-    before, lies. So `first` rows can be written at once, then twice as many, and so on.
+
+class Space:
+    """Memory for the logits of a chunk of rows, and in the same place for their gradient.
+
+    A gradient of the logits' own dtype is written over them, all at once. One of 16 bits, of logits
+    in fp32, fills the memory from the front, while logits are made at its back, a part of the rows
+    at a time: as many as have room behind the gradient so far. A part's own gradient comes closer
+    as the part is read. It is written in steps, each as long as the gap before the rows not yet
+    read. So fp32 logits need the memory of 16-bit ones, and one row in SPARE.
     """
 
-    def __init__(
-        self, rows: int, columns: int, dtype: torch.dtype, like: Tensor, steps: int = STEPS
-    ):
-        self.rows, width = rows, padded(columns)
-        self.first = rows
-        if dtype == like.dtype:
-            self.all = self.back = torch.empty((rows, width), device=like.device, dtype=dtype)
-            return
-        self.first = -(-rows // (2**steps - 1))
-        ahead = self.first * width * like.element_size()  # a multiple of 16
-        size = ahead + rows * width * dtype.itemsize
-        memory = torch.empty(size, device=like.device, dtype=torch.uint8)
-        self.all = memory[ahead:].view(dtype).view(rows, width)
-        self.back = memory[: rows * width * like.element_size()].view(like.dtype).view(rows, width)
+    def __init__(self, rows: int, most: int, columns: int, dtype: torch.dtype, like: Tensor):
+        self.dtype, self.apart = dtype, dtype != like.dtype
+        self.size = min(most + spare_rows(most), 3 * rows) if self.apart else rows
+        self.memory = torch.empty(
+            (self.size, padded(columns)), device=like.device, dtype=like.dtype
+        )  # fmt: skip
+        self.parts = list(self._parts(rows)) if self.apart else [slice(0, rows)]
 
-    @staticmethod
-    def bytes(dtype: torch.dtype, own: torch.dtype, steps: int = STEPS) -> float:
-        """Of one logit, for hidden states of dtype `own`."""
-        return dtype.itemsize + (0 if dtype == own else own.itemsize / (2**steps - 1))
-
-    def logits(self, rows: int, columns: int) -> Tensor:
-        return self.all[:rows, :columns]
-
-    def gradient(self, rows: int, columns: int) -> Tensor:
-        return self.back[:rows, :columns]
-
-    def steps(self, rows: int) -> Iterator[slice]:
-        """Rows whose gradient may be written at once, after all before them."""
+    def _parts(self, rows: int) -> Iterator[slice]:
         start = 0
         while start < rows:
-            end = min(start + self.first + start, rows)
+            count = (self.size - start - 1) // 2
+            count -= count % (TILE // 2) if count > TILE // 2 else 0
+            yield slice(start, min(start + count, rows))
+            start += count
+
+    def logits(self, part: slice, rows: int, columns: int) -> Tensor:
+        """Of the first rows of a part."""
+        if not self.apart:
+            return self.memory[:rows, :columns]
+        count = part.stop - part.start
+        back = self.memory[self.size - 2 * count :].view(self.dtype)
+        return back.view(count, -1)[:rows, :columns]
+
+    def gradient(self, rows: int, columns: int) -> Tensor:
+        """Of the first rows of a chunk."""
+        return self.memory[:rows, :columns]
+
+    def steps(self, part: slice, rows: int) -> Iterator[slice]:
+        """Of the first rows of a part, those whose gradient may be written at once, in order."""
+        gap = self.size - part.start - 2 * (part.stop - part.start) if self.apart else rows
+        start = 0
+        while start < rows:
+            end = min(start + gap + start, rows)
             yield slice(start, end)
             start = end

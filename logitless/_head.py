@@ -10,17 +10,15 @@ mean or sum takes up to four GEMMs then, results a row four, for forward keeps t
 """
 
 import contextlib
-import itertools
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from ._call import backend
-from ._chunks import Chunk, Chunks, HeadGradients, RowGradients, Rows, Step
-from ._columns import Blocks, ColumnGradients, back
+from ._chunks import Chunk, Chunks, HeadGradients, Part, RowGradients, Rows, Step
+from ._columns import Blocks, ColumnGradients, Room, back
 from ._contract import PRECISION
-from ._cut import Space
 from ._loss import Node, RowLoss, Saved, one, refuse_second
 from ._partials import settled
 
@@ -94,9 +92,9 @@ def _detached(parts: tuple) -> tuple:
     return hidden.reshape(-1, hidden.shape[-1]), weight, bias
 
 
-def _space(source, chunks) -> Space:
-    """For blocks of columns: their gradient is written at once."""
-    return Space(chunks.first, chunks.cut.columns, source.dtype, source.hidden, 1)
+def _room(source, chunks) -> Room:
+    """For blocks of columns."""
+    return Room.of(chunks.first, chunks.cut.columns, source.dtype, source.hidden)
 
 
 def _statistics(run: ModuleType, loss: RowLoss, blocks: Blocks) -> tuple[tuple[Tensor, ...], Saved]:
@@ -159,18 +157,19 @@ class Total(Node):
         if wanted:
             sums = HeadGradients(run, chunks, parts, ctx.needs[:3], source.accumulate)
         for chunk in visits:
-            dz, whole = None, Step(slice(None), chunk.rows, chunk.logits, chunk.gradient)
-            for _, rows, z, into in chunk.steps if wanted else [whole]:
-                some, own = loss.take(rows, lead), _factor_of(factor, rows)
+            made = []
+            for some, rows, z, into in _steps(chunk, loss, lead, wanted):
+                own = _factor_of(factor, rows)
                 if wanted:
                     values[rows], dz, saved = some.at_once(run, z, own, into)
+                    made.append(dz)
                 else:
                     (values[rows],), saved = some.forward(run, z)
                 if any(ctx.others):
                     others.add(rows, some, saved, _or_one(own, values))
                 del some, saved  # a teacher's logits, before the next chunk's are made
             if sums is not None:
-                sums.add(chunk.rows, chunk.hidden, dz if len(chunk.steps) == 1 else chunk.gradient)
+                sums.add(chunk.rows, chunk.hidden, made[0] if len(made) == 1 else chunk.gradient)
         return [None] * 3 if sums is None else sums.found()
 
     @staticmethod
@@ -178,13 +177,13 @@ class Total(Node):
         """The same, for logits that are cut along the vocabulary."""
         (flat, W, b), lead = parts, source.shape[:-1]
         chunks.wait(len(flat))
-        space, sums, spare = _space(source, chunks), None, None
+        room, sums, spare = _room(source, chunks), None, None
         if any(ctx.needs[:3]):
             sums = ColumnGradients(run, chunks, parts, ctx.needs[:3], source.accumulate)
             spare = sums.spare() if chunks.cut.kept else None
         for rows in chunks.slices():
             some, own = loss.take(rows, lead), _factor_of(factor, rows)
-            blocks = Blocks(chunks.cut.columns, space, (flat[rows], W, b), spare)
+            blocks = Blocks(chunks.cut.columns, room, (flat[rows], W, b), spare)
             (values[rows],), saved = _statistics(run, some, blocks)
             if sums is not None:
                 given = some.coefficients(saved, (one(flat.device, values.dtype),), len(W))
@@ -218,6 +217,23 @@ class Total(Node):
             inputs = (*parts, row_weight, *loss.tensors, upstream)
             gradients = refuse_second(tuple(gradients), inputs)
         return *gradients[:4], None, None, None, None, *gradients[4:]
+
+
+def _steps(chunk: Chunk, loss: RowLoss, lead: torch.Size, wanted: bool):
+    """(The loss of some rows, the rows, their logits, where a gradient goes), step by step."""
+    for part in chunk.parts:
+        some = loss.take(part.rows, lead)
+        if wanted:
+            for step in part.steps:
+                yield _at(some, part, step), *step[1:]
+        else:
+            yield some, part.rows, part.logits, None
+        del some
+
+
+def _at(some: RowLoss, part: Part, step: Step) -> RowLoss:
+    """The loss of a part at a step of it: a teacher's logits are made for the whole part."""
+    return some if len(part.steps) == 1 else some.take(step.at, torch.Size((len(part.logits),)))
 
 
 def _factor_of(factor: Tensor | None, rows: Rows) -> Tensor | None:
@@ -273,15 +289,16 @@ class Each(Node):
         flat, W, b = parts
         if chunks.cut.columns is None:
             for chunk in chunks.logits(flat, W, b, source.dtype):
-                found, saved = loss.take(chunk.rows, lead).forward(run, chunk.logits)
-                ctx.known.append(saved)
-                yield chunk.rows, found
+                for part in chunk.parts:
+                    found, saved = loss.take(part.rows, lead).forward(run, part.logits)
+                    ctx.known.append(saved)
+                    yield part.rows, found
             return
         chunks.wait(len(flat))
-        space = _space(source, chunks)
+        room = _room(source, chunks)
         for rows in chunks.slices():
             some = loss.take(rows, lead)
-            blocks = Blocks(chunks.cut.columns, space, (flat[rows], W, b), None)
+            blocks = Blocks(chunks.cut.columns, room, (flat[rows], W, b), None)
             found, saved = _statistics(run, some, blocks)
             ctx.known.append(saved)
             yield rows, found
@@ -323,16 +340,20 @@ class Each(Node):
         run = backend(parts[0])
         visits = chunks.logits(*parts, source.dtype)
         sums = HeadGradients(run, chunks, parts, ctx.needs, source.accumulate, source.main_grad)
-        for chunk, known in itertools.zip_longest(visits, ctx.known or ()):
-            dz = None
-            for at, rows, z, into in chunk.steps:
-                some, own = loss.take(rows, lead), _rows_of(given, rows)
-                saved = _part_of(known, chunk, at) if known else some.forward(run, z)[1]
-                dz = some.backward(run, z, saved, own, None, into)
-                if loss.others:
-                    others.add(rows, some, saved, own[0])
-                del some, saved
-            sums.add(chunk.rows, chunk.hidden, dz if len(chunk.steps) == 1 else chunk.gradient)
+        known = iter(ctx.known or ())
+        for chunk in visits:
+            made = []
+            for part in chunk.parts:
+                all_of, found = loss.take(part.rows, lead), next(known, None)
+                for step in part.steps:
+                    some, own, z = _at(all_of, part, step), _rows_of(given, step.rows), step.logits
+                    saved = _saved_of(found, part, step.at) if found else some.forward(run, z)[1]
+                    made.append(some.backward(run, z, saved, own, None, step.into))
+                    if loss.others:
+                        others.add(step.rows, some, saved, own[0])
+                    del some, saved
+                del all_of
+            sums.add(chunk.rows, chunk.hidden, made[0] if len(made) == 1 else chunk.gradient)
         return sums.found()
 
     @staticmethod
@@ -342,11 +363,11 @@ class Each(Node):
         flat, W, b = parts
         run = backend(flat)
         chunks.wait(len(flat))
-        space = _space(source, chunks)
+        room = _room(source, chunks)
         sums = ColumnGradients(run, chunks, parts, ctx.needs, source.accumulate, source.main_grad)
         for rows, saved in zip(chunks.slices(), ctx.known, strict=True):
             some, own = loss.take(rows, lead), _rows_of(given, rows)
-            blocks = Blocks(chunks.cut.columns, space, (flat[rows], W, b), None)
+            blocks = Blocks(chunks.cut.columns, room, (flat[rows], W, b), None)
             coefficients = some.coefficients(saved, own, len(W))
             back(run, blocks, sums, rows, some.reading, saved[0], coefficients, None)
             if loss.others:
@@ -360,9 +381,9 @@ def _chunks_of_each(ctx, source, loss: RowLoss) -> Chunks:
     return source.chunks(_live(loss), source.work(merges, sums=ctx.needs[1]))
 
 
-def _part_of(known: Saved, chunk: Chunk, at: slice) -> Saved:
-    """What is known of a chunk, for some of its rows; what is one for all stays."""
-    return tuple(t if t is None or len(t) != len(chunk.hidden) else t[at] for t in known)
+def _saved_of(saved: Saved, part: Part, at: slice) -> Saved:
+    """What was saved of a part, for some of its rows; what is one for all stays."""
+    return tuple(t if t is None or len(t) != len(part.logits) else t[at] for t in saved)
 
 
 def _rows_of(given: list, rows: Rows) -> tuple[Tensor | None, ...]:

@@ -14,7 +14,7 @@ from . import _call, _checks
 from ._as_tensor import AsTensor
 from ._call import backend, in_func, mapped
 from ._chunks import Chunks, Rows, product
-from ._cut import Space, Work, choose
+from ._cut import Work, choose
 from ._head import Each, Total, autocasts, dtypes_as_given
 from ._loss import RowLoss, reduced
 
@@ -23,8 +23,8 @@ class LinearLogits(AsTensor):
     """hidden (..., D) @ weight (V, D).T + bias (V,), as logits (..., V) of any loss here.
 
     workspace bounds the bytes of logits alive at once (a teacher's come on top); None is 1 GiB on a
-    GPU, 64 MiB on a CPU, and twice as much for logits_dtype. A smaller one saves memory, and costs
-    time: a GPU computes whole rows where many fit, and where few do, some columns of all rows.
+    GPU, 64 MiB on a CPU. A smaller one saves memory, and costs time: a GPU computes whole rows
+    where many fit, and where few do, some columns of all rows.
 
     logits_dtype=torch.float32 keeps the sums of a GEMM over 16-bit numbers as they are, where
     logits would be rounded to 16 bits: log-probabilities are hundreds of times more exact. Their
@@ -118,8 +118,8 @@ class LinearLogits(AsTensor):
         with torch.no_grad(), dtypes_as_given(self.device):
             rows = self.hidden.detach().reshape(-1, self.hidden.shape[-1])
             visits = self.chunks(None, self.work()).logits(rows, self.weight, self.bias, self.dtype)
-            for chunk in visits:
-                found.append(run.topk(chunk.logits, k, temperature, softcap))
+            for part in (part for chunk in visits for part in chunk.parts):
+                found.append(run.topk(part.logits, k, temperature, softcap))
         ids, logprobs, tail = (torch.cat(parts) for parts in zip(*found, strict=True))
         shape = self.shape[:-1]
         return ids.view((*shape, k)), logprobs.view((*shape, k)), tail.view(shape)
@@ -130,10 +130,9 @@ class LinearLogits(AsTensor):
         """What is to be done, for `chunks`; see Work."""
         own, wide = self.hidden.dtype, self.dtype
         keeps = keeps and own == wide and own != torch.float16 and self.accumulate != "fp32"
-        room = (Space.bytes(wide, own), Space.bytes(wide, own, 1))
         vocab, width = self.weight.shape
         rows = self.shape[:-1].numel()
-        return Work(rows, vocab, width, room, merges, gemms, sums, keeps)
+        return Work(rows, vocab, width, own.itemsize, own != wide, merges, gemms, sums, keeps)
 
     def chunks(self, live: Tensor | None, work: Work) -> Chunks:
         kind = self.device.type

@@ -190,7 +190,7 @@ MIB = 1 << 20
 
 
 def work(rows, width, vocab, **how):
-    given = {"bytes": (2, 2), "merges": True, "gemms": 1, "sums": True, "keeps": True}
+    given = {"itemsize": 2, "wide": False, "merges": True, "gemms": 1, "sums": True, "keeps": True}
     return Work(rows, vocab, width, **(given | how))
 
 

@@ -11,6 +11,8 @@ from sizes import DEVICE
 from torch import Tensor
 
 import logitless as ll
+from logitless._chunks import Chunks
+from logitless._cut import Cut
 
 from .case import Case, Maker
 
@@ -113,6 +115,15 @@ def _head(rows: int | None, **how) -> Callable[[Given], tuple[Any, dict]]:
     return source
 
 
+def _by_columns(g: Given):
+    """A head cut along its vocabulary, and in groups of two rows."""
+    head, leaves = _head(1)(g)
+    head.chunks = lambda live, work: Chunks(
+        Cut(2, 8) if work.merges else Cut(2), work.rows, live if DEVICE == "cpu" else None
+    )
+    return head, leaves
+
+
 def _fused_head(g: Given):
     leaves = {name: t.clone().requires_grad_() for name, t in g.parts().items()}
     V, bias = g.weight.shape[0], g.bias is not None
@@ -155,6 +166,7 @@ SOURCES: dict[str, Callable[[Given], tuple[Any, dict[str, Tensor]]]] = {
     "head, all rows": _head(None),
     "head, nothing dropped": _head(2, drop_ignored=False),
     "head, fp32 sums": _head(2, accumulate="fp32"),
+    "head, by columns": _by_columns,
     "nn.FusedHead": _fused_head,
 }
 TENSORS = tuple(name for name in SOURCES if name.startswith("tensor"))
