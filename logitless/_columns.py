@@ -20,6 +20,10 @@ from ._cut import kept_blocks
 Parts = tuple[Tensor, Tensor, Tensor | None]  # hidden (N, D), weight (V, D), bias (V,)
 
 
+def blocks_of(vocab: int, columns: int) -> list[slice]:
+    return [slice(start, min(start + columns, vocab)) for start in range(0, vocab, columns)]
+
+
 class Room(NamedTuple):
     """Memory for the logits of a block, and for their gradient."""
 
@@ -47,7 +51,7 @@ class Blocks:
     def __init__(self, columns: int, room: Room, parts: Parts, spare: Tensor | None):
         self.room, (self.h, self.weight, self.bias) = room, parts
         self.columns, vocab = columns, len(self.weight)
-        self.parts = [slice(i, min(i + columns, vocab)) for i in range(0, vocab, columns)]
+        self.parts = blocks_of(vocab, columns)
         self.spare, self.kept = spare, {}  # block to its place in the spare memory
         if spare is not None:
             rows, width = self.h.shape
@@ -103,10 +107,9 @@ class ColumnGradients:
         into: Tensor | None = None,  # what the weight's is added to
     ):
         self.run, (hidden, self.weight, bias) = run, parts
-        self.groups, step = len(chunks.slices()), chunks.cut.columns
-        assert step is not None
-        vocab = len(self.weight)
-        self.parts = [slice(i, min(i + step, vocab)) for i in range(0, vocab, step)]
+        self.groups, columns = len(chunks.slices()), chunks.cut.columns
+        assert columns is not None
+        self.parts = blocks_of(len(self.weight), columns)
         blank = torch.empty_like if chunks.index is None else torch.zeros_like
         self.d_hidden = blank(hidden) if needs[0] else None
         self.hidden_sum: Sum | SumInPlace | None = None
