@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import logitless as ll
+from logitless._chunks import Chunks
+from logitless._cut import Cut
 
 from . import formulas
 from .formulas import at, wide
@@ -101,6 +103,18 @@ def over_a_head(x, ids, other):
     weight = head_of(other).requires_grad_()
     rows = 16 * x.element_size()  # one at a time: several chunks
     return ll.linear_cross_entropy(x, weight, ids % 16, workspace=rows)
+
+
+def by_columns(x, ids, other):
+    """Cut as a large head is in a small workspace, into two blocks of columns."""
+    logits = ll.LinearLogits(x, head_of(other).requires_grad_())
+    logits.chunks = lambda live, work: Chunks(Cut(work.rows, 8), work.rows, live)
+    return ll.cross_entropy(logits, ids % 16)
+
+
+def in_fp32(x, ids, other):
+    full, weight = torch.promote_types(x.dtype, torch.float32), head_of(other).requires_grad_()
+    return ll.linear_cross_entropy(x, weight, ids % 16, logits_dtype=full)
 
 
 def by_a_fused_model(x, ids, other):
@@ -194,6 +208,8 @@ CHECKS = (
     ),
     cross_entropy("cross_entropy, in place", inplace=True),
     Check("linear_cross_entropy", over_a_head, naive_over_a_head),
+    Check("linear_cross_entropy, columns", by_columns, naive_over_a_head),
+    Check("linear_cross_entropy, fp32", in_fp32, naive_over_a_head),
     Check("fuse", by_a_fused_model, naive_over_a_head),
     Check(
         "lazy_logits",
