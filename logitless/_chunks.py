@@ -163,7 +163,7 @@ class _Number:
         self.there = None
         if number.is_cuda:
             self.there = torch.cuda.Event()
-            here = torch.empty((), dtype=number.dtype, pin_memory=True)
+            here = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
             number = here.copy_(number, non_blocking=True)
             self.there.record()
         self.number = number

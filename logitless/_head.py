@@ -2,7 +2,7 @@
 
 - A mean or sum: loss and gradients of each chunk in forward, for an upstream gradient of 1. Three
   GEMMs: logits, d_hidden, d_weight. Backward scales what it finds.
-- Anything a row: forward keeps the results alone, and backward makes the logits of a chunk again.
+- Anything a row: forward keeps statistics of the rows, and backward makes the logits again.
   Four GEMMs.
 
 Where the workspace is small, logits are cut along the vocabulary instead (_cut.py, _columns.py): a
@@ -291,7 +291,7 @@ class Each(Node):
             for chunk in chunks.logits(flat, W, b, source.dtype):
                 for part in chunk.parts:
                     found, saved = loss.take(part.rows, lead).forward(run, part.logits)
-                    ctx.known.append(saved)
+                    ctx.known.append(() if loss.saves_gradient else saved)
                     yield part.rows, found
             return
         chunks.wait(len(flat))

@@ -5,8 +5,10 @@ A `RowLoss` has two methods, and whoever evaluates it decides when each is calle
     forward(run, x)                       outputs (...), and what backward needs
     backward(run, x, saved, upstream)     the gradient of the logits
 
-Most losses read statistics of a row and no logits. Those say what they make of them in `settle` and
-`coefficients`, and the two methods follow: that is all a source needs that has some columns only.
+Most losses need statistics of a row alone. They implement `settle` (statistics to outputs) and
+`coefficients` (of the one backward), from which both methods follow; a source that has some columns
+only calls those two itself. A loss that needs the logits of whole rows overrides `forward` and
+`backward`.
 
 `run` is the backend, `kernels` or `eager`. Neither method knows autograd. `evaluate` makes a node
 of them for a tensor: statistics and value in forward, the gradient in backward, from what forward
@@ -15,7 +17,6 @@ To a compiler, a dispatch mode or torch.func the same work is an operator (_ops.
 reduction plain PyTorch.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torch.autograd import forward_ad
 
 from . import _call, _checks, _ops, eager
 from ._call import backend, mapped, under_transform
+from ._constants import made_once
 from ._contract import PRECISION, Coefficients, Reading, Statistics
 
 Saved = tuple[Tensor | None, ...]
@@ -147,7 +149,7 @@ def _rows_of(t, rows, lead: torch.Size, place: int) -> Tensor | None:
     return part.detach().requires_grad_() if t.requires_grad else part
 
 
-@functools.lru_cache(64)
+@made_once
 def one(device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.ones((), device=device, dtype=dtype)
 

@@ -1,6 +1,5 @@
 """Losses and scores: formulas over row statistics. Vocabulary is always the last dimension."""
 
-import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from . import _call
 from . import _contract as contract
+from ._constants import made_once
 from ._contract import Coefficients, Statistics
 from ._loss import RowLoss, evaluate, rows_in
 from ._ops import operator
@@ -77,7 +77,7 @@ class Plain(RowLoss):
         return [x.shape[:-1], (rows, contract.STATE), coefficients]
 
 
-@functools.lru_cache(64)
+@made_once
 def _of_nll(device: torch.device, dtype: torch.dtype) -> Coefficients:
     """d nll / dz_i = p_i - [i = mark], the same for all rows."""
     rows = torch.zeros((1, contract.COEFFICIENTS), device=device, dtype=dtype)

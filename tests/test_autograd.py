@@ -204,3 +204,14 @@ def test_small_logits_have_their_gradient_made_in_forward(
         grads.append(once)
     # One step of bf16: Triton's interpreter cuts it off where a GPU rounds.
     torch.testing.assert_close(*grads, rtol=2**-7, atol=1e-6)
+
+
+def test_what_is_made_once_is_no_inference_tensor(device):
+    """Autograd could not save it: a first call in inference mode would spoil all later ones."""
+    from logitless._constants import made_once
+
+    zero = made_once(lambda device: torch.zeros((), device=device))
+    with torch.inference_mode():
+        first = zero(torch.device(device))
+    assert not first.is_inference()
+    assert zero(torch.device(device)) is first

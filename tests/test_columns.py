@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from test_linear import LOSSES, V, assert_same, leaves, make, result
 
 import logitless as ll
-from logitless import linear
+from logitless import eager, kernels, linear
+from logitless._contract import Partials, Reading
 from logitless._cut import Cut, Work, choose, kept_blocks
 
 N = 21
@@ -227,3 +228,17 @@ def test_what_waits_is_never_overwritten(rows, width):
         assert (place + 1) * rows * columns <= block * columns * width
     assert len(kept) <= 12
     assert bool(kept) == (rows <= 12 * width)
+
+
+@pytest.mark.parametrize("run", [eager, kernels])
+def test_parts_far_below_weigh_nothing(run, device):
+    """A block that is masked with the lowest number: 0 times a distance of 1e38 is 0."""
+    reading = Reading(wants=("lse", "entropy"))
+    x = torch.randn(4, 64, device=device)
+    masked = torch.full_like(x, torch.finfo(torch.float32).min)
+    parts = [run.partial(t, reading, start, 128) for start, t in ((0, x), (64, masked))]
+    found = run.finish(run.merge(parts, reading), reading, 128)
+    together = run.finish(Partials(torch.cat([p.state for p in parts], 1)), reading, 128)
+    for ours in (found, together):
+        torch.testing.assert_close(ours.entropy.view(-1), ll.entropy(x))
+        torch.testing.assert_close(ours.lse.view(-1), ll.logsumexp(x))

@@ -219,7 +219,7 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     merged = state.sum(1, keepdim=True)  # right for y of the mark, and for the weights' sum
     part, s = merged[:, 0], state[..., fields.S]
     part[:, fields.M], part[:, fields.S] = m[:, 0], (s * scale).sum(1)
-    part[:, fields.W] = ((state[..., fields.W] + moved * s) * scale).sum(1)
+    part[:, fields.W] = (state[..., fields.W] * scale + moved * (s * scale)).sum(1)
     part[:, fields.S1] = (state[..., fields.S1] * moved.exp()).sum(1)
     c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))
     part[:, fields.REF] = ref[:, 0]
@@ -241,7 +241,8 @@ def finish(parts: Partials, reading: Reading, vocab: int) -> Statistics:
     scale = (moved if inv_t is None else moved * inv_t).exp()
     sums.shift = torch.where(m.isinf(), 0.0, m)
     sums.s = (s_parts * scale).sum(1, keepdim=True)
-    w = ((state[..., fields.W] + moved * s_parts) * scale).sum(1, keepdim=True)
+    # In this order: a part that is far below has moved by 1e38, and weighs 0.
+    w = (state[..., fields.W] * scale + moved * (s_parts * scale)).sum(1, keepdim=True)
     sums.w = w if inv_t is None else w * inv_t
     sums.s1 = (state[..., fields.S1] * moved.exp()).sum(1, keepdim=True)
     c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))

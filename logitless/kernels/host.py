@@ -119,7 +119,7 @@ def gradient(
     coefficients: Coefficients,
     upstream: Tensor,  # () or (...)
     factor: Tensor | None = None,  # () or N numbers
-    into: Tensor | None = None,  # like x: x itself, x's own memory, or contiguous; any dtype (N, V)
+    into: Tensor | None = None,  # x itself, x's own memory, or what `Place` allows (layout.py)
     part: tuple[int, int] | None = None,  # x is columns from the first on, of so many
 ) -> Tensor:
     """The one backward, times upstream and factor, (..., V) in the dtype of x, or of `into`.

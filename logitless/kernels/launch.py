@@ -41,7 +41,7 @@ class Launch:
     ):
         self.kernel, self.programs, self.numbers = kernel, programs, numbers
         self.constants, self.num_warps = constants, num_warps
-        self.limit = {} if registers is None or torch.version.hip else {"maxnreg": registers}
+        self.limit = {"maxnreg": registers} if registers and torch.version.cuda else {}
         self.after = (*numbers, *(constants[n] for n in kernel.arg_names if n in constants))
         self.grid = (*programs, 1, 1)[:3]
         self.compiled: dict[tuple, tuple] = {}

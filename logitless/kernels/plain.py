@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract
+from .._constants import made_once
 from .._contract import Coefficients, Reading, Statistics
 from . import config
 from .gradient import COEF_A, COEF_G_MARK, COEF_G_TOTAL
@@ -100,13 +101,12 @@ def plain(
     return value, Coefficients(coefs, has), mass
 
 
-@functools.cache
+@made_once
 def _alike(device: torch.device) -> Tensor:
-    """Coefficients of -log p, the same for all rows; made once, and never written to."""
-    with torch.inference_mode(False):  # else autograd could not save it later
-        row = [0.0] * _contract.COEFFICIENTS
-        row[_contract.A], row[_contract.G_MARK] = 1.0, -1.0
-        return torch.tensor([row], device=device, dtype=torch.float32)
+    """Coefficients of -log p, the same for all rows."""
+    rows = torch.zeros((1, _contract.COEFFICIENTS), device=device, dtype=torch.float32)
+    rows[0, _contract.A], rows[0, _contract.G_MARK] = 1.0, -1.0
+    return rows
 
 
 @functools.lru_cache(REMEMBERED)
