@@ -1,7 +1,7 @@
 """Every loss over a vocabulary, without paying for the vocabulary."""
 
 from . import _head_ops as _head_ops  # which registers operators
-from . import nn
+from . import nn, store
 from ._call import impl
 from .distill import capture_topk, gathered_kl, topk_distill
 from .formula import row_loss
@@ -46,6 +46,7 @@ __all__ = [
     "row_stats",
     "score",
     "soft_cross_entropy",
+    "store",
     "token_logprobs",
     "topk_distill",
     "unfuse",
