@@ -1,9 +1,24 @@
 """What a teacher says of documents, kept on disk: made once, found by tokens, read as slices."""
 
 from ._format import Header
+from .capture import capture, share
+from .importers import from_sglang, from_vllm
 from .merge import merge
 from .reader import Store
+from .tokenizer import tokenizer_hash
 from .verify import Report
-from .writer import Writer
+from .writer import Writer, recover
 
-__all__ = ["Header", "Report", "Store", "Writer", "merge"]
+__all__ = [
+    "Header",
+    "Report",
+    "Store",
+    "Writer",
+    "capture",
+    "from_sglang",
+    "from_vllm",
+    "merge",
+    "recover",
+    "share",
+    "tokenizer_hash",
+]

@@ -170,9 +170,12 @@ def field_at(field: Tensor, width: int, places: Tensor) -> Tensor:
 # Rows
 
 
-def encoded(targets: SparseTargets, header: Header) -> Columns:
-    """Rows of targets, (T,), as columns; where the targets are, and in their own order of rows."""
-    ids, logprobs, there = _ordered(targets, header.k)
+def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Columns:
+    """Rows of targets, (T,), as columns, on the same device.
+
+    Nothing waits for it where the slots are known to be sorted, as `capture_topk` sorts them.
+    """
+    ids, logprobs, there = _ordered(targets, header.k, sorted_)
     top, logprobs = logprobs[:, 0], logprobs.masked_fill(~there, -torch.inf)
     below = torch.where(logprobs == -torch.inf, 0.0, top[:, None] - logprobs)
     mass = logprobs.logsumexp(-1)
@@ -190,12 +193,14 @@ def encoded(targets: SparseTargets, header: Header) -> Columns:
     return columns | {f"ids.{width}": field for width, field in packed.items()}
 
 
-def _ordered(targets: SparseTargets, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _ordered(targets: SparseTargets, k: int, sorted_: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Ids, log-probabilities and which slots are there, (T, k); the most probable come first."""
     ids, logprobs = targets.ids.long(), targets.logprobs.detach().float()
     there = torch.ones_like(ids, dtype=torch.bool) if targets.mask is None else targets.mask != 0
     more = (0, k - targets.k)
     ids, logprobs, there = pad(ids, more), pad(logprobs, more), pad(there, more)
+    if sorted_:
+        return ids, logprobs, there
     key = torch.where(there, logprobs.clamp_min(torch.finfo(torch.float32).min), -torch.inf)
     if bool((key[:, 1:] > key[:, :-1]).any()):
         order = key.sort(dim=-1, descending=True, stable=True).indices

@@ -226,6 +226,78 @@ def is_journal(path: Any, start: bytes, magic: bytes) -> None:
         refuse(path, f"begin with {magic!r}", repr(start))
 
 
+def capture(k: Any, most: int) -> None:
+    if k is not None:
+        _whole("k", k, 1, most)
+
+
+def batch(given: dict) -> None:
+    ids = given.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise ValueError(f"a batch must have input_ids of shape (B, T), got {got}.")
+
+
+def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
+    wanted = (*ids.shape, vocab_size)
+    got = tuple(getattr(logits, "shape", ()))
+    if got != wanted:
+        raise ValueError(
+            f"model must give logits {wanted}, of each token and the store's vocabulary, got {got}."
+        )
+
+
+def rows_of_teacher(top: Tensor) -> None:
+    """Of `capture_topk`: NaN would be read as a row without slots."""
+    if not bool(top.isfinite().all()):
+        raise ValueError("model must give logits that are finite somewhere in each row, got NaN.")
+
+
+def server_output(server: str, name: str, entries: Any, tokens: Any) -> None:
+    if not isinstance(entries, (list, tuple)):
+        raise ValueError(
+            f"output must have the {name} of {server}, got {type(entries).__name__}: ask for them."
+        )
+    if tokens is None:
+        raise ValueError("tokens must be given where the output has no ids of its prompt.")
+
+
+def entries(name: str, tokens: list[int], found: list) -> None:
+    """Log-probabilities in the place of each token, None in that of the first."""
+    if not tokens or len(found) != len(tokens):
+        raise ValueError(
+            f"{name} must have an entry for each of {len(tokens)} tokens, got {len(found)}: the"
+            " whole prompt, from its first token on."
+        )
+    if found[0] is not None:
+        raise ValueError(
+            f"{name} must begin with None, since nothing comes before the first token, got a"
+            " distribution: it is shifted by one token."
+        )
+    for place, (token, row) in enumerate(zip(tokens[1:], found[1:], strict=True), start=1):
+        if row is None:
+            raise ValueError(f"{name} must have a distribution at place {place}, got None.")
+        if token not in row:
+            raise ValueError(
+                f"{name} must have the prompt's own token {token} at place {place}, got"
+                f" {list(row)[:5]}: it is of another prompt, or shifted."
+            )
+        if not all(p <= 1e-3 for p in row.values()):
+            raise ValueError(
+                f"{name} must hold logarithms of probabilities, got {max(row.values())} at place"
+                f" {place}."
+            )
+
+
+def masses(name: str, mass: Tensor) -> None:
+    if bool((mass > 1.01).any()):
+        place = int((mass > 1.01).nonzero()[0])
+        raise ValueError(
+            f"{name} must give a place a mass of at most 1, got {float(mass[place]):.4g} after"
+            f" token {place}: are they probabilities?"
+        )
+
+
 def not_locked(path: Any) -> None:
     refuse(path, "have one writer at a time", "another that is at work on it")
 

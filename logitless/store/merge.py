@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 
 from . import _rules as rules
 from .reader import Store
@@ -25,8 +26,8 @@ def merge(
     header = opened[0].info
     for store in opened[1:]:
         rules.same_header(store.path, store.info, header)
-    about = {name: getattr(header, name) for name in ("vocab_size", "k", "values", "teacher")}
-    about |= {"tokenizer": header.tokenizer, "temperature": header.temperature}
+    about = asdict(header)
+    about.pop("alignment")
     with Writer(path, part=0, shard_bytes=shard_bytes, **about) as writer:
         for store in opened:
             for shard in store.shards:

@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -163,3 +164,16 @@ class Writer:
 
 def _digest(tokens: Tensor) -> bytes:
     return hashlib.blake2b(buffer(tokens), digest_size=16).digest()
+
+
+def recover(path: str | os.PathLike) -> int:
+    """Puts into the store what writers that died have left, each document once; how many it has.
+
+    For workers that are not started again: each takes up its own when it is.
+    """
+    path = Path(path)
+    about = asdict(_shard.header_of(path))
+    about.pop("alignment")
+    for journal in sorted(path.glob("*.journal")):
+        Writer(path, part=int(journal.stem), **about).close()
+    return sum(map(len, _shard.shards_of(path, _shard.header_of(path))))
