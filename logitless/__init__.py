@@ -51,3 +51,12 @@ __all__ = [
     "topk_distill",
     "unfuse",
 ]
+
+
+def __getattr__(name: str):
+    """logitless.hf, which needs Transformers, is imported when it is first used."""
+    if name == "hf":
+        from importlib import import_module
+
+        return import_module("logitless.hf")
+    raise AttributeError(f"module 'logitless' has no attribute {name!r}")

@@ -298,6 +298,26 @@ def masses(name: str, mass: Tensor) -> None:
         )
 
 
+def labels_of(labels: Any, targets: Any) -> None:
+    _checks._integer("labels", labels)
+    if tuple(labels.shape) != tuple(targets.shape):
+        raise ValueError(
+            f"labels must have the shape of targets, {tuple(targets.shape)},"
+            f" got {tuple(labels.shape)}."
+        )
+
+
+def one_teacher(store: Any, teacher: Any) -> None:
+    if (store is None) == (teacher is None):
+        got = "neither" if store is None else "both"
+        raise ValueError(f"a teacher must be given as store= or as teacher=, got {got}.")
+
+
+def same_temperature(where: object, stored: float, wanted: float) -> None:
+    if stored != wanted:
+        refuse(where, f"have been made at the temperature {wanted} of the student", str(stored))
+
+
 def not_locked(path: Any) -> None:
     refuse(path, "have one writer at a time", "another that is at work on it")
 
