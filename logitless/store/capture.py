@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from .. import _call
 from ..distill import capture_topk
-from ..fuse import OPTIONS, fuse, plain_head, unfuse
-from ..lazy import Made
-from ..linear import LinearLogits
+from ..fuse import OPTIONS, fuse, lazy_logits, unfuse
 from . import _rules as rules
 from ._format import Columns, encoded
 from .writer import Writer
@@ -79,24 +77,16 @@ def share(
 
 @contextlib.contextmanager
 def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
-    """The model's head gives lazy logits here, without gradients too."""
-    guard, _ = model.__dict__.get(OPTIONS, (None, None))
-    if guard is not None:
-        unfuse(model)
-        name = name or guard.head
-    head = plain_head(model, name)
-
-    def forward(hidden: Tensor) -> Tensor:
-        source = LinearLogits(hidden, head.weight, head.bias)
-        return Made.apply(*source.parts, {}, head)  # pyright: ignore[reportReturnType]
-
-    head.__dict__["forward"] = forward
+    """The model's head is fused here, if it is not already, and lazy without gradients too."""
+    fused = OPTIONS in model.__dict__
+    if not fused:
+        fuse(model, head=name)
     try:
-        yield
+        with lazy_logits():
+            yield
     finally:
-        del head.__dict__["forward"]
-        if guard is not None:
-            fuse(model, head=guard.head, **guard.options)
+        if not fused:
+            unfuse(model)
 
 
 class _Found(NamedTuple):
