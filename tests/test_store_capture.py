@@ -1,6 +1,7 @@
 """Capturing a teacher into a store: in this process, on many ranks, and from inference servers."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -323,3 +324,19 @@ def test_tokenizers():
         SimpleNamespace(get_vocab=lambda: {"b": 1, "a": 0})
     )
     assert ll.store.tokenizer_hash(one) != ll.store.tokenizer_hash({"a": 1, "b": 0})
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (HERE.parent / "docs" / "store.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict = {}
+    exec(block, names)
+    assert all(p.grad.abs().sum() > 0 for p in names["model"].parameters())
+    assert names["loss"].isfinite()
+
+
+def test_the_page_names_every_public_name():
+    page = (HERE.parent / "docs" / "store.md").read_text()
+    left = {"Header", "Report", "DistillLosses", "batch_targets", "tokenizer_hash"}  # docstrings
+    assert [name for name in ll.store.__all__ if name not in page and name not in left] == []

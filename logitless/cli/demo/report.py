@@ -29,6 +29,7 @@ PAGE = """<!doctype html>
 {results}
 <img alt="Held-out loss of the students over their steps, and the memory of a step's loss"
      src="data:image/png;base64,{picture}">
+<details><summary>The curves in numbers</summary>{curves}</details>
 <h2>The store</h2>
 {store}
 <h2>What it says</h2>
@@ -52,6 +53,14 @@ def results(told: Told) -> list[tuple[str, ...]]:
         ("training time", *seconds),
         (f"peak memory of a step's loss,\n{rows:,} tokens × {vocab:,}", *memory),
     ]
+
+
+def curves(told: Told) -> list[tuple[str, ...]]:
+    """Held-out losses by step, the head first."""
+    steps = [step for step, _ in told.students[0].curve]
+    losses = [[f"{loss:.4f}" for _, loss in student.curve] for student in told.students]
+    head = ("step", *(student.name for student in told.students))
+    return [head, *zip(map(str, steps), *losses, strict=True)]
 
 
 def store_rows(told: Told) -> list[tuple[str, str]]:
@@ -124,6 +133,7 @@ def save_html(told: Told, picture: Path, path: Path) -> None:
     page = PAGE.format(
         summary=escape(summary),
         results=_html_table(results(told), numbers=True),
+        curves=_html_table(curves(told), numbers=True),
         store=_html_table([("", ""), *store_rows(told)]),
         words=_words(told),
         picture=base64.b64encode(picture.read_bytes()).decode(),
