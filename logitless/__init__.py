@@ -1,7 +1,10 @@
 """Every loss over a vocabulary, without paying for the vocabulary."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from . import _head_ops as _head_ops  # which registers operators
-from . import nn, store
+from . import nn
 from ._call import impl
 from .distill import capture_topk, gathered_kl, topk_distill
 from .formula import row_loss
@@ -19,6 +22,9 @@ from .losses import (
 from .pair import jsd, kl_div, soft_cross_entropy
 from .stats import Partial, RowStats, merge, partial, row_stats
 from .targets import SparseTargets
+
+if TYPE_CHECKING:
+    from . import store
 
 __version__ = "0.1.0"
 
@@ -54,9 +60,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """logitless.hf, which needs Transformers, is imported when it is first used."""
-    if name == "hf":
-        from importlib import import_module
-
-        return import_module("logitless.hf")
+    """What is imported when it is first used; logitless.hf needs Transformers."""
+    if name in ("hf", "store"):
+        return import_module(f"logitless.{name}")
     raise AttributeError(f"module 'logitless' has no attribute {name!r}")
