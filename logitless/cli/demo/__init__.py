@@ -1,8 +1,9 @@
 """`logitless demo`: a teacher is trained, captured once into a store, and a student learns from it.
 
-Three students start from one seed and see the same documents, few of them. One has the text alone;
-one the teacher itself, its whole logits, in plain PyTorch; one what the store says of each token,
-through a head whose logits are never made. What counts is the loss on text that nobody has seen.
+Four students start from one seed and see the same documents, few of them. One has the text alone;
+one the teacher itself, its whole logits, in plain PyTorch; one the teacher's K most probable
+tokens, and one the same from the store, both through a head whose logits are never made. What
+counts is the loss on text that nobody has seen.
 
 Ends with a table, a picture and a report in one HTML file.
 """

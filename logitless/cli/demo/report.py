@@ -7,9 +7,9 @@ from html import escape
 from pathlib import Path
 
 from logitless.cli import _machine
-from logitless.cli.demo.story import ALONE, CE, KD, STORED, WHOLE, K, Told
+from logitless.cli.demo.story import ALONE, CE, KD, LIVE, STORED, WHOLE, Told
 
-COLORS = {ALONE: "0.55", WHOLE: "C1", STORED: "C0"}
+COLORS = {ALONE: "0.55", WHOLE: "C1", LIVE: "C2", STORED: "C0"}
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>logitless demo</title>
@@ -70,7 +70,7 @@ def store_rows(told: Told) -> list[tuple[str, str]]:
     return [
         ("documents, tokens", f"{about['documents']:,}, {about['tokens']:,}"),
         ("bytes a token", f"{about['bytes a token']:.0f}, where whole rows in fp16 are {whole:,}"),
-        (f"mass of the {K} slots", f"{about['mass of the slots']:.3f}"),
+        (f"mass of the {told.plan.k} slots", f"{about['mass of the slots']:.3f}"),
         ("captured in", f"{about['seconds']:.1f} s"),
         ("label log-probability, by offset", f"{means}: {'right' if about['right'] else 'WRONG'}"),
     ]
@@ -100,32 +100,38 @@ def save_picture(told: Told, path: Path) -> None:
     curves, memory = figure.subplots(1, 2, width_ratios=(2, 1))
     for student in told.students:
         steps, losses = zip(*student.curve, strict=True)
-        style = "--" if student.name == WHOLE else "-"
+        style = ":" if student.name == LIVE else "-"
         curves.plot(
-            steps, losses, style, color=COLORS[student.name], label=student.name, marker="."
+            steps,
+            losses,
+            style,
+            color=COLORS[student.name],
+            label=student.name,
+            marker=".",
+            linewidth=4 if student.name == LIVE else 1.5,
         )
     curves.axhline(told.teacher_loss, color="0.8", label="the teacher itself")
     curves.set(xlabel="step", ylabel="held-out loss, nats a token", title="A student learns from")
     curves.legend()
     sizes = [student.memory / 2**20 for student in told.students]
-    names = [
-        student.name.replace(" whole", "\nwhole").replace(" alone", "\nalone")
-        for student in told.students
-    ]
-    bars = memory.bar(names, sizes, color=[COLORS[student.name] for student in told.students])
-    memory.bar_label(bars, [f"{size:,.0f}" for size in sizes])
+    names = [student.name.replace("teacher's ", "teacher's\n") for student in told.students]
+    bars = memory.barh(names, sizes, color=[COLORS[student.name] for student in told.students])
+    memory.bar_label(bars, [f" {size:,.0f}" for size in sizes])
+    memory.invert_yaxis()
+    memory.margins(x=0.2)
     rows, vocab = told.plan.memory_rows, told.plan.memory_vocab
-    memory.set(ylabel="MiB", title=f"Peak memory of a step's loss,\n{rows:,} tokens × {vocab:,}")
+    memory.set(xlabel="MiB", title=f"Peak memory of a step's loss,\n{rows:,} tokens × {vocab:,}")
     figure.savefig(path, format="png", dpi=150)
 
 
 def save_html(told: Told, picture: Path, path: Path) -> None:
     losses = {student.name: student.curve[-1][1] for student in told.students}
     summary = (
-        f"Three students of one seed saw the same {told.store['documents']:,} documents in"
+        f"Four students of one seed saw the same {told.store['documents']:,} documents in"
         f" {told.steps} steps. On text that nobody has seen, the one with the text alone comes to"
         f" {losses[ALONE]:.3f} nats a token, the one with the teacher's whole logits to"
-        f" {losses[WHOLE]:.3f}, and the one with the store to {losses[STORED]:.3f}, by"
+        f" {losses[WHOLE]:.3f}, the one with its {told.plan.k} largest to {losses[LIVE]:.3f}, and"
+        f" the one with the store, which holds the same {told.plan.k}, to {losses[STORED]:.3f}, by"
         f" {CE:g} · cross-entropy + {KD:g} · KL divergence through a head whose logits were never"
         f" made. The teacher itself has {told.teacher_loss:.3f}."
     )

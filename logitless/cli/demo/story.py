@@ -1,4 +1,4 @@
-"""What the demo does: a teacher, its store, and three students."""
+"""What the demo does: a teacher, its store, and four students."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from logitless.cli._progress import bar
 from logitless.cli.demo import small
 from logitless.cli.demo.small import Scale, Transformer
 from logitless.store import Store, Writer, capture, distill_loss
+from logitless.store.capture import lazy_head
 
-K = 64
 CE, KD = 0.2, 0.8  # a fifth the text, the rest the teacher
 WORKSPACE = 4 << 20  # bytes of logits that a fused head makes at a time
-ALONE, WHOLE, STORED = "the text alone", "the teacher's whole logits", "the store"
+ALONE, WHOLE = "the text alone", "the teacher's whole logits"
+LIVE, STORED = "the teacher's top K, live", "the store"
 
 
 class Plan(NamedTuple):
     """How large everything is."""
 
     vocab: int
+    k: int  # this teacher is rarely sure: it takes more than 64 to hold most of its mass
     teacher: Scale
     student: Scale
     documents: int  # that the students see
@@ -39,9 +41,11 @@ class Plan(NamedTuple):
 _SMALL = Scale(batch=8, context=32, width=96, layers=2, lr=4e-3, loss_rows=0)
 _LARGE = Scale(batch=16, context=256, width=384, layers=4, lr=1e-3, loss_rows=0)
 PLANS = {
-    "cpu": Plan(8192, _SMALL, _SMALL._replace(width=48, layers=1, lr=1e-2), 480, 12, 1024, 32_768),
+    "cpu": Plan(
+        8192, 256, _SMALL, _SMALL._replace(width=48, layers=1, lr=1e-2), 480, 12, 1024, 32_768
+    ),
     "cuda": Plan(
-        32_768, _LARGE, _LARGE._replace(width=128, layers=2, lr=3e-3), 960, 16, 8192, 131_072
+        32_768, 256, _LARGE, _LARGE._replace(width=128, layers=2, lr=3e-3), 960, 16, 8192, 131_072
     ),
 }
 
@@ -85,7 +89,7 @@ def tell(path: Path, steps: int, device: str, seed: int) -> Told:
     store = Store(path)
     students = [
         Student(name, seeded(plan.student, plan.vocab, device, seed))
-        for name in (ALONE, WHOLE, STORED)
+        for name in (ALONE, WHOLE, LIVE, STORED)
     ]
     for student in students:
         student.memory = loss_memory(student.name, plan, device)
@@ -158,7 +162,7 @@ def train_teacher(
 def captured(model: Transformer, documents: Tensor, path: Path, plan: Plan) -> dict[str, Any]:
     """What the teacher says of the documents, into a store; what is told of it."""
     begin = time.perf_counter()
-    about = {"vocab_size": plan.vocab, "k": K, "teacher": "the demo's"}
+    about = {"vocab_size": plan.vocab, "k": plan.k, "teacher": "the demo's"}
     with Writer(path, **about) as writer, bar("2. capture ", documents.numel()) as advance:
         parts = documents.split(plan.teacher.batch)
         capture(model, parts, writer, head="head", progress=lambda n: advance(n, tokens=n))
@@ -174,16 +178,27 @@ def captured(model: Transformer, documents: Tensor, path: Path, plan: Plan) -> d
     }  # fmt: skip
 
 
-def student_loss(name: str, logits: Any, labels: Tensor, targets: Any, teacher: Any) -> Tensor:
-    """Of logits (B, T, V) and the documents (B, T) that they are of, by each student's own way."""
+@torch.no_grad()
+def what_is_said(name: str, teacher: Transformer, store: Store, documents: Tensor) -> Any:
+    """Of documents (B, T), by the teacher of each student: targets, whole logits or nothing."""
     if name == STORED:
+        return store.targets_for(documents)
+    if name == LIVE:
+        with lazy_head(teacher, "head"):
+            return ll.capture_topk(teacher(documents), store.info.k)
+    return teacher(documents) if name == WHOLE else None
+
+
+def student_loss(name: str, logits: Any, labels: Tensor, said: Any) -> Tensor:
+    """Of logits (B, T, V) and the documents (B, T) that they are of, by each student's own way."""
+    if name in (LIVE, STORED):
         how = {"divergence": "forward_kl", "support": "tail", "ce_weight": CE, "kd_weight": KD}
-        return distill_loss(logits, labels, targets, **how).loss
+        return distill_loss(logits, labels, said, **how).loss
     rows, label = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     ce = F.cross_entropy(rows, label)
     if name == ALONE:
         return ce
-    logp = F.log_softmax(teacher[:, :-1].flatten(0, 1), -1)
+    logp = F.log_softmax(said[:, :-1].flatten(0, 1), -1)
     kd = F.kl_div(F.log_softmax(rows, -1), logp, log_target=True, reduction="batchmean")
     return CE * ce + KD * kd
 
@@ -194,7 +209,8 @@ def train_students(
 ) -> None:  # fmt: skip
     """They take turns, so that whatever slows the machine down slows all alike."""
     optimizers = [Optimizer(s.model, plan.student.lr, steps) for s in students]
-    ll.fuse(students[2].model, head="head", workspace=WORKSPACE)
+    for student in students[2:]:
+        ll.fuse(student.model, head="head", workspace=WORKSPACE)
     random = torch.Generator().manual_seed(seed)
     batch, every = plan.student.batch, max(steps // 10, 1)
     with bar("3. students", steps) as advance:
@@ -203,17 +219,15 @@ def train_students(
             part = documents[which]
             for student, optimizer in zip(students, optimizers, strict=True):
                 begin = time.perf_counter()
-                targets = store.targets_for(part) if student.name == STORED else None
-                with torch.no_grad():
-                    whole = teacher(part) if student.name == WHOLE else None
-                loss = student_loss(student.name, student.model(part), part, targets, whole)
+                said = what_is_said(student.name, teacher, store, part)
+                loss = student_loss(student.name, student.model(part), part, said)
                 optimizer.step(loss)
                 loss.item()  # waits for the device
                 student.seconds += time.perf_counter() - begin
                 if step % every == 0 or step == steps:
                     student.curve.append((step, held_out_loss(student.model, held_out)))
             note = "  ".join(f"{s.curve[-1][1]:.3f}" for s in students if s.curve)
-            advance(1, f"held-out loss {note}", tokens=3 * part.numel())
+            advance(1, f"held-out loss {note}", tokens=len(students) * part.numel())
 
 
 def loss_memory(name: str, plan: Plan, device: str) -> int:
@@ -222,17 +236,17 @@ def loss_memory(name: str, plan: Plan, device: str) -> int:
     hidden = torch.randn(1, rows, width, device=device, requires_grad=True)
     head = torch.nn.Linear(width, vocab, bias=False, device=device)
     labels = torch.randint(vocab, (1, rows), device=device)
-    ids = torch.arange(K, device=device).expand(1, rows, K).contiguous()
-    logprobs = torch.full((1, rows, K), -5.0, device=device)
+    k = plan.k
+    ids = torch.arange(k, device=device).expand(1, rows, k).contiguous()
+    logprobs = torch.full((1, rows, k), -7.0, device=device)
     targets = ll.SparseTargets(ids, logprobs, torch.full((1, rows), -0.6, device=device))
     model = ll.fuse(torch.nn.Sequential(head), head="0", workspace=WORKSPACE)
-    if name != STORED:
+    if name in (ALONE, WHOLE):
         ll.unfuse(model)
 
     def step(x: Tensor) -> None:
-        with torch.no_grad():
-            whole = x.detach() @ head.weight.T if name == WHOLE else None
-        student_loss(name, model(x), labels, targets, whole).backward()
+        said = x.detach() @ head.weight.T.detach() if name == WHOLE else targets
+        student_loss(name, model(x), labels, said).backward()
 
     return extra_memory(device, hidden, step)
 
