@@ -1,5 +1,8 @@
 """Every loss over a vocabulary, without paying for the vocabulary."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from . import _head_ops as _head_ops  # which registers operators
 from . import nn
 from ._call import impl
@@ -19,6 +22,9 @@ from .losses import (
 from .pair import jsd, kl_div, soft_cross_entropy
 from .stats import Partial, RowStats, merge, partial, row_stats
 from .targets import SparseTargets
+
+if TYPE_CHECKING:
+    from . import store
 
 __version__ = "0.1.0"
 
@@ -46,7 +52,15 @@ __all__ = [
     "row_stats",
     "score",
     "soft_cross_entropy",
+    "store",
     "token_logprobs",
     "topk_distill",
     "unfuse",
 ]
+
+
+def __getattr__(name: str):
+    """What is imported when it is first used; logitless.hf needs Transformers."""
+    if name in ("hf", "store"):
+        return import_module(f"logitless.{name}")
+    raise AttributeError(f"module 'logitless' has no attribute {name!r}")

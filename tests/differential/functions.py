@@ -306,6 +306,7 @@ NOT_LOSSES = {  # public, and not called on logits: what they are tested by inst
     "fuse": "of a model: tests/test_fuse.py; its logits are those of nn.FusedHead",
     "unfuse": "of a model: tests/test_fuse.py",
     "lazy_logits": "of fused heads: tests/test_lazy.py",
+    "store": "targets on disk: tests/test_store.py",
     "nn": "its modules are named one by one",
 }
 
