@@ -50,6 +50,34 @@ class Ranks:
         return found
 
 
+class Alone(Ranks):
+    """One process, where torch.distributed has not been set up: it has all columns."""
+
+    def __init__(self):
+        self.group, self.index, self.count = None, 0, 1
+
+    def gather(self, t: Tensor) -> Tensor:
+        return t.detach().unsqueeze(0).clone()
+
+    def add_up(self, t: Tensor) -> Any:
+        return _Done()
+
+    def add_up_slices(self, t: Tensor) -> Tensor:
+        return t
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+def ranks_of(group) -> Ranks:
+    if isinstance(group, Ranks):
+        return group
+    there = dist.is_available() and dist.is_initialized()
+    return Ranks(group) if there or group is not None else Alone()
+
+
 class Layout(NamedTuple):
     """Which columns each rank has."""
 
@@ -85,7 +113,8 @@ class VocabShard:
     """This rank's columns of logits (..., V), V over all ranks of a process group.
 
     source is this rank's logits (..., width) or a LinearLogits over its `width` rows of the head's
-    weight; widths may differ, and be 0. group is the world where it is None, and start, this rank's
+    weight; widths may differ, and be 0. group is the world where it is None (this process alone, if
+    torch.distributed is not set up), and start, this rank's
     first column, the sum of the earlier ranks' widths. Ranks tell each other their widths when one
     of these arguments is new to them, so it must be new to all: give vocab, which is V, where
     several vocabularies are cut.
@@ -109,7 +138,7 @@ class VocabShard:
         vocab: int | None = None,
         sequence_parallel: bool = False,
     ):
-        ranks = group if isinstance(group, Ranks) else Ranks(group)
+        ranks = ranks_of(group)
         _call.once(_rules.shard, source, start, vocab, sequence_parallel)
         if sequence_parallel:
             _, *parts = source.parts
@@ -267,7 +296,7 @@ def global_mean(
 
     >>> loss = global_mean(cross_entropy(logits, target, reduction="sum"), (target != -100).sum())
     """
-    return _GlobalMean.apply(loss_sum, count, Ranks(group), averaged)  # pyright: ignore
+    return _GlobalMean.apply(loss_sum, count, ranks_of(group), averaged)  # pyright: ignore
 
 
 class _GlobalMean(torch.autograd.Function):

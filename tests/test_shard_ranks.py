@@ -210,10 +210,11 @@ def refused() -> float:
         return distribute_tensor(t, mesh, list(placements))
 
     for given, words in (
-        (lambda: ll.logsumexp(spread(x, Shard(0))), "logits must be replicated, or sharded once"),
+        (lambda: ll.logsumexp(spread(x, Shard(0))),
+         "logits must be replicated, or sharded once and on dimension 1"),
         (lambda: ll.logsumexp(DTensor.from_local(x, mesh, [Partial()])), "Partial"),
         (lambda: ll.cross_entropy(spread(x, Shard(1)), spread(target, Shard(0))),
-         "what is given beside logits must be plain tensors, or replicated, got"),
+         "what is given beside logits must be plain tensors, or replicated, got a"),
         (lambda: ll.kl_div(x, spread(x, Shard(1)), direction="forward"),
          "teacher must be a plain Tensor like student, got a DTensor."),
         (lambda: ll.LinearLogits(h, spread(W, Shard(0))), "hidden must be a DTensor on the mesh"),
@@ -272,7 +273,7 @@ def differing_calls() -> float:
             lambda: ll.logsumexp(ll.VocabShard(x[: 2 - (rank == 0)])),
             lambda: ll.logsumexp(ll.VocabShard(x)) if rank else ll.entropy(ll.VocabShard(x)),
         ):
-            words = "ranks must call one loss with the same arguments, got"
+            words = "ranks must call one loss with the same arguments, got on rank 0"
             with pytest.raises(ValueError, match=words):
                 call()
         ll.cross_entropy(ll.VocabShard(x), target)
