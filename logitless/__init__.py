@@ -20,6 +20,7 @@ from .losses import (
     token_logprobs,
 )
 from .pair import jsd, kl_div, soft_cross_entropy
+from .parallel import VocabShard, global_mean
 from .stats import Partial, RowStats, merge, partial, row_stats
 from .targets import SparseTargets
 
@@ -34,11 +35,13 @@ __all__ = [
     "RowStats",
     "Scores",
     "SparseTargets",
+    "VocabShard",
     "capture_topk",
     "cross_entropy",
     "entropy",
     "fuse",
     "gathered_kl",
+    "global_mean",
     "impl",
     "jsd",
     "kl_div",

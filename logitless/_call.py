@@ -181,6 +181,7 @@ def pair(
 
 def gathered(logits, teacher, mask, renormalise, temperature, row_weight, reduction) -> None:
     checks.logits(logits, "student_logits")
+    checks.of_ids("student_logits", logits)
     checks.slots("teacher_logprobs", teacher, "student_logits", logits)
     checks.slot_mask(mask, logits)
     checks.yes_or_no("renormalise", renormalise)

@@ -24,22 +24,38 @@ def one_of(name: str, value: Any, legal: Sequence[str]) -> None:
 
 def logits(x: Any, name: str = "logits") -> None:
     """A tensor, or another source of logits: what can evaluate a loss itself."""
-    if not isinstance(x, Tensor) and not hasattr(x, "evaluate"):
-        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
-    if hasattr(x, "placements"):  # a part of it would be taken for the whole
-        raise TypeError(
-            f"{name} must be a plain Tensor, got a DTensor of placements {x.placements}:"  # pyright: ignore
-            " inside the forward of the module that shards it, it is plain; fuse(model) uses it"
-            " there, and full_tensor() gathers it."
-        )
-    if x.dtype not in LOGIT_DTYPES:
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}.")
-    if len(x.shape) == 0:
-        raise ValueError(f"{name} must have a vocabulary as its last dimension, got shape ().")
+    some_logits(x, name)
     if x.shape[-1] == 0:
         raise ValueError(
             f"{name} must have at least one column in its last dimension, got {_shape(x)}."
         )
+
+
+def some_logits(x: Any, name: str) -> None:
+    """Some columns of logits, or none."""
+    if not isinstance(x, Tensor) and not hasattr(x, "evaluate"):
+        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
+    if hasattr(x, "placements"):
+        placed(name, x, len(x.shape) - 1)
+    if x.dtype not in LOGIT_DTYPES:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}.")
+    if len(x.shape) == 0:
+        raise ValueError(f"{name} must have a vocabulary as its last dimension, got shape ().")
+
+
+def placed(name: str, x: Any, dim: int) -> None:
+    """A DTensor that is sharded once, on one dimension, or not at all."""
+    sharded = [p for p in x.placements if not p.is_replicate()]
+    if sharded and (len(sharded) > 1 or not is_shard(sharded[0], dim)):
+        raise TypeError(
+            f"{name} must be replicated, or sharded once and on dimension {dim}, where the"
+            f" vocabulary is, got a DTensor of placements {x.placements}: redistribute it."
+        )
+
+
+def is_shard(placement: Any, dim: int) -> bool:
+    """Whether it is PyTorch's plain Shard(dim), and no other way to cut."""
+    return type(placement).__name__ == "Shard" and placement.dim == dim
 
 
 def _shape(x: Any) -> str:
@@ -250,6 +266,8 @@ def no_main_grad(t: Tensor | None) -> None:
 def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
     """Logits or probabilities beside those of x, of whatever floating-point type."""
     logits(t, name)
+    if hasattr(t, "placements") and not hasattr(x, "placements"):
+        raise TypeError(f"{name} must be a plain Tensor like {of}, got a DTensor.")
     _same_shape(name, t, x, of)
     if isinstance(t, Tensor) and t.requires_grad:  # a head's logits are made as constants
         raise ValueError(f"{name} must not require grad: it is taken as a constant; detach it.")
@@ -291,6 +309,15 @@ def slots(name: str, t: Any, of: str, x: Tensor) -> None:
     """K numbers a row, beside those of x."""
     _floating(name, t)
     _same_shape(name, t, x, of)
+
+
+def of_ids(name: str, x: Any) -> None:
+    """Logits of K ids, of which every rank has all."""
+    if hasattr(x, "columns") or hasattr(x, "placements"):
+        raise TypeError(
+            f"{name} must be the logits of K ids a row, all on every rank, got "
+            f"{type(x).__name__}: topk_distill takes a vocabulary in parts."
+        )
 
 
 def is_targets(t: Any, kind: type) -> None:

@@ -132,6 +132,9 @@ def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
     if torch.compiler.is_compiling() or in_func() or not (wanted or _lazy.get()):
         exact = how.get("logits_dtype")
         return plain_logits(*parts, exact) if exact else nn.functional.linear(*parts)
+    if hasattr(hidden, "placements") and hasattr(module.weight, "placements"):
+        # Of a head that ColwiseParallel shards, each rank makes its columns: a DTensor of logits.
+        return nn.functional.linear(*parts)
     source = LinearLogits(*parts, **how)  # which checks them, and casts as autocast says
     return Made.apply(*source.parts, how, module)  # pyright: ignore[reportReturnType]
 

@@ -39,6 +39,9 @@ class Dense(RowLoss):
         pair = self.pair._replace(teacher=tensors[4])
         return super().with_tensors(tensors, pair=pair, **changed)
 
+    def with_columns(self, cut):
+        return self.with_tensors((*self.reading[:4], cut(self.pair.teacher)))
+
     def shapes(self, x):
         return [x.shape[:-1], (rows_in(x.shape[:-1]), PAIR_STATE)]
 

@@ -90,12 +90,31 @@ def _add_rows(sums: _Sums, flat: Tensor, rows, reading: Reading, inv_t: Tensor |
         sums.c[rows] = _weighted_sum(d if "log_total" in wants else y, reading.class_weight)
     if "tail" in wants:
         at, inside = sums.ids
-        columns = own_columns(at[rows], inside[rows])
-        sums.rest[rows] = d.scatter(1, columns, -torch.inf).logsumexp(1, keepdim=True)
+        sums.rest[rows] = _rest(d, at[rows], inside[rows])
     e = d.exp() if "entropy" in wants else d.exp_()
     if "entropy" in wants:
         sums.w[rows] = torch.where(e > 0, d.mul_(e), 0.0).sum(1, keepdim=True)
     sums.s[rows] = e.sum(1, keepdim=True)
+
+
+def _rest(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
+    """log Σ e^d over the columns that are not among the ids, (N, 1)."""
+    columns = own_columns(at, inside)
+    left = torch.where(inside.any(1, keepdim=True), -torch.inf, d.gather(1, columns))
+    return d.scatter(1, columns, left).logsumexp(1, keepdim=True)
+
+
+def outside(x: Tensor, reading: Reading, found: Statistics) -> Tensor:
+    """log of the mass outside reading.ids, (...), of rows whose state is known."""
+    flat = x.reshape(-1, x.shape[-1])
+    rest = torch.zeros_like(found.state[:, :1])
+    inv_t, (at, inside) = inverse_temperature(reading, rest), locate(reading.ids, *flat.shape)
+    shift, log_s = (found.state[:, i : i + 1] for i in (fields.SHIFT, fields.LOG_S))
+    for rows in chunks(flat, live_rows(reading)):
+        y, _ = capped(flat[rows], reading.softcap)
+        d = centred(y, shift[rows], None if inv_t is None else inv_t[rows])
+        rest[rows] = _rest(d, at[rows], inside[rows]) - log_s[rows]
+    return rest.view(x.shape[:-1])
 
 
 def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
@@ -229,10 +248,15 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     return Partials(merged, picked)
 
 
-def finish(parts: Partials, reading: Reading, vocab: int) -> Statistics:
-    """Statistics of whole rows from their parts, wherever those were computed."""
+def finish(
+    parts: Partials, reading: Reading, vocab: int, shape: tuple[int, ...] | None = None
+) -> Statistics:
+    """Statistics of whole rows from their parts, wherever those were computed.
+
+    shape is (...), the rows'; where it is None, that of the reading's tensors, or (N,).
+    """
     state = parts.state
-    shape = _lead(reading, state)
+    shape = _lead(reading, state) if shape is None else shape
     sums = _Sums(state[:, 0, :1].expand(-1, max(vocab, 1)), reading)
     inv_t = inverse_temperature(reading, sums.shift)
     m_parts, s_parts = state[..., fields.M], state[..., fields.S]
@@ -387,7 +411,9 @@ def _dy(terms: _Terms, y: Tensor, rows, direct: Tensor | None, own: bool) -> Ten
         else:
             dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)  # outside the ids
             columns = own_columns(terms.ids[rows], terms.inside[rows])
-            dy.scatter_(1, columns, (p * terms.a_ids[rows]).gather(1, columns))
+            some = terms.inside[rows].any(1, keepdim=True)  # else it is a column of no slot
+            inside = torch.where(some, p * terms.a_ids[rows], dy)
+            dy.scatter_(1, columns, inside.gather(1, columns))
         if terms.b is not None:
             dy += torch.where(p > 0, p * (d - terms.log_s[rows]), 0.0) * terms.b[rows]
         if terms.label_apart:
