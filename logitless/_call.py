@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import _checks as checks
+from . import _head_checks as head_checks
 from . import _options as options
 from . import eager
 from ._contract import NO_ID, Reading
@@ -219,9 +220,9 @@ def topk(logits, k, temperature, softcap) -> None:
 def linear(
     hidden, weight, bias, main_grad, workspace, logits_dtype, accumulate, drop_ignored
 ) -> None:
-    checks.linear(hidden, weight, bias, workspace)
-    checks.logits_dtype(logits_dtype, hidden)
-    checks.main_grad(main_grad, weight)
+    head_checks.linear(hidden, weight, bias, workspace)
+    head_checks.logits_dtype(logits_dtype, hidden)
+    head_checks.main_grad(main_grad, weight)
     checks.one_of("accumulate", accumulate, options.ACCUMULATE)
 
 

@@ -19,7 +19,8 @@ from ._call import backend
 from ._chunks import Chunk, Chunks, HeadGradients, Part, RowGradients, Rows, Step
 from ._columns import Blocks, ColumnGradients, Room, back
 from ._contract import PRECISION
-from ._loss import Node, RowLoss, Saved, one, refuse_second
+from ._loss import RowLoss, Saved, one
+from ._node import Node, refuse_second
 from ._partials import settled
 
 

@@ -29,9 +29,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _call, _checks, _ops, eager
-from ._call import backend, mapped, under_transform
+from ._call import backend, under_transform
 from ._constants import made_once
 from ._contract import PRECISION, Coefficients, Reading, Statistics
+from ._node import Node, refuse_second
 
 Saved = tuple[Tensor | None, ...]
 
@@ -274,19 +275,6 @@ def scaled(
     return gradient.view(shape) * scale
 
 
-class Node(torch.autograd.Function):
-    """An autograd function that says in plain words what it cannot do."""
-
-    jvp = staticmethod(_checks.only_in_reverse)  # pyright: ignore
-
-    @staticmethod
-    def each_by_itself(upstream: Sequence[Tensor | None]) -> None:
-        """Raise where several upstream gradients come as one."""
-        for t in upstream:
-            if t is not None and mapped(t):
-                _checks.not_mapped()
-
-
 class _Now(Node):
     """The gradient is made in forward, for an upstream gradient of 1: backward only scales it."""
 
@@ -368,30 +356,6 @@ class _Later(Node):
 # PyTorch's own apply, without what it does for transforms of torch.func: those are elsewhere here.
 _now = super(torch.autograd.Function, _Now).apply  # pyright: ignore[reportAttributeAccessIssue]
 _later = super(torch.autograd.Function, _Later).apply  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
-    """The same gradients, as functions of `inputs` that cannot be differentiated, and say so."""
-    given = [t for t in gradients if t is not None]
-    needed = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
-    if not given or not needed:
-        return gradients
-    tied = iter(_Final.apply(len(given), *given, *needed))
-    return tuple(None if t is None else next(tied) for t in gradients)
-
-
-class _Final(torch.autograd.Function):
-    """Gradients that have none of their own."""
-
-    @staticmethod
-    def forward(ctx, count, *tensors):
-        return tuple(t.view_as(t) for t in tensors[:count])
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError(
-            "logitless: a loss must not be differentiated twice; its backward has no gradient."
-        )
 
 
 def _traced(x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from . import _call, _checks
 from ._call import backend, under_transform
-from ._loss import Node, RowLoss, dtensor, evaluate, reduced
+from ._loss import RowLoss, dtensor, evaluate, reduced
+from ._node import Node
 
 
 def evaluate_in_place(

@@ -25,7 +25,8 @@ from . import _call, _checks
 from ._call import backend, in_func
 from ._head import Each, Total, dtypes_as_given, in_memory
 from ._lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split, times
-from ._loss import Node, RowLoss, evaluate, reduced
+from ._loss import RowLoss, evaluate, reduced
+from ._node import Node
 from ._recipe import Recipe, Teacher, versions
 from .linear import LinearLogits
 

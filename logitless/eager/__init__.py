@@ -1,10 +1,11 @@
 """The kernels' contracts in plain PyTorch: the CPU path, and fp64 anywhere."""
 
 from .gather import gather, gather_gradient
+from .gradient import gradient
 from .pair import merge_pairs, pair_finish, pair_gradient, pair_partial, pair_read
 from .plain import can_accumulate, can_one_pass, plain, reduce, scale_
 from .slots import slots
-from .stats import finish, gradient, merge, outside, partial, read
+from .stats import finish, merge, outside, partial, read
 from .topk import topk
 
 __all__ = [
