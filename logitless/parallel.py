@@ -30,12 +30,15 @@ class Ranks:
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group = dist.group.WORLD if group is None else group
         self.index, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self.by_cpu = dist.get_backend(group) == "gloo"  # which takes few collectives of a GPU
 
     def gather(self, t: Tensor) -> Tensor:
         """t (...) of every rank, (ranks, ...)."""
         found = torch.empty((self.count, *t.shape), device=t.device, dtype=t.dtype)
         if t.numel() == 0:
             return found
+        if t.is_cuda and self.by_cpu:
+            return self.gather(t.cpu()).to(t.device)
         dist.all_gather_into_tensor(found.view(-1), t.contiguous().view(-1), group=self.group)
         return found
 
@@ -45,6 +48,8 @@ class Ranks:
 
     def add_up_slices(self, t: Tensor) -> Tensor:
         """This rank's slice, of as many as there are ranks, of the sum of t over ranks."""
+        if t.is_cuda and self.by_cpu:
+            return self.add_up_slices(t.cpu()).to(t.device)
         found = t.new_empty((len(t) // self.count, *t.shape[1:]))
         dist.reduce_scatter_tensor(found, t.contiguous(), group=self.group)
         return found

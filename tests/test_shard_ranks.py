@@ -318,13 +318,24 @@ GROUPS: dict[int, dist.ProcessGroup] = {}
 MESHES: dict[tuple[int, ...], Any] = {}
 
 
-def in_process(rank: int) -> None:
+def on_the_device(names: tuple[str, ...]) -> dict[str, Callable[[], float]]:
+    """Those of two ranks in fp32, which run on a GPU where there is one."""
+    found = {}
+    for name in names:
+        how = (name, 2, torch.float32)
+        found[f"logits: {name}"] = lambda how=how: logits(*how)
+        found[f"head: {name}"] = lambda how=how: heads(*how)
+    return found
+
+
+def in_process(rank: int, world: int, which: str) -> None:
     """What each process does: says of each case how far it is from one process, or its error."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
     for ranks in WIDTHS:
-        GROUPS[ranks] = dist.new_group(list(range(ranks)))
-    for name, work in cases().items():
+        if ranks <= world:
+            GROUPS[ranks] = dist.new_group(list(range(ranks)))
+    for name, work in eval(which).items():
         try:
             far = work()
         except Exception:
@@ -333,8 +344,8 @@ def in_process(rank: int) -> None:
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def outcomes():
+def run(world: int, which: str) -> list[dict[str, float | str]]:
+    """What each of so many processes says."""
     here = Path(__file__)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -344,16 +355,22 @@ def outcomes():
         "PYTHONPATH": os.pathsep.join([str(here.parent.parent), str(here.parent)]),
     }  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
-    code = "import sys, test_shard_ranks as t; t.in_process(int(sys.argv[1]))"
+    code = f"import sys, test_shard_ranks as t; t.in_process(int(sys.argv[1]), {world}, {which!r})"
     ranks = [
         subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, str(rank)], env=environment,
                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(WORLD)
+        for rank in range(world)
     ]  # fmt: skip
     said = [rank.communicate(timeout=300) for rank in ranks]
     found = [dict(json.loads(line) for line in out.splitlines()) for out, _ in said]
-    assert all(len(one) == len(cases()) for one in found), said[0][1][-3000:]
+    count = len(eval(which))
+    assert all(len(one) == count for one in found), [error[-2000:] for _, error in said]
     return found
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return run(WORLD, "cases()")
 
 
 @pytest.mark.parametrize("name", cases())
