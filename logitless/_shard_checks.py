@@ -22,6 +22,11 @@ def shard(source: Any, start: Any, vocab: Any, sequence_parallel: Any) -> None:
         )
 
 
+def member(index: int) -> None:
+    if index < 0:
+        raise ValueError("group must have this rank in it, got one that has not.")
+
+
 def tiles(starts: Sequence[int], widths: Sequence[int], vocab: int | None) -> None:
     """The ranks' columns side by side are a vocabulary."""
     end = 0

@@ -30,6 +30,7 @@ class Ranks:
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group = dist.group.WORLD if group is None else group
         self.index, self.count = dist.get_rank(group), dist.get_world_size(group)
+        _rules.member(self.index)
         self.by_cpu = dist.get_backend(group) == "gloo"  # which takes few collectives of a GPU
 
     def gather(self, t: Tensor) -> Tensor:
@@ -79,6 +80,8 @@ class _Done:
 def ranks_of(group) -> Ranks:
     if isinstance(group, Ranks):
         return group
+    if hasattr(group, "get_group"):  # a DeviceMesh of one dimension
+        group = group.get_group()
     there = dist.is_available() and dist.is_initialized()
     return Ranks(group) if there or group is not None else Alone()
 
@@ -118,11 +121,11 @@ class VocabShard:
     """This rank's columns of logits (..., V), V over all ranks of a process group.
 
     source is this rank's logits (..., width) or a LinearLogits over its `width` rows of the head's
-    weight; widths may differ, and be 0. group is the world where it is None (this process alone, if
-    torch.distributed is not set up), and start, this rank's
-    first column, the sum of the earlier ranks' widths. Ranks tell each other their widths when one
-    of these arguments is new to them, so it must be new to all: give vocab, which is V, where
-    several vocabularies are cut.
+    weight; widths may differ, and be 0. group is a process group or a DeviceMesh of one dimension,
+    and where it is None the world (this process alone, if torch.distributed is not set up). start,
+    this rank's first column, is the sum of the earlier ranks' widths. Ranks tell each other their
+    widths when one of these arguments is new to them, so it must be new to all: give vocab, which
+    is V, where several vocabularies are cut.
 
     sequence_parallel=True: the hidden states of a LinearLogits are this rank's slice of the tokens,
     the first dimension, cut evenly. All of them are gathered here, and labels are those of all.
@@ -136,8 +139,8 @@ class VocabShard:
     @_call.named()
     def __init__(
         self,
-        source,
-        group=None,
+        source: Any,
+        group: Any = None,
         start: int | None = None,
         *,
         vocab: int | None = None,
@@ -146,10 +149,11 @@ class VocabShard:
         ranks = ranks_of(group)
         _call.once(_rules.shard, source, start, vocab, sequence_parallel)
         if sequence_parallel:
-            _, *parts = source.parts
-            source = source.with_parts((_AllTokens.apply(source.hidden, ranks), *parts))
-            source.shape = torch.Size((*source.hidden.shape[:-1], source.shape[-1]))
-        self.source, self.ranks = source, ranks
+            source = _of_all_tokens(source, ranks)
+        elif isinstance(source, Tensor) and hasattr(source, "evaluate"):  # lazy logits, of a head
+            source = source.materialize()  # pyright: ignore[reportAttributeAccessIssue]
+        self.source: Any = source
+        self.ranks = ranks
         self.adds_up = not sequence_parallel  # d_hidden, here; else whoever gathered them does
         self.width = source.shape[-1]
         self.layout = layout_of(ranks, self.width, start, vocab, source.device)
@@ -173,9 +177,7 @@ class VocabShard:
         wanted = isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad
         if not wanted or under_transform():
             return self.evaluate(loss, reduction, row_weight)
-        if _call.asked():
-            _rules.same_call(_said_by_all(self, _described(self, loss, reduction, row_weight)))
-        _call.values(loss, self.vocab)
+        _check(self, loss, reduction, row_weight)
         return overwrite_on(self.columns(), x, loss, reduction, row_weight)
 
     def columns(self) -> Columns:
@@ -251,13 +253,18 @@ def _some_columns(logits, start: int, width: int):
 def _evaluate(shard: VocabShard, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     if in_func():
         _checks.no_head_in_func()
-    if _call.asked():
-        _rules.same_call(_said_by_all(shard, _described(shard, loss, reduction, row_weight)))
-    _call.values(loss, shard.vocab)
+    _check(shard, loss, reduction, row_weight)
     loss = loss.with_columns(shard.cut)
     if isinstance(shard.source, Tensor):
         return evaluate_on(shard.columns(), shard.source, shard.vocab, loss, reduction, row_weight)
     return shard.head().evaluate(loss, reduction, row_weight)
+
+
+def _check(shard: VocabShard, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> None:
+    """Values where looking is free; where LOGITLESS_CHECK=1 asks, first that all ranks agree."""
+    if _call.asked():
+        _rules.same_call(_said_by_all(shard, _described(shard, loss, reduction, row_weight)))
+    _call.values(loss, shard.vocab)
 
 
 def _described(shard: VocabShard, loss: RowLoss, reduction: str, row_weight) -> str:
@@ -317,6 +324,14 @@ class _GlobalMean(torch.autograd.Function):
     @staticmethod
     def backward(ctx, upstream):  # pyright: ignore
         return upstream * ctx.scale, None, None, None
+
+
+def _of_all_tokens(head: LinearLogits, ranks: Ranks) -> LinearLogits:
+    """The same head over the hidden states of all ranks' tokens."""
+    hidden, weight, bias = head.parts
+    head = head.with_parts((_AllTokens.apply(hidden, ranks), weight, bias))
+    head.shape = torch.Size((*head.hidden.shape[:-1], head.shape[-1]))
+    return head
 
 
 class _AllTokens(torch.autograd.Function):

@@ -229,6 +229,9 @@ def refused() -> float:
     ):  # fmt: skip
         with pytest.raises(TypeError, match=re.escape(words)):
             given()
+    if dist.get_rank() == 3:
+        with pytest.raises(ValueError, match="group must have this rank in it, got one that has"):
+            ll.VocabShard(x, GROUPS[2])
     whole = spread(x, Replicate()).requires_grad_()
     with_teacher = ll.kl_div(whole, spread(x + 1, Shard(1)), direction="forward")
     return apart([ll.logsumexp(whole), with_teacher], [ll.logsumexp(x), 0 * x[0, 0]], [], [])
@@ -245,7 +248,17 @@ def global_mean() -> float:
     whole = x.clone().requires_grad_()
     want = ll.cross_entropy(whole, targets)
     want.backward()
-    far, rank = 0.0, dist.get_rank()
+    far, rank = (
+        float(
+            (
+                ll.logsumexp(ll.VocabShard(x[0], mesh_of(WORLD)))
+                - ll.logsumexp(x[0].repeat(1, WORLD))
+            )
+            .abs()
+            .max()
+        ),
+        dist.get_rank(),
+    )
     for averaged, share in ((True, WORLD), (False, 1)):
         leaf, target = x[rank].clone().requires_grad_(), targets[rank]
         total = ll.cross_entropy(leaf, target, reduction="sum")
