@@ -7,6 +7,7 @@ has the two autograd nodes that do the work, and _cut.py says what is computed a
 Nothing here knows a loss: a RowLoss (_loss.py) says what is done with the logits of a chunk.
 """
 
+import inspect
 from types import ModuleType
 
 import torch
@@ -163,6 +164,10 @@ class LinearLogits(AsTensor):
 
     def __repr__(self) -> str:
         return f"LinearLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+# Which help() and editors show: to Python, __new__ says what a class takes.
+LinearLogits.__signature__ = inspect.signature(object.__new__(LinearLogits).__init__)  # pyright: ignore
 
 
 def plain_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
