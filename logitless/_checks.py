@@ -305,7 +305,7 @@ def slots(name: str, t: Any, of: str, x: Tensor) -> None:
 
 def of_ids(name: str, x: Any) -> None:
     """Logits of K ids, of which every rank has all."""
-    if hasattr(x, "columns") or hasattr(x, "placements"):
+    if hasattr(x, "ranks") or hasattr(x, "placements"):  # a VocabShard, or a DTensor
         raise TypeError(
             f"{name} must be the logits of K ids a row, all on every rank, got "
             f"{type(x).__name__}: topk_distill takes a vocabulary in parts."
