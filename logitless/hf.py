@@ -79,6 +79,16 @@ class DistillTrainer(Trainer):
             rules.same_tokenizer(found.path, found.info.tokenizer, mine)
         return found
 
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any):
+        """Without the teacher, the store is not asked either."""
+        collator = self.data_collator
+        if not self.eval_teacher and isinstance(collator, Collator):
+            self.data_collator = collator.inner
+        try:
+            return super().get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = collator
+
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
         inputs = dict(inputs)
         given = inputs.pop("targets", None)

@@ -193,7 +193,8 @@ class TestTrainer:
         want = plain.evaluate()["eval_loss"]
         both = trainer(tmp_path, copy.deepcopy(model), store=captured).evaluate()
         alone = trainer(tmp_path, copy.deepcopy(model), store=captured, eval_teacher=False)
-        alone.data_collator = collate  # documents that the store may not have
+        other = [{"input_ids": [5, 6, 7]}]  # which the store has not
+        assert "eval_loss" in alone.evaluate(other)
         alone = alone.evaluate()
         assert both["eval_ce_loss"] == pytest.approx(want, abs=1e-2)
         assert alone["eval_loss"] == pytest.approx(want, abs=1e-2)

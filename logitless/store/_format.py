@@ -53,6 +53,7 @@ from . import _rules as rules
 
 FORMAT, VERSION = "logitless.store", "1"
 WIDTHS = {32: torch.uint32, 16: torch.uint16, 8: torch.uint8, 4: None, 2: None, 1: None}
+SIGNED = {32: torch.int32, 16: torch.int16}  # in which PyTorch computes: unsigned ones lack much
 CODES = 253  # the largest that stands for a number
 ZERO, EMPTY = 254, 255
 PER_OCTAVE, LOWEST = 32, -288  # steps are 2^((0 + LOWEST) / 32), ..., 2^((255 + LOWEST) / 32)
@@ -129,7 +130,7 @@ def pack(x: Tensor, bits: int) -> dict[int, Tensor]:
             per = 8 // width
             field = pad(field, (0, -field.shape[-1] % per)).unflatten(-1, (-1, per))
             field = (field << torch.arange(0, 8, width, device=x.device)).sum(-1)
-        fields[width] = field.to(dtype or torch.uint8)
+        fields[width] = field.to(SIGNED.get(width, torch.uint8)).view(dtype or torch.uint8)
         shift += width
     return fields
 
@@ -160,9 +161,8 @@ def field_at(field: Tensor, width: int, places: Tensor) -> Tensor:
     """Fields of a stream of integers, at some places of it."""
     if width == 8:
         return field[places].long()
-    if width > 8:  # PyTorch 2.9 doesn't index unsigned ones
-        signed = field.view(torch.int16 if width == 16 else torch.int32)
-        return signed[places].long() & (1 << width) - 1
+    if width > 8:
+        return field.view(SIGNED[width])[places].long() & (1 << width) - 1
     per = 8 // width
     return field[places // per].long() >> places % per * width & (1 << width) - 1
 

@@ -97,7 +97,7 @@ class Store:
         found = decoded(self._rows(spans), self.info).reshape(*input_ids.shape)
         return found if input_ids.device.type == "cpu" else found.to(input_ids.device)
 
-    for_tokens = targets_for
+    for_tokens = targets_for  # the same, for who looks for it by that name
 
     def verify(self) -> Report:
         """Whether it is whole, and what it says can be right; false where something is not."""
@@ -107,9 +107,7 @@ class Store:
         """The documents of lengths that are known, all looked up at once."""
         starts, limits = [], []
         for row, many in enumerate(lengths):
-            starts += [row * width + begin for begin in accumulate(many[:-1], initial=0)][
-                : len(many)
-            ]
+            starts += list(accumulate(many, initial=row * width))[:-1]
             limits += many
         found = self.index.match(flat, Hashes(flat), starts, limits, whole=True)
         for at, limit, one in zip(starts, limits, found, strict=True):

@@ -174,6 +174,6 @@ def recover(path: str | os.PathLike) -> int:
     path = Path(path)
     about = asdict(_shard.header_of(path))
     about.pop("alignment")
-    for journal in sorted(path.glob("*.journal")):
+    for journal in sorted(path.glob("[0-9]*.journal")):
         Writer(path, part=int(journal.stem), **about).close()
     return sum(map(len, _shard.shards_of(path, _shard.header_of(path))))

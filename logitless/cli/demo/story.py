@@ -245,7 +245,12 @@ def loss_memory(name: str, plan: Plan, device: str) -> int:
         ll.unfuse(model)
 
     def step(x: Tensor) -> None:
-        said = x.detach() @ head.weight.T.detach() if name == WHOLE else targets
+        said = targets
+        if name == WHOLE:
+            said = x.detach() @ head.weight.T.detach()
+        elif name == LIVE:
+            teacher = ll.LinearLogits(x.detach(), head.weight.detach(), workspace=WORKSPACE)
+            said = ll.capture_topk(teacher, k)
         student_loss(name, model(x), labels, said).backward()
 
     return extra_memory(device, hidden, step)
