@@ -27,8 +27,8 @@ class LinearLogits(AsTensor):
     """hidden (..., D) @ weight (V, D).T + bias (V,), as logits (..., V) of any loss here.
 
     workspace bounds the bytes of logits alive at once (a teacher's come on top); None is 1 GiB on a
-    GPU, 64 MiB on a CPU. A smaller one saves memory, and costs time: a GPU computes whole rows
-    where many fit, and where few do, some columns of all rows.
+    GPU, 64 MiB on a CPU, half as much again with logits_dtype. A smaller one saves memory, and
+    costs time: a GPU computes whole rows where many fit, and where few do, some columns of all.
 
     logits_dtype=torch.float32 keeps the sums of a GEMM over 16-bit numbers as they are, where
     logits would be rounded to 16 bits: log-probabilities are hundreds of times more exact. Their

@@ -66,7 +66,8 @@ def on_ranks(count: int, work: Callable[[Simulated], Any]) -> list[Any]:
     world, results = _World(count), [None] * count
 
     def run(index: int) -> None:
-        with world.turn:
+        # On a GPU a backward would run in a thread that all ranks share, and wait there for itself.
+        with world.turn, torch.autograd.set_multithreading_enabled(False):
             try:
                 results[index] = work(Simulated(world, index))
             except BaseException as error:

@@ -254,12 +254,12 @@ class TestRefused:
         on_ranks(2, work)
 
     def test_bad_ids_make_their_rows_nan_where_nobody_looks(self, nobody_looks, impl):
-        target = torch.tensor([0, 99, 5, -100, -7])
+        x = normal(5, 6, seed=1)
+        target = torch.tensor([0, 99, 5, -100, -7], device=x.device)
 
         def call(source):
             return (ll.cross_entropy(source, target, reduction="none"),)
 
-        x = normal(5, 6, seed=1)
         got, d_got, _ = on_shards(call, x, (4, 2))
         want, d_want = plainly(call, x)
         torch.testing.assert_close((got[0], d_got), (want[0], d_want), equal_nan=True)
