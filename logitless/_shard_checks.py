@@ -24,7 +24,7 @@ def shard(source: Any, start: Any, vocab: Any, sequence_parallel: Any) -> None:
 
 def member(index: int) -> None:
     if index < 0:
-        raise ValueError("group must have this rank in it, got one that has not.")
+        raise ValueError("group must have this rank in it, got one without it.")
 
 
 def tiles(starts: Sequence[int], widths: Sequence[int], vocab: int | None) -> None:
