@@ -189,7 +189,8 @@ class HeadGradients:
         hidden, self.weight, bias = parts
         # Rows that no chunk computes have no gradient.
         blank = torch.empty_like if chunks.index is None else torch.zeros_like
-        self.d_hidden = blank(hidden) if needs[0] else None
+        form = torch.contiguous_format  # whatever that of hidden
+        self.d_hidden = blank(hidden, memory_format=form) if needs[0] else None
         self.weight_sum = None
         if needs[1] and into is not None:
             self.weight_sum = Sum(into, fresh=False)

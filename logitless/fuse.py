@@ -17,7 +17,7 @@ from . import _model_checks as checks
 from ._call import in_func
 from .absorb import absorbed
 from .lazy import LazyLogits, Made, warn
-from .linear import LinearLogits, plain_logits
+from .linear import LinearLogits
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -130,8 +130,9 @@ def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
     if torch.compiler.is_compiling() and wanted:
         _say_how_to_compile()
     if torch.compiler.is_compiling() or in_func() or not (wanted or _lazy.get()):
-        exact = how.get("logits_dtype")
-        return plain_logits(*parts, exact) if exact else nn.functional.linear(*parts)
+        if how.get("logits_dtype") is None:
+            return nn.functional.linear(*parts)
+        return LinearLogits(*parts, **how).materialize()
     source = LinearLogits(*parts, **how)  # which checks them, and casts as autocast says
     return Made.apply(*source.parts, how, module)  # pyright: ignore[reportReturnType]
 
