@@ -16,7 +16,7 @@ from . import _call
 from . import _model_checks as checks
 from ._call import in_func
 from .absorb import absorbed
-from .lazy import LazyLogits, Made, warn
+from .lazy import LazyLogits, Made, warn_once
 from .linear import LinearLogits
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -139,8 +139,10 @@ def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
 
 def _say_how_to_compile() -> None:
     """Called while a graph is traced, and no part of it."""
-    instead = "Compile what comes before the head instead, such as model.model.compile()."
-    warn("torch.compile(model), which sees a plain product", instead)
+    warn_once(
+        "torch.compile(model) sees the head of a fused model as a plain product, and makes its"
+        " logits. Compile what comes before the head instead, such as model.model.compile()."
+    )
 
 
 # As torch.compiler.assume_constant_result does, which would import the compiler, and Triton.

@@ -139,11 +139,16 @@ INSTEAD = (
 )
 
 
-def warn(name: str, instead: str = INSTEAD) -> None:
+def warn(name: str) -> None:
     """Once for each operation, where it costs the memory that a fused head saves."""
-    if torch.is_grad_enabled() and name not in _warned:
-        _warned.add(name)
-        warnings.warn(f"logits of a fused head are materialised by {name}. {instead}", stacklevel=4)
+    if torch.is_grad_enabled():
+        warn_once(f"logits of a fused head are materialised by {name}. {INSTEAD}")
+
+
+def warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=5)
 
 
 class Head:
