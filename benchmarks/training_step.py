@@ -127,8 +127,10 @@ def liger_ways(model: LlamaForCausalLM) -> list[Way]:
     liger = import_module("liger_kernel.transformers")
     forward = import_module("liger_kernel.transformers.model.llama").lce_forward
     patched, own = copy.deepcopy(model), dict(modeling_llama.__dict__)
-    liger.apply_liger_kernel_to_llama(model=patched)
-    modeling_llama.__dict__.update(own)
+    try:
+        liger.apply_liger_kernel_to_llama(model=patched)
+    finally:
+        modeling_llama.__dict__.update(own)
     return [
         Way("Liger's loss", model, transformers_loss, partial(with_forward, model, forward)),
         Way(

@@ -1,6 +1,7 @@
 """A fused model of Transformers trains under FSDP2, on every GPU there is, or on two CPU processes.
 
-    torchrun --nproc-per-node 2 examples/fsdp2.py
+    torchrun --nproc-per-node gpu examples/fsdp2.py     as many processes as there are GPUs
+    torchrun --nproc-per-node 2 examples/fsdp2.py       without a GPU
 
 Needs transformers, and neither a network nor a GPU: the text is the source of Python's standard
 library, a tokenizer is trained on it, and the model is small and random. `fuse` comes first, then
@@ -59,6 +60,9 @@ def main() -> None:
     args = parser.parse_args()
     device = "cpu"
     if torch.cuda.is_available():
+        processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        if processes > gpus:
+            parser.error(f"{processes} processes for {gpus} GPUs: use --nproc-per-node gpu.")
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     dist.init_process_group()  # NCCL for GPUs, gloo for CPUs

@@ -277,6 +277,10 @@ def in_func() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
+# A compiler asks while it traces: as torch.compiler.assume_constant_result, which would import it.
+in_func._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def mapped(t: Tensor) -> bool:
     """Whether torch.func.vmap, or what autograd has instead, maps over it."""
     return not torch.compiler.is_compiling() and (_is_batched(t) or _is_legacy_batched(t))

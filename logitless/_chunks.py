@@ -191,7 +191,8 @@ class HeadGradients:
         self.add_up, self.adding = getattr(run, "add_up", None), []
         # Rows that no chunk computes have no gradient.
         blank = torch.empty_like if chunks.index is None else torch.zeros_like
-        self.d_hidden = blank(hidden) if needs[0] else None
+        form = torch.contiguous_format  # whatever that of hidden
+        self.d_hidden = blank(hidden, memory_format=form) if needs[0] else None
         self.weight_sum = None
         if needs[1] and into is not None:
             self.weight_sum = Sum(into, fresh=False)

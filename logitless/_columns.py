@@ -111,7 +111,8 @@ class ColumnGradients:
         assert columns is not None
         self.parts = blocks_of(len(self.weight), columns)
         blank = torch.empty_like if chunks.index is None else torch.zeros_like
-        self.d_hidden = blank(hidden) if needs[0] else None
+        form = torch.contiguous_format  # whatever that of hidden
+        self.d_hidden = blank(hidden, memory_format=form) if needs[0] else None
         self.hidden_sum: Sum | SumInPlace | None = None
         self.total, self.sums = None, []
         if needs[1] and into is not None:

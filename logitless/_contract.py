@@ -49,6 +49,17 @@ class Reading(NamedTuple):
     def at_temperature_1(self) -> bool:
         return self.row_temperature is None and self.temperature == 1
 
+    def of_scaled(self, scale: float, softcap: float | None) -> "Reading":
+        """With this softcap, of logits that are not yet multiplied by `scale`."""
+        if scale == 1:
+            return self._replace(softcap=softcap)
+        by_row = self.row_temperature
+        return self._replace(
+            row_temperature=None if by_row is None else by_row / scale,
+            temperature=self.temperature / scale,
+            softcap=None if softcap is None else softcap / scale,
+        )
+
     @property
     def any_temperature(self) -> "float | Tensor | None":
         """A number, one a row, or None for 1."""

@@ -19,28 +19,10 @@ from ._call import backend
 from ._chunks import Chunk, Chunks, HeadGradients, Part, RowGradients, Rows, Step
 from ._columns import Blocks, ColumnGradients, Room, back
 from ._contract import PRECISION
+from ._in_memory import heads_in_memory
 from ._loss import RowLoss, Saved, one
 from ._node import Node, refuse_second
 from ._partials import settled
-
-
-@contextlib.contextmanager
-def in_memory(weight: Tensor, module: torch.nn.Module | None):
-    """The head's weight in memory: FSDP frees it after the module's forward."""
-    if weight.untyped_storage().size() or not weight.numel() or weight.device.type == "meta":
-        yield
-    elif hasattr(module, "unshard"):
-        module.unshard()  # pyright: ignore
-        try:
-            yield
-        finally:
-            module.reshard()  # pyright: ignore
-    else:
-        raise RuntimeError(
-            "weight of a head must still be in memory when its loss is computed, and the module"
-            " that shards it has freed it: compute the loss inside that module's forward, shard"
-            " the head by itself (fully_shard(head)), or pass reshard_after_forward=False."
-        )
 
 
 def autocasts(device: torch.device) -> bool:
@@ -114,7 +96,7 @@ class Total(Node):
         # fp16 cannot hold the gradient of a mean: it gets its share at the end.
         ctx.late = ctx.mean and hidden.dtype == torch.float16
         _save(ctx, source, loss, row_weight)
-        with dtypes_as_given(hidden.device), in_memory(weight, source.module):
+        with dtypes_as_given(hidden.device), heads_in_memory(source, loss):
             total, ctx.share, ctx.gradients = Total.compute(ctx, source, row_weight, loss)
         if not (ctx.late or source.main_grad is not None):
             ctx.gradients[:3] = as_parts(ctx.gradients[:3], parts)
@@ -201,7 +183,7 @@ class Total(Node):
         gradients, ctx.gradients = ctx.gradients, None
         with torch.no_grad():
             if gradients is None:  # a second backward: the first gave its gradients away
-                with dtypes_as_given(parts[0].device), in_memory(parts[1], source.module):
+                with dtypes_as_given(parts[0].device), heads_in_memory(source, loss):
                     _, _, gradients = Total.compute(ctx, source, row_weight, loss)
             scale = upstream if not ctx.late else upstream * ctx.share
             run, main_grad = backend(parts[0]), source.main_grad
@@ -268,15 +250,15 @@ class Each(Node):
         run = source.backend()
         results: list[Tensor] = []
         ctx.known = []  # of the rows, chunk by chunk: what backward would read the logits for
-        with dtypes_as_given(hidden.device), in_memory(weight, source.module):
+        with dtypes_as_given(hidden.device), heads_in_memory(source, loss):
             for rows, found in Each.results(ctx, run, source, parts, loss):
                 results = results or [_unread(t, lead.numel()) for t in found]
                 for result, t in zip(results, found, strict=True):
                     result[rows] = t
-        if not results:  # no rows that count: the form of the results is that of nothing's
-            nothing = torch.empty((0, weight.shape[0]), device=hidden.device, dtype=source.dtype)
-            found, _ = loss.take(slice(0, 0), lead).forward(run, nothing)
-            results = [_unread(t, lead.numel()) for t in found]
+            if not results:  # no rows that count: the form of the results is that of nothing's
+                nothing = hidden.new_empty((0, weight.shape[0]), dtype=source.dtype)
+                found, _ = loss.take(slice(0, 0), lead).forward(run, nothing)
+                results = [_unread(t, lead.numel()) for t in found]
         _save(ctx, source, loss, None)
         shaped = tuple(t.view((*lead, *t.shape[1:])).clone() for t in results)
         ctx.mark_non_differentiable(*(t for t in shaped if not t.is_floating_point()))
@@ -311,11 +293,7 @@ class Each(Node):
         parts = source.parts
         if all(g is None for g in upstream):
             return (None,) * (5 + len(loss.others))
-        with (
-            torch.no_grad(),
-            dtypes_as_given(parts[0].device),
-            in_memory(parts[1], source.module),
-        ):
+        with torch.no_grad(), dtypes_as_given(parts[0].device), heads_in_memory(source, loss):
             found = Each.compute(ctx, upstream, source, loss)
         if torch.is_grad_enabled():
             found = refuse_second(tuple(found), (*parts, *loss.tensors, *upstream))

@@ -15,40 +15,42 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import _call, _ops
+from . import _call, _checks, _ops
+from ._call import in_func
 from ._contract import PRECISION
 from ._head import Each, Total, as_parts, dtypes_as_given
 from ._loss import RowLoss, _mass, reduced
-from .linear import LinearLogits, _evaluate
+from .linear import LinearLogits, Teacher, _evaluate
 
 _HEAD = (  # the head, that of a teacher, and how
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? teacher_hidden, Tensor? teacher_weight,"
-    " Tensor? teacher_bias, ScalarType? teacher_dtype, ScalarType? logits_dtype, int? workspace,"
-    " str accumulate"
+    " Tensor? teacher_bias, ScalarType? logits_dtype, int? workspace, str accumulate,"
+    " ScalarType? teacher_dtype, float teacher_scale, float? teacher_cap"
 )
-_TENSORS, _ARGUMENTS = 6, 10  # of a head
+HEAD_TENSORS, HEAD_ARGUMENTS = 6, 12
 
 
 def _flat(source: LinearLogits, loss: RowLoss) -> tuple:
     """A head and a loss over it as an operator's arguments; a teacher's head is apart."""
-    flat, teacher, of_teacher = list(_ops.flat(loss)), (None, None, None), None
+    flat, teacher, teacher_how = list(_ops.flat(loss)), (None, None, None), (None, 1.0, None)
     for i, t in enumerate(flat):
-        if isinstance(t, LinearLogits):
-            teacher, of_teacher, flat[i] = t.parts, t.dtype, t.hidden  # in its place, for the form
-    how = (of_teacher, source.dtype, source.workspace, source.accumulate)
-    return (*source.parts, *teacher, *how, *flat)
+        if isinstance(t, Teacher):
+            teacher, teacher_how = t.parts, (t.dtype, t.scale, t.cap)
+            flat[i] = t.hidden  # a placeholder: the schema wants a Tensor
+    how = (source.dtype, source.workspace, source.accumulate)
+    return (*source.parts, *teacher, *how, *teacher_how, *flat)
 
 
-def _made(kind: type, args: tuple) -> tuple[LinearLogits, RowLoss]:
+def _unpack(kind: type, args: tuple) -> tuple[LinearLogits, RowLoss]:
     """A head and a loss from an operator's arguments."""
-    parts, teacher = args[:3], args[3:_TENSORS]
-    of_teacher, dtype, workspace, accumulate = args[_TENSORS:_ARGUMENTS]
+    parts, teacher = args[:3], args[3:HEAD_TENSORS]
+    dtype, workspace, accumulate, teacher_dtype, scale, cap = args[HEAD_TENSORS:HEAD_ARGUMENTS]
     how = {"logits_dtype": dtype, "workspace": workspace, "accumulate": accumulate}
-    loss = _ops.loss_of(kind, args[_ARGUMENTS:])
+    loss = _ops.loss_of(kind, args[HEAD_ARGUMENTS:])
     with dtypes_as_given(parts[0].device):
         if teacher[0] is not None:
-            beside = LinearLogits(*teacher, logits_dtype=of_teacher)
-            loss = loss.with_tensors((*loss.tensors[:4], beside))
+            head = LinearLogits(*teacher, logits_dtype=teacher_dtype)
+            loss = loss.with_tensors((*loss.tensors[:4], Teacher(head, scale, cap)))
         return LinearLogits(*parts, drop_ignored=False, **how), loss
 
 
@@ -67,9 +69,10 @@ def _context(needs: list[bool], **fields) -> SimpleNamespace:
 class HeadOperator:
     """A RowLoss over a head, as operators with gradients."""
 
-    def __init__(self, of: _ops.Operator):
-        self.kind, self.name, self.of = of.kind, f"head_{of.name}", of
-        loss = f"{_HEAD}, {of.arguments}"
+    def __init__(self, logits_operator: _ops.Operator):
+        self.kind, self.name = logits_operator.kind, f"head_{logits_operator.name}"
+        self.logits_operator = logits_operator
+        loss = f"{_HEAD}, {logits_operator.arguments}"
         self._define(
             "total", f"({loss}, Tensor? row_weight, str reduction, bool[] needs)", self.total,
             self.fake_total,
@@ -101,57 +104,57 @@ class HeadOperator:
     def total(self, *args) -> list[Tensor]:
         """The loss, the share of a row in its mean, and the gradients; empty what is not needed."""
         *args, row_weight, reduction, needs = args
-        source, loss = _made(self.kind, tuple(args))
+        source, loss = _unpack(self.kind, tuple(args))
         _call.values(loss, source.shape[-1])
-        late = _late(reduction, source.hidden.dtype)
+        late = _scale_in_backward(reduction, source.hidden.dtype)
         ctx = _context(needs, mean=reduction == "mean", late=late)
         with dtypes_as_given(source.device):
             value, share, found = Total.compute(ctx, source, row_weight, loss)
         found[:3] = _shaped(found[:3], source.parts) if late else as_parts(found[:3], source.parts)
-        return [_some(t, value) for t in (value, share if late else None, *found)]
+        return [_or_empty(t, value) for t in (value, share if late else None, *found)]
 
     def fake_total(self, hidden, weight, bias, *args) -> list[Tensor]:
         *_, row_weight, reduction, needs = args
-        full, late = PRECISION[hidden.dtype], _late(reduction, hidden.dtype)
+        full, late = PRECISION[hidden.dtype], _scale_in_backward(reduction, hidden.dtype)
         value = hidden.new_empty((), dtype=full)
         wide = full if late else None  # of a sum
         found = [
-            _blank(hidden, needs[0]), _blank(weight, needs[1], wide), _blank(bias, needs[2], wide),
-            _blank(row_weight, needs[3]),
+            _like_or_none(hidden, needs[0]), _like_or_none(weight, needs[1], wide),
+            _like_or_none(bias, needs[2], wide), _like_or_none(row_weight, needs[3]),
         ]  # fmt: skip
-        return [_some(t, value) for t in (value, _blank(value, late), *found)]
+        return [_or_empty(t, value) for t in (value, _like_or_none(value, late), *found)]
 
     def rows(self, *args) -> list[Tensor]:
-        source, loss = _made(self.kind, args)
+        source, loss = _unpack(self.kind, args)
         _call.values(loss, source.shape[-1])
         return list(Each.forward(_context([False] * 3), *source.parts, source, loss))
 
     def fake_rows(self, *args) -> list[Tensor]:
-        (hidden, weight), dtype, rest = args[:2], args[_TENSORS + 1], args[_ARGUMENTS:]
+        (hidden, weight), dtype, rest = args[:2], args[HEAD_TENSORS], args[HEAD_ARGUMENTS:]
         x = hidden.new_empty((), dtype=dtype).expand(*hidden.shape[:-1], weight.shape[0])
-        return self.of.fake(x, *rest)[: _ops.outputs_of(_ops.loss_of(self.kind, rest))]
+        return self.logits_operator.fake(x, *rest)[: _ops.outputs_of(_ops.loss_of(self.kind, rest))]
 
     def gradient(self, *args) -> list[Tensor]:
         *args, needs, upstream = args
-        source, loss = _made(self.kind, tuple(args))
+        source, loss = _unpack(self.kind, tuple(args))
         with dtypes_as_given(source.device):
             found = Each.compute(_context(needs), upstream, source, loss)
-        return [_some(t, source.hidden) for t in found]
+        return [_or_empty(t, source.hidden) for t in found]
 
     def fake_gradient(self, hidden, weight, bias, *args) -> list[Tensor]:
         *_, needs, _ = args
         pairs = zip((hidden, weight, bias), needs, strict=True)
-        return [_some(_blank(t, need), hidden) for t, need in pairs]
+        return [_or_empty(_like_or_none(t, need), hidden) for t, need in pairs]
 
     def save(self, ctx, inputs, output) -> None:
-        loss = _ops.loss_of(self.kind, inputs[_ARGUMENTS:])
-        ctx.save_for_backward(*inputs[:_TENSORS], *loss.tensors)
+        loss = _ops.loss_of(self.kind, inputs[HEAD_ARGUMENTS:])
+        ctx.save_for_backward(*inputs[:HEAD_TENSORS], *loss.tensors)
         ctx.loss = loss.with_tensors((None,) * len(loss.tensors))
-        ctx.how, ctx.arguments = inputs[_TENSORS:_ARGUMENTS], len(inputs)
+        ctx.how, ctx.arguments = inputs[HEAD_TENSORS:HEAD_ARGUMENTS], len(inputs)
         ctx.set_materialize_grads(False)
 
     def backward(self, ctx, upstream):
-        heads, tensors = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
+        heads, tensors = ctx.saved_tensors[:HEAD_TENSORS], ctx.saved_tensors[HEAD_TENSORS:]
         found = [None] * 3
         if any(d is not None for d in upstream):
             needs = list(ctx.needs_input_grad[:3])
@@ -162,7 +165,7 @@ class HeadOperator:
         return *found, *(None,) * (ctx.arguments - 3)
 
 
-def _late(reduction: str, dtype: torch.dtype) -> bool:
+def _scale_in_backward(reduction: str, dtype: torch.dtype) -> bool:
     """Whether gradients get their share of a mean at the end, as those of fp16 do."""
     return reduction == "mean" and dtype == torch.float16
 
@@ -173,12 +176,12 @@ def _shaped(gradients: list, parts: tuple) -> list:
     return [None if t is None else t.view(part.shape) for t, part in pairs]
 
 
-def _some(t: Tensor | None, like: Tensor) -> Tensor:
+def _or_empty(t: Tensor | None, like: Tensor) -> Tensor:
     """An operator's outputs cannot be None."""
     return like.new_empty(0) if t is None else t
 
 
-def _blank(t: Tensor, need: bool, dtype: torch.dtype | None = None) -> Tensor | None:
+def _like_or_none(t: Tensor, need: bool, dtype: torch.dtype | None = None) -> Tensor | None:
     if not need:
         return None
     return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format)
@@ -199,13 +202,33 @@ def _scale(ctx, upstream):
     if d is not None:
         scale = d * share if share.numel() else d
         gradients = [
-            (t.to(scale.dtype) * by).to(dtype) if need else None  # rounded once
+            torch.ops.logitless.head_scale(t, by, dtype) if need else None
             for t, by, dtype, need in zip(
                 found, (scale, scale, scale, d), ctx.dtypes, ctx.needs, strict=True
             )
         ]
     *head, d_rows = gradients
     return *head, *(None,) * (ctx.arguments - 6), d_rows, None, None
+
+
+def scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    """Their product, rounded once; on a GPU without a copy in fp32."""
+    found = fake_scale(gradient, by, dtype)
+    return torch.mul(gradient, by.view((1,) * gradient.dim()), out=found)
+
+
+def fake_scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+# An operator of its own, so that a second differentiation is refused here too.
+_ops.library.define(
+    "head_scale(Tensor gradient, Tensor by, ScalarType dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_ops.library.impl("head_scale", scale, "CompositeExplicitAutograd")
+torch.library.register_fake("logitless::head_scale", fake_scale, lib=_ops.library)
+torch.library.register_autograd("logitless::head_scale", _ops.refuse, lib=_ops.library)
 
 
 @_ops.for_each
@@ -215,6 +238,8 @@ def _register(operator: _ops.Operator) -> None:
 
 def evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     """As LinearLogits.evaluate, for a compiler."""
+    if in_func():
+        _checks.no_head_in_func()
     if source.main_grad is not None:  # what backward writes to is in no graph
         return torch.compiler.disable(_evaluate)(source, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
     operator = _ops.OPERATORS.get(type(loss))

@@ -96,10 +96,6 @@ def added_parts(parts: Parts, others: Parts) -> Parts:
     return tuple(found)  # pyright: ignore[reportReturnType]
 
 
-def times(t: Tensor | None, number: float) -> Tensor | None:
-    return None if t is None else t * number
-
-
 def split(g: Tensor) -> tuple[Parts, Tensor | None]:
     if isinstance(g, LazyGradient):
         return g.parts, g.plain

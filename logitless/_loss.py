@@ -128,6 +128,12 @@ class RowLoss:
         copy.__dict__ = {**self.__dict__, "reading": reading, **changed}
         return copy
 
+    def of_scaled(self, scale: float, softcap: float | None) -> "RowLoss | None":
+        """With this softcap, of logits not yet multiplied by `scale`; None if there is no such."""
+        if scale != 1 and "label" in self.reading.wants:  # which is read at temperature 1
+            return None
+        return self.with_tensors(self.tensors, reading=self.reading.of_scaled(scale, softcap))
+
     def d_others(self, saved: Saved, scale: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of `others`, for what multiplies each row's value: a number, or one a row."""
         return ()

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._head import dtypes_as_given, in_memory
-from .linear import LinearLogits, plain_logits
+from ._head import dtypes_as_given
+from ._in_memory import in_memory
+from .linear import LinearLogits, Teacher, plain_logits
 
 
 class Recipe(NamedTuple):
@@ -48,6 +49,18 @@ class Recipe(NamedTuple):
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
 
     @property
+    def cap(self) -> float | None:
+        return self.post if self.capped else None
+
+    def obstacle(self, softcap: float | None) -> str | None:
+        """Why a loss with this softcap cannot read them from the head, if it cannot."""
+        if self.log:
+            return "log-probabilities"
+        if self.axis is not None:
+            return "transposed logits"
+        return "logits capped twice" if self.capped and softcap is not None else None
+
+    @property
     def reads(self) -> dict[str, float]:
         """As options of our losses: softcap · tanh(x / softcap) / temperature."""
         if self.capped:
@@ -55,7 +68,9 @@ class Recipe(NamedTuple):
         return {"temperature": 1 / self.pre}
 
     def check(self) -> None:
-        """Raise where what the logits are made of was written to since."""
+        """Raise where what the logits are made of was written to since; no compiler can know."""
+        if torch.compiler.is_compiling():
+            return
         if self.versions != versions(self.hidden, self.weight, self.bias):
             raise RuntimeError(
                 "hidden, weight and bias of lazy logits must not be modified in place before the"
@@ -77,7 +92,8 @@ class Recipe(NamedTuple):
             z = torch.tanh(z) * self.post if self.capped else z
             z = torch.log_softmax(z, -1) if self.log else z
             z = z if self.factor == 1 else z * self.factor
-            return z if self.axis is None else z.movedim(-1, self.axis)
+            # A wrapper promises contiguous numbers.
+            return z if self.axis is None else z.movedim(-1, self.axis).contiguous()
 
     def source(self, wanted: bool = True) -> LinearLogits:
         """The head as a source of logits, of leaves that require the gradients wanted, if any."""
@@ -91,15 +107,9 @@ class Recipe(NamedTuple):
         head.module = self.module
         return head
 
-    def scaled(self) -> "Recipe":
-        """A head whose numbers they are before a softcap, by a scale of its hidden and bias."""
-        scale, bias = self.scale, self.bias
-        new = self._replace(pre=1.0, capped=False, post=1.0)
-        if scale == 1:
-            return new
-        with torch.inference_mode(False), torch.no_grad():
-            hidden, bias = self.hidden * scale, None if bias is None else bias * scale
-        return new._replace(hidden=hidden, bias=bias, versions=(0, self.versions[1], 0))
+    def teacher(self) -> Teacher:
+        """The same as constants, of logits that no `obstacle` keeps from their head."""
+        return Teacher(self.source(False), self.pre, self.cap)
 
     def without_parts(self) -> "Recipe":
         """For a node, which saves them as autograd saves."""
@@ -111,22 +121,10 @@ class Recipe(NamedTuple):
 
 def constant(t: Tensor) -> Tensor:
     """Without history; outside inference mode a copy of its tensors, which autograd cannot save."""
+    if torch.compiler.is_compiling():  # which cannot ask
+        return t.detach()
     return t.clone() if t.is_inference() else t.detach()
 
 
 def versions(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)
-
-
-class Teacher(LinearLogits):
-    """The head of a teacher, whose logits may be capped."""
-
-    softcap: float | None
-
-    def __init__(self, head: LinearLogits, softcap: float | None):
-        self.__dict__.update(head.__dict__, softcap=softcap)
-
-    def materialize(self, rows=None) -> Tensor:
-        with in_memory(self.weight, self.module):
-            z = super().materialize(rows)
-        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)

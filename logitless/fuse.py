@@ -16,8 +16,8 @@ from . import _call
 from . import _model_checks as checks
 from ._call import in_func
 from .absorb import absorbed
-from .lazy import LazyLogits, Made, warn
-from .linear import LinearLogits, plain_logits
+from .lazy import LazyLogits, Made, warn_once
+from .linear import LinearLogits
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -130,8 +130,9 @@ def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
     if torch.compiler.is_compiling() and wanted:
         _say_how_to_compile()
     if torch.compiler.is_compiling() or in_func() or not (wanted or _lazy.get()):
-        exact = how.get("logits_dtype")
-        return plain_logits(*parts, exact) if exact else nn.functional.linear(*parts)
+        if how.get("logits_dtype") is None:
+            return nn.functional.linear(*parts)
+        return LinearLogits(*parts, **how).materialize()
     if hasattr(hidden, "placements") and hasattr(module.weight, "placements"):
         # Of a head that ColwiseParallel shards, each rank makes its columns: a DTensor of logits.
         return nn.functional.linear(*parts)
@@ -141,8 +142,10 @@ def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
 
 def _say_how_to_compile() -> None:
     """Called while a graph is traced, and no part of it."""
-    instead = "Compile what comes before the head instead, such as model.model.compile()."
-    warn("torch.compile(model), which sees a plain product", instead)
+    warn_once(
+        "torch.compile(model) sees the head of a fused model as a plain product, and makes its"
+        " logits. Compile what comes before the head instead, such as model.model.compile()."
+    )
 
 
 # As torch.compiler.assume_constant_result does, which would import the compiler, and Triton.

@@ -23,12 +23,14 @@ from torch.utils import _pytree as pytree
 
 from . import _call, _checks
 from ._call import backend, in_func
-from ._head import Each, Total, dtypes_as_given, in_memory
-from ._lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split, times
+from ._contract import Reading
+from ._head import Each, Total, dtypes_as_given
+from ._in_memory import in_memory
+from ._lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split
 from ._loss import RowLoss, evaluate, reduced
 from ._node import Node
-from ._recipe import Recipe, Teacher, versions
-from .linear import LinearLogits
+from ._recipe import Recipe, versions
+from .linear import Teacher
 
 
 class LazyLogits(Tensor):
@@ -63,56 +65,37 @@ class LazyLogits(Tensor):
         if rows is None:
             return _Dense.apply(self)  # pyright: ignore[reportReturnType]
         source = self.as_teacher()
-        if isinstance(source, LinearLogits):
+        if isinstance(source, Tensor):
+            return source.reshape(-1, source.shape[-1])[rows]
+        with in_memory(source.weight, source.module):
             return source.materialize(rows)
-        return source.reshape(-1, source.shape[-1])[rows]
 
     def check(self) -> None:
         """Raise where they were written to: through a view, since they refuse it themselves."""
-        if versions(self) != (0,):
+        if not torch.compiler.is_compiling() and versions(self) != (0,):
             raise RuntimeError(WRITTEN.format("assigning to a part of them"))
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        head, softcap = self.uncapped(loss.reading.softcap)
-        if head is None:
-            warn("a loss of logitless over log-probabilities, or logits transposed or capped twice")
+        recipe, softcap = self.recipe, loss.reading.softcap
+        cause, of_head = recipe.obstacle(softcap), None
+        if cause is None:
+            of_head = loss.of_scaled(recipe.scale, recipe.cap or softcap)
+            cause = "scaled logits, beside labels at temperature 1 or a teacher that is a tensor"
+        if of_head is None:
+            warn(f"a loss of logitless over {cause}")
             return evaluate(self.materialize(), loss, reduction, row_weight)
-        reading = loss.reading._replace(softcap=softcap)
-        loss = loss.with_tensors(loss.tensors, reading=reading)
-        return Head(head).evaluate(loss, reduction, row_weight)
+        return Head(self).evaluate(of_head, reduction, row_weight)
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None):
-        head, cap = self.uncapped(softcap)
-        if head is None:
+        recipe = self.recipe
+        if recipe.obstacle(softcap):
             return backend(self).topk(self.dense(), k, temperature, softcap)
-        return Head(head).capture_topk(k, temperature, cap)
+        reading = Reading(temperature=temperature).of_scaled(recipe.scale, recipe.cap or softcap)
+        return Head(self).capture_topk(k, reading.temperature, reading.softcap)
 
-    def uncapped(self, softcap: float | None) -> "tuple[LazyLogits | None, float | None]":
-        """What a loss with this softcap reads instead, and by which: logits before their own.
-
-        None if there are none such. Scales are not given to a loss as its temperature, which may be
-        a teacher's too.
-        """
-        recipe = self.recipe
-        if recipe.log or recipe.axis is not None or (recipe.capped and softcap is not None):
-            return None, softcap
-        softcap, scale, head = recipe.post if recipe.capped else softcap, recipe.scale, self
-        if scale != 1:
-
-            def back(parts):
-                d_hidden, d_weight, d_bias = parts
-                return times(d_hidden, scale), d_weight, times(d_bias, scale)
-
-            head = Step.apply(self, recipe.scaled(), back, None, True)
-        return head, softcap  # pyright: ignore[reportReturnType]
-
-    def as_teacher(self) -> "LinearLogits | Tensor":
+    def as_teacher(self) -> "Teacher | Tensor":
         """The same logits as constants."""
-        recipe = self.recipe
-        if recipe.log or recipe.axis is not None:
-            return self.dense()
-        head = recipe.scaled().source(False)
-        return Teacher(head, recipe.post if recipe.capped else None)
+        return self.dense() if self.recipe.obstacle(None) else self.recipe.teacher()
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -157,11 +140,16 @@ INSTEAD = (
 )
 
 
-def warn(name: str, instead: str = INSTEAD) -> None:
+def warn(name: str) -> None:
     """Once for each operation, where it costs the memory that a fused head saves."""
-    if torch.is_grad_enabled() and name not in _warned:
-        _warned.add(name)
-        warnings.warn(f"logits of a fused head are materialised by {name}. {instead}", stacklevel=4)
+    if torch.is_grad_enabled():
+        warn_once(f"logits of a fused head are materialised by {name}. {INSTEAD}")
+
+
+def warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=5)
 
 
 class Head:
@@ -242,7 +230,8 @@ class Step(Node):
             ctx.save_for_backward(*z.recipe[:3])
             ctx.recipe = z.recipe.without_parts()
         made = LazyLogits.of(recipe)
-        made.made = op(z.made) if op and moves and z.made is not None else None
+        if moves and z.made is not None:
+            made.made = op(z.made).contiguous()
         return made
 
     @staticmethod

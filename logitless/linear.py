@@ -17,6 +17,7 @@ from . import _call, _checks
 from ._as_tensor import AsTensor
 from ._call import backend, in_func, mapped
 from ._chunks import Chunks, Rows, product
+from ._contract import PRECISION
 from ._cut import Work, choose
 from ._head import Each, Total, autocasts, dtypes_as_given
 from ._joined import Columns
@@ -110,9 +111,9 @@ class LinearLogits(AsTensor):
             hidden = self.hidden.reshape(-1, self.hidden.shape[-1])[rows]
             return plain_logits(hidden, self.weight, self.bias, self.dtype)
 
-    def as_teacher(self) -> "LinearLogits":
+    def as_teacher(self) -> "Teacher":
         """The same logits as constants, which those of a teacher are."""
-        return self
+        return Teacher(self)
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """The loss of the rows, a part of their logits at a time."""
@@ -170,6 +171,28 @@ class LinearLogits(AsTensor):
 LinearLogits.__signature__ = inspect.signature(object.__new__(LinearLogits).__init__)  # pyright: ignore
 
 
+class Teacher(LinearLogits):
+    """The head of a teacher, z: its logits are scale · z, or with a cap, cap · tanh(scale · z)."""
+
+    scale: float
+    cap: float | None
+
+    def __init__(self, head: LinearLogits, scale: float = 1.0, cap: float | None = None):
+        self.__dict__.update(head.__dict__, scale=scale, cap=cap)
+
+    def times(self, factor: float) -> "Teacher":
+        if self.cap is None:
+            return Teacher(self, self.scale * factor)
+        return Teacher(self, self.scale, self.cap * factor)
+
+    def materialize(self, rows: Rows | None = None) -> Tensor:
+        z = super().materialize(rows)
+        if self.scale == 1 and self.cap is None:
+            return z
+        z = z.to(PRECISION[z.dtype]) * self.scale  # which must not round them again
+        return z if self.cap is None else self.cap * torch.tanh(z)
+
+
 def plain_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The logits themselves, (..., V), differentiable."""
     if dtype == hidden.dtype:
@@ -181,7 +204,8 @@ def plain_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
             return torch.nn.functional.linear(*parts)  # pyright: ignore[reportArgumentType]
     flat = hidden.reshape(-1, hidden.shape[-1])
     out = torch.empty((len(flat), len(weight)), device=flat.device, dtype=dtype)
-    return product(flat, weight, bias, out).view(*hidden.shape[:-1], len(weight))
+    with dtypes_as_given(hidden.device):
+        return product(flat, weight, bias, out).view(*hidden.shape[:-1], len(weight))
 
 
 def _autocast(t: Tensor) -> Tensor:

@@ -42,6 +42,16 @@ class Dense(RowLoss):
     def with_columns(self, cut):
         return self.with_tensors((*self.reading[:4], cut(self.pair.teacher)))
 
+    def of_scaled(self, scale, softcap):
+        loss, teacher = super().of_scaled(scale, softcap), self.pair.teacher
+        if loss is None or scale == 1 or self.pair.kind == "soft":
+            return loss
+        if isinstance(teacher, Tensor):  # dividing it would copy it
+            return None
+        # The temperature, which takes the scale, is the teacher's too.
+        teacher = teacher.times(1 / scale)
+        return loss.with_tensors((*loss.tensors[:4], teacher))
+
     def shapes(self, x):
         return [x.shape[:-1], (rows_in(x.shape[:-1]), PAIR_STATE)]
 

@@ -9,7 +9,7 @@ from torch.autograd import grad
 import logitless as ll
 from logitless import _chunks, _head_ops
 
-N, D, V = 6, 4, 11
+D, V = 4, 11
 
 
 def parts(device, dtype=torch.float32):
@@ -23,6 +23,10 @@ def parts(device, dtype=torch.float32):
 
 def head(h, w, b):
     return ll.LinearLogits(h, w, b, workspace=2 * V * 4)  # two rows at a time
+
+
+def column_major(h, w, b):
+    return head(h[1].t().contiguous().t(), w, b)
 
 
 def teacher(h, *rest, **how):
@@ -65,6 +69,10 @@ LOSSES = {
     "a teacher's head, a row": lambda h, w, b, r, t: ll.jsd(
         head(h, w, b), teacher(h, w), reduction="none", mask=t != 3
     ) * r,
+    "column-major": lambda h, w, b, r, t: (
+        ll.cross_entropy(column_major(h, w, b), t[1]) * r
+        + ll.score(column_major(h, w, b), t[1]).logprob.sum()
+    ),
     "a dense teacher": lambda h, w, b, r, t: ll.kl_div(
         head(h, w, b), (h @ w.mT).cos().detach(), direction="reverse", temperature=2.0
     ) * r,
@@ -104,7 +112,9 @@ def assert_compiled_is_plain(name, device):
         torch.testing.assert_close(got, want, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["mean, weighted", "none", "score", "a teacher's head"])
+@pytest.mark.parametrize(
+    "name", ["mean, weighted", "none", "score", "a teacher's head", "column-major"]
+)
 def test_opcheck(name, device, monkeypatch):
     """Schema, fakes, autograd registration and AOT dispatch with dynamic shapes."""
     monkeypatch.setattr(ll.LinearLogits, "evaluate", _head_ops.evaluate)
@@ -187,3 +197,51 @@ def test_main_grad_breaks_the_graph_and_is_right(device):
         g(h, w, target, total).backward()
     torch.testing.assert_close(*sums)
     assert sums[0].any()
+
+
+def test_a_transposed_hidden_by_inductor(device):
+    """Which relies on the strides that an operator promises."""
+    h, w, t = torch.randn(D, 6), torch.randn(V, D), torch.randint(0, V, (6,))
+    leaves = [x.to(device).requires_grad_() for x in (h, w)]
+
+    def f(h, w, t):
+        return ll.cross_entropy(ll.LinearLogits(h.t(), w), t)
+
+    compiled = torch.compile(f, fullgraph=True)
+    got, want = (value_and_grads(g, leaves, t.to(device)) for g in (compiled, f))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_lazy_teacher(cap, reduction, device):
+    """Made outside the graph: its scale and softcap come with it."""
+    h, w, b, *_ = parts(device)
+    with torch.no_grad():
+        z = ll.LinearLogits(3 * h.flip(0), w, b)[:] / 0.7
+        z = z if cap is None else cap * torch.tanh(z / cap)
+
+    def f(h, w, b, z):
+        return ll.kl_div(head(h, w, b), z, direction="forward", reduction=reduction)
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    got, want = (value_and_grads(g, [h, w, b], z) for g in (compiled, f))
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got[0], f(h, w, b, z.materialize()).detach())
+
+
+def test_a_second_differentiation_raises(device):
+    h, w, _, _, target = parts(device)
+    for f in (LOSSES["mean"], LOSSES["none"]):
+        compiled = torch.compile(f, backend="eager", fullgraph=True)
+        loss = compiled(h, w, None, torch.ones(2, 3, device=device), target).sum()
+        (g,) = grad(loss, h, create_graph=True)
+        with pytest.raises(RuntimeError, match="must not be differentiated twice"):
+            (loss + g.square().sum()).backward()
+
+
+def test_torch_func_says_what_to_do(device):
+    h, w, b, r, target = parts(device)
+    of_hidden = torch.func.grad(lambda h: LOSSES["mean"](h, w, b, r, target))
+    with pytest.raises(RuntimeError, match=r"must be a Tensor under torch\.func"):
+        torch.compile(of_hidden, backend="eager")(h)

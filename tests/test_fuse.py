@@ -147,6 +147,17 @@ def test_a_replica_uses_its_own_weight(ids, device):
     assert replica.lm_head.forward.__self__ is replica.lm_head
 
 
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_logits_dtype_is_kept_without_gradients(without, ids, device):
+    model = ll.fuse(Model().to(device), logits_dtype=torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        want = model(ids)
+        with without():
+            got = model(ids)
+    assert (got.dtype, want.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(got.clone(), want.materialize().detach())
+
+
 def test_compiled_it_is_right(ids, device, monkeypatch):
     """A compiler sees the plain product, and says once what to do."""
     monkeypatch.setattr(lazy, "_warned", set())

@@ -49,6 +49,11 @@ def assert_same(x, loss, **how):
         assert error(a, b) < 1e-11
 
 
+def distilled(z, **how):
+    top = ll.capture_topk(torch.tanh(z.detach() * 2), 3)
+    return ll.topk_distill(z, top, divergence="jsd", support="tail", temperature=2.0, **how)
+
+
 ABSORBED = {
     "F.cross_entropy": lambda z, t: F.cross_entropy(z.view(-1, V), t.view(-1)),
     "sum": lambda z, t: F.cross_entropy(z.reshape(-1, V), t.reshape(-1), reduction="sum") / 7,
@@ -123,22 +128,19 @@ ABSORBED = {
         ll.cross_entropy(torch.tanh(z / 3) * 3, t, z_loss=0.1)
         + ll.entropy(torch.tanh(z * 0.2) * 7).square().sum()
     ),
-    "a teacher and a label beside scaled ones": lambda z, t: (
+    "a teacher beside scaled ones": lambda z, t: (
         ll.kl_div(
             torch.tanh(z) * 2,
             (torch.tanh(z / 5) * 2).detach()[[1, 0]],
             direction="reverse",
             temperature=3.0,
         )
-        + ll.topk_distill(
-            z * 0.5,
-            ll.capture_topk(torch.tanh(z.detach() * 2), 3),
-            divergence="forward_kl",
-            support="tail",
-            temperature=2.0,
-            labels=t,
-            ce_weight=0.5,
-        )
+        + ll.jsd(
+            z * 0.3, 2 * z.detach()[[1, 0]], temperature=2.0, reduction="none", softcap=3.0
+        ).sum()
+        + ll.kl_div(z / 3, z.detach()[[1, 0]], direction="forward", temperature=t.abs() + 0.5)
+        + distilled(z * 0.3)
+        + ll.soft_cross_entropy(z * 0.3, torch.full(z.shape, 1 / V).to(z))
     ),
     "row_loss": lambda z, t: ll.row_loss(
         lambda s, a: -s.logprob * a, z, t, rows=(t.to(z.dtype),), ignore_index=-100
@@ -177,6 +179,10 @@ MADE = {
     "materialize": lambda z, t: getattr(z, "materialize", lambda: z)().square().sum(),
     "ours of one capped twice": lambda z, t: ll.cross_entropy(torch.tanh(z), t, softcap=2.0),
     "ours of log p": lambda z, t: ll.cross_entropy(z.log_softmax(-1), t),
+    "a label beside scaled ones": lambda z, t: distilled(z * 0.3, labels=t, ce_weight=0.5),
+    "a teacher that is a tensor beside scaled ones": lambda z, t: ll.kl_div(
+        z * 0.3, torch.linspace(-1, 1, z.numel()).to(z).view(z.shape), direction="forward"
+    ),
     "a teacher of log p": lambda z, t: ll.kl_div(
         z, (1.5 * z.detach().flip(0)).log_softmax(-1), direction="forward"
     ),
@@ -323,10 +329,19 @@ def test_a_dimension_that_is_not_there(op, x):
             op(model(fused, x.device)(x))
 
 
-def test_our_losses_of_log_probabilities_say_that_they_materialise(x, t, monkeypatch):
+@pytest.mark.parametrize(
+    ("loss", "cause"),
+    [
+        (lambda z, t: ll.cross_entropy(z.log_softmax(-1), t), "log-probabilities"),
+        (lambda z, t: ll.entropy(z.mT), "transposed logits"),
+        (lambda z, t: ll.entropy(z.tanh(), softcap=2.0), "logits capped twice"),
+        (lambda z, t: distilled(z / 3, labels=t, ce_weight=0.5), "scaled logits, beside labels"),
+    ],
+)
+def test_our_losses_say_why_they_materialise(loss, cause, x, t, monkeypatch):
     monkeypatch.setattr(lazy, "_warned", set())
-    with pytest.warns(UserWarning, match="materialised by a loss of logitless over log-prob"):
-        ll.cross_entropy(model(True, x.device)(x).log_softmax(-1), t)
+    with pytest.warns(UserWarning, match=f"materialised by a loss of logitless over {cause}"):
+        loss(model(True, x.device)(x), t)
 
 
 @pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
@@ -561,3 +576,88 @@ def test_other_forms_of_a_call(x, t):
     none = torch.zeros(V, device=x.device, dtype=x.dtype)
     assert F.cross_entropy(z[1], t[1], weight=none).isnan()
     assert F.cross_entropy(z[1], torch.full_like(t[1], -100)).isnan()
+
+
+MOVES = {
+    "transposed": lambda z: z.transpose(1, 2),
+    "permuted": lambda z: z.permute(1, 2, 0),
+    "moved": lambda z: z.movedim(-1, 0),
+    "some rows": lambda z: z[:, :-1],
+    "some columns": lambda z: z[..., 2:7],
+    "narrowed": lambda z: z.narrow(1, 1, 3),
+    "unbound": lambda z: z.unbind(1)[2],
+}
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("name", MOVES)
+def test_any_view_of_moved_ones(name, known, x):
+    """Whether their numbers are made after the move, or were before it."""
+
+    def flat(z):
+        if known:
+            z.exp()
+        moved = MOVES[name](z)
+        first = moved.shape[0]
+        return moved.reshape(-1) + moved.contiguous().view(first, -1).flatten() + moved.flatten()
+
+    assert_same(x, lambda z: flat(z).square().mean())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1 / 0.7, 4.0])
+def test_a_scale_costs_no_bits(scale, dtype, device):
+    """Hidden states are not rounded again, nor do they overflow."""
+    hidden = torch.randn(40, 64, device=device).to(dtype)
+    hidden[0, 0] = 3e4
+    weight = (torch.randn(300, 64, device=device) * 0.3).to(dtype)
+    weight[:, 0] *= 1e-4
+    target = torch.randint(300, (40,), device=device)
+    z = ll.LinearLogits(hidden, weight, logits_dtype=torch.float32)
+    exact = scale * F.linear(hidden.double(), weight.double())
+    beside = ll.LinearLogits(hidden.flip(0), weight, logits_dtype=torch.float32)
+    for loss in (
+        lambda z, teacher: ll.cross_entropy(z, target),
+        lambda z, teacher: ll.kl_div(z, teacher, direction="forward", temperature=3.0),
+        lambda z, teacher: ll.kl_div(teacher, z, direction="forward", temperature=3.0),
+    ):
+        got, want = loss(z * scale, beside), loss(exact, exact.flip(0) / scale)
+        torch.testing.assert_close(got.double(), want, rtol=2e-6, atol=1e-6)
+
+
+class Freed(nn.Linear):
+    """As a module that FSDP2 shards: its weight is freed after forward, and gathered when asked."""
+
+    def forward(self, x):
+        self.numbers, self.gathered = self.weight.detach().clone(), 0
+        made = ll.LinearLogits(x, self.weight, workspace=1)
+        made.module = self
+        self.reshard()
+        return made[:]
+
+    def unshard(self):
+        self.gathered += 1
+        self.weight.untyped_storage().resize_(self.numbers.nbytes)
+        with torch.no_grad():
+            self.weight.data.copy_(self.numbers)
+
+    def reshard(self):
+        self.weight.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("masked", [0, 3, 6])
+def test_heads_are_gathered_once_whatever_the_rows(masked, reduction, device):
+    """Or ranks whose masks differ would wait for each other."""
+    student, teacher = (Freed(D, V, bias=False, device=device) for _ in range(2))
+    hidden = torch.randn(6, D, device=device, requires_grad=True)
+    mask = torch.arange(6, device=device) >= masked
+    value = ll.kl_div(
+        student(hidden), teacher(hidden).detach(), direction="forward", mask=mask,
+        reduction=reduction,
+    )  # fmt: skip
+    assert (student.gathered, teacher.gathered) == (1, 1)
+    value.sum().backward()
+    again = 1 + (reduction == "none")
+    assert (student.gathered, teacher.gathered) == (again, again)
