@@ -50,7 +50,7 @@ bench: $(READY)  ## correctness, time and memory against the rivals
 tables: $(READY)  ## the tables of README and docs, and the plots, from the newest stored results
 	$(PY) -m benchmarks.tables
 
-demo: $(READY)  ## train one small model with two losses: same curve
+demo: $(READY)  ## train a teacher, capture it into a store, distil a student from it; a report in HTML
 	$(PY) -m logitless demo $(ARGS)
 
 lint: $(READY)  ## ruff, check and format
@@ -65,7 +65,7 @@ format: $(READY)  ## rewrite the sources as ruff wants them
 	$(PY) -m ruff format .
 
 clean:  ## remove the environments and everything built
-	rm -rf .venv .venv-newest .venv-oldest build dist .pytest_cache .ruff_cache .hypothesis logitless-demo.png
+	rm -rf .venv .venv-newest .venv-oldest build dist .pytest_cache .ruff_cache .hypothesis logitless-demo.png logitless-demo.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call install,PYTHON): an environment of that interpreter, with the first prerequisite's packages.

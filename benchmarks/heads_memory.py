@@ -49,11 +49,11 @@ def cases(shape: str) -> list[Case]:
     found.append(head("cross_entropy", OWN_MEMORY, {}))
     if shape == SHAPES[0]:
         found += [
-            head("cross_entropy", "fp32 logits, 1024 MiB", FP32, alone=True),
+            head("cross_entropy", "fp32 logits, 1536 MiB", FP32, alone=True),
             head("cross_entropy", "fp32 logits, 64 MiB", FP32 | SMALL, alone=True),
             head("score", "1024 MiB", {}, alone=True),
             head("score", "64 MiB", SMALL, alone=True),
-            head("score", "fp32 logits, 1024 MiB", FP32, alone=True),
+            head("score", "fp32 logits, 1536 MiB", FP32, alone=True),
             head("cross_entropy", "64 MiB, no gradients", SMALL, Mode.FORWARD, alone=True),
         ]
     return [case.at(shape, "bf16") for case in found]

@@ -1,5 +1,8 @@
 """Every loss over a vocabulary, without paying for the vocabulary."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from . import _head_ops as _head_ops  # which registers operators
 from . import nn
 from ._call import impl
@@ -17,8 +20,12 @@ from .losses import (
     token_logprobs,
 )
 from .pair import jsd, kl_div, soft_cross_entropy
+from .parallel import VocabShard, global_mean
 from .stats import Partial, RowStats, merge, partial, row_stats
 from .targets import SparseTargets
+
+if TYPE_CHECKING:
+    from . import store
 
 __version__ = "0.1.0"
 
@@ -28,11 +35,13 @@ __all__ = [
     "RowStats",
     "Scores",
     "SparseTargets",
+    "VocabShard",
     "capture_topk",
     "cross_entropy",
     "entropy",
     "fuse",
     "gathered_kl",
+    "global_mean",
     "impl",
     "jsd",
     "kl_div",
@@ -46,7 +55,15 @@ __all__ = [
     "row_stats",
     "score",
     "soft_cross_entropy",
+    "store",
     "token_logprobs",
     "topk_distill",
     "unfuse",
 ]
+
+
+def __getattr__(name: str):
+    """What is imported when it is first used; logitless.hf needs Transformers."""
+    if name in ("hf", "store"):
+        return import_module(f"logitless.{name}")
+    raise AttributeError(f"module 'logitless' has no attribute {name!r}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import _checks, _options
+from . import _head_checks, _options
 
 
 class AsTensor:
@@ -25,7 +25,7 @@ class AsTensor:
             return self.materialize()
         from .lazy import Made  # late: it is built on heads
 
-        _checks.no_main_grad(self.main_grad)
+        _head_checks.no_main_grad(self.main_grad)
         names = _options.taken_from(type(self).__init__)
         how = {name: getattr(self, name) for name in names if name != "main_grad"}
         return Made.apply(*self.parts, how, self.module)  # pyright: ignore[reportReturnType]

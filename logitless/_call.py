@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import _checks as checks
+from . import _head_checks as head_checks
 from . import _options as options
 from . import eager
 from ._contract import NO_ID, Reading
@@ -181,6 +182,7 @@ def pair(
 
 def gathered(logits, teacher, mask, renormalise, temperature, row_weight, reduction) -> None:
     checks.logits(logits, "student_logits")
+    checks.of_ids("student_logits", logits)
     checks.slots("teacher_logprobs", teacher, "student_logits", logits)
     checks.slot_mask(mask, logits)
     checks.yes_or_no("renormalise", renormalise)
@@ -218,9 +220,9 @@ def topk(logits, k, temperature, softcap) -> None:
 def linear(
     hidden, weight, bias, main_grad, workspace, logits_dtype, accumulate, drop_ignored
 ) -> None:
-    checks.linear(hidden, weight, bias, workspace)
-    checks.logits_dtype(logits_dtype, hidden)
-    checks.main_grad(main_grad, weight)
+    head_checks.linear(hidden, weight, bias, workspace)
+    head_checks.logits_dtype(logits_dtype, hidden)
+    head_checks.main_grad(main_grad, weight)
     checks.one_of("accumulate", accumulate, options.ACCUMULATE)
 
 

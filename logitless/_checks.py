@@ -24,22 +24,38 @@ def one_of(name: str, value: Any, legal: Sequence[str]) -> None:
 
 def logits(x: Any, name: str = "logits") -> None:
     """A tensor, or another source of logits: what can evaluate a loss itself."""
-    if not isinstance(x, Tensor) and not hasattr(x, "evaluate"):
-        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
-    if hasattr(x, "placements"):  # a part of it would be taken for the whole
-        raise TypeError(
-            f"{name} must be a plain Tensor, got a DTensor of placements {x.placements}:"  # pyright: ignore
-            " inside the forward of the module that shards it, it is plain; fuse(model) uses it"
-            " there, and full_tensor() gathers it."
-        )
-    if x.dtype not in LOGIT_DTYPES:
-        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}.")
-    if len(x.shape) == 0:
-        raise ValueError(f"{name} must have a vocabulary as its last dimension, got shape ().")
+    some_logits(x, name)
     if x.shape[-1] == 0:
         raise ValueError(
             f"{name} must have at least one column in its last dimension, got {_shape(x)}."
         )
+
+
+def some_logits(x: Any, name: str) -> None:
+    """Some columns of logits, or none."""
+    if not isinstance(x, Tensor) and not hasattr(x, "evaluate"):
+        raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
+    if hasattr(x, "placements"):
+        placed(name, x, len(x.shape) - 1)
+    if x.dtype not in LOGIT_DTYPES:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}.")
+    if len(x.shape) == 0:
+        raise ValueError(f"{name} must have a vocabulary as its last dimension, got shape ().")
+
+
+def placed(name: str, x: Any, dim: int) -> None:
+    """A DTensor that is sharded once, on one dimension, or not at all."""
+    sharded = [p for p in x.placements if not p.is_replicate()]
+    if sharded and (len(sharded) > 1 or not is_shard(sharded[0], dim)):
+        raise TypeError(
+            f"{name} must be replicated, or sharded once and on dimension {dim}, where the"
+            f" vocabulary is, got a DTensor of placements {x.placements}: redistribute it."
+        )
+
+
+def is_shard(placement: Any, dim: int) -> bool:
+    """Whether it is PyTorch's plain Shard(dim), and no other way to cut."""
+    return type(placement).__name__ == "Shard" and placement.dim == dim
 
 
 def _shape(x: Any) -> str:
@@ -239,17 +255,11 @@ def no_head_in_func() -> None:
     )
 
 
-def no_main_grad(t: Tensor | None) -> None:
-    if t is not None:
-        raise ValueError(
-            "main_grad must be None where PyTorch's own functions take a LinearLogits, got a "
-            "Tensor: only losses of logitless add to it."
-        )
-
-
 def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
     """Logits or probabilities beside those of x, of whatever floating-point type."""
     logits(t, name)
+    if hasattr(t, "placements") and not hasattr(x, "placements"):
+        raise TypeError(f"{name} must be a plain Tensor like {of}, got a DTensor.")
     _same_shape(name, t, x, of)
     if isinstance(t, Tensor) and t.requires_grad:  # a head's logits are made as constants
         raise ValueError(f"{name} must not require grad: it is taken as a constant; detach it.")
@@ -293,6 +303,15 @@ def slots(name: str, t: Any, of: str, x: Tensor) -> None:
     _same_shape(name, t, x, of)
 
 
+def of_ids(name: str, x: Any) -> None:
+    """Logits of K ids, of which every rank has all."""
+    if hasattr(x, "ranks") or hasattr(x, "placements"):  # a VocabShard, or a DTensor
+        raise TypeError(
+            f"{name} must be the logits of K ids a row, all on every rank, got "
+            f"{type(x).__name__}: topk_distill takes a vocabulary in parts."
+        )
+
+
 def is_targets(t: Any, kind: type) -> None:
     if not isinstance(t, kind):
         raise TypeError(f"targets must be SparseTargets, got {type(t).__name__}.")
@@ -320,57 +339,6 @@ def how_many(k: Any, x: Tensor) -> None:
         raise TypeError(f"k must be an int, got {k!r}.")
     if not 1 <= k <= x.shape[-1]:
         raise ValueError(f"k must be in [1, {x.shape[-1]}], got {k}.")
-
-
-def linear(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
-    """A head: hidden (..., D), weight (V, D), bias (V,)."""
-    logits(hidden, "hidden")
-    logits(weight, "weight")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(
-            f"weight must have shape (V, {hidden.shape[-1]}) to match hidden {_shape(hidden)}, "
-            f"got {_shape(weight)}."
-        )
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is None:
-            continue
-        if name == "bias":
-            _floating(name, t)
-            if t.shape != weight.shape[:1]:
-                raise ValueError(
-                    f"bias must have shape {_shape(weight.shape[:1])} to match weight "
-                    f"{_shape(weight)}, got {_shape(t)}."
-                )
-        if t.dtype != hidden.dtype:
-            raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {t.dtype}.")
-        _same_device(name, t, hidden, "hidden")
-    if workspace is not None and (isinstance(workspace, bool) or not isinstance(workspace, int)):
-        raise TypeError(f"workspace must be an int, in bytes, got {workspace!r}.")
-    if workspace is not None and workspace <= 0:
-        raise ValueError(f"workspace must be positive, got {workspace}.")
-
-
-def logits_dtype(dtype: Any, hidden: Tensor) -> None:
-    legal = torch.promote_types(hidden.dtype, torch.float32)
-    if dtype not in (None, hidden.dtype, legal):
-        raise ValueError(
-            f"logits_dtype must be {legal} or None for hidden of {hidden.dtype}, got {dtype}."
-        )
-
-
-def main_grad(t: Any, weight: Tensor) -> None:
-    """Where a weight's gradient is added up elsewhere."""
-    if t is None:
-        return
-    full = torch.promote_types(weight.dtype, torch.float32)
-    if not isinstance(t, Tensor) or t.dtype != full:
-        got = t.dtype if isinstance(t, Tensor) else type(t).__name__
-        raise TypeError(f"main_grad must be a tensor of {full}, got {got}.")
-    if t.shape != weight.shape:
-        raise ValueError(
-            f"main_grad must have the shape of weight {_shape(weight)}, got {_shape(t)}."
-        )
-    _same_device("main_grad", t, weight, "weight")
 
 
 def beside_rows(name: str, t: Any, x: Any) -> None:

@@ -187,6 +187,8 @@ class HeadGradients:
         into: Tensor | None = None,  # what the weight's is added to
     ):
         hidden, self.weight, bias = parts
+        # Over ranks that have other columns, their shares of d_hidden are added to ours.
+        self.add_up, self.adding = getattr(run, "add_up", None), []
         # Rows that no chunk computes have no gradient.
         blank = torch.empty_like if chunks.index is None else torch.zeros_like
         form = torch.contiguous_format  # whatever that of hidden
@@ -206,10 +208,12 @@ class HeadGradients:
 
     def add(self, rows: Rows, h: Tensor, dz: Tensor) -> None:
         if self.d_hidden is not None:
-            if isinstance(rows, slice):
-                torch.mm(dz, self.weight, out=self.d_hidden[rows])
-            else:
-                self.d_hidden[rows] = torch.mm(dz, self.weight)
+            whole = isinstance(rows, slice)
+            part = torch.mm(dz, self.weight, out=self.d_hidden[rows] if whole else None)
+            if self.add_up is not None:  # while the weight's product is computed
+                self.adding.append((self.add_up(part), rows, part))
+            elif not whole:
+                self.d_hidden[rows] = part
         if self.d_bias is not None:
             self.d_bias += dz.sum(0, dtype=self.d_bias.dtype)
         if self.weight_sum is not None:
@@ -217,6 +221,10 @@ class HeadGradients:
 
     def found(self) -> list[Tensor | None]:
         """All three; those of weight and bias may have more bits than they."""
+        for work, rows, part in self.adding:
+            work.wait()
+            if not isinstance(rows, slice):
+                self.d_hidden[rows] = part
         total = None if self.weight_sum is None else self.weight_sum.total
         return [self.d_hidden, total, self.d_bias]
 

@@ -138,6 +138,18 @@ S1 = 7  # Σ e^d, with "label" at another temperature than 1
 Y_MARK = 8  # y of the mark; 0 where another part owns it
 PART = 9
 
+NOWHERE = 2**31 - 1  # as ARG: no column
+
+
+def as_bits(whole: Tensor, dtype: torch.dtype) -> Tensor:
+    """Integers of 32 bits as numbers of this dtype, bit for bit; only to be carried about."""
+    return whole.to(torch.int32 if dtype == torch.float32 else torch.int64).view(dtype)
+
+
+def of_bits(t: Tensor) -> Tensor:
+    """The integers again."""
+    return t.contiguous().view(torch.int32 if t.dtype == torch.float32 else torch.int64)
+
 
 class Coefficients(NamedTuple):
     """Of the one backward, at an upstream gradient of 1."""

@@ -20,7 +20,8 @@ from ._chunks import Chunk, Chunks, HeadGradients, Part, RowGradients, Rows, Ste
 from ._columns import Blocks, ColumnGradients, Room, back
 from ._contract import PRECISION
 from ._in_memory import heads_in_memory
-from ._loss import Node, RowLoss, Saved, one, refuse_second
+from ._loss import RowLoss, Saved, one
+from ._node import Node, refuse_second
 from ._partials import settled
 
 
@@ -106,7 +107,7 @@ class Total(Node):
         """The loss, the share of a row in its mean, and all gradients at an upstream of 1."""
         parts = _detached(source.parts)
         (flat, W, _), lead = parts, source.shape[:-1]
-        run, V = backend(flat), len(W)
+        run, V = source.backend(), len(W)
         mass = None
         if ctx.mean and loss.reading.class_weight is not None:
             mass = loss.mass(run, V, flat.dtype)
@@ -246,7 +247,7 @@ class Each(Node):
         ctx.needs = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
         ctx.others = [t.requires_grad for t in others]
         parts, lead = _detached((hidden, weight, bias)), source.shape[:-1]
-        run = backend(hidden)
+        run = source.backend()
         results: list[Tensor] = []
         ctx.known = []  # of the rows, chunk by chunk: what backward would read the logits for
         with dtypes_as_given(hidden.device), heads_in_memory(source, loss):
@@ -315,7 +316,7 @@ class Each(Node):
     def by_rows(ctx, given, source, loss, chunks, others) -> list:
         """Gradients of the parts, while others are filled."""
         parts, lead = _detached(source.parts), source.shape[:-1]
-        run = backend(parts[0])
+        run = source.backend()
         visits = chunks.logits(*parts, source.dtype)
         sums = HeadGradients(run, chunks, parts, ctx.needs, source.accumulate, source.main_grad)
         known = iter(ctx.known or ())

@@ -17,20 +17,22 @@ To a compiler, a dispatch mode or torch.func the same work is an operator (_ops.
 reduction plain PyTorch.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _call, _checks, _ops, eager
-from ._call import backend, mapped, under_transform
+from ._call import backend, under_transform
 from ._constants import made_once
 from ._contract import PRECISION, Coefficients, Reading, Statistics
+from ._node import Node, refuse_second
 
 Saved = tuple[Tensor | None, ...]
 
@@ -136,6 +138,10 @@ class RowLoss:
         """Gradients of `others`, for what multiplies each row's value: a number, or one a row."""
         return ()
 
+    def with_columns(self, cut: Callable[[Any], Any]) -> "RowLoss":
+        """The same loss over some columns: what it has of whole rows beside the logits, cut."""
+        return self
+
     def take(self, rows, lead: torch.Size) -> "RowLoss":
         """The same loss of some of its rows, whose shape is `lead`."""
         return self.with_tensors(
@@ -178,29 +184,47 @@ def evaluate(
     """The loss of the rows, weighted and reduced; for Read, the tuple of its statistics."""
     if hasattr(source, "evaluate"):
         return source.evaluate(loss, reduction, row_weight)
+    if source.__class__ is not Tensor and hasattr(source, "placements"):
+        return dtensor().evaluated(evaluate, source, loss, reduction, row_weight)
     if under_transform():
         return _traced(source, loss, reduction, row_weight)
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(source).tangent is not None:
         _checks.only_in_reverse()
     _call.values(loss, source.shape[-1])
+    return evaluate_on(backend(source), source, source.shape[-1], loss, reduction, row_weight)
+
+
+@functools.cache
+def dtensor() -> ModuleType:
+    from . import _dtensor  # late: it is built on this file
+
+    return _dtensor
+
+
+def evaluate_on(
+    run, x: Tensor, vocab: int, loss: RowLoss, reduction: str, row_weight: Tensor | None
+):
+    """The same by a backend, of logits that may be some columns of a vocabulary."""
     by_row = reduction == "none" or (row_weight is not None and row_weight.requires_grad)
     how = (None, None) if by_row else (row_weight, reduction)
     others = loss.others
-    if torch.is_grad_enabled() and (source.requires_grad or any(t.requires_grad for t in others)):
-        small = source.numel() <= SMALL and source.device.type in SMALL_ON
+    if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in others)):
+        small = x.numel() <= SMALL and x.device.type in SMALL_ON
         if loss.saves_gradient or (small and not by_row and not others):
-            outputs = _now(source, loss, *how)
+            outputs = _now(x, run, loss, *how)
         else:
-            outputs = _later(source, loss, *how, *others)
+            outputs = _later(x, run, loss, *how, *others)
     else:
-        outputs, _, _ = _forward(backend(source), source, loss, *how)
+        outputs, _, _ = _forward(run, x, loss, *how)
     if not by_row or loss.several:
         return outputs
-    return reduced(outputs, loss.reading, row_weight, _mass(loss, source, reduction), reduction)
+    mass = _mass(loss, x, reduction, vocab)
+    return reduced(outputs, loss.reading, row_weight, mass, reduction)
 
 
-def _mass(loss: RowLoss, x: Tensor, reduction: str) -> Tensor | None:
-    return loss.mass(eager, x.shape[-1], x.dtype) if reduction == "mean" else None
+def _mass(loss: RowLoss, x: Tensor, reduction: str, vocab: int | None = None) -> Tensor | None:
+    vocab = x.shape[-1] if vocab is None else vocab
+    return loss.mass(eager, vocab, x.dtype) if reduction == "mean" else None
 
 
 def reduced(
@@ -257,25 +281,12 @@ def scaled(
     return gradient.view(shape) * scale
 
 
-class Node(torch.autograd.Function):
-    """An autograd function that says in plain words what it cannot do."""
-
-    jvp = staticmethod(_checks.only_in_reverse)  # pyright: ignore
-
-    @staticmethod
-    def each_by_itself(upstream: Sequence[Tensor | None]) -> None:
-        """Raise where several upstream gradients come as one."""
-        for t in upstream:
-            if t is not None and mapped(t):
-                _checks.not_mapped()
-
-
 class _Now(Node):
     """The gradient is made in forward, for an upstream gradient of 1: backward only scales it."""
 
     @staticmethod
-    def forward(ctx, x, loss, row_weight, reduction):
-        run, factor = backend(x), None
+    def forward(ctx, x, run, loss, row_weight, reduction):
+        factor = None
         if loss.saves_gradient:
             total, factor, (gradient,) = _forward(run, x, loss, row_weight, reduction)
         else:
@@ -294,10 +305,10 @@ class _Now(Node):
         x, gradient, factor = ctx.saved_tensors
         # Autograd rounds it to the dtype of x.
         if not torch.is_grad_enabled():
-            return scaled(gradient, x.shape, upstream, factor), None, None, None
+            return scaled(gradient, x.shape, upstream, factor), None, None, None, None
         with torch.no_grad():
             found = scaled(gradient, x.shape, upstream, factor)
-        return *refuse_second((found,), (x, upstream)), None, None, None
+        return *refuse_second((found,), (x, upstream)), None, None, None, None
 
 
 class _Later(Node):
@@ -307,9 +318,9 @@ class _Later(Node):
     """
 
     @staticmethod
-    def forward(ctx, x, loss, row_weight, reduction, *others):
-        ctx.run = backend(x)
-        outputs, factor, saved = _forward(ctx.run, x, loss, row_weight, reduction)
+    def forward(ctx, x, run, loss, row_weight, reduction, *others):
+        ctx.run = run
+        outputs, factor, saved = _forward(run, x, loss, row_weight, reduction)
         tensors = loss.tensors
         read = tensors[: loss.reads]
         ctx.save_for_backward(x, factor, *read, *saved)
@@ -330,7 +341,7 @@ class _Later(Node):
             with torch.no_grad():
                 found, inputs = _Later.gradients(ctx, upstream)
             found = refuse_second(found, (*inputs, *upstream))
-        return found[0], None, None, None, *found[1:]
+        return found[0], None, None, None, None, *found[1:]
 
     @staticmethod
     def gradients(ctx, upstream) -> tuple[tuple, tuple]:
@@ -351,30 +362,6 @@ class _Later(Node):
 # PyTorch's own apply, without what it does for transforms of torch.func: those are elsewhere here.
 _now = super(torch.autograd.Function, _Now).apply  # pyright: ignore[reportAttributeAccessIssue]
 _later = super(torch.autograd.Function, _Later).apply  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
-    """The same gradients, as functions of `inputs` that cannot be differentiated, and say so."""
-    given = [t for t in gradients if t is not None]
-    needed = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
-    if not given or not needed:
-        return gradients
-    tied = iter(_Final.apply(len(given), *given, *needed))
-    return tuple(None if t is None else next(tied) for t in gradients)
-
-
-class _Final(torch.autograd.Function):
-    """Gradients that have none of their own."""
-
-    @staticmethod
-    def forward(ctx, count, *tensors):
-        return tuple(t.view_as(t) for t in tensors[:count])
-
-    @staticmethod
-    def backward(ctx, *_):
-        raise RuntimeError(
-            "logitless: a loss must not be differentiated twice; its backward has no gradient."
-        )
 
 
 def _traced(x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None):

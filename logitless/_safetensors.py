@@ -42,8 +42,21 @@ class Header(NamedTuple):
     start: int  # where in the file the tensors begin
 
 
-def write(path: str | os.PathLike, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Under another name first: a write that fails leaves what was at `path` as it was."""
+def buffer(t: Tensor) -> Any:
+    """The bytes of a contiguous tensor on the CPU, where they are, for as long as it lives."""
+    return (ctypes.c_char * (t.numel() * t.itemsize)).from_address(t.data_ptr())
+
+
+def write(
+    path: str | os.PathLike,
+    tensors: dict[str, Tensor],
+    metadata: dict[str, str],
+    durable: bool = False,
+) -> None:
+    """Under another name first: a write that fails leaves what was at `path` as it was.
+
+    One that is durable has reached the disk when it returns.
+    """
     # Wide types first, so that each tensor is aligned to its own.
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
     held = {name: tensors[name].detach().cpu().contiguous() for name in order}
@@ -62,10 +75,42 @@ def write(path: str | os.PathLike, tensors: dict[str, Tensor], metadata: dict[st
         with open(unfinished, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for t in held.values():
-                file.write((ctypes.c_char * (t.numel() * t.itemsize)).from_address(t.data_ptr()))
+                file.write(buffer(t))
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(unfinished, path)
+        if durable:
+            _sync(Path(path).parent)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """The names in a folder reach the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def mapped(path: str | os.PathLike, header: Header) -> dict[str, Tensor]:
+    """The tensors of a file whose header was found right, read from it when they are used.
+
+    They may be written to, which changes neither the file nor what others see of it.
+    """
+    size = header.start + max((entry.end for entry in header.entries.values()), default=0)
+    whole = torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)
+    found = {}
+    for name, (dtype, shape, begin, end) in header.entries.items():
+        if (header.start + begin) % dtype.itemsize:
+            _refuse(path, f"have {name!r} at a multiple of {dtype.itemsize} bytes", str(begin))
+        part = whole[header.start + begin : header.start + end]
+        found[name] = (
+            part.view(dtype).view(shape) if end > begin else torch.empty(shape, dtype=dtype)
+        )
+    return found
 
 
 def read(path: str | os.PathLike, header: Header) -> dict[str, Tensor]:

@@ -133,6 +133,9 @@ def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
         if how.get("logits_dtype") is None:
             return nn.functional.linear(*parts)
         return LinearLogits(*parts, **how).materialize()
+    if hasattr(hidden, "placements") and hasattr(module.weight, "placements"):
+        # Of a head that ColwiseParallel shards, each rank makes its columns: a DTensor of logits.
+        return nn.functional.linear(*parts)
     source = LinearLogits(*parts, **how)  # which checks them, and casts as autocast says
     return Made.apply(*source.parts, how, module)  # pyright: ignore[reportReturnType]
 

@@ -11,20 +11,33 @@ from torch import Tensor
 
 from . import _call, _checks
 from ._call import backend, under_transform
-from ._loss import Node, RowLoss, evaluate, reduced
+from ._loss import RowLoss, dtensor, evaluate, reduced
+from ._node import Node
 
 
 def evaluate_in_place(
     source, loss: RowLoss, reduction: str = "none", row_weight: Tensor | None = None
 ) -> Tensor:
     """evaluate(...), leaving the gradient of the logits in their memory if one is wanted."""
-    wanted = not hasattr(source, "evaluate") and torch.is_grad_enabled() and source.requires_grad
-    if not wanted or under_transform():
+    if hasattr(source, "evaluate_in_place"):
+        return source.evaluate_in_place(loss, reduction, row_weight)
+    if hasattr(source, "evaluate"):
+        return evaluate(source, loss, reduction, row_weight)
+    if hasattr(source, "placements"):
+        return dtensor().evaluated(evaluate_in_place, source, loss, reduction, row_weight)
+    if not torch.is_grad_enabled() or not source.requires_grad or under_transform():
         return evaluate(source, loss, reduction, row_weight)
     _call.values(loss, source.shape[-1])
-    owner, guarded = _owner(source)
-    _checks.overwritable(source, owner)
-    value, *_ = _InPlace.apply(owner, row_weight, source.shape, loss, reduction, guarded)
+    return overwrite_on(backend(source), source, loss, reduction, row_weight)
+
+
+def overwrite_on(
+    run, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
+) -> Tensor:
+    """The same by a backend, of logits that may be some columns of a vocabulary."""
+    owner, guarded = _owner(x)
+    _checks.overwritable(x, owner)
+    value, *_ = _InPlace.apply(owner, row_weight, run, x.shape, loss, reduction, guarded)
     return value
 
 
@@ -43,9 +56,9 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
 
 class _InPlace(Node):
     @staticmethod
-    def forward(ctx, owner, row_weight, shape, loss, reduction, guarded):
+    def forward(ctx, owner, row_weight, run, shape, loss, reduction, guarded):
         logits = owner.detach().view(shape) if guarded else owner.detach()
-        run, mean = backend(logits), reduction == "mean"
+        mean = reduction == "mean"
         mass = loss.mass(run, shape[-1], logits.dtype) if mean else None
         # fp16 cannot hold the gradient of a mean, p / rows: keep the sum's, and divide in backward.
         late = mean and logits.dtype == torch.float16
@@ -86,7 +99,7 @@ class _InPlace(Node):
             )
         gradient, mark = ctx.saved_tensors  # raises if this is the second backward
         if upstream is None:
-            return (None,) * 6
+            return (None,) * 7
         if upstream.dim():  # 0 · inf is not 0
             upstream = torch.where(mark == ctx.ignore_index, 0.0, upstream)
         gradient = gradient.detach()
@@ -94,4 +107,4 @@ class _InPlace(Node):
         scale = upstream if ctx.share is None else upstream * ctx.share
         ctx.run.scale_(gradient.view(ctx.shape), scale)
         torch.autograd.graph.increment_version(gradient)
-        return gradient, d_weight, *(None,) * 4
+        return gradient, d_weight, *(None,) * 5

@@ -27,7 +27,8 @@ from ._contract import Reading
 from ._head import Each, Total, dtypes_as_given
 from ._in_memory import in_memory
 from ._lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split
-from ._loss import Node, RowLoss, evaluate, reduced
+from ._loss import RowLoss, evaluate, reduced
+from ._node import Node
 from ._recipe import Recipe, versions
 from .linear import Teacher
 

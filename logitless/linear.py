@@ -7,6 +7,9 @@ has the two autograd nodes that do the work, and _cut.py says what is computed a
 Nothing here knows a loss: a RowLoss (_loss.py) says what is done with the logits of a chunk.
 """
 
+import inspect
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
@@ -17,6 +20,7 @@ from ._chunks import Chunks, Rows, product
 from ._contract import PRECISION
 from ._cut import Work, choose
 from ._head import Each, Total, autocasts, dtypes_as_given
+from ._joined import Columns
 from ._loss import RowLoss, reduced
 
 
@@ -24,8 +28,8 @@ class LinearLogits(AsTensor):
     """hidden (..., D) @ weight (V, D).T + bias (V,), as logits (..., V) of any loss here.
 
     workspace bounds the bytes of logits alive at once (a teacher's come on top); None is 1 GiB on a
-    GPU, 64 MiB on a CPU. A smaller one saves memory, and costs time: a GPU computes whole rows
-    where many fit, and where few do, some columns of all rows.
+    GPU, 64 MiB on a CPU, half as much again with logits_dtype. A smaller one saves memory, and
+    costs time: a GPU computes whole rows where many fit, and where few do, some columns of all.
 
     logits_dtype=torch.float32 keeps the sums of a GEMM over 16-bit numbers as they are, where
     logits would be rounded to 16 bits: log-probabilities are hundreds of times more exact. Their
@@ -45,10 +49,21 @@ class LinearLogits(AsTensor):
     waits for the GPU once, while the GPU goes on; drop_ignored=False never waits, as a CUDA graph
     must not, and they cost as much as the others.
 
+    A weight that is a DTensor, sharded by rows, makes it a VocabShard, with hidden states that are
+    a DTensor on the same mesh.
+
     PyTorch's own functions, methods and indexing take it as a tensor that is made when needed.
 
     >>> loss = cross_entropy(LinearLogits(hidden, head.weight), target)
     """
+
+    def __new__(cls, *args, **how) -> "LinearLogits":
+        weight = args[1] if len(args) > 1 else how.get("weight")
+        if weight.__class__ is not Tensor and hasattr(weight, "placements"):
+            from ._dtensor import head_of  # late: it is built on this file
+
+            return head_of(*args, **how)  # pyright: ignore[reportReturnType]
+        return object.__new__(cls)
 
     @_call.named()
     def __init__(
@@ -73,6 +88,7 @@ class LinearLogits(AsTensor):
         self.workspace, self.accumulate, self.drop_ignored = workspace, accumulate, drop_ignored
         self.main_grad, self.logits_dtype = main_grad, logits_dtype
         self.module: torch.nn.Module | None = None  # whose weight it is, where that may be freed
+        self.columns: Columns | None = None  # which of a vocabulary's, where ranks share one
         self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
         self.dtype, self.device = logits_dtype or hidden.dtype, hidden.device
         self.requires_grad = any(t is not None and t.requires_grad for t in self.parts)
@@ -113,7 +129,7 @@ class LinearLogits(AsTensor):
         """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
         if mapped(self.hidden) or mapped(self.weight):
             _checks.not_mapped()
-        run = backend(self.hidden)
+        run = self.backend()
         empty = torch.empty((0, self.shape[-1]), device=self.device, dtype=self.dtype)
         found = [run.topk(empty, k, temperature, softcap)]  # their form, were there no rows
         with torch.no_grad(), dtypes_as_given(self.device):
@@ -132,8 +148,13 @@ class LinearLogits(AsTensor):
         own, wide = self.hidden.dtype, self.dtype
         keeps = keeps and own == wide and own != torch.float16 and self.accumulate != "fp32"
         vocab, width = self.weight.shape
+        if self.columns is not None:  # ranks cut alike, and whole rows of theirs
+            vocab, merges = self.columns.widest, False
         rows = self.shape[:-1].numel()
         return Work(rows, vocab, width, own.itemsize, own != wide, merges, gemms, sums, keeps)
+
+    def backend(self) -> "ModuleType | Columns":
+        return backend(self.hidden) if self.columns is None else self.columns
 
     def chunks(self, live: Tensor | None, work: Work) -> Chunks:
         kind = self.device.type
@@ -144,6 +165,10 @@ class LinearLogits(AsTensor):
 
     def __repr__(self) -> str:
         return f"LinearLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+# Which help() and editors show: to Python, __new__ says what a class takes.
+LinearLogits.__signature__ = inspect.signature(object.__new__(LinearLogits).__init__)  # pyright: ignore
 
 
 class Teacher(LinearLogits):

@@ -39,6 +39,9 @@ class Dense(RowLoss):
         pair = self.pair._replace(teacher=tensors[4])
         return super().with_tensors(tensors, pair=pair, **changed)
 
+    def with_columns(self, cut):
+        return self.with_tensors((*self.reading[:4], cut(self.pair.teacher)))
+
     def of_scaled(self, scale, softcap):
         loss, teacher = super().of_scaled(scale, softcap), self.pair.teacher
         if loss is None or scale == 1 or self.pair.kind == "soft":

@@ -179,6 +179,8 @@ def launches_of(v: Variant):
                 kernels.topk(x, 64, 1.0, None)
             if v == Variant(BF16):
                 launch_sums(x)
+        if v in (Variant(BF16), Variant(BF16, 50257, K=8, softcap=30.0, everything=True)):
+            launch_shard(x, reading)
     return launches
 
 
@@ -244,6 +246,15 @@ def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
     span = config.pair_shared(x.shape[1], x.element_size()).span
     with mock.patch.object(pair_jsd, "_parts", return_value=config.ceil_div(x.shape[1], span)):
         kernels.pair_read(x, reading, Pair(x, "jsd", 0.5))
+
+
+def launch_shard(x: torch.Tensor, reading: Reading) -> None:
+    """What only some columns of each row need."""
+    part = reading._replace(wants=tuple({*reading.wants} - {"tail"}))
+    kernels.finish(kernels.partial(x, part, 100), part, 2 * x.shape[1])
+    for kind in ("forward", "reverse", "jsd", "soft"):
+        kernels.pair_partial(x, reading, Pair(x, kind, 0.5))
+    kernels.pair_read(x, reading, Pair(x, "jsd", 0.5), torch.zeros(2, PAIR_STATE))
 
 
 def launch_sums(dz: torch.Tensor) -> None:

@@ -10,7 +10,17 @@ from sizes import ON_GPU
 from triton.runtime.interpreter import GridExecutor
 
 import logitless as ll
-from logitless import _call, _checks, _model_checks, _options, _safetensors, _target_checks
+from logitless import (
+    _call,
+    _checks,
+    _head_checks,
+    _model_checks,
+    _options,
+    _safetensors,
+    _shard_checks,
+    _target_checks,
+)
+from logitless.store import _rules
 
 X = torch.zeros(2, 3, 5)
 T = torch.zeros(2, 3, dtype=torch.int64)
@@ -482,7 +492,8 @@ class TestCheck:
 
 def test_every_check_is_reached():
     """Each rule of the files that hold them is broken in some test."""
-    files = (_checks, _model_checks, _options, _safetensors, _target_checks)
+    files = (_checks, _head_checks, _model_checks, _options, _safetensors, _shard_checks)
+    files += (_target_checks, _rules)
     source = "".join(Path(file.__file__).read_text() for file in files)
     rules = re.findall(r" must ([a-z][a-z ,\-]*[a-z])", source)
     here = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))

@@ -184,7 +184,7 @@ MADE = {
         z * 0.3, torch.linspace(-1, 1, z.numel()).to(z).view(z.shape), direction="forward"
     ),
     "a teacher of log p": lambda z, t: ll.kl_div(
-        z, z.detach().flip(0).log_softmax(-1), direction="forward"
+        z, (1.5 * z.detach().flip(0)).log_softmax(-1), direction="forward"
     ),
 }
 

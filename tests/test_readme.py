@@ -29,7 +29,8 @@ def tables():
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/heads.md"])
-def test_its_python_runs(page):
+def test_its_python_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert len(blocks) >= 2
     names: dict = {}

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import logitless
 
-COMMANDS = ("demo", "bench", "doctor")
+COMMANDS = ("demo", "bench", "doctor", "scale", "teacher")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -207,6 +207,16 @@ CHECKS = (
         "cross_entropy, every option", softcap=5.0, temperature=0.7, z_loss=1e-3
     ),
     cross_entropy("cross_entropy, in place", inplace=True),
+    Check(
+        "VocabShard",
+        lambda x, ids, _: ll.cross_entropy(ll.VocabShard(x, vocab=x.shape[1]), ids),
+        lambda x, ids, _: F.cross_entropy(x, ids),
+    ),
+    Check(
+        "global_mean",
+        lambda x, ids, _: ll.global_mean(ll.cross_entropy(x, ids, reduction="sum"), len(ids)),
+        lambda x, ids, _: F.cross_entropy(x, ids),
+    ),
     Check("linear_cross_entropy", over_a_head, naive_over_a_head),
     Check("linear_cross_entropy, columns", by_columns, naive_over_a_head),
     Check("linear_cross_entropy, fp32", in_fp32, naive_over_a_head),

@@ -1,10 +1,11 @@
 """The kernels' contracts in plain PyTorch: the CPU path, and fp64 anywhere."""
 
 from .gather import gather, gather_gradient
-from .pair import pair_gradient, pair_read
+from .gradient import gradient
+from .pair import merge_pairs, pair_finish, pair_gradient, pair_partial, pair_read
 from .plain import can_accumulate, can_one_pass, plain, reduce, scale_
 from .slots import slots
-from .stats import finish, gradient, merge, partial, read
+from .stats import finish, merge, outside, partial, read
 from .topk import topk
 
 __all__ = [
@@ -15,7 +16,11 @@ __all__ = [
     "gather_gradient",
     "gradient",
     "merge",
+    "merge_pairs",
+    "outside",
+    "pair_finish",
     "pair_gradient",
+    "pair_partial",
     "pair_read",
     "partial",
     "plain",

@@ -8,7 +8,7 @@ and a mean, here in nats.
 import torch
 from torch import Tensor
 
-from .._contract import PAIR_STATE, Pair, Reading
+from .._contract import PAIR_STATE, PRECISION, Pair, Reading
 from .rows import (
     by_row,
     capped,
@@ -61,53 +61,118 @@ def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor,
     return -big * (w * share * a + mu * log_mu), q, torch.where(more, 0.0, -a) - log_mu
 
 
-def pair_read(x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
+def pair_read(
+    x: Tensor,  # (..., V)
+    reading: Reading,
+    pair: Pair,
+    norms: Tensor | None = None,  # (N, PAIR_STATE), where "jsd" knows those of whole rows
+) -> tuple[Tensor, Tensor]:
     """The loss of each row, (...), and what its gradient needs, (N, PAIR_STATE)."""
+    found = _each(x, reading, pair, 1 + PAIR_STATE, norms, _compare)
+    # Cloned, for a view that an autograd function returns may not be written to by its user.
+    return found[:, 0].reshape(x.shape[:-1]).clone(), found[:, 1:].clone()
+
+
+def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
+    """(N, PAIR_STATE) of some columns: max and s of the student, of the teacher, and a sum."""
+    return _each(x, reading, pair, PAIR_STATE, None, lambda *given: _sums(*given)[0])
+
+
+def _each(x: Tensor, reading: Reading, pair: Pair, width: int, norms, work) -> Tensor:
+    """What `work` finds of a few rows at a time, (N, width); 0 of ignored ones."""
     flat, other = (t.reshape(-1, x.shape[-1]) for t in (x, pair.teacher))
     live = live_rows(reading)
-    state = capped(flat[:, :1], None)[0].new_zeros((flat.shape[0], PAIR_STATE))
-    loss = torch.zeros_like(state[:, :1])
-    inv_t = inverse_temperature(reading, loss)
+    found = torch.zeros((len(flat), width), dtype=PRECISION[x.dtype], device=x.device)
+    inv_t = inverse_temperature(reading, found[:, :1])
     for rows in chunks(flat, live, _PARTS.get(pair.kind, 1)):
         rate = None if inv_t is None else inv_t[rows]
         y, _ = capped(flat[rows], reading.softcap)
-        loss[rows], state[rows] = _compare(y, other[rows].to(y.dtype), rate, reading, pair)
-    if live is not None:
-        loss.masked_fill_(~live[:, None], 0)
-        state.masked_fill_(~live[:, None], 0)
-    # Cloned, for a view that an autograd function returns may not be written to by its user.
-    return loss.view(x.shape[:-1]).clone(), state
+        known = None if norms is None else norms[rows]
+        found[rows] = work(y, other[rows].to(y.dtype), rate, reading, pair, known)
+    return found if live is None else found.masked_fill_(~live[:, None], 0)
 
 
-def _compare(y, t, rate, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
-    """Loss (N, 1) and state (N, PAIR_STATE) of some rows."""
-    shift_q = max_of(y)
+def _sums(y, t, rate, reading: Reading, pair: Pair, norms) -> tuple[Tensor, Tensor, Tensor]:
+    """The partial state of some rows, (N, PAIR_STATE), and d of student and teacher."""
+    kind, shift_q = pair.kind, max_of(y) if norms is None else norms[:, :1]
     d_q = centred(y, shift_q, rate)
-    e_q = d_q.exp()
-    s_q = e_q.sum(1, keepdim=True)
-    shift_p = mean = torch.zeros_like(s_q)
-    if pair.kind == "soft":
+    if kind == "soft":
         v = _target(t, reading.class_weight, pair.blend)
         s_p = v.sum(1, keepdim=True)
-        value = s_p * s_q.log() - _expected(v, d_q)
-        return value, torch.cat((shift_q, s_q, shift_p, s_p, mean), 1)
-    shift_p = max_of(t)
-    d_p = centred(t, shift_p, rate)
-    e_p = d_p.exp()
-    s_p = e_p.sum(1, keepdim=True)
-    if pair.kind == "forward":
-        value = _expected(e_p, d_p - d_q) / s_p + (s_q / s_p).log()
-    elif pair.kind == "reverse":
-        mean = _expected(e_q, d_q - d_p) / s_q
-        value = mean + (s_p / s_q).log()
-    else:
-        log_q, log_p = _log(s_q), _log(s_p)
+        found = (y.amax(1, keepdim=True), d_q.exp().sum(1, keepdim=True), torch.zeros_like(s_p))
+        return torch.cat((*found, s_p, -_expected(v, d_q)), 1), d_q, d_q
+    d_p = centred(t, max_of(t) if norms is None else norms[:, 2:3], rate)
+    if norms is not None:
+        return norms, d_q, d_p
+    e_q, e_p = d_q.exp(), d_p.exp()
+    s_q, s_p = e_q.sum(1, keepdim=True), e_p.sum(1, keepdim=True)
+    c = torch.zeros_like(s_q)
+    if kind != "jsd":
+        c = _expected(e_p, d_p - d_q) if kind == "forward" else _expected(e_q, d_q - d_p)
+    m_q, m_p = y.amax(1, keepdim=True), t.amax(1, keepdim=True)
+    return torch.cat((m_q, s_q, m_p, s_p, c), 1), d_q, d_p
+
+
+def _compare(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
+    """Loss and state of some rows, (N, 1 + PAIR_STATE)."""
+    part, d_q, d_p = _sums(y, t, rate, reading, pair, norms)
+    value, state = pair_finish(part, pair.kind)
+    if pair.kind == "jsd":
+        log_q, log_p = _log(state[:, 1:2]), _log(state[:, 3:4])
         terms, q, log_q_m = _mixture(d_q - log_q, d_p - log_p, pair.blend)
-        mean = (q * log_q_m).sum(1, keepdim=True)
         # A row without a distribution, or with a NaN, has no divergence: 0 · inf is NaN.
-        value = terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p)
-    value = torch.where(value < 0, 0.0, value)  # by rounding; a NaN stays
+        value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
+        state[:, 4:] = (q * log_q_m).sum(1, keepdim=True)
+    return torch.cat((value, state), 1)
+
+
+def pair_finish(part: Tensor, kind: str, inv_t: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Loss (N, 1) and state (N, PAIR_STATE) of whole rows; of "jsd", the state but for the mean.
+
+    inv_t (N, 1), one over the temperature, is for the kernels' sake.
+    """
+    m_q, s_q, m_p, s_p, c = part.split(1, 1)
+    shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))
+    mean = value = torch.zeros_like(c)
+    if kind == "soft":
+        value = s_p * s_q.log() + c
+    elif kind == "forward":
+        value = _positive(c / s_p + (s_q / s_p).log())
+    elif kind == "reverse":
+        mean = c / s_q
+        value = _positive(mean + (s_p / s_q).log())
     return value, torch.cat((shift_q, s_q, shift_p, s_p, mean), 1)
+
+
+def _positive(value: Tensor) -> Tensor:
+    """Not negative by rounding; a NaN stays."""
+    return torch.where(value < 0, 0.0, value)
+
+
+def merge_pairs(
+    parts: Tensor,  # (parts, N, PAIR_STATE)
+    kind: str,
+    inv_t: Tensor | None,  # (N, 1)
+) -> Tensor:
+    """The partial states of the columns of each row as one, (N, PAIR_STATE)."""
+    m_q, s_q, m_p, s_p, c = parts.unbind(-1)
+    rate = 1.0 if inv_t is None else inv_t[:, 0]
+    top_q, top_p = m_q.amax(0), m_p.amax(0)
+    moved_q, moved_p = _moved(m_q, top_q) * rate, _moved(m_p, top_p) * rate
+    scale_q, scale_p = moved_q.exp(), moved_p.exp()
+    if kind == "soft":
+        c = c - torch.where(s_p == 0, 0.0, moved_q * s_p)
+    elif kind == "forward":
+        c = torch.where(scale_p == 0, 0.0, c * scale_p + s_p * ((moved_p - moved_q) * scale_p))
+    elif kind == "reverse":
+        c = torch.where(scale_q == 0, 0.0, c * scale_q + s_q * ((moved_q - moved_p) * scale_q))
+    s_q, s_p = s_q * scale_q, s_p * (1.0 if kind == "soft" else scale_p)
+    return torch.stack((top_q, s_q.sum(0), top_p, s_p.sum(0), c.sum(0)), 1)
+
+
+def _moved(m: Tensor, top: Tensor) -> Tensor:
+    """How far the max of a part is below that of the row; 0 of an empty part."""
+    return torch.where((m == top) | (m == -torch.inf), 0.0, m - top).clamp_min(-1e38)
 
 
 def pair_gradient(

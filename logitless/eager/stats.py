@@ -1,7 +1,7 @@
-"""Row statistics and their gradient in plain PyTorch, a few rows at a time.
+"""Row statistics in plain PyTorch, a few rows at a time.
 
-The same contract as the kernels' read, partial, finish and gradient, with the working set kept in
-a CPU's cache. The formulas are those of _contract.py.
+The same contract as the kernels' read, partial, merge and finish, with the working set kept in a
+CPU's cache. The formulas are those of _contract.py.
 """
 
 from collections.abc import Sequence
@@ -10,31 +10,19 @@ import torch
 from torch import Tensor
 
 from .. import _contract as fields
-from .._contract import PRECISION, Coefficients, Partials, Reading, Statistics
+from .._contract import PRECISION, Partials, Reading, Statistics
 from .rows import (
-    by_row,
     capped,
     centred,
     chunks,
-    fill_ignored,
-    give,
     inverse_temperature,
     is_bad,
-    lift_of,
     live_rows,
     locate,
     max_of,
+    needs_no_centring,
     own_columns,
-    written_to,
 )
-
-
-def _needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
-    """Whether e^y itself is safe: no overflow, nothing lost, and a pass over the logits saved.
-
-    Asks for values, so only a CPU is asked.
-    """
-    return inv_t is None and m.device.type == "cpu" and bool(m.abs().max() < 30)
 
 
 class _Sums:
@@ -81,7 +69,7 @@ def _add_rows(sums: _Sums, flat: Tensor, rows, reading: Reading, inv_t: Tensor |
     if "label" in wants and inv_t is not None:
         sums.s1[rows] = (y - m).exp_().sum(1, keepdim=True)
     more = {"entropy", "total", "log_total", "tail"} & set(wants)
-    if not more and _needs_no_centring(m, inv_t):
+    if not more and needs_no_centring(m, inv_t):
         own = y.dtype != flat.dtype or reading.softcap is not None  # not a view of the logits
         sums.s[rows] = torch.exp(y, out=y if own else None).sum(1, keepdim=True) * (-m).exp()
         return
@@ -90,12 +78,31 @@ def _add_rows(sums: _Sums, flat: Tensor, rows, reading: Reading, inv_t: Tensor |
         sums.c[rows] = _weighted_sum(d if "log_total" in wants else y, reading.class_weight)
     if "tail" in wants:
         at, inside = sums.ids
-        columns = own_columns(at[rows], inside[rows])
-        sums.rest[rows] = d.scatter(1, columns, -torch.inf).logsumexp(1, keepdim=True)
+        sums.rest[rows] = _rest(d, at[rows], inside[rows])
     e = d.exp() if "entropy" in wants else d.exp_()
     if "entropy" in wants:
         sums.w[rows] = torch.where(e > 0, d.mul_(e), 0.0).sum(1, keepdim=True)
     sums.s[rows] = e.sum(1, keepdim=True)
+
+
+def _rest(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
+    """log Σ e^d over the columns that are not among the ids, (N, 1)."""
+    columns = own_columns(at, inside)
+    left = torch.where(inside.any(1, keepdim=True), -torch.inf, d.gather(1, columns))
+    return d.scatter(1, columns, left).logsumexp(1, keepdim=True)
+
+
+def outside(x: Tensor, reading: Reading, found: Statistics) -> Tensor:
+    """log of the mass outside reading.ids, (...), of rows whose state is known."""
+    flat = x.reshape(-1, x.shape[-1])
+    rest = torch.zeros_like(found.state[:, :1])
+    inv_t, (at, inside) = inverse_temperature(reading, rest), locate(reading.ids, *flat.shape)
+    shift, log_s = (found.state[:, i : i + 1] for i in (fields.SHIFT, fields.LOG_S))
+    for rows in chunks(flat, live_rows(reading)):
+        y, _ = capped(flat[rows], reading.softcap)
+        d = centred(y, shift[rows], None if inv_t is None else inv_t[rows])
+        rest[rows] = _rest(d, at[rows], inside[rows]) - log_s[rows]
+    return rest.view(x.shape[:-1])
 
 
 def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
@@ -229,10 +236,15 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     return Partials(merged, picked)
 
 
-def finish(parts: Partials, reading: Reading, vocab: int) -> Statistics:
-    """Statistics of whole rows from their parts, wherever those were computed."""
+def finish(
+    parts: Partials, reading: Reading, vocab: int, shape: tuple[int, ...] | None = None
+) -> Statistics:
+    """Statistics of whole rows from their parts, wherever those were computed.
+
+    shape is (...), the rows'; where it is None, that of the reading's tensors, or (N,).
+    """
     state = parts.state
-    shape = _lead(reading, state)
+    shape = _lead(reading, state) if shape is None else shape
     sums = _Sums(state[:, 0, :1].expand(-1, max(vocab, 1)), reading)
     inv_t = inverse_temperature(reading, sums.shift)
     m_parts, s_parts = state[..., fields.M], state[..., fields.S]
@@ -265,135 +277,3 @@ def _lead(reading: Reading, state: Tensor) -> torch.Size:
     if reading.ids is not None:
         return reading.ids.shape[:-1]
     return state.shape[:1] if reading.mark is None else reading.mark.shape
-
-
-class _Terms:
-    """What the columns of a row share in its gradient: coefficients (N, 1), settled and scaled."""
-
-    def __init__(
-        self, x: Tensor, reading: Reading, state, given: Coefficients, upstream, factor,
-        start: int, vocab: int,
-    ):  # fmt: skip
-        rows, V = state.shape[0], x.shape[-1]
-        has = given.has
-        column = state[:, :1]
-        # A row of -inf has no distribution: p = 0, and nothing flows.
-        self.dead = state[:, fields.LOG_S : fields.LOG_S + 1] == -torch.inf
-        self.shift = torch.where(self.dead, torch.inf, column)
-        self.log_s = torch.where(self.dead, 0.0, state[:, fields.LOG_S : fields.LOG_S + 1])
-        self.log_s1 = state[:, fields.LOG_S1 : fields.LOG_S1 + 1]
-        self.inv_t = inverse_temperature(reading, column)
-        gain = by_row(upstream, rows) * by_row(factor, rows)
-        values = (given.rows.expand(rows, fields.COEFFICIENTS) * gain).to(state.dtype)
-
-        def field(name: str) -> Tensor | None:
-            at = fields.FIELDS.index(name)
-            return torch.where(self.dead, 0.0, values[:, at : at + 1]) if name in has else None
-
-        self.a, self.b, self.g_total = field("a"), field("b"), field("total")
-        self.a_ids, self.g_mark, self.d_label = field("a_ids"), field("mark"), field("label")
-        self.g_ids = None
-        if given.ids is not None:
-            self.g_ids = torch.where(self.dead, 0.0, (given.ids * gain).to(state.dtype))
-        self.a = torch.zeros_like(self.shift) if self.a is None else self.a
-        self.label_apart = self.d_label is not None and self.inv_t is not None
-        self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
-        if self.d_label is not None and not self.label_apart:  # one more id at this temperature
-            outside = self.d_label if self.lift is None else self.d_label * self.lift.exp()
-            self.a = self.a - outside
-            self.a_ids = None if self.a_ids is None else self.a_ids - self.d_label
-        self._settle_bad(reading, rows, V, start, vocab)
-        if self.inv_t is not None:
-            for name in ("a", "b", "g_total", "a_ids", "g_mark", "g_ids"):
-                t = getattr(self, name)
-                setattr(self, name, None if t is None else t * self.inv_t)
-
-    def _settle_bad(self, reading: Reading, rows: int, V: int, start: int, vocab: int) -> None:
-        """A bad id has no gradient to give: the whole row says so."""
-        bad = None
-        if self.g_mark is not None or self.d_label is not None:
-            bad = ~locate(reading.mark, rows, vocab)[1]
-            self.mark, self.marked = locate(reading.mark - start, rows, V)
-            if self.g_mark is not None:
-                self.g_mark = torch.where(self.marked, self.g_mark, 0.0)
-        if self.g_ids is not None or self.a_ids is not None:
-            ours = is_bad(reading.ids, locate(reading.ids, rows, vocab)[1])
-            self.ids, self.inside = locate(reading.ids.clamp_min(-1) - start, rows, V)
-            bad = ours if bad is None else bad | ours
-            if self.g_ids is not None:
-                self.g_ids = torch.where(self.inside, self.g_ids, 0.0)
-        assert self.a is not None
-        if bad is not None:
-            self.a = torch.where(bad, torch.nan, self.a)
-            if self.a_ids is not None:
-                self.a_ids = torch.where(bad, torch.nan, self.a_ids)
-
-    @property
-    def only_a(self) -> bool:
-        """Whether each column but those of ids and totals is p times one number."""
-        return self.b is None and self.a_ids is None and not self.label_apart
-
-
-def gradient(
-    x: Tensor,  # (..., V)
-    reading: Reading,
-    state: Tensor,  # (N, STATE)
-    coefficients: Coefficients,
-    upstream: Tensor,  # () or one a row
-    factor: Tensor | None = None,  # () or one a row
-    into: Tensor | None = None,  # (..., V), written to; x itself if in place
-    part: tuple[int, int] | None = None,  # x is columns from the first on, of so many
-) -> Tensor:
-    """The gradient of the logits, (..., V) in their dtype, or in that of `into`."""
-    flat = x.reshape(-1, x.shape[-1])
-    dx, into = written_to(x, into)
-    live = live_rows(reading)
-    start, vocab = part or (0, x.shape[-1])
-    terms = _Terms(x, reading, state, coefficients, upstream, factor, start, vocab)
-    fill_ignored(dx, live, before=True)
-    for rows in chunks(flat, live):
-        y, slope = capped(flat[rows], reading.softcap)
-        direct = dx[rows] if isinstance(rows, slice) and dx.dtype == y.dtype else None
-        dy = _dy(terms, y, rows, direct, own=y.dtype != flat.dtype or reading.softcap is not None)
-        if terms.g_total is not None:
-            weight = reading.class_weight
-            v = 1.0 if weight is None else weight[start : start + x.shape[-1]]
-            dy += terms.g_total[rows] * v
-        if terms.g_mark is not None:
-            dy.scatter_add_(1, terms.mark[rows], terms.g_mark[rows])
-        if terms.g_ids is not None:
-            dy.scatter_add_(1, terms.ids[rows], terms.g_ids[rows])
-        if slope is not None:
-            dy *= slope
-        if dy is not direct:
-            dx[rows] = dy.to(dx.dtype)
-    fill_ignored(dx, live, before=False)
-    return give(dx, into)
-
-
-def _dy(terms: _Terms, y: Tensor, rows, direct: Tensor | None, own: bool) -> Tensor:
-    """p (a + b log p) of some rows, and what a label at temperature 1 adds."""
-    shift, inv_t = terms.shift[rows], None if terms.inv_t is None else terms.inv_t[rows]
-    inv_s, a = (-terms.log_s[rows]).exp(), terms.a[rows]
-    if terms.only_a and _needs_no_centring(shift, inv_t):
-        dy = torch.exp(y, out=y if own else direct).mul_(a * inv_s * (-shift).exp())
-    elif terms.only_a:
-        dy = centred(y, shift, inv_t, out=direct).exp_().mul_(a * inv_s)
-    else:
-        d = centred(y, shift, inv_t)
-        p = d.exp() * inv_s
-        if terms.a_ids is None:
-            dy = p * a
-        else:
-            dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)  # outside the ids
-            columns = own_columns(terms.ids[rows], terms.inside[rows])
-            dy.scatter_(1, columns, (p * terms.a_ids[rows]).gather(1, columns))
-        if terms.b is not None:
-            dy += torch.where(p > 0, p * (d - terms.log_s[rows]), 0.0) * terms.b[rows]
-        if terms.label_apart:
-            p1 = (y - shift - terms.log_s1[rows]).exp_()
-            dy -= torch.where(terms.dead[rows], 0.0, p1 * terms.d_label[rows])
-    if terms.d_label is not None:
-        d_label = torch.where(terms.marked[rows], terms.d_label[rows], 0.0)
-        dy.scatter_add_(1, terms.mark[rows], d_label)
-    return dy

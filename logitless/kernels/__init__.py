@@ -10,7 +10,8 @@ from .slots import slots
 # After those above, whose modules these import.
 from .accumulate import accumulate, can_accumulate, exponents  # isort: skip
 from .pair_gradient import pair_gradient  # isort: skip
-from .pair_read import pair_read  # isort: skip
+from .pair_read import pair_finish, pair_partial, pair_read  # isort: skip
+from .tail import outside  # isort: skip
 from .topk import topk  # isort: skip
 
 __all__ = [
@@ -24,7 +25,10 @@ __all__ = [
     "gradient",
     "merge",
     "one_pass",
+    "outside",
+    "pair_finish",
     "pair_gradient",
+    "pair_partial",
     "pair_read",
     "partial",
     "plain",

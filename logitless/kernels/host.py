@@ -157,7 +157,8 @@ def gradient(
         plan.launch(x, mark, weight, state, coefs, upstream, factor, into, *last)
         return into
     if plan.reads_ids:
-        ids = ids.contiguous() if part is None else _ids_in(ids, x.shape[-1], *part)
+        ids = ids.contiguous()
+        ids = ids if part is None else _ids_in(ids, x.shape[-1], *part)
         if g_ids is not None:
             g_ids = g_ids.contiguous()
             if "tail" not in reading.wants:

@@ -29,6 +29,7 @@ from .pair_state import (
     elements_to,
     extend,
     fresh_state,
+    load_state,
     save_state,
     student,
     sum_lanes,
@@ -57,7 +58,7 @@ class Second(NamedTuple):
 
 
 @triton.jit
-def _fold_norms(state, both, start, offs, mask):
+def fold_norms(state, both, start, offs, mask):
     """The first sweep: max and sum of either row."""
     m_q, moved_q, _, e_q = extend(state.m_q, student(both, start + offs, mask), both.rate)
     m_p, moved_p, _, e_p = extend(state.m_p, teacher(both, start + offs, mask), both.rate)
@@ -99,11 +100,11 @@ def _divergence(of_q, of_p, s_q, s_p, blend):
 @triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["MARK", "temperature"])
 def _jsd_kernel(
     X, T, MARK,  # inputs
-    VALUE, STATE,  # outputs
+    VALUE, STATE,  # outputs; where norms are KNOWN, STATE has them
     temperature,  # a number, or a pointer to one a row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
     softcap, blend, ignore_index,  # options
-    ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+    KNOWN: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program a row, for rows short enough that no two need share one."""
     row = tl.program_id(0)
@@ -119,9 +120,12 @@ def _jsd_kernel(
     PACK: tl.constexpr = pack_of(X)
     head, body = split_row(elements_to(Xrow), V, 0, PACK, ALIGNED)
     both = Both(Xrow, Trow, None, 0, V, rate, softcap, blend)
-    norms = sum_lanes(walk_both(
-        _fold_norms, fresh_state(BLOCK_V), both, head, body, 0, V, ALIGNED, T_ALIGNED, BLOCK_V
-    ))  # fmt: skip
+    if KNOWN:
+        norms = load_state(STATE, row)
+    else:
+        norms = sum_lanes(walk_both(
+            fold_norms, fresh_state(BLOCK_V), both, head, body, 0, V, ALIGNED, T_ALIGNED, BLOCK_V
+        ))  # fmt: skip
     shift_q, s_q, shift_p, s_p = finite(norms.m_q), norms.s_q, finite(norms.m_p), norms.s_p
     mean, of_p = _second_sweep(
         shift_q, s_q, shift_p, s_p, both, head, body, 0, V, ALIGNED, T_ALIGNED, BLOCK_V
@@ -156,7 +160,7 @@ def _jsd_part_kernel(
     head, body = split_row(elements_to(Xrow), V, 0, PACK, ALIGNED)
     both = Both(Xrow, Trow, None, 0, V, rate, softcap, blend)
     norms = sum_lanes(walk_both(
-        _fold_norms, fresh_state(BLOCK_V), both, head, body, lo, lo + SPAN,
+        fold_norms, fresh_state(BLOCK_V), both, head, body, lo, lo + SPAN,
         ALIGNED, T_ALIGNED, BLOCK_V,
     ))  # fmt: skip
     at = WORDS + row.to(tl.int64) * 2 * parts
@@ -200,13 +204,13 @@ def _jsd_sum_kernel(
 
 def read_jsd(
     x: Tensor, rows: Rows, teacher: Tensor, t_rows: Rows, mark: Tensor | None,
-    value: Tensor, state: Tensor, reading: Reading, beta: float,
+    value: Tensor, state: Tensor, reading: Reading, beta: float, known: bool = False,
 ) -> None:  # fmt: skip
-    """Write the value and the state of each row."""
+    """Write the value and the state of each row; of the state, the mean, if the rest is known."""
     tensor, number = temperature_of(reading)
     options = reading.softcap, safe_beta(beta), None if mark is None else reading.ignore_index
     parts = _parts(x)
-    if parts > 1:
+    if parts > 1 and not known:
         cut = config.pair_shared(rows.vocab, rows.itemsize)
         words = torch.zeros((rows.count, 2, parts), device=x.device, dtype=torch.int64)
         sums = torch.empty((rows.count, parts, 2), device=x.device, dtype=torch.float32)
@@ -214,7 +218,7 @@ def read_jsd(
         first(x, teacher, mark, state, sums, words, *tensor)
         second(sums, mark, value, state)
     else:
-        run = _plan(rows, t_rows, number, options, config.pair_forward(rows.vocab))
+        run = _plan(rows, t_rows, number, options, known, config.pair_forward(rows.vocab))
         run(x, teacher, mark, value, state, *tensor)
 
 
@@ -225,13 +229,15 @@ def _parts(x: Tensor) -> int:
 
 
 @functools.lru_cache(REMEMBERED)
-def _plan(rows: Rows, t_rows: Rows, number: tuple, options: tuple, cut: config.Config) -> Launch:
+def _plan(
+    rows: Rows, t_rows: Rows, number: tuple, options: tuple, known: bool, cut: config.Config
+) -> Launch:
     """One program a row."""
     return Launch(
         _jsd_kernel, (rows.count,),
         (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
-        num_warps=cut.num_warps, ALIGNED=rows.aligned, T_ALIGNED=t_rows.aligned_like(rows),
-        BLOCK_V=cut.block_v,
+        num_warps=cut.num_warps, KNOWN=known, ALIGNED=rows.aligned,
+        T_ALIGNED=t_rows.aligned_like(rows), BLOCK_V=cut.block_v,
     )  # fmt: skip
 
 

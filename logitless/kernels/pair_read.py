@@ -18,11 +18,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .._contract import PAIR_STATE, Pair, Reading
+from ..eager.pair import pair_finish as finish_in_torch
 from . import config
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import LOG2E, finite, inverse_temperature
-from .pair_jsd import read_jsd
+from .pair_jsd import fold_norms, read_jsd
 from .pair_state import (
     Both,
     PairState,
@@ -86,17 +87,19 @@ def _pair_read_kernel(
     softcap, blend, ignore_index,  # options
     KIND: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program a row. Without VALUE, the row is some columns: its state is not finished."""
     row = tl.program_id(0)
     if ignore_index is not None:
         if tl.load(MARK + row) == ignore_index:
-            tl.store(VALUE + row, 0.0)
+            if VALUE is not None:
+                tl.store(VALUE + row, 0.0)
             save_state(STATE, row, 0.0, 0.0, 0.0, 0.0, 0.0)
             return
 
     fold: tl.constexpr = (
-        _fold_forward if KIND == "forward" else _fold_reverse if KIND == "reverse" else _fold_soft
-    )
+        _fold_forward if KIND == "forward" else _fold_reverse if KIND == "reverse"
+        else fold_norms if KIND == "jsd" else _fold_soft
+    )  # fmt: skip
     Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
     Trow = T + row_offset(row, rows_t, stride_tb, stride_tt)
     inv_t = inverse_temperature(temperature, row)
@@ -106,38 +109,71 @@ def _pair_read_kernel(
     found = sum_lanes(walk_both(
         fold, fresh_state(BLOCK_V), both, head, body, 0, V, ALIGNED, T_ALIGNED, BLOCK_V
     ))  # fmt: skip
-    mean = 0.0
-    if KIND == "soft":
-        value = found.c * inv_t + found.s_p * tl.log(found.s_q)
+    if VALUE is None:
+        save_state(STATE, row, found.m_q, found.s_q, found.m_p, found.s_p, found.c * inv_t)
     else:
-        if KIND == "forward":
-            value = found.c / found.s_p * inv_t + tl.log(found.s_q / found.s_p)
+        mean = 0.0
+        if KIND == "soft":
+            value = found.c * inv_t + found.s_p * tl.log(found.s_q)
         else:
-            mean = found.c / found.s_q
-            value = mean * inv_t + tl.log(found.s_p / found.s_q)
-        value = tl.where(value < 0, 0.0, value)  # by rounding; a NaN stays
-    tl.store(VALUE + row, value)
-    save_state(STATE, row, finite(found.m_q), found.s_q, finite(found.m_p), found.s_p, mean)
+            if KIND == "forward":
+                value = found.c / found.s_p * inv_t + tl.log(found.s_q / found.s_p)
+            else:
+                mean = found.c / found.s_q
+                value = mean * inv_t + tl.log(found.s_p / found.s_q)
+            value = tl.where(value < 0, 0.0, value)  # by rounding; a NaN stays
+        tl.store(VALUE + row, value)
+        save_state(STATE, row, finite(found.m_q), found.s_q, finite(found.m_p), found.s_p, mean)
 
 
-def pair_read(x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
+def pair_read(
+    x: Tensor,  # (..., V)
+    reading: Reading,
+    pair: Pair,
+    norms: Tensor | None = None,  # (N, PAIR_STATE), where "jsd" knows those of whole rows
+) -> tuple[Tensor, Tensor]:
     """The loss of each row of the student, (...), and its state, (N, PAIR_STATE)."""
     value = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
     state = torch.empty((value.numel(), PAIR_STATE), device=x.device, dtype=torch.float32)
     if value.numel() == 0:
         return value, state
+    if pair.kind != "jsd":
+        _read(x, reading, pair, value, state)
+        return value, state
+    if norms is not None:
+        state.copy_(norms)
     mark = None if reading.ignore_index is None else contiguous(reading.mark)
     x, rows, teacher, t_rows = rows_of_both(x, pair.teacher)
-    if pair.kind == "jsd":
-        read_jsd(x, rows, teacher, t_rows, mark, value, state, reading, pair.blend)
-        return value, state
+    read_jsd(x, rows, teacher, t_rows, mark, value, state, reading, pair.blend, norms is not None)
+    return value, state
+
+
+def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
+    """(N, PAIR_STATE) of some columns: max and s of the student, of the teacher, and a sum."""
+    rows = x.shape[:-1].numel()
+    state = torch.empty((rows, PAIR_STATE), device=x.device, dtype=torch.float32)
+    if rows:
+        _read(x, reading, pair, None, state)
+    return state
+
+
+def pair_finish(part: Tensor, kind: str, inv_t: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Loss (N, 1) and state (N, PAIR_STATE) of whole rows; of "jsd", the state but for the mean."""
+    value, state = finish_in_torch(part, kind, inv_t)
+    if inv_t is not None:  # the gradient's mean is one of y, not of z
+        state[:, 4:] /= inv_t
+    return value, state
+
+
+def _read(x: Tensor, reading: Reading, pair: Pair, value: Tensor | None, state: Tensor) -> None:
+    mark = None if reading.ignore_index is None else contiguous(reading.mark)
+    x, rows, teacher, t_rows = rows_of_both(x, pair.teacher)
     tensor, number = temperature_of(reading)
     run = _plan(
         rows, t_rows, number, reading.softcap, pair.blend, reading.ignore_index, pair.kind,
         config.pair_forward(rows.vocab),
     )  # fmt: skip
     run(x, teacher, aligned(reading.class_weight), mark, value, state, *tensor)
-    return value, state
 
 
 @functools.lru_cache(REMEMBERED)

@@ -41,6 +41,7 @@ MAX_HELD = 512  # ids of a row that one program has in registers
 class _Constants:
     """What the kernel is compiled for."""
 
+    has: tuple[str, ...]  # which coefficients there are, and "second"
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
     same: bool  # X starts as far from one as DX
     held: bool  # in place: the ids' logits are loaded before they are overwritten
@@ -175,9 +176,10 @@ def _spans_kernel(
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, K,  # sizes
     start, vocab,  # columns before these, and in all; None where these are all. IDS are of these
     softcap, ignore_index,  # options
-    HAS: tl.constexpr, CONSTANTS: tl.constexpr,
+    CONSTANTS: tl.constexpr,
 ):  # fmt: skip
     """One program a (row, span): its columns, then the mark and the ids that are there."""
+    HAS: tl.constexpr = field(CONSTANTS, "has")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     HELD: tl.constexpr = field(CONSTANTS, "held")
     SPAN: tl.constexpr = field(CONSTANTS, "span")
@@ -256,9 +258,9 @@ def spans_launch(
             *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab, K,
             *part, softcap, ignore_index,
         ),
-        num_warps=cut.num_warps, HAS=(*has, "second") if second else has,
+        num_warps=cut.num_warps,
         CONSTANTS=_Constants(
-            d_rows.aligned, rows.aligned_like(d_rows), held, *steps,
-            span, cut.block_v, block_k,
+            (*has, "second") if second else has, d_rows.aligned, rows.aligned_like(d_rows), held,
+            *steps, span, cut.block_v, block_k,
         ),
     )  # fmt: skip

@@ -19,7 +19,7 @@ STATE_WIDTH = tl.constexpr(_contract.STATE)
 SHIFT = tl.constexpr(_contract.SHIFT)
 LOG_S = tl.constexpr(_contract.LOG_S)
 LOG_S1 = tl.constexpr(_contract.LOG_S1)
-NOWHERE = tl.constexpr(2**31 - 1)  # a column that is none
+NOWHERE = tl.constexpr(_contract.NOWHERE)  # a column that is none
 
 
 class State(NamedTuple):

@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract
-from .._contract import Reading
+from .._contract import Reading, Statistics
 from . import config
 from .launch import REMEMBERED, Launch
-from .layout import Rows, row_offset
+from .layout import Rows, row_offset, rows_of
 from .numerics import INF, LOG2E, NO_ID, capped, finite, inverse_temperature, load, move
 from .repeats import COMPARED, STATE_REPEATS, are_repeated, load_ids
 from .state import LOG_S, SHIFT, STATE_WIDTH, is_live, load_mark
@@ -183,6 +183,12 @@ def write_tail(
     else:
         plan(*tensors, temperature.contiguous())
     return tail
+
+
+def outside(x: Tensor, reading: Reading, found: Statistics) -> Tensor:
+    """log of the mass outside reading.ids, (...), of rows whose state and log p are known."""
+    x, rows = rows_of(x)
+    return write_tail(x, rows, reading, found.state, found.logprob, x.shape[:-1])
 
 
 @functools.lru_cache(REMEMBERED)

@@ -16,7 +16,7 @@ from logitless.kernels import config
 from .arguments import OUT_OF_RANGE
 from .case import Case
 from .functions import BAD_LOGITS, FUNCTIONS, UNKNOWN
-from .sources import SOURCES, TENSORS, Given, given
+from .sources import SHARDS, SOURCES, TENSORS, Given, Shards, given
 
 # An error is measured against the largest number of a result, or against 1 (an upstream gradient is
 # about 1). Ours may be twice PyTorch's own, in fp32 for 16 bits, and a few roundings more. In fp64,
@@ -64,7 +64,7 @@ def check(case: Case) -> None:
         return
     other = run(case, case.source, case.impl)
     assert not isinstance(other, Refusal), f"{case.source}, {case.impl}: refused: {other}"
-    if case.source not in TENSORS:
+    if case.source not in TENSORS + SHARDS:
         wanted = wanted._replace(gradients=through_head(wanted.gradients, given(case), case))
     agree(other, wanted, f"{case.source}, {case.impl}")
 
@@ -78,7 +78,10 @@ def run(case: Case, source: str, impl: str) -> Outcome | Refusal:
     leaves |= wants_gradients(how)
     try:
         with by(impl, case.seed):
-            results = named(function.call(logits, **how))
+            if isinstance(logits, Shards):
+                results = named(logits.call(function.call, how))
+            else:
+                results = named(function.call(logits, **how))
     except Exception as error:
         if case.bad is None:
             raise

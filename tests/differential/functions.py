@@ -18,7 +18,7 @@ import logitless as ll
 from . import arguments as args
 from . import teachers
 from .arguments import Argument
-from .sources import TENSORS
+from .sources import SHARDS, SOURCES, TENSORS
 
 UNKNOWN = -(2**60)  # of a class that rounding decides
 
@@ -272,7 +272,9 @@ FUNCTIONS: dict[str, Function] = {
     "jsd": Function(ll.jsd, jsd, JSD),
     "soft_cross_entropy": Function(ll.soft_cross_entropy, oracle.soft_cross_entropy, SOFT),
     "topk_distill": Function(call_distill, distill, DISTILL),
-    "gathered_kl": Function(ll.gathered_kl, gathered_kl, GATHERED),
+    "gathered_kl": Function(
+        ll.gathered_kl, gathered_kl, GATHERED, tuple(s for s in SOURCES if s not in SHARDS)
+    ),
     "capture_topk": Function(ll.capture_topk, topk, TOPK),
     "SparseTargets": Function(
         lambda x, **how: sparse(**how), lambda x, **how: how, TARGETS, TENSORS[:1]
@@ -298,6 +300,8 @@ FUNCTIONS: dict[str, Function] = {
 
 NOT_LOSSES = {  # public, and not called on logits: what they are tested by instead
     "LinearLogits": "a source",
+    "VocabShard": "a source",
+    "global_mean": "of several processes: tests/test_shard_ranks.py",
     "nn.FusedHead": "a source",
     "Partial": "what partial returns",
     "RowStats": "what row_stats returns",
@@ -306,6 +310,7 @@ NOT_LOSSES = {  # public, and not called on logits: what they are tested by inst
     "fuse": "of a model: tests/test_fuse.py; its logits are those of nn.FusedHead",
     "unfuse": "of a model: tests/test_fuse.py",
     "lazy_logits": "of fused heads: tests/test_lazy.py",
+    "store": "targets on disk: tests/test_store.py",
     "nn": "its modules are named one by one",
 }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from ranks import on_ranks
 from sizes import DEVICE
 from torch import Tensor
 
@@ -89,7 +90,7 @@ def logits_of(case: Case) -> tuple[str, ...]:
     """The sources that can have the values of a case."""
     values, exact = VALUES[case.values], case.dtype in ("float32", "float64")
     if values.dense is not None or (values.wide and not exact):
-        return TENSORS
+        return (*TENSORS, *SHARDS)
     return tuple(SOURCES)
 
 
@@ -122,6 +123,68 @@ def _by_columns(g: Given):
         Cut(2, 8) if work.merges else Cut(2), work.rows, live if DEVICE == "cpu" else None
     )
     return head, leaves
+
+
+class Shards:
+    """Logits (..., V) in parts, one for each of several ranks that are threads."""
+
+    def __init__(self, leaf: Tensor, widths: tuple[int, ...]):
+        self.leaf, self.widths = leaf, widths
+
+    def call(self, function: Callable, how: dict[str, Any]) -> Any:
+        """What all ranks return, as one result that depends on all of them."""
+        parts = [part.clone() for part in self.leaf.split(self.widths, -1)]
+
+        def work(ranks):
+            own = how if ranks.index == 0 else {name: _copied_leaves(t) for name, t in how.items()}
+            return function(ll.VocabShard(parts[ranks.index], ranks), **own)
+
+        found = on_ranks(len(parts), work)
+        if isinstance(found[0], Tensor):
+            return _Joined.apply(*found)
+        fields = found[0]._asdict() if hasattr(found[0], "_asdict") else vars(found[0])
+        return {
+            name: None if t is None else _Joined.apply(*(getattr(one, name) for one in found))
+            for name, t in fields.items()
+        }
+
+
+def _copied_leaves(t: Any) -> Any:
+    """The same with leaves of its own: each rank has the whole gradient of what is not sharded."""
+    if isinstance(t, (list, tuple)):
+        return type(t)(map(_copied_leaves, t))
+    wanted = isinstance(t, Tensor) and t.requires_grad
+    return t.detach().clone().requires_grad_() if wanted else t
+
+
+class _Joined(torch.autograd.Function):
+    """The first of several results that are the same, whose gradient goes to all."""
+
+    @staticmethod
+    def forward(ctx, *results):
+        ctx.count = len(results)
+        for t in results[1:]:
+            same = (t == results[0]) | (t.isnan() & results[0].isnan())
+            assert same.all(), "ranks differ"
+        if not results[0].is_floating_point():
+            ctx.mark_non_differentiable(results[0])
+        return results[0].clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return (upstream,) * ctx.count
+
+
+def _shards(*shares: int) -> Callable[[Given], tuple[Any, dict]]:
+    """Ranks with so many parts of the vocabulary each; the last has the rest."""
+
+    def source(g: Given):
+        V, part = g.logits.shape[-1], g.logits.shape[-1] // (sum(shares) + 1)
+        widths = tuple(share * part for share in shares)
+        leaf = g.logits.clone().requires_grad_(g.logits.is_floating_point())
+        return Shards(leaf, (*widths, V - sum(widths))), {"logits": leaf}
+
+    return source
 
 
 def _fused_head(g: Given):
@@ -168,5 +231,8 @@ SOURCES: dict[str, Callable[[Given], tuple[Any, dict[str, Tensor]]]] = {
     "head, fp32 sums": _head(2, accumulate="fp32"),
     "head, by columns": _by_columns,
     "nn.FusedHead": _fused_head,
+    "shards, two": _shards(1),
+    "shards, uneven and empty": _shards(2, 0, 1),
 }
 TENSORS = tuple(name for name in SOURCES if name.startswith("tensor"))
+SHARDS = tuple(name for name in SOURCES if name.startswith("shards"))

@@ -1,15 +1,10 @@
-"""`logitless demo`: one small transformer, trained twice, alike in everything but its loss.
+"""A text that every Python brings along, and a transformer small enough to read it anywhere.
 
-Two learners start from one seed and see the same batches; one uses PyTorch's cross-entropy, the
-other ours. They take turns step by step, so whatever slows the machine down slows both alike. What
-is left between their curves is the rounding of the two losses.
-
-The text is one that every Python brings along: the sources of its own standard library.
+The text is the sources of the standard library, in tokens that are words with their space.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import sysconfig
 import time
@@ -22,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import logitless as ll
-from logitless.cli import chosen_device, require
 from logitless.cli._memory import extra_memory
+from logitless.cli._progress import bar
 
 VOCAB = 32_768
 UNKNOWN = 0
@@ -55,39 +49,6 @@ SCALES = {
 }
 
 
-def add_parser(subparsers) -> None:
-    parser = subparsers.add_parser(
-        "demo",
-        help="train a small model with PyTorch's loss and with ours: same curve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--steps", type=int, default=300, help="default: 300")
-    parser.add_argument("--device", choices=tuple(SCALES), help="default: a GPU where there is one")
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    parser.add_argument("--out", type=Path, default=Path("logitless-demo.png"), help="the plot")
-
-
-def run(args: argparse.Namespace) -> None:
-    require("demo", "rich", "matplotlib")
-    if args.steps < 1:
-        raise SystemExit(f"--steps must be at least 1, got {args.steps}")
-    device = chosen_device(args.device)
-    scale = SCALES[device]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-
-    ids = encode(read_sources(MAX_CHARS))
-    learners = [
-        Learner("PyTorch", F.cross_entropy, scale, device, args.seed),
-        Learner("logitless", ll.cross_entropy, scale, device, args.seed),
-    ]
-    memory = [loss_memory(learner.loss, scale.loss_rows, device) for learner in learners]
-    train_with_progress(learners, draw_batches(ids, scale, device, args.seed), args.steps)
-    show_table(learners, memory, scale, device)
-    save_plot(learners, args.out)
-    print(f"plot: {args.out}")
-
-
 # Text
 
 
@@ -102,12 +63,16 @@ def read_sources(limit: int) -> str:
     return "".join(pieces)[:limit]
 
 
-def encode(text: str) -> Tensor:
-    """Token ids of a text, (T,), in a vocabulary of its own most frequent tokens and UNKNOWN."""
-    tokens = TOKEN.findall(text)
-    frequent = Counter(tokens).most_common(VOCAB - 1)
-    index = {token: i for i, (token, _) in enumerate(frequent, start=UNKNOWN + 1)}
-    return torch.tensor([index.get(token, UNKNOWN) for token in tokens])
+def vocabulary(text: str, size: int = VOCAB) -> list[str]:
+    """The most frequent tokens of a text, by their ids; UNKNOWN is all others."""
+    return ["?"] + [token for token, _ in Counter(TOKEN.findall(text)).most_common(size - 1)]
+
+
+def encode(text: str, words: list[str] | None = None) -> Tensor:
+    """Token ids of a text, (T,), in a vocabulary: by default its own."""
+    words = vocabulary(text) if words is None else words
+    index = {token: i for i, token in enumerate(words) if i != UNKNOWN}
+    return torch.tensor([index.get(token, UNKNOWN) for token in TOKEN.findall(text)])
 
 
 def draw_batches(ids: Tensor, scale: Scale, device: str, seed: int) -> Iterator[Batch]:
@@ -126,9 +91,9 @@ def draw_batches(ids: Tensor, scale: Scale, device: str, seed: int) -> Iterator[
 class Transformer(nn.Module):
     """A causal decoder whose head is its embedding."""
 
-    def __init__(self, scale: Scale):
+    def __init__(self, scale: Scale, vocab: int = VOCAB):
         super().__init__()
-        self.token = nn.Embedding(VOCAB, scale.width)
+        self.token = nn.Embedding(vocab, scale.width)
         self.place = nn.Parameter(0.2 * torch.randn(scale.context, scale.width))
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(
@@ -147,6 +112,8 @@ class Transformer(nn.Module):
         # well conditioned training is chaotic: it amplifies rounding until the curves part.
         self.gain = scale.width**0.5
         nn.init.normal_(self.token.weight, std=1 / self.gain)
+        self.head = nn.Linear(scale.width, vocab, bias=False, device="meta")
+        self.head.weight = self.token.weight
 
     def hidden(self, tokens: Tensor) -> Tensor:
         """Tokens (batch, context) to hidden states (batch, context, width)."""
@@ -158,8 +125,8 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (batch, context) to logits (batch, context, VOCAB)."""
-        return F.linear(self.hidden(tokens), self.token.weight)
+        """Tokens (batch, context) to logits (batch, context, vocabulary)."""
+        return self.head(self.hidden(tokens))
 
 
 class Learner:
@@ -207,63 +174,8 @@ def loss_memory(loss: Loss, rows: int, device: str) -> int:
     return extra_memory(device, logits, lambda z: loss(z, target).backward())
 
 
-# What is shown
-
-
 def train_with_progress(learners: list[Learner], batches: Iterator[Batch], steps: int) -> None:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as progress:
-        bar = progress.add_task("", total=steps)
-        for done in train(learners, batches, steps):
+    with bar("training", steps) as advance:
+        for _ in train(learners, batches, steps):
             losses = "  ".join(f"{learner.name} {learner.curve[-1]:.4f}" for learner in learners)
-            progress.update(bar, completed=done, description=losses)
-
-
-def show_table(learners: list[Learner], memory: list[int], scale: Scale, device: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    tokens = scale.batch * scale.context
-    table = Table("", title=f"{len(learners[0].curve)} steps of {tokens:,} tokens on {device}")
-    for learner in learners:
-        table.add_column(learner.name, justify="right")
-    table.add_row("final loss", *(f"{learner.curve[-1]:.6f}" for learner in learners))
-    table.add_row("largest difference of the curves", "", f"{largest_difference(learners):.1e}")
-    table.add_row("training time", *(f"{learner.seconds:.1f} s" for learner in learners))
-    table.add_row(
-        f"peak memory of the loss, beyond its\nlogits of {scale.loss_rows:,} × {VOCAB:,} fp32",
-        *(f"{bytes_ / 2**20:,.1f} MiB" for bytes_ in memory),
-    )
-    Console().print(table)
-
-
-def save_plot(learners: list[Learner], out: Path) -> None:
-    """Both curves above, their difference below."""
-    from matplotlib.figure import Figure
-
-    theirs, ours = learners
-    steps = range(1, len(ours.curve) + 1)
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    above.plot(steps, theirs.curve, color="0.7", linewidth=4, label=theirs.name)
-    above.plot(steps, ours.curve, color="C0", linewidth=1, label=ours.name)
-    above.set(ylabel="cross-entropy, nats a token", title="One model, one seed, two losses")
-    above.legend()
-    below.plot(steps, [b - a for a, b in zip(theirs.curve, ours.curve, strict=True)], color="C3")
-    below.set(xlabel="step", ylabel=f"{ours.name} - {theirs.name}")
-    below.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    figure.savefig(out, format="png", dpi=150)
+            advance(1, losses)

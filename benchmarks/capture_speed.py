@@ -1,0 +1,114 @@
+"""How fast a teacher is captured into a store, beside its forward alone.
+
+    python -m benchmarks.capture_speed --out FOLDER
+
+A random Llama of the 1B class, V = 128,256, bf16, on documents of random tokens: the forward with
+its hidden states alone, the forward with whole logits, and `ll.store.capture` with K = 64 into a
+store on disk, which is verified and compared with `capture_topk` of whole logits first. Writes
+capture-speed.md; the aim is 80 % of the forward's speed. Needs transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import logitless as ll
+from logitless.cli import _machine
+
+AIM = 0.8
+
+
+def teacher(small: bool, device: str) -> LlamaForCausalLM:
+    sizes = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192}
+    sizes |= {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+    if small:  # to try the script without a GPU
+        sizes |= {"vocab_size": 2000, "hidden_size": 64, "intermediate_size": 128}
+        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    dtype = torch.float32 if small else torch.bfloat16
+    with torch.device(device):
+        return LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype).eval()
+
+
+def seconds(device: str, run) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    run()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="a folder")
+    parser.add_argument("--batches", type=int, default=24)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--small", action="store_true", help="a tiny teacher, for a CPU")
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = teacher(args.small, device)
+    vocab = model.config.vocab_size
+    shape = (args.batches, args.batch, args.context)
+    batches = list(torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(1)))
+
+    @torch.no_grad()
+    def hidden_states() -> None:
+        for batch in batches:
+            model.model(batch.to(device))
+
+    @torch.no_grad()
+    def whole_logits() -> None:
+        for batch in batches:
+            model(batch.to(device))
+
+    with tempfile.TemporaryDirectory() as folder:
+
+        def capture(name: str, some=batches) -> None:
+            with ll.store.Writer(Path(folder) / name, vocab_size=vocab, k=64) as writer:
+                ll.store.capture(model, some, writer)
+
+        capture("warm", batches[:2])
+        check(model, Path(folder) / "warm", batches[0])
+        hidden_states()
+        times = {
+            "hidden states alone": seconds(device, hidden_states),
+            "whole logits": seconds(device, whole_logits),
+            "ll.store.capture, K = 64": seconds(device, lambda: capture("store")),
+        }
+        assert ll.store.Store(Path(folder) / "store").verify()
+    tokens = args.batches * args.batch * args.context
+    lines = ["| | tokens/s | of the forward with whole logits |", "|---|---|---|"]
+    for name, spent in times.items():
+        share = times["whole logits"] / spent
+        lines.append(f"| {name} | {tokens / spent:,.0f} | {share:.0%} |")
+    about = (
+        f"{_machine.device(device)['name']}, torch {torch.__version__}, commit {_machine.commit()}"
+    )
+    text = f"# Capturing a teacher\n\n{about}; {tokens:,} tokens, V = {vocab:,}; aim {AIM:.0%}.\n\n"
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "capture-speed.md").write_text(text + "\n".join(lines) + "\n")
+    print(text + "\n".join(lines))
+
+
+@torch.no_grad()
+def check(model: LlamaForCausalLM, path: Path, batch: torch.Tensor) -> None:
+    """The first document as it would be captured from whole logits, in both their roundings."""
+    store = ll.store.Store(path)
+    _, got = store[store.find(batch[0])]
+    want = ll.capture_topk(model(batch[:1].to(model.device)).logits, 64)[0].to("cpu")
+    near = (got.logprobs[:, 0] - want.logprobs[:, 0]).abs().mean()
+    assert near < 0.05, near
+    assert (got.tail - want.tail).abs().mean() < 0.05
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""DTensors as logits, and as the weight of a head: what they are on this rank.
+
+Sharded on the vocabulary they are a VocabShard, replicated a plain tensor; gradients come back as
+DTensors of the same placements. Whatever else a DTensor may be is refused by name.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import _checks
+from . import _shard_checks as _rules
+from ._loss import RowLoss
+from .linear import LinearLogits
+from .parallel import VocabShard
+
+
+def source_of(x) -> VocabShard | Tensor:
+    """DTensor logits as this rank has them: its columns, or the whole."""
+    _checks.placed("logits", x, x.dim() - 1)
+    sharded = [dim for dim, placement in enumerate(x.placements) if not placement.is_replicate()]
+    if not sharded:
+        return x.to_local()
+    return VocabShard(x.to_local(), x.device_mesh.get_group(sharded[0]), vocab=x.shape[-1])
+
+
+def evaluated(evaluate: Callable, x, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+    """evaluate(...) of DTensor logits; what is beside them is plain, or a DTensor too."""
+
+    def run():
+        here = source_of(x)
+
+        def teacher_of(t):
+            if not hasattr(t, "placements"):
+                return t
+            return source_of(t) if isinstance(here, VocabShard) else t.full_tensor()
+
+        tensors = [*map(_whole, loss.tensors[:4]), *loss.tensors[4:]]
+        own = loss.with_tensors(tensors).with_columns(teacher_of)
+        return evaluate(here, own, reduction, _whole(row_weight))
+
+    if torch.compiler.is_compiling():  # torch.compile breaks the graph here
+        return torch.compiler.disable(run)()  # pyright: ignore[reportCallIssue]
+    return run()
+
+
+def _whole(t: Tensor | None) -> Tensor | None:
+    if not hasattr(t, "placements"):
+        return t
+    _rules.replicated(t)
+    return t.to_local()  # pyright: ignore
+
+
+def head_of(hidden, weight, bias=None, **how) -> VocabShard:
+    """A LinearLogits of DTensors, weight and bias sharded on the vocabulary."""
+    from torch.distributed.tensor import Partial, Replicate  # late: it takes half a second
+
+    _rules.head_placements(hidden, weight, bias)
+    mesh = weight.device_mesh
+    (dim,) = [i for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    tokens = not hidden.placements[dim].is_replicate()
+    if tokens:  # gathered here; what goes back is each rank's part of the gradient
+        placements = list(hidden.placements)
+        placements[dim] = Replicate()
+        hidden = hidden.redistribute(mesh, placements)
+        placements[dim] = Partial()
+        hidden = hidden.to_local(grad_placements=placements)
+    else:
+        hidden = hidden.to_local()
+    bias = None if bias is None else bias.to_local()
+    head = LinearLogits(hidden, weight.to_local(), bias, **how)
+    shard = VocabShard(head, mesh.get_group(dim), vocab=weight.shape[0])
+    shard.adds_up = not tokens
+    return shard

@@ -1,0 +1,262 @@
+"""Losses of rows of which only some columns are here: partial, join, finish.
+
+`Columns` stands where a backend stands. It has the backend's functions, so that every RowLoss runs
+on it as it is: whatever reads rows computes the partial state of the columns at hand, joins it with
+the states of the other columns, and finishes; every gradient is the backend's own, with the state
+of whole rows. How states are joined, by ranks that gather them or otherwise, is for the one who
+makes it to say.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _contract as contract
+from . import eager
+from ._contract import NO_ID, PAIR_STATE, PRECISION, Pair, Partials, Reading, Statistics
+from .eager.rows import capped, inverse_temperature, live_rows
+
+BAD = -1  # an id that is none, where NO_ID is one of other columns
+
+
+class Columns:
+    """A backend for the columns [start, start + width) of a vocabulary.
+
+    join(t) gives (parts, N, F): the numbers t (N, F) of each part of the vocabulary, the same in
+    whatever part it is called. Each function here that reads logits calls it once, JSD twice.
+    """
+
+    def __init__(
+        self,
+        run: ModuleType,
+        start: int,
+        width: int,
+        vocab: int,
+        join: Callable[[Tensor], Tensor],
+        widest: int = 0,  # width of the widest part
+        add_up: Callable[[Tensor], Any] | None = None,  # begins to add t of all parts into t
+    ):
+        self.run, self.join, self.add_up = run, join, add_up
+        self.start, self.width, self.vocab, self.widest = start, width, vocab, widest
+
+    def __getattr__(self, name: str):
+        """What knows no columns is the backend's own: slots, reduce, scale_."""
+        return getattr(self.run, name)
+
+    def can_one_pass(self, x: Tensor, mean: bool = False) -> bool:
+        """No: the gradient waits for the other columns."""
+        return False
+
+    def plain(self, statistics: Statistics, reading: Reading, vocab: int, *options):
+        return self.run.plain(statistics, reading, self.vocab, *options)
+
+    def read(self, x: Tensor, reading: Reading) -> Statistics:
+        """The statistics of whole rows, of x (..., width) and all other columns."""
+        lead, wants = x.shape[:-1], reading.wants
+        part = self._partial(x, reading)
+        fields, K = fields_of(reading), 0 if part.picked is None else part.picked.shape[1]
+        sent = [part.state[:, 0, field, None] for field in fields]
+        sent += [part.picked] if K else []
+        sent += [self._tail(x, reading, part)] if "tail" in wants else []
+        got = self.join(torch.cat(sent, 1))
+        state = got.new_zeros((*got.shape[:2], contract.PART))
+        for i, field in enumerate(fields):
+            state[..., field] = got[..., i]
+        rest = got[..., len(fields) :]
+        picked = rest[..., :K].sum(0) if K else part.picked  # 0 of all but one
+        without = reading._replace(wants=tuple(name for name in wants if name != "tail"))
+        whole = Partials(state.transpose(0, 1), picked)
+        found = self.run.finish(whole, without, self.vocab, lead)
+        if "tail" in wants:
+            tail = self._joined_tail(rest[..., K:], reading, found)
+            found.state[:, contract.TAIL] = tail
+            found = found._replace(tail=tail.view(lead).clone())
+        return found
+
+    def gradient(self, x, reading, state, coefficients, upstream, factor=None, into=None) -> Tensor:
+        """The gradient of these columns. Nothing is joined."""
+        if self.width == 0:
+            return torch.empty_like(x) if into is None else into
+        # Without "tail", for the kernels look for repeated ids then: the state tells of none.
+        reading, part = reading._replace(wants=()), (self.start, self.vocab)
+        return self.run.gradient(x, reading, state, coefficients, upstream, factor, into, part)
+
+    def gather(self, x: Tensor, reading: Reading) -> Tensor:
+        """y at reading.ids of whole rows, (..., K)."""
+        ids = self._columns(reading.ids)
+        picked = torch.zeros(ids.shape, device=x.device, dtype=PRECISION[x.dtype])
+        if self.width:
+            picked = torch.where(ids >= 0, self.run.gather(x, self.here(reading)), picked)
+        whole = self.join(picked.view(-1, 1)).sum(0).view(ids.shape)  # 0 of all but one
+        whole = torch.where((ids == BAD) | (reading.ids == NO_ID), torch.nan, whole)
+        live = live_rows(reading)
+        return whole if live is None else torch.where(live.view(*x.shape[:-1], 1), whole, 0.0)
+
+    def gather_gradient(self, x, reading, picked, g, upstream, factor=None, into=None) -> Tensor:
+        if self.width == 0:
+            return torch.empty_like(x) if into is None else into
+        here = self.here(reading)
+        return self.run.gather_gradient(x, here, picked, g, upstream, factor, into)
+
+    def pair_read(self, x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
+        """The loss of whole rows, (...), and their state. JSD joins twice."""
+        lead, rows = x.shape[:-1], x.shape[:-1].numel()
+        here, own, share = self._pair(reading, pair)
+        part = torch.zeros((rows, PAIR_STATE), device=x.device, dtype=PRECISION[x.dtype])
+        part[:, 0] = part[:, 2] = -torch.inf
+        if self.width:
+            part = self.run.pair_partial(x, here, own)
+            part[:, 3:] *= share
+        inv_t = inverse_temperature(reading, part[:, :1])
+        whole = eager.merge_pairs(self.join(part), pair.kind, inv_t)
+        value, state = self.run.pair_finish(whole, pair.kind, inv_t)
+        if pair.kind == "jsd":
+            sums = torch.zeros_like(part[:, :2])
+            if self.width:
+                found, known = self.run.pair_read(x, here, own, state)
+                sums = torch.stack((found.reshape(-1), known[:, 4]), 1)
+            value, mean = self.join(sums).sum(0).split(1, 1)
+            state[:, 4:] = mean
+        live = live_rows(reading)
+        if live is not None:
+            value, state = (torch.where(live[:, None], t, 0.0) for t in (value, state))
+        return value.reshape(lead).clone(), state
+
+    def pair_gradient(self, x, reading, pair, state, upstream, factor=None, into=None) -> Tensor:
+        if self.width == 0:
+            return torch.empty_like(x) if into is None else into
+        here, pair, share = self._pair(reading, pair)
+        if share != 1:  # (e_q s_p / s_q - v) g, where v is `share` times what the backend takes
+            state = state.clone()
+            state[:, 3] /= share
+            upstream = upstream * share
+        return self.run.pair_gradient(x, here, pair, state, upstream, factor, into)
+
+    def _pair(self, reading: Reading, pair: Pair) -> tuple[Reading, Pair, float]:
+        """The same of these columns, and what their targets are to be multiplied with.
+
+        Label smoothing ε makes a target of (1-ε) p + ε/V. A backend takes V for the columns it has,
+        so that it is given the ε' of those, and the target is `share` times what it finds.
+        """
+        here = self.here(reading)
+        if pair.kind != "soft" or pair.blend == 0:
+            return here, pair, 1.0
+        spread = pair.blend * self.width / self.vocab
+        share = 1 - pair.blend + spread
+        return here, pair._replace(blend=spread / share if share else 0.0), share
+
+    def topk(
+        self, x: Tensor, k: int, temperature: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The k largest of whole rows, of the k largest here and elsewhere."""
+        lead, rows, own = x.shape[:-1], x.shape[:-1].numel(), min(k, self.width)
+        part = torch.full((rows, 2 * k + 1), -torch.inf, device=x.device, dtype=PRECISION[x.dtype])
+        nowhere = torch.full((rows, k), contract.NOWHERE, device=x.device)
+        part[:, k : 2 * k] = contract.as_bits(nowhere, part.dtype)
+        if own:
+            ids, logprobs, tail = self.run.topk(x, own, temperature, softcap)
+            top = x.gather(-1, ids).view(rows, own)
+            part[:, :own] = top
+            part[:, k : k + own] = contract.as_bits(ids.view(rows, own) + self.start, part.dtype)
+            # Of what is left: log Σ e^z, z from the largest on, of which log p is -log s.
+            rest = (tail - logprobs[..., 0]).view(rows)
+            y, _ = capped(top[:, 0], softcap)
+            part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
+        ids, logprobs, tail = _largest(self.join(part), k, temperature, softcap)
+        return ids.view(*lead, k), logprobs.view(*lead, k), tail.view(lead)
+
+    def here(self, reading: Reading) -> Reading:
+        """The same reading with ids and class weights of these columns. Its mark stays."""
+        weight = reading.class_weight
+        if weight is not None:
+            weight = weight[self.start : self.start + self.width]
+        ids = None if reading.ids is None else self._columns(reading.ids)
+        return reading._replace(ids=ids, class_weight=weight)
+
+    def _columns(self, ids: Tensor) -> Tensor:
+        """ids of the vocabulary as columns here; NO_ID of those elsewhere, BAD of those nowhere."""
+        at = ids.long() - self.start
+        elsewhere = ((ids >= 0) & (ids < self.vocab)) | (ids == NO_ID)
+        return torch.where((at >= 0) & (at < self.width), at, torch.where(elsewhere, NO_ID, BAD))
+
+    def _partial(self, x: Tensor, reading: Reading) -> Partials:
+        """One part of each row: these columns."""
+        if self.width:
+            part = self.run.partial(x, reading, self.start, self.vocab)
+            return part if part.state.shape[1] == 1 else self.run.merge([part], reading)
+        rows, dtype = x.shape[:-1].numel(), PRECISION[x.dtype]
+        state = torch.zeros((rows, 1, contract.PART), device=x.device, dtype=dtype)
+        state[..., contract.M], state[..., contract.ARG] = -torch.inf, torch.inf
+        if self.run is not eager:  # where a column is carried as its bits
+            nowhere = torch.full((rows, 1), contract.NOWHERE, device=x.device)
+            state[..., contract.ARG] = contract.as_bits(nowhere, dtype)
+        if reading.ids is None:
+            return Partials(state)
+        return Partials(state, state.new_zeros((rows, reading.ids.shape[-1])))
+
+    def _tail(self, x: Tensor, reading: Reading, part: Partials) -> Tensor:
+        """(N, 2): the shift of these columns, and log Σ e^((y - shift) / T) outside the ids."""
+        if self.width == 0:
+            empty = part.state[:, 0, :2].clone()
+            empty[:, 0], empty[:, 1] = 0, -torch.inf
+            return empty
+        here = self.here(reading)._replace(wants=("logprob",))
+        found = self.run.finish(part, here, self.width, x.shape[:-1])
+        log_s = found.state[:, contract.LOG_S]
+        tail = self.run.outside(x, here, found).view(-1) + log_s
+        tail = torch.where(log_s == -torch.inf, -torch.inf, tail)
+        return torch.stack((found.state[:, contract.SHIFT], tail), 1)
+
+    def _joined_tail(self, tails: Tensor, reading: Reading, found: Statistics) -> Tensor:
+        """(N,): log of the mass outside the ids, of tails (parts, N, 2)."""
+        state, ids = found.state, reading.ids
+        shift, tail = tails.unbind(-1)
+        moved = shift - state[:, contract.SHIFT]
+        inv_t = inverse_temperature(reading, state[:, :1])
+        moved = moved if inv_t is None else moved * inv_t[:, 0]
+        tail = torch.where(tail == -torch.inf, -torch.inf, tail + moved).logsumexp(0)
+        tail = tail - state[:, contract.LOG_S]
+        bad = ((ids < 0) | (ids >= self.vocab)) & (ids != NO_ID)
+        tail = torch.where(bad.any(-1).view(-1), torch.nan, tail)
+        live = live_rows(reading)
+        return tail if live is None else torch.where(live, tail, 0.0)
+
+
+def _largest(
+    parts: Tensor,  # (parts, N, 2 k + 1): logits, ids as bits, and log Σ e^z of the rest
+    k: int,
+    temperature: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ids and log-probabilities (N, k) and the log of the tail's mass (N,), as `topk` has them."""
+    x, bits, rest = parts.transpose(0, 1).split((k, k, 1), -1)
+    rest, first = rest.squeeze(-1), capped(x[..., 0], softcap)[0]
+    x, ids = x.flatten(1), contract.of_bits(bits).flatten(1).long()
+    by_id = ids.argsort(1)
+    x, ids = x.gather(1, by_id), ids.gather(1, by_id)
+    x, order = x.sort(dim=1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    y, _ = capped(x, softcap)
+    y = torch.where(ids == contract.NOWHERE, -torch.inf, y)
+    shift = torch.where(y[:, :1].isinf(), 0.0, y[:, :1])
+    z = (y - shift) / temperature
+    rest = torch.where(rest == -torch.inf, -torch.inf, rest + (first - shift) / temperature)
+    chosen, rest = z[:, :k], torch.cat((z[:, k:], rest), 1).logsumexp(1)
+    log_s = torch.logaddexp(chosen.logsumexp(1), rest)
+    return ids[:, :k], chosen - log_s[:, None], rest - log_s
+
+
+def fields_of(reading: Reading) -> list[int]:
+    """The fields of a part that tell what a reading wants."""
+    wants = set(reading.wants)
+    used = [contract.M, contract.S]
+    used += [contract.W] if "entropy" in wants else []
+    used += [contract.C, contract.N, contract.REF] if {"total", "log_total"} & wants else []
+    used += [contract.ARG] if "argmax" in wants else []
+    used += [contract.S1] if "label" in wants and not reading.at_temperature_1 else []
+    if reading.mark is not None and {"nll", "label", "picked", "logprob"} & wants:
+        used.append(contract.Y_MARK)
+    return used

@@ -1,0 +1,35 @@
+"""A bar that says how far it is, how fast, and how long it will take; quiet where nobody looks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def bar(title: str, total: float | None = None) -> Iterator[Callable]:
+    """Yields advance(done, note="", tokens=0): `done` of `total`; tokens are counted for the speed.
+
+    Under torchrun only rank 0 shows one.
+    """
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn(title), BarColumn(), TextColumn("{task.percentage:3.0f} %"),
+        TextColumn("{task.fields[speed]}"), TextColumn("{task.description}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    shown = os.environ.get("RANK", "0") == "0"
+    with Progress(*columns, disable=not shown) as progress:
+        task = progress.add_task("", total=total, speed="")
+        begin, seen = time.perf_counter(), 0
+
+        def advance(done: float, note: str = "", tokens: int = 0) -> None:
+            nonlocal seen
+            seen += tokens
+            rate = seen / max(time.perf_counter() - begin, 1e-9)
+            speed = f"{rate:,.0f} tokens/s" if seen else ""
+            progress.update(task, advance=done, description=note, speed=speed)
+
+        yield advance

@@ -1,0 +1,157 @@
+"""The one gradient of row statistics in plain PyTorch, a few rows at a time: see _contract.py."""
+
+import torch
+from torch import Tensor
+
+from .. import _contract as fields
+from .._contract import Coefficients, Reading
+from .rows import (
+    by_row,
+    capped,
+    centred,
+    chunks,
+    fill_ignored,
+    give,
+    inverse_temperature,
+    is_bad,
+    lift_of,
+    live_rows,
+    locate,
+    needs_no_centring,
+    own_columns,
+    written_to,
+)
+
+
+class _Terms:
+    """What the columns of a row share in its gradient: coefficients (N, 1), settled and scaled."""
+
+    def __init__(
+        self, x: Tensor, reading: Reading, state, given: Coefficients, upstream, factor,
+        start: int, vocab: int,
+    ):  # fmt: skip
+        rows, V = state.shape[0], x.shape[-1]
+        has = given.has
+        column = state[:, :1]
+        # A row of -inf has no distribution: p = 0, and nothing flows.
+        self.dead = state[:, fields.LOG_S : fields.LOG_S + 1] == -torch.inf
+        self.shift = torch.where(self.dead, torch.inf, column)
+        self.log_s = torch.where(self.dead, 0.0, state[:, fields.LOG_S : fields.LOG_S + 1])
+        self.log_s1 = state[:, fields.LOG_S1 : fields.LOG_S1 + 1]
+        self.inv_t = inverse_temperature(reading, column)
+        gain = by_row(upstream, rows) * by_row(factor, rows)
+        values = (given.rows.expand(rows, fields.COEFFICIENTS) * gain).to(state.dtype)
+
+        def field(name: str) -> Tensor | None:
+            at = fields.FIELDS.index(name)
+            return torch.where(self.dead, 0.0, values[:, at : at + 1]) if name in has else None
+
+        self.a, self.b, self.g_total = field("a"), field("b"), field("total")
+        self.a_ids, self.g_mark, self.d_label = field("a_ids"), field("mark"), field("label")
+        self.g_ids = None
+        if given.ids is not None:
+            self.g_ids = torch.where(self.dead, 0.0, (given.ids * gain).to(state.dtype))
+        self.a = torch.zeros_like(self.shift) if self.a is None else self.a
+        self.label_apart = self.d_label is not None and self.inv_t is not None
+        self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
+        if self.d_label is not None and not self.label_apart:  # one more id at this temperature
+            outside = self.d_label if self.lift is None else self.d_label * self.lift.exp()
+            self.a = self.a - outside
+            self.a_ids = None if self.a_ids is None else self.a_ids - self.d_label
+        self._settle_bad(reading, rows, V, start, vocab)
+        if self.inv_t is not None:
+            for name in ("a", "b", "g_total", "a_ids", "g_mark", "g_ids"):
+                t = getattr(self, name)
+                setattr(self, name, None if t is None else t * self.inv_t)
+
+    def _settle_bad(self, reading: Reading, rows: int, V: int, start: int, vocab: int) -> None:
+        """A bad id has no gradient to give: the whole row says so."""
+        bad = None
+        if self.g_mark is not None or self.d_label is not None:
+            bad = ~locate(reading.mark, rows, vocab)[1]
+            self.mark, self.marked = locate(reading.mark - start, rows, V)
+            if self.g_mark is not None:
+                self.g_mark = torch.where(self.marked, self.g_mark, 0.0)
+        if self.g_ids is not None or self.a_ids is not None:
+            ours = is_bad(reading.ids, locate(reading.ids, rows, vocab)[1])
+            self.ids, self.inside = locate(reading.ids.clamp_min(-1) - start, rows, V)
+            bad = ours if bad is None else bad | ours
+            if self.g_ids is not None:
+                self.g_ids = torch.where(self.inside, self.g_ids, 0.0)
+        assert self.a is not None
+        if bad is not None:
+            self.a = torch.where(bad, torch.nan, self.a)
+            if self.a_ids is not None:
+                self.a_ids = torch.where(bad, torch.nan, self.a_ids)
+
+    @property
+    def only_a(self) -> bool:
+        """Whether each column but those of ids and totals is p times one number."""
+        return self.b is None and self.a_ids is None and not self.label_apart
+
+
+def gradient(
+    x: Tensor,  # (..., V)
+    reading: Reading,
+    state: Tensor,  # (N, STATE)
+    coefficients: Coefficients,
+    upstream: Tensor,  # () or one a row
+    factor: Tensor | None = None,  # () or one a row
+    into: Tensor | None = None,  # (..., V), written to; x itself if in place
+    part: tuple[int, int] | None = None,  # x is columns from the first on, of so many
+) -> Tensor:
+    """The gradient of the logits, (..., V) in their dtype, or in that of `into`."""
+    flat = x.reshape(-1, x.shape[-1])
+    dx, into = written_to(x, into)
+    live = live_rows(reading)
+    start, vocab = part or (0, x.shape[-1])
+    terms = _Terms(x, reading, state, coefficients, upstream, factor, start, vocab)
+    fill_ignored(dx, live, before=True)
+    for rows in chunks(flat, live):
+        y, slope = capped(flat[rows], reading.softcap)
+        direct = dx[rows] if isinstance(rows, slice) and dx.dtype == y.dtype else None
+        dy = _dy(terms, y, rows, direct, own=y.dtype != flat.dtype or reading.softcap is not None)
+        if terms.g_total is not None:
+            weight = reading.class_weight
+            v = 1.0 if weight is None else weight[start : start + x.shape[-1]]
+            dy += terms.g_total[rows] * v
+        if terms.g_mark is not None:
+            dy.scatter_add_(1, terms.mark[rows], terms.g_mark[rows])
+        if terms.g_ids is not None:
+            dy.scatter_add_(1, terms.ids[rows], terms.g_ids[rows])
+        if slope is not None:
+            dy *= slope
+        if dy is not direct:
+            dx[rows] = dy.to(dx.dtype)
+    fill_ignored(dx, live, before=False)
+    return give(dx, into)
+
+
+def _dy(terms: _Terms, y: Tensor, rows, direct: Tensor | None, own: bool) -> Tensor:
+    """p (a + b log p) of some rows, and what a label at temperature 1 adds."""
+    shift, inv_t = terms.shift[rows], None if terms.inv_t is None else terms.inv_t[rows]
+    inv_s, a = (-terms.log_s[rows]).exp(), terms.a[rows]
+    if terms.only_a and needs_no_centring(shift, inv_t):
+        dy = torch.exp(y, out=y if own else direct).mul_(a * inv_s * (-shift).exp())
+    elif terms.only_a:
+        dy = centred(y, shift, inv_t, out=direct).exp_().mul_(a * inv_s)
+    else:
+        d = centred(y, shift, inv_t)
+        p = d.exp() * inv_s
+        if terms.a_ids is None:
+            dy = p * a
+        else:
+            dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)  # outside the ids
+            columns = own_columns(terms.ids[rows], terms.inside[rows])
+            some = terms.inside[rows].any(1, keepdim=True)  # else it is a column of no slot
+            inside = torch.where(some, p * terms.a_ids[rows], dy)
+            dy.scatter_(1, columns, inside.gather(1, columns))
+        if terms.b is not None:
+            dy += torch.where(p > 0, p * (d - terms.log_s[rows]), 0.0) * terms.b[rows]
+        if terms.label_apart:
+            p1 = (y - shift - terms.log_s1[rows]).exp_()
+            dy -= torch.where(terms.dead[rows], 0.0, p1 * terms.d_label[rows])
+    if terms.d_label is not None:
+        d_label = torch.where(terms.marked[rows], terms.d_label[rows], 0.0)
+        dy.scatter_add_(1, terms.mark[rows], d_label)
+    return dy

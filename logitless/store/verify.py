@@ -1,0 +1,135 @@
+"""Whether a store is whole, and whether what it says can be right."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..targets import SparseTargets
+from ._format import decoded
+from ._shard import Shard, digest_of
+
+ROWS = 8192  # read at once
+OFFSETS = (-1, 0, 1)
+CERTAIN = 5.0  # standard errors by which another offset must be better
+MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))  # as SparseTargets allows for rounding
+
+
+@dataclass
+class Report:
+    """What `verify` found; false where there are problems."""
+
+    documents: int = 0
+    tokens: int = 0
+    problems: list[str] = field(default_factory=list)
+    label_logprob: dict[int, float] = field(default_factory=dict)  # mean, by offset
+
+    def __bool__(self) -> bool:
+        return not self.problems
+
+    def __str__(self) -> str:
+        means = ", ".join(f"{at:+d}: {mean:.3f}" for at, mean in self.label_logprob.items())
+        lines = [
+            f"{self.documents} documents, {self.tokens} tokens",
+            f"mean log-probability of the label at offsets {means}",
+            *(f"problem: {problem}" for problem in self.problems),
+        ]
+        return "\n".join([*lines, "right" if self else "not right"])
+
+
+class _Shift:
+    """The shift test: rows that are of the next token make that one most probable.
+
+    Of each row the log-probability of the next token, and of those before and after it. In a store
+    that was written one token off, another offset is the best.
+    """
+
+    def __init__(self):
+        self.n, self.sums, self.squares = 0, torch.zeros(3).double(), torch.zeros(3).double()
+
+    def add(self, tokens: Tensor, targets: SparseTargets, vocab_size: int) -> None:
+        """Of one document."""
+        if len(tokens) < 4:
+            return
+        inner = slice(1, len(tokens) - 2)  # rows that have all three
+        ids, logprobs = targets.ids[inner], targets.logprobs[inner]
+        rest = (targets.tail[inner] - math.log(max(vocab_size - targets.k, 1))).double()
+        rest = rest.clamp_min(-50)
+        found = []
+        for offset in OFFSETS:
+            label = tokens[2 + offset : len(tokens) - 1 + offset]
+            here = ids == label[:, None]
+            if targets.mask is not None:
+                here &= targets.mask[inner] != 0
+            inside = logprobs.masked_fill(~here, -torch.inf).amax(-1).double()
+            found.append(torch.where(here.any(-1), inside, rest).clamp_min(-50))
+        each = torch.stack(found)
+        if targets.mask is not None:
+            each = each[:, (targets.mask[inner] != 0).any(-1)]
+        self.n += each.shape[1]
+        self.sums += each.sum(-1)
+        self.squares += ((each - each[1]) ** 2).sum(-1)
+
+    def means(self) -> dict[int, float]:
+        return dict(zip(OFFSETS, (self.sums / max(self.n, 1)).tolist(), strict=True))
+
+    def problem(self) -> str | None:
+        means = self.means()
+        for offset, squares in zip(OFFSETS, self.squares.tolist(), strict=True):
+            gain = means[offset] - means[0]
+            error = math.sqrt(max(squares / max(self.n, 1) - gain**2, 0) / max(self.n, 1))
+            if gain > 0 and gain > CERTAIN * error:
+                return (
+                    f"rows must be of the next token (offset 0, mean label log-probability"
+                    f" {means[0]:.3f}), got {means[offset]:.3f} at offset {offset:+d}: shifted by"
+                    f" {'one token' if offset else 'none'}"
+                )
+        return None
+
+
+def verify(store: Any, progress: Any = None) -> Report:
+    """Checksums; ids in the vocabulary; masses of at most 1; rows that are of the next token.
+
+    `progress` is called with the number of tokens of each part that was read.
+    """
+    report, shift = Report(len(store), store.tokens), _Shift()
+    for shard in store.shards:
+        if digest_of(shard.columns) != shard.digest:
+            report.problems.append(
+                f"{shard.path} must have the bytes it was written with (SHA-256)"
+            )
+        try:
+            _look_at(shard, store.info.vocab_size, shift, report, progress)
+        except ValueError as error:
+            report.problems.append(f"{shard.path}: {error}")
+    report.label_logprob = shift.means()
+    if (problem := shift.problem()) is not None:
+        report.problems.append(problem)
+    return report
+
+
+def _look_at(shard: Shard, vocab_size: int, shift: _Shift, report: Report, progress: Any) -> None:
+    for document in range(len(shard)):
+        begin, end = shard.span(document)
+        for a in range(begin, end, ROWS):
+            b = min(a + ROWS, end)
+            tokens, targets = shard.tokens(a, b), decoded(shard.rows_of(a, b), shard.header)
+            if int(tokens.max()) >= vocab_size:
+                report.problems.append(
+                    f"{shard.path} must have tokens below {vocab_size}, got {int(tokens.max())}"
+                    f" in document {document}"
+                )
+            logprobs = targets.logprobs
+            if targets.mask is not None:
+                logprobs = logprobs.masked_fill(~targets.mask, -torch.inf)
+            mass = float((logprobs.logsumexp(-1).exp() + targets.tail.exp()).max())
+            if not mass <= MOST_MASS:
+                report.problems.append(
+                    f"{shard.path} must have masses of at most 1, got {mass:.4g} in document"
+                    f" {document}"
+                )
+            shift.add(tokens, targets, vocab_size)
+            if progress is not None:
+                progress(b - a)

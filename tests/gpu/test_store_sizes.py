@@ -1,0 +1,64 @@
+"""Capture at real sizes: a device encodes what the CPU encodes, and nobody waits for it."""
+
+import pytest
+import torch
+from sizes import DEVICE, sized
+from torch import nn
+
+import logitless as ll
+from logitless.store import Header, Store, Writer, _format, capture
+
+V, D, K = sized((151_936, 1024, 64), (150, 8, 16))
+ROWS = sized(256, 6)
+DTYPE = sized(torch.bfloat16, torch.float32)
+
+
+def teacher() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, V, bias=False))
+    return model.to(DEVICE, DTYPE)
+
+
+def test_captured_on_the_device(tmp_path):
+    model, documents = teacher(), torch.randint(0, V, sized((4, 512), (2, 3)))
+    with Writer(tmp_path, vocab_size=V, k=K) as writer:
+        assert capture(model, documents.split(1), writer, head="1") == len(documents)
+    store = Store(tmp_path)
+    for tokens in documents:
+        with torch.no_grad():
+            want = ll.capture_topk(model(tokens[None].to(DEVICE)), K)[0].to("cpu")
+        _, got = store[store.find(tokens)]
+        assert torch.equal(got.ids.long(), want.ids.long())
+        assert (got.logprobs - want.logprobs).abs().mean() < 0.02
+        assert (got.tail - want.tail).abs().max() < 1e-3
+    batch = documents[:2].to(DEVICE)
+    assert store.targets_for(batch).device.type == torch.device(DEVICE).type
+
+
+@pytest.mark.parametrize("values", ["u8", "f16"])
+def test_encoded_as_on_a_cpu(values):
+    header = Header(V, K, values)
+    targets = ll.capture_topk(3 * torch.randn(ROWS, V, device=DEVICE), K)
+    found = _format.encoded(targets, header, sorted_=True)
+    want = _format.encoded(targets.to("cpu"), header)
+    for name in header.layout():
+        a, b = found[name].cpu(), want[name]
+        if name.startswith("ids"):
+            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
+    got, plain = (
+        _format.decoded({n: t.cpu() for n, t in c.items()}, header) for c in (found, want)
+    )
+    assert (got.logprobs - plain.logprobs).abs().max() < 0.1  # another step may be as good
+    assert (got.logprobs - plain.logprobs).abs().mean() < 0.01
+
+
+@pytest.mark.gpu("a host that could wait")
+def test_encoding_waits_for_nobody():
+    targets = ll.capture_topk(torch.randn(ROWS, V, device=DEVICE), K)
+    header = Header(V, K)
+    _format.encoded(targets, header, sorted_=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _format.encoded(targets, header, sorted_=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,84 @@
+"""Ranks that are threads of one process: collectives without a network, for tests of shards.
+
+One thread runs at a time, and hands over where it waits for the others: Triton's interpreter is not
+made for several at once.
+"""
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from logitless.parallel import Ranks
+
+
+class _World:
+    """What all ranks see."""
+
+    def __init__(self, count: int):
+        self.count, self.turn = count, threading.Condition()
+        self.given: list[dict[int, Tensor]] = []  # of each collective, what the ranks gave
+        self.failed: BaseException | None = None
+
+    def exchange(self, rank: int, number: int, t: Tensor) -> list[Tensor]:
+        """What all ranks gave to the collective of this number. The caller has the turn."""
+        while len(self.given) <= number:
+            self.given.append({})
+        given = self.given[number]
+        given[rank] = t
+        self.turn.notify_all()
+        self.turn.wait_for(lambda: len(given) == self.count or self.failed is not None)
+        if self.failed is not None:
+            raise RuntimeError("another rank failed")
+        return [given[rank] for rank in range(self.count)]
+
+
+class Simulated(Ranks):
+    """One of several ranks. It counts its collectives and the numbers that it sends."""
+
+    def __init__(self, world: _World, index: int):
+        self.group, self.world = self, world
+        self.index, self.count = index, world.count
+        self.calls: list[tuple[str, int]] = []
+
+    def exchange(self, what: str, t: Tensor) -> Tensor:
+        self.calls.append((what, t.numel()))
+        given = self.world.exchange(self.index, len(self.calls) - 1, t.detach().clone())
+        assert all(other.shape == t.shape and other.dtype == t.dtype for other in given)
+        return torch.stack(given)
+
+    def gather(self, t: Tensor) -> Tensor:
+        return self.exchange("gather", t) if t.numel() else t.new_empty((self.count, *t.shape))
+
+    def add_up(self, t: Tensor):
+        t.copy_(self.exchange("add up", t).sum(0))
+        return SimpleNamespace(wait=lambda: None)
+
+    def add_up_slices(self, t: Tensor) -> Tensor:
+        return self.exchange("add up slices", t).sum(0).chunk(self.count)[self.index]
+
+
+def on_ranks(count: int, work: Callable[[Simulated], Any]) -> list[Any]:
+    """work(rank) of each rank, at the same time."""
+    world, results = _World(count), [None] * count
+
+    def run(index: int) -> None:
+        # On a GPU a backward would run in a thread that all ranks share, and wait there for itself.
+        with world.turn, torch.autograd.set_multithreading_enabled(False):
+            try:
+                results[index] = work(Simulated(world, index))
+            except BaseException as error:
+                world.failed = world.failed or error
+                world.turn.notify_all()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if world.failed is not None:
+        raise world.failed
+    return results

@@ -1,0 +1,346 @@
+"""DistillTrainer, from a store and from a live teacher; capture from the command line."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
+
+import stores
+from tiny_models import V, build
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+import logitless as ll
+from logitless import cli, lazy
+from logitless.store import Store, Writer, capture
+
+pytestmark = pytest.mark.filterwarnings(
+    "default",  # those of Transformers and its friends are theirs
+    "error:logits of a fused head are materialised",
+)
+HERE = Path(__file__).parent
+HOW = {"divergence": "forward_kl", "support": "tail"}
+K = 8
+
+
+def texts(n=24):
+    random = torch.Generator().manual_seed(5)
+    lengths = [5 + i % 7 for i in range(n)]
+    return [torch.randint(3, V, (length,), generator=random).tolist() for length in lengths]
+
+
+def data(n=24):
+    return [{"input_ids": tokens} for tokens in texts(n)]
+
+
+def collate(samples):
+    """Padded on the right; padding has no label."""
+    width = max(len(s["input_ids"]) for s in samples)
+    ids = torch.zeros(len(samples), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for i, sample in enumerate(samples):
+        n = len(sample["input_ids"])
+        ids[i, :n] = torch.tensor(sample["input_ids"])
+        mask[i, :n] = 1
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def teacher_model():
+    torch.manual_seed(1)
+    model = build("LlamaForCausalLM")
+    for p in model.parameters():
+        p.data.mul_(3)  # sure of itself
+    return model
+
+
+def student_model():
+    torch.manual_seed(2)
+    return build("LlamaForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def captured(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hf") / "store"
+    with Writer(path, vocab_size=V, k=K, values="f16") as writer:
+        assert capture(teacher_model(), [texts()], writer) == 24
+    return Store(path)
+
+
+def arguments(path, **how):
+    about = {
+        "output_dir": str(path), "max_steps": 6, "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2, "logging_steps": 2, "save_strategy": "no", "report_to": [],
+        "disable_tqdm": True, "use_cpu": True, "lr_scheduler_type": "constant", "seed": 3,
+        "remove_unused_columns": False, "max_grad_norm": 0.0, "optim": "sgd",
+        "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return TrainingArguments(**(about | how))
+
+
+def trainer(path, model, how=None, **options):
+    found = ll.hf.DistillTrainer(
+        model, arguments(path, **(how or {})), train_dataset=data(), eval_dataset=data(8),
+        data_collator=collate, **(HOW | options),
+    )  # fmt: skip
+    found.remove_callback(PrinterCallback)
+    return found
+
+
+def parameters(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_same(one, other, most=1e-5):
+    for name, p in other.items():
+        assert (one[name] - p).abs().max() <= most, name
+
+
+def logged(found, name):
+    return [entry[name] for entry in found.state.log_history if name in entry]
+
+
+class TestTrainer:
+    def by_hand(self, order, targets_of, steps=6, accumulate=1):
+        """A loop without Trainer, and a loss without ours: log_softmax over plain logits."""
+        model = student_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        batches = [order[i : i + 4] for i in range(0, len(order), 4)]
+        for _ in range(steps):
+            several = [collate([data()[i] for i in b]) for b in batches[:accumulate]]
+            batches = batches[accumulate:]
+            count = sum(int((b["labels"][:, 1:] != -100).sum()) for b in several)
+            for batch in several:
+                targets = targets_of(batch)
+                rows = model(batch["input_ids"], attention_mask=batch["attention_mask"])
+                logq = rows.logits[:, :-1].log_softmax(-1)
+                label, t = batch["labels"][:, 1:], targets[:, :-1]
+                live = label != -100
+                ce = -logq.gather(-1, label.clamp_min(0)[..., None])[..., 0]
+                inside = logq.gather(-1, t.ids.long())
+                rest = (1 - inside.exp().sum(-1)).log()
+                p = t.logprobs.exp()
+                kd = torch.where(p > 0, p * (t.logprobs - inside), 0).sum(-1)
+                kd = kd + t.tail.exp() * (t.tail - rest)
+                ((0.5 * ce + 0.5 * kd)[live].sum() / count).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return parameters(model)
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_equals_a_loop_by_hand(self, captured, accumulate, tmp_path):
+        how = {"gradient_accumulation_steps": accumulate, "max_steps": 6 // accumulate}
+        found = trainer(tmp_path, student_model(), how, store=captured)
+        seen = []
+        inner = found.data_collator.inner
+        index = {tuple(d["input_ids"]): i for i, d in enumerate(data())}
+
+        def recorded(samples):
+            seen.extend(index[tuple(s["input_ids"])] for s in samples)
+            return inner(samples)
+
+        found.data_collator.inner = recorded
+        found.train()
+        want = self.by_hand(
+            seen, lambda b: captured.targets_for(b["input_ids"], b["attention_mask"].sum(-1)),
+            6 // accumulate, accumulate,
+        )  # fmt: skip
+        assert_same(parameters(found.model), want)
+
+    def test_a_store_is_as_good_as_the_teacher(self, captured, tmp_path):
+        """Curves of both, to the rounding of the store; no logits are made of either."""
+        one = trainer(tmp_path, student_model(), store=captured.path)
+        two = trainer(tmp_path, student_model(), teacher=teacher_model(), k=K)
+        one.train()
+        two.train()
+        for name in ("loss", "ce_loss", "kd_loss"):
+            a, b = logged(one, name), logged(two, name)
+            assert len(a) == 3
+            assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 1e-3
+        loss, ce, kd = (logged(one, name) for name in ("loss", "ce_loss", "kd_loss"))
+        assert abs(0.5 * ce[0] + 0.5 * kd[0] - loss[0]) < 0.2  # of the last step, and the mean
+
+    def test_nothing_is_materialised(self, captured, tmp_path, monkeypatch):
+        def made(*_):
+            raise AssertionError("logits were materialised")
+
+        for how in ({"store": captured}, {"teacher": teacher_model(), "k": K}):
+            found = trainer(tmp_path, student_model(), {"max_steps": 1, "logging_steps": 1}, **how)
+            with monkeypatch.context() as patch:
+                patch.setattr(lazy.LazyLogits, "dense", made)
+                found.train()
+
+    def test_parts_are_those_of_the_step(self, captured, tmp_path):
+        how = {"max_steps": 1, "logging_steps": 1, "gradient_accumulation_steps": 2}
+        found = trainer(tmp_path, student_model(), how, store=captured)
+        found.train()
+        loss, ce, kd = (logged(found, n)[0] for n in ("loss", "ce_loss", "kd_loss"))
+        assert 0.5 * ce + 0.5 * kd == pytest.approx(loss, abs=2e-3)
+
+    def test_evaluation_with_and_without_the_teacher(self, captured, tmp_path):
+        model = student_model()
+        plain = Trainer(
+            copy.deepcopy(model), arguments(tmp_path), eval_dataset=data(8), data_collator=collate
+        )
+        plain.remove_callback(PrinterCallback)
+        want = plain.evaluate()["eval_loss"]
+        both = trainer(tmp_path, copy.deepcopy(model), store=captured).evaluate()
+        alone = trainer(tmp_path, copy.deepcopy(model), store=captured, eval_teacher=False)
+        other = [{"input_ids": [5, 6, 7]}]  # which the store has not
+        assert "eval_loss" in alone.evaluate(other)
+        alone = alone.evaluate()
+        assert both["eval_ce_loss"] == pytest.approx(want, abs=1e-2)
+        assert alone["eval_loss"] == pytest.approx(want, abs=1e-2)
+        assert "eval_kd_loss" not in alone
+        mean = 0.5 * (both["eval_ce_loss"] + both["eval_kd_loss"])
+        assert both["eval_loss"] == pytest.approx(mean, abs=1e-2)
+
+    def test_resumed_from_a_checkpoint(self, captured, tmp_path):
+        whole = trainer(tmp_path / "a", student_model(), store=captured)
+        whole.train()
+        how = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+        trainer(tmp_path / "b", student_model(), how, store=captured).train()
+        again = trainer(tmp_path / "b", student_model(), store=captured)
+        again.train(resume_from_checkpoint=str(tmp_path / "b" / "checkpoint-3"))
+        assert_same(parameters(again.model), parameters(whole.model), 1e-6)
+
+    def test_refusals(self, captured, tmp_path):
+        with pytest.raises(
+            ValueError, match="a teacher must be given as store= or as teacher=, go"
+        ):
+            trainer(tmp_path, student_model())
+        with pytest.raises(
+            ValueError, match=r"have been made at the temperature 2\.0 of the student"
+        ):
+            trainer(tmp_path, student_model(), store=captured, temperature=2.0)
+        with pytest.raises(ValueError, match="divergence must be one of"):
+            trainer(tmp_path, student_model(), store=captured, divergence="kl")
+        stores.write(tmp_path / "t", [], vocab_size=V, tokenizer="another")
+
+        class Tokenizer:
+            def get_vocab(self):
+                return {"a": 1}
+
+        with pytest.raises(ValueError, match="be used with the tokenizer it was made with, 'ano"):
+            ll.hf.DistillTrainer(
+                student_model(), arguments(tmp_path), train_dataset=data(), data_collator=collate,
+                processing_class=Tokenizer(), store=tmp_path / "t", **HOW,
+            )  # fmt: skip
+
+
+class TestBatches:
+    def test_padding_on_either_side_and_positions(self, captured):
+        one, two = (torch.tensor(t) for t in texts()[:2])
+        want = [captured[captured.find(t)][1] for t in (one, two)]
+        width = len(one) + 4
+        ids = torch.full((2, width), 1)
+        mask = torch.zeros(2, width)
+        ids[0, 4:], mask[0, 4:] = one, 1
+        ids[1, : len(two)], mask[1, : len(two)] = two, 1
+        got = ll.store.batch_targets(captured, {"input_ids": ids, "attention_mask": mask})
+        assert torch.equal(got.logprobs[0, 4:], want[0].logprobs)
+        assert torch.equal(got.logprobs[1, : len(two)], want[1].logprobs)
+        assert torch.equal(got.mask.all(-1), mask.bool())
+        packed = torch.cat([one, two])[None]
+        places = torch.cat([torch.arange(len(one)), torch.arange(len(two))])[None]
+        got = ll.store.batch_targets(captured, {"input_ids": packed, "position_ids": places})
+        assert torch.equal(got.ids[0, len(one) :], want[1].ids)
+        got = ll.store.batch_targets(captured, {"input_ids": packed})
+        assert torch.equal(got.ids[0, len(one) :], want[1].ids)
+
+    def test_labels(self, captured):
+        batch = collate(data(2))
+        targets = ll.store.batch_targets(captured, batch)
+        logits = torch.randn(*batch["input_ids"].shape, V, requires_grad=True)
+        found = ll.store.distill_loss(logits, batch["labels"], targets, parts=True, **HOW)
+        ce = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+        )
+        assert found.ce.item() == pytest.approx(ce.item(), abs=1e-5)
+        assert found.loss.item() == pytest.approx(0.5 * (found.ce + found.kd).item(), abs=1e-5)
+        found.loss.backward()
+        assert (logits.grad[:, -1] == 0).all()
+        with pytest.raises(ValueError, match="labels must have the shape of targets"):
+            ll.store.distill_loss(logits, batch["labels"][:, 1:], targets, **HOW)
+
+
+DDP = """
+import sys, torch, test_hf as t
+from logitless.store import Store
+torch.set_num_threads(1)
+import os
+how = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "logging_steps": 1, "max_steps": 4}
+found = t.trainer(sys.argv[1], t.student_model(), how, store=sys.argv[2])
+seen, real = [], Store.targets_for
+Store.targets_for = lambda self, ids, lengths=None: seen.append(lengths) or real(self, ids, lengths)
+found.train()
+rank = int(os.environ["RANK"])
+model = found.accelerator.unwrap_model(found.model)
+loss = [e["loss"] for e in found.state.log_history if "loss" in e]
+kd = [e["kd_loss"] for e in found.state.log_history if "kd_loss" in e]
+torch.save((t.parameters(model), seen, loss, kd), f"{sys.argv[1]}/{rank}.pt")
+"""
+
+
+def test_two_ranks_read_their_own_documents(captured, tmp_path):
+    paths = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
+    many = os.environ | {
+        "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29591",
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths),
+    }  # fmt: skip
+    many.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-W", "ignore", "-c", DDP, str(tmp_path), str(captured.path)]
+    ranks = [
+        subprocess.Popen(command, env=many | {"RANK": str(r), "LOCAL_RANK": str(r)})
+        for r in range(2)
+    ]
+    assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
+    (one, seen, loss, kd), (two, other, _, _) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
+    alone = trainer(tmp_path, student_model(), {"max_steps": 4, "logging_steps": 1}, store=captured)
+    alone.train()
+    assert_same(one, two, 0)
+    assert_same(one, parameters(alone.model))
+    assert seen != other
+    assert all(len(lengths) == 2 for lengths in seen[:4])
+    assert loss == pytest.approx(logged(alone, "loss"), abs=1e-3)
+    assert kd == pytest.approx(logged(alone, "kd_loss"), abs=1e-3)
+
+
+def test_capture_from_the_command_line(tmp_path, capsys):
+    """A model and its tokenizer in a folder, documents as text and as ids; then again: resumed."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(V - 1)} | {"[UNK]": V - 1}
+    plain = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]")
+    tokenizer.save_pretrained(tmp_path / "model")
+    teacher = teacher_model().eval()
+    teacher.save_pretrained(tmp_path / "model")
+    documents = texts(6)
+    (tmp_path / "a.txt").write_text("\n".join(" ".join(f"w{i}" for i in d) for d in documents[:3]))
+    lines = [json.dumps({"input_ids": d}) for d in documents[3:]]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    command = [
+        "teacher", "capture", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "s"),
+        "--data", str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"), "--k", "8", "--device", "cpu",
+        "--batch-tokens", "16", "--max-length", "9",
+    ]  # fmt: skip
+    assert cli.main(command) == 0
+    assert "6 documents added, 6 in all" in capsys.readouterr().out
+    assert cli.main(command) == 0
+    assert "0 documents added, 6 in all" in capsys.readouterr().out
+    store = Store(tmp_path / "s", tokenizer=ll.store.tokenizer_hash(tokenizer))
+    assert store.info.teacher == str(tmp_path / "model")
+    for tokens in documents:
+        with torch.no_grad():
+            want = ll.capture_topk(teacher(torch.tensor([tokens[:9]])).logits, 8)[0]
+        stores.assert_near(store[store.find(tokens[:9])][1], want)

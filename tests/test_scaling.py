@@ -1,0 +1,70 @@
+"""docs/scaling.md says what `logitless scale` prints, and its Python runs; the example too."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from logitless.cli import main, scale
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs/scaling.md").read_text()
+
+
+@pytest.mark.parametrize("command", re.findall(r"^`logitless (scale .*)`:$", PAGE, re.MULTILINE))
+def test_its_tables_are_what_is_printed(command, capsys):
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out in PAGE
+
+
+def test_its_python_runs():
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(block, names)
+    assert names["loss"] > 0
+
+
+def test_a_plot(tmp_path, capsys):
+    out = tmp_path / "plot.png"
+    assert main(["scale", "--tp", "12", "--plot", str(out)]) == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert len(capsys.readouterr().out.splitlines()) == 2 + 5  # 1, 2, 4, 8 and 12 ranks
+
+
+def test_what_it_refuses():
+    with pytest.raises(SystemExit, match=r"--tp must be at least 1, got 0\."):
+        main(["scale", "--tp", "0"])
+
+
+def test_the_parts_of_a_rank():
+    """By hand: 1,000 rows of 100 columns of 10."""
+    gpu = scale.Gpu(flops=1.0, copy=1.0, link=1.0, network=1.0, node=8, latency=0.5)
+    alone, shared = (scale.cost(1000, 100, 10, tp, gpu) for tp in (1, 4))
+    assert alone.products == 3 * 2 * 1000 * 10 * 100
+    assert alone.loss == 3 * 1000 * 100 * 2
+    assert alone.gather == alone.reduce == 0
+    assert shared.products == alone.products / 4
+    assert shared.gather == 0.5 + 3 * 1000 * 3 * 4
+    assert shared.reduce == 0.5 + 2 * 3 / 4 * 1000 * 10 * 2
+
+
+def test_example():
+    """Four processes: head and loss over all of them, and over 2 x 2 with FSDP2."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
+         "--nproc-per-node", "4", "examples/tensor_parallel.py", "--steps", "3"],
+        capture_output=True, text=True, cwd=ROOT, timeout=300, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.findall(r"^(.*), (\d) x (\d) ranks: weights within (.*) of one", done.stdout, re.M)
+    assert [name for name, *_ in found] == ["tensor parallel", "FSDP2 x tensor parallel"]
+    assert all(float(far) < 1e-5 for *_, far in found)
+
+
+def environment() -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | own
