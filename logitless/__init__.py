@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from . import _dtensor as _dtensor  # which says what DTensors are
 from . import _head_ops as _head_ops  # which registers operators
 from . import nn
 from ._call import impl

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from . import _head_checks, _options
+from ._later import later
 
 
 class AsTensor:
@@ -23,12 +24,10 @@ class AsTensor:
         """The same as a tensor; to a compiler the plain product."""
         if torch.compiler.is_compiling():
             return self.materialize()
-        from .lazy import Made  # late: it is built on heads
-
         _head_checks.no_main_grad(self.main_grad)
         names = _options.taken_from(type(self).__init__)
         how = {name: getattr(self, name) for name in names if name != "main_grad"}
-        return Made.apply(*self.parts, how, self.module)  # pyright: ignore[reportReturnType]
+        return later.lazy_logits(*self.parts, how, self.module)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import _checks
 from . import _shard_checks as _rules
+from ._later import later
 from ._loss import RowLoss
 from .linear import LinearLogits
 from .parallel import VocabShard
@@ -73,3 +74,7 @@ def head_of(hidden, weight, bias=None, **how) -> VocabShard:
     shard = VocabShard(head, mesh.get_group(dim), vocab=weight.shape[0])
     shard.adds_up = not tokens
     return shard
+
+
+later.evaluate_dtensor, later.source_of_dtensor = evaluated, source_of
+later.head_of_dtensor = head_of

@@ -19,6 +19,7 @@ from . import _call, _checks, _ops
 from ._call import in_func
 from ._contract import PRECISION
 from ._head import Each, Total, as_parts, dtypes_as_given
+from ._later import later
 from ._loss import RowLoss, _mass, reduced
 from .linear import LinearLogits, Teacher, _evaluate
 
@@ -254,3 +255,6 @@ def evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: Te
     needs = [wanted and t is not None and t.requires_grad for t in parts]
     op = getattr(torch.ops.logitless, f"{operator.over_a_head.name}_total")
     return op(*_flat(source, loss), row_weight, reduction, needs)[0]
+
+
+later.evaluate_compiled = evaluate

@@ -17,7 +17,6 @@ To a compiler, a dispatch mode or torch.func the same work is an operator (_ops.
 reduction plain PyTorch.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from . import _call, _checks, _ops, eager
 from ._call import backend, under_transform
 from ._constants import made_once
 from ._contract import PRECISION, Coefficients, Reading, Statistics
+from ._later import later
 from ._node import Node, refuse_second
 
 Saved = tuple[Tensor | None, ...]
@@ -185,20 +185,13 @@ def evaluate(
     if hasattr(source, "evaluate"):
         return source.evaluate(loss, reduction, row_weight)
     if source.__class__ is not Tensor and hasattr(source, "placements"):
-        return dtensor().evaluated(evaluate, source, loss, reduction, row_weight)
+        return later.evaluate_dtensor(evaluate, source, loss, reduction, row_weight)
     if under_transform():
         return _traced(source, loss, reduction, row_weight)
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(source).tangent is not None:
         _checks.only_in_reverse()
     _call.values(loss, source.shape[-1])
     return evaluate_on(backend(source), source, source.shape[-1], loss, reduction, row_weight)
-
-
-@functools.cache
-def dtensor() -> ModuleType:
-    from . import _dtensor  # late: it is built on this file
-
-    return _dtensor
 
 
 def evaluate_on(

@@ -16,7 +16,8 @@ from torch import Tensor
 from . import _call, _checks
 from ._call import backend, mapped, under_transform
 from ._contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
-from ._loss import RowLoss, dtensor, evaluate, rows_in, scaled
+from ._later import later
+from ._loss import RowLoss, evaluate, rows_in, scaled
 from ._ops import operator
 from .targets import SparseTargets, unchecked
 
@@ -115,7 +116,7 @@ def capture_topk(
     _call.once(_call.topk, logits, k, temperature, softcap)
     how = (float(temperature), None if softcap is None else float(softcap))
     if hasattr(logits, "placements"):
-        logits = dtensor().source_of(logits)
+        logits = later.source_of_dtensor(logits)
     if hasattr(logits, "evaluate"):
         return unchecked(*logits.capture_topk(k, *how))  # pyright: ignore
     if mapped(logits):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from . import _call, _checks
 from ._call import backend, under_transform
-from ._loss import RowLoss, dtensor, evaluate, reduced
+from ._later import later
+from ._loss import RowLoss, evaluate, reduced
 from ._node import Node
 
 
@@ -24,7 +25,7 @@ def evaluate_in_place(
     if hasattr(source, "evaluate"):
         return evaluate(source, loss, reduction, row_weight)
     if hasattr(source, "placements"):
-        return dtensor().evaluated(evaluate_in_place, source, loss, reduction, row_weight)
+        return later.evaluate_dtensor(evaluate_in_place, source, loss, reduction, row_weight)
     if not torch.is_grad_enabled() or not source.requires_grad or under_transform():
         return evaluate(source, loss, reduction, row_weight)
     _call.values(loss, source.shape[-1])

@@ -26,6 +26,7 @@ from ._call import backend, in_func
 from ._contract import Reading
 from ._head import Each, Total, dtypes_as_given
 from ._in_memory import in_memory
+from ._later import later
 from ._lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split
 from ._loss import RowLoss, evaluate, reduced
 from ._node import Node
@@ -284,3 +285,6 @@ class _Loss(Node):
             found = Each.backward(ctx, *upstream)
             parts, d_rows, others = found[:3], None, found[5:]
         return joined(ctx.like, parts, None), d_rows, None, None, None, *others
+
+
+later.lazy_logits = Made.apply

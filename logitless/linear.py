@@ -21,6 +21,7 @@ from ._contract import PRECISION
 from ._cut import Work, choose
 from ._head import Each, Total, autocasts, dtypes_as_given
 from ._joined import Columns
+from ._later import later
 from ._loss import RowLoss, reduced
 
 
@@ -60,9 +61,7 @@ class LinearLogits(AsTensor):
     def __new__(cls, *args, **how) -> "LinearLogits":
         weight = args[1] if len(args) > 1 else how.get("weight")
         if weight.__class__ is not Tensor and hasattr(weight, "placements"):
-            from ._dtensor import head_of  # late: it is built on this file
-
-            return head_of(*args, **how)  # pyright: ignore[reportReturnType]
+            return later.head_of_dtensor(*args, **how)
         return object.__new__(cls)
 
     @_call.named()
@@ -119,9 +118,7 @@ class LinearLogits(AsTensor):
         """The loss of the rows, a part of their logits at a time."""
         if not torch.compiler.is_compiling():
             return _evaluate(self, loss, reduction, row_weight)
-        from . import _head_ops  # late: it is built on this file
-
-        return _head_ops.evaluate(self, loss, reduction, row_weight)
+        return later.evaluate_compiled(self, loss, reduction, row_weight)
 
     def capture_topk(
         self, k: int, temperature: float, softcap: float | None
