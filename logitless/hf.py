@@ -144,7 +144,8 @@ class DistillTrainer(Trainer):
         sums, self._sums[training] = self._sums[training], []
         if not sums:
             return {}
-        ce, kd, count = self.accelerator.reduce(torch.stack(sums).sum(0), "sum").tolist()
+        total = self.accelerator.reduce(torch.stack(sums).sum(0), "sum")
+        ce, kd, count = torch.as_tensor(total).tolist()  # a tensor already, which types don't say
         prefix, count = "" if training else "eval_", max(count, 1)
         found = {f"{prefix}ce_loss": ce / count}
         if training or self.eval_teacher:

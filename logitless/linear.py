@@ -168,6 +168,12 @@ class LinearLogits(AsTensor):
 LinearLogits.__signature__ = inspect.signature(object.__new__(LinearLogits).__init__)  # pyright: ignore
 
 
+ATTRIBUTES = (
+    "parts", "hidden", "weight", "bias", "workspace", "accumulate", "drop_ignored", "main_grad",
+    "logits_dtype", "module", "columns", "shape", "dtype", "device", "requires_grad",
+)  # fmt: skip
+
+
 class Teacher(LinearLogits):
     """The head of a teacher, z: its logits are scale · z, or with a cap, cap · tanh(scale · z)."""
 
@@ -175,7 +181,9 @@ class Teacher(LinearLogits):
     cap: float | None
 
     def __init__(self, head: LinearLogits, scale: float = 1.0, cap: float | None = None):
-        self.__dict__.update(head.__dict__, scale=scale, cap=cap)
+        for name in ATTRIBUTES:  # not by __dict__, which torch.compile does not follow everywhere
+            setattr(self, name, getattr(head, name))
+        self.scale, self.cap = scale, cap
 
     def times(self, factor: float) -> "Teacher":
         if self.cap is None:
