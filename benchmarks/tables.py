@@ -147,7 +147,7 @@ def summary(logits: Run, heads: Run) -> str:
     if untried:
         notes += [
             f"Not measured in Liger's memory in this run: {', '.join(untried)};",
-            "[docs/heads.md]({up}docs/heads.md) has a commit that was, and was slower than Liger.",
+            "[docs/heads.md]({up}docs/heads.md) has newer times against memory, ours and Liger's.",
         ]
     small = logits.cells(NAMES, "extra_mib", **PLAIN_LOGITS, shape=SMALL, mode=Mode.WALL)
     rows.append({"": f"logits {sizes(SMALL)}, host included", **small, equal: results.NOTHING})
