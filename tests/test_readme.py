@@ -110,19 +110,16 @@ def test_every_variable_is_in_the_guide():
 
 
 def test_importing_brings_nothing_else():
-    """Neither Triton nor anything optional, and under 0.2 s of the processor's time after torch."""
+    """Neither Triton, nor anything optional, nor a part of PyTorch that takes long to import."""
     code = (
-        "import torch, time, sys; before = set(sys.modules); t = time.process_time();"
-        "import logitless; spent = time.process_time() - t;"
-        "new = {name.split('.')[0] for name in set(sys.modules) - before};"
-        "print(spent); print(sorted(new & {'triton', 'rich', 'matplotlib', 'transformers'}))"
+        "import torch, sys; before = set(sys.modules); import logitless;"
+        "print(*sorted(set(sys.modules) - before))"
     )
-    times = []
-    for _ in range(3):  # the best of three: what else the machine does is not our import
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-        )
-        spent, brought = done.stdout.splitlines()
-        assert brought == "[]"
-        times.append(float(spent))
-    assert min(times) < 0.2
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    brought = done.stdout.split()
+    assert "logitless.losses" in brought
+    slow = ("triton", "rich", "matplotlib", "transformers", "numpy", "safetensors")
+    slow += ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.onnx")
+    assert [name for name in brought if name.startswith(slow)] == []
