@@ -1,4 +1,4 @@
-"""A loss of rows as data, and the one autograd node that evaluates it on a tensor of logits.
+"""A loss of rows as data, and how it is evaluated on a tensor of logits.
 
 A `RowLoss` has two methods, and whoever evaluates it decides when each is called:
 
@@ -10,11 +10,11 @@ Most losses need statistics of a row alone. They implement `settle` (statistics 
 only calls those two itself. A loss that needs the logits of whole rows overrides `forward` and
 `backward`.
 
-`run` is the backend, `kernels` or `eager`. Neither method knows autograd. `evaluate` makes a node
-of them for a tensor: statistics and value in forward, the gradient in backward, from what forward
-saved. A source that is no tensor (_sources.py) evaluates the loss itself, by the same two methods.
-To a compiler, a dispatch mode or torch.func the same work is an operator (_ops.py), and the
-reduction plain PyTorch.
+`run` is the backend, `kernels` or `eager`. Neither method knows autograd. `evaluate` makes an
+autograd function of them for a tensor: the gradient is made in backward from what forward saved,
+or, of small logits, in forward already. A source that is no tensor (_sources.py) evaluates the loss
+itself, by the same two methods. To a compiler, a dispatch mode or torch.func the same work is an
+operator (_ops.py), and the reduction plain PyTorch.
 """
 
 import math

@@ -203,36 +203,30 @@ def partial(x: Tensor, reading: Reading, start: int = 0, vocab: int | None = Non
     return Partials(state, picked)
 
 
-def _moved(state: Tensor, m: Tensor) -> Tensor:
-    """How far each part's max is from that of all: 0 of an empty part, or of one that stays.
-
-    So -inf minus -inf is never taken.
-    """
-    own = state[..., fields.M]
-    stays = (state[..., fields.S] == 0) | (own == m)
-    return torch.where(stays, 0.0, own - m).clamp_min(-1e38)
-
-
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     """Parts of the same rows as one part; what they hold of the ids adds up."""
     state = torch.cat([part.state for part in several], 1)
     picked = None
     if several[0].picked is not None:
         picked = torch.stack([part.picked for part in several]).sum(0)
-    m = state[..., fields.M].amax(1, keepdim=True)
-    moved = _moved(state, m)
+    own, s = state[..., fields.M], state[..., fields.S]
+    m = own.amax(1, keepdim=True)
+    # An empty part, or one whose max is that of all, moves by 0: -inf minus -inf is never taken.
+    moved = torch.where((s == 0) | (own == m), 0.0, own - m).clamp_min(-1e38)
     inv_t = inverse_temperature(reading, m)
     scale = (moved if inv_t is None else moved * inv_t).exp()
     merged = state.sum(1, keepdim=True)  # right for y of the mark, and for the weights' sum
-    part, s = merged[:, 0], state[..., fields.S]
+    part = merged[:, 0]
     part[:, fields.M], part[:, fields.S] = m[:, 0], (s * scale).sum(1)
+    # In this order: a part that is far below has moved by 1e38, and weighs 0.
     part[:, fields.W] = (state[..., fields.W] * scale + moved * (s * scale)).sum(1)
     part[:, fields.S1] = (state[..., fields.S1] * moved.exp()).sum(1)
     c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))
-    part[:, fields.REF] = ref[:, 0]
-    part[:, fields.C] = (c + n * (ref - ref[:, :1])).sum(1)
-    first = torch.where(state[..., fields.M] == m, state[..., fields.ARG], torch.inf).amin(1)
-    part[:, fields.ARG] = first
+    # One reference for all, of a part that has columns: an empty part's 0 may be far away.
+    one = torch.where(n != 0, ref, -torch.inf).amax(1, keepdim=True)
+    one = torch.where(one == -torch.inf, 0.0, one)
+    part[:, fields.REF], part[:, fields.C] = one[:, 0], (c + n * (ref - one)).sum(1)
+    part[:, fields.ARG] = torch.where(own == m, state[..., fields.ARG], torch.inf).amin(1)
     return Partials(merged, picked)
 
 
@@ -243,32 +237,22 @@ def finish(
 
     shape is (...), the rows'; where it is None, that of the reading's tensors, or (N,).
     """
-    state = parts.state
-    shape = _lead(reading, state) if shape is None else shape
-    sums = _Sums(state[:, 0, :1].expand(-1, max(vocab, 1)), reading)
-    inv_t = inverse_temperature(reading, sums.shift)
-    m_parts, s_parts = state[..., fields.M], state[..., fields.S]
-    m = m_parts.amax(1, keepdim=True)
-    moved = _moved(state, m)
-    scale = (moved if inv_t is None else moved * inv_t).exp()
-    sums.shift = torch.where(m.isinf(), 0.0, m)
-    sums.s = (s_parts * scale).sum(1, keepdim=True)
-    # In this order: a part that is far below has moved by 1e38, and weighs 0.
-    w = (state[..., fields.W] * scale + moved * (s_parts * scale)).sum(1, keepdim=True)
+    shape = _lead(reading, parts.state) if shape is None else shape
+    whole, picked = merge([parts], reading)
+    m, s, w, c, n, ref, arg, s1, y_mark = whole[:, 0].split(1, 1)
+    sums = _Sums(m.expand(-1, max(vocab, 1)), reading)
+    inv_t = inverse_temperature(reading, m)
+    sums.shift, sums.s, sums.s1 = torch.where(m.isinf(), 0.0, m), s, s1
     sums.w = w if inv_t is None else w * inv_t
-    sums.s1 = (state[..., fields.S1] * moved.exp()).sum(1, keepdim=True)
-    c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))
+    sums.c = c + n * ref
     if "log_total" in reading.wants:
-        total = (c - n * (sums.shift - ref)).sum(1, keepdim=True)
+        total = c - n * (sums.shift - ref)
         sums.c = total if inv_t is None else total * inv_t
-    else:
-        sums.c = (c + n * ref).sum(1, keepdim=True)
     if sums.argmax is not None:
-        best = torch.where(m_parts == m, state[..., fields.ARG], torch.inf).amin(1)
-        sums.argmax = torch.where(best.isinf(), 0, best).long()
+        sums.argmax = torch.where(arg.isinf(), 0, arg)[:, 0].long()
     if sums.y_mark is not None:
-        sums.y_mark = state[..., fields.Y_MARK].sum(1, keepdim=True)
-    sums.y_ids = parts.picked
+        sums.y_mark = y_mark
+    sums.y_ids = picked
     return _finish(sums, reading, live_rows(reading), inv_t, shape, vocab)
 
 
