@@ -49,6 +49,10 @@ class Reading(NamedTuple):
     def at_temperature_1(self) -> bool:
         return self.row_temperature is None and self.temperature == 1
 
+    @property
+    def sums(self) -> "Sums":
+        return sums_of(self.wants, self.at_temperature_1)
+
     def of_scaled(self, scale: float, softcap: float | None) -> "Reading":
         """With this softcap, of logits that are not yet multiplied by `scale`."""
         if scale == 1:
@@ -121,22 +125,48 @@ class Partials(NamedTuple):
     Parts merge in any order; a part of no columns is (-inf, 0, 0, ...).
     """
 
-    state: Tensor  # (N, parts, PART), its fields below
+    state: Tensor  # (N, parts, part_width), its fields below
     picked: Tensor | None = None  # (N, K), y of the ids; 0 of one that no part here owns: they add
 
 
 # Fields of Partials.state, of y = z · temperature and d = y - m. A field that belongs to a
-# statistic, or to a mark, is written where that is wanted.
+# statistic, or to a mark, is written where that is wanted. What most losses want comes first, and
+# the fields behind the last one wanted are not there.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
-W = 2  # Σ d e^(d / temperature), with "entropy"
-C = 3  # Σ v (y - ref), with "total" or "log_total"
-N = 4  # Σ v, likewise
-REF = 5  # a number near the mean of y, so that C does not cancel
-ARG = 6  # the bits of the lowest column that reaches m, with "argmax"
-S1 = 7  # Σ e^d, with "label" at another temperature than 1
-Y_MARK = 8  # y of the mark; 0 where another part owns it
+Y_MARK = 2  # y of the mark; 0 where another part owns it
+W = 3  # Σ d e^(d / temperature), with "entropy"
+ARG = 4  # the bits of the lowest column that reaches m, with "argmax"
+S1 = 5  # Σ e^d, with "label" at another temperature than 1
+C = 6  # Σ v (y - ref), with "total" or "log_total"
+N = 7  # Σ v, likewise
+REF = 8  # a number near the mean of y, so that C does not cancel
 PART = 9
+
+
+class Sums(NamedTuple):
+    """What a part holds besides M, S and Y_MARK."""
+
+    entropy: bool
+    argmax: bool
+    second: bool
+    total: bool
+
+
+def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
+    total = "total" in wants or "log_total" in wants
+    second = "label" in wants and not at_temperature_1
+    return Sums("entropy" in wants, "argmax" in wants, second, total)
+
+
+def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
+    """How many fields a part has that holds these Sums."""
+    if total:
+        return PART
+    if second:
+        return S1 + 1
+    return ARG + 1 if argmax else W + 1 if entropy else Y_MARK + 1
+
 
 NOWHERE = 2**31 - 1  # as ARG: no column
 

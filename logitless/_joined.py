@@ -16,7 +16,16 @@ from torch import Tensor
 
 from . import _contract as contract
 from . import eager
-from ._contract import NO_ID, PAIR_STATE, PRECISION, Pair, Partials, Reading, Statistics
+from ._contract import (
+    NO_ID,
+    PAIR_STATE,
+    PRECISION,
+    Pair,
+    Partials,
+    Reading,
+    Statistics,
+    part_width,
+)
 from .eager.rows import capped, inverse_temperature, live_rows
 
 BAD = -1  # an id that is none, where NO_ID is one of other columns
@@ -57,15 +66,12 @@ class Columns:
         """The statistics of whole rows, of x (..., width) and all other columns."""
         lead, wants = x.shape[:-1], reading.wants
         part = self._partial(x, reading)
-        fields, K = fields_of(reading), 0 if part.picked is None else part.picked.shape[1]
-        sent = [part.state[:, 0, field, None] for field in fields]
+        fields, K = part_width(*reading.sums), 0 if part.picked is None else part.picked.shape[1]
+        sent = [part.state[:, 0, :fields]]
         sent += [part.picked] if K else []
         sent += [self._tail(x, reading, part)] if "tail" in wants else []
-        got = self.join(torch.cat(sent, 1))
-        state = got.new_zeros((*got.shape[:2], contract.PART))
-        for i, field in enumerate(fields):
-            state[..., field] = got[..., i]
-        rest = got[..., len(fields) :]
+        got = self.join(torch.cat(sent, 1) if len(sent) > 1 else sent[0])
+        state, rest = got[..., :fields], got[..., fields:]
         picked = rest[..., :K].sum(0) if K else part.picked  # 0 of all but one
         without = reading._replace(wants=tuple(name for name in wants if name != "tail"))
         whole = Partials(state.transpose(0, 1), picked)
@@ -247,16 +253,3 @@ def _largest(
     chosen, rest = z[:, :k], torch.cat((z[:, k:], rest), 1).logsumexp(1)
     log_s = torch.logaddexp(chosen.logsumexp(1), rest)
     return ids[:, :k], chosen - log_s[:, None], rest - log_s
-
-
-def fields_of(reading: Reading) -> list[int]:
-    """The fields of a part that tell what a reading wants."""
-    wants = set(reading.wants)
-    used = [contract.M, contract.S]
-    used += [contract.W] if "entropy" in wants else []
-    used += [contract.C, contract.N, contract.REF] if {"total", "log_total"} & wants else []
-    used += [contract.ARG] if "argmax" in wants else []
-    used += [contract.S1] if "label" in wants and not reading.at_temperature_1 else []
-    if reading.mark is not None and {"nll", "label", "picked", "logprob"} & wants:
-        used.append(contract.Y_MARK)
-    return used

@@ -286,6 +286,7 @@ model = found.accelerator.unwrap_model(found.model)
 loss = [e["loss"] for e in found.state.log_history if "loss" in e]
 kd = [e["kd_loss"] for e in found.state.log_history if "kd_loss" in e]
 torch.save((t.parameters(model), seen, loss, kd), f"{sys.argv[1]}/{rank}.pt")
+torch.distributed.destroy_process_group()
 """
 
 

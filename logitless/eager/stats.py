@@ -206,6 +206,7 @@ def partial(x: Tensor, reading: Reading, start: int = 0, vocab: int | None = Non
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     """Parts of the same rows as one part; what they hold of the ids adds up."""
     state = torch.cat([part.state for part in several], 1)
+    state = torch.nn.functional.pad(state, (0, fields.PART - state.shape[2]))
     picked = None
     if several[0].picked is not None:
         picked = torch.stack([part.picked for part in several]).sum(0)
@@ -239,7 +240,7 @@ def finish(
     """
     shape = _lead(reading, parts.state) if shape is None else shape
     whole, picked = merge([parts], reading)
-    m, s, w, c, n, ref, arg, s1, y_mark = whole[:, 0].split(1, 1)
+    m, s, y_mark, w, arg, s1, c, n, ref = whole[:, 0].split(1, 1)
     sums = _Sums(m.expand(-1, max(vocab, 1)), reading)
     inv_t = inverse_temperature(reading, m)
     sums.shift, sums.s, sums.s1 = torch.where(m.isinf(), 0.0, m), s, s1

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -9,17 +10,17 @@ import triton
 import triton.language as tl
 
 from .. import _contract
-from .._contract import Partials, Reading, Statistics
+from .._contract import Partials, Reading, Statistics, Sums
 from . import config
 from .launch import REMEMBERED, Launch
 from .numerics import INF, LOG2E, capped, finite, inverse_temperature, load, move, only_if
-from .state import LOG_S, LOG_S1, NOWHERE, SHIFT, STATE_WIDTH, State, is_live, load_mark
+from .state import LOG_S, LOG_S1, NOWHERE, SHIFT, STATE_WIDTH, State, field, is_live, load_mark
 
 OUTPUTS = (
     "lse", "picked", "logprob", "nll", "entropy", "total", "log_total", "argmax", "label",
 )  # fmt: skip
 
-PART_WIDTH = tl.constexpr(_contract.PART)
+part_width = triton.constexpr_function(_contract.part_width)
 PART_M = tl.constexpr(_contract.M)
 PART_S = tl.constexpr(_contract.S)
 PART_W = tl.constexpr(_contract.W)
@@ -131,35 +132,41 @@ def write_ids(
 @triton.jit
 def _merge(
     at, step, mask, rate,
-    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr,
+    ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
     """The state of a row from the states of its parts, all at once; its column of the max; ref.
 
-    `at` points to the parts' first field; field after field, `step` numbers apart.
+    `at` points to the parts' first fields; a part's fields are `step` numbers apart.
     """
+    # All loads before the first reduction, which waits for what it reduces.
     m_p = tl.load(at + PART_M * step, mask=mask, other=-INF)
     s_p = tl.load(at + PART_S * step, mask=mask, other=0.0)
+    if ENTROPY:
+        w_p = tl.load(at + PART_W * step, mask=mask, other=0.0)
+    if SECOND:
+        s1_p = tl.load(at + PART_S1 * step, mask=mask, other=0.0)
+    if TOTAL:
+        c_p = tl.load(at + PART_C * step, mask=mask, other=0.0)
+        n_p = tl.load(at + PART_N * step, mask=mask, other=0.0)
+        ref_p = tl.load(at + PART_REF * step, mask=mask, other=0.0)
+    if ARGMAX:
+        args = tl.load(at + PART_ARG * step, mask=mask, other=0.0).to(tl.int32, bitcast=True)
     m = tl.max(m_p, axis=0)
     moved = move(m_p, m, s_p)
     scale = tl.exp2(moved * rate)
     s = tl.sum(s_p * scale, axis=0)
     w, c, n, s1, arg, ref = m, m, m, m, 0, 0.0  # stay unread unless asked for
     if ENTROPY:
-        w_p = tl.load(at + PART_W * step, mask=mask, other=0.0)
         w = tl.sum(w_p * scale + moved * (s_p * scale), axis=0)
     if SECOND:
-        s1_p = tl.load(at + PART_S1 * step, mask=mask, other=0.0)
         s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
     if TOTAL:
-        n_p = tl.load(at + PART_N * step, mask=mask, other=0.0)
-        ref_p = tl.load(at + PART_REF * step, mask=mask, other=0.0)
         # One reference for all, within what theirs are: parts of one row have the same, exactly.
         ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
         ref = tl.where(ref == -INF, 0.0, ref)
-        c = tl.sum(tl.load(at + PART_C * step, mask=mask, other=0.0) + n_p * (ref_p - ref), axis=0)
+        c = tl.sum(c_p + n_p * (ref_p - ref), axis=0)
         n = tl.sum(n_p, axis=0)
     if ARGMAX:
-        args = tl.load(at + PART_ARG * step, mask=mask, other=0.0).to(tl.int32, bitcast=True)
         arg = tl.min(tl.where(mask & (m_p == m), args, NOWHERE), axis=0)
     return State(m, s, w, c, n, 0, s1), arg, ref
 
@@ -167,7 +174,7 @@ def _merge(
 @triton.jit
 def store_part(
     at, step, state, ref, arg,
-    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr,
+    ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
     """One part's fields, `step` numbers apart: those that are read. A column as its bits."""
     tl.store(at + PART_M * step, state.m)
@@ -184,84 +191,105 @@ def store_part(
         tl.store(at + PART_S1 * step, state.s1)
 
 
-@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["temperature"])
+@triton.jit(
+    do_not_specialize=["parts", "step_row", "step_field"],
+    do_not_specialize_on_alignment=["PARTS", "temperature"],
+)
 def _merge_kernel(
-    PARTS, OUT,  # (N, PART, parts), and (N, PART, 1)
-    temperature, parts,
-    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr,
+    PARTS, OUT,  # (N, parts, fields), in any layout, and (N, fields)
+    temperature, parts, step_row, step_part, step_field,
+    ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     MARKED: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
     offs_p = tl.arange(0, BLOCK_P)
     mask_p = offs_p < parts
-    at = PARTS + row * (parts * PART_WIDTH) + offs_p
+    at = PARTS + row * step_row + offs_p.to(tl.int64) * step_part
     rate = inverse_temperature(temperature, row) * LOG2E
-    state, arg, ref = _merge(at, parts, mask_p, rate, ENTROPY, TOTAL, ARGMAX, SECOND)
-    OUT += row * PART_WIDTH
-    store_part(OUT, 1, state, ref, arg, ENTROPY, TOTAL, ARGMAX, SECOND)
+    state, arg, ref = _merge(at, step_field, mask_p, rate, ENTROPY, ARGMAX, SECOND, TOTAL)
+    OUT += row * part_width(ENTROPY, ARGMAX, SECOND, TOTAL)
+    store_part(OUT, 1, state, ref, arg, ENTROPY, ARGMAX, SECOND, TOTAL)
     if MARKED:
-        y = tl.sum(tl.load(at + PART_Y_MARK * parts, mask=mask_p, other=0.0), axis=0)
+        y = tl.sum(tl.load(at + PART_Y_MARK * step_field, mask=mask_p, other=0.0), axis=0)
         tl.store(OUT + PART_Y_MARK, y)
 
 
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     """Parts of the same rows as one part; what they hold of the ids adds up."""
-    parts = torch.cat([part.state.mT for part in several], 2)
-    state = torch.empty((len(parts), _contract.PART, 1), device=parts.device, dtype=parts.dtype)
+    parts = several[0].state
+    if len(several) > 1:
+        parts = torch.cat([part.state for part in several], 1)
+    state = torch.empty((len(parts), 1, parts.shape[2]), device=parts.device, dtype=parts.dtype)
     picked = None
     if several[0].picked is not None:
         picked = torch.stack([part.picked for part in several]).sum(0)
-    wants, temperature = reading.wants, reading.row_temperature
+    temperature = reading.row_temperature
     if len(parts):
         launch = _merge_launch(
-            len(parts), parts.shape[2], reading.temperature if temperature is None else None,
-            ("entropy" in wants, "total" in wants or "log_total" in wants, "argmax" in wants,
-             "label" in wants and not reading.at_temperature_1), reading.mark is not None,
+            parts.shape, parts.stride(), reading.temperature if temperature is None else None,
+            reading.sums, reading.mark is not None,
         )  # fmt: skip
         launch(parts, state, *(() if temperature is None else (temperature.contiguous(),)))
-    return Partials(state.mT, picked)
+    return Partials(state, picked)
 
 
 @functools.lru_cache(REMEMBERED)
 def _merge_launch(
-    count: int, parts: int, temperature: float | None, wants: tuple[bool, ...], marked: bool
+    shape: tuple, strides: tuple, temperature: float | None, sums: Sums, marked: bool
 ) -> Launch:
     number = () if temperature is None else (temperature,)
+    count, parts, _ = shape
     return Launch(
-        _merge_kernel, (count,), (*number, parts), num_warps=1, MARKED=marked,
-        BLOCK_P=max(config.ceil_pow2(parts), 2),
-        **dict(zip(("ENTROPY", "TOTAL", "ARGMAX", "SECOND"), wants, strict=True)),
+        _merge_kernel, (count,), (*number, parts, *strides), num_warps=1, MARKED=marked,
+        BLOCK_P=max(config.ceil_pow2(parts), 2), **constants_of(sums),
     )  # fmt: skip
 
 
+def constants_of(sums: Sums) -> dict[str, bool]:
+    """As kernels take them."""
+    return {name.upper(): wanted for name, wanted in sums._asdict().items()}
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """What the kernel is compiled for."""
+
+    second: bool  # a second normaliser, at temperature 1
+    block_k: int
+    block_p: int
+
+
 @triton.jit(
-    do_not_specialize=["parts"],
+    do_not_specialize=["parts", "step_row", "step_field"],
     do_not_specialize_on_alignment=["PARTS", "Y", "MARK", "IDS", "temperature"],
 )
 def _finish_kernel(
-    PARTS, Y, MARK, IDS,  # inputs; PARTS (N, PART, parts); Y (N, K), y of the ids
+    PARTS, Y, MARK, IDS,  # inputs; PARTS (N, parts, fields), in any layout; Y (N, K), y of the ids
     STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LABEL,  # outputs
-    temperature, V, K, parts, ignore_index,
-    SECOND: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_P: tl.constexpr,
+    temperature, V, K, parts, step_row, step_part, step_field, ignore_index,
+    CONSTANTS: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
+    SECOND: tl.constexpr = field(CONSTANTS, "second")
+    BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     row = tl.program_id(0)
     mark = load_mark(MARK, row)
     live = is_live(mark, ignore_index)
     inv_t = inverse_temperature(temperature, row)
-    offs_p = tl.arange(0, BLOCK_P)
+    offs_p = tl.arange(0, field(CONSTANTS, "block_p"))
     mask_p = offs_p < parts
-    at = PARTS + row.to(tl.int64) * (parts * PART_WIDTH) + offs_p
+    at = PARTS + row.to(tl.int64) * step_row + offs_p.to(tl.int64) * step_part
+    if MARK is not None:
+        y_p = tl.load(at + PART_Y_MARK * step_field, mask=mask_p, other=0.0)
     state, arg, ref = _merge(
-        at, parts, mask_p, inv_t * LOG2E,
-        ENTROPY is not None, (TOTAL is not None) | (LOG_TOTAL is not None), ARGMAX is not None,
-        SECOND,
+        at, step_field, mask_p, inv_t * LOG2E, ENTROPY is not None, ARGMAX is not None, SECOND,
+        (TOTAL is not None) | (LOG_TOTAL is not None),
     )  # fmt: skip
     out = Outputs(STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LABEL)
     shift, log_s = write_row(out, state, arg, ref, row, V, live, inv_t)
     if MARK is not None:
-        y = tl.sum(tl.load(at + PART_Y_MARK * parts, mask=mask_p, other=0.0), axis=0)
+        y = tl.sum(y_p, axis=0)
         write_mark(out, y, mark, row, V, live, shift, log_s, state.s1, inv_t, SECOND, K is None)
     if IDS is not None:
         write_ids(out, None, Y, IDS, row, V, K, live, shift, log_s, inv_t, None, BLOCK_K)
@@ -276,7 +304,7 @@ def finish(
     """
     wants, (mark, ids, _, temperature) = reading.wants, reading[:4]
     assert "tail" not in wants
-    parts = partials.state.mT.contiguous()  # as `partial` made them
+    parts = partials.state
     count = len(parts)
     shape = _shape_of(reading, count) if shape is None else shape
     K = None if ids is None else ids.shape[-1]
@@ -290,8 +318,9 @@ def finish(
     ]  # fmt: skip
     if count:
         launch = finish_launch(
-            count, parts.shape[2], vocab, K, reading.temperature if temperature is None else None,
-            reading.ignore_index, "label" in wants and not reading.at_temperature_1,
+            parts.shape, parts.stride(), vocab, K,
+            reading.temperature if temperature is None else None, reading.ignore_index,
+            reading.sums.second,
         )  # fmt: skip
         by_row = () if temperature is None else (temperature.contiguous(),)
         launch(
@@ -311,13 +340,14 @@ def _shape_of(reading: Reading, count: int) -> tuple[int, ...]:
 
 @functools.lru_cache(REMEMBERED)
 def finish_launch(
-    count: int, parts: int, vocab: int, K: int | None, temperature: float | None,
-    ignore_index: int | None, second: bool,
+    shape: tuple, strides: tuple,  # of the parts, (N, parts, fields)
+    vocab: int, K: int | None, temperature: float | None, ignore_index: int | None, second: bool,
 ) -> Launch:  # fmt: skip
+    count, parts, _ = shape
     block_p = max(config.MAX_SPLITS, config.ceil_pow2(parts))
     number = () if temperature is None else (temperature,)
     return Launch(
-        _finish_kernel, (count,), (*number, vocab, K, parts, ignore_index),
-        num_warps=block_p // config.MAX_SPLITS, SECOND=second,
-        BLOCK_K=min(128, config.ceil_pow2(K or 0)), BLOCK_P=block_p,
+        _finish_kernel, (count,), (*number, vocab, K, parts, *strides, ignore_index),
+        num_warps=block_p // config.MAX_SPLITS,
+        CONSTANTS=_Constants(second, min(128, config.ceil_pow2(K or 0)), block_p),
     )  # fmt: skip

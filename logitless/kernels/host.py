@@ -10,7 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._contract import COEFFICIENTS, NO_ID, PART, STATE, Coefficients, Reading, Statistics
+from .._contract import (
+    COEFFICIENTS,
+    NO_ID,
+    STATE,
+    Coefficients,
+    Reading,
+    Statistics,
+    part_width,
+    sums_of,
+)
 from . import config, exchange
 from .blocks import blocks_launch
 from .finish import OUTPUTS, finish_launch
@@ -86,8 +95,8 @@ def _read_plan(
     rows = describe(shape, strides, offset, itemsize)
     if rows is None:
         return None
-    second = "label" in wants and not (one_temperature and temperature == 1)
-    cut = cut_of(rows, device, wants, softcap, second)
+    sums = sums_of(wants, one_temperature and temperature == 1)
+    cut = cut_of(rows, device, sums, softcap)
     K = None if ids_shape is None else ids_shape[-1]
     # The mass of the ids is known from their log p.
     wanted = (*wants, "logprob") if "tail" in wants else wants
@@ -98,17 +107,17 @@ def _read_plan(
          torch.int64 if name == "argmax" else torch.float32)
         for place, name in enumerate(OUTPUTS) if name in wanted
     )  # fmt: skip
-    number = temperature if one_temperature else None
+    number, fields = temperature if one_temperature else None, part_width(*sums)
     how = (number, softcap, ignore_index)
     if cut.splits == 1:
-        first, last = read_launch(rows, K, *how, second, cut), None
+        first, last = read_launch(rows, K, *how, sums.second, cut), None
     else:
-        sums = ("entropy" in wants, "total" in wants or "log_total" in wants, "argmax" in wants)
-        first = partial_launch(rows, K or 0, 0, *how, (*sums, second), cut)
-        last = finish_launch(rows.count, cut.splits, rows.vocab, K, number, ignore_index, second)
+        first = partial_launch(rows, K or 0, 0, *how, sums, cut)
+        shape, strides = (rows.count, cut.splits, fields), (fields * cut.splits, 1, cut.splits)
+        last = finish_launch(shape, strides, rows.vocab, K, number, ignore_index, sums.second)
     return _ReadPlan(
-        rows, outputs, at_mark or ignore_index is not None, at_ids and bool(K),
-        "total" in wants or "log_total" in wants, (rows.count, PART, cut.splits), first, last,
+        rows, outputs, at_mark or ignore_index is not None, at_ids and bool(K), sums.total,
+        (rows.count, fields, cut.splits), first, last,
     )  # fmt: skip
 
 

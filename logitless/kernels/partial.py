@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import _contract
-from .._contract import Partials, Reading
+from .._contract import Partials, Reading, Sums
 from . import config
-from .finish import PART_WIDTH, PART_Y_MARK, store_part
+from .finish import PART_Y_MARK, constants_of, part_width, store_part
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, rows_of, split_row
 from .numerics import LOG2E, capped, inverse_temperature, load, only_if
@@ -45,11 +45,11 @@ def _store_ids(Xrow, IDS, PICKED, row, V, K, start, live, softcap, BLOCK_K: tl.c
 )
 def _partial_kernel(
     X, MARK, IDS, W,  # inputs
-    PARTS, PICKED,  # outputs, (N, PART, splits) and (N, K)
+    PARTS, PICKED,  # outputs, (N, fields, splits) and (N, K)
     temperature,
     rows_t, stride_xb, stride_xt, lead, V, K, start, span,  # sizes
     softcap, ignore_index,  # options
-    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr,
+    ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One program a split of a row: `span` columns of its body. The first reads mark and ids."""
@@ -68,6 +68,10 @@ def _partial_kernel(
     head, body = split_row(offset, columns, lead, PACK, ALIGNED)
     if W is not None:
         W += start
+    if MARK is not None:  # before the others, so that nothing waits for it in the end
+        column = mark - start
+        mine = (split == 0) & (column >= 0) & (column < columns)
+        x_mark = tl.load(Xrow + column, mask=mine, other=0.0)
     state = fold_span(
         Xrow, W, head, body, columns, lo, lo + span, ref, inv_t * LOG2E, softcap,
         ENTROPY, TOTAL, SECOND, PACK, ALIGNED, True, BLOCK_V,
@@ -81,12 +85,11 @@ def _partial_kernel(
         arg = column_of_max(Xrow, state, head, body, columns, softcap, PACK, ALIGNED, BLOCK_V)
         arg = tl.where(arg == NOWHERE, NOWHERE, arg + start)
     splits = tl.num_programs(1)
-    PARTS += row.to(tl.int64) * (splits * PART_WIDTH) + split
-    store_part(PARTS, splits, state, ref, arg, ENTROPY, TOTAL, ARGMAX, SECOND)
+    FIELDS: tl.constexpr = part_width(ENTROPY, ARGMAX, SECOND, TOTAL)
+    PARTS += row.to(tl.int64) * (splits * FIELDS) + split
+    store_part(PARTS, splits, state, ref, arg, ENTROPY, ARGMAX, SECOND, TOTAL)
     if MARK is not None:
-        column = mark - start
-        mine = (split == 0) & (column >= 0) & (column < columns)
-        y_mark, _ = capped(tl.load(Xrow + column, mask=mine, other=0.0), softcap)
+        y_mark, _ = capped(x_mark, softcap)
         tl.store(PARTS + PART_Y_MARK * splits, y_mark)
     if IDS is not None:
         if split == 0:
@@ -106,10 +109,10 @@ def partial(
     """
     x, rows = rows_of(x)
     mark, ids, weight, temperature = reading[:4]
-    number, softcap, ignore_index, wants = reading[4:]
-    second = "label" in wants and not reading.at_temperature_1
-    cut = cut_of(rows, x.device, wants, softcap, second)
-    size = (rows.count, _contract.PART, cut.splits)
+    number, softcap, ignore_index, _ = reading[4:]
+    sums = reading.sums
+    cut = cut_of(rows, x.device, sums, softcap)
+    size = (rows.count, _contract.part_width(*sums), cut.splits)
     state = torch.empty(size, device=x.device, dtype=torch.float32)
     picked, K = None, 0
     if ids is not None:
@@ -117,27 +120,22 @@ def partial(
         picked = torch.empty((rows.count, K), device=x.device, dtype=torch.float32)
     if rows.count == 0:
         return Partials(state.mT, picked)
-    total = "total" in wants or "log_total" in wants
     launch = partial_launch(
-        rows, K, start, number if temperature is None else None, softcap, ignore_index,
-        ("entropy" in wants, total, "argmax" in wants, second), cut,
-    )  # fmt: skip
+        rows, K, start, number if temperature is None else None, softcap, ignore_index, sums, cut
+    )
     by_row = () if temperature is None else (temperature.contiguous(),)
     launch(
         x, None if mark is None else mark.contiguous(), ids.contiguous() if K else None,
-        aligned(weight) if total else None, state, picked if K else None, *by_row,
+        aligned(weight) if sums.total else None, state, picked if K else None, *by_row,
     )  # fmt: skip
     return Partials(state.mT, picked)
 
 
-def cut_of(
-    rows: Rows, device: torch.device, wants: tuple[str, ...], softcap: float | None, twice: bool
-) -> config.Config:
+def cut_of(rows: Rows, device: torch.device, sums: Sums, softcap: float | None) -> config.Config:
     """How the forward over these rows is cut."""
-    sums = {"entropy", "argmax", "total", "log_total"}
-    heavy = softcap is not None or not sums.isdisjoint(wants)
+    heavy = softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)
-    return config.forward(rows.count, rows.vocab, rows.itemsize, processors, heavy, twice)
+    return config.forward(rows.count, rows.vocab, rows.itemsize, processors, heavy, sums.second)
 
 
 def aligned(weight: Tensor | None) -> Tensor | None:
@@ -150,7 +148,7 @@ def aligned(weight: Tensor | None) -> Tensor | None:
 @functools.lru_cache(REMEMBERED)
 def partial_launch(
     rows: Rows, K: int, start: int, temperature: float | None, softcap: float | None,
-    ignore_index: int | None, wants: tuple[bool, ...], cut: config.Config,
+    ignore_index: int | None, sums: Sums, cut: config.Config,
 ) -> Launch:  # fmt: skip
     span = config.ceil_div(config.ceil_div(rows.vocab, cut.splits), cut.block_v) * cut.block_v
     number = () if temperature is None else (temperature,)
@@ -160,7 +158,7 @@ def partial_launch(
             *number, *rows.strides, rows.lead, rows.vocab, K, start, span,
             softcap, ignore_index,
         ),
-        num_warps=cut.num_warps, ALIGNED=rows.aligned, BLOCK_V=cut.block_v,
-        BLOCK_K=min(128 * cut.num_warps, config.ceil_pow2(K)),
-        **dict(zip(("ENTROPY", "TOTAL", "ARGMAX", "SECOND"), wants, strict=True)),
+        num_warps=cut.num_warps, registers=None if K else cut.registers,
+        ALIGNED=rows.aligned, BLOCK_V=cut.block_v,
+        BLOCK_K=min(128 * cut.num_warps, config.ceil_pow2(K)), **constants_of(sums),
     )  # fmt: skip
