@@ -239,8 +239,10 @@ def looks_at(ids: Tensor) -> bool:
 def values(loss, vocab: int) -> None:
     """Raise on an id or a temperature out of bounds where it counts, naming its place."""
     reading = loss.reading
-    given = [t for t in (reading.mark, reading.ids, reading.row_temperature) if t is not None]
-    if not given or not looks_at(given[0]):
+    given = reading.mark
+    if given is None:
+        given = reading.row_temperature if reading.ids is None else reading.ids
+    if given is None or not looks_at(given):
         return
     live = None
     if reading.ignore_index is not None:

@@ -263,15 +263,19 @@ SMALL_ON = ("cuda", "xpu")
 
 def scaled(
     gradient: Tensor,  # (..., V), for an upstream gradient of 1, in the precision of losses
-    shape: torch.Size,
+    x: Tensor,
     upstream: Tensor,  # () or (...)
     factor: Tensor | None,  # () or one a row
 ) -> Tensor:
-    """The gradient times upstream and factor."""
+    """The gradient times upstream and factor, rounded once, to the dtype of x."""
     scale = upstream if factor is None else upstream * factor
     if scale.dim():
-        scale = scale.reshape(*shape[:-1], 1)
-    return gradient.view(shape) * scale
+        scale = scale.reshape(*x.shape[:-1], 1)
+    gradient = gradient.view(x.shape)
+    if gradient.dtype == x.dtype:
+        return gradient * scale
+    into = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return torch.mul(gradient, scale, out=into)
 
 
 class _Now(Node):
@@ -296,11 +300,10 @@ class _Now(Node):
     def backward(ctx, upstream):
         Node.each_by_itself((upstream,))
         x, gradient, factor = ctx.saved_tensors
-        # Autograd rounds it to the dtype of x.
         if not torch.is_grad_enabled():
-            return scaled(gradient, x.shape, upstream, factor), None, None, None, None
+            return scaled(gradient, x, upstream, factor), None, None, None, None
         with torch.no_grad():
-            found = scaled(gradient, x.shape, upstream, factor)
+            found = scaled(gradient, x, upstream, factor)
         return *refuse_second((found,), (x, upstream)), None, None, None, None
 
 

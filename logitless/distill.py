@@ -93,8 +93,8 @@ class Gathered(Sparse):
         return (value,), (coefficients.ids,)
 
     def backward(self, run, x, saved, upstream, factor=None, into=None):
-        found = scaled(saved[0], x.shape, upstream[0], factor)
-        return found.to(x.dtype) if into is None else into.copy_(found)
+        found = scaled(saved[0], x, upstream[0], factor)
+        return found if into is None else into.copy_(found)
 
     def shapes(self, x):
         return [x.shape[:-1], (rows_in(x.shape[:-1]), x.shape[-1])]

@@ -271,7 +271,7 @@ def assembler(arch: int) -> str:
 
 
 def resources(ptx: str) -> dict:
-    """Registers and spilled bytes on Hopper, from the assembler."""
+    """Registers and spilled bytes on Hopper, from the assembler; loads of one 16-bit number."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
@@ -284,7 +284,8 @@ def resources(ptx: str) -> dict:
     spills = re.findall(r"(\d+) bytes spill", report)
     assert registers is not None
     assert spills, report
-    return {"registers": int(registers[1]), "spills": sum(map(int, spills))}
+    narrow = len(re.findall(r"ld\.global[.\w:]*\.b16", ptx))
+    return {"registers": int(registers[1]), "spills": sum(map(int, spills)), "narrow": narrow}
 
 
 class Driver:

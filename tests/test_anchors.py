@@ -510,7 +510,7 @@ CHOICES = {  # all that a kernel may be compiled for: what is asked, and how mem
     "ENTROPY", "TOTAL", "ARGMAX", "SECOND", "HAS", "ALIGNED", "SAME", "T_ALIGNED", "STEPS",
     "BLOCK_V", "BLOCK_K", "BLOCK_P", "BLOCK_N", "SPAN", "MEAN", "LOG_K", "ROWS", "KIND",
     "DIVERGENCE", "RENORM_P", "STUDENT_OVER", "HELD", "FIRST", "LAST", "WIDE", "BLOCK_D", "BLOCK_R",
-    "STEP_C", "STEP_U", "STEP_F", "PACK", "TURNED", "MARKED", "KNOWN",
+    "STEP_C", "STEP_U", "STEP_F", "PACK", "TURNED", "MARKED", "KNOWN", "EARLY",
 }  # fmt: skip
 
 

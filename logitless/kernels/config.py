@@ -73,10 +73,9 @@ def forward(
         if heavy or itemsize != 2:
             registers = None
         return overridden(Config(min(block, ceil_pow2(vocab)), warps, registers=registers))
-    block, warps = (1024, 4) if rows < 8 else (512, 1)
-    block = min(block, ceil_pow2(vocab))
+    block = min(1024, ceil_pow2(vocab))
     splits = min(ceil_div(32 * processors, max(rows, 1)), ceil_div(vocab, block), MAX_SPLITS)
-    return overridden(Config(block, warps, splits))
+    return overridden(Config(block, 1, splits))
 
 
 @functools.lru_cache(1024)

@@ -1,6 +1,7 @@
 """Statistics of parts of a row, before they are merged: what few rows and ranks are split into."""
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,6 +18,7 @@ from .numerics import LOG2E, capped, inverse_temperature, load, only_if
 from .state import (
     NOWHERE,
     column_of_max,
+    field,
     fold_span,
     is_live,
     load_mark,
@@ -39,6 +41,23 @@ def _store_ids(Xrow, IDS, PICKED, row, V, K, start, live, softcap, BLOCK_K: tl.c
         tl.store(PICKED + at, tl.where(inside, y, 0.0), mask=mask_k)
 
 
+@triton.jit
+def _load_at(Xrow, column, columns, wanted):
+    """x of one column; 0 where it is none of these columns, or not wanted."""
+    inside = (column >= 0) & (column < columns)
+    return tl.load(Xrow + column, mask=wanted & inside, other=0.0)
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """What the kernel is compiled for."""
+
+    aligned: bool
+    block_v: int
+    block_k: int
+    early: bool  # the mark is read first, so that nobody waits for it in the end: one register more
+
+
 @triton.jit(
     do_not_specialize=["rows_t", "lead", "start", "span"],
     do_not_specialize_on_alignment=["MARK", "IDS", "temperature"],
@@ -50,9 +69,13 @@ def _partial_kernel(
     rows_t, stride_xb, stride_xt, lead, V, K, start, span,  # sizes
     softcap, ignore_index,  # options
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    CONSTANTS: tl.constexpr,
 ):  # fmt: skip
     """One program a split of a row: `span` columns of its body. The first reads mark and ids."""
+    ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
+    BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
+    EARLY: tl.constexpr = (MARK is not None) & field(CONSTANTS, "early")
+    LATE: tl.constexpr = (MARK is not None) & (not field(CONSTANTS, "early"))
     PACK: tl.constexpr = pack_of(X)
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -63,15 +86,12 @@ def _partial_kernel(
     Xrow = X + offset
     inv_t = inverse_temperature(temperature, row)
     ref = reference(Xrow, columns, softcap, TOTAL)
-    span = tl.multiple_of(span, BLOCK_V)
-    lo = split * span
+    lo = tl.multiple_of(split * span, BLOCK_V)  # a hint on `span` would be lost in the product
     head, body = split_row(offset, columns, lead, PACK, ALIGNED)
     if W is not None:
         W += start
-    if MARK is not None:  # before the others, so that nothing waits for it in the end
-        column = mark - start
-        mine = (split == 0) & (column >= 0) & (column < columns)
-        x_mark = tl.load(Xrow + column, mask=mine, other=0.0)
+    if EARLY:
+        x_mark = _load_at(Xrow, mark - start, columns, split == 0)
     state = fold_span(
         Xrow, W, head, body, columns, lo, lo + span, ref, inv_t * LOG2E, softcap,
         ENTROPY, TOTAL, SECOND, PACK, ALIGNED, True, BLOCK_V,
@@ -88,11 +108,14 @@ def _partial_kernel(
     FIELDS: tl.constexpr = part_width(ENTROPY, ARGMAX, SECOND, TOTAL)
     PARTS += row.to(tl.int64) * (splits * FIELDS) + split
     store_part(PARTS, splits, state, ref, arg, ENTROPY, ARGMAX, SECOND, TOTAL)
+    if LATE:
+        x_mark = _load_at(Xrow, mark - start, columns, split == 0)
     if MARK is not None:
         y_mark, _ = capped(x_mark, softcap)
         tl.store(PARTS + PART_Y_MARK * splits, y_mark)
     if IDS is not None:
         if split == 0:
+            BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
             _store_ids(Xrow, IDS, PICKED, row, V, K, start, live, softcap, BLOCK_K)
 
 
@@ -152,6 +175,7 @@ def partial_launch(
 ) -> Launch:  # fmt: skip
     span = config.ceil_div(config.ceil_div(rows.vocab, cut.splits), cut.block_v) * cut.block_v
     number = () if temperature is None else (temperature,)
+    block_k = min(128 * cut.num_warps, config.ceil_pow2(K))
     return Launch(
         _partial_kernel, (rows.count, cut.splits),
         (
@@ -159,6 +183,6 @@ def partial_launch(
             softcap, ignore_index,
         ),
         num_warps=cut.num_warps, registers=None if K else cut.registers,
-        ALIGNED=rows.aligned, BLOCK_V=cut.block_v,
-        BLOCK_K=min(128 * cut.num_warps, config.ceil_pow2(K)), **constants_of(sums),
+        CONSTANTS=_Constants(rows.aligned, cut.block_v, block_k, cut.splits > 1),
+        **constants_of(sums),
     )  # fmt: skip
