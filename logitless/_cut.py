@@ -54,7 +54,7 @@ class Work(NamedTuple):
     wide: bool  # whether logits are in fp32, where hidden is not
     merges: bool  # whether blocks of columns tell what is asked
     gemms: int  # by columns, more than by rows: 0 or 1
-    sums: bool  # whether the weight has a gradient, to be summed by rows
+    sums: bool  # whether the weight has a gradient, summed over rows in more bits than its own
     keeps: bool  # whether the weight's gradient has memory for logits
 
 
@@ -66,7 +66,7 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
     if work.wide:
         room = (room - 2) * SPARE // (SPARE + 1)  # with its spare_rows
     best = Cut(max(room, 1))
-    cost = SUM.get(device, 0.0) * (1 if work.sums else 0.5)  # at least the weight is read
+    cost = SUM.get(device, 0.0) * (1 if work.sums else 0.5)  # else a GEMM adds, or only reads
     rows = even_chunk(work.rows, room)
     if workspace is None or not cost or rows >= work.rows or not work.merges:
         return best

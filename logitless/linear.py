@@ -144,6 +144,7 @@ class LinearLogits(AsTensor):
         """What is to be done, for `chunks`; see Work."""
         own, wide = self.hidden.dtype, self.dtype
         keeps = keeps and own == wide and own != torch.float16 and self.accumulate != "fp32"
+        sums = sums and self.accumulate != "weight"
         vocab, width = self.weight.shape
         if self.columns is not None:  # ranks cut alike, and whole rows of theirs
             vocab, merges = self.columns.widest, False

@@ -211,6 +211,20 @@ def test_which_way_is_chosen(shape):
     assert forward.columns is not None
 
 
+@pytest.mark.parametrize("shape", H200)
+def test_sums_in_the_weights_dtype(shape):
+    """They cost half, so that whole rows are the better choice down to 128 MiB."""
+    rows, width, vocab = shape
+    cuts = []
+    for accumulate in ("auto", "weight"):
+        h, w = (torch.empty(n, width, device="meta", dtype=torch.bfloat16) for n in (rows, vocab))
+        head = ll.LinearLogits(h, w, workspace=128 * MIB, accumulate=accumulate)
+        cuts.append(choose(head.work(True, gemms=1, sums=True, keeps=True), 128 * MIB, "cuda"))
+    by_columns, by_rows = cuts
+    assert by_columns.columns is not None
+    assert by_rows.columns is None
+
+
 def test_a_long_batch_is_cut_both_ways():
     cut = choose(work(131072, 4096, 128256), 64 * MIB, "cuda")
     assert cut.columns is not None
