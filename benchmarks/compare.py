@@ -41,7 +41,7 @@ def names(device: str, how: dict) -> list[str]:
     """In a worker: its cases."""
     from cli.bench import cases
 
-    return [case.name for case in cases.choose(device, **how) if not case.study]
+    return [case.name for case in cases.choose(device, **how)]
 
 
 def measure(device: str, how: dict, name: str, ms: float) -> dict:

@@ -2,10 +2,13 @@
 
     python -m benchmarks.heads_memory --out benchmarks/results/h200     some two minutes on a GPU
     python -m benchmarks.heads_memory --both                            each workspace cut both ways
+    python -m benchmarks.heads_memory --study exactness                 the sums over chunks
+    python -m benchmarks.heads_memory --study growing                   memory of more and more rows
 
 Cross-entropy, forward + backward, at three shapes; then what logits in fp32 cost. Every answer is
-compared with fp64 before it is timed. Writes JSON, a report and a plot. --both is for the constants
-in logitless/_cut.py: it forces whole rows, and then columns, wherever both are possible.
+compared with fp64 before it is timed. Writes JSON and a report, and of the first a plot. --both is
+for the constants in logitless/_cut.py: it forces whole rows, and then columns, wherever both are
+possible. The other two studies are of the errors of the weight's gradient and of peak memory.
 """
 
 from __future__ import annotations
@@ -13,23 +16,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
 
 from logitless import _cut
-from logitless.cli import _machine
 from logitless.cli.bench import contenders, results, runner
-from logitless.cli.bench.cases import MIB, OURS, Case, Mode
+from logitless.cli.bench.cases import EAGER, MIB, OURS, Case, Mode
 from logitless.cli.bench.results import Result
 
 SHAPES = ("8192×4096×128256", "8192×2048×151936", "16384×2304×256000")
 WORKSPACES = (1024, 512, 256, 128, 64, 32)  # MiB
 RIVALS = ("liger", "cce")
 OWN_MEMORY = "in its own memory"
+UNFUSED = "beside an unfused head"
 FP32 = {"logits_dtype": torch.float32}
 SMALL = {"workspace": 64 * MIB}
 SPEND = 200.0  # ms of timing for each
@@ -40,7 +43,7 @@ def head(op: str, variant: str, given: dict, mode: str = Mode.BACKWARD, **how) -
     return Case("heads", op, mode, variant, given, compiled=False, **how)
 
 
-def cases(shape: str) -> list[Case]:
+def workspaces(shape: str) -> list[Case]:
     """Ours in each workspace, then the rivals; at the first shape, results a row and fp32 too."""
     found = [
         head("cross_entropy", f"{mib} MiB", {"workspace": mib * MIB}, alone=True)
@@ -59,6 +62,29 @@ def cases(shape: str) -> list[Case]:
     return [case.at(shape, "bf16") for case in found]
 
 
+def exactness(shape: str) -> list[Case]:
+    """The weight's gradient summed over more and more chunks, beside that of a head without any."""
+    rows, _, vocab = map(int, shape.split("×"))
+    found = [head("cross_entropy", UNFUSED, {})]
+    for chunks, way in product((1, 2, 4, 8, 16, 64), ("auto", "fp32", "weight")):
+        given = {"workspace": rows // chunks * vocab * 2, "accumulate": way}
+        found.append(head("cross_entropy", f"{chunks} chunks, accumulate={way}", given, alone=True))
+    return [case.at(shape, "bf16") for case in found]
+
+
+def growing(shape: str) -> list[Case]:
+    given = {"default workspace": {}, "128 MiB": {"workspace": 128 * MIB}}
+    found = [head("cross_entropy", name, how, alone=True) for name, how in given.items()]
+    return [case.at(shape, "bf16") for case in found]
+
+
+STUDIES = {  # the cases of a shape, and the shapes
+    "workspaces": (workspaces, SHAPES),
+    "exactness": (exactness, ("8192×1024×32768",)),
+    "growing": (growing, tuple(f"{2**n}×4096×128256" for n in range(12, 17))),
+}
+
+
 @contextlib.contextmanager
 def forced(ahead: float) -> Iterator[None]:
     """Columns must be so much better than rows to be chosen."""
@@ -71,12 +97,11 @@ def forced(ahead: float) -> Iterator[None]:
         _cut.choose.cache_clear()
 
 
-def measure(both: bool) -> list[Result]:
-    loaded, _ = contenders.load((OURS, *RIVALS), "cuda")
-    rivals = {name: find for name, find in loaded.items() if name != OURS}
-    found = []
-    for case in (case for shape in SHAPES for case in cases(shape)):
-        who = rivals if case.variant == OWN_MEMORY else {OURS: loaded[OURS]}
+def measure(study: str, both: bool, loaded: dict) -> list[Result]:
+    found, (cases, shapes) = [], STUDIES[study]
+    for case in (case for shape in shapes for case in cases(shape)):
+        others = {OWN_MEMORY: RIVALS, UNFUSED: (OURS, EAGER)}.get(case.variant, (OURS,))
+        who = {name: find for name, find in loaded.items() if name in others}
         ways = {"": None}
         if both and "workspace" in case.given:
             ways = {", by rows": 1e9, ", by columns": -1e9}
@@ -107,21 +132,17 @@ def markdown(document: dict) -> str:
             "error of the gradients": results.number(r.grad_error, ".1e"),
             "note": r.note,
         }
-        for r in results_of(document)
+        for r in document["rows"]
     ]  # fmt: skip
     facts = "\n".join(f"- {fact}" for fact in results.about(document))
     return f"# Heads: time against memory\n\n{facts}\n\n{results.table(rows)}\n"
-
-
-def results_of(document: dict) -> list[Result]:
-    return [Result(**row) for row in document["rows"]]
 
 
 def draw(document: dict, path: Path) -> None:
     """One panel a shape: milliseconds over MiB, ours as a curve and each rival as a point."""
     from matplotlib.figure import Figure
 
-    plain = [r for r in results_of(document) if r.op == "cross_entropy" and r.ms]
+    plain = [r for r in document["rows"] if r.op == "cross_entropy" and r.ms]
     shapes = list(dict.fromkeys(r.shape for r in plain))
     figure = Figure(figsize=(4.2 * len(shapes), 3.6), layout="constrained")
     for axes, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
@@ -148,26 +169,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--study", choices=STUDIES, default="workspaces")
     parser.add_argument("--both", action="store_true", help="force rows, then columns")
     parser.add_argument("--commit", help="the code under test, where there is no git to ask")
     args = parser.parse_args()
-    _, standing = contenders.load((OURS, *RIVALS), "cuda")
-    found = measure(args.both)
-    document = {
-        "device": _machine.device("cuda"),
-        "versions": _machine.versions(),
-        "contenders": standing,
-        "commit": args.commit or _machine.commit(),
-        "date": _machine.now(),
-        "copy_tbps": None,
-        "rows": [dataclasses.asdict(r) for r in found],
-    }
-    args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / f"heads-memory{'-both' if args.both else ''}-{document['date'][:10]}"
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    stem.with_suffix(".md").write_text(markdown(document))
-    draw(document, args.out / "heads-memory.png")
-    print(f"wrote {stem}.json, .md and heads-memory.png")
+    loaded, versions = contenders.load((OURS, EAGER, *RIVALS), "cuda")
+    document = results.new_document("cuda", versions, args.commit)
+    document["rows"] = found = measure(args.study, args.both, loaded)
+    what = "-both" if args.both else "" if args.study == "workspaces" else f"-{args.study}"
+    stem = args.out / f"heads-memory{what}-{document['date'][:10]}"
+    made = results.write(document, markdown(document), stem)
+    if args.study == "workspaces":
+        made.append(args.out / "heads-memory.png")
+        draw(document, made[-1])
+    print("wrote", *made)
     return int(any(r.status != "ok" for r in found if r.contender == OURS))
 
 

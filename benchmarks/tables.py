@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import heads_memory
-from logitless.cli.bench import cases, plots, read, results
+from logitless.cli.bench import cases, plots, results
 from logitless.cli.bench.cases import COMPILED, EAGER, FAMILIES, OURS, PLAIN, Mode
 from logitless.cli.bench.results import OVERWRITES, Result
 
@@ -47,7 +47,10 @@ class Run(NamedTuple):
 
     path: Path
     document: dict
-    rows: list[Result]
+
+    @property
+    def rows(self) -> list[Result]:
+        return self.document["rows"]
 
     def all(self, **wanted: str) -> list[Result]:
         """The timed results whose fields are these."""
@@ -71,10 +74,7 @@ class Run(NamedTuple):
 
 
 def newest(family: str) -> Run:
-    runs = []
-    for path in RESULTS.glob("*.json"):
-        document = read(path)
-        runs.append(Run(path, document, [Result(**row) for row in document["rows"]]))
+    runs = [Run(path, results.read(path)) for path in RESULTS.glob("*.json")]
     wanted = {case.name for case in cases.choose("cuda", families=[family])}
 
     def worth(run: Run) -> tuple[int, str]:
@@ -185,8 +185,7 @@ def workspaces(run: Run) -> Rows:
 def memory_run() -> Run:
     """The newest of benchmarks/heads_memory.py."""
     path = max(RESULTS.glob("heads-memory-[0-9]*.json"))
-    document = read(path)
-    return Run(path, document, [Result(**row) for row in document["rows"]])
+    return Run(path, results.read(path))
 
 
 def head_memory() -> str:

@@ -32,6 +32,8 @@ from transformers.models.llama import modeling_llama
 
 import logitless as ll
 from logitless.cli import _machine
+from logitless.cli.bench.contenders import short
+from logitless.cli.bench.results import NOTHING, table
 
 SHAPES = ((4, 4096), (1, 16384), (1, 65536))  # batch × length
 STEPS = 5
@@ -46,6 +48,7 @@ QUICK_SIZES = SIZES | {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
 CHECKED = (2, 128)
+CHECKS = ("way", "loss", "d head", "d down_proj", "d q_proj", "verdict")  # columns of the report
 MARGIN, FLOOR = 2.0, 1e-3  # errors against fp32: times those of the plain model, and beyond
 
 Batch = dict[str, Tensor]
@@ -147,7 +150,7 @@ def ways_of(model: LlamaForCausalLM) -> tuple[list[Way], str]:
         ways += liger_ways(model)
         about = f"Liger {_machine.installed('liger_kernel')}"
     except Exception as error:  # it may fail to import in its own way
-        about = f"without Liger: {type(error).__name__}: {error}"
+        about = f"without Liger: {short(error)}"
     ways += [
         Way("LinearLogits by hand", model, by_hand),
         Way("ll.fuse(model)", model, transformers_loss, partial(fused, model)),
@@ -179,7 +182,7 @@ def errors_of(ways: list[Way], batch: Batch) -> dict[str, list[float] | str]:
             found[way.name] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
         except Exception as error:
             way.model.zero_grad()
-            found[way.name] = f"fails: {type(error).__name__}: {' '.join(str(error).split())[:150]}"
+            found[way.name] = f"fails: {short(error)}"
     return found
 
 
@@ -250,11 +253,7 @@ def speed_cell(result: Result, tokens: int) -> str:
     return f"{tokens / result.seconds:,.0f} · {result.peak / 2**30:.1f}"
 
 
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
-
-
-def report(device: str, sizes: dict, about: str, speeds: list[str], checks: list[str]) -> str:
+def report(device: str, sizes: dict, about: str, speeds: str, checks: str) -> str:
     where = ", ".join(filter(None, _machine.device(device).values()))
     versions = ", ".join(f"{name} {v}" for name, v in _machine.versions().items() if v)
     lines = [
@@ -263,8 +262,8 @@ def report(device: str, sizes: dict, about: str, speeds: list[str], checks: list
         f"- logitless at commit {_machine.commit()}; {_machine.now()}",
         f"- Llama of {sizes['num_hidden_layers']} layers, width {sizes['hidden_size']}, vocabulary"
         f" {sizes['vocab_size']:,}, tied, bf16, gradient checkpointing; forward and backward",
-        "", "Tokens a second · peak GiB beyond the weights:", "", *speeds,
-        "", "Relative errors against the plain model in fp32, checked first:", "", *checks, "",
+        "", "Tokens a second · peak GiB beyond the weights:", "", speeds,
+        "", "Relative errors against the plain model in fp32, checked first:", "", checks, "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -285,10 +284,10 @@ def main(argv: list[str] | None = None) -> int:
     ways, about = ways_of(llama(sizes, args.device))
     errors = errors_of(ways, batch_of(CHECKED, vocab, args.device))
     verdicts = {name: verdict(found, errors[ways[0].name]) for name, found in errors.items()}
-    checks = [
-        [name, *(["–"] * 4 if isinstance(e, str) else [f"{x:.1e}" for x in e]), verdicts[name]]
-        for name, e in errors.items()
-    ]
+    checks = []
+    for name, found in errors.items():
+        numbers = [NOTHING] * 4 if isinstance(found, str) else [f"{error:.1e}" for error in found]
+        checks.append(dict(zip(CHECKS, [name, *numbers, verdicts[name]], strict=True)))
     ways = [way for way in ways if verdicts[way.name] == "ok"]
     release(args.device)
 
@@ -297,14 +296,12 @@ def main(argv: list[str] | None = None) -> int:
         batch, tokens = batch_of(shape, vocab, args.device), shape[0] * shape[1]
         steps = STEPS if tokens <= 16384 else 2
         results = measure(ways, batch, args.device, steps, deadline)
-        cells = [speed_cell(results[way.name], tokens) for way in ways]
-        rows.append([f"{shape[0]} × {shape[1]:,}", *cells])
-        print(*rows[-1], sep=" | ", flush=True)
+        cells = {way.name: speed_cell(results[way.name], tokens) for way in ways}
+        rows.append({"batch × length": f"{shape[0]} × {shape[1]:,}", **cells})
+        print(*rows[-1].values(), sep=" | ", flush=True)
         release(args.device)
 
-    speeds = table(["batch × length", *(way.name for way in ways)], rows)
-    checked = table(["", "loss", "d head", "d down_proj", "d q_proj", ""], checks)
-    text = report(args.device, sizes, about, speeds, checked)
+    text = report(args.device, sizes, about, table(rows), table(checks))
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "training-step.md").write_text(text)
     print(text)

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 def bar(title: str, total: float | None = None) -> Iterator[Callable]:
     """Yields advance(done, note="", tokens=0): `done` of `total`; tokens are counted for the speed.
 
-    Under torchrun only rank 0 shows one.
+    It is drawn on stderr, under torchrun by rank 0 alone.
     """
+    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -21,7 +22,7 @@ def bar(title: str, total: float | None = None) -> Iterator[Callable]:
         TextColumn("{task.fields[speed]}"), TextColumn("{task.description}"), TimeRemainingColumn(),
     )  # fmt: skip
     shown = os.environ.get("RANK", "0") == "0"
-    with Progress(*columns, disable=not shown) as progress:
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
         task = progress.add_task("", total=total, speed="")
         begin, seen = time.perf_counter(), 0
 

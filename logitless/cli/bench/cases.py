@@ -66,11 +66,10 @@ class Case(Work):
     given: dict[str, Any] = field(default_factory=dict)  # to the inputs, and to the op as options
     targets: dict[str | tuple[str, ...], float] = field(default_factory=dict)
     passes: float = 0.0  # over the logits, for the floor in bytes
-    yardstick: str = ""  # instead of bytes: a name in runner.YARDSTICKS
+    yardstick: str = ""  # instead of bytes: see runner.yardstick
     spare_mib: float | None = None  # what may be allocated beyond the gradients
     alone: bool = False  # without rivals
     compiled: bool = True  # whether torch.compile, slow to start, takes part
-    study: bool = False  # about exactness or memory rather than time
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -84,20 +83,17 @@ class Case(Work):
     def row_bytes(self) -> int:
         return self.sizes[-1] * DTYPES[self.dtype].itemsize
 
-    def at(self, shape: str, dtype: str) -> Case:
-        """Rows that don't all start at a multiple of 16 bytes may take longer."""
-        case = replace(self, shape=shape, dtype=dtype)
-        if case.family != "heads" and case.row_bytes % 16 and "floor" in case.targets:
-            case.targets = case.targets | {"floor": max(1.15, case.targets["floor"])}
+    def at(self, shape: str, dtype: str, device: str = "cuda") -> Case:
+        case, floor = replace(self, shape=shape, dtype=dtype), self.targets.get("floor")
+        if device == "cpu":  # one clock, no floor, and less to compile: that takes long here
+            case.mode = Mode.BACKWARD if case.mode in (Mode.WALL, Mode.REPLAY_BOTH) else case.mode
+            case.compiled &= (case.family, case.mode) == ("logits", Mode.BACKWARD)
+            case.targets = {EAGER: case.targets["cpu"]} if "cpu" in case.targets else {}
+            case.passes, case.yardstick = 0.0, ""
+        elif floor and case.family != "heads" and case.row_bytes % 16:
+            # Rows that don't all start at a multiple of 16 bytes may take longer.
+            case.targets = case.targets | {"floor": max(1.15, floor)}
         return case
-
-    def on_cpu(self) -> Case:
-        """One clock, no floor, and less to compile: that takes long here."""
-        mode = Mode.BACKWARD if self.mode in (Mode.WALL, Mode.REPLAY_BOTH) else self.mode
-        targets = {EAGER: self.targets["cpu"]} if "cpu" in self.targets else {}
-        compiled = self.compiled and (self.family, mode) == ("logits", Mode.BACKWARD)
-        how = {"mode": mode, "targets": targets, "compiled": compiled}
-        return replace(self, passes=0.0, yardstick="", **how)
 
 
 FORWARD, BOTH, INPLACE, WALL = Mode.FORWARD, Mode.BACKWARD, Mode.INPLACE, Mode.WALL
@@ -132,7 +128,7 @@ VARIANTS = [
 TAIL = {"divergence": "forward_kl", "support": "tail"}
 MIXED = TAIL | {"labels": True, "temperature": 2.0, "ce_weight": 0.5, "kd_weight": 0.5}
 RENORM = {"divergence": "forward_kl", "support": "renorm"}
-SURE = TAIL | {"sure": True}  # the student's rest is as small as the teacher's
+SMALL_TAIL = TAIL | {"small_tail": True}  # the student's rest is as small as the teacher's
 DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
 CAPTURE = partial(TEACHERS, "capture_topk", FORWARD, passes=1, compiled=False)
 SPARSE = [  # and the cross-entropy that its targets speak of, and the making of a teacher
@@ -140,8 +136,8 @@ SPARSE = [  # and the cross-entropy that its targets speak of, and the making of
     DISTILL("tail, K=64", TAIL, {BESIDE: 1.10}, alone=False),
     DISTILL("tail and cross_entropy, K=64", MIXED, {BESIDE: 1.25}),
     DISTILL("tail, K=512", TAIL | {"K": 512}, {BESIDE: 1.30}),
-    DISTILL("small tails, K=64", SURE),
-    DISTILL("small tails, K=512", SURE | {"K": 512}),
+    DISTILL("small tails, K=64", SMALL_TAIL),
+    DISTILL("small tails, K=512", SMALL_TAIL | {"K": 512}),
     DISTILL("renorm, K=64", RENORM, {"floor": 1.15}, yardstick="zeros_like"),
     CAPTURE("K=64", {"k": 64}, {EAGER: 1 / 3}),
     CAPTURE("K=8", {"k": 8}, alone=True),
@@ -164,14 +160,10 @@ OVER_A_HEAD = [
     HEADS("topk_distill", BOTH, "tail, K=64", TAIL, {BESIDE: 1.05}, alone=True),
     ALONE("half of the rows ignored", {"runs": 1}, {BESIDE: 0.56}),
 ]
-SMALL = {"workspace": 128 * MIB}
+IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
 OTHER_SUMS = [
-    ALONE("128 MiB, summed in the weight's dtype", SMALL | {"accumulate": "weight"}),
+    ALONE("128 MiB, summed in the weight's dtype", IN_WEIGHT),
     ALONE("summed in fp32", {"accumulate": "fp32"}),
-]
-GROWING = [  # memory for more and more rows: see its column
-    ALONE("default workspace, growing rows", study=True),
-    ALONE("128 MiB, growing rows", SMALL, study=True),
 ]
 
 
@@ -184,15 +176,6 @@ def workspaces(*sizes: int, liger: int = 0) -> list[Case]:
     return found + OTHER_SUMS
 
 
-def exactness(rows: int, vocab: int) -> list[Case]:
-    """The error of the weight's gradient, summed over more and more chunks: see its column."""
-    found = [HEADS("cross_entropy", BOTH, "beside an unfused head", study=True, compiled=False)]
-    for chunks, way in product((1, 2, 4, 8, 16, 64), ("auto", "fp32", "weight")):
-        given = {"workspace": rows // chunks * vocab * 2, "accumulate": way}
-        found.append(ALONE(f"{chunks} chunks, accumulate={way}", given, study=True))
-    return found
-
-
 class Group(NamedTuple):
     """Cases at the same places: "SHAPE DTYPE, ..." on a GPU, and on a CPU."""
 
@@ -200,7 +183,12 @@ class Group(NamedTuple):
     cases: list[Case]
     cuda: str = ""
     cpu: str = ""
-    moves: str = ""  # where to, if --shape is given: "many" rows, "few", or "any"
+    asked: str = ""  # which shapes of --shape it takes: those of "many" rows, of "few", or "any"
+
+    def takes(self, shape: str, device: str) -> bool:
+        rows, *width, _ = map(int, shape.split("×"))
+        kind = "few" if device == "cuda" and rows <= FEW_ROWS else "many"
+        return bool(width) == (self.family == "heads") and self.asked in (kind, "any")
 
 
 SHAPES = (  # the last two have rows that aren't 16-byte aligned
@@ -211,21 +199,19 @@ FEW_SHAPES = "1×128256 bf16, 2×129920 fp32, 16×128256 bf16, 128×128256 bf16"
 LARGE, LARGE_HEAD = "8192×128256 bf16", "8192×4096×128256 bf16"
 CPU, CPU_HEAD = "128×50257 fp32", "256×512×32000 fp32"
 GROUPS = (
-    Group("logits", STREAM, SHAPES, f"{CPU}, 128×50257 bf16", moves="many"),
+    Group("logits", STREAM, SHAPES, f"{CPU}, 128×50257 bf16", asked="many"),
     Group("logits", ON_CPU, cpu="512×128256 fp32"),
-    Group("logits", FEW, FEW_SHAPES, moves="few"),
+    Group("logits", FEW, FEW_SHAPES, asked="few"),
     Group("logits", VARIANTS, LARGE),
     Group("logits", [SHORT({EAGER: 2.0, OTHERS: 1.0})], "64×1024 bf16"),
     Group("logits", [SHORT({EAGER: 2.7, OTHERS: 1.0})], "512×32000 bf16"),
-    Group("teachers", SPARSE, LARGE, CPU, moves="any"),
+    Group("teachers", SPARSE, LARGE, CPU, asked="any"),
     Group("teachers", GATHERED, "4×2048×64 fp32, 8×1024×512 fp32", "2×64×64 fp32"),
-    Group("teachers", PAIRS, "4096×128256 bf16", CPU, moves="any"),
-    Group("heads", workspaces(128, 64, liger=64), LARGE_HEAD, CPU_HEAD, moves="any"),
+    Group("teachers", PAIRS, "4096×128256 bf16", CPU, asked="any"),
+    Group("heads", workspaces(128, 64, liger=64), LARGE_HEAD, CPU_HEAD, asked="any"),
     Group("heads", workspaces(128, 64, 37, liger=37), "8192×2048×151936 bf16"),
     Group("heads", workspaces(128, 64, liger=128), "16384×2304×256000 bf16"),
     Group("heads", OVER_A_HEAD, LARGE_HEAD, CPU_HEAD),
-    Group("heads", exactness(8192, 32768), "8192×1024×32768 bf16"),
-    Group("heads", GROWING, ", ".join(f"{2**n}×4096×128256 bf16" for n in range(12, 17))),
 )
 FEW_ROWS = 256  # at most: work so short that a GPU is timed by graph replay
 QUICK = {"cuda": (1024, 32000), "cpu": (64, 4001)}  # at most so many rows, and so large a vocab
@@ -239,16 +225,10 @@ def parse_shape(text: str) -> str:
     return "×".join(sizes)
 
 
-def place(group: Group, device: str, shape: str, quick: bool, asked: bool) -> str | None:
-    """The shape that a group has for one of its own, or for one of --shape, if any."""
-    rows, *width, vocab = map(int, shape.split("×"))
-    if asked:
-        kind = "few" if device == "cuda" and rows <= FEW_ROWS else "many"
-        fits = bool(width) == (group.family == "heads") and group.moves in (kind, "any")
-        return shape if fits else None
-    most = QUICK[device]
-    small = (min(rows, most[0]), *(min(n, most[0]) for n in width), min(vocab, most[1]))
-    return "×".join(map(str, small)) if quick else shape
+def smaller(shape: str, device: str) -> str:
+    rows, vocab = QUICK[device]
+    *others, last = map(int, shape.split("×"))
+    return "×".join(map(str, [*(min(size, rows) for size in others), min(last, vocab)]))
 
 
 def choose(
@@ -258,14 +238,14 @@ def choose(
     kinds = dtypes or ["fp32" if device == "cpu" else "bf16"]
     asked = list(product(map(parse_shape, shapes or ()), kinds))
     found: dict[str, Case] = {}
-    for group in [group for group in GROUPS if group.family in (families or FAMILIES)]:
+    for group in (group for group in GROUPS if group.family in (families or FAMILIES)):
         own = [each.split() for each in getattr(group, device).split(", ") if each]
-        for (shape, dtype), case in product(asked or own, group.cases):
-            shape = place(group, device, shape, quick, bool(asked))
-            wanted = case.op in (ops or [case.op]) and dtype in (dtypes or [dtype])
-            if shape and wanted and not (quick and case.study):
-                case = replace(case.at(shape, dtype), compiled=case.compiled and not quick)
-                case = case.on_cpu() if device == "cpu" else case
+        places = [at for at in asked if group.takes(at[0], device)] if asked else own
+        for (shape, dtype), case in product(places, group.cases):
+            if case.op in (ops or [case.op]) and dtype in (dtypes or [dtype]):
+                shape = smaller(shape, device) if quick and not asked else shape
+                case = case.at(shape, dtype, device)
+                case.compiled &= not quick
                 found.setdefault(case.name, case)
     if not found:
         raise ValueError("no case has this family, op, shape and dtype.")

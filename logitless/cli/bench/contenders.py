@@ -1,6 +1,6 @@
 """What each case is run on, and who takes part in it: ours, PyTorch, each library that imports.
 
-A contender is a function that finds what to call for a case, or None where it sits out.
+A contender is a function that returns what to call for a case, or None where it has nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module, metadata
 from math import log
+from operator import attrgetter
 
 import torch
 import torch.nn.functional as F
@@ -41,10 +42,10 @@ def inputs(case: Case, device: str) -> Inputs:
         picked = (leaves[0].float() * leaves[1][target].float()).sum(-1)
         rows = (target, picked - (log(V) + 2) + 0.03 * noise, advantage)
     elif case.op == "topk_distill":
-        sure, labels = options.pop("sure", False), options.pop("labels", False)
+        small_tail, labels = options.pop("small_tail", False), options.pop("labels", False)
         rows = sparse_teacher(N, V, min(options.pop("K", 64), V // 2), device)
         rows += (target,) if labels else ()
-        if sure:  # the student's rest is as small as the teacher's
+        if small_tail:  # the student's rest is as small as the teacher's
             leaves[0].scatter_(1, rows[0], 20.0)
     elif case.op != "capture_topk":  # a dense teacher: its logits, or what is made of them
         (teacher,) = leaves_of(case, device)
@@ -70,16 +71,6 @@ def sparse_teacher(N: int, V: int, K: int, device: str) -> tuple[Tensor, ...]:
     return ids, logprobs, torch.log1p(-logprobs.exp().sum(-1).clamp(max=0.999))
 
 
-def distill(logits, ids, logprobs, tail, labels=None, **options) -> Tensor:
-    targets = ll.SparseTargets(ids, logprobs, tail)
-    return ll.topk_distill(logits, targets, labels=labels, **options)
-
-
-def capture(logits, k) -> tuple:
-    found = ll.capture_topk(logits, k)
-    return found.ids, found.logprobs, found.tail
-
-
 def policy_loss(logits, target, *rows) -> Tensor:
     def formula(stats, *rows):
         return formulas.clipped(stats.logprob, *rows)
@@ -87,11 +78,13 @@ def policy_loss(logits, target, *rows) -> Tensor:
     return ll.row_loss(formula, logits, target, rows=rows)
 
 
-ADAPTED = {  # to the order of arguments of formulas.py
+OURS_BY_OP = {  # where the arguments differ from those of formulas.py
     "in place": partial(ll.cross_entropy, inplace=True),
     "logsumexp": lambda x, target: ll.logsumexp(x),
-    "topk_distill": distill,
-    "capture_topk": capture,
+    "topk_distill": lambda x, ids, logprobs, tail, labels=None, **options: ll.topk_distill(
+        x, ll.SparseTargets(ids, logprobs, tail), labels=labels, **options
+    ),
+    "capture_topk": lambda x, k: attrgetter("ids", "logprobs", "tail")(ll.capture_topk(x, k)),
     "gathered_kl": partial(ll.gathered_kl, reduction="mean"),
     "policy_loss": policy_loss,
 }
@@ -100,7 +93,7 @@ ADAPTED = {  # to the order of arguments of formulas.py
 def ours(case: Case) -> Callable:
     """As a user calls it."""
     name = "in place" if case.mode == Mode.INPLACE else case.op
-    op = ADAPTED.get(name) or getattr(ll, name)
+    op = OURS_BY_OP.get(name) or getattr(ll, name)
     if case.family != "heads":
         return op
     head = {name: case.given[name] for name in OF_A_HEAD if name in case.given}
@@ -171,21 +164,18 @@ def rival(ops: dict[str, Callable], case: Case) -> Callable | None:
 
 def load(names: Iterable[str], device: str) -> tuple[dict[str, Finder], dict[str, str]]:
     """The contenders that can run here, and for each name a version or a reason not to."""
-    loaded, standing = {}, {}
-    for name in names:
-        if name in BUILT_IN:
-            loaded[name] = BUILT_IN[name]
-            standing[name] = ll.__version__ if name == OURS else torch.__version__
-        elif device == "cpu":
-            standing[name] = "absent: needs a GPU"
-        else:
-            path, find_ops = RIVALS[name]
+    loaded = {name: BUILT_IN[name] for name in names if name in BUILT_IN}
+    versions = {name: ll.__version__ if name == OURS else torch.__version__ for name in loaded}
+    for name in (name for name in names if name in RIVALS):
+        path, find_ops = RIVALS[name]
+        versions[name] = "absent: needs a GPU"
+        if device == "cuda":
             try:
                 loaded[name] = partial(rival, find_ops(import_module(path)))
-                standing[name] = version(path.split(".")[0])
+                versions[name] = version(path.split(".")[0])
             except Exception as error:  # a rival may fail to import in its own way
-                standing[name] = f"absent: {short(error)}"
-    return loaded, standing
+                versions[name] = f"absent: {short(error)}"
+    return loaded, versions
 
 
 def version(package: str) -> str:

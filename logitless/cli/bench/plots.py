@@ -13,8 +13,6 @@ GREYS = ("#c9ced6", "#9aa5b1", "#7fb7be", "#4f7cac", "#33658a", "#2f4858", "#86a
 REDS = ("#d1495b", "#7d1d3f", "#edae49", "#a26769")  # ours: plain, and what stands beside it
 LABELS = {EAGER: "PyTorch eager", COMPILED: "torch.compile", "liger": "Liger"}
 PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # behind a number on the ceiling
-FASTEST = dict.fromkeys(("logits", "teachers"), "its bytes at the bandwidth of a copy")
-FASTEST["heads"] = "its GEMMs alone"
 LEAST_MIB = 0.1  # on the scale of memory, which is logarithmic: less is drawn as this
 Bars = dict[tuple[str, str, str], float]  # heights by panel, group and name
 
@@ -22,22 +20,26 @@ Bars = dict[tuple[str, str, str], float]  # heights by panel, group and name
 def save(document: dict, folder: Path) -> list[Path]:
     """Writes the pictures that have something to show, and returns their paths."""
     made, where = [], f"{document['device']['name']}, torch {document['versions']['torch']}"
-    timed = [r for row in document["rows"] if (r := Result(**row)).ms and r.contender in NAMES]
+    timed = [r for r in document["rows"] if r.ms and r.contender in NAMES]
     together = Counter(r.name for r in timed)
     for family in dict.fromkeys(r.family for r in timed):
         shown = [r for r in timed if r.family == family and is_shown(r, together[r.name])]
-        speed = ("speed", "speed, PyTorch eager = 1, higher is better", 1)
+        heads, suffix = family == "heads", "" if family == "logits" else f"-{family}"
         if document["copy_tbps"]:
-            what = f"% of the fastest possible, higher is better: 100 is {FASTEST[family]}"
-            speed = ("share-of-ceiling", what, 100)
-        beyond = "inputs and the gradients" if family == "heads" else "inputs"
-        memory = ("memory", f"memory allocated beyond the {beyond}, MiB, lower is better", None)
-        for file, what, line in (speed, memory):
-            bars = {place_of(r, file): x for r in shown if (x := height_of(r, file)) is not None}
-            if file == "memory":
-                bars = {place: x for place, x in bars.items() if place[0] == Mode.BACKWARD}
+            best = "its GEMMs alone" if heads else "its bytes at the bandwidth of a copy"
+            unit = f"% of the fastest possible, higher is better: 100 is {best}"
+            shares = {place(r): 100 * r.floor_ms / r.ms for r in shown if r.floor_ms}
+            speed = ("share-of-ceiling", unit, 100, shares)
+        else:
+            times = {place(r): 1 / r.eager_x for r in shown if r.eager_x}
+            speed = ("speed", "speed, PyTorch eager = 1, higher is better", 1, times)
+        beyond = "inputs and the gradients" if heads else "inputs"
+        unit = f"memory allocated beyond the {beyond}, MiB, lower is better"
+        taken = {place(r, True): r.spare_mib if heads else r.extra_mib for r in shown}
+        taken = {k: mib for k, mib in taken.items() if k[0] == Mode.BACKWARD and mib is not None}
+        for file, what, line, bars in (speed, ("memory", unit, None, taken)):
             if bars:
-                made.append(folder / f"{file}{'' if family == 'logits' else f'-{family}'}.png")
+                made.append(folder / f"{file}{suffix}.png")
                 draw(bars, f"{family}: {what}\n{where}", line, made[-1])
     return made
 
@@ -50,23 +52,15 @@ def is_shown(r: Result, contenders: int) -> bool:
     return chosen and r.mode != Mode.WALL and (contenders > 1 or r.mode == Mode.INPLACE)
 
 
-def place_of(r: Result, file: str) -> tuple[str, str, str]:
-    """Its panel, group and name. Memory is in one panel, our in-place form beside the default."""
+def place(r: Result, one_panel: bool = False) -> tuple[str, str, str]:
+    """Its panel, group and name; in one panel our in-place form stands beside the default."""
     panel, name = r.mode, r.contender
     if r.family == "heads" and r.variant != PLAIN:
         name = f"{OURS}, {r.variant}"
-    if file == "memory" and r.mode == Mode.INPLACE and r.contender == OURS:
+    if one_panel and (panel, name) == (Mode.INPLACE, OURS):
         panel, name = Mode.BACKWARD, f"{OURS}, in place"
     what = f"{r.work}\n" if r.family == "teachers" else ""
     return panel, f"{what}{r.shape}\n{r.dtype}", name
-
-
-def height_of(r: Result, file: str) -> float | None:
-    if file == "memory":
-        return r.spare_mib if r.family == "heads" else r.extra_mib
-    if file == "speed":
-        return r.eager_x and 1 / r.eager_x
-    return r.floor_ms and r.ms and 100 * r.floor_ms / r.ms
 
 
 def draw(bars: Bars, title: str, line: float | None, path: Path) -> None:

@@ -1,13 +1,17 @@
 """What is stored of a run, the verdict on it (floors, targets reached or not), and the report.
 
-A report is made from the stored document alone: an old one can be shown again, without its machine.
+A run is a document: a dictionary of facts, and the results as "rows". A report is made from it
+alone: an old one can be shown again, without its machine.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 
+from .. import _machine
 from .cases import BESIDE, EAGER, OURS, PLAIN, Case, Mode, Work
 from .contenders import NAMES
 
@@ -43,6 +47,47 @@ class Result(Work):
 def blank(case: Case, contender: str, **known) -> Result:
     known |= {field.name: getattr(case, field.name) for field in fields(Work)}
     return Result(rows=case.rows, vocab=case.sizes[-1], contender=contender, **known)
+
+
+def new_document(device: str, contenders: dict[str, str], commit: str | None) -> dict:
+    """Of a run that has no results yet."""
+    return {
+        "device": _machine.device(device),
+        "versions": _machine.versions(),
+        "contenders": contenders,
+        "commit": commit or _machine.commit(),
+        "date": _machine.now(),
+        "copy_tbps": None,
+        "rows": [],
+    }
+
+
+def read(path: Path) -> dict:
+    document = json.loads(path.read_text())
+    try:
+        return document | {"rows": [Result(**row) for row in document["rows"]]}
+    except TypeError as error:  # a field that Result lacks, or one that is missing
+        raise ValueError(f"{path} must be a result of this version of the benchmark.") from error
+
+
+def write(document: dict, text: str, stem: Path) -> list[Path]:
+    """The document as JSON and the report on it, side by side."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stored, report = stem.with_suffix(".json"), stem.with_suffix(".md")
+    data = json.dumps(document, indent=1, ensure_ascii=False, default=asdict)
+    stored.write_text(data + "\n")
+    report.write_text(text)
+    return [stored, report]
+
+
+def joined(first: dict, *others: dict) -> dict:
+    """The facts of the first, which must be those of all, and the rows of all."""
+    for fact in ("device", "versions", "contenders", "commit"):
+        if differs := [part[fact] for part in others if part[fact] != first[fact]]:
+            raise ValueError(f"{fact} must be {first[fact]} in every part, got {differs[0]}.")
+    parts = (first, *others)
+    ceiling = max(part["copy_tbps"] or 0.0 for part in parts) or None
+    return first | {"copy_tbps": ceiling, "rows": [row for part in parts for row in part["rows"]]}
 
 
 def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None) -> None:
@@ -93,7 +138,7 @@ def limit(case: Case, of, factor: float, floor: float | None, times: Times):
 
 
 def markdown(document: dict) -> str:
-    results = [Result(**row) for row in document["rows"]]
+    results = document["rows"]
     ours = [target_row(r, results) for r in results if r.contender == OURS]
     facts = "\n".join(f"- {fact}" for fact in [*about(document), *outcome(results)])
     parts = ["# Benchmark", facts, "## Targets", table(ours)]

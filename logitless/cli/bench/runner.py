@@ -1,8 +1,8 @@
 """Check, then time: one case at a time, every contender in turn.
 
 A contender that raises is reported as failed and one whose numbers are off as wrong, each with the
-reason, and neither is timed. One that overwrites the logits it was lent is timed on a copy which is
-restored, off the clock, before each repetition; its line says so.
+reason, and neither is timed. One that overwrites its inputs is timed on a copy which is restored,
+outside of the time, before each repetition; its line says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Entry:
 
     def __init__(self, case: Case, name: str, op: Callable, inputs: Inputs):
         self.case, self.op, self.inputs, self.leaves = case, op, inputs, inputs.leaves
-        self.scratch: Leaves = ()  # where it works, if it overwrites what it is lent
+        self.scratch: Leaves = ()  # a copy of the leaves to work on, if it overwrites them
         self.result = blank(case, name)
 
     def attempt(self, step: Callable, argument, when: str = "") -> None:
@@ -36,15 +36,21 @@ class Entry:
             step(argument)
         except Exception as error:
             self.result.status, self.result.note = "failed", f"{when}{short(error)}"
-        torch.cuda.empty_cache()  # one contender's is no burden to the next
+        torch.cuda.empty_cache()  # memory kept for one contender may be what the next one lacks
 
     def examine(self, checked: bool) -> None:
         """Its answer and its memory."""
         result, in_place = self.result, self.case.mode == Mode.INPLACE
         scratch = tuple(leaf.clone() for leaf in self.leaves)
-        out, grads = self.run(self.lend(scratch))
+        out, grads = self.run(self.fresh(scratch))
         if checked:
-            self.compare(out, grads)
+            errors = formulas.errors(self.case.op, self.inputs, out, grads)
+            result.value_error, result.grad_error = errors
+            bound = formulas.TOLERANCE[self.case.dtype] * formulas.CLIPPED.get(self.case.op, 1)
+            bound *= 1 if result.contender == OURS else 10
+            if not all(error is None or error <= bound for error in errors):  # NaN included
+                worst = max(error or 0.0 for error in errors)
+                result.status, result.note = "wrong", f"error {worst:.1e}, allowed {bound:.0e}"
         if not all(map(torch.equal, scratch, self.leaves)):
             self.scratch = scratch
             if not in_place:
@@ -57,24 +63,14 @@ class Entry:
         if self.case.mode == Mode.WALL and timing.synchronises(self.run, self.prepare()):
             result.note = "; ".join(filter(None, (result.note, SYNCHRONISES)))
 
-    def compare(self, out, grads: Leaves) -> None:
-        op, result = self.case.op, self.result
-        errors = formulas.errors(op, self.inputs, out, grads)
-        result.value_error, result.grad_error = errors
-        bound = formulas.TOLERANCE[self.case.dtype] * formulas.CLIPPED.get(op, 1)
-        bound *= 1 if result.contender == OURS else 10
-        if not all(error is None or error <= bound for error in errors):  # NaN included
-            worst = max(error or 0.0 for error in errors)
-            result.status, result.note = "wrong", f"error {worst:.1e}, allowed {bound:.0e}"
-
-    def lend(self, leaves: Leaves) -> Leaves:
-        """The same memory as fresh leaves: no gradient or graph of an earlier call remains."""
+    def fresh(self, leaves: Leaves) -> Leaves:
+        """The same memory without the gradient or graph of an earlier call."""
         gradient = self.case.mode not in (Mode.FORWARD, Mode.REPLAY)
         return tuple(leaf.detach().requires_grad_(gradient) for leaf in leaves)
 
     def prepare(self) -> Leaves:
         restored = tuple(map(Tensor.copy_, self.scratch, self.leaves)) if self.scratch else ()
-        return self.lend(restored or self.leaves)
+        return self.fresh(restored or self.leaves)
 
     def run(self, leaves: Leaves):
         """One unit of work: (output, gradients of the leaves)."""
@@ -90,20 +86,20 @@ class Entry:
         loss.backward()
         return out, tuple(leaf.grad for leaf in leaves)
 
-    def clock(self, spend: float) -> None:
+    def clock(self, budget: float) -> None:
         """On a GPU, by the clock of its mode."""
         if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
             copies = many_copies(self.leaves[0], cold=self.case.mode == Mode.REPLAY)
-            ms = timing.graph_time(lambda x: self.run(self.lend((x,))), copies, spend)
+            ms = timing.graph_time(lambda x: self.run(self.fresh((x,))), copies, budget)
         elif self.case.mode == Mode.WALL:
             ms = timing.host_time(self.run, self.prepare())
         else:
-            ms = timing.device_time(self.prepare, self.run, spend)
+            ms = timing.device_time(self.prepare, self.run, budget)
         self.result.ms = ms
 
 
 def run_case(
-    case: Case, loaded: dict[str, Finder], device: str, spend: float, *, checked: bool = True
+    case: Case, loaded: dict[str, Finder], device: str, budget: float, *, checked: bool = True
 ) -> list[Result]:
     """Results of every contender that has this op; without `checked`, times and memory alone."""
     torch.manual_seed(case.rows * 1_000_003 + case.sizes[-1])
@@ -121,21 +117,20 @@ def run_case(
     results = [entry.result for entry in entries]
     ready = [entry for entry in entries if entry.result.status == "ok"]
     if device == "cpu":
-        times = timing.wall_times([(entry.prepare, entry.run) for entry in ready], spend)
+        times = timing.wall_times([(entry.prepare, entry.run) for entry in ready], budget)
         for entry, ms in zip(ready, times, strict=True):
             entry.result.ms = ms
         return results
-    beside = bool(case.yardstick and checked)
-    around = [yardstick(case.yardstick, inputs.leaves, spend)] if beside else []
+    around: list[float] = []  # the yardstick before and after ours, which is first: clocks drift
     for i, entry in enumerate(ready):
-        entry.attempt(entry.clock, spend, "while timed: ")
-        if beside and i == 0:  # ours, between two measurements: clocks drift
-            around.append(yardstick(case.yardstick, inputs.leaves, spend))
+        beside = i == 0 and checked and case.yardstick
+        around += [yardstick(case.yardstick, inputs.leaves, budget)] if beside else []
+        entry.attempt(entry.clock, budget, "while timed: ")
+        around += [yardstick(case.yardstick, inputs.leaves, budget)] if beside else []
     if not around:
         return results
-    before, after = around[0], around[-1]
-    note = f"{before:.3f} ms before ours, {after:.3f} after"
-    return [blank(case, case.yardstick, ms=(before + after) / 2, note=note), *results]
+    note = "{:.3f} ms before ours, {:.3f} after".format(*around)
+    return [blank(case, case.yardstick, ms=sum(around) / 2, note=note), *results]
 
 
 def many_copies(x: Tensor, *, cold: bool) -> Tensor:
@@ -146,19 +141,13 @@ def many_copies(x: Tensor, *, cold: bool) -> Tensor:
     return x.expand(min(512, max(4, wanted // x.nbytes)), *x.shape).contiguous()
 
 
-def three_gemms(h: Tensor, W: Tensor) -> Leaves:
-    """The matrix products of a head, forward and backward."""
+def gemms(h: Tensor, W: Tensor) -> Leaves:
+    """The three matrix products of a head, forward and backward."""
     z = h @ W.t()
     return z @ W, z.t() @ h
 
 
-YARDSTICKS = {  # what is run, and how many times as long
-    "3 GEMMs": (three_gemms, 1.0),
-    "4 GEMMs": (three_gemms, 4 / 3),
-    "zeros_like": (torch.zeros_like, 1.0),
-}
-
-
-def yardstick(name: str, leaves: Leaves, spend: float) -> float:
-    run, factor = YARDSTICKS[name]
-    return factor * timing.device_time(lambda: leaves, lambda leaves: run(*leaves), spend)
+def yardstick(name: str, leaves: Leaves, budget: float) -> float:
+    run = torch.zeros_like if name == "zeros_like" else gemms
+    factor = 4 / 3 if name == "4 GEMMs" else 1.0
+    return factor * timing.device_time(lambda: leaves, lambda leaves: run(*leaves), budget)

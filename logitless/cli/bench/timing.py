@@ -1,7 +1,7 @@
 """Clocks: device events, graph replay, wall time.
 
 A clock takes `prepare`, called before each repetition outside of the time, and `run`, which is
-given what that returned. It reports the median of the repetitions that fill `spend` milliseconds,
+given what that returned. It reports the median of the repetitions that fill `budget` milliseconds,
 after a warm-up of 0.4 of that; all times are in milliseconds.
 """
 
@@ -23,11 +23,11 @@ Prepare = Callable[[], Any]
 Run = Callable[[Any], Any]
 
 
-def repetitions(spend: float, one: float, least: int = 5, most: int = 500) -> int:
-    return max(least, min(most, int(spend / max(one, 1e-3))))
+def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> int:
+    return max(least, min(most, int(budget / max(one, 1e-3))))
 
 
-def device_time(prepare: Prepare, run: Run, spend: float) -> float:
+def device_time(prepare: Prepare, run: Run, budget: float) -> float:
     """Events around each call, with a cold L2.
 
     The cache is flushed by *reading* a large buffer. Zeroing one would leave it full of dirty
@@ -52,11 +52,11 @@ def device_time(prepare: Prepare, run: Run, spend: float) -> float:
         return statistics.median(start.elapsed_time(end) for start, end in events)
 
     one = median(3)
-    median(repetitions(0.4 * spend, one, least=2))
-    return median(repetitions(spend, one))
+    median(repetitions(0.4 * budget, one, least=2))
+    return median(repetitions(budget, one))
 
 
-def graph_time(run: Run, copies: Tensor, spend: float) -> float:
+def graph_time(run: Run, copies: Tensor, budget: float) -> float:
     """Time of one call inside a replayed CUDA graph that calls it on each of `copies`."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -69,10 +69,10 @@ def graph_time(run: Run, copies: Tensor, spend: float) -> float:
     with torch.cuda.graph(graph):
         for x in copies:
             run(x)
-    return device_time(lambda: None, lambda _: graph.replay(), spend) / len(copies)
+    return device_time(lambda: None, lambda _: graph.replay(), budget) / len(copies)
 
 
-def wall_times(works: list[tuple[Prepare, Run]], spend: float) -> list[float]:
+def wall_times(works: list[tuple[Prepare, Run]], budget: float) -> list[float]:
     """Wall time of several works, in turns: what slows a CPU down hits all alike."""
 
     def once(prepare: Prepare, run: Run) -> float:
@@ -82,7 +82,7 @@ def wall_times(works: list[tuple[Prepare, Run]], spend: float) -> list[float]:
         return (time.perf_counter() - start) * 1e3
 
     slowest = max((once(*work) for work in works), default=0.0)
-    rounds = range(repetitions(spend, slowest, most=50))
+    rounds = range(repetitions(budget, slowest, most=50))
     times = [[once(*work) for work in works] for _ in rounds]
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
@@ -114,8 +114,8 @@ def synchronises(run: Run, argument: Any) -> bool:
     return False
 
 
-def copy_bandwidth(spend: float) -> float:
+def copy_bandwidth(budget: float) -> float:
     """TB/s, bytes read plus bytes written, of copying a buffer much larger than any cache."""
     size = min(4096 * MIB, torch.cuda.mem_get_info()[0] // 4)
     source, out = torch.ones(2, size // 4, device="cuda")
-    return 2e-9 * size / device_time(lambda: None, lambda _: out.copy_(source), spend)
+    return 2e-9 * size / device_time(lambda: None, lambda _: out.copy_(source), budget)
