@@ -207,6 +207,7 @@ class HeadGradients:
             self.d_bias = torch.zeros_like(bias, dtype=PRECISION[bias.dtype])
 
     def add(self, rows: Rows, h: Tensor, dz: Tensor) -> None:
+        clear_padding(dz)
         if self.d_hidden is not None:
             whole = isinstance(rows, slice)
             part = torch.mm(dz, self.weight, out=self.d_hidden[rows] if whole else None)
@@ -227,6 +228,17 @@ class HeadGradients:
                 self.d_hidden[rows] = part
         total = None if self.weight_sum is None else self.weight_sum.total
         return [self.d_hidden, total, self.d_bias]
+
+
+def clear_padding(dz: Tensor) -> None:
+    """Zeros the memory between the rows of a gradient in a workspace, on a CPU.
+
+    There a bf16 GEMM (oneDNN with AVX-512) reads a few numbers beyond each row and multiplies them
+    by 0: what is not a number stays so.
+    """
+    width, step = dz.shape[1], dz.stride(0)
+    if dz.device.type == "cpu" and step > width and dz.stride(1) == 1:
+        dz.as_strided((len(dz), step), (step, 1))[:, width:] = 0
 
 
 class RowGradients:

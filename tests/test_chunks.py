@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from laws import poisoned_memory
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
@@ -269,3 +270,17 @@ def test_main_grad_keeps_what_fp32_sums_have(device):
 def test_bad_main_grad(main_grad, message):
     with pytest.raises((TypeError, ValueError), match=message):
         ll.LinearLogits(torch.zeros(2, 8), torch.zeros(30, 8), main_grad=main_grad)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bf16
+@pytest.mark.parametrize("logits_dtype", [None, torch.float32])
+def test_memory_between_the_rows_of_a_workspace_is_never_read(logits_dtype):
+    """On a CPU with AVX-512, PyTorch's bf16 product reads beyond the rows of a wider tensor."""
+    hidden = torch.randn(64, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(901, 8, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(0, 901, (64,))
+    with poisoned_memory():
+        logits = ll.LinearLogits(hidden, weight, logits_dtype=logits_dtype, workspace=32 * 1808)
+        ll.cross_entropy(logits, target).backward()
+    assert hidden.grad.isfinite().all()
+    assert weight.grad.isfinite().all()
