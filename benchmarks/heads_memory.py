@@ -86,14 +86,14 @@ STUDIES = {  # the cases of a shape, and the shapes
 
 
 @contextlib.contextmanager
-def forced(ahead: float) -> Iterator[None]:
-    """Columns must be so much better than rows to be chosen."""
-    before, _cut.AHEAD = _cut.AHEAD, ahead
+def forced(gain: float) -> Iterator[None]:
+    """Columns are chosen where they save at least this, of a GEMM."""
+    before, _cut.MIN_GAIN = _cut.MIN_GAIN, gain
     _cut.choose.cache_clear()
     try:
         yield
     finally:
-        _cut.AHEAD = before
+        _cut.MIN_GAIN = before
         _cut.choose.cache_clear()
 
 
@@ -105,8 +105,8 @@ def measure(study: str, both: bool, loaded: dict) -> list[Result]:
         ways = {"": None}
         if both and "workspace" in case.given:
             ways = {", by rows": 1e9, ", by columns": -1e9}
-        for name, ahead in ways.items():
-            with contextlib.nullcontext() if ahead is None else forced(ahead):
+        for name, gain in ways.items():
+            with contextlib.nullcontext() if gain is None else forced(gain):
                 named = dataclasses.replace(case, variant=case.variant + name)
                 measured = runner.run_case(named, who, "cuda", SPEND)
             print(*map(line, measured), sep="\n", flush=True)

@@ -35,7 +35,7 @@ class AsTensor:
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What this class has not, if it is public and a tensor's."""
+        """A public attribute or method that a tensor has and this class has not."""
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.lazy(), name)

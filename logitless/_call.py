@@ -1,11 +1,11 @@
-"""What every call asks first: are its arguments right, who looks on, and which code runs.
+"""What every call does first: check its arguments, ask for transforms, choose the backend.
 
 Arguments are checked before any source of logits is looked at. What a check looks at, shapes,
 dtypes, devices and Python numbers, is the same from call to call in a training loop. So a signature
 that was found right is remembered, and not checked again. Only `values` reads what tensors hold,
 and so runs only where reading costs no synchronisation: on a CPU, or when LOGITLESS_CHECK=1 asks.
 
-Triton kernels run on a GPU, plain PyTorch on a CPU, or what the user says.
+Triton kernels run on a GPU and plain PyTorch on a CPU, unless `impl` chooses.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _right: set[tuple] = set()
 
 
 def once(check: Callable[..., None], *args: Any) -> None:
-    """check(*args), unless arguments just like these were right before."""
+    """check(*args), unless arguments of the same signature passed it before."""
     if torch.compiler.is_compiling():  # shapes may be symbols
         check(*args)
         return
@@ -88,7 +88,7 @@ def named(*others: Callable) -> Callable[[F], F]:
 
 
 def as_ids(ids: Tensor, ignore_index: int | None = None) -> Tensor:
-    """Integers wide enough that none is taken for another."""
+    """Ids as int32 or int64, so wide that ignore_index equals no other id."""
     fits = ignore_index is None or -(2**31) <= ignore_index < 2**31
     wide = ids.dtype == torch.int64 or (ids.dtype == torch.int32 and fits)
     if ids.dtype != torch.uint64:
@@ -232,7 +232,7 @@ def asked() -> bool:
 
 
 def looks_at(ids: Tensor) -> bool:
-    """Whether values are checked: on a CPU, and where a GPU may be asked."""
+    """Whether values are checked: on a CPU, and with LOGITLESS_CHECK=1 on a GPU."""
     return ids.device.type == "cpu" or (asked() and ids.device.type != "meta")
 
 
@@ -258,7 +258,7 @@ def values(loss, vocab: int) -> None:
 
 
 def reads_mark(loss) -> bool:
-    """Whether the mark is a label, and not only a sign of which rows count."""
+    """Whether the mark is a label, and does not only say which rows count."""
     wants = loss.reading.wants
     if "nll" in wants or "label" in wants:
         return True
@@ -266,7 +266,7 @@ def reads_mark(loss) -> bool:
 
 
 def under_transform() -> bool:
-    """Whether a compiler, a dispatch mode or torch.func looks on."""
+    """Whether a compiler, a dispatch mode or torch.func is active."""
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
@@ -275,7 +275,7 @@ def under_transform() -> bool:
 
 
 def in_func() -> bool:
-    """Whether a transform of torch.func is at work."""
+    """Whether a transform of torch.func is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
@@ -333,6 +333,6 @@ def backend(x: Tensor) -> ModuleType:
 
 @functools.cache
 def _kernels() -> ModuleType:
-    from . import kernels  # late, for a CPU need not have Triton
+    from . import kernels  # imported late: without a GPU, Triton need not be installed
 
     return kernels

@@ -1,10 +1,11 @@
 """A head in chunks of rows: their logits one after another, and the gradients they add up to.
 
-How many rows make a chunk, _cut.py says. Every chunk reads the weight and, but for the first, the
-sum of its gradient so far, so chunks are as large as memory allows. The sum is the delicate part.
-bf16 keeps 8 bits: rounded after every one of many chunks it drifts away from what one large product
-would give. Kept in fp32 it takes twice the memory of the gradient itself. Stored as block floating
-point (int16 with one exponent per 128 values, kernels/accumulate.py) it needs no extra memory.
+_cut.py says how many rows make a chunk. Every chunk reads the weight and, but for the first, the
+sum of its gradient so far, so chunks are as large as memory allows. How that sum is stored matters:
+in bf16, which keeps 8 bits, it is rounded after every one of many chunks and drifts away from what
+one large product would give; in fp32 it takes twice the memory of the gradient itself. Stored as
+block floating point (int16 with one exponent per 128 values, kernels/accumulate.py) it is as good
+as one product, and needs no extra memory.
 """
 
 import itertools
@@ -160,17 +161,17 @@ class _Number:
     """A number on its way from the GPU."""
 
     def __init__(self, number: Tensor):
-        self.there = None
+        self.copied: torch.cuda.Event | None = None
         if number.is_cuda:
-            self.there = torch.cuda.Event()
-            here = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
-            number = here.copy_(number, non_blocking=True)
-            self.there.record()
+            self.copied = torch.cuda.Event()
+            pinned = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
+            number = pinned.copy_(number, non_blocking=True)
+            self.copied.record()
         self.number = number
 
     def wait(self) -> int:
-        if self.there is not None:
-            self.there.synchronize()
+        if self.copied is not None:
+            self.copied.synchronize()
         return int(self.number)
 
 

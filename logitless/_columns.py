@@ -1,9 +1,9 @@
 """A head cut along its vocabulary: statistics block by block, then gradients block by block.
 
 The logits of a block are made twice, once for the statistics and once for the gradient, except for
-those that can wait. Until a block's rows of the weight's gradient are written, their memory is
-free: blocks go from first to last for the statistics and back for the gradients, and many of the
-later ones wait where the gradients of the first will be (kept_blocks in _cut.py).
+those that are kept. Statistics are computed from the first block to the last, gradients from the
+last to the first. Until the first blocks' rows of the weight's gradient are written, their memory
+is free, and holds the logits of many of the later blocks (kept_blocks in _cut.py).
 """
 
 from collections.abc import Iterator
@@ -24,68 +24,69 @@ def blocks_of(vocab: int, columns: int) -> list[slice]:
     return [slice(start, min(start + columns, vocab)) for start in range(0, vocab, columns)]
 
 
-class Room(NamedTuple):
+class BlockMemory(NamedTuple):
     """Memory for the logits of a block, and for their gradient."""
 
     logits: Tensor
     gradient: Tensor  # the same memory, if they are of one dtype
 
     @staticmethod
-    def of(rows: int, columns: int, dtype: torch.dtype, like: Tensor) -> "Room":
+    def of(rows: int, columns: int, dtype: torch.dtype, like: Tensor) -> "BlockMemory":
         z = torch.empty((rows, columns), device=like.device, dtype=dtype)
-        return Room(z, z if dtype == like.dtype else torch.empty_like(z, dtype=like.dtype))
+        same = dtype == like.dtype
+        return BlockMemory(z, z if same else torch.empty_like(z, dtype=like.dtype))
 
 
 class Block(NamedTuple):
     """Some columns of some rows."""
 
-    place: int
+    index: int  # counted from the first block
     part: slice  # of the vocabulary
     logits: Tensor  # (n, c)
     into: Tensor  # (n, c), for their gradient
 
 
 class Blocks:
-    """The logits of some rows in blocks of columns: forth for statistics, back for gradients."""
+    """The logits of some rows in blocks of columns, for their statistics and then gradients."""
 
-    def __init__(self, columns: int, room: Room, parts: Parts, spare: Tensor | None):
-        self.room, (self.h, self.weight, self.bias) = room, parts
+    def __init__(self, columns: int, memory: BlockMemory, parts: Parts, spare: Tensor | None):
+        self.memory, (self.h, self.weight, self.bias) = memory, parts
         self.columns, vocab = columns, len(self.weight)
         self.parts = blocks_of(vocab, columns)
         self.spare, self.kept = spare, {}  # block to its place in the spare memory
         if spare is not None:
             rows, width = self.h.shape
             self.kept = kept_blocks(rows, vocab, width, columns)
-        self.there: int | None = None  # the block whose logits are in the workspace
+        self.in_memory: int | None = None  # the block whose logits are in the workspace
 
     def statistics(self, run: ModuleType, reading: Reading) -> Iterator[Partials]:
         """Of each block. The last one's logits stay."""
-        for place in range(len(self.parts)):
-            z = self._make(place)
-            yield run.partial(z, reading, self.parts[place].start, len(self.weight))
+        for index in range(len(self.parts)):
+            z = self._make(index)
+            yield run.partial(z, reading, self.parts[index].start, len(self.weight))
 
-    def back(self) -> Iterator[Block]:
-        """Each block's logits, for their gradient; made again where they are gone."""
-        for place in reversed(range(len(self.parts))):
-            waits = place in self.kept or place == self.there
-            z = self._room(place) if waits else self._make(place)
+    def for_gradients(self) -> Iterator[Block]:
+        """From the last to the first; logits that were overwritten are made again."""
+        for index in reversed(range(len(self.parts))):
+            made = index in self.kept or index == self.in_memory
+            z = self._memory_of(index) if made else self._make(index)
             into = z
-            if place not in self.kept:
-                into = self.room.gradient[: z.shape[0], : z.shape[1]]
-            yield Block(place, self.parts[place], z, into)
+            if index not in self.kept:
+                into = self.memory.gradient[: z.shape[0], : z.shape[1]]
+            yield Block(index, self.parts[index], z, into)
 
-    def _make(self, place: int) -> Tensor:
-        part = self.parts[place]
-        if place not in self.kept:
-            self.there = place
+    def _make(self, index: int) -> Tensor:
+        part = self.parts[index]
+        if index not in self.kept:
+            self.in_memory = index
         bias = None if self.bias is None else self.bias[part]
-        return product(self.h, self.weight[part], bias, self._room(place))
+        return product(self.h, self.weight[part], bias, self._memory_of(index))
 
-    def _room(self, place: int) -> Tensor:
-        rows, part = len(self.h), self.parts[place]
-        if place not in self.kept:
-            return self.room.logits[:rows, : part.stop - part.start]
-        size, at = rows * self.columns, self.kept[place]
+    def _memory_of(self, index: int) -> Tensor:
+        rows, part = len(self.h), self.parts[index]
+        if index not in self.kept:
+            return self.memory.logits[:rows, : part.stop - part.start]
+        size, at = rows * self.columns, self.kept[index]
         memory = self.spare[at * size : (at + 1) * size]  # pyright: ignore[reportOptionalSubscript]
         return memory.view(rows, self.columns)[:, : part.stop - part.start]
 
@@ -127,7 +128,7 @@ class ColumnGradients:
             self.d_bias = torch.zeros_like(bias, dtype=PRECISION[bias.dtype])
 
     def spare(self) -> Tensor | None:
-        """Memory for logits that wait, until the weight's gradient is written there."""
+        """Memory that may hold logits until the weight's gradient is written to it."""
         whole = self.total is not None and self.groups == 1
         return self.total.view(-1) if whole and self.total.dtype == self.weight.dtype else None
 
@@ -148,7 +149,7 @@ class ColumnGradients:
         if self.d_bias is not None:
             self.d_bias[block.part] += dz.sum(0, dtype=self.d_bias.dtype)
         if self.sums:
-            self.sums[block.place].add(dz, h)
+            self.sums[block.index].add(dz, h)
 
     def end(self, rows: Rows) -> None:
         """Of a group of rows."""
@@ -163,7 +164,7 @@ class ColumnGradients:
         return [self.d_hidden, self.total, self.d_bias]
 
 
-def back(
+def add_gradients(
     run: ModuleType,
     blocks: Blocks,
     sums: ColumnGradients,
@@ -173,10 +174,10 @@ def back(
     given: tuple[Coefficients, Tensor],
     factor: Tensor | None,
 ) -> None:
-    """The gradients of some rows, from what is known of them."""
+    """Adds the gradients of some rows, from their statistics, to the sums."""
     vocab = len(blocks.weight)
     sums.start(rows, blocks.h)
-    for block in blocks.back():
+    for block in blocks.for_gradients():
         dz = run.gradient(
             block.logits, reading, state, *given, factor, block.into, (block.part.start, vocab)
         )

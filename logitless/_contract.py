@@ -72,7 +72,7 @@ class Reading(NamedTuple):
         return None if self.temperature == 1 else self.temperature
 
     def squared(self, dtype: torch.dtype) -> tuple[Tensor | None, float]:
-        """T² as numbers of the rows, or none, and as one number; squared in this dtype."""
+        """T² as (one number a row or None, one number for all); squared in this dtype."""
         if self.row_temperature is not None:
             return self.row_temperature.to(dtype).square(), 1.0
         return None, self.temperature**2
@@ -172,7 +172,7 @@ NOWHERE = 2**31 - 1  # as ARG: no column
 
 
 def as_bits(whole: Tensor, dtype: torch.dtype) -> Tensor:
-    """Integers of 32 bits as numbers of this dtype, bit for bit; only to be carried about."""
+    """The bits of 32-bit integers as numbers of this dtype: to be stored, not computed with."""
     return whole.to(torch.int32 if dtype == torch.float32 else torch.int64).view(dtype)
 
 

@@ -6,12 +6,13 @@ all rows come first, block by block, and then every block's logits are made once
 but each block's part of the weight's gradient is complete at once. What is summed over blocks is
 the gradient of hidden (N, D), which is smaller. In units of one GEMM over all logits:
 
-    n whole rows at once              3 + SUM / n
-    all rows, c columns at once       3 + 1 + LOOK - kept + SUM / c
-    n of the rows, c columns          3 + 1 + LOOK + SUM / c + SUM / n
+    n whole rows at once              3 + s / n
+    all rows, c columns at once       3 + 1 + r - kept + s / c
+    n of the rows, c columns          3 + 1 + r + s / c + s / n
 
-SUM is the number of rows in a GEMM that takes as long as reading and writing the sum. `kept` is the
-share of logits that wait in memory of the weight's gradient that is not written yet (_columns.py).
+s (SUM_ROWS) is the number of rows in a GEMM that takes as long as reading and writing the sum, r
+(STATISTICS_COST) what a second reading of the logits costs. `kept` is the share of logits that wait
+in memory of the weight's gradient that is not written yet (_columns.py).
 """
 
 import functools
@@ -29,11 +30,11 @@ PACK = 8  # columns: rows of 16-bit logits start on 16-byte boundaries
 
 # Measured on an H200 with 64 to 256 MiB (docs/heads.md). A CPU multiplies so slowly that sums cost
 # nothing beside it: there rows are always whole.
-SUM = {"cuda": 540.0}
-LOOK = 0.15  # reading the logits once more, and merging statistics
-AHEAD = 0.1  # by so much columns must be the better choice
+SUM_ROWS = {"cuda": 540.0}
+STATISTICS_COST = 0.15  # of a GEMM: reading the logits once more, and merging statistics
+MIN_GAIN = 0.1  # of a GEMM: columns are chosen where they save at least this
 
-SPARE = 64  # rows, for one of which a Space for logits in fp32 has memory to spare
+ROWS_A_SPARE = 64  # rows: a Space for logits in fp32 has memory for one more of each so many
 
 
 class Cut(NamedTuple):
@@ -60,17 +61,17 @@ class Work(NamedTuple):
 
 @functools.lru_cache(1024)
 def choose(work: Work, workspace: int | None, device: str) -> Cut:
-    """The way that should take the least time; whole rows where nobody asks for little memory."""
+    """The way that should take the least time; whole rows unless a workspace is given."""
     limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"]) * (3 if work.wide else 2) // 2
     room = limit // (padded(work.vocab) * work.itemsize)
     if work.wide:
-        room = (room - 2) * SPARE // (SPARE + 1)  # with its spare_rows
+        room = (room - 2) * ROWS_A_SPARE // (ROWS_A_SPARE + 1)  # with its spare_rows
     best = Cut(max(room, 1))
-    cost = SUM.get(device, 0.0) * (1 if work.sums else 0.5)  # else a GEMM adds, or only reads
+    cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)  # else a GEMM adds, or only reads
     rows = even_chunk(work.rows, room)
     if workspace is None or not cost or rows >= work.rows or not work.merges:
         return best
-    least = cost / rows - AHEAD
+    least = cost / rows - MIN_GAIN
     groups = 1
     while work.rows >= groups * TILE:
         rows = -(-work.rows // groups)
@@ -81,9 +82,10 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
             if groups == 1 and work.keeps:
                 blocks = kept_blocks(rows, work.vocab, work.width, columns)
                 kept = len(blocks) * columns / work.vocab
-            price = work.gemms + LOOK - kept + cost / columns + (cost / rows if groups > 1 else 0)
-            if price < least:
-                best, least = Cut(rows, columns, kept > 0), price
+            extra = work.gemms + STATISTICS_COST - kept + cost / columns
+            extra += cost / rows if groups > 1 else 0.0
+            if extra < least:
+                best, least = Cut(rows, columns, kept > 0), extra
         groups *= 2
     return best
 
@@ -133,17 +135,17 @@ def even_columns(vocab: int, room: int) -> int:
 
 def spare_rows(rows: int) -> int:
     """What a Space for so many rows has beyond them."""
-    return rows // SPARE + 2
+    return rows // ROWS_A_SPARE + 2
 
 
 class Space:
     """Memory for the logits of a chunk of rows, and in the same place for their gradient.
 
     A gradient of the logits' own dtype is written over them, all at once. One of 16 bits, of logits
-    in fp32, fills the memory from the front, while logits are made at its back, a part of the rows
-    at a time: as many as have room behind the gradient so far. A part's own gradient comes closer
-    as the part is read. It is written in steps, each as long as the gap before the rows not yet
-    read. So fp32 logits need the memory of 16-bit ones, and one row in SPARE.
+    in fp32, fills the memory from its start, while logits are made at its end, a part of the rows
+    at a time: as many as fit after the gradient so far. The gradient of a part is written over
+    logits of it that were read before, in steps, each as long as the gap before those not yet
+    read. So fp32 logits need the memory of 16-bit ones, and of spare_rows more.
     """
 
     def __init__(self, rows: int, most: int, columns: int, dtype: torch.dtype, like: Tensor):
@@ -167,8 +169,8 @@ class Space:
         if not self.apart:
             return self.memory[:rows, :columns]
         count = part.stop - part.start
-        back = self.memory[self.size - 2 * count :].view(self.dtype)
-        return back.view(count, -1)[:rows, :columns]
+        end = self.memory[self.size - 2 * count :].view(self.dtype)
+        return end.view(count, -1)[:rows, :columns]
 
     def gradient(self, rows: int, columns: int) -> Tensor:
         """Of the first rows of a chunk."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ._call import backend
 from ._chunks import Chunk, Chunks, HeadGradients, Part, RowGradients, Rows, Step
-from ._columns import Blocks, ColumnGradients, Room, back
+from ._columns import BlockMemory, Blocks, ColumnGradients, add_gradients
 from ._contract import PRECISION
 from ._in_memory import heads_in_memory
 from ._loss import RowLoss, Saved, one
@@ -54,7 +54,8 @@ def _save(ctx, source, loss: RowLoss, row_weight: Tensor | None) -> None:
 
 def _saved(ctx) -> tuple:
     """The head, the rows' weights and the loss."""
-    hidden, weight, bias, row_weight, *rest = ctx.saved_tensors  # once, for a checkpoint's sake
+    # Asked for once: activation checkpointing unpacks them only once.
+    hidden, weight, bias, row_weight, *rest = ctx.saved_tensors
     tensors, more = rest[: len(ctx.heads)], rest[len(ctx.heads) :]
     for i, head in enumerate(ctx.heads):
         if head is not None:
@@ -75,9 +76,9 @@ def _detached(parts: tuple) -> tuple:
     return hidden.reshape(-1, hidden.shape[-1]), weight, bias
 
 
-def _room(source, chunks) -> Room:
+def _block_memory(source, chunks) -> BlockMemory:
     """For blocks of columns."""
-    return Room.of(chunks.first, chunks.cut.columns, source.dtype, source.hidden)
+    return BlockMemory.of(chunks.first, chunks.cut.columns, source.dtype, source.hidden)
 
 
 def _statistics(run: ModuleType, loss: RowLoss, blocks: Blocks) -> tuple[tuple[Tensor, ...], Saved]:
@@ -135,11 +136,11 @@ class Total(Node):
     def by_rows(ctx, run, source, parts, chunks, loss, factor, values, others) -> list:
         """Gradients of the parts, while values and others are filled."""
         lead, wanted = source.shape[:-1], any(ctx.needs[:3])
-        visits = chunks.logits(*parts, source.dtype)
+        made_chunks = chunks.logits(*parts, source.dtype)
         sums = None
         if wanted:
             sums = HeadGradients(run, chunks, parts, ctx.needs[:3], source.accumulate)
-        for chunk in visits:
+        for chunk in made_chunks:
             made = []
             for some, rows, z, into in _steps(chunk, loss, lead, wanted):
                 own = _factor_of(factor, rows)
@@ -160,17 +161,17 @@ class Total(Node):
         """The same, for logits that are cut along the vocabulary."""
         (flat, W, b), lead = parts, source.shape[:-1]
         chunks.wait(len(flat))
-        room, sums, spare = _room(source, chunks), None, None
+        memory, sums, spare = _block_memory(source, chunks), None, None
         if any(ctx.needs[:3]):
             sums = ColumnGradients(run, chunks, parts, ctx.needs[:3], source.accumulate)
             spare = sums.spare() if chunks.cut.kept else None
         for rows in chunks.slices():
             some, own = loss.take(rows, lead), _factor_of(factor, rows)
-            blocks = Blocks(chunks.cut.columns, room, (flat[rows], W, b), spare)
+            blocks = Blocks(chunks.cut.columns, memory, (flat[rows], W, b), spare)
             (values[rows],), saved = _statistics(run, some, blocks)
             if sums is not None:
                 given = some.coefficients(saved, (one(flat.device, values.dtype),), len(W))
-                back(run, blocks, sums, rows, some.reading, saved[0], given, own)
+                add_gradients(run, blocks, sums, rows, some.reading, saved[0], given, own)
             if any(ctx.others):
                 others.add(rows, some, saved, _or_one(own, values))
         return [None] * 3 if sums is None else sums.found()
@@ -182,7 +183,7 @@ class Total(Node):
         parts = source.parts
         gradients, ctx.gradients = ctx.gradients, None
         with torch.no_grad():
-            if gradients is None:  # a second backward: the first gave its gradients away
+            if gradients is None:  # a second backward: the first handed its gradients to autograd
                 with dtypes_as_given(parts[0].device), heads_in_memory(source, loss):
                     _, _, gradients = Total.compute(ctx, source, row_weight, loss)
             scale = upstream if not ctx.late else upstream * ctx.share
@@ -255,7 +256,7 @@ class Each(Node):
                 results = results or [_unread(t, lead.numel()) for t in found]
                 for result, t in zip(results, found, strict=True):
                     result[rows] = t
-            if not results:  # no rows that count: the form of the results is that of nothing's
+            if not results:  # no row counts: shapes and dtypes are those of a loss of no rows
                 nothing = hidden.new_empty((0, weight.shape[0]), dtype=source.dtype)
                 found, _ = loss.take(slice(0, 0), lead).forward(run, nothing)
                 results = [_unread(t, lead.numel()) for t in found]
@@ -278,10 +279,10 @@ class Each(Node):
                     yield part.rows, found
             return
         chunks.wait(len(flat))
-        room = _room(source, chunks)
+        memory = _block_memory(source, chunks)
         for rows in chunks.slices():
             some = loss.take(rows, lead)
-            blocks = Blocks(chunks.cut.columns, room, (flat[rows], W, b), None)
+            blocks = Blocks(chunks.cut.columns, memory, (flat[rows], W, b), None)
             found, saved = _statistics(run, some, blocks)
             ctx.known.append(saved)
             yield rows, found
@@ -317,10 +318,10 @@ class Each(Node):
         """Gradients of the parts, while others are filled."""
         parts, lead = _detached(source.parts), source.shape[:-1]
         run = source.backend()
-        visits = chunks.logits(*parts, source.dtype)
+        made_chunks = chunks.logits(*parts, source.dtype)
         sums = HeadGradients(run, chunks, parts, ctx.needs, source.accumulate, source.main_grad)
         known = iter(ctx.known or ())
-        for chunk in visits:
+        for chunk in made_chunks:
             made = []
             for part in chunk.parts:
                 all_of, found = loss.take(part.rows, lead), next(known, None)
@@ -342,20 +343,20 @@ class Each(Node):
         flat, W, b = parts
         run = backend(flat)
         chunks.wait(len(flat))
-        room = _room(source, chunks)
+        memory = _block_memory(source, chunks)
         sums = ColumnGradients(run, chunks, parts, ctx.needs, source.accumulate, source.main_grad)
         for rows, saved in zip(chunks.slices(), ctx.known, strict=True):
             some, own = loss.take(rows, lead), _rows_of(given, rows)
-            blocks = Blocks(chunks.cut.columns, room, (flat[rows], W, b), None)
+            blocks = Blocks(chunks.cut.columns, memory, (flat[rows], W, b), None)
             coefficients = some.coefficients(saved, own, len(W))
-            back(run, blocks, sums, rows, some.reading, saved[0], coefficients, None)
+            add_gradients(run, blocks, sums, rows, some.reading, saved[0], coefficients, None)
             if loss.others:
                 others.add(rows, some, saved, own[0])
         return sums.found()
 
 
 def _chunks_of_each(ctx, source, loss: RowLoss) -> Chunks:
-    """The same in forward and backward; whole rows where backward would not know of forward."""
+    """The same in forward and backward; whole rows where backward has no saved statistics."""
     merges = loss.merges and ctx.known is not None
     return source.chunks(_live(loss), source.work(merges, sums=ctx.needs[1]))
 

@@ -7,7 +7,7 @@ Each RowLoss that is an operator over logits (_ops.py) is three over a head:
     logitless::head_<name>_rows_gradient     their gradients
 
 They do what _head.py does without a compiler, by its own functions. Ignored rows are computed with
-the others: how many there are the host could only know by waiting, which no graph may do.
+the others: to know their number the host would have to wait, which a graph cannot do.
 """
 
 from types import SimpleNamespace
@@ -241,10 +241,10 @@ def evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: Te
     """As LinearLogits.evaluate, for a compiler."""
     if in_func():
         _checks.no_head_in_func()
-    if source.main_grad is not None:  # what backward writes to is in no graph
+    if source.main_grad is not None:  # backward adds to it, which a graph cannot say
         return torch.compiler.disable(_evaluate)(source, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
     operator = _ops.OPERATORS.get(type(loss))
-    if reduction == "none" or operator is None:  # as a formula of the user's has none
+    if reduction == "none" or operator is None:  # a user's formula has no operator
         outputs = loss.traced(source)
         if loss.several:
             return outputs

@@ -97,9 +97,9 @@ class RowLoss:
         return value, gradient, saved
 
     def mean_at_once(self, run: ModuleType, x: Tensor, into: Tensor) -> Tensor | None:
-        """The mean over rows, while its gradient is written; None where that takes more than that.
+        """The mean over rows and, in the same launch, its gradient; None where there is no such.
 
-        For logits so small that a launch costs more than to read them.
+        For logits so small that a launch takes longer than reading them.
         """
         return None
 
@@ -167,7 +167,7 @@ def one(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def rows_in(lead: torch.Size) -> int:
-    """How many rows there are. Size.numel() would make a constant of a symbol."""
+    """How many rows there are. Size.numel() would turn a symbolic size into a constant."""
     return math.prod(lead)
 
 
@@ -342,7 +342,8 @@ class _Later(Node):
     @staticmethod
     def gradients(ctx, upstream) -> tuple[tuple, tuple]:
         """Of the logits and of the loss's other tensors; and all that they depend on."""
-        x, factor, *rest = ctx.saved_tensors  # once: a checkpoint gives them no second time
+        # Asked for once: activation checkpointing unpacks them only once.
+        x, factor, *rest = ctx.saved_tensors
         tensors, saved = rest[: ctx.count], rest[ctx.count :]
         d_x, d_others = None, (None,) * len(ctx.loss.others)
         if any(d is not None for d in upstream):
@@ -355,7 +356,7 @@ class _Later(Node):
         return (d_x, *d_others), (x, *tensors)
 
 
-# PyTorch's own apply, without what it does for transforms of torch.func: those are elsewhere here.
+# Function.apply without its handling of torch.func, which takes another route (_traced).
 _now = super(torch.autograd.Function, _Now).apply  # pyright: ignore[reportAttributeAccessIssue]
 _later = super(torch.autograd.Function, _Later).apply  # pyright: ignore[reportAttributeAccessIssue]
 

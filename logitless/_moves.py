@@ -32,11 +32,10 @@ class _Filled(torch.autograd.Function):
 def _rows(
     z: LazyLogits, op: Callable[[Tensor], Tensor], numbers: Callable | None = None, **changed
 ) -> LazyLogits:
-    """`op` moves rows, and leaves the last dimension alone; `numbers` is it on the logits.
+    """`op` moves rows, and leaves the last dimension alone; `numbers` is the same on the logits.
 
-    On the hidden states it is done at once, as autograd would, and backward goes the same way back.
-    What it keeps for that is the way, and not the hidden states, which are as large as those of a
-    layer.
+    It is applied to the hidden states at once, under autograd. Backward follows that graph, which
+    holds no hidden states: `leaf` stands in for them without memory of its own.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():

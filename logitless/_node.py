@@ -10,13 +10,13 @@ from ._call import mapped
 
 
 class Node(torch.autograd.Function):
-    """In reverse mode, of one gradient at a time."""
+    """Reverse mode only, and one upstream gradient at a time."""
 
     jvp = staticmethod(_checks.only_in_reverse)  # pyright: ignore
 
     @staticmethod
     def each_by_itself(upstream: Sequence[Tensor | None]) -> None:
-        """Raise where several upstream gradients come as one."""
+        """Raise where torch.func.vmap passes several upstream gradients as one tensor."""
         for t in upstream:
             if t is not None and mapped(t):
                 _checks.not_mapped()
@@ -33,7 +33,7 @@ def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
 
 
 class _Final(torch.autograd.Function):
-    """Gradients that have none of their own."""
+    """Gradients that cannot be differentiated again."""
 
     @staticmethod
     def forward(ctx, count, *tensors):

@@ -1,4 +1,4 @@
-"""Options: what a number may be, and what is said to who gives one by a name that is not there.
+"""Options: which numbers are legal, and the errors for options that do not exist.
 
 Numbers are limited so that arithmetic in fp32 stays finite, T² and lse² included, on every path.
 """

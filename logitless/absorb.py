@@ -1,7 +1,7 @@
 """Operations that lazy logits absorb: what models do between their head and their loss.
 
 Each takes the lazy logits and the operation's own arguments, and gives its result, lazy again or
-the loss itself; or NotImplemented, whereupon the numbers are made and PyTorch goes on with them.
+the loss itself; or NotImplemented: then the numbers are made, and PyTorch computes with them.
 """
 
 import functools
@@ -31,7 +31,7 @@ def absorbed(func: Callable, args: tuple, kwargs: dict) -> Any:
         return absorb(*args, **kwargs) if known and _fits(absorb, args, kwargs) else NotImplemented
     if func in PRODUCTS and len(args) == 2 and isinstance(args[1], LazyLogits):  # 30 * logits
         return _times(args[1], args[0], **kwargs)
-    if func in STORAGE and args and isinstance(args[0], LazyLogits):  # what no wrapper can answer
+    if func in STORAGE and args and isinstance(args[0], LazyLogits):  # which a wrapper lacks
         return func(args[0].dense(), *args[1:], **kwargs)
     return NotImplemented
 

@@ -1,4 +1,4 @@
-"""Logits that are a tensor to everyone, and are not made until somebody needs their numbers.
+"""Logits that are a tensor to PyTorch, and are not computed until their numbers are needed.
 
 `LazyLogits` is what a fused head returns: a tensor with a shape, a dtype and a place in autograd's
 graph, that holds only what its numbers are made of, hidden and weight. A loss over it, ours or

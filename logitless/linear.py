@@ -47,8 +47,8 @@ class LinearLogits(AsTensor):
     unless accumulate is "fp32"; results a row are added chunk by chunk.
 
     Rows that a loss ignores are dropped before the GEMMs. To know how many there are, the host
-    waits for the GPU once, while the GPU goes on; drop_ignored=False never waits, as a CUDA graph
-    must not, and they cost as much as the others.
+    waits for the GPU once, with the first GEMM already queued. With drop_ignored=False it never
+    waits, as a CUDA graph must not, and ignored rows cost as much as the others.
 
     A weight that is a DTensor, sharded by rows, makes it a VocabShard, with hidden states that are
     a DTensor on the same mesh.
@@ -128,11 +128,11 @@ class LinearLogits(AsTensor):
             _checks.not_mapped()
         run = self.backend()
         empty = torch.empty((0, self.shape[-1]), device=self.device, dtype=self.dtype)
-        found = [run.topk(empty, k, temperature, softcap)]  # their form, were there no rows
+        found = [run.topk(empty, k, temperature, softcap)]  # their shapes, where there are no rows
         with torch.no_grad(), dtypes_as_given(self.device):
             rows = self.hidden.detach().reshape(-1, self.hidden.shape[-1])
-            visits = self.chunks(None, self.work()).logits(rows, self.weight, self.bias, self.dtype)
-            for part in (part for chunk in visits for part in chunk.parts):
+            made = self.chunks(None, self.work()).logits(rows, self.weight, self.bias, self.dtype)
+            for part in (part for chunk in made for part in chunk.parts):
                 found.append(run.topk(part.logits, k, temperature, softcap))
         ids, logprobs, tail = (torch.cat(parts) for parts in zip(*found, strict=True))
         shape = self.shape[:-1]

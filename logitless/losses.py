@@ -192,7 +192,7 @@ def cross_entropy(
     logits (..., V), target (...) of integers, weight (V,), row_weight (...). The loss is fp32 (fp64
     for fp64 logits) whatever the dtype of the logits. The vocabulary is the last dimension, where
     F.cross_entropy has it second: give logits.movedim(1, -1) of its (N, V, ...). Where V equals
-    another size, no check of shapes can tell, and the loss would be another.
+    another size, shapes cannot tell the two apart, and the loss would be wrong.
 
     temperature and softcap are in [1e-12, 1e12], z_loss at most 1e12: beyond, fp32 would overflow.
 

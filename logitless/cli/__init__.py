@@ -33,10 +33,10 @@ def chosen_device(given: str | None) -> str:
     """The device a command runs on: a GPU where there is one, unless another is named."""
     import torch
 
-    there = torch.cuda.is_available()
-    if given == "cuda" and not there:
+    has_gpu = torch.cuda.is_available()
+    if given == "cuda" and not has_gpu:
         raise SystemExit("--device cuda must have a GPU that PyTorch can use, got none here.")
-    return given or ("cuda" if there else "cpu")
+    return given or ("cuda" if has_gpu else "cpu")
 
 
 def require(extra: str, *modules: str) -> None:

@@ -1,4 +1,4 @@
-"""A bar that says how far it is, how fast, and how long it will take; quiet where nobody looks."""
+"""A progress bar with speed and remaining time, for all commands."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def several(out) -> tuple[Tensor, ...]:
 
 
 def gap(z: Tensor, found: Tensor, wanted: Tensor, *, exact: bool) -> Tensor:
-    """Of numbers; of ids that of the logits there, as there may be equals."""
+    """Of two numbers; of two ids, of the logits at them: equal logits may be in any order."""
     if found.is_floating_point():
         return distance(found, wanted)
     off = distance(*(z.gather(-1, ids.reshape(len(z), -1).long()) for ids in (found, wanted)))

@@ -65,7 +65,7 @@ class _Terms:
                 setattr(self, name, None if t is None else t * self.inv_t)
 
     def _settle_bad(self, reading: Reading, rows: int, V: int, start: int, vocab: int) -> None:
-        """A bad id has no gradient to give: the whole row says so."""
+        """A bad id has no gradient: its whole row is NaN."""
         bad = None
         if self.g_mark is not None or self.d_label is not None:
             bad = ~locate(reading.mark, rows, vocab)[1]

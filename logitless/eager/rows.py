@@ -41,7 +41,7 @@ def locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
 
 
 def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
-    """Which rows have a slot whose id is none, but claims to be: (N, 1)."""
+    """Which rows have an id outside [0, V) that is not NO_ID: (N, 1)."""
     return (~inside & (ids.reshape(inside.shape) != NO_ID)).any(1, keepdim=True)
 
 

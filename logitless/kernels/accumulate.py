@@ -1,9 +1,9 @@
 """Σ dz.T @ h over chunks, in the gradient's own 16 bits, exact to 14 of them.
 
 A sum kept in bf16 is rounded to 8 bits after every chunk, and a sum in fp32 takes twice the memory
-of the gradient. Here the sum waits between chunks as whole numbers with a common exponent: 16 bits
+of the gradient. Here, between chunks, the sum is stored as integers with a common exponent: 16 bits
 a number, in the memory of the gradient, and a byte for each BLOCK columns of a row. The first chunk
-has nothing to add to, and the last one leaves the gradient itself.
+has nothing to add to, and the last one writes the gradient itself.
 
     x ≈ q 2^e        |q| ≤ 2^14, q an int16        e of BLOCK columns of a row, an int8
 
@@ -102,7 +102,7 @@ def _accumulate_kernel(
 
 
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the gradient is one that can wait so, and the GPU one that can add to it.
+    """Whether the gradient can be stored so between chunks, and the GPU has what adding needs.
 
     It is bf16, in rows that start on 16-byte boundaries.
     """
@@ -131,7 +131,7 @@ def accumulate(
     first: bool,
     last: bool,
 ) -> None:
-    """Add dz.T @ h to the total: set it if it is the first, make it a number again if the last."""
+    """Add dz.T @ h to the total: set it if it is the first, convert it back to bf16 if the last."""
     (R, V), D = dz.shape, h.shape[1]
     cut = config.accumulate()
     turned = dz.stride(0) == 1 and dz.stride(1) >= R

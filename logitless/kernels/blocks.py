@@ -82,7 +82,7 @@ def _blocks_kernel(
     a = coefs.a
     if uses(HAS, "mark"):
         inside = is_class(mark, V, vocab)
-        # A bad mark has no gradient to give: the whole row says so.
+        # A bad mark has no gradient: its whole row is NaN.
         a = tl.where(inside, a, float("nan"))
         mark = tl.where(inside, own_column(mark, start), -1).to(tl.int32)
         mine = in_span(mark, span, ALIGNED)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 MAX_SPLITS = 128
-SHORT = 4096  # columns that a second launch does not pay for
+SHORT = 4096  # columns: splitting shorter rows saves less than a second launch costs
 
 
 class Config(NamedTuple):
@@ -86,7 +86,7 @@ def backward(vocab: int) -> Config:
 
 @functools.lru_cache(1024)
 def spans(vocab: int, itemsize: int) -> Config:
-    """A grid of (row, span), where ids are put right while the cache holds the span.
+    """A grid of (row, span), where ids are rewritten while the span is cached.
 
     Long, so that few programs look for their ids; many warps, so that it is written at once.
     """

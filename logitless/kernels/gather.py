@@ -1,6 +1,6 @@
 """y at K ids a row and nothing else, and the gradient of that: zeros, but at the ids.
 
-y = softcap · tanh(x / softcap), or x itself: a temperature is for who reads it.
+y = softcap · tanh(x / softcap), or x itself: the caller applies a temperature.
 """
 
 import functools

@@ -2,9 +2,10 @@
 
     dz_i = p_i (a + b log p_i) + g_mark [i = mark] + Σ_k g_k [i = id_k] + g_c v_i
 
-a, b, g_c are per row; log p_i is taken as ((y_i - shift) / temperature) - log_s, which no common
-offset can hurt, and dx_i = dz_i dz/dx_i. A label at temperature 1 adds d ([i = mark] - p1_i) to
-dy_i. With d = (y - shift) rate and e = 2^d, p = e / s and log p = d ln 2 - log s:
+a, b, g_c are per row; log p_i is taken as ((y_i - shift) / temperature) - log_s, which is exact
+under any common offset, and dx_i = dz_i dz/dx_i. A label at temperature 1 adds
+d ([i = mark] - p1_i) to dy_i. With d = (y - shift) rate and e = 2^d, p = e / s and
+log p = d ln 2 - log s:
 
     dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + what mark and ids add
 """

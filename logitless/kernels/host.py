@@ -182,7 +182,7 @@ class _GradientPlan(NamedTuple):
     inplace: bool  # whether the gradient may be written over x
     reads_mark: bool
     reads_ids: bool
-    spans: bool  # whether there is more than a mark to put right
+    spans: bool  # whether more than the mark is rewritten: spans.py, not blocks.py
     launch: Launch
 
 

@@ -1,4 +1,4 @@
-"""What kernels compute with: x bent into y, exponents that never overflow, and a move of a max.
+"""What kernels compute with: softcaps, exponents that never overflow, states whose max changes.
 
 Kernels work on y = softcap · tanh(x / softcap), or x itself. The logits proper are z = y /
 temperature, but the division is left to the exponent: differences y - max(y) are exact under any
@@ -32,7 +32,7 @@ def only_if(flag, mask):
 
     That is `mask & flag`. But the interpreter keeps a comparison of int32 numbers as int32, and
     from Triton 3.9 on refuses a mask that such a flag was spread over; `True &` makes it a bool,
-    and is nothing to the compiler.
+    and costs nothing once compiled.
     """
     return mask & (True & flag)
 

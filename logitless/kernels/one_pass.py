@@ -126,7 +126,7 @@ def _one_pass_kernel(
     inside = mark >= 0
     nll = tl.where(inside, log_s - (y_mark - shift) * inv_t, float("nan"))
     tl.store(NLL + row, nll * share, mask=mine | ((lo == 0) & (not inside)))
-    a = tl.where(inside, coefs.a, float("nan"))  # a bad mark: the whole row says so
+    a = tl.where(inside, coefs.a, float("nan"))  # a bad mark makes the row NaN
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, rate, 0.0, softcap)
     write_span(Xrow, None, DXrow, terms, span, HAS, ALIGNED, SAME, False, BLOCK_V)

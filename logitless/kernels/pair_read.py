@@ -46,7 +46,7 @@ from .state import pack_of
 
 @triton.jit
 def _cross(c, s, moved, scale, e, h):
-    """c after one more block; what scale or e makes nothing of is nothing, be it infinite."""
+    """c after one more block; a term times a scale or e of 0 is 0, even if it is infinite."""
     before = tl.where(scale == 0, 0.0, c * scale + s * (moved * scale))
     return before + tl.where(e != 0, e * h, 0.0)
 

@@ -128,7 +128,7 @@ def partial(
     """The parts of each row of x, as many as fill the GPU.
 
     Mark, ids and class weights are of the whole vocabulary, and so is the column of a max. An id
-    that is not among these columns adds 0. `vocab` is for the eager twin's sake.
+    that is not among these columns adds 0. Only the eager version uses `vocab`.
     """
     x, rows = rows_of(x)
     mark, ids, weight, temperature = reading[:4]

@@ -61,7 +61,7 @@ def is_marked(has):
 
 @triton.jit
 def is_bad(ids, V):
-    """Which of these are no ids, but claim to be."""
+    """Which of these are outside [0, V), and not NO_ID."""
     return (((ids < 0) | (ids >= V)) & (ids != NO_ID)).to(tl.int32)
 
 

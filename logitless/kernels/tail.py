@@ -3,8 +3,7 @@
 Where it is a fair share of the whole, it is what is left when the ids' masses, known from what was
 picked, are taken away, and that is right to many digits. Where it is small, subtracting would leave
 noise: such a row is read once more, and what is not among its ids is summed for itself, with a max
-of its own. An id counts once however often it is repeated; what that costs, only rows that repeat
-one pay.
+of its own. An id counts once however often it is repeated; only rows that repeat one pay for that.
 """
 
 import functools

@@ -30,7 +30,7 @@ from .. import _machine, chosen_device, require
 from .._progress import bar
 from . import cases, contenders, plots, results, runner, timing
 
-WIDTH = 170  # of a terminal that is none
+WIDTH = 170  # columns of the report where stdout is not a terminal
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:

@@ -100,7 +100,7 @@ FORWARD, BOTH, INPLACE, WALL = Mode.FORWARD, Mode.BACKWARD, Mode.INPLACE, Mode.W
 LOGITS, TEACHERS, HEADS = (partial(Case, family) for family in FAMILIES)
 NEAR, START, DENSE = {"floor": 1.06}, {"start + floor": 1.3}, {"floor": 1 / 0.75}
 OTHERS = (COMPILED, "liger", "fla", "flash-attn")
-BESIDE = "cross_entropy"  # our plain one
+OUR_PLAIN = "cross_entropy"  # of the same shape, without options
 STREAM = [
     LOGITS("cross_entropy", FORWARD, targets=NEAR, passes=1),
     # These two compile to much the same, and starting the compiler takes long.
@@ -115,8 +115,8 @@ FEW = [
     LOGITS("score", Mode.REPLAY, targets=START, passes=1, compiled=False),
 ]
 SHORT = partial(LOGITS, "cross_entropy", WALL, PLAIN, {})
-HALF = partial(LOGITS, "cross_entropy", FORWARD, targets={BESIDE: 0.55}, passes=0.5, alone=True)
-MORE = partial(LOGITS, mode=BOTH, targets={BESIDE: 1.10}, passes=3, spare_mib=8.0, alone=True)
+HALF = partial(LOGITS, "cross_entropy", FORWARD, targets={OUR_PLAIN: 0.55}, passes=0.5, alone=True)
+MORE = partial(LOGITS, mode=BOTH, targets={OUR_PLAIN: 1.10}, passes=3, spare_mib=8.0, alone=True)
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "temperature": 0.7}
 OPTIONS |= {"weight": True}  # of the classes, drawn with the inputs
 VARIANTS = [
@@ -133,9 +133,9 @@ DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
 CAPTURE = partial(TEACHERS, "capture_topk", FORWARD, passes=1, compiled=False)
 SPARSE = [  # and the cross-entropy that its targets speak of, and the making of a teacher
     LOGITS("cross_entropy", BOTH, passes=3, alone=True),
-    DISTILL("tail, K=64", TAIL, {BESIDE: 1.10}, alone=False),
-    DISTILL("tail and cross_entropy, K=64", MIXED, {BESIDE: 1.25}),
-    DISTILL("tail, K=512", TAIL | {"K": 512}, {BESIDE: 1.30}),
+    DISTILL("tail, K=64", TAIL, {OUR_PLAIN: 1.10}, alone=False),
+    DISTILL("tail and cross_entropy, K=64", MIXED, {OUR_PLAIN: 1.25}),
+    DISTILL("tail, K=512", TAIL | {"K": 512}, {OUR_PLAIN: 1.30}),
     DISTILL("small tails, K=64", SMALL_TAIL),
     DISTILL("small tails, K=512", SMALL_TAIL | {"K": 512}),
     DISTILL("renorm, K=64", RENORM, {"floor": 1.15}, yardstick="zeros_like"),
@@ -157,8 +157,8 @@ ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 OVER_A_HEAD = [
     HEADS("policy_loss", BOTH, "GRPO mean by row_loss", {}, NEAR, yardstick="3 GEMMs"),
     HEADS("score", BOTH, "with entropy", {}, {"floor": 1.08}, yardstick="4 GEMMs", alone=True),
-    HEADS("topk_distill", BOTH, "tail, K=64", TAIL, {BESIDE: 1.05}, alone=True),
-    ALONE("half of the rows ignored", {"runs": 1}, {BESIDE: 0.56}),
+    HEADS("topk_distill", BOTH, "tail, K=64", TAIL, {OUR_PLAIN: 1.05}, alone=True),
+    ALONE("half of the rows ignored", {"runs": 1}, {OUR_PLAIN: 0.56}),
 ]
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
 OTHER_SUMS = [

@@ -37,7 +37,7 @@ def inputs(case: Case, device: str) -> Inputs:
         options["weight"] = torch.rand(V, device=device) + 0.5
     if case.op in ("cross_entropy", "logsumexp", "score"):
         rows = (target,)
-    elif case.op == "policy_loss":  # that has hardly moved: log Σ e^z is close to log V + 2
+    elif case.op == "policy_loss":  # hardly changed since: log Σ e^z is close to log V + 2
         noise, advantage = torch.randn(2, N, device=device)
         picked = (leaves[0].float() * leaves[1][target].float()).sum(-1)
         rows = (target, picked - (log(V) + 2) + 0.03 * noise, advantage)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from .. import _machine
-from .cases import BESIDE, EAGER, OURS, PLAIN, Case, Mode, Work
+from .cases import EAGER, OUR_PLAIN, OURS, PLAIN, Case, Mode, Work
 from .contenders import NAMES
 
 NOTHING = "–"
@@ -91,7 +91,7 @@ def joined(first: dict, *others: dict) -> dict:
 
 
 def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None) -> None:
-    """Fills in what follows from the times, and holds our own against their targets."""
+    """Fills in what follows from the times, and whether ours reach their targets."""
     times = {(r.contender, r.name): r.ms for r in results}
     named = {case.name: case for case in cases}
     for r, case in ((r, named[r.name]) for r in results if r.name in named):
@@ -102,10 +102,10 @@ def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None)
             r.floor_ms = total / copy_tbps / 1e9
             r.tbps = total / r.ms / 1e9 if r.ms else None
         if r.contender == OURS:
-            hold(case, r, times)
+            check_targets(case, r, times)
 
 
-def hold(case: Case, r: Result, times: Times) -> None:
+def check_targets(case: Case, r: Result, times: Times) -> None:
     """The strictest limit on time counts; one whose reference wasn't measured does not."""
     limits = [limit(case, of, factor, r.floor_ms, times) for of, factor in case.targets.items()]
     r.limit_ms = min((ms for _, ms in limits if ms is not None), default=None)
@@ -130,7 +130,7 @@ def limit(case: Case, of, factor: float, floor: float | None, times: Times):
     plain = replace(case, variant=PLAIN)  # a contender without this variant is compared in that one
     names = (of,) if isinstance(of, str) else of
     found = {name: times.get((name, case.name)) or times.get((name, plain.name)) for name in names}
-    if of == BESIDE:
+    if of == OUR_PLAIN:
         found = {"our cross_entropy": times.get((OURS, replace(plain, op=of).name))}
     known = {name: ms for name, ms in found.items() if ms}
     text = f"≤ {'' if factor == 1 else f'{factor:.2f} × '}{', '.join(known or found)}"
