@@ -33,8 +33,8 @@ def mixture(log_q, log_p, beta, IN: tl.constexpr):
     """q, log q/M, p and log p/M of an element, in bits. Finite for any logits.
 
     By the larger of p and q, and the smaller as a share of it: μ = M / larger lies between the
-    larger's weight and 1, and is 1 exactly where p = q. The difference of two
-    -inf is NaN, and treated as -inf; the larger is 0 there.
+    larger's weight and 1, and is 1 exactly where p = q. A difference below -1000 bits, and the NaN
+    of two -inf, whose larger is 0, count as -1000.
     """
     top = tl.maximum(log_q, log_p)
     fall = tl.minimum(log_q, log_p) - top
