@@ -35,7 +35,7 @@ def test_demo_ends_with_a_table_a_picture_and_a_report(tiny, tmp_path, capsys):
     assert cli.main(command) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    for expected in ("held-out loss", "the store", "time", "memory", str(out)):
+    for expected in ("held-out", "nats", "the store", "time", "memory", str(out)):
         assert expected in printed
     page = out.with_suffix(".html").read_text()
     assert "http" not in page.split("<body>")[0]  # nothing is fetched
