@@ -137,6 +137,7 @@ def test_a_wrong_or_failing_contender_is_reported_and_not_timed():
         assert found[name].status == "wrong"
         assert found[name].ms is None
         assert found[name].note
+    assert found["not_a_number"].note == "error nan, allowed 1e-03"
     assert (found["failing"].status, found["failing"].ms) == ("failed", None)
     assert found["failing"].note == "RuntimeError: no kernel for this"
 
