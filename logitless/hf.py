@@ -74,10 +74,16 @@ class DistillTrainer(Trainer):
     def _opened(self, store: Store | str | os.PathLike, temperature: float) -> Store:
         found = store if isinstance(store, Store) else Store(store)
         rules.same_temperature(found.path, found.info.temperature, temperature)
+        rules.vocabulary(found.path, found.info.vocab_size, self._vocabulary())
         if hasattr(self.processing_class, "get_vocab"):
             mine = tokenizer_hash(self.processing_class)
             rules.same_tokenizer(found.path, found.info.tokenizer, mine)
         return found
+
+    def _vocabulary(self) -> int | None:
+        """Of the student, where its head is known."""
+        head = getattr(self.model, "get_output_embeddings", lambda: None)()
+        return getattr(head, "out_features", None)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any):
         """Without the teacher, the store is not asked either."""
@@ -105,6 +111,7 @@ class DistillTrainer(Trainer):
         rest = {name: t for name, t in inputs.items() if name != "labels"}
         with torch.no_grad(), self.compute_loss_context_manager(), lazy_head(self.teacher):
             logits = self.teacher(**rest, use_cache=False).logits  # pyright: ignore
+            logits = logits[..., : self._vocabulary()]  # a teacher's head may be padded
             return capture_topk(logits, self.k, temperature=self.how["temperature"])
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:

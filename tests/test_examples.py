@@ -45,6 +45,14 @@ def test_trainer_ends_with_two_losses():
     assert all(0 < float(last) < float(first) < 20 for _, first, last in found)
 
 
+def test_store_makes_a_pair_and_distils_it():
+    output = output_of("examples/store.py", "--steps", "10", needs=("transformers", "accelerate"))
+    assert "54 documents captured" in output
+    assert "\nright\n" in output
+    before, after = map(float, re.search(r"(\d\.\d+) before, (\d\.\d+) after", output).groups())
+    assert after < before - 0.3
+
+
 def test_grpo_raises_the_reward():
     output = output_of("examples/grpo.py", "--steps", "12", needs=("transformers",))
     found = [float(reward) for reward in re.findall(r"^step .* reward (\d\.\d+)", output, re.M)]

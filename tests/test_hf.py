@@ -222,13 +222,18 @@ class TestTrainer:
             trainer(tmp_path, student_model(), store=captured, temperature=2.0)
         with pytest.raises(ValueError, match="divergence must be one of"):
             trainer(tmp_path, student_model(), store=captured, divergence="kl")
+        stores.write(tmp_path / "large", [], vocab_size=V + 1)
+        with pytest.raises(
+            ValueError, match=f"a vocabulary of at most the model's {V}, got {V + 1}"
+        ):
+            trainer(tmp_path, student_model(), store=tmp_path / "large")
         stores.write(tmp_path / "t", [], vocab_size=V, tokenizer="another")
 
         class Tokenizer:
             def get_vocab(self):
                 return {"a": 1}
 
-        with pytest.raises(ValueError, match="be used with the tokenizer it was made with, 'ano"):
+        with pytest.raises(ValueError, match="the tokenizer it was made with, whose hash is 'ano"):
             ll.hf.DistillTrainer(
                 student_model(), arguments(tmp_path), train_dataset=data(), data_collator=collate,
                 processing_class=Tokenizer(), store=tmp_path / "t", **HOW,
@@ -254,6 +259,25 @@ class TestBatches:
         assert torch.equal(got.ids[0, len(one) :], want[1].ids)
         got = ll.store.batch_targets(captured, {"input_ids": packed})
         assert torch.equal(got.ids[0, len(one) :], want[1].ids)
+        padded = torch.nn.functional.pad(packed, (3, 0))
+        some = {"input_ids": padded, "attention_mask": (padded != 0).int()}
+        got = ll.store.batch_targets(captured, some)
+        assert torch.equal(got.ids[0, 3 + len(one) :], want[1].ids)
+        assert not got.mask[0, :3].any()
+        none = {"input_ids": packed, "attention_mask": torch.zeros_like(packed)}
+        assert not ll.store.batch_targets(captured, none).mask.any()
+
+    def test_a_teacher_whose_head_is_padded(self, tmp_path):
+        """What it says of no token is left out, in the place of ids that the student has not."""
+        teacher, larger = teacher_model(), teacher_model()
+        larger.resize_token_embeddings(V + 8, mean_resizing=False)
+        larger.lm_head.weight.data[V:] = larger.lm_head.weight.data[:8]
+        said = [
+            trainer(tmp_path, student_model(), teacher=t, k=K)._teacher_says(collate(data(2)))
+            for t in (teacher, larger)
+        ]
+        assert torch.equal(said[0].ids, said[1].ids)
+        assert torch.equal(said[0].logprobs, said[1].logprobs)
 
     def test_labels(self, captured):
         batch = collate(data(2))
@@ -279,7 +303,7 @@ import os
 how = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "logging_steps": 1, "max_steps": 4}
 found = t.trainer(sys.argv[1], t.student_model(), how, store=sys.argv[2])
 seen, real = [], Store.targets_for
-Store.targets_for = lambda self, ids, lengths=None: seen.append(lengths) or real(self, ids, lengths)
+Store.targets_for = lambda self, ids, *more: seen.append(ids.tolist()) or real(self, ids, *more)
 found.train()
 rank = int(os.environ["RANK"])
 model = found.accelerator.unwrap_model(found.model)
@@ -309,7 +333,7 @@ def test_two_ranks_read_their_own_documents(captured, tmp_path):
     assert_same(one, two, 0)
     assert_same(one, parameters(alone.model))
     assert seen != other
-    assert all(len(lengths) == 2 for lengths in seen[:4])
+    assert all(len(ids) == 2 for ids in seen[:4])
     assert loss == pytest.approx(logged(alone, "loss"), abs=1e-3)
     assert kd == pytest.approx(logged(alone, "kd_loss"), abs=1e-3)
 
@@ -336,10 +360,13 @@ def test_capture_from_the_command_line(tmp_path, capsys):
         "--batch-tokens", "16", "--max-length", "9",
     ]  # fmt: skip
     assert cli.main(command) == 0
-    assert "6 documents added, 6 in all" in capsys.readouterr().out
+    assert "6 documents added, 0 were there" in capsys.readouterr().out
     assert cli.main(command) == 0
-    assert "0 documents added, 6 in all" in capsys.readouterr().out
+    assert "0 documents added, 6 were there" in capsys.readouterr().out
+    assert cli.main([*command, "--eos"]) == 1
+    assert "--eos must have a tokenizer with an end-of-text" in capsys.readouterr().err
     store = Store(tmp_path / "s", tokenizer=ll.store.tokenizer_hash(tokenizer))
+    assert cli.teacher._tokenizer_hash(str(tmp_path / "model")) == store.info.tokenizer
     assert store.info.teacher == str(tmp_path / "model")
     for tokens in documents:
         with torch.no_grad():

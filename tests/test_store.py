@@ -285,16 +285,18 @@ class TestFinding:
         found, store = some
         tokens = found[0][0].clone()
         tokens[60] += 1
-        with pytest.raises(
-            KeyError, match=r"must hold documents of the store, or their beginnings; .* give their"
+        for batch, lengths, message in (
+            (tokens, None, "must hold documents of the store, whole or cut off at their end, got"),
+            (tokens, [100], "100 tokens long, at token 0 of row 0. Tokenise as the capture did"),
+            (found[2][0], [30, 7], "7 tokens long, at token 30 of row 0"),
+            (torch.zeros(2, 5).long(), None, "Padding comes after the documents of a row"),
         ):
-            store.targets_for(tokens)
-        with pytest.raises(KeyError, match=r"input_ids must hold documents of the store"):
-            store.targets_for(tokens, [100])
-        with pytest.raises(KeyError, match="at place 30"):
-            store.targets_for(found[2][0], [30, 7])
-        with pytest.raises(KeyError, match="must hold documents"):
-            store.targets_for(torch.zeros(2, 5).long())
+            with pytest.raises(KeyError, match=message):
+                store.targets_for(batch, lengths)
+        row = torch.cat([found[1][0], torch.tensor([1]), found[2][0]])
+        message = rf"at token {len(found[1][0])} of row 1\. Separators, and whatever"
+        with pytest.raises(KeyError, match=message):
+            store.targets_for(torch.stack([torch.full_like(row, -1), row]))
 
     def test_nothing(self, some):
         _, store = some
@@ -497,10 +499,17 @@ class TestArguments:
         stores.write(tmp_path, documents(3), tokenizer="abc")
         assert Store(tmp_path, tokenizer="abc").info.tokenizer == "abc"
         assert len(Store(tmp_path)) == 1
-        with pytest.raises(ValueError, match="be used with the tokenizer it was made with, 'abc'"):
+        with pytest.raises(ValueError, match="the tokenizer it was made with, whose hash is 'abc'"):
             Store(tmp_path, tokenizer="abd")
-        with pytest.raises(ValueError, match="must have tokenizer 'xyz' here, got 'abc'"):
+        with pytest.raises(
+            ValueError, match="must have tokenizer 'xyz' here, got 'abc': go on with"
+        ):
             stores.write(tmp_path, [], tokenizer="xyz")
+
+    def test_a_file_is_no_folder(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(ValueError, match="file must be a folder, or a new one, got a file"):
+            stores.write(tmp_path / "file", [])
 
     def test_no_store(self, tmp_path):
         with pytest.raises(ValueError, match=r"must be a folder with a store\.json, got none"):

@@ -129,11 +129,21 @@ class TestCapture:
         assert model.shapes[0] == (2, 11)
         assert_captured(Store(tmp_path), model, documents)
 
+    def test_a_padded_head(self, tmp_path):
+        """Its last logits are of no tokens: they take no part in the softmax."""
+        model, (tokens,) = Teacher(), texts(9)
+        tokens %= V - 5
+        with open_writer(tmp_path, vocab_size=V - 5, values="f16") as writer:
+            capture(model, [[tokens]], writer, head="head")
+        with torch.no_grad():
+            want = ll.capture_topk(model(tokens[None])[0, :, : V - 5], K)
+        assert_near(Store(tmp_path)[0][1], want)
+
     def test_what_cannot_be(self, tmp_path):
         model = Teacher()
-        with open_writer(tmp_path, vocab_size=60) as writer:
+        with open_writer(tmp_path, vocab_size=V + 1) as writer:
             with pytest.raises(
-                ValueError, match=r"model must give logits \(1, 3, 60\), of each to"
+                ValueError, match=rf"model must give logits \(1, 3, {V + 1}\), of each to"
             ):
                 capture(model, [[[1, 2, 3]]], writer, head="head")
             with pytest.raises(ValueError, match=r"a batch must have input_ids of shape \(B, T\)"):
@@ -287,7 +297,7 @@ class TestServers:
             ),
             (
                 lambda o: setattr(o, "prompt_token_ids", None),
-                "tokens must be given where the output has no ids of its prompt",
+                "output must have the prompt_token_ids of its prompt, got none: give them",
             ),
             (lambda o: o.prompt_logprobs.pop(), "must have an entry for each of 5 tokens, got 4"),
             (

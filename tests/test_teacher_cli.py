@@ -134,6 +134,18 @@ def test_merge_takes_what_dead_workers_left(tmp_path, capsys):
     assert len(Store(out)) == 3
 
 
+def test_ids_of_a_document():
+    def tokenizer(text):
+        return {"input_ids": [ord(c) for c in text]}
+
+    assert teacher._ids({"input_ids": [1, 2]}, tokenizer, 9) == [1, 2]  # given: as they are
+    assert teacher._ids({"text": "ab"}, tokenizer, None) == [97, 98]
+    assert teacher._ids({"text": "ab"}, tokenizer, 9) == [97, 98, 9]
+    assert teacher._ids({"text": "ab"}, tokenizer, 98) == [97, 98]  # it ends by it already
+    with pytest.raises(ValueError, match=r"must have text or input_ids, got \['prompt'\]"):
+        teacher._ids({"prompt": "ab"}, tokenizer, None)
+
+
 def test_batches_have_like_lengths_and_few_tokens():
     drawn = []
     lengths = [5, 1, 9, 2, 9, 30]

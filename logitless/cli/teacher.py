@@ -37,9 +37,20 @@ def add_parser(subparsers) -> None:
     one.add_argument("--model", required=True, help="a name or a folder")
     _input(one, "a line is a document: text; in .jsonl an object with `text` or `input_ids`")
     _output(one)
-    one.add_argument("--max-length", type=int, default=4096, help="tokens of a document at most")
-    one.add_argument("--batch-tokens", type=int, default=16_384, help="at once, with padding")
-    one.add_argument("--temperature", type=float, default=1.0)
+    one.add_argument("--eos", action="store_true", help="end each text by the end-of-text token")
+    one.add_argument(
+        "--max-length", type=int, default=4096, help="tokens of a document at most; default: 4096"
+    )
+    one.add_argument(
+        "--batch-tokens", type=int, default=16_384, help="at once, with padding; default: 16384"
+    )
+    one.add_argument(
+        "--vocab-size", type=int,
+        help="default: that of the head; that of the student, where the teacher's head is padded",
+    )  # fmt: skip
+    one.add_argument(
+        "--temperature", type=float, default=1.0, help="that of the later training; default: 1"
+    )
     one.add_argument("--device", help="default: a GPU where there is one")
     one.add_argument("--dtype", default="auto", help="of the model: auto, bfloat16, float32, ...")
 
@@ -47,9 +58,11 @@ def add_parser(subparsers) -> None:
     two.add_argument("--format", required=True, choices=("vllm", "sglang"))
     _input(two, "JSON, one answer a line; `prompt_token_ids` may stand beside it")
     _output(two)
-    two.add_argument("--vocab-size", type=int, required=True)
+    two.add_argument("--vocab-size", type=int, required=True, help="ids are below it")
     two.add_argument("--teacher", default="", help="its name")
-    two.add_argument("--tokenizer", default="", help="its hash, as `ll.store.tokenizer_hash` gives")
+    two.add_argument(
+        "--tokenizer", help="a name or a folder: training with another is then refused"
+    )
 
     three = commands.add_parser("verify", help="checksums, masses, and whether it is one token off")
     three.add_argument("store", type=Path)
@@ -61,9 +74,11 @@ def add_parser(subparsers) -> None:
     )
 
     five = commands.add_parser("merge", help="one store of several")
-    five.add_argument("out", type=Path)
+    five.add_argument("out", type=Path, help="the new store, a folder")
     five.add_argument("stores", type=Path, nargs="+")
-    five.add_argument("--shard-bytes", type=int, default=1 << 28)
+    five.add_argument(
+        "--shard-bytes", type=int, default=1 << 28, help="of a file, about; default: 256 MiB"
+    )
 
 
 def _input(parser: argparse.ArgumentParser, what: str) -> None:
@@ -72,8 +87,13 @@ def _input(parser: argparse.ArgumentParser, what: str) -> None:
 
 def _output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="the store, a folder")
-    parser.add_argument("--k", type=int, default=64, help="default: 64")
-    parser.add_argument("--values", choices=("u8", "f16"), default="u8", help="default: u8")
+    parser.add_argument(
+        "--k", type=int, default=64, help="most probable tokens that are kept; default: 64"
+    )
+    parser.add_argument(
+        "--values", choices=("u8", "f16"), default="u8",
+        help="log-probabilities in 8 bits or in 16; default: u8",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,23 +115,24 @@ def capture(args: argparse.Namespace) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).to(device)
 
-    def ids_of(document: dict[str, Any]) -> list[int]:
-        found = document.get("input_ids")
-        return (tokenizer(document["text"])["input_ids"] if found is None else found)[
-            : args.max_length
-        ]
+    end = tokenizer.eos_token_id if args.eos else None
+    if args.eos and end is None:
+        raise ValueError("--eos must have a tokenizer with an end-of-text token, got none.")
 
-    vocab_size = model.get_output_embeddings().weight.shape[0]
+    vocab_size = args.vocab_size or model.get_output_embeddings().weight.shape[0]
     about = {"vocab_size": vocab_size, "k": args.k, "values": args.values}
     about |= {"teacher": args.model, "temperature": args.temperature}
     about |= {"tokenizer": store.tokenizer_hash(tokenizer)}
     with store.Writer(args.out, **about) as writer, bar("capture", _size(args.data)) as advance:
-        documents = ((ids_of(line), size) for line, size in store.share(_lines(args.data)))
+        documents = (
+            (_ids(line, tokenizer, end)[: args.max_length], size)
+            for line, size in store.share(_lines(args.data))
+        )
         world = int(os.environ.get("WORLD_SIZE", "1"))
         batches = _batches(documents, args.batch_tokens, lambda size: advance(size * world))
         added = store.capture(model, batches, writer, progress=lambda n: advance(0, tokens=n))
-        told = f"{added} documents added, {len(writer)} in all: {args.out}"
-    print(told)
+        told = f"{added} documents added, {len(writer) - added} were there: {args.out}"
+    print(f"rank {os.environ['RANK']}: {told}" if world > 1 else told)
 
 
 def import_(args: argparse.Namespace) -> None:
@@ -119,7 +140,7 @@ def import_(args: argparse.Namespace) -> None:
     from logitless.store.importers import READERS
 
     about = {"vocab_size": args.vocab_size, "k": args.k, "values": args.values}
-    about |= {"teacher": args.teacher, "tokenizer": args.tokenizer}
+    about |= {"teacher": args.teacher, "tokenizer": _tokenizer_hash(args.tokenizer)}
     with store.Writer(args.out, **about) as writer, bar("import", _size(args.data)) as advance:
         for number, (answer, size) in enumerate(_lines(args.data), start=1):
             try:
@@ -161,7 +182,8 @@ def info(args: argparse.Namespace) -> None:
     rows |= {name: str(value) for name, value in vars(store.info).items()}
     k = store.info.k
     rows[f"mass of the {k} slots"] = f"{float(found.covered[-1]):.4f}"
-    rows["entropy, nats"] = f"{float(found.entropy.mean()):.3f}" if found.rows else "-"
+    entropy = f"{float(found.entropy.mean()):.3f} nats" if found.rows else "-"
+    rows["entropy, the rest as one token"] = entropy
     rows["next token is the first slot"] = f"{found.within(1):.1%}"
     rows["next token is among the slots"] = f"{found.within(k):.1%}"
     for name, value in rows.items():
@@ -197,6 +219,17 @@ def _default_device() -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if there else "cpu"
 
 
+def _tokenizer_hash(name: str | None) -> str:
+    if not name:
+        return ""
+    require("teacher", "transformers")
+    from transformers import AutoTokenizer
+
+    from logitless.store import tokenizer_hash
+
+    return tokenizer_hash(AutoTokenizer.from_pretrained(name))
+
+
 def _size(paths: list[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
@@ -223,6 +256,16 @@ def _object(path: Path, number: int, text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} must have a JSON object in line {number}, got {text[:50]!r}.")
     return found
+
+
+def _ids(document: dict[str, Any], tokenizer: Any, end: int | None) -> list[int]:
+    """Of a document that has them, or a text; a text ends by `end`, if that is an id."""
+    if "input_ids" in document:
+        return document["input_ids"]
+    if not isinstance(document.get("text"), str):
+        raise ValueError(f"a document must have text or input_ids, got {sorted(document)}.")
+    found = tokenizer(document["text"])["input_ids"]
+    return found if end is None or found[-1:] == [end] else [*found, end]
 
 
 def _batches(
@@ -259,7 +302,7 @@ def _plot(found: Any, k: int, path: Path) -> None:
     covered.plot(range(1, k + 1), found.covered.tolist())
     covered.set(xscale="log", xlabel="K", ylabel="mass of the K most probable", ylim=(0, 1.02))
     entropy.hist(found.entropy.tolist(), bins=50)
-    entropy.set(xlabel="entropy of a row, nats", ylabel="rows")
+    entropy.set(xlabel="entropy of a row, the rest as one token, nats", ylabel="rows")
     shares = [found.within(n) for n in range(1, k + 1)]
     rank.plot(range(1, k + 1), shares)
     rank.set(xscale="log", xlabel="K", ylabel="next token is among the K", ylim=(0, 1.02))

@@ -12,6 +12,7 @@ from .. import _checks, _options
 
 VALUES = ("u8", "f16")
 ALIGNMENTS = ("next",)
+SHOWN = 8  # tokens in a message
 _HEADER_BYTES = 1 << 16
 
 
@@ -61,18 +62,31 @@ def header_fields(where: object, text: str | bytes, kind: type) -> dict:
     return found
 
 
-def same_header(where: object, got: Any, want: Any, but: tuple[str, ...] = ()) -> None:
+def same_header(where: object, got: Any, want: Any, advice: str = "") -> None:
     for field in dataclasses.fields(want):
         mine, theirs = getattr(want, field.name), getattr(got, field.name)
-        if field.name not in but and mine != theirs:
-            refuse(where, f"have {field.name} {mine!r} here", repr(theirs))
+        if mine != theirs:
+            refuse(where, f"have {field.name} {mine!r} here", f"{theirs!r}{advice}")
+
+
+def folder(path: Any) -> None:
+    if os.path.exists(path) and not os.path.isdir(path):
+        refuse(path, "be a folder, or a new one", "a file")
 
 
 def same_tokenizer(where: object, stored: str, given: str) -> None:
     if stored and given and stored != given:
         refuse(
-            where, f"be used with the tokenizer it was made with, {stored!r:.80}", f"{given!r:.80}"
+            where,
+            f"be used with the tokenizer it was made with, whose hash is {stored!r:.80}",
+            f"one of {given!r:.80}",
         )
+
+
+def vocabulary(where: object, stored: int, of_student: int | None) -> None:
+    if of_student is not None and stored > of_student:
+        rule = f"have a vocabulary of at most the model's {of_student}"
+        refuse(where, rule, f"{stored}: capture it with vocab_size={of_student}")
 
 
 def is_store(path: Any) -> None:
@@ -208,11 +222,20 @@ def lengths(given: Any, rows: int, width: int) -> list[list[int]]:
     return [[n for n in row if n] for row in found]
 
 
-def unknown_document(place: int, tokens: list[int], lengths_given: bool) -> KeyError:
-    hint = "" if lengths_given else " If documents are packed, give their lengths."
+def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -> KeyError:
+    """Of one row of a batch, from a start on; its length where that was given."""
+    here = tokens[start : start + min(SHOWN, length or SHOWN)].tolist()
+    if start == 0 and length is None and len(here) > 1 and len(set(here)) == 1:
+        advice = "Padding comes after the documents of a row."
+    elif start and length is None:
+        advice = "Separators, and whatever else is between documents, are captured as part of them."
+    else:
+        advice = "Tokenise as the capture did, special tokens too, and begin at the first token."
+    extent = "" if length is None else f" {length} tokens long,"
     return KeyError(
-        f"input_ids must hold documents of the store, or their beginnings; got none that begins as"
-        f" at place {place}: {tokens}.{hint}"
+        "input_ids must hold documents of the store, whole or cut off at their end, got"
+        f" {here},{extent} at token {start} of row {row}. {advice} What was not captured has no"
+        " targets; DistillTrainer evaluates without them by eval_teacher=False."
     )
 
 
@@ -241,9 +264,10 @@ def batch(given: dict) -> None:
 def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
     wanted = (*ids.shape, vocab_size)
     got = tuple(getattr(logits, "shape", ()))
-    if got != wanted:
+    if got[:-1] != wanted[:-1] or got[-1:] < wanted[-1:]:
         raise ValueError(
-            f"model must give logits {wanted}, of each token and the store's vocabulary, got {got}."
+            f"model must give logits {wanted}, of each token and the store's vocabulary or a larger"
+            f" one, got {got}."
         )
 
 
@@ -259,7 +283,10 @@ def server_output(server: str, name: str, entries: Any, tokens: Any) -> None:
             f"output must have the {name} of {server}, got {type(entries).__name__}: ask for them."
         )
     if tokens is None:
-        raise ValueError("tokens must be given where the output has no ids of its prompt.")
+        raise ValueError(
+            "output must have the prompt_token_ids of its prompt, got none: give them as tokens, or"
+            " beside the output in its JSON."
+        )
 
 
 def entries(name: str, tokens: list[int], found: list) -> None:
@@ -303,7 +330,7 @@ def labels_of(labels: Any, targets: Any) -> None:
     if tuple(labels.shape) != tuple(targets.shape):
         raise ValueError(
             f"labels must have the shape of targets, {tuple(targets.shape)},"
-            f" got {tuple(labels.shape)}."
+            f" got {tuple(labels.shape)}: the shift by one token is made here."
         )
 
 

@@ -35,7 +35,8 @@ def capture(
     row; or what a Transformers model is called with, where attention_mask says what is padding.
     Documents that the writer has are passed over before the model runs, so that a run that died is
     resumed by running it again. `k` is the writer's unless it is smaller, `head` as in `fuse`;
-    `progress` is called with the tokens of each batch, those that were there already too.
+    `progress` is called with the tokens of each batch, those that were there already too. Logits
+    beyond the writer's vocab_size, as padded heads have them, count as -inf.
 
     Under torchrun each rank gives its own share of the batches:
 
@@ -145,6 +146,8 @@ def _run(model: nn.Module, given: dict, there: Tensor, writer: Writer, k: int | 
     logits = getattr(output, "logits", output)
     header = writer.header
     rules.logits_of_batch(logits, ids, header.vocab_size)
+    if logits.shape[-1] > header.vocab_size:  # the last rows of a padded head are no tokens
+        logits = logits[..., : header.vocab_size]
     targets = capture_topk(logits, k or header.k, temperature=header.temperature)
     rows = encoded(targets.reshape(-1), header, sorted_=True)
     rows = {name: t.to("cpu", non_blocking=True) for name, t in rows.items()}

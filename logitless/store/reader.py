@@ -84,7 +84,8 @@ class Store:
         at its end, and padding; of padding the teacher says nothing, its slots are masked. With
         `lengths`, of each document in a row, what follows the last is padding: a number a row, or
         several for rows that are packed. Without, documents are found one by one, and what is left
-        must be one token, repeated. Elsewhere than in the store's documents: KeyError.
+        must be one token, repeated; rows of negative ids are padding. Elsewhere than in the store's
+        documents: KeyError.
         """
         rules.input_ids(input_ids)
         flat = input_ids.detach().to("cpu", torch.int64).reshape(-1)
@@ -112,7 +113,8 @@ class Store:
         found = self.index.match(flat, Hashes(flat), starts, limits, whole=True)
         for at, limit, one in zip(starts, limits, found, strict=True):
             if one is None:
-                raise rules.unknown_document(at, flat[at : at + min(8, limit)].tolist(), True)
+                row, start = divmod(at, width)
+                raise rules.unknown_document(flat[row * width :], row, start, limit)
         return _with_gaps(starts, found, len(flat))
 
     def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
@@ -130,8 +132,9 @@ class Store:
                 starts.append(at)
                 found.append(one)
                 at += one.length
-            if at == row * width or bool((flat[at:end] != flat[at : at + 1]).any()):
-                raise rules.unknown_document(at, flat[at : at + 8].tolist(), False)
+            nothing = at == row * width and int(flat[at]) >= 0
+            if nothing or bool((flat[at:end] != flat[at : at + 1]).any()):
+                raise rules.unknown_document(flat[row * width : end], row, at - row * width, None)
         return _with_gaps(starts, found, len(flat))
 
     def _longest(self, flat: Tensor, hashes: Hashes, starts: list[int], width: int):

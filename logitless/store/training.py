@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import _call
 from ..distill import topk_distill
 from ..losses import cross_entropy
-from ..targets import SparseTargets, unchecked
+from ..targets import SparseTargets
 from . import _rules as rules
 from .reader import Store
 
@@ -67,34 +67,31 @@ def distill_loss(
 def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
     """Of input_ids (B, T): padding is where attention_mask is 0, on either side.
 
-    Where position_ids begin again, as in rows packed without padding, so does a document.
+    Where position_ids begin again, so does a document; without them a row may hold several too, and
+    `targets_for` finds where they begin.
     """
     ids = batch["input_ids"]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     mask = None if mask is None or mask.shape != ids.shape else mask  # or one of attention itself
-    if mask is None and positions is None:
-        return store.targets_for(ids)
     there = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.cpu() != 0
-    begins = torch.zeros_like(there)
+    order = torch.sort(~there, dim=-1, stable=True).indices  # padding last
+    tokens = ids.cpu().masked_fill(~there, -1).gather(-1, order)
+    lengths = None
     if positions is not None:
-        begins |= positions.expand_as(ids).cpu() == 0
-    begins[torch.arange(len(begins)), there.int().argmax(-1)] = True
-    places = begins[there].nonzero()[:, 0]
-    lengths = torch.diff(places, append=there.sum()[None])
-    found = store.targets_for(ids.cpu()[there], lengths.tolist())
-    return _spread(found, there.flatten()).reshape(*ids.shape).to(ids.device)
+        begins = (positions.expand_as(ids).cpu() == 0).gather(-1, order)
+        lengths = [_lengths(row, int(n)) for row, n in zip(begins, there.sum(-1), strict=True)]
+    found = store.targets_for(tokens, lengths)
+    if not bool(there.all()):
+        width = ids.shape[-1]
+        rows = order.argsort(-1) + width * torch.arange(len(order))[:, None]
+        found = found.reshape(-1)[rows.flatten()].reshape(*ids.shape)
+    return found.to(ids.device)
 
 
-def _spread(targets: SparseTargets, there: Tensor) -> SparseTargets:
-    """Rows at the places that are True, and rows of no slots at the others."""
-    if bool(there.all()):
-        return targets
-    none = unchecked(
-        torch.zeros_like(targets.ids[:1]), torch.full_like(targets.logprobs[:1], -torch.inf),
-        torch.zeros_like(targets.tail[:1]), torch.zeros_like(targets.ids[:1], dtype=torch.bool),
-    )  # fmt: skip
-    rows = torch.where(there, there.cumsum(0) - 1, len(targets))
-    return SparseTargets.cat([targets, none])[rows]
+def _lengths(begins: Tensor, tokens: int) -> list[int]:
+    """Of the documents of a row, from where they begin."""
+    starts = begins[1:tokens].nonzero()[:, 0] + 1
+    return torch.diff(starts, prepend=torch.tensor([0]), append=torch.tensor([tokens])).tolist()
 
 
 class Collator:

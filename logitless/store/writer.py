@@ -54,8 +54,10 @@ class Writer:
         rules.shard_bytes(shard_bytes)
         self.path, self.part, self.shard_bytes = Path(path), part, shard_bytes
         self.closed, self.lock = True, None
+        rules.folder(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
-        rules.same_header(self.path, _shard.write_header(self.path, header), header)
+        there = _shard.write_header(self.path, header)
+        rules.same_header(self.path, there, header, ": go on with that, or write elsewhere")
         self.header = header
         self._take_lock()
         try:

@@ -1,0 +1,162 @@
+"""Your own pair of models: the teacher runs once, into a store, and a student learns from that.
+
+    python examples/store.py --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data my.jsonl
+    python examples/store.py
+
+A line of the data is an object with `text`; every tenth is held out. Models are names or folders of
+Transformers, with one tokenizer. Without arguments a small pair and a text are made first, which
+needs neither a network nor a GPU. Needs transformers and accelerate.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.trainer_callback import PrinterCallback
+
+import logitless as ll
+
+K, MOST = 64, 1024  # tokens that are kept of each row; tokens of a document
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name in ("--teacher", "--student", "--data"):
+        parser.add_argument(name)
+    parser.add_argument("--out", help="the store; one that is there is resumed; default: targets")
+    parser.add_argument("--save", help="a folder for the student")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--lr", type=float, default=3e-3, help="for small models; large: 1e-5")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.teacher is None:
+            args.teacher, args.student, args.data = small_pair(Path(folder), args.steps)
+            args.out = args.out or f"{folder}/targets"
+        run(args, folder)
+
+
+def run(args: argparse.Namespace, folder: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(args.teacher)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    documents = read(args.data, tokenizer)
+    held_out, documents = documents[::10], [d for i, d in enumerate(documents) if i % 10]
+
+    teacher, student = (
+        AutoModelForCausalLM.from_pretrained(name) for name in (args.teacher, args.student)
+    )
+    about = {"teacher": args.teacher, "tokenizer": ll.store.tokenizer_hash(tokenizer)}
+    # Heads of one family may be padded to different sizes.
+    vocabulary = min(m.get_output_embeddings().out_features for m in (teacher, student))
+    teacher.to("cuda" if torch.cuda.is_available() else "cpu")
+    path = args.out or "targets"
+    with ll.store.Writer(path, vocab_size=vocabulary, k=K, **about) as writer:
+        added = ll.store.capture(teacher, batches(documents, 8), writer)
+    del teacher
+    store = ll.store.Store(path)
+    report = store.verify()
+    print(f"{added} documents captured\n{report}")
+    if not report:
+        raise SystemExit(1)
+
+    trainer = ll.hf.DistillTrainer(
+        student,
+        arguments(folder, args.steps, args.lr),
+        train_dataset=[{"input_ids": d} for d in documents],
+        eval_dataset=[{"input_ids": d} for d in held_out],
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        processing_class=tokenizer,
+        store=store,
+        divergence="forward_kl",
+        support="tail",
+        eval_teacher=False,  # the teacher has not seen the held-out text either
+    )
+    trainer.remove_callback(PrinterCallback)
+    before = trainer.evaluate()["eval_ce_loss"]
+    trainer.train()
+    after = trainer.evaluate()["eval_ce_loss"]
+    print(f"held-out loss of the student: {before:.3f} before, {after:.3f} after")
+    if args.save:
+        trainer.save_model(args.save)
+
+
+def read(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Each ends by the end-of-text token: what is captured is what is trained on."""
+    texts = [json.loads(line)["text"] for line in Path(path).read_text().splitlines()]
+    return [[*ids, tokenizer.eos_token_id][:MOST] for ids in tokenizer(texts)["input_ids"]]
+
+
+def batches(documents: list[list[int]], size: int) -> list[list[list[int]]]:
+    """Of like lengths, so that there is little padding."""
+    ordered = sorted(documents, key=len)
+    return [ordered[i : i + size] for i in range(0, len(ordered), size)]
+
+
+def arguments(folder: str, steps: int, lr: float) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=folder, max_steps=steps, per_device_train_batch_size=8, learning_rate=lr,
+        logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+    )  # fmt: skip
+
+
+def small_pair(folder: Path, steps: int) -> tuple[str, str, str]:
+    """Sentences, a tokenizer of their words, a teacher that has read them, a random student."""
+    choose = random.Random(0)
+    nouns = ["cat", "dog", "bird", "tree", "river", "child"]
+    verbs = ["sees", "likes", "finds", "hears"]
+    texts = [
+        " ".join(
+            f"the {choose.choice(nouns)} {choose.choice(verbs)} the {choose.choice(nouns)} ."
+            for _ in range(choose.randint(2, 6))
+        )
+        for _ in range(60)
+    ]
+    (folder / "data.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel()
+    learner = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<eos>", "<pad>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    words.train_from_iterator(texts, learner)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<eos>", pad_token="<pad>"
+    )
+    torch.manual_seed(0)
+    for name, width, layers in (("teacher", 64, 2), ("student", 32, 1)):
+        config = LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=width, intermediate_size=2 * width,
+            num_hidden_layers=layers, num_attention_heads=4, max_position_embeddings=MOST,
+            bos_token_id=None, eos_token_id=0, pad_token_id=1,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config)
+        if name == "teacher":
+            trainer = Trainer(
+                ll.fuse(model), arguments(str(folder / "training"), steps, 3e-3),
+                train_dataset=[{"input_ids": d} for d in read(folder / "data.jsonl", tokenizer)],
+                data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+            )  # fmt: skip
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return str(folder / "teacher"), str(folder / "student"), str(folder / "data.jsonl")
+
+
+if __name__ == "__main__":
+    main()
