@@ -31,7 +31,9 @@ def test_a_plot(tmp_path, capsys):
     out = tmp_path / "plot.png"
     assert main(["scale", "--tp", "12", "--plot", str(out)]) == 0
     assert out.read_bytes().startswith(b"\x89PNG")
-    assert len(capsys.readouterr().out.splitlines()) == 2 + 5  # 1, 2, 4, 8 and 12 ranks
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) == 2 + 5  # 1, 2, 4, 8 and 12 ranks
+    assert "Computed, not measured: each of TP ranks, forward and backward of 8,192" in printed.err
 
 
 def test_what_it_refuses():

@@ -128,6 +128,9 @@ def test_merge_takes_what_dead_workers_left(tmp_path, capsys):
     dead.add(*found[2])
     os.close(dead.lock)
     os.close(dead.journal.file)
+    for action in ("info", "verify"):
+        assert cli.main(["teacher", action, str(tmp_path / "b")]) == 0
+        assert "bytes of documents are not in it yet" in capsys.readouterr().out
     out = str(tmp_path / "out")
     assert cli.main(["teacher", "merge", out, str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "3 documents" in capsys.readouterr().out

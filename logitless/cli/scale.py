@@ -7,6 +7,7 @@ that were measured on one GPU (benchmarks/results) or are the maker's.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,7 +125,12 @@ def plot(path: Path, tokens: int, vocab: int, hidden: int, tps: list[int], gpu: 
 
 
 def add_parser(subparsers) -> None:
-    parser = subparsers.add_parser("scale", help="what a head and its loss cost on many GPUs")
+    parser = subparsers.add_parser(
+        "scale",
+        help="what a head and its loss cost on many GPUs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--tokens", type=int, default=8192, help="rows of a step, all ranks'")
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--hidden", type=int, default=4096, help="width of the hidden states")
@@ -138,6 +144,11 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, name) < 1:
             raise SystemExit(f"--{name} must be at least 1, got {getattr(args, name)}.")
     shape, gpu = (args.tokens, args.vocab, args.hidden), GPUS[args.gpu]
+    print(
+        f"Computed, not measured: each of TP ranks, forward and backward of {args.tokens:,} tokens,"
+        f" vocabulary {args.vocab:,}, width {args.hidden:,}, bf16, {args.gpu.upper()}\n",
+        file=sys.stderr,  # the table alone is what goes into a file
+    )
     print(table(*shape, sizes(args.tp), gpu))
     if args.plot is not None:
         plot(args.plot, *shape, sizes(args.tp), gpu)

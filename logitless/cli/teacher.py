@@ -163,6 +163,7 @@ def verify(args: argparse.Namespace) -> int:
     with bar("verify", store.tokens) as advance:
         report = verify(store, progress=lambda n: advance(n, tokens=n))
     print(report)
+    _tell_unfinished(args.store)
     return 0 if report else 1
 
 
@@ -189,10 +190,19 @@ def info(args: argparse.Namespace) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     Console().print(table)
+    _tell_unfinished(args.store)
     if args.plot is not None:
         require("teacher", "matplotlib")
         _plot(found, k, args.plot)
         print(f"plot: {args.plot}")
+
+
+def _tell_unfinished(path: Path) -> None:
+    from logitless.store._journal import unfinished
+
+    if waiting := unfinished(path):
+        print(f"{waiting:,} bytes of documents are not in it yet: a capture is at work, or was")
+        print("stopped and goes on when it is run again")
 
 
 def merge(args: argparse.Namespace) -> None:

@@ -24,6 +24,7 @@ from . import _rules as rules
 from ._format import Columns, Header
 
 MAGIC = b"LLJ1"
+START = 8  # bytes before the first record
 RECORD = 12  # bytes before the tokens
 
 
@@ -38,14 +39,14 @@ class Journal:
     def recover(self) -> list[tuple[Tensor, Columns]]:
         """The documents that are whole; what follows them is cut off."""
         end = os.fstat(self.file).st_size
-        start = os.pread(self.file, 8, 0)
+        start = os.pread(self.file, START, 0)
         rules.is_journal(self.path, start, MAGIC)
         number = int.from_bytes(start[4:], "little")
-        if len(start) < 8 or number < self.number:
+        if len(start) < START or number < self.number:
             self.clear(self.number)
             return []
         self.number = number
-        found, self.size = [], 8
+        found, self.size = [], START
         while (record := self._read(self.size, end)) is not None:
             document, self.size = record
             found.append(document)
@@ -115,3 +116,8 @@ def _read(file: int, length: int, place: int) -> bytes:
         parts.append(part)
         length, place = length - len(part), place + len(part)
     return b"".join(parts)
+
+
+def unfinished(path: Path) -> int:
+    """Bytes of documents in the journals of a store: of writers at work, or that have died."""
+    return sum(max(0, journal.stat().st_size - START) for journal in path.glob("[0-9]*.journal"))
