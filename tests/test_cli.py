@@ -154,7 +154,7 @@ def test_demo_refuses_to_train_for_no_steps(steps):
 
 def test_a_missing_extra_is_named_with_its_remedy():
     with pytest.raises(
-        SystemExit, match=r"demo needs no_such_module: pip install 'logitless\[demo\]'"
+        SystemExit, match=r"demo needs no_such_module: in a clone, pip install '\.\[demo\]'"
     ):
         cli.require("demo", "sys", "no_such_module")
 

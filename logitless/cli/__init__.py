@@ -44,4 +44,4 @@ def require(extra: str, *modules: str) -> None:
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         needs = " and ".join(missing)
-        raise SystemExit(f"logitless {extra} needs {needs}: pip install 'logitless[{extra}]'")
+        raise SystemExit(f"logitless {extra} needs {needs}: in a clone, pip install '.[{extra}]'")
