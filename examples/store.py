@@ -43,8 +43,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=3e-3, help="for small models; large: 1e-5")
     args = parser.parse_args()
+    given = [args.teacher, args.student, args.data]
+    if any(given) and not all(given):
+        parser.error("--teacher, --student and --data go together")
     with tempfile.TemporaryDirectory() as folder:
-        if args.teacher is None:
+        if not any(given):
             args.teacher, args.student, args.data = small_pair(Path(folder), args.steps)
             args.out = args.out or f"{folder}/targets"
         run(args, folder)
@@ -83,7 +86,7 @@ def run(args: argparse.Namespace, folder: str) -> None:
         store=store,
         divergence="forward_kl",
         support="tail",
-        eval_teacher=False,  # the teacher has not seen the held-out text either
+        eval_teacher=False,  # held-out text was not captured
     )
     trainer.remove_callback(PrinterCallback)
     before = trainer.evaluate()["eval_ce_loss"]
@@ -117,15 +120,13 @@ def arguments(folder: str, steps: int, lr: float) -> TrainingArguments:
 def small_pair(folder: Path, steps: int) -> tuple[str, str, str]:
     """Sentences, a tokenizer of their words, a teacher that has read them, a random student."""
     choose = random.Random(0)
-    nouns = ["cat", "dog", "bird", "tree", "river", "child"]
-    verbs = ["sees", "likes", "finds", "hears"]
-    texts = [
-        " ".join(
-            f"the {choose.choice(nouns)} {choose.choice(verbs)} the {choose.choice(nouns)} ."
-            for _ in range(choose.randint(2, 6))
-        )
-        for _ in range(60)
-    ]
+    nouns, verbs = ["cat", "dog", "bird", "tree", "child"], ["sees", "likes", "finds", "hears"]
+
+    def sentence() -> str:
+        one, other = choose.choices(nouns, k=2)
+        return f"the {one} {choose.choice(verbs)} the {other} ."
+
+    texts = [" ".join(sentence() for _ in range(choose.randint(2, 6))) for _ in range(60)]
     (folder / "data.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     words = Tokenizer(models.BPE())
     words.pre_tokenizer = pre_tokenizers.ByteLevel()
