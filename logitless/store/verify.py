@@ -84,7 +84,7 @@ class _Shift:
                 return (
                     f"rows must be of the next token (offset 0, mean label log-probability"
                     f" {means[0]:.3f}), got {means[offset]:.3f} at offset {offset:+d}: shifted by"
-                    f" {'one token' if offset else 'none'}"
+                    " one token, or of a teacher that has learnt too little to tell"
                 )
         return None
 

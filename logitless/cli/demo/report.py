@@ -67,12 +67,13 @@ def store_rows(told: Told) -> list[tuple[str, str]]:
     about = told.store
     means = ", ".join(f"{at:+d}: {mean:.2f}" for at, mean in about["label log-probability"].items())
     whole = about["bytes of whole rows, fp16"]
+    verdict = "right" if about["right"] else "too little learnt to tell"
     return [
         ("documents, tokens", f"{about['documents']:,}, {about['tokens']:,}"),
         ("bytes a token", f"{about['bytes a token']:.0f}, where whole rows in fp16 are {whole:,}"),
         (f"mass of the {told.plan.k} slots", f"{about['mass of the slots']:.3f}"),
         ("captured in", f"{about['seconds']:.1f} s"),
-        ("label log-probability, by offset", f"{means}: {'right' if about['right'] else 'WRONG'}"),
+        ("label log-probability, by offset", f"{means}: {verdict}"),
     ]
 
 
