@@ -40,7 +40,8 @@ class Ranks:
             return found
         if t.is_cuda and self.by_cpu:
             return self.gather(t.cpu()).to(t.device)
-        dist.all_gather_into_tensor(found.view(-1), t.contiguous().view(-1), group=self.group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(found.view(-1), t.contiguous().view(-1), group=self.group)
         return found
 
     def add_up(self, t: Tensor) -> Any:
@@ -52,7 +53,8 @@ class Ranks:
         if t.is_cuda and self.by_cpu:
             return self.add_up_slices(t.cpu()).to(t.device)
         found = t.new_empty((len(t) // self.count, *t.shape[1:]))
-        dist.reduce_scatter_tensor(found, t.contiguous(), group=self.group)
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(found, t.contiguous(), group=self.group)
         return found
 
 
@@ -150,17 +152,28 @@ class VocabShard:
         _call.once(_rules.shard, source, start, vocab, sequence_parallel)
         if sequence_parallel:
             source = _of_all_tokens(source, ranks)
-        elif isinstance(source, Tensor) and hasattr(source, "evaluate"):  # lazy logits, of a head
-            source = source.materialize()  # pyright: ignore[reportAttributeAccessIssue]
-        self.source: Any = source
+        elif is_lazy(source) and (source.recipe.shard or source.recipe.obstacle(None)):
+            source = source.materialize()
         self.ranks = ranks
         self.adds_up = not sequence_parallel  # d_hidden, here; else whoever gathered them does
         self.width = source.shape[-1]
         self.layout = layout_of(ranks, self.width, start, vocab, source.device)
         self.start, self.vocab = self.layout.starts[ranks.index], self.layout.vocab
-        self.shape = torch.Size((*source.shape[:-1], self.vocab))
-        self.dtype, self.device = source.dtype, source.device
-        self.requires_grad = source.requires_grad
+        self._take(source)
+
+    def _take(self, source: Any) -> None:
+        self.source = source
+        if source is not None:
+            self.shape = torch.Size((*source.shape[:-1], self.vocab))
+            self.dtype, self.device = source.dtype, source.device
+            self.requires_grad = source.requires_grad
+
+    def over(self, source: Any) -> "VocabShard":
+        """The same columns of other logits, or of none yet."""
+        copy = object.__new__(VocabShard)
+        copy.__dict__.update(self.__dict__)
+        copy._take(source)
+        return copy
 
     def dim(self) -> int:
         return len(self.shape)
@@ -174,10 +187,11 @@ class VocabShard:
     def evaluate_in_place(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """The same, leaving the gradient of this rank's logits in their memory."""
         x = self.source
-        wanted = isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad
+        plain = isinstance(x, Tensor) and not is_lazy(x)
+        wanted = plain and torch.is_grad_enabled() and x.requires_grad
         if not wanted or under_transform():
             return self.evaluate(loss, reduction, row_weight)
-        _check(self, loss, reduction, row_weight)
+        loss = self.checked(loss, reduction, row_weight)
         return overwrite_on(self.columns(), x, loss, reduction, row_weight)
 
     def columns(self) -> Columns:
@@ -199,6 +213,8 @@ class VocabShard:
         self, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
+        if is_lazy(self.source):
+            return self._of_all_ranks().capture_topk(k, temperature, softcap)
         if isinstance(self.source, Tensor):
             return self.columns().topk(self.source.detach(), k, temperature, softcap)
         return self.head().capture_topk(k, temperature, softcap)
@@ -220,13 +236,33 @@ class VocabShard:
 
     def as_teacher(self) -> "VocabShard":
         """The same logits as constants, which those of a teacher are."""
-        return self
+        return self.over(self.source.as_teacher()) if is_lazy(self.source) else self
+
+    def times(self, factor: float) -> "VocabShard":
+        """Of a teacher's head: its logits times a factor."""
+        return self.over(self.source.times(factor))
+
+    def checked(self, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> RowLoss:
+        """The same loss in these columns, found right, and the same on all ranks if that is asked.
+
+        Values are looked at where it is free.
+        """
+        if _call.asked():
+            _rules.same_call(_said_by_all(self, _described(self, loss, reduction, row_weight)))
+        _call.values(loss, self.vocab)
+        return loss.with_columns(self.cut)
+
+    def _of_all_ranks(self):
+        """Lazy logits of this rank as those of all. Whoever made them adds up d_hidden."""
+        shard = self.over(None)
+        shard.adds_up = False
+        return self.source.over(shard)
 
     def cut(self, teacher):
         """A teacher's logits or probabilities in these columns: of a shard, or of whole rows."""
         if isinstance(teacher, VocabShard):
             _rules.same_columns(teacher.layout, self.layout)
-            here = teacher.source
+            here = teacher.as_teacher().source
         else:
             here = _some_columns(teacher, self.start, self.width)
         if isinstance(here, Tensor):
@@ -237,6 +273,11 @@ class VocabShard:
 
     def __repr__(self) -> str:
         return f"VocabShard({self.source!r}, columns {self.start} to {self.start + self.width})"
+
+
+def is_lazy(source: Any) -> bool:
+    """Whether it is a tensor of lazy logits, of a fused head."""
+    return isinstance(source, Tensor) and hasattr(source, "recipe")
 
 
 def _some_columns(logits, start: int, width: int):
@@ -253,18 +294,12 @@ def _some_columns(logits, start: int, width: int):
 def _evaluate(shard: VocabShard, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     if in_func():
         _checks.no_head_in_func()
-    _check(shard, loss, reduction, row_weight)
-    loss = loss.with_columns(shard.cut)
+    if is_lazy(shard.source):
+        return shard._of_all_ranks().evaluate(loss, reduction, row_weight)
+    loss = shard.checked(loss, reduction, row_weight)
     if isinstance(shard.source, Tensor):
         return evaluate_on(shard.columns(), shard.source, shard.vocab, loss, reduction, row_weight)
     return shard.head().evaluate(loss, reduction, row_weight)
-
-
-def _check(shard: VocabShard, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> None:
-    """Values where looking is free; where LOGITLESS_CHECK=1 asks, first that all ranks agree."""
-    if _call.asked():
-        _rules.same_call(_said_by_all(shard, _described(shard, loss, reduction, row_weight)))
-    _call.values(loss, shard.vocab)
 
 
 def _described(shard: VocabShard, loss: RowLoss, reduction: str, row_weight) -> str:
