@@ -48,14 +48,13 @@ class Ranks:
         """Begin to add t of every rank into t; done when what is returned has been waited for."""
         return dist.all_reduce(t, group=self.group, async_op=True)
 
-    def add_up_slices(self, t: Tensor) -> Tensor:
-        """This rank's slice, of as many as there are ranks, of the sum of t over ranks."""
+    def add_up_slices(self, t: Tensor) -> "_Slice":
+        """Begin to sum t over ranks, and of as many slices as ranks to get this rank's."""
         if t.is_cuda and self.by_cpu:
-            return self.add_up_slices(t.cpu()).to(t.device)
+            return _Slice(self.add_up_slices(t.cpu()).wait().to(t.device))
         found = t.new_empty((len(t) // self.count, *t.shape[1:]))
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(found, t.contiguous(), group=self.group)
-        return found
+        return _Slice(found, scatter(found, t.contiguous(), group=self.group, async_op=True))
 
 
 class Alone(Ranks):
@@ -70,13 +69,24 @@ class Alone(Ranks):
     def add_up(self, t: Tensor) -> Any:
         return _Done()
 
-    def add_up_slices(self, t: Tensor) -> Tensor:
-        return t
+    def add_up_slices(self, t: Tensor) -> "_Slice":
+        return _Slice(t)
 
 
 class _Done:
     def wait(self) -> None:
         pass
+
+
+class _Slice(NamedTuple):
+    """A tensor that other ranks are still adding to, until it has been waited for."""
+
+    found: Tensor
+    work: Any = _Done()
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.found
 
 
 def ranks_of(group) -> Ranks:
@@ -155,7 +165,7 @@ class VocabShard:
         elif is_lazy(source) and (source.recipe.shard or source.recipe.obstacle(None)):
             source = source.materialize()
         self.ranks = ranks
-        self.adds_up = not sequence_parallel  # d_hidden, here; else whoever gathered them does
+        self.adds_up = True  # the ranks' shares of d_hidden; else whoever gathered hidden does
         self.width = source.shape[-1]
         self.layout = layout_of(ranks, self.width, start, vocab, source.device)
         self.start, self.vocab = self.layout.starts[ranks.index], self.layout.vocab
@@ -198,10 +208,14 @@ class VocabShard:
         """The backend that joins what it reads here with what others read."""
         source, ranks = self.source, self.ranks
         run = backend(source if isinstance(source, Tensor) else source.hidden)
-        return Columns(
-            run, self.start, self.width, self.vocab, ranks.gather, max(self.layout.widths),
-            ranks.add_up if self.adds_up else None,
-        )  # fmt: skip
+        columns = Columns(
+            run, self.start, self.width, self.vocab, ranks.gather, max(self.layout.widths)
+        )
+        if getattr(source, "own_hidden", None) is not None:
+            columns.add_up_slices = ranks.add_up_slices
+        elif self.adds_up:
+            columns.add_up = ranks.add_up
+        return columns
 
     def head(self) -> LinearLogits:
         """The head of these columns, which stands for all of them."""
@@ -363,20 +377,8 @@ class _GlobalMean(torch.autograd.Function):
 
 def _of_all_tokens(head: LinearLogits, ranks: Ranks) -> LinearLogits:
     """The same head over the hidden states of all ranks' tokens."""
-    hidden, weight, bias = head.parts
-    head = head.with_parts((_AllTokens.apply(hidden, ranks), weight, bias))
+    own, weight, bias = head.parts
+    head = head.with_parts((ranks.gather(own.detach()).flatten(0, 1), weight, bias))
+    head.own_hidden = own
     head.shape = torch.Size((*head.hidden.shape[:-1], head.shape[-1]))
     return head
-
-
-class _AllTokens(torch.autograd.Function):
-    """The hidden states of all ranks' tokens; backward, the gradient of this rank's."""
-
-    @staticmethod
-    def forward(ctx, hidden, ranks):
-        ctx.ranks = ranks
-        return ranks.gather(hidden).flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx, upstream):  # pyright: ignore
-        return ctx.ranks.add_up_slices(upstream), None

@@ -8,6 +8,9 @@ from meanings import MEANINGS, excess
 from ranks import Simulated, on_ranks
 
 import logitless as ll
+from logitless import linear
+from logitless._chunks import Sum
+from logitless._cut import Cut
 
 WIDTHS = [(20, 17), (9, 0, 28), (0, 5, 31, 1)]
 
@@ -345,6 +348,39 @@ class TestHeads:
         for first, *_, last in calls:
             assert (first, last) == (("gather", N * D // 3), ("add up slices", N * D))
         assert "add up" not in {what for of_rank in calls for what, _ in of_rank}
+
+    def test_tokens_are_added_up_while_the_weight_waits(self, monkeypatch):
+        """The last product of the weight comes after the sum of d_hidden has begun."""
+        parts = [t.requires_grad_() for t in self.parts()]
+
+        def work(ranks):
+            def add(total, *given, plain=Sum.add):
+                ranks.calls.append(("weight", 0))
+                plain(total, *given)
+
+            monkeypatch.setattr(Sum, "add", add)
+            head = ll.LinearLogits(*parts, workspace=2 * 40 * 8)
+            ll.cross_entropy(ll.VocabShard(head, ranks, sequence_parallel=True), TARGET).backward()
+            return [what for what, _ in ranks.calls if what != "gather"]
+
+        assert on_ranks(1, work) == [["weight", "weight", "add up slices", "weight"]]
+
+    @pytest.mark.parametrize(
+        "name", ["cross_entropy, every option", "score", "row_stats", "row_loss", "topk_distill"]
+    )
+    def test_cut_by_columns(self, name, monkeypatch):
+        """As a small workspace of a GPU cuts them; a tail needs whole rows."""
+        parts = self.parts()
+        leaves = [t.clone().requires_grad_() for t in parts]
+        want, d_want = self.differentiated(CALLS[name], ll.LinearLogits(*leaves), leaves)
+        for how in (Cut(N, 8), Cut(N, 8, kept=True), Cut(4, 16)):
+            cut = lambda work, *_, how=how: how if work.merges else Cut(work.rows)  # noqa: E731
+            monkeypatch.setattr(linear, "choose", cut)
+            got, d_got, calls = self.on_shards(CALLS[name], parts, (9, 0, 28), N)
+            for a, b in zip((*got, *d_got), (*want, *d_want), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+            added = sum(count for what, count in calls[0] if what == "add up")
+            assert added in (N * D, (N - 1) * D)
 
     def test_d_hidden_is_added_up_once(self):
         """A chunk at a time, in forward where loss and gradient are made there."""
