@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _call, _checks
+from . import _agreed, _call, _checks
 from . import _shard_checks as _rules
 from ._call import backend, in_func, under_transform
 from ._joined import Columns
@@ -159,6 +159,9 @@ class VocabShard:
         sequence_parallel: bool = False,
     ):
         ranks = ranks_of(group)
+        if _call.asked():
+            words = _agreed.of_shard(source, start, vocab, sequence_parallel)
+            _agreed.agree(ranks, getattr(source, "device", torch.device("cpu")), words)
         _call.once(_rules.shard, source, start, vocab, sequence_parallel)
         if sequence_parallel:
             source = _of_all_tokens(source, ranks)
@@ -227,6 +230,9 @@ class VocabShard:
         self, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
+        if _call.asked():
+            words = _agreed.of_topk(self, k, temperature, softcap)
+            _agreed.agree(self.ranks, self.device, words)
         if is_lazy(self.source):
             return self._of_all_ranks().capture_topk(k, temperature, softcap)
         if isinstance(self.source, Tensor):
@@ -262,7 +268,8 @@ class VocabShard:
         Values are looked at where it is free.
         """
         if _call.asked():
-            _rules.same_call(_said_by_all(self, _described(self, loss, reduction, row_weight)))
+            words = _agreed.of_loss(self, loss, reduction, row_weight)
+            _agreed.agree(self.ranks, self.device, words)
         _call.values(loss, self.vocab)
         return loss.with_columns(self.cut)
 
@@ -314,33 +321,6 @@ def _evaluate(shard: VocabShard, loss: RowLoss, reduction: str, row_weight: Tens
     if isinstance(shard.source, Tensor):
         return evaluate_on(shard.columns(), shard.source, shard.vocab, loss, reduction, row_weight)
     return shard.head().evaluate(loss, reduction, row_weight)
-
-
-def _described(shard: VocabShard, loss: RowLoss, reduction: str, row_weight) -> str:
-    """All that must be the same on all ranks, in words."""
-    given = [
-        t if t is None or not hasattr(t, "shape") else (*t.shape, str(t.dtype))
-        for t in (*loss.tensors, row_weight)
-    ]
-    sums = [None if t is None else int(t.long().sum()) for t in loss.reading[:2]]
-    how = (loss.reading[4:], reduction, {k: v for k, v in vars(loss).items() if _is_option(v)})
-    rows = (*shard.shape, str(shard.dtype))
-    return f"{type(loss).__name__} of logits {rows}, tensors {given}, ids {sums}, options {how}"
-
-
-def _is_option(value: Any) -> bool:
-    return isinstance(value, (str, int, float))
-
-
-def _said_by_all(shard: VocabShard, words: str) -> list[str]:
-    """What each rank says."""
-    own = torch.tensor(list(words.encode()), device=shard.device)
-    sizes = shard.ranks.gather(torch.tensor([len(own)], device=shard.device)).flatten().tolist()
-    room = own.new_zeros(max(sizes))
-    room[: len(own)] = own
-    found = shard.ranks.gather(room).tolist()
-    pairs = zip(found, sizes, strict=True)
-    return [bytes(one[:size]).decode() for one, size in pairs]
 
 
 @_call.named()

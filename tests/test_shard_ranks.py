@@ -3,7 +3,6 @@
 test_shard.py has more cases, over ranks that are threads.
 """
 
-import os
 from collections.abc import Callable
 
 import dtensor_cases
@@ -117,27 +116,64 @@ def global_mean() -> float:
 
 
 def differing_calls() -> float:
-    """With LOGITLESS_CHECK=1, every rank says what another calls."""
+    """With LOGITLESS_CHECK=1, every rank says what another calls, or why that is refused."""
     import logitless as ll
 
-    rank, x = dist.get_rank(), torch.zeros(2, 3)
-    target = torch.zeros(2, dtype=torch.long)
-    os.environ["LOGITLESS_CHECK"] = "1"
-    try:
-        for call in (
-            lambda: ll.cross_entropy(ll.VocabShard(x), target, label_smoothing=0.1 * (rank == 2)),
-            lambda: ll.cross_entropy(ll.VocabShard(x), target + 4 * (rank == 1)),
-            lambda: ll.cross_entropy(ll.VocabShard(x.double() if rank == 3 else x), target),
-            lambda: ll.logsumexp(ll.VocabShard(x[: 2 - (rank == 0)])),
-            lambda: ll.logsumexp(ll.VocabShard(x)) if rank else ll.entropy(ll.VocabShard(x)),
-        ):
-            words = "ranks must call one loss with the same arguments, got on rank 0"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOGITLESS_CHECK", "1")
+        for odd in (0, WORLD - 1):
+            differs = dist.get_rank() == odd
+            for call in differing(ll, differs):
+                with pytest.raises(ValueError, match="ranks must call one loss with the same arg"):
+                    call()
+            words = "z_loss must" if differs else "ValueError: z_loss must be"
             with pytest.raises(ValueError, match=words):
-                call()
-        ll.cross_entropy(ll.VocabShard(x), target)
-    finally:
-        del os.environ["LOGITLESS_CHECK"]
+                ll.cross_entropy(ll.VocabShard(X), TARGET, z_loss=-1.0 if differs else 0.1)
+        ll.cross_entropy(ll.VocabShard(X), TARGET)
     return 0.0
+
+
+X, TARGET = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
+H, W = torch.zeros(2, 5), torch.zeros(3, 5)
+
+
+def differing(ll, differs: bool) -> list[Callable]:
+    """Calls that one rank makes otherwise."""
+
+    def shard(source=X, **how):
+        return ll.VocabShard(source, **how)
+
+    def head(hidden=H, weight=W, **how):
+        return ll.LinearLogits(hidden, weight, **how)
+
+    def loss(source=None, target=TARGET, **how):
+        return ll.cross_entropy(shard() if source is None else source, target, **how)
+
+    one, scale = int(differs), 1.0 + differs
+    return [
+        lambda: loss(label_smoothing=0.1 * one),
+        lambda: loss(reduction="sum" if differs else "mean"),
+        lambda: loss(temperature=scale),
+        lambda: loss(temperature=torch.full((2,), scale)),
+        lambda: loss(row_weight=torch.full((2,), scale)),
+        lambda: loss(weight=torch.full((3 * WORLD,), scale)),
+        lambda: loss(target=torch.tensor([one, 1 - one])),
+        lambda: loss(shard(X.double() if differs else X)),
+        lambda: ll.logsumexp(shard(X[: 2 - one])),
+        lambda: ll.entropy(shard()) if differs else ll.logsumexp(shard()),
+        lambda: ll.token_logprobs(shard(), torch.zeros(2, 1 + one, dtype=torch.long)),
+        lambda: ll.capture_topk(shard(), 1 + one),
+        lambda: ll.capture_topk(shard(), 1) if differs else ll.logsumexp(shard()),
+        lambda: ll.jsd(shard(), shard(X + 1), beta=0.3 if differs else 0.5),
+        lambda: loss(shard(head() if differs else X)),
+        lambda: loss(shard(head(H[:, : 5 - one], W[:, : 5 - one]))),
+        lambda: loss(shard(head(workspace=64 * (1 + one)))),
+        lambda: loss(shard(head(H.clone().requires_grad_(differs)))),
+        lambda: loss(shard(head(H[: 2 - one]), sequence_parallel=True)),
+        lambda: loss(shard(head(), sequence_parallel=differs)),
+        lambda: loss(shard(vocab=3 * WORLD if differs else None)),
+        lambda: loss(shard([1.0] if differs else X)),
+    ]
 
 
 def cases() -> dict[str, Case]:
