@@ -59,13 +59,13 @@ def _of_source(source: Any) -> str:
         return f"logits {(*source.shape[:-1], str(source.dtype))}"
     if not hasattr(source, "evaluate"):
         return f"a {type(source).__name__}"
-    source = getattr(source, "recipe", source)  # of lazy logits
-    head = source.hidden, source.weight
-    needs = [t.requires_grad for t in head]
-    how = getattr(source, "how", None) or [
-        source.workspace, source.logits_dtype, source.accumulate, source.drop_ignored
-    ]  # fmt: skip
-    return f"a head of {(*source.hidden.shape, str(source.hidden.dtype))}, {needs}, {how}"
+    recipe = getattr(source, "recipe", None)
+    if recipe is not None:
+        kind, hidden, needs, how = "lazy logits", recipe.hidden, recipe.needs, recipe.how
+    else:
+        kind, hidden, needs = "a head", source.hidden, source.requires_grad
+        how = (source.workspace, source.logits_dtype, source.accumulate, source.drop_ignored)
+    return f"{kind} of hidden {(*hidden.shape, str(hidden.dtype))}, {needs}, {how}"
 
 
 def _of_option(value: Any) -> Any:

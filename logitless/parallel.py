@@ -21,7 +21,7 @@ from ._call import backend, in_func, under_transform
 from ._joined import Columns
 from ._loss import RowLoss, evaluate_on
 from .inplace import overwrite_on
-from .linear import LinearLogits
+from .linear import LinearLogits, Teacher
 
 
 class Ranks:
@@ -309,7 +309,9 @@ def _some_columns(logits, start: int, width: int):
     bias = None if bias is None else bias[start : start + width]
     rows = weight[start : start + width]
     how = {"workspace": logits.workspace, "logits_dtype": logits.logits_dtype}
-    return LinearLogits(hidden, rows, bias, **how)
+    head = LinearLogits(hidden, rows, bias, **how)
+    head.module = logits.module
+    return Teacher(head, logits.scale, logits.cap) if isinstance(logits, Teacher) else head
 
 
 def _evaluate(shard: VocabShard, loss: RowLoss, reduction: str, row_weight: Tensor | None):

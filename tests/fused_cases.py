@@ -3,6 +3,7 @@
 Each trains a small model, or asks for gradients, on a mesh and in one process.
 """
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -157,6 +158,13 @@ def used(way: str) -> float:
     return apart(*found)
 
 
+def compared(way: str) -> float:
+    """With LOGITLESS_CHECK=1."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOGITLESS_CHECK", "1")
+        return trained(way, (2, 2), tokens_cut=False)
+
+
 class Widest(TorchDispatchMode):
     """The largest result that is as wide as the vocabulary, or as a rank's columns."""
 
@@ -207,6 +215,7 @@ def cases() -> dict[str, Case]:
             for cut in (False, True):
                 at = f"fused, {way}, {shape[-1]} ranks{', tokens cut' * cut}"
                 found[at] = lambda how=(way, shape, cut): trained(*how)
+        found[f"fused, {way}, compared"] = lambda way=way: compared(way)
         found[f"fused, {way}, what is made"] = lambda way=way: materialised(way)
     for alone in (False, True):
         found[f"fused, FSDP2{', the head alone' * alone}"] = lambda alone=alone: with_fsdp(alone)

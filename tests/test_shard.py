@@ -173,7 +173,9 @@ def test_an_offset_costs_nothing():
         torch.testing.assert_close(d_moved, d_plain, rtol=0, atol=3e-4)
 
 
-@pytest.mark.parametrize("of", ["shard", "head shard", "tensor", "head"])
+@pytest.mark.parametrize(
+    "of", ["shard", "head shard", "tensor", "head", "lazy logits", "lazy shard"]
+)
 def test_teachers(of):
     hidden, weight = normal(N, 3, seed=20), normal(V, 3, seed=21)
     teacher, x = hidden @ weight.T, normal(N, V, seed=1)
@@ -188,6 +190,8 @@ def test_teachers(of):
             "head shard": lambda: ll.VocabShard(ll.LinearLogits(hidden, rows), ranks),
             "tensor": lambda: teacher,
             "head": lambda: ll.LinearLogits(hidden, weight),
+            "lazy logits": lambda: ll.LinearLogits(hidden, 2 * weight) / 2,
+            "lazy shard": lambda: ll.VocabShard(ll.LinearLogits(hidden, 2 * rows) / 2, ranks),
         }[of]()
         return differentiated(
             lambda s: (ll.kl_div(s, given, direction="reverse", mask=MASK),),

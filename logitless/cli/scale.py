@@ -30,11 +30,12 @@ LATENCY = 15e-6  # assumed, of the order that nccl-tests prints within a node
 # Measured on an H200 (docs/heads.md, docs/performance.md). Its peaks, and a B200's, are those of
 # "Machine Learning Engineering" (S. Bekman, When Is It Worth Upgrading GPUs?): dense bf16, and HBM.
 H200, H200_PEAK, B200_PEAK = (674e12, 4.23e12), (989e12, 4.8e12), (2250e12, 8.0e12)
-B200 = [own * peak / of for own, peak, of in zip(H200, B200_PEAK, H200_PEAK, strict=True)]
+SHARE = H200[0] / H200_PEAK[0], H200[1] / H200_PEAK[1]
+B200 = SHARE[0] * B200_PEAK[0], SHARE[1] * B200_PEAK[1]  # not measured
 
 GPUS = {
     "h200": Gpu(*H200, NVLINK_4, NDR, 8, LATENCY),
-    "b200": Gpu(*B200, NVLINK_5, NDR, 8, LATENCY),  # not measured: an H200's shares of the peaks
+    "b200": Gpu(*B200, NVLINK_5, NDR, 8, LATENCY),
 }
 
 STATE, BYTES, FULL = 3, 2, 4  # numbers a row that ranks gather for cross-entropy; bf16 and fp32
