@@ -24,6 +24,7 @@ from . import _head_checks as head_checks
 from . import _options as options
 from . import eager
 from ._contract import NO_ID, Reading
+from ._later import later
 
 F = TypeVar("F", bound=Callable)
 
@@ -49,9 +50,16 @@ def once(check: Callable[..., None], *args: Any) -> None:
         if key in _right:
             return
     except (AttributeError, TypeError):  # no tensor, or without a hash: the check will say so
+        key = None
+    try:
         check(*args)
+    except Exception as error:
+        if asked():
+            for shard in (a for a in args if hasattr(a, "ranks")):  # which wait for this one
+                later.refuse_on_ranks(shard, error)
+        raise
+    if key is None:
         return
-    check(*args)
     if len(_right) >= _REMEMBERED:
         _right.clear()
     _right.add(key)

@@ -188,12 +188,7 @@ class HeadGradients:
         into: Tensor | None = None,  # what the weight's is added to
     ):
         hidden, self.weight, bias = parts
-        # Over ranks that have other columns, their shares of d_hidden are added to ours.
-        self.add_up, self.adding = getattr(run, "add_up", None), []
-        # Rows that no chunk computes have no gradient.
-        blank = torch.empty_like if chunks.index is None else torch.zeros_like
-        form = torch.contiguous_format  # whatever that of hidden
-        self.d_hidden = blank(hidden, memory_format=form) if needs[0] else None
+        self.d_hidden = HiddenGradient(run, chunks, hidden) if needs[0] else None
         self.weight_sum = None
         if needs[1] and into is not None:
             self.weight_sum = Sum(into, fresh=False)
@@ -210,12 +205,8 @@ class HeadGradients:
     def add(self, rows: Rows, h: Tensor, dz: Tensor) -> None:
         clear_padding(dz)
         if self.d_hidden is not None:
-            whole = isinstance(rows, slice)
-            part = torch.mm(dz, self.weight, out=self.d_hidden[rows] if whole else None)
-            if self.add_up is not None:  # while the weight's product is computed
-                self.adding.append((self.add_up(part), rows, part))
-            elif not whole:
-                self.d_hidden[rows] = part
+            out = self.d_hidden.total[rows] if isinstance(rows, slice) else None
+            self.d_hidden.set(rows, torch.mm(dz, self.weight, out=out))
         if self.d_bias is not None:
             self.d_bias += dz.sum(0, dtype=self.d_bias.dtype)
         if self.weight_sum is not None:
@@ -223,12 +214,50 @@ class HeadGradients:
 
     def found(self) -> list[Tensor | None]:
         """All three; those of weight and bias may have more bits than they."""
+        d_hidden = None if self.d_hidden is None else self.d_hidden.found()
+        total = None if self.weight_sum is None else self.weight_sum.total
+        return [d_hidden, total, self.d_bias]
+
+
+class HiddenGradient:
+    """The gradient of hidden (N, D), chunk by chunk.
+
+    Ranks that have other columns add their shares to it while this one goes on to the weight's
+    gradient: to each chunk where every rank wants all rows, else, once all chunks are there, to the
+    slice of rows that is this rank's.
+    """
+
+    def __init__(self, run: ModuleType, chunks: Chunks, hidden: Tensor):
+        # Rows that no chunk computes have no gradient.
+        blank = torch.empty_like if chunks.index is None else torch.zeros_like
+        self.total = blank(hidden, memory_format=torch.contiguous_format)  # whatever hidden's is
+        self.add_up, self.adding = getattr(run, "add_up", None), []
+        self.add_up_slices, self.own = getattr(run, "add_up_slices", None), None
+        self.missing = len(chunks.slices())
+
+    def set(self, rows: Rows, part: Tensor) -> None:
+        """Of some rows; `part` is already there if it is what `total[rows]` shows."""
+        if self.add_up is not None:
+            self.adding.append((self.add_up(part), rows, part))
+        else:
+            self._put(rows, part)
+        self.missing -= 1
+        if self.add_up_slices is not None and not self.missing:
+            self.own = self.add_up_slices(self.total)
+
+    def _put(self, rows: Rows, part: Tensor) -> None:
+        if not isinstance(rows, slice) or part.data_ptr() != self.total[rows].data_ptr():
+            self.total[rows] = part
+
+    def found(self) -> Tensor:
+        """Of all rows, or of this rank's."""
         for work, rows, part in self.adding:
             work.wait()
-            if not isinstance(rows, slice):
-                self.d_hidden[rows] = part
-        total = None if self.weight_sum is None else self.weight_sum.total
-        return [self.d_hidden, total, self.d_bias]
+            self._put(rows, part)
+        if self.add_up_slices is None:
+            return self.total
+        own = self.add_up_slices(self.total) if self.own is None else self.own  # of no rows at all
+        return own.wait()
 
 
 def clear_padding(dz: Tensor) -> None:
@@ -273,7 +302,7 @@ def way_to_sum(run: ModuleType, count: int, hidden: Tensor, weight: Tensor, accu
     if dtype == torch.float16 or (dtype == torch.bfloat16 and accumulate == "fp32"):
         return Way(torch.float32, False)
     if dtype == torch.bfloat16 and accumulate == "auto" and count > 2:
-        in_place = run.can_accumulate(hidden, weight)
+        in_place = weight.numel() > 0 and run.can_accumulate(hidden, weight)
         return Way(dtype if in_place else torch.float32, in_place)
     return Way(dtype, False)
 

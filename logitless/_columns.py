@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._chunks import Chunks, Rows, Sum, SumInPlace, product, sum_in, way_to_sum
+from ._chunks import Chunks, HiddenGradient, Rows, Sum, SumInPlace, product, sum_in, way_to_sum
 from ._contract import PRECISION, Coefficients, Partials, Reading
 from ._cut import kept_blocks
 
@@ -21,7 +21,8 @@ Parts = tuple[Tensor, Tensor, Tensor | None]  # hidden (N, D), weight (V, D), bi
 
 
 def blocks_of(vocab: int, columns: int) -> list[slice]:
-    return [slice(start, min(start + columns, vocab)) for start in range(0, vocab, columns)]
+    starts = range(0, max(vocab, 1), columns)  # of no columns, which a rank may have, one block
+    return [slice(start, min(start + columns, vocab)) for start in starts]
 
 
 class BlockMemory(NamedTuple):
@@ -111,9 +112,7 @@ class ColumnGradients:
         self.groups, columns = len(chunks.slices()), chunks.cut.columns
         assert columns is not None
         self.parts = blocks_of(len(self.weight), columns)
-        blank = torch.empty_like if chunks.index is None else torch.zeros_like
-        form = torch.contiguous_format  # whatever that of hidden
-        self.d_hidden = blank(hidden, memory_format=form) if needs[0] else None
+        self.d_hidden = HiddenGradient(run, chunks, hidden) if needs[0] else None
         self.hidden_sum: Sum | SumInPlace | None = None
         self.total, self.sums = None, []
         if needs[1] and into is not None:
@@ -138,7 +137,7 @@ class ColumnGradients:
             return
         way = way_to_sum(self.run, len(self.parts), h, self.weight, "auto")
         if isinstance(rows, slice) and way.dtype == h.dtype:
-            total = self.d_hidden[rows]
+            total = self.d_hidden.total[rows]
         else:
             total = torch.empty(h.shape, device=h.device, dtype=way.dtype)
         self.hidden_sum = sum_in(self.run, total, len(self.parts), way)
@@ -156,12 +155,12 @@ class ColumnGradients:
         if self.hidden_sum is None or self.d_hidden is None:
             return
         total, self.hidden_sum = self.hidden_sum.total, None
-        if not isinstance(rows, slice) or total.dtype != self.d_hidden.dtype:
-            self.d_hidden[rows] = total.to(self.d_hidden.dtype)
+        self.d_hidden.set(rows, total.to(self.d_hidden.total.dtype))
 
     def found(self) -> list[Tensor | None]:
         """All three; those of weight and bias may have more bits than they."""
-        return [self.d_hidden, self.total, self.d_bias]
+        d_hidden = None if self.d_hidden is None else self.d_hidden.found()
+        return [d_hidden, self.total, self.d_bias]
 
 
 def add_gradients(

@@ -67,7 +67,12 @@ def _saved(ctx) -> tuple:
 def as_parts(gradients: list, parts: tuple) -> list:
     """Each in the shape and dtype of what it is the gradient of."""
     pairs = zip(gradients, parts, strict=True)
-    return [None if t is None else t.view(part.shape).to(part.dtype) for t, part in pairs]
+    return [None if t is None else _as_part(t, part) for t, part in pairs]
+
+
+def _as_part(t: Tensor, part: Tensor) -> Tensor:
+    whole = t.numel() == part.numel()  # else it is of one rank's tokens, a slice of the first
+    return t.view(part.shape if whole else (-1, *part.shape[1:])).to(part.dtype)
 
 
 def _detached(parts: tuple) -> tuple:
@@ -247,7 +252,7 @@ class Each(Node):
     def forward(ctx, hidden, weight, bias, source, loss, *others):
         ctx.needs = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
         ctx.others = [t.requires_grad for t in others]
-        parts, lead = _detached((hidden, weight, bias)), source.shape[:-1]
+        parts, lead = _detached(source.parts), source.shape[:-1]
         run = source.backend()
         results: list[Tensor] = []
         ctx.known = []  # of the rows, chunk by chunk: what backward would read the logits for
@@ -341,7 +346,7 @@ class Each(Node):
         """The same, for logits that are cut along the vocabulary."""
         parts, lead = _detached(source.parts), source.shape[:-1]
         flat, W, b = parts
-        run = backend(flat)
+        run = source.backend()
         chunks.wait(len(flat))
         memory = _block_memory(source, chunks)
         sums = ColumnGradients(run, chunks, parts, ctx.needs, source.accumulate, source.main_grad)

@@ -46,9 +46,12 @@ class Columns:
         vocab: int,
         join: Callable[[Tensor], Tensor],
         widest: int = 0,  # width of the widest part
-        add_up: Callable[[Tensor], Any] | None = None,  # begins to add t of all parts into t
     ):
-        self.run, self.join, self.add_up = run, join, add_up
+        self.run, self.join = run, join
+        # Of gradients of hidden: what begins to add t of all parts into t, or to make a slice of
+        # that sum. One of the two, or none.
+        self.add_up: Callable[[Tensor], Any] | None = None
+        self.add_up_slices: Callable[[Tensor], Any] | None = None
         self.start, self.width, self.vocab, self.widest = start, width, vocab, widest
 
     def __getattr__(self, name: str):
@@ -65,29 +68,43 @@ class Columns:
     def read(self, x: Tensor, reading: Reading) -> Statistics:
         """The statistics of whole rows, of x (..., width) and all other columns."""
         lead, wants = x.shape[:-1], reading.wants
-        part = self._partial(x, reading)
+        part = self.partial(x, reading)
+        if "tail" not in wants:
+            return self.finish(part, reading, self.vocab, lead)
+        whole, tails = self._joined(part, reading, self._tail(x, reading, part))
+        without = reading._replace(wants=tuple(name for name in wants if name != "tail"))
+        found = self.run.finish(whole, without, self.vocab, lead)
+        tail = self._joined_tail(tails, reading, found)
+        found.state[:, contract.TAIL] = tail
+        return found._replace(tail=tail.view(lead).clone())
+
+    def finish(self, part: Partials, reading: Reading, vocab: int, shape=None) -> Statistics:
+        """The statistics of whole rows, of what is here and elsewhere; `vocab` is no matter."""
+        whole, _ = self._joined(part, reading)
+        return self.run.finish(whole, reading, self.vocab, shape)
+
+    def _joined(
+        self, part: Partials, reading: Reading, more: Tensor | None = None
+    ) -> tuple[Partials, Tensor]:
+        """The parts of all ranks, and what else (N, k) each has to say."""
+        part = part if part.state.shape[1] == 1 else self.run.merge([part], reading)
         fields, K = part_width(*reading.sums), 0 if part.picked is None else part.picked.shape[1]
         sent = [part.state[:, 0, :fields]]
         sent += [part.picked] if K else []
-        sent += [self._tail(x, reading, part)] if "tail" in wants else []
+        sent += [] if more is None else [more]
         got = self.join(torch.cat(sent, 1) if len(sent) > 1 else sent[0])
         state, rest = got[..., :fields], got[..., fields:]
         picked = rest[..., :K].sum(0) if K else part.picked  # 0 of all but one
-        without = reading._replace(wants=tuple(name for name in wants if name != "tail"))
-        whole = Partials(state.transpose(0, 1), picked)
-        found = self.run.finish(whole, without, self.vocab, lead)
-        if "tail" in wants:
-            tail = self._joined_tail(rest[..., K:], reading, found)
-            found.state[:, contract.TAIL] = tail
-            found = found._replace(tail=tail.view(lead).clone())
-        return found
+        return Partials(state.transpose(0, 1), picked), rest[..., K:]
 
-    def gradient(self, x, reading, state, coefficients, upstream, factor=None, into=None) -> Tensor:
-        """The gradient of these columns. Nothing is joined."""
-        if self.width == 0:
+    def gradient(
+        self, x, reading, state, coefficients, upstream, factor=None, into=None, part=(0, 0)
+    ) -> Tensor:
+        """The gradient of these columns, or of some from part[0] on. Nothing is joined."""
+        if x.shape[-1] == 0:
             return torch.empty_like(x) if into is None else into
         # Without "tail", for the kernels look for repeated ids then: the state tells of none.
-        reading, part = reading._replace(wants=()), (self.start, self.vocab)
+        reading, part = reading._replace(wants=()), (self.start + part[0], self.vocab)
         return self.run.gradient(x, reading, state, coefficients, upstream, factor, into, part)
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
@@ -188,11 +205,10 @@ class Columns:
         elsewhere = ((ids >= 0) & (ids < self.vocab)) | (ids == NO_ID)
         return torch.where((at >= 0) & (at < self.width), at, torch.where(elsewhere, NO_ID, BAD))
 
-    def _partial(self, x: Tensor, reading: Reading) -> Partials:
-        """One part of each row: these columns."""
-        if self.width:
-            part = self.run.partial(x, reading, self.start, self.vocab)
-            return part if part.state.shape[1] == 1 else self.run.merge([part], reading)
+    def partial(self, x: Tensor, reading: Reading, start: int = 0, vocab: int = 0) -> Partials:
+        """Of these columns, or of some from `start` on; `vocab` is no matter."""
+        if x.shape[-1]:
+            return self.run.partial(x, reading, self.start + start, self.vocab)
         rows, dtype = x.shape[:-1].numel(), PRECISION[x.dtype]
         state = torch.zeros((rows, 1, contract.PART), device=x.device, dtype=dtype)
         state[..., contract.M], state[..., contract.ARG] = -torch.inf, torch.inf

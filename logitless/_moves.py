@@ -170,7 +170,7 @@ def getitem(z: LazyLogits, index: Any):
     if last == slice(None):
         return _rows(z, lambda t: t[(*rows, last)])
     whole = all(isinstance(part, slice) and part == slice(None) for part in rows)
-    if z.recipe.log or not whole or last.step not in (None, 1):
+    if z.recipe.log or z.recipe.shard or not whole or last.step not in (None, 1):
         return NotImplemented
     return _columns(z, last)
 

@@ -1,7 +1,7 @@
 """What lazy logits are made of, and how their numbers are made: see lazy.py."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,11 @@ class Recipe(NamedTuple):
     log: bool = False
     factor: float = 1.0
     axis: int | None = None
+    shard: Any = None  # the VocabShard without logits, where weight and bias are one rank's rows
+
+    @property
+    def vocab(self) -> int:
+        return self.weight.shape[0] if self.shard is None else self.shard.vocab
 
     @property
     def rows(self) -> torch.Size:
@@ -40,7 +45,7 @@ class Recipe(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         at = len(self.rows) if self.axis is None else self.axis
-        return (*self.rows[:at], self.weight.shape[0], *self.rows[at:])
+        return (*self.rows[:at], self.vocab, *self.rows[at:])
 
     @property
     def scale(self) -> float:
@@ -88,6 +93,7 @@ class Recipe(NamedTuple):
         ):
             exact = self.how.get("logits_dtype") or self.hidden.dtype
             z = plain_logits(self.hidden, self.weight, self.bias, exact).to(self.dtype)
+            z = z if self.shard is None else self.shard.over(z).materialize()
             z = z if self.pre == 1 else z * self.pre
             z = torch.tanh(z) * self.post if self.capped else z
             z = torch.log_softmax(z, -1) if self.log else z
@@ -105,11 +111,13 @@ class Recipe(NamedTuple):
         with dtypes_as_given(self.hidden.device):
             head = LinearLogits(hidden, weight, bias, **self.how)  # pyright: ignore[reportArgumentType]
         head.module = self.module
-        return head
+        return head if self.shard is None else self.shard.over(head).head()
 
-    def teacher(self) -> Teacher:
+    def teacher(self) -> Any:
         """The same as constants, of logits that no `obstacle` keeps from their head."""
-        return Teacher(self.source(False), self.pre, self.cap)
+        if self.shard is None:
+            return Teacher(self.source(False), self.pre, self.cap)
+        return self.shard.over(self._replace(shard=None).teacher())
 
     def without_parts(self) -> "Recipe":
         """For a node, which saves them as autograd saves."""

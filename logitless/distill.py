@@ -115,7 +115,7 @@ def capture_topk(
     """
     _call.once(_call.topk, logits, k, temperature, softcap)
     how = (float(temperature), None if softcap is None else float(softcap))
-    if hasattr(logits, "placements"):
+    if hasattr(logits, "placements") and not hasattr(logits, "evaluate"):
         logits = later.source_of_dtensor(logits)
     if hasattr(logits, "evaluate"):
         return unchecked(*logits.capture_topk(k, *how))  # pyright: ignore

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from . import _call
 from . import _model_checks as checks
 from ._call import in_func
+from ._spread import spread_logits
 from .absorb import absorbed
 from .lazy import LazyLogits, Made, warn_once
 from .linear import LinearLogits
@@ -134,8 +135,7 @@ def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
             return nn.functional.linear(*parts)
         return LinearLogits(*parts, **how).materialize()
     if hasattr(hidden, "placements") and hasattr(module.weight, "placements"):
-        # Of a head that ColwiseParallel shards, each rank makes its columns: a DTensor of logits.
-        return nn.functional.linear(*parts)
+        return spread_logits(parts, how, module)
     source = LinearLogits(*parts, **how)  # which checks them, and casts as autocast says
     return Made.apply(*source.parts, how, module)  # pyright: ignore[reportReturnType]
 

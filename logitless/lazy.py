@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from . import _call, _checks
@@ -45,11 +46,11 @@ class LazyLogits(Tensor):
         """The result of an operation that leaves them lazy; absorb.py knows which do."""
         return NotImplemented
 
-    @staticmethod
-    def of(recipe: Recipe) -> "LazyLogits":
+    @classmethod
+    def of(cls, recipe: Recipe) -> "LazyLogits":
         """Without history."""
         z = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            LazyLogits, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device
+            cls, recipe.shape, dtype=recipe.dtype, device=recipe.hidden.device
         )
         z.recipe, z.made = recipe, None
         return z
@@ -68,8 +69,14 @@ class LazyLogits(Tensor):
         source = self.as_teacher()
         if isinstance(source, Tensor):
             return source.reshape(-1, source.shape[-1])[rows]
-        with in_memory(source.weight, source.module):
+        with in_memory(self.recipe.weight, self.recipe.module):
             return source.materialize(rows)
+
+    def over(self, shard) -> "LazyLogits":
+        """Those of all ranks, where these are one rank's columns."""
+        recipe = self.recipe._replace(shard=shard.over(None))
+        sides = (shard.start, shard.vocab - shard.start - shard.width)
+        return Step.apply(self, recipe, None, lambda t: pad(t, sides), False)  # pyright: ignore
 
     def check(self) -> None:
         """Raise where they were written to: through a view, since they refuse it themselves."""
@@ -158,7 +165,7 @@ class Head:
 
     def __init__(self, z: LazyLogits):
         self.z, self.recipe = z, z.recipe
-        self.shape = torch.Size((*z.recipe.rows, z.recipe.weight.shape[0]))
+        self.shape = torch.Size((*z.recipe.rows, z.recipe.vocab))
         self.device = z.device
         self.dtype = z.recipe.hidden.dtype
         self.requires_grad = z.requires_grad
@@ -166,7 +173,10 @@ class Head:
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         if in_func():
             _checks.no_head_in_func()
-        _call.values(loss, self.shape[-1])
+        if self.recipe.shard is None:
+            _call.values(loss, self.shape[-1])
+        else:
+            loss = self.recipe.shard.over(self).checked(loss, reduction, row_weight)
         grad, total = torch.is_grad_enabled(), reduction != "none"
         found = _Loss.apply(
             self.z, row_weight if total else None, loss, reduction, grad, *loss.others
@@ -185,24 +195,26 @@ class Head:
 
 
 class Made(Node):
-    """Hidden, weight and bias to lazy logits."""
+    """Hidden, weight and bias to lazy logits; with a shard, one rank's weight to those of all."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, how, module):
+    def forward(ctx, hidden, weight, bias, how, module, shard=None, kind=LazyLogits):
         parts = (hidden, weight, bias)
         ctx.save_for_backward(*parts)
         needs = tuple(t is not None and t.requires_grad for t in parts)
         plain = (None if t is None else t.detach() for t in parts)
         dtype = how.get("logits_dtype") or hidden.dtype
-        recipe = Recipe(*plain, needs, dtype, how, module, versions(*parts))  # pyright: ignore
-        ctx.module = module
-        return LazyLogits.of(recipe)
+        recipe = Recipe(*plain, needs, dtype, how, module, versions(*parts), shard=shard)  # pyright: ignore
+        ctx.module, ctx.shard = module, shard
+        return kind.of(recipe)
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
         found, plain = split(g)
         if plain is not None:
             hidden, weight, bias = ctx.saved_tensors
+            if ctx.shard is not None:
+                plain = plain.narrow(-1, ctx.shard.start, ctx.shard.width)
             flat, rows = plain.reshape(-1, plain.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
             flat = flat.to(hidden.dtype)
             with dtypes_as_given(hidden.device), in_memory(weight, ctx.module):
@@ -211,8 +223,10 @@ class Made(Node):
                     flat.t() @ rows if ctx.needs_input_grad[1] else None,
                     flat.sum(0) if bias is not None and ctx.needs_input_grad[2] else None,
                 )
+            if ctx.shard is not None and ctx.shard.adds_up and more[0] is not None:
+                ctx.shard.ranks.add_up(more[0]).wait()
             found = added_parts(found, more)
-        return *found, None, None
+        return *found, None, None, None, None
 
 
 class Step(Node):

@@ -88,6 +88,7 @@ class LinearLogits(AsTensor):
         self.main_grad, self.logits_dtype = main_grad, logits_dtype
         self.module: torch.nn.Module | None = None  # whose weight it is, where that may be freed
         self.columns: Columns | None = None  # which of a vocabulary's, where ranks share one
+        self.own_hidden: Tensor | None = None  # this rank's, where hidden is gathered from ranks
         self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
         self.dtype, self.device = logits_dtype or hidden.dtype, hidden.device
         self.requires_grad = any(t is not None and t.requires_grad for t in self.parts)
@@ -98,6 +99,11 @@ class LinearLogits(AsTensor):
         copy.__dict__.update(self.__dict__, parts=parts)
         copy.hidden, copy.weight, copy.bias = parts
         return copy
+
+    @property
+    def inputs(self) -> tuple:
+        """The parts as autograd knows them."""
+        return self.parts if self.own_hidden is None else (self.own_hidden, *self.parts[1:])
 
     def dim(self) -> int:
         return len(self.shape)
@@ -146,8 +152,8 @@ class LinearLogits(AsTensor):
         keeps = keeps and own == wide and own != torch.float16 and self.accumulate != "fp32"
         sums = sums and self.accumulate != "weight"
         vocab, width = self.weight.shape
-        if self.columns is not None:  # ranks cut alike, and whole rows of theirs
-            vocab, merges = self.columns.widest, False
+        if self.columns is not None:  # ranks cut alike
+            vocab = self.columns.widest
         rows = self.shape[:-1].numel()
         return Work(rows, vocab, width, own.itemsize, own != wide, merges, gemms, sums, keeps)
 
@@ -171,7 +177,7 @@ LinearLogits.__signature__ = inspect.signature(object.__new__(LinearLogits).__in
 
 ATTRIBUTES = (
     "parts", "hidden", "weight", "bias", "workspace", "accumulate", "drop_ignored", "main_grad",
-    "logits_dtype", "module", "columns", "shape", "dtype", "device", "requires_grad",
+    "logits_dtype", "module", "columns", "own_hidden", "shape", "dtype", "device", "requires_grad",
 )  # fmt: skip
 
 
@@ -227,10 +233,10 @@ def _evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: T
     _call.values(loss, source.shape[-1])
     if reduction != "none":
         return Total.apply(
-            *source.parts, row_weight, source, loss, reduction, torch.is_grad_enabled(),
+            *source.inputs, row_weight, source, loss, reduction, torch.is_grad_enabled(),
             *loss.others,
         )  # fmt: skip
-    outputs = Each.apply(*source.parts, source, loss, *loss.others)
+    outputs = Each.apply(*source.inputs, source, loss, *loss.others)
     if loss.several:
         return outputs
     return reduced(outputs[0], loss.reading, row_weight, None, reduction)

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _call, _checks
+from . import _agreed, _call, _checks
 from . import _shard_checks as _rules
 from ._call import backend, in_func, under_transform
 from ._joined import Columns
 from ._loss import RowLoss, evaluate_on
 from .inplace import overwrite_on
-from .linear import LinearLogits
+from .linear import LinearLogits, Teacher
 
 
 class Ranks:
@@ -40,20 +40,21 @@ class Ranks:
             return found
         if t.is_cuda and self.by_cpu:
             return self.gather(t.cpu()).to(t.device)
-        dist.all_gather_into_tensor(found.view(-1), t.contiguous().view(-1), group=self.group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(found.view(-1), t.contiguous().view(-1), group=self.group)
         return found
 
     def add_up(self, t: Tensor) -> Any:
         """Begin to add t of every rank into t; done when what is returned has been waited for."""
         return dist.all_reduce(t, group=self.group, async_op=True)
 
-    def add_up_slices(self, t: Tensor) -> Tensor:
-        """This rank's slice, of as many as there are ranks, of the sum of t over ranks."""
+    def add_up_slices(self, t: Tensor) -> "_Slice":
+        """Begin to sum t over ranks, and of as many slices as ranks to get this rank's."""
         if t.is_cuda and self.by_cpu:
-            return self.add_up_slices(t.cpu()).to(t.device)
+            return _Slice(self.add_up_slices(t.cpu()).wait().to(t.device))
         found = t.new_empty((len(t) // self.count, *t.shape[1:]))
-        dist.reduce_scatter_tensor(found, t.contiguous(), group=self.group)
-        return found
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return _Slice(found, scatter(found, t.contiguous(), group=self.group, async_op=True))
 
 
 class Alone(Ranks):
@@ -68,13 +69,24 @@ class Alone(Ranks):
     def add_up(self, t: Tensor) -> Any:
         return _Done()
 
-    def add_up_slices(self, t: Tensor) -> Tensor:
-        return t
+    def add_up_slices(self, t: Tensor) -> "_Slice":
+        return _Slice(t)
 
 
 class _Done:
     def wait(self) -> None:
         pass
+
+
+class _Slice(NamedTuple):
+    """A tensor that other ranks are still adding to, until it has been waited for."""
+
+    found: Tensor
+    work: Any = _Done()
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.found
 
 
 def ranks_of(group) -> Ranks:
@@ -147,20 +159,34 @@ class VocabShard:
         sequence_parallel: bool = False,
     ):
         ranks = ranks_of(group)
+        if _call.asked():
+            words = _agreed.of_shard(source, start, vocab, sequence_parallel)
+            _agreed.agree(ranks, getattr(source, "device", torch.device("cpu")), words)
         _call.once(_rules.shard, source, start, vocab, sequence_parallel)
         if sequence_parallel:
             source = _of_all_tokens(source, ranks)
-        elif isinstance(source, Tensor) and hasattr(source, "evaluate"):  # lazy logits, of a head
-            source = source.materialize()  # pyright: ignore[reportAttributeAccessIssue]
-        self.source: Any = source
+        elif is_lazy(source) and (source.recipe.shard or source.recipe.obstacle(None)):
+            source = source.materialize()
         self.ranks = ranks
-        self.adds_up = not sequence_parallel  # d_hidden, here; else whoever gathered them does
+        self.adds_up = True  # the ranks' shares of d_hidden; else whoever gathered hidden does
         self.width = source.shape[-1]
         self.layout = layout_of(ranks, self.width, start, vocab, source.device)
         self.start, self.vocab = self.layout.starts[ranks.index], self.layout.vocab
-        self.shape = torch.Size((*source.shape[:-1], self.vocab))
-        self.dtype, self.device = source.dtype, source.device
-        self.requires_grad = source.requires_grad
+        self._take(source)
+
+    def _take(self, source: Any) -> None:
+        self.source = source
+        if source is not None:
+            self.shape = torch.Size((*source.shape[:-1], self.vocab))
+            self.dtype, self.device = source.dtype, source.device
+            self.requires_grad = source.requires_grad
+
+    def over(self, source: Any) -> "VocabShard":
+        """The same columns of other logits, or of none yet."""
+        copy = object.__new__(VocabShard)
+        copy.__dict__.update(self.__dict__)
+        copy._take(source)
+        return copy
 
     def dim(self) -> int:
         return len(self.shape)
@@ -174,20 +200,25 @@ class VocabShard:
     def evaluate_in_place(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """The same, leaving the gradient of this rank's logits in their memory."""
         x = self.source
-        wanted = isinstance(x, Tensor) and torch.is_grad_enabled() and x.requires_grad
+        plain = isinstance(x, Tensor) and not is_lazy(x)
+        wanted = plain and torch.is_grad_enabled() and x.requires_grad
         if not wanted or under_transform():
             return self.evaluate(loss, reduction, row_weight)
-        _check(self, loss, reduction, row_weight)
+        loss = self.checked(loss, reduction, row_weight)
         return overwrite_on(self.columns(), x, loss, reduction, row_weight)
 
     def columns(self) -> Columns:
         """The backend that joins what it reads here with what others read."""
         source, ranks = self.source, self.ranks
         run = backend(source if isinstance(source, Tensor) else source.hidden)
-        return Columns(
-            run, self.start, self.width, self.vocab, ranks.gather, max(self.layout.widths),
-            ranks.add_up if self.adds_up else None,
-        )  # fmt: skip
+        columns = Columns(
+            run, self.start, self.width, self.vocab, ranks.gather, max(self.layout.widths)
+        )
+        if getattr(source, "own_hidden", None) is not None:
+            columns.add_up_slices = ranks.add_up_slices
+        elif self.adds_up:
+            columns.add_up = ranks.add_up
+        return columns
 
     def head(self) -> LinearLogits:
         """The head of these columns, which stands for all of them."""
@@ -199,6 +230,11 @@ class VocabShard:
         self, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
+        if _call.asked():
+            words = _agreed.of_topk(self, k, temperature, softcap)
+            _agreed.agree(self.ranks, self.device, words)
+        if is_lazy(self.source):
+            return self._of_all_ranks().capture_topk(k, temperature, softcap)
         if isinstance(self.source, Tensor):
             return self.columns().topk(self.source.detach(), k, temperature, softcap)
         return self.head().capture_topk(k, temperature, softcap)
@@ -220,13 +256,34 @@ class VocabShard:
 
     def as_teacher(self) -> "VocabShard":
         """The same logits as constants, which those of a teacher are."""
-        return self
+        return self.over(self.source.as_teacher()) if is_lazy(self.source) else self
+
+    def times(self, factor: float) -> "VocabShard":
+        """Of a teacher's head: its logits times a factor."""
+        return self.over(self.source.times(factor))
+
+    def checked(self, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> RowLoss:
+        """The same loss in these columns, found right, and the same on all ranks if that is asked.
+
+        Values are looked at where it is free.
+        """
+        if _call.asked():
+            words = _agreed.of_loss(self, loss, reduction, row_weight)
+            _agreed.agree(self.ranks, self.device, words)
+        _call.values(loss, self.vocab)
+        return loss.with_columns(self.cut)
+
+    def _of_all_ranks(self):
+        """Lazy logits of this rank as those of all. Whoever made them adds up d_hidden."""
+        shard = self.over(None)
+        shard.adds_up = False
+        return self.source.over(shard)
 
     def cut(self, teacher):
         """A teacher's logits or probabilities in these columns: of a shard, or of whole rows."""
         if isinstance(teacher, VocabShard):
             _rules.same_columns(teacher.layout, self.layout)
-            here = teacher.source
+            here = teacher.as_teacher().source
         else:
             here = _some_columns(teacher, self.start, self.width)
         if isinstance(here, Tensor):
@@ -239,6 +296,11 @@ class VocabShard:
         return f"VocabShard({self.source!r}, columns {self.start} to {self.start + self.width})"
 
 
+def is_lazy(source: Any) -> bool:
+    """Whether it is a tensor of lazy logits, of a fused head."""
+    return isinstance(source, Tensor) and hasattr(source, "recipe")
+
+
 def _some_columns(logits, start: int, width: int):
     """The columns [start, start + width) of a tensor or a head."""
     if isinstance(logits, Tensor):
@@ -247,51 +309,20 @@ def _some_columns(logits, start: int, width: int):
     bias = None if bias is None else bias[start : start + width]
     rows = weight[start : start + width]
     how = {"workspace": logits.workspace, "logits_dtype": logits.logits_dtype}
-    return LinearLogits(hidden, rows, bias, **how)
+    head = LinearLogits(hidden, rows, bias, **how)
+    head.module = logits.module
+    return Teacher(head, logits.scale, logits.cap) if isinstance(logits, Teacher) else head
 
 
 def _evaluate(shard: VocabShard, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     if in_func():
         _checks.no_head_in_func()
-    _check(shard, loss, reduction, row_weight)
-    loss = loss.with_columns(shard.cut)
+    if is_lazy(shard.source):
+        return shard._of_all_ranks().evaluate(loss, reduction, row_weight)
+    loss = shard.checked(loss, reduction, row_weight)
     if isinstance(shard.source, Tensor):
         return evaluate_on(shard.columns(), shard.source, shard.vocab, loss, reduction, row_weight)
     return shard.head().evaluate(loss, reduction, row_weight)
-
-
-def _check(shard: VocabShard, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> None:
-    """Values where looking is free; where LOGITLESS_CHECK=1 asks, first that all ranks agree."""
-    if _call.asked():
-        _rules.same_call(_said_by_all(shard, _described(shard, loss, reduction, row_weight)))
-    _call.values(loss, shard.vocab)
-
-
-def _described(shard: VocabShard, loss: RowLoss, reduction: str, row_weight) -> str:
-    """All that must be the same on all ranks, in words."""
-    given = [
-        t if t is None or not hasattr(t, "shape") else (*t.shape, str(t.dtype))
-        for t in (*loss.tensors, row_weight)
-    ]
-    sums = [None if t is None else int(t.long().sum()) for t in loss.reading[:2]]
-    how = (loss.reading[4:], reduction, {k: v for k, v in vars(loss).items() if _is_option(v)})
-    rows = (*shard.shape, str(shard.dtype))
-    return f"{type(loss).__name__} of logits {rows}, tensors {given}, ids {sums}, options {how}"
-
-
-def _is_option(value: Any) -> bool:
-    return isinstance(value, (str, int, float))
-
-
-def _said_by_all(shard: VocabShard, words: str) -> list[str]:
-    """What each rank says."""
-    own = torch.tensor(list(words.encode()), device=shard.device)
-    sizes = shard.ranks.gather(torch.tensor([len(own)], device=shard.device)).flatten().tolist()
-    room = own.new_zeros(max(sizes))
-    room[: len(own)] = own
-    found = shard.ranks.gather(room).tolist()
-    pairs = zip(found, sizes, strict=True)
-    return [bytes(one[:size]).decode() for one, size in pairs]
 
 
 @_call.named()
@@ -328,20 +359,8 @@ class _GlobalMean(torch.autograd.Function):
 
 def _of_all_tokens(head: LinearLogits, ranks: Ranks) -> LinearLogits:
     """The same head over the hidden states of all ranks' tokens."""
-    hidden, weight, bias = head.parts
-    head = head.with_parts((_AllTokens.apply(hidden, ranks), weight, bias))
+    own, weight, bias = head.parts
+    head = head.with_parts((ranks.gather(own.detach()).flatten(0, 1), weight, bias))
+    head.own_hidden = own
     head.shape = torch.Size((*head.hidden.shape[:-1], head.shape[-1]))
     return head
-
-
-class _AllTokens(torch.autograd.Function):
-    """The hidden states of all ranks' tokens; backward, the gradient of this rank's."""
-
-    @staticmethod
-    def forward(ctx, hidden, ranks):
-        ctx.ranks = ranks
-        return ranks.gather(hidden).flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx, upstream):  # pyright: ignore
-        return ctx.ranks.add_up_slices(upstream), None

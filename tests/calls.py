@@ -3,6 +3,8 @@
 Each call takes a source of logits (6, 37), a tensor or a head, and returns a tuple of tensors.
 """
 
+from collections.abc import Callable
+
 import torch
 from sizes import DEVICE
 
@@ -29,59 +31,64 @@ def formula(stats, old):
     return -(stats.logprob - old).exp() + 0.1 * stats.entropy
 
 
-def distill(divergence, support, **how):
-    """topk_distill in one of its ways."""
-    return lambda x: (ll.topk_distill(x, SPARSE, divergence=divergence, support=support, **how),)
+def calls_of(ll) -> dict[str, Callable]:
+    """By the functions of this library, or those of a namespace that has some by the same names."""
+
+    def distill(divergence, support, **how):
+        how |= {"divergence": divergence, "support": support}
+        return lambda x: (ll.topk_distill(x, SPARSE, **how),)
+
+    return {
+        "logsumexp": lambda x: (ll.logsumexp(x),),
+        "entropy": lambda x: (ll.entropy(x, temperature=2.0),),
+        "token_logprobs": lambda x: (ll.token_logprobs(x, IDS[:, 1]),),
+        "token_logprobs, K ids": lambda x: (ll.token_logprobs(x, IDS, softcap=3.0),),
+        "score": lambda x: tuple(ll.score(x, TARGET, temperature=ROWS)),
+        "row_stats": lambda x: tuple(
+            t for t in ll.row_stats(x, IDS, entropy=True, total=True, argmax=True)
+        ),
+        "row_loss": lambda x: (
+            ll.row_loss(formula, x, IDS[:, 1], rows=(ROWS,), entropy=True, row_weight=ROWS),
+        ),
+        "cross_entropy": lambda x: (ll.cross_entropy(x, TARGET),),
+        "cross_entropy, none": lambda x: (ll.cross_entropy(x, TARGET, reduction="none"),),
+        "cross_entropy, every option": lambda x: (
+            ll.cross_entropy(
+                x, TARGET, weight=CLASSES, label_smoothing=0.1, z_loss=0.01, softcap=4.0,
+                temperature=ROWS, row_weight=ROWS,
+            ),
+        ),
+        "cross_entropy, in place": lambda x: (
+            ll.cross_entropy(x, TARGET, weight=CLASSES, row_weight=ROWS, inplace=True),
+        ),
+        "cross_entropy, in place, every option": lambda x: (
+            ll.cross_entropy(
+                x, TARGET, label_smoothing=0.1, z_loss=0.01, softcap=4.0, temperature=2.0,
+                inplace=True,
+            ),
+        ),
+        "kl_div": lambda x: (ll.kl_div(x, TEACHER, direction="forward", mask=MASK),),
+        "kl_div, reverse": lambda x: (
+            ll.kl_div(x, TEACHER, direction="reverse", temperature=ROWS, t_squared=True),
+        ),
+        "jsd": lambda x: (ll.jsd(x, TEACHER, beta=0.3, temperature=2.0, t_squared=True),),
+        "soft_cross_entropy": lambda x: (
+            ll.soft_cross_entropy(x, TEACHER.softmax(-1), weight=CLASSES, label_smoothing=0.1),
+        ),
+        "topk_distill": distill("forward_kl", "tail", row_weight=ROWS),
+        "topk_distill, reverse": distill("reverse_kl", "truncate", temperature=2.0, t_squared=True),
+        "topk_distill, jsd": distill("jsd", "tail", beta=0.3, temperature=ROWS, t_squared=True),
+        "topk_distill, with labels": distill(
+            "jsd", "renorm_teacher", labels=TARGET, ce_weight=0.5, temperature=2.0
+        ),
+        "topk_distill, tvd": distill("tvd", "renorm"),
+        "capture_topk": lambda x: tuple(
+            getattr(ll.capture_topk(x, K), name) for name in ("ids", "logprobs", "tail")
+        ),
+    }  # fmt: skip
 
 
-CALLS = {
-    "logsumexp": lambda x: (ll.logsumexp(x),),
-    "entropy": lambda x: (ll.entropy(x, temperature=2.0),),
-    "token_logprobs": lambda x: (ll.token_logprobs(x, IDS[:, 1]),),
-    "token_logprobs, K ids": lambda x: (ll.token_logprobs(x, IDS, softcap=3.0),),
-    "score": lambda x: tuple(ll.score(x, TARGET, temperature=ROWS)),
-    "row_stats": lambda x: tuple(
-        t for t in ll.row_stats(x, IDS, entropy=True, total=True, argmax=True)
-    ),
-    "row_loss": lambda x: (
-        ll.row_loss(formula, x, IDS[:, 1], rows=(ROWS,), entropy=True, row_weight=ROWS),
-    ),
-    "cross_entropy": lambda x: (ll.cross_entropy(x, TARGET),),
-    "cross_entropy, none": lambda x: (ll.cross_entropy(x, TARGET, reduction="none"),),
-    "cross_entropy, every option": lambda x: (
-        ll.cross_entropy(
-            x, TARGET, weight=CLASSES, label_smoothing=0.1, z_loss=0.01, softcap=4.0,
-            temperature=ROWS, row_weight=ROWS,
-        ),
-    ),
-    "cross_entropy, in place": lambda x: (
-        ll.cross_entropy(x, TARGET, weight=CLASSES, row_weight=ROWS, inplace=True),
-    ),
-    "cross_entropy, in place, every option": lambda x: (
-        ll.cross_entropy(
-            x, TARGET, label_smoothing=0.1, z_loss=0.01, softcap=4.0, temperature=2.0,
-            inplace=True,
-        ),
-    ),
-    "kl_div": lambda x: (ll.kl_div(x, TEACHER, direction="forward", mask=MASK),),
-    "kl_div, reverse": lambda x: (
-        ll.kl_div(x, TEACHER, direction="reverse", temperature=ROWS, t_squared=True),
-    ),
-    "jsd": lambda x: (ll.jsd(x, TEACHER, beta=0.3, temperature=2.0, t_squared=True),),
-    "soft_cross_entropy": lambda x: (
-        ll.soft_cross_entropy(x, TEACHER.softmax(-1), weight=CLASSES, label_smoothing=0.1),
-    ),
-    "topk_distill": distill("forward_kl", "tail", row_weight=ROWS),
-    "topk_distill, reverse": distill("reverse_kl", "truncate", temperature=2.0, t_squared=True),
-    "topk_distill, jsd": distill("jsd", "tail", beta=0.3, temperature=ROWS, t_squared=True),
-    "topk_distill, with labels": distill(
-        "jsd", "renorm_teacher", labels=TARGET, ce_weight=0.5, temperature=2.0
-    ),
-    "topk_distill, tvd": distill("tvd", "renorm"),
-    "capture_topk": lambda x: tuple(
-        getattr(ll.capture_topk(x, K), name) for name in ("ids", "logprobs", "tail")
-    ),
-}  # fmt: skip
+CALLS = calls_of(ll)
 NOT_DIFFERENTIABLE = ("capture_topk",)
 SOURCES = ("tensor", "head", "head of two chunks")
 

@@ -4,9 +4,13 @@ test_shard_ranks.py has processes."""
 import pytest
 import torch
 from calls import CALLS, IDS, MASK, TARGET, D, K, N, V, normal
+from meanings import MEANINGS, excess
 from ranks import Simulated, on_ranks
 
 import logitless as ll
+from logitless import linear
+from logitless._chunks import Sum
+from logitless._cut import Cut
 
 WIDTHS = [(20, 17), (9, 0, 28), (0, 5, 31, 1)]
 
@@ -53,11 +57,10 @@ def close(got, want, torchs):
     if not got.is_floating_point():
         assert torch.equal(got, want)
         return
-    size = max(1.0, want.abs().max().item())
-    off = 1e-9 * size
     if got.dtype == torch.float32:
-        off = 2 * (torchs - want).abs().max().item() + 16 * torch.finfo(torch.float32).eps * size
-    assert (got - want).abs().max().item() <= off
+        assert excess(got, torchs, want) <= 1
+    else:
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
 BY_KERNELS = (  # between them, every kernel that a shard launches; the interpreter takes its time
@@ -74,8 +77,8 @@ def test_every_call(name, how):
     dtype = torch.float64 if precision == "fp64" else torch.float32
     x = normal(N, V, seed=1, dtype=torch.float32) * 2
     with ll.impl("eager"):
-        want, d_want = plainly(CALLS[name], x.double())
-        torchs, d_torchs = plainly(CALLS[name], x)
+        want, d_want = plainly(MEANINGS[name], x.double())
+        torchs, d_torchs = plainly(MEANINGS[name], x)
     for widths in WIDTHS if impl == "eager" else WIDTHS[1:2]:
         with ll.impl(impl):
             got, d_got, _ = on_shards(CALLS[name], x.to(dtype), widths)
@@ -170,7 +173,9 @@ def test_an_offset_costs_nothing():
         torch.testing.assert_close(d_moved, d_plain, rtol=0, atol=3e-4)
 
 
-@pytest.mark.parametrize("of", ["shard", "head shard", "tensor", "head"])
+@pytest.mark.parametrize(
+    "of", ["shard", "head shard", "tensor", "head", "lazy logits", "lazy shard"]
+)
 def test_teachers(of):
     hidden, weight = normal(N, 3, seed=20), normal(V, 3, seed=21)
     teacher, x = hidden @ weight.T, normal(N, V, seed=1)
@@ -185,6 +190,8 @@ def test_teachers(of):
             "head shard": lambda: ll.VocabShard(ll.LinearLogits(hidden, rows), ranks),
             "tensor": lambda: teacher,
             "head": lambda: ll.LinearLogits(hidden, weight),
+            "lazy logits": lambda: ll.LinearLogits(hidden, 2 * weight) / 2,
+            "lazy shard": lambda: ll.VocabShard(ll.LinearLogits(hidden, 2 * rows) / 2, ranks),
         }[of]()
         return differentiated(
             lambda s: (ll.kl_div(s, given, direction="reverse", mask=MASK),),
@@ -345,6 +352,39 @@ class TestHeads:
         for first, *_, last in calls:
             assert (first, last) == (("gather", N * D // 3), ("add up slices", N * D))
         assert "add up" not in {what for of_rank in calls for what, _ in of_rank}
+
+    def test_tokens_are_added_up_while_the_weight_waits(self, monkeypatch):
+        """The last product of the weight comes after the sum of d_hidden has begun."""
+        parts = [t.requires_grad_() for t in self.parts()]
+
+        def work(ranks):
+            def add(total, *given, plain=Sum.add):
+                ranks.calls.append(("weight", 0))
+                plain(total, *given)
+
+            monkeypatch.setattr(Sum, "add", add)
+            head = ll.LinearLogits(*parts, workspace=2 * 40 * 8)
+            ll.cross_entropy(ll.VocabShard(head, ranks, sequence_parallel=True), TARGET).backward()
+            return [what for what, _ in ranks.calls if what != "gather"]
+
+        assert on_ranks(1, work) == [["weight", "weight", "add up slices", "weight"]]
+
+    @pytest.mark.parametrize(
+        "name", ["cross_entropy, every option", "score", "row_stats", "row_loss", "topk_distill"]
+    )
+    def test_cut_by_columns(self, name, monkeypatch):
+        """As a small workspace of a GPU cuts them; a tail needs whole rows."""
+        parts = self.parts()
+        leaves = [t.clone().requires_grad_() for t in parts]
+        want, d_want = self.differentiated(CALLS[name], ll.LinearLogits(*leaves), leaves)
+        for how in (Cut(N, 8), Cut(N, 8, kept=True), Cut(4, 16)):
+            cut = lambda work, *_, how=how: how if work.merges else Cut(work.rows)  # noqa: E731
+            monkeypatch.setattr(linear, "choose", cut)
+            got, d_got, calls = self.on_shards(CALLS[name], parts, (9, 0, 28), N)
+            for a, b in zip((*got, *d_got), (*want, *d_want), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+            added = sum(count for what, count in calls[0] if what == "add up")
+            assert added in (N * D, (N - 1) * D)
 
     def test_d_hidden_is_added_up_once(self):
         """A chunk at a time, in forward where loss and gradient are made there."""

@@ -21,11 +21,22 @@ class Gpu(NamedTuple):
     latency: float  # seconds of a collective that says nothing
 
 
+# Of both directions of NVLink together, a GPU: 900 GB/s (18 links of the 4th generation) and, in a
+# node of 8, ten InfiniBand adapters of 400 Gb/s, by NVIDIA's system description
+# "H200-SXM-141GBx8_TRT_MaxQ" (MLCommons, MLPerf Inference v4.1 results); 1.8 TB/s of the 5th
+# generation, by "NVLink and NVLink Switch" (NVIDIA, product page).
+NVLINK_4, NVLINK_5, NDR = 900e9 / 2, 1800e9 / 2, 400e9 / 8
+LATENCY = 15e-6  # assumed, of the order that nccl-tests prints within a node
+
+# Measured on an H200 (docs/heads.md, docs/performance.md). Its peaks, and a B200's, are those of
+# "Machine Learning Engineering" (S. Bekman, When Is It Worth Upgrading GPUs?): dense bf16, and HBM.
+H200, H200_PEAK, B200_PEAK = (674e12, 4.23e12), (989e12, 4.8e12), (2250e12, 8.0e12)
+SHARE = H200[0] / H200_PEAK[0], H200[1] / H200_PEAK[1]
+B200 = SHARE[0] * B200_PEAK[0], SHARE[1] * B200_PEAK[1]  # not measured
+
 GPUS = {
-    # Products and copies as measured here (docs/heads.md, docs/performance.md). NVLink and
-    # InfiniBand NDR as NVIDIA gives them, 900 GB/s in both directions together and 400 Gb/s. The
-    # latency is an assumption, of the order that nccl-tests prints within a node.
-    "h200": Gpu(674e12, 4.23e12, 450e9, 50e9, 8, 15e-6),
+    "h200": Gpu(*H200, NVLINK_4, NDR, 8, LATENCY),
+    "b200": Gpu(*B200, NVLINK_5, NDR, 8, LATENCY),
 }
 
 STATE, BYTES, FULL = 3, 2, 4  # numbers a row that ranks gather for cross-entropy; bf16 and fp32

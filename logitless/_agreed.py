@@ -1,0 +1,87 @@
+"""LOGITLESS_CHECK=1 over ranks: all are about to make the same call, or each raises.
+
+Before a collective of ours, each rank says in words what it is about to do. Where their words
+differ all raise, and none waits for a collective that another rank does not begin. A rank whose
+arguments are refused says that instead, and the others raise too.
+"""
+
+import contextlib
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _shard_checks as _rules
+from ._later import later
+from ._loss import RowLoss
+
+
+def agree(ranks, device: torch.device, words: str) -> None:
+    """Raise on all ranks unless all say the same."""
+    own = torch.tensor(list(words.encode()), device=device)
+    sizes = ranks.gather(torch.tensor([len(own)], device=device)).flatten().tolist()
+    room = own.new_zeros(max(sizes))
+    room[: len(own)] = own
+    pairs = zip(ranks.gather(room).tolist(), sizes, strict=True)
+    _rules.same_call([bytes(one[:size]).decode() for one, size in pairs])
+
+
+def refuse(shard, error: Exception) -> None:
+    """Tell the other ranks of an error that this one raises before it comes to `agree`."""
+    with contextlib.suppress(ValueError):  # which the others raise; here the error itself is
+        agree(shard.ranks, shard.device, f"{type(error).__name__}: {error}")
+
+
+def of_shard(source: Any, start: Any, vocab: Any, sequence_parallel: bool) -> str:
+    """What ranks must make alike. Widths are theirs; a start is theirs, if all have one."""
+    options = {"start": start is not None, "vocab": vocab, "sequence_parallel": sequence_parallel}
+    return f"VocabShard of {_of_source(source)}, {options}"
+
+
+def of_loss(shard, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> str:
+    options = {name: _of_option(value) for name, value in vars(loss).items() if name != "reading"}
+    how = (*loss.reading[4:], reduction, options, torch.is_grad_enabled())
+    given = [_of_tensor(t) for t in (*loss.tensors, row_weight)]
+    return f"{type(loss).__name__} of {_of_logits(shard)}, tensors {given}, options {how}"
+
+
+def of_topk(shard, k: int, temperature: float, softcap: float | None) -> str:
+    return f"capture_topk of {_of_logits(shard)}, options {(k, temperature, softcap)}"
+
+
+def _of_logits(shard) -> str:
+    return f"{_of_source(shard.source)} {(*shard.shape, str(shard.dtype))}"
+
+
+def _of_source(source: Any) -> str:
+    if isinstance(source, Tensor):
+        return f"logits {(*source.shape[:-1], str(source.dtype))}"
+    if not hasattr(source, "evaluate"):
+        return f"a {type(source).__name__}"
+    recipe = getattr(source, "recipe", None)
+    if recipe is not None:
+        kind, hidden, needs, how = "lazy logits", recipe.hidden, recipe.needs, recipe.how
+    else:
+        kind, hidden, needs = "a head", source.hidden, source.requires_grad
+        how = (source.workspace, source.logits_dtype, source.accumulate, source.drop_ignored)
+    return f"{kind} of hidden {(*hidden.shape, str(hidden.dtype))}, {needs}, {how}"
+
+
+def _of_option(value: Any) -> Any:
+    """Of a number or a name itself, of a formula its name, of several the same."""
+    if isinstance(value, tuple):
+        return [_of_option(one) for one in value]
+    known = isinstance(value, (str, int, float))
+    return value if known else getattr(value, "__qualname__", None)
+
+
+def _of_tensor(t: Any) -> Any:
+    """Shape, dtype and a number that tells its values; nothing of a teacher in ranks' columns."""
+    if not isinstance(t, Tensor):
+        return None if t is None else type(t).__name__
+    values = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return (*t.shape, str(t.dtype), zlib.crc32(values.numpy().tobytes()))
+
+
+later.refuse_on_ranks = refuse

@@ -1,0 +1,110 @@
+"""Processes of one machine that talk by gloo, and what each of them finds out.
+
+`run` starts them, and gives what each says of every case: how far it is from what it should be, in
+units of what is allowed, or its error. All cases run in the same processes, for starting them takes
+a while.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WORLD = 4
+WIDTHS = {2: (20, 17), 3: (9, 0, 28), 4: (0, 5, 31, 1)}  # columns of each rank
+EXACT = 1e-9  # what is allowed in fp64
+
+GROUPS: dict[int, dist.ProcessGroup] = {}  # of the first so many ranks
+MESHES: dict[tuple[int, ...], Any] = {}
+
+Case = Callable[[], float]
+
+
+def calls():
+    """Late: it imports what a process may not have set up yet."""
+    import calls
+
+    return calls
+
+
+def mesh_of(*shape: int):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = ("data", "model")[-len(shape) :]
+    if shape not in MESHES:
+        MESHES[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return MESHES[shape]
+
+
+def differentiated(call, source, leaves):
+    found = [t for t in call(source) if t is not None]
+    used = [t for t in found if t.requires_grad]
+    scalar = sum((t.double() * (i + 1)).sum() for i, t in enumerate(used))
+    d = torch.autograd.grad(scalar, leaves) if used else [torch.zeros_like(t) for t in leaves]
+    return [t.detach() for t in found], d
+
+
+def apart(got, want) -> float:
+    """The largest difference, in units of what fp64 allows."""
+    pairs = [(a, b) for a, b in zip(got, want, strict=True) if a.numel()]
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs) / EXACT
+
+
+def in_process(rank: int, world: int, cases: dict[str, Case]) -> None:
+    """What each process does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    for ranks in WIDTHS:
+        if ranks <= world:
+            GROUPS[ranks] = dist.new_group(list(range(ranks)))
+    for name, work in cases.items():
+        try:
+            far = work()
+        except Exception:
+            far = traceback.format_exc()
+        print(json.dumps([name, far]), flush=True)
+    dist.destroy_process_group()
+
+
+def started(world: int, code: str) -> list[tuple[str, str]]:
+    """What each of so many processes writes; `code` knows its `rank`."""
+    here = Path(__file__)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(here.parent.parent), str(here.parent)]),
+    }  # fmt: skip
+    environment.pop("TRITON_INTERPRET", None)
+    ranks = [
+        subprocess.Popen([sys.executable, "-W", "ignore", "-c", f"rank = {rank}\n{code}"],
+                         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for rank in range(world)
+    ]  # fmt: skip
+    return [rank.communicate(timeout=300) for rank in ranks]
+
+
+def run(world: int, module: str, which: str) -> list[dict[str, float | str]]:
+    """What each of so many processes says of the cases that a function of a module gives."""
+    code = f"import {module}, processes\nprocesses.in_process(rank, {world}, {module}.{which})"
+    said = started(world, code)
+    found = [dict(json.loads(line) for line in out.splitlines()) for out, _ in said]
+    assert found[0].keys() == found[-1].keys() != set(), [error[-2000:] for _, error in said]
+    return found
+
+
+def passed(name: str, outcomes: list[dict[str, float | str]]) -> None:
+    """On every rank."""
+    for rank, found in enumerate(outcomes):
+        far = found[name]
+        assert not isinstance(far, str), f"rank {rank}: {far}"
+        assert far <= 1, f"rank {rank}"
