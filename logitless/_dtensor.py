@@ -13,8 +13,27 @@ from . import _checks
 from . import _shard_checks as _rules
 from ._later import later
 from ._loss import RowLoss
+from ._node import Node
 from .linear import LinearLogits
 from .parallel import VocabShard
+
+
+def local(t, grad_placements=None) -> Tensor:
+    """This rank's part of a DTensor; of one that is still being gathered, once it is there."""
+    here = t.to_local(grad_placements=grad_placements)
+    return _Arrived.apply(here) if hasattr(here, "wait") else here  # pyright: ignore
+
+
+class _Arrived(Node):
+    """The tensor that a collective has filled: kernels read memory, and would not wait for it."""
+
+    @staticmethod
+    def forward(ctx, pending):
+        return pending.wait().detach()
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return g
 
 
 def source_of(x) -> VocabShard | Tensor:
@@ -22,8 +41,8 @@ def source_of(x) -> VocabShard | Tensor:
     _checks.placed("logits", x, x.dim() - 1)
     sharded = [dim for dim, placement in enumerate(x.placements) if not placement.is_replicate()]
     if not sharded:
-        return x.to_local()
-    return VocabShard(x.to_local(), x.device_mesh.get_group(sharded[0]), vocab=x.shape[-1])
+        return local(x)
+    return VocabShard(local(x), x.device_mesh.get_group(sharded[0]), vocab=x.shape[-1])
 
 
 def evaluated(evaluate: Callable, x, loss: RowLoss, reduction: str, row_weight: Tensor | None):
@@ -66,9 +85,9 @@ def head_of(hidden, weight, bias=None, **how) -> VocabShard:
         placements[dim] = Replicate()
         hidden = hidden.redistribute(mesh, placements)
         placements[dim] = Partial()
-        hidden = hidden.to_local(grad_placements=placements)
+        hidden = local(hidden, placements)
     else:
-        hidden = hidden.to_local()
+        hidden = local(hidden)
     bias = None if bias is None else bias.to_local()
     head = LinearLogits(hidden, weight.to_local(), bias, **how)
     shard = VocabShard(head, mesh.get_group(dim), vocab=weight.shape[0])

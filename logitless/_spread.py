@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from . import _checks
+from ._dtensor import local
 from .lazy import LazyLogits, Made, warn_once
 from .linear import LinearLogits
 
@@ -32,7 +33,7 @@ class Head(NamedTuple):
 
         hidden, *rest = self.parts
         places = [Partial() if p.is_shard() else p for p in rest[0].placements]
-        hidden = hidden.to_local(grad_placements=places)
+        hidden = local(hidden, places)
         rest = (None if t is None else t.to_local() for t in rest)
         head = LinearLogits(hidden, *rest, **self.how)
         return Made.apply(*head.parts, self.how, self.module)  # pyright: ignore
