@@ -267,7 +267,7 @@ def clear_padding(dz: Tensor) -> None:
     by 0: what is not a number stays so.
     """
     width, step = dz.shape[1], dz.stride(0)
-    if dz.device.type == "cpu" and step > width and dz.stride(1) == 1:
+    if dz.device.type == "cpu" and step > width > 0 and dz.stride(1) == 1:
         dz.as_strided((len(dz), step), (step, 1))[:, width:] = 0
 
 
