@@ -14,14 +14,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -262,30 +261,19 @@ def launch_sums(dz: torch.Tensor) -> None:
         kernels.accumulate(columns, h, total, exponents, chunk == 0, chunk == 2)
 
 
-def assembler(arch: int) -> str:
-    """The program that Triton itself would assemble PTX with."""
-    try:
-        return get_ptxas(arch).path
-    except TypeError:  # Triton 3.5 has one for all
-        return get_ptxas().path
-
-
-def resources(ptx: str) -> dict:
-    """Registers and spilled bytes on Hopper, from the assembler; loads of one 16-bit number."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
+def resources(asm) -> dict:
+    """Of a compiled kernel: registers, bytes of the stack, where registers are spilled to, and
+    loads of one 16-bit number."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
         report = subprocess.run(
-            [assembler(90), "-v", "--gpu-name=sm_90a", str(source),
-             "-o", str(Path(folder, "kernel.cubin"))],
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
             capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
-    registers = re.search(r"Used (\d+) registers", report)
-    spills = re.findall(r"(\d+) bytes spill", report)
-    assert registers is not None
-    assert spills, report
-    narrow = len(re.findall(r"ld\.global[.\w:]*\.b16", ptx))
-    return {"registers": int(registers[1]), "spills": sum(map(int, spills)), "narrow": narrow}
+        ).stdout  # fmt: skip
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", report)
+    narrow = len(re.findall(r"ld\.global[.\w:]*\.b16", asm["ptx"]))
+    return {"registers": int(registers), "stack": int(stack), "narrow": narrow}
 
 
 class Driver:
@@ -307,7 +295,7 @@ def main(target: str) -> None:
             kernel = triton.compile(source, target=TARGETS[target], options=options)
             row = {"target": target, "kernel": f"{source.name} {variant}"}
             if target == "cuda:90":
-                row |= resources(kernel.asm["ptx"])
+                row |= resources(kernel.asm)
             print(json.dumps(row), flush=True)
 
 

@@ -19,6 +19,11 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="logitless-")
 
 import logitless as ll
 
+if not ON_GPU:
+    import interpreter
+
+    interpreter.make_faster()
+
 
 def pytest_collection_modifyitems(items):
     for item in items:

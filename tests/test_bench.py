@@ -2,9 +2,8 @@
 catch a wrong answer, and that their verdicts follow from the numbers."""
 
 import dataclasses
-import importlib.util
+import importlib
 import json
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from forked import FORKED
 
 import logitless as ll
 from logitless.cli import formulas, main
@@ -362,24 +362,29 @@ def test_shapes_are_read_as_people_write_them():
     assert cases.parse_shape("8192×4096×128256") == "8192×4096×128256"
 
 
-def test_compare_runs_a_library_against_itself(tmp_path):
+@pytest.fixture
+def compare(monkeypatch):
+    """benchmarks/compare.py, whose processes find it too."""
+    monkeypatch.syspath_prepend(str(COMPARE.parent))
+    return importlib.import_module("compare")
+
+
+def test_compare_runs_a_library_against_itself(compare, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(compare.multiprocessing, "get_context", lambda method: FORKED)
     root = str(COMPARE.parents[1])
     how = ["--quick", "--device", "cpu", "--op", "gathered_kl", "--minutes", "0"]
-    command = [sys.executable, str(COMPARE), root, root, "--out", str(tmp_path), *how]
-    done = subprocess.run(command, capture_output=True, text=True)
+    monkeypatch.setattr(sys, "argv", [str(COMPARE), root, root, "--out", str(tmp_path), *how])
+    status = compare.main()
     written = (tmp_path / "compare.md").read_text()
-    assert written in done.stdout, done.stderr
+    assert written in capsys.readouterr().out
     line = next(line for line in written.splitlines() if "gathered_kl" in line)
     case, *times = line.strip("| ").split(" | ")
     assert case == "gathered_kl, forward + backward, 2×64×64 fp32"
     assert all(float(ms) > 0 for ms in times[:4])
-    assert done.returncode == ("slower" in line)  # by noise: nothing is said of that here
+    assert status == ("slower" in line)  # by noise: nothing is said of that here
 
 
-def test_compare_calls_slower_what_is_beyond_the_noise():
-    spec = importlib.util.spec_from_file_location("compare", COMPARE)
-    compare = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(compare)
+def test_compare_calls_slower_what_is_beyond_the_noise(compare):
     timed = {"ms": 1.0, "extra_mib": 1.0, "status": "ok", "note": ""}
 
     def verdict_of(old, new, again, typical=0.0):

@@ -3,15 +3,11 @@
 Two processes on one machine, by gloo; all cases in one run, for starting them takes a while.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from forked import together
 from torch import nn
 
 import logitless as ll
@@ -80,9 +76,9 @@ def train(model: nn.Module, inside: bool, ranks: list[int]) -> list[torch.Tensor
     return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in found]
 
 
-def in_process(rank: int) -> None:
-    """What each of the two processes does: prints the cases that differ from one process."""
-    torch.set_num_threads(1)
+def in_process(rank: int) -> dict[tuple[str, bool], float | str]:
+    """What each of the two processes does: how far each case is from one process, or its error."""
+    outcomes = {}
     dist.init_process_group("gloo", rank=rank, world_size=2)
     want = train(Model(fused=False), True, [0, 1])
     for wrapper, inside in CASES:
@@ -91,31 +87,19 @@ def in_process(rank: int) -> None:
             far = max(float((a - b).abs().max()) for a, b in zip(found, want, strict=True))
         except Exception as error:
             far = f"{type(error).__name__}: {error}"
-        if rank == 0:
-            print(f"{wrapper} | {inside} | {far}", flush=True)
+        outcomes[wrapper, inside] = far
     dist.destroy_process_group()
+    return outcomes
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    here = Path(__file__)
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29577", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(here.parent.parent), str(here.parent)]),
-    }  # fmt: skip
-    environment.pop("TRITON_INTERPRET", None)
-    code = "import sys, test_distributed as t; t.in_process(int(sys.argv[1]))"
-    ranks = [
-        subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, str(rank)], env=environment,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]  # fmt: skip
-    (out, error), _ = (rank.communicate(timeout=300) for rank in ranks)
-    lines = [line.split(" | ") for line in out.splitlines() if line.count(" | ") == 2]
-    assert len(lines) == len(CASES), error[-3000:]
-    return {(wrapper, inside == "True"): far for wrapper, inside, far in lines}
+def outcomes():
+    return together(2, in_process)
 
 
 @pytest.mark.parametrize(("wrapper", "inside"), CASES)
 def test_trains_as_one_process(wrapper, inside, outcomes):
-    assert float(outcomes[wrapper, inside]) < 1e-5
+    for rank, found in enumerate(outcomes):
+        far = found[wrapper, inside]
+        assert not isinstance(far, str), f"rank {rank}: {far}"
+        assert far < 1e-5, f"rank {rank}"

@@ -2,13 +2,12 @@
 
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import oracle
 import pytest
 import torch
+from forked import printed_by
 
 import logitless as ll
 
@@ -17,27 +16,22 @@ PAGE = (ROOT / "docs/distillation.md").read_text()
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
 
 
-def output_of(*command: str, needs: tuple[str, ...] = ()) -> str:
+def output_of(name: str, *arguments: str, needs: tuple[str, ...] = (), ranks: int = 1) -> str:
     for package in needs:
         pytest.importorskip(package, reason=f"needs {package}: requirements/tests.txt")
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", *command],
-        capture_output=True, text=True, check=True, cwd=ROOT,
-    )  # fmt: skip
-    return done.stdout
+    return printed_by(ROOT / "examples" / name, *arguments, ranks=ranks)
 
 
 def test_distill_ends_with_three_losses():
-    found = re.findall(
-        r"^ *(\w[\w ]*?)  +(\d+\.\d+)$", output_of("examples/distill.py", "--steps", "3"), re.M
-    )
+    output = output_of("distill.py", "--steps", "3")
+    found = re.findall(r"^ *(\w[\w ]*?)  +(\d+\.\d+)$", output, re.M)
     assert [name for name, _ in found] == ["teacher", "student", "student with the teacher"]
     assert all(0 < float(loss) < 20 for _, loss in found)
 
 
 def test_trainer_ends_with_two_losses():
     needs = ("transformers", "accelerate", "peft")
-    output = output_of("examples/trainer.py", "--steps", "20", needs=needs)
+    output = output_of("trainer.py", "--steps", "20", needs=needs)
     found = re.findall(
         r"^ *(\w[\w ]*?)  first loss (\d+\.\d+)  last loss (\d+\.\d+)$", output, re.M
     )
@@ -46,7 +40,7 @@ def test_trainer_ends_with_two_losses():
 
 
 def test_store_makes_a_pair_and_distils_it():
-    output = output_of("examples/store.py", "--steps", "10", needs=("transformers", "accelerate"))
+    output = output_of("store.py", "--steps", "10", needs=("transformers", "accelerate"))
     assert "54 documents captured" in output
     assert "\nright\n" in output
     before, after = map(float, re.search(r"(\d\.\d+) before, (\d\.\d+) after", output).groups())
@@ -54,15 +48,14 @@ def test_store_makes_a_pair_and_distils_it():
 
 
 def test_grpo_raises_the_reward():
-    output = output_of("examples/grpo.py", "--steps", "12", needs=("transformers",))
+    output = output_of("grpo.py", "--steps", "12", needs=("transformers",))
     found = [float(reward) for reward in re.findall(r"^step .* reward (\d\.\d+)", output, re.M)]
     assert len(found) > 2
     assert found[-1] > 1.2 * found[0]
 
 
 def test_fsdp2_trains_in_two_processes():
-    processes = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    output = output_of(*processes, "examples/fsdp2.py", "--steps", "5", needs=("transformers",))
+    output = output_of("fsdp2.py", "--steps", "5", needs=("transformers",), ranks=2)
     found = [float(loss) for loss in re.findall(r"^step .* loss (\d\.\d+)$", output, re.M)]
     assert len(found) == 5
     assert found[-1] < found[0] - 0.3

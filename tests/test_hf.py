@@ -2,10 +2,6 @@
 
 import copy
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +9,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
 
 import stores
+from forked import together
 from tiny_models import V, build
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
@@ -25,7 +22,6 @@ pytestmark = pytest.mark.filterwarnings(
     "default",  # those of Transformers and its friends are theirs
     "error:logits of a fused head are materialised",
 )
-HERE = Path(__file__).parent
 HOW = {"divergence": "forward_kl", "support": "tail"}
 K = 8
 
@@ -295,38 +291,28 @@ class TestBatches:
             ll.store.distill_loss(logits, batch["labels"][:, 1:], targets, **HOW)
 
 
-DDP = """
-import sys, torch, test_hf as t
-from logitless.store import Store
-torch.set_num_threads(1)
-import os
-how = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "logging_steps": 1, "max_steps": 4}
-found = t.trainer(sys.argv[1], t.student_model(), how, store=sys.argv[2])
-seen, real = [], Store.targets_for
-Store.targets_for = lambda self, ids, *more: seen.append(ids.tolist()) or real(self, ids, *more)
-found.train()
-rank = int(os.environ["RANK"])
-model = found.accelerator.unwrap_model(found.model)
-loss = [e["loss"] for e in found.state.log_history if "loss" in e]
-kd = [e["kd_loss"] for e in found.state.log_history if "kd_loss" in e]
-torch.save((t.parameters(model), seen, loss, kd), f"{sys.argv[1]}/{rank}.pt")
-torch.distributed.destroy_process_group()
-"""
+def train_on_a_rank(rank, path, store):
+    """In a process: the student after four steps, and what it read and logged."""
+    how = {"per_device_train_batch_size": 2, "ddp_backend": "gloo", "logging_steps": 1}
+    found = trainer(path, student_model(), how | {"max_steps": 4}, store=store)
+    seen, real = [], Store.targets_for
+
+    def recorded(self, ids, *more):
+        seen.append(ids.tolist())
+        return real(self, ids, *more)
+
+    Store.targets_for = recorded
+    found.train()
+    model = found.accelerator.unwrap_model(found.model)
+    torch.save(
+        (parameters(model), seen, logged(found, "loss"), logged(found, "kd_loss")),
+        path / f"{rank}.pt",
+    )
+    torch.distributed.destroy_process_group()
 
 
 def test_two_ranks_read_their_own_documents(captured, tmp_path):
-    paths = [str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]
-    many = os.environ | {
-        "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29591",
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths),
-    }  # fmt: skip
-    many.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-W", "ignore", "-c", DDP, str(tmp_path), str(captured.path)]
-    ranks = [
-        subprocess.Popen(command, env=many | {"RANK": str(r), "LOCAL_RANK": str(r)})
-        for r in range(2)
-    ]
-    assert [rank.wait(timeout=240) for rank in ranks] == [0, 0]
+    together(2, train_on_a_rank, tmp_path, captured.path)
     (one, seen, loss, kd), (two, other, _, _) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
     alone = trainer(tmp_path, student_model(), {"max_steps": 4, "logging_steps": 1}, store=captured)
     alone.train()

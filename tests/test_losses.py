@@ -30,7 +30,7 @@ READS = {
     "temperature": {"temperature": 0.7},
     "softcap": {"softcap": 5.0},
     "both": {"temperature": 1.7, "softcap": 4.0},
-    "rows": {"temperature": torch.linspace(0.5, 1.5, ROWS)},
+    "rows": {"temperature": torch.tensor([0.5, 1.0, 1.5])},
 }
 
 
@@ -44,7 +44,7 @@ class TestReads:
     @every_dtype
     @every_read
     def test_logsumexp(self, dtype, how, device):
-        x, _ = make(dtype=dtype, device=device)
+        x, _ = make((3,), dtype=dtype, device=device)
         how = on(how, device)
         assert_as_good_as_torch(
             lambda x: ll.logsumexp(x, **how), lambda x: oracle.logsumexp(x, **how), x
@@ -53,7 +53,7 @@ class TestReads:
     @every_dtype
     @every_read
     def test_entropy(self, dtype, how, device):
-        x, _ = make(dtype=dtype, device=device)
+        x, _ = make((3,), dtype=dtype, device=device)
         how = on(how, device)
         assert_as_good_as_torch(
             lambda x: ll.entropy(x, **how), lambda x: oracle.entropy(x, **how), x
@@ -61,10 +61,10 @@ class TestReads:
 
     @pairwise(how=READS, K=[None, 1, 5, 70], dtype=DTYPES)
     def test_token_logprobs(self, dtype, how, K, device):
-        x, ids = make(dtype=dtype, device=device)
+        x, ids = make((3,), dtype=dtype, device=device)
         how = on(how, device)
         if K is not None:
-            ids = torch.randint(0, V, (ROWS, K), device=device)
+            ids = torch.randint(0, V, (3, K), device=device)
             ids[:, -1] = ids[:, 0]  # ids may repeat
         assert_as_good_as_torch(
             lambda x: ll.token_logprobs(x, ids, **how),
@@ -75,7 +75,7 @@ class TestReads:
     @every_dtype
     @every_read
     def test_score(self, dtype, how, device):
-        x, target = make(dtype=dtype, device=device)
+        x, target = make((3,), dtype=dtype, device=device)
         how = on(how, device)
 
         def ours(x):
@@ -96,9 +96,9 @@ class TestReads:
     @every_dtype
     @every_read
     def test_row_stats(self, dtype, how, device):
-        x, _ = make(dtype=dtype, device=device)
+        x, _ = make((3,), dtype=dtype, device=device)
         how = on(how, device)
-        ids = torch.randint(0, V, (ROWS, 3), device=device)
+        ids = torch.randint(0, V, (3, 3), device=device)
 
         def ours(x):
             stats = ll.row_stats(x, ids, **how, entropy=True, total=True, argmax=True)._asdict()

@@ -4,12 +4,11 @@ import importlib.util
 import inspect
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import imported_by
 
 import logitless as ll
 
@@ -113,14 +112,7 @@ def test_every_variable_is_in_the_guide():
 
 def test_importing_brings_nothing_else():
     """Neither Triton, nor anything optional, nor a part of PyTorch that takes long to import."""
-    code = (
-        "import torch, sys; before = set(sys.modules); import logitless;"
-        "print(*sorted(set(sys.modules) - before))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    brought = done.stdout.split()
+    brought = imported_by("import logitless")
     assert "logitless.losses" in brought
     slow = ("triton", "rich", "matplotlib", "transformers", "numpy", "safetensors")
     slow += ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.onnx")

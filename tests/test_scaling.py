@@ -1,12 +1,10 @@
 """docs/scaling.md says what `logitless scale` prints, and its Python runs; the example too."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import printed_by
 
 from logitless.cli import main, scale
 
@@ -55,18 +53,7 @@ def test_the_parts_of_a_rank():
 
 def test_example():
     """Four processes: head and loss over all of them, and over 2 x 2 with FSDP2."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone",
-         "--nproc-per-node", "4", "examples/tensor_parallel.py", "--steps", "3"],
-        capture_output=True, text=True, cwd=ROOT, timeout=300, env=environment(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = re.findall(r"^(.*), (\d) x (\d) ranks: weights within (.*) of one", done.stdout, re.M)
+    printed = printed_by(ROOT / "examples/tensor_parallel.py", "--steps", "3", ranks=4)
+    found = re.findall(r"^(.*), (\d) x (\d) ranks: weights within (.*) of one", printed, re.M)
     assert [name for name, *_ in found] == ["tensor parallel", "FSDP2 x tensor parallel"]
     assert all(float(far) < 1e-5 for *_, far in found)
-
-
-def environment() -> dict[str, str]:
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    return {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | own

@@ -7,6 +7,7 @@ import time
 import pytest
 import stores
 import torch
+from forked import FORKED
 from stores import K, V, assert_near, document, documents, kl
 from torch.utils.data import DataLoader
 
@@ -326,7 +327,7 @@ class TestFinding:
     @pytest.mark.parametrize("workers", [0, 1])
     def test_a_data_loader(self, some, workers):
         _, store = some
-        how = {"multiprocessing_context": "spawn"} if workers else {}
+        how = {"multiprocessing_context": FORKED} if workers else {}
         loader = DataLoader(Three(store), batch_size=3, num_workers=workers, **how)
         ((tokens, targets),) = loader
         assert tokens.shape == (3, 3)

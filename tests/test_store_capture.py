@@ -2,13 +2,12 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import start
 from stores import assert_near
 from torch import nn
 
@@ -166,36 +165,33 @@ class TestCapture:
         assert list(share(range(7))) == [2, 6]
 
 
-RANK = """
-import os, sys, torch, test_store_capture as t
-from logitless.store import Writer, capture, share
-torch.set_num_threads(1)
-documents = t.texts(*range(3, 23))
-dies = sys.argv[2] == os.environ["RANK"]
-with t.open_writer(sys.argv[1]) as writer:
-    for i, batch in enumerate(share([documents[i:i + 2] for i in range(0, 20, 2)])):
-        capture(t.Teacher(), [batch], writer, head="head")
-        if dies and i == 1:
-            os.kill(os.getpid(), 9)
-"""
+def capture_a_share(path, dies):
+    """In a process: what one rank does, or the first of it."""
+    documents = texts(*range(3, 23))
+    with open_writer(path) as writer:
+        for i, batch in enumerate(share([documents[i : i + 2] for i in range(0, 20, 2)])):
+            capture(Teacher(), [batch], writer, head="head")
+            if dies and i == 1:
+                os.kill(os.getpid(), 9)
 
 
 def test_ranks_and_one_that_dies(tmp_path):
     """Two ranks, of which one is killed; both are started again, then all is there, once."""
 
-    def start(dies):
-        paths = os.pathsep.join([str(HERE.parent), str(HERE)])
-        many = os.environ | {"WORLD_SIZE": "2", "PYTHONPATH": paths}
-        many.pop("TRITON_INTERPRET", None)
-        command = [sys.executable, "-c", RANK, str(tmp_path), dies]
-        ranks = [subprocess.Popen(command, env=many | {"RANK": str(r)}) for r in range(2)]
-        return [rank.wait(timeout=120) for rank in ranks]
+    def run(dies):
+        ranks = [
+            start(capture_a_share, tmp_path, rank == dies, RANK=str(rank), WORLD_SIZE="2")
+            for rank in range(2)
+        ]
+        for rank in ranks:
+            rank.join(timeout=120)
+        return [rank.exitcode for rank in ranks]
 
-    assert start("1") == [0, -9]
+    assert run(dies=1) == [0, -9]
     assert len(Store(tmp_path)) == 10  # of rank 0
     assert len(list(tmp_path.glob("1-*.safetensors"))) == 0
     assert recover(tmp_path) == 14  # what rank 1 had finished
-    assert start("none") == [0, 0]
+    assert run(dies=None) == [0, 0]
     assert_captured(Store(tmp_path), Teacher(), texts(*range(3, 23)))
 
 

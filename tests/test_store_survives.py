@@ -1,25 +1,20 @@
 """The teacher store outlives writers that die, disks that fill up, and files that lie."""
 
+import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
+import resource
 import time
-from pathlib import Path
 
 import pytest
 import stores
 import torch
+from forked import FORKED, start
 from stores import K, V, assert_near, document, documents
 
 import logitless as ll
 from logitless import _safetensors
 from logitless.store import Store, Writer, _journal, _shard
-
-HERE = Path(__file__).parent
-ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
-ENVIRONMENT.pop("TRITON_INTERPRET", None)
 
 
 def open_writer(path, **how):
@@ -38,6 +33,52 @@ def assert_holds(store, found):
     for tokens, targets in found:
         assert_near(store[store.find(tokens)][1], targets)
     assert store.verify()
+
+
+def add_for_long(path, sender):
+    """In a process: add documents and send the number of each, until it is killed."""
+    writer = open_writer(path, shard_bytes=20000)
+    for i in range(100000):
+        writer.add(*document(20 + i % 50, i))
+        sender.send(i)
+
+
+def add_too_much(path, limit, sender):
+    """In a process: add documents and send the number of each, then the error of a full disk."""
+    writer = open_writer(path, shard_bytes=6000)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    try:
+        with writer:
+            for i in range(20):
+                writer.add(*document(30 + 40 * i, i))
+                sender.send(i)
+    except OSError as error:
+        sender.send(error)
+
+
+def open_too(path, sender):
+    """In a process: send what opening a writer raises."""
+    try:
+        open_writer(path)
+    except ValueError as error:
+        sender.send(error)
+
+
+def start_sending(work, *args):
+    """A process that does work(*args, sender), and the receiver of what it sends."""
+    receiver, sender = FORKED.Pipe(duplex=False)
+    process = start(work, *args, sender)
+    sender.close()
+    return process, receiver
+
+
+def rest_of(receiver):
+    """What a process has sent that has ended."""
+    sent = []
+    with contextlib.suppress(EOFError):
+        while True:
+            sent.append(receiver.recv())
+    return sent
 
 
 class TestKilled:
@@ -114,26 +155,15 @@ class TestKilled:
 
     def test_a_real_process(self, tmp_path):
         """Killed while it writes: what it said it added is there, once, and it goes on from it."""
-        code = (
-            "import sys, stores, logitless as ll\n"
-            "w = ll.store.Writer(sys.argv[1], vocab_size=1000, k=8, shard_bytes=20000)\n"
-            "for i in range(100000):\n"
-            "    w.add(*stores.document(20 + i % 50, i))\n"
-            "    print(i, flush=True)\n"
-        )
         done = -1
         for _ in range(2):
-            process = subprocess.Popen(
-                [sys.executable, "-c", code, str(tmp_path)], env=ENVIRONMENT,
-                stdout=subprocess.PIPE, text=True,
-            )  # fmt: skip
-            begin, line = time.monotonic(), "-1"
-            for line in process.stdout:
-                if int(line) > done + 40 or time.monotonic() - begin > 60:
-                    break
-            process.send_signal(signal.SIGKILL)
-            lines = process.communicate()[0].split()
-            done = max([done, int(line), *map(int, lines[:-1])])
+            process, receiver = start_sending(add_for_long, tmp_path)
+            begin, last = time.monotonic(), -1
+            while last <= done + 40 and time.monotonic() - begin < 60:
+                last = receiver.recv()
+            process.kill()
+            process.join()
+            done = max([done, last, *rest_of(receiver)])
             with open_writer(tmp_path, shard_bytes=20000) as writer:
                 assert len(writer) in (done + 1, done + 2, done + 3)
         store = Store(tmp_path)
@@ -155,17 +185,11 @@ class TestOneWriter:
         assert_holds(Store(tmp_path), [document(3), document(4, 1)])
 
     def test_of_all_processes(self, tmp_path):
-        code = (
-            "import sys, logitless as ll\n"
-            "try: ll.store.Writer(sys.argv[1], vocab_size=1000, k=8)\n"
-            "except ValueError as error: print(error)\n"
-        )
         with open_writer(tmp_path):
-            done = subprocess.run(
-                [sys.executable, "-c", code, str(tmp_path)], env=ENVIRONMENT, capture_output=True,
-                text=True, check=True,
-            )  # fmt: skip
-        assert "must have one writer at a time" in done.stdout
+            process, receiver = start_sending(open_too, tmp_path)
+            process.join(timeout=60)
+            (error,) = rest_of(receiver)
+        assert "must have one writer at a time" in str(error)
 
     def test_a_part_is_named_by_the_rank(self, tmp_path, monkeypatch):
         monkeypatch.setenv("RANK", "3")
@@ -191,35 +215,20 @@ class TestOneWriter:
 class TestFullDisk:
     """RLIMIT_FSIZE is a disk that takes a file of so many bytes, and then part of a write."""
 
-    CODE = (
-        "import resource, sys, stores, logitless as ll\n"
-        "w = ll.store.Writer(sys.argv[1], vocab_size=1000, k=8, shard_bytes=6000)\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))\n"
-        "try:\n"
-        "    with w:\n"
-        "        for i in range(20):\n"
-        "            w.add(*stores.document(30 + 40 * i, i))\n"
-        "            print(i, flush=True)\n"
-        "except OSError as error:\n"
-        "    print(type(error).__name__, error.errno)\n"
-    )
-
     @pytest.mark.parametrize("limit", [3000, 7100])
     def test_ends_in_an_error_and_a_readable_store(self, limit, tmp_path):
         """In the journal, or in the shard that is made of it."""
-        done = subprocess.run(
-            [sys.executable, "-c", self.CODE, str(tmp_path), str(limit)], env=ENVIRONMENT,
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        *added, error = done.stdout.split("\n")[:-1]
-        assert error.split()[0] == "OSError"
+        process, receiver = start_sending(add_too_much, tmp_path, limit)
+        process.join(timeout=60)
+        *added, error = rest_of(receiver)
+        assert isinstance(error, OSError)
         before = Store(tmp_path)
         assert before.verify()
         assert not list(tmp_path.glob("*.unfinished"))
         with open_writer(tmp_path) as writer:  # there is room again
             assert len(writer) >= len(added)
         store = Store(tmp_path)
-        for i in map(int, added):
+        for i in added:
             assert_near(
                 store[store.find(document(30 + 40 * i, i)[0])][1], document(30 + 40 * i, i)[1]
             )

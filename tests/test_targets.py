@@ -11,6 +11,7 @@ import re
 
 import pytest
 import torch
+from forked import FORKED
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
@@ -433,7 +434,7 @@ class TestJoining:
     @pytest.mark.parametrize("workers", [0, 1])
     def test_data_loader(self, workers):
         samples = [(torch.tensor(i), make(3, masked=True)) for i in range(4)]
-        how = {"multiprocessing_context": "spawn"} if workers else {}  # threads run here: no fork
+        how = {"multiprocessing_context": FORKED} if workers else {}
         loader = DataLoader(samples, batch_size=2, num_workers=workers, **how)
         for i, (number, targets) in enumerate(loader):
             assert number.tolist() == [2 * i, 2 * i + 1]
