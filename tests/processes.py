@@ -12,6 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 WORLD = 4
 WIDTHS = {2: (20, 17), 3: (9, 0, 28), 4: (0, 5, 31, 1)}  # columns of each rank
 EXACT = 1e-9  # what is allowed in fp64
+PATIENCE = timedelta(seconds=60)  # with a rank that has failed
 
 GROUPS: dict[int, dist.ProcessGroup] = {}  # of the first so many ranks
 MESHES: dict[tuple[int, ...], Any] = {}
@@ -61,10 +63,10 @@ def apart(got, want) -> float:
 def in_process(rank: int, world: int, cases: dict[str, Case]) -> None:
     """What each process does."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=PATIENCE)
     for ranks in WIDTHS:
         if ranks <= world:
-            GROUPS[ranks] = dist.new_group(list(range(ranks)))
+            GROUPS[ranks] = dist.new_group(list(range(ranks)), timeout=PATIENCE)
     for name, work in cases.items():
         try:
             far = work()
@@ -90,7 +92,11 @@ def started(world: int, code: str) -> list[tuple[str, str]]:
                          env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for rank in range(world)
     ]  # fmt: skip
-    return [rank.communicate(timeout=300) for rank in ranks]
+    try:
+        return [rank.communicate(timeout=300) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def run(world: int, module: str, which: str) -> list[dict[str, float | str]]:
