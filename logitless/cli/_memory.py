@@ -22,7 +22,7 @@ def extra_memory(device: str, argument: Any, run: Callable) -> int:
         del kept
         return torch.cuda.max_memory_allocated() - before
     # PyTorch counts no peak on a CPU, but its profiler sees each allocation.
-    with quiet(), torch.profiler.profile(profile_memory=True) as profile:
+    with quiet(), torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         kept = run(argument)
     del kept
     found: Any = profile.profiler  # whose raw events have no types

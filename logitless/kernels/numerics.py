@@ -76,12 +76,27 @@ def _tanh(u, IN: tl.constexpr):
 
 
 @triton.jit
+def _rounded_product(a, b):
+    """a · b, rounded before anything is subtracted from it.
+
+    A compiler that makes one fused multiply-add of it and y - max(y) does not round y there as it
+    did for the max: the max itself is then not 0 away, which a temperature of 1e-12 makes infinite.
+    """
+    if is_cuda():
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return a * b
+
+
+@triton.jit
 def capped(x, softcap):
     """y in fp32, and dy/dx where it isn't 1."""
     y = x.to(tl.float32)
     if softcap is not None:
         t = _tanh(y * (1.0 / softcap), x.dtype)
-        return softcap * t, 1.0 - t * t
+        return _rounded_product(softcap, t), 1.0 - t * t
     else:
         return y, 1.0
 
