@@ -36,6 +36,18 @@ def dtypes_as_given(device: torch.device):
     return torch.autocast(device.type, enabled=False)
 
 
+def _ready(source, loss: RowLoss):
+    """Autocast off, and the weights of the head and of a teacher's in memory."""
+    heads = (source, *(t for t in loss.tensors if hasattr(t, "with_parts")))
+    weights = [head.weight for head in heads]  # pyright: ignore[reportAttributeAccessIssue]
+    if all(weight.untyped_storage().size() for weight in weights):  # always, but for FSDP
+        return dtypes_as_given(source.device)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(dtypes_as_given(source.device))
+        stack.enter_context(heads_in_memory(heads))
+        return stack.pop_all()
+
+
 def _live(loss: RowLoss) -> Tensor | None:
     mark, ignored = loss.reading.mark, loss.reading.ignore_index
     return None if ignored is None else (mark != ignored).reshape(-1)
@@ -102,7 +114,7 @@ class Total(Node):
         # fp16 cannot hold the gradient of a mean: it gets its share at the end.
         ctx.late = ctx.mean and hidden.dtype == torch.float16
         _save(ctx, source, loss, row_weight)
-        with dtypes_as_given(hidden.device), heads_in_memory(source, loss):
+        with _ready(source, loss):
             total, ctx.share, ctx.gradients = Total.compute(ctx, source, row_weight, loss)
         if not (ctx.late or source.main_grad is not None):
             ctx.gradients[:3] = as_parts(ctx.gradients[:3], parts)
@@ -175,7 +187,7 @@ class Total(Node):
             blocks = Blocks(chunks.cut.columns, memory, (flat[rows], W, b), spare)
             (values[rows],), saved = _statistics(run, some, blocks)
             if sums is not None:
-                given = some.coefficients(saved, (one(flat.device, values.dtype),), len(W))
+                given = some.coefficients(saved, (one[flat.device, values.dtype],), len(W))
                 add_gradients(run, blocks, sums, rows, some.reading, saved[0], given, own)
             if any(ctx.others):
                 others.add(rows, some, saved, _or_one(own, values))
@@ -189,7 +201,7 @@ class Total(Node):
         gradients, ctx.gradients = ctx.gradients, None
         with torch.no_grad():
             if gradients is None:  # a second backward: the first handed its gradients to autograd
-                with dtypes_as_given(parts[0].device), heads_in_memory(source, loss):
+                with _ready(source, loss):
                     _, _, gradients = Total.compute(ctx, source, row_weight, loss)
             scale = upstream if not ctx.late else upstream * ctx.share
             run, main_grad = backend(parts[0]), source.main_grad
@@ -256,7 +268,7 @@ class Each(Node):
         run = source.backend()
         results: list[Tensor] = []
         ctx.known = []  # of the rows, chunk by chunk: what backward would read the logits for
-        with dtypes_as_given(hidden.device), heads_in_memory(source, loss):
+        with _ready(source, loss):
             for rows, found in Each.results(ctx, run, source, parts, loss):
                 results = results or [_unread(t, lead.numel()) for t in found]
                 for result, t in zip(results, found, strict=True):
@@ -299,7 +311,7 @@ class Each(Node):
         parts = source.parts
         if all(g is None for g in upstream):
             return (None,) * (5 + len(loss.others))
-        with torch.no_grad(), dtypes_as_given(parts[0].device), heads_in_memory(source, loss):
+        with torch.no_grad(), _ready(source, loss):
             found = Each.compute(ctx, upstream, source, loss)
         if torch.is_grad_enabled():
             found = refuse_second(tuple(found), (*parts, *loss.tensors, *upstream))

@@ -1,6 +1,7 @@
 """Weights of heads in memory while a loss is computed: FSDP frees them after a forward."""
 
 import contextlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -26,12 +27,11 @@ def in_memory(weight: Tensor, module: torch.nn.Module | None):
 
 
 @contextlib.contextmanager
-def heads_in_memory(source, loss):
-    """The weights of the head and of a teacher's, gathered once.
+def heads_in_memory(heads: Sequence):
+    """The weights of all heads, gathered once.
 
     The number of chunks is that of a rank's own rows: gathered for each, ranks would wait forever.
     """
-    heads = (source, *(t for t in loss.tensors if hasattr(t, "with_parts")))
     with contextlib.ExitStack() as stack:
         for head in heads:
             stack.enter_context(in_memory(head.weight, head.module))

@@ -93,7 +93,7 @@ class RowLoss:
     ) -> tuple[Tensor, Tensor, Saved]:
         """Value, gradient for an upstream gradient of 1, and what backward would need."""
         (value,), saved = self.forward(run, x)
-        gradient = self.backward(run, x, saved, (one(x.device, value.dtype),), factor, into)
+        gradient = self.backward(run, x, saved, (one[x.device, value.dtype],), factor, into)
         return value, gradient, saved
 
     def mean_at_once(self, run: ModuleType, x: Tensor, into: Tensor) -> Tensor | None:

@@ -31,7 +31,7 @@ class Plain(RowLoss):
 
     def settle(self, run, found, vocab):
         state = found.state
-        value, coefficients = found.nll, _of_nll(state.device, state.dtype)
+        value, coefficients = found.nll, _of_nll[state.device, state.dtype]
         if not self.is_nll:
             value, coefficients, _ = run.plain(
                 found, self.reading, vocab, self.label_smoothing, self.z_loss
@@ -47,7 +47,7 @@ class Plain(RowLoss):
         if self.label_smoothing or self.z_loss or not run.can_one_pass(x):
             return super().at_once(run, x, factor, into)
         if self.is_nll:
-            coefficients = _of_nll(x.device, torch.float32)
+            coefficients = _of_nll[x.device, torch.float32]
             return run.one_pass(x, self.reading, coefficients, factor, into), into, ()
         coefficients, _ = self._before_reading(run, x.shape[-1], torch.float32)
         nll = run.one_pass(x, self.reading, coefficients, factor, into)
@@ -57,7 +57,7 @@ class Plain(RowLoss):
     def mean_at_once(self, run, x, into):
         if not self.is_nll or not run.can_one_pass(x, mean=True):
             return None
-        coefficients = _of_nll(x.device, torch.float32)
+        coefficients = _of_nll[x.device, torch.float32]
         return run.one_pass(x, self.reading, coefficients, None, into, mean=True).sum()
 
     def mass(self, run, vocab, dtype):

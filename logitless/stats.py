@@ -93,7 +93,7 @@ class Read(RowLoss):
         state = saved[0]
         given = dict(zip(self.reading.wants, upstream, strict=True))
         found = coefficients_of(self.reading, state, given, vocab)
-        return found, one(state.device, state.dtype)
+        return found, one[state.device, state.dtype]
 
     def shapes(self, x):
         lead, ids = x.shape[:-1], self.reading.ids

@@ -212,6 +212,6 @@ def test_what_is_made_once_is_no_inference_tensor(device):
 
     zero = made_once(lambda device: torch.zeros((), device=device))
     with torch.inference_mode():
-        first = zero(torch.device(device))
+        first = zero[torch.device(device)]
     assert not first.is_inference()
-    assert zero(torch.device(device)) is first
+    assert zero[torch.device(device)] is first

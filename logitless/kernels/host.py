@@ -24,7 +24,7 @@ from . import config, exchange
 from .blocks import blocks_launch
 from .finish import OUTPUTS, finish_launch
 from .launch import REMEMBERED, Launch
-from .layout import Place, Rows, describe, place_of
+from .layout import Place, Rows, describe
 from .one_pass import MAX_COUNTED, one_pass_launch
 from .partial import aligned, cut_of, partial_launch
 from .read import read_launch
@@ -143,7 +143,7 @@ def gradient(
     inplace = into is not None and into.data_ptr() == x.data_ptr()
     by_row = (len(coefs) > 1, any(upstream.stride()), factor is not None and any(factor.stride()))
     plan = _gradient_plan(
-        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), inplace, place_of(into, x),
+        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), inplace, _place_of(into, x),
         0 if ids is None else ids.shape[-1], g_ids is not None, has, by_row,
         temperature is None, reading[4:7], part, config.revision,
     )  # fmt: skip
@@ -176,6 +176,13 @@ def gradient(
         ids = g_ids = None
     plan.launch(x, mark, ids, weight, state, coefs, g_ids, upstream, factor, into, *last)
     return into
+
+
+def _place_of(into: Tensor | None, x: Tensor) -> Place:
+    """Of the gradient of x, in memory that is not its own."""
+    if into is None or into.element_size() >= x.element_size():
+        return Place(0 if into is None else into.data_ptr() % 16)
+    return Place(into.data_ptr() % 16, into.stride(), into.element_size())  # pyright: ignore
 
 
 class _GradientPlan(NamedTuple):
@@ -291,7 +298,7 @@ def one_pass(
     by_row = factor is not None and any(factor.stride())
     plan = one_pass_launch(
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(),
-        None if inplace else place_of(into, x), temperature is None, reading[4:7],
+        None if inplace else _place_of(into, x), temperature is None, reading[4:7],
         len(coefficients.rows) > 1, by_row, mean, config.revision,
     )  # fmt: skip
     if plan is None:  # too many strides

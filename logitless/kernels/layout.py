@@ -86,13 +86,6 @@ class Place(NamedTuple):
     itemsize: int = 0
 
 
-def place_of(into: Tensor | None, x: Tensor) -> Place:
-    """Of the gradient of x, in memory that is not its own."""
-    if into is None or into.element_size() >= x.element_size():
-        return Place(0 if into is None else into.data_ptr() % 16)
-    return Place(into.data_ptr() % 16, into.stride(), into.element_size())  # pyright: ignore
-
-
 def rows_of(x: Tensor) -> tuple[Tensor, Rows]:
     """(..., V) as rows, and the tensor they are in: x, or a copy where two strides are too few.
 

@@ -79,7 +79,7 @@ def plain(
     nll, mark, weight = statistics.nll, reading.mark, reading.class_weight
     has = ("a", "mark", "total") if label_smoothing else ("a", "mark")
     if weight is None and not label_smoothing and not z_loss:
-        return nll, Coefficients(_alike(mark.device), has), None
+        return nll, Coefficients(_alike[mark.device], has), None
     count = mark.numel()
     coefs = torch.zeros((count, _contract.COEFFICIENTS), device=mark.device, dtype=torch.float32)
     value = None if nll is None else torch.empty_like(nll)
