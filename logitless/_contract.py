@@ -160,7 +160,11 @@ def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
 
 
 def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
-    """How many fields a part has that holds these Sums."""
+    """How many fields a part has that holds these Sums: up to the last one that it holds.
+
+    A field before that which is not wanted holds anything, and nobody reads it. So ranks may send a
+    few numbers too many, but what they gather is read as it lies.
+    """
     if total:
         return PART
     if second:
