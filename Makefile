@@ -10,7 +10,7 @@
 PYTHON ?= python3
 PYTHON_OLDEST ?= python3.10
 ARGS ?=
-# Halves of the tests in their order, so that what a file shares is made once; who ends first helps.
+# Halves of the tests in their order, so that what a file shares is mostly made once; who ends first helps.
 TWO_WORKERS := -n 2 --dist worksteal
 
 ifndef PY
