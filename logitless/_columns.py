@@ -50,12 +50,12 @@ class Block(NamedTuple):
 class Blocks:
     """The logits of some rows in blocks of columns, for their statistics and then gradients."""
 
-    def __init__(self, columns: int, memory: BlockMemory, parts: Parts, spare: Tensor | None):
+    def __init__(self, columns: int, memory: BlockMemory, parts: Parts, kept_in: Tensor | None):
         self.memory, (self.h, self.weight, self.bias) = memory, parts
         self.columns, vocab = columns, len(self.weight)
         self.parts = blocks_of(vocab, columns)
-        self.spare, self.kept = spare, {}  # block to its place in the spare memory
-        if spare is not None:
+        self.kept_in, self.kept = kept_in, {}  # memory for logits; block to its place there
+        if kept_in is not None:
             rows, width = self.h.shape
             self.kept = kept_blocks(rows, vocab, width, columns)
         self.in_memory: int | None = None  # the block whose logits are in the workspace
@@ -88,7 +88,7 @@ class Blocks:
         if index not in self.kept:
             return self.memory.logits[:rows, : part.stop - part.start]
         size, at = rows * self.columns, self.kept[index]
-        memory = self.spare[at * size : (at + 1) * size]  # pyright: ignore[reportOptionalSubscript]
+        memory = self.kept_in[at * size : (at + 1) * size]
         return memory.view(rows, self.columns)[:, : part.stop - part.start]
 
 
@@ -126,7 +126,7 @@ class ColumnGradients:
         if needs[2] and bias is not None:
             self.d_bias = torch.zeros_like(bias, dtype=PRECISION[bias.dtype])
 
-    def spare(self) -> Tensor | None:
+    def logits_memory(self) -> Tensor | None:
         """Memory that may hold logits until the weight's gradient is written to it."""
         whole = self.total is not None and self.groups == 1
         return self.total.view(-1) if whole and self.total.dtype == self.weight.dtype else None

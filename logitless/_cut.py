@@ -34,7 +34,7 @@ SUM_ROWS = {"cuda": 540.0}
 STATISTICS_COST = 0.15  # of a GEMM: reading the logits once more, and merging statistics
 MIN_GAIN = 0.1  # of a GEMM: columns are chosen where they save at least this
 
-ROWS_A_SPARE = 64  # rows: a Space for logits in fp32 has memory for one more of each so many
+SPARE_EVERY = 64  # rows: a Space for logits in fp32 has a spare row for so many, and two more
 
 
 class Cut(NamedTuple):
@@ -65,7 +65,7 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
     limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"]) * (3 if work.wide else 2) // 2
     room = limit // (padded(work.vocab) * work.itemsize)
     if work.wide:
-        room = (room - 2) * ROWS_A_SPARE // (ROWS_A_SPARE + 1)  # with its spare_rows
+        room = (room - 2) * SPARE_EVERY // (SPARE_EVERY + 1)  # with its spare_rows
     best = Cut(max(room, 1))
     cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)  # else a GEMM adds, or only reads
     rows = even_chunk(work.rows, room)
@@ -135,7 +135,7 @@ def even_columns(vocab: int, room: int) -> int:
 
 def spare_rows(rows: int) -> int:
     """What a Space for so many rows has beyond them."""
-    return rows // ROWS_A_SPARE + 2
+    return rows // SPARE_EVERY + 2
 
 
 class Space:

@@ -178,13 +178,13 @@ class Total(Node):
         """The same, for logits that are cut along the vocabulary."""
         (flat, W, b), lead = parts, source.shape[:-1]
         chunks.wait(len(flat))
-        memory, sums, spare = _block_memory(source, chunks), None, None
+        memory, sums, kept_in = _block_memory(source, chunks), None, None
         if any(ctx.needs[:3]):
             sums = ColumnGradients(run, chunks, parts, ctx.needs[:3], source.accumulate)
-            spare = sums.spare() if chunks.cut.kept else None
+            kept_in = sums.logits_memory() if chunks.cut.kept else None
         for rows in chunks.slices():
             some, own = loss.take(rows, lead), _factor_of(factor, rows)
-            blocks = Blocks(chunks.cut.columns, memory, (flat[rows], W, b), spare)
+            blocks = Blocks(chunks.cut.columns, memory, (flat[rows], W, b), kept_in)
             (values[rows],), saved = _statistics(run, some, blocks)
             if sums is not None:
                 given = some.coefficients(saved, (one[flat.device, values.dtype],), len(W))
