@@ -167,8 +167,9 @@ def getitem(z: LazyLogits, index: Any):
     *rows, last = parts
     if not isinstance(last, slice) or (free < 0):  # a column, or a mask over all dimensions
         return NotImplemented
-    if last == slice(None):
-        return _rows(z, lambda t: t[(*rows, last)])
+    size = z.shape[-1]
+    if last.indices(size) == (0, size, 1):
+        return _rows(z, lambda t: t[(*rows, slice(None))])
     whole = all(isinstance(part, slice) and part == slice(None) for part in rows)
     if z.recipe.log or z.recipe.shard or not whole or last.step not in (None, 1):
         return NotImplemented

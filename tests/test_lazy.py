@@ -73,6 +73,7 @@ ABSORBED = {
     "columns": lambda z, t: F.cross_entropy(
         z[..., :9].reshape(-1, 9), t.clamp(min=0, max=8).view(-1)
     ),
+    "all columns": lambda z, t: F.nll_loss(z.log_softmax(-1)[0, 1:, : V + 3][:, 0:V], t[0, 1:]),
     "nll_loss": lambda z, t: F.nll_loss(F.log_softmax(z, -1).view(-1, V), t.view(-1)),
     "gather": lambda z, t: -z.log_softmax(-1).gather(-1, t.clamp(min=0)[..., None]).mean(),
     "picked": lambda z, t: z.gather(-1, t.clamp(min=0)[..., None]).square().mean(),
