@@ -135,6 +135,7 @@ class TestKilled:
         data = (tmp_path / "0.journal").read_bytes()
         writer.close()
         (tmp_path / "0.journal").write_bytes(data)
+        assert _journal.unfinished(tmp_path) == 0
         (tmp_path / "0-000001.safetensors.123.unfinished").write_bytes(b"abc")
         with open_writer(tmp_path) as writer:
             assert len(writer) == 2

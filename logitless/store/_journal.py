@@ -22,6 +22,7 @@ from torch import Tensor
 from .._safetensors import buffer
 from . import _rules as rules
 from ._format import Columns, Header
+from ._shard import shard_path
 
 MAGIC = b"LLJ1"
 START = 8  # bytes before the first record
@@ -119,5 +120,14 @@ def _read(file: int, length: int, place: int) -> bytes:
 
 
 def unfinished(path: Path) -> int:
-    """Bytes of documents in the journals of a store: of writers at work, or that have died."""
-    return sum(max(0, journal.stat().st_size - START) for journal in path.glob("[0-9]*.journal"))
+    """Bytes in the journals of a store whose shards are not written, a cut-off last record too.
+
+    They are of writers at work, or that have died.
+    """
+    found = 0
+    for journal in path.glob("[0-9]*.journal"):
+        with open(journal, "rb") as file:
+            number = int.from_bytes(file.read(START)[4:], "little")
+        if not shard_path(path, journal.stem, number).exists():
+            found += max(0, journal.stat().st_size - START)
+    return found

@@ -129,5 +129,9 @@ def write_header(path: Path, header: Header) -> Header:
     return header_of(path)
 
 
+def shard_path(path: Path, part: int | str, number: int) -> Path:
+    return path / f"{part}-{number:06}.safetensors"
+
+
 def shards_of(path: Path, header: Header) -> list[Any]:
     return [Shard(file, header) for file in sorted(path.glob("*-*.safetensors"))]

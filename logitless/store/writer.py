@@ -135,7 +135,7 @@ class Writer:
         if not self.pending:
             return
         number = self.journal.number
-        path = self.path / f"{self.part}-{number:06}.safetensors"
+        path = _shard.shard_path(self.path, self.part, number)
         _shard.write(path, self.header, self.pending)
         self.shards.append(_shard.Shard(path, self.header))
         self.index = Index(self.shards)
