@@ -248,6 +248,9 @@ def test_a_yardstick_is_timed_before_and_after_ours(gpu_clocks):
     assert (gemms.contender, ours.contender, eager.contender) == ("3 GEMMs", "logitless", "eager")
     assert (gemms.ms, ours.ms, eager.ms) == ((1.0 + 3.0) / 2, 2.0, 4.0)
     assert gemms.note == "1.000 ms before ours, 3.000 after"
+    loaded["logitless"] = lambda case: lambda *_: 1 / 0
+    gemms, *_ = runner.run_case(plain, loaded, "cuda", BRIEF)
+    assert gemms.note == "5.000 ms before eager, 7.000 after"
     ours = {"logitless": contenders.ours}
     (alone,) = runner.run_case(plain, ours, "cuda", BRIEF, checked=False)
     assert (alone.contender, alone.value_error) == ("logitless", None)

@@ -121,7 +121,7 @@ def run_case(
         for entry, ms in zip(ready, times, strict=True):
             entry.result.ms = ms
         return results
-    around: list[float] = []  # the yardstick before and after ours, which is first: clocks drift
+    around: list[float] = []  # the yardstick before and after the first, mostly ours: clocks drift
     for i, entry in enumerate(ready):
         beside = i == 0 and checked and case.yardstick
         around += [yardstick(case.yardstick, inputs.leaves, budget)] if beside else []
@@ -129,7 +129,10 @@ def run_case(
         around += [yardstick(case.yardstick, inputs.leaves, budget)] if beside else []
     if not around:
         return results
-    note = "{:.3f} ms before ours, {:.3f} after".format(*around)
+    first = ready[0].result.contender
+    note = "{:.3f} ms before {}, {:.3f} after".format(
+        around[0], "ours" if first == OURS else first, around[1]
+    )
     return [blank(case, case.yardstick, ms=sum(around) / 2, note=note), *results]
 
 
