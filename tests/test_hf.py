@@ -263,6 +263,13 @@ class TestBatches:
         none = {"input_ids": packed, "attention_mask": torch.zeros_like(packed)}
         assert not ll.store.batch_targets(captured, none).mask.any()
 
+    def test_a_token_that_the_mask_keeps_is_not_padding(self, captured):
+        row = torch.tensor([[*texts()[0], 2]])  # with an end that was not captured
+        with pytest.raises(KeyError, match=r"got \[2, -1\], at token 5 of row 0"):
+            ll.store.batch_targets(
+                captured, {"input_ids": row, "attention_mask": torch.ones_like(row)}
+            )
+
     def test_a_teacher_whose_head_is_padded(self, tmp_path):
         """What it says of no token is left out, in the place of ids that the student has not."""
         teacher, larger = teacher_model(), teacher_model()
@@ -324,7 +331,7 @@ def test_two_ranks_read_their_own_documents(captured, tmp_path):
     assert kd == pytest.approx(logged(alone, "kd_loss"), abs=1e-3)
 
 
-def test_capture_from_the_command_line(tmp_path, capsys):
+def test_capture_from_the_command_line(tmp_path, capsys, monkeypatch):
     """A model and its tokenizer in a folder, documents as text and as ids; then again: resumed."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -347,8 +354,9 @@ def test_capture_from_the_command_line(tmp_path, capsys):
     ]  # fmt: skip
     assert cli.main(command) == 0
     assert "6 documents added, 0 were there" in capsys.readouterr().out
+    monkeypatch.setenv("WORLD_SIZE", "2")  # without a RANK
     assert cli.main(command) == 0
-    assert "0 documents added, 6 were there" in capsys.readouterr().out
+    assert "rank 0: 0 documents added, 6 were there" in capsys.readouterr().out
     assert cli.main([*command, "--eos"]) == 1
     assert "--eos must have a tokenizer with an end-of-text" in capsys.readouterr().err
     store = Store(tmp_path / "s", tokenizer=ll.store.tokenizer_hash(tokenizer))

@@ -143,6 +143,7 @@ def test_ids_of_a_document():
 
     assert teacher._ids({"input_ids": [1, 2]}, tokenizer, 9) == [1, 2]  # given: as they are
     assert teacher._ids({"text": "ab"}, tokenizer, None) == [97, 98]
+    assert teacher._ids({"input_ids": None, "text": "ab"}, tokenizer, None) == [97, 98]
     assert teacher._ids({"text": "ab"}, tokenizer, 9) == [97, 98, 9]
     assert teacher._ids({"text": "ab"}, tokenizer, 98) == [97, 98]  # it ends by it already
     with pytest.raises(ValueError, match=r"must have text or input_ids, got \['prompt'\]"):

@@ -132,7 +132,7 @@ def capture(args: argparse.Namespace) -> None:
         batches = _batches(documents, args.batch_tokens, lambda size: advance(size * world))
         added = store.capture(model, batches, writer, progress=lambda n: advance(0, tokens=n))
         told = f"{added} documents added, {len(writer) - added} were there: {args.out}"
-    print(f"rank {os.environ['RANK']}: {told}" if world > 1 else told)
+    print(f"rank {os.environ.get('RANK', '0')}: {told}" if world > 1 else told)
 
 
 def import_(args: argparse.Namespace) -> None:
@@ -201,8 +201,8 @@ def _tell_unfinished(path: Path) -> None:
     from logitless.store._journal import unfinished
 
     if waiting := unfinished(path):
-        print(f"{waiting:,} bytes of documents are not in it yet: a capture is at work, or was")
-        print("stopped and goes on when it is run again")
+        print(f"up to {waiting:,} bytes of documents are not in it yet: a writer is at work,")
+        print("or was stopped and goes on when it is run again")
 
 
 def merge(args: argparse.Namespace) -> None:
@@ -270,7 +270,7 @@ def _object(path: Path, number: int, text: str) -> dict[str, Any]:
 
 def _ids(document: dict[str, Any], tokenizer: Any, end: int | None) -> list[int]:
     """Of a document that has them, or a text; a text ends by `end`, if that is an id."""
-    if "input_ids" in document:
+    if document.get("input_ids") is not None:
         return document["input_ids"]
     if not isinstance(document.get("text"), str):
         raise ValueError(f"a document must have text or input_ids, got {sorted(document)}.")

@@ -80,10 +80,11 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
     if positions is not None:
         begins = (positions.expand_as(ids).cpu() == 0).gather(-1, order)
         lengths = [_lengths(row, int(n)) for row, n in zip(begins, there.sum(-1), strict=True)]
+    if mask is not None:  # each row ends in padding, -1: then no repeated token is taken for it
+        tokens = F.pad(tokens, (0, 1), value=-1)
     found = store.targets_for(tokens, lengths)
-    if not bool(there.all()):
-        width = ids.shape[-1]
-        rows = order.argsort(-1) + width * torch.arange(len(order))[:, None]
+    if mask is not None:
+        rows = order.argsort(-1) + tokens.shape[-1] * torch.arange(len(order))[:, None]
         found = found.reshape(-1)[rows.flatten()].reshape(*ids.shape)
     return found.to(ids.device)
 
