@@ -20,24 +20,36 @@ FORKED.set_forkserver_preload(["torch"])
 
 def start(work: Callable, *args, **environment: str):
     """A process that does work(*args), with these variables of the environment."""
-    process = FORKED.Process(target=_in_process, args=(environment, work, *args), daemon=True)
+    given = _of_a_user(environment)
+    process = FORKED.Process(target=_in_process, args=(given, work, *args), daemon=True)
     process.start()
     return process
 
 
 def together(ranks: int, work: Callable, *args) -> list[Any]:
-    """What work(rank, *args) returns of each rank, with what torchrun tells them of each other."""
+    """What work(rank, *args) returns of each rank, or the error of the rank that fails first.
+
+    Several know of each other what torchrun would tell them, and see no GPU if they have to share.
+    """
+    calls = [(rank, _of_a_user(own), work, args) for rank, own in enumerate(_environments(ranks))]
+    with FORKED.Pool(ranks) as pool:
+        ended = pool.imap_unordered(_as_rank, calls)
+        found = dict(ended.next(timeout=300) for _ in calls)
+    return [found[rank] for rank in range(ranks)]
+
+
+def _environments(ranks: int) -> list[dict[str, str]]:
+    """What each rank has beside the environment that all processes have."""
+    if ranks == 1:
+        return [{}]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     all_know = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     all_know |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
-    calls = [
-        (all_know | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)), work, rank, *args)
-        for rank in range(ranks)
-    ]
-    with FORKED.Pool(ranks) as pool:
-        return pool.starmap_async(_in_process, calls, chunksize=1).get(timeout=300)
+    if ranks > torch.cuda.device_count():
+        all_know["CUDA_VISIBLE_DEVICES"] = ""
+    return [all_know | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(ranks)]
 
 
 def printed_by(script: Path, *arguments: str, ranks: int = 1) -> str:
@@ -50,25 +62,41 @@ def _script(rank: int, ranks: int, path: str, arguments: tuple[str, ...]) -> str
         warnings.simplefilter("error", UserWarning)
     sys.argv = [path, *arguments]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(path, run_name="__main__")
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:  # it would end the process of the pool, which then waits for it
+            if end.code:
+                words = f"{path} ended with {end.code}, after {printed.getvalue()[-2000:]}"
+                raise RuntimeError(words) from end
     return printed.getvalue()
 
 
 def imported_by(code: str) -> list[str]:
     """The modules that this code brings to a process that has imported PyTorch."""
-    with FORKED.Pool(1) as pool:
-        return pool.apply(_imported_by, (code,))
+    return together(1, _imported_by, code)[0]
 
 
-def _imported_by(code: str) -> list[str]:
+def _imported_by(rank: int, code: str) -> list[str]:
     before = set(sys.modules)
     exec(code, {})
     return sorted(set(sys.modules) - before)
 
 
+def _of_a_user(own: dict[str, str]) -> dict[str, str]:
+    """The environment of this process, now, for one as a user's: the forkserver has an older."""
+    given = os.environ | own
+    given.pop("TRITON_INTERPRET", None)
+    return given
+
+
+def _as_rank(call: tuple) -> tuple[int, Any]:
+    rank, environment, work, args = call
+    return rank, _in_process(environment, work, rank, *args)
+
+
 def _in_process(environment: dict[str, str], work: Callable, *args) -> Any:
-    os.environ.pop("TRITON_INTERPRET", None)  # as in a process of a user's
-    os.environ |= environment
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # PyTorch's, of gloo and of few processors
     return work(*args)

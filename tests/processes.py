@@ -5,13 +5,17 @@ units of what is allowed, or its error. All cases run in the same processes, for
 a while.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -57,7 +61,12 @@ def differentiated(call, source, leaves):
 def apart(got, want) -> float:
     """The largest difference, in units of what fp64 allows."""
     pairs = [(a, b) for a, b in zip(got, want, strict=True) if a.numel()]
-    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs) / EXACT
+    return largest(float((a.double() - b.double()).abs().max()) for a, b in pairs) / EXACT
+
+
+def largest(numbers: Iterable[float]) -> float:
+    """NaN if one of them is, which Python's max may pass over."""
+    return torch.tensor(list(numbers), dtype=torch.float64).max().item()
 
 
 def in_process(rank: int, world: int, cases: dict[str, Case]) -> None:
@@ -77,7 +86,7 @@ def in_process(rank: int, world: int, cases: dict[str, Case]) -> None:
 
 
 def started(world: int, code: str) -> list[tuple[str, str]]:
-    """What each of so many processes writes; `code` knows its `rank`."""
+    """What each of so many processes writes to stdout and stderr; `code` knows its `rank`."""
     here = Path(__file__)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -87,16 +96,42 @@ def started(world: int, code: str) -> list[tuple[str, str]]:
         "PYTHONPATH": os.pathsep.join([str(here.parent.parent), str(here.parent)]),
     }  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
-    ranks = [
-        subprocess.Popen([sys.executable, "-W", "ignore", "-c", f"rank = {rank}\n{code}"],
-                         env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(world)
-    ]  # fmt: skip
+    with contextlib.ExitStack() as stack:  # files: a rank would wait for the reader of a full pipe
+        written = [
+            [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in ("stdout", "stderr")]
+            for _ in range(world)
+        ]
+        ranks = [
+            subprocess.Popen([sys.executable, "-W", "ignore", "-c", f"rank = {rank}\n{code}"],
+                             env=environment, stdout=out, stderr=error)
+            for rank, (out, error) in enumerate(written)
+        ]  # fmt: skip
+        late = not all_ended(ranks, 300)
+        for file in itertools.chain(*written):
+            file.seek(0)
+        said = [(out.read(), error.read()) for out, error in written]
+    assert not late, f"a rank has not ended in 300 s: {errors_of(said)}"
+    return said
+
+
+def all_ended(ranks: list[subprocess.Popen], seconds: float) -> bool:
+    """Whether all end by themselves in this time; those that do not are killed."""
+    end = time.monotonic() + seconds
     try:
-        return [rank.communicate(timeout=300) for rank in ranks]
+        for rank in ranks:
+            rank.wait(timeout=max(0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
     finally:
         for rank in ranks:
             rank.kill()
+            rank.wait()
+    return True
+
+
+def errors_of(said: list[tuple[str, str]]) -> str:
+    """The end of what each rank wrote to stderr."""
+    return "".join(f"\nrank {rank}: {error[-2000:]}" for rank, (_, error) in enumerate(said))
 
 
 def run(world: int, module: str, which: str) -> list[dict[str, float | str]]:
@@ -106,7 +141,7 @@ def run(world: int, module: str, which: str) -> list[dict[str, float | str]]:
     # PyTorch 2.9 writes of its own to stdout.
     lines = [[line for line in out.splitlines() if line.startswith('["')] for out, _ in said]
     found = [dict(map(json.loads, own)) for own in lines]
-    assert found[0].keys() == found[-1].keys() != set(), [error[-2000:] for _, error in said]
+    assert all(own.keys() == found[0].keys() != set() for own in found), errors_of(said)
     return found
 
 

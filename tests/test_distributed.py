@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from forked import together
+from processes import PATIENCE, largest
 from torch import nn
 
 import logitless as ll
@@ -79,12 +80,12 @@ def train(model: nn.Module, inside: bool, ranks: list[int]) -> list[torch.Tensor
 def in_process(rank: int) -> dict[tuple[str, bool], float | str]:
     """What each of the two processes does: how far each case is from one process, or its error."""
     outcomes = {}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=PATIENCE)
     want = train(Model(fused=False), True, [0, 1])
     for wrapper, inside in CASES:
         try:
             found = train(wrapped(Model(fused=True), wrapper), inside, [rank])
-            far = max(float((a - b).abs().max()) for a, b in zip(found, want, strict=True))
+            far = largest(float((a - b).abs().max()) for a, b in zip(found, want, strict=True))
         except Exception as error:
             far = f"{type(error).__name__}: {error}"
         outcomes[wrapper, inside] = far

@@ -103,16 +103,15 @@ def global_mean() -> float:
     whole = x.clone().requires_grad_()
     want = ll.cross_entropy(whole, targets)
     want.backward()
-    rank, far = dist.get_rank(), 0.0
+    rank, found = dist.get_rank(), []
     for averaged, share in ((True, WORLD), (False, 1)):
         leaf, target = x[rank].clone().requires_grad_(), targets[rank]
         total = ll.cross_entropy(leaf, target, reduction="sum")
         got = ll.global_mean(total, (target != -100).sum(), averaged=averaged)
         got.backward()
-        found = [got.detach(), leaf.grad / share]
-        far = max(far, apart(found, [want.detach(), whole.grad[rank]]))
-    nothing = ll.global_mean(torch.zeros(()), 0)
-    return max(far, float(nothing))
+        found += [(got.detach(), want.detach()), (leaf.grad / share, whole.grad[rank])]
+    found.append((ll.global_mean(torch.zeros(()), 0), torch.zeros(())))
+    return apart(*zip(*found, strict=True))
 
 
 def differing_calls() -> float:
