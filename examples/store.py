@@ -32,6 +32,7 @@ from transformers.trainer_callback import PrinterCallback
 import logitless as ll
 
 K, MOST = 64, 1024  # tokens that are kept of each row; tokens of a document
+SMALL_LR = 3e-3
 
 
 def main() -> None:
@@ -41,15 +42,16 @@ def main() -> None:
     parser.add_argument("--out", help="the store; one that is there is resumed; default: targets")
     parser.add_argument("--save", help="a folder for the student")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=3e-3, help="for small models; large: 1e-5")
+    parser.add_argument("--lr", type=float, help="default: 1e-5, of the small pair 3e-3")
     args = parser.parse_args()
     given = [args.teacher, args.student, args.data]
     if any(given) and not all(given):
         parser.error("--teacher, --student and --data go together")
     with tempfile.TemporaryDirectory() as folder:
         if not any(given):
-            args.teacher, args.student, args.data = small_pair(Path(folder), args.steps)
+            args.teacher, args.student, args.data = small_pair(Path(folder))
             args.out = args.out or f"{folder}/targets"
+            args.lr = args.lr or SMALL_LR
         run(args, folder)
 
 
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace, folder: str) -> None:
 
     trainer = ll.hf.DistillTrainer(
         student,
-        arguments(folder, args.steps, args.lr),
+        arguments(folder, args.steps, args.lr or 1e-5),
         train_dataset=[{"input_ids": d} for d in documents],
         eval_dataset=[{"input_ids": d} for d in held_out],
         data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
@@ -98,7 +100,9 @@ def run(args: argparse.Namespace, folder: str) -> None:
 
 
 def read(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Each ends by the end-of-text token: what is captured is what is trained on."""
+    """Each ends by the end-of-text token, unless it is cut off after MOST tokens."""
+    if tokenizer.eos_token_id is None:
+        raise SystemExit("the teacher's tokenizer must have an end-of-text token (eos_token)")
     texts = [json.loads(line)["text"] for line in Path(path).read_text().splitlines()]
     return [[*ids, tokenizer.eos_token_id][:MOST] for ids in tokenizer(texts)["input_ids"]]
 
@@ -117,7 +121,7 @@ def arguments(folder: str, steps: int, lr: float) -> TrainingArguments:
     )  # fmt: skip
 
 
-def small_pair(folder: Path, steps: int) -> tuple[str, str, str]:
+def small_pair(folder: Path) -> tuple[str, str, str]:
     """Sentences, a tokenizer of their words, a teacher that has read them, a random student."""
     choose = random.Random(0)
     nouns, verbs = ["cat", "dog", "bird", "tree", "child"], ["sees", "likes", "finds", "hears"]
@@ -148,7 +152,7 @@ def small_pair(folder: Path, steps: int) -> tuple[str, str, str]:
         model = LlamaForCausalLM(config)
         if name == "teacher":
             trainer = Trainer(
-                ll.fuse(model), arguments(str(folder / "training"), steps, 3e-3),
+                ll.fuse(model), arguments(str(folder / "training"), 60, SMALL_LR),
                 train_dataset=[{"input_ids": d} for d in read(folder / "data.jsonl", tokenizer)],
                 data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
             )  # fmt: skip
