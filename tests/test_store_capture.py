@@ -183,9 +183,14 @@ def test_ranks_and_one_that_dies(tmp_path):
             start(capture_a_share, tmp_path, rank == dies, RANK=str(rank), WORLD_SIZE="2")
             for rank in range(2)
         ]
-        for rank in ranks:
-            rank.join(timeout=120)
-        return [rank.exitcode for rank in ranks]
+        try:
+            for rank in ranks:
+                rank.join(timeout=120)
+            return [rank.exitcode for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
 
     assert run(dies=1) == [0, -9]
     assert len(Store(tmp_path)) == 10  # of rank 0

@@ -77,8 +77,21 @@ def rest_of(receiver):
     sent = []
     with contextlib.suppress(EOFError):
         while True:
-            sent.append(receiver.recv())
+            sent.append(received(receiver))
     return sent
+
+
+def received(receiver):
+    assert receiver.poll(60), "the process must send, or end, in 60 s"
+    return receiver.recv()
+
+
+def ended(process):
+    """Wait for its end, which must be by itself and without an error."""
+    process.join(timeout=60)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
 
 
 class TestKilled:
@@ -161,7 +174,7 @@ class TestKilled:
             process, receiver = start_sending(add_for_long, tmp_path)
             begin, last = time.monotonic(), -1
             while last <= done + 40 and time.monotonic() - begin < 60:
-                last = receiver.recv()
+                last = received(receiver)
             process.kill()
             process.join()
             done = max([done, last, *rest_of(receiver)])
@@ -188,7 +201,7 @@ class TestOneWriter:
     def test_of_all_processes(self, tmp_path):
         with open_writer(tmp_path):
             process, receiver = start_sending(open_too, tmp_path)
-            process.join(timeout=60)
+            ended(process)
             (error,) = rest_of(receiver)
         assert "must have one writer at a time" in str(error)
 
@@ -220,7 +233,7 @@ class TestFullDisk:
     def test_ends_in_an_error_and_a_readable_store(self, limit, tmp_path):
         """In the journal, or in the shard that is made of it."""
         process, receiver = start_sending(add_too_much, tmp_path, limit)
-        process.join(timeout=60)
+        ended(process)
         *added, error = rest_of(receiver)
         assert isinstance(error, OSError)
         before = Store(tmp_path)
