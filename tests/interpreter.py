@@ -1,11 +1,16 @@
 """Triton's interpreter without what it does over and over, which was half of its time."""
 
+from typing import Any
+
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-_patch_lang, _launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-_np_dtype_of = interpreter._get_np_dtype
+# None of them is public: a Triton that lacks one is left as it is.
+_patch_lang: Any = getattr(interpreter, "_patch_lang", None)
+_np_dtype_of: Any = getattr(interpreter, "_get_np_dtype", None)
+_executor: Any = getattr(interpreter, "GridExecutor", None)
+_launch: Any = _executor and _executor.__call__
 _patched = set()  # what of tl and tl.core the present launch has patched
 _np_dtypes: dict[str, np.dtype] = {}  # by the name of Triton's
 
@@ -35,6 +40,8 @@ def make_faster() -> None:
     Triton looks through all of triton.language at every call of a device function, to patch what
     the launch has patched before.
     """
-    interpreter.GridExecutor.__call__ = _launch_and_patch
+    if not (_patch_lang and _np_dtype_of and _launch):
+        return
+    _executor.__call__ = _launch_and_patch
     interpreter._patch_lang = _patch_once
     interpreter._get_np_dtype = _np_dtype_once

@@ -52,11 +52,11 @@ def test_kernels_compile_ahead_of_time(target):
         "_topk_finish_kernel",
         "topk_stream_kernel",
     }
-    # Of the compilers that we measure with; what another spills, a measurement will have to say.
+    # Of the compilers that we measure with; what another does, a measurement will have to say.
     if target == "cuda:90" and triton.__version__.startswith(("3.6.", "3.7.")):
         spilled = [row for row in rows if row["stack"]]
         assert not spilled
-    if target == "cuda:90":  # a walk over aligned rows reads 16 bytes at a time, but for the mark
+        # A walk over aligned rows reads 16 bytes at a time, but for the mark.
         plain = [
             row for row in rows if re.search(r"^_\w+ bfloat16 V=32768 K=1( split)?$", row["kernel"])
         ]

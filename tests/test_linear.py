@@ -113,8 +113,8 @@ def test_as_if_materialised(name, reduction, chunk, device):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3))[1:])
-def test_exactly_what_requires_a_gradient_gets_one(needs, reduction, device):
-    """Bug 12: a frozen input with a trainable head, and every other subset."""
+def test_bug_12_exactly_what_requires_a_gradient_gets_one(needs, reduction, device):
+    """A frozen input with a trainable head, and every other subset."""
     hidden, weight, bias, target = make(device=device)
     loss = LOSSES["cross_entropy"]
     want = result(loss, leaves(hidden, weight, bias, needs), target, reduction=reduction)
