@@ -24,14 +24,27 @@ from .inplace import overwrite_on
 from .linear import LinearLogits, Teacher
 
 
+def _either(*names: str) -> Any:
+    """PyTorch's function of one of these names: new, old; None in a build without ranks."""
+    return next((getattr(dist, name) for name in names if hasattr(dist, name)), None)
+
+
+_all_gather = _either("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _either("reduce_scatter_single", "reduce_scatter_tensor")
+
+
 class Ranks:
     """The ranks that share a vocabulary, and what they say to each other."""
+
+    device = torch.device("cpu")  # of numbers that come from no tensor
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group = dist.group.WORLD if group is None else group
         self.index, self.count = dist.get_rank(group), dist.get_world_size(group)
         _rules.member(self.index)
         self.by_cpu = dist.get_backend(group) == "gloo"  # which takes few collectives of a GPU
+        if not self.by_cpu:
+            self.device = torch.accelerator.current_accelerator() or self.device
 
     def gather(self, t: Tensor) -> Tensor:
         """t (...) of every rank, (ranks, ...)."""
@@ -40,8 +53,7 @@ class Ranks:
             return found
         if t.is_cuda and self.by_cpu:
             return self.gather(t.cpu()).to(t.device)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(found.view(-1), t.contiguous().view(-1), group=self.group)
+        _all_gather(found.view(-1), t.contiguous().view(-1), group=self.group)
         return found
 
     def add_up(self, t: Tensor) -> Any:
@@ -53,8 +65,9 @@ class Ranks:
         if t.is_cuda and self.by_cpu:
             return _Slice(self.add_up_slices(t.cpu()).wait().to(t.device))
         found = t.new_empty((len(t) // self.count, *t.shape[1:]))
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return _Slice(found, scatter(found, t.contiguous(), group=self.group, async_op=True))
+        return _Slice(
+            found, _reduce_scatter(found, t.contiguous(), group=self.group, async_op=True)
+        )
 
 
 class Alone(Ranks):
@@ -159,13 +172,10 @@ class VocabShard:
         sequence_parallel: bool = False,
     ):
         ranks = ranks_of(group)
-        if _call.asked():
-            words = _agreed.of_shard(source, start, vocab, sequence_parallel)
-            _agreed.agree(ranks, getattr(source, "device", torch.device("cpu")), words)
-        _call.once(_rules.shard, source, start, vocab, sequence_parallel)
+        _check(ranks, source, start, vocab, sequence_parallel)
         if sequence_parallel:
             source = _of_all_tokens(source, ranks)
-        elif is_lazy(source) and (source.recipe.shard or source.recipe.obstacle(None)):
+        elif is_lazy(source) and source.recipe.obstacle(None):
             source = source.materialize()
         self.ranks = ranks
         self.adds_up = True  # the ranks' shares of d_hidden; else whoever gathered hidden does
@@ -232,7 +242,7 @@ class VocabShard:
         """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
         if _call.asked():
             words = _agreed.of_topk(self, k, temperature, softcap)
-            _agreed.agree(self.ranks, self.device, words)
+            _agreed.agree(self.ranks, words)
         if is_lazy(self.source):
             return self._of_all_ranks().capture_topk(k, temperature, softcap)
         if isinstance(self.source, Tensor):
@@ -269,7 +279,7 @@ class VocabShard:
         """
         if _call.asked():
             words = _agreed.of_loss(self, loss, reduction, row_weight)
-            _agreed.agree(self.ranks, self.device, words)
+            _agreed.agree(self.ranks, words)
         _call.values(loss, self.vocab)
         return loss.with_columns(self.cut)
 
@@ -294,6 +304,18 @@ class VocabShard:
 
     def __repr__(self) -> str:
         return f"VocabShard({self.source!r}, columns {self.start} to {self.start + self.width})"
+
+
+def _check(ranks: Ranks, *given: Any) -> None:
+    """The arguments of a VocabShard; if that is asked, they are also compared between ranks."""
+    try:
+        _rules.shard(*given)
+    except Exception as error:
+        if _call.asked():
+            _agreed.refuse(ranks, error)
+        raise
+    if _call.asked():
+        _agreed.agree(ranks, _agreed.of_shard(*given))
 
 
 def is_lazy(source: Any) -> bool:

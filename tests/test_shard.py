@@ -224,6 +224,26 @@ class TestRefused:
         work = lambda r: ll.VocabShard(torch.zeros(1, 2), r, sequence_parallel=True)  # noqa: E731
         self.refused(work, TypeError, words)
 
+    def test_lazy_logits_of_all_ranks(self):
+        def work(ranks):
+            z = ll.LinearLogits(torch.zeros(1, 3), torch.zeros(2, 3)) / 2
+            ll.VocabShard(ll.VocabShard(z, ranks)._of_all_ranks(), ranks)
+
+        words = "source must be this rank's columns, got lazy logits of all ranks: give them to"
+        self.refused(work, TypeError, words)
+
+    def test_ranks_are_told_once(self, monkeypatch):
+        """Also where student and teacher are shards."""
+        monkeypatch.setenv("LOGITLESS_CHECK", "1")
+
+        def work(ranks):
+            student, teacher = (ll.VocabShard(torch.zeros(1, 2), ranks) for _ in range(2))
+            with pytest.raises(ValueError, match="beta must be"):
+                ll.jsd(student, teacher, beta=-1.0 if ranks.index else 0.5)
+            return ll.logsumexp(student)  # and are at the same place again
+
+        on_ranks(2, work)
+
     def test_columns_with_a_gap(self):
         words = "start must be 2 on rank 1, where the columns before it end, got 3; the ranks have"
         work = lambda r: ll.VocabShard(torch.zeros(1, 2), r, 3 * r.index)  # noqa: E731
