@@ -192,6 +192,9 @@ class Teacher(LinearLogits):
             setattr(self, name, getattr(head, name))
         self.scale, self.cap = scale, cap
 
+    def as_teacher(self) -> "Teacher":
+        return self
+
     def times(self, factor: float) -> "Teacher":
         if self.cap is None:
             return Teacher(self, self.scale * factor)

@@ -46,7 +46,7 @@ class Dense(RowLoss):
         loss, teacher = super().of_scaled(scale, softcap), self.pair.teacher
         if loss is None or scale == 1 or self.pair.kind == "soft":
             return loss
-        if isinstance(teacher, Tensor):  # dividing it would copy it
+        if isinstance(getattr(teacher, "source", teacher), Tensor):  # dividing it would copy it
             return None
         # The temperature, which takes the scale, is the teacher's too.
         teacher = teacher.times(1 / scale)

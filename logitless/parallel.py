@@ -240,6 +240,8 @@ class VocabShard:
         self, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
+        if is_lazy(self.source) and self.source.recipe.obstacle(softcap):
+            return self.over(self.source.dense()).capture_topk(k, temperature, softcap)
         if _call.asked():
             words = _agreed.of_topk(self, k, temperature, softcap)
             _agreed.agree(self.ranks, words)
@@ -266,7 +268,8 @@ class VocabShard:
 
     def as_teacher(self) -> "VocabShard":
         """The same logits as constants, which those of a teacher are."""
-        return self.over(self.source.as_teacher()) if is_lazy(self.source) else self
+        lazy = hasattr(self.source, "as_teacher")  # a tensor is a constant where it is read
+        return self.over(self.source.as_teacher()) if lazy else self
 
     def times(self, factor: float) -> "VocabShard":
         """Of a teacher's head: its logits times a factor."""
@@ -340,7 +343,9 @@ def _evaluate(shard: VocabShard, loss: RowLoss, reduction: str, row_weight: Tens
     if in_func():
         _checks.no_head_in_func()
     if is_lazy(shard.source):
-        return shard._of_all_ranks().evaluate(loss, reduction, row_weight)
+        if shard.source.loss_of_head(loss) is not None:
+            return shard._of_all_ranks().evaluate(loss, reduction, row_weight)
+        shard = shard.over(shard.source.materialize())
     loss = shard.checked(loss, reduction, row_weight)
     if isinstance(shard.source, Tensor):
         return evaluate_on(shard.columns(), shard.source, shard.vocab, loss, reduction, row_weight)

@@ -203,6 +203,55 @@ def test_teachers(of):
     torch.testing.assert_close(torch.cat([d for _, d in found], -1), d_want)
 
 
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+@pytest.mark.parametrize("of", ["shard", "head shard", "tensor", "head"])
+def test_teachers_of_scaled_lazy_columns(of):
+    """A teacher that is a tensor has this rank make its own columns, and no others."""
+    parts = [normal(*size, seed=i, dtype=torch.float64) for i, size in enumerate(((N, D), (V, D)))]
+    hidden, weight = normal(N, 3, seed=20), normal(V, 3, seed=21)
+    teacher, widths = hidden.double() @ weight.double().T, (9, 0, 28)
+    whole = [t.clone().requires_grad_() for t in parts]
+    want = ll.kl_div(whole[0] @ whole[1].T / 2, teacher, direction="forward", mask=MASK)
+    d_want = torch.autograd.grad(want, whole)
+
+    def work(ranks):
+        own = (0, sum(widths[: ranks.index]), widths[ranks.index])
+        rows = weight.narrow(*own).double()
+        given = {
+            "shard": lambda: ll.VocabShard(hidden.double() @ rows.T, ranks),
+            "head shard": lambda: ll.VocabShard(ll.LinearLogits(hidden.double(), rows), ranks),
+            "tensor": lambda: teacher,
+            "head": lambda: ll.LinearLogits(hidden.double(), weight.double()),
+        }[of]()
+        leaves = [t.clone().requires_grad_() for t in (parts[0], parts[1].narrow(*own))]
+        student = ll.VocabShard(ll.LinearLogits(*leaves) / 2, ranks)
+        loss = ll.kl_div(student, given, direction="forward", mask=MASK)
+        d = torch.autograd.grad(loss, leaves)
+        assert max(count for _, count in ranks.calls) <= N * 5  # nothing as wide as the vocabulary
+        return loss, *d
+
+    losses, d_hidden, d_weight = zip(*on_ranks(3, work), strict=True)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    torch.testing.assert_close(losses[0], want)
+    torch.testing.assert_close((sum(d_hidden), torch.cat(d_weight)), d_want)
+
+
+def test_topk_of_lazy_columns_capped_twice():
+    """Which a head cannot give: each rank makes its own columns."""
+    hidden, weight = normal(N, D, seed=1), normal(2 * 5, D, seed=2)
+    want = ll.capture_topk(30 * torch.tanh(hidden @ weight.T / 30), 3, softcap=5.0)
+
+    def work(ranks):
+        z = ll.LinearLogits(hidden, weight.chunk(2)[ranks.index]) * 1
+        found = ll.capture_topk(ll.VocabShard(30 * torch.tanh(z / 30), ranks), 3, softcap=5.0)
+        assert max(count for _, count in ranks.calls) <= N * 7
+        return found
+
+    for got in on_ranks(2, work):
+        assert torch.equal(got.ids, want.ids)
+        torch.testing.assert_close(got.logprobs, want.logprobs)
+
+
 class TestRefused:
     def refused(self, work, error, words, count=2):
         with pytest.raises(error) as caught:
