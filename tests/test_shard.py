@@ -1,6 +1,8 @@
 """A vocabulary over several ranks gives what one process gives. Here, ranks are threads (ranks.py);
 test_shard_ranks.py has processes."""
 
+import weakref
+
 import pytest
 import torch
 from calls import CALLS, IDS, MASK, TARGET, D, K, N, V, normal
@@ -421,6 +423,31 @@ class TestHeads:
         for first, *_, last in calls:
             assert (first, last) == (("gather", N * D // 3), ("add up slices", N * D))
         assert "add up" not in {what for of_rank in calls for what, _ in of_rank}
+
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_sequence_parallel_to_autograd(self, reduction):
+        """Hidden is kept as saved tensors are, and a second differentiation is refused."""
+        leaf, weight, _ = self.parts()
+        leaf.requires_grad_()  # and nothing else
+
+        def loss_of(hidden, ranks):
+            shard = ll.VocabShard(ll.LinearLogits(hidden, weight), ranks, sequence_parallel=True)
+            return ll.cross_entropy(shard, TARGET, reduction=reduction).sum()
+
+        def work(ranks):
+            hidden = leaf * 1
+            kept = weakref.ref(hidden)
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+                loss = loss_of(hidden, ranks)
+            del hidden
+            assert kept() is None
+            loss.backward()
+            (d,) = torch.autograd.grad(loss_of(leaf, ranks), leaf, create_graph=True)
+            torch.testing.assert_close(d, leaf.grad)
+            with pytest.raises(RuntimeError, match="differentiated twice"):
+                d.sum().backward()
+
+        on_ranks(1, work)
 
     def test_tokens_are_added_up_while_the_weight_waits(self, monkeypatch):
         """The last product of the weight comes after the sum of d_hidden has begun."""
