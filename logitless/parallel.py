@@ -5,8 +5,9 @@ over its rows of the head's weight. The statistics of a rank's columns merge wit
 those of blocks do (_joined.py), so that every loss here takes it. All ranks call the same loss
 with the same arguments, with ids of the whole vocabulary, and get the same result, bit for bit.
 
-The forward of a loss gathers a few numbers a row from each rank, once (twice for JSD). The backward
-of logits says nothing to other ranks; that of a head adds up the gradient of the hidden states.
+The forward of a loss gathers a few numbers a row from each rank: once (JSD twice), of a head once a
+chunk of rows. The backward of logits says nothing to other ranks; that of a head adds up the
+gradient of the hidden states.
 """
 
 from typing import Any, NamedTuple
@@ -146,11 +147,14 @@ class VocabShard:
     """This rank's columns of logits (..., V), V over all ranks of a process group.
 
     source is this rank's logits (..., width) or a LinearLogits over its `width` rows of the head's
-    weight; widths may differ, and be 0. group is a process group or a DeviceMesh of one dimension,
-    and where it is None the world (this process alone, if torch.distributed is not set up). start,
-    this rank's first column, is the sum of the earlier ranks' widths. Ranks tell each other their
-    widths when one of these arguments is new to them, so it must be new to all: give vocab, which
-    is V, where several vocabularies are cut.
+    weight; widths may differ, and be 0. Logits may be the lazy ones of a fused head: the gradient
+    of its hidden states is then this rank's share, which nobody here adds up.
+
+    group is a process group or a DeviceMesh of one dimension, and where it is None the world (this
+    process alone, if torch.distributed is not set up). start, this rank's first column, is the sum
+    of the earlier ranks' widths. Ranks tell each other their widths when one of these arguments is
+    new to them, so it must be new to all: give vocab, which is V, where several vocabularies are
+    cut.
 
     sequence_parallel=True: the hidden states of a LinearLogits are this rank's slice of the tokens,
     the first dimension, cut evenly. All of them are gathered here, and labels are those of all.
