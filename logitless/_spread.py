@@ -88,9 +88,8 @@ def made_logits(parts: tuple, how: dict) -> Tensor:
     dtype = how.get("logits_dtype")
     if dtype is None:
         return nn.functional.linear(*parts)
-    if autocasts(parts[0].device):
-        parts = tuple(map(as_autocast, parts))
-    return plain_logits(*parts, dtype)
+    hidden, weight, bias = map(as_autocast, parts) if autocasts(parts[0].device) else parts
+    return plain_logits(hidden, weight, bias, dtype)
 
 
 def spread_logits(parts: tuple, how: dict, module: nn.Module) -> Tensor:
