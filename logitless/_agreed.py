@@ -1,4 +1,4 @@
-"""LOGITLESS_CHECK=1 over ranks: all are about to make the same call, or each raises.
+"""LOGITLESS_CHECK=1 over ranks: raises on every rank unless all make the same call.
 
 Before a collective of ours, each rank says in words what it is about to do. Where their words
 differ all raise, and none waits for a collective that another rank does not begin. A rank whose
@@ -17,24 +17,32 @@ from ._later import later
 from ._loss import RowLoss
 
 
-def agree(ranks, device: torch.device, words: str) -> None:
+def agree(ranks, words: str) -> None:
     """Raise on all ranks unless all say the same."""
-    own = torch.tensor(list(words.encode()), device=device)
-    sizes = ranks.gather(torch.tensor([len(own)], device=device)).flatten().tolist()
+    own = torch.tensor(list(words.encode()), device=ranks.device)
+    sizes = ranks.gather(own.new_tensor([len(own)])).flatten().tolist()
     room = own.new_zeros(max(sizes))
     room[: len(own)] = own
     pairs = zip(ranks.gather(room).tolist(), sizes, strict=True)
     _rules.same_call([bytes(one[:size]).decode() for one, size in pairs])
 
 
-def refuse(shard, error: Exception) -> None:
+def refuse(ranks, error: Exception) -> None:
     """Tell the other ranks of an error that this one raises before it comes to `agree`."""
     with contextlib.suppress(ValueError):  # which the others raise; here the error itself is
-        agree(shard.ranks, shard.device, f"{type(error).__name__}: {error}")
+        agree(ranks, f"{type(error).__name__}: {error}")
+
+
+def refuse_logits(logits: Any, error: Exception) -> None:
+    """The same, to the ranks that share these logits, if any do."""
+    recipe = getattr(logits, "recipe", None)  # of lazy logits, which may be those of all ranks
+    ranks = getattr(logits if recipe is None else recipe.shard, "ranks", None)
+    if ranks is not None:
+        refuse(ranks, error)
 
 
 def of_shard(source: Any, start: Any, vocab: Any, sequence_parallel: bool) -> str:
-    """What ranks must make alike. Widths are theirs; a start is theirs, if all have one."""
+    """Widths and starts may differ between ranks; whether a start is given may not."""
     options = {"start": start is not None, "vocab": vocab, "sequence_parallel": sequence_parallel}
     return f"VocabShard of {_of_source(source)}, {options}"
 
@@ -63,7 +71,8 @@ def _of_source(source: Any) -> str:
     if recipe is not None:
         kind, hidden, needs, how = "lazy logits", recipe.hidden, recipe.needs, recipe.how
     else:
-        kind, hidden, needs = "a head", source.hidden, source.requires_grad
+        kind, hidden = "a head", source.hidden
+        needs = tuple(t is not None and t.requires_grad for t in source.inputs)
         how = (source.workspace, source.logits_dtype, source.accumulate, source.drop_ignored)
     return f"{kind} of hidden {(*hidden.shape, str(hidden.dtype))}, {needs}, {how}"
 
@@ -84,4 +93,4 @@ def _of_tensor(t: Any) -> Any:
     return (*t.shape, str(t.dtype), zlib.crc32(values.numpy().tobytes()))
 
 
-later.refuse_on_ranks = refuse
+later.refuse_on_ranks = refuse_logits

@@ -55,8 +55,7 @@ def once(check: Callable[..., None], *args: Any) -> None:
         check(*args)
     except Exception as error:
         if asked():
-            for shard in (a for a in args if hasattr(a, "ranks")):  # which wait for this one
-                later.refuse_on_ranks(shard, error)
+            later.refuse_on_ranks(args[0], error)
         raise
     if key is None:
         return

@@ -72,22 +72,24 @@ def _whole(t: Tensor | None) -> Tensor | None:
     return t.to_local()  # pyright: ignore
 
 
-def head_of(hidden, weight, bias=None, **how) -> VocabShard:
-    """A LinearLogits of DTensors, weight and bias sharded on the vocabulary."""
+def hidden_of_all(hidden, weight) -> Tensor:
+    """Hidden states of all tokens beside a weight's rows; their gradient is this rank's share."""
     from torch.distributed.tensor import Partial, Replicate  # late: it takes half a second
 
+    def placed(kind: type) -> list:
+        pairs = zip(hidden.placements, weight.placements, strict=True)
+        return [kind() if rows.is_shard() else own for own, rows in pairs]
+
+    return local(hidden.redistribute(placements=placed(Replicate)), placed(Partial))
+
+
+def head_of(hidden, weight, bias=None, **how) -> VocabShard:
+    """A LinearLogits of DTensors, weight and bias sharded on the vocabulary."""
     _rules.head_placements(hidden, weight, bias)
     mesh = weight.device_mesh
     (dim,) = [i for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
     tokens = not hidden.placements[dim].is_replicate()
-    if tokens:  # gathered here; what goes back is each rank's part of the gradient
-        placements = list(hidden.placements)
-        placements[dim] = Replicate()
-        hidden = hidden.redistribute(mesh, placements)
-        placements[dim] = Partial()
-        hidden = local(hidden, placements)
-    else:
-        hidden = local(hidden)
+    hidden = hidden_of_all(hidden, weight) if tokens else local(hidden)
     bias = None if bias is None else bias.to_local()
     head = LinearLogits(hidden, weight.to_local(), bias, **how)
     shard = VocabShard(head, mesh.get_group(dim), vocab=weight.shape[0])

@@ -55,36 +55,32 @@ def _live(loss: RowLoss) -> Tensor | None:
 
 def _save(ctx, source, loss: RowLoss, row_weight: Tensor | None) -> None:
     """All that a backward reads, as autograd saves it and nowhere else; a teacher's head too."""
-    tensors, empty = loss.tensors, (None, None, None)
+    tensors = loss.tensors
     given = [t if isinstance(t, Tensor) else None for t in tensors]
     heads = [t if hasattr(t, "with_parts") else None for t in tensors]
     parts = [part for head in heads if head is not None for part in head.parts]  # pyright: ignore
-    ctx.save_for_backward(*source.parts, row_weight, *given, *parts)
-    ctx.source, ctx.loss = source.with_parts(empty), loss.with_tensors((None,) * len(tensors))
-    ctx.heads = [None if head is None else head.with_parts(empty) for head in heads]  # pyright: ignore
+    ctx.save_for_backward(*source.parts, source.own_hidden, row_weight, *given, *parts)
+    ctx.source, ctx.loss = source.without_parts(), loss.with_tensors((None,) * len(tensors))
+    ctx.heads = [None if head is None else head.without_parts() for head in heads]  # pyright: ignore
 
 
 def _saved(ctx) -> tuple:
     """The head, the rows' weights and the loss."""
     # Asked for once: activation checkpointing unpacks them only once.
-    hidden, weight, bias, row_weight, *rest = ctx.saved_tensors
+    hidden, weight, bias, own_hidden, row_weight, *rest = ctx.saved_tensors
     tensors, more = rest[: len(ctx.heads)], rest[len(ctx.heads) :]
     for i, head in enumerate(ctx.heads):
         if head is not None:
             tensors[i], more = head.with_parts(tuple(more[:3])), more[3:]
     source = ctx.source.with_parts((hidden, weight, bias))
+    source.own_hidden = own_hidden
     return source, row_weight, ctx.loss.with_tensors(tensors)
 
 
 def as_parts(gradients: list, parts: tuple) -> list:
     """Each in the shape and dtype of what it is the gradient of."""
     pairs = zip(gradients, parts, strict=True)
-    return [None if t is None else _as_part(t, part) for t, part in pairs]
-
-
-def _as_part(t: Tensor, part: Tensor) -> Tensor:
-    whole = t.numel() == part.numel()  # else it is of one rank's tokens, a slice of the first
-    return t.view(part.shape if whole else (-1, *part.shape[1:])).to(part.dtype)
+    return [None if t is None else t.view(part.shape).to(part.dtype) for t, part in pairs]
 
 
 def _detached(parts: tuple) -> tuple:
@@ -197,7 +193,7 @@ class Total(Node):
     def backward(ctx, upstream):
         Node.each_by_itself((upstream,))
         source, row_weight, loss = _saved(ctx)
-        parts = source.parts
+        parts = source.inputs
         gradients, ctx.gradients = ctx.gradients, None
         with torch.no_grad():
             if gradients is None:  # a second backward: the first handed its gradients to autograd
@@ -308,7 +304,7 @@ class Each(Node):
     def backward(ctx, *upstream):
         Node.each_by_itself(upstream)
         source, _, loss = _saved(ctx)
-        parts = source.parts
+        parts = source.inputs
         if all(g is None for g in upstream):
             return (None,) * (5 + len(loss.others))
         with torch.no_grad(), _ready(source, loss):
@@ -327,7 +323,7 @@ class Each(Node):
         way = Each.by_rows if chunks.cut.columns is None else Each.by_columns
         d_hidden, d_weight, d_bias = way(ctx, given, source, loss, chunks, others)
         d_weight = None if source.main_grad is not None else d_weight
-        heads = as_parts([d_hidden, d_weight, d_bias], source.parts)
+        heads = as_parts([d_hidden, d_weight, d_bias], source.inputs)
         return [*heads, *others.found]
 
     @staticmethod

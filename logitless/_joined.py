@@ -79,7 +79,10 @@ class Columns:
         return found._replace(tail=tail.view(lead).clone())
 
     def finish(self, part: Partials, reading: Reading, vocab: int, shape=None) -> Statistics:
-        """The statistics of whole rows, of what is here and elsewhere; `vocab` is no matter."""
+        """The statistics of whole rows, of what is here and elsewhere.
+
+        `vocab` is ignored: it is that of all ranks.
+        """
         whole, _ = self._joined(part, reading)
         return self.run.finish(whole, reading, self.vocab, shape)
 
@@ -206,7 +209,7 @@ class Columns:
         return torch.where((at >= 0) & (at < self.width), at, torch.where(elsewhere, NO_ID, BAD))
 
     def partial(self, x: Tensor, reading: Reading, start: int = 0, vocab: int = 0) -> Partials:
-        """Of these columns, or of some from `start` on; `vocab` is no matter."""
+        """Of these columns, or of some from `start` on; `vocab` is ignored."""
         if x.shape[-1]:
             return self.run.partial(x, reading, self.start + start, self.vocab)
         rows, dtype = x.shape[:-1].numel(), PRECISION[x.dtype]

@@ -13,7 +13,7 @@ class Later:
     head_of_dtensor: Callable[..., Any]  # a LinearLogits of DTensors: _dtensor.py
     evaluate_compiled: Callable[..., Any]  # a loss over a head, for a compiler: _head_ops.py
     lazy_logits: Callable[..., Any]  # of a head's parts: lazy.py
-    refuse_on_ranks: Callable[..., Any]  # says to other ranks what one raises: _agreed.py
+    refuse_on_ranks: Callable[..., Any]  # says to the ranks of logits what one raises: _agreed.py
 
 
 later = Later()

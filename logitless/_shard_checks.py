@@ -9,6 +9,11 @@ from . import _checks
 def shard(source: Any, start: Any, vocab: Any, sequence_parallel: Any) -> None:
     """One rank's columns, and the first of them."""
     _checks.some_logits(source, "source")
+    if getattr(getattr(source, "recipe", None), "shard", None) is not None:
+        raise TypeError(
+            "source must be this rank's columns, got lazy logits of all ranks: give them to the"
+            " loss as they are."
+        )
     for name, value in (("start", start), ("vocab", vocab)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise TypeError(f"{name} must be an int, got {value!r}.")

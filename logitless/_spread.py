@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from . import _checks
-from ._dtensor import local
+from ._dtensor import hidden_of_all
+from ._head import autocasts
 from .lazy import LazyLogits, Made, warn_once
-from .linear import LinearLogits
+from .linear import LinearLogits, as_autocast, plain_logits
 
 
-class Head(NamedTuple):
+class SpreadHead(NamedTuple):
     """What the logits are made of."""
 
     parts: tuple  # hidden, weight and bias: DTensors, with history
@@ -27,22 +28,18 @@ class Head(NamedTuple):
         shard: Any = LinearLogits(*self.parts, **self.how)  # which DTensors make a VocabShard
         return Made.apply(*shard.source.parts, self.how, self.module, shard.over(None), kind)  # pyright: ignore
 
-    def local(self) -> LazyLogits:
-        """Logits of this rank's columns, whose gradient of hidden is this rank's part."""
-        from torch.distributed.tensor import Partial  # late: it takes half a second
-
+    def own_columns(self) -> LazyLogits:
+        """Logits of this rank's columns, whose gradient of hidden is this rank's share."""
         hidden, *rest = self.parts
-        places = [Partial() if p.is_shard() else p for p in rest[0].placements]
-        hidden = local(hidden, places)
-        rest = (None if t is None else t.to_local() for t in rest)
-        head = LinearLogits(hidden, *rest, **self.how)
+        rows = (None if t is None else t.to_local() for t in rest)
+        head = LinearLogits(hidden_of_all(hidden, rest[0]), *rows, **self.how)
         return Made.apply(*head.parts, self.how, self.module)  # pyright: ignore
 
 
 class SpreadLogits(LazyLogits):
     """Lazy logits with the methods of a DTensor that ColwiseParallel and its users call."""
 
-    head: Head
+    head: SpreadHead
     placements: tuple
 
     @property
@@ -59,11 +56,12 @@ class SpreadLogits(LazyLogits):
             f"logits of a fused head are materialised: output_layouts {places} must be"
             " Replicate() or Shard(-1) for them to stay lazy."
         )
-        return nn.functional.linear(*self.head.parts).redistribute(device_mesh, placements, **how)  # pyright: ignore
+        made: Any = made_logits(self.head.parts, self.head.how)
+        return made.redistribute(device_mesh, placements, **how)
 
     def to_local(self, **_) -> LazyLogits:
         whole = all(p.is_replicate() for p in self.placements)
-        return self.head.whole() if whole else self.head.local()
+        return self.head.whole() if whole else self.head.own_columns()
 
     def full_tensor(self, **_) -> LazyLogits:
         return self.head.whole()
@@ -79,10 +77,19 @@ def placements_of(weight, last: int) -> tuple:
     return tuple(type(p)(last) if p.is_shard() else p for p in weight.placements)
 
 
-def spread(head: Head, placements: tuple) -> SpreadLogits:
+def spread(head: SpreadHead, placements: tuple) -> SpreadLogits:
     z: Any = head.whole(SpreadLogits)
     z.head, z.placements = head, placements
     return z
+
+
+def made_logits(parts: tuple, how: dict) -> Tensor:
+    """A head's logits as a DTensor, in its logits_dtype."""
+    dtype = how.get("logits_dtype")
+    if dtype is None:
+        return nn.functional.linear(*parts)
+    hidden, weight, bias = map(as_autocast, parts) if autocasts(parts[0].device) else parts
+    return plain_logits(hidden, weight, bias, dtype)
 
 
 def spread_logits(parts: tuple, how: dict, module: nn.Module) -> Tensor:
@@ -90,5 +97,5 @@ def spread_logits(parts: tuple, how: dict, module: nn.Module) -> Tensor:
     hidden, weight, _ = parts
     sharded = [p for p in weight.placements if not p.is_replicate()]
     if len(sharded) != 1 or not _checks.is_shard(sharded[0], 0):
-        return nn.functional.linear(*parts)
-    return spread(Head(parts, how, module), placements_of(weight, hidden.dim() - 1))
+        return made_logits(parts, how)
+    return spread(SpreadHead(parts, how, module), placements_of(weight, hidden.dim() - 1))

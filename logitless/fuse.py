@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import _call
 from . import _model_checks as checks
 from ._call import in_func
-from ._spread import spread_logits
+from ._spread import made_logits, spread_logits
 from .absorb import absorbed
 from .lazy import LazyLogits, Made, warn_once
 from .linear import LinearLogits
@@ -128,13 +128,14 @@ def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
     """
     parts = (hidden, module.weight, module.bias)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)
+    spread = hasattr(hidden, "placements") and hasattr(module.weight, "placements")
     if torch.compiler.is_compiling() and wanted:
         _say_how_to_compile()
     if torch.compiler.is_compiling() or in_func() or not (wanted or _lazy.get()):
         if how.get("logits_dtype") is None:
             return nn.functional.linear(*parts)
-        return LinearLogits(*parts, **how).materialize()
-    if hasattr(hidden, "placements") and hasattr(module.weight, "placements"):
+        return made_logits(parts, how) if spread else LinearLogits(*parts, **how).materialize()
+    if spread:
         return spread_logits(parts, how, module)
     source = LinearLogits(*parts, **how)  # which checks them, and casts as autocast says
     return Made.apply(*source.parts, how, module)  # pyright: ignore[reportReturnType]

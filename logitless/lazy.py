@@ -84,6 +84,13 @@ class LazyLogits(Tensor):
             raise RuntimeError(WRITTEN.format("assigning to a part of them"))
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+        of_head = self.loss_of_head(loss)
+        if of_head is None:
+            return evaluate(self.materialize(), loss, reduction, row_weight)
+        return Head(self).evaluate(of_head, reduction, row_weight)
+
+    def loss_of_head(self, loss: RowLoss) -> RowLoss | None:
+        """The same loss of the head's own numbers; None, and a warning, where there is none."""
         recipe, softcap = self.recipe, loss.reading.softcap
         cause, of_head = recipe.obstacle(softcap), None
         if cause is None:
@@ -91,8 +98,7 @@ class LazyLogits(Tensor):
             cause = "scaled logits, beside labels at temperature 1 or a teacher that is a tensor"
         if of_head is None:
             warn(f"a loss of logitless over {cause}")
-            return evaluate(self.materialize(), loss, reduction, row_weight)
-        return Head(self).evaluate(of_head, reduction, row_weight)
+        return of_head
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None):
         recipe = self.recipe
@@ -215,8 +221,8 @@ class Made(Node):
             hidden, weight, bias = ctx.saved_tensors
             if ctx.shard is not None:
                 plain = plain.narrow(-1, ctx.shard.start, ctx.shard.width)
-            flat, rows = plain.reshape(-1, plain.shape[-1]), hidden.reshape(-1, hidden.shape[-1])
-            flat = flat.to(hidden.dtype)
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            flat = plain.reshape(len(rows), plain.shape[-1]).to(hidden.dtype)
             with dtypes_as_given(hidden.device), in_memory(weight, ctx.module):
                 more = (
                     (flat @ weight).view(hidden.shape) if ctx.needs_input_grad[0] else None,

@@ -78,7 +78,7 @@ class LinearLogits(AsTensor):
         drop_ignored: bool = True,
     ):
         if isinstance(hidden, Tensor) and autocasts(hidden.device):
-            hidden, weight, bias = map(_autocast, (hidden, weight, bias))
+            hidden, weight, bias = map(as_autocast, (hidden, weight, bias))
         _call.once(
             _call.linear, hidden, weight, bias, main_grad, workspace, logits_dtype, accumulate,
             drop_ignored,
@@ -98,6 +98,12 @@ class LinearLogits(AsTensor):
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, parts=parts)
         copy.hidden, copy.weight, copy.bias = parts
+        return copy
+
+    def without_parts(self) -> "LinearLogits":
+        """For a node, which saves them as autograd saves."""
+        copy = self.with_parts((None, None, None))
+        copy.own_hidden = None
         return copy
 
     @property
@@ -192,6 +198,9 @@ class Teacher(LinearLogits):
             setattr(self, name, getattr(head, name))
         self.scale, self.cap = scale, cap
 
+    def as_teacher(self) -> "Teacher":
+        return self
+
     def times(self, factor: float) -> "Teacher":
         if self.cap is None:
             return Teacher(self, self.scale * factor)
@@ -210,7 +219,8 @@ def plain_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
     if dtype == hidden.dtype:
         return torch.nn.functional.linear(hidden, weight, bias)
     wanted = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and wanted):
+    differentiable = torch.compiler.is_compiling() or (torch.is_grad_enabled() and wanted)
+    if differentiable or hasattr(weight, "placements"):  # DTensors have no product into memory
         parts = (None if t is None else t.to(dtype) for t in (hidden, weight, bias))
         with dtypes_as_given(hidden.device):
             return torch.nn.functional.linear(*parts)  # pyright: ignore[reportArgumentType]
@@ -220,8 +230,8 @@ def plain_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
         return product(flat, weight, bias, out).view(*hidden.shape[:-1], len(weight))
 
 
-def _autocast(t: Tensor) -> Tensor:
-    """As F.linear is cast: fp64 is left as it is."""
+def as_autocast(t: Tensor) -> Tensor:
+    """As F.linear is cast under autocast: fp64 is left as it is."""
     if not isinstance(t, Tensor) or t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return t
     return t.to(torch.get_autocast_dtype(t.device.type))

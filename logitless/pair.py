@@ -5,7 +5,7 @@ nothing as wide as the vocabulary but the gradient.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -43,10 +43,11 @@ class Dense(RowLoss):
         return self.with_tensors((*self.reading[:4], cut(self.pair.teacher)))
 
     def of_scaled(self, scale, softcap):
-        loss, teacher = super().of_scaled(scale, softcap), self.pair.teacher
+        loss = super().of_scaled(scale, softcap)
+        teacher: Any = self.pair.teacher  # a tensor, a head, or a shard of one
         if loss is None or scale == 1 or self.pair.kind == "soft":
             return loss
-        if isinstance(teacher, Tensor):  # dividing it would copy it
+        if isinstance(getattr(teacher, "source", teacher), Tensor):  # dividing it would copy it
             return None
         # The temperature, which takes the scale, is the teacher's too.
         teacher = teacher.times(1 / scale)

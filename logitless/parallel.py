@@ -5,8 +5,9 @@ over its rows of the head's weight. The statistics of a rank's columns merge wit
 those of blocks do (_joined.py), so that every loss here takes it. All ranks call the same loss
 with the same arguments, with ids of the whole vocabulary, and get the same result, bit for bit.
 
-The forward of a loss gathers a few numbers a row from each rank, once (twice for JSD). The backward
-of logits says nothing to other ranks; that of a head adds up the gradient of the hidden states.
+The forward of a loss gathers a few numbers a row from each rank: once (JSD twice), of a head once a
+chunk of rows. The backward of logits says nothing to other ranks; that of a head adds up the
+gradient of the hidden states.
 """
 
 from typing import Any, NamedTuple
@@ -24,14 +25,27 @@ from .inplace import overwrite_on
 from .linear import LinearLogits, Teacher
 
 
+def _either(*names: str) -> Any:
+    """PyTorch's function of one of these names: new, old; None in a build without ranks."""
+    return next((getattr(dist, name) for name in names if hasattr(dist, name)), None)
+
+
+_all_gather = _either("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _either("reduce_scatter_single", "reduce_scatter_tensor")
+
+
 class Ranks:
     """The ranks that share a vocabulary, and what they say to each other."""
+
+    device = torch.device("cpu")  # of numbers that come from no tensor
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group = dist.group.WORLD if group is None else group
         self.index, self.count = dist.get_rank(group), dist.get_world_size(group)
         _rules.member(self.index)
         self.by_cpu = dist.get_backend(group) == "gloo"  # which takes few collectives of a GPU
+        if not self.by_cpu:
+            self.device = torch.accelerator.current_accelerator() or self.device
 
     def gather(self, t: Tensor) -> Tensor:
         """t (...) of every rank, (ranks, ...)."""
@@ -40,8 +54,7 @@ class Ranks:
             return found
         if t.is_cuda and self.by_cpu:
             return self.gather(t.cpu()).to(t.device)
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(found.view(-1), t.contiguous().view(-1), group=self.group)
+        _all_gather(found.view(-1), t.contiguous().view(-1), group=self.group)
         return found
 
     def add_up(self, t: Tensor) -> Any:
@@ -53,8 +66,9 @@ class Ranks:
         if t.is_cuda and self.by_cpu:
             return _Slice(self.add_up_slices(t.cpu()).wait().to(t.device))
         found = t.new_empty((len(t) // self.count, *t.shape[1:]))
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return _Slice(found, scatter(found, t.contiguous(), group=self.group, async_op=True))
+        return _Slice(
+            found, _reduce_scatter(found, t.contiguous(), group=self.group, async_op=True)
+        )
 
 
 class Alone(Ranks):
@@ -133,11 +147,14 @@ class VocabShard:
     """This rank's columns of logits (..., V), V over all ranks of a process group.
 
     source is this rank's logits (..., width) or a LinearLogits over its `width` rows of the head's
-    weight; widths may differ, and be 0. group is a process group or a DeviceMesh of one dimension,
-    and where it is None the world (this process alone, if torch.distributed is not set up). start,
-    this rank's first column, is the sum of the earlier ranks' widths. Ranks tell each other their
-    widths when one of these arguments is new to them, so it must be new to all: give vocab, which
-    is V, where several vocabularies are cut.
+    weight; widths may differ, and be 0. Logits may be the lazy ones of a fused head: the gradient
+    of its hidden states is then this rank's share, which nobody here adds up.
+
+    group is a process group or a DeviceMesh of one dimension, and where it is None the world (this
+    process alone, if torch.distributed is not set up). start, this rank's first column, is the sum
+    of the earlier ranks' widths. Ranks tell each other their widths when one of these arguments is
+    new to them, so it must be new to all: give vocab, which is V, where several vocabularies are
+    cut.
 
     sequence_parallel=True: the hidden states of a LinearLogits are this rank's slice of the tokens,
     the first dimension, cut evenly. All of them are gathered here, and labels are those of all.
@@ -159,13 +176,10 @@ class VocabShard:
         sequence_parallel: bool = False,
     ):
         ranks = ranks_of(group)
-        if _call.asked():
-            words = _agreed.of_shard(source, start, vocab, sequence_parallel)
-            _agreed.agree(ranks, getattr(source, "device", torch.device("cpu")), words)
-        _call.once(_rules.shard, source, start, vocab, sequence_parallel)
+        _check(ranks, source, start, vocab, sequence_parallel)
         if sequence_parallel:
             source = _of_all_tokens(source, ranks)
-        elif is_lazy(source) and (source.recipe.shard or source.recipe.obstacle(None)):
+        elif is_lazy(source) and source.recipe.obstacle(None):
             source = source.materialize()
         self.ranks = ranks
         self.adds_up = True  # the ranks' shares of d_hidden; else whoever gathered hidden does
@@ -230,9 +244,11 @@ class VocabShard:
         self, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
+        if is_lazy(self.source) and self.source.recipe.obstacle(softcap):
+            return self.over(self.source.dense()).capture_topk(k, temperature, softcap)
         if _call.asked():
             words = _agreed.of_topk(self, k, temperature, softcap)
-            _agreed.agree(self.ranks, self.device, words)
+            _agreed.agree(self.ranks, words)
         if is_lazy(self.source):
             return self._of_all_ranks().capture_topk(k, temperature, softcap)
         if isinstance(self.source, Tensor):
@@ -256,7 +272,8 @@ class VocabShard:
 
     def as_teacher(self) -> "VocabShard":
         """The same logits as constants, which those of a teacher are."""
-        return self.over(self.source.as_teacher()) if is_lazy(self.source) else self
+        lazy = hasattr(self.source, "as_teacher")  # a tensor is a constant where it is read
+        return self.over(self.source.as_teacher()) if lazy else self
 
     def times(self, factor: float) -> "VocabShard":
         """Of a teacher's head: its logits times a factor."""
@@ -269,7 +286,7 @@ class VocabShard:
         """
         if _call.asked():
             words = _agreed.of_loss(self, loss, reduction, row_weight)
-            _agreed.agree(self.ranks, self.device, words)
+            _agreed.agree(self.ranks, words)
         _call.values(loss, self.vocab)
         return loss.with_columns(self.cut)
 
@@ -296,6 +313,18 @@ class VocabShard:
         return f"VocabShard({self.source!r}, columns {self.start} to {self.start + self.width})"
 
 
+def _check(ranks: Ranks, *given: Any) -> None:
+    """The arguments of a VocabShard; if that is asked, they are also compared between ranks."""
+    try:
+        _rules.shard(*given)
+    except Exception as error:
+        if _call.asked():
+            _agreed.refuse(ranks, error)
+        raise
+    if _call.asked():
+        _agreed.agree(ranks, _agreed.of_shard(*given))
+
+
 def is_lazy(source: Any) -> bool:
     """Whether it is a tensor of lazy logits, of a fused head."""
     return isinstance(source, Tensor) and hasattr(source, "recipe")
@@ -318,7 +347,9 @@ def _evaluate(shard: VocabShard, loss: RowLoss, reduction: str, row_weight: Tens
     if in_func():
         _checks.no_head_in_func()
     if is_lazy(shard.source):
-        return shard._of_all_ranks().evaluate(loss, reduction, row_weight)
+        if shard.source.loss_of_head(loss) is not None:
+            return shard._of_all_ranks().evaluate(loss, reduction, row_weight)
+        shard = shard.over(shard.source.materialize())
     loss = shard.checked(loss, reduction, row_weight)
     if isinstance(shard.source, Tensor):
         return evaluate_on(shard.columns(), shard.source, shard.vocab, loss, reduction, row_weight)

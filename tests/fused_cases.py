@@ -199,6 +199,43 @@ def layout_that_is_made() -> float:
     return apart([z.full_tensor()], [model()(x)])
 
 
+def made_exactly() -> float:
+    """Logits that are made have the head's logits_dtype, with gradients and without."""
+    from torch.distributed.tensor import Shard
+
+    mesh, x = mesh_of(2, 2)["model"], batches(1)[0][0].bfloat16()
+    one = fused("DTensor", mesh, logits_dtype=torch.float32).bfloat16()
+    plain = model().bfloat16()
+    want = F.linear(plain[:2](x).double(), plain[2].weight.double(), plain[2].bias.double())  # pyright: ignore
+    far = 0.0
+    for wanted in (True, False):
+        with torch.set_grad_enabled(wanted):
+            z = one(x).redistribute(placements=[Shard(0)])
+        assert z.dtype == torch.float32
+        far = max(far, float((z.full_tensor() - want).abs().max()))
+    assert far < 1e-6  # of sums in fp32; of bf16, 1e-3
+    return 0.0
+
+
+def columns_of_cut_tokens() -> float:
+    """A DTensor of this rank's tokens, given to the head itself: its columns are of all tokens."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import logitless as ll
+    from logitless.fuse import head_logits
+
+    mesh, (x, target) = mesh_of(2, 2)["model"], batches(1)[0]
+    head: nn.Linear = fused("DTensor", mesh)[2]  # pyright: ignore
+    hidden = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    z = head_logits(head, hidden, {})
+    ll.cross_entropy(ll.VocabShard(z.to_local(), mesh), target).backward()
+    assert hidden.grad.placements == hidden.placements
+    plain, leaf = model()[2], x.clone().requires_grad_()
+    F.cross_entropy(plain(leaf), target).backward()
+    got = [hidden.grad, head.weight.grad, head.bias.grad]
+    return apart([t.full_tensor() for t in got], [leaf.grad, plain.weight.grad, plain.bias.grad])
+
+
 def cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
     for way in WAYS:
@@ -213,4 +250,6 @@ def cases() -> dict[str, Case]:
     for way in ("whole rows", "DTensor"):
         found[f"fused, {way}, used"] = lambda way=way: used(way)
     found["fused, by tokens"] = layout_that_is_made
+    found["fused, logits_dtype"] = made_exactly
+    found["fused, columns of cut tokens"] = columns_of_cut_tokens
     return found

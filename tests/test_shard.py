@@ -1,6 +1,8 @@
 """A vocabulary over several ranks gives what one process gives. Here, ranks are threads (ranks.py);
 test_shard_ranks.py has processes."""
 
+import weakref
+
 import pytest
 import torch
 from calls import CALLS, IDS, MASK, TARGET, D, K, N, V, normal
@@ -203,6 +205,55 @@ def test_teachers(of):
     torch.testing.assert_close(torch.cat([d for _, d in found], -1), d_want)
 
 
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+@pytest.mark.parametrize("of", ["shard", "head shard", "tensor", "head"])
+def test_teachers_of_scaled_lazy_columns(of):
+    """A teacher that is a tensor has this rank make its own columns, and no others."""
+    parts = [normal(*size, seed=i, dtype=torch.float64) for i, size in enumerate(((N, D), (V, D)))]
+    hidden, weight = normal(N, 3, seed=20), normal(V, 3, seed=21)
+    teacher, widths = hidden.double() @ weight.double().T, (9, 0, 28)
+    whole = [t.clone().requires_grad_() for t in parts]
+    want = ll.kl_div(whole[0] @ whole[1].T / 2, teacher, direction="forward", mask=MASK)
+    d_want = torch.autograd.grad(want, whole)
+
+    def work(ranks):
+        own = (0, sum(widths[: ranks.index]), widths[ranks.index])
+        rows = weight.narrow(*own).double()
+        given = {
+            "shard": lambda: ll.VocabShard(hidden.double() @ rows.T, ranks),
+            "head shard": lambda: ll.VocabShard(ll.LinearLogits(hidden.double(), rows), ranks),
+            "tensor": lambda: teacher,
+            "head": lambda: ll.LinearLogits(hidden.double(), weight.double()),
+        }[of]()
+        leaves = [t.clone().requires_grad_() for t in (parts[0], parts[1].narrow(*own))]
+        student = ll.VocabShard(ll.LinearLogits(*leaves) / 2, ranks)
+        loss = ll.kl_div(student, given, direction="forward", mask=MASK)
+        d = torch.autograd.grad(loss, leaves)
+        assert max(count for _, count in ranks.calls) <= N * 5  # nothing as wide as the vocabulary
+        return loss, *d
+
+    losses, d_hidden, d_weight = zip(*on_ranks(3, work), strict=True)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    torch.testing.assert_close(losses[0], want)
+    torch.testing.assert_close((sum(d_hidden), torch.cat(d_weight)), d_want)
+
+
+def test_topk_of_lazy_columns_capped_twice():
+    """Which a head cannot give: each rank makes its own columns."""
+    hidden, weight = normal(N, D, seed=1), normal(2 * 5, D, seed=2)
+    want = ll.capture_topk(30 * torch.tanh(hidden @ weight.T / 30), 3, softcap=5.0)
+
+    def work(ranks):
+        z = ll.LinearLogits(hidden, weight.chunk(2)[ranks.index]) * 1
+        found = ll.capture_topk(ll.VocabShard(30 * torch.tanh(z / 30), ranks), 3, softcap=5.0)
+        assert max(count for _, count in ranks.calls) <= N * 7
+        return found
+
+    for got in on_ranks(2, work):
+        assert torch.equal(got.ids, want.ids)
+        torch.testing.assert_close(got.logprobs, want.logprobs)
+
+
 class TestRefused:
     def refused(self, work, error, words, count=2):
         with pytest.raises(error) as caught:
@@ -223,6 +274,26 @@ class TestRefused:
         words = "source must be a LinearLogits over hidden states (tokens, ..., D) with sequence"
         work = lambda r: ll.VocabShard(torch.zeros(1, 2), r, sequence_parallel=True)  # noqa: E731
         self.refused(work, TypeError, words)
+
+    def test_lazy_logits_of_all_ranks(self):
+        def work(ranks):
+            z = ll.LinearLogits(torch.zeros(1, 3), torch.zeros(2, 3)) / 2
+            ll.VocabShard(ll.VocabShard(z, ranks)._of_all_ranks(), ranks)
+
+        words = "source must be this rank's columns, got lazy logits of all ranks: give them to"
+        self.refused(work, TypeError, words)
+
+    def test_ranks_are_told_once(self, monkeypatch):
+        """Also where student and teacher are shards."""
+        monkeypatch.setenv("LOGITLESS_CHECK", "1")
+
+        def work(ranks):
+            student, teacher = (ll.VocabShard(torch.zeros(1, 2), ranks) for _ in range(2))
+            with pytest.raises(ValueError, match="beta must be"):
+                ll.jsd(student, teacher, beta=-1.0 if ranks.index else 0.5)
+            return ll.logsumexp(student)  # and are at the same place again
+
+        on_ranks(2, work)
 
     def test_columns_with_a_gap(self):
         words = "start must be 2 on rank 1, where the columns before it end, got 3; the ranks have"
@@ -352,6 +423,31 @@ class TestHeads:
         for first, *_, last in calls:
             assert (first, last) == (("gather", N * D // 3), ("add up slices", N * D))
         assert "add up" not in {what for of_rank in calls for what, _ in of_rank}
+
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    def test_sequence_parallel_to_autograd(self, reduction):
+        """Hidden is kept as saved tensors are, and a second differentiation is refused."""
+        leaf, weight, _ = self.parts()
+        leaf.requires_grad_()  # and nothing else
+
+        def loss_of(hidden, ranks):
+            shard = ll.VocabShard(ll.LinearLogits(hidden, weight), ranks, sequence_parallel=True)
+            return ll.cross_entropy(shard, TARGET, reduction=reduction).sum()
+
+        def work(ranks):
+            hidden = leaf * 1
+            kept = weakref.ref(hidden)
+            with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+                loss = loss_of(hidden, ranks)
+            del hidden
+            assert kept() is None
+            loss.backward()
+            (d,) = torch.autograd.grad(loss_of(leaf, ranks), leaf, create_graph=True)
+            torch.testing.assert_close(d, leaf.grad)
+            with pytest.raises(RuntimeError, match="differentiated twice"):
+                d.sum().backward()
+
+        on_ranks(1, work)
 
     def test_tokens_are_added_up_while_the_weight_waits(self, monkeypatch):
         """The last product of the weight comes after the sum of d_hidden has begun."""

@@ -3,6 +3,7 @@
 test_shard.py has more cases, over ranks that are threads.
 """
 
+import re
 from collections.abc import Callable
 
 import dtensor_cases
@@ -126,9 +127,11 @@ def differing_calls() -> float:
             for call in differing(ll, differs):
                 with pytest.raises(ValueError, match=words):
                     call()
-            words = "z_loss must" if differs else "ValueError: z_loss must be"
-            with pytest.raises(ValueError, match=words):
-                ll.cross_entropy(ll.VocabShard(X), TARGET, z_loss=-1.0 if differs else 0.1)
+            for kind, words, call in refused_on_one(ll, differs):
+                told = f"ranks must call one loss .*: {words}"
+                with pytest.raises(kind if differs else ValueError) as caught:
+                    call()
+                assert re.match(words if differs else f"(?s){told}", str(caught.value))
         ll.cross_entropy(ll.VocabShard(X), TARGET)
     return 0.0
 
@@ -169,11 +172,24 @@ def differing(ll, differs: bool) -> list[Callable]:
         lambda: loss(shard(head(H[:, : 5 - one], W[:, : 5 - one]))),
         lambda: loss(shard(head(workspace=64 * (1 + one)))),
         lambda: loss(shard(head(H.clone().requires_grad_(differs)))),
+        lambda: loss(
+            shard(head(H.clone().requires_grad_(differs), W.clone().requires_grad_(not differs)))
+        ),
         lambda: loss(shard(head(H[: 2 - one]), sequence_parallel=True)),
         lambda: loss(shard(head(), sequence_parallel=differs)),
         lambda: loss(shard(vocab=3 * WORLD if differs else None)),
-        lambda: loss(shard([1.0] if differs else X)),
     ]
+
+
+def refused_on_one(ll, differs: bool) -> list[tuple[type[Exception], str, Callable]]:
+    """Calls whose arguments one rank refuses: its error, and the words that all ranks raise."""
+    start = -1 if differs else 3 * dist.get_rank()
+    return [
+        (ValueError, "z_loss must be",
+         lambda: ll.cross_entropy(ll.VocabShard(X), TARGET, z_loss=-1.0 if differs else 0.1)),
+        (ValueError, "start must be at least 0", lambda: ll.VocabShard(X, None, start)),
+        (TypeError, "source must be a Tensor", lambda: ll.VocabShard([1.0] if differs else X)),
+    ]  # fmt: skip
 
 
 def cases() -> dict[str, Case]:
