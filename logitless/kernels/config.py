@@ -104,11 +104,11 @@ def scale(vocab: int) -> Config:
 def one_pass(vocab: int, itemsize: int, crowded: bool = False) -> Config:
     """Parts of a row small enough for the cache beside a processor to hold several at once.
 
-    A softcap in fp32 and two places, one read and one written (crowded), fill the registers.
+    A softcap and two places, one read and one written (crowded), fill the registers.
     """
     block, warps, span = (2048, 2, 6144) if itemsize == 2 else (4096, 4, 4096)
     if crowded:
-        block = 2048
+        block //= 2
     return overridden(Config(min(block, ceil_pow2(vocab)), warps, span=min(span, ceil_pow2(vocab))))
 
 
