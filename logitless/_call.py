@@ -187,6 +187,11 @@ def pair(
     options.softcap(softcap)
 
 
+def direction(student, direction) -> None:
+    """Of kl_div. The student is given for the ranks that may share its logits: see `once`."""
+    checks.one_of("direction", direction, options.DIRECTIONS)
+
+
 def gathered(logits, teacher, mask, renormalise, temperature, row_weight, reduction) -> None:
     checks.logits(logits, "student_logits")
     checks.of_ids("student_logits", logits)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from . import _call, _checks, _options
+from . import _call
 from ._contract import PAIR_STATE, PRECISION, Pair
 from ._loss import RowLoss, evaluate, rows_in
 from ._ops import operator
@@ -89,7 +89,7 @@ def kl_div(
     ...        direction="forward")
     tensor(0.6931)
     """
-    _checks.one_of("direction", direction, _options.DIRECTIONS)
+    _call.once(_call.direction, student, direction)
     return _compared(
         student, teacher, direction, 0.0, temperature, softcap, t_squared, mask, row_weight,
         reduction,

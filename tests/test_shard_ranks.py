@@ -187,6 +187,12 @@ def refused_on_one(ll, differs: bool) -> list[tuple[type[Exception], str, Callab
     return [
         (ValueError, "z_loss must be",
          lambda: ll.cross_entropy(ll.VocabShard(X), TARGET, z_loss=-1.0 if differs else 0.1)),
+        (ValueError, "direction must be",
+         lambda: ll.kl_div(ll.VocabShard(X), ll.VocabShard(X),
+                           direction="sideways" if differs else "forward")),
+        (ValueError, "reduction must be",
+         lambda: ll.kl_div(ll.VocabShard(X), ll.VocabShard(X), direction="forward",
+                           reduction="average" if differs else "mean")),
         (ValueError, "start must be at least 0", lambda: ll.VocabShard(X, None, start)),
         (TypeError, "source must be a Tensor", lambda: ll.VocabShard([1.0] if differs else X)),
     ]  # fmt: skip
