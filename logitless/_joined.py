@@ -58,9 +58,8 @@ class Columns:
         """What knows no columns is the backend's own: slots, reduce, scale_."""
         return getattr(self.run, name)
 
-    def can_one_pass(self, x: Tensor, mean: bool = False) -> bool:
-        """No: the gradient waits for the other columns."""
-        return False
+    def one_pass(self, *_, mean: bool = False) -> None:
+        """Of no use here: the gradient waits for the other columns."""
 
     def plain(self, statistics: Statistics, reading: Reading, vocab: int, *options):
         return self.run.plain(statistics, reading, self.vocab, *options)

@@ -182,10 +182,11 @@ def evaluate(
     row_weight: Tensor | None = None,  # (...)
 ):
     """The loss of the rows, weighted and reduced; for Read, the tuple of its statistics."""
-    if hasattr(source, "evaluate"):
-        return source.evaluate(loss, reduction, row_weight)
-    if source.__class__ is not Tensor and hasattr(source, "placements"):
-        return later.evaluate_dtensor(evaluate, source, loss, reduction, row_weight)
+    if source.__class__ is not Tensor:
+        if hasattr(source, "evaluate"):
+            return source.evaluate(loss, reduction, row_weight)
+        if hasattr(source, "placements"):
+            return later.evaluate_dtensor(evaluate, source, loss, reduction, row_weight)
     if under_transform():
         return _traced(source, loss, reduction, row_weight)
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(source).tangent is not None:
@@ -271,7 +272,6 @@ def scaled(
     scale = upstream if factor is None else upstream * factor
     if scale.dim():
         scale = scale.reshape(*x.shape[:-1], 1)
-    gradient = gradient.view(x.shape)
     if gradient.dtype == x.dtype:
         return gradient * scale
     into = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -287,7 +287,8 @@ class _Now(Node):
         if loss.saves_gradient:
             total, factor, (gradient,) = _forward(run, x, loss, row_weight, reduction)
         else:
-            gradient, total = torch.empty(x.shape, device=x.device, dtype=PRECISION[x.dtype]), None
+            total, dense = None, torch.contiguous_format
+            gradient = torch.empty_like(x, dtype=PRECISION[x.dtype], memory_format=dense)
             if reduction == "mean" and row_weight is None:
                 total = loss.mean_at_once(run, x, gradient)
             if total is None:

@@ -90,14 +90,14 @@ class Gathered(Sparse):
         value, coefficients = run.slots(
             x, self.reading, self.slots, temperature=self.reading.any_temperature
         )
-        return (value,), (coefficients.ids,)
+        return (value,), (coefficients.ids.view(x.shape),)
 
     def backward(self, run, x, saved, upstream, factor=None, into=None):
         found = scaled(saved[0], x, upstream[0], factor)
         return found if into is None else into.copy_(found)
 
     def shapes(self, x):
-        return [x.shape[:-1], (rows_in(x.shape[:-1]), x.shape[-1])]
+        return [x.shape[:-1], x.shape]
 
 
 @_call.named()

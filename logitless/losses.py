@@ -43,22 +43,26 @@ class Plain(RowLoss):
         return Coefficients(saved[1], has), upstream[0]
 
     def at_once(self, run, x, factor, into):
-        # A loss that is linear in log p knows its coefficients before any logit is read.
-        if self.label_smoothing or self.z_loss or not run.can_one_pass(x):
+        if self.label_smoothing or self.z_loss:
             return super().at_once(run, x, factor, into)
-        if self.is_nll:
-            coefficients = _of_nll[x.device, torch.float32]
-            return run.one_pass(x, self.reading, coefficients, factor, into), into, ()
-        coefficients, _ = self._before_reading(run, x.shape[-1], torch.float32)
-        nll = run.one_pass(x, self.reading, coefficients, factor, into)
-        found = Statistics(coefficients.rows, nll=nll)
-        return run.plain(found, self.reading, x.shape[-1], 0.0, 0.0)[0], into, ()
+        # A loss that is linear in log p knows its coefficients before any logit is read.
+        coefficients = _of_nll[x.device, torch.float32]
+        if not self.is_nll:
+            coefficients, _ = self._before_reading(run, x.shape[-1], torch.float32)
+        value = run.one_pass(x, self.reading, coefficients, factor, into)
+        if value is None:
+            return super().at_once(run, x, factor, into)
+        if not self.is_nll:
+            found = Statistics(coefficients.rows, nll=value)
+            value, *_ = run.plain(found, self.reading, x.shape[-1], 0.0, 0.0)
+        return value, into, ()
 
     def mean_at_once(self, run, x, into):
-        if not self.is_nll or not run.can_one_pass(x, mean=True):
+        if not self.is_nll:
             return None
         coefficients = _of_nll[x.device, torch.float32]
-        return run.one_pass(x, self.reading, coefficients, None, into, mean=True).sum()
+        shares = run.one_pass(x, self.reading, coefficients, None, into, mean=True)
+        return None if shares is None else shares.sum()
 
     def mass(self, run, vocab, dtype):
         if self.reading.class_weight is None:

@@ -3,20 +3,20 @@
 from .gather import gather, gather_gradient
 from .gradient import gradient
 from .pair import merge_pairs, pair_finish, pair_gradient, pair_partial, pair_read
-from .plain import can_accumulate, can_one_pass, plain, reduce, scale_
+from .plain import can_accumulate, one_pass, plain, reduce, scale_
 from .slots import slots
 from .stats import finish, merge, outside, partial, read
 from .topk import topk
 
 __all__ = [
     "can_accumulate",
-    "can_one_pass",
     "finish",
     "gather",
     "gather_gradient",
     "gradient",
     "merge",
     "merge_pairs",
+    "one_pass",
     "outside",
     "pair_finish",
     "pair_gradient",

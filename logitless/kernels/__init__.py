@@ -2,7 +2,7 @@
 
 from .finish import finish, merge
 from .gather import gather, gather_gradient
-from .host import can_one_pass, gradient, one_pass, read, reduce, scale_
+from .host import gradient, one_pass, read, reduce, scale_
 from .partial import partial
 from .plain import plain
 from .slots import slots
@@ -17,7 +17,6 @@ from .topk import topk  # isort: skip
 __all__ = [
     "accumulate",
     "can_accumulate",
-    "can_one_pass",
     "exponents",
     "finish",
     "gather",

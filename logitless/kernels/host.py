@@ -25,7 +25,7 @@ from .blocks import blocks_launch
 from .finish import OUTPUTS, finish_launch
 from .launch import REMEMBERED, Launch
 from .layout import Place, Rows, describe
-from .one_pass import MAX_COUNTED, one_pass_launch
+from .one_pass import one_pass_plan
 from .partial import aligned, cut_of, partial_launch
 from .read import read_launch
 from .reduce import reduce_launch
@@ -143,8 +143,8 @@ def gradient(
     inplace = into is not None and into.data_ptr() == x.data_ptr()
     by_row = (len(coefs) > 1, any(upstream.stride()), factor is not None and any(factor.stride()))
     plan = _gradient_plan(
-        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), inplace, _place_of(into, x),
-        0 if ids is None else ids.shape[-1], g_ids is not None, has, by_row,
+        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), inplace,
+        None if into is None or inplace else _place_of(into), 0 if ids is None else ids.shape[-1], g_ids is not None, has, by_row,
         temperature is None, reading[4:7], part, config.revision,
     )  # fmt: skip
     if plan is None:  # too many strides
@@ -178,11 +178,8 @@ def gradient(
     return into
 
 
-def _place_of(into: Tensor | None, x: Tensor) -> Place:
-    """Of the gradient of x, in memory that is not its own."""
-    if into is None or into.element_size() >= x.element_size():
-        return Place(0 if into is None else into.data_ptr() % 16)
-    return Place(into.data_ptr() % 16, into.stride(), into.element_size())  # pyright: ignore
+def _place_of(into: Tensor) -> Place:
+    return into.data_ptr() % 16, into.stride(), into.element_size()
 
 
 class _GradientPlan(NamedTuple):
@@ -196,7 +193,7 @@ class _GradientPlan(NamedTuple):
 @functools.lru_cache(REMEMBERED)
 def _gradient_plan(
     shape: tuple, strides: tuple, offset: int, itemsize: int, inplace: bool,
-    place: Place, K: int, has_ids: bool, has: tuple[str, ...],
+    place: Place | None, K: int, has_ids: bool, has: tuple[str, ...],
     by_row: tuple[bool, bool, bool],  # coefficients, upstream and factor: one a row, or one for all
     one_temperature: bool, options: tuple, part: tuple[int, int] | None, revision: int,
 ) -> _GradientPlan | None:  # fmt: skip
@@ -266,20 +263,6 @@ def reduce(
     return None if value is None else loss, factor
 
 
-def can_one_pass(x: Tensor, mean: bool = False) -> bool:
-    """Whether a row's programs may wait for each other, and each count the rows for a mean."""
-    if mean and not 0 < x.numel() <= MAX_COUNTED * x.shape[-1]:
-        return False
-    return _can_wait(x.shape[-1], x.element_size(), x.device, exchange.WAITING, config.revision)
-
-
-@functools.lru_cache(REMEMBERED)
-def _can_wait(
-    vocab: int, itemsize: int, device: torch.device, waiting: bool, revision: int
-) -> bool:
-    return exchange.may_wait(config.ceil_div(vocab, config.one_pass(vocab, itemsize).span), device)
-
-
 def one_pass(
     x: Tensor,  # (..., V)
     reading: Reading,
@@ -287,31 +270,30 @@ def one_pass(
     factor: Tensor | None,  # () or N numbers
     into: Tensor,  # like x: x itself, x's own memory, or contiguous; (N, V) of another dtype
     mean: bool = False,  # whether both are divided by the number of rows that count
-) -> Tensor:
-    """-log p of the mark, (...), while the gradient times factor is written."""
-    assert coefficients.ids is None
-    nll = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
-    if x.numel() == 0:
-        return nll
+) -> Tensor | None:
+    """-log p of the mark, (...), while the gradient times factor is written.
+
+    None, with nothing done, where one pass cannot do it: rows of too many strides, programs that
+    must not wait for each other, too many rows for each to count for a mean.
+    """
     mark, temperature = reading.mark, reading.row_temperature
     inplace = into.data_ptr() == x.data_ptr()
     by_row = factor is not None and any(factor.stride())
-    plan = one_pass_launch(
-        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(),
-        None if inplace else _place_of(into, x), temperature is None, reading[4:7],
-        len(coefficients.rows) > 1, by_row, mean, config.revision,
+    plan = one_pass_plan(
+        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), x.device,
+        None if inplace else _place_of(into), temperature is None, reading[4:7],
+        len(coefficients.rows) > 1, by_row, mean, exchange.WAITING, config.revision,
     )  # fmt: skip
-    if plan is None:  # too many strides
-        dense = x.contiguous()
-        nll = one_pass(dense, reading, coefficients, factor, dense if inplace else into, mean)
-        if inplace:
-            into.copy_(dense)
+    if plan is None:
+        return None
+    shape, words, launch = plan
+    nll = torch.empty(shape, device=x.device, dtype=torch.float32)
+    if launch is None:
         return nll
-    launch, size = plan
-    words = None if size[1] == 1 else torch.zeros(size, device=x.device, dtype=torch.int64)
     launch(
         x, mark.contiguous(), coefficients.rows, factor.contiguous() if by_row else factor,
-        None if inplace else into, nll, words,
+        None if inplace else into, nll,
+        None if words is None else torch.zeros(words, device=x.device, dtype=torch.int64),
         *(() if temperature is None else (temperature.contiguous(),)),
     )  # fmt: skip
     return nll

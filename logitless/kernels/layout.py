@@ -62,28 +62,22 @@ class Rows(NamedTuple):
         """The same rows in fresh contiguous memory."""
         return self._replace(stride_b=self.rows_t * self.vocab, stride_t=self.vocab, lead=0)
 
-    def written_to(self, place: "Place") -> "Rows":
-        """Where the gradient of these rows goes."""
-        if place.strides is None:
-            return self.dense()._replace(lead=place.offset // self.itemsize)
-        stride, itemsize = place.strides[0], place.itemsize
-        size = (self.count, self.vocab, self.rows_t)
-        found = Rows(
-            *size, self.rows_t * stride, stride, place.offset // itemsize, 16 // itemsize
-        )  # fmt: skip
+    def written_to(self, place: "Place | None") -> "Rows":
+        """Where the gradient of these rows goes; None is fresh memory."""
+        if place is None:
+            return self.dense()
+        offset, strides, itemsize = place
+        if itemsize >= self.itemsize:
+            return self.dense()._replace(lead=offset // self.itemsize)
+        size, stride = (self.count, self.vocab, self.rows_t), strides[0]
+        found = Rows(*size, self.rows_t * stride, stride, offset // itemsize, 16 // itemsize)
         assert found.starts_aligned  # for kernels count packs of x's dtype
         return found
 
 
-class Place(NamedTuple):
-    """Memory for a gradient: contiguous and of x's dtype or a wider one; or narrower, with strides.
-
-    Rows of the latter start on 16-byte boundaries.
-    """
-
-    offset: int  # bytes after a 16-byte boundary
-    strides: tuple[int, int] | None = None
-    itemsize: int = 0
+# Memory for a gradient: bytes after a 16-byte boundary, strides and the size of an element. It is
+# contiguous and of x's dtype or a wider one; or narrower, with rows that start on such boundaries.
+Place = tuple[int, tuple[int, ...], int]
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, Rows]:

@@ -8,11 +8,12 @@ part is served by the cache next to the processor, which still holds it.
 import functools
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 
 from .._contract import COEFFICIENTS
-from . import config
+from . import config, exchange
 from .exchange import MAX_PARTS, collect, publish
 from .gradient import (
     Span,
@@ -136,18 +137,24 @@ def _one_pass_kernel(
 
 
 @functools.lru_cache(REMEMBERED)
-def one_pass_launch(
-    shape: tuple, strides: tuple, offset: int, itemsize: int, place: Place | None,
+def one_pass_plan(
+    shape: tuple, strides: tuple, offset: int, itemsize: int, device: torch.device,
+    place: Place | None,  # None is over the logits
     one_temperature: bool, options: tuple, coefs_by_row: bool, factor_by_row: bool, mean: bool,
-    revision: int,
-) -> tuple[Launch, tuple[int, int]] | None:  # fmt: skip
+    waiting: bool, revision: int,
+) -> tuple[tuple, tuple | None, Launch | None] | None:  # fmt: skip
+    """Shapes of the result and of the words, and the launch; None where one pass cannot do it."""
     temperature, softcap, ignore_index = options
     rows = describe(shape, strides, offset, itemsize)
-    if rows is None:
+    if rows is None or (mean and not 0 < rows.count <= MAX_COUNTED):
         return None
-    d_rows = rows if place is None else rows.written_to(place)
+    if rows.count == 0 or rows.vocab == 0:
+        return shape[:-1], None, None
     cut = config.one_pass(rows.vocab, itemsize, place is not None and softcap is not None)
     parts = config.ceil_div(rows.vocab, cut.span)
+    if not exchange.may_wait(parts, device):
+        return None
+    d_rows = rows if place is None else rows.written_to(place)
     number = (temperature,) if one_temperature else ()
     launch = Launch(
         _one_pass_kernel, (rows.count * parts,),
@@ -161,4 +168,4 @@ def one_pass_launch(
             int(factor_by_row), mean, cut.span, cut.block_v, 32 if parts <= 32 else MAX_PARTS,
         ),
     )  # fmt: skip
-    return launch, (rows.count, parts)
+    return shape[:-1], None if parts == 1 else (rows.count, parts), launch

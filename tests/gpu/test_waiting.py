@@ -10,7 +10,7 @@ from sizes import DEVICE, ON_GPU, sized
 
 import logitless as ll
 from logitless.kernels import config, exchange
-from logitless.kernels.host import can_one_pass
+from logitless.kernels.one_pass import one_pass_plan
 from logitless.kernels.pair_jsd import _parts
 
 ROWS, VOCAB = sized((2048, 128256), (3, 300))
@@ -149,7 +149,9 @@ def test_who_may_wait(waiting, monkeypatch):
     monkeypatch.setattr(exchange, "WAITING", waiting)
     x = torch.zeros(1, 1).expand(1, 128256).as_subclass(OnAGPU)
     with mock.patch.object(config, "_override", {}):
-        assert can_one_pass(x) is waiting
+        how = (True, (1.0, None, None), False, False, False, waiting, config.revision)
+        plan = one_pass_plan(x.shape, (x.numel(), 1), 0, 4, x.device, None, *how)
+        assert (plan is not None) is waiting
         assert (_parts(x) > 1) is waiting
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert exchange.may_wait(1, cpu)
