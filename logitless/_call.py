@@ -332,11 +332,14 @@ def chosen() -> str | None:
     return name
 
 
+def on_gpu(x: Tensor) -> bool:
+    return x.is_cuda or x.is_xpu  # which take a sixth of the time of x.device.type
+
+
 def backend(x: Tensor) -> ModuleType:
     """The module whose functions serve this tensor: `kernels` or `eager`."""
     if _chosen is None and not os.environ.get("LOGITLESS_IMPL"):
-        on_gpu = x.device.type in ("cuda", "xpu") and x.dtype != torch.float64
-        return _kernels() if on_gpu else eager
+        return _kernels() if on_gpu(x) and x.dtype != torch.float64 else eager
     if chosen() == "eager":
         return eager
     checks.triton_can_run(x)

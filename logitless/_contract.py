@@ -190,7 +190,7 @@ class Coefficients(NamedTuple):
 
     rows: Tensor | None  # (N, COEFFICIENTS), or (1, COEFFICIENTS) for all; None without fields
     has: tuple[str, ...]  # which fields are used: "a", "b", "mark", "total", "a_ids", "label"
-    ids: Tensor | None = None  # (N, K), g_k
+    ids: Tensor | None = None  # (N, K) or (..., K), g_k
 
 
 # Fields of Coefficients.rows.

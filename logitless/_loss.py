@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _call, _checks, _ops, eager
-from ._call import backend, under_transform
+from ._call import backend, on_gpu, under_transform
 from ._constants import made_once
 from ._contract import PRECISION, Coefficients, Reading, Statistics
 from ._later import later
@@ -203,7 +203,7 @@ def evaluate_on(
     how = (None, None) if by_row else (row_weight, reduction)
     others = loss.others
     if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in others)):
-        small = x.numel() <= SMALL and x.device.type in SMALL_ON
+        small = x.numel() <= SMALL and on_gpu(x)
         if loss.saves_gradient or (small and not by_row and not others):
             outputs = _now(x, run, loss, *how)
         else:
@@ -259,7 +259,6 @@ def _total(run: ModuleType, x: Tensor, loss: RowLoss, value: Tensor, row_weight,
 # Elements of logits on a GPU whose gradient is made in forward, in fp32: where launching costs more
 # than the memory, a backward that only scales is half the host's time.
 SMALL = 1 << 20
-SMALL_ON = ("cuda", "xpu")
 
 
 def scaled(

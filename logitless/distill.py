@@ -54,8 +54,8 @@ class Sparse(RowLoss):
         return super().with_tensors(tensors, slots=slots, **changed)
 
     def shapes(self, x):
-        rows, K = rows_in(x.shape[:-1]), self.reading.ids.shape[-1]
-        return [x.shape[:-1], (rows, STATE), (rows, COEFFICIENTS), (rows, K)]
+        rows = rows_in(x.shape[:-1])
+        return [x.shape[:-1], (rows, STATE), (rows, COEFFICIENTS), self.reading.ids.shape]
 
 
 @operator("at_ids", saved=2)
@@ -75,8 +75,7 @@ class AtIds(Sparse):
         return run.gather_gradient(x, self.reading, picked, g, upstream[0], factor, into)
 
     def shapes(self, x):
-        K = self.reading.ids.shape[-1]
-        return [x.shape[:-1], (*x.shape[:-1], K), (rows_in(x.shape[:-1]), K)]
+        return [x.shape[:-1], self.reading.ids.shape, self.reading.ids.shape]
 
 
 @operator("gathered", saved=1)
@@ -90,7 +89,7 @@ class Gathered(Sparse):
         value, coefficients = run.slots(
             x, self.reading, self.slots, temperature=self.reading.any_temperature
         )
-        return (value,), (coefficients.ids.view(x.shape),)
+        return (value,), (coefficients.ids,)
 
     def backward(self, run, x, saved, upstream, factor=None, into=None):
         found = scaled(saved[0], x, upstream[0], factor)
@@ -156,7 +155,7 @@ def gathered_kl(
         # All rows count: a mean is the sum of their shares, and its gradient needs no factor.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
-        teacher_logprobs.detach(), _as_bool(mask), None, by_row, "forward_kl",
+        _constant(teacher_logprobs), _as_bool(mask), None, by_row, "forward_kl",
         "gathered_renorm" if renormalise else "gathered", 0.0, number, 0.0,
     )  # fmt: skip
     return evaluate(student_logits, Gathered(reading, slots), reduction, row_weight)
@@ -225,8 +224,7 @@ def topk_distill(
     )  # fmt: skip
     by_row, number = reading.squared(PRECISION[logits.dtype]) if t_squared else (None, 1.0)
     slots = Slots(
-        targets.logprobs.detach(), mask,
-        targets.tail.detach() if support == "tail" and targets.tail is not None else None,
+        _constant(targets.logprobs), mask, _constant(targets.tail) if support == "tail" else None,
         by_row, divergence, support, float(beta), kd_weight * number,
         float(ce_weight) if with_ce else 0.0,
     )  # fmt: skip
@@ -236,3 +234,7 @@ def topk_distill(
 
 def _as_bool(mask: Tensor | None) -> Tensor | None:
     return mask if mask is None or mask.dtype == torch.bool else mask != 0
+
+
+def _constant(t: Tensor | None) -> Tensor | None:
+    return t.detach() if t is not None and t.requires_grad else t

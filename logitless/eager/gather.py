@@ -32,7 +32,7 @@ def gather_gradient(
     x: Tensor,  # (..., V)
     reading: Reading,
     picked: Tensor,  # (..., K), what was gathered
-    g: Tensor,  # (N, K), of it
+    g: Tensor,  # (..., K), of it
     upstream: Tensor,  # () or one a row
     factor: Tensor | None = None,
     into: Tensor | None = None,
@@ -42,7 +42,7 @@ def gather_gradient(
     flat = x.reshape(-1, V)
     rows = flat.shape[0]
     at, inside = locate(reading.ids, rows, V)
-    g = g * by_row(upstream, rows) * by_row(factor, rows)
+    g = g.reshape(at.shape) * by_row(upstream, rows) * by_row(factor, rows)
     if reading.softcap is not None:
         slope = 1 - (picked.reshape(at.shape) / reading.softcap).square()
         g = torch.where(g == 0, 0.0, g * slope)

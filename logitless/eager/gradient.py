@@ -50,7 +50,8 @@ class _Terms:
         self.a_ids, self.g_mark, self.d_label = field("a_ids"), field("mark"), field("label")
         self.g_ids = None
         if given.ids is not None:
-            self.g_ids = torch.where(self.dead, 0.0, (given.ids * gain).to(state.dtype))
+            g = given.ids.reshape(rows, given.ids.shape[-1]) * gain
+            self.g_ids = torch.where(self.dead, 0.0, g.to(state.dtype))
         self.a = torch.zeros_like(self.shift) if self.a is None else self.a
         self.label_apart = self.d_label is not None and self.inv_t is not None
         self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])

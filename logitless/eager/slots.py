@@ -80,7 +80,7 @@ def slots(
         value = torch.where(live, value, 0.0)
         rows.masked_fill_(~live[:, None], 0)
     # Cloned, for a view that an autograd function returns may not be written to by its user.
-    return value.view(shape).clone(), Coefficients(rows, has, g)
+    return value.view(shape).clone(), Coefficients(rows, has, g.view(student.shape))
 
 
 def _compare(

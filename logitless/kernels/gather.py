@@ -119,7 +119,7 @@ def gather_gradient(
     x: Tensor,  # (..., V)
     reading: Reading,
     picked: Tensor,  # (..., K), what was gathered
-    g: Tensor,  # (N, K)
+    g: Tensor,  # (..., K)
     upstream: Tensor,  # () or (...)
     factor: Tensor | None = None,  # () or N numbers
     into: Tensor | None = None,  # like x; may be x

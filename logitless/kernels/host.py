@@ -144,7 +144,8 @@ def gradient(
     by_row = (len(coefs) > 1, any(upstream.stride()), factor is not None and any(factor.stride()))
     plan = _gradient_plan(
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), inplace,
-        None if into is None or inplace else _place_of(into), 0 if ids is None else ids.shape[-1], g_ids is not None, has, by_row,
+        None if into is None or inplace else _place_of(into),
+        0 if ids is None else ids.shape[-1], g_ids is not None, has, by_row,
         temperature is None, reading[4:7], part, config.revision,
     )  # fmt: skip
     if plan is None:  # too many strides

@@ -233,13 +233,12 @@ def slots(
 
     More than MAX_K slots a row are computed by PyTorch.
     """
-    shape, device = student.shape, student.device
-    K = shape[-1]
+    device, (*lead, K) = student.device, student.shape
     if K > MAX_K or student.numel() == 0:
         return slots_in_torch(student, reading, given, tail, label, temperature)
-    value = torch.empty(shape[:-1], device=device, dtype=torch.float32)
-    N = value.numel()
-    g = torch.empty((N, K), device=device, dtype=torch.float32)
+    value = torch.empty(lead, device=device, dtype=torch.float32)
+    N, dense = value.numel(), torch.contiguous_format
+    g = torch.empty_like(student, dtype=torch.float32, memory_format=dense)
     has, coefs = (), None
     if given.support not in RENORM_STUDENT:
         has = ("a",) if tail is None else ("a", "a_ids")
