@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from logitless import _cut
+from logitless.cli._report import table
 from logitless.cli.bench import contenders, results, runner
 from logitless.cli.bench.cases import EAGER, MIB, OURS, Case, Mode
 from logitless.cli.bench.results import Result
@@ -109,33 +110,10 @@ def measure(study: str, both: bool, loaded: dict) -> list[Result]:
             with contextlib.nullcontext() if gain is None else forced(gain):
                 named = dataclasses.replace(case, variant=case.variant + name)
                 measured = runner.run_case(named, who, "cuda", SPEND)
-            print(*map(line, measured), sep="\n", flush=True)
+            for r in measured:
+                print(*results.work_row(r).values(), sep=" | ", flush=True)
             found += measured
     return found
-
-
-def line(r: Result) -> str:
-    what = f"{r.shape} {r.op}, {r.variant}: {r.contender}"
-    if not r.ms:
-        return f"{what} {r.status}: {r.note}"
-    errors = f"off by {r.value_error:.1e}, {r.grad_error or 0.0:.1e}"
-    return f"{what} {r.ms:.2f} ms, {r.spare_mib:.0f} MiB, {errors}"
-
-
-def markdown(document: dict) -> str:
-    rows = [
-        {
-            "rows × width × vocabulary": r.shape, "loss": r.op, "": r.variant,
-            "who": r.contender, "ms": results.number(r.ms, ".2f"),
-            "MiB beyond gradients": results.number(r.spare_mib, ",.0f"),
-            "error of the value": results.number(r.value_error, ".1e"),
-            "error of the gradients": results.number(r.grad_error, ".1e"),
-            "note": r.note,
-        }
-        for r in document["rows"]
-    ]  # fmt: skip
-    facts = "\n".join(f"- {fact}" for fact in results.about(document))
-    return f"# Heads: time against memory\n\n{facts}\n\n{results.table(rows)}\n"
 
 
 def draw(document: dict, path: Path) -> None:
@@ -178,7 +156,9 @@ def main() -> int:
     document["rows"] = found = measure(args.study, args.both, loaded)
     what = "-both" if args.both else "" if args.study == "workspaces" else f"-{args.study}"
     stem = args.out / f"heads-memory{what}-{document['date'][:10]}"
-    made = results.write(document, markdown(document), stem)
+    facts = "\n".join(f"- {fact}" for fact in results.about(document))
+    lines = table([results.work_row(r) for r in found])
+    made = results.write(document, f"# Heads: time against memory\n\n{facts}\n\n{lines}\n", stem)
     if args.study == "workspaces":
         made.append(args.out / "heads-memory.png")
         draw(document, made[-1])

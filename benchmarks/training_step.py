@@ -32,8 +32,7 @@ from transformers.models.llama import modeling_llama
 
 import logitless as ll
 from logitless.cli import _machine
-from logitless.cli.bench.contenders import short
-from logitless.cli.bench.results import NOTHING, table
+from logitless.cli._report import NOTHING, short, table
 
 SHAPES = ((4, 4096), (1, 16384), (1, 65536))  # batch × length
 STEPS = 5
