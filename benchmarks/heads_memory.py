@@ -40,27 +40,24 @@ SPEND = 200.0  # ms of timing for each
 COLORS = {OURS: "#d1495b", "liger": "#33658a", "cce": "#86a873"}
 
 
-def head(op: str, variant: str, given: dict, mode: str = Mode.BACKWARD, **how) -> Case:
-    return Case("heads", op, mode, variant, given, compiled=False, **how)
+def head(op: str, variant: str, given: dict, mode: str = Mode.BACKWARD) -> Case:
+    return Case("heads", op, mode, variant, given, compiled=False)
 
 
 def workspaces(shape: str) -> list[Case]:
     """Ours in each workspace, then the rivals; at the first shape, results a row and fp32 too."""
-    found = [
-        head("cross_entropy", f"{mib} MiB", {"workspace": mib * MIB}, alone=True)
-        for mib in WORKSPACES
-    ]
-    found.append(head("cross_entropy", OWN_MEMORY, {}))
+    ours = [head("cross_entropy", f"{mib} MiB", {"workspace": mib * MIB}) for mib in WORKSPACES]
+    found = [*ours, head("cross_entropy", OWN_MEMORY, {})]
     if shape == SHAPES[0]:
         found += [
-            head("cross_entropy", "fp32 logits, 1536 MiB", FP32, alone=True),
-            head("cross_entropy", "fp32 logits, 64 MiB", FP32 | SMALL, alone=True),
-            head("score", "1024 MiB", {}, alone=True),
-            head("score", "64 MiB", SMALL, alone=True),
-            head("score", "fp32 logits, 1536 MiB", FP32, alone=True),
-            head("cross_entropy", "64 MiB, no gradients", SMALL, Mode.FORWARD, alone=True),
+            head("cross_entropy", "fp32 logits, 1536 MiB", FP32),
+            head("cross_entropy", "fp32 logits, 64 MiB", FP32 | SMALL),
+            head("score", "1024 MiB", {}),
+            head("score", "64 MiB", SMALL),
+            head("score", "fp32 logits, 1536 MiB", FP32),
+            head("cross_entropy", "64 MiB, no gradients", SMALL, Mode.FORWARD),
         ]
-    return [case.at(shape, "bf16") for case in found]
+    return found
 
 
 def exactness(shape: str) -> list[Case]:
@@ -69,14 +66,13 @@ def exactness(shape: str) -> list[Case]:
     found = [head("cross_entropy", UNFUSED, {})]
     for chunks, way in product((1, 2, 4, 8, 16, 64), ("auto", "fp32", "weight")):
         given = {"workspace": rows // chunks * vocab * 2, "accumulate": way}
-        found.append(head("cross_entropy", f"{chunks} chunks, accumulate={way}", given, alone=True))
-    return [case.at(shape, "bf16") for case in found]
+        found.append(head("cross_entropy", f"{chunks} chunks, accumulate={way}", given))
+    return found
 
 
-def growing(shape: str) -> list[Case]:
+def growing(_: str) -> list[Case]:
     given = {"default workspace": {}, "128 MiB": {"workspace": 128 * MIB}}
-    found = [head("cross_entropy", name, how, alone=True) for name, how in given.items()]
-    return [case.at(shape, "bf16") for case in found]
+    return [head("cross_entropy", name, how) for name, how in given.items()]
 
 
 STUDIES = {  # the cases of a shape, and the shapes
@@ -100,7 +96,7 @@ def forced(gain: float) -> Iterator[None]:
 
 def measure(study: str, both: bool, loaded: dict) -> list[Result]:
     found, (cases, shapes) = [], STUDIES[study]
-    for case in (case for shape in shapes for case in cases(shape)):
+    for case in (case.at(shape, "bf16") for shape in shapes for case in cases(shape)):
         others = {OWN_MEMORY: RIVALS, UNFUSED: (OURS, EAGER)}.get(case.variant, (OURS,))
         who = {name: find for name, find in loaded.items() if name in others}
         ways = {"": None}
@@ -159,7 +155,7 @@ def main() -> int:
     facts = "\n".join(f"- {fact}" for fact in results.about(document))
     lines = table([results.work_row(r) for r in found])
     made = results.write(document, f"# Heads: time against memory\n\n{facts}\n\n{lines}\n", stem)
-    if args.study == "workspaces":
+    if not what:
         made.append(args.out / "heads-memory.png")
         draw(document, made[-1])
     print("wrote", *made)

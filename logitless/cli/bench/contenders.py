@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib import import_module, metadata
+from importlib import import_module
 from math import log
 from operator import attrgetter
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import logitless as ll
 
-from .. import formulas
+from .. import _machine, formulas
 from .._report import short
 from ..formulas import BY_ROW, IGNORED, Inputs
 from .cases import COMPILED, DTYPES, EAGER, OURS, Case, Mode
@@ -172,13 +172,7 @@ def load(names: Iterable[str], device: str) -> tuple[dict[str, Finder], dict[str
         if device == "cuda":
             try:
                 loaded[name] = partial(rival, find_ops(import_module(path)))
-                versions[name] = version(path.split(".")[0])
+                versions[name] = _machine.installed(path.split(".")[0]) or "version unknown"
             except Exception as error:  # a rival may fail to import in its own way
                 versions[name] = f"absent: {short(error)}"
     return loaded, versions
-
-
-def version(package: str) -> str:
-    known = getattr(import_module(package), "__version__", None)
-    names = metadata.packages_distributions().get(package, ())
-    return known or next(map(metadata.version, names), "version unknown")
