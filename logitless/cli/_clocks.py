@@ -35,17 +35,14 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
-    def once() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        argument = prepare()
-        flush.sum()
-        start.record()
-        run(argument)
-        end.record()
-        return start, end
-
     def median(count: int) -> float:
-        events = [once() for _ in range(count)]
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        for start, end in events:
+            argument = prepare()
+            flush.sum()
+            start.record()
+            run(argument)
+            end.record()
         torch.cuda.synchronize()
         return statistics.median(start.elapsed_time(end) for start, end in events)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 OURS, EAGER, COMPILED = "logitless", "eager", "compile"
-OUR_PLAIN = "our cross_entropy"
+OUR_PLAIN = "our cross_entropy"  # of the same shape, without options
 FAMILIES = ("logits", "teachers", "heads")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN = "plain"  # the variant that others are compared with
@@ -60,8 +60,8 @@ class Case(Work):
     """One line of the benchmark, run by every contender that can.
 
     Our time must be at most `targets[of]` times that of each `of`: "floor"; "start + floor", the
-    same after 6 µs for starting the kernels; OUR_PLAIN, of the same shape and without options;
-    contenders, of which the fastest counts; or "cpu", PyTorch where that is the device.
+    same after 6 µs for starting the kernels; OUR_PLAIN; contenders, of which the fastest counts; or
+    "cpu", PyTorch where that is the device.
     """
 
     given: dict[str, Any] = field(default_factory=dict)  # to the inputs, and to the op as options
@@ -110,7 +110,8 @@ STREAM = [
     LOGITS("cross_entropy", INPLACE, targets={"floor": 1.15}, passes=2, spare_mib=8.0),
 ]
 ON_CPU = [replace(STREAM[-2], targets={"cpu": 1.15}), STREAM[-1]]
-OTHERS, SHORT = "compile, liger, fla, flash-attn", partial(LOGITS, "cross_entropy", WALL, PLAIN, {})
+OTHERS = f"{COMPILED}, liger, fla, flash-attn"
+SHORT = partial(LOGITS, "cross_entropy", WALL, PLAIN, {})
 HALF = partial(LOGITS, "cross_entropy", FORWARD, targets={OUR_PLAIN: 0.55}, passes=0.5, alone=True)
 MORE = partial(LOGITS, mode=BOTH, targets={OUR_PLAIN: 1.10}, passes=3, spare_mib=8.0, alone=True)
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "temperature": 0.7}
@@ -178,7 +179,7 @@ SHAPES = (  # the last two have rows that aren't 16-byte aligned
 FEW_SHAPES = "1×128256 bf16, 2×129920 fp32, 16×128256 bf16, 128×128256 bf16"
 LARGE, LARGE_HEAD = "8192×128256 bf16", "8192×4096×128256 bf16"
 CPU, CPU_HEAD = "128×50257 fp32", "256×512×32000 fp32"
-GROUPS = (  # family, cases, where on a GPU and on a CPU, and which --shape: by its number of rows
+GROUPS = (  # family, cases, places on a GPU and on a CPU, and rows of the --shape that it takes
     ("logits", STREAM, SHAPES, f"{CPU}, 128×50257 bf16", ("many",)),
     ("logits", ON_CPU, "", "512×128256 fp32", ()),
     ("logits", FEW, FEW_SHAPES, "", ("few",)),

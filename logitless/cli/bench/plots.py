@@ -24,22 +24,22 @@ def save(document: dict, folder: Path) -> list[Path]:
     together = Counter(r.name for r in timed)
     for family in dict.fromkeys(r.family for r in timed):
         shown = [r for r in timed if r.family == family and is_shown(r, together[r.name])]
-        best, beyond = "its bytes at the bandwidth of a copy", "inputs"
-        if family == "heads":
-            best, beyond = "its GEMMs alone", "inputs and the gradients"
-        ceiling = f"% of the fastest possible, higher is better: 100 is {best}"
-        shares = {place(r): 100 * r.floor_ms / r.ms for r in shown if r.floor_ms}
-        speeds = {place(r): 1 / r.eager_x for r in shown if r.eager_x and not shares}
-        room = f"memory allocated beyond the {beyond}, MiB, lower is better"
-        taken = {place(r, True): r.spare_mib if family == "heads" else r.extra_mib for r in shown}
+        heads, suffix = family == "heads", "" if family == "logits" else f"-{family}"
+        if document["copy_tbps"]:
+            best = "its GEMMs alone" if heads else "its bytes at the bandwidth of a copy"
+            unit = f"% of the fastest possible, higher is better: 100 is {best}"
+            shares = {place(r): 100 * r.floor_ms / r.ms for r in shown if r.floor_ms}
+            speed = ("share-of-ceiling", unit, 100, shares)
+        else:
+            times = {place(r): 1 / r.eager_x for r in shown if r.eager_x}
+            speed = ("speed", "speed, PyTorch eager = 1, higher is better", 1, times)
+        beyond = "inputs and the gradients" if heads else "inputs"
+        unit = f"memory allocated beyond the {beyond}, MiB, lower is better"
+        taken = {place(r, True): r.spare_mib if heads else r.extra_mib for r in shown}
         taken = {k: mib for k, mib in taken.items() if k[0] == Mode.BACKWARD and mib is not None}
-        for file, what, line, bars in (
-            ("share-of-ceiling", ceiling, 100, shares),
-            ("speed", "speed, PyTorch eager = 1, higher is better", 1, speeds),
-            ("memory", room, None, taken),
-        ):
+        for file, what, line, bars in (speed, ("memory", unit, None, taken)):
             if bars:
-                made.append(folder / f"{file}{'' if family == 'logits' else f'-{family}'}.png")
+                made.append(folder / f"{file}{suffix}.png")
                 draw(bars, f"{family}: {what}\n{where}", line, made[-1])
     return made
 

@@ -51,9 +51,15 @@ def blank(case: Case, contender: str, **known) -> Result:
 
 def new_document(device: str, contenders: dict[str, str], commit: str | None) -> dict:
     """Of a run that has no results yet."""
-    facts = {"device": _machine.device(device), "versions": _machine.versions()}
-    facts |= {"contenders": contenders, "commit": commit or _machine.commit()}
-    return facts | {"date": _machine.now(), "copy_tbps": None, "rows": []}
+    return {
+        "device": _machine.device(device),
+        "versions": _machine.versions(),
+        "contenders": contenders,
+        "commit": commit or _machine.commit(),
+        "date": _machine.now(),
+        "copy_tbps": None,
+        "rows": [],
+    }
 
 
 def read(path: Path) -> dict:
@@ -117,7 +123,8 @@ def limit(case: Case, of: str, factor: float, floor: float | None, times: Times)
     """A target in words, and in milliseconds if what it speaks of was measured."""
     plain, start = replace(case, variant=PLAIN), KERNEL_START_MS if of == "start + floor" else 0.0
     if "floor" in of:
-        found = {case.yardstick or f"{case.passes:g}B/C".removeprefix("1"): floor}
+        passes = "" if case.passes == 1 else f"{case.passes:g}"
+        found = {case.yardstick or f"{passes}B/C": floor}
     elif of == OUR_PLAIN:
         found = {of: times.get((OURS, replace(plain, op="cross_entropy").name))}
     else:  # a contender without this variant is compared in the plain one

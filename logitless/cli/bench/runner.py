@@ -93,7 +93,7 @@ class Entry:
         if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
             cold = self.case.mode == Mode.REPLAY  # logits just gathered are still in the cache
             x = self.leaves[0]
-            ms = _clocks.graph_time(lambda x: self.run(self.fresh((x,))), x, budget, cold=cold)
+            ms = _clocks.graph_time(lambda y: self.run(self.fresh((y,))), x, budget, cold=cold)
         elif self.case.mode == Mode.WALL:
             ms = _clocks.host_time(self.run, self.prepare())
         else:
