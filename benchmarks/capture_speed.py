@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -20,6 +19,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import logitless as ll
 from logitless.cli import _machine
+from logitless.cli._clocks import wall_time
+from logitless.cli._report import table
 
 AIM = 0.8
 
@@ -34,16 +35,6 @@ def teacher(small: bool, device: str) -> LlamaForCausalLM:
     dtype = torch.float32 if small else torch.bfloat16
     with torch.device(device):
         return LlamaForCausalLM(LlamaConfig(**sizes)).to(dtype).eval()
-
-
-def seconds(device: str, run) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - begin
 
 
 def main() -> None:
@@ -61,12 +52,12 @@ def main() -> None:
     batches = list(torch.randint(0, vocab, shape, generator=torch.Generator().manual_seed(1)))
 
     @torch.no_grad()
-    def hidden_states() -> None:
+    def hidden_states(_=None) -> None:
         for batch in batches:
             model.model(batch.to(device))
 
     @torch.no_grad()
-    def whole_logits() -> None:
+    def whole_logits(_=None) -> None:
         for batch in batches:
             model(batch.to(device))
 
@@ -80,23 +71,24 @@ def main() -> None:
         check(model, Path(folder) / "warm", batches[0])
         hidden_states()
         times = {
-            "hidden states alone": seconds(device, hidden_states),
-            "whole logits": seconds(device, whole_logits),
-            "ll.store.capture, K = 64": seconds(device, lambda: capture("store")),
+            "hidden states alone": wall_time(device, hidden_states),
+            "whole logits": wall_time(device, whole_logits),
+            "ll.store.capture, K = 64": wall_time(device, lambda _: capture("store")),
         }
         assert ll.store.Store(Path(folder) / "store").verify()
     tokens = args.batches * args.batch * args.context
-    lines = ["| | tokens/s | of the forward with whole logits |", "|---|---|---|"]
-    for name, spent in times.items():
-        share = times["whole logits"] / spent
-        lines.append(f"| {name} | {tokens / spent:,.0f} | {share:.0%} |")
+    rows = []
+    for name, ms in times.items():
+        speed, share = f"{1e3 * tokens / ms:,.0f}", f"{times['whole logits'] / ms:.0%}"
+        rows.append({"": name, "tokens/s": speed, "of the forward with whole logits": share})
     about = (
         f"{_machine.device(device)['name']}, torch {torch.__version__}, commit {_machine.commit()}"
     )
     text = f"# Capturing a teacher\n\n{about}; {tokens:,} tokens, V = {vocab:,}; aim {AIM:.0%}.\n\n"
+    text += table(rows) + "\n"
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "capture-speed.md").write_text(text + "\n".join(lines) + "\n")
-    print(text + "\n".join(lines))
+    (args.out / "capture-speed.md").write_text(text)
+    print(text)
 
 
 @torch.no_grad()

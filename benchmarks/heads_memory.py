@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from logitless import _cut
+from logitless.cli._report import table
 from logitless.cli.bench import contenders, results, runner
 from logitless.cli.bench.cases import EAGER, MIB, OURS, Case, Mode
 from logitless.cli.bench.results import Result
@@ -39,27 +40,24 @@ SPEND = 200.0  # ms of timing for each
 COLORS = {OURS: "#d1495b", "liger": "#33658a", "cce": "#86a873"}
 
 
-def head(op: str, variant: str, given: dict, mode: str = Mode.BACKWARD, **how) -> Case:
-    return Case("heads", op, mode, variant, given, compiled=False, **how)
+def head(op: str, variant: str, given: dict, mode: str = Mode.BACKWARD) -> Case:
+    return Case("heads", op, mode, variant, given, compiled=False)
 
 
 def workspaces(shape: str) -> list[Case]:
     """Ours in each workspace, then the rivals; at the first shape, results a row and fp32 too."""
-    found = [
-        head("cross_entropy", f"{mib} MiB", {"workspace": mib * MIB}, alone=True)
-        for mib in WORKSPACES
-    ]
-    found.append(head("cross_entropy", OWN_MEMORY, {}))
+    ours = [head("cross_entropy", f"{mib} MiB", {"workspace": mib * MIB}) for mib in WORKSPACES]
+    found = [*ours, head("cross_entropy", OWN_MEMORY, {})]
     if shape == SHAPES[0]:
         found += [
-            head("cross_entropy", "fp32 logits, 1536 MiB", FP32, alone=True),
-            head("cross_entropy", "fp32 logits, 64 MiB", FP32 | SMALL, alone=True),
-            head("score", "1024 MiB", {}, alone=True),
-            head("score", "64 MiB", SMALL, alone=True),
-            head("score", "fp32 logits, 1536 MiB", FP32, alone=True),
-            head("cross_entropy", "64 MiB, no gradients", SMALL, Mode.FORWARD, alone=True),
+            head("cross_entropy", "fp32 logits, 1536 MiB", FP32),
+            head("cross_entropy", "fp32 logits, 64 MiB", FP32 | SMALL),
+            head("score", "1024 MiB", {}),
+            head("score", "64 MiB", SMALL),
+            head("score", "fp32 logits, 1536 MiB", FP32),
+            head("cross_entropy", "64 MiB, no gradients", SMALL, Mode.FORWARD),
         ]
-    return [case.at(shape, "bf16") for case in found]
+    return found
 
 
 def exactness(shape: str) -> list[Case]:
@@ -68,14 +66,13 @@ def exactness(shape: str) -> list[Case]:
     found = [head("cross_entropy", UNFUSED, {})]
     for chunks, way in product((1, 2, 4, 8, 16, 64), ("auto", "fp32", "weight")):
         given = {"workspace": rows // chunks * vocab * 2, "accumulate": way}
-        found.append(head("cross_entropy", f"{chunks} chunks, accumulate={way}", given, alone=True))
-    return [case.at(shape, "bf16") for case in found]
+        found.append(head("cross_entropy", f"{chunks} chunks, accumulate={way}", given))
+    return found
 
 
-def growing(shape: str) -> list[Case]:
+def growing(_: str) -> list[Case]:
     given = {"default workspace": {}, "128 MiB": {"workspace": 128 * MIB}}
-    found = [head("cross_entropy", name, how, alone=True) for name, how in given.items()]
-    return [case.at(shape, "bf16") for case in found]
+    return [head("cross_entropy", name, how) for name, how in given.items()]
 
 
 STUDIES = {  # the cases of a shape, and the shapes
@@ -99,7 +96,7 @@ def forced(gain: float) -> Iterator[None]:
 
 def measure(study: str, both: bool, loaded: dict) -> list[Result]:
     found, (cases, shapes) = [], STUDIES[study]
-    for case in (case for shape in shapes for case in cases(shape)):
+    for case in (case.at(shape, "bf16") for shape in shapes for case in cases(shape)):
         others = {OWN_MEMORY: RIVALS, UNFUSED: (OURS, EAGER)}.get(case.variant, (OURS,))
         who = {name: find for name, find in loaded.items() if name in others}
         ways = {"": None}
@@ -109,33 +106,10 @@ def measure(study: str, both: bool, loaded: dict) -> list[Result]:
             with contextlib.nullcontext() if gain is None else forced(gain):
                 named = dataclasses.replace(case, variant=case.variant + name)
                 measured = runner.run_case(named, who, "cuda", SPEND)
-            print(*map(line, measured), sep="\n", flush=True)
+            for r in measured:
+                print(*results.work_row(r).values(), sep=" | ", flush=True)
             found += measured
     return found
-
-
-def line(r: Result) -> str:
-    what = f"{r.shape} {r.op}, {r.variant}: {r.contender}"
-    if not r.ms:
-        return f"{what} {r.status}: {r.note}"
-    errors = f"off by {r.value_error:.1e}, {r.grad_error or 0.0:.1e}"
-    return f"{what} {r.ms:.2f} ms, {r.spare_mib:.0f} MiB, {errors}"
-
-
-def markdown(document: dict) -> str:
-    rows = [
-        {
-            "rows × width × vocabulary": r.shape, "loss": r.op, "": r.variant,
-            "who": r.contender, "ms": results.number(r.ms, ".2f"),
-            "MiB beyond gradients": results.number(r.spare_mib, ",.0f"),
-            "error of the value": results.number(r.value_error, ".1e"),
-            "error of the gradients": results.number(r.grad_error, ".1e"),
-            "note": r.note,
-        }
-        for r in document["rows"]
-    ]  # fmt: skip
-    facts = "\n".join(f"- {fact}" for fact in results.about(document))
-    return f"# Heads: time against memory\n\n{facts}\n\n{results.table(rows)}\n"
 
 
 def draw(document: dict, path: Path) -> None:
@@ -178,8 +152,10 @@ def main() -> int:
     document["rows"] = found = measure(args.study, args.both, loaded)
     what = "-both" if args.both else "" if args.study == "workspaces" else f"-{args.study}"
     stem = args.out / f"heads-memory{what}-{document['date'][:10]}"
-    made = results.write(document, markdown(document), stem)
-    if args.study == "workspaces":
+    facts = "\n".join(f"- {fact}" for fact in results.about(document))
+    lines = table([results.work_row(r) for r in found])
+    made = results.write(document, f"# Heads: time against memory\n\n{facts}\n\n{lines}\n", stem)
+    if not what:
         made.append(args.out / "heads-memory.png")
         draw(document, made[-1])
     print("wrote", *made)

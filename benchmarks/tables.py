@@ -12,10 +12,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import heads_memory
+from logitless.cli._report import NOTHING, number, table, time_text
 from logitless.cli.bench import cases, plots, results
 from logitless.cli.bench.cases import COMPILED, EAGER, FAMILIES, OURS, PLAIN, Mode
 from logitless.cli.bench.results import OVERWRITES, Result
@@ -38,6 +40,7 @@ SETTINGS = {  # of other variants of a head
     "128 MiB, summed in the weight's dtype": '128 MiB, `accumulate="weight"`',
     "summed in fp32": '1 GiB, `accumulate="fp32"`',
 }
+MEMORY = "memory"  # of a head: the runs of benchmarks/heads_memory.py
 DAGGER = "†"  # beside a time: it overwrites its input
 Rows = list[dict[str, str]]
 
@@ -73,12 +76,17 @@ class Run(NamedTuple):
         return {self.title(n): cell(self.find(**wanted, contender=n), memory) for n in names}
 
 
-def newest(family: str) -> Run:
+@cache
+def newest(source: str) -> Run:
+    """Of a family, or of benchmarks/heads_memory.py."""
+    if source == MEMORY:
+        path = max(RESULTS.glob("heads-memory-[0-9]*.json"))
+        return Run(path, results.read(path))
     runs = [Run(path, results.read(path)) for path in RESULTS.glob("*.json")]
-    wanted = {case.name for case in cases.choose("cuda", families=[family])}
+    wanted = {case.name for case in cases.choose("cuda", families=[source])}
 
     def worth(run: Run) -> tuple[int, str]:
-        there = {r.name for r in run.rows if r.family == family}
+        there = {r.name for r in run.rows if r.family == source}
         return len(wanted & there), run.document["date"]
 
     return max(runs, key=worth)
@@ -89,13 +97,13 @@ def sizes(shape: str) -> str:
 
 
 def ms(value: float | None) -> str:
-    return results.number(value, ".2f" if (value or 0.0) < 10 else ".1f")
+    return number(value, ".2f" if (value or 0.0) < 10 else ".1f")
 
 
 def cell(r: Result | None, memory: str = "") -> str:
     """Milliseconds and, in brackets, the MiB of that field."""
     if r is None:
-        return results.NOTHING
+        return NOTHING
     mib = getattr(r, memory) if memory else None
     mark = f" {DAGGER}" if OVERWRITES in r.note else ""
     return ms(r.ms) + ("" if mib is None else f" ({max(mib, 0.0):,.0f})") + mark
@@ -150,9 +158,9 @@ def summary(logits: Run, heads: Run) -> str:
             "[docs/heads.md]({up}docs/heads.md) has newer times against memory, ours and Liger's.",
         ]
     small = logits.cells(NAMES, "extra_mib", **PLAIN_LOGITS, shape=SMALL, mode=Mode.WALL)
-    rows.append({"": f"logits {sizes(SMALL)}, host included", **small, equal: results.NOTHING})
+    rows.append({"": f"logits {sizes(SMALL)}, host included", **small, equal: NOTHING})
     after = ["", *notes] if notes else []
-    return "\n".join([results.table(rows), "", origin(logits, heads), *after])
+    return "\n".join([table(rows), "", origin(logits, heads), *after])
 
 
 def heads(run: Run) -> Rows:
@@ -176,46 +184,40 @@ def workspaces(run: Run) -> Rows:
                 HEAD: sizes(shape),
                 "workspace": run.title("liger") if r.contender == "liger" else setting,
                 "ms": ms(r.ms),
-                "× the three GEMMs": results.number(over, ".2f"),
-                "MiB taken": results.number(r.spare_mib, ",.0f"),
+                "× the three GEMMs": number(over, ".2f"),
+                "MiB taken": number(r.spare_mib, ",.0f"),
             })  # fmt: skip
     return rows
 
 
-def memory_run() -> Run:
-    """The newest of benchmarks/heads_memory.py."""
-    path = max(RESULTS.glob("heads-memory-[0-9]*.json"))
-    return Run(path, results.read(path))
-
-
-def head_memory() -> str:
+def head_memory(run: Run) -> Rows:
     """Ours in every workspace, and the rivals."""
-    run, rows = memory_run(), []
+    rows = []
     for shape in run.shapes():
-        row = {HEAD: sizes(shape)}
-        for mib in heads_memory.WORKSPACES:
-            found = run.find(op="cross_entropy", shape=shape, variant=f"{mib} MiB")
-            row[f"{mib:,} MiB"] = cell(found, "spare_mib")
-        own = {"op": "cross_entropy", "shape": shape, "variant": heads_memory.OWN_MEMORY}
-        rows.append(row | run.cells(heads_memory.RIVALS, "spare_mib", **own))
-    return f"{results.table(rows)}\n\n{origin(run)}"
+        at = {"op": "cross_entropy", "shape": shape}
+        ours = {mib: run.find(**at, variant=f"{mib} MiB") for mib in heads_memory.WORKSPACES}
+        row = {f"{mib:,} MiB": cell(r, "spare_mib") for mib, r in ours.items()}
+        own = at | {"variant": heads_memory.OWN_MEMORY}
+        row |= run.cells(heads_memory.RIVALS, "spare_mib", **own)
+        rows.append({HEAD: sizes(shape), **row})
+    return rows
 
 
-def fp32_logits() -> str:
+def fp32_logits(run: Run) -> Rows:
     """What logits in fp32 cost and bring, beside those of 16 bits."""
-    run, rows = memory_run(), []
-    for op, variant in (("cross_entropy", "1024 MiB"), ("score", "1024 MiB")):
-        plain = run.find(op=op, variant=variant, shape=heads_memory.SHAPES[0])
+    rows = []
+    for op in ("cross_entropy", "score"):
+        plain = run.find(op=op, variant="1024 MiB", shape=heads_memory.SHAPES[0])
         wide = [r for r in run.all(op=op) if r.variant.startswith("fp32 logits")]
         for r in (plain, *wide):
             setting = r.variant if r in wide else f"bf16 logits, {r.variant}"
             rows.append({
                 "loss": op, "logits, workspace": setting, "ms": ms(r.ms),
-                "× bf16": results.number(r.ms / plain.ms, ".2f"),
-                "MiB taken": results.number(r.spare_mib, ",.0f"),
-                "largest error of a value": results.number(r.value_error, ".0e"),
+                "× bf16": number(r.ms / plain.ms, ".2f"),
+                "MiB taken": number(r.spare_mib, ",.0f"),
+                "largest error of a value": number(r.value_error, ".0e"),
             })  # fmt: skip
-    return f"{results.table(rows)}\n\n{origin(run)}"
+    return rows
 
 
 def cross_entropy(run: Run) -> Rows:
@@ -237,8 +239,8 @@ def small_calls(run: Run) -> Rows:
 def teachers(run: Run) -> Rows:
     rows = []
     for ours in run.all(family="teachers", contender=OURS):
-        by = {r.contender: results.time_text(r.ms) for r in run.rows if r.name == ours.name}
-        times = {run.title(name): by.get(name, results.NOTHING) for name in NAMES}
+        by = {r.contender: time_text(r.ms) for r in run.rows if r.name == ours.name}
+        times = {run.title(name): by.get(name, NOTHING) for name in NAMES}
         rows.append({"": where(ours), **times})
     return rows
 
@@ -251,19 +253,19 @@ def targets(*runs: Run) -> str:
         missed = [r for r in judged if not r.reached]
         counts.append(f"{len(judged) - len(missed)} of {len(judged)} ({family})")
         for r in missed:
-            time = f"{results.time_text(r.ms)}, {results.number(r.spare_mib, '.0f')} MiB"
-            allowed = results.time_text(r.limit_ms)
+            time = f"{time_text(r.ms)}, {number(r.spare_mib, '.0f')} MiB"
+            allowed = time_text(r.limit_ms)
             rows.append({"missed": where(r), "target": r.target, "that is": allowed, "ours": time})
-    table = results.table(rows or [{"missed": "none"}])
-    return f"Reached: {', '.join(counts)}.\n\n{table}\n\n{origin(*runs)}"
+    missed = table(rows or [{"missed": "none"}])
+    return f"Reached: {', '.join(counts)}.\n\n{missed}\n\n{origin(*runs)}"
 
 
-TABLES: dict[str, tuple[Callable, tuple[str, ...]]] = {  # and the families they are made from
+TABLES: dict[str, tuple[Callable, tuple[str, ...]]] = {  # and the runs they are made from
     "summary": (summary, ("logits", "heads")),
     "heads": (heads, ("heads",)),
     "workspaces": (workspaces, ("heads",)),
-    "head-memory": (head_memory, ()),
-    "fp32-logits": (fp32_logits, ()),
+    "head-memory": (head_memory, (MEMORY,)),
+    "fp32-logits": (fp32_logits, (MEMORY,)),
     "cross-entropy": (cross_entropy, ("logits",)),
     "small-calls": (small_calls, ("logits",)),
     "teachers": (teachers, ("teachers",)),
@@ -279,7 +281,7 @@ def rewritten(page: Path) -> str:
         make, families = TABLES[found[2]]
         runs = [newest(family) for family in families]
         made = make(*runs)
-        text = made if isinstance(made, str) else f"{results.table(made)}\n\n{origin(*runs)}"
+        text = made if isinstance(made, str) else f"{table(made)}\n\n{origin(*runs)}"
         return f"{found[1]}{text.replace('{up}', up)}\n{found[3]}"
 
     return BLOCK.sub(block, page.read_text())
@@ -290,7 +292,7 @@ def main() -> None:
         page.write_text(rewritten(page))
     for run in map(newest, FAMILIES):
         plots.save(run.document, RESULTS)
-    heads_memory.draw(memory_run().document, RESULTS / "heads-memory.png")
+    heads_memory.draw(newest(MEMORY).document, RESULTS / "heads-memory.png")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -32,8 +33,8 @@ from transformers.models.llama import modeling_llama
 
 import logitless as ll
 from logitless.cli import _machine
-from logitless.cli.bench.contenders import short
-from logitless.cli.bench.results import NOTHING, table
+from logitless.cli._clocks import wall_time
+from logitless.cli._report import NOTHING, short, table
 
 SHAPES = ((4, 4096), (1, 16384), (1, 65536))  # batch × length
 STEPS = 5
@@ -61,12 +62,6 @@ class Way(NamedTuple):
     model: nn.Module
     loss: Callable[[nn.Module, Batch], Tensor]
     within: Callable[[], Any] = contextlib.nullcontext
-
-
-class Result(NamedTuple):
-    seconds: float | None
-    peak: int  # bytes beyond the weights
-    note: str = ""
 
 
 def llama(sizes: dict, device: str) -> LlamaForCausalLM:
@@ -104,27 +99,6 @@ def fused(model: nn.Module) -> Iterator[None]:
         ll.unfuse(model)
 
 
-@contextlib.contextmanager
-def with_forward(model: nn.Module, forward: Callable) -> Iterator[None]:
-    """Liger's patch of a model's loss, and nothing else of it."""
-    model.__dict__["forward"] = MethodType(forward, model)
-    try:
-        yield
-    finally:
-        del model.__dict__["forward"]
-
-
-@contextlib.contextmanager
-def with_rope(rope: Callable) -> Iterator[None]:
-    """Liger patches this one in the module of all models."""
-    own = modeling_llama.apply_rotary_pos_emb
-    modeling_llama.apply_rotary_pos_emb = rope
-    try:
-        yield
-    finally:
-        modeling_llama.apply_rotary_pos_emb = own
-
-
 def liger_ways(model: LlamaForCausalLM) -> list[Way]:
     """Its loss alone, and its whole patch, which has kernels for the layers too."""
     liger = import_module("liger_kernel.transformers")
@@ -134,13 +108,13 @@ def liger_ways(model: LlamaForCausalLM) -> list[Way]:
         liger.apply_liger_kernel_to_llama(model=patched)
     finally:
         modeling_llama.__dict__.update(own)
+    # Its patches of one model's loss, and of a function in the module of all models.
+    loss = partial(patch.object, model, "forward", MethodType(forward, model))
+    rope = (modeling_llama, "apply_rotary_pos_emb", liger.liger_rotary_pos_emb)
     return [
-        Way("Liger's loss", model, transformers_loss, partial(with_forward, model, forward)),
-        Way(
-            "Liger's whole patch", patched, transformers_loss,
-            partial(with_rope, liger.liger_rotary_pos_emb),
-        ),
-    ]  # fmt: skip
+        Way("Liger's loss", model, transformers_loss, loss),
+        Way("Liger's whole patch", patched, transformers_loss, partial(patch.object, *rope)),
+    ]
 
 
 def ways_of(model: LlamaForCausalLM) -> tuple[list[Way], str]:
@@ -193,29 +167,23 @@ def verdict(found: list[float] | str, of_plain: list[float] | str) -> str:
     return "ok" if all(error <= MARGIN * plain + FLOOR for error, plain in pairs) else "WRONG"
 
 
-def step(way: Way, batch: Batch, device: str) -> Result:
-    """One forward and backward."""
-    on_gpu = device == "cuda"
-    before = torch.cuda.memory_allocated() if on_gpu else 0
-    if on_gpu:
+def step(way: Way, batch: Batch, device: str) -> tuple[float, int]:
+    """One forward and backward: milliseconds, and the most bytes at once beyond the weights."""
+    before = torch.cuda.memory_allocated()
+    if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    way.loss(way.model, batch).backward()
-    if on_gpu:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
+    ms = wall_time(device, lambda _: way.loss(way.model, batch).backward())
+    peak = torch.cuda.max_memory_allocated() - before
     way.model.zero_grad()
-    return Result(seconds, peak)
+    return ms, peak
 
 
 def measure(
     ways: list[Way], batch: Batch, device: str, steps: int, deadline: float
-) -> dict[str, Result]:
-    """The median step of each, taken in turns after one that is not counted."""
-    taken: dict[str, list[Result]] = {way.name: [] for way in ways}
-    failed: dict[str, Result] = {}
+) -> dict[str, str]:
+    """A cell for each: of its median step, taken in turns after one that is not counted."""
+    taken: dict[str, list[tuple[float, int]]] = {way.name: [] for way in ways}
+    failed: dict[str, str] = {}
     for turn in range(steps + 1):
         for way in ways:
             if way.name in failed or time.monotonic() > deadline:
@@ -225,32 +193,19 @@ def measure(
                     result = step(way, batch, device)
             except torch.cuda.OutOfMemoryError:
                 way.model.zero_grad()
-                failed[way.name] = Result(None, 0, "out of memory")
+                failed[way.name] = "out of memory"
                 continue
             if turn:
                 taken[way.name].append(result)
-    for name, results in taken.items():
-        if name not in failed:
-            failed[name] = median(results)
-    return failed
+    tokens = batch["input_ids"].numel()
+    return {name: failed.get(name) or speed(found, tokens) for name, found in taken.items()}
 
 
-def median(results: list[Result]) -> Result:
-    if not results:
-        return Result(None, 0, "no time left")
-    seconds = statistics.median(result.seconds or 0.0 for result in results)
-    return Result(seconds, max(result.peak for result in results))
-
-
-def release(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
-def speed_cell(result: Result, tokens: int) -> str:
-    if result.seconds is None:
-        return result.note
-    return f"{tokens / result.seconds:,.0f} · {result.peak / 2**30:.1f}"
+def speed(found: list[tuple[float, int]], tokens: int) -> str:
+    if not found:
+        return "no time left"
+    times, peaks = zip(*found, strict=True)
+    return f"{1e3 * tokens / statistics.median(times):,.0f} · {max(peaks) / 2**30:.1f}"
 
 
 def report(device: str, sizes: dict, about: str, speeds: str, checks: str) -> str:
@@ -289,17 +244,16 @@ def main(argv: list[str] | None = None) -> int:
         numbers = [NOTHING] * 4 if isinstance(found, str) else [f"{error:.1e}" for error in found]
         checks.append(dict(zip(CHECKS, [name, *numbers, verdicts[name]], strict=True)))
     ways = [way for way in ways if verdicts[way.name] == "ok"]
-    release(args.device)
+    torch.cuda.empty_cache()
 
     rows = []
     for shape in shapes:
-        batch, tokens = batch_of(shape, vocab, args.device), shape[0] * shape[1]
-        steps = STEPS if tokens <= 16384 else 2
-        results = measure(ways, batch, args.device, steps, deadline)
-        cells = {way.name: speed_cell(results[way.name], tokens) for way in ways}
+        batch = batch_of(shape, vocab, args.device)
+        steps = STEPS if shape[0] * shape[1] <= 16384 else 2
+        cells = measure(ways, batch, args.device, steps, deadline)
         rows.append({"batch × length": f"{shape[0]} × {shape[1]:,}", **cells})
         print(*rows[-1].values(), sep=" | ", flush=True)
-        release(args.device)
+        torch.cuda.empty_cache()
 
     text = report(args.device, sizes, about, table(rows), table(checks))
     args.out.mkdir(parents=True, exist_ok=True)

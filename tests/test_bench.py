@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from forked import FORKED
 
 import logitless as ll
-from logitless.cli import formulas, main
-from logitless.cli.bench import cases, contenders, results, runner, timing
+from logitless.cli import _clocks, formulas, main
+from logitless.cli.bench import cases, contenders, results, runner
 from logitless.cli.bench.cases import Case, Mode
 
 COMPARE = Path(__file__).parents[1] / "benchmarks/compare.py"
@@ -211,18 +211,17 @@ def gpu_clocks(monkeypatch):
     told = []
 
     def clock(name, call):
-        def tell(*arguments):
+        def tell(*arguments, **options):
             call(*arguments)
             told.append(name)
             return float(len(told))
 
-        monkeypatch.setattr(timing, name, tell)
+        monkeypatch.setattr(_clocks, name, tell)
 
     clock("device_time", lambda prepare, run, budget: run(prepare()))
-    clock("graph_time", lambda run, copies, budget: [run(x) for x in copies])
+    clock("graph_time", lambda run, x, budget: run(x))
     clock("host_time", lambda run, leaves: run(leaves))
-    monkeypatch.setattr(timing, "synchronises", lambda run, leaves: False)
-    monkeypatch.setattr(runner, "many_copies", lambda x, cold: x.expand(2, *x.shape))
+    monkeypatch.setattr(_clocks, "synchronises", lambda run, leaves: False)
     made = contenders.inputs
     monkeypatch.setattr(contenders, "inputs", lambda case, device: made(case, "cpu"))
     return told
@@ -242,7 +241,7 @@ def test_a_gpu_has_a_clock_for_each_mode(gpu_clocks):
 
 
 def test_a_yardstick_is_timed_before_and_after_ours(gpu_clocks):
-    plain = cases.workspaces(128)[0].at("6×8×101", "fp32")
+    plain = cases.PLAIN_HEAD.at("6×8×101", "fp32")
     loaded, _ = contenders.load(["logitless", "eager"], "cpu")
     gemms, ours, eager = runner.run_case(plain, loaded, "cuda", BRIEF)
     assert (gemms.contender, ours.contender, eager.contender) == ("3 GEMMs", "logitless", "eager")
@@ -326,7 +325,7 @@ def test_verdicts_follow_from_bytes_and_bandwidth():
     # 8192 × 128256 bf16 at 4 TB/s: one reading takes 0.525 ms, and three 1.576.
     forward, _, _, both, _ = (case.at(*LARGE) for case in cases.STREAM)
     found = judged(forward, logitless=0.54, eager=2.0)
-    assert (found.reached, found.target) == (True, "≤ 1.06 · B/C")
+    assert (found.reached, found.target) == (True, "≤ 1.06 × B/C")
     assert found.floor_ms == pytest.approx(0.5253, rel=1e-3)
     assert found.eager_x == pytest.approx(0.27)
     found = judged(both, logitless=1.70)
@@ -345,7 +344,9 @@ def test_verdicts_follow_from_what_was_timed_beside():
     assert judged(wall, logitless=0.19, eager=0.1, compile=0.3, fla=0.2).reached
     assert judged(wall, logitless=0.19, eager=0.1, compile=0.18).reached is False
     place = ("8192×4096×128256", "bf16")
-    plain, at_128, at_64, *_ = (case.at(*place) for case in cases.workspaces(128, 64, liger=64))
+    plain, at_128, at_64, *_ = (
+        case.at(*place) for case in cases.workspaces({128: cases.ROOMY, 64: cases.LIGER})
+    )
     found = judged(at_128, **{"3 GEMMs": 38.0, "logitless": 47.0})
     assert (found.reached, found.target) == (True, "≤ 1.25 × 3 GEMMs")
     found = judged([(at_64, {"logitless": 53.0}), (plain, {"liger": 54.0})])

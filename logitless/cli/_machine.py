@@ -49,11 +49,13 @@ def versions() -> dict[str, str | None]:
     }
 
 
-def installed(package: str) -> str | None:
+def installed(module: str) -> str | None:
+    """The version of what a module is imported from, or None where that is unknown."""
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:  # or it has a name of its own: fla, quack
+        names = importlib.metadata.packages_distributions().get(module, ())
+        return next(map(importlib.metadata.version, names), None)
 
 
 def commit() -> str | None:

@@ -26,9 +26,9 @@ import sys
 import time
 from pathlib import Path
 
-from .. import _machine, chosen_device, require
+from .. import _clocks, _machine, chosen_device, require
 from .._progress import bar
-from . import cases, contenders, plots, results, runner, timing
+from . import cases, contenders, plots, results, runner
 
 WIDTH = 170  # columns of the report where stdout is not a terminal
 
@@ -64,51 +64,45 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.markdown import Markdown
 
+    files = args.from_json or ([args.resume] if args.resume else [])
     try:
-        stored = [results.read(path) for path in args.from_json or ()]
-        document = results.joined(*stored) if stored else timed(args)
+        stored = [results.read(path) for path in files]
+        document = results.joined(*stored) if args.from_json else timed(args, stored)
     except (ValueError, OSError) as error:
         print(f"logitless bench: {error}", file=sys.stderr)
         return 2
     text = results.markdown(document)
     Console(width=None if sys.stdout.isatty() else WIDTH).print(Markdown(text))
-    files = args.from_json or ([args.resume] if args.resume else [])
     default = Path("benchmarks/results") / _machine.slug(document["device"]["name"])
     folder = args.out or (files[0].parent if files else default)
     stem = folder / "-".join(["bench", *(args.family or ()), document["date"][:10]])
     made = results.write(document, text, stem) + plots.save(document, folder)
     print(*(f"wrote {path}" for path in made), sep="\n")
-    ours = [r for r in document["rows"] if r.contender == cases.OURS]
-    return int(any(r.status != "ok" for r in ours))
+    return int(any(r.status != "ok" for r in document["rows"] if r.contender == cases.OURS))
 
 
-def timed(args: argparse.Namespace) -> dict:
-    """Runs the cases under a bar on stderr, and returns the document that is stored."""
+def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
+    """Runs the cases that no stored part has, under a bar on stderr; the document of all."""
     end, device = time.monotonic() + 60 * args.minutes, chosen_device(args.device)
     how = {"families": args.family, "ops": args.op, "shapes": args.shape, "dtypes": args.dtype}
     chosen = cases.choose(device, quick=args.quick, **how)
     names = (cases.OURS, *args.against) if args.against else contenders.NAMES
     loaded, versions = contenders.load(names, device)
-    document = results.new_document(device, versions, args.commit)
-    document = results.joined(results.read(args.resume), document) if args.resume else document
+    document = results.joined(*stored, results.new_document(device, versions, args.commit))
     done = {r.name for r in document["rows"] if r.contender == cases.OURS and r.status == "ok"}
-    left = [case for case in chosen if case.name not in done]
-    again = {case.name for case in left}
-    found = [r for r in document["rows"] if r.name not in again]
+    left = {case.name: case for case in chosen if case.name not in done}
+    found = [r for r in document["rows"] if r.name not in left]
     budget = (10.0 if args.quick else 60.0) * (5 if device == "cpu" else 1)
-    ceilings = [document["copy_tbps"] or 0.0]
-    if device == "cuda":
-        ceilings.append(timing.copy_bandwidth(budget))
+    ceilings = [document["copy_tbps"] or 0.0, _clocks.copy_bandwidth(device, budget)]
     with bar("bench", len(left)) as advance:
         while left and (not found or time.monotonic() < end):
-            case = left.pop(0)
-            advance(0, case.name)
+            name, case = next(iter(left.items()))
+            advance(0, name)
             longer = 5 if case.family == "heads" else 1  # tens of milliseconds: until clocks settle
-            found += runner.run_case(case, loaded, device, longer * budget)
-            advance(1, case.name)
-    if device == "cuda":
-        with contextlib.suppress(RuntimeError):  # of a contender that broke the GPU
-            ceilings.append(timing.copy_bandwidth(budget))
+            found += runner.run_case(left.pop(name), loaded, device, longer * budget)
+            advance(1, name)
+    with contextlib.suppress(RuntimeError):  # of a contender that broke the GPU
+        ceilings.append(_clocks.copy_bandwidth(device, budget))
     ceiling = max(ceilings) or None
     # Rows of a part before this one are judged again: the ceiling may have risen.
     results.judge([*cases.choose(device, quick=args.quick), *chosen], found, ceiling)

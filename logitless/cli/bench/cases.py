@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 OURS, EAGER, COMPILED = "logitless", "eager", "compile"
+OUR_PLAIN = "our cross_entropy"  # of the same shape, without options
 FAMILIES = ("logits", "teachers", "heads")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN = "plain"  # the variant that others are compared with
@@ -59,12 +60,12 @@ class Case(Work):
     """One line of the benchmark, run by every contender that can.
 
     Our time must be at most `targets[of]` times that of each `of`: "floor"; "start + floor", the
-    same after 6 µs for starting the kernels; "cross_entropy", our own plain one of the same shape;
-    contenders, of which the fastest counts; or "cpu", PyTorch where that is the device.
+    same after 6 µs for starting the kernels; OUR_PLAIN; contenders, of which the fastest counts; or
+    "cpu", PyTorch where that is the device.
     """
 
     given: dict[str, Any] = field(default_factory=dict)  # to the inputs, and to the op as options
-    targets: dict[str | tuple[str, ...], float] = field(default_factory=dict)
+    targets: dict[str, float] = field(default_factory=dict)
     passes: float = 0.0  # over the logits, for the floor in bytes
     yardstick: str = ""  # instead of bytes: see runner.yardstick
     spare_mib: float | None = None  # what may be allocated beyond the gradients
@@ -99,21 +100,17 @@ class Case(Work):
 FORWARD, BOTH, INPLACE, WALL = Mode.FORWARD, Mode.BACKWARD, Mode.INPLACE, Mode.WALL
 LOGITS, TEACHERS, HEADS = (partial(Case, family) for family in FAMILIES)
 NEAR, START, DENSE = {"floor": 1.06}, {"start + floor": 1.3}, {"floor": 1 / 0.75}
-OTHERS = (COMPILED, "liger", "fla", "flash-attn")
-OUR_PLAIN = "cross_entropy"  # of the same shape, without options
+# These two compile to much the same, and starting the compiler takes long.
+READ = [LOGITS(op, FORWARD, PLAIN, {}, NEAR, 1, compiled=False) for op in ("score", "logsumexp")]
+FEW = [replace(case, mode=Mode.REPLAY, targets=START) for case in READ]
 STREAM = [
     LOGITS("cross_entropy", FORWARD, targets=NEAR, passes=1),
-    # These two compile to much the same, and starting the compiler takes long.
-    LOGITS("score", FORWARD, targets=NEAR, passes=1, compiled=False),
-    LOGITS("logsumexp", FORWARD, targets=NEAR, passes=1, compiled=False),
+    *READ,
     LOGITS("cross_entropy", BOTH, targets=NEAR, passes=3, spare_mib=8.0),
     LOGITS("cross_entropy", INPLACE, targets={"floor": 1.15}, passes=2, spare_mib=8.0),
 ]
 ON_CPU = [replace(STREAM[-2], targets={"cpu": 1.15}), STREAM[-1]]
-FEW = [
-    LOGITS("logsumexp", Mode.REPLAY, targets=START, passes=1, compiled=False),
-    LOGITS("score", Mode.REPLAY, targets=START, passes=1, compiled=False),
-]
+OTHERS = f"{COMPILED}, liger, fla, flash-attn"
 SHORT = partial(LOGITS, "cross_entropy", WALL, PLAIN, {})
 HALF = partial(LOGITS, "cross_entropy", FORWARD, targets={OUR_PLAIN: 0.55}, passes=0.5, alone=True)
 MORE = partial(LOGITS, mode=BOTH, targets={OUR_PLAIN: 1.10}, passes=3, spare_mib=8.0, alone=True)
@@ -138,13 +135,13 @@ SPARSE = [  # and the cross-entropy that its targets speak of, and the making of
     DISTILL("tail, K=512", TAIL | {"K": 512}, {OUR_PLAIN: 1.30}),
     DISTILL("small tails, K=64", SMALL_TAIL),
     DISTILL("small tails, K=512", SMALL_TAIL | {"K": 512}),
-    DISTILL("renorm, K=64", RENORM, {"floor": 1.15}, yardstick="zeros_like"),
+    DISTILL("renorm, K=64", RENORM, {"floor": 1.15}, passes=0, yardstick="zeros_like"),
     CAPTURE("K=64", {"k": 64}, {EAGER: 1 / 3}),
     CAPTURE("K=8", {"k": 8}, alone=True),
     CAPTURE("K=256", {"k": 256}, alone=True),
 ]
 GATHERED = [  # its bytes: logits gathered at K ids, the teacher's and the gradient
-    TEACHERS("gathered_kl", WALL, targets={EAGER: 1.0}, passes=3),
+    TEACHERS("gathered_kl", WALL, targets={EAGER: 1.0}),
     TEACHERS("gathered_kl", Mode.REPLAY_BOTH, PLAIN, {}, {"start + floor": 4.0}, 3, compiled=False),
 ]
 PAIRS = [
@@ -153,42 +150,26 @@ PAIRS = [
     TEACHERS("jsd", BOTH, targets=DENSE, passes=7),
     TEACHERS("soft_cross_entropy", BOTH),
 ]
+ROOMY, LIGER = {"floor": 1.25}, {"liger": 1.0}  # the latter in about the memory that it takes
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
+PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
+IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
+OTHER_SUMS = [
+    ALONE("128 MiB, summed in the weight's dtype", IN_WEIGHT),
+    ALONE("summed in fp32", {"accumulate": "fp32"}),
+]
 OVER_A_HEAD = [
     HEADS("policy_loss", BOTH, "GRPO mean by row_loss", {}, NEAR, yardstick="3 GEMMs"),
     HEADS("score", BOTH, "with entropy", {}, {"floor": 1.08}, yardstick="4 GEMMs", alone=True),
     HEADS("topk_distill", BOTH, "tail, K=64", TAIL, {OUR_PLAIN: 1.05}, alone=True),
     ALONE("half of the rows ignored", {"runs": 1}, {OUR_PLAIN: 0.56}),
 ]
-IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
-OTHER_SUMS = [
-    ALONE("128 MiB, summed in the weight's dtype", IN_WEIGHT),
-    ALONE("summed in fp32", {"accumulate": "fp32"}),
-]
 
 
-def workspaces(*sizes: int, liger: int = 0) -> list[Case]:
-    """Cross-entropy over a head in these MiB, of which one is about the memory that Liger takes."""
-    found = [HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")]
-    for mib in sizes:
-        targets = ({"floor": 1.25} if mib == 128 else {}) | ({"liger": 1.0} if mib == liger else {})
-        found.append(ALONE(f"{mib} MiB", {"workspace": mib * MIB}, targets, yardstick="3 GEMMs"))
-    return found + OTHER_SUMS
-
-
-class Group(NamedTuple):
-    """Cases at the same places: "SHAPE DTYPE, ..." on a GPU, and on a CPU."""
-
-    family: str
-    cases: list[Case]
-    cuda: str = ""
-    cpu: str = ""
-    asked: str = ""  # which shapes of --shape it takes: those of "many" rows, of "few", or "any"
-
-    def takes(self, shape: str, device: str) -> bool:
-        rows, *width, _ = map(int, shape.split("×"))
-        kind = "few" if device == "cuda" and rows <= FEW_ROWS else "many"
-        return bool(width) == (self.family == "heads") and self.asked in (kind, "any")
+def workspaces(targets: dict[int, dict]) -> list[Case]:
+    """Cross-entropy over a head by default, in so many MiB, and summed in other dtypes."""
+    small = [(f"{mib} MiB", {"workspace": mib * MIB}, limit) for mib, limit in targets.items()]
+    return [PLAIN_HEAD, *(ALONE(*each, yardstick="3 GEMMs") for each in small), *OTHER_SUMS]
 
 
 SHAPES = (  # the last two have rows that aren't 16-byte aligned
@@ -198,20 +179,20 @@ SHAPES = (  # the last two have rows that aren't 16-byte aligned
 FEW_SHAPES = "1×128256 bf16, 2×129920 fp32, 16×128256 bf16, 128×128256 bf16"
 LARGE, LARGE_HEAD = "8192×128256 bf16", "8192×4096×128256 bf16"
 CPU, CPU_HEAD = "128×50257 fp32", "256×512×32000 fp32"
-GROUPS = (
-    Group("logits", STREAM, SHAPES, f"{CPU}, 128×50257 bf16", asked="many"),
-    Group("logits", ON_CPU, cpu="512×128256 fp32"),
-    Group("logits", FEW, FEW_SHAPES, asked="few"),
-    Group("logits", VARIANTS, LARGE),
-    Group("logits", [SHORT({EAGER: 2.0, OTHERS: 1.0})], "64×1024 bf16"),
-    Group("logits", [SHORT({EAGER: 2.7, OTHERS: 1.0})], "512×32000 bf16"),
-    Group("teachers", SPARSE, LARGE, CPU, asked="any"),
-    Group("teachers", GATHERED, "4×2048×64 fp32, 8×1024×512 fp32", "2×64×64 fp32"),
-    Group("teachers", PAIRS, "4096×128256 bf16", CPU, asked="any"),
-    Group("heads", workspaces(128, 64, liger=64), LARGE_HEAD, CPU_HEAD, asked="any"),
-    Group("heads", workspaces(128, 64, 37, liger=37), "8192×2048×151936 bf16"),
-    Group("heads", workspaces(128, 64, liger=128), "16384×2304×256000 bf16"),
-    Group("heads", OVER_A_HEAD, LARGE_HEAD, CPU_HEAD),
+GROUPS = (  # family, cases, places on a GPU and on a CPU, and rows of the --shape that it takes
+    ("logits", STREAM, SHAPES, f"{CPU}, 128×50257 bf16", ("many",)),
+    ("logits", ON_CPU, "", "512×128256 fp32", ()),
+    ("logits", FEW, FEW_SHAPES, "", ("few",)),
+    ("logits", VARIANTS, LARGE, "", ()),
+    ("logits", [SHORT({EAGER: 2.0, OTHERS: 1.0})], "64×1024 bf16", "", ()),
+    ("logits", [SHORT({EAGER: 2.7, OTHERS: 1.0})], "512×32000 bf16", "", ()),
+    ("teachers", SPARSE, LARGE, CPU, ("few", "many")),
+    ("teachers", GATHERED, "4×2048×64 fp32, 8×1024×512 fp32", "2×64×64 fp32", ()),
+    ("teachers", PAIRS, "4096×128256 bf16", CPU, ("few", "many")),
+    ("heads", workspaces({128: ROOMY, 64: LIGER}), LARGE_HEAD, CPU_HEAD, ("few", "many")),
+    ("heads", workspaces({128: ROOMY, 64: {}, 37: LIGER}), "8192×2048×151936 bf16", "", ()),
+    ("heads", workspaces({128: ROOMY | LIGER, 64: {}}), "16384×2304×256000 bf16", "", ()),
+    ("heads", OVER_A_HEAD, LARGE_HEAD, CPU_HEAD, ()),
 )
 FEW_ROWS = 256  # at most: work so short that a GPU is timed by graph replay
 QUICK = {"cuda": (1024, 32000), "cpu": (64, 4001)}  # at most so many rows, and so large a vocab
@@ -231,19 +212,27 @@ def smaller(shape: str, device: str) -> str:
     return "×".join(map(str, [*(min(size, rows) for size in others), min(last, vocab)]))
 
 
+def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
+    rows, *width, _ = map(int, shape.split("×"))
+    kind = "few" if device == "cuda" and rows <= FEW_ROWS else "many"
+    return bool(width) == (family == "heads") and kind in kinds
+
+
 def choose(
     device: str, *, quick=False, families=None, ops=None, shapes=None, dtypes=None
 ) -> list[Case]:
     """The cases that are asked for. Some are in two groups: the first stays."""
-    kinds = dtypes or ["fp32" if device == "cpu" else "bf16"]
-    asked = list(product(map(parse_shape, shapes or ()), kinds))
+    usual = ["fp32" if device == "cpu" else "bf16"]
+    asked = list(product(map(parse_shape, shapes or ()), dtypes or usual))
     found: dict[str, Case] = {}
-    for group in (group for group in GROUPS if group.family in (families or FAMILIES)):
-        own = [each.split() for each in getattr(group, device).split(", ") if each]
-        places = [at for at in asked if group.takes(at[0], device)] if asked else own
-        for (shape, dtype), case in product(places, group.cases):
-            if case.op in (ops or [case.op]) and dtype in (dtypes or [dtype]):
-                shape = smaller(shape, device) if quick and not asked else shape
+    for family, cases, cuda, cpu, kinds in GROUPS:
+        places = [at.split() for at in (cpu if device == "cpu" else cuda).split(", ") if at]
+        places = [(smaller(shape, device) if quick else shape, dtype) for shape, dtype in places]
+        if asked:
+            places = [at for at in asked if suits(at[0], family, kinds, device)]
+        for (shape, dtype), case in product(places, cases):
+            wanted = ((family, families), (case.op, ops), (dtype, dtypes))
+            if all(x in (some or [x]) for x, some in wanted):
                 case = case.at(shape, dtype, device)
                 case.compiled &= not quick
                 found.setdefault(case.name, case)

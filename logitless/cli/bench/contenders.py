@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib import import_module, metadata
+from importlib import import_module
 from math import log
 from operator import attrgetter
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 import logitless as ll
 
-from .. import formulas
+from .. import _machine, formulas
+from .._report import short
 from ..formulas import BY_ROW, IGNORED, Inputs
 from .cases import COMPILED, DTYPES, EAGER, OURS, Case, Mode
 
@@ -29,25 +30,25 @@ def inputs(case: Case, device: str) -> Inputs:
     """Logits, uniform targets, and what else the op of a case takes."""
     N, V, leaves = case.rows, case.sizes[-1], leaves_of(case, device)
     options = {name: x for name, x in case.given.items() if name not in OF_A_HEAD}
-    rows: tuple[Tensor, ...] = ()
     target = torch.randint(V, (N,), device=device)
     if run := options.pop("runs", None):  # every other run of rows is ignored
         target[torch.arange(N, device=device) // run % 2 == 0] = IGNORED
     if "weight" in options:
         options["weight"] = torch.rand(V, device=device) + 0.5
-    if case.op in ("cross_entropy", "logsumexp", "score"):
-        rows = (target,)
-    elif case.op == "policy_loss":  # hardly changed since: log Σ e^z is close to log V + 2
+    rows = (target,)
+    if case.op == "policy_loss":  # hardly changed since: log Σ e^z is close to log V + 2
         noise, advantage = torch.randn(2, N, device=device)
         picked = (leaves[0].float() * leaves[1][target].float()).sum(-1)
-        rows = (target, picked - (log(V) + 2) + 0.03 * noise, advantage)
+        rows += (picked - (log(V) + 2) + 0.03 * noise, advantage)
     elif case.op == "topk_distill":
         small_tail, labels = options.pop("small_tail", False), options.pop("labels", False)
-        rows = sparse_teacher(N, V, min(options.pop("K", 64), V // 2), device)
-        rows += (target,) if labels else ()
+        sparse = sparse_teacher(N, V, min(options.pop("K", 64), V // 2), device)
+        rows = (*sparse, target) if labels else sparse
         if small_tail:  # the student's rest is as small as the teacher's
             leaves[0].scatter_(1, rows[0], 20.0)
-    elif case.op != "capture_topk":  # a dense teacher: its logits, or what is made of them
+    elif case.op == "capture_topk":
+        rows = ()
+    elif case.family == "teachers":  # a dense one: its logits, or what is made of them
         (teacher,) = leaves_of(case, device)
         made = {"gathered_kl": torch.log_softmax, "soft_cross_entropy": torch.softmax}.get(case.op)
         rows = (made(teacher.float(), -1) if made else teacher,)
@@ -71,11 +72,8 @@ def sparse_teacher(N: int, V: int, K: int, device: str) -> tuple[Tensor, ...]:
     return ids, logprobs, torch.log1p(-logprobs.exp().sum(-1).clamp(max=0.999))
 
 
-def policy_loss(logits, target, *rows) -> Tensor:
-    def formula(stats, *rows):
-        return formulas.clipped(stats.logprob, *rows)
-
-    return ll.row_loss(formula, logits, target, rows=rows)
+def clipped(stats, *rows) -> Tensor:
+    return formulas.clipped(stats.logprob, *rows)
 
 
 OURS_BY_OP = {  # where the arguments differ from those of formulas.py
@@ -86,7 +84,7 @@ OURS_BY_OP = {  # where the arguments differ from those of formulas.py
     ),
     "capture_topk": lambda x, k: attrgetter("ids", "logprobs", "tail")(ll.capture_topk(x, k)),
     "gathered_kl": partial(ll.gathered_kl, reduction="mean"),
-    "policy_loss": policy_loss,
+    "policy_loss": lambda x, target, *rows: ll.row_loss(clipped, x, target, rows=rows),
 }
 
 
@@ -111,8 +109,10 @@ def eager(case: Case) -> Callable | None:
 
 
 def compiled(case: Case) -> Callable | None:
-    op = eager(case) if case.compiled else None
-    return op and torch.compile(op, dynamic=False)
+    if not case.compiled or not (op := eager(case)):
+        return None
+    torch.compiler.reset()  # else its limit on recompilations ends in eager code
+    return torch.compile(op, dynamic=False)
 
 
 def of_log_softmax(loss):
@@ -172,18 +172,7 @@ def load(names: Iterable[str], device: str) -> tuple[dict[str, Finder], dict[str
         if device == "cuda":
             try:
                 loaded[name] = partial(rival, find_ops(import_module(path)))
-                versions[name] = version(path.split(".")[0])
+                versions[name] = _machine.installed(path.split(".")[0]) or "version unknown"
             except Exception as error:  # a rival may fail to import in its own way
                 versions[name] = f"absent: {short(error)}"
     return loaded, versions
-
-
-def version(package: str) -> str:
-    known = getattr(import_module(package), "__version__", None)
-    names = metadata.packages_distributions().get(package, ())
-    return known or next(map(metadata.version, names), "version unknown")
-
-
-def short(error: BaseException) -> str:
-    """An exception in one line of a table."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]

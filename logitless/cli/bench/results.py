@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from .. import _machine
+from .._report import NOTHING, number, table, time_text
 from .cases import EAGER, OUR_PLAIN, OURS, PLAIN, Case, Mode, Work
 from .contenders import NAMES
 
-NOTHING = "–"
 OVERWRITES, SYNCHRONISES = "overwrites its input", "synchronises with the host"
 KERNEL_START_MS = 0.006  # what a call on few rows may cost beyond its bytes
-Times = dict[tuple[str, str], float | None]  # by contender and name of a case
+Times = dict[tuple[str, str], float]  # by contender and name of a case
 
 
 @dataclass
@@ -92,13 +92,13 @@ def joined(first: dict, *others: dict) -> dict:
 
 def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None) -> None:
     """Fills in what follows from the times, and whether ours reach their targets."""
-    times = {(r.contender, r.name): r.ms for r in results}
+    times = {(r.contender, r.name): r.ms for r in results if r.ms}
     named = {case.name: case for case in cases}
     for r, case in ((r, named[r.name]) for r in results if r.name in named):
         eager, total = times.get((EAGER, r.name)), case.passes * case.rows * case.row_bytes
         r.eager_x = r.ms / eager if r.ms and eager else None
         r.floor_ms = times.get((case.yardstick, r.name))
-        if copy_tbps and total and not case.yardstick and case.mode != Mode.WALL:
+        if copy_tbps and total:
             r.floor_ms = total / copy_tbps / 1e9
             r.tbps = total / r.ms / 1e9 if r.ms else None
         if r.contender == OURS:
@@ -119,22 +119,20 @@ def check_targets(case: Case, r: Result, times: Times) -> None:
     r.reached = all(kept) if kept else None
 
 
-def limit(case: Case, of, factor: float, floor: float | None, times: Times):
+def limit(case: Case, of: str, factor: float, floor: float | None, times: Times):
     """A target in words, and in milliseconds if what it speaks of was measured."""
-    if of in ("floor", "start + floor"):
-        start = KERNEL_START_MS if of == "start + floor" else 0.0
+    plain, start = replace(case, variant=PLAIN), KERNEL_START_MS if of == "start + floor" else 0.0
+    if "floor" in of:
         passes = "" if case.passes == 1 else f"{case.passes:g}"
-        unit = f"× {case.yardstick}" if case.yardstick else f"· {passes}B/C"
-        text = f"≤ {f'{start * 1e3:.0f} µs + ' if start else ''}{factor:.2f} {unit}"
-        return text, None if floor is None else start + factor * floor
-    plain = replace(case, variant=PLAIN)  # a contender without this variant is compared in that one
-    names = (of,) if isinstance(of, str) else of
-    found = {name: times.get((name, case.name)) or times.get((name, plain.name)) for name in names}
-    if of == OUR_PLAIN:
-        found = {"our cross_entropy": times.get((OURS, replace(plain, op=of).name))}
+        found = {case.yardstick or f"{passes}B/C": floor}
+    elif of == OUR_PLAIN:
+        found = {of: times.get((OURS, replace(plain, op="cross_entropy").name))}
+    else:  # a contender without this variant is compared in the plain one
+        found = {x: times.get((x, case.name), times.get((x, plain.name))) for x in of.split(", ")}
     known = {name: ms for name, ms in found.items() if ms}
-    text = f"≤ {'' if factor == 1 else f'{factor:.2f} × '}{', '.join(known or found)}"
-    return text, factor * min(known.values()) if known else None
+    text = f"{start * 1e3:.0f} µs + " if start else ""
+    text += ("" if factor == 1 else f"{factor:.2f} × ") + ", ".join(known or found)
+    return f"≤ {text}", start + factor * min(known.values()) if known else None
 
 
 def markdown(document: dict) -> str:
@@ -146,13 +144,6 @@ def markdown(document: dict) -> str:
         rows = [work_row(r) for r in results if (r.family, r.mode) == (family, mode)]
         parts += [f"## {family.capitalize()}: {mode}", table(rows)]
     return "\n\n".join(parts) + "\n"
-
-
-def table(rows: list[dict[str, str]]) -> str:
-    """Of rows by column; a column that says nothing is left out."""
-    columns = [c for c in rows[0] if any(row[c] not in ("", NOTHING) for row in rows)]
-    lines = [columns, ["---"] * len(columns), *([row[c] for c in columns] for row in rows)]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
 def about(document: dict) -> list[str]:
@@ -217,11 +208,3 @@ def work_row(r: Result) -> dict[str, str]:
         "of gradients": number(r.grad_error, ".1e"),
         "note": r.note,
     }
-
-
-def time_text(ms: float | None) -> str:
-    return number(ms and ms * 1e3, ".1f", " µs") if ms and ms < 0.2 else number(ms, ".3f", " ms")
-
-
-def number(value: float | None, spec: str, unit: str = "") -> str:
-    return NOTHING if value is None else f"{value:{spec}}{unit}"

@@ -8,15 +8,17 @@ outside of the time, before each repetition; its line says so.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .. import _memory, formulas
+from .. import _clocks, _memory, formulas
+from .._report import short
 from ..formulas import Inputs
-from . import contenders, timing
-from .cases import COMPILED, MIB, OURS, Case, Mode
-from .contenders import Finder, short
+from . import contenders
+from .cases import MIB, OURS, Case, Mode
+from .contenders import Finder
 from .results import OVERWRITES, SYNCHRONISES, Result, blank
 
 Leaves = tuple[Tensor, ...]
@@ -60,7 +62,7 @@ class Entry:
         del out, grads, scratch
         extra = _memory.extra_memory(self.leaves[0].device.type, self.prepare(), self.run)
         result.extra_mib, result.spare_mib = extra / MIB, (extra - held) / MIB
-        if self.case.mode == Mode.WALL and timing.synchronises(self.run, self.prepare()):
+        if self.case.mode == Mode.WALL and _clocks.synchronises(self.run, self.prepare()):
             result.note = "; ".join(filter(None, (result.note, SYNCHRONISES)))
 
     def fresh(self, leaves: Leaves) -> Leaves:
@@ -89,12 +91,13 @@ class Entry:
     def clock(self, budget: float) -> None:
         """On a GPU, by the clock of its mode."""
         if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
-            copies = many_copies(self.leaves[0], cold=self.case.mode == Mode.REPLAY)
-            ms = timing.graph_time(lambda x: self.run(self.fresh((x,))), copies, budget)
+            cold = self.case.mode == Mode.REPLAY  # logits just gathered are still in the cache
+            x = self.leaves[0]
+            ms = _clocks.graph_time(lambda y: self.run(self.fresh((y,))), x, budget, cold=cold)
         elif self.case.mode == Mode.WALL:
-            ms = timing.host_time(self.run, self.prepare())
+            ms = _clocks.host_time(self.run, self.prepare())
         else:
-            ms = timing.device_time(self.prepare, self.run, budget)
+            ms = _clocks.device_time(self.prepare, self.run, budget)
         self.result.ms = ms
 
 
@@ -111,46 +114,35 @@ def run_case(
         return [blank(case, name, status="failed", note=short(error)) for name in ops]
     entries = [Entry(case, name, op, inputs) for name, op in ops.items()]
     for entry in entries:
-        if entry.result.contender == COMPILED:
-            torch.compiler.reset()  # else its limit on recompilations ends in eager code
         entry.attempt(entry.examine, checked)
     results = [entry.result for entry in entries]
     ready = [entry for entry in entries if entry.result.status == "ok"]
     if device == "cpu":
-        times = timing.wall_times([(entry.prepare, entry.run) for entry in ready], budget)
+        times = _clocks.wall_times(device, [(entry.prepare, entry.run) for entry in ready], budget)
         for entry, ms in zip(ready, times, strict=True):
             entry.result.ms = ms
         return results
-    around: list[float] = []  # the yardstick before and after the first, mostly ours: clocks drift
-    for i, entry in enumerate(ready):
-        beside = i == 0 and checked and case.yardstick
-        around += [yardstick(case.yardstick, inputs.leaves, budget)] if beside else []
+    measure = partial(yardstick, case.yardstick, inputs.leaves, budget)
+    around = [measure()] if case.yardstick and checked and ready else []
+    for entry in ready:
         entry.attempt(entry.clock, budget, "while timed: ")
-        around += [yardstick(case.yardstick, inputs.leaves, budget)] if beside else []
+        if len(around) == 1:  # after the first too, mostly ours: clocks drift
+            around.append(measure())
     if not around:
         return results
-    first = ready[0].result.contender
-    note = "{:.3f} ms before {}, {:.3f} after".format(
-        around[0], "ours" if first == OURS else first, around[1]
-    )
+    first = ready[0].result.contender.replace(OURS, "ours")
+    note = f"{around[0]:.3f} ms before {first}, {around[1]:.3f} after"
     return [blank(case, case.yardstick, ms=sum(around) / 2, note=note), *results]
 
 
-def many_copies(x: Tensor, *, cold: bool) -> Tensor:
-    """Of few rows, enough to overflow L2 twice; unless `cold`, ten times the same memory."""
-    if not cold:  # logits that have just been gathered are in the cache
-        return x.expand(10, *x.shape)
-    wanted = 2 * torch.cuda.get_device_properties(x.device).L2_cache_size
-    return x.expand(min(512, max(4, wanted // x.nbytes)), *x.shape).contiguous()
-
-
-def gemms(h: Tensor, W: Tensor) -> Leaves:
-    """The three matrix products of a head, forward and backward."""
-    z = h @ W.t()
-    return z @ W, z.t() @ h
-
-
 def yardstick(name: str, leaves: Leaves, budget: float) -> float:
-    run = torch.zeros_like if name == "zeros_like" else gemms
-    factor = 4 / 3 if name == "4 GEMMs" else 1.0
-    return factor * timing.device_time(lambda: leaves, lambda leaves: run(*leaves), budget)
+    """Time of filling the gradient of logits with zeros, or of the matrix products of a head."""
+
+    def run(leaves: Leaves):
+        if name == "zeros_like":
+            return torch.zeros_like(*leaves)
+        h, W = leaves
+        z = h @ W.t()
+        return z @ W, z.t() @ h  # forward and backward: three products
+
+    return _clocks.device_time(lambda: leaves, run, budget) * (4 / 3 if name == "4 GEMMs" else 1)

@@ -2,7 +2,7 @@
 
 A clock takes `prepare`, called before each repetition outside of the time, and `run`, which is
 given what that returned. It reports the median of the repetitions that fill `budget` milliseconds,
-after a warm-up of 0.4 of that; all times are in milliseconds.
+on a GPU after a warm-up of 0.4 of that; all times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cases import MIB
-
-L2_FLUSH_BYTES = 1024 * MIB  # more than any last-level cache
+L2_FLUSH_BYTES = 2**30  # more than any last-level cache
 
 Prepare = Callable[[], Any]
 Run = Callable[[Any], Any]
@@ -37,17 +35,14 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
-    def once() -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        argument = prepare()
-        flush.sum()
-        start.record()
-        run(argument)
-        end.record()
-        return start, end
-
     def median(count: int) -> float:
-        events = [once() for _ in range(count)]
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+        for start, end in events:
+            argument = prepare()
+            flush.sum()
+            start.record()
+            run(argument)
+            end.record()
         torch.cuda.synchronize()
         return statistics.median(start.elapsed_time(end) for start, end in events)
 
@@ -56,30 +51,44 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
     return median(repetitions(budget, one))
 
 
-def graph_time(run: Run, copies: Tensor, budget: float) -> float:
-    """Time of one call inside a replayed CUDA graph that calls it on each of `copies`."""
+def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
+    """Time of one call inside a replayed CUDA graph of many, all on x in the cache.
+
+    If `cold`, each call has a copy of x, in all enough to overflow L2 twice.
+    """
+    copies = x.expand(10, *x.shape)
+    if cold:
+        wanted = 2 * torch.cuda.get_device_properties(x.device).L2_cache_size
+        copies = x.expand(min(512, max(4, wanted // x.nbytes)), *x.shape).contiguous()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for x in copies[:3]:
-            run(x)
+        for copy in copies[:3]:
+            run(copy)
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for x in copies:
-            run(x)
+        for copy in copies:
+            run(copy)
     return device_time(lambda: None, lambda _: graph.replay(), budget) / len(copies)
 
 
-def wall_times(works: list[tuple[Prepare, Run]], budget: float) -> list[float]:
-    """Wall time of several works, in turns: what slows a CPU down hits all alike."""
+def wall_time(device: str, run: Run, argument: Any = None) -> float:
+    """Of one call, and of the work that it leaves to a GPU."""
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    run(argument)
+    wait()
+    return (time.perf_counter() - start) * 1e3
+
+
+def wall_times(device: str, works: list[tuple[Prepare, Run]], budget: float) -> list[float]:
+    """Of several works, in turns: what slows a machine down hits all alike."""
 
     def once(prepare: Prepare, run: Run) -> float:
-        argument = prepare()
-        start = time.perf_counter()
-        run(argument)
-        return (time.perf_counter() - start) * 1e3
+        return wall_time(device, run, prepare())
 
     slowest = max((once(*work) for work in works), default=0.0)
     rounds = range(repetitions(budget, slowest, most=50))
@@ -88,16 +97,15 @@ def wall_times(works: list[tuple[Prepare, Run]], budget: float) -> list[float]:
 
 
 def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
-    """Wall time of a call when many follow each other and nobody waits for the device."""
+    """Wall time of a call when many follow each other and nobody waits for the GPU."""
 
     def batch(leaves: tuple[Tensor, ...]) -> None:
         for _ in range(calls):
             for leaf in leaves:
                 leaf.grad = None
             run(leaves)
-        torch.cuda.synchronize()
 
-    return wall_times([(lambda: leaves, batch)], 0.0)[0] / calls
+    return wall_times("cuda", [(lambda: leaves, batch)], 0.0)[0] / calls
 
 
 def synchronises(run: Run, argument: Any) -> bool:
@@ -114,8 +122,10 @@ def synchronises(run: Run, argument: Any) -> bool:
     return False
 
 
-def copy_bandwidth(budget: float) -> float:
-    """TB/s, bytes read plus bytes written, of copying a buffer much larger than any cache."""
-    size = min(4096 * MIB, torch.cuda.mem_get_info()[0] // 4)
+def copy_bandwidth(device: str, budget: float) -> float:
+    """TB/s, bytes read plus bytes written, of copying more than any cache holds; 0 on a CPU."""
+    if device == "cpu":
+        return 0.0
+    size = min(2**32, torch.cuda.mem_get_info()[0] // 4)
     source, out = torch.ones(2, size // 4, device="cuda")
     return 2e-9 * size / device_time(lambda: None, lambda _: out.copy_(source), budget)
