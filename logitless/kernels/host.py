@@ -103,7 +103,7 @@ def _read_plan(
     at_ids = "picked" in wanted or "logprob" in wanted
     at_mark = "nll" in wants or "label" in wants or (ids_shape is None and at_ids)
     outputs = tuple(
-        (place, ids_shape if ids_shape and name in ("picked", "logprob") else shape[:-1],
+        (place, tuple(ids_shape if ids_shape and name in ("picked", "logprob") else shape[:-1]),
          torch.int64 if name == "argmax" else torch.float32)
         for place, name in enumerate(OUTPUTS) if name in wanted
     )  # fmt: skip

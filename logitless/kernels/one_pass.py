@@ -149,7 +149,7 @@ def one_pass_plan(
     if rows is None or (mean and not 0 < rows.count <= MAX_COUNTED):
         return None
     if rows.count == 0 or rows.vocab == 0:
-        return shape[:-1], None, None
+        return tuple(shape[:-1]), None, None
     cut = config.one_pass(rows.vocab, itemsize, place is not None and softcap is not None)
     parts = config.ceil_div(rows.vocab, cut.span)
     if not exchange.may_wait(parts, device):
@@ -168,4 +168,4 @@ def one_pass_plan(
             int(factor_by_row), mean, cut.span, cut.block_v, 32 if parts <= 32 else MAX_PARTS,
         ),
     )  # fmt: skip
-    return shape[:-1], None if parts == 1 else (rows.count, parts), launch
+    return tuple(shape[:-1]), None if parts == 1 else (rows.count, parts), launch

@@ -22,6 +22,8 @@ teacher alone.
 """
 
 import functools
+import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -233,22 +235,13 @@ def slots(
 
     More than MAX_K slots a row are computed by PyTorch.
     """
-    device, (*lead, K) = student.device, student.shape
-    if K > MAX_K or student.numel() == 0:
+    shape = student.shape
+    if shape[-1] > MAX_K or student.numel() == 0:
         return slots_in_torch(student, reading, given, tail, label, temperature)
-    value = torch.empty(lead, device=device, dtype=torch.float32)
-    N, dense = value.numel(), torch.contiguous_format
-    g = torch.empty_like(student, dtype=torch.float32, memory_format=dense)
-    has, coefs = (), None
-    if given.support not in RENORM_STUDENT:
-        has = ("a",) if tail is None else ("a", "a_ids")
-    if given.ce_weight != 0:
-        has = (*has, "label")
-    if has:
-        coefs = torch.zeros((N, _contract.COEFFICIENTS), device=device, dtype=torch.float32)
-    stride = K
+    g = torch.empty_like(student, dtype=torch.float32, memory_format=torch.contiguous_format)
+    stride = shape[-1]
     if not student.is_contiguous():
-        student = student.reshape(-1, K)
+        student = student.reshape(-1, stride)
         student = student if student.stride(1) == 1 else student.contiguous()
         stride = student.stride(0)
     mark = None if reading.ignore_index is None else reading.mark
@@ -263,29 +256,45 @@ def slots(
     if isinstance(temperature, Tensor):
         number, last = None, (temperature.contiguous(),)
     plan = _plan(
-        N, K, stride, student.data_ptr() % 16, teacher.data_ptr() % 16,
-        None if mask is None else mask.data_ptr() % 16, number, not last, reading.ignore_index,
-        *given[4:],
+        shape, stride, student.data_ptr() % 16, teacher.data_ptr() % 16,
+        None if mask is None else mask.data_ptr() % 16, tail is None, number, not last,
+        reading.ignore_index, *given[4:],
     )  # fmt: skip
-    plan(student, teacher, mask, *per_row, value, g, coefs, *last)
-    return value, Coefficients(coefs, has, g)
+    value = torch.empty(plan.shape, device=student.device, dtype=torch.float32)
+    coefs = None
+    if plan.has:
+        size = (value.numel(), _contract.COEFFICIENTS)
+        coefs = torch.zeros(size, device=student.device, dtype=torch.float32)
+    plan.launch(student, teacher, mask, *per_row, value, g, coefs, *last)
+    return value, Coefficients(coefs, plan.has, g)
+
+
+class _Plan(NamedTuple):
+    shape: tuple[int, ...]  # of the value
+    has: tuple[str, ...]  # fields of the coefficients
+    launch: Launch
 
 
 @functools.lru_cache(REMEMBERED)
 def _plan(
-    N: int, K: int, stride: int, student_offset: int, teacher_offset: int, mask_offset: int | None,
-    temperature: float | None, one_temperature: bool, ignore_index: int | None,
-    divergence: str, support: str, beta: float, kd_weight: float, ce_weight: float,
-) -> Launch:  # fmt: skip
+    shape: tuple, stride: int, student_offset: int, teacher_offset: int,
+    mask_offset: int | None, no_tail: bool, temperature: float | None, one_temperature: bool,
+    ignore_index: int | None, divergence: str, support: str, beta: float, kd_weight: float,
+    ce_weight: float,
+) -> _Plan:  # fmt: skip
     """One for each alignment, offsets from 16 bytes, of what is read by the slot."""
-    block_k = config.ceil_pow2(K)
+    *lead, K = shape
+    N, block_k = math.prod(lead), config.ceil_pow2(K)
     rows = max(1, WARP // block_k)
     over = {"gathered": "all"}.get(support, "counted") if support in RENORM_STUDENT else None
+    has = () if over else ("a",) if no_tail else ("a", "a_ids")
+    has += ("label",) if ce_weight != 0 else ()
     divergence, blend = at_the_ends(divergence, beta)
     number = (None if temperature is None else float(temperature),) if one_temperature else ()
-    return Launch(
+    launch = Launch(
         _slots_kernel, (config.ceil_div(N, rows),),
         (*number, N, K, stride, ignore_index, blend, float(kd_weight), float(ce_weight)),
         num_warps=max(1, block_k // WARP), DIVERGENCE=divergence,
         RENORM_P=support in RENORM_TEACHER, STUDENT_OVER=over, ROWS=rows, BLOCK_K=block_k,
     )  # fmt: skip
+    return _Plan(tuple(lead), has, launch)
