@@ -8,16 +8,17 @@ block floating point (int16 with one exponent per 128 values, kernels/accumulate
 as one product, and needs no extra memory.
 """
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._contract import PRECISION
-from ._cut import Cut, Space, even_chunk
+from ._cut import PACK, Cut, bounds, chunk_rows, layout
+from ._loss import RowLoss, Saved
 
 Rows = slice | Tensor
 
@@ -47,108 +48,96 @@ def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
     return out
 
 
-class Step(NamedTuple):
-    """Rows whose gradient may be written at once."""
-
-    at: slice  # of the part
-    rows: Rows
-    logits: Tensor  # (n, V)
-    into: Tensor  # (n, V), for their gradient
-
-
-class Part(NamedTuple):
-    """Rows whose logits are in memory together."""
-
-    rows: Rows
-    logits: Tensor  # (n, V)
-    steps: list[Step]
-
-
-class Chunk(NamedTuple):
-    """Rows whose gradient is in memory at once. Most often it is one part, and one step."""
-
-    rows: Rows
-    hidden: Tensor  # (n, D)
-    parts: Iterator[Part]  # each made when it is asked for, where those before it were
-    gradient: Tensor  # (n, V), of all steps
+# What is done with some rows: visit(loss, saved, rows, logits, into) gets their loss, what a
+# forward saved of them if it did, which they are, their logits and the place of a gradient, if one
+# is wanted. It returns that gradient, which need not be there.
+Visit = Callable[[RowLoss, Saved | None, Rows, Any, Tensor | None], Any]
 
 
 class Chunks:
-    """Which rows are computed, and how many at once: all, or those that count.
+    """The rows of a head that are computed, all or those that count, some at a time.
 
     How many count, the GPU knows first, and the host has to wait for it once. The logits of the
     first chunk are queued before that, so that the GPU has work while the host waits.
     """
 
-    def __init__(self, cut: Cut, rows: int, live: Tensor | None):
-        self.cut = cut
-        self.first = self._even(rows)  # rows of the first chunk, unless fewer count
-        self.rows, self.index = rows, None
+    blocks = (slice(None),)  # of columns, whose gradients are summed each by itself
+
+    def __init__(self, source, cut: Cut, live: Tensor | None):
+        hidden, self.weight, self.bias = (None if t is None else t.detach() for t in source.parts)
+        self.hidden = hidden.reshape(-1, hidden.shape[-1])  # (N, D)
+        self.lead, self.run, self.cut = source.shape[:-1], source.backend(), cut
+        self.index = count = copied = None
         if live is not None:
             self.index = torch.argsort(live, descending=True, stable=True)
-            self.rows = _Number(live.sum())  # on its way from the GPU
+            count, copied = to_host(live.sum())
+        self.begin(source.dtype)
+        if copied is not None:
+            copied.synchronize()
+        rows = len(self.hidden)
+        count = rows if count is None else int(count)
+        if count == rows:
+            self.index = None
+        self.slices: list[Rows] = [
+            slice(start, end) if self.index is None else self.index[start:end]
+            for start, end in bounds(rows, count, cut)
+        ]
 
-    def wait(self, rows: int) -> None:
-        """Wait for the number of rows that count, of so many."""
-        if isinstance(self.rows, _Number):
-            self.rows = self.rows.wait()
-            if self.rows == rows:
-                self.index = None
+    def begin(self, dtype: torch.dtype) -> None:
+        """Memory for the logits of a chunk, of this dtype; those of the first are queued."""
+        hidden, vocab, padded = self.hidden, len(self.weight), -(-len(self.weight) // PACK) * PACK
+        first = chunk_rows(len(hidden), self.cut)
+        size, parts = layout(first, self.cut.rows, dtype != hidden.dtype)
+        self.memory = torch.empty((size, padded), device=hidden.device, dtype=hidden.dtype)
+        self.parts = []
+        for part in parts:
+            room = (part.rows.stop - part.rows.start, padded)
+            logits = self.memory[part.at :].view(dtype).view(room)[:, :vocab]
+            self.parts.append((part, logits))
+        part, logits = self.parts[0]
+        h = hidden[part.rows if self.index is None else self.index[part.rows]]
+        if len(h):
+            product(h, self.weight, self.bias, logits[: len(h)])
 
-    def slices(self) -> list[Rows]:
-        """The rows of each chunk, once their number is known."""
-        first = min(self.first, self.rows)
-        step = self._even(self.rows - first)
-        starts = [*([0] if first else []), *range(first, self.rows, step), self.rows]
-        return [self._some(start, end) for start, end in itertools.pairwise(starts)]
+    def gradients(self, needs, accumulate: str, into: Tensor | None = None) -> "HeadGradients":
+        return HeadGradients(self, needs, accumulate, into)
 
-    def _even(self, rows: int) -> int:
-        if self.cut.columns is not None:
-            return max(min(self.cut.rows, rows), 1)
-        return even_chunk(rows, self.cut.rows)
-
-    def _some(self, start: int, end: int) -> Rows:
-        return slice(start, end) if self.index is None else self.index[start:end]
-
-    def logits(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
-    ) -> Iterator[Chunk]:
-        """The logits in this dtype, one chunk after another in one workspace.
-
-        On return the first chunk is queued, and the number of rows known.
-        """
-        vocab = len(weight)
-        space = Space(self.first, self.cut.rows, vocab, dtype, hidden)
-        queued = None
-        if len(hidden):
-            queued = space.parts[0]
-            h = hidden[self._some(0, min(queued.stop, len(hidden)))]
-            product(h, weight, bias, space.logits(queued, len(h), vocab))
-        self.wait(len(hidden))
-
-        def parts(rows: Rows, hidden: Tensor, into: Tensor) -> Iterator[Part]:
-            nonlocal queued
-            for part in space.parts:
-                h, own = hidden[part], into[part]
-                if not len(h):
-                    return
-                z = space.logits(part, len(h), vocab)
-                if queued is None:
-                    product(h, weight, bias, z)
-                queued, mine = None, some_of(rows, part)
-                steps = [
-                    Step(at, some_of(mine, at), z[at], own[at])
-                    for at in space.steps(part, len(h))
-                ]  # fmt: skip
-                yield Part(mine, z, steps)
-
-        def each() -> Iterator[Chunk]:
-            for rows in self.slices():
-                h = hidden[rows]
-                into = space.gradient(len(h), vocab)
-                yield Chunk(rows, h, parts(rows, h, into), into)
-
-        return each()
+    def walk(
+        self,
+        loss: RowLoss,
+        visit: Visit,
+        sums: "HeadGradients | None" = None,  # without, no gradient is wanted
+        known: Iterable[Saved] = (),  # what forward saved, part by part
+    ) -> None:
+        """Visits all rows, and adds the gradient of each chunk to `sums`."""
+        queued, known = True, iter(known)
+        for rows in self.slices:
+            h = self.hidden[rows]
+            dz = self.memory[: len(h), : len(self.weight)]
+            for part, logits in self.parts:
+                mine = h[part.rows]
+                count = len(mine)
+                if not count:
+                    break
+                z, into, of = logits[:count], dz[part.rows], some_of(rows, part.rows)
+                if not queued:
+                    product(mine, self.weight, self.bias, z)
+                queued = False
+                some, saved = loss.take(of, self.lead), next(known, None)
+                steps = [at for at in part.steps if at.start < count]
+                if sums is None:
+                    visit(some, saved, of, z, None)
+                elif len(steps) == 1:
+                    into = visit(some, saved, of, z, into)
+                    dz = into if count == len(h) else dz
+                else:
+                    for at in steps:
+                        few = some.take(at, torch.Size((count,)))
+                        visit(few, saved_of(saved, at, count), some_of(of, at), z[at], into[at])
+                        del few
+                del some, saved  # a teacher's logits, before the next chunk's are made
+            if sums is not None:
+                sums.add(rows, h, dz)
 
 
 def some_of(rows: Rows, at: slice) -> Rows:
@@ -157,22 +146,22 @@ def some_of(rows: Rows, at: slice) -> Rows:
     return rows[at]
 
 
-class _Number:
-    """A number on its way from the GPU."""
+def saved_of(saved: Saved | None, at: slice, count: int) -> Saved | None:
+    """What was saved of so many rows, for some of them; what is one for all stays."""
+    if saved is None:
+        return None
+    return tuple(t if t is None or len(t) != count else t[at] for t in saved)
 
-    def __init__(self, number: Tensor):
-        self.copied: torch.cuda.Event | None = None
-        if number.is_cuda:
-            self.copied = torch.cuda.Event()
-            pinned = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
-            number = pinned.copy_(number, non_blocking=True)
-            self.copied.record()
-        self.number = number
 
-    def wait(self) -> int:
-        if self.copied is not None:
-            self.copied.synchronize()
-        return int(self.number)
+def to_host(number: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
+    """A number on its way from the GPU, and what to wait for."""
+    if not number.is_cuda:
+        return number, None
+    copied = torch.cuda.Event()
+    pinned = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
+    pinned.copy_(number, non_blocking=True)
+    copied.record()
+    return pinned, copied
 
 
 class HeadGradients:
@@ -180,84 +169,61 @@ class HeadGradients:
 
     def __init__(
         self,
-        run: ModuleType,
         chunks: Chunks,
-        parts: tuple[Tensor, Tensor, Tensor | None],  # hidden (N, D), weight (V, D), bias (V,)
-        needs: tuple[bool, bool, bool],
+        needs,  # of hidden, weight and bias
         accumulate: str,
-        into: Tensor | None = None,  # what the weight's is added to
+        into: Tensor | None,  # what the weight's is added to
     ):
-        hidden, self.weight, bias = parts
-        self.d_hidden = HiddenGradient(run, chunks, hidden) if needs[0] else None
-        self.weight_sum = None
-        if needs[1] and into is not None:
-            self.weight_sum = Sum(into, fresh=False)
-        elif needs[1]:
-            count = len(chunks.slices())
-            way = way_to_sum(run, count, hidden, self.weight, accumulate)
-            make = torch.empty if count else torch.zeros
-            total = make(self.weight.shape, device=hidden.device, dtype=way.dtype)
-            self.weight_sum = sum_in(run, total, count, way)
-        self.d_bias = None
-        if needs[2] and bias is not None:
-            self.d_bias = torch.zeros_like(bias, dtype=PRECISION[bias.dtype])
+        run, hidden, self.weight = chunks.run, chunks.hidden, chunks.weight
+        count = len(chunks.slices)
+        self.d_hidden = self.shared = self.d_bias = None
+        if needs[0]:
+            # Rows that no chunk computes have no gradient.
+            blank = torch.empty_like if chunks.index is None else torch.zeros_like
+            # Contiguous, whatever hidden is.
+            self.d_hidden = blank(hidden, memory_format=torch.contiguous_format)
+            share = getattr(run, "share", None)  # of ranks that have other columns
+            self.shared = share and share(self.d_hidden, count)
+            self.put = partial(put, self.d_hidden) if self.shared is None else self.shared.put
+        self.d_weight, self.weight_sums = into, []
+        if needs[1]:
+            kind = Sum
+            if into is None:
+                dtype, kind = way_to_sum(run, count, hidden, self.weight, accumulate)
+                make = torch.empty if count else torch.zeros
+                self.d_weight = make(self.weight.shape, device=hidden.device, dtype=dtype)
+            for block in chunks.blocks:
+                self.weight_sums.append(kind(run, self.d_weight[block], count, into is None))
+        if needs[2] and chunks.bias is not None:
+            self.d_bias = torch.zeros_like(chunks.bias, dtype=PRECISION[chunks.bias.dtype])
 
     def add(self, rows: Rows, h: Tensor, dz: Tensor) -> None:
-        clear_padding(dz)
+        if dz.device.type == "cpu":
+            clear_padding(dz)
         if self.d_hidden is not None:
-            out = self.d_hidden.total[rows] if isinstance(rows, slice) else None
-            self.d_hidden.set(rows, torch.mm(dz, self.weight, out=out))
+            out = self.d_hidden[rows] if isinstance(rows, slice) else None
+            self.put(rows, torch.mm(dz, self.weight, out=out))
         if self.d_bias is not None:
             self.d_bias += dz.sum(0, dtype=self.d_bias.dtype)
-        if self.weight_sum is not None:
-            self.weight_sum.add(dz, h)
+        if self.weight_sums:
+            self.weight_sums[0].add(dz, h)
 
     def found(self) -> list[Tensor | None]:
         """All three; those of weight and bias may have more bits than they."""
-        d_hidden = None if self.d_hidden is None else self.d_hidden.found()
-        total = None if self.weight_sum is None else self.weight_sum.total
-        return [d_hidden, total, self.d_bias]
+        d_hidden = self.d_hidden if self.shared is None else self.shared.found()
+        return [d_hidden, self.d_weight, self.d_bias]
 
 
-class HiddenGradient:
-    """The gradient of hidden (N, D), chunk by chunk.
+def as_parts(gradients: list, parts: tuple) -> list:
+    """Each in the shape and dtype of what it is the gradient of."""
+    pairs = zip(gradients, parts, strict=True)
+    return [None if t is None else t.view(part.shape).to(part.dtype) for t, part in pairs]
 
-    Ranks that have other columns add their shares to it while this one goes on to the weight's
-    gradient: to each chunk where every rank wants all rows, else, once all chunks are there, to the
-    slice of rows that is this rank's.
-    """
 
-    def __init__(self, run: ModuleType, chunks: Chunks, hidden: Tensor):
-        # Rows that no chunk computes have no gradient.
-        blank = torch.empty_like if chunks.index is None else torch.zeros_like
-        self.total = blank(hidden, memory_format=torch.contiguous_format)  # whatever hidden's is
-        self.add_up, self.adding = getattr(run, "add_up", None), []
-        self.add_up_slices, self.own = getattr(run, "add_up_slices", None), None
-        self.missing = len(chunks.slices())
-
-    def set(self, rows: Rows, part: Tensor) -> None:
-        """Of some rows; `part` is already there if it is what `total[rows]` shows."""
-        if self.add_up is not None:
-            self.adding.append((self.add_up(part), rows, part))
-        else:
-            self._put(rows, part)
-        self.missing -= 1
-        if self.add_up_slices is not None and not self.missing:
-            self.own = self.add_up_slices(self.total)
-
-    def _put(self, rows: Rows, part: Tensor) -> None:
-        if not isinstance(rows, slice) or part.data_ptr() != self.total[rows].data_ptr():
-            self.total[rows] = part
-
-    def found(self) -> Tensor:
-        """Of all rows, or of this rank's."""
-        for work, rows, part in self.adding:
-            work.wait()
-            self._put(rows, part)
-        if self.add_up_slices is None:
-            return self.total
-        own = self.add_up_slices(self.total) if self.own is None else self.own  # of no rows at all
-        return own.wait()
+def put(total: Tensor, rows: Rows, part: Tensor) -> None:
+    """Some rows into their place, unless `part` is that place."""
+    if not isinstance(rows, slice) or part.data_ptr() != total[rows].data_ptr():
+        total[rows] = part
 
 
 def clear_padding(dz: Tensor) -> None:
@@ -267,54 +233,30 @@ def clear_padding(dz: Tensor) -> None:
     by 0: what is not a number stays so.
     """
     width, step = dz.shape[1], dz.stride(0)
-    if dz.device.type == "cpu" and step > width > 0 and dz.stride(1) == 1:
+    if step > width > 0 and dz.stride(1) == 1:
         dz.as_strided((len(dz), step), (step, 1))[:, width:] = 0
 
 
 class RowGradients:
     """Gradients of the tensors beside the rows of a loss, chunk by chunk; None if not needed."""
 
-    def __init__(self, loss, needs: Sequence[bool]):
-        pairs = zip(loss.others, needs, strict=True)
+    def __init__(self, loss: RowLoss, needs: Sequence[bool]):
         self.found = [
             torch.zeros(t.shape, device=t.device, dtype=t.dtype) if need else None
-            for t, need in pairs
+            for t, need in zip(loss.others, needs, strict=True)
         ]
 
-    def add(self, rows: Rows, some, saved: tuple, scale: Tensor) -> None:
+    def add(self, rows: Rows, some: RowLoss, saved: Saved, scale: Tensor) -> None:
         """Of some rows' loss, for what multiplies each row's value."""
         for total, d in zip(self.found, some.d_others(saved, scale), strict=True):
             if total is not None and d is not None:
-                flat = total.view(-1, *d.shape[1:])
-                flat[rows] = d
-
-
-class Way(NamedTuple):
-    """How products are summed over chunks."""
-
-    dtype: torch.dtype  # of the total
-    in_place: bool  # in 16 bits that keep 14 between chunks
-
-
-def way_to_sum(run: ModuleType, count: int, hidden: Tensor, weight: Tensor, accumulate: str) -> Way:
-    """For so many products. fp16, of little range, is always summed in fp32."""
-    dtype = weight.dtype
-    if dtype == torch.float16 or (dtype == torch.bfloat16 and accumulate == "fp32"):
-        return Way(torch.float32, False)
-    if dtype == torch.bfloat16 and accumulate == "auto" and count > 2:
-        in_place = weight.numel() > 0 and run.can_accumulate(hidden, weight)
-        return Way(dtype if in_place else torch.float32, in_place)
-    return Way(dtype, False)
-
-
-def sum_in(run: ModuleType, total: Tensor, count: int, way: Way) -> "Sum | SumInPlace":
-    return SumInPlace(run, total, count) if way.in_place else Sum(total, fresh=True)
+                total.view(-1, *d.shape[1:])[rows] = d
 
 
 class Sum:
     """Σ dz.T @ h over chunks, in the dtype of the total."""
 
-    def __init__(self, total: Tensor, fresh: bool):
+    def __init__(self, run: ModuleType, total: Tensor, count: int, fresh: bool = True):
         self.total, self.fresh = total, fresh
 
     def add(self, dz: Tensor, h: Tensor) -> None:
@@ -336,12 +278,28 @@ class Sum:
 class SumInPlace:
     """The same in 16 bits a number: right to 14 between chunks, rounded as bf16 at the end."""
 
-    def __init__(self, run: ModuleType, total: Tensor, chunks: int):
+    def __init__(self, run: ModuleType, total: Tensor, count: int, fresh: bool = True):
         self.run, self.total = run, total
-        self.exponents = run.exponents(self.total)
-        self.chunks, self.done = chunks, 0
+        self.exponents = run.exponents(total)
+        self.count, self.done = count, 0
 
     def add(self, dz: Tensor, h: Tensor) -> None:
-        first, last = self.done == 0, self.done == self.chunks - 1
+        first, last = self.done == 0, self.done == self.count - 1
         self.run.accumulate(dz, h, self.total, self.exponents, first, last)
         self.done += 1
+
+
+def way_to_sum(
+    run: ModuleType, count: int, hidden: Tensor, weight: Tensor, accumulate: str
+) -> tuple[torch.dtype, type[Sum] | type[SumInPlace]]:
+    """The dtype of a sum of so many products, and who adds them up.
+
+    fp16, of little range, is always summed in fp32.
+    """
+    dtype = weight.dtype
+    if dtype == torch.float16 or (dtype == torch.bfloat16 and accumulate == "fp32"):
+        return torch.float32, Sum
+    if dtype == torch.bfloat16 and accumulate == "auto" and count > 2:
+        in_place = weight.numel() > 0 and run.can_accumulate(hidden, weight)
+        return (dtype, SumInPlace) if in_place else (torch.float32, Sum)
+    return dtype, Sum

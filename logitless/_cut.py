@@ -16,11 +16,8 @@ in memory of the weight's gradient that is not written yet (_columns.py).
 """
 
 import functools
-from collections.abc import Iterator
+import itertools
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 # Bytes of logits alive at once, by default; half as many more for logits in fp32 of 16-bit hidden
 # states, which are then made in few large parts (on an H200 as fast as 16-bit ones).
@@ -34,7 +31,7 @@ SUM_ROWS = {"cuda": 540.0}
 STATISTICS_COST = 0.15  # of a GEMM: reading the logits once more, and merging statistics
 MIN_GAIN = 0.1  # of a GEMM: columns are chosen where they save at least this
 
-SPARE_EVERY = 64  # rows: a Space for logits in fp32 has a spare row for so many, and two more
+SPARE_EVERY = 64  # rows: the memory for logits in fp32 has a spare row for so many, and two more
 
 
 class Cut(NamedTuple):
@@ -63,7 +60,7 @@ class Work(NamedTuple):
 def choose(work: Work, workspace: int | None, device: str) -> Cut:
     """The way that should take the least time; whole rows unless a workspace is given."""
     limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"]) * (3 if work.wide else 2) // 2
-    room = limit // (padded(work.vocab) * work.itemsize)
+    room = limit // (-(-work.vocab // PACK) * PACK * work.itemsize)
     if work.wide:
         room = (room - 2) * SPARE_EVERY // (SPARE_EVERY + 1)  # with its spare_rows
     best = Cut(max(room, 1))
@@ -104,11 +101,6 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
     return found
 
 
-def padded(columns: int) -> int:
-    return -(-columns // PACK) * PACK
-
-
-@functools.lru_cache(1024)
 def even_chunk(rows: int, room: int) -> int:
     """How many of so many rows make a chunk, in a workspace with room for `room` of them.
 
@@ -133,13 +125,34 @@ def even_columns(vocab: int, room: int) -> int:
     return -(-even // TILE) * TILE
 
 
-def spare_rows(rows: int) -> int:
-    """What a Space for so many rows has beyond them."""
-    return rows // SPARE_EVERY + 2
+@functools.lru_cache(1024)
+def chunk_rows(rows: int, cut: Cut) -> int:
+    """How many of so many rows make the first chunk."""
+    if cut.columns is None:
+        return even_chunk(rows, cut.rows)
+    return max(min(cut.rows, rows), 1)
 
 
-class Space:
-    """Memory for the logits of a chunk of rows, and in the same place for their gradient.
+@functools.lru_cache(1024)
+def bounds(rows: int, count: int, cut: Cut) -> tuple[tuple[int, int], ...]:
+    """Where chunks begin and end, where `count` of the rows are computed."""
+    first = min(chunk_rows(rows, cut), count)
+    step = chunk_rows(count - first, cut)
+    starts = [*([0] if first else []), *range(first, count, step), count]
+    return tuple(itertools.pairwise(starts))
+
+
+class Part(NamedTuple):
+    """Rows of a chunk whose logits are in memory together."""
+
+    rows: slice  # of the chunk
+    at: int  # where their logits begin, in rows of the memory
+    steps: tuple[slice, ...]  # of the part: rows whose gradient may be written at once
+
+
+@functools.lru_cache(1024)
+def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Part, ...]]:
+    """Of the memory of a chunk: its length in rows of hidden's dtype, and what is made there.
 
     A gradient of the logits' own dtype is written over them, all at once. One of 16 bits, of logits
     in fp32, fills the memory from its start, while logits are made at its end, a part of the rows
@@ -147,40 +160,24 @@ class Space:
     logits of it that were read before, in steps, each as long as the gap before those not yet
     read. So fp32 logits need the memory of 16-bit ones, and of spare_rows more.
     """
+    if not wide:
+        return rows, (Part(slice(0, rows), 0, (slice(0, rows),)),)
+    size = min(most + spare_rows(most), 3 * rows)
+    parts, start = [], 0
+    while start < rows:
+        count = (size - start - 1) // 2
+        count -= count % (TILE // 2) if count > TILE // 2 else 0
+        end = min(start + count, rows)
+        at = size - 2 * (end - start)
+        steps, done = [], 0
+        while done < end - start:
+            steps.append(slice(done, min(at - start + 2 * done, end - start)))
+            done = steps[-1].stop
+        parts.append(Part(slice(start, end), at, tuple(steps)))
+        start = end
+    return size, tuple(parts)
 
-    def __init__(self, rows: int, most: int, columns: int, dtype: torch.dtype, like: Tensor):
-        self.dtype, self.apart = dtype, dtype != like.dtype
-        self.size = min(most + spare_rows(most), 3 * rows) if self.apart else rows
-        self.memory = torch.empty(
-            (self.size, padded(columns)), device=like.device, dtype=like.dtype
-        )  # fmt: skip
-        self.parts = list(self._parts(rows)) if self.apart else [slice(0, rows)]
 
-    def _parts(self, rows: int) -> Iterator[slice]:
-        start = 0
-        while start < rows:
-            count = (self.size - start - 1) // 2
-            count -= count % (TILE // 2) if count > TILE // 2 else 0
-            yield slice(start, min(start + count, rows))
-            start += count
-
-    def logits(self, part: slice, rows: int, columns: int) -> Tensor:
-        """Of the first rows of a part."""
-        if not self.apart:
-            return self.memory[:rows, :columns]
-        count = part.stop - part.start
-        end = self.memory[self.size - 2 * count :].view(self.dtype)
-        return end.view(count, -1)[:rows, :columns]
-
-    def gradient(self, rows: int, columns: int) -> Tensor:
-        """Of the first rows of a chunk."""
-        return self.memory[:rows, :columns]
-
-    def steps(self, part: slice, rows: int) -> Iterator[slice]:
-        """Of the first rows of a part, those whose gradient may be written at once, in order."""
-        gap = self.size - part.start - 2 * (part.stop - part.start) if self.apart else rows
-        start = 0
-        while start < rows:
-            end = min(start + gap + start, rows)
-            yield slice(start, end)
-            start = end
+def spare_rows(rows: int) -> int:
+    """What the memory for so many rows in fp32 has beyond them."""
+    return rows // SPARE_EVERY + 2

@@ -6,8 +6,8 @@ Each RowLoss that is an operator over logits (_ops.py) is three over a head:
     logitless::head_<name>_rows              its results a row
     logitless::head_<name>_rows_gradient     their gradients
 
-They do what _head.py does without a compiler, by its own functions. Ignored rows are computed with
-the others: to know their number the host would have to wait, which a graph cannot do.
+They do what linear.py and _each.py do without a compiler, by their own functions. Ignored rows are
+computed with the others: to know their number the host would have to wait, which a graph cannot do.
 """
 
 from types import SimpleNamespace
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from . import _call, _checks, _ops
 from ._call import in_func
+from ._chunks import as_parts
 from ._contract import PRECISION
-from ._head import Each, Total, as_parts, dtypes_as_given
+from ._each import Each
 from ._later import later
 from ._loss import RowLoss, _mass, reduced
-from .linear import LinearLogits, Teacher, _evaluate
+from .linear import LinearLogits, Total, dtypes_as_given
 
 _HEAD = (  # the head, that of a teacher, and how
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? teacher_hidden, Tensor? teacher_weight,"
@@ -35,7 +36,7 @@ def _flat(source: LinearLogits, loss: RowLoss) -> tuple:
     """A head and a loss over it as an operator's arguments; a teacher's head is apart."""
     flat, teacher, teacher_how = list(_ops.flat(loss)), (None, None, None), (None, 1.0, None)
     for i, t in enumerate(flat):
-        if isinstance(t, Teacher):
+        if isinstance(t, LinearLogits):
             teacher, teacher_how = t.parts, (t.dtype, t.scale, t.cap)
             flat[i] = t.hidden  # a placeholder: the schema wants a Tensor
     how = (source.dtype, source.workspace, source.accumulate)
@@ -51,12 +52,13 @@ def _unpack(kind: type, args: tuple) -> tuple[LinearLogits, RowLoss]:
     with dtypes_as_given(parts[0].device):
         if teacher[0] is not None:
             head = LinearLogits(*teacher, logits_dtype=teacher_dtype)
-            loss = loss.with_tensors((*loss.tensors[:4], Teacher(head, scale, cap)))
+            head.scale, head.cap = scale, cap
+            loss = loss.with_tensors((*loss.tensors[:4], head))
         return LinearLogits(*parts, drop_ignored=False, **how), loss
 
 
 def _context(needs: list[bool], **fields) -> SimpleNamespace:
-    """What a node of _head.py asks of autograd's context; an operator has its own."""
+    """What a head's node asks of autograd's context; an operator has its own."""
 
     def nothing(*_):
         pass
@@ -242,7 +244,7 @@ def evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: Te
     if in_func():
         _checks.no_head_in_func()
     if source.main_grad is not None:  # backward adds to it, which a graph cannot say
-        return torch.compiler.disable(_evaluate)(source, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
+        return torch.compiler.disable(LinearLogits.evaluate)(source, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
     operator = _ops.OPERATORS.get(type(loss))
     if reduction == "none" or operator is None:  # a user's formula has no operator
         outputs = loss.traced(source)

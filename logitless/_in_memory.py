@@ -1,7 +1,6 @@
-"""Weights of heads in memory while a loss is computed: FSDP frees them after a forward."""
+"""The weight of a head in memory while a loss is computed: FSDP frees it after a forward."""
 
 import contextlib
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,15 +23,3 @@ def in_memory(weight: Tensor, module: torch.nn.Module | None):
             " that shards it has freed it: compute the loss inside that module's forward, shard"
             " the head by itself (fully_shard(head)), or pass reshard_after_forward=False."
         )
-
-
-@contextlib.contextmanager
-def heads_in_memory(heads: Sequence):
-    """The weights of all heads, gathered once.
-
-    The number of chunks is that of a rank's own rows: gathered for each, ranks would wait forever.
-    """
-    with contextlib.ExitStack() as stack:
-        for head in heads:
-            stack.enter_context(in_memory(head.weight, head.module))
-        yield

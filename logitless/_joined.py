@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import _contract as contract
 from . import eager
+from ._chunks import Rows, put
 from ._contract import (
     NO_ID,
     PAIR_STATE,
@@ -57,6 +58,12 @@ class Columns:
     def __getattr__(self, name: str):
         """What knows no columns is the backend's own: slots, reduce, scale_."""
         return getattr(self.run, name)
+
+    def share(self, total: Tensor, chunks: int) -> "AllRows | OwnRows | None":
+        """What adds up the gradient of hidden, total (N, D), over ranks; None where nobody does."""
+        if self.add_up is not None:
+            return AllRows(self.add_up, total)
+        return self.add_up_slices and OwnRows(self.add_up_slices, total, chunks)
 
     def one_pass(self, *_, mean: bool = False) -> None:
         """Of no use here: the gradient waits for the other columns."""
@@ -247,6 +254,43 @@ class Columns:
         tail = torch.where(bad.any(-1).view(-1), torch.nan, tail)
         live = live_rows(reading)
         return tail if live is None else torch.where(live, tail, 0.0)
+
+
+class AllRows:
+    """The gradient of hidden, of which every rank wants all rows: each chunk is added up.
+
+    That goes on while this rank turns to the weight's gradient.
+    """
+
+    def __init__(self, add_up: Callable[[Tensor], Any], total: Tensor):
+        self.add_up, self.total, self.adding = add_up, total, []
+
+    def put(self, rows: Rows, part: Tensor) -> None:
+        self.adding.append((self.add_up(part), rows, part))
+
+    def found(self) -> Tensor:
+        for work, rows, part in self.adding:
+            work.wait()
+            put(self.total, rows, part)
+        return self.total
+
+
+class OwnRows:
+    """The same where each rank wants a slice of the rows: added up once all chunks are there."""
+
+    def __init__(self, add_up_slices: Callable[[Tensor], Any], total: Tensor, chunks: int):
+        self.add_up_slices, self.total, self.missing = add_up_slices, total, chunks
+        self.own = None
+
+    def put(self, rows: Rows, part: Tensor) -> None:
+        put(self.total, rows, part)
+        self.missing -= 1
+        if not self.missing:
+            self.own = self.add_up_slices(self.total)
+
+    def found(self) -> Tensor:
+        own = self.add_up_slices(self.total) if self.own is None else self.own  # of no rows at all
+        return own.wait()
 
 
 def _largest(

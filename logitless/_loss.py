@@ -144,21 +144,17 @@ class RowLoss:
 
     def take(self, rows, lead: torch.Size) -> "RowLoss":
         """The same loss of some of its rows, whose shape is `lead`."""
-        return self.with_tensors(
-            tuple(_rows_of(t, rows, lead, i) for i, t in enumerate(self.tensors))
-        )
+        taken: list[Any] = list(self.tensors)
+        for place, t in enumerate(taken):
+            if hasattr(t, "evaluate"):  # a teacher that is another source of logits
+                taken[place] = t.materialize(rows)
+            elif t is not None and place != CLASS_WEIGHT:
+                part = t.reshape(lead.numel(), *t.shape[len(lead) :])[rows]
+                taken[place] = part.detach().requires_grad_() if t.requires_grad else part
+        return self.with_tensors(taken)
 
 
 CLASS_WEIGHT = Reading._fields.index("class_weight")  # the one tensor that is not of rows
-
-
-def _rows_of(t, rows, lead: torch.Size, place: int) -> Tensor | None:
-    if t is None or place == CLASS_WEIGHT:
-        return t
-    if hasattr(t, "evaluate"):  # a teacher that is another source of logits
-        return t.materialize(rows)
-    part = flat_rows(t, lead)[rows]
-    return part.detach().requires_grad_() if t.requires_grad else part
 
 
 @made_once

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._head import dtypes_as_given
 from ._in_memory import in_memory
-from .linear import LinearLogits, Teacher, plain_logits
+from .linear import LinearLogits, dtypes_as_given, plain_logits
 
 
 class Recipe(NamedTuple):
@@ -116,7 +115,9 @@ class Recipe(NamedTuple):
     def teacher(self) -> Any:
         """The same as constants, of logits that no `obstacle` keeps from their head."""
         if self.shard is None:
-            return Teacher(self.source(False), self.pre, self.cap)
+            head = self.source(False)
+            head.scale, head.cap = self.pre, self.cap
+            return head
         return self.shard.over(self._replace(shard=None).teacher())
 
     def without_parts(self) -> "Recipe":

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from . import _checks
 from ._dtensor import hidden_of_all
-from ._head import autocasts
 from .lazy import LazyLogits, Made, warn_once
-from .linear import LinearLogits, as_autocast, plain_logits
+from .linear import LinearLogits, as_autocast, autocasts, plain_logits
 
 
 class SpreadHead(NamedTuple):

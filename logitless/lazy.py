@@ -25,14 +25,14 @@ from torch.utils import _pytree as pytree
 from . import _call, _checks
 from ._call import backend, in_func
 from ._contract import Reading
-from ._head import Each, Total, dtypes_as_given
+from ._each import Each
 from ._in_memory import in_memory
 from ._later import later
 from ._lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split
 from ._loss import RowLoss, evaluate, reduced
 from ._node import Node
 from ._recipe import Recipe, versions
-from .linear import Teacher
+from .linear import LinearLogits, Total, dtypes_as_given
 
 
 class LazyLogits(Tensor):
@@ -107,7 +107,7 @@ class LazyLogits(Tensor):
         reading = Reading(temperature=temperature).of_scaled(recipe.scale, recipe.cap or softcap)
         return Head(self).capture_topk(k, reading.temperature, reading.softcap)
 
-    def as_teacher(self) -> "Teacher | Tensor":
+    def as_teacher(self) -> "LinearLogits | Tensor":
         """The same logits as constants."""
         return self.dense() if self.recipe.obstacle(None) else self.recipe.teacher()
 

@@ -1,12 +1,14 @@
 """Logits that are never materialised: a head, computed a part at a time.
 
 `LinearLogits(hidden, weight, bias)` stands for hidden @ weight.T + bias, and a loss over it is the
-same loss over the logits of one chunk of rows after another, or of one block of columns. _head.py
-has the two autograd nodes that do the work, and _cut.py says what is computed at once.
+same loss over the logits of one chunk of rows after another (_chunks.py), or of one block of their
+columns (_columns.py); _cut.py says which. A mean or sum makes its gradients on the way, in three
+GEMMs (`Total`); results a row (_each.py) take four.
 
 Nothing here knows a loss: a RowLoss (_loss.py) says what is done with the logits of a chunk.
 """
 
+import contextlib
 import inspect
 from types import ModuleType
 
@@ -16,13 +18,16 @@ from torch import Tensor
 from . import _call, _checks
 from ._as_tensor import AsTensor
 from ._call import backend, in_func, mapped
-from ._chunks import Chunks, Rows, product
-from ._contract import PRECISION
-from ._cut import Work, choose
-from ._head import Each, Total, autocasts, dtypes_as_given
+from ._chunks import Chunks, RowGradients, Rows, as_parts, product
+from ._columns import ColumnChunks
+from ._contract import PRECISION, Reading
+from ._cut import Cut, Work, choose
+from ._each import Each
+from ._in_memory import in_memory
 from ._joined import Columns
 from ._later import later
 from ._loss import RowLoss, reduced
+from ._node import Node, refuse_second
 
 
 class LinearLogits(AsTensor):
@@ -89,21 +94,18 @@ class LinearLogits(AsTensor):
         self.module: torch.nn.Module | None = None  # whose weight it is, where that may be freed
         self.columns: Columns | None = None  # which of a vocabulary's, where ranks share one
         self.own_hidden: Tensor | None = None  # this rank's, where hidden is gathered from ranks
+        # Of a teacher, whose logits are scale · z, or with a cap, cap · tanh(scale · z).
+        self.scale: float = 1.0
+        self.cap: float | None = None
         self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
         self.dtype, self.device = logits_dtype or hidden.dtype, hidden.device
         self.requires_grad = any(t is not None and t.requires_grad for t in self.parts)
 
-    def with_parts(self, parts: tuple) -> "LinearLogits":
-        """The same head with other tensors of the same shapes, or without any."""
+    def with_parts(self, parts: tuple = (None,) * 3, own_hidden: Tensor | None = None):
+        """The same head with other tensors of the same shapes; or without any, for a node."""
         copy = object.__new__(type(self))
-        copy.__dict__.update(self.__dict__, parts=parts)
+        copy.__dict__.update(self.__dict__, parts=parts, own_hidden=own_hidden)
         copy.hidden, copy.weight, copy.bias = parts
-        return copy
-
-    def without_parts(self) -> "LinearLogits":
-        """For a node, which saves them as autograd saves."""
-        copy = self.with_parts((None, None, None))
-        copy.own_hidden = None
         return copy
 
     @property
@@ -117,20 +119,45 @@ class LinearLogits(AsTensor):
     def materialize(self, rows: Rows | None = None) -> Tensor:
         """The logits themselves, (..., V); or of some rows, (n, V), as constants."""
         if rows is None:
-            return plain_logits(*self.parts, self.dtype)
-        with torch.no_grad(), dtypes_as_given(self.device):
-            hidden = self.hidden.reshape(-1, self.hidden.shape[-1])[rows]
-            return plain_logits(hidden, self.weight, self.bias, self.dtype)
+            z = plain_logits(*self.parts, self.dtype)
+        else:
+            with torch.no_grad(), dtypes_as_given(self.device):
+                hidden = self.hidden.reshape(-1, self.hidden.shape[-1])[rows]
+                z = plain_logits(hidden, self.weight, self.bias, self.dtype)
+        if self.scale == 1 and self.cap is None:
+            return z
+        z = z.to(PRECISION[z.dtype]) * self.scale  # which must not round them again
+        return z if self.cap is None else self.cap * torch.tanh(z)
 
-    def as_teacher(self) -> "Teacher":
-        """The same logits as constants, which those of a teacher are."""
-        return Teacher(self)
+    def as_teacher(self) -> "LinearLogits":
+        """The same logits as constants, which some rows of them always are."""
+        return self
+
+    def times(self, factor: float) -> "LinearLogits":
+        """Of a teacher: its logits times a factor."""
+        copy = self.with_parts(self.parts, self.own_hidden)
+        if self.cap is None:
+            copy.scale *= factor
+        else:
+            copy.cap *= factor
+        return copy
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """The loss of the rows, a part of their logits at a time."""
-        if not torch.compiler.is_compiling():
-            return _evaluate(self, loss, reduction, row_weight)
-        return later.evaluate_compiled(self, loss, reduction, row_weight)
+        if torch.compiler.is_compiling():
+            return later.evaluate_compiled(self, loss, reduction, row_weight)
+        if in_func():
+            _checks.no_head_in_func()
+        _call.values(loss, self.shape[-1])
+        if reduction != "none":
+            return Total.apply(
+                *self.inputs, row_weight, self, loss, reduction, torch.is_grad_enabled(),
+                *loss.others,
+            )  # fmt: skip
+        outputs = Each.apply(*self.inputs, self, loss, *loss.others)
+        if loss.several:
+            return outputs
+        return reduced(outputs[0], loss.reading, row_weight, None, reduction)
 
     def capture_topk(
         self, k: int, temperature: float, softcap: float | None
@@ -141,11 +168,13 @@ class LinearLogits(AsTensor):
         run = self.backend()
         empty = torch.empty((0, self.shape[-1]), device=self.device, dtype=self.dtype)
         found = [run.topk(empty, k, temperature, softcap)]  # their shapes, where there are no rows
+        every = RowLoss(Reading())  # row counts
+
+        def visit(_, __, ___, z, ____):
+            found.append(run.topk(z, k, temperature, softcap))
+
         with torch.no_grad(), dtypes_as_given(self.device):
-            rows = self.hidden.detach().reshape(-1, self.hidden.shape[-1])
-            made = self.chunks(None, self.work()).logits(rows, self.weight, self.bias, self.dtype)
-            for part in (part for chunk in made for part in chunk.parts):
-                found.append(run.topk(part.logits, k, temperature, softcap))
+            self.chunks(every, self.work()).walk(every, visit)
         ids, logprobs, tail = (torch.cat(parts) for parts in zip(*found, strict=True))
         shape = self.shape[:-1]
         return ids.view((*shape, k)), logprobs.view((*shape, k)), tail.view(shape)
@@ -166,12 +195,48 @@ class LinearLogits(AsTensor):
     def backend(self) -> "ModuleType | Columns":
         return backend(self.hidden) if self.columns is None else self.columns
 
-    def chunks(self, live: Tensor | None, work: Work) -> Chunks:
-        kind = self.device.type
-        unknown = kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing())
-        if not self.drop_ignored or unknown:
-            live = None
-        return Chunks(choose(work, self.workspace, kind), work.rows, live)
+    def cut(self, work: Work) -> Cut:
+        return choose(work, self.workspace, self.device.type)
+
+    def chunks(self, loss: RowLoss, work: Work) -> Chunks:
+        """The rows to be computed, of which the first are queued."""
+        cut, reading, live, on_gpu = self.cut(work), loss.reading, None, self.device.type == "cuda"
+        unknown = self.hidden.is_meta or (on_gpu and torch.cuda.is_current_stream_capturing())
+        if self.drop_ignored and reading.ignore_index is not None and not unknown:
+            live = (reading.mark != reading.ignore_index).reshape(-1)
+        return (Chunks if cut.columns is None else ColumnChunks)(self, cut, live)
+
+    @contextlib.contextmanager
+    def ready(self, loss: RowLoss):
+        """Autocast off, and the weights of this head and of a teacher's in memory."""
+        heads = (self, *(t for t in loss.tensors if isinstance(t, LinearLogits)))
+        with dtypes_as_given(self.device), contextlib.ExitStack() as stack:
+            for head in heads:  # gathered once: ranks may have other numbers of chunks
+                if not head.weight.untyped_storage().size():  # which FSDP frees
+                    stack.enter_context(in_memory(head.weight, head.module))
+            yield
+
+    def save(self, ctx, loss: RowLoss, row_weight: Tensor | None) -> None:
+        """All that a backward reads, a teacher's head too, as autograd saves it, not elsewhere."""
+        tensors, ctx.heads = [], []
+        for t in loss.tensors:
+            of_head = isinstance(t, LinearLogits)
+            tensors += t.parts if of_head else (t,)
+            ctx.heads.append(t.with_parts() if of_head else None)
+        ctx.save_for_backward(*self.parts, self.own_hidden, row_weight, *tensors)
+        ctx.source, ctx.loss = self.with_parts(), loss.with_tensors((None,) * len(ctx.heads))
+
+    @staticmethod
+    def saved(ctx) -> "tuple[LinearLogits, Tensor | None, RowLoss]":
+        """The head, the rows' weights and the loss."""
+        # Asked for once: activation checkpointing unpacks them only once.
+        hidden, weight, bias, own_hidden, row_weight, *rest = ctx.saved_tensors
+        source, rest = ctx.source.with_parts((hidden, weight, bias), own_hidden), iter(rest)
+        tensors = [
+            next(rest) if head is None else head.with_parts((next(rest), next(rest), next(rest)))
+            for head in ctx.heads
+        ]
+        return source, row_weight, ctx.loss.with_tensors(tensors)
 
     def __repr__(self) -> str:
         return f"LinearLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -181,37 +246,101 @@ class LinearLogits(AsTensor):
 LinearLogits.__signature__ = inspect.signature(object.__new__(LinearLogits).__init__)  # pyright: ignore
 
 
-ATTRIBUTES = (
-    "parts", "hidden", "weight", "bias", "workspace", "accumulate", "drop_ignored", "main_grad",
-    "logits_dtype", "module", "columns", "own_hidden", "shape", "dtype", "device", "requires_grad",
-)  # fmt: skip
+class Total(Node):
+    """Loss and gradients of a mean or sum over rows, made in forward for an upstream gradient of 1.
 
+    Three GEMMs: logits, d_hidden, d_weight. Backward scales what it finds.
+    """
 
-class Teacher(LinearLogits):
-    """The head of a teacher, z: its logits are scale · z, or with a cap, cap · tanh(scale · z)."""
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, row_weight, source, loss, reduction, grad, *others):
+        parts = (hidden, weight, bias)
+        ctx.needs = [grad and t is not None and t.requires_grad for t in (*parts, row_weight)]
+        ctx.others = [grad and t.requires_grad for t in others]
+        ctx.mean = reduction == "mean"
+        # fp16 cannot hold the gradient of a mean: it gets its share at the end.
+        ctx.late = ctx.mean and hidden.dtype == torch.float16
+        source.save(ctx, loss, row_weight)
+        with source.ready(loss):
+            total, ctx.share, ctx.gradients = Total.compute(ctx, source, row_weight, loss)
+        if not (ctx.late or source.main_grad is not None):
+            ctx.gradients[:3] = as_parts(ctx.gradients[:3], parts)
+        return total
 
-    scale: float
-    cap: float | None
+    @staticmethod
+    def compute(ctx, source, row_weight, loss):
+        """The loss, the share of a row in its mean, and all gradients at an upstream of 1."""
+        run, reading, lead = source.backend(), loss.reading, source.shape[:-1]
+        full, count = PRECISION[source.hidden.dtype], lead.numel()
+        mass = share = factor = None
+        if ctx.mean:
+            if reading.class_weight is not None:
+                mass = loss.mass(run, len(source.weight), source.hidden.dtype)
+            if mass is None and reading.ignore_index is None:
+                share = torch.full((), 1.0 / max(count, 1), device=source.device, dtype=full)
+            else:
+                share = run.reduce(None, reading, None, mass, True)[1].to(full)
+        if row_weight is not None:
+            factor = row_weight.detach().reshape(-1).to(full)
+        if share is not None and not ctx.late:
+            factor = share if factor is None else factor * share
+        values = torch.zeros(count, device=source.device, dtype=full)
+        others = RowGradients(loss, ctx.others) if loss.others else None
+        found = Total.gradients(ctx, source, loss, factor, values, others)
+        total, _ = run.reduce(values, reading, row_weight, mass, ctx.mean)
+        d_rows = None
+        if ctx.needs[3]:
+            d_rows = values if share is None else values * share
+            d_rows = d_rows.view(lead).to(row_weight.dtype)
+        return total, share, [*found, d_rows, *(others.found if others else ())]
 
-    def __init__(self, head: LinearLogits, scale: float = 1.0, cap: float | None = None):
-        for name in ATTRIBUTES:  # not by __dict__, which torch.compile does not follow everywhere
-            setattr(self, name, getattr(head, name))
-        self.scale, self.cap = scale, cap
+    @staticmethod
+    def gradients(ctx, source, loss, factor, values, others) -> list:
+        """Gradients of the parts, while values and others are filled."""
+        wanted = any(ctx.needs[:3])
+        how = {"gemms": int(wanted), "sums": ctx.needs[1], "keeps": ctx.needs[1]}
+        chunks = source.chunks(loss, source.work(loss.merges, **how))
+        sums = chunks.gradients(ctx.needs[:3], source.accumulate) if wanted else None
 
-    def as_teacher(self) -> "Teacher":
-        return self
+        def visit(some, _, rows, z, into):
+            dz, own = None, factor if factor is None or factor.dim() == 0 else factor[rows]
+            if wanted:
+                values[rows], dz, saved = some.at_once(chunks.run, z, own, into)
+            else:
+                (values[rows],), saved = some.forward(chunks.run, z)
+            if any(ctx.others):
+                scale = torch.ones_like(values[0]) if own is None else own
+                others.add(rows, some, saved, scale)
+            return dz
 
-    def times(self, factor: float) -> "Teacher":
-        if self.cap is None:
-            return Teacher(self, self.scale * factor)
-        return Teacher(self, self.scale, self.cap * factor)
+        chunks.walk(loss, visit, sums)
+        return [None] * 3 if sums is None else sums.found()
 
-    def materialize(self, rows: Rows | None = None) -> Tensor:
-        z = super().materialize(rows)
-        if self.scale == 1 and self.cap is None:
-            return z
-        z = z.to(PRECISION[z.dtype]) * self.scale  # which must not round them again
-        return z if self.cap is None else self.cap * torch.tanh(z)
+    @staticmethod
+    def backward(ctx, upstream):
+        Node.each_by_itself((upstream,))
+        source, row_weight, loss = ctx.source.saved(ctx)
+        parts = source.inputs
+        gradients, ctx.gradients = ctx.gradients, None
+        with torch.no_grad():
+            if gradients is None:  # a second backward: the first handed its gradients to autograd
+                with source.ready(loss):
+                    _, _, gradients = Total.compute(ctx, source, row_weight, loss)
+            scale = upstream if not ctx.late else upstream * ctx.share
+            run, main_grad = backend(parts[0]), source.main_grad
+            if main_grad is not None and gradients[1] is not None:
+                main_grad.addcmul_(gradients[1], scale)
+                gradients[1] = None
+            for t in gradients[:3]:
+                if t is not None:
+                    run.scale_(t.view(1, -1) if t.dim() < 2 else t, scale)
+            gradients[:3] = as_parts(gradients[:3], parts)
+            gradients[3] = None if gradients[3] is None else gradients[3] * upstream
+            gradients[4:] = [None if t is None else t * scale.to(t.dtype) for t in gradients[4:]]
+        if torch.is_grad_enabled():
+            inputs = (*parts, row_weight, *loss.tensors, upstream)
+            gradients = refuse_second(tuple(gradients), inputs)
+        return *gradients[:4], None, None, None, None, *gradients[4:]
 
 
 def plain_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -230,23 +359,19 @@ def plain_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
         return product(flat, weight, bias, out).view(*hidden.shape[:-1], len(weight))
 
 
+def autocasts(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def dtypes_as_given(device: torch.device):
+    """Autocast off: dtypes stay as they are given."""
+    if not autocasts(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 def as_autocast(t: Tensor) -> Tensor:
     """As F.linear is cast under autocast: fp64 is left as it is."""
     if not isinstance(t, Tensor) or t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return t
     return t.to(torch.get_autocast_dtype(t.device.type))
-
-
-def _evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-    if in_func():
-        _checks.no_head_in_func()
-    _call.values(loss, source.shape[-1])
-    if reduction != "none":
-        return Total.apply(
-            *source.inputs, row_weight, source, loss, reduction, torch.is_grad_enabled(),
-            *loss.others,
-        )  # fmt: skip
-    outputs = Each.apply(*source.inputs, source, loss, *loss.others)
-    if loss.several:
-        return outputs
-    return reduced(outputs[0], loss.reading, row_weight, None, reduction)

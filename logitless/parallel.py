@@ -22,7 +22,7 @@ from ._call import backend, in_func, under_transform
 from ._joined import Columns
 from ._loss import RowLoss, evaluate_on
 from .inplace import overwrite_on
-from .linear import LinearLogits, Teacher
+from .linear import LinearLogits
 
 
 def _either(*names: str) -> Any:
@@ -236,7 +236,7 @@ class VocabShard:
 
     def head(self) -> LinearLogits:
         """The head of these columns, which stands for all of them."""
-        head = self.source.with_parts(self.source.parts)
+        head = self.source.with_parts(self.source.parts, self.source.own_hidden)
         head.columns, head.shape = self.columns(), self.shape
         return head
 
@@ -339,8 +339,8 @@ def _some_columns(logits, start: int, width: int):
     rows = weight[start : start + width]
     how = {"workspace": logits.workspace, "logits_dtype": logits.logits_dtype}
     head = LinearLogits(hidden, rows, bias, **how)
-    head.module = logits.module
-    return Teacher(head, logits.scale, logits.cap) if isinstance(logits, Teacher) else head
+    head.module, head.scale, head.cap = logits.module, logits.scale, logits.cap
+    return head
 
 
 def _evaluate(shard: VocabShard, loss: RowLoss, reduction: str, row_weight: Tensor | None):
@@ -391,7 +391,6 @@ class _GlobalMean(torch.autograd.Function):
 def _of_all_tokens(head: LinearLogits, ranks: Ranks) -> LinearLogits:
     """The same head over the hidden states of all ranks' tokens."""
     own, weight, bias = head.parts
-    head = head.with_parts((ranks.gather(own.detach()).flatten(0, 1), weight, bias))
-    head.own_hidden = own
+    head = head.with_parts((ranks.gather(own.detach()).flatten(0, 1), weight, bias), own)
     head.shape = torch.Size((*head.hidden.shape[:-1], head.shape[-1]))
     return head

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import logitless as ll
-from logitless._chunks import Chunks
 from logitless._cut import Cut
 
 from . import formulas
@@ -108,7 +107,7 @@ def over_a_head(x, ids, other):
 def by_columns(x, ids, other):
     """Cut as a large head is in a small workspace, into two blocks of columns."""
     logits = ll.LinearLogits(x, head_of(other).requires_grad_())
-    logits.chunks = lambda live, work: Chunks(Cut(work.rows, 8), work.rows, live)
+    logits.cut = lambda work: Cut(work.rows, 8)
     return ll.cross_entropy(logits, ids % 16)
 
 

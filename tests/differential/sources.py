@@ -12,7 +12,6 @@ from sizes import DEVICE
 from torch import Tensor
 
 import logitless as ll
-from logitless._chunks import Chunks
 from logitless._cut import Cut
 
 from .case import Case, Maker
@@ -118,10 +117,8 @@ def _head(rows: int | None, **how) -> Callable[[Given], tuple[Any, dict]]:
 
 def _by_columns(g: Given):
     """A head cut along its vocabulary, and in groups of two rows."""
-    head, leaves = _head(1)(g)
-    head.chunks = lambda live, work: Chunks(
-        Cut(2, 8) if work.merges else Cut(2), work.rows, live if DEVICE == "cpu" else None
-    )
+    head, leaves = _head(1, drop_ignored=DEVICE == "cpu")(g)
+    head.cut = lambda work: Cut(2, 8) if work.merges else Cut(2)
     return head, leaves
 
 
