@@ -48,9 +48,9 @@ def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
     return out
 
 
-# What is done with some rows: visit(loss, saved, rows, logits, into) gets their loss, what a
-# forward saved of them if it did, which they are, their logits and the place of a gradient, if one
-# is wanted. It returns that gradient, which need not be there.
+# What is done with some rows, visit(loss, saved, rows, logits, into): it gets their loss, what an
+# earlier forward saved of them, which rows they are, their logits, and where a gradient goes if one
+# is wanted. It returns that gradient: a new tensor where it cannot go there.
 Visit = Callable[[RowLoss, Saved | None, Rows, Any, Tensor | None], Any]
 
 
@@ -67,15 +67,15 @@ class Chunks:
         hidden, self.weight, self.bias = (None if t is None else t.detach() for t in source.parts)
         self.hidden = hidden.reshape(-1, hidden.shape[-1])  # (N, D)
         self.lead, self.run, self.cut = source.shape[:-1], source.backend(), cut
-        self.index = count = copied = None
+        rows = len(self.hidden)
+        self.index, count, copied = None, rows, None
         if live is not None:
             self.index = torch.argsort(live, descending=True, stable=True)
             count, copied = to_host(live.sum())
         self.begin(source.dtype)
         if copied is not None:
             copied.synchronize()
-        rows = len(self.hidden)
-        count = rows if count is None else int(count)
+        count = int(count)
         if count == rows:
             self.index = None
         self.slices: list[Rows] = [
@@ -99,7 +99,10 @@ class Chunks:
         if len(h):
             product(h, self.weight, self.bias, logits[: len(h)])
 
-    def gradients(self, needs, accumulate: str, into: Tensor | None = None) -> "HeadGradients":
+    def gradients(
+        self, needs: Sequence[bool], accumulate: str, into: Tensor | None = None
+    ) -> "HeadGradients":
+        """Sums for `walk`."""
         return HeadGradients(self, needs, accumulate, into)
 
     def walk(
@@ -110,30 +113,30 @@ class Chunks:
         known: Iterable[Saved] = (),  # what forward saved, part by part
     ) -> None:
         """Visits all rows, and adds the gradient of each chunk to `sums`."""
-        queued, known = True, iter(known)
+        queued, known = True, iter(known)  # the first logits are
         for rows in self.slices:
             h = self.hidden[rows]
             dz = self.memory[: len(h), : len(self.weight)]
             for part, logits in self.parts:
-                mine = h[part.rows]
-                count = len(mine)
+                h_part, here = h[part.rows], some_of(rows, part.rows)
+                count = len(h_part)
                 if not count:
                     break
-                z, into, of = logits[:count], dz[part.rows], some_of(rows, part.rows)
+                z, into = logits[:count], dz[part.rows]
                 if not queued:
-                    product(mine, self.weight, self.bias, z)
+                    product(h_part, self.weight, self.bias, z)
                 queued = False
-                some, saved = loss.take(of, self.lead), next(known, None)
+                some, saved = loss.take(here, self.lead), next(known, None)
                 steps = [at for at in part.steps if at.start < count]
                 if sums is None:
-                    visit(some, saved, of, z, None)
+                    visit(some, saved, here, z, None)
                 elif len(steps) == 1:
-                    into = visit(some, saved, of, z, into)
+                    into = visit(some, saved, here, z, into)
                     dz = into if count == len(h) else dz
                 else:
                     for at in steps:
                         few = some.take(at, torch.Size((count,)))
-                        visit(few, saved_of(saved, at, count), some_of(of, at), z[at], into[at])
+                        visit(few, saved_of(saved, at, count), some_of(here, at), z[at], into[at])
                         del few
                 del some, saved  # a teacher's logits, before the next chunk's are made
             if sums is not None:
@@ -170,7 +173,7 @@ class HeadGradients:
     def __init__(
         self,
         chunks: Chunks,
-        needs,  # of hidden, weight and bias
+        needs: Sequence[bool],  # of hidden, weight and bias
         accumulate: str,
         into: Tensor | None,  # what the weight's is added to
     ):
@@ -183,7 +186,7 @@ class HeadGradients:
             # Contiguous, whatever hidden is.
             self.d_hidden = blank(hidden, memory_format=torch.contiguous_format)
             share = getattr(run, "share", None)  # of ranks that have other columns
-            self.shared = share and share(self.d_hidden, count)
+            self.shared = None if share is None else share(self.d_hidden, count)
             self.put = partial(put, self.d_hidden) if self.shared is None else self.shared.put
         self.d_weight, self.weight_sums = into, []
         if needs[1]:

@@ -8,7 +8,7 @@ blocks' rows of the weight's gradient are written, their memory is free, and hol
 many of the later blocks (kept_blocks in _cut.py).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -39,7 +39,9 @@ class ColumnChunks(Chunks):
         if dtype != hidden.dtype:
             self.gradient = torch.empty_like(self.memory, dtype=hidden.dtype)
 
-    def gradients(self, needs, accumulate: str, into: Tensor | None = None) -> "ColumnGradients":
+    def gradients(
+        self, needs: Sequence[bool], accumulate: str, into: Tensor | None = None
+    ) -> "ColumnGradients":
         return ColumnGradients(self, needs, accumulate, into)
 
     def walk(
@@ -51,10 +53,8 @@ class ColumnChunks(Chunks):
     ) -> None:
         known = iter(known)
         for rows in self.slices:
-            blocks = Blocks(self, rows, sums)
-            visit(loss.take(rows, self.lead), next(known, None), rows, blocks, None)
-            if sums is not None:
-                sums.end(rows)
+            some, blocks = loss.take(rows, self.lead), Blocks(self, rows, sums)
+            visit(some, next(known, None), rows, blocks, None)
 
 
 class Blocks:
@@ -92,7 +92,7 @@ class Blocks:
 
 
 class ByBlock:
-    """A backend whose logits are Blocks."""
+    """A backend for Blocks, of losses that need statistics of a row alone."""
 
     def __init__(self, run: ModuleType):
         self.run = run
@@ -134,16 +134,19 @@ class ByBlock:
             over = z if index in x.kept else x.chunks.gradient[:rows, : part.stop - part.start]
             how = (state, coefficients, upstream, factor, over, (part.start, vocab))
             sums.add_block(index, part, x.h, self.run.gradient(z, reading, *how))
+        sums.end(x.rows)
 
 
 class ColumnGradients(HeadGradients):
-    """The same, block by block.
+    """Gradients of hidden, weight and bias, block by block.
 
     That of hidden is summed over blocks, and that of the weight over groups of rows if there are
     several.
     """
 
-    def __init__(self, chunks: ColumnChunks, needs, accumulate: str, into: Tensor | None):
+    def __init__(
+        self, chunks: ColumnChunks, needs: Sequence[bool], accumulate: str, into: Tensor | None
+    ):
         super().__init__(chunks, needs, accumulate, into)
         self.run, self.blocks = chunks.run, len(chunks.blocks)
         self.written_once = into is None and len(chunks.slices) == 1  # the weight's

@@ -127,7 +127,7 @@ def even_columns(vocab: int, room: int) -> int:
 
 @functools.lru_cache(1024)
 def chunk_rows(rows: int, cut: Cut) -> int:
-    """How many of so many rows make the first chunk."""
+    """How many of so many rows make a chunk."""
     if cut.columns is None:
         return even_chunk(rows, cut.rows)
     return max(min(cut.rows, rows), 1)

@@ -130,7 +130,7 @@ class LinearLogits(AsTensor):
         return z if self.cap is None else self.cap * torch.tanh(z)
 
     def as_teacher(self) -> "LinearLogits":
-        """The same logits as constants, which some rows of them always are."""
+        """Itself: some rows of it are made as constants."""
         return self
 
     def times(self, factor: float) -> "LinearLogits":
@@ -168,13 +168,13 @@ class LinearLogits(AsTensor):
         run = self.backend()
         empty = torch.empty((0, self.shape[-1]), device=self.device, dtype=self.dtype)
         found = [run.topk(empty, k, temperature, softcap)]  # their shapes, where there are no rows
-        every = RowLoss(Reading())  # row counts
+        loss = RowLoss(Reading())  # which ignores no row
 
-        def visit(_, __, ___, z, ____):
+        def visit(_loss, _saved, _rows, z, _into):
             found.append(run.topk(z, k, temperature, softcap))
 
         with torch.no_grad(), dtypes_as_given(self.device):
-            self.chunks(every, self.work()).walk(every, visit)
+            self.chunks(loss, self.work()).walk(loss, visit)
         ids, logprobs, tail = (torch.cat(parts) for parts in zip(*found, strict=True))
         shape = self.shape[:-1]
         return ids.view((*shape, k)), logprobs.view((*shape, k)), tail.view(shape)
@@ -196,14 +196,16 @@ class LinearLogits(AsTensor):
         return backend(self.hidden) if self.columns is None else self.columns
 
     def cut(self, work: Work) -> Cut:
+        """How much of the logits is made at once."""
         return choose(work, self.workspace, self.device.type)
 
     def chunks(self, loss: RowLoss, work: Work) -> Chunks:
-        """The rows to be computed, of which the first are queued."""
-        cut, reading, live, on_gpu = self.cut(work), loss.reading, None, self.device.type == "cuda"
-        unknown = self.hidden.is_meta or (on_gpu and torch.cuda.is_current_stream_capturing())
+        """The rows to be computed; the logits of the first are queued."""
+        kind, reading, live = self.device.type, loss.reading, None
+        unknown = kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing())
         if self.drop_ignored and reading.ignore_index is not None and not unknown:
             live = (reading.mark != reading.ignore_index).reshape(-1)
+        cut = self.cut(work)
         return (Chunks if cut.columns is None else ColumnChunks)(self, cut, live)
 
     @contextlib.contextmanager
@@ -211,13 +213,16 @@ class LinearLogits(AsTensor):
         """Autocast off, and the weights of this head and of a teacher's in memory."""
         heads = (self, *(t for t in loss.tensors if isinstance(t, LinearLogits)))
         with dtypes_as_given(self.device), contextlib.ExitStack() as stack:
-            for head in heads:  # gathered once: ranks may have other numbers of chunks
+            for head in heads:  # once, not for each chunk: ranks may have other numbers of them
                 if not head.weight.untyped_storage().size():  # which FSDP frees
                     stack.enter_context(in_memory(head.weight, head.module))
             yield
 
     def save(self, ctx, loss: RowLoss, row_weight: Tensor | None) -> None:
-        """All that a backward reads, a teacher's head too, as autograd saves it, not elsewhere."""
+        """Saves all that a backward reads as autograd does, and nowhere else.
+
+        A teacher's head too.
+        """
         tensors, ctx.heads = [], []
         for t in loss.tensors:
             of_head = isinstance(t, LinearLogits)
@@ -226,12 +231,11 @@ class LinearLogits(AsTensor):
         ctx.save_for_backward(*self.parts, self.own_hidden, row_weight, *tensors)
         ctx.source, ctx.loss = self.with_parts(), loss.with_tensors((None,) * len(ctx.heads))
 
-    @staticmethod
-    def saved(ctx) -> "tuple[LinearLogits, Tensor | None, RowLoss]":
-        """The head, the rows' weights and the loss."""
+    def saved(self, ctx) -> "tuple[LinearLogits, Tensor | None, RowLoss]":
+        """The head, of which this is the copy without parts, the rows' weights and the loss."""
         # Asked for once: activation checkpointing unpacks them only once.
         hidden, weight, bias, own_hidden, row_weight, *rest = ctx.saved_tensors
-        source, rest = ctx.source.with_parts((hidden, weight, bias), own_hidden), iter(rest)
+        source, rest = self.with_parts((hidden, weight, bias), own_hidden), iter(rest)
         tensors = [
             next(rest) if head is None else head.with_parts((next(rest), next(rest), next(rest)))
             for head in ctx.heads
@@ -297,20 +301,20 @@ class Total(Node):
     @staticmethod
     def gradients(ctx, source, loss, factor, values, others) -> list:
         """Gradients of the parts, while values and others are filled."""
-        wanted = any(ctx.needs[:3])
-        how = {"gemms": int(wanted), "sums": ctx.needs[1], "keeps": ctx.needs[1]}
-        chunks = source.chunks(loss, source.work(loss.merges, **how))
-        sums = chunks.gradients(ctx.needs[:3], source.accumulate) if wanted else None
+        needs, wanted = ctx.needs[:3], any(ctx.needs[:3])
+        work = source.work(loss.merges, gemms=int(wanted), sums=needs[1], keeps=needs[1])
+        chunks = source.chunks(loss, work)
+        sums = chunks.gradients(needs, source.accumulate) if wanted else None
 
         def visit(some, _, rows, z, into):
-            dz, own = None, factor if factor is None or factor.dim() == 0 else factor[rows]
+            own = factor if factor is None or factor.dim() == 0 else factor[rows]
+            dz = None
             if wanted:
                 values[rows], dz, saved = some.at_once(chunks.run, z, own, into)
             else:
                 (values[rows],), saved = some.forward(chunks.run, z)
             if any(ctx.others):
-                scale = torch.ones_like(values[0]) if own is None else own
-                others.add(rows, some, saved, scale)
+                others.add(rows, some, saved, torch.ones_like(values[0]) if own is None else own)
             return dz
 
         chunks.walk(loss, visit, sums)
