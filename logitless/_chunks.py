@@ -257,7 +257,7 @@ class RowGradients:
 
 
 class Sum:
-    """Σ dz.T @ h over chunks, in the dtype of the total."""
+    """Σ dz.T @ h over `count` chunks, in the dtype of the total; added to it if it is not fresh."""
 
     def __init__(self, run: ModuleType, total: Tensor, count: int, fresh: bool = True):
         self.total, self.fresh = total, fresh

@@ -6,7 +6,7 @@ Four GEMMs, where a mean or sum takes three (Total in linear.py).
 import torch
 from torch import Tensor
 
-from ._chunks import RowGradients, as_parts
+from ._chunks import Chunks, RowGradients, as_parts
 from ._loss import RowLoss
 from ._node import Node, refuse_second
 
@@ -32,12 +32,13 @@ class Each(Node):
     def results(ctx, source, loss) -> list[Tensor]:
         """What the loss gives of all rows, (N, ...)."""
         lead, results = source.shape[:-1], []
-        chunks = _chunks(ctx, source, loss)
+        chunks = _chunks_of(ctx, source, loss)
 
-        def visit(some, _, rows, z, __):
+        def visit(some, _saved, rows, z, _into):
             found, saved = some.forward(chunks.run, z)
             ctx.known.append(() if loss.saves_gradient else saved)
-            results.extend([] if results else [_unread(t, lead.numel()) for t in found])
+            if not results:
+                results.extend(_unread(t, lead.numel()) for t in found)
             for result, t in zip(results, found, strict=True):
                 result[rows] = t
 
@@ -76,7 +77,7 @@ class Each(Node):
         lead = source.shape[:-1]
         given = [None if g is None else g.reshape(lead.numel(), *g.shape[len(lead) :])
                  for g in upstream]  # fmt: skip
-        chunks = _chunks(ctx, source, loss)
+        chunks = _chunks_of(ctx, source, loss)
         run, sums = chunks.run, chunks.gradients(ctx.needs, source.accumulate, source.main_grad)
 
         def visit(some, saved, rows, z, into):
@@ -91,7 +92,7 @@ class Each(Node):
         return sums.found()
 
 
-def _chunks(ctx, source, loss: RowLoss):
+def _chunks_of(ctx, source, loss: RowLoss) -> Chunks:
     """The same in forward and backward; whole rows where backward has no saved statistics."""
     merges = loss.merges and ctx.known is not None
     return source.chunks(loss, source.work(merges, sums=ctx.needs[1]))

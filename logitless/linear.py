@@ -306,7 +306,7 @@ class Total(Node):
         chunks = source.chunks(loss, work)
         sums = chunks.gradients(needs, source.accumulate) if wanted else None
 
-        def visit(some, _, rows, z, into):
+        def visit(some, _saved, rows, z, into):
             own = factor if factor is None or factor.dim() == 0 else factor[rows]
             dz = None
             if wanted:
