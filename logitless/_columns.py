@@ -94,15 +94,14 @@ class Blocks:
 class ByBlock:
     """A backend for Blocks, of losses that need statistics of a row alone."""
 
+    one_pass = None  # the gradient waits for the other blocks
+
     def __init__(self, run: ModuleType):
         self.run = run
 
     def __getattr__(self, name: str):
         """What reads no logits is the backend's own."""
         return getattr(self.run, name)
-
-    def one_pass(self, *_, mean: bool = False) -> None:
-        """Of no use here: the gradient waits for the other blocks."""
 
     def read(self, x: Blocks, reading: Reading) -> Statistics:
         """The statistics of whole rows, merged as they come, so that few are in memory."""

@@ -39,6 +39,8 @@ class Columns:
     whatever part it is called. Each function here that reads logits calls it once, JSD twice.
     """
 
+    one_pass = None  # the gradient waits for the other columns
+
     def __init__(
         self,
         run: ModuleType,
@@ -64,9 +66,6 @@ class Columns:
         if self.add_up is not None:
             return AllRows(self.add_up, total)
         return self.add_up_slices and OwnRows(self.add_up_slices, total, chunks)
-
-    def one_pass(self, *_, mean: bool = False) -> None:
-        """Of no use here: the gradient waits for the other columns."""
 
     def plain(self, statistics: Statistics, reading: Reading, vocab: int, *options):
         return self.run.plain(statistics, reading, self.vocab, *options)

@@ -43,7 +43,7 @@ class Plain(RowLoss):
         return Coefficients(saved[1], has), upstream[0]
 
     def at_once(self, run, x, factor, into):
-        if self.label_smoothing or self.z_loss:
+        if self.label_smoothing or self.z_loss or run.one_pass is None:
             return super().at_once(run, x, factor, into)
         # A loss that is linear in log p knows its coefficients before any logit is read.
         coefficients = _of_nll[x.device, torch.float32]
@@ -58,7 +58,7 @@ class Plain(RowLoss):
         return value, into, ()
 
     def mean_at_once(self, run, x, into):
-        if not self.is_nll:
+        if not self.is_nll or run.one_pass is None:
             return None
         coefficients = _of_nll[x.device, torch.float32]
         shares = run.one_pass(x, self.reading, coefficients, None, into, mean=True)
