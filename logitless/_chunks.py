@@ -112,8 +112,9 @@ class Chunks:
         sums: "HeadGradients | None" = None,  # without, no gradient is wanted
         known: Iterable[Saved] = (),  # what forward saved, part by part
     ) -> None:
-        """Visits all rows, and adds the gradient of each chunk to `sums`."""
-        queued, known = True, iter(known)  # the first logits are
+        """Visits all rows, once, and adds the gradient of each chunk to `sums`."""
+        known = iter(known)
+        queued = True  # the logits of the first part, by `begin`
         for rows in self.slices:
             h = self.hidden[rows]
             dz = self.memory[: len(h), : len(self.weight)]
@@ -132,7 +133,7 @@ class Chunks:
                     visit(some, saved, here, z, None)
                 elif len(steps) == 1:
                     into = visit(some, saved, here, z, into)
-                    dz = into if count == len(h) else dz
+                    dz = into if count == len(h) else dz  # of a part, it is always in dz
                 else:
                     for at in steps:
                         few = some.take(at, torch.Size((count,)))
@@ -179,15 +180,17 @@ class HeadGradients:
     ):
         run, hidden, self.weight = chunks.run, chunks.hidden, chunks.weight
         count = len(chunks.slices)
-        self.d_hidden = self.shared = self.d_bias = None
+        self.d_hidden = self.over_ranks = self.d_bias = None
         if needs[0]:
             # Rows that no chunk computes have no gradient.
             blank = torch.empty_like if chunks.index is None else torch.zeros_like
             # Contiguous, whatever hidden is.
             self.d_hidden = blank(hidden, memory_format=torch.contiguous_format)
-            share = getattr(run, "share", None)  # of ranks that have other columns
-            self.shared = None if share is None else share(self.d_hidden, count)
-            self.put = partial(put, self.d_hidden) if self.shared is None else self.shared.put
+            self.put = partial(put, self.d_hidden)
+            if hasattr(run, "hidden_sum"):  # where ranks have other columns
+                self.over_ranks = run.hidden_sum(self.d_hidden, count)
+            if self.over_ranks is not None:
+                self.put = self.over_ranks.put
         self.d_weight, self.weight_sums = into, []
         if needs[1]:
             kind = Sum
@@ -213,7 +216,7 @@ class HeadGradients:
 
     def found(self) -> list[Tensor | None]:
         """All three; those of weight and bias may have more bits than they."""
-        d_hidden = self.d_hidden if self.shared is None else self.shared.found()
+        d_hidden = self.d_hidden if self.over_ranks is None else self.over_ranks.found()
         return [d_hidden, self.d_weight, self.d_bias]
 
 
@@ -256,8 +259,12 @@ class RowGradients:
                 total.view(-1, *d.shape[1:])[rows] = d
 
 
+# Both are made by the same arguments: the backend, the total, how many products come, and whether
+# the total is fresh memory, or is added to.
+
+
 class Sum:
-    """Σ dz.T @ h over `count` chunks, in the dtype of the total; added to it if it is not fresh."""
+    """Σ dz.T @ h over chunks, in the dtype of the total."""
 
     def __init__(self, run: ModuleType, total: Tensor, count: int, fresh: bool = True):
         self.total, self.fresh = total, fresh

@@ -24,10 +24,16 @@ WAITING = 4  # statistics of blocks that are merged together
 
 
 class ColumnChunks(Chunks):
-    """Groups of rows, all if they fit, whose logits come in blocks of columns."""
+    """Groups of rows, all if they fit, whose logits come in blocks of columns.
+
+    None are queued before the number of rows is known.
+    """
 
     def begin(self, dtype: torch.dtype) -> None:
-        """Memory for the logits of a block, of this dtype, and for their gradient."""
+        """Memory for the logits of a block, of this dtype, and for their gradient.
+
+        From here on `run` reads Blocks.
+        """
         self.run: Any = ByBlock(self.run)
         hidden, vocab, columns = self.hidden, len(self.weight), self.cut.columns
         assert columns is not None
@@ -77,7 +83,7 @@ class Blocks:
             self.kept = kept_blocks(rows, vocab, self.h.shape[1], chunks.cut.columns)
 
     def logits(self, index: int) -> Tensor:
-        """(n, c) of a block; made, unless they wait."""
+        """(n, c) of a block; made, unless they wait. Not once its gradient is written over them."""
         chunks, part, place = self.chunks, self.chunks.blocks[index], self.kept.get(index)
         memory, rows = chunks.memory, len(self.h)
         if place is not None:

@@ -1,7 +1,4 @@
-"""Results of a head a row: forward keeps their statistics, and backward makes the logits again.
-
-Four GEMMs, where a mean or sum takes three (Total in linear.py).
-"""
+"""Results of a head a row, in four GEMMs, where a mean or sum takes three (Total in linear.py)."""
 
 import torch
 from torch import Tensor
@@ -12,7 +9,7 @@ from ._node import Node, refuse_second
 
 
 class Each(Node):
-    """Results a row; backward makes the logits again."""
+    """Forward keeps statistics of the rows, and backward makes the logits again."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, source, loss, *others):
@@ -73,7 +70,10 @@ class Each(Node):
 
     @staticmethod
     def gradients(ctx, upstream, source, loss, others) -> list:
-        """Gradients of the parts, while others are filled."""
+        """Gradients of the parts, while others are filled.
+
+        On return the memory of the logits is free.
+        """
         lead = source.shape[:-1]
         given = [None if g is None else g.reshape(lead.numel(), *g.shape[len(lead) :])
                  for g in upstream]  # fmt: skip

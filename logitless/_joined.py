@@ -61,11 +61,13 @@ class Columns:
         """What knows no columns is the backend's own: slots, reduce, scale_."""
         return getattr(self.run, name)
 
-    def share(self, total: Tensor, chunks: int) -> "AllRows | OwnRows | None":
+    def hidden_sum(self, total: Tensor, chunks: int) -> "AllRows | OwnRows | None":
         """What adds up the gradient of hidden, total (N, D), over ranks; None where nobody does."""
         if self.add_up is not None:
             return AllRows(self.add_up, total)
-        return self.add_up_slices and OwnRows(self.add_up_slices, total, chunks)
+        if self.add_up_slices is not None:
+            return OwnRows(self.add_up_slices, total, chunks)
+        return None
 
     def plain(self, statistics: Statistics, reading: Reading, vocab: int, *options):
         return self.run.plain(statistics, reading, self.vocab, *options)

@@ -6,11 +6,12 @@ A `RowLoss` has two methods, and whoever evaluates it decides when each is calle
     backward(run, x, saved, upstream)     the gradient of the logits
 
 Most losses need statistics of a row alone. They implement `settle` (statistics to outputs) and
-`coefficients` (of the one backward), from which both methods follow; a source that has some columns
-only calls those two itself. A loss that needs the logits of whole rows overrides `forward` and
-`backward`.
+`coefficients` (of the one backward), from which both methods follow. A loss that needs the logits
+of whole rows overrides `forward` and `backward`.
 
-`run` is the backend, `kernels` or `eager`. Neither method knows autograd. `evaluate` makes an
+`run` is the backend: `kernels` or `eager`; or one that reads some columns of a row and joins what
+they tell, of those on other ranks (Columns in _joined.py) or of the next blocks of a head (ByBlock
+in _columns.py, where x is its `Blocks`). Neither method knows autograd. `evaluate` makes an
 autograd function of them for a tensor: the gradient is made in backward from what forward saved,
 or, of small logits, in forward already. A source that is no tensor (_sources.py) evaluates the loss
 itself, by the same two methods. To a compiler, a dispatch mode or torch.func the same work is an

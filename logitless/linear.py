@@ -2,8 +2,8 @@
 
 `LinearLogits(hidden, weight, bias)` stands for hidden @ weight.T + bias, and a loss over it is the
 same loss over the logits of one chunk of rows after another (_chunks.py), or of one block of their
-columns (_columns.py); _cut.py says which. A mean or sum makes its gradients on the way, in three
-GEMMs (`Total`); results a row (_each.py) take four.
+columns (_columns.py); _cut.py says which. A mean or sum (`Total`) makes its gradients on the way:
+three GEMMs, or up to four by columns. Results a row (_each.py) take four.
 
 Nothing here knows a loss: a RowLoss (_loss.py) says what is done with the logits of a chunk.
 """
@@ -101,8 +101,10 @@ class LinearLogits(AsTensor):
         self.dtype, self.device = logits_dtype or hidden.dtype, hidden.device
         self.requires_grad = any(t is not None and t.requires_grad for t in self.parts)
 
-    def with_parts(self, parts: tuple = (None,) * 3, own_hidden: Tensor | None = None):
-        """The same head with other tensors of the same shapes; or without any, for a node."""
+    def with_parts(
+        self, parts: tuple = (None, None, None), own_hidden: Tensor | None = None
+    ) -> "LinearLogits":
+        """The same head with these tensors, of the same shapes, and no others; or with none."""
         copy = object.__new__(type(self))
         copy.__dict__.update(self.__dict__, parts=parts, own_hidden=own_hidden)
         copy.hidden, copy.weight, copy.bias = parts
@@ -144,6 +146,7 @@ class LinearLogits(AsTensor):
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """The loss of the rows, a part of their logits at a time."""
+        assert (self.scale, self.cap) == (1, None)  # which only a teacher has
         if torch.compiler.is_compiling():
             return later.evaluate_compiled(self, loss, reduction, row_weight)
         if in_func():
@@ -163,6 +166,7 @@ class LinearLogits(AsTensor):
         self, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
+        assert (self.scale, self.cap) == (1, None)  # which only a teacher has
         if mapped(self.hidden) or mapped(self.weight):
             _checks.not_mapped()
         run = self.backend()
@@ -200,7 +204,7 @@ class LinearLogits(AsTensor):
         return choose(work, self.workspace, self.device.type)
 
     def chunks(self, loss: RowLoss, work: Work) -> Chunks:
-        """The rows to be computed; the logits of the first are queued."""
+        """The rows to be computed."""
         kind, reading, live = self.device.type, loss.reading, None
         unknown = kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing())
         if self.drop_ignored and reading.ignore_index is not None and not unknown:
@@ -253,7 +257,8 @@ LinearLogits.__signature__ = inspect.signature(object.__new__(LinearLogits).__in
 class Total(Node):
     """Loss and gradients of a mean or sum over rows, made in forward for an upstream gradient of 1.
 
-    Three GEMMs: logits, d_hidden, d_weight. Backward scales what it finds.
+    Three GEMMs: logits, d_hidden, d_weight; by columns most logits are made twice. Backward scales
+    what it finds.
     """
 
     @staticmethod
@@ -300,7 +305,10 @@ class Total(Node):
 
     @staticmethod
     def gradients(ctx, source, loss, factor, values, others) -> list:
-        """Gradients of the parts, while values and others are filled."""
+        """Gradients of the parts, while values and others are filled.
+
+        On return the memory of the logits is free.
+        """
         needs, wanted = ctx.needs[:3], any(ctx.needs[:3])
         work = source.work(loss.merges, gemms=int(wanted), sums=needs[1], keeps=needs[1])
         chunks = source.chunks(loss, work)

@@ -45,7 +45,8 @@ class Plain(RowLoss):
     def at_once(self, run, x, factor, into):
         if self.label_smoothing or self.z_loss or run.one_pass is None:
             return super().at_once(run, x, factor, into)
-        # A loss that is linear in log p knows its coefficients before any logit is read.
+        # A loss that is linear in log p knows its coefficients before any logit is read. (Those of
+        # class weights are made in vain where one pass then cannot do it: for very long rows.)
         coefficients = _of_nll[x.device, torch.float32]
         if not self.is_nll:
             coefficients, _ = self._before_reading(run, x.shape[-1], torch.float32)

@@ -227,8 +227,10 @@ def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
 
 def _by_copy(x, reading, state, coefficients, upstream, factor, into, part) -> Tensor:
     """The same for logits whose rows have more than two strides."""
-    found = gradient(x.contiguous(), reading, state, coefficients, upstream, factor, None, part)
-    return found if into is None else into.copy_(found)
+    over = into is not None and into.data_ptr() == x.data_ptr()
+    place = None if over else into
+    found = gradient(x.contiguous(), reading, state, coefficients, upstream, factor, place, part)
+    return into.copy_(found) if over else found  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def reduce(
@@ -287,14 +289,15 @@ def one_pass(
     )  # fmt: skip
     if plan is None:
         return None
-    shape, words, launch = plan
-    nll = torch.empty(shape, device=x.device, dtype=torch.float32)
-    if launch is None:
+    nll = torch.empty(plan.shape, device=x.device, dtype=torch.float32)
+    if plan.launch is None:  # no rows
         return nll
-    launch(
+    words = None
+    if plan.words is not None:
+        words = torch.zeros(plan.words, device=x.device, dtype=torch.int64)
+    plan.launch(
         x, mark.contiguous(), coefficients.rows, factor.contiguous() if by_row else factor,
-        None if inplace else into, nll,
-        None if words is None else torch.zeros(words, device=x.device, dtype=torch.int64),
+        None if inplace else into, nll, words,
         *(() if temperature is None else (temperature.contiguous(),)),
     )  # fmt: skip
     return nll

@@ -77,6 +77,7 @@ class Rows(NamedTuple):
 
 # Memory for a gradient: bytes after a 16-byte boundary, strides and the size of an element. It is
 # contiguous and of x's dtype or a wider one; or narrower, with rows that start on such boundaries.
+# A plain tuple, for every call makes one.
 Place = tuple[int, tuple[int, ...], int]
 
 

@@ -7,6 +7,7 @@ part is served by the cache next to the processor, which still holds it.
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -136,20 +137,26 @@ def _one_pass_kernel(
         write_mark(x_mark, None, DXrow, mark, g_mark, terms, HAS)
 
 
+class _Plan(NamedTuple):
+    shape: tuple[int, ...]  # of -log p
+    words: tuple[int, int] | None  # the shape of what programs publish, where several share a row
+    launch: Launch | None  # None where there are no rows
+
+
 @functools.lru_cache(REMEMBERED)
 def one_pass_plan(
     shape: tuple, strides: tuple, offset: int, itemsize: int, device: torch.device,
     place: Place | None,  # None is over the logits
     one_temperature: bool, options: tuple, coefs_by_row: bool, factor_by_row: bool, mean: bool,
     waiting: bool, revision: int,
-) -> tuple[tuple, tuple | None, Launch | None] | None:  # fmt: skip
-    """Shapes of the result and of the words, and the launch; None where one pass cannot do it."""
+) -> _Plan | None:  # fmt: skip
+    """None where one pass cannot do it."""
     temperature, softcap, ignore_index = options
     rows = describe(shape, strides, offset, itemsize)
     if rows is None or (mean and not 0 < rows.count <= MAX_COUNTED):
         return None
     if rows.count == 0 or rows.vocab == 0:
-        return tuple(shape[:-1]), None, None
+        return _Plan(tuple(shape[:-1]), None, None)
     cut = config.one_pass(rows.vocab, itemsize, place is not None and softcap is not None)
     parts = config.ceil_div(rows.vocab, cut.span)
     if not exchange.may_wait(parts, device):
@@ -168,4 +175,4 @@ def one_pass_plan(
             int(factor_by_row), mean, cut.span, cut.block_v, 32 if parts <= 32 else MAX_PARTS,
         ),
     )  # fmt: skip
-    return tuple(shape[:-1]), None if parts == 1 else (rows.count, parts), launch
+    return _Plan(tuple(shape[:-1]), None if parts == 1 else (rows.count, parts), launch)
