@@ -23,8 +23,8 @@ from . import _checks as checks
 from . import _head_checks as head_checks
 from . import _options as options
 from . import eager
-from ._contract import NO_ID, Reading
 from ._later import later
+from .contract import NO_ID, Reading
 
 F = TypeVar("F", bound=Callable)
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._contract import PRECISION
 from ._cut import PACK, Cut, bounds, chunk_rows, layout
 from ._loss import RowLoss, Saved
+from .contract import PRECISION
 
 Rows = slice | Tensor
 

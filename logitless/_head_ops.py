@@ -18,10 +18,10 @@ from torch import Tensor
 from . import _call, _checks, _ops
 from ._call import in_func
 from ._chunks import as_parts
-from ._contract import PRECISION
 from ._each import Each
 from ._later import later
 from ._loss import RowLoss, _mass, reduced
+from .contract import PRECISION
 from .linear import LinearLogits, Total, dtypes_as_given
 
 _HEAD = (  # the head, that of a teacher, and how

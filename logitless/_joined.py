@@ -14,19 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _contract as contract
-from . import eager
+from . import contract, eager
 from ._chunks import Rows, put
-from ._contract import (
-    NO_ID,
-    PAIR_STATE,
-    PRECISION,
-    Pair,
-    Partials,
-    Reading,
-    Statistics,
-    part_width,
-)
+from .contract import NO_ID, PAIR_STATE, PRECISION, Pair, Partials, Reading, Statistics, part_width
 from .eager.rows import capped, inverse_temperature, live_rows
 
 BAD = -1  # an id that is none, where NO_ID is one of other columns

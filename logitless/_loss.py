@@ -30,10 +30,9 @@ from torch.autograd import forward_ad
 
 from . import _call, _checks, _ops, eager
 from ._call import backend, on_gpu, under_transform
-from ._constants import made_once
-from ._contract import PRECISION, Coefficients, Reading, Statistics
 from ._later import later
 from ._node import Node, refuse_second
+from .contract import PRECISION, Coefficients, Reading, Statistics, made_once
 
 Saved = tuple[Tensor | None, ...]
 

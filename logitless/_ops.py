@@ -1,7 +1,7 @@
 """The losses as operators, so that torch.compile, dispatch modes and opcheck see through them.
 
 Each RowLoss has an operator `logitless::<name>` that gives its outputs and what its gradient needs,
-and an operator `logitless::<name>_gradient`. The structs of _contract.py are flat arguments there,
+and an operator `logitless::<name>_gradient`. The structs of contract.py are flat arguments there,
 under their own names. What is None inside is an empty tensor outside: an operator's outputs cannot
 be None. torch.func wants an autograd.Function of a form of its own, which is here too.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _call, _checks
 from ._call import backend, in_func
-from ._contract import PRECISION, Pair, Reading, Slots
+from .contract import PRECISION, Pair, Reading, Slots
 
 _ARGUMENTS = {
     "reading": "Tensor? mark, Tensor? ids, Tensor? class_weight, Tensor? row_temperature,"

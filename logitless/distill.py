@@ -15,10 +15,10 @@ from torch import Tensor
 
 from . import _call, _checks
 from ._call import backend, mapped, under_transform
-from ._contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
 from ._later import later
 from ._loss import RowLoss, evaluate, rows_in, scaled
 from ._ops import operator
+from .contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
 from .targets import SparseTargets, unchecked
 
 

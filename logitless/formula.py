@@ -9,8 +9,8 @@ from torch import Tensor
 
 from . import _call
 from ._call import under_transform
-from ._contract import PRECISION, Coefficients, RowStats
 from ._loss import RowLoss, evaluate, flat_rows, rows_in
+from .contract import PRECISION, Coefficients, RowStats
 from .stats import Read, coefficients_of, fields_of, stats_reading
 
 

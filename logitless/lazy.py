@@ -24,7 +24,6 @@ from torch.utils import _pytree as pytree
 
 from . import _call, _checks
 from ._call import backend, in_func
-from ._contract import Reading
 from ._each import Each
 from ._in_memory import in_memory
 from ._later import later
@@ -32,6 +31,7 @@ from ._lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_bac
 from ._loss import RowLoss, evaluate, reduced
 from ._node import Node
 from ._recipe import Recipe, versions
+from .contract import Reading
 from .linear import LinearLogits, Total, dtypes_as_given
 
 

@@ -20,7 +20,6 @@ from ._as_tensor import AsTensor
 from ._call import backend, in_func, mapped
 from ._chunks import Chunks, RowGradients, Rows, as_parts, product
 from ._columns import ColumnChunks
-from ._contract import PRECISION, Reading
 from ._cut import Cut, Work, choose
 from ._each import Each
 from ._in_memory import in_memory
@@ -28,6 +27,7 @@ from ._joined import Columns
 from ._later import later
 from ._loss import RowLoss, reduced
 from ._node import Node, refuse_second
+from .contract import PRECISION, Reading
 
 
 class LinearLogits(AsTensor):

@@ -6,12 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _call
-from . import _contract as contract
-from ._constants import made_once
-from ._contract import Coefficients, Statistics
+from . import _call, contract
 from ._loss import RowLoss, evaluate, rows_in
 from ._ops import operator
+from .contract import Coefficients, Statistics, made_once
 from .inplace import evaluate_in_place
 from .linear import LinearLogits
 from .stats import Read, row_stats

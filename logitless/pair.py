@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from . import _call
-from ._contract import PAIR_STATE, PRECISION, Pair
 from ._loss import RowLoss, evaluate, rows_in
 from ._ops import operator
+from .contract import PAIR_STATE, PRECISION, Pair
 
 
 @operator("dense", saved=1)

@@ -18,11 +18,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _call
-from . import _contract as contract
-from ._contract import PRECISION, Coefficients, Reading, RowStats
+from . import _call, contract
 from ._loss import RowLoss, evaluate, one, rows_in
 from ._ops import operator
+from .contract import PRECISION, Coefficients, Reading, RowStats
 
 
 class Partial(NamedTuple):

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless import kernels
-from logitless._contract import COEFFICIENTS, PAIR_STATE, Coefficients, Pair, Reading, Slots
+from logitless.contract import COEFFICIENTS, PAIR_STATE, Coefficients, Pair, Reading, Slots
 from logitless.kernels import config, exchange, pair_jsd
 
 TARGETS = {

@@ -209,7 +209,7 @@ def test_small_logits_have_their_gradient_made_in_forward(
 
 def test_what_is_made_once_is_no_inference_tensor(device):
     """Autograd could not save it: a first call in inference mode would spoil all later ones."""
-    from logitless._constants import made_once
+    from logitless.contract import made_once
 
     zero = made_once(lambda device: torch.zeros((), device=device))
     with torch.inference_mode():

@@ -7,8 +7,8 @@ from test_linear import LOSSES, V, assert_same, leaves, make, result
 
 import logitless as ll
 from logitless import eager, kernels, linear
-from logitless._contract import Partials, Reading
 from logitless._cut import Cut, Work, choose, kept_blocks
+from logitless.contract import Partials, Reading
 
 N = 21
 CUTS = [

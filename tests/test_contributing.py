@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless._contract import COEFFICIENTS, G_MARK, LOG_S, A, Coefficients, Reading
 from logitless._loss import RowLoss, evaluate
+from logitless.contract import COEFFICIENTS, G_MARK, LOG_S, A, Coefficients, Reading
 
 N, V, D = 6, 37, 5
 

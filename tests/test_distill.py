@@ -9,7 +9,7 @@ from laws import assert_as_good_as_torch, error, value_and_grad
 
 import logitless as ll
 from logitless import _loss
-from logitless._contract import COEFFICIENTS, STATE
+from logitless.contract import COEFFICIENTS, STATE
 from logitless.kernels import config
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")

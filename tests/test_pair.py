@@ -160,7 +160,7 @@ def by_parts(x, t, reading, beta, span):
 def test_parts_of_a_row_add_up(rows, span, softcap, masked, device):
     """To the same as one program finds, with parts that are ragged, empty, of -inf, or masked."""
     from logitless import kernels
-    from logitless._contract import Pair, Reading
+    from logitless.contract import Pair, Reading
 
     vocab, dtype = rows
     x, t = make(("jsd", 0.3), rows=(7,), vocab=vocab, dtype=dtype, device=device)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._contract import Reading
+from ..contract import Reading
 from .rows import (
     by_row,
     capped,

@@ -1,10 +1,10 @@
-"""The one gradient of row statistics in plain PyTorch, a few rows at a time: see _contract.py."""
+"""The one gradient of row statistics in plain PyTorch, a few rows at a time: see contract.py."""
 
 import torch
 from torch import Tensor
 
-from .. import _contract as fields
-from .._contract import Coefficients, Reading
+from .. import contract as fields
+from ..contract import Coefficients, Reading
 from .rows import (
     by_row,
     capped,

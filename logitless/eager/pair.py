@@ -8,7 +8,7 @@ and a mean, here in nats.
 import torch
 from torch import Tensor
 
-from .._contract import PAIR_STATE, PRECISION, Pair, Reading
+from ..contract import PAIR_STATE, PRECISION, Pair, Reading
 from .rows import (
     by_row,
     capped,

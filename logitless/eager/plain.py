@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .._contract import COEFFICIENTS, G_MARK, G_TOTAL, A, Coefficients, Reading, Statistics
+from ..contract import COEFFICIENTS, G_MARK, G_TOTAL, A, Coefficients, Reading, Statistics
 from .rows import live_rows
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .._contract import LEAST_TAIL, NO_ID, PRECISION, Reading
+from ..contract import LEAST_TAIL, NO_ID, PRECISION, Reading
 
 CHUNK_BYTES = 8 << 20  # of logits in work at once; fewer, and threads only start and stop
 
@@ -51,7 +51,7 @@ def own_columns(at: Tensor, inside: Tensor) -> Tensor:
 
 
 def lift_of(tail: Tensor) -> Tensor:
-    """See _contract.py. 0 where nothing is outside, and where the row is NaN."""
+    """See contract.py. 0 where nothing is outside, and where the row is NaN."""
     return torch.where(tail > -torch.inf, (tail - LEAST_TAIL).clamp(max=0.0), 0.0)
 
 

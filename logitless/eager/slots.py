@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._contract import (
+from ..contract import (
     A_IDS,
     COEFFICIENTS,
     D_LABEL,

@@ -1,7 +1,7 @@
 """Row statistics in plain PyTorch, a few rows at a time.
 
 The same contract as the kernels' read, partial, merge and finish, with the working set kept in a
-CPU's cache. The formulas are those of _contract.py.
+CPU's cache. The formulas are those of contract.py.
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import _contract as fields
-from .._contract import PRECISION, Partials, Reading, Statistics
+from .. import contract as fields
+from ..contract import PRECISION, Partials, Reading, Statistics
 from .rows import (
     capped,
     centred,

@@ -8,7 +8,7 @@ A logit of fp64 leaves no room for that, and its row is sorted.
 import torch
 from torch import Tensor
 
-from .._contract import PRECISION
+from ..contract import PRECISION
 from .rows import capped, chunks
 
 LAST = 2**31 - 1

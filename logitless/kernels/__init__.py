@@ -1,4 +1,4 @@
-"""What the GPU runs. Of the package it imports _contract.py and eager/, and nothing above them."""
+"""What the GPU runs. Of the package it imports contract.py and eager/, and nothing above them."""
 
 from .finish import finish, merge
 from .gather import gather, gather_gradient

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import _contract
-from .._contract import Partials, Reading, Statistics, Sums
+from .. import contract as _contract
+from ..contract import Partials, Reading, Statistics, Sums
 from . import config
 from .launch import REMEMBERED, Launch
 from .numerics import INF, LOG2E, capped, finite, inverse_temperature, load, move, only_if

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._contract import Reading
+from ..contract import Reading
 from . import config
 from .gradient import row_gain
 from .launch import REMEMBERED, Launch

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .. import _contract
+from .. import contract as _contract
 from .layout import fringe_tile, walk
 from .numerics import INF, LN2, LOG2E, capped, load, only_if
 from .state import pack_of
@@ -48,7 +48,7 @@ class Terms(NamedTuple):
     c_label: tl.tensor  # what e^(y - shift) is multiplied with, for a label at temperature 1
     g_c: tl.tensor
     rate: tl.tensor  # log2 e / temperature
-    lift: tl.tensor  # of e outside the ids, in bits: see _contract.py
+    lift: tl.tensor  # of e outside the ids, in bits: see contract.py
     softcap: tl.tensor  # or None
 
 

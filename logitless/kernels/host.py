@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._contract import (
+from ..contract import (
     COEFFICIENTS,
     NO_ID,
     STATE,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
-from .._contract import NO_ID as NO_ID_
+from ..contract import NO_ID as NO_ID_
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

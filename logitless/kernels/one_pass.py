@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._contract import COEFFICIENTS
+from ..contract import COEFFICIENTS
 from . import config, exchange
 from .exchange import MAX_PARTS, collect, publish
 from .gradient import (

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._contract import Pair, Reading
+from ..contract import Pair, Reading
 from . import config
 from .gradient import row_gain
 from .launch import REMEMBERED, Launch

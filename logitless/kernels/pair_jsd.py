@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._contract import Reading
+from ..contract import Reading
 from . import config
 from .exchange import MAX_PARTS, collect, may_wait, publish
 from .launch import REMEMBERED, Launch

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._contract import PAIR_STATE, Pair, Reading
+from ..contract import PAIR_STATE, Pair, Reading
 from ..eager.pair import pair_finish as finish_in_torch
 from . import config
 from .launch import REMEMBERED, Launch

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .._contract import PAIR_STATE as PAIR_STATE_
-from .._contract import Reading
+from ..contract import PAIR_STATE as PAIR_STATE_
+from ..contract import Reading
 from .launch import REMEMBERED
 from .layout import Rows, rows_of, walk
 from .numerics import INF, capped, finite, load

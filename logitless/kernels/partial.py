@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _contract
-from .._contract import Partials, Reading, Sums
+from .. import contract as _contract
+from ..contract import Partials, Reading, Sums
 from . import config
 from .finish import PART_Y_MARK, constants_of, part_width, store_part
 from .launch import REMEMBERED, Launch

@@ -10,9 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _contract
-from .._constants import made_once
-from .._contract import Coefficients, Reading, Statistics
+from .. import contract as _contract
+from ..contract import Coefficients, Reading, Statistics, made_once
 from . import config
 from .gradient import COEF_A, COEF_G_MARK, COEF_G_TOTAL
 from .launch import REMEMBERED, Launch

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _contract
+from .. import contract as _contract
 from . import config
 from .launch import REMEMBERED, Launch
 from .state import STATE_WIDTH

@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _contract
-from .._contract import Coefficients, Reading, Slots
+from .. import contract as _contract
+from ..contract import Coefficients, Reading, Slots
 from ..eager.slots import LOG_ROUNDING as LOG_ROUNDING_
 from ..eager.slots import RENORM_STUDENT, RENORM_TEACHER, at_the_ends
 from ..eager.slots import slots as slots_in_torch

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .. import _contract
+from .. import contract as _contract
 from .layout import fringe_tile, walk
 from .numerics import INF, LOG2E, capped, finite, load, move
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import _contract
-from .._contract import Reading, Statistics
+from .. import contract as _contract
+from ..contract import Reading, Statistics
 from . import config
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, rows_of
@@ -29,7 +29,7 @@ LEAST_TAIL = tl.constexpr(_contract.LEAST_TAIL)
 
 @triton.jit
 def lift_of(tail):
-    """See _contract.py. 0 where nothing is outside, and where the row is NaN."""
+    """See contract.py. 0 where nothing is outside, and where the row is NaN."""
     return tl.where(tail > -INF, tl.minimum(tail - LEAST_TAIL, 0.0), 0.0)
 
 

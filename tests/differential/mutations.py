@@ -7,8 +7,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from logitless import _call, _checks, _chunks, stats
-from logitless import _contract as contract
+from logitless import _call, _checks, _chunks, contract, stats
 
 
 def wrong_chunk() -> AbstractContextManager:

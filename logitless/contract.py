@@ -9,10 +9,13 @@ with p = softmax(z) and v the class weights. A label at temperature 1 adds d ([i
 dz_i · temperature, p1 = softmax(z · temperature). All of it is multiplied by an upstream gradient.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 # What may be asked of a row. Each is fp32 (fp64 for fp64), (...) but where it says (..., K).
 STATISTICS = (
@@ -244,3 +247,22 @@ PRECISION = {
     torch.float32: torch.float32,
     torch.float64: torch.float64,
 }
+
+
+class made_once(dict, Generic[T]):
+    """A function of a key, or of a tuple of them: found[key] is make(key), remembered.
+
+    It is made outside of inference mode, whose tensors autograd cannot save. What is made while a
+    CUDA graph is captured belongs to that graph, and is not remembered.
+    """
+
+    def __init__(self, make: Callable[..., T]):
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, key) -> T:
+        with torch.inference_mode(False):
+            found = self.make(*key) if isinstance(key, tuple) else self.make(key)
+        if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            self[key] = found
+        return found
