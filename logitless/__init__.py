@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from . import _dtensor as _dtensor  # which says what DTensors are
 from . import _head_ops as _head_ops  # which registers operators
 from . import nn
-from ._call import impl
+from .core.call import impl
 from .distill import capture_topk, gathered_kl, topk_distill
 from .formula import row_loss
 from .fuse import fuse, lazy_logits, unfuse

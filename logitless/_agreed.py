@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from . import _shard_checks as _rules
-from ._later import later
-from ._loss import RowLoss
+from .core.later import later
+from .core.loss import RowLoss
 
 
 def agree(ranks, words: str) -> None:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import _head_checks, _options
-from ._later import later
+from . import _head_checks
+from .core import options as _options
+from .core.later import later
 
 
 class AsTensor:

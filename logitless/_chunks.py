@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ._cut import PACK, Cut, bounds, chunk_rows, layout
-from ._loss import RowLoss, Saved
 from .contract import PRECISION
+from .core.loss import RowLoss, Saved
 
 Rows = slice | Tensor
 

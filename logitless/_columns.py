@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ._chunks import Chunks, HeadGradients, Rows, Sum, SumInPlace, Visit, product, way_to_sum
 from ._cut import chunk_rows, kept_blocks
-from ._loss import RowLoss, Saved
 from .contract import Coefficients, Partials, Reading, Statistics
+from .core.loss import RowLoss, Saved
 
 WAITING = 4  # statistics of blocks that are merged together
 

@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import _checks
 from . import _shard_checks as _rules
-from ._later import later
-from ._loss import RowLoss
-from ._node import Node
+from .core import checks as _checks
+from .core.autograd import Node
+from .core.later import later
+from .core.loss import RowLoss
 from .linear import LinearLogits
 from .parallel import VocabShard
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ._chunks import Chunks, RowGradients, as_parts
-from ._loss import RowLoss
-from ._node import Node, refuse_second
+from .core.autograd import Node, refuse_second
+from .core.loss import RowLoss
 
 
 class Each(Node):

@@ -1,11 +1,11 @@
-"""The rules of a head, worded as those of _checks.py."""
+"""The rules of a head, worded as those of core/checks.py."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._checks import _floating, _same_device, _shape, logits
+from .core.checks import _floating, _same_device, _shape, logits
 
 
 def linear(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:

@@ -1,6 +1,6 @@
 """Losses over a head as operators, so that torch.compile has them in one graph.
 
-Each RowLoss that is an operator over logits (_ops.py) is three over a head:
+Each RowLoss that is an operator over logits (core/operators.py) is three over a head:
 
     logitless::head_<name>_total             a mean or sum, and all gradients at an upstream of 1
     logitless::head_<name>_rows              its results a row
@@ -15,13 +15,15 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from . import _call, _checks, _ops
-from ._call import in_func
 from ._chunks import as_parts
 from ._each import Each
-from ._later import later
-from ._loss import RowLoss, _mass, reduced
 from .contract import PRECISION
+from .core import call as _call
+from .core import checks as _checks
+from .core import operators as _ops
+from .core.call import in_func
+from .core.later import later
+from .core.loss import RowLoss, _mass, reduced
 from .linear import LinearLogits, Total, dtypes_as_given
 
 _HEAD = (  # the head, that of a teacher, and how

@@ -1,9 +1,9 @@
-"""The rules of a vocabulary spread over ranks, worded as those of _checks.py."""
+"""The rules of a vocabulary spread over ranks, worded as those of core/checks.py."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from . import _checks
+from .core import checks as _checks
 
 
 def shard(source: Any, start: Any, vocab: Any, sequence_parallel: Any) -> None:

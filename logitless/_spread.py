@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from . import _checks
 from ._dtensor import hidden_of_all
+from .core import checks as _checks
 from .lazy import LazyLogits, Made, warn_once
 from .linear import LinearLogits, as_autocast, autocasts, plain_logits
 

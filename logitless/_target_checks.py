@@ -1,4 +1,4 @@
-"""The rules of SparseTargets, worded as those of _checks.py."""
+"""The rules of SparseTargets, worded as those of core/checks.py."""
 
 import math
 from collections.abc import Sequence
@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _call, _checks
-from ._checks import _floating, _integer, _same_device, _shape
+from .core import call as _call
+from .core import checks as _checks
+from .core.checks import _floating, _integer, _same_device, _shape
 
 
 def tensors(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _moves as moves
 from . import losses
-from ._options import LEAST, MOST
+from .core.options import LEAST, MOST
 from .lazy import Head, LazyLogits, Step
 from .stats import row_stats
 

@@ -13,12 +13,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from . import _call, _checks
-from ._call import backend, mapped, under_transform
-from ._later import later
-from ._loss import RowLoss, evaluate, rows_in, scaled
-from ._ops import operator
 from .contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
+from .core import call as _call
+from .core import checks as _checks
+from .core.call import backend, mapped, under_transform
+from .core.later import later
+from .core.loss import RowLoss, evaluate, rows_in, scaled
+from .core.operators import operator
 from .targets import SparseTargets, unchecked
 
 

@@ -7,10 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from . import _call
-from ._call import under_transform
-from ._loss import RowLoss, evaluate, flat_rows, rows_in
 from .contract import PRECISION, Coefficients, RowStats
+from .core import call as _call
+from .core.call import under_transform
+from .core.loss import RowLoss, evaluate, flat_rows, rows_in
 from .stats import Read, coefficients_of, fields_of, stats_reading
 
 

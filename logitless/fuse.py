@@ -12,11 +12,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import _call
 from . import _model_checks as checks
-from ._call import in_func
 from ._spread import made_logits, spread_logits
 from .absorb import absorbed
+from .core import call as _call
+from .core.call import in_func
 from .lazy import LazyLogits, Made, warn_once
 from .linear import LinearLogits
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer
 
-from . import _options
+from .core import options as _options
 from .distill import capture_topk
 from .fuse import OPTIONS, fuse
 from .losses import cross_entropy

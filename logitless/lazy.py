@@ -22,16 +22,17 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
-from . import _call, _checks
-from ._call import backend, in_func
 from ._each import Each
 from ._in_memory import in_memory
-from ._later import later
 from ._lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split
-from ._loss import RowLoss, evaluate, reduced
-from ._node import Node
 from ._recipe import Recipe, versions
 from .contract import Reading
+from .core import call as _call
+from .core import checks as _checks
+from .core.autograd import Node
+from .core.call import backend, in_func
+from .core.later import later
+from .core.loss import RowLoss, evaluate, reduced
 from .linear import LinearLogits, Total, dtypes_as_given
 
 

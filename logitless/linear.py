@@ -5,7 +5,7 @@ same loss over the logits of one chunk of rows after another (_chunks.py), or of
 columns (_columns.py); _cut.py says which. A mean or sum (`Total`) makes its gradients on the way:
 three GEMMs, or up to four by columns. Results a row (_each.py) take four.
 
-Nothing here knows a loss: a RowLoss (_loss.py) says what is done with the logits of a chunk.
+Nothing here knows a loss: a RowLoss (core/loss.py) says what is done with the logits of a chunk.
 """
 
 import contextlib
@@ -15,19 +15,20 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import _call, _checks
 from ._as_tensor import AsTensor
-from ._call import backend, in_func, mapped
 from ._chunks import Chunks, RowGradients, Rows, as_parts, product
 from ._columns import ColumnChunks
 from ._cut import Cut, Work, choose
 from ._each import Each
 from ._in_memory import in_memory
 from ._joined import Columns
-from ._later import later
-from ._loss import RowLoss, reduced
-from ._node import Node, refuse_second
 from .contract import PRECISION, Reading
+from .core import call as _call
+from .core import checks as _checks
+from .core.autograd import Node, refuse_second
+from .core.call import backend, in_func, mapped
+from .core.later import later
+from .core.loss import RowLoss, reduced
 
 
 class LinearLogits(AsTensor):

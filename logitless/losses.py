@@ -6,11 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _call, contract
-from ._loss import RowLoss, evaluate, rows_in
-from ._ops import operator
+from . import contract
 from .contract import Coefficients, Statistics, made_once
-from .inplace import evaluate_in_place
+from .core import call as _call
+from .core.in_place import evaluate_in_place
+from .core.loss import RowLoss, evaluate, rows_in
+from .core.operators import operator
 from .linear import LinearLogits
 from .stats import Read, row_stats
 

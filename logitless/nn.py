@@ -5,7 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from . import _call, _checks, _options, distill, losses, pair
+from . import distill, losses, pair
+from .core import call as _call
+from .core import checks as _checks
+from .core import options as _options
 from .fuse import head_logits
 from .linear import LinearLogits
 

@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _agreed, _call, _checks
+from . import _agreed
 from . import _shard_checks as _rules
-from ._call import backend, in_func, under_transform
 from ._joined import Columns
-from ._loss import RowLoss, evaluate_on
-from .inplace import overwrite_on
+from .core import call as _call
+from .core import checks as _checks
+from .core.call import backend, in_func, under_transform
+from .core.in_place import overwrite_on
+from .core.loss import RowLoss, evaluate_on
 from .linear import LinearLogits
 
 

@@ -18,10 +18,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _call, contract
-from ._loss import RowLoss, evaluate, one, rows_in
-from ._ops import operator
+from . import contract
 from .contract import PRECISION, Coefficients, Reading, RowStats
+from .core import call as _call
+from .core.loss import RowLoss, evaluate, one, rows_in
+from .core.operators import operator
 
 
 class Partial(NamedTuple):

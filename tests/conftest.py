@@ -62,6 +62,6 @@ def small_blocks(impl):
 @pytest.fixture
 def nobody_looks(monkeypatch):
     """Ids are not looked at, as on a GPU: a CPU would refuse those out of range."""
-    from logitless import _call
+    from logitless.core import call as _call
 
     monkeypatch.setattr(_call, "looks_at", lambda ids: False)

@@ -185,7 +185,7 @@ def test_small_logits_have_their_gradient_made_in_forward(
     options, strided, impl, device, monkeypatch
 ):
     """The same gradient, rounded once, for any upstream; also a second time."""
-    from logitless import _loss
+    from logitless.core import loss as _loss
 
     x = torch.randn(2, 3, 2, 37, device=device).bfloat16()
     x = x.permute(2, 1, 0, 3) if strided else x  # rows of three strides

@@ -10,16 +10,10 @@ from sizes import ON_GPU
 from triton.runtime.interpreter import GridExecutor
 
 import logitless as ll
-from logitless import (
-    _call,
-    _checks,
-    _head_checks,
-    _model_checks,
-    _options,
-    _safetensors,
-    _shard_checks,
-    _target_checks,
-)
+from logitless import _head_checks, _model_checks, _safetensors, _shard_checks, _target_checks
+from logitless.core import call as _call
+from logitless.core import checks as _checks
+from logitless.core import options as _options
 from logitless.store import _rules
 
 X = torch.zeros(2, 3, 5)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless._loss import RowLoss, evaluate
 from logitless.contract import COEFFICIENTS, G_MARK, LOG_S, A, Coefficients, Reading
+from logitless.core.loss import RowLoss, evaluate
 
 N, V, D = 6, 37, 5
 
@@ -66,7 +66,7 @@ class Stacked:
             results.append(evaluate(part, loss.take(rows, self.shape[:-1])))
         if loss.several:
             return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
-        from logitless._loss import reduced
+        from logitless.core.loss import reduced
 
         return reduced(torch.cat(results), loss.reading, row_weight, None, reduction)
 

@@ -8,8 +8,8 @@ from covering import pairwise
 from laws import assert_as_good_as_torch, error, value_and_grad
 
 import logitless as ll
-from logitless import _loss
 from logitless.contract import COEFFICIENTS, STATE
+from logitless.core import loss as _loss
 from logitless.kernels import config
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")

@@ -22,8 +22,8 @@ from sizes import DEVICE
 from torch.utils.checkpoint import checkpoint
 
 import logitless as ll
-from logitless import _loss
 from logitless.cli import _memory
+from logitless.core import loss as _loss
 
 WEIGHED = {
     "cross_entropy": lambda x, w: ll.cross_entropy(x, TARGET, row_weight=w),

@@ -20,7 +20,7 @@ import torch
 
 import logitless as ll
 
-from .. import _call
+from ..core import call as _call
 from . import _machine, chosen_device
 from .selfcheck import CHECKS, Check
 

@@ -1,4 +1,4 @@
-"""The rules of a teacher store, worded as those of logitless/_checks.py."""
+"""The rules of a teacher store, worded as those of logitless/core/checks.py."""
 
 import dataclasses
 import json
@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .. import _checks, _options
+from ..core import checks as _checks
+from ..core import options as _options
 
 VALUES = ("u8", "f16")
 ALIGNMENTS = ("next",)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from .. import _call
+from ..core import call as _call
 from ..distill import capture_topk
 from ..fuse import OPTIONS, fuse, lazy_logits, unfuse
 from . import _rules as rules

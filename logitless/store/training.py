@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _call
+from ..core import call as _call
 from ..distill import topk_distill
 from ..losses import cross_entropy
 from ..targets import SparseTargets

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import _call
 from .._safetensors import buffer
+from ..core import call as _call
 from ..targets import SparseTargets
 from . import _rules as rules
 from . import _shard

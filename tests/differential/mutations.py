@@ -7,7 +7,9 @@ from unittest import mock
 
 from torch import Tensor
 
-from logitless import _call, _checks, _chunks, contract, stats
+from logitless import _chunks, contract, stats
+from logitless.core import call as _call
+from logitless.core import checks as _checks
 
 
 def wrong_chunk() -> AbstractContextManager:

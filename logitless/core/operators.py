@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _call, _checks
-from ._call import backend, in_func
-from .contract import PRECISION, Pair, Reading, Slots
+from ..contract import PRECISION, Pair, Reading, Slots
+from . import call as _call
+from . import checks as _checks
+from .call import backend, in_func
 
 _ARGUMENTS = {
     "reading": "Tensor? mark, Tensor? ids, Tensor? class_weight, Tensor? row_temperature,"

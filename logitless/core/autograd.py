@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _checks
-from ._call import mapped
+from . import checks as _checks
+from .call import mapped
 
 
 class Node(torch.autograd.Function):

@@ -9,11 +9,12 @@ part of a larger tensor, which autograd cannot watch.
 import torch
 from torch import Tensor
 
-from . import _call, _checks
-from ._call import backend, under_transform
-from ._later import later
-from ._loss import RowLoss, evaluate, reduced
-from ._node import Node
+from . import call as _call
+from . import checks as _checks
+from .autograd import Node
+from .call import backend, under_transform
+from .later import later
+from .loss import RowLoss, evaluate, reduced
 
 
 def evaluate_in_place(

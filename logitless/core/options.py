@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import _checks as checks
+from . import checks
 
 LEAST, MOST = 1e-12, 1e12
 

@@ -19,12 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import _checks as checks
-from . import _head_checks as head_checks
-from . import _options as options
-from . import eager
-from ._later import later
-from .contract import NO_ID, Reading
+from .. import _head_checks as head_checks
+from .. import eager
+from ..contract import NO_ID, Reading
+from . import checks, options
+from .later import later
 
 F = TypeVar("F", bound=Callable)
 
@@ -348,6 +347,6 @@ def backend(x: Tensor) -> ModuleType:
 
 @functools.cache
 def _kernels() -> ModuleType:
-    from . import kernels  # imported late: without a GPU, Triton need not be installed
+    from .. import kernels  # imported late: without a GPU, Triton need not be installed
 
     return kernels

@@ -1,6 +1,6 @@
 """What a source of logits must answer, so that every public function takes it.
 
-A plain tensor of logits is evaluated by _loss.py. Anything else that stands for logits (..., V), a
+A plain tensor of logits is evaluated by core/loss.py. Anything else that stands for logits (..., V), a
 head that is never materialised or a slice of the vocabulary, has these attributes and methods, and
 nothing else of the library needs to know it: the public functions check their arguments by shape,
 dtype and device, make a RowLoss of them, and hand it over.
@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ._loss import RowLoss
+from .loss import RowLoss
 
 
 class Source(Protocol):

@@ -13,9 +13,9 @@ of whole rows overrides `forward` and `backward`.
 they tell, of those on other ranks (Columns in _joined.py) or of the next blocks of a head (ByBlock
 in _columns.py, where x is its `Blocks`). Neither method knows autograd. `evaluate` makes an
 autograd function of them for a tensor: the gradient is made in backward from what forward saved,
-or, of small logits, in forward already. A source that is no tensor (_sources.py) evaluates the loss
+or, of small logits, in forward already. A source that is no tensor (core/source.py) evaluates the loss
 itself, by the same two methods. To a compiler, a dispatch mode or torch.func the same work is an
-operator (_ops.py), and the reduction plain PyTorch.
+operator (core/operators.py), and the reduction plain PyTorch.
 """
 
 import math
@@ -28,11 +28,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _call, _checks, _ops, eager
-from ._call import backend, on_gpu, under_transform
-from ._later import later
-from ._node import Node, refuse_second
-from .contract import PRECISION, Coefficients, Reading, Statistics, made_once
+from .. import eager
+from ..contract import PRECISION, Coefficients, Reading, Statistics, made_once
+from . import call as _call
+from . import checks as _checks
+from . import operators as _ops
+from .autograd import Node, refuse_second
+from .call import backend, on_gpu, under_transform
+from .later import later
 
 Saved = tuple[Tensor | None, ...]
 
