@@ -7,7 +7,7 @@
 
 Cross-entropy, forward + backward, at three shapes; then what logits in fp32 cost. Every answer is
 compared with fp64 before it is timed. Writes JSON and a report, and of the first a plot. --both is
-for the constants in logitless/_cut.py: it forces whole rows, and then columns, wherever both are
+for the constants in logitless/heads/plan.py: it forces whole rows, and then columns, wherever both are
 possible. The other two studies are of the errors of the weight's gradient and of peak memory.
 """
 
@@ -23,11 +23,11 @@ from pathlib import Path
 
 import torch
 
-from logitless import _cut
 from logitless.cli._report import table
 from logitless.cli.bench import contenders, results, runner
 from logitless.cli.bench.cases import EAGER, MIB, OURS, Case, Mode
 from logitless.cli.bench.results import Result
+from logitless.heads import plan as _cut
 
 SHAPES = ("8192×4096×128256", "8192×2048×151936", "16384×2304×256000")
 WORKSPACES = (1024, 512, 256, 128, 64, 32)  # MiB

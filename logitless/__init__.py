@@ -4,13 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from . import _dtensor as _dtensor  # which says what DTensors are
-from . import _head_ops as _head_ops  # which registers operators
 from . import nn
 from .core.call import impl
 from .distill import capture_topk, gathered_kl, topk_distill
 from .formula import row_loss
 from .fuse import fuse, lazy_logits, unfuse
-from .linear import LinearLogits
+from .heads import operators as _head_ops  # which registers operators
+from .heads.linear import LinearLogits
 from .losses import (
     Scores,
     cross_entropy,

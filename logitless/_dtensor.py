@@ -14,7 +14,7 @@ from .core import checks as _checks
 from .core.autograd import Node
 from .core.later import later
 from .core.loss import RowLoss
-from .linear import LinearLogits
+from .heads.linear import LinearLogits
 from .parallel import VocabShard
 
 

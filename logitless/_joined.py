@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from . import contract, eager
-from ._chunks import Rows, put
 from .contract import NO_ID, PAIR_STATE, PRECISION, Pair, Partials, Reading, Statistics, part_width
 from .eager.rows import capped, inverse_temperature, live_rows
+from .heads.chunks import Rows, put
 
 BAD = -1  # an id that is none, where NO_ID is one of other columns
 

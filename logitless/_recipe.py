@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._in_memory import in_memory
-from .linear import LinearLogits, dtypes_as_given, plain_logits
+from .heads.linear import LinearLogits, dtypes_as_given, plain_logits
+from .heads.unshard import in_memory
 
 
 class Recipe(NamedTuple):

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ._dtensor import hidden_of_all
 from .core import checks as _checks
+from .heads.linear import LinearLogits, as_autocast, autocasts, plain_logits
 from .lazy import LazyLogits, Made, warn_once
-from .linear import LinearLogits, as_autocast, autocasts, plain_logits
 
 
 class SpreadHead(NamedTuple):

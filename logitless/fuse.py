@@ -17,8 +17,8 @@ from ._spread import made_logits, spread_logits
 from .absorb import absorbed
 from .core import call as _call
 from .core.call import in_func
+from .heads.linear import LinearLogits
 from .lazy import LazyLogits, Made, warn_once
-from .linear import LinearLogits
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -2,7 +2,7 @@
 
 `LazyLogits` is what a fused head returns: a tensor with a shape, a dtype and a place in autograd's
 graph, that holds only what its numbers are made of, hidden and weight. A loss over it, ours or
-`torch.nn.functional`'s, is computed a chunk of rows at a time (linear.py). Operations that leave it
+`torch.nn.functional`'s, is computed a chunk of rows at a time (heads/linear.py). Operations that leave it
 a head's logits, such as views, slices, casts, scaling and softcaps, are absorbed (absorb.py). Any
 other operation makes the numbers, and is right as well; writing to them is refused.
 
@@ -22,8 +22,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
-from ._each import Each
-from ._in_memory import in_memory
 from ._lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split
 from ._recipe import Recipe, versions
 from .contract import Reading
@@ -33,7 +31,9 @@ from .core.autograd import Node
 from .core.call import backend, in_func
 from .core.later import later
 from .core.loss import RowLoss, evaluate, reduced
-from .linear import LinearLogits, Total, dtypes_as_given
+from .heads.linear import LinearLogits, Total, dtypes_as_given
+from .heads.per_row import Each
+from .heads.unshard import in_memory
 
 
 class LazyLogits(Tensor):

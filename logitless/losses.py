@@ -12,7 +12,7 @@ from .core import call as _call
 from .core.in_place import evaluate_in_place
 from .core.loss import RowLoss, evaluate, rows_in
 from .core.operators import operator
-from .linear import LinearLogits
+from .heads.linear import LinearLogits
 from .stats import Read, row_stats
 
 

@@ -10,7 +10,7 @@ from .core import call as _call
 from .core import checks as _checks
 from .core import options as _options
 from .fuse import head_logits
-from .linear import LinearLogits
+from .heads.linear import LinearLogits
 
 
 class _Reads(nn.Module):

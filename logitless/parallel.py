@@ -24,7 +24,7 @@ from .core import checks as _checks
 from .core.call import backend, in_func, under_transform
 from .core.in_place import overwrite_on
 from .core.loss import RowLoss, evaluate_on
-from .linear import LinearLogits
+from .heads.linear import LinearLogits
 
 
 def _either(*names: str) -> Any:

@@ -10,10 +10,11 @@ from sizes import ON_GPU
 from triton.runtime.interpreter import GridExecutor
 
 import logitless as ll
-from logitless import _head_checks, _model_checks, _safetensors, _shard_checks, _target_checks
+from logitless import _model_checks, _safetensors, _shard_checks, _target_checks
 from logitless.core import call as _call
 from logitless.core import checks as _checks
 from logitless.core import options as _options
+from logitless.heads import checks as _head_checks
 from logitless.store import _rules
 
 X = torch.zeros(2, 3, 5)

@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from test_linear import LOSSES, V, assert_same, leaves, make, result
 
 import logitless as ll
-from logitless import eager, kernels, linear
-from logitless._cut import Cut, Work, choose, kept_blocks
+from logitless import eager, kernels
 from logitless.contract import Partials, Reading
+from logitless.heads import linear
+from logitless.heads.plan import Cut, Work, choose, kept_blocks
 
 N = 21
 CUTS = [

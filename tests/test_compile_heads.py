@@ -7,7 +7,8 @@ from test_compile import Calls, detached
 from torch.autograd import grad
 
 import logitless as ll
-from logitless import _chunks, _head_ops
+from logitless.heads import chunks as _chunks
+from logitless.heads import operators as _head_ops
 
 D, V = 4, 11
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from test_linear import LOSSES, V, leaves, make
 
 import logitless as ll
-from logitless import linear
-from logitless._cut import Cut, layout, spare_rows
+from logitless.heads import linear
+from logitless.heads.plan import Cut, layout, spare_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU that has no bf16
 FP32 = torch.float32

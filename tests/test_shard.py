@@ -10,9 +10,9 @@ from meanings import MEANINGS, excess
 from ranks import Simulated, on_ranks
 
 import logitless as ll
-from logitless import linear
-from logitless._chunks import Sum
-from logitless._cut import Cut
+from logitless.heads import linear
+from logitless.heads.chunks import Sum
+from logitless.heads.plan import Cut
 
 WIDTHS = [(20, 17), (9, 0, 28), (0, 5, 31, 1)]
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import logitless as ll
-from logitless._cut import Cut
 
+from ..heads.plan import Cut
 from . import formulas
 from .formulas import at, wide
 

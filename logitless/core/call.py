@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .. import _head_checks as head_checks
 from .. import eager
 from ..contract import NO_ID, Reading
+from ..heads import checks as head_checks
 from . import checks, options
 from .later import later
 

@@ -11,7 +11,7 @@ class Later:
     evaluate_dtensor: Callable[..., Any]  # a loss over DTensor logits: _dtensor.py
     source_of_dtensor: Callable[..., Any]  # what DTensor logits are on this rank: _dtensor.py
     head_of_dtensor: Callable[..., Any]  # a LinearLogits of DTensors: _dtensor.py
-    evaluate_compiled: Callable[..., Any]  # a loss over a head, for a compiler: _head_ops.py
+    evaluate_compiled: Callable[..., Any]  # a loss over a head, for a compiler: heads/operators.py
     lazy_logits: Callable[..., Any]  # of a head's parts: lazy.py
     refuse_on_ranks: Callable[..., Any]  # says to the ranks of logits what one raises: _agreed.py
 

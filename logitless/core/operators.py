@@ -64,7 +64,7 @@ class Operator:
 
     def __init__(self, kind: type, name: str, count: int):
         self.kind, self.name, self.count = kind, name, count
-        self.over_a_head: Any = None  # _head_ops.py
+        self.over_a_head: Any = None  # heads/operators.py
         self.fields = tuple(field.name for field in fields(kind))
         self.arguments = loss = ", ".join(_ARGUMENTS[field] for field in self.fields)
         saved = ", ".join(f"Tensor saved_{i}" for i in range(count))

@@ -7,9 +7,10 @@ from unittest import mock
 
 from torch import Tensor
 
-from logitless import _chunks, contract, stats
+from logitless import contract, stats
 from logitless.core import call as _call
 from logitless.core import checks as _checks
+from logitless.heads import chunks as _chunks
 
 
 def wrong_chunk() -> AbstractContextManager:

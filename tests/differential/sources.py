@@ -12,7 +12,7 @@ from sizes import DEVICE
 from torch import Tensor
 
 import logitless as ll
-from logitless._cut import Cut
+from logitless.heads.plan import Cut
 
 from .case import Case, Maker
 

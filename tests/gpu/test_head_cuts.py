@@ -8,8 +8,8 @@ from sizes import DEVICE, sized
 from test_linear_sizes import MIB, assert_as_exact, gradients, make, truth, unfused
 
 import logitless as ll
-from logitless import linear
-from logitless._cut import Cut
+from logitless.heads import linear
+from logitless.heads.plan import Cut
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU without bf16
 FP32 = torch.float32

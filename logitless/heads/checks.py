@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .core.checks import _floating, _same_device, _shape, logits
+from ..core.checks import _floating, _same_device, _shape, logits
 
 
 def linear(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:

@@ -1,11 +1,11 @@
-"""Results of a head a row, in four GEMMs, where a mean or sum takes three (Total in linear.py)."""
+"""Results of a head a row, in four GEMMs, where a mean or sum takes three (Total in heads/linear.py)."""
 
 import torch
 from torch import Tensor
 
-from ._chunks import Chunks, RowGradients, as_parts
-from .core.autograd import Node, refuse_second
-from .core.loss import RowLoss
+from ..core.autograd import Node, refuse_second
+from ..core.loss import RowLoss
+from .chunks import Chunks, RowGradients, as_parts
 
 
 class Each(Node):

@@ -12,7 +12,7 @@ the gradient of hidden (N, D), which is smaller. In units of one GEMM over all l
 
 s (SUM_ROWS) is the number of rows in a GEMM that takes as long as reading and writing the sum, r
 (STATISTICS_COST) what a second reading of the logits costs. `kept` is the share of logits that wait
-in memory of the weight's gradient that is not written yet (_columns.py).
+in memory of the weight's gradient that is not written yet (heads/blocks.py).
 """
 
 import functools

@@ -6,7 +6,7 @@ Each RowLoss that is an operator over logits (core/operators.py) is three over a
     logitless::head_<name>_rows              its results a row
     logitless::head_<name>_rows_gradient     their gradients
 
-They do what linear.py and _each.py do without a compiler, by their own functions. Ignored rows are
+They do what heads/linear.py and heads/per_row.py do without a compiler, by their own functions. Ignored rows are
 computed with the others: to know their number the host would have to wait, which a graph cannot do.
 """
 
@@ -15,16 +15,16 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ._chunks import as_parts
-from ._each import Each
-from .contract import PRECISION
-from .core import call as _call
-from .core import checks as _checks
-from .core import operators as _ops
-from .core.call import in_func
-from .core.later import later
-from .core.loss import RowLoss, _mass, reduced
+from ..contract import PRECISION
+from ..core import call as _call
+from ..core import checks as _checks
+from ..core import operators as _ops
+from ..core.call import in_func
+from ..core.later import later
+from ..core.loss import RowLoss, _mass, reduced
+from .chunks import as_parts
 from .linear import LinearLogits, Total, dtypes_as_given
+from .per_row import Each
 
 _HEAD = (  # the head, that of a teacher, and how
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? teacher_hidden, Tensor? teacher_weight,"

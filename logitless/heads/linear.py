@@ -1,9 +1,9 @@
 """Logits that are never materialised: a head, computed a part at a time.
 
 `LinearLogits(hidden, weight, bias)` stands for hidden @ weight.T + bias, and a loss over it is the
-same loss over the logits of one chunk of rows after another (_chunks.py), or of one block of their
-columns (_columns.py); _cut.py says which. A mean or sum (`Total`) makes its gradients on the way:
-three GEMMs, or up to four by columns. Results a row (_each.py) take four.
+same loss over the logits of one chunk of rows after another (heads/chunks.py), or of one block of their
+columns (heads/blocks.py); heads/plan.py says which. A mean or sum (`Total`) makes its gradients on the way:
+three GEMMs, or up to four by columns. Results a row (heads/per_row.py) take four.
 
 Nothing here knows a loss: a RowLoss (core/loss.py) says what is done with the logits of a chunk.
 """
@@ -15,20 +15,20 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ._as_tensor import AsTensor
-from ._chunks import Chunks, RowGradients, Rows, as_parts, product
-from ._columns import ColumnChunks
-from ._cut import Cut, Work, choose
-from ._each import Each
-from ._in_memory import in_memory
-from ._joined import Columns
-from .contract import PRECISION, Reading
-from .core import call as _call
-from .core import checks as _checks
-from .core.autograd import Node, refuse_second
-from .core.call import backend, in_func, mapped
-from .core.later import later
-from .core.loss import RowLoss, reduced
+from .._joined import Columns
+from ..contract import PRECISION, Reading
+from ..core import call as _call
+from ..core import checks as _checks
+from ..core.autograd import Node, refuse_second
+from ..core.call import backend, in_func, mapped
+from ..core.later import later
+from ..core.loss import RowLoss, reduced
+from .as_tensor import AsTensor
+from .blocks import ColumnChunks
+from .chunks import Chunks, RowGradients, Rows, as_parts, product
+from .per_row import Each
+from .plan import Cut, Work, choose
+from .unshard import in_memory
 
 
 class LinearLogits(AsTensor):

@@ -5,7 +5,7 @@ that a loss of statistics that merge runs on them as it is. The logits of a bloc
 once for the statistics and once for the gradient, except for those that are kept. Statistics are
 computed from the first block to the last, gradients from the last to the first. Until the first
 blocks' rows of the weight's gradient are written, their memory is free, and holds the logits of
-many of the later blocks (kept_blocks in _cut.py).
+many of the later blocks (kept_blocks in heads/plan.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._chunks import Chunks, HeadGradients, Rows, Sum, SumInPlace, Visit, product, way_to_sum
-from ._cut import chunk_rows, kept_blocks
-from .contract import Coefficients, Partials, Reading, Statistics
-from .core.loss import RowLoss, Saved
+from ..contract import Coefficients, Partials, Reading, Statistics
+from ..core.loss import RowLoss, Saved
+from .chunks import Chunks, HeadGradients, Rows, Sum, SumInPlace, Visit, product, way_to_sum
+from .plan import chunk_rows, kept_blocks
 
 WAITING = 4  # statistics of blocks that are merged together
 

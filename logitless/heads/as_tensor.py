@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from . import _head_checks
-from .core import options as _options
-from .core.later import later
+from ..core import options as _options
+from ..core.later import later
+from . import checks as _head_checks
 
 
 class AsTensor:

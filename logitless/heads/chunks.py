@@ -1,6 +1,6 @@
 """A head in chunks of rows: their logits one after another, and the gradients they add up to.
 
-_cut.py says how many rows make a chunk. Every chunk reads the weight and, but for the first, the
+heads/plan.py says how many rows make a chunk. Every chunk reads the weight and, but for the first, the
 sum of its gradient so far, so chunks are as large as memory allows. How that sum is stored matters:
 in bf16, which keeps 8 bits, it is rounded after every one of many chunks and drifts away from what
 one large product would give; in fp32 it takes twice the memory of the gradient itself. Stored as
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._cut import PACK, Cut, bounds, chunk_rows, layout
-from .contract import PRECISION
-from .core.loss import RowLoss, Saved
+from ..contract import PRECISION
+from ..core.loss import RowLoss, Saved
+from .plan import PACK, Cut, bounds, chunk_rows, layout
 
 Rows = slice | Tensor
 

@@ -1,0 +1,1 @@
+"""Logits of a linear head that are never materialised as a whole."""
