@@ -23,7 +23,7 @@ from .losses import (
 from .pair import jsd, kl_div, soft_cross_entropy
 from .parallel import VocabShard, global_mean
 from .stats import Partial, RowStats, merge, partial, row_stats
-from .targets import SparseTargets
+from .targets.sparse import SparseTargets
 
 if TYPE_CHECKING:
     from . import store

@@ -20,7 +20,7 @@ from .core.call import backend, mapped, under_transform
 from .core.later import later
 from .core.loss import RowLoss, evaluate, rows_in, scaled
 from .core.operators import operator
-from .targets import SparseTargets, unchecked
+from .targets.sparse import SparseTargets, unchecked
 
 
 @operator("sparse", saved=3)

@@ -16,7 +16,7 @@ from .store.capture import lazy_head
 from .store.reader import Store
 from .store.tokenizer import tokenizer_hash
 from .store.training import Collator, batch_targets, distill_loss
-from .targets import SparseTargets
+from .targets.sparse import SparseTargets
 
 
 class DistillTrainer(Trainer):

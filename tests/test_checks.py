@@ -10,12 +10,14 @@ from sizes import ON_GPU
 from triton.runtime.interpreter import GridExecutor
 
 import logitless as ll
-from logitless import _model_checks, _safetensors, _shard_checks, _target_checks
+from logitless import _model_checks, _shard_checks
 from logitless.core import call as _call
 from logitless.core import checks as _checks
 from logitless.core import options as _options
 from logitless.heads import checks as _head_checks
 from logitless.store import _rules
+from logitless.targets import checks as _target_checks
+from logitless.targets import safetensors as _safetensors
 
 X = torch.zeros(2, 3, 5)
 T = torch.zeros(2, 3, dtype=torch.int64)

@@ -186,7 +186,7 @@ class TestSpeed:
 def sparse_shard(path, header, tokens, each):
     import json
 
-    from logitless import _safetensors
+    from logitless.targets import safetensors as _safetensors
 
     shapes = {name: (d, (tokens, *shape)) for name, (d, shape) in header.layout().items()}
     shapes |= {"starts": (torch.int64, (tokens // each + 1,))}

@@ -13,8 +13,8 @@ from forked import FORKED, start
 from stores import K, V, assert_near, document, documents
 
 import logitless as ll
-from logitless import _safetensors
 from logitless.store import Store, Writer, _journal, _shard
+from logitless.targets import safetensors as _safetensors
 
 
 def open_writer(path, **how):

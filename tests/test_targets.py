@@ -637,7 +637,7 @@ class TestMalformedFiles:
         assert mask.view(torch.uint8).tolist() == [[1, 0]]
 
     def test_cut_while_it_is_read(self, tmp_path):
-        from logitless import _safetensors
+        from logitless.targets import safetensors as _safetensors
 
         path = tmp_path / "file"
         path.write_bytes(file_of(GOOD, DATA))

@@ -1,7 +1,7 @@
 """All validation and its wording: `<argument> must <rule>, got <value>.`
 
 Everything here looks at shapes and dtypes, except `in_range` and `in_bounds`, which read values.
-The rules of numbers are in core/options.py, those of SparseTargets in _target_checks.py; what a
+The rules of numbers are in core/options.py, those of SparseTargets in targets/checks.py; what a
 function checks, and when, is in core/call.py.
 """
 

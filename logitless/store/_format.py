@@ -7,7 +7,7 @@ A store is a folder:
     PART.journal            documents of the shard that PART is filling (_journal.py)
     PART.lock               held by the one writer of PART (a worker's rank; 0 where there is one)
 
-A shard is a safetensors file (_safetensors.py): bytes 0-7 hold the length n of a JSON header, bytes
+A shard is a safetensors file (targets/safetensors.py): bytes 0-7 hold the length n of a JSON header, bytes
 8 to 8 + n the header, and the tensors follow in it, widest dtype first, at the `data_offsets` that
 it gives. Its metadata has the format, its version, the store's header and a SHA-256 of the tensors.
 For D documents of T tokens together, K slots a token, and ids of b bits:
@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..targets import SparseTargets, unchecked
+from ..targets.sparse import SparseTargets, unchecked
 from . import _rules as rules
 
 FORMAT, VERSION = "logitless.store", "1"

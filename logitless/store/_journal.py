@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .._safetensors import buffer
+from ..targets.safetensors import buffer
 from . import _rules as rules
 from ._format import Columns, Header
 from ._shard import shard_path

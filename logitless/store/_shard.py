@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _safetensors
+from ..targets import safetensors as _safetensors
 from . import _rules as rules
 from ._format import (
     FORMAT,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..targets import SparseTargets, unchecked
+from ..targets.sparse import SparseTargets, unchecked
 from . import _rules as rules
 
 Entry = Mapping[int, float] | None  # of a place: log-probabilities by id

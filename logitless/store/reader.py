@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..targets import SparseTargets
+from ..targets.sparse import SparseTargets
 from . import _rules as rules
 from ._format import Columns, Header, decoded, joined, without_slots
 from ._lookup import Found, Hashes, Index

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core import call as _call
 from ..distill import topk_distill
 from ..losses import cross_entropy
-from ..targets import SparseTargets
+from ..targets.sparse import SparseTargets
 from . import _rules as rules
 from .reader import Store
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..targets import SparseTargets
+from ..targets.sparse import SparseTargets
 from ._format import decoded
 from ._shard import Shard, digest_of
 

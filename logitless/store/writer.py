@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .._safetensors import buffer
 from ..core import call as _call
-from ..targets import SparseTargets
+from ..targets.safetensors import buffer
+from ..targets.sparse import SparseTargets
 from . import _rules as rules
 from . import _shard
 from ._format import Columns, Header, encoded

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from . import _safetensors
-from . import _target_checks as checks
+from . import checks
+from . import safetensors as _safetensors
 
 FORMAT, VERSION = "logitless.SparseTargets", "1"  # of a file
 _NAMES = ("ids", "logprobs", "tail", "mask")
