@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING
 from . import _dtensor as _dtensor  # which says what DTensors are
 from . import nn
 from .core.call import impl
-from .distill import capture_topk, gathered_kl, topk_distill
-from .formula import row_loss
 from .fuse import fuse, lazy_logits, unfuse
 from .heads import operators as _head_ops  # which registers operators
 from .heads.linear import LinearLogits
-from .losses import (
+from .losses.cross_entropy import (
     Scores,
     cross_entropy,
     entropy,
@@ -20,9 +18,11 @@ from .losses import (
     score,
     token_logprobs,
 )
-from .pair import jsd, kl_div, soft_cross_entropy
+from .losses.dense_teacher import jsd, kl_div, soft_cross_entropy
+from .losses.row_loss import row_loss
+from .losses.sparse_teacher import capture_topk, gathered_kl, topk_distill
+from .losses.statistics import Partial, RowStats, merge, partial, row_stats
 from .parallel import VocabShard, global_mean
-from .stats import Partial, RowStats, merge, partial, row_stats
 from .targets.sparse import SparseTargets
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _moves as moves
-from . import losses
 from .core.options import LEAST, MOST
 from .lazy import Head, LazyLogits, Step
-from .stats import row_stats
+from .losses import cross_entropy as losses
+from .losses.statistics import row_stats
 
 T = Tensor
 

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from .core import options as _options
-from .distill import capture_topk
 from .fuse import OPTIONS, fuse
-from .losses import cross_entropy
+from .losses.cross_entropy import cross_entropy
+from .losses.sparse_teacher import capture_topk
 from .store import _rules as rules
 from .store.capture import lazy_head
 from .store.reader import Store

@@ -5,12 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from . import distill, losses, pair
 from .core import call as _call
 from .core import checks as _checks
 from .core import options as _options
 from .fuse import head_logits
 from .heads.linear import LinearLogits
+from .losses import cross_entropy as losses
+from .losses import dense_teacher as pair
+from .losses import sparse_teacher as distill
 
 
 class _Reads(nn.Module):

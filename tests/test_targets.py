@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, default_collate
 
 import logitless as ll
-from logitless import distill
+from logitless.losses import sparse_teacher as distill
 
 V, K = 53, 5
 INF = math.inf

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core import call as _call
-from ..distill import capture_topk
 from ..fuse import OPTIONS, fuse, lazy_logits, unfuse
+from ..losses.sparse_teacher import capture_topk
 from . import _rules as rules
 from ._format import Columns, encoded
 from .writer import Writer

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core import call as _call
-from ..distill import topk_distill
-from ..losses import cross_entropy
+from ..losses.cross_entropy import cross_entropy
+from ..losses.sparse_teacher import topk_distill
 from ..targets.sparse import SparseTargets
 from . import _rules as rules
 from .reader import Store

@@ -7,10 +7,11 @@ from unittest import mock
 
 from torch import Tensor
 
-from logitless import contract, stats
+from logitless import contract
 from logitless.core import call as _call
 from logitless.core import checks as _checks
 from logitless.heads import chunks as _chunks
+from logitless.losses import statistics as stats
 
 
 def wrong_chunk() -> AbstractContextManager:

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .contract import PAIR_STATE, PRECISION, Pair
-from .core import call as _call
-from .core.loss import RowLoss, evaluate, rows_in
-from .core.operators import operator
+from ..contract import PAIR_STATE, PRECISION, Pair
+from ..core import call as _call
+from ..core.loss import RowLoss, evaluate, rows_in
+from ..core.operators import operator
 
 
 @operator("dense", saved=1)

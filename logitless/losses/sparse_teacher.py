@@ -13,14 +13,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
-from .core import call as _call
-from .core import checks as _checks
-from .core.call import backend, mapped, under_transform
-from .core.later import later
-from .core.loss import RowLoss, evaluate, rows_in, scaled
-from .core.operators import operator
-from .targets.sparse import SparseTargets, unchecked
+from ..contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
+from ..core import call as _call
+from ..core import checks as _checks
+from ..core.call import backend, mapped, under_transform
+from ..core.later import later
+from ..core.loss import RowLoss, evaluate, rows_in, scaled
+from ..core.operators import operator
+from ..targets.sparse import SparseTargets, unchecked
 
 
 @operator("sparse", saved=3)

@@ -7,11 +7,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .contract import PRECISION, Coefficients, RowStats
-from .core import call as _call
-from .core.call import under_transform
-from .core.loss import RowLoss, evaluate, flat_rows, rows_in
-from .stats import Read, coefficients_of, fields_of, stats_reading
+from ..contract import PRECISION, Coefficients, RowStats
+from ..core import call as _call
+from ..core.call import under_transform
+from ..core.loss import RowLoss, evaluate, flat_rows, rows_in
+from .statistics import Read, coefficients_of, fields_of, stats_reading
 
 
 @_call.named()

@@ -8,7 +8,7 @@ loss:
 
     dz_i = p_i (a + b log p_i) + Σ_k g_k [i = id_k] + g_c        p_i = e^(z_i - lse)
 
-where a, b, g_k, g_c come from the upstream gradients of the statistics. formula.py makes a loss of
+where a, b, g_k, g_c come from the upstream gradients of the statistics. losses/row_loss.py makes a loss of
 any formula over them.
 """
 
@@ -18,11 +18,11 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from . import contract
-from .contract import PRECISION, Coefficients, Reading, RowStats
-from .core import call as _call
-from .core.loss import RowLoss, evaluate, one, rows_in
-from .core.operators import operator
+from .. import contract
+from ..contract import PRECISION, Coefficients, Reading, RowStats
+from ..core import call as _call
+from ..core.loss import RowLoss, evaluate, one, rows_in
+from ..core.operators import operator
 
 
 class Partial(NamedTuple):

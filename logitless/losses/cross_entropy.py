@@ -6,14 +6,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import contract
-from .contract import Coefficients, Statistics, made_once
-from .core import call as _call
-from .core.in_place import evaluate_in_place
-from .core.loss import RowLoss, evaluate, rows_in
-from .core.operators import operator
-from .heads.linear import LinearLogits
-from .stats import Read, row_stats
+from .. import contract
+from ..contract import Coefficients, Statistics, made_once
+from ..core import call as _call
+from ..core.in_place import evaluate_in_place
+from ..core.loss import RowLoss, evaluate, rows_in
+from ..core.operators import operator
+from ..heads.linear import LinearLogits
+from .statistics import Read, row_stats
 
 
 @operator("plain", saved=2)

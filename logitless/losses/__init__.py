@@ -1,0 +1,1 @@
+"""What is computed: the functions that users call."""
