@@ -22,7 +22,7 @@ from torch import Tensor
 import logitless as ll
 from logitless.cli._clocks import wall_times
 from logitless.cli.scale import GPUS, cost
-from logitless.parallel import Alone
+from logitless.parallel.shard import Alone
 
 RANKS = 8
 

@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from . import _dtensor as _dtensor  # which says what DTensors are
 from . import nn
 from .core.call import impl
 from .fuse import fuse, lazy_logits, unfuse
@@ -22,7 +21,8 @@ from .losses.dense_teacher import jsd, kl_div, soft_cross_entropy
 from .losses.row_loss import row_loss
 from .losses.sparse_teacher import capture_topk, gathered_kl, topk_distill
 from .losses.statistics import Partial, RowStats, merge, partial, row_stats
-from .parallel import VocabShard, global_mean
+from .parallel import dtensor as _dtensor  # which says what DTensors are
+from .parallel.shard import VocabShard, global_mean
 from .targets.sparse import SparseTargets
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.parallel import Ranks
+from logitless.parallel.shard import Ranks
 
 
 class _World:

@@ -15,7 +15,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from .._joined import Columns
 from ..contract import PRECISION, Reading
 from ..core import call as _call
 from ..core import checks as _checks
@@ -23,6 +22,7 @@ from ..core.autograd import Node, refuse_second
 from ..core.call import backend, in_func, mapped
 from ..core.later import later
 from ..core.loss import RowLoss, reduced
+from ..parallel.columns import Columns
 from .as_tensor import AsTensor
 from .blocks import ColumnChunks
 from .chunks import Chunks, RowGradients, Rows, as_parts, product

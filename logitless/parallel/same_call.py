@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _shard_checks as _rules
-from .core.later import later
-from .core.loss import RowLoss
+from ..core.later import later
+from ..core.loss import RowLoss
+from . import checks as _rules
 
 
 def agree(ranks, words: str) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from .core import checks as _checks
+from ..core import checks as _checks
 
 
 def shard(source: Any, start: Any, vocab: Any, sequence_parallel: Any) -> None:

@@ -2,7 +2,7 @@
 
 `VocabShard(source, group)` is one rank's columns of the logits: a tensor of them, or a LinearLogits
 over its rows of the head's weight. The statistics of a rank's columns merge with those of others as
-those of blocks do (_joined.py), so that every loss here takes it. All ranks call the same loss
+those of blocks do (parallel/columns.py), so that every loss here takes it. All ranks call the same loss
 with the same arguments, with ids of the whole vocabulary, and get the same result, bit for bit.
 
 The forward of a loss gathers a few numbers a row from each rank: once (JSD twice), of a head once a
@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import _agreed
-from . import _shard_checks as _rules
-from ._joined import Columns
-from .core import call as _call
-from .core import checks as _checks
-from .core.call import backend, in_func, under_transform
-from .core.in_place import overwrite_on
-from .core.loss import RowLoss, evaluate_on
-from .heads.linear import LinearLogits
+from ..core import call as _call
+from ..core import checks as _checks
+from ..core.call import backend, in_func, under_transform
+from ..core.in_place import overwrite_on
+from ..core.loss import RowLoss, evaluate_on
+from ..heads.linear import LinearLogits
+from . import checks as _rules
+from . import same_call as _agreed
+from .columns import Columns
 
 
 def _either(*names: str) -> Any:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import contract, eager
-from .contract import NO_ID, PAIR_STATE, PRECISION, Pair, Partials, Reading, Statistics, part_width
-from .eager.rows import capped, inverse_temperature, live_rows
-from .heads.chunks import Rows, put
+from .. import contract, eager
+from ..contract import NO_ID, PAIR_STATE, PRECISION, Pair, Partials, Reading, Statistics, part_width
+from ..eager.rows import capped, inverse_temperature, live_rows
+from ..heads.chunks import Rows, put
 
 BAD = -1  # an id that is none, where NO_ID is one of other columns
 

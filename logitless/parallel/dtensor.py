@@ -9,13 +9,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import _shard_checks as _rules
-from .core import checks as _checks
-from .core.autograd import Node
-from .core.later import later
-from .core.loss import RowLoss
-from .heads.linear import LinearLogits
-from .parallel import VocabShard
+from ..core import checks as _checks
+from ..core.autograd import Node
+from ..core.later import later
+from ..core.loss import RowLoss
+from ..heads.linear import LinearLogits
+from . import checks as _rules
+from .shard import VocabShard
 
 
 def local(t, grad_placements=None) -> Tensor:

@@ -1,0 +1,1 @@
+"""A vocabulary that is split over the ranks of a process group."""
