@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from . import nn
 from .core.call import impl
-from .fuse import fuse, lazy_logits, unfuse
 from .heads import operators as _head_ops  # which registers operators
 from .heads.linear import LinearLogits
+from .lazy.fuse import fuse, lazy_logits, unfuse
 from .losses.cross_entropy import (
     Scores,
     cross_entropy,

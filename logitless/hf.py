@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from .core import options as _options
-from .fuse import OPTIONS, fuse
+from .lazy.fuse import OPTIONS, fuse
 from .losses.cross_entropy import cross_entropy
 from .losses.sparse_teacher import capture_topk
 from .store import _rules as rules

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from .core import call as _call
 from .core import checks as _checks
 from .core import options as _options
-from .fuse import head_logits
 from .heads.linear import LinearLogits
+from .lazy.fuse import head_logits
 from .losses import cross_entropy as losses
 from .losses import dense_teacher as pair
 from .losses import sparse_teacher as distill

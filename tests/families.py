@@ -22,9 +22,9 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import logitless as ll
-from logitless import lazy
-from logitless.fuse import plain_head
-from logitless.lazy import LazyLogits
+from logitless.lazy import logits as lazy
+from logitless.lazy.fuse import plain_head
+from logitless.lazy.logits import LazyLogits
 
 PAGE = Path(__file__).parent.parent / "docs/fuse.md"
 BLOCK = re.compile(r"(<!-- families -->\n).*?(<!-- end -->)", re.DOTALL)

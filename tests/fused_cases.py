@@ -222,7 +222,7 @@ def columns_of_cut_tokens() -> float:
     from torch.distributed.tensor import Shard, distribute_tensor
 
     import logitless as ll
-    from logitless.fuse import head_logits
+    from logitless.lazy.fuse import head_logits
 
     mesh, (x, target) = mesh_of(2, 2)["model"], batches(1)[0]
     head: nn.Linear = fused("DTensor", mesh)[2]  # pyright: ignore

@@ -10,11 +10,11 @@ from sizes import ON_GPU
 from triton.runtime.interpreter import GridExecutor
 
 import logitless as ll
-from logitless import _model_checks
 from logitless.core import call as _call
 from logitless.core import checks as _checks
 from logitless.core import options as _options
 from logitless.heads import checks as _head_checks
+from logitless.lazy import checks as _model_checks
 from logitless.parallel import checks as _shard_checks
 from logitless.store import _rules
 from logitless.targets import checks as _target_checks

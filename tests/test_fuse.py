@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import logitless as ll
-from logitless import lazy
-from logitless.lazy import LazyLogits
+from logitless.lazy import logits as lazy
+from logitless.lazy.logits import LazyLogits
 
 V, D = 11, 6
 

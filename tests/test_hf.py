@@ -15,7 +15,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 import logitless as ll
-from logitless import cli, lazy
+from logitless import cli
+from logitless.lazy import logits as lazy
 from logitless.store import Store, Writer, capture
 
 pytestmark = pytest.mark.filterwarnings(

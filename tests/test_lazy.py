@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import logitless as ll
-from logitless import lazy
-from logitless._lazy_gradient import LazyGradient
-from logitless.lazy import LazyLogits
+from logitless.lazy import logits as lazy
+from logitless.lazy.gradient import LazyGradient
+from logitless.lazy.logits import LazyLogits
 
 B, T, D, V = 2, 5, 6, 11
 

@@ -12,7 +12,7 @@ from stores import assert_near
 from torch import nn
 
 import logitless as ll
-from logitless import lazy
+from logitless.lazy import logits as lazy
 from logitless.store import Store, Writer, capture, from_sglang, from_vllm, recover, share
 
 V, D, K = 50, 16, 8

@@ -17,8 +17,8 @@ from tiny_models import V, batch, build, config
 from transformers import Trainer, TrainingArguments
 
 import logitless as ll
-from logitless import lazy
-from logitless.lazy import LazyLogits
+from logitless.lazy import logits as lazy
+from logitless.lazy.logits import LazyLogits
 
 pytestmark = pytest.mark.filterwarnings(
     "default",  # those of Transformers and its friends are theirs

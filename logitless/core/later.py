@@ -14,7 +14,7 @@ class Later:
     ]  # what DTensor logits are on this rank: parallel/dtensor.py
     head_of_dtensor: Callable[..., Any]  # a LinearLogits of DTensors: parallel/dtensor.py
     evaluate_compiled: Callable[..., Any]  # a loss over a head, for a compiler: heads/operators.py
-    lazy_logits: Callable[..., Any]  # of a head's parts: lazy.py
+    lazy_logits: Callable[..., Any]  # of a head's parts: lazy/logits.py
     refuse_on_ranks: Callable[
         ..., Any
     ]  # says to the ranks of logits what one raises: parallel/same_call.py

@@ -1,4 +1,4 @@
-"""A head that PyTorch takes for a tensor: its functions get the lazy logits of lazy.py."""
+"""A head that PyTorch takes for a tensor: its functions get the lazy logits of lazy/logits.py."""
 
 from typing import Any
 

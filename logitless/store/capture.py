@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import call as _call
-from ..fuse import OPTIONS, fuse, lazy_logits, unfuse
+from ..lazy.fuse import OPTIONS, fuse, lazy_logits, unfuse
 from ..losses.sparse_teacher import capture_topk
 from . import _rules as rules
 from ._format import Columns, encoded

@@ -1,4 +1,4 @@
-"""The gradient of lazy logits, as it travels from a loss to the head: see lazy.py."""
+"""The gradient of lazy logits, as it travels from a loss to the head: see lazy/logits.py."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from .core import checks as _checks
-from .heads.linear import LinearLogits, as_autocast, autocasts, plain_logits
-from .lazy import LazyLogits, Made, warn_once
-from .parallel.dtensor import hidden_of_all
+from ..core import checks as _checks
+from ..heads.linear import LinearLogits, as_autocast, autocasts, plain_logits
+from ..parallel.dtensor import hidden_of_all
+from .logits import LazyLogits, Made, warn_once
 
 
 class SpreadHead(NamedTuple):

@@ -1,6 +1,6 @@
 """`fuse(model)`: a model with a linear head trains without materialising its logits.
 
-Only the head's forward is replaced: where gradients are wanted it returns LazyLogits (lazy.py), and
+Only the head's forward is replaced: where gradients are wanted it returns LazyLogits (lazy/logits.py), and
 whatever computes the loss, the model itself, a Trainer or a loop, computes it from those.
 """
 
@@ -12,13 +12,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from . import _model_checks as checks
-from ._spread import made_logits, spread_logits
-from .absorb import absorbed
-from .core import call as _call
-from .core.call import in_func
-from .heads.linear import LinearLogits
-from .lazy import LazyLogits, Made, warn_once
+from ..core import call as _call
+from ..core.call import in_func
+from ..heads.linear import LinearLogits
+from . import checks
+from .colwise import made_logits, spread_logits
+from .logits import LazyLogits, Made, warn_once
+from .torch_functions import absorbed
 
 Model = TypeVar("Model", bound=nn.Module)
 

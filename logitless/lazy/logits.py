@@ -3,7 +3,7 @@
 `LazyLogits` is what a fused head returns: a tensor with a shape, a dtype and a place in autograd's
 graph, that holds only what its numbers are made of, hidden and weight. A loss over it, ours or
 `torch.nn.functional`'s, is computed a chunk of rows at a time (heads/linear.py). Operations that leave it
-a head's logits, such as views, slices, casts, scaling and softcaps, are absorbed (absorb.py). Any
+a head's logits, such as views, slices, casts, scaling and softcaps, are absorbed (lazy/torch_functions.py). Any
 other operation makes the numbers, and is right as well; writing to them is refused.
 
 The graph is the ordinary one: head → logits → views → loss, each a node. What is unusual is the
@@ -22,18 +22,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
-from ._lazy_gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split
-from ._recipe import Recipe, versions
-from .contract import Reading
-from .core import call as _call
-from .core import checks as _checks
-from .core.autograd import Node
-from .core.call import backend, in_func
-from .core.later import later
-from .core.loss import RowLoss, evaluate, reduced
-from .heads.linear import LinearLogits, Total, dtypes_as_given
-from .heads.per_row import Each
-from .heads.unshard import in_memory
+from ..contract import Reading
+from ..core import call as _call
+from ..core import checks as _checks
+from ..core.autograd import Node
+from ..core.call import backend, in_func
+from ..core.later import later
+from ..core.loss import RowLoss, evaluate, reduced
+from ..heads.linear import LinearLogits, Total, dtypes_as_given
+from ..heads.per_row import Each
+from ..heads.unshard import in_memory
+from .gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split
+from .recipe import Recipe, versions
 
 
 class LazyLogits(Tensor):
@@ -44,7 +44,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def absorb(func: Callable, args: tuple, kwargs: dict) -> Any:
-        """The result of an operation that leaves them lazy; absorb.py knows which do."""
+        """The result of an operation that leaves them lazy; lazy/torch_functions.py knows which do."""
         return NotImplemented
 
     @classmethod

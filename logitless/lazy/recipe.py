@@ -1,4 +1,4 @@
-"""What lazy logits are made of, and how their numbers are made: see lazy.py."""
+"""What lazy logits are made of, and how their numbers are made: see lazy/logits.py."""
 
 import math
 from typing import Any, NamedTuple
@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .heads.linear import LinearLogits, dtypes_as_given, plain_logits
-from .heads.unshard import in_memory
+from ..heads.linear import LinearLogits, dtypes_as_given, plain_logits
+from ..heads.unshard import in_memory
 
 
 class Recipe(NamedTuple):

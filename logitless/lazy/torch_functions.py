@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _moves as moves
-from .core.options import LEAST, MOST
-from .lazy import Head, LazyLogits, Step
-from .losses import cross_entropy as losses
-from .losses.statistics import row_stats
+from ..core.options import LEAST, MOST
+from ..losses import cross_entropy as losses
+from ..losses.statistics import row_stats
+from . import views as moves
+from .logits import Head, LazyLogits, Step
 
 T = Tensor
 

@@ -1,4 +1,4 @@
-"""Operations that move the rows of lazy logits, or take some, of rows or vocabulary: absorb.py."""
+"""Operations that move the rows of lazy logits, or take some, of rows or vocabulary: lazy/torch_functions.py."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ._lazy_gradient import pulled_back
-from ._recipe import constant
-from .lazy import LazyLogits, Step
+from .gradient import pulled_back
+from .logits import LazyLogits, Step
+from .recipe import constant
 
 
 def axis_of(z: LazyLogits) -> int:
