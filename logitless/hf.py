@@ -11,7 +11,7 @@ from .core import options as _options
 from .lazy.fuse import OPTIONS, fuse
 from .losses.cross_entropy import cross_entropy
 from .losses.sparse_teacher import capture_topk
-from .store import _rules as rules
+from .store import checks as rules
 from .store.capture import lazy_head
 from .store.reader import Store
 from .store.tokenizer import tokenizer_hash

@@ -16,7 +16,7 @@ from logitless.core import options as _options
 from logitless.heads import checks as _head_checks
 from logitless.lazy import checks as _model_checks
 from logitless.parallel import checks as _shard_checks
-from logitless.store import _rules
+from logitless.store import checks as _rules
 from logitless.targets import checks as _target_checks
 from logitless.targets import safetensors as _safetensors
 

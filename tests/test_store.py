@@ -12,7 +12,9 @@ from stores import K, V, assert_near, document, documents, kl
 from torch.utils.data import DataLoader
 
 import logitless as ll
-from logitless.store import Header, Store, Writer, _format, _shard, merge
+from logitless.store import Header, Store, Writer, merge
+from logitless.store import format as _format
+from logitless.store import shard as _shard
 
 LENGTHS = (100, 1, 37, 64, 3)
 

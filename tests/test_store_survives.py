@@ -13,7 +13,9 @@ from forked import FORKED, start
 from stores import K, V, assert_near, document, documents
 
 import logitless as ll
-from logitless.store import Store, Writer, _journal, _shard
+from logitless.store import Store, Writer
+from logitless.store import journal as _journal
+from logitless.store import shard as _shard
 from logitless.targets import safetensors as _safetensors
 
 

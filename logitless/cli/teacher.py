@@ -198,7 +198,7 @@ def info(args: argparse.Namespace) -> None:
 
 
 def _tell_unfinished(path: Path) -> None:
-    from logitless.store._journal import unfinished
+    from ..store.journal import unfinished
 
     if waiting := unfinished(path):
         print(f"up to {waiting:,} bytes of documents are not in it yet: a writer is at work,")

@@ -1,7 +1,7 @@
 """What a teacher says of documents, kept on disk: made once, found by tokens, read as slices."""
 
-from ._format import Header
 from .capture import capture, share
+from .format import Header
 from .importers import from_sglang, from_vllm
 from .merge import merge
 from .reader import Store

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ..core import call as _call
 from ..lazy.fuse import OPTIONS, fuse, lazy_logits, unfuse
 from ..losses.sparse_teacher import capture_topk
-from . import _rules as rules
-from ._format import Columns, encoded
+from . import checks as rules
+from .format import Columns, encoded
 from .writer import Writer
 
 Item = TypeVar("Item")

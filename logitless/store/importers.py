@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..targets.sparse import SparseTargets, unchecked
-from . import _rules as rules
+from . import checks as rules
 
 Entry = Mapping[int, float] | None  # of a place: log-probabilities by id
 

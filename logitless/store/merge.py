@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from . import _rules as rules
+from . import checks as rules
 from .reader import Store
 from .writer import Writer
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..targets.sparse import SparseTargets
-from . import _rules as rules
-from ._format import Columns, Header, decoded, joined, without_slots
-from ._lookup import Found, Hashes, Index
-from ._shard import header_of, shards_of
+from . import checks as rules
+from .format import Columns, Header, decoded, joined, without_slots
+from .lookup import Found, Hashes, Index
+from .shard import header_of, shards_of
 from .verify import Report, verify
 
 

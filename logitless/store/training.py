@@ -11,7 +11,7 @@ from ..core import call as _call
 from ..losses.cross_entropy import cross_entropy
 from ..losses.sparse_teacher import topk_distill
 from ..targets.sparse import SparseTargets
-from . import _rules as rules
+from . import checks as rules
 from .reader import Store
 
 

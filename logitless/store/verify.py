@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..targets.sparse import SparseTargets
-from ._format import decoded
-from ._shard import Shard, digest_of
+from .format import decoded
+from .shard import Shard, digest_of
 
 ROWS = 8192  # read at once
 OFFSETS = (-1, 0, 1)

@@ -12,11 +12,11 @@ from torch import Tensor
 from ..core import call as _call
 from ..targets.safetensors import buffer
 from ..targets.sparse import SparseTargets
-from . import _rules as rules
-from . import _shard
-from ._format import Columns, Header, encoded
-from ._journal import Journal
-from ._lookup import Index
+from . import checks as rules
+from . import shard as _shard
+from .format import Columns, Header, encoded
+from .journal import Journal
+from .lookup import Index
 
 
 class Writer:

@@ -6,7 +6,8 @@ from sizes import DEVICE, sized
 from torch import nn
 
 import logitless as ll
-from logitless.store import Header, Store, Writer, _format, capture
+from logitless.store import Header, Store, Writer, capture
+from logitless.store import format as _format
 
 V, D, K = sized((151_936, 1024, 64), (150, 8, 16))
 ROWS = sized(256, 6)

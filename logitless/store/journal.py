@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..targets.safetensors import buffer
-from . import _rules as rules
-from ._format import Columns, Header
-from ._shard import shard_path
+from . import checks as rules
+from .format import Columns, Header
+from .shard import shard_path
 
 MAGIC = b"LLJ1"
 START = 8  # bytes before the first record

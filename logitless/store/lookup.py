@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _rules as rules
+from . import checks as rules
 
 BASE = 0x9E3779B97F4A7C15 - 2**64  # odd: it has an inverse
 INVERSE = pow(BASE, -1, 2**64)

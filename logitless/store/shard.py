@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..targets import safetensors as _safetensors
-from . import _rules as rules
-from ._format import (
+from . import checks as rules
+from .format import (
     FORMAT,
     VERSION,
     Columns,
@@ -22,7 +22,7 @@ from ._format import (
     unpack,
     widths,
 )
-from ._lookup import index_of
+from .lookup import index_of
 
 
 class Shard:

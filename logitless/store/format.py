@@ -4,7 +4,7 @@ A store is a folder:
 
     store.json              the header (class Header below), in JSON
     PART-NUMBER.safetensors a shard: finished documents, never written to again
-    PART.journal            documents of the shard that PART is filling (_journal.py)
+    PART.journal            documents of the shard that PART is filling (store/journal.py)
     PART.lock               held by the one writer of PART (a worker's rank; 0 where there is one)
 
 A shard is a safetensors file (targets/safetensors.py): bytes 0-7 hold the length n of a JSON header, bytes
@@ -13,7 +13,7 @@ it gives. Its metadata has the format, its version, the store's header and a SHA
 For D documents of T tokens together, K slots a token, and ids of b bits:
 
     starts      I64 (D + 1)       where each document begins; the last is T
-    index.hash  I64 (E)           of beginnings of documents, sorted                  (_lookup.py)
+    index.hash  I64 (E)           of beginnings of documents, sorted                  (store/lookup.py)
     index.doc   I32 (E)           whose
     tokens.W    (T · W / 8)       the tokens, as below
     ids.W       (T, K · W / 8)    ids of the slots, the most probable first
@@ -49,7 +49,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..targets.sparse import SparseTargets, unchecked
-from . import _rules as rules
+from . import checks as rules
 
 FORMAT, VERSION = "logitless.store", "1"
 WIDTHS = {32: torch.uint32, 16: torch.uint16, 8: torch.uint8, 4: None, 2: None, 1: None}
