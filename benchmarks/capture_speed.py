@@ -18,9 +18,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import logitless as ll
-from logitless.cli import _machine
-from logitless.cli._clocks import wall_time
-from logitless.cli._report import table
+from logitless.cli import machine as _machine
+from logitless.cli.clocks import wall_time
+from logitless.cli.report import table
 
 AIM = 0.8
 

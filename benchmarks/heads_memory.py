@@ -23,10 +23,10 @@ from pathlib import Path
 
 import torch
 
-from logitless.cli._report import table
 from logitless.cli.bench import contenders, results, runner
 from logitless.cli.bench.cases import EAGER, MIB, OURS, Case, Mode
 from logitless.cli.bench.results import Result
+from logitless.cli.report import table
 from logitless.heads import plan as _cut
 
 SHAPES = ("8192×4096×128256", "8192×2048×151936", "16384×2304×256000")

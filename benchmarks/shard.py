@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import logitless as ll
-from logitless.cli._clocks import wall_times
+from logitless.cli.clocks import wall_times
 from logitless.cli.scale import GPUS, cost
 from logitless.parallel.shard import Alone
 

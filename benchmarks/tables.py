@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import heads_memory
-from logitless.cli._report import NOTHING, number, table, time_text
 from logitless.cli.bench import cases, plots, results
 from logitless.cli.bench.cases import COMPILED, EAGER, FAMILIES, OURS, PLAIN, Mode
 from logitless.cli.bench.results import OVERWRITES, Result
+from logitless.cli.report import NOTHING, number, table, time_text
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

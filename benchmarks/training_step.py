@@ -32,9 +32,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import logitless as ll
-from logitless.cli import _machine
-from logitless.cli._clocks import wall_time
-from logitless.cli._report import NOTHING, short, table
+from logitless.cli import machine as _machine
+from logitless.cli.clocks import wall_time
+from logitless.cli.report import NOTHING, short, table
 
 SHAPES = ((4, 4096), (1, 16384), (1, 65536))  # batch × length
 STEPS = 5

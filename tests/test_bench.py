@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from forked import FORKED
 
 import logitless as ll
-from logitless.cli import _clocks, formulas, main
+from logitless.cli import clocks as _clocks
+from logitless.cli import formulas, main
 from logitless.cli.bench import cases, contenders, results, runner
 from logitless.cli.bench.cases import Case, Mode
 

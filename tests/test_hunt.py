@@ -22,7 +22,7 @@ from sizes import DEVICE
 from torch.utils.checkpoint import checkpoint
 
 import logitless as ll
-from logitless.cli import _memory
+from logitless.cli import memory as _memory
 from logitless.core import loss as _loss
 
 WEIGHED = {

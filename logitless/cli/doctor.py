@@ -21,7 +21,8 @@ import torch
 import logitless as ll
 
 from ..core import call as _call
-from . import _machine, chosen_device
+from . import chosen_device
+from . import machine as _machine
 from .selfcheck import CHECKS, Check
 
 VARIABLES = (

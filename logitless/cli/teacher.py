@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from logitless.cli import require
-from logitless.cli._progress import bar
+
+from .progress import bar
 
 WINDOW = 512  # documents that are sorted by length, so that batches have little padding
 

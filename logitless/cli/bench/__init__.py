@@ -26,8 +26,10 @@ import sys
 import time
 from pathlib import Path
 
-from .. import _clocks, _machine, chosen_device, require
-from .._progress import bar
+from .. import chosen_device, require
+from .. import clocks as _clocks
+from .. import machine as _machine
+from ..progress import bar
 from . import cases, contenders, plots, results, runner
 
 WIDTH = 170  # columns of the report where stdout is not a terminal

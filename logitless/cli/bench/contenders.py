@@ -17,9 +17,10 @@ from torch import Tensor
 
 import logitless as ll
 
-from .. import _machine, formulas
-from .._report import short
+from .. import formulas
+from .. import machine as _machine
 from ..formulas import BY_ROW, IGNORED, Inputs
+from ..report import short
 from .cases import COMPILED, DTYPES, EAGER, OURS, Case, Mode
 
 OF_A_HEAD = ("workspace", "logits_dtype", "accumulate")  # given to LinearLogits, not to the op

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from .. import _machine
-from .._report import NOTHING, number, table, time_text
+from .. import machine as _machine
+from ..report import NOTHING, number, table, time_text
 from .cases import EAGER, OUR_PLAIN, OURS, PLAIN, Case, Mode, Work
 from .contenders import NAMES
 

@@ -13,9 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import _clocks, _memory, formulas
-from .._report import short
+from .. import clocks as _clocks
+from .. import formulas
+from .. import memory as _memory
 from ..formulas import Inputs
+from ..report import short
 from . import contenders
 from .cases import MIB, OURS, Case, Mode
 from .contenders import Finder

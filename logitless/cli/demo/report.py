@@ -6,8 +6,9 @@ import base64
 from html import escape
 from pathlib import Path
 
-from logitless.cli import _machine
 from logitless.cli.demo.story import ALONE, CE, KD, LIVE, STORED, WHOLE, Told
+
+from .. import machine as _machine
 
 COLORS = {ALONE: "0.55", WHOLE: "C1", LIVE: "C2", STORED: "C0"}
 

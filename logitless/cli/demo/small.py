@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from logitless.cli._memory import extra_memory
-from logitless.cli._progress import bar
+from ..memory import extra_memory
+from ..progress import bar
 
 VOCAB = 32_768
 UNKNOWN = 0

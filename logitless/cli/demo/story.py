@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import logitless as ll
-from logitless.cli._memory import extra_memory
-from logitless.cli._progress import bar
 from logitless.cli.demo import small
 from logitless.cli.demo.small import Scale, Transformer
 from logitless.store import Store, Writer, capture, distill_loss
 from logitless.store.capture import lazy_head
+
+from ..memory import extra_memory
+from ..progress import bar
 
 CE, KD = 0.2, 0.8  # a fifth the text, the rest the teacher
 WORKSPACE = 4 << 20  # bytes of logits that a fused head makes at a time
