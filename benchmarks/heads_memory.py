@@ -7,8 +7,8 @@
 
 Cross-entropy, forward + backward, at three shapes; then what logits in fp32 cost. Every answer is
 compared with fp64 before it is timed. Writes JSON and a report, and of the first a plot. --both is
-for the constants in logitless/heads/plan.py: it forces whole rows, and then columns, wherever both are
-possible. The other two studies are of the errors of the weight's gradient and of peak memory.
+for the constants in logitless/heads/plan.py: it forces whole rows, and then columns, wherever both
+are possible. The other two studies are of the errors of the weight's gradient and of peak memory.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from . import nn
 from .core.call import impl
-from .heads import operators as _head_ops  # which registers operators
+from .heads import operators as _head_ops  # noqa: F401  which registers operators
 from .heads.linear import LinearLogits
 from .lazy.fuse import fuse, lazy_logits, unfuse
 from .losses.cross_entropy import (
@@ -21,7 +21,7 @@ from .losses.dense_teacher import jsd, kl_div, soft_cross_entropy
 from .losses.row_loss import row_loss
 from .losses.sparse_teacher import capture_topk, gathered_kl, topk_distill
 from .losses.statistics import Partial, RowStats, merge, partial, row_stats
-from .parallel import dtensor as _dtensor  # which says what DTensors are
+from .parallel import dtensor as _dtensor  # noqa: F401  which says what DTensors are
 from .parallel.shard import VocabShard, global_mean
 from .targets.sparse import SparseTargets
 

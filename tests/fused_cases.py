@@ -189,13 +189,13 @@ def layout_that_is_made() -> float:
     """By tokens, logits are made, and a warning says so once."""
     from torch.distributed.tensor import Shard
 
-    import logitless.lazy
+    from logitless.lazy import logits as lazy
 
     mesh, (x, _) = mesh_of(2, 2)["model"], batches(1)[0]
     one = fused("DTensor", mesh)
-    logitless.lazy._warned.clear()
+    lazy._warned.clear()
     z = one(x).redistribute(placements=[Shard(0)])
-    assert any("output_layouts (Shard(dim=0),) must be" in said for said in logitless.lazy._warned)
+    assert any("output_layouts (Shard(dim=0),) must be" in said for said in lazy._warned)
     return apart([z.full_tensor()], [model()(x)])
 
 

@@ -10,12 +10,12 @@ Most losses need statistics of a row alone. They implement `settle` (statistics 
 of whole rows overrides `forward` and `backward`.
 
 `run` is the backend: `kernels` or `eager`; or one that reads some columns of a row and joins what
-they tell, of those on other ranks (Columns in parallel/columns.py) or of the next blocks of a head (ByBlock
-in heads/blocks.py, where x is its `Blocks`). Neither method knows autograd. `evaluate` makes an
-autograd function of them for a tensor: the gradient is made in backward from what forward saved,
-or, of small logits, in forward already. A source that is no tensor (core/source.py) evaluates the loss
-itself, by the same two methods. To a compiler, a dispatch mode or torch.func the same work is an
-operator (core/operators.py), and the reduction plain PyTorch.
+they tell, of those on other ranks (Columns in parallel/columns.py) or of the next blocks of a head
+(ByBlock in heads/blocks.py, where x is its `Blocks`). Neither method knows autograd. `evaluate`
+makes an autograd function of them for a tensor: the gradient is made in backward from what forward
+saved, or, of small logits, in forward already. A source that is no tensor (core/source.py)
+evaluates the loss itself, by the same two methods. To a compiler, a dispatch mode or torch.func the
+same work is an operator (core/operators.py), and the reduction plain PyTorch.
 """
 
 import math

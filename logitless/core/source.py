@@ -1,9 +1,9 @@
 """What a source of logits must answer, so that every public function takes it.
 
-A plain tensor of logits is evaluated by core/loss.py. Anything else that stands for logits (..., V), a
-head that is never materialised or a slice of the vocabulary, has these attributes and methods, and
-nothing else of the library needs to know it: the public functions check their arguments by shape,
-dtype and device, make a RowLoss of them, and hand it over.
+A plain tensor of logits is evaluated by core/loss.py. Anything else that stands for logits (...,
+V), a head that is never materialised or a slice of the vocabulary, has these attributes and
+methods, and nothing else of the library needs to know it: the public functions check their
+arguments by shape, dtype and device, make a RowLoss of them, and hand it over.
 
 A source calls the loss's own `forward` and `backward` on the logits it makes, for as many rows at a
 time as it likes (`loss.take(rows, lead)` is the same loss of some rows), and reduces the rows'

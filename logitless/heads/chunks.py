@@ -1,11 +1,11 @@
 """A head in chunks of rows: their logits one after another, and the gradients they add up to.
 
-heads/plan.py says how many rows make a chunk. Every chunk reads the weight and, but for the first, the
-sum of its gradient so far, so chunks are as large as memory allows. How that sum is stored matters:
-in bf16, which keeps 8 bits, it is rounded after every one of many chunks and drifts away from what
-one large product would give; in fp32 it takes twice the memory of the gradient itself. Stored as
-block floating point (int16 with one exponent per 128 values, kernels/accumulate.py) it is as good
-as one product, and needs no extra memory.
+heads/plan.py says how many rows make a chunk. Every chunk reads the weight and, but for the first,
+the sum of its gradient so far, so chunks are as large as memory allows. How that sum is stored
+matters: in bf16, which keeps 8 bits, it is rounded after every one of many chunks and drifts away
+from what one large product would give; in fp32 it takes twice the memory of the gradient itself.
+Stored as block floating point (int16 with one exponent per 128 values, kernels/accumulate.py) it is
+as good as one product, and needs no extra memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -1,9 +1,10 @@
 """Logits that are never materialised: a head, computed a part at a time.
 
 `LinearLogits(hidden, weight, bias)` stands for hidden @ weight.T + bias, and a loss over it is the
-same loss over the logits of one chunk of rows after another (heads/chunks.py), or of one block of their
-columns (heads/blocks.py); heads/plan.py says which. A mean or sum (`Total`) makes its gradients on the way:
-three GEMMs, or up to four by columns. Results a row (heads/per_row.py) take four.
+same loss over the logits of one chunk of rows after another (heads/chunks.py), or of one block of
+their columns (heads/blocks.py); heads/plan.py says which. A mean or sum (`Total`) makes its
+gradients on the way: three GEMMs, or up to four by columns. Results a row (heads/per_row.py) take
+four.
 
 Nothing here knows a loss: a RowLoss (core/loss.py) says what is done with the logits of a chunk.
 """

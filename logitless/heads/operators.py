@@ -6,8 +6,9 @@ Each RowLoss that is an operator over logits (core/operators.py) is three over a
     logitless::head_<name>_rows              its results a row
     logitless::head_<name>_rows_gradient     their gradients
 
-They do what heads/linear.py and heads/per_row.py do without a compiler, by their own functions. Ignored rows are
-computed with the others: to know their number the host would have to wait, which a graph cannot do.
+They do what heads/linear.py and heads/per_row.py do without a compiler, by their own functions.
+Ignored rows are computed with the others: to know their number the host would have to wait, which a
+graph cannot do.
 """
 
 from types import SimpleNamespace

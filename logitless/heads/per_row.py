@@ -1,4 +1,6 @@
-"""Results of a head a row, in four GEMMs, where a mean or sum takes three (Total in heads/linear.py)."""
+"""Results of a head a row, in four GEMMs, where a mean or sum takes three (Total in
+heads/linear.py).
+"""
 
 import torch
 from torch import Tensor

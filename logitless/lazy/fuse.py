@@ -1,7 +1,8 @@
 """`fuse(model)`: a model with a linear head trains without materialising its logits.
 
-Only the head's forward is replaced: where gradients are wanted it returns LazyLogits (lazy/logits.py), and
-whatever computes the loss, the model itself, a Trainer or a loop, computes it from those.
+Only the head's forward is replaced: where gradients are wanted it returns LazyLogits
+(lazy/logits.py), and whatever computes the loss, the model itself, a Trainer or a loop, computes it
+from those.
 """
 
 import contextlib

@@ -2,9 +2,10 @@
 
 `LazyLogits` is what a fused head returns: a tensor with a shape, a dtype and a place in autograd's
 graph, that holds only what its numbers are made of, hidden and weight. A loss over it, ours or
-`torch.nn.functional`'s, is computed a chunk of rows at a time (heads/linear.py). Operations that leave it
-a head's logits, such as views, slices, casts, scaling and softcaps, are absorbed (lazy/torch_functions.py). Any
-other operation makes the numbers, and is right as well; writing to them is refused.
+`torch.nn.functional`'s, is computed a chunk of rows at a time (heads/linear.py). Operations that
+leave it a head's logits, such as views, slices, casts, scaling and softcaps, are absorbed
+(lazy/torch_functions.py). Any other operation makes the numbers, and is right as well; writing to
+them is refused.
 
 The graph is the ordinary one: head → logits → views → loss, each a node. What is unusual is the
 gradient that travels along it. A loss has found the gradients of hidden and weight themselves, and
@@ -44,7 +45,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def absorb(func: Callable, args: tuple, kwargs: dict) -> Any:
-        """The result of an operation that leaves them lazy; lazy/torch_functions.py knows which do."""
+        """The result of an operation that leaves them lazy: lazy/torch_functions.py."""
         return NotImplemented
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Operations that move the rows of lazy logits, or take some, of rows or vocabulary: lazy/torch_functions.py."""
+"""Operations that move the rows of lazy logits, or take some, of rows or vocabulary."""
 
 from collections.abc import Callable
 from typing import Any

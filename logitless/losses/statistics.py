@@ -8,8 +8,8 @@ loss:
 
     dz_i = p_i (a + b log p_i) + Σ_k g_k [i = id_k] + g_c        p_i = e^(z_i - lse)
 
-where a, b, g_k, g_c come from the upstream gradients of the statistics. losses/row_loss.py makes a loss of
-any formula over them.
+where a, b, g_k, g_c come from the upstream gradients of the statistics. losses/row_loss.py
+makes a loss of any formula over them.
 """
 
 from dataclasses import dataclass
