@@ -3,7 +3,8 @@
 `VocabShard(source, group)` is one rank's columns of the logits: a tensor of them, or a LinearLogits
 over its rows of the head's weight. The statistics of a rank's columns merge with those of others as
 those of blocks do (parallel/columns.py), so that every loss here takes it. All ranks call the same
-loss with the same arguments, with ids of the whole vocabulary, and get the same result, bit for bit.
+loss with the same arguments, with ids of the whole vocabulary, and get the same result bit
+for bit.
 
 The forward of a loss gathers a few numbers a row from each rank: once (JSD twice), of a head once a
 chunk of rows. The backward of logits says nothing to other ranks; that of a head adds up the

@@ -7,9 +7,10 @@ A store is a folder:
     PART.journal            documents of the shard that PART is filling (store/journal.py)
     PART.lock               held by the one writer of PART (a worker's rank; 0 where there is one)
 
-A shard is a safetensors file (targets/safetensors.py): bytes 0-7 hold the length n of a JSON header,
-bytes 8 to 8 + n the header, and the tensors follow in it, widest dtype first, at the `data_offsets` that
-it gives. Its metadata has the format, its version, the store's header and a SHA-256 of the tensors.
+A shard is a safetensors file (targets/safetensors.py): bytes 0-7 hold the length n of a JSON
+header, bytes 8 to 8 + n the header, and the tensors follow in it, widest dtype first, at the
+`data_offsets` that it gives. Its metadata has the format, its version, the store's header and a
+SHA-256 of the tensors.
 For D documents of T tokens together, K slots a token, and ids of b bits:
 
     starts      I64 (D + 1)       where each document begins; the last is T
