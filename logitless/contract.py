@@ -3,9 +3,9 @@
 A `Reading` says what is read of each row of logits, `Statistics` are what was found, and
 `Coefficients` are what the one backward multiplies:
 
-    dz_i = p_i (a + b log p_i) + g_mark [i = mark] + Σ_k g_k [i = id_k] + g_c v_i
+    dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-with p = softmax(z) and v the class weights. A label at temperature 1 adds d ([i = mark] - p1_i) to
+with p = softmax(z) and v the class weights. A label at temperature 1 adds d ([i = label] - p1_i) to
 dz_i · temperature, p1 = softmax(z · temperature). All of it is multiplied by an upstream gradient.
 """
 
@@ -20,26 +20,27 @@ T = TypeVar("T")
 # What may be asked of a row. Each is fp32 (fp64 for fp64), (...) but where it says (..., K).
 STATISTICS = (
     "lse",  # log Σ e^z
-    "picked",  # z of the ids, (..., K); without ids, z of the mark
+    "picked",  # z of the ids, (..., K); without ids, z of the label
     "logprob",  # log p of the same
-    "nll",  # -log p of the mark
+    "nll",  # -log p of the label
     "entropy",  # -Σ p log p
     "total",  # Σ v z, v the class weights
     "log_total",  # Σ v log p
     "argmax",  # int64, the lowest of equals; -1 where the row is ignored
     "tail",  # log of the mass outside the ids
-    "label",  # log p of the mark at temperature 1
+    "logprob_t1",  # log p of the label at temperature 1
 )
 
 
 class Reading(NamedTuple):
     """What is read of each row x of logits, z = softcap · tanh(x / softcap) / temperature.
 
-    The mark is one integer a row: its label, or a mask. A row whose mark is ignore_index is not
+    The label is one integer a row: its label, or a mask. A row whose label is ignore_index is not
     read: its statistics are 0 (argmax -1), and so is its gradient.
     """
 
-    mark: Tensor | None = None  # (...), int8, int32 or int64
+    vocab: int  # V, also where a rank or a block has only some columns
+    label: Tensor | None = None  # (...), int8, int32 or int64
     ids: Tensor | None = None  # (..., K), int32 or int64; NO_ID in a slot that holds none
     class_weight: Tensor | None = None  # (V,), of the totals
     row_temperature: Tensor | None = None  # (...), instead of temperature
@@ -109,13 +110,13 @@ class Statistics(NamedTuple):
     log_total: Tensor | None = None
     argmax: Tensor | None = None
     tail: Tensor | None = None
-    label: Tensor | None = None
+    logprob_t1: Tensor | None = None
 
 
 # Fields of Statistics.state. A field that belongs to a statistic is written where that is wanted.
 SHIFT = 0  # max y, y = z · temperature; 0 where that is infinite
 LOG_S = 1  # log Σ e^((y - shift) / temperature)
-LOG_S1 = 2  # log Σ e^(y - shift), with "label"
+LOG_S1 = 2  # log Σ e^(y - shift), with "logprob_t1"
 ENTROPY = 3  # with "entropy"
 TAIL = 4  # with "tail"
 REPEATS = 5  # 1 where an id is in two slots, with "tail"
@@ -133,14 +134,14 @@ class Partials(NamedTuple):
 
 
 # Fields of Partials.state, of y = z · temperature and d = y - m. A field that belongs to a
-# statistic, or to a mark, is written where that is wanted. What most losses want comes first, and
+# statistic, or to a label, is written where that is wanted. What most losses want comes first, and
 # the fields behind the last one wanted are not there.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
-Y_MARK = 2  # y of the mark; 0 where another part owns it
+Y_LABEL = 2  # y of the label; 0 where another part owns it
 W = 3  # Σ d e^(d / temperature), with "entropy"
 ARG = 4  # the bits of the lowest column that reaches m, with "argmax"
-S1 = 5  # Σ e^d, with "label" at another temperature than 1
+S1 = 5  # Σ e^d, with "logprob_t1" at another temperature than 1
 C = 6  # Σ v (y - ref), with "total" or "log_total"
 N = 7  # Σ v, likewise
 REF = 8  # a number near the mean of y, so that C does not cancel
@@ -148,7 +149,7 @@ PART = 9
 
 
 class Sums(NamedTuple):
-    """What a part holds besides M, S and Y_MARK."""
+    """What a part holds besides M, S and Y_LABEL."""
 
     entropy: bool
     argmax: bool
@@ -158,7 +159,7 @@ class Sums(NamedTuple):
 
 def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
     total = "total" in wants or "log_total" in wants
-    second = "label" in wants and not at_temperature_1
+    second = "logprob_t1" in wants and not at_temperature_1
     return Sums("entropy" in wants, "argmax" in wants, second, total)
 
 
@@ -172,7 +173,7 @@ def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
         return PART
     if second:
         return S1 + 1
-    return ARG + 1 if argmax else W + 1 if entropy else Y_MARK + 1
+    return ARG + 1 if argmax else W + 1 if entropy else Y_LABEL + 1
 
 
 NOWHERE = 2**31 - 1  # as ARG: no column
@@ -192,19 +193,19 @@ class Coefficients(NamedTuple):
     """Of the one backward, at an upstream gradient of 1."""
 
     rows: Tensor | None  # (N, COEFFICIENTS), or (1, COEFFICIENTS) for all; None without fields
-    has: tuple[str, ...]  # which fields are used: "a", "b", "mark", "total", "a_ids", "label"
+    has: tuple[str, ...]  # which fields are used: "a", "b", "label", "total", "a_ids", "logprob_t1"
     ids: Tensor | None = None  # (N, K) or (..., K), g_k
 
 
 # Fields of Coefficients.rows.
 A = 0  # a
 B = 1  # b
-G_MARK = 2  # g of z at the mark
+G_LABEL = 2  # g of z at the label
 G_TOTAL = 3  # g_c
 A_IDS = 4  # a of the columns that are among the ids, where those leave a tail; not beside b
-D_LABEL = 5  # of log p of the mark at temperature 1
+D_LOGPROB_T1 = 5  # of log p of the label at temperature 1
 COEFFICIENTS = 6
-FIELDS = ("a", "b", "mark", "total", "a_ids", "label")
+FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
 
 # The gradient of a tail is a share of it, p_i / e^tail. Of a small tail p_i is 0 in fp32, and
 # 1 / e^tail infinite. So with "a_ids" the columns outside the ids take p_i e^-lift for p_i, and

@@ -141,13 +141,14 @@ def few() -> list[Variant]:
 
 
 def reading_of(v: Variant) -> Reading:
-    """A mark, ids where there are several, and what a loss over them wants."""
+    """A label, ids where there are several, and what a loss over them wants."""
     wants = ("nll",) if v.K == 1 else ("logprob",)
     if v.everything:
         wants += ("lse", "picked", "entropy", "total", "log_total", "argmax")
-        wants += () if v.K == 1 else ("tail", "label")
+        wants += () if v.K == 1 else ("tail", "logprob_t1")
     return Reading(
-        mark=torch.zeros(2, dtype=torch.int64),
+        v.V,
+        label=torch.zeros(2, dtype=torch.int64),
         ids=None if v.K == 1 else torch.zeros(2, v.K, dtype=torch.int64),
         class_weight=torch.ones(v.V) if v.everything else None,
         row_temperature=torch.ones(2) if v.everything else None,
@@ -183,16 +184,20 @@ def launch_gradients(x, reading: Reading, found, v: Variant) -> None:
     """Heads, and the gradient of their coefficients: fresh and in place."""
     row, one, full = torch.zeros(2), torch.zeros(()), v.everything
     if v.K == 1:
-        value, coefficients, mass = kernels.plain(
-            found, reading, v.V, 0.1 if full else 0.0, 1e-4 if full else 0.0
+        value, coefficients = kernels.cross_entropy(
+            found, reading, 0.1 if full else 0.0, 1e-4 if full else 0.0
         )
+        mass = kernels.label_mass(reading, torch.float32) if full else None
+        kernels.label_coefficients(reading, torch.float32)
+        kernels.weighted_nll(value, reading)
+        kernels.share(reading, mass, len(row), x)
         _, factor = kernels.reduce(value, reading, row if full else None, mass, mean=True)
-        label = Coefficients(coefficients.rows, ("a", "mark"))
+        label = Coefficients(coefficients.rows, ("a", "label"))
         for into in (x, torch.empty_like(x)):
             kernels.one_pass(x, reading, label, one, into)
         if not full:
             kernels.one_pass(x, reading, label, None, torch.empty(x.shape), mean=True)
-        has = ("a", "b", "mark", "total") if full else ("a", "mark")
+        has = ("a", "b", "label", "total") if full else ("a", "label")
         coefficients = Coefficients(coefficients.rows, has)
     else:
         teacher = torch.zeros(2, v.K)
@@ -202,10 +207,10 @@ def launch_gradients(x, reading: Reading, found, v: Variant) -> None:
         picked = kernels.gather(x, reading)
         kernels.gather_gradient(x, reading, picked, picked, one)
         factor = None
-        has = ("a", "b", "total", "label") if full else ("a", "a_ids")
+        has = ("a", "b", "total", "logprob_t1") if full else ("a", "a_ids")
         coefficients = Coefficients(torch.zeros(2, COEFFICIENTS), has, teacher)
         if full:
-            beside = coefficients._replace(has=("a", "a_ids", "label"))
+            beside = coefficients._replace(has=("a", "a_ids", "logprob_t1"))
             kernels.gradient(x, reading, found.state, beside, one)
     for into in (None, x):
         kernels.gradient(x, reading, found.state, coefficients, one, factor, into)
@@ -216,15 +221,15 @@ def launch_gradients(x, reading: Reading, found, v: Variant) -> None:
 def launch_of_a_head(x, reading: Reading, found, coefficients, one, v: Variant) -> None:
     """Columns of longer rows; and logits in fp32, whose gradient has 16 bits."""
     if v.dtype == BF16:
+        reading = reading._replace(vocab=4 * v.V)
         several = [kernels.partial(x, reading, 1024)] * 2
-        kernels.finish(kernels.merge(several, reading), reading, 4 * v.V)
-        part = (1024, 4 * v.V)
-        kernels.gradient(x, reading, found.state, coefficients, one, None, x, part)
+        kernels.finish(kernels.merge(several, reading), reading)
+        kernels.gradient(x, reading, found.state, coefficients, one, None, x, 1024)
     else:
         into = torch.empty(2, -(-v.V // 8) * 8, dtype=BF16)[:, : v.V]
         kernels.gradient(x, reading, found.state, coefficients, one, None, into)
         if v.K == 1:
-            coefficients = Coefficients(coefficients.rows, ("a", "mark"))
+            coefficients = Coefficients(coefficients.rows, ("a", "label"))
             kernels.one_pass(x, reading, coefficients, one, into)
 
 
@@ -233,7 +238,7 @@ def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
     state, row = torch.zeros(2, PAIR_STATE), torch.zeros(2)
     reading = reading._replace(ignore_index=None)
     if full:
-        reading = reading._replace(mark=row.to(torch.int8), ignore_index=0)
+        reading = reading._replace(label=row.to(torch.int8), ignore_index=0)
     for kind in ("forward", "reverse", "jsd", "soft"):
         pair = Pair(x, kind, 0.5)
         kernels.pair_read(x, reading, pair)
@@ -245,8 +250,9 @@ def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
 
 def launch_shard(x: torch.Tensor, reading: Reading) -> None:
     """What only some columns of each row need."""
-    part = reading._replace(wants=tuple({*reading.wants} - {"tail"}))
-    kernels.finish(kernels.partial(x, part, 100), part, 2 * x.shape[1])
+    wants = tuple({*reading.wants} - {"tail"})
+    part = reading._replace(vocab=2 * x.shape[1], wants=wants)
+    kernels.finish(kernels.partial(x, part, 100), part)
     for kind in ("forward", "reverse", "jsd", "soft"):
         kernels.pair_partial(x, reading, Pair(x, kind, 0.5))
     kernels.pair_read(x, reading, Pair(x, "jsd", 0.5), torch.zeros(2, PAIR_STATE))

@@ -56,7 +56,7 @@ def test_kernels_compile_ahead_of_time(target):
     if target == "cuda:90" and triton.__version__.startswith(("3.6.", "3.7.")):
         spilled = [row for row in rows if row["stack"]]
         assert not spilled
-        # A walk over aligned rows reads 16 bytes at a time, but for the mark.
+        # A walk over aligned rows reads 16 bytes at a time, but for the label.
         plain = [
             row for row in rows if re.search(r"^_\w+ bfloat16 V=32768 K=1( split)?$", row["kernel"])
         ]

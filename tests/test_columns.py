@@ -248,12 +248,12 @@ def test_what_waits_is_never_overwritten(rows, width):
 @pytest.mark.parametrize("run", [eager, kernels])
 def test_parts_far_below_weigh_nothing(run, device):
     """A block that is masked with the lowest number: 0 times a distance of 1e38 is 0."""
-    reading = Reading(wants=("lse", "entropy"))
+    reading = Reading(128, wants=("lse", "entropy"))
     x = torch.randn(4, 64, device=device)
     masked = torch.full_like(x, torch.finfo(torch.float32).min)
-    parts = [run.partial(t, reading, start, 128) for start, t in ((0, x), (64, masked))]
-    found = run.finish(run.merge(parts, reading), reading, 128)
-    together = run.finish(Partials(torch.cat([p.state for p in parts], 1)), reading, 128)
+    parts = [run.partial(t, reading, start) for start, t in ((0, x), (64, masked))]
+    found = run.finish(run.merge(parts, reading), reading)
+    together = run.finish(Partials(torch.cat([p.state for p in parts], 1)), reading)
     for ours in (found, together):
         torch.testing.assert_close(ours.entropy.view(-1), ll.entropy(x))
         torch.testing.assert_close(ours.lse.view(-1), ll.logsumexp(x))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.contract import COEFFICIENTS, G_MARK, LOG_S, A, Coefficients, Reading
+from logitless.contract import COEFFICIENTS, G_LABEL, LOG_S, A, Coefficients, Reading
 from logitless.core.loss import RowLoss, evaluate
 
 N, V, D = 6, 37, 5
@@ -30,19 +30,19 @@ class TopLogprob(RowLoss):
         rows = torch.zeros(
             (len(found.state), COEFFICIENTS), dtype=found.state.dtype, device=x.device
         )
-        rows[:, A], rows[:, G_MARK] = -1, 1
+        rows[:, A], rows[:, G_LABEL] = -1, 1
         value = -found.state[:, LOG_S].view(x.shape[:-1])
         return (value.clone(),), (found.state, rows, found.argmax)
 
     def backward(self, run, x, saved, upstream, factor=None, into=None):
         state, rows, argmax = saved
-        reading = self.reading._replace(mark=argmax)
-        coefficients = Coefficients(rows, ("a", "mark"))
+        reading = self.reading._replace(label=argmax)
+        coefficients = Coefficients(rows, ("a", "label"))
         return run.gradient(x, reading, state, coefficients, upstream[0], factor, into)
 
 
 def top_logprob(logits, reduction="none"):
-    return evaluate(logits, TopLogprob(Reading(wants=("argmax",))), reduction)
+    return evaluate(logits, TopLogprob(Reading(logits.shape[-1], wants=("argmax",))), reduction)
 
 
 class Stacked:

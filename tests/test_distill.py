@@ -798,7 +798,7 @@ def test_an_ignored_row_is_0_whatever_multiplies_it(device):
 
 @pytest.mark.parametrize("bad", [-1, -7, 37])
 @pytest.mark.usefixtures("nobody_looks")
-def test_a_bad_id_is_no_mark_of_an_ignored_row(bad, device):
+def test_a_bad_id_is_no_label_of_an_ignored_row(bad, device):
     targets = ll.capture_topk(torch.randn(2, 37, device=device), 3)
     ids = targets.ids.clone()
     ids[0, 0] = bad

@@ -146,8 +146,8 @@ def by_parts(x, t, reading, beta, span):
     )
     words = torch.full((rows.count, 2, parts), EMPTY.value, device=x.device)
     for _ in range(2):
-        first(x, t, reading.mark, state, sums, words)
-    second(sums, reading.mark, value, state)
+        first(x, t, reading.label, state, sums, words)
+    second(sums, reading.label, value, state)
     return value, state
 
 
@@ -166,10 +166,10 @@ def test_parts_of_a_row_add_up(rows, span, softcap, masked, device):
     x, t = make(("jsd", 0.3), rows=(7,), vocab=vocab, dtype=dtype, device=device)
     x[1, :50], t[2, :50], x[3, 40:], t[3, 40:] = [-torch.inf] * 4
     x[4, 60], t[5] = torch.nan, -torch.inf
-    reading = Reading(temperature=1.7, softcap=softcap)
+    reading = Reading(x.shape[-1], temperature=1.7, softcap=softcap)
     if masked:
-        mark = (torch.arange(7, device=device) < 6).view(torch.int8)
-        reading = reading._replace(mark=mark, ignore_index=0)
+        label = (torch.arange(7, device=device) < 6).view(torch.int8)
+        reading = reading._replace(label=label, ignore_index=0)
     want = kernels.pair_read(x, reading, Pair(t, "jsd", 0.3))
     got = by_parts(x, t, reading, 0.3, span)
     assert want[0][:4].isfinite().all()

@@ -103,8 +103,8 @@ def as_ids(ids: Tensor, ignore_index: int | None = None) -> Tensor:
     return torch.where(ids < 0, 2**63 - 1, ids)  # 2**64 - 100 is too large, and not -100
 
 
-def as_mark(mask: Tensor | None) -> Tensor | None:
-    """A mask of rows as marks, of which 0 is to be ignored."""
+def as_label(mask: Tensor | None) -> Tensor | None:
+    """A mask of rows as labels, of which 0 is to be ignored."""
     if mask is None:
         return None
     mask = mask if mask.dtype == torch.bool else mask != 0
@@ -117,7 +117,7 @@ def reading_of(logits, temperature: float | Tensor, softcap: float | None, **fie
     if isinstance(temperature, Tensor):
         by_row, temperature = temperature.expand(logits.shape[:-1]), 1.0
     return Reading(
-        row_temperature=by_row, temperature=float(temperature),
+        logits.shape[-1], row_temperature=by_row, temperature=float(temperature),
         softcap=None if softcap is None else float(softcap), **fields,
     )  # fmt: skip
 
@@ -250,28 +250,28 @@ def looks_at(ids: Tensor) -> bool:
 def values(loss, vocab: int) -> None:
     """Raise on an id or a temperature out of bounds where it counts, naming its place."""
     reading = loss.reading
-    given = reading.mark
+    given = reading.label
     if given is None:
         given = reading.row_temperature if reading.ids is None else reading.ids
     if given is None or not looks_at(given):
         return
     live = None
     if reading.ignore_index is not None:
-        live = reading.mark != reading.ignore_index
+        live = reading.label != reading.ignore_index
     if reading.row_temperature is not None:
         checks.in_bounds(reading.row_temperature, live, options.LEAST, options.MOST)
-    if reads_mark(loss):
-        checks.in_range(reading.mark, vocab, live, loss.names[0], reading.ignore_index)
+    if reads_label(loss):
+        checks.in_range(reading.label, vocab, live, loss.names[0], reading.ignore_index)
     if reading.ids is not None:
         real = reading.ids != NO_ID
         real = real if live is None else real & live.unsqueeze(-1)
         checks.in_range(reading.ids, vocab, real, loss.names[1], None)
 
 
-def reads_mark(loss) -> bool:
-    """Whether the mark is a label, and does not only say which rows count."""
+def reads_label(loss) -> bool:
+    """Whether the label is a label, and does not only say which rows count."""
     wants = loss.reading.wants
-    if "nll" in wants or "label" in wants:
+    if "nll" in wants or "logprob_t1" in wants:
         return True
     return loss.reading.ids is None and ("picked" in wants or "logprob" in wants)
 

@@ -9,6 +9,7 @@ part of a larger tensor, which autograd cannot watch.
 import torch
 from torch import Tensor
 
+from ..contract import PRECISION
 from . import call as _call
 from . import checks as _checks
 from .autograd import Node
@@ -47,7 +48,7 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
     """The tensor that autograd can be told is overwritten, and whether later uses can be caught.
 
     Autograd lets a function of several results overwrite a whole tensor, not a view: of a view that
-    only reshapes, its base. A leaf, or a part of a larger tensor, is only marked as changed.
+    only reshapes, its base. A leaf, or a part of a larger tensor, is only noted as changed.
     """
     base = logits if logits._base is None else logits._base
     if logits.is_leaf or base.is_leaf:
@@ -61,15 +62,19 @@ class _InPlace(Node):
     def forward(ctx, owner, row_weight, run, shape, loss, reduction, guarded):
         logits = owner.detach().view(shape) if guarded else owner.detach()
         mean = reduction == "mean"
-        mass = loss.mass(run, shape[-1], logits.dtype) if mean else None
+        mass = loss.mass(run, logits.dtype) if mean else None
         # fp16 cannot hold the gradient of a mean, p / rows: keep the sum's, and divide in backward.
         late = mean and logits.dtype == torch.float16
-        _, factor = run.reduce(None, loss.reading, row_weight, mass, mean and not late)
-        _, ctx.share = run.reduce(None, loss.reading, None, mass, True) if late else (None, None)
+        share = run.share(loss.reading, mass, shape[:-1].numel(), logits) if mean else None
+        ctx.share = share if late else None
+        factor = None
+        if row_weight is not None:
+            factor = row_weight.detach().reshape(-1).to(PRECISION[logits.dtype])
+        if share is not None and not late:
+            factor = share if factor is None else factor * share
         value, *_ = loss.at_once(run, logits, factor, logits)
         ctx.value = None
         if row_weight is not None and row_weight.requires_grad:
-            share = run.reduce(None, loss.reading, None, mass, True)[1] if mean else None
             ctx.value = value if share is None else value * share
         ctx.set_materialize_grads(False)
         ctx.run, ctx.shape, ctx.reduction = run, shape, reduction
@@ -80,10 +85,10 @@ class _InPlace(Node):
         ctx.ignore_index = loss.reading.ignore_index
         if guarded:
             ctx.mark_dirty(owner)
-            ctx.save_for_backward(owner, loss.reading.mark)
+            ctx.save_for_backward(owner, loss.reading.label)
             return result, owner
         torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(logits, loss.reading.mark)
+        ctx.save_for_backward(logits, loss.reading.label)
         return (result,)
 
     @staticmethod
@@ -99,11 +104,11 @@ class _InPlace(Node):
                 "logits must not be used after cross_entropy(..., inplace=True), which overwrote"
                 " them with their gradient; pass inplace=False to keep them."
             )
-        gradient, mark = ctx.saved_tensors  # raises if this is the second backward
+        gradient, label = ctx.saved_tensors  # raises if this is the second backward
         if upstream is None:
             return (None,) * 7
         if upstream.dim():  # 0 · inf is not 0
-            upstream = torch.where(mark == ctx.ignore_index, 0.0, upstream)
+            upstream = torch.where(label == ctx.ignore_index, 0.0, upstream)
         gradient = gradient.detach()
         d_weight = None if ctx.value is None else ctx.value * upstream
         scale = upstream if ctx.share is None else upstream * ctx.share

@@ -48,7 +48,7 @@ class RowLoss:
 
     several: ClassVar[bool] = False  # whether it has several outputs, or one number a row
     # How many of its tensors backward reads, from the first on; None is all. The four of the
-    # reading are the mark (a label or a mask, one a row), ids, class weights and temperatures.
+    # reading are the label (a label or a mask, one a row), ids, class weights and temperatures.
     reads: ClassVar[int | None] = 4
     # Whether what forward saves is the gradient itself, for an upstream gradient of 1.
     saves_gradient: ClassVar[bool] = False
@@ -56,23 +56,21 @@ class RowLoss:
 
     @property
     def names(self) -> tuple[str, str]:
-        """Of the mark and of the ids, as users know them."""
+        """Of the label and of the ids, as users know them."""
         return "target", "ids"
 
-    def settle(
-        self, run: ModuleType, found: Statistics, vocab: int
-    ) -> tuple[tuple[Tensor, ...], Saved]:
+    def settle(self, run: ModuleType, found: Statistics) -> tuple[tuple[Tensor, ...], Saved]:
         """Outputs (...) from the statistics of whole rows, and what `coefficients` needs."""
         raise NotImplementedError
 
     def coefficients(
-        self, saved: Saved, upstream: tuple[Tensor | None, ...], vocab: int
+        self, saved: Saved, upstream: tuple[Tensor | None, ...]
     ) -> tuple[Coefficients, Tensor]:
         """Of the one backward, and what multiplies them, () or (...)."""
         raise NotImplementedError
 
     def forward(self, run: ModuleType, x: Tensor) -> tuple[tuple[Tensor, ...], Saved]:
-        return self.settle(run, run.read(x, self.reading), x.shape[-1])
+        return self.settle(run, run.read(x, self.reading))
 
     def backward(
         self,
@@ -83,7 +81,7 @@ class RowLoss:
         factor: Tensor | None = None,  # () or one a row: what else multiplies
         into: Tensor | None = None,  # where the gradient goes, x itself perhaps
     ) -> Tensor:
-        coefficients, gain = self.coefficients(saved, upstream, x.shape[-1])
+        coefficients, gain = self.coefficients(saved, upstream)
         return run.gradient(x, self.reading, saved[0], coefficients, gain, factor, into)
 
     @property
@@ -114,26 +112,29 @@ class RowLoss:
         """Of the outputs, then of what is saved."""
         raise NotImplementedError
 
-    def mass(self, run: ModuleType, vocab: int, dtype: torch.dtype) -> Tensor | None:
+    def mass(self, run: ModuleType, dtype: torch.dtype) -> Tensor | None:
         """What each row weighs in a mean, (N,); None for 1 each that counts."""
         return None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All tensors that backward reads, besides the logits: first the four of the reading."""
-        return self.reading[:4]
+        r = self.reading
+        return r.label, r.ids, r.class_weight, r.row_temperature
 
     def with_tensors(self, tensors: Sequence[Tensor | None], **changed) -> "RowLoss":
         """The same loss over other tensors."""
-        mark, ids, class_weight, temperatures = tensors[:4]
-        reading = Reading(mark, ids, class_weight, temperatures, *self.reading[4:])
+        label, ids, class_weight, temperatures = tensors[:4]
+        reading = self.reading._replace(
+            label=label, ids=ids, class_weight=class_weight, row_temperature=temperatures
+        )
         copy = object.__new__(type(self))  # a quarter of the time of dataclasses.replace
         copy.__dict__ = {**self.__dict__, "reading": reading, **changed}
         return copy
 
     def of_scaled(self, scale: float, softcap: float | None) -> "RowLoss | None":
         """With this softcap, of logits not yet multiplied by `scale`; None if there is no such."""
-        if scale != 1 and "label" in self.reading.wants:  # which is read at temperature 1
+        if scale != 1 and "logprob_t1" in self.reading.wants:  # which is read at temperature 1
             return None
         return self.with_tensors(self.tensors, reading=self.reading.of_scaled(scale, softcap))
 
@@ -157,7 +158,7 @@ class RowLoss:
         return self.with_tensors(taken)
 
 
-CLASS_WEIGHT = Reading._fields.index("class_weight")  # the one tensor that is not of rows
+CLASS_WEIGHT = 2  # the one tensor that is not of rows
 
 
 @made_once
@@ -191,12 +192,10 @@ def evaluate(
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(source).tangent is not None:
         _checks.only_in_reverse()
     _call.values(loss, source.shape[-1])
-    return evaluate_on(backend(source), source, source.shape[-1], loss, reduction, row_weight)
+    return evaluate_on(backend(source), source, loss, reduction, row_weight)
 
 
-def evaluate_on(
-    run, x: Tensor, vocab: int, loss: RowLoss, reduction: str, row_weight: Tensor | None
-):
+def evaluate_on(run, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     """The same by a backend, of logits that may be some columns of a vocabulary."""
     by_row = reduction == "none" or (row_weight is not None and row_weight.requires_grad)
     how = (None, None) if by_row else (row_weight, reduction)
@@ -211,13 +210,12 @@ def evaluate_on(
         outputs, _, _ = _forward(run, x, loss, *how)
     if not by_row or loss.several:
         return outputs
-    mass = _mass(loss, x, reduction, vocab)
+    mass = _mass(loss, x, reduction)
     return reduced(outputs, loss.reading, row_weight, mass, reduction)
 
 
-def _mass(loss: RowLoss, x: Tensor, reduction: str, vocab: int | None = None) -> Tensor | None:
-    vocab = x.shape[-1] if vocab is None else vocab
-    return loss.mass(eager, vocab, x.dtype) if reduction == "mean" else None
+def _mass(loss: RowLoss, x: Tensor, reduction: str) -> Tensor | None:
+    return loss.mass(eager, x.dtype) if reduction == "mean" else None
 
 
 def reduced(
@@ -236,7 +234,7 @@ def reduced(
     if reading.ignore_index is None:
         return value
     # 0 · inf is not 0.
-    return torch.where(reading.mark == reading.ignore_index, 0.0, value)
+    return torch.where(reading.label == reading.ignore_index, 0.0, value)
 
 
 def _forward(run: ModuleType, x: Tensor, loss: RowLoss, row_weight, reduction: str | None):
@@ -251,7 +249,7 @@ def _total(run: ModuleType, x: Tensor, loss: RowLoss, value: Tensor, row_weight,
     """The sum or mean of the rows' values, and the factor of each row's gradient."""
     mean, mass = reduction == "mean", None
     if mean and loss.reading.class_weight is not None:
-        mass = loss.mass(run, x.shape[-1], x.dtype)
+        mass = loss.mass(run, x.dtype)
     return run.reduce(value, loss.reading, row_weight, mass, mean)
 
 

@@ -19,14 +19,14 @@ from . import checks as _checks
 from .call import backend, in_func
 
 _ARGUMENTS = {
-    "reading": "Tensor? mark, Tensor? ids, Tensor? class_weight, Tensor? row_temperature,"
-    " float temperature, float? softcap, int? ignore_index, str wants",
+    "reading": "SymInt vocab, Tensor? label, Tensor? ids, Tensor? class_weight,"
+    " Tensor? row_temperature, float temperature, float? softcap, int? ignore_index, str wants",
     "slots": "Tensor teacher, Tensor? mask, Tensor? tail, Tensor? slot_weight, str divergence,"
     " str support, float beta, float kd_weight, float ce_weight",
     "pair": "Tensor teacher, str kind, float blend",
     "label_smoothing": "float label_smoothing",
     "z_loss": "float z_loss",
-    "mark_name": "str mark_name",
+    "label_name": "str label_name",
 }
 _STRUCTS = {"reading": Reading, "slots": Slots, "pair": Pair}
 

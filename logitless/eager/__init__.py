@@ -3,17 +3,30 @@
 from .gather import gather, gather_gradient
 from .gradient import gradient
 from .pair import merge_pairs, pair_finish, pair_gradient, pair_partial, pair_read
-from .plain import can_accumulate, one_pass, plain, reduce, scale_
+from .plain import (
+    can_accumulate,
+    cross_entropy,
+    label_coefficients,
+    label_mass,
+    one_pass,
+    reduce,
+    scale_,
+    share,
+    weighted_nll,
+)
 from .slots import slots
 from .stats import finish, merge, outside, partial, read
 from .topk import topk
 
 __all__ = [
     "can_accumulate",
+    "cross_entropy",
     "finish",
     "gather",
     "gather_gradient",
     "gradient",
+    "label_coefficients",
+    "label_mass",
     "merge",
     "merge_pairs",
     "one_pass",
@@ -23,10 +36,11 @@ __all__ = [
     "pair_partial",
     "pair_read",
     "partial",
-    "plain",
     "read",
     "reduce",
     "scale_",
+    "share",
     "slots",
     "topk",
+    "weighted_nll",
 ]

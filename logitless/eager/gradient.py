@@ -28,7 +28,7 @@ class _Terms:
 
     def __init__(
         self, x: Tensor, reading: Reading, state, given: Coefficients, upstream, factor,
-        start: int, vocab: int,
+        start: int,
     ):  # fmt: skip
         rows, V = state.shape[0], x.shape[-1]
         has = given.has
@@ -47,34 +47,36 @@ class _Terms:
             return torch.where(self.dead, 0.0, values[:, at : at + 1]) if name in has else None
 
         self.a, self.b, self.g_total = field("a"), field("b"), field("total")
-        self.a_ids, self.g_mark, self.d_label = field("a_ids"), field("mark"), field("label")
+        self.a_ids, self.g_label = field("a_ids"), field("label")
+        self.d_logprob_t1 = field("logprob_t1")
         self.g_ids = None
         if given.ids is not None:
             g = given.ids.reshape(rows, given.ids.shape[-1]) * gain
             self.g_ids = torch.where(self.dead, 0.0, g.to(state.dtype))
         self.a = torch.zeros_like(self.shift) if self.a is None else self.a
-        self.label_apart = self.d_label is not None and self.inv_t is not None
+        self.logprob_t1_apart = self.d_logprob_t1 is not None and self.inv_t is not None
         self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
-        if self.d_label is not None and not self.label_apart:  # one more id at this temperature
-            outside = self.d_label if self.lift is None else self.d_label * self.lift.exp()
-            self.a = self.a - outside
-            self.a_ids = None if self.a_ids is None else self.a_ids - self.d_label
-        self._settle_bad(reading, rows, V, start, vocab)
+        if self.d_logprob_t1 is not None and not self.logprob_t1_apart:
+            # At temperature 1, the label is one more id.
+            d = self.d_logprob_t1
+            self.a = self.a - (d if self.lift is None else d * self.lift.exp())
+            self.a_ids = None if self.a_ids is None else self.a_ids - d
+        self._settle_bad(reading, rows, V, start)
         if self.inv_t is not None:
-            for name in ("a", "b", "g_total", "a_ids", "g_mark", "g_ids"):
+            for name in ("a", "b", "g_total", "a_ids", "g_label", "g_ids"):
                 t = getattr(self, name)
                 setattr(self, name, None if t is None else t * self.inv_t)
 
-    def _settle_bad(self, reading: Reading, rows: int, V: int, start: int, vocab: int) -> None:
+    def _settle_bad(self, reading: Reading, rows: int, V: int, start: int) -> None:
         """A bad id has no gradient: its whole row is NaN."""
         bad = None
-        if self.g_mark is not None or self.d_label is not None:
-            bad = ~locate(reading.mark, rows, vocab)[1]
-            self.mark, self.marked = locate(reading.mark - start, rows, V)
-            if self.g_mark is not None:
-                self.g_mark = torch.where(self.marked, self.g_mark, 0.0)
+        if self.g_label is not None or self.d_logprob_t1 is not None:
+            bad = ~locate(reading.label, rows, reading.vocab)[1]
+            self.label, self.has_label = locate(reading.label - start, rows, V)
+            if self.g_label is not None:
+                self.g_label = torch.where(self.has_label, self.g_label, 0.0)
         if self.g_ids is not None or self.a_ids is not None:
-            ours = is_bad(reading.ids, locate(reading.ids, rows, vocab)[1])
+            ours = is_bad(reading.ids, locate(reading.ids, rows, reading.vocab)[1])
             self.ids, self.inside = locate(reading.ids.clamp_min(-1) - start, rows, V)
             bad = ours if bad is None else bad | ours
             if self.g_ids is not None:
@@ -88,7 +90,7 @@ class _Terms:
     @property
     def only_a(self) -> bool:
         """Whether each column but those of ids and totals is p times one number."""
-        return self.b is None and self.a_ids is None and not self.label_apart
+        return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 
 def gradient(
@@ -99,14 +101,13 @@ def gradient(
     upstream: Tensor,  # () or one a row
     factor: Tensor | None = None,  # () or one a row
     into: Tensor | None = None,  # (..., V), written to; x itself if in place
-    part: tuple[int, int] | None = None,  # x is columns from the first on, of so many
+    start: int | None = None,  # x is columns from this one on; None where they are all
 ) -> Tensor:
     """The gradient of the logits, (..., V) in their dtype, or in that of `into`."""
     flat = x.reshape(-1, x.shape[-1])
     dx, into = written_to(x, into)
     live = live_rows(reading)
-    start, vocab = part or (0, x.shape[-1])
-    terms = _Terms(x, reading, state, coefficients, upstream, factor, start, vocab)
+    terms = _Terms(x, reading, state, coefficients, upstream, factor, start or 0)
     fill_ignored(dx, live, before=True)
     for rows in chunks(flat, live):
         y, slope = capped(flat[rows], reading.softcap)
@@ -114,10 +115,10 @@ def gradient(
         dy = _dy(terms, y, rows, direct, own=y.dtype != flat.dtype or reading.softcap is not None)
         if terms.g_total is not None:
             weight = reading.class_weight
-            v = 1.0 if weight is None else weight[start : start + x.shape[-1]]
+            v = 1.0 if weight is None else weight[start or 0 : (start or 0) + x.shape[-1]]
             dy += terms.g_total[rows] * v
-        if terms.g_mark is not None:
-            dy.scatter_add_(1, terms.mark[rows], terms.g_mark[rows])
+        if terms.g_label is not None:
+            dy.scatter_add_(1, terms.label[rows], terms.g_label[rows])
         if terms.g_ids is not None:
             dy.scatter_add_(1, terms.ids[rows], terms.g_ids[rows])
         if slope is not None:
@@ -149,10 +150,10 @@ def _dy(terms: _Terms, y: Tensor, rows, direct: Tensor | None, own: bool) -> Ten
             dy.scatter_(1, columns, inside.gather(1, columns))
         if terms.b is not None:
             dy += torch.where(p > 0, p * (d - terms.log_s[rows]), 0.0) * terms.b[rows]
-        if terms.label_apart:
+        if terms.logprob_t1_apart:
             p1 = (y - shift - terms.log_s1[rows]).exp_()
-            dy -= torch.where(terms.dead[rows], 0.0, p1 * terms.d_label[rows])
-    if terms.d_label is not None:
-        d_label = torch.where(terms.marked[rows], terms.d_label[rows], 0.0)
-        dy.scatter_add_(1, terms.mark[rows], d_label)
+            dy -= torch.where(terms.dead[rows], 0.0, p1 * terms.d_logprob_t1[rows])
+    if terms.d_logprob_t1 is not None:
+        d_logprob_t1 = torch.where(terms.has_label[rows], terms.d_logprob_t1[rows], 0.0)
+        dy.scatter_add_(1, terms.label[rows], d_logprob_t1)
     return dy

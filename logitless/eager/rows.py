@@ -30,7 +30,7 @@ def live_rows(reading: Reading) -> Tensor | None:
     """Which rows count, (N,); None for all."""
     if reading.ignore_index is None:
         return None
-    return reading.mark.reshape(-1) != reading.ignore_index
+    return reading.label.reshape(-1) != reading.ignore_index
 
 
 def locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..contract import (
     A_IDS,
     COEFFICIENTS,
-    D_LABEL,
+    D_LOGPROB_T1,
     LEAST_TAIL,
     PRECISION,
     A,
@@ -38,13 +38,13 @@ def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
 
 def slots(
     student: Tensor,  # (..., K), log q, or logits where it is normalised here
-    reading: Reading,  # whose mark says which rows count
+    reading: Reading,  # whose label says which rows count
     given: Slots,
     tail: Tensor | None = None,  # (...), log mass of the student outside the slots
-    label: Tensor | None = None,  # (...), log p of the label at temperature 1
+    logprob_t1: Tensor | None = None,  # (...), log p of the label at temperature 1
     temperature: float | Tensor | None = None,  # of student logits; one for all or (...)
 ) -> tuple[Tensor, Coefficients]:
-    """kd_weight · divergence - ce_weight · label of each row, (...), and its coefficients."""
+    """kd_weight · divergence - ce_weight · logprob_t1 of each row, (...), and its coefficients."""
     dtype, K = PRECISION[student.dtype], student.shape[-1]
     shape = student.shape[:-1]
     log_q, log_p = (t.reshape(-1, K).to(dtype) for t in (student, given.teacher))
@@ -74,8 +74,8 @@ def slots(
         rows[:, A] += g_tail * (-tail.clamp(min=LEAST_TAIL)).exp()
         has = ("a", "a_ids")
     if given.ce_weight:
-        value = value - given.ce_weight * label.reshape(-1)
-        rows[:, D_LABEL], has = -given.ce_weight, (*has, "label")
+        value = value - given.ce_weight * logprob_t1.reshape(-1)
+        rows[:, D_LOGPROB_T1], has = -given.ce_weight, (*has, "logprob_t1")
     if live is not None:
         value = torch.where(live, value, 0.0)
         rows.masked_fill_(~live[:, None], 0)

@@ -36,11 +36,11 @@ class _Sums:
         self.argmax = None
         if "argmax" in wants:
             self.argmax = torch.full((rows,), -1, device=flat.device)
-        self.mark = self.ids = (column, column)  # columns, and which of them are real
-        self.y_mark = self.y_ids = None
-        if reading.mark is not None and {"nll", "label", "picked", "logprob"} & set(wants):
-            self.mark = locate(reading.mark, rows, flat.shape[1])
-            self.y_mark = torch.zeros_like(column)
+        self.label = self.ids = (column, column)  # columns, and which of them are real
+        self.y_label = self.y_ids = None
+        if reading.label is not None and {"nll", "logprob_t1", "picked", "logprob"} & set(wants):
+            self.label = locate(reading.label, rows, flat.shape[1])
+            self.y_label = torch.zeros_like(column)
         if reading.ids is not None:
             self.ids = locate(reading.ids, rows, flat.shape[1])
             self.y_ids = column.expand(self.ids[0].shape).clone()
@@ -53,7 +53,7 @@ def read(x: Tensor, reading: Reading) -> Statistics:
     inv_t = inverse_temperature(reading, sums.shift)
     for rows in chunks(flat, live):
         _add_rows(sums, flat, rows, reading, None if inv_t is None else inv_t[rows])
-    return _finish(sums, reading, live, inv_t, x.shape[:-1], x.shape[-1])
+    return _finish(sums, reading, live, inv_t, x.shape[:-1])
 
 
 def _add_rows(sums: _Sums, flat: Tensor, rows, reading: Reading, inv_t: Tensor | None) -> None:
@@ -62,11 +62,11 @@ def _add_rows(sums: _Sums, flat: Tensor, rows, reading: Reading, inv_t: Tensor |
     m = sums.shift[rows] = max_of(y)
     if sums.argmax is not None:
         sums.argmax[rows] = y.argmax(1)
-    if sums.y_mark is not None:
-        sums.y_mark[rows] = y.gather(1, sums.mark[0][rows])
+    if sums.y_label is not None:
+        sums.y_label[rows] = y.gather(1, sums.label[0][rows])
     if sums.y_ids is not None:
         sums.y_ids[rows] = y.gather(1, sums.ids[0][rows])
-    if "label" in wants and inv_t is not None:
+    if "logprob_t1" in wants and inv_t is not None:
         sums.s1[rows] = (y - m).exp_().sum(1, keepdim=True)
     more = {"entropy", "total", "log_total", "tail"} & set(wants)
     if not more and needs_no_centring(m, inv_t):
@@ -114,7 +114,7 @@ def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _finish(
-    sums: _Sums, reading: Reading, live: Tensor | None, inv_t: Tensor | None, shape, V: int
+    sums: _Sums, reading: Reading, live: Tensor | None, inv_t: Tensor | None, shape
 ) -> Statistics:
     """Statistics from what was added up; 0 for ignored rows, whatever was in them."""
     wants, shift, s = reading.wants, sums.shift, sums.s
@@ -122,25 +122,25 @@ def _finish(
     log_s = s.log()
     log_s1 = log_s if inv_t is None else sums.s1.log()
     found: dict[str, Tensor] = {"lse": shift * rate + log_s}
-    y, at = (sums.y_mark, sums.mark) if sums.y_ids is None else (sums.y_ids, sums.ids)
+    y, at = (sums.y_label, sums.label) if sums.y_ids is None else (sums.y_ids, sums.ids)
     inside = at[1]
     if "picked" in wants:
         found["picked"] = (y * rate).masked_fill(~inside, torch.nan)
     if "logprob" in wants:
         found["logprob"] = ((y - shift) * rate - log_s).masked_fill(~inside, torch.nan)
     if "nll" in wants:
-        nll = log_s - (sums.y_mark - shift) * rate
-        found["nll"] = nll.masked_fill(~sums.mark[1], torch.nan)
-    if "label" in wants:
-        label = sums.y_mark - shift - log_s1
-        found["label"] = label.masked_fill(~sums.mark[1], torch.nan)
+        nll = log_s - (sums.y_label - shift) * rate
+        found["nll"] = nll.masked_fill(~sums.label[1], torch.nan)
+    if "logprob_t1" in wants:
+        logprob_t1 = sums.y_label - shift - log_s1
+        found["logprob_t1"] = logprob_t1.masked_fill(~sums.label[1], torch.nan)
     if "entropy" in wants:
         found["entropy"] = torch.where(s == 0, 0.0, log_s - sums.w / s)
     if "total" in wants:
         found["total"] = sums.c * rate
     if "log_total" in wants:
         weight = reading.class_weight
-        mass = V if weight is None else weight.to(s.dtype).sum()
+        mass = reading.vocab if weight is None else weight.to(s.dtype).sum()
         found["log_total"] = sums.c - mass * log_s
     if "tail" in wants:
         bad = is_bad(reading.ids, sums.ids[1])
@@ -166,7 +166,7 @@ def _finish(
     return Statistics(state, **shaped)
 
 
-def partial(x: Tensor, reading: Reading, start: int = 0, vocab: int | None = None) -> Partials:
+def partial(x: Tensor, reading: Reading, start: int = 0) -> Partials:
     """One part of each row: x is the columns from `start` of a vocabulary, in which ids count."""
     flat = x.reshape(-1, x.shape[-1])
     rows, V = flat.shape
@@ -191,9 +191,9 @@ def partial(x: Tensor, reading: Reading, start: int = 0, vocab: int | None = Non
     if "argmax" in reading.wants:
         part[:, fields.ARG] = (y.argmax(1) + start).to(y.dtype) if V else float(2**31)
     part[:, fields.S1] = d.exp().sum(1)
-    if reading.mark is not None and V:
-        at, inside = locate(reading.mark - start, rows, V)
-        part[:, fields.Y_MARK] = torch.where(inside, y.gather(1, at), 0.0)[:, 0]
+    if reading.label is not None and V:
+        at, inside = locate(reading.label - start, rows, V)
+        part[:, fields.Y_LABEL] = torch.where(inside, y.gather(1, at), 0.0)[:, 0]
     picked = None
     if reading.ids is not None:
         at, inside = locate(reading.ids - start, rows, V)
@@ -216,7 +216,7 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     moved = torch.where((s == 0) | (own == m), 0.0, own - m).clamp_min(-1e38)
     inv_t = inverse_temperature(reading, m)
     scale = (moved if inv_t is None else moved * inv_t).exp()
-    merged = state.sum(1, keepdim=True)  # right for y of the mark, and for the weights' sum
+    merged = state.sum(1, keepdim=True)  # right for y of the label, and for the weights' sum
     part = merged[:, 0]
     part[:, fields.M], part[:, fields.S] = m[:, 0], (s * scale).sum(1)
     # In this order: a part that is far below has moved by 1e38, and weighs 0.
@@ -231,17 +231,15 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     return Partials(merged, picked)
 
 
-def finish(
-    parts: Partials, reading: Reading, vocab: int, shape: tuple[int, ...] | None = None
-) -> Statistics:
+def finish(parts: Partials, reading: Reading, shape: tuple[int, ...] | None = None) -> Statistics:
     """Statistics of whole rows from their parts, wherever those were computed.
 
     shape is (...), the rows'; where it is None, that of the reading's tensors, or (N,).
     """
     shape = _lead(reading, parts.state) if shape is None else shape
     whole, picked = merge([parts], reading)
-    m, s, y_mark, w, arg, s1, c, n, ref = whole[:, 0].split(1, 1)
-    sums = _Sums(m.expand(-1, max(vocab, 1)), reading)
+    m, s, y_label, w, arg, s1, c, n, ref = whole[:, 0].split(1, 1)
+    sums = _Sums(m.expand(-1, max(reading.vocab, 1)), reading)
     inv_t = inverse_temperature(reading, m)
     sums.shift, sums.s, sums.s1 = torch.where(m.isinf(), 0.0, m), s, s1
     sums.w = w if inv_t is None else w * inv_t
@@ -251,14 +249,14 @@ def finish(
         sums.c = total if inv_t is None else total * inv_t
     if sums.argmax is not None:
         sums.argmax = torch.where(arg.isinf(), 0, arg)[:, 0].long()
-    if sums.y_mark is not None:
-        sums.y_mark = y_mark
+    if sums.y_label is not None:
+        sums.y_label = y_label
     sums.y_ids = picked
-    return _finish(sums, reading, live_rows(reading), inv_t, shape, vocab)
+    return _finish(sums, reading, live_rows(reading), inv_t, shape)
 
 
 def _lead(reading: Reading, state: Tensor) -> torch.Size:
     """The rows' shape, as far as the reading tells."""
     if reading.ids is not None:
         return reading.ids.shape[:-1]
-    return state.shape[:1] if reading.mark is None else reading.mark.shape
+    return state.shape[:1] if reading.label is None else reading.label.shape

@@ -112,13 +112,13 @@ class ByBlock:
     def read(self, x: Blocks, reading: Reading) -> Statistics:
         """The statistics of whole rows, merged as they come, so that few are in memory."""
         x.keep()
-        vocab, waiting = x.shape[1], []
+        waiting = []
         for index, part in enumerate(x.chunks.blocks):
-            waiting.append(self.run.partial(x.logits(index), reading, part.start, vocab))
+            waiting.append(self.run.partial(x.logits(index), reading, part.start))
             if len(waiting) == WAITING:
                 waiting = [self.run.merge(waiting, reading)]
         whole: Partials = waiting[0] if len(waiting) == 1 else self.run.merge(waiting, reading)
-        return self.run.finish(whole, reading, vocab)
+        return self.run.finish(whole, reading)
 
     def gradient(
         self,
@@ -131,13 +131,13 @@ class ByBlock:
         into: None = None,
     ) -> None:
         """That of the logits goes to the sums of x, from the last block to the first."""
-        sums, (rows, vocab) = x.sums, x.shape
+        sums, rows = x.sums, len(x.h)
         assert sums is not None
         sums.start(x.rows, x.h)
         for index in reversed(range(len(x.chunks.blocks))):
             z, part = x.logits(index), x.chunks.blocks[index]
             over = z if index in x.kept else x.chunks.gradient[:rows, : part.stop - part.start]
-            how = (state, coefficients, upstream, factor, over, (part.start, vocab))
+            how = (state, coefficients, upstream, factor, over, part.start)
             sums.add_block(index, part, x.h, self.run.gradient(z, reading, *how))
         sums.end(x.rows)
 

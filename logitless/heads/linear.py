@@ -174,7 +174,7 @@ class LinearLogits(AsTensor):
         run = self.backend()
         empty = torch.empty((0, self.shape[-1]), device=self.device, dtype=self.dtype)
         found = [run.topk(empty, k, temperature, softcap)]  # their shapes, where there are no rows
-        loss = RowLoss(Reading())  # which ignores no row
+        loss = RowLoss(Reading(self.shape[-1]))  # which ignores no row
 
         def visit(_loss, _saved, _rows, z, _into):
             found.append(run.topk(z, k, temperature, softcap))
@@ -210,7 +210,7 @@ class LinearLogits(AsTensor):
         kind, reading, live = self.device.type, loss.reading, None
         unknown = kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing())
         if self.drop_ignored and reading.ignore_index is not None and not unknown:
-            live = (reading.mark != reading.ignore_index).reshape(-1)
+            live = (reading.label != reading.ignore_index).reshape(-1)
         cut = self.cut(work)
         return (Chunks if cut.columns is None else ColumnChunks)(self, cut, live)
 
@@ -286,11 +286,8 @@ class Total(Node):
         mass = share = factor = None
         if ctx.mean:
             if reading.class_weight is not None:
-                mass = loss.mass(run, len(source.weight), source.hidden.dtype)
-            if mass is None and reading.ignore_index is None:
-                share = torch.full((), 1.0 / max(count, 1), device=source.device, dtype=full)
-            else:
-                share = run.reduce(None, reading, None, mass, True)[1].to(full)
+                mass = loss.mass(run, source.hidden.dtype)
+            share = run.share(reading, mass, count, source.hidden)
         if row_weight is not None:
             factor = row_weight.detach().reshape(-1).to(full)
         if share is not None and not ctx.late:

@@ -2,9 +2,9 @@
 
 from .finish import finish, merge
 from .gather import gather, gather_gradient
-from .host import gradient, one_pass, read, reduce, scale_
+from .host import gradient, one_pass, read, reduce, scale_, share
 from .partial import partial
-from .plain import plain
+from .plain import cross_entropy, label_coefficients, label_mass, weighted_nll
 from .slots import slots
 
 # After those above, whose modules these import.
@@ -17,11 +17,14 @@ from .topk import topk  # isort: skip
 __all__ = [
     "accumulate",
     "can_accumulate",
+    "cross_entropy",
     "exponents",
     "finish",
     "gather",
     "gather_gradient",
     "gradient",
+    "label_coefficients",
+    "label_mass",
     "merge",
     "one_pass",
     "outside",
@@ -30,10 +33,11 @@ __all__ = [
     "pair_partial",
     "pair_read",
     "partial",
-    "plain",
     "read",
     "reduce",
     "scale_",
+    "share",
     "slots",
     "topk",
+    "weighted_nll",
 ]

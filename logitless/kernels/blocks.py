@@ -1,4 +1,4 @@
-"""The gradient where a row has a mark at most: one program a (row, block), nothing carried over."""
+"""The gradient where a row has at most a label: one program per row and block."""
 
 from dataclasses import dataclass
 
@@ -17,13 +17,13 @@ from .gradient import (
     row_gain,
     row_terms,
     uses,
-    write_mark,
+    write_label,
     write_span,
 )
 from .launch import Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import INF, LOG2E, inverse_temperature
-from .state import LOG_S, SHIFT, STATE_WIDTH, field, load_mark, pack_of
+from .state import LOG_S, SHIFT, STATE_WIDTH, field, load_label, pack_of
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class _Constants:
 @triton.jit(
     do_not_specialize=["rows_t", "lead", "blocks", "start", "vocab"],
     do_not_specialize_on_alignment=[
-        "MARK", "STATE", "COEF", "UPSTREAM", "FACTOR", "temperature",
+        "LABEL", "STATE", "COEF", "UPSTREAM", "FACTOR", "temperature",
     ],
 )  # fmt: skip
 def _blocks_kernel(
-    X, MARK, W, STATE, COEF, UPSTREAM, FACTOR,  # inputs
+    X, LABEL, W, STATE, COEF, UPSTREAM, FACTOR,  # inputs
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, blocks,  # sizes
@@ -68,9 +68,9 @@ def _blocks_kernel(
     hi = tl.minimum(lo + BLOCK_V, body)
     span = Span(head, body, V, lo, hi)
 
-    mark = load_mark(MARK, row)
+    label = load_label(LABEL, row)
     if ignore_index is not None:
-        if mark == ignore_index:
+        if label == ignore_index:
             fill_span(DXrow, 0.0, span, PACK, ALIGNED, True, BLOCK_V)
             return
 
@@ -80,29 +80,29 @@ def _blocks_kernel(
     gain = row_gain(UPSTREAM, FACTOR, row, field(CONSTANTS, "step_u"), field(CONSTANTS, "step_f"))
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
     a = coefs.a
-    if uses(HAS, "mark"):
-        inside = is_class(mark, V, vocab)
-        # A bad mark has no gradient: its whole row is NaN.
+    if uses(HAS, "label"):
+        inside = is_class(label, V, vocab)
+        # A bad label has no gradient: its whole row is NaN.
         a = tl.where(inside, a, float("nan"))
-        mark = tl.where(inside, own_column(mark, start), -1).to(tl.int32)
-        mine = in_span(mark, span, ALIGNED)
-        x_mark = tl.load(Xrow + mark, mask=mine, other=0.0)
+        label = tl.where(inside, own_column(label, start), -1).to(tl.int32)
+        mine = in_span(label, span, ALIGNED)
+        x_label = tl.load(Xrow + label, mask=mine, other=0.0)
         if mine:
             tl.debug_barrier()  # in place, the tile overwrites what was just read
 
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, inv_t * LOG2E, 0.0, softcap)
     write_span(Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "same"), True, BLOCK_V)
-    if uses(HAS, "mark"):
+    if uses(HAS, "label"):
         if mine:
-            g_mark = tl.where(log_s == -INF, 0.0, coefs.g_mark * inv_t)
-            write_mark(x_mark, W, DXrow, mark, g_mark, terms, HAS)
+            g_label = tl.where(log_s == -INF, 0.0, coefs.g_label * inv_t)
+            write_label(x_label, W, DXrow, label, g_label, terms, HAS)
 
 
 def blocks_launch(
     rows: Rows, d_rows: Rows, temperature: float | None, softcap: float | None,
     ignore_index: int | None, has: tuple[str, ...], steps: tuple[int, int, int],
-    part: tuple[int | None, int | None], cut: config.Config,
+    columns: tuple[int | None, int | None], cut: config.Config,
 ) -> Launch:  # fmt: skip
     blocks = config.ceil_div(rows.vocab, cut.block_v)
     number = () if temperature is None else (temperature,)
@@ -111,7 +111,7 @@ def blocks_launch(
         _blocks_kernel, (rows.count * blocks,),
         (
             *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab,
-            blocks, *part, softcap, ignore_index,
+            blocks, *columns, softcap, ignore_index,
         ),
         num_warps=cut.num_warps, HAS=has,
         CONSTANTS=_Constants(d_rows.aligned, same, *steps, cut.block_v),

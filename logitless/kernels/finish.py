@@ -14,10 +14,10 @@ from ..contract import Partials, Reading, Statistics, Sums
 from . import config
 from .launch import REMEMBERED, Launch
 from .numerics import INF, LOG2E, capped, finite, inverse_temperature, load, move, only_if
-from .state import LOG_S, LOG_S1, NOWHERE, SHIFT, STATE_WIDTH, State, field, is_live, load_mark
+from .state import LOG_S, LOG_S1, NOWHERE, SHIFT, STATE_WIDTH, State, field, is_live, load_label
 
 OUTPUTS = (
-    "lse", "picked", "logprob", "nll", "entropy", "total", "log_total", "argmax", "label",
+    "lse", "picked", "logprob", "nll", "entropy", "total", "log_total", "argmax", "logprob_t1",
 )  # fmt: skip
 
 part_width = triton.constexpr_function(_contract.part_width)
@@ -29,7 +29,7 @@ PART_N = tl.constexpr(_contract.N)
 PART_REF = tl.constexpr(_contract.REF)
 PART_ARG = tl.constexpr(_contract.ARG)
 PART_S1 = tl.constexpr(_contract.S1)
-PART_Y_MARK = tl.constexpr(_contract.Y_MARK)
+PART_Y_LABEL = tl.constexpr(_contract.Y_LABEL)
 STATE_ENTROPY = tl.constexpr(_contract.ENTROPY)
 
 
@@ -45,7 +45,7 @@ class Outputs(NamedTuple):
     TOTAL: tl.tensor
     LOG_TOTAL: tl.tensor
     ARGMAX: tl.tensor
-    LABEL: tl.tensor
+    LOGPROB_T1: tl.tensor
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def write_row(out, state, arg, ref, row, V, live, inv_t):
     # All fields at once: 0 in those that are written later, if at all; but for these two.
     j = tl.arange(0, 8)
     mask = j < STATE_WIDTH
-    if out.LABEL is not None:
+    if out.LOGPROB_T1 is not None:
         mask = mask & (j != LOG_S1)
     if out.ENTROPY is not None:
         mask = mask & (j != STATE_ENTROPY)
@@ -82,21 +82,21 @@ def write_row(out, state, arg, ref, row, V, live, inv_t):
 
 
 @triton.jit
-def write_mark(
-    out, y, mark, row, V, live, shift, log_s, s1, inv_t,
+def write_label(
+    out, y, label, row, V, live, shift, log_s, s1, inv_t,
     SECOND: tl.constexpr, ONLY: tl.constexpr,
 ):  # fmt: skip
-    """What is known of a row's mark. ONLY where there are no ids: picked is the mark's then."""
-    inside = (mark >= 0) & (mark < V) & live
+    """What is known of a row's label. ONLY where there are no ids: picked is the label's then."""
+    inside = (label >= 0) & (label < V) & live
     none = tl.where(live, float("nan"), 0.0)
     log_p = tl.where(inside, (y - shift) * inv_t - log_s, none)  # never as z - lse
     if out.NLL is not None:
         tl.store(out.NLL + row, tl.where(live, -log_p, 0.0))
-    if out.LABEL is not None:
+    if out.LOGPROB_T1 is not None:
         log_s1 = log_s
         if SECOND:
             log_s1 = tl.log(s1)
-        tl.store(out.LABEL + row, tl.where(inside, (y - shift) - log_s1, none))
+        tl.store(out.LOGPROB_T1 + row, tl.where(inside, (y - shift) - log_s1, none))
         log_s1 = tl.where(live, log_s1, 0.0)
         tl.store(out.STATE + row.to(tl.int64) * STATE_WIDTH + LOG_S1, log_s1)
     if ONLY:
@@ -199,7 +199,7 @@ def _merge_kernel(
     PARTS, OUT,  # (N, parts, fields), in any layout, and (N, fields)
     temperature, parts, step_row, step_part, step_field,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
-    MARKED: tl.constexpr, BLOCK_P: tl.constexpr,
+    HAS_LABEL: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """One program a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -210,9 +210,9 @@ def _merge_kernel(
     state, arg, ref = _merge(at, step_field, mask_p, rate, ENTROPY, ARGMAX, SECOND, TOTAL)
     OUT += row * part_width(ENTROPY, ARGMAX, SECOND, TOTAL)
     store_part(OUT, 1, state, ref, arg, ENTROPY, ARGMAX, SECOND, TOTAL)
-    if MARKED:
-        y = tl.sum(tl.load(at + PART_Y_MARK * step_field, mask=mask_p, other=0.0), axis=0)
-        tl.store(OUT + PART_Y_MARK, y)
+    if HAS_LABEL:
+        y = tl.sum(tl.load(at + PART_Y_LABEL * step_field, mask=mask_p, other=0.0), axis=0)
+        tl.store(OUT + PART_Y_LABEL, y)
 
 
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
@@ -228,7 +228,7 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     if len(parts):
         launch = _merge_launch(
             parts.shape, parts.stride(), reading.temperature if temperature is None else None,
-            reading.sums, reading.mark is not None,
+            reading.sums, reading.label is not None,
         )  # fmt: skip
         launch(parts, state, *(() if temperature is None else (temperature.contiguous(),)))
     return Partials(state, picked)
@@ -236,12 +236,12 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
 
 @functools.lru_cache(REMEMBERED)
 def _merge_launch(
-    shape: tuple, strides: tuple, temperature: float | None, sums: Sums, marked: bool
+    shape: tuple, strides: tuple, temperature: float | None, sums: Sums, has_label: bool
 ) -> Launch:
     number = () if temperature is None else (temperature,)
     count, parts, _ = shape
     return Launch(
-        _merge_kernel, (count,), (*number, parts, *strides), num_warps=1, MARKED=marked,
+        _merge_kernel, (count,), (*number, parts, *strides), num_warps=1, HAS_LABEL=has_label,
         BLOCK_P=max(config.ceil_pow2(parts), 2), **constants_of(sums),
     )  # fmt: skip
 
@@ -262,11 +262,11 @@ class _Constants:
 
 @triton.jit(
     do_not_specialize=["parts", "step_row", "step_field"],
-    do_not_specialize_on_alignment=["PARTS", "Y", "MARK", "IDS", "temperature"],
+    do_not_specialize_on_alignment=["PARTS", "Y", "LABEL", "IDS", "temperature"],
 )
 def _finish_kernel(
-    PARTS, Y, MARK, IDS,  # inputs; PARTS (N, parts, fields), in any layout; Y (N, K), y of the ids
-    STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LABEL,  # outputs
+    PARTS, Y, LABEL, IDS,  # inputs; PARTS (N, parts, fields), in any layout; Y (N, K), y of the ids
+    STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LOGPROB_T1,  # outputs
     temperature, V, K, parts, step_row, step_part, step_field, ignore_index,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
@@ -274,35 +274,36 @@ def _finish_kernel(
     SECOND: tl.constexpr = field(CONSTANTS, "second")
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     row = tl.program_id(0)
-    mark = load_mark(MARK, row)
-    live = is_live(mark, ignore_index)
+    label = load_label(LABEL, row)
+    live = is_live(label, ignore_index)
     inv_t = inverse_temperature(temperature, row)
     offs_p = tl.arange(0, field(CONSTANTS, "block_p"))
     mask_p = offs_p < parts
     at = PARTS + row.to(tl.int64) * step_row + offs_p.to(tl.int64) * step_part
-    if MARK is not None:
-        y_p = tl.load(at + PART_Y_MARK * step_field, mask=mask_p, other=0.0)
+    if LABEL is not None:
+        y_p = tl.load(at + PART_Y_LABEL * step_field, mask=mask_p, other=0.0)
     state, arg, ref = _merge(
         at, step_field, mask_p, inv_t * LOG2E, ENTROPY is not None, ARGMAX is not None, SECOND,
         (TOTAL is not None) | (LOG_TOTAL is not None),
     )  # fmt: skip
-    out = Outputs(STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LABEL)
+    out = Outputs(STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LOGPROB_T1)
     shift, log_s = write_row(out, state, arg, ref, row, V, live, inv_t)
-    if MARK is not None:
+    if LABEL is not None:
         y = tl.sum(y_p, axis=0)
-        write_mark(out, y, mark, row, V, live, shift, log_s, state.s1, inv_t, SECOND, K is None)
+        write_label(out, y, label, row, V, live, shift, log_s, state.s1, inv_t, SECOND, K is None)
     if IDS is not None:
         write_ids(out, None, Y, IDS, row, V, K, live, shift, log_s, inv_t, None, BLOCK_K)
 
 
 def finish(
-    partials: Partials, reading: Reading, vocab: int, shape: tuple[int, ...] | None = None
+    partials: Partials, reading: Reading, shape: tuple[int, ...] | None = None
 ) -> Statistics:
     """Statistics of rows whose parts, splits or ranks, are along dim 1 of partials.state.
 
     shape is (...), the rows'; where it is None, that of the reading's tensors, or (N,).
     """
-    wants, (mark, ids, _, temperature) = reading.wants, reading[:4]
+    wants, label, ids = reading.wants, reading.label, reading.ids
+    temperature = reading.row_temperature
     assert "tail" not in wants
     parts = partials.state
     count = len(parts)
@@ -318,21 +319,21 @@ def finish(
     ]  # fmt: skip
     if count:
         launch = finish_launch(
-            parts.shape, parts.stride(), vocab, K,
+            parts.shape, parts.stride(), reading.vocab, K,
             reading.temperature if temperature is None else None, reading.ignore_index,
             reading.sums.second,
         )  # fmt: skip
         by_row = () if temperature is None else (temperature.contiguous(),)
         launch(
             parts, partials.picked.contiguous() if K else None,
-            None if mark is None else mark.contiguous(), ids.contiguous() if K else None,
+            None if label is None else label.contiguous(), ids.contiguous() if K else None,
             state, *outputs, *by_row,
         )  # fmt: skip
     return Statistics(state, *outputs[:-1], None, outputs[-1])
 
 
 def _shape_of(reading: Reading, count: int) -> tuple[int, ...]:
-    for t in (reading.mark, reading.row_temperature):
+    for t in (reading.label, reading.row_temperature):
         if t is not None:
             return t.shape
     return (count,) if reading.ids is None else reading.ids.shape[:-1]

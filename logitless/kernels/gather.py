@@ -18,15 +18,15 @@ from .layout import Rows, numbers, row_offset, rows_of
 from .numerics import NO_ID, capped, load
 from .repeats import are_repeated
 from .spans import MAX_HELD, is_bad, sums_of_same
-from .state import is_live, load_mark
+from .state import is_live, load_label
 
 
 @triton.jit(
     do_not_specialize=["N", "rows_t"],
-    do_not_specialize_on_alignment=["MARK", "IDS"],
+    do_not_specialize_on_alignment=["LABEL", "IDS"],
 )
 def _gather_kernel(
-    X, MARK, IDS,  # inputs
+    X, LABEL, IDS,  # inputs
     PICKED,  # output
     N, rows_t, stride_xb, stride_xt, V, K,  # sizes
     softcap, ignore_index,  # options
@@ -38,7 +38,7 @@ def _gather_kernel(
     row = slot // K
     live = mask
     if ignore_index is not None:
-        live = mask & is_live(tl.load(MARK + row, mask=mask, other=0), ignore_index)
+        live = mask & is_live(tl.load(LABEL + row, mask=mask, other=0), ignore_index)
     ids = tl.load(IDS + slot, mask=live, other=0)
     inside = live & (ids >= 0) & (ids < V)
     y, _ = capped(load(X, row_offset(row, rows_t, stride_xb, stride_xt) + ids, inside), softcap)
@@ -53,14 +53,14 @@ def gather(x: Tensor, reading: Reading) -> Tensor:  # x (..., V)
         return picked
     x, rows = rows_of(x)
     plan = _gather_plan(rows, ids.shape[-1], reading.softcap, reading.ignore_index)
-    plan(x, _mark_of(reading), ids.contiguous(), picked)
+    plan(x, _label_of(reading), ids.contiguous(), picked)
     return picked
 
 
-def _mark_of(reading: Reading) -> Tensor | None:
-    """The mark where it may say that a row is ignored."""
-    mark = None if reading.ignore_index is None else reading.mark
-    return None if mark is None else mark.contiguous()
+def _label_of(reading: Reading) -> Tensor | None:
+    """The label where it may say that a row is ignored."""
+    label = None if reading.ignore_index is None else reading.label
+    return None if label is None else label.contiguous()
 
 
 @functools.lru_cache(REMEMBERED)
@@ -75,10 +75,10 @@ def _gather_plan(rows: Rows, K: int, softcap: float | None, ignore_index: int | 
 
 @triton.jit(
     do_not_specialize=["rows_t", "step_u", "step_f"],
-    do_not_specialize_on_alignment=["PICKED", "MARK", "IDS", "G", "UPSTREAM", "FACTOR"],
+    do_not_specialize_on_alignment=["PICKED", "LABEL", "IDS", "G", "UPSTREAM", "FACTOR"],
 )
 def _gather_gradient_kernel(
-    PICKED, MARK, IDS, G, UPSTREAM, FACTOR,  # inputs
+    PICKED, LABEL, IDS, G, UPSTREAM, FACTOR,  # inputs
     DX,  # output, zeros so far
     rows_t, stride_db, stride_dt, V, K, step_u, step_f,  # sizes
     softcap, ignore_index,  # options
@@ -87,7 +87,7 @@ def _gather_gradient_kernel(
     """The gradient at the ids and nowhere else; repeated ids add up. One program a row."""
     row = tl.program_id(0)
     if ignore_index is not None:
-        if not is_live(load_mark(MARK, row), ignore_index):
+        if not is_live(load_label(LABEL, row), ignore_index):
             return
     at = row.to(tl.int64) * K
     DXrow = DX + row_offset(row, rows_t, stride_db, stride_dt)
@@ -138,7 +138,7 @@ def gather_gradient(
     plan = _gradient_plan(
         rows, ids.shape[-1], step_u, step_f, reading.softcap, reading.ignore_index
     )
-    plan(picked, _mark_of(reading), ids.contiguous(), g.contiguous(), upstream, factor, target)
+    plan(picked, _label_of(reading), ids.contiguous(), g.contiguous(), upstream, factor, target)
     if target.data_ptr() != into.data_ptr():  # a copy: it has too many strides
         into.copy_(target)
     return into

@@ -1,13 +1,13 @@
 """The gradient of one tile of logits: one formula for every loss, written once.
 
-    dz_i = p_i (a + b log p_i) + g_mark [i = mark] + Σ_k g_k [i = id_k] + g_c v_i
+    dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
 a, b, g_c are per row; log p_i is taken as ((y_i - shift) / temperature) - log_s, which is exact
 under any common offset, and dx_i = dz_i dz/dx_i. A label at temperature 1 adds
-d ([i = mark] - p1_i) to dy_i. With d = (y - shift) rate and e = 2^d, p = e / s and
+d ([i = label] - p1_i) to dy_i. With d = (y - shift) rate and e = 2^d, p = e / s and
 log p = d ln 2 - log s:
 
-    dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + what mark and ids add
+    dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + what label and ids add
 """
 
 from typing import NamedTuple
@@ -22,10 +22,10 @@ from .state import pack_of
 
 COEF_A = tl.constexpr(_contract.A)
 COEF_B = tl.constexpr(_contract.B)
-COEF_G_MARK = tl.constexpr(_contract.G_MARK)
+COEF_G_LABEL = tl.constexpr(_contract.G_LABEL)
 COEF_G_TOTAL = tl.constexpr(_contract.G_TOTAL)
 COEF_A_IDS = tl.constexpr(_contract.A_IDS)
-COEF_D_LABEL = tl.constexpr(_contract.D_LABEL)
+COEF_D_LOGPROB_T1 = tl.constexpr(_contract.D_LOGPROB_T1)
 
 
 class Coefs(NamedTuple):
@@ -33,10 +33,10 @@ class Coefs(NamedTuple):
 
     a: tl.tensor
     b: tl.tensor
-    g_mark: tl.tensor
+    g_label: tl.tensor
     g_total: tl.tensor
     a_ids: tl.tensor
-    d_label: tl.tensor
+    d_logprob_t1: tl.tensor
 
 
 class Terms(NamedTuple):
@@ -45,7 +45,7 @@ class Terms(NamedTuple):
     shift: tl.tensor
     c0: tl.tensor
     c1: tl.tensor
-    c_label: tl.tensor  # what e^(y - shift) is multiplied with, for a label at temperature 1
+    c_logprob_t1: tl.tensor  # what e^(y - shift) is multiplied with, for a label at temperature 1
     g_c: tl.tensor
     rate: tl.tensor  # log2 e / temperature
     lift: tl.tensor  # of e outside the ids, in bits: see contract.py
@@ -93,10 +93,10 @@ def load_coefs(COEF, gain, HAS: tl.constexpr):
     return Coefs(
         _coef(COEF, gain, COEF_A, uses(HAS, "a")),
         _coef(COEF, gain, COEF_B, uses(HAS, "b")),
-        _coef(COEF, gain, COEF_G_MARK, uses(HAS, "mark")),
+        _coef(COEF, gain, COEF_G_LABEL, uses(HAS, "label")),
         _coef(COEF, gain, COEF_G_TOTAL, uses(HAS, "total")),
         _coef(COEF, gain, COEF_A_IDS, uses(HAS, "a_ids")),
-        _coef(COEF, gain, COEF_D_LABEL, uses(HAS, "label")),
+        _coef(COEF, gain, COEF_D_LOGPROB_T1, uses(HAS, "logprob_t1")),
     )
 
 
@@ -120,7 +120,7 @@ def row_terms(coefs, a, shift, log_s, inv_t, HAS: tl.constexpr):
 
 @triton.jit
 def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
-    """dz / T of the columns `at`, but for what mark and ids add."""
+    """dz / T of the columns `at`, but for what label and ids add."""
     d = (y - terms.shift) * terms.rate
     if uses(HAS, "b"):
         tl.static_assert(not uses(HAS, "a_ids"))
@@ -129,7 +129,7 @@ def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
     else:
         dz = tl.exp2(d - lift) * c0
     if uses(HAS, "second"):
-        dz += tl.exp2((y - terms.shift) * LOG2E) * terms.c_label
+        dz += tl.exp2((y - terms.shift) * LOG2E) * terms.c_logprob_t1
     if uses(HAS, "total"):
         if W is not None:
             dz += terms.g_c * load(W, at, mask).to(tl.float32)
@@ -140,7 +140,7 @@ def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
 
 @triton.jit
 def write_tile(state, tile, start, offs, mask):
-    """Read a tile of logits, write its gradient, but for what mark and ids add.
+    """Read a tile of logits, write its gradient, but for what label and ids add.
 
     Nothing is carried from tile to tile: `state` is any number.
     """
@@ -168,30 +168,30 @@ def fill_tile(state, fill, start, offs, mask):
 
 
 @triton.jit
-def write_mark(x, W, DXrow, mark, g_mark, terms, HAS: tl.constexpr):
-    """Rewrite the gradient at a row's mark, once the tile around it is written."""
+def write_label(x, W, DXrow, label, g_label, terms, HAS: tl.constexpr):
+    """Rewrite the gradient at a row's label, once the tile around it is written."""
     y, slope = capped(x, terms.softcap)
-    dz = dz_of(y, W, mark, None, terms.c0, terms.lift, terms, HAS) + g_mark
+    dz = dz_of(y, W, label, None, terms.c0, terms.lift, terms, HAS) + g_label
     tl.debug_barrier()
-    tl.store(DXrow + mark, (dz * slope).to(DXrow.dtype.element_ty))
+    tl.store(DXrow + label, (dz * slope).to(DXrow.dtype.element_ty))
 
 
 @triton.jit
-def is_class(mark, V, vocab):
-    """Whether a mark is a class: one of `vocab`, or of V where these are all."""
+def is_class(label, V, vocab):
+    """Whether a label is a class: one of `vocab`, or of V where these are all."""
     if vocab is not None:
-        return (mark >= 0) & (mark < vocab)
+        return (label >= 0) & (label < vocab)
     else:
-        return (mark >= 0) & (mark < V)
+        return (label >= 0) & (label < V)
 
 
 @triton.jit
-def own_column(mark, start):
+def own_column(label, start):
     """A class as a column of x, whose first is `start`; it may lie outside."""
     if start is not None:
-        return mark - start
+        return label - start
     else:
-        return mark
+        return label
 
 
 class Span(NamedTuple):
@@ -252,7 +252,7 @@ def write_span(
     Xrow, W, DXrow, terms, span, HAS: tl.constexpr,
     ALIGNED: tl.constexpr, SAME: tl.constexpr, ONE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a span, but for what mark and ids add.
+    """The gradient of a span, but for what label and ids add.
 
     The body of X starts on a 16-byte boundary where SAME, and that of DX always.
     """

@@ -40,7 +40,7 @@ LOGPROB = OUTPUTS.index("logprob")
 class _ReadPlan(NamedTuple):
     rows: Rows
     outputs: tuple[tuple, ...]  # (place among OUTPUTS, shape, dtype) of those that are wanted
-    reads_mark: bool
+    reads_label: bool
     reads_ids: bool
     reads_weight: bool
     parts: tuple[int, ...] | None  # the shape of the parts, where rows are split
@@ -50,11 +50,12 @@ class _ReadPlan(NamedTuple):
 
 def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
     """The statistics that reading.wants, and the state that the gradient reads again."""
-    mark, ids, weight, temperature = reading[:4]
-    device = x.device
+    label, ids, weight = reading.label, reading.ids, reading.class_weight
+    temperature, device = reading.row_temperature, x.device
     plan = _read_plan(
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), device,
-        None if ids is None else ids.shape, temperature is None, reading[4:], config.revision,
+        None if ids is None else ids.shape, temperature is None, options_of(reading), reading.wants,
+        config.revision,
     )  # fmt: skip
     if plan is None:  # too many strides
         return read(x.contiguous(), reading)
@@ -64,7 +65,7 @@ def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
         outputs[place] = torch.empty(shape, device=device, dtype=dtype)
     if plan.rows.count:
         given = (
-            x, mark.contiguous() if plan.reads_mark else None,
+            x, label.contiguous() if plan.reads_label else None,
             ids.contiguous() if plan.reads_ids else None,
             aligned(weight) if plan.reads_weight else None,
         )  # fmt: skip
@@ -89,9 +90,10 @@ def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
 @functools.lru_cache(REMEMBERED)
 def _read_plan(
     shape: tuple, strides: tuple, offset: int, itemsize: int, device: torch.device,
-    ids_shape: tuple | None, one_temperature: bool, options: tuple, revision: int,
+    ids_shape: tuple | None, one_temperature: bool, options: tuple, wants: tuple[str, ...],
+    revision: int,
 ) -> _ReadPlan | None:  # fmt: skip
-    temperature, softcap, ignore_index, wants = options
+    temperature, softcap, ignore_index = options
     rows = describe(shape, strides, offset, itemsize)
     if rows is None:
         return None
@@ -101,7 +103,7 @@ def _read_plan(
     # The mass of the ids is known from their log p.
     wanted = (*wants, "logprob") if "tail" in wants else wants
     at_ids = "picked" in wanted or "logprob" in wanted
-    at_mark = "nll" in wants or "label" in wants or (ids_shape is None and at_ids)
+    at_label = "nll" in wants or "logprob_t1" in wants or (ids_shape is None and at_ids)
     outputs = tuple(
         (place, tuple(ids_shape if ids_shape and name in ("picked", "logprob") else shape[:-1]),
          torch.int64 if name == "argmax" else torch.float32)
@@ -116,7 +118,7 @@ def _read_plan(
         shape, strides = (rows.count, cut.splits, fields), (fields * cut.splits, 1, cut.splits)
         last = finish_launch(shape, strides, rows.vocab, K, number, ignore_index, sums.second)
     return _ReadPlan(
-        rows, outputs, at_mark or ignore_index is not None, at_ids and bool(K), sums.total,
+        rows, outputs, at_label or ignore_index is not None, at_ids and bool(K), sums.total,
         (rows.count, fields, cut.splits), first, last,
     )  # fmt: skip
 
@@ -129,7 +131,7 @@ def gradient(
     upstream: Tensor,  # () or (...)
     factor: Tensor | None = None,  # () or N numbers
     into: Tensor | None = None,  # x itself, x's own memory, or what `Place` allows (layout.py)
-    part: tuple[int, int] | None = None,  # x is columns from the first on, of so many
+    start: int | None = None,  # x is columns from this one on; None where they are all
 ) -> Tensor:
     """The one backward, times upstream and factor, (..., V) in the dtype of x, or of `into`.
 
@@ -137,7 +139,9 @@ def gradient(
     read again, so that it is a new tensor then.
     """
     coefs, has, g_ids = coefficients
-    mark, ids, weight, temperature = reading[:4]
+    label, ids, weight = reading.label, reading.ids, reading.class_weight
+    temperature = reading.row_temperature
+    columns = None if start is None else (start, reading.vocab)
     if g_ids is None and "a_ids" not in has:
         ids = None
     inplace = into is not None and into.data_ptr() == x.data_ptr()
@@ -146,37 +150,42 @@ def gradient(
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), inplace,
         None if into is None or inplace else _place_of(into),
         0 if ids is None else ids.shape[-1], g_ids is not None, has, by_row,
-        temperature is None, reading[4:7], part, config.revision,
+        temperature is None, options_of(reading), columns, config.revision,
     )  # fmt: skip
     if plan is None:  # too many strides
-        return _by_copy(x, reading, state, coefficients, upstream, factor, into, part)
+        return _by_copy(x, reading, state, coefficients, upstream, factor, into, start)
     if into is None or (inplace and not plan.inplace):
         into = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return into
-    mark = mark.contiguous() if plan.reads_mark else None
+    label = label.contiguous() if plan.reads_label else None
     if by_row[1]:
         upstream = upstream.contiguous()
     if by_row[2]:
         factor = factor.contiguous()  # pyright: ignore[reportOptionalMemberAccess]
-    if part is not None and weight is not None:
-        weight = weight[part[0] : part[0] + x.shape[-1]]
+    if start is not None and weight is not None:
+        weight = weight[start : start + x.shape[-1]]
     weight = aligned(weight) if "total" in has else None
     last = () if temperature is None else (temperature.contiguous(),)
     if not plan.spans:
-        plan.launch(x, mark, weight, state, coefs, upstream, factor, into, *last)
+        plan.launch(x, label, weight, state, coefs, upstream, factor, into, *last)
         return into
     if plan.reads_ids:
         ids = ids.contiguous()
-        ids = ids if part is None else _ids_in(ids, x.shape[-1], *part)
+        ids = ids if columns is None else _ids_in(ids, x.shape[-1], *columns)
         if g_ids is not None:
             g_ids = g_ids.contiguous()
             if "tail" not in reading.wants:
                 write_repeats(ids, state)
     else:
         ids = g_ids = None
-    plan.launch(x, mark, ids, weight, state, coefs, g_ids, upstream, factor, into, *last)
+    plan.launch(x, label, ids, weight, state, coefs, g_ids, upstream, factor, into, *last)
     return into
+
+
+def options_of(reading: Reading) -> tuple[float, float | None, int | None]:
+    """The numbers of a reading that a plan depends on."""
+    return reading.temperature, reading.softcap, reading.ignore_index
 
 
 def _place_of(into: Tensor) -> Place:
@@ -185,9 +194,9 @@ def _place_of(into: Tensor) -> Place:
 
 class _GradientPlan(NamedTuple):
     inplace: bool  # whether the gradient may be written over x
-    reads_mark: bool
+    reads_label: bool
     reads_ids: bool
-    spans: bool  # whether more than the mark is rewritten: spans.py, not blocks.py
+    spans: bool  # whether more than the label is rewritten: spans.py, not blocks.py
     launch: Launch
 
 
@@ -196,7 +205,7 @@ def _gradient_plan(
     shape: tuple, strides: tuple, offset: int, itemsize: int, inplace: bool,
     place: Place | None, K: int, has_ids: bool, has: tuple[str, ...],
     by_row: tuple[bool, bool, bool],  # coefficients, upstream and factor: one a row, or one for all
-    one_temperature: bool, options: tuple, part: tuple[int, int] | None, revision: int,
+    one_temperature: bool, options: tuple, columns: tuple[int, int] | None, revision: int,
 ) -> _GradientPlan | None:  # fmt: skip
     temperature, softcap, ignore_index = options
     rows = describe(shape, strides, offset, itemsize)
@@ -206,16 +215,16 @@ def _gradient_plan(
     d_rows = rows if inplace else rows.written_to(place)
     steps = (COEFFICIENTS * by_row[0], int(by_row[1]), int(by_row[2]))
     how = (temperature if one_temperature else None, softcap, ignore_index, has, steps)
-    part = part or (None, None)
-    spans = (has_ids and K > 0) or "a_ids" in has or "label" in has
+    columns = columns or (None, None)
+    spans = (has_ids and K > 0) or "a_ids" in has or "logprob_t1" in has
     if spans:
-        second = "label" in has and not (one_temperature and temperature == 1)
+        second = "logprob_t1" in has and not (one_temperature and temperature == 1)
         cut = config.spans(rows.vocab, itemsize)
-        launch = spans_launch(rows, d_rows, K, *how, part, inplace, second, cut)
+        launch = spans_launch(rows, d_rows, K, *how, columns, inplace, second, cut)
     else:
-        launch = blocks_launch(rows, d_rows, *how, part, config.backward(rows.vocab))
-    marked = ignore_index is not None or "mark" in has or "label" in has
-    return _GradientPlan(inplace, marked, K > 0, spans, launch)
+        launch = blocks_launch(rows, d_rows, *how, columns, config.backward(rows.vocab))
+    reads_label = ignore_index is not None or "label" in has or "logprob_t1" in has
+    return _GradientPlan(inplace, reads_label, K > 0, spans, launch)
 
 
 def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
@@ -225,32 +234,30 @@ def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
     return torch.where(bad, -1, local)
 
 
-def _by_copy(x, reading, state, coefficients, upstream, factor, into, part) -> Tensor:
+def _by_copy(x, reading, state, coefficients, upstream, factor, into, start) -> Tensor:
     """The same for logits whose rows have more than two strides."""
     over = into is not None and into.data_ptr() == x.data_ptr()
     place = None if over else into
-    found = gradient(x.contiguous(), reading, state, coefficients, upstream, factor, place, part)
+    found = gradient(x.contiguous(), reading, state, coefficients, upstream, factor, place, start)
     return into.copy_(found) if over else found  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def reduce(
-    value: Tensor | None,  # (...)
+    value: Tensor,  # (...)
     reading: Reading,
     row_weight: Tensor | None = None,  # (...), of any real dtype
     mass: Tensor | None = None,  # (N,), 0 where ignored
     mean: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """The weighted sum of the rows that count, and the factor of each row's gradient.
 
-    "mean" divides both by the sum of `mass`, or by the number of rows that count; by 1 if that is
-    0. The factor is () without a row_weight, (N,) with one, and None where it is 1. An ignored row
-    adds 0 whatever its value or weight is.
+    "mean" multiplies both by `share`. The factor is () without a row_weight, (N,) with one, and
+    None where it is 1. An ignored row adds 0 whatever its value or weight is.
     """
     if row_weight is None and not mean:  # ignored rows are 0 already
-        return None if value is None else value.sum(), None
-    mark = None if reading.ignore_index is None else reading.mark
-    like = next(t for t in (value, row_weight, reading.mark) if t is not None)
-    N, device = like.numel(), like.device
+        return value.sum(), None
+    label = None if reading.ignore_index is None else reading.label
+    N, device = value.numel(), value.device
     loss = torch.empty((), device=device, dtype=torch.float32)
     if row_weight is not None:
         factor = torch.empty(N, device=device, dtype=torch.float32)
@@ -260,31 +267,45 @@ def reduce(
     else:
         factor = torch.empty_like(loss)
     reduce_launch(N, reading.ignore_index, mean)(
-        loss, None if value is None else value.contiguous(),
-        None if mark is None else mark.contiguous(), row_weight, mass, factor,
+        loss, value.contiguous(), None if label is None else label.contiguous(), row_weight, mass,
+        factor,
     )  # fmt: skip
-    return None if value is None else loss, factor
+    return loss, factor
+
+
+def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
+    """1 / the number of rows that count, or 1 / the sum of their mass; 1 where that is 0.
+
+    A mean is the sum of the rows' values times this number, ().
+    """
+    if mass is None and reading.ignore_index is None:
+        return torch.full((), 1.0 / max(rows, 1), device=like.device, dtype=torch.float32)
+    factor = torch.empty((), device=like.device, dtype=torch.float32)
+    label = None if reading.ignore_index is None else reading.label.contiguous()
+    # Without values the kernel writes no loss; the first tensor only says which GPU.
+    reduce_launch(rows, reading.ignore_index, True)(factor, None, label, None, mass, factor)
+    return factor
 
 
 def one_pass(
     x: Tensor,  # (..., V)
     reading: Reading,
-    coefficients: Coefficients,  # "a" and "mark"
+    coefficients: Coefficients,  # "a" and "label"
     factor: Tensor | None,  # () or N numbers
     into: Tensor,  # like x: x itself, x's own memory, or contiguous; (N, V) of another dtype
     mean: bool = False,  # whether both are divided by the number of rows that count
 ) -> Tensor | None:
-    """-log p of the mark, (...), while the gradient times factor is written.
+    """-log p of the label, (...), while the gradient times factor is written.
 
     None, with nothing done, where one pass cannot do it: rows of too many strides, programs that
     must not wait for each other, too many rows for each to count for a mean.
     """
-    mark, temperature = reading.mark, reading.row_temperature
+    label, temperature = reading.label, reading.row_temperature
     inplace = into.data_ptr() == x.data_ptr()
     by_row = factor is not None and any(factor.stride())
     plan = one_pass_plan(
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), x.device,
-        None if inplace else _place_of(into), temperature is None, reading[4:7],
+        None if inplace else _place_of(into), temperature is None, options_of(reading),
         len(coefficients.rows) > 1, by_row, mean, exchange.WAITING, config.revision,
     )  # fmt: skip
     if plan is None:
@@ -296,7 +317,7 @@ def one_pass(
     if plan.words is not None:
         words = torch.zeros(plan.words, device=x.device, dtype=torch.int64)
     plan.launch(
-        x, mark.contiguous(), coefficients.rows, factor.contiguous() if by_row else factor,
+        x, label.contiguous(), coefficients.rows, factor.contiguous() if by_row else factor,
         None if inplace else into, nll, words,
         *(() if temperature is None else (temperature.contiguous(),)),
     )  # fmt: skip

@@ -24,7 +24,7 @@ from .gradient import (
     load_coefs,
     row_gain,
     row_terms,
-    write_mark,
+    write_label,
     write_span,
 )
 from .launch import REMEMBERED, Launch
@@ -33,7 +33,7 @@ from .numerics import INF, LOG2E, capped, finite, inverse_temperature
 from .reduce import some_rows
 from .state import field, fold_span, pack_of
 
-HAS = tl.constexpr(("a", "mark"))
+HAS = tl.constexpr(("a", "label"))
 MAX_COUNTED = 4096  # rows that every program may count for a mean: they are few, and in the cache
 
 
@@ -52,21 +52,21 @@ class _Constants:
 
 
 @triton.jit
-def _count(MARK, N, ignore_index):
+def _count(LABEL, N, ignore_index):
     """How many of the rows count."""
     count = tl.zeros((1024,), tl.int32)
     for start in range(0, N, 1024):
-        _, _, live = some_rows(MARK, start, N, ignore_index, 1024)
+        _, _, live = some_rows(LABEL, start, N, ignore_index, 1024)
         count += live.to(tl.int32)
     return tl.sum(count, axis=0)
 
 
 @triton.jit(
     do_not_specialize=["rows_t", "lead", "parts"],
-    do_not_specialize_on_alignment=["MARK", "COEF", "FACTOR", "temperature"],
+    do_not_specialize_on_alignment=["LABEL", "COEF", "FACTOR", "temperature"],
 )
 def _one_pass_kernel(
-    X, MARK, COEF, FACTOR,  # inputs
+    X, LABEL, COEF, FACTOR,  # inputs
     DX, NLL, WORDS,  # outputs; DX is None for X itself; WORDS (N, parts), zeros, or None for 1
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, parts,  # sizes
@@ -91,9 +91,9 @@ def _one_pass_kernel(
     head, body = split_row(offset, V, lead, PACK, ALIGNED)
     hi = tl.multiple_of(tl.minimum(lo + SPAN, body), PACK)
     span = Span(head, body, V, lo, hi)
-    mark = tl.load(MARK + row)
+    label = tl.load(LABEL + row)
     if ignore_index is not None:
-        if mark == ignore_index:
+        if label == ignore_index:
             fill_span(DXrow, 0.0, span, PACK, ALIGNED, False, BLOCK_V)
             if lo == 0:
                 tl.store(NLL + row, 0.0)
@@ -105,15 +105,15 @@ def _one_pass_kernel(
         Xrow, None, head, body, V, lo, hi, 0.0, rate, softcap,
         False, False, False, PACK, ALIGNED, SAME, BLOCK_V,
     )  # fmt: skip
-    # The part that holds the mark reads it now, before it is overwritten.
-    mark = tl.where((mark >= 0) & (mark < V), mark, -1).to(tl.int32)
-    mine = in_span(mark, span, ALIGNED)
-    x_mark = tl.load(Xrow + mark, mask=mine, other=0.0)
-    y_mark, _ = capped(x_mark, softcap)
+    # The part that holds the label reads it now, before it is overwritten.
+    label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
+    mine = in_span(label, span, ALIGNED)
+    x_label = tl.load(Xrow + label, mask=mine, other=0.0)
+    y_label, _ = capped(x_label, softcap)
 
     share = 1.0
     if field(CONSTANTS, "mean"):
-        count = _count(MARK, tl.num_programs(0) // parts, ignore_index)
+        count = _count(LABEL, tl.num_programs(0) // parts, ignore_index)
         share = 1.0 / tl.maximum(count, 1).to(tl.float32)
     gain = row_gain(None, FACTOR, row, 0, field(CONSTANTS, "step_f")) * share
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
@@ -125,16 +125,16 @@ def _one_pass_kernel(
 
     shift = finite(m)
     log_s = tl.log(s)
-    inside = mark >= 0
-    nll = tl.where(inside, log_s - (y_mark - shift) * inv_t, float("nan"))
+    inside = label >= 0
+    nll = tl.where(inside, log_s - (y_label - shift) * inv_t, float("nan"))
     tl.store(NLL + row, nll * share, mask=mine | ((lo == 0) & (not inside)))
-    a = tl.where(inside, coefs.a, float("nan"))  # a bad mark makes the row NaN
+    a = tl.where(inside, coefs.a, float("nan"))  # a bad label makes the row NaN
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, rate, 0.0, softcap)
     write_span(Xrow, None, DXrow, terms, span, HAS, ALIGNED, SAME, False, BLOCK_V)
     if mine:
-        g_mark = tl.where(log_s == -INF, 0.0, coefs.g_mark * inv_t)
-        write_mark(x_mark, None, DXrow, mark, g_mark, terms, HAS)
+        g_label = tl.where(log_s == -INF, 0.0, coefs.g_label * inv_t)
+        write_label(x_label, None, DXrow, label, g_label, terms, HAS)
 
 
 class _Plan(NamedTuple):

@@ -102,10 +102,10 @@ def _zero_tile(DX, cols, mask):
 
 @triton.jit(
     do_not_specialize=["rows_t"],
-    do_not_specialize_on_alignment=["MARK", "STATE", "UPSTREAM", "FACTOR", "temperature"],
+    do_not_specialize_on_alignment=["LABEL", "STATE", "UPSTREAM", "FACTOR", "temperature"],
 )
 def _pair_gradient_kernel(
-    X, T, W, MARK, STATE, UPSTREAM, FACTOR,  # inputs
+    X, T, W, LABEL, STATE, UPSTREAM, FACTOR,  # inputs
     DX,  # output
     temperature,  # a number, or a pointer to one a row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, stride_db, stride_dt, V,  # sizes
@@ -125,7 +125,7 @@ def _pair_gradient_kernel(
     DXbody = tl.multiple_of(DXrow + head, 16)
     cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
     if ignore_index is not None:
-        if tl.load(MARK + row) == ignore_index:
+        if tl.load(LABEL + row) == ignore_index:
             _zero_tile(DXbody, cols, cols < body)
             if block == 0:
                 ends, mask_ends = fringe_tile(head, body, V, PACK, 2 * PACK)
@@ -165,7 +165,7 @@ def pair_gradient(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if into is None else into
     if dx.numel() == 0:
         return dx
-    mark = None if reading.ignore_index is None else contiguous(reading.mark)
+    label = None if reading.ignore_index is None else contiguous(reading.label)
     source, rows, teacher, t_rows = rows_of_both(x, pair.teacher)
     if into is None:
         output, d_rows = dx, rows.dense()
@@ -186,7 +186,7 @@ def pair_gradient(
         reading.ignore_index, pair.kind, config.pair_backward(rows.vocab, rows.itemsize),
     )  # fmt: skip
     weight = aligned(reading.class_weight)
-    run(source, teacher, weight, mark, contiguous(state), upstream, factor, output, *tensor)
+    run(source, teacher, weight, label, contiguous(state), upstream, factor, output, *tensor)
     if output.data_ptr() != dx.data_ptr():  # a copy: two strides are too few
         dx.copy_(output)
     return dx

@@ -97,9 +97,9 @@ def _divergence(of_q, of_p, s_q, s_p, blend):
     return tl.where(value < 0, 0.0, value)  # by rounding; a NaN stays
 
 
-@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["MARK", "temperature"])
+@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["LABEL", "temperature"])
 def _jsd_kernel(
-    X, T, MARK,  # inputs
+    X, T, LABEL,  # inputs
     VALUE, STATE,  # outputs; where norms are KNOWN, STATE has them
     temperature,  # a number, or a pointer to one a row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
@@ -109,7 +109,7 @@ def _jsd_kernel(
     """One program a row, for rows short enough that no two need share one."""
     row = tl.program_id(0)
     if ignore_index is not None:
-        if tl.load(MARK + row) == ignore_index:
+        if tl.load(LABEL + row) == ignore_index:
             tl.store(VALUE + row, 0.0)
             save_state(STATE, row, 0.0, 0.0, 0.0, 0.0, 0.0)
             return
@@ -134,9 +134,9 @@ def _jsd_kernel(
     save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean)
 
 
-@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["MARK", "temperature"])
+@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["LABEL", "temperature"])
 def _jsd_part_kernel(
-    X, T, MARK,  # inputs
+    X, T, LABEL,  # inputs
     STATE, SUMS, WORDS,  # outputs; WORDS (rows, 2, parts) starts as zeros
     temperature,  # a number, or a pointer to one a row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
@@ -149,7 +149,7 @@ def _jsd_part_kernel(
     row = tl.program_id(0) // parts
     part = tl.program_id(0) % parts
     if ignore_index is not None:
-        if tl.load(MARK + row) == ignore_index:
+        if tl.load(LABEL + row) == ignore_index:
             return
 
     lo = part * SPAN
@@ -179,16 +179,16 @@ def _jsd_part_kernel(
         save_state(STATE, row, shift_q, s_q, shift_p, s_p, 0.0)
 
 
-@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["MARK"])
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["LABEL"])
 def _jsd_sum_kernel(
-    SUMS, MARK,  # inputs
+    SUMS, LABEL,  # inputs
     VALUE, STATE,  # outputs; of STATE, the mean
     parts, blend, ignore_index, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """One program a row: the sums of its parts, and the value."""
     row = tl.program_id(0)
     if ignore_index is not None:
-        if tl.load(MARK + row) == ignore_index:
+        if tl.load(LABEL + row) == ignore_index:
             tl.store(VALUE + row, 0.0)
             save_state(STATE, row, 0.0, 0.0, 0.0, 0.0, 0.0)
             return
@@ -203,23 +203,23 @@ def _jsd_sum_kernel(
 
 
 def read_jsd(
-    x: Tensor, rows: Rows, teacher: Tensor, t_rows: Rows, mark: Tensor | None,
+    x: Tensor, rows: Rows, teacher: Tensor, t_rows: Rows, label: Tensor | None,
     value: Tensor, state: Tensor, reading: Reading, beta: float, known: bool = False,
 ) -> None:  # fmt: skip
     """Write the value and the state of each row; of the state, the mean, if the rest is known."""
     tensor, number = temperature_of(reading)
-    options = reading.softcap, safe_beta(beta), None if mark is None else reading.ignore_index
+    options = reading.softcap, safe_beta(beta), None if label is None else reading.ignore_index
     parts = _parts(x)
     if parts > 1 and not known:
         cut = config.pair_shared(rows.vocab, rows.itemsize)
         words = torch.zeros((rows.count, 2, parts), device=x.device, dtype=torch.int64)
         sums = torch.empty((rows.count, parts, 2), device=x.device, dtype=torch.float32)
         first, second = _shared_plan(rows, t_rows, parts, number, options, cut)
-        first(x, teacher, mark, state, sums, words, *tensor)
-        second(sums, mark, value, state)
+        first(x, teacher, label, state, sums, words, *tensor)
+        second(sums, label, value, state)
     else:
         run = _plan(rows, t_rows, number, options, known, config.pair_forward(rows.vocab))
-        run(x, teacher, mark, value, state, *tensor)
+        run(x, teacher, label, value, state, *tensor)
 
 
 def _parts(x: Tensor) -> int:

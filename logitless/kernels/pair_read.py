@@ -78,9 +78,9 @@ def _fold_soft(state, both, start, offs, mask):
     return PairState(m_q, s_q, state.m_p, state.s_p + v, c)
 
 
-@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["MARK", "temperature"])
+@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["LABEL", "temperature"])
 def _pair_read_kernel(
-    X, T, W, MARK,  # inputs
+    X, T, W, LABEL,  # inputs
     VALUE, STATE,  # outputs
     temperature,  # a number, or a pointer to one a row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
@@ -90,7 +90,7 @@ def _pair_read_kernel(
     """One program a row. Without VALUE, the row is some columns: its state is not finished."""
     row = tl.program_id(0)
     if ignore_index is not None:
-        if tl.load(MARK + row) == ignore_index:
+        if tl.load(LABEL + row) == ignore_index:
             if VALUE is not None:
                 tl.store(VALUE + row, 0.0)
             save_state(STATE, row, 0.0, 0.0, 0.0, 0.0, 0.0)
@@ -142,9 +142,9 @@ def pair_read(
         return value, state
     if norms is not None:
         state.copy_(norms)
-    mark = None if reading.ignore_index is None else contiguous(reading.mark)
+    label = None if reading.ignore_index is None else contiguous(reading.label)
     x, rows, teacher, t_rows = rows_of_both(x, pair.teacher)
-    read_jsd(x, rows, teacher, t_rows, mark, value, state, reading, pair.blend, norms is not None)
+    read_jsd(x, rows, teacher, t_rows, label, value, state, reading, pair.blend, norms is not None)
     return value, state
 
 
@@ -166,14 +166,14 @@ def pair_finish(part: Tensor, kind: str, inv_t: Tensor | None) -> tuple[Tensor, 
 
 
 def _read(x: Tensor, reading: Reading, pair: Pair, value: Tensor | None, state: Tensor) -> None:
-    mark = None if reading.ignore_index is None else contiguous(reading.mark)
+    label = None if reading.ignore_index is None else contiguous(reading.label)
     x, rows, teacher, t_rows = rows_of_both(x, pair.teacher)
     tensor, number = temperature_of(reading)
     run = _plan(
         rows, t_rows, number, reading.softcap, pair.blend, reading.ignore_index, pair.kind,
         config.pair_forward(rows.vocab),
     )  # fmt: skip
-    run(x, teacher, aligned(reading.class_weight), mark, value, state, *tensor)
+    run(x, teacher, aligned(reading.class_weight), label, value, state, *tensor)
 
 
 @functools.lru_cache(REMEMBERED)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import contract as _contract
 from ..contract import Partials, Reading, Sums
 from . import config
-from .finish import PART_Y_MARK, constants_of, part_width, store_part
+from .finish import PART_Y_LABEL, constants_of, part_width, store_part
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, rows_of, split_row
 from .numerics import LOG2E, capped, inverse_temperature, load, only_if
@@ -21,7 +21,7 @@ from .state import (
     field,
     fold_span,
     is_live,
-    load_mark,
+    load_label,
     pack_of,
     reference,
     with_count,
@@ -55,15 +55,15 @@ class _Constants:
     aligned: bool
     block_v: int
     block_k: int
-    early: bool  # the mark is read first, so that nobody waits for it in the end: one register more
+    early: bool  # load the label's logit before the loop to hide its latency; costs a register
 
 
 @triton.jit(
     do_not_specialize=["rows_t", "lead", "start", "span"],
-    do_not_specialize_on_alignment=["MARK", "IDS", "temperature"],
+    do_not_specialize_on_alignment=["LABEL", "IDS", "temperature"],
 )
 def _partial_kernel(
-    X, MARK, IDS, W,  # inputs
+    X, LABEL, IDS, W,  # inputs
     PARTS, PICKED,  # outputs, (N, fields, splits) and (N, K)
     temperature,
     rows_t, stride_xb, stride_xt, lead, V, K, start, span,  # sizes
@@ -71,16 +71,16 @@ def _partial_kernel(
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program a split of a row: `span` columns of its body. The first reads mark and ids."""
+    """One program a split of a row: `span` columns of its body. The first reads label and ids."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
-    EARLY: tl.constexpr = (MARK is not None) & field(CONSTANTS, "early")
-    LATE: tl.constexpr = (MARK is not None) & (not field(CONSTANTS, "early"))
+    EARLY: tl.constexpr = (LABEL is not None) & field(CONSTANTS, "early")
+    LATE: tl.constexpr = (LABEL is not None) & (not field(CONSTANTS, "early"))
     PACK: tl.constexpr = pack_of(X)
     row = tl.program_id(0)
     split = tl.program_id(1)
-    mark = load_mark(MARK, row)
-    live = is_live(mark, ignore_index)
+    label = load_label(LABEL, row)
+    live = is_live(label, ignore_index)
     columns = tl.where(live, V, 0)
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     Xrow = X + offset
@@ -91,7 +91,7 @@ def _partial_kernel(
     if W is not None:
         W += start
     if EARLY:
-        x_mark = _load_at(Xrow, mark - start, columns, split == 0)
+        x_label = _load_at(Xrow, label - start, columns, split == 0)
     state = fold_span(
         Xrow, W, head, body, columns, lo, lo + span, ref, inv_t * LOG2E, softcap,
         ENTROPY, TOTAL, SECOND, PACK, ALIGNED, True, BLOCK_V,
@@ -109,10 +109,10 @@ def _partial_kernel(
     PARTS += row.to(tl.int64) * (splits * FIELDS) + split
     store_part(PARTS, splits, state, ref, arg, ENTROPY, ARGMAX, SECOND, TOTAL)
     if LATE:
-        x_mark = _load_at(Xrow, mark - start, columns, split == 0)
-    if MARK is not None:
-        y_mark, _ = capped(x_mark, softcap)
-        tl.store(PARTS + PART_Y_MARK * splits, y_mark)
+        x_label = _load_at(Xrow, label - start, columns, split == 0)
+    if LABEL is not None:
+        y_label, _ = capped(x_label, softcap)
+        tl.store(PARTS + PART_Y_LABEL * splits, y_label)
     if IDS is not None:
         if split == 0:
             BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
@@ -123,17 +123,15 @@ def partial(
     x: Tensor,  # (..., V), columns [start, start + V) of the vocabulary
     reading: Reading,
     start: int = 0,
-    vocab: int | None = None,
 ) -> Partials:
     """The parts of each row of x, as many as fill the GPU.
 
     Mark, ids and class weights are of the whole vocabulary, and so is the column of a max. An id
-    that is not among these columns adds 0. Only the eager version uses `vocab`.
+    that is not among these columns adds 0.
     """
     x, rows = rows_of(x)
-    mark, ids, weight, temperature = reading[:4]
-    number, softcap, ignore_index, _ = reading[4:]
-    sums = reading.sums
+    label, ids, temperature = reading.label, reading.ids, reading.row_temperature
+    softcap, ignore_index, sums = reading.softcap, reading.ignore_index, reading.sums
     cut = cut_of(rows, x.device, sums, softcap)
     size = (rows.count, _contract.part_width(*sums), cut.splits)
     state = torch.empty(size, device=x.device, dtype=torch.float32)
@@ -144,12 +142,20 @@ def partial(
     if rows.count == 0:
         return Partials(state.mT, picked)
     launch = partial_launch(
-        rows, K, start, number if temperature is None else None, softcap, ignore_index, sums, cut
+        rows,
+        K,
+        start,
+        reading.temperature if temperature is None else None,
+        softcap,
+        ignore_index,
+        sums,
+        cut,
     )
     by_row = () if temperature is None else (temperature.contiguous(),)
     launch(
-        x, None if mark is None else mark.contiguous(), ids.contiguous() if K else None,
-        aligned(weight) if sums.total else None, state, picked if K else None, *by_row,
+        x, None if label is None else label.contiguous(), ids.contiguous() if K else None,
+        aligned(reading.class_weight) if sums.total else None, state, picked if K else None,
+        *by_row,
     )  # fmt: skip
     return Partials(state.mT, picked)
 

@@ -1,6 +1,6 @@
-"""The plain loss of a row, from its statistics, and the coefficients of its gradient.
+"""Cross-entropy of a row, from its statistics, and the coefficients of its gradient.
 
-(1-ε) v_t nll - ε/V log_total + z_loss lse²            v_t the class weight of the row's mark
+(1-ε) v_t nll - ε/V log_total + z_loss lse²            v_t the class weight of the row's label
 """
 
 import functools
@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import contract as _contract
-from ..contract import Coefficients, Reading, Statistics, made_once
+from ..contract import Coefficients, Reading, Statistics
 from . import config
-from .gradient import COEF_A, COEF_G_MARK, COEF_G_TOTAL
+from .gradient import COEF_A, COEF_G_LABEL, COEF_G_TOTAL
 from .launch import REMEMBERED, Launch
 from .numerics import load
 from .state import is_live
@@ -23,10 +23,10 @@ COEF_WIDTH = tl.constexpr(_contract.COEFFICIENTS)
 
 @triton.jit(
     do_not_specialize=["N", "V"],
-    do_not_specialize_on_alignment=["MARK", "NLL", "LSE", "LOG_TOTAL", "W", "SUM_W"],
+    do_not_specialize_on_alignment=["LABEL", "NLL", "LSE", "LOG_TOTAL", "W", "SUM_W"],
 )
 def _plain_kernel(
-    MARK, NLL, LSE, LOG_TOTAL, W, SUM_W,  # inputs; SUM_W is one number
+    LABEL, NLL, LSE, LOG_TOTAL, W, SUM_W,  # inputs; SUM_W is one number
     VALUE, COEF, MASS,  # outputs
     N, V, keep, spread, z_loss, ignore_index,  # sizes, options; keep = 1 - ε, spread = ε / V
     BLOCK_N: tl.constexpr,
@@ -34,78 +34,98 @@ def _plain_kernel(
     """One program a block of rows."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = row < N
-    mark = tl.load(MARK + row, mask=mask, other=0)
-    live = mask & is_live(mark, ignore_index)
-    own = keep  # of the mark's term
+    label = tl.load(LABEL + row, mask=mask, other=0)
+    live = mask & is_live(label, ignore_index)
+    own = keep  # of the label's term
     if W is not None:
-        # Any number will do for a bad mark, whose row is NaN already.
-        v = tl.load(W + tl.minimum(tl.maximum(mark, 0), V - 1), mask=live, other=0.0)
+        # Any number will do for a bad label, whose row is NaN already.
+        v = tl.load(W + tl.minimum(tl.maximum(label, 0), V - 1), mask=live, other=0.0)
         own = keep * v.to(tl.float32)
-        tl.store(MASS + row, v.to(tl.float32), mask=mask)
+        if MASS is not None:
+            tl.store(MASS + row, v.to(tl.float32), mask=mask)
     a = tl.zeros((BLOCK_N,), tl.float32) + own
     value = tl.zeros((BLOCK_N,), tl.float32)
     if NLL is not None:
         value += own * load(NLL, row, live)
-    at = COEF + row * COEF_WIDTH
     if LOG_TOTAL is not None:
         value -= spread * load(LOG_TOTAL, row, live)
         n = V.to(tl.float32)
         if SUM_W is not None:
             n = tl.load(SUM_W).to(tl.float32)
         a += spread * n
-        tl.store(at + COEF_G_TOTAL, tl.where(live, -spread, 0.0), mask=mask)
     if LSE is not None:
         lse = load(LSE, row, live)
         value += z_loss * (lse * lse)
         a += 2.0 * z_loss * lse
     if VALUE is not None:
         tl.store(VALUE + row, tl.where(live, value, 0.0), mask=mask)
-    tl.store(at + COEF_A, tl.where(live, a, 0.0), mask=mask)
-    tl.store(at + COEF_G_MARK, tl.where(live, -own, 0.0), mask=mask)
+    if COEF is not None:
+        at = COEF + row * COEF_WIDTH
+        tl.store(at + COEF_A, tl.where(live, a, 0.0), mask=mask)
+        tl.store(at + COEF_G_LABEL, tl.where(live, -own, 0.0), mask=mask)
+        if LOG_TOTAL is not None:
+            tl.store(at + COEF_G_TOTAL, tl.where(live, -spread, 0.0), mask=mask)
 
 
-def plain(
-    statistics: Statistics,
-    reading: Reading,
-    vocab: int,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> tuple[Tensor | None, Coefficients, Tensor | None]:
-    """The loss of each row (...), its coefficients, and the class weight of its mark (N,).
-
-    The last is None without class weights. Without nll there is no loss, but coefficients.
-    """
-    nll, mark, weight = statistics.nll, reading.mark, reading.class_weight
-    has = ("a", "mark", "total") if label_smoothing else ("a", "mark")
-    if weight is None and not label_smoothing and not z_loss:
-        return nll, Coefficients(_alike[mark.device], has), None
-    count = mark.numel()
-    coefs = torch.zeros((count, _contract.COEFFICIENTS), device=mark.device, dtype=torch.float32)
-    value = None if nll is None else torch.empty_like(nll)
-    mass = None
-    if weight is not None:
-        mass = torch.empty(count, device=mark.device, dtype=torch.float32)
-    if count == 0:
-        return value, Coefficients(coefs, has), mass
-    total = sum_w = None
-    if label_smoothing:
-        total = statistics.log_total
-        sum_w = None if weight is None else weight.sum(dtype=torch.float32)
-    lse = statistics.lse if z_loss else None
-    spread = label_smoothing / vocab
-    _plan(count, vocab, 1.0 - label_smoothing, spread, z_loss, reading.ignore_index)(
-        mark if mark.is_contiguous() else mark.contiguous(),
-        nll, lse, total, None if weight is None else weight.contiguous(), sum_w, value, coefs, mass,
+def cross_entropy(
+    statistics: Statistics, reading: Reading, label_smoothing: float, z_loss: float
+) -> tuple[Tensor, Coefficients]:
+    """The loss of each row, (...), and its coefficients."""
+    value, coefs = torch.empty_like(statistics.nll), _blank(reading)
+    _launch(
+        reading, label_smoothing, z_loss, nll=statistics.nll, value=value, coefs=coefs,
+        log_total=statistics.log_total if label_smoothing else None,
+        lse=statistics.lse if z_loss else None,
     )  # fmt: skip
-    return value, Coefficients(coefs, has), mass
+    has = ("a", "label", "total") if label_smoothing else ("a", "label")
+    return value, Coefficients(coefs, has)
 
 
-@made_once
-def _alike(device: torch.device) -> Tensor:
-    """Coefficients of -log p, the same for all rows."""
-    rows = torch.zeros((1, _contract.COEFFICIENTS), device=device, dtype=torch.float32)
-    rows[0, _contract.A], rows[0, _contract.G_MARK] = 1.0, -1.0
-    return rows
+def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
+    """Coefficients of v[label] nll. They need no statistics."""
+    coefs = _blank(reading)
+    _launch(reading, coefs=coefs)
+    return Coefficients(coefs, ("a", "label"))
+
+
+def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
+    """v[label] nll of each row, (...); 0 for ignored rows."""
+    value = torch.empty_like(nll)
+    _launch(reading, nll=nll, value=value)
+    return value
+
+
+def label_mass(reading: Reading, dtype: torch.dtype) -> Tensor:
+    """The class weight of each row's label, (N,); 0 for ignored rows."""
+    label = reading.label
+    mass = torch.empty(label.numel(), device=label.device, dtype=torch.float32)
+    _launch(reading, mass=mass)
+    return mass
+
+
+def _blank(reading: Reading) -> Tensor:
+    label = reading.label
+    shape = (label.numel(), _contract.COEFFICIENTS)
+    return torch.zeros(shape, device=label.device, dtype=torch.float32)
+
+
+def _launch(
+    reading: Reading, label_smoothing: float = 0.0, z_loss: float = 0.0, *,
+    nll: Tensor | None = None, lse: Tensor | None = None, log_total: Tensor | None = None,
+    value: Tensor | None = None, coefs: Tensor | None = None, mass: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fills those of value, coefs and mass that are given."""
+    label, weight, vocab = reading.label, reading.class_weight, reading.vocab
+    if label.numel() == 0:
+        return
+    sum_w = None
+    if log_total is not None and weight is not None:
+        sum_w = weight.sum(dtype=torch.float32)
+    keep, spread = 1.0 - label_smoothing, label_smoothing / vocab
+    _plan(label.numel(), vocab, keep, spread, z_loss, reading.ignore_index)(
+        label if label.is_contiguous() else label.contiguous(), nll, lse, log_total,
+        None if weight is None else weight.contiguous(), sum_w, value, coefs, mass,
+    )  # fmt: skip
 
 
 @functools.lru_cache(REMEMBERED)

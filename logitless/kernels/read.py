@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from . import config
-from .finish import OUTPUTS, Outputs, write_ids, write_mark, write_row
+from .finish import OUTPUTS, Outputs, write_ids, write_label, write_row
 from .launch import Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import LOG2E, capped, inverse_temperature
@@ -19,7 +19,7 @@ from .state import (
     field,
     fold_span,
     is_live,
-    load_mark,
+    load_label,
     pack_of,
     reference,
     with_count,
@@ -40,11 +40,11 @@ class _Constants:
 
 @triton.jit(
     do_not_specialize=["rows_t", "lead"],
-    do_not_specialize_on_alignment=["MARK", "IDS", "temperature"],
+    do_not_specialize_on_alignment=["LABEL", "IDS", "temperature"],
 )
 def _read_kernel(
-    X, MARK, IDS, W,  # inputs
-    STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LABEL,  # outputs
+    X, LABEL, IDS, W,  # inputs
+    STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LOGPROB_T1,  # outputs
     temperature,
     rows_t, stride_xb, stride_xt, lead, V, K,  # sizes
     softcap, ignore_index,  # options
@@ -58,8 +58,8 @@ def _read_kernel(
     SUMS: tl.constexpr = (TOTAL is not None) | (LOG_TOTAL is not None)
     PACK: tl.constexpr = pack_of(X)
     row = tl.program_id(0)
-    mark = load_mark(MARK, row)
-    live = is_live(mark, ignore_index)
+    label = load_label(LABEL, row)
+    live = is_live(label, ignore_index)
     columns = tl.where(live, V, 0)
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     Xrow = X + offset
@@ -75,11 +75,12 @@ def _read_kernel(
     arg = 0
     if ARGMAX is not None:
         arg = column_of_max(Xrow, state, head, body, columns, softcap, PACK, ALIGNED, BLOCK_V)
-    out = Outputs(STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LABEL)
+    out = Outputs(STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LOGPROB_T1)
     shift, log_s = write_row(out, state, arg, ref, row, V, live, inv_t)
-    if MARK is not None:
-        y, _ = capped(tl.load(Xrow + mark, mask=(mark >= 0) & (mark < columns), other=0.0), softcap)
-        write_mark(out, y, mark, row, V, live, shift, log_s, state.s1, inv_t, SECOND, K is None)
+    if LABEL is not None:
+        inside = (label >= 0) & (label < columns)
+        y, _ = capped(tl.load(Xrow + label, mask=inside, other=0.0), softcap)
+        write_label(out, y, label, row, V, live, shift, log_s, state.s1, inv_t, SECOND, K is None)
     if IDS is not None:
         write_ids(out, Xrow, None, IDS, row, V, K, live, shift, log_s, inv_t, softcap, BLOCK_K)
 

@@ -10,24 +10,24 @@ from .state import is_live
 
 
 @triton.jit
-def some_rows(MARK, start, N, ignore_index, BLOCK_N: tl.constexpr):
+def some_rows(LABEL, start, N, ignore_index, BLOCK_N: tl.constexpr):
     """A block of rows, which of them exist, and which of those count."""
     rows = start + tl.arange(0, BLOCK_N)
     mask = rows < N
-    if MARK is not None:
-        mark = tl.load(MARK + rows, mask=mask, other=0)
-        return rows, mask, mask & is_live(mark, ignore_index)
+    if LABEL is not None:
+        label = tl.load(LABEL + rows, mask=mask, other=0)
+        return rows, mask, mask & is_live(label, ignore_index)
     else:
         return rows, mask, mask
 
 
 @triton.jit(
     do_not_specialize=["N"],
-    do_not_specialize_on_alignment=["VALUE", "MARK", "WEIGHT", "MASS"],
+    do_not_specialize_on_alignment=["VALUE", "LABEL", "WEIGHT", "MASS"],
 )
 def _reduce_kernel(
     LOSS,  # output, a number
-    VALUE, MARK, WEIGHT, MASS,  # inputs
+    VALUE, LABEL, WEIGHT, MASS,  # inputs
     FACTOR,  # output, a number or one a row
     N, ignore_index,  # sizes, options
     MEAN: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -37,7 +37,7 @@ def _reduce_kernel(
     mass = tl.zeros((BLOCK_N,), tl.float32)
     count = tl.zeros((BLOCK_N,), tl.int32)
     for start in range(0, N, BLOCK_N):
-        rows, _, live = some_rows(MARK, start, N, ignore_index, BLOCK_N)
+        rows, _, live = some_rows(LABEL, start, N, ignore_index, BLOCK_N)
         if MEAN:
             if MASS is not None:
                 mass += tl.load(MASS + rows, mask=live, other=0.0)
@@ -60,7 +60,7 @@ def _reduce_kernel(
     if FACTOR is not None:
         if WEIGHT is not None:
             for start in range(0, N, BLOCK_N):
-                rows, mask, live = some_rows(MARK, start, N, ignore_index, BLOCK_N)
+                rows, mask, live = some_rows(LABEL, start, N, ignore_index, BLOCK_N)
                 weight = tl.load(WEIGHT + rows, mask=live, other=0.0).to(tl.float32)
                 tl.store(FACTOR + rows, share * weight, mask=mask)
         else:

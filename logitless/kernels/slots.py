@@ -36,7 +36,7 @@ from ..eager.slots import LOG_ROUNDING as LOG_ROUNDING_
 from ..eager.slots import RENORM_STUDENT, RENORM_TEACHER, at_the_ends
 from ..eager.slots import slots as slots_in_torch
 from . import config
-from .gradient import COEF_A, COEF_A_IDS, COEF_D_LABEL
+from .gradient import COEF_A, COEF_A_IDS, COEF_D_LOGPROB_T1
 from .launch import REMEMBERED, Launch
 from .numerics import INF, finite, load
 from .plain import COEF_WIDTH
@@ -139,11 +139,11 @@ def _row_weights(WEIGHT, row, live, kd_weight):
 @triton.jit(
     do_not_specialize=["N"],
     do_not_specialize_on_alignment=[
-        "STUDENT_TAIL", "TEACHER_TAIL", "WEIGHT", "LABEL", "MARK", "temperature",
+        "STUDENT_TAIL", "TEACHER_TAIL", "WEIGHT", "LOGPROB_T1", "LABEL", "temperature",
     ],
 )  # fmt: skip
 def _slots_kernel(
-    STUDENT, TEACHER, MASK, STUDENT_TAIL, TEACHER_TAIL, WEIGHT, LABEL, MARK,  # inputs
+    STUDENT, TEACHER, MASK, STUDENT_TAIL, TEACHER_TAIL, WEIGHT, LOGPROB_T1, LABEL,  # inputs
     VALUE, D_STUDENT, COEF,  # outputs
     temperature,  # of student logits, or None
     N, K, stride_sn, ignore_index, beta, kd_weight, ce_weight,  # sizes, options
@@ -156,7 +156,7 @@ def _slots_kernel(
     row, mask_r = first + r, r < N - first
     live_r = mask_r
     if ignore_index is not None:
-        live_r = mask_r & is_live(tl.load(MARK + row, mask=mask_r, other=0), ignore_index)
+        live_r = mask_r & is_live(tl.load(LABEL + row, mask=mask_r, other=0), ignore_index)
     inside = mask_r[:, None] & (k < K)[None, :]
     live = live_r[:, None] & (k < K)[None, :]
     own = live  # the student's slots
@@ -217,9 +217,9 @@ def _slots_kernel(
     if COEF is not None:
         tl.store(COEF + COEF_A, a, mask=mask_r)
     value = tl.where(live_r, value * weight, 0.0)
-    if LABEL is not None:
-        value -= ce_weight * load(LABEL, row, live_r)
-        tl.store(COEF + COEF_D_LABEL, tl.where(live_r, -ce_weight, 0.0), mask=mask_r)
+    if LOGPROB_T1 is not None:
+        value -= ce_weight * load(LOGPROB_T1, row, live_r)
+        tl.store(COEF + COEF_D_LOGPROB_T1, tl.where(live_r, -ce_weight, 0.0), mask=mask_r)
     tl.store(VALUE + row, value, mask=mask_r)
 
 
@@ -228,7 +228,7 @@ def slots(
     reading: Reading,
     given: Slots,
     tail: Tensor | None = None,  # (...), log mass of the student outside the slots
-    label: Tensor | None = None,  # (...), log p of the label at temperature 1
+    logprob_t1: Tensor | None = None,  # (...), log p of the label at temperature 1
     temperature: float | Tensor | None = None,  # of student logits; one for all or (...)
 ) -> tuple[Tensor, Coefficients]:
     """value (...), and the coefficients of its gradient, all fp32.
@@ -237,18 +237,18 @@ def slots(
     """
     shape = student.shape
     if shape[-1] > MAX_K or student.numel() == 0:
-        return slots_in_torch(student, reading, given, tail, label, temperature)
+        return slots_in_torch(student, reading, given, tail, logprob_t1, temperature)
     g = torch.empty_like(student, dtype=torch.float32, memory_format=torch.contiguous_format)
     stride = shape[-1]
     if not student.is_contiguous():
         student = student.reshape(-1, stride)
         student = student if student.stride(1) == 1 else student.contiguous()
         stride = student.stride(0)
-    mark = None if reading.ignore_index is None else reading.mark
-    label = label if given.ce_weight != 0 else None
+    label = None if reading.ignore_index is None else reading.label
+    logprob_t1 = logprob_t1 if given.ce_weight != 0 else None
     teacher, mask, *per_row = [
         t if t is None else t.contiguous()
-        for t in (given.teacher, given.mask, tail, given.tail, given.row_weight, label, mark)
+        for t in (given.teacher, given.mask, tail, given.tail, given.row_weight, logprob_t1, label)
     ]
     if mask is not None:
         mask = mask.view(torch.uint8)
@@ -288,7 +288,7 @@ def _plan(
     rows = max(1, WARP // block_k)
     over = {"gathered": "all"}.get(support, "counted") if support in RENORM_STUDENT else None
     has = () if over else ("a",) if no_tail else ("a", "a_ids")
-    has += ("label",) if ce_weight != 0 else ()
+    has += ("logprob_t1",) if ce_weight != 0 else ()
     divergence, blend = at_the_ends(divergence, beta)
     number = (None if temperature is None else float(temperature),) if one_temperature else ()
     launch = Launch(

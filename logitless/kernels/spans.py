@@ -1,6 +1,6 @@
 """The gradient where a row has several ids, or a label at a temperature of its own.
 
-One program a (row, span) writes the span and then rewrites the columns that mark and ids are at,
+One program a (row, span) writes the span and then rewrites the columns that label and ids are at,
 while their span is cached, so that a gradient is rounded once, after everything is added.
 """
 
@@ -24,14 +24,14 @@ from .gradient import (
     row_gain,
     row_terms,
     uses,
-    write_mark,
+    write_label,
     write_span,
 )
 from .launch import Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import INF, LOG2E, NO_ID, capped, inverse_temperature, load
 from .repeats import STATE_REPEATS
-from .state import LOG_S, LOG_S1, SHIFT, STATE_WIDTH, field, load_mark, pack_of
+from .state import LOG_S, LOG_S1, SHIFT, STATE_WIDTH, field, load_label, pack_of
 from .tail import STATE_TAIL, lift_of
 
 MAX_HELD = 512  # ids of a row that one program has in registers
@@ -54,9 +54,9 @@ class _Constants:
 
 
 @triton.constexpr_function
-def is_marked(has):
-    """Whether a loss has a gradient at the mark."""
-    return "mark" in has or "label" in has
+def at_label(has):
+    """Whether a loss has a gradient at the label."""
+    return "label" in has or "logprob_t1" in has
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def sums_of_same(IDS, G, ids, K):
 
 
 class _Row(NamedTuple):
-    """A row in memory, and what mark and ids add to its gradient."""
+    """A row in memory, and what label and ids add to its gradient."""
 
     X: tl.tensor
     W: tl.tensor  # or None
@@ -88,8 +88,8 @@ class _Row(NamedTuple):
     c0_ids: tl.tensor
     gain: tl.tensor  # of the ids' own gradients
     repeated: tl.tensor
-    mark: tl.tensor  # NO_ID if it is bad
-    g_mark: tl.tensor  # added at the mark, which may be among the ids
+    label: tl.tensor  # NO_ID if it is bad
+    g_label: tl.tensor  # added at the label, which may be among the ids
 
 
 @triton.jit
@@ -121,25 +121,25 @@ def _write_ids(row, x_held, terms, span, HAS: tl.constexpr, CONSTANTS: tl.conste
             if row.repeated:
                 g = sums_of_same(row.IDS, row.G_IDS, ids, row.K)
             dz += tl.where(terms.shift == INF, 0.0, g * row.gain)  # not in a row of -inf
-        if is_marked(HAS):
-            dz += tl.where(ids == row.mark, row.g_mark, 0.0)
+        if at_label(HAS):
+            dz += tl.where(ids == row.label, row.g_label, 0.0)
         tl.store(row.DX + ids, (dz * slope).to(row.DX.dtype.element_ty), mask=mine)
     return tl.max(bad, axis=0) > 0
 
 
 @triton.jit
 def _rewrite(
-    row, x_mark, x_held, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constexpr
+    row, x_label, x_held, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constexpr
 ):  # fmt: skip
     """Mark and ids of a span that is written; NaN all over it if one of them is bad."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     bad = False
-    if is_marked(HAS):
-        bad = row.mark == NO_ID
-        if in_span(row.mark, span, ALIGNED):
-            write_mark(x_mark, row.W, row.DX, row.mark, row.g_mark, terms, HAS)
+    if at_label(HAS):
+        bad = row.label == NO_ID
+        if in_span(row.label, span, ALIGNED):
+            write_label(x_label, row.W, row.DX, row.label, row.g_label, terms, HAS)
     if row.IDS is not None:
-        if is_marked(HAS):
+        if at_label(HAS):
             # Mark first: a slot with the same id holds the full sum and must overwrite it.
             tl.debug_barrier()
         bad = _write_ids(row, x_held, terms, span, HAS, CONSTANTS) | bad
@@ -152,25 +152,25 @@ def _rewrite(
 
 @triton.jit
 def _row_numbers(STATE, coefs, HAS: tl.constexpr):
-    """(shift, log s, d of the label, c_label, what the label takes from a) of a row."""
+    """(shift, log s, d of the label, c_logprob_t1, what the label takes from a) of a row."""
     shift, log_s = tl.load(STATE + SHIFT), tl.load(STATE + LOG_S)
     dead = log_s == -INF
-    d_label = tl.where(dead, 0.0, coefs.d_label)
+    d_logprob_t1 = tl.where(dead, 0.0, coefs.d_logprob_t1)
     if uses(HAS, "second"):
-        c_label = -d_label * tl.exp2(-tl.load(STATE + LOG_S1) * LOG2E)
-        return shift, log_s, d_label, tl.where(dead, 0.0, c_label), 0.0
+        c_logprob_t1 = -d_logprob_t1 * tl.exp2(-tl.load(STATE + LOG_S1) * LOG2E)
+        return shift, log_s, d_logprob_t1, tl.where(dead, 0.0, c_logprob_t1), 0.0
     else:
-        return shift, log_s, d_label, 0.0, d_label
+        return shift, log_s, d_logprob_t1, 0.0, d_logprob_t1
 
 
 @triton.jit(
     do_not_specialize=["rows_t", "lead", "start", "vocab"],
     do_not_specialize_on_alignment=[
-        "MARK", "IDS", "STATE", "COEF", "G_IDS", "UPSTREAM", "FACTOR", "temperature",
+        "LABEL", "IDS", "STATE", "COEF", "G_IDS", "UPSTREAM", "FACTOR", "temperature",
     ],
 )  # fmt: skip
 def _spans_kernel(
-    X, MARK, IDS, W, STATE, COEF, G_IDS, UPSTREAM, FACTOR,  # inputs
+    X, LABEL, IDS, W, STATE, COEF, G_IDS, UPSTREAM, FACTOR,  # inputs
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, K,  # sizes
@@ -178,7 +178,7 @@ def _spans_kernel(
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, span): its columns, then the mark and the ids that are there."""
+    """One program a (row, span): its columns, then the label and the ids that are there."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     HELD: tl.constexpr = field(CONSTANTS, "held")
@@ -197,9 +197,9 @@ def _spans_kernel(
     hi = tl.multiple_of(tl.minimum(lo + SPAN, body), PACK)
     span = Span(head, body, V, lo, hi)
 
-    mark = load_mark(MARK, row)
+    label = load_label(LABEL, row)
     if ignore_index is not None:
-        if mark == ignore_index:
+        if label == ignore_index:
             fill_span(DXrow, 0.0, span, PACK, ALIGNED, False, BLOCK_V)
             return
 
@@ -207,23 +207,23 @@ def _spans_kernel(
     gain = row_gain(UPSTREAM, FACTOR, row, field(CONSTANTS, "step_u"), field(CONSTANTS, "step_f"))
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
     STATE += row.to(tl.int64) * STATE_WIDTH
-    shift, log_s, d_label, c_label, taken = _row_numbers(STATE, coefs, HAS)
+    shift, log_s, d_logprob_t1, c_logprob_t1, taken = _row_numbers(STATE, coefs, HAS)
     lift = 0.0
     if uses(HAS, "a_ids"):
         c0_ids = c0_of(coefs.a_ids - taken, coefs.b, log_s, inv_t, HAS)
         lift = lift_of(tl.load(STATE + STATE_TAIL)) * LOG2E
         taken *= tl.exp2(lift)
     shift, c0, c1, g_c = row_terms(coefs, coefs.a - taken, shift, log_s, inv_t, HAS)
-    terms = Terms(shift, c0, c1, c_label, g_c, inv_t * LOG2E, lift, softcap)
+    terms = Terms(shift, c0, c1, c_logprob_t1, g_c, inv_t * LOG2E, lift, softcap)
     if not uses(HAS, "a_ids"):
         c0_ids = c0
-    g_mark = tl.where(log_s == -INF, 0.0, coefs.g_mark * inv_t) + d_label
+    g_label = tl.where(log_s == -INF, 0.0, coefs.g_label * inv_t) + d_logprob_t1
 
-    x_mark = tl.full((), 0.0, X.dtype.element_ty)
+    x_label = tl.full((), 0.0, X.dtype.element_ty)
     x_held = tl.zeros((BLOCK_K,), X.dtype.element_ty)
-    if is_marked(HAS):
-        mark = tl.where(is_class(mark, V, vocab), own_column(mark, start), NO_ID).to(tl.int32)
-        x_mark = tl.load(Xrow + mark, mask=in_span(mark, span, ALIGNED), other=0.0)
+    if at_label(HAS):
+        label = tl.where(is_class(label, V, vocab), own_column(label, start), NO_ID).to(tl.int32)
+        x_label = tl.load(Xrow + label, mask=in_span(label, span, ALIGNED), other=0.0)
     if IDS is not None:
         IDS += row.to(tl.int64) * K
         if HELD:
@@ -239,15 +239,15 @@ def _spans_kernel(
         G_IDS += row.to(tl.int64) * K
         repeated = tl.load(STATE + STATE_REPEATS) != 0
     _rewrite(
-        _Row(Xrow, W, DXrow, IDS, G_IDS, K, c0_ids, gain * inv_t, repeated, mark, g_mark),
-        x_mark, x_held, terms, span, HAS, CONSTANTS,
+        _Row(Xrow, W, DXrow, IDS, G_IDS, K, c0_ids, gain * inv_t, repeated, label, g_label),
+        x_label, x_held, terms, span, HAS, CONSTANTS,
     )  # fmt: skip
 
 
 def spans_launch(
     rows: Rows, d_rows: Rows, K: int, temperature: float | None, softcap: float | None,
     ignore_index: int | None, has: tuple[str, ...], steps: tuple[int, int, int],
-    part: tuple[int | None, int | None], held: bool, second: bool, cut: config.Config,
+    columns: tuple[int | None, int | None], held: bool, second: bool, cut: config.Config,
 ) -> Launch:  # fmt: skip
     span = config.ceil_div(cut.span, cut.block_v) * cut.block_v
     number = () if temperature is None else (temperature,)
@@ -256,7 +256,7 @@ def spans_launch(
         _spans_kernel, (rows.count * config.ceil_div(rows.vocab, span),),
         (
             *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab, K,
-            *part, softcap, ignore_index,
+            *columns, softcap, ignore_index,
         ),
         num_warps=cut.num_warps,
         CONSTANTS=_Constants(

@@ -61,10 +61,10 @@ def pack_of(P):
 
 
 @triton.jit
-def is_live(mark, ignore_index):
+def is_live(label, ignore_index):
     """Whether a row counts. An ignored row is read by no one."""
     if ignore_index is not None:
-        return mark != ignore_index
+        return label != ignore_index
     else:
         return True
 
@@ -168,9 +168,9 @@ def with_count(state, n):
 
 
 @triton.jit
-def load_mark(MARK, row):
-    """A row's mark; anything where it has none."""
-    if MARK is not None:
-        return tl.load(MARK + row)
+def load_label(LABEL, row):
+    """A row's label; anything where it has none."""
+    if LABEL is not None:
+        return tl.load(LABEL + row)
     else:
         return 0

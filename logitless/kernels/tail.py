@@ -20,7 +20,7 @@ from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, rows_of
 from .numerics import INF, LOG2E, NO_ID, capped, finite, inverse_temperature, load, move
 from .repeats import COMPARED, STATE_REPEATS, are_repeated, load_ids
-from .state import LOG_S, SHIFT, STATE_WIDTH, is_live, load_mark
+from .state import LOG_S, SHIFT, STATE_WIDTH, is_live, load_label
 
 STATE_TAIL = tl.constexpr(_contract.TAIL)
 ENOUGH = tl.constexpr(2.0**-6)  # of the mass: six bits may be lost
@@ -113,10 +113,10 @@ def _mass_inside(IDS, LOGPROB, K, V, repeated, BLOCK_K: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["rows_t"],
-    do_not_specialize_on_alignment=["MARK", "IDS", "LOGPROB", "temperature"],
+    do_not_specialize_on_alignment=["LABEL", "IDS", "LOGPROB", "temperature"],
 )
 def _tail_kernel(
-    X, MARK, IDS, LOGPROB,  # inputs
+    X, LABEL, IDS, LOGPROB,  # inputs
     STATE, SORTED, TAIL,  # STATE in and out; SORTED (N, K + 1), for rows that need it
     temperature,
     rows_t, stride_xb, stride_xt, V, K,  # sizes
@@ -127,7 +127,7 @@ def _tail_kernel(
     row = tl.program_id(0)
     STATE += row.to(tl.int64) * STATE_WIDTH
     if ignore_index is not None:
-        if not is_live(load_mark(MARK, row), ignore_index):
+        if not is_live(load_label(LABEL, row), ignore_index):
             tl.store(TAIL + row, 0.0)
             tl.store(STATE + STATE_TAIL, 0.0)
             tl.store(STATE + STATE_REPEATS, 0.0)
@@ -170,13 +170,13 @@ def write_tail(
     if tail.numel() == 0:
         return tail
     ordered = torch.empty((rows.count, K + 1), device=x.device, dtype=torch.int32)
-    mark = None if reading.ignore_index is None else reading.mark.contiguous()
+    label = None if reading.ignore_index is None else reading.label.contiguous()
     temperature = reading.row_temperature
     plan = _plan(
         rows, K, reading.temperature if temperature is None else None, reading.softcap,
         reading.ignore_index, config.backward(rows.vocab),
     )  # fmt: skip
-    tensors = (x, mark, reading.ids.contiguous(), logprob, state, ordered, tail)
+    tensors = (x, label, reading.ids.contiguous(), logprob, state, ordered, tail)
     if temperature is None:
         plan(*tensors)
     else:

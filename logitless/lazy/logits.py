@@ -106,7 +106,9 @@ class LazyLogits(Tensor):
         recipe = self.recipe
         if recipe.obstacle(softcap):
             return backend(self).topk(self.dense(), k, temperature, softcap)
-        reading = Reading(temperature=temperature).of_scaled(recipe.scale, recipe.cap or softcap)
+        reading = Reading(self.shape[-1], temperature=temperature).of_scaled(
+            recipe.scale, recipe.cap or softcap
+        )
         return Head(self).capture_topk(k, reading.temperature, reading.softcap)
 
     def as_teacher(self) -> "LinearLogits | Tensor":

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .. import contract
-from ..contract import Coefficients, Statistics, made_once
+from ..contract import Coefficients, made_once
 from ..core import call as _call
 from ..core.in_place import evaluate_in_place
 from ..core.loss import RowLoss, evaluate, rows_in
@@ -19,7 +19,7 @@ from .statistics import Read, row_stats
 @operator("plain", saved=2)
 @dataclass(eq=False)
 class Plain(RowLoss):
-    """Cross-entropy with a class a row, the mark."""
+    """Cross-entropy with a class a row, the label."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -28,17 +28,17 @@ class Plain(RowLoss):
     def is_nll(self) -> bool:
         return not self.label_smoothing and not self.z_loss and self.reading.class_weight is None
 
-    def settle(self, run, found, vocab):
+    def settle(self, run, found):
         state = found.state
         value, coefficients = found.nll, _of_nll[state.device, state.dtype]
         if not self.is_nll:
-            value, coefficients, _ = run.plain(
-                found, self.reading, vocab, self.label_smoothing, self.z_loss
+            value, coefficients = run.cross_entropy(
+                found, self.reading, self.label_smoothing, self.z_loss
             )
         return (value,), (state, coefficients.rows)
 
-    def coefficients(self, saved, upstream, vocab):
-        has = ("a", "mark", "total") if self.label_smoothing else ("a", "mark")
+    def coefficients(self, saved, upstream):
+        has = ("a", "label", "total") if self.label_smoothing else ("a", "label")
         return Coefficients(saved[1], has), upstream[0]
 
     def at_once(self, run, x, factor, into):
@@ -48,13 +48,12 @@ class Plain(RowLoss):
         # class weights are made in vain where one pass then cannot do it: for very long rows.)
         coefficients = _of_nll[x.device, torch.float32]
         if not self.is_nll:
-            coefficients, _ = self._before_reading(run, x.shape[-1], torch.float32)
+            coefficients = run.label_coefficients(self.reading, torch.float32)
         value = run.one_pass(x, self.reading, coefficients, factor, into)
         if value is None:
             return super().at_once(run, x, factor, into)
         if not self.is_nll:
-            found = Statistics(coefficients.rows, nll=value)
-            value, *_ = run.plain(found, self.reading, x.shape[-1], 0.0, 0.0)
+            value = run.weighted_nll(value, self.reading)
         return value, into, ()
 
     def mean_at_once(self, run, x, into):
@@ -64,16 +63,8 @@ class Plain(RowLoss):
         shares = run.one_pass(x, self.reading, coefficients, None, into, mean=True)
         return None if shares is None else shares.sum()
 
-    def mass(self, run, vocab, dtype):
-        if self.reading.class_weight is None:
-            return None
-        return self._before_reading(run, vocab, dtype)[1]
-
-    def _before_reading(self, run, vocab: int, dtype: torch.dtype):
-        """Coefficients of a loss linear in log p, and the rows' mass: no logits needed."""
-        state = torch.empty(0, dtype=dtype, device=self.reading.mark.device)
-        _, *found = run.plain(Statistics(state), self.reading, vocab, 0.0, 0.0)
-        return found
+    def mass(self, run, dtype):
+        return None if self.reading.class_weight is None else run.label_mass(self.reading, dtype)
 
     def shapes(self, x):
         rows = rows_in(x.shape[:-1])
@@ -83,10 +74,10 @@ class Plain(RowLoss):
 
 @made_once
 def _of_nll(device: torch.device, dtype: torch.dtype) -> Coefficients:
-    """d nll / dz_i = p_i - [i = mark], the same for all rows."""
+    """d nll / dz_i = p_i - [i = label], the same for all rows."""
     rows = torch.zeros((1, contract.COEFFICIENTS), device=device, dtype=dtype)
-    rows[0, contract.A], rows[0, contract.G_MARK] = 1.0, -1.0
-    return Coefficients(rows, ("a", "mark"))
+    rows[0, contract.A], rows[0, contract.G_LABEL] = 1.0, -1.0
+    return Coefficients(rows, ("a", "label"))
 
 
 class Scores(NamedTuple):
@@ -125,7 +116,7 @@ def token_logprobs(
     ids = _call.as_ids(ids)
     one = ids.dim() < len(logits.shape)
     reading = _call.reading_of(
-        logits, temperature, softcap, mark=ids if one else None, ids=None if one else ids,
+        logits, temperature, softcap, label=ids if one else None, ids=None if one else ids,
         wants=("logprob",),
     )  # fmt: skip
     return evaluate(logits, Read(reading))[0]
@@ -161,7 +152,7 @@ def score(
     """
     _call.once(_call.score, logits, target, temperature, softcap, ignore_index)
     reading = _call.reading_of(
-        logits, temperature, softcap, mark=_call.as_ids(target, ignore_index),
+        logits, temperature, softcap, label=_call.as_ids(target, ignore_index),
         ignore_index=ignore_index, wants=Scores._fields,
     )  # fmt: skip
     return Scores(*evaluate(logits, Read(reading, "target")))
@@ -218,7 +209,7 @@ def cross_entropy(
     if z_loss:
         wants += ("lse",)
     reading = _call.reading_of(
-        logits, temperature, softcap, mark=_call.as_ids(target, ignore_index),
+        logits, temperature, softcap, label=_call.as_ids(target, ignore_index),
         class_weight=weight, ignore_index=ignore_index, wants=wants,
     )  # fmt: skip
     loss = Plain(reading, float(label_smoothing), float(z_loss))

@@ -33,14 +33,14 @@ class Dense(RowLoss):
 
     @property
     def tensors(self):
-        return *self.reading[:4], self.pair.teacher
+        return *super().tensors, self.pair.teacher
 
     def with_tensors(self, tensors, **changed):
         pair = self.pair._replace(teacher=tensors[4])
         return super().with_tensors(tensors, pair=pair, **changed)
 
     def with_columns(self, cut):
-        return self.with_tensors((*self.reading[:4], cut(self.pair.teacher)))
+        return self.with_tensors((*super().tensors, cut(self.pair.teacher)))
 
     def of_scaled(self, scale, softcap):
         loss = super().of_scaled(scale, softcap)
@@ -170,10 +170,10 @@ def _compared(
     )  # fmt: skip
     if kind == "jsd" and blend in (0, 1):
         kind = "reverse" if blend else "forward"
-    mark = _call.as_mark(mask)
+    label = _call.as_label(mask)
     reading = _call.reading_of(
-        student, temperature, softcap, mark=mark, class_weight=weight,
-        ignore_index=None if mark is None else 0,
+        student, temperature, softcap, label=label, class_weight=weight,
+        ignore_index=None if label is None else 0,
     )  # fmt: skip
     by_row, squared = reading.squared(PRECISION[student.dtype]) if t_squared else (None, 1.0)
     if by_row is not None:

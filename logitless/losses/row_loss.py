@@ -77,7 +77,7 @@ class Formula(RowLoss):
         """One number a row that counts, (...), 0 for the others."""
         ignored = None
         if self.reading.ignore_index is not None:
-            ignored = (self.reading.mark == self.reading.ignore_index).reshape(-1)
+            ignored = (self.reading.label == self.reading.ignore_index).reshape(-1)
         flat = {name: flat_rows(t, lead) for name, t in statistics.items()}
         beside = [_constant_where(ignored, flat_rows(t, lead)) for t in rows]
         value = self.function(RowStats(**flat), *beside)
@@ -88,7 +88,7 @@ class Formula(RowLoss):
             value = torch.where(ignored, 0.0, value)
         return value.view(lead).to(dtype)
 
-    def settle(self, run, found, vocab):
+    def settle(self, run, found):
         wants = self.reading.wants
         lse = found.lse  # which is always read
         with torch.enable_grad():
@@ -105,17 +105,17 @@ class Formula(RowLoss):
         each = iter(got)
         d = [next(each) if t.requires_grad else None for t in (*leaves, *rows)]
         upstream = dict(zip(wants, d, strict=False))
-        coefficients = coefficients_of(self.reading, found.state, upstream, vocab)
+        coefficients = coefficients_of(self.reading, found.state, upstream)
         saved = (found.state, coefficients.rows, coefficients.ids, *d[len(leaves) :])
         # Cloned, for it may be one of the user's own tensors.
         return (value.detach().clone(),), saved
 
-    def coefficients(self, saved, upstream, vocab):
+    def coefficients(self, saved, upstream):
         return Coefficients(saved[1], fields_of(self.reading), saved[2]), upstream[0]
 
     @property
     def tensors(self):
-        return *self.reading[:4], *self.others
+        return *super().tensors, *self.others
 
     def with_tensors(self, tensors, **changed):
         return super().with_tensors(tensors, others=tuple(tensors[4:]), **changed)
@@ -129,7 +129,7 @@ class Formula(RowLoss):
     def d_others(self, saved, scale):
         reading, ignored = self.reading, None
         if reading.ignore_index is not None:
-            ignored = (reading.mark == reading.ignore_index).reshape(-1)
+            ignored = (reading.label == reading.ignore_index).reshape(-1)
         return tuple(
             None if d is None else _times_rows(d, scale, ignored).to(t.dtype)
             for d, t in zip(saved[3:], self.others, strict=True)

@@ -34,21 +34,21 @@ class Sparse(RowLoss):
     def names(self):
         return "labels", "targets.ids"
 
-    def settle(self, run, found, vocab):
+    def settle(self, run, found):
         value, coefficients = run.slots(
-            found.logprob, self.reading, self.slots, found.tail, found.label
+            found.logprob, self.reading, self.slots, found.tail, found.logprob_t1
         )
         return (value,), (found.state, coefficients.rows, coefficients.ids)
 
-    def coefficients(self, saved, upstream, vocab):
+    def coefficients(self, saved, upstream):
         has = () if self.slots.support == "renorm" else ("a",)
         has += ("a_ids",) if self.slots.support == "tail" else ()
-        has += ("label",) if self.slots.ce_weight else ()
+        has += ("logprob_t1",) if self.slots.ce_weight else ()
         return Coefficients(saved[1], has, saved[2]), upstream[0]
 
     @property
     def tensors(self):
-        return *self.reading[:4], *self.slots[:4]
+        return *super().tensors, *self.slots[:4]
 
     def with_tensors(self, tensors, **changed):
         slots = self.slots._make((*tensors[4:8], *self.slots[4:]))
@@ -218,9 +218,9 @@ def topk_distill(
     only_ids = support == "renorm" and not with_ce
     wants = () if only_ids else ("logprob",)
     wants += ("tail",) if support == "tail" else ()
-    wants += ("label",) if with_ce else ()
+    wants += ("logprob_t1",) if with_ce else ()
     reading = _call.reading_of(
-        logits, temperature, softcap, mark=label, ids=ids,
+        logits, temperature, softcap, label=label, ids=ids,
         ignore_index=None if label is None else ignore_index, wants=wants,
     )  # fmt: skip
     by_row, number = reading.squared(PRECISION[logits.dtype]) if t_squared else (None, 1.0)

@@ -80,19 +80,19 @@ class Read(RowLoss):
 
     several: ClassVar[bool] = True
 
-    mark_name: str = "ids"  # what users call the mark
+    label_name: str = "ids"  # what users call the label
 
     @property
     def names(self):
-        return self.mark_name, "ids"
+        return self.label_name, "ids"
 
-    def settle(self, run, found, vocab):
+    def settle(self, run, found):
         return tuple(getattr(found, name) for name in self.reading.wants), (found.state,)
 
-    def coefficients(self, saved, upstream, vocab):
+    def coefficients(self, saved, upstream):
         state = saved[0]
         given = dict(zip(self.reading.wants, upstream, strict=True))
-        found = coefficients_of(self.reading, state, given, vocab)
+        found = coefficients_of(self.reading, state, given)
         return found, one[state.device, state.dtype]
 
     def shapes(self, x):
@@ -105,9 +105,9 @@ class Read(RowLoss):
 # Which coefficients the gradient of a statistic needs.
 _FIELDS_OF = {
     "lse": ("a",),
-    "picked": ("mark",),
-    "logprob": ("a", "mark"),
-    "nll": ("a", "mark"),
+    "picked": ("label",),
+    "logprob": ("a", "label"),
+    "nll": ("a", "label"),
     "entropy": ("a", "b"),
     "total": ("total",),
     "log_total": ("a", "total"),
@@ -118,12 +118,12 @@ def fields_of(reading: Reading) -> tuple[str, ...]:
     """Which coefficients the statistics that are read need between them."""
     used = {field for name in reading.wants for field in _FIELDS_OF.get(name, ())}
     if reading.ids is not None:
-        used.discard("mark")
+        used.discard("label")
     return tuple(field for field in contract.FIELDS if field in used)
 
 
 def coefficients_of(
-    reading: Reading, state: Tensor, upstream: dict[str, Tensor | None], vocab: int
+    reading: Reading, state: Tensor, upstream: dict[str, Tensor | None]
 ) -> Coefficients:
     """Of the one backward, from the gradients of the statistics."""
     zero = torch.zeros_like(state[:, 0])
@@ -146,7 +146,7 @@ def coefficients_of(
         if name == "lse":
             rows[contract.A] = rows[contract.A] + d
         elif name in ("picked", "logprob", "nll"):
-            rows[contract.G_MARK] = rows[contract.G_MARK] + d
+            rows[contract.G_LABEL] = rows[contract.G_LABEL] + d
         elif name == "entropy":  # dH/dz_i = -p_i (log p_i + H)
             rows[contract.B] = -d
             rows[contract.A] = rows[contract.A] - d * state[:, contract.ENTROPY]
@@ -156,7 +156,7 @@ def coefficients_of(
             rows[contract.A] = rows[contract.A] - d
         elif name == "log_total":
             v = reading.class_weight
-            n = vocab if v is None else v.to(d.dtype).sum()
+            n = reading.vocab if v is None else v.to(d.dtype).sum()
             rows[contract.A] = rows[contract.A] - d * n
     return Coefficients(torch.stack(rows, 1), fields_of(reading), ids)
 
@@ -195,18 +195,18 @@ def row_stats(
 def stats_reading(
     logits, ids, temperature, softcap, ignore_index, entropy, total, argmax
 ) -> Reading:
-    """One id a row is its mark; of several, the first marks the rows to ignore."""
+    """One id a row is its label; of several, the first labels the rows to ignore."""
     asked = {"entropy": entropy, "total": total, "argmax": argmax}
     wants = ["lse", *(name for name, wanted in asked.items() if wanted)]
-    mark = None
+    label = None
     if ids is not None:
         wants += ["picked", "logprob"]
         ids = _call.as_ids(ids, ignore_index)
         if ids.dim() < len(logits.shape):
-            mark, ids = ids, None
+            label, ids = ids, None
         elif ignore_index is not None:
-            mark = ids[..., 0].contiguous()
+            label = ids[..., 0].contiguous()
     return _call.reading_of(
-        logits, temperature, softcap, mark=mark, ids=ids,
-        ignore_index=ignore_index if mark is not None else None, wants=tuple(wants),
+        logits, temperature, softcap, label=label, ids=ids,
+        ignore_index=ignore_index if label is not None else None, wants=tuple(wants),
     )  # fmt: skip

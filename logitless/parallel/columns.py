@@ -59,29 +59,23 @@ class Columns:
             return OwnRows(self.add_up_slices, total, chunks)
         return None
 
-    def plain(self, statistics: Statistics, reading: Reading, vocab: int, *options):
-        return self.run.plain(statistics, reading, self.vocab, *options)
-
     def read(self, x: Tensor, reading: Reading) -> Statistics:
         """The statistics of whole rows, of x (..., width) and all other columns."""
         lead, wants = x.shape[:-1], reading.wants
         part = self.partial(x, reading)
         if "tail" not in wants:
-            return self.finish(part, reading, self.vocab, lead)
+            return self.finish(part, reading, lead)
         whole, tails = self._joined(part, reading, self._tail(x, reading, part))
         without = reading._replace(wants=tuple(name for name in wants if name != "tail"))
-        found = self.run.finish(whole, without, self.vocab, lead)
+        found = self.run.finish(whole, without, lead)
         tail = self._joined_tail(tails, reading, found)
         found.state[:, contract.TAIL] = tail
         return found._replace(tail=tail.view(lead).clone())
 
-    def finish(self, part: Partials, reading: Reading, vocab: int, shape=None) -> Statistics:
-        """The statistics of whole rows, of what is here and elsewhere.
-
-        `vocab` is ignored: it is that of all ranks.
-        """
+    def finish(self, part: Partials, reading: Reading, shape=None) -> Statistics:
+        """The statistics of whole rows, of what is here and elsewhere."""
         whole, _ = self._joined(part, reading)
-        return self.run.finish(whole, reading, self.vocab, shape)
+        return self.run.finish(whole, reading, shape)
 
     def _joined(
         self, part: Partials, reading: Reading, more: Tensor | None = None
@@ -98,14 +92,14 @@ class Columns:
         return Partials(state.transpose(0, 1), picked), rest[..., K:]
 
     def gradient(
-        self, x, reading, state, coefficients, upstream, factor=None, into=None, part=(0, 0)
+        self, x, reading, state, coefficients, upstream, factor=None, into=None, start=0
     ) -> Tensor:
-        """The gradient of these columns, or of some from part[0] on. Nothing is joined."""
+        """The gradient of these columns, or of some from `start` on. Nothing is joined."""
         if x.shape[-1] == 0:
             return torch.empty_like(x) if into is None else into
         # Without "tail", for the kernels look for repeated ids then: the state tells of none.
-        reading, part = reading._replace(wants=()), (self.start + part[0], self.vocab)
-        return self.run.gradient(x, reading, state, coefficients, upstream, factor, into, part)
+        reading, start = reading._replace(wants=()), self.start + (start or 0)
+        return self.run.gradient(x, reading, state, coefficients, upstream, factor, into, start)
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
         """y at reading.ids of whole rows, (..., K)."""
@@ -192,12 +186,12 @@ class Columns:
         return ids.view(*lead, k), logprobs.view(*lead, k), tail.view(lead)
 
     def here(self, reading: Reading) -> Reading:
-        """The same reading with ids and class weights of these columns. Its mark stays."""
+        """The same reading with ids and class weights of these columns. Its label stays."""
         weight = reading.class_weight
         if weight is not None:
             weight = weight[self.start : self.start + self.width]
         ids = None if reading.ids is None else self._columns(reading.ids)
-        return reading._replace(ids=ids, class_weight=weight)
+        return reading._replace(vocab=self.width, ids=ids, class_weight=weight)
 
     def _columns(self, ids: Tensor) -> Tensor:
         """ids of the vocabulary as columns here; NO_ID of those elsewhere, BAD of those nowhere."""
@@ -205,10 +199,10 @@ class Columns:
         elsewhere = ((ids >= 0) & (ids < self.vocab)) | (ids == NO_ID)
         return torch.where((at >= 0) & (at < self.width), at, torch.where(elsewhere, NO_ID, BAD))
 
-    def partial(self, x: Tensor, reading: Reading, start: int = 0, vocab: int = 0) -> Partials:
-        """Of these columns, or of some from `start` on; `vocab` is ignored."""
+    def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
+        """Of these columns, or of some from `start` on."""
         if x.shape[-1]:
-            return self.run.partial(x, reading, self.start + start, self.vocab)
+            return self.run.partial(x, reading, self.start + start)
         rows, dtype = x.shape[:-1].numel(), PRECISION[x.dtype]
         state = torch.zeros((rows, 1, contract.PART), device=x.device, dtype=dtype)
         state[..., contract.M], state[..., contract.ARG] = -torch.inf, torch.inf
@@ -226,7 +220,7 @@ class Columns:
             empty[:, 0], empty[:, 1] = 0, -torch.inf
             return empty
         here = self.here(reading)._replace(wants=("logprob",))
-        found = self.run.finish(part, here, self.width, x.shape[:-1])
+        found = self.run.finish(part, here, x.shape[:-1])
         log_s = found.state[:, contract.LOG_S]
         tail = self.run.outside(x, here, found).view(-1) + log_s
         tail = torch.where(log_s == -torch.inf, -torch.inf, tail)

@@ -56,7 +56,7 @@ def evaluated(evaluate: Callable, x, loss: RowLoss, reduction: str, row_weight: 
                 return t
             return source_of(t) if isinstance(here, VocabShard) else t.full_tensor()
 
-        tensors = [*map(_whole, loss.tensors[:4]), *loss.tensors[4:]]
+        tensors = [t if i > 3 else _whole(t) for i, t in enumerate(loss.tensors)]
         own = loss.with_tensors(tensors).with_columns(teacher_of)
         return evaluate(here, own, reduction, _whole(row_weight))
 

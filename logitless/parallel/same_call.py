@@ -49,7 +49,8 @@ def of_shard(source: Any, start: Any, vocab: Any, sequence_parallel: bool) -> st
 
 def of_loss(shard, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> str:
     options = {name: _of_option(value) for name, value in vars(loss).items() if name != "reading"}
-    how = (*loss.reading[4:], reduction, options, torch.is_grad_enabled())
+    numbers = [value for value in loss.reading if not isinstance(value, Tensor)]
+    how = (*numbers, reduction, options, torch.is_grad_enabled())
     given = [_of_tensor(t) for t in (*loss.tensors, row_weight)]
     return f"{type(loss).__name__} of {_of_logits(shard)}, tensors {given}, options {how}"
 

@@ -355,7 +355,7 @@ def _evaluate(shard: VocabShard, loss: RowLoss, reduction: str, row_weight: Tens
         shard = shard.over(shard.source.materialize())
     loss = shard.checked(loss, reduction, row_weight)
     if isinstance(shard.source, Tensor):
-        return evaluate_on(shard.columns(), shard.source, shard.vocab, loss, reduction, row_weight)
+        return evaluate_on(shard.columns(), shard.source, loss, reduction, row_weight)
     return shard.head().evaluate(loss, reduction, row_weight)
 
 
