@@ -151,10 +151,10 @@ def summary(logits: Run, heads: Run) -> str:
         if ours is None:
             untried.append(sizes(shape))
         elif liger.ms < ours.ms:
-            notes.append(f"In its own memory Liger is faster at {sizes(shape)}.")
+            notes.append(f"In about the same memory, Liger is faster at {sizes(shape)}.")
     if untried:
         notes += [
-            f"Not measured in Liger's memory in this run: {', '.join(untried)};",
+            f"Not measured in Liger's memory in this run: {', '.join(untried)}.",
             "[docs/heads.md]({up}docs/heads.md) has newer times against memory, ours and Liger's.",
         ]
     small = logits.cells(NAMES, "extra_mib", **PLAIN_LOGITS, shape=SMALL, mode=Mode.WALL)
@@ -233,7 +233,9 @@ def cross_entropy(run: Run) -> Rows:
 def small_calls(run: Run) -> Rows:
     """Where launch overhead dominates: the host's time counts."""
     ours = run.all(**PLAIN_LOGITS, mode=Mode.WALL, contender=OURS)
-    return [{"ms": sizes(r.shape), **run.cells(ON_LOGITS, name=r.name)} for r in ours]
+    return [
+        {"rows × vocabulary": sizes(r.shape), **run.cells(ON_LOGITS, name=r.name)} for r in ours
+    ]
 
 
 def teachers(run: Run) -> Rows:
@@ -255,7 +257,7 @@ def targets(*runs: Run) -> str:
         for r in missed:
             time = f"{time_text(r.ms)}, {number(r.spare_mib, '.0f')} MiB"
             allowed = time_text(r.limit_ms)
-            rows.append({"missed": where(r), "target": r.target, "that is": allowed, "ours": time})
+            rows.append({"missed": where(r), "target": r.target, "limit": allowed, "ours": time})
     missed = table(rows or [{"missed": "none"}])
     return f"Reached: {', '.join(counts)}.\n\n{missed}\n\n{origin(*runs)}"
 
