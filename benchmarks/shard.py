@@ -22,7 +22,7 @@ from torch import Tensor
 import logitless as ll
 from logitless.cli.clocks import wall_times
 from logitless.cli.scale import GPUS, cost
-from logitless.parallel.shard import Alone
+from logitless.parallel.ranks import Alone
 
 RANKS = 8
 

@@ -5,24 +5,26 @@ from typing import TYPE_CHECKING
 
 from . import nn
 from .core.call import impl
-from .heads import operators as _head_ops  # noqa: F401  which registers operators
 from .heads.linear import LinearLogits
 from .lazy.fuse import fuse, lazy_logits, unfuse
-from .losses.cross_entropy import (
-    Scores,
-    cross_entropy,
-    entropy,
-    linear_cross_entropy,
-    logsumexp,
-    score,
-    token_logprobs,
-)
+from .losses.cross_entropy import cross_entropy, linear_cross_entropy
 from .losses.dense_teacher import jsd, kl_div, soft_cross_entropy
 from .losses.row_loss import row_loss
 from .losses.sparse_teacher import capture_topk, gathered_kl, topk_distill
-from .losses.statistics import Partial, RowStats, merge, partial, row_stats
-from .parallel import dtensor as _dtensor  # noqa: F401  which says what DTensors are
-from .parallel.shard import VocabShard, global_mean
+from .losses.statistics import (
+    Partial,
+    RowStats,
+    Scores,
+    entropy,
+    logsumexp,
+    merge,
+    partial,
+    row_stats,
+    score,
+    token_logprobs,
+)
+from .parallel.mean import global_mean
+from .parallel.shard import VocabShard
 from .targets.sparse import SparseTargets
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from .lazy.fuse import head_logits
 from .losses import cross_entropy as losses
 from .losses import dense_teacher as pair
 from .losses import sparse_teacher as distill
+from .losses import statistics
 
 
 class _Reads(nn.Module):
@@ -39,21 +40,21 @@ class LogSumExp(_Reads):
     """`logitless.logsumexp` as a module."""
 
     def forward(self, logits: Tensor) -> Tensor:
-        return losses.logsumexp(logits, **self._how())
+        return statistics.logsumexp(logits, **self._how())
 
 
 class Entropy(_Reads):
     """`logitless.entropy` as a module."""
 
     def forward(self, logits: Tensor) -> Tensor:
-        return losses.entropy(logits, **self._how())
+        return statistics.entropy(logits, **self._how())
 
 
 class TokenLogprobs(_Reads):
     """`logitless.token_logprobs` as a module."""
 
     def forward(self, logits: Tensor, ids: Tensor) -> Tensor:
-        return losses.token_logprobs(logits, ids, **self._how())
+        return statistics.token_logprobs(logits, ids, **self._how())
 
 
 class Score(_Reads):
@@ -68,8 +69,8 @@ class Score(_Reads):
     def _how(self) -> dict:
         return {"ignore_index": self.ignore_index, **super()._how()}
 
-    def forward(self, logits: Tensor, target: Tensor) -> losses.Scores:
-        return losses.score(logits, target, **self._how())
+    def forward(self, logits: Tensor, target: Tensor) -> statistics.Scores:
+        return statistics.score(logits, target, **self._how())
 
 
 class CrossEntropyLoss(_Reads):

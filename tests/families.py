@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import logitless as ll
 from logitless.lazy import logits as lazy
-from logitless.lazy.fuse import plain_head
+from logitless.lazy.fuse import linear_head
 from logitless.lazy.logits import LazyLogits
 
 PAGE = Path(__file__).parent.parent / "docs/fuse.md"
@@ -119,7 +119,11 @@ def checked(name: str) -> Outcome:
         return Outcome("wrong", "generates something else")
     made = [re.search("materialised by ([^;]+)", str(w.message)) for w in seen]
     by = sorted({m[1] for m in made if m})
-    if by or not logits or any(type(z) is not LazyLogits or z.made is not None for z in logits):
+    if (
+        by
+        or not logits
+        or any(type(z) is not LazyLogits or z.dense_values is not None for z in logits)
+    ):
         return Outcome("materialised", ", ".join(by) or "the head is not called")
     return Outcome("fused", "" if torch.is_tensor(said) else f"does not generate: {said}")
 
@@ -127,7 +131,7 @@ def checked(name: str) -> Outcome:
 def kept_logits(model: nn.Module) -> list:
     """What the head returns from now on."""
     found = []
-    plain_head(model, None).register_forward_hook(
+    linear_head(model, None).register_forward_hook(
         lambda head, given, z: found.append(z) if torch.is_grad_enabled() else None
     )
     return found

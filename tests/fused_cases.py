@@ -83,7 +83,7 @@ def trained(way: str, shape: tuple[int, ...], tokens_cut: bool) -> float:
         if tokens_cut:
             hidden = hidden.chunk(mesh.size())[mesh.get_local_rank()]
         z = one[2](hidden)
-        assert type(z.recipe.hidden) is Tensor  # and no longer on its way from other ranks
+        assert type(z.recipe.head.hidden) is Tensor  # and no longer on its way from other ranks
         loss_of(z, target, way, mesh).backward()
         if tokens_cut:  # each rank's tokens gave the body its part of the gradient
             for p in one[0].parameters():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.parallel.shard import Ranks
+from logitless.parallel.ranks import Ranks
 
 
 class _World:
@@ -53,12 +53,12 @@ class Simulated(Ranks):
     def gather(self, t: Tensor) -> Tensor:
         return self.exchange("gather", t) if t.numel() else t.new_empty((self.count, *t.shape))
 
-    def add_up(self, t: Tensor):
-        t.copy_(self.exchange("add up", t).sum(0))
+    def all_reduce(self, t: Tensor):
+        t.copy_(self.exchange("all_reduce", t).sum(0))
         return SimpleNamespace(wait=lambda: None)
 
-    def add_up_slices(self, t: Tensor):
-        own = self.exchange("add up slices", t).sum(0).chunk(self.count)[self.index]
+    def reduce_scatter(self, t: Tensor):
+        own = self.exchange("reduce_scatter", t).sum(0).chunk(self.count)[self.index]
         return SimpleNamespace(wait=lambda: own)
 
 

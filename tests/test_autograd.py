@@ -185,7 +185,7 @@ def test_small_logits_have_their_gradient_made_in_forward(
     options, strided, impl, device, monkeypatch
 ):
     """The same gradient, rounded once, for any upstream; also a second time."""
-    from logitless.core import loss as _loss
+    from logitless.core import evaluate
 
     x = torch.randn(2, 3, 2, 37, device=device).bfloat16()
     x = x.permute(2, 1, 0, 3) if strided else x  # rows of three strides
@@ -195,7 +195,7 @@ def test_small_logits_have_their_gradient_made_in_forward(
     options = {name: tensors.get(name, value) for name, value in options.items()}
     grads = []
     for at_once, logits in ((False, x), (True, x), (True, x.contiguous())):
-        monkeypatch.setattr(_loss, "on_gpu", lambda x, at_once=at_once: at_once)
+        monkeypatch.setattr(evaluate, "on_gpu", lambda x, at_once=at_once: at_once)
         leaf = logits.detach().requires_grad_()
         loss = ll.cross_entropy(leaf, target, **options)
         (once,) = torch.autograd.grad(loss * 0.3, leaf, retain_graph=True)

@@ -471,14 +471,14 @@ class TestCheck:
         if value is not None:
             monkeypatch.setenv("LOGITLESS_CHECK", value)
         ids = torch.tensor([0, 7]).as_subclass(self.Elsewhere)
-        assert not _call.looks_at(ids)
+        assert not _call.reads_values(ids)
 
     @pytest.mark.parametrize("value", ["1", "yes"])
     def test_a_gpu_is_asked_on_request(self, value, monkeypatch):
         monkeypatch.setenv("LOGITLESS_CHECK", value)
         ids = torch.tensor([0, 7]).as_subclass(self.Elsewhere)
         with refuses(IndexError, "ids must be in [0, 5), got 7 at row 1."):
-            assert _call.looks_at(ids)
+            assert _call.reads_values(ids)
             _checks.in_range(ids, 5, None, "ids", None)
 
     @pytest.mark.parametrize("value", ["0", "1"])

@@ -220,7 +220,7 @@ def test_sums_in_the_weights_dtype(shape):
     for accumulate in ("auto", "weight"):
         h, w = (torch.empty(n, width, device="meta", dtype=torch.bfloat16) for n in (rows, vocab))
         head = ll.LinearLogits(h, w, workspace=128 * MIB, accumulate=accumulate)
-        cuts.append(choose(head.work(True, gemms=1, sums=True, keeps=True), 128 * MIB, "cuda"))
+        cuts.append(choose(head.head.work(True, gemms=1, sums=True, keeps=True), 128 * MIB, "cuda"))
     by_columns, by_rows = cuts
     assert by_columns.columns is not None
     assert by_rows.columns is None

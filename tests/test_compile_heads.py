@@ -8,7 +8,7 @@ from torch.autograd import grad
 
 import logitless as ll
 from logitless.heads import chunks as _chunks
-from logitless.heads import operators as _head_ops
+from logitless.heads import linear, operators
 
 D, V = 4, 11
 
@@ -118,7 +118,7 @@ def assert_compiled_is_plain(name, device):
 )
 def test_opcheck(name, device, monkeypatch):
     """Schema, fakes, autograd registration and AOT dispatch with dynamic shapes."""
-    monkeypatch.setattr(ll.LinearLogits, "evaluate", _head_ops.evaluate)
+    monkeypatch.setattr(linear, "evaluate_head", operators.evaluate_compiled)
     *leaves, target = parts(device)
     with Calls() as forward:
         value = LOSSES[name](*leaves, target)

@@ -7,7 +7,9 @@ import torch
 
 import logitless as ll
 from logitless.contract import COEFFICIENTS, G_LABEL, LOG_S, A, Coefficients, Reading
-from logitless.core.loss import RowLoss, evaluate
+from logitless.core.evaluate import evaluate
+from logitless.core.loss import RowLoss
+from logitless.core.source import Source
 
 N, V, D = 6, 37, 5
 
@@ -25,8 +27,8 @@ def focal_loss(logits, target, gamma, **options):
 class TopLogprob(RowLoss):
     """A statistic that a row's state already tells: log p of its largest logit is -log s."""
 
-    def forward(self, run, x):
-        found = run.read(x, self.reading)
+    def forward(self, backend, x):
+        found = backend.read(x, self.reading)
         rows = torch.zeros(
             (len(found.state), COEFFICIENTS), dtype=found.state.dtype, device=x.device
         )
@@ -34,18 +36,18 @@ class TopLogprob(RowLoss):
         value = -found.state[:, LOG_S].view(x.shape[:-1])
         return (value.clone(),), (found.state, rows, found.argmax)
 
-    def backward(self, run, x, saved, upstream, factor=None, into=None):
+    def backward(self, backend, x, saved, upstream, factor=None, into=None):
         state, rows, argmax = saved
         reading = self.reading._replace(label=argmax)
         coefficients = Coefficients(rows, ("a", "label"))
-        return run.gradient(x, reading, state, coefficients, upstream[0], factor, into)
+        return backend.gradient(x, reading, state, coefficients, upstream[0], factor, into)
 
 
 def top_logprob(logits, reduction="none"):
     return evaluate(logits, TopLogprob(Reading(logits.shape[-1], wants=("argmax",))), reduction)
 
 
-class Stacked:
+class Stacked(Source):
     """A source: the rows of several tensors of logits, one after another, that are never joined."""
 
     def __init__(self, *parts):
@@ -63,12 +65,10 @@ class Stacked:
         results, start = [], 0
         for part in self.parts:
             rows, start = slice(start, start + len(part)), start + len(part)
-            results.append(evaluate(part, loss.take(rows, self.shape[:-1])))
-        if loss.several:
+            results.append(evaluate(part, loss.rows(rows, self.shape[:-1])))
+        if loss.multiple_outputs:
             return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
-        from logitless.core.loss import reduced
-
-        return reduced(torch.cat(results), loss.reading, row_weight, None, reduction)
+        return loss.reduce(torch.cat(results), reduction, row_weight)
 
 
 @pytest.fixture
@@ -122,10 +122,11 @@ def test_a_statistic(logits, impl, device):
 
 def test_a_source(logits, target, impl):
     parts = [part.clone().requires_grad_() for part in logits.split([1, 3, 2])]
-    teacher = torch.randn_like(logits)
+    teacher, weight = torch.randn_like(logits), torch.rand(V, device=logits.device)
     targets = ll.capture_topk(teacher, 4)
     for loss in (
         lambda x: ll.cross_entropy(x, target, label_smoothing=0.1),
+        lambda x: ll.cross_entropy(x, target, weight=weight),
         lambda x: ll.cross_entropy(x, target, reduction="none").sum(),
         lambda x: ll.score(x, target).entropy.sum(),
         lambda x: ll.kl_div(x, teacher, direction="forward", mask=target != -100),

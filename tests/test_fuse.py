@@ -61,7 +61,7 @@ def test_the_head_is_found_named_or_given(head, ids, device):
 def test_twice_is_once_with_other_options(ids, device):
     model = ll.fuse(ll.fuse(Model().to(device)), workspace=3 * V * 4)
     assert_fused_and_right(model, ids)
-    assert model(ids).recipe.how == {"workspace": 3 * V * 4}
+    assert model(ids).recipe.head.workspace == 3 * V * 4
     assert len(model._forward_pre_hooks) == 1
     ll.unfuse(model)
     assert not model._forward_pre_hooks

@@ -157,7 +157,7 @@ def test_absorbed(name, bias, x, t):
         warnings.simplefilter("error")
         z = model(True, x.device, bias)(x)
         ABSORBED[name](z, t).backward()
-        assert z.made is None
+        assert z.dense_values is None
         assert_same(x, lambda z: ABSORBED[name](z, t), bias=bias)
 
 
@@ -232,7 +232,7 @@ def test_the_graph_keeps_no_hidden_states(x, t):
     z = model(True, x.device)(x)[:, 1:].reshape(-1, V)
     loss = F.cross_entropy(z[target > 2] / 2, target[target > 2])
     node, kept = loss.grad_fn, []
-    while "Made" not in node.name():
+    while "LazyHead" not in node.name():
         cells = getattr(getattr(node, "back", None), "__closure__", None) or ()
         kept += [cell.cell_contents for cell in cells]
         node = next(f for f, _ in node.next_functions if f is not None)
@@ -395,7 +395,7 @@ def test_a_teacher_stays_lazy_where_asked(without, x, t):
         got, want = (torch.autograd.grad(loss(of), weights) for of in (z, plain.clone()))
         for a, b in zip(got, want, strict=True):
             assert error(a, b) < 1e-11
-    assert z.made is None
+    assert z.dense_values is None
     logits = student(x)[:, 1:].materialize()
     got, want = (ll.kl_div(logits, of, direction="reverse") for of in (z, plain.clone()))
     assert error(got, want) < 1e-11
@@ -545,12 +545,12 @@ def test_gradients_may_be_added_up(x, t):
 
 
 def test_a_loss_of_constants_makes_no_gradients(x, t, monkeypatch):
-    from logitless.heads import chunks as _chunks
+    from logitless.heads.gradient_sums import GradientSums
 
     def refuse(*_):
         raise AssertionError("a gradient nobody asked for")
 
-    monkeypatch.setattr(_chunks.HeadGradients, "add", refuse)
+    monkeypatch.setattr(GradientSums, "add", refuse)
     z = model(True, x.device)(x).detach()
     assert not F.cross_entropy(z.view(-1, V), t.view(-1)).requires_grad
 
@@ -633,7 +633,7 @@ class Freed(nn.Linear):
     def forward(self, x):
         self.numbers, self.gathered = self.weight.detach().clone(), 0
         made = ll.LinearLogits(x, self.weight, workspace=1)
-        made.module = self
+        made.head = made.head._replace(module=self)
         self.reshard()
         return made[:]
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from test_linear import LOSSES, V, leaves, make
 
 import logitless as ll
-from logitless.heads import linear
+from logitless.heads import head as heads_head
 from logitless.heads.plan import Cut, layout, spare_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU that has no bf16
@@ -25,7 +25,7 @@ def head(dtype=torch.bfloat16, rows=40, width=64, vocab=300, device="cpu"):
 def test_log_probabilities_are_those_of_fp64(dtype, columns, monkeypatch, device):
     """Within 2e-4, where 16-bit logits are further off by far."""
     hidden, weight, target = head(dtype, device=device)
-    monkeypatch.setattr(linear, "choose", lambda work, *_: Cut(16, columns))
+    monkeypatch.setattr(heads_head, "choose", lambda work, *_: Cut(16, columns))
     want = ll.score(F.linear(hidden.double(), weight.double()), target)
     got = ll.score(ll.LinearLogits(hidden, weight, logits_dtype=FP32), target)
     rounded = ll.score(ll.LinearLogits(hidden, weight), target)

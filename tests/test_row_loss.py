@@ -165,7 +165,7 @@ def test_a_result_is_not_the_users_tensor(impl, device):
 @pytest.mark.parametrize(
     ("formula", "rule"),
     [
-        (lambda s: s.lse.mean(), r"one number a row, shape \(4,\), got \(\)"),
+        (lambda s: s.lse.mean(), r"one number per row, shape \(4,\), got \(\)"),
         (lambda s: 3.0, "must return a Tensor, got float"),
     ],
 )

@@ -10,8 +10,8 @@ from meanings import MEANINGS, excess
 from ranks import Simulated, on_ranks
 
 import logitless as ll
-from logitless.heads import linear
-from logitless.heads.chunks import Sum
+from logitless.heads import head
+from logitless.heads.gradient_sums import Sum
 from logitless.heads.plan import Cut
 
 WIDTHS = [(20, 17), (9, 0, 28), (0, 5, 31, 1)]
@@ -278,7 +278,7 @@ class TestRefused:
     def test_lazy_logits_of_all_ranks(self):
         def work(ranks):
             z = ll.LinearLogits(torch.zeros(1, 3), torch.zeros(2, 3)) / 2
-            ll.VocabShard(ll.VocabShard(z, ranks)._of_all_ranks(), ranks)
+            ll.VocabShard(ll.VocabShard(z, ranks).whole().whole(), ranks)
 
         words = "source must be this rank's columns, got lazy logits of all ranks: give them to"
         self.refused(work, TypeError, words)
@@ -421,8 +421,8 @@ class TestHeads:
         for a, b in zip((*got, *d_got), (*want, *d_want), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
         for first, *_, last in calls:
-            assert (first, last) == (("gather", N * D // 3), ("add up slices", N * D))
-        assert "add up" not in {what for of_rank in calls for what, _ in of_rank}
+            assert (first, last) == (("gather", N * D // 3), ("reduce_scatter", N * D))
+        assert "all_reduce" not in {what for of_rank in calls for what, _ in of_rank}
 
     @pytest.mark.parametrize("reduction", ["mean", "none"])
     def test_sequence_parallel_to_autograd(self, reduction):
@@ -463,7 +463,7 @@ class TestHeads:
             ll.cross_entropy(ll.VocabShard(head, ranks, sequence_parallel=True), TARGET).backward()
             return [what for what, _ in ranks.calls if what != "gather"]
 
-        assert on_ranks(1, work) == [["weight", "weight", "add up slices", "weight"]]
+        assert on_ranks(1, work) == [["weight", "weight", "reduce_scatter", "weight"]]
 
     @pytest.mark.parametrize(
         "name", ["cross_entropy, every option", "score", "row_stats", "row_loss", "topk_distill"]
@@ -475,17 +475,17 @@ class TestHeads:
         want, d_want = self.differentiated(CALLS[name], ll.LinearLogits(*leaves), leaves)
         for how in (Cut(N, 8), Cut(N, 8, kept=True), Cut(4, 16)):
             cut = lambda work, *_, how=how: how if work.merges else Cut(work.rows)  # noqa: E731
-            monkeypatch.setattr(linear, "choose", cut)
+            monkeypatch.setattr(head, "choose", cut)
             got, d_got, calls = self.on_shards(CALLS[name], parts, (9, 0, 28), N)
             for a, b in zip((*got, *d_got), (*want, *d_want), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-            added = sum(count for what, count in calls[0] if what == "add up")
+            added = sum(count for what, count in calls[0] if what == "all_reduce")
             assert added in (N * D, (N - 1) * D)
 
     def test_d_hidden_is_added_up_once(self):
         """A chunk at a time, in forward where loss and gradient are made there."""
         _, _, calls = self.on_shards(CALLS["cross_entropy"], self.parts(), (20, 17), 3)
         for of_rank in calls:
-            added = [count for what, count in of_rank if what == "add up"]
+            added = [count for what, count in of_rank if what == "all_reduce"]
             assert sum(added) == 5 * D  # of six rows, one is ignored
             assert len(added) == 2

@@ -114,7 +114,7 @@ def path(kind: str) -> str:
     if kind == "cuda" and not torch.cuda.is_available():
         return "no such tensors here"
     try:
-        module = _call.backend(torch.zeros(1, 1, device=kind))
+        module = _call.backend_of(torch.zeros(1, 1, device=kind))
     except Exception as error:
         return f"{NO_PATH}: {error}"
     name = "Triton kernels" if module.__name__.endswith("kernels") else "eager PyTorch"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import logitless as ll
 
+from ..heads import plan
 from ..heads.plan import Cut
 from . import formulas
 from .formulas import at, wide
@@ -107,8 +108,8 @@ def over_a_head(x, ids, other):
 def by_columns(x, ids, other):
     """Cut as a large head is in a small workspace, into two blocks of columns."""
     logits = ll.LinearLogits(x, head_of(other).requires_grad_())
-    logits.cut = lambda work: Cut(work.rows, 8)
-    return ll.cross_entropy(logits, ids % 16)
+    with plan.override(lambda work: Cut(work.rows, 8)):
+        return ll.cross_entropy(logits, ids % 16)
 
 
 def in_fp32(x, ids, other):

@@ -1,34 +1,34 @@
-"""An autograd function that says in plain words what it cannot do: the base of all of ours."""
+"""The base of all our autograd functions: clear errors for what they cannot do."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import checks as _checks
+from . import checks
 from .call import mapped
 
 
 class Node(torch.autograd.Function):
-    """Reverse mode only, and one upstream gradient at a time."""
+    """An autograd function for reverse mode, with one upstream gradient at a time."""
 
-    jvp = staticmethod(_checks.only_in_reverse)  # pyright: ignore
+    jvp = staticmethod(checks.only_in_reverse)  # pyright: ignore
 
     @staticmethod
-    def each_by_itself(upstream: Sequence[Tensor | None]) -> None:
-        """Raise where torch.func.vmap passes several upstream gradients as one tensor."""
+    def refuse_vmap(upstream: Sequence[Tensor | None]) -> None:
+        """Raises where torch.func.vmap passes several upstream gradients as one tensor."""
         for t in upstream:
             if t is not None and mapped(t):
-                _checks.not_mapped()
+                checks.not_mapped()
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
-    """The same gradients, as functions of `inputs` that cannot be differentiated, and say so."""
-    given = [t for t in gradients if t is not None]
+    """The same gradients, as functions of `inputs` whose backward raises a clear error."""
+    present = [t for t in gradients if t is not None]
     needed = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
-    if not given or not needed:
+    if not present or not needed:
         return gradients
-    tied = iter(_Final.apply(len(given), *given, *needed))
+    tied = iter(_Final.apply(len(present), *present, *needed))
     return tuple(None if t is None else next(tied) for t in gradients)
 
 
@@ -41,6 +41,4 @@ class _Final(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError(
-            "logitless: a loss must not be differentiated twice; its backward has no gradient."
-        )
+        checks.only_once()

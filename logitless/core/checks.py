@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .source import is_dtensor, is_over_ranks, is_source
+
 LOGIT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -33,9 +35,9 @@ def logits(x: Any, name: str = "logits") -> None:
 
 def some_logits(x: Any, name: str) -> None:
     """Some columns of logits, or none."""
-    if not isinstance(x, Tensor) and not hasattr(x, "evaluate"):
+    if not is_source(x):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
-    if hasattr(x, "placements"):
+    if is_dtensor(x):
         placed(name, x, len(x.shape) - 1)
     if x.dtype not in LOGIT_DTYPES:
         raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}.")
@@ -241,6 +243,12 @@ def only_in_reverse(*_: Any) -> None:
     )
 
 
+def only_once(*_: Any) -> None:
+    raise RuntimeError(
+        "logitless: a loss must not be differentiated twice; its backward has no gradient."
+    )
+
+
 def not_mapped(*_: Any) -> None:
     raise RuntimeError(
         "logits must not be mapped over by torch.func.vmap (nor by jacrev or is_grads_batched, "
@@ -258,7 +266,7 @@ def no_head_in_func() -> None:
 def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
     """Logits or probabilities beside those of x, of whatever floating-point type."""
     logits(t, name)
-    if hasattr(t, "placements") and not hasattr(x, "placements"):
+    if is_dtensor(t) and not is_dtensor(x):
         raise TypeError(f"{name} must be a plain Tensor like {of}, got a DTensor.")
     _same_shape(name, t, x, of)
     if isinstance(t, Tensor) and t.requires_grad:  # a head's logits are made as constants
@@ -305,7 +313,7 @@ def slots(name: str, t: Any, of: str, x: Tensor) -> None:
 
 def of_ids(name: str, x: Any) -> None:
     """Logits of K ids, of which every rank has all."""
-    if hasattr(x, "ranks") or hasattr(x, "placements"):  # a VocabShard, or a DTensor
+    if is_over_ranks(x):
         raise TypeError(
             f"{name} must be the logits of K ids a row, all on every rank, got "
             f"{type(x).__name__}: topk_distill takes a vocabulary in parts."

@@ -1,54 +1,53 @@
-"""A loss whose gradient takes the place of its logits: cross_entropy(..., inplace=True).
+"""A loss whose gradient overwrites its logits: cross_entropy(..., inplace=True).
 
-Loss and gradient are made in forward, for an upstream gradient of 1; backward scales the gradient
-by the upstream it meets, on the device. Autograd is told that the logits are gone: whoever saved
-them before raises in backward, and so does whoever uses them after, unless they are a leaf or a
-part of a larger tensor, which autograd cannot watch.
+Loss and gradient are computed in forward, for an upstream gradient of 1. Backward multiplies the
+gradient by the upstream gradient, on the device. Autograd records that the logits are overwritten:
+a graph that saved them before raises in its backward, and so does a graph that uses them after,
+except where they are a leaf or a slice of a larger tensor, which autograd cannot watch.
 """
 
 import torch
 from torch import Tensor
 
 from ..contract import PRECISION
-from . import call as _call
-from . import checks as _checks
+from . import checks
 from .autograd import Node
-from .call import backend, under_transform
-from .later import later
-from .loss import RowLoss, evaluate, reduced
+from .backend import Backend
+from .call import backend_of, check_values, under_transform
+from .evaluate import evaluate
+from .loss import RowLoss, rows_in
+from .source import Source, source_of
 
 
 def evaluate_in_place(
-    source, loss: RowLoss, reduction: str = "none", row_weight: Tensor | None = None
+    logits, loss: RowLoss, reduction: str = "none", row_weight: Tensor | None = None
 ) -> Tensor:
-    """evaluate(...), leaving the gradient of the logits in their memory if one is wanted."""
-    if hasattr(source, "evaluate_in_place"):
+    """evaluate(...), with the gradient left in the memory of the logits if one is wanted."""
+    source = source_of(logits)
+    if isinstance(source, Source):
         return source.evaluate_in_place(loss, reduction, row_weight)
-    if hasattr(source, "evaluate"):
-        return evaluate(source, loss, reduction, row_weight)
-    if hasattr(source, "placements"):
-        return later.evaluate_dtensor(evaluate_in_place, source, loss, reduction, row_weight)
-    if not torch.is_grad_enabled() or not source.requires_grad or under_transform():
-        return evaluate(source, loss, reduction, row_weight)
-    _call.values(loss, source.shape[-1])
-    return overwrite_on(backend(source), source, loss, reduction, row_weight)
+    if not torch.is_grad_enabled() or not logits.requires_grad or under_transform():
+        return evaluate(logits, loss, reduction, row_weight)
+    check_values(loss)
+    return overwrite_on(backend_of(logits), logits, loss, reduction, row_weight)
 
 
 def overwrite_on(
-    run, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
+    backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
 ) -> Tensor:
-    """The same by a backend, of logits that may be some columns of a vocabulary."""
+    """The same by a given backend, whose x may be some columns of the vocabulary."""
     owner, guarded = _owner(x)
-    _checks.overwritable(x, owner)
-    value, *_ = _InPlace.apply(owner, row_weight, run, x.shape, loss, reduction, guarded)
+    checks.overwritable(x, owner)
+    value, *_ = GradientInPlace.apply(owner, row_weight, backend, x.shape, loss, reduction, guarded)
     return value
 
 
 def _owner(logits: Tensor) -> tuple[Tensor, bool]:
-    """The tensor that autograd can be told is overwritten, and whether later uses can be caught.
+    """The tensor to report to autograd as overwritten, and whether autograd catches later uses.
 
-    Autograd lets a function of several results overwrite a whole tensor, not a view: of a view that
-    only reshapes, its base. A leaf, or a part of a larger tensor, is only noted as changed.
+    A function with several outputs may overwrite a base but not a view. If the view only reshapes,
+    its base is reported. For a leaf, or a slice of a larger tensor, only the version counter is
+    increased.
     """
     base = logits if logits._base is None else logits._base
     if logits.is_leaf or base.is_leaf:
@@ -57,43 +56,44 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
     return (base, True) if whole else (logits, logits is base)
 
 
-class _InPlace(Node):
+class GradientInPlace(Node):
+    """The gradient overwrites the logits in forward, for an upstream gradient of 1."""
+
     @staticmethod
-    def forward(ctx, owner, row_weight, run, shape, loss, reduction, guarded):
+    def forward(ctx, owner, row_weight, backend, shape, loss, reduction, guarded):
         logits = owner.detach().view(shape) if guarded else owner.detach()
-        mean = reduction == "mean"
-        mass = loss.mass(run, logits.dtype) if mean else None
-        # fp16 cannot hold the gradient of a mean, p / rows: keep the sum's, and divide in backward.
-        late = mean and logits.dtype == torch.float16
-        share = run.share(loss.reading, mass, shape[:-1].numel(), logits) if mean else None
-        ctx.share = share if late else None
+        mean, reading = reduction == "mean", loss.reading
+        mass = loss.mass(backend, logits.dtype) if mean else None
+        share = backend.share(reading, mass, rows_in(shape[:-1]), logits) if mean else None
+        # fp16 cannot hold the gradient of a mean, p / rows. It keeps the gradient of the sum, and
+        # backward multiplies by the share.
+        ctx.share = share if logits.dtype == torch.float16 else None
         factor = None
         if row_weight is not None:
             factor = row_weight.detach().reshape(-1).to(PRECISION[logits.dtype])
-        if share is not None and not late:
+        if share is not None and ctx.share is None:
             factor = share if factor is None else factor * share
-        value, *_ = loss.at_once(run, logits, factor, logits)
-        ctx.value = None
+        value, *_ = loss.value_and_gradient(backend, logits, factor, logits)
+        ctx.d_row_weight = None
         if row_weight is not None and row_weight.requires_grad:
-            ctx.value = value if share is None else value * share
+            ctx.d_row_weight = value if share is None else value * share
         ctx.set_materialize_grads(False)
-        ctx.run, ctx.shape, ctx.reduction = run, shape, reduction
+        ctx.backend, ctx.shape, ctx.ignore_index = backend, shape, reading.ignore_index
         if reduction == "none":
-            result = reduced(value, loss.reading, row_weight, mass, reduction)
+            result = loss.reduce(value, reduction, row_weight)
         else:
-            result, _ = run.reduce(value, loss.reading, row_weight, mass, mean)
-        ctx.ignore_index = loss.reading.ignore_index
+            result, _ = backend.reduce(value, reading, row_weight, mass, mean)
         if guarded:
             ctx.mark_dirty(owner)
-            ctx.save_for_backward(owner, loss.reading.label)
+            ctx.save_for_backward(owner, reading.label)
             return result, owner
         torch.autograd.graph.increment_version(logits)
-        ctx.save_for_backward(logits, loss.reading.label)
+        ctx.save_for_backward(logits, reading.label)
         return (result,)
 
     @staticmethod
     def backward(ctx, upstream, d_later=None):
-        Node.each_by_itself((upstream,))
+        Node.refuse_vmap((upstream,))
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "cross_entropy(..., inplace=True) must not be differentiated with"
@@ -110,8 +110,8 @@ class _InPlace(Node):
         if upstream.dim():  # 0 · inf is not 0
             upstream = torch.where(label == ctx.ignore_index, 0.0, upstream)
         gradient = gradient.detach()
-        d_weight = None if ctx.value is None else ctx.value * upstream
+        d_row_weight = None if ctx.d_row_weight is None else ctx.d_row_weight * upstream
         scale = upstream if ctx.share is None else upstream * ctx.share
-        ctx.run.scale_(gradient.view(ctx.shape), scale)
+        ctx.backend.scale_(gradient.view(ctx.shape), scale)
         torch.autograd.graph.increment_version(gradient)
-        return gradient, d_weight, *(None,) * 5
+        return gradient, d_row_weight, *(None,) * 5

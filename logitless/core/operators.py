@@ -1,12 +1,13 @@
 """The losses as operators, so that torch.compile, dispatch modes and opcheck see through them.
 
-Each RowLoss has an operator `logitless::<name>` that gives its outputs and what its gradient needs,
-and an operator `logitless::<name>_gradient`. The structs of contract.py are flat arguments there,
-under their own names. What is None inside is an empty tensor outside: an operator's outputs cannot
-be None. torch.func wants an autograd.Function of a form of its own, which is here too.
+Each RowLoss has an operator `logitless::<name>`, which returns its outputs and the tensors that its
+gradient needs, and an operator `logitless::<name>_gradient`. The fields of the structs of
+contract.py are flat arguments there. A tensor that is None inside is an empty tensor among an
+operator's outputs, because outputs cannot be None. torch.func needs an autograd.Function in a form
+of its own, which is here too. heads/operators.py does the same for losses over a head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor
 
 from ..contract import PRECISION, Pair, Reading, Slots
-from . import call as _call
-from . import checks as _checks
-from .call import backend, in_func
+from . import checks
+from .call import backend_of, check_values, in_func
 
+# The fields of a loss as arguments of an operator. A struct is one argument per field.
 _ARGUMENTS = {
     "reading": "SymInt vocab, Tensor? label, Tensor? ids, Tensor? class_weight,"
     " Tensor? row_temperature, float temperature, float? softcap, int? ignore_index, str wants",
@@ -28,43 +29,47 @@ _ARGUMENTS = {
     "z_loss": "float z_loss",
     "label_name": "str label_name",
 }
-_STRUCTS = {"reading": Reading, "slots": Slots, "pair": Pair}
+_STRUCTS: dict[str, Any] = {"reading": Reading, "slots": Slots, "pair": Pair}
 
 library = torch.library.Library("logitless", "DEF")
 
 
-def flat(loss) -> tuple:
+def arguments_of(loss) -> tuple:
     """The fields of a loss as an operator's arguments."""
-    args = [*loss.reading[:-1], " ".join(loss.reading.wants)]
-    for name in OPERATORS[type(loss)].fields[1:]:
+    arguments = []
+    for name in OPERATORS[type(loss)].fields:
         value = getattr(loss, name)
-        args = [*args, *(value if name in _STRUCTS else (value,))]
-    return tuple(args)
+        if name == "reading":
+            value = value._replace(wants=" ".join(value.wants))
+        arguments += value if name in _STRUCTS else (value,)
+    return tuple(arguments)
 
 
-def loss_of(kind: type, args):
+def loss_of(kind: type, arguments: Sequence):
     """A loss from an operator's arguments."""
-    given, args = [], list(args)
+    values, rest = [], iter(arguments)
     for name in OPERATORS[kind].fields:
         struct = _STRUCTS.get(name)
-        count = 1 if struct is None else len(struct._fields)
-        part, args = args[:count], args[count:]
-        if name == "reading":
-            part[-1] = tuple(part[-1].split())
-        given.append(part[0] if struct is None else struct._make(part))
-    return kind(*given)
+        if struct is None:
+            values.append(next(rest))
+            continue
+        value = struct._make([next(rest) for _ in struct._fields])
+        values.append(
+            value._replace(wants=tuple(value.wants.split())) if struct is Reading else value
+        )
+    return kind(*values)
 
 
 def outputs_of(loss) -> int:
-    return len(loss.reading.wants) if loss.several else 1
+    """The number of outputs."""
+    return len(loss.reading.wants) if loss.multiple_outputs else 1
 
 
 class Operator:
-    """A RowLoss as an operator with a gradient, and as torch.func wants it."""
+    """A RowLoss as an operator with a gradient, and as torch.func needs it."""
 
     def __init__(self, kind: type, name: str, count: int):
         self.kind, self.name, self.count = kind, name, count
-        self.over_a_head: Any = None  # heads/operators.py
         self.fields = tuple(field.name for field in fields(kind))
         self.arguments = loss = ", ".join(_ARGUMENTS[field] for field in self.fields)
         saved = ", ".join(f"Tensor saved_{i}" for i in range(count))
@@ -79,72 +84,65 @@ class Operator:
         torch.library.register_fake(full, self.fake, lib=library)
         torch.library.register_fake(f"{full}_gradient", self.fake_gradient, lib=library)
         torch.library.register_autograd(full, self.backward, setup_context=self.save, lib=library)
-        torch.library.register_autograd(f"{full}_gradient", refuse, lib=library)
+        torch.library.register_autograd(f"{full}_gradient", checks.only_once, lib=library)
         self.in_func, self.gradient_in_func = _func_nodes(self)
 
-    def forward(self, x, *args) -> list[Tensor]:
-        loss = loss_of(self.kind, args)
-        _call.values(loss, x.shape[-1])
-        outputs, saved = loss.forward(backend(x), x)
+    def forward(self, x, *arguments) -> list[Tensor]:
+        loss = loss_of(self.kind, arguments)
+        check_values(loss)
+        outputs, saved = loss.forward(backend_of(x), x)
         saved = [x.new_empty(0) if t is None else t for t in saved]
-        # Cloned where it is a constant that others read too.
+        # A tensor of one row may be a shared constant, which an operator must not return.
         saved = [t.clone() if t.shape[:1] == (1,) else t for t in saved]
         return [*outputs, *saved]
 
-    def gradient(self, x, *args) -> Tensor:
-        *args, upstream = args
-        count = len(args) - self.count
-        loss, saved = loss_of(self.kind, tuple(args[:count])), args[count:]
-        return loss.backward(backend(x), x, tuple(saved), tuple(upstream))
+    def gradient(self, x, *arguments) -> Tensor:
+        *arguments, upstream = arguments
+        count = len(arguments) - self.count
+        loss, saved = loss_of(self.kind, arguments[:count]), arguments[count:]
+        return loss.backward(backend_of(x), x, tuple(saved), tuple(upstream))
 
-    def fake(self, x, *args) -> list[Tensor]:
-        loss, dtype = loss_of(self.kind, args), PRECISION[x.dtype]
-        wants = loss.reading.wants if loss.several else ()
+    def fake(self, x, *arguments) -> list[Tensor]:
+        loss, dtype = loss_of(self.kind, arguments), PRECISION[x.dtype]
+        wants = loss.reading.wants if loss.multiple_outputs else ()
         return [
             x.new_empty(shape, dtype=torch.int64 if wants[i : i + 1] == ("argmax",) else dtype)
             for i, shape in enumerate(loss.shapes(x))
         ]
 
-    def fake_gradient(self, x, *args) -> Tensor:
+    def fake_gradient(self, x, *arguments) -> Tensor:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
 
     def save(self, ctx, inputs, output):
-        x, *args = inputs
-        loss = loss_of(self.kind, tuple(args))
-        tensors = loss.tensors
-        count = outputs_of(loss)
-        ctx.save_for_backward(x, *tensors, *output[count:])
-        ctx.loss, ctx.tensors = loss.with_tensors((None,) * len(tensors)), len(tensors)
-        ctx.outputs, ctx.arguments = count, len(args)
-        ctx.in_func = False
+        x, *arguments = inputs
+        outputs = outputs_of(loss_of(self.kind, arguments))
+        tensors = [t for t in arguments if isinstance(t, Tensor)]
+        ctx.save_for_backward(x, *tensors, *output[outputs:])
+        ctx.arguments = [None if isinstance(t, Tensor) else (t,) for t in arguments]
+        ctx.outputs, ctx.in_func = outputs, False
         ctx.set_materialize_grads(False)
 
     def backward(self, ctx, upstream):
         x, *rest = ctx.saved_tensors
-        loss, saved = ctx.loss.with_tensors(tuple(rest[: ctx.tensors])), rest[ctx.tensors :]
+        rest = iter(rest)
+        arguments = [next(rest) if number is None else number[0] for number in ctx.arguments]
         upstream, d_x = list(upstream[: ctx.outputs]), None
         if any(d is not None for d in upstream):
-            args = (x, *flat(loss), *saved)
+            args = (x, *arguments, *rest)
             if ctx.in_func:
                 d_x = self.gradient_in_func.apply(len(args), *args, *upstream)
             else:
                 d_x = getattr(torch.ops.logitless, f"{self.name}_gradient")(*args, upstream)
-        return d_x, *(None,) * ctx.arguments
-
-
-def refuse(ctx, *_):
-    raise RuntimeError(
-        "logitless: a loss must not be differentiated twice; its backward has no gradient."
-    )
+        return d_x, *(None,) * len(arguments)
 
 
 def _func_nodes(operator: Operator) -> tuple[type, type]:
-    """The operator and its gradient as torch.func wants them."""
+    """The operator and its gradient as torch.func needs them."""
 
     class InFunc(torch.autograd.Function):
         @staticmethod
-        def forward(x, *args):
-            return tuple(operator.forward(x, *args))
+        def forward(x, *arguments):
+            return tuple(operator.forward(x, *arguments))
 
         @staticmethod
         def setup_context(ctx, inputs, output):
@@ -157,8 +155,8 @@ def _func_nodes(operator: Operator) -> tuple[type, type]:
         def backward(ctx, *upstream):
             return operator.backward(ctx, upstream)
 
-        jvp = staticmethod(_checks.only_in_reverse)  # pyright: ignore
-        vmap = staticmethod(_checks.not_mapped)  # pyright: ignore
+        jvp = staticmethod(checks.only_in_reverse)  # pyright: ignore
+        vmap = staticmethod(checks.not_mapped)  # pyright: ignore
 
     class GradientInFunc(torch.autograd.Function):
         @staticmethod
@@ -169,44 +167,31 @@ def _func_nodes(operator: Operator) -> tuple[type, type]:
         def setup_context(ctx, inputs, output):
             pass
 
-        backward = staticmethod(refuse)
-        jvp = staticmethod(_checks.only_in_reverse)  # pyright: ignore
-        vmap = staticmethod(_checks.not_mapped)  # pyright: ignore
+        backward = staticmethod(checks.only_once)  # pyright: ignore
+        jvp = staticmethod(checks.only_in_reverse)  # pyright: ignore
+        vmap = staticmethod(checks.not_mapped)  # pyright: ignore
 
     return InFunc, GradientInFunc
 
 
 OPERATORS: dict[type, Operator] = {}
-_TOLD: list[Callable[[Operator], None]] = []
-
-
-def for_each(told: Callable[[Operator], None]) -> Callable[[Operator], None]:
-    """Call `told` with every operator: those that are registered, and those that will be."""
-    for found in OPERATORS.values():
-        told(found)
-    _TOLD.append(told)
-    return told
 
 
 def operator(name: str, *, saved: int) -> Callable[[type], type]:
-    """Register a RowLoss, which saves so many tensors for its gradient, as an operator."""
+    """Registers a RowLoss, whose forward saves `saved` tensors, as an operator."""
 
     def register(kind: type) -> type:
         OPERATORS[kind] = Operator(kind, name, saved)
-        for told in _TOLD:
-            told(OPERATORS[kind])
         return kind
 
     return register
 
 
-def call(loss, x) -> tuple[Tensor, ...]:
-    """The outputs of a loss over x, a tensor or a head, through its operator."""
-    found = OPERATORS[type(loss)]
-    if not isinstance(x, Tensor):
-        return found.over_a_head.call(x, loss)
+def call(loss, x: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of a loss over logits, through its operator."""
+    op, arguments = OPERATORS[type(loss)], arguments_of(loss)
     if not torch.compiler.is_compiling() and in_func():
-        outputs = found.in_func.apply(x, *flat(loss))
+        outputs = op.in_func.apply(x, *arguments)
     else:
-        outputs = getattr(torch.ops.logitless, found.name)(x, *flat(loss))
+        outputs = getattr(torch.ops.logitless, op.name)(x, *arguments)
     return tuple(outputs[: outputs_of(loss)])

@@ -1,56 +1,121 @@
-"""What a source of logits must answer, so that every public function takes it.
+"""What a source of logits is, and `source_of`, the one place that asks what logits are.
 
-A plain tensor of logits is evaluated by core/loss.py. Anything else that stands for logits (...,
-V), a head that is never materialised or a slice of the vocabulary, has these attributes and
-methods, and nothing else of the library needs to know it: the public functions check their
-arguments by shape, dtype and device, make a RowLoss of them, and hand it over.
+A plain tensor is evaluated by evaluate.py. Anything else that stands for logits (..., V) is a
+`Source`: a head that is never materialised (heads/linear.py), lazy logits (lazy/logits.py), one
+rank's columns of a vocabulary (parallel/shard.py), or a source of your own. The public functions
+check their arguments by shape, dtype and device, build a RowLoss, and hand it to `evaluate` of the
+source. Nothing else in the library depends on the kind of source.
 
-A source calls the loss's own `forward` and `backward` on the logits it makes, for as many rows at a
-time as it likes (`loss.take(rows, lead)` is the same loss of some rows), and reduces the rows'
-values by the backend's `reduce`. One that has only some columns of each row gets their `Partials`
-from the backend's `partial`, joins them with those of the other columns, and calls `finish`.
+A source calls `forward` and `backward` of the loss on the logits that it computes, for as many rows
+at a time as it likes (`loss.rows(rows, lead)` is the same loss of some rows), and reduces the
+values per row by `loss.reduce`. A source that has only some columns of each row computes their
+`Partials` with the backend's `partial`, merges them with those of the other columns, and calls
+`finish`.
 """
 
-from typing import Protocol
+import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .loss import RowLoss
+if TYPE_CHECKING:
+    from .loss import RowLoss
+
+TopK = tuple[Tensor, Tensor, Tensor]  # ids and log-probabilities (..., k), log tail mass (...)
 
 
-class Source(Protocol):
-    @property
-    def shape(self) -> torch.Size:
-        """(..., V)"""
-        ...
+class Source:
+    """The base of everything that stands for logits (..., V) and is not a plain tensor."""
 
-    @property
-    def dtype(self) -> torch.dtype: ...
+    shape: torch.Size  # (..., V)
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    hidden: Tensor | None = None  # the hidden states (..., D), if it is a head
+    over_ranks = False  # whether it is one rank's columns of the logits
+    spread = False  # whether it is built from DTensors, so that source_of finds this rank's share
 
-    @property
-    def device(self) -> torch.device: ...
+    def dim(self) -> int:
+        return len(self.shape)
 
-    @property
-    def requires_grad(self) -> bool: ...
-
-    def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+    def evaluate(self, loss: "RowLoss", reduction: str, row_weight: Tensor | None) -> Any:
         """The loss of the rows, weighted and reduced: "none" (...), "sum" or "mean" ().
 
-        For a RowLoss of several outputs, their tuple. Differentiable.
+        For a RowLoss with multiple outputs, their tuple. Differentiable.
         """
-        ...
+        raise NotImplementedError
 
-    def capture_topk(
-        self, k: int, temperature: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def evaluate_in_place(self, loss: "RowLoss", reduction: str, row_weight: Tensor | None) -> Any:
+        """The same, where the gradient may overwrite logits that exist in memory."""
+        return self.evaluate(loss, reduction, row_weight)
+
+    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
         """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
-        ...
+        raise NotImplementedError
 
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
-        """The logits themselves, (..., V); or of some rows, (n, V), as constants."""
-        ...
+        """The logits, (..., V), differentiable; or those of some rows, (n, V), as constants."""
+        raise NotImplementedError
 
-    def as_teacher(self) -> "Source | Tensor":
-        """The same logits as constants."""
-        ...
+    def as_teacher(self) -> Any:
+        """The same logits as constants: a Tensor, or an object with `materialize(rows)`."""
+        return self.materialize(slice(None)).view(self.shape)
+
+    def in_columns(self, shard: Any) -> "Source":
+        """The logits of all ranks, where this source has one rank's columns: see VocabShard."""
+        raise TypeError(f"source must be logits or a LinearLogits, got {type(self).__name__}.")
+
+    def ranks_of_call(self) -> Any:
+        """The ranks that must make the same call, or None."""
+        return None
+
+    def describe(self) -> str:
+        """The source in one line, the same on all ranks: see parallel/same_call.py."""
+        return f"a {type(self).__name__}"
+
+
+def is_dtensor(t: Any) -> bool:
+    return t.__class__ is not Tensor and hasattr(t, "placements")
+
+
+def source_of(logits: Any) -> "Source | Tensor":
+    """The source that evaluates a loss over these logits, or a plain Tensor."""
+    if logits.__class__ is Tensor:
+        return logits
+    if isinstance(logits, Source) and not logits.spread:
+        return logits
+    if isinstance(logits, Source) or is_dtensor(logits):
+        # Imported here, because parallel/ is built on core/.
+        from ..parallel.dtensor import source_of_dtensor
+
+        return source_of_dtensor(logits)
+    return logits
+
+
+def is_source(logits: Any) -> bool:
+    """Whether `source_of` takes it."""
+    return isinstance(logits, (Tensor, Source))
+
+
+def is_over_ranks(logits: Any) -> bool:
+    """Whether a rank has only some columns of the logits: a VocabShard or a DTensor."""
+    over_ranks = isinstance(logits, Source) and logits.over_ranks
+    return over_ranks or is_dtensor(logits)
+
+
+def teacher_of(teacher: Any, student: Any) -> Any:
+    """A dense teacher as constants: a Tensor, or an object that computes some rows at a time."""
+    if not isinstance(teacher, Source):
+        return teacher.detach()
+    if isinstance(student, Source):
+        return source_of(teacher).as_teacher()
+    # The student's logits exist as a whole, so the teacher's may too.
+    return source_of(teacher).materialize(slice(None)).view(student.shape)
+
+
+def teacher_rows(teacher: Any, rows: slice | Tensor) -> Tensor:
+    """Some rows of a dense teacher, (n, V)."""
+    if isinstance(teacher, Tensor):
+        return teacher.reshape(math.prod(teacher.shape[:-1]), teacher.shape[-1])[rows]
+    return teacher.materialize(rows)

@@ -1,34 +1,29 @@
-"""A head that PyTorch takes for a tensor: its functions get the lazy logits of lazy/logits.py."""
+"""A head where PyTorch expects a tensor: PyTorch's functions get lazy logits (lazy/logits.py)."""
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..core import options as _options
-from ..core.later import later
-from . import checks as _head_checks
+from . import checks
+from .head import Head
 
 
 class AsTensor:
     """The functions, methods, operators and indexing of a tensor, for a LinearLogits."""
 
-    parts: tuple[Tensor, Tensor, Tensor | None]
-    main_grad: Tensor | None
-    module: nn.Module | None
-
-    def materialize(self) -> Tensor:
-        raise NotImplementedError
+    head: Head
 
     def lazy(self) -> Tensor:
-        """The same as a tensor; to a compiler the plain product."""
+        """The same logits as a lazy tensor; under a compiler, the materialised logits."""
         if torch.compiler.is_compiling():
-            return self.materialize()
-        _head_checks.no_main_grad(self.main_grad)
-        names = _options.taken_from(type(self).__init__)
-        how = {name: getattr(self, name) for name in names if name != "main_grad"}
-        return later.lazy_logits(*self.parts, how, self.module)
+            return self.head.logits()
+        checks.no_main_grad(self.head.main_grad)
+        # Imported here, because lazy/ is built on heads/.
+        from ..lazy.logits import lazy_logits_of
+
+        return lazy_logits_of(self.head)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -42,8 +37,8 @@ class AsTensor:
         return getattr(self.lazy(), name)
 
 
-def _lazily(given: Any) -> Any:
-    return pytree.tree_map_only(AsTensor, AsTensor.lazy, given)
+def _lazily(tree: Any) -> Any:
+    return pytree.tree_map_only(AsTensor, AsTensor.lazy, tree)
 
 
 def _operator(name: str):

@@ -1,15 +1,14 @@
 """A head cut along its vocabulary: statistics block by block, then gradients block by block.
 
-`Blocks` of columns stand where a tensor of logits stands, and `ByBlock` where a backend does, so
-that a loss of statistics that merge runs on them as it is. The logits of a block are made twice,
-once for the statistics and once for the gradient, except for those that are kept. Statistics are
-computed from the first block to the last, gradients from the last to the first. Until the first
-blocks' rows of the weight's gradient are written, their memory is free, and holds the logits of
-many of the later blocks (kept_blocks in heads/plan.py).
+`Blocks` of columns take the place of a tensor of logits, and `BlockBackend` that of a backend, so
+that any loss whose statistics merge runs on them unchanged. The logits of a block are computed
+twice, once for the statistics and once for the gradient, except for the blocks that are kept.
+Statistics are computed from the first block to the last, gradients from the last to the first.
+Until the first blocks' rows of the weight's gradient are written, their memory is free, and holds
+the logits of many of the later blocks (kept_blocks in plan.py).
 """
 
-from collections.abc import Iterable, Sequence
-from types import ModuleType
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,65 +16,73 @@ from torch import Tensor
 
 from ..contract import Coefficients, Partials, Reading, Statistics
 from ..core.loss import RowLoss, Saved
-from .chunks import Chunks, HeadGradients, Rows, Sum, SumInPlace, Visit, product, way_to_sum
-from .plan import chunk_rows, kept_blocks
+from .chunks import Chunks, Tile
+from .gradient_sums import GradientSums, Needs, Sum, SumInPlace, way_to_sum
+from .head import Head, Rows
+from .plan import Work, chunk_rows, kept_blocks
+from .products import product
 
-WAITING = 4  # statistics of blocks that are merged together
+WAITING = 4  # the number of blocks whose statistics are merged together
 
 
-class ColumnChunks(Chunks):
-    """Groups of rows, all if they fit, whose logits come in blocks of columns.
+def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
+    """The rows of a head to be computed, cut as plan.py decides."""
+    cut, live = head.cut(work), head.rows_that_count(loss)
+    return (Chunks if cut.columns is None else BlockChunks)(head, cut, live)
 
-    None are queued before the number of rows is known.
+
+class BlockChunks(Chunks):
+    """Groups of rows, one group if all fit, whose logits come in blocks of columns.
+
+    No GEMM is queued before the number of rows is known.
     """
 
-    def begin(self, dtype: torch.dtype) -> None:
-        """Memory for the logits of a block, of this dtype, and for their gradient.
-
-        From here on `run` reads Blocks.
-        """
-        self.run: Any = ByBlock(self.run)
+    def begin(self, dtype: torch.dtype) -> Any:
+        """Allocates the logits of a block, in this dtype, and their gradient."""
         hidden, vocab, columns = self.hidden, len(self.weight), self.cut.columns
         assert columns is not None
-        starts = range(0, max(vocab, 1), columns)  # of no columns, which a rank may have, one block
+        starts = range(0, max(vocab, 1), columns)  # one empty block if a rank has no columns
         self.blocks = tuple(slice(start, min(start + columns, vocab)) for start in starts)
         room = (chunk_rows(len(hidden), self.cut), columns)
         self.memory = torch.empty(room, device=hidden.device, dtype=dtype)
         self.gradient = self.memory
         if dtype != hidden.dtype:
             self.gradient = torch.empty_like(self.memory, dtype=hidden.dtype)
+        return BlockBackend(self.head.backend())
 
-    def gradients(
-        self, needs: Sequence[bool], accumulate: str, into: Tensor | None = None
-    ) -> "ColumnGradients":
-        return ColumnGradients(self, needs, accumulate, into)
+    def gradients(self, needs: Needs, into: Tensor | None = None) -> "BlockSums":
+        all_rows = self.index is None
+        return BlockSums(
+            self.head, self.hidden, needs, len(self.slices), all_rows, self.blocks, into
+        )
 
-    def walk(
+    def tiles(
         self,
         loss: RowLoss,
-        visit: Visit,
-        sums: "ColumnGradients | None" = None,
+        sums: "BlockSums | None" = None,  # pyright: ignore[reportIncompatibleMethodOverride]
         known: Iterable[Saved] = (),
-    ) -> None:
+    ) -> Iterator[Tile]:
         known = iter(known)
         for rows in self.slices:
-            some, blocks = loss.take(rows, self.lead), Blocks(self, rows, sums)
-            visit(some, next(known, None), rows, blocks, None)
+            blocks = Blocks(self, rows, sums)
+            tile = Tile(loss.rows(rows, self.lead), next(known, None), rows, blocks, None)
+            yield tile
+            tile.release()
 
 
 class Blocks:
     """The logits of some rows in blocks of columns, for their statistics and then gradients."""
 
-    def __init__(self, chunks: ColumnChunks, rows: Rows, sums: "ColumnGradients | None"):
+    def __init__(self, chunks: BlockChunks, rows: Rows, sums: "BlockSums | None"):
         self.chunks, self.rows, self.sums = chunks, rows, sums
         self.h = chunks.hidden[rows]  # (n, D)
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
-        self.kept: dict[int, int] = {}  # blocks whose logits wait for their gradient, and where
+        self.kept: dict[int, int] = {}  # blocks that are kept for their gradient, and where
         self.kept_in: Tensor | None = None
         self.holds: dict[int | None, int] = {}  # which block each place holds; None: the workspace
 
     def keep(self) -> None:
-        """From here on, logits wait in memory of the weight's gradient, where there is some."""
+        """From here on, free memory of the weight's gradient keeps logits."""
         chunks, (rows, vocab) = self.chunks, self.shape
         if self.sums is not None and chunks.cut.kept:
             self.kept_in = self.sums.free_memory()
@@ -83,42 +90,49 @@ class Blocks:
             self.kept = kept_blocks(rows, vocab, self.h.shape[1], chunks.cut.columns)
 
     def logits(self, index: int) -> Tensor:
-        """(n, c) of a block; made, unless they wait. Not once its gradient is written over them."""
-        chunks, part, place = self.chunks, self.chunks.blocks[index], self.kept.get(index)
+        """The logits of a block, (n, c), computed unless they are kept.
+
+        Not to be called once the gradient has overwritten them.
+        """
+        chunks, columns, place = self.chunks, self.chunks.blocks[index], self.kept.get(index)
         memory, rows = chunks.memory, len(self.h)
         if place is not None:
             size = rows * chunks.cut.columns
             memory = self.kept_in[place * size : (place + 1) * size].view(rows, -1)
-        z = memory[:rows, : part.stop - part.start]
+        z = memory[:rows, : columns.stop - columns.start]
         if self.holds.get(place) != index:
-            bias = None if chunks.bias is None else chunks.bias[part]
-            product(self.h, chunks.weight[part], bias, z)
+            bias = None if chunks.bias is None else chunks.bias[columns]
+            product(self.h, chunks.weight[columns], bias, z)
             self.holds[place] = index
         return z
 
 
-class ByBlock:
-    """A backend for Blocks, of losses that need statistics of a row alone."""
+class BlockBackend:
+    """A backend for Blocks, for losses that need only statistics of each row.
 
-    one_pass = None  # the gradient waits for the other blocks
+    Everything that reads no logits is the backend's below.
+    """
 
-    def __init__(self, run: ModuleType):
-        self.run = run
+    one_pass = None  # the gradient needs the statistics of the other blocks first
 
-    def __getattr__(self, name: str):
-        """What reads no logits is the backend's own."""
-        return getattr(self.run, name)
+    def __init__(self, backend: Any):
+        self.backend = backend
+        self.cross_entropy, self.label_mass = backend.cross_entropy, backend.label_mass
+        self.label_coefficients = backend.label_coefficients
+        self.weighted_nll, self.share = backend.weighted_nll, backend.share
+        self.reduce, self.scale_, self.slots = backend.reduce, backend.scale_, backend.slots
+        self.can_accumulate = backend.can_accumulate
 
     def read(self, x: Blocks, reading: Reading) -> Statistics:
         """The statistics of whole rows, merged as they come, so that few are in memory."""
         x.keep()
         waiting = []
-        for index, part in enumerate(x.chunks.blocks):
-            waiting.append(self.run.partial(x.logits(index), reading, part.start))
+        for index, columns in enumerate(x.chunks.blocks):
+            waiting.append(self.backend.partial(x.logits(index), reading, columns.start))
             if len(waiting) == WAITING:
-                waiting = [self.run.merge(waiting, reading)]
-        whole: Partials = waiting[0] if len(waiting) == 1 else self.run.merge(waiting, reading)
-        return self.run.finish(whole, reading)
+                waiting = [self.backend.merge(waiting, reading)]
+        whole: Partials = waiting[0] if len(waiting) == 1 else self.backend.merge(waiting, reading)
+        return self.backend.finish(whole, reading)
 
     def gradient(
         self,
@@ -128,33 +142,35 @@ class ByBlock:
         coefficients: Coefficients,
         upstream: Tensor,
         factor: Tensor | None = None,
-        into: None = None,
+        into: Tensor | None = None,
+        start: int | None = None,
     ) -> None:
-        """That of the logits goes to the sums of x, from the last block to the first."""
+        """Adds the gradient of the logits to the sums of x, from the last block to the first."""
         sums, rows = x.sums, len(x.h)
         assert sums is not None
         sums.start(x.rows, x.h)
         for index in reversed(range(len(x.chunks.blocks))):
-            z, part = x.logits(index), x.chunks.blocks[index]
-            over = z if index in x.kept else x.chunks.gradient[:rows, : part.stop - part.start]
-            how = (state, coefficients, upstream, factor, over, part.start)
-            sums.add_block(index, part, x.h, self.run.gradient(z, reading, *how))
+            z, columns = x.logits(index), x.chunks.blocks[index]
+            width = columns.stop - columns.start
+            over = z if index in x.kept else x.chunks.gradient[:rows, :width]
+            dz = self.backend.gradient(
+                z, reading, state, coefficients, upstream, factor, over, columns.start
+            )
+            sums.add_block(index, columns, x.h, dz)
         sums.end(x.rows)
 
 
-class ColumnGradients(HeadGradients):
+class BlockSums(GradientSums):
     """Gradients of hidden, weight and bias, block by block.
 
-    That of hidden is summed over blocks, and that of the weight over groups of rows if there are
-    several.
+    The gradient of hidden is summed over blocks; that of the weight over groups of rows, if there
+    are several.
     """
 
-    def __init__(
-        self, chunks: ColumnChunks, needs: Sequence[bool], accumulate: str, into: Tensor | None
-    ):
-        super().__init__(chunks, needs, accumulate, into)
-        self.run, self.blocks = chunks.run, len(chunks.blocks)
-        self.written_once = into is None and len(chunks.slices) == 1  # the weight's
+    def __init__(self, head: Head, hidden, needs: Needs, chunks: int, all_rows, blocks, into):
+        super().__init__(head, hidden, needs, chunks, all_rows, blocks, into)
+        self.backend, self.blocks = head.backend(), len(blocks)
+        self.written_once = into is None and chunks == 1  # the weight's gradient
         self.hidden_sum: Sum | SumInPlace | None = None
 
     def free_memory(self) -> Tensor | None:
@@ -164,26 +180,26 @@ class ColumnGradients(HeadGradients):
         return d.view(-1) if free else None
 
     def start(self, rows: Rows, h: Tensor) -> None:
-        """Of a group of rows."""
+        """Begins a group of rows."""
         if self.d_hidden is None:
             return
-        dtype, kind = way_to_sum(self.run, self.blocks, h, self.weight, "auto")
+        dtype, kind = way_to_sum(self.backend, self.blocks, h, self.weight, "auto")
         if isinstance(rows, slice) and dtype == h.dtype:
             total = self.d_hidden[rows]
         else:
             total = torch.empty(h.shape, device=h.device, dtype=dtype)
-        self.hidden_sum = kind(self.run, total, self.blocks)
+        self.hidden_sum = kind(self.backend, total, self.blocks)
 
-    def add_block(self, index: int, part: slice, h: Tensor, dz: Tensor) -> None:
+    def add_block(self, index: int, columns: slice, h: Tensor, dz: Tensor) -> None:
         if self.hidden_sum is not None:
-            self.hidden_sum.add(dz.t(), self.weight[part])
+            self.hidden_sum.add(dz.t(), self.weight[columns])
         if self.d_bias is not None:
-            self.d_bias[part] += dz.sum(0, dtype=self.d_bias.dtype)
+            self.d_bias[columns] += dz.sum(0, dtype=self.d_bias.dtype)
         if self.weight_sums:
             self.weight_sums[index].add(dz, h)
 
     def end(self, rows: Rows) -> None:
-        """Of a group of rows."""
+        """Ends a group of rows."""
         if self.hidden_sum is not None and self.d_hidden is not None:
             total, self.hidden_sum = self.hidden_sum.total, None
             self.put(rows, total.to(self.d_hidden.dtype))

@@ -1,15 +1,27 @@
-"""The rules of a head, worded as those of core/checks.py."""
+"""The rules of a head; the wording of errors is that of core/checks.py."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.checks import _floating, _same_device, _shape, logits
+from ..core.checks import _floating, _same_device, _shape, logits, one_of, placed
+from ..core.options import ACCUMULATE
+from ..core.source import is_dtensor
 
 
-def linear(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
-    """A head: hidden (..., D), weight (V, D), bias (V,)."""
+def linear(
+    hidden: Any, weight: Any, bias: Any, grad: Any, workspace: Any, dtype: Any, accumulate: Any
+) -> None:
+    """The arguments of LinearLogits."""
+    head(hidden, weight, bias, workspace)
+    logits_dtype(dtype, hidden)
+    main_grad(grad, weight)
+    one_of("accumulate", accumulate, ACCUMULATE)
+
+
+def head(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
+    """hidden (..., D), weight (V, D), bias (V,)."""
     logits(hidden, "hidden")
     logits(weight, "weight")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
@@ -65,3 +77,33 @@ def no_main_grad(t: Tensor | None) -> None:
             "main_grad must be None where PyTorch's own functions take a LinearLogits, got a "
             "Tensor: only losses of logitless add to it."
         )
+
+
+def head_placements(hidden: Any, weight: Any, bias: Any) -> None:
+    """A head whose weight is sharded over the vocabulary, beside hidden states of all ranks."""
+    placed("weight", weight, 0)
+    if all(placement.is_replicate() for placement in weight.placements):
+        raise TypeError(
+            f"weight must be sharded on dimension 0, got a DTensor of placements "
+            f"{weight.placements}: a head that every rank has whole takes weight.to_local()."
+        )
+    for name, t in (("hidden", hidden), ("bias", bias)):
+        if t is None:
+            continue
+        if not is_dtensor(t) or t.device_mesh != weight.device_mesh:
+            raise TypeError(
+                f"{name} must be a DTensor on the mesh of weight, got a {type(t).__name__}:"
+                " DTensor.from_local says how it is spread over ranks. (Of a weight that FSDP"
+                " shards, compute the loss inside the forward of that module, or fuse the model.)"
+            )
+    if bias is not None and bias.placements != weight.placements:
+        raise TypeError(
+            f"bias must have the placements of weight, {weight.placements}, got {bias.placements}."
+        )
+    for own, other in zip(weight.placements, hidden.placements, strict=True):
+        tokens = not own.is_replicate() and other.is_shard() and other.dim < hidden.dim() - 1
+        if not (other.is_replicate() or tokens):
+            raise TypeError(
+                "hidden must be replicated, or sharded by tokens over the ranks that share weight,"
+                f" got a DTensor of placements {hidden.placements}."
+            )

@@ -1,84 +1,106 @@
-"""Losses over a head as operators, so that torch.compile has them in one graph.
+"""Losses over a head as operators, so that torch.compile keeps them in one graph.
 
 Each RowLoss that is an operator over logits (core/operators.py) is three over a head:
 
     logitless::head_<name>_total             a mean or sum, and all gradients at an upstream of 1
-    logitless::head_<name>_rows              its results a row
+    logitless::head_<name>_rows              its results per row
     logitless::head_<name>_rows_gradient     their gradients
 
-They do what heads/linear.py and heads/per_row.py do without a compiler, by their own functions.
-Ignored rows are computed with the others: to know their number the host would have to wait, which a
-graph cannot do.
+They call the functions of total.py and per_row.py. Ignored rows are computed with the others,
+because dropping them would make the host wait for their number, which a graph cannot do.
 """
 
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..contract import PRECISION
-from ..core import call as _call
-from ..core import checks as _checks
-from ..core import operators as _ops
-from ..core.call import in_func
-from ..core.later import later
-from ..core.loss import RowLoss, _mass, reduced
-from .chunks import as_parts
-from .linear import LinearLogits, Total, dtypes_as_given
-from .per_row import Each
+from ..core import checks, operators
+from ..core.call import check_values, in_func
+from ..core.loss import RowLoss
+from . import per_row, total
+from .gradient_sums import HeadGradients, Needs
+from .head import Head, ScaledHead
+from .products import without_autocast
+from .total import Call, needs_of
 
-_HEAD = (  # the head, that of a teacher, and how
+
+class _HeadArguments(NamedTuple):
+    """A head, and a teacher's head, as arguments of an operator."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    teacher_hidden: Tensor | None
+    teacher_weight: Tensor | None
+    teacher_bias: Tensor | None
+    logits_dtype: torch.dtype | None
+    workspace: int | None
+    accumulate: str
+    teacher_dtype: torch.dtype | None
+    teacher_scale: float
+    teacher_cap: float | None
+
+    @staticmethod
+    def of(head: Head, teacher: ScaledHead | None) -> "_HeadArguments":
+        options = (head.dtype, head.workspace, head.accumulate)
+        if teacher is None:
+            return _HeadArguments(*head.tensors, None, None, None, *options, None, 1.0, None)
+        return _HeadArguments(
+            *head.tensors, *teacher.head.tensors, *options, teacher.dtype, teacher.scale,
+            teacher.cap,
+        )  # fmt: skip
+
+    def head(self) -> Head:
+        return Head(
+            self.hidden, self.weight, self.bias, None, self.workspace, self.logits_dtype,
+            self.accumulate, drop_ignored=False,
+        )  # fmt: skip
+
+    def teacher(self) -> ScaledHead:
+        head = Head(
+            self.teacher_hidden, self.teacher_weight, self.teacher_bias,  # pyright: ignore
+            logits_dtype=self.teacher_dtype,
+        )  # fmt: skip
+        return ScaledHead(head, self.teacher_scale, self.teacher_cap)
+
+
+_SCHEMA = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? teacher_hidden, Tensor? teacher_weight,"
     " Tensor? teacher_bias, ScalarType? logits_dtype, int? workspace, str accumulate,"
     " ScalarType? teacher_dtype, float teacher_scale, float? teacher_cap"
 )
-HEAD_TENSORS, HEAD_ARGUMENTS = 6, 12
 
 
-def _flat(source: LinearLogits, loss: RowLoss) -> tuple:
-    """A head and a loss over it as an operator's arguments; a teacher's head is apart."""
-    flat, teacher, teacher_how = list(_ops.flat(loss)), (None, None, None), (None, 1.0, None)
-    for i, t in enumerate(flat):
-        if isinstance(t, LinearLogits):
-            teacher, teacher_how = t.parts, (t.dtype, t.scale, t.cap)
-            flat[i] = t.hidden  # a placeholder: the schema wants a Tensor
-    how = (source.dtype, source.workspace, source.accumulate)
-    return (*source.parts, *teacher, *how, *teacher_how, *flat)
+def _arguments_of(head: Head, loss: RowLoss) -> tuple:
+    """A head and a loss over it as an operator's arguments."""
+    teacher, rest = None, []
+    for value in operators.arguments_of(loss):
+        if isinstance(value, ScaledHead):
+            teacher, value = value, value.head.hidden  # a placeholder: the schema needs a Tensor
+        rest.append(value)
+    return *_HeadArguments.of(head, teacher), *rest
 
 
-def _unpack(kind: type, args: tuple) -> tuple[LinearLogits, RowLoss]:
-    """A head and a loss from an operator's arguments."""
-    parts, teacher = args[:3], args[3:HEAD_TENSORS]
-    dtype, workspace, accumulate, teacher_dtype, scale, cap = args[HEAD_TENSORS:HEAD_ARGUMENTS]
-    how = {"logits_dtype": dtype, "workspace": workspace, "accumulate": accumulate}
-    loss = _ops.loss_of(kind, args[HEAD_ARGUMENTS:])
-    with dtypes_as_given(parts[0].device):
-        if teacher[0] is not None:
-            head = LinearLogits(*teacher, logits_dtype=teacher_dtype)
-            head.scale, head.cap = scale, cap
-            loss = loss.with_tensors((*loss.tensors[:4], head))
-        return LinearLogits(*parts, drop_ignored=False, **how), loss
-
-
-def _context(needs: list[bool], **fields) -> SimpleNamespace:
-    """What a head's node asks of autograd's context; an operator has its own."""
-
-    def nothing(*_):
-        pass
-
-    return SimpleNamespace(
-        needs=needs, others=[], known=None, save_for_backward=nothing,
-        mark_non_differentiable=nothing, set_materialize_grads=nothing, **fields,
-    )  # fmt: skip
+def _call_of(kind: type, arguments: Sequence, **fields) -> Call:
+    """A call from an operator's arguments."""
+    rest = iter(arguments)
+    of_head = _HeadArguments._make([next(rest) for _ in _HeadArguments._fields])
+    loss = operators.loss_of(kind, list(rest))
+    if of_head.teacher_hidden is not None:
+        loss = loss.replace(pair=loss.pair._replace(teacher=of_head.teacher()))
+    return Call(of_head.head(), loss, **fields)
 
 
 class HeadOperator:
     """A RowLoss over a head, as operators with gradients."""
 
-    def __init__(self, logits_operator: _ops.Operator):
+    def __init__(self, logits_operator: operators.Operator):
         self.kind, self.name = logits_operator.kind, f"head_{logits_operator.name}"
         self.logits_operator = logits_operator
-        loss = f"{_HEAD}, {logits_operator.arguments}"
+        loss = f"{_SCHEMA}, {logits_operator.arguments}"
         self._define(
             "total", f"({loss}, Tensor? row_weight, str reduction, bool[] needs)", self.total,
             self.fake_total,
@@ -91,175 +113,190 @@ class HeadOperator:
         for suffix, backward, save in (
             ("total", _scale, _save_total),
             ("rows", self.backward, self.save),
-            ("rows_gradient", _ops.refuse, None),
+            ("rows_gradient", checks.only_once, None),
         ):
             torch.library.register_autograd(
-                f"logitless::{self.name}_{suffix}", backward, setup_context=save, lib=_ops.library
-            )
+                f"logitless::{self.name}_{suffix}", backward, setup_context=save,
+                lib=operators.library,
+            )  # fmt: skip
 
-    def _define(self, suffix: str, arguments: str, run, fake) -> None:
-        name, library = f"{self.name}_{suffix}", _ops.library
+    def _define(self, suffix: str, arguments: str, run: Callable, fake: Callable) -> None:
+        name, library = f"{self.name}_{suffix}", operators.library
         library.define(f"{name}{arguments} -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"logitless::{name}", fake, lib=library)
 
-    def call(self, source: LinearLogits, loss: RowLoss) -> tuple[Tensor, ...]:
-        """The results of the rows."""
-        return tuple(getattr(torch.ops.logitless, f"{self.name}_rows")(*_flat(source, loss)))
+    def total(self, *arguments) -> list[Tensor]:
+        """The loss, the share of a row in its mean, and the gradients; empty if not needed."""
+        *arguments, row_weight, reduction, needs = arguments
+        call = _call_of(
+            self.kind, arguments, row_weight=row_weight, reduction=reduction, needs=Needs(*needs)
+        )
+        check_values(call.loss)
+        with without_autocast(call.head.device):
+            value, share, d = total.forward(call)
+        if call.divides_in_backward:  # the gradients keep all their bits until then
+            d = _shaped(d, call.head.tensors)
+        else:
+            d, share = d.like(call.head.tensors), None
+        return [
+            _or_empty(t, value) for t in (value, share, d.hidden, d.weight, d.bias, d.row_weight)
+        ]
 
-    def total(self, *args) -> list[Tensor]:
-        """The loss, the share of a row in its mean, and the gradients; empty what is not needed."""
-        *args, row_weight, reduction, needs = args
-        source, loss = _unpack(self.kind, tuple(args))
-        _call.values(loss, source.shape[-1])
-        late = _scale_in_backward(reduction, source.hidden.dtype)
-        ctx = _context(needs, mean=reduction == "mean", late=late)
-        with dtypes_as_given(source.device):
-            value, share, found = Total.compute(ctx, source, row_weight, loss)
-        found[:3] = _shaped(found[:3], source.parts) if late else as_parts(found[:3], source.parts)
-        return [_or_empty(t, value) for t in (value, share if late else None, *found)]
+    def fake_total(self, hidden, weight, bias, *arguments) -> list[Tensor]:
+        *_, row_weight, reduction, needs = arguments
+        full = PRECISION[hidden.dtype]
+        divides = reduction == "mean" and hidden.dtype == torch.float16
+        value, wide = hidden.new_empty((), dtype=full), full if divides else None
+        needs = Needs(*needs)
+        outputs = (
+            value, _like(value, divides), _like(hidden, needs.hidden),
+            _like(weight, needs.weight, wide), _like(bias, needs.bias, wide),
+            _like(row_weight, needs.row_weight),
+        )  # fmt: skip
+        return [_or_empty(t, value) for t in outputs]
 
-    def fake_total(self, hidden, weight, bias, *args) -> list[Tensor]:
-        *_, row_weight, reduction, needs = args
-        full, late = PRECISION[hidden.dtype], _scale_in_backward(reduction, hidden.dtype)
-        value = hidden.new_empty((), dtype=full)
-        wide = full if late else None  # of a sum
-        found = [
-            _like_or_none(hidden, needs[0]), _like_or_none(weight, needs[1], wide),
-            _like_or_none(bias, needs[2], wide), _like_or_none(row_weight, needs[3]),
-        ]  # fmt: skip
-        return [_or_empty(t, value) for t in (value, _like_or_none(value, late), *found)]
+    def rows(self, *arguments) -> list[Tensor]:
+        call = _call_of(self.kind, arguments, row_weight=None, reduction="none", needs=_NOTHING)
+        check_values(call.loss)
+        with call.head.ready(call.loss):
+            outputs, _ = per_row.forward(call)
+        return list(outputs)
 
-    def rows(self, *args) -> list[Tensor]:
-        source, loss = _unpack(self.kind, args)
-        _call.values(loss, source.shape[-1])
-        return list(Each.forward(_context([False] * 3), *source.parts, source, loss))
+    def fake_rows(self, *arguments) -> list[Tensor]:
+        call = _call_of(self.kind, arguments, row_weight=None, reduction="none", needs=_NOTHING)
+        head, loss = call.head, call.loss
+        x = head.hidden.new_empty((), dtype=head.dtype).expand(*head.lead, head.weight.shape[0])
+        shapes = self.logits_operator.fake(x, *arguments[len(_HeadArguments._fields) :])
+        return shapes[: operators.outputs_of(loss)]
 
-    def fake_rows(self, *args) -> list[Tensor]:
-        (hidden, weight), dtype, rest = args[:2], args[HEAD_TENSORS], args[HEAD_ARGUMENTS:]
-        x = hidden.new_empty((), dtype=dtype).expand(*hidden.shape[:-1], weight.shape[0])
-        return self.logits_operator.fake(x, *rest)[: _ops.outputs_of(_ops.loss_of(self.kind, rest))]
+    def gradient(self, *arguments) -> list[Tensor]:
+        *arguments, needs, upstream = arguments
+        call = _call_of(
+            self.kind, arguments, row_weight=None, reduction="none", needs=Needs(*needs)
+        )
+        with without_autocast(call.head.device):
+            d = per_row.backward(call, None, upstream)
+        return [_or_empty(t, call.head.hidden) for t in (d.hidden, d.weight, d.bias)]
 
-    def gradient(self, *args) -> list[Tensor]:
-        *args, needs, upstream = args
-        source, loss = _unpack(self.kind, tuple(args))
-        with dtypes_as_given(source.device):
-            found = Each.compute(_context(needs), upstream, source, loss)
-        return [_or_empty(t, source.hidden) for t in found]
-
-    def fake_gradient(self, hidden, weight, bias, *args) -> list[Tensor]:
-        *_, needs, _ = args
+    def fake_gradient(self, hidden, weight, bias, *arguments) -> list[Tensor]:
+        *_, needs, _ = arguments
         pairs = zip((hidden, weight, bias), needs, strict=True)
-        return [_or_empty(_like_or_none(t, need), hidden) for t, need in pairs]
+        return [_or_empty(_like(t, need), hidden) for t, need in pairs]
 
     def save(self, ctx, inputs, output) -> None:
-        loss = _ops.loss_of(self.kind, inputs[HEAD_ARGUMENTS:])
-        ctx.save_for_backward(*inputs[:HEAD_TENSORS], *loss.tensors)
-        ctx.loss = loss.with_tensors((None,) * len(loss.tensors))
-        ctx.how, ctx.arguments = inputs[HEAD_TENSORS:HEAD_ARGUMENTS], len(inputs)
+        ctx.save_for_backward(*(t for t in inputs if isinstance(t, Tensor)))
+        ctx.arguments = [None if isinstance(t, Tensor) else (t,) for t in inputs]
         ctx.set_materialize_grads(False)
 
     def backward(self, ctx, upstream):
-        heads, tensors = ctx.saved_tensors[:HEAD_TENSORS], ctx.saved_tensors[HEAD_TENSORS:]
-        found = [None] * 3
+        saved = iter(ctx.saved_tensors)
+        arguments = [next(saved) if other is None else other[0] for other in ctx.arguments]
+        gradients = [None] * 3
         if any(d is not None for d in upstream):
-            needs = list(ctx.needs_input_grad[:3])
-            args = (*heads, *ctx.how, *_ops.flat(ctx.loss.with_tensors(tensors)))
+            needs = [ctx.needs_input_grad[i] for i in range(3)]
             op = getattr(torch.ops.logitless, f"{self.name}_rows_gradient")
-            made = op(*args, needs, list(upstream))
-            found = [t if need else None for t, need in zip(made, needs, strict=True)]
-        return *found, *(None,) * (ctx.arguments - 3)
+            computed = op(*arguments, needs, list(upstream))
+            gradients = [t if need else None for t, need in zip(computed, needs, strict=True)]
+        return *gradients, *(None,) * (len(arguments) - 3)
 
 
-def _scale_in_backward(reduction: str, dtype: torch.dtype) -> bool:
-    """Whether gradients get their share of a mean at the end, as those of fp16 do."""
-    return reduction == "mean" and dtype == torch.float16
+_NOTHING = Needs(False, False, False)
 
 
-def _shaped(gradients: list, parts: tuple) -> list:
-    """Each in the shape of what it is the gradient of, with all its bits."""
-    pairs = zip(gradients, parts, strict=True)
-    return [None if t is None else t.view(part.shape) for t, part in pairs]
+def _shaped(d: HeadGradients, tensors: tuple) -> HeadGradients:
+    """Each gradient in the shape of its tensor, with all its bits."""
+    hidden, weight, bias = (
+        None if g is None else g.view(t.shape)
+        for g, t in zip((d.hidden, d.weight, d.bias), tensors, strict=True)
+    )
+    return d._replace(hidden=hidden, weight=weight, bias=bias)
 
 
 def _or_empty(t: Tensor | None, like: Tensor) -> Tensor:
-    """An operator's outputs cannot be None."""
+    """The outputs of an operator cannot be None."""
     return like.new_empty(0) if t is None else t
 
 
-def _like_or_none(t: Tensor, need: bool, dtype: torch.dtype | None = None) -> Tensor | None:
-    if not need:
+def _like(t: Tensor | None, need: bool, dtype: torch.dtype | None = None) -> Tensor | None:
+    if t is None or not need:
         return None
     return torch.empty_like(t, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _save_total(ctx, inputs, output) -> None:
-    *_, row_weight, _, needs = inputs
-    _, share, *found = output
-    ctx.save_for_backward(share, *found)
-    ctx.dtypes = [None if t is None else t.dtype for t in (*inputs[:3], row_weight)]
+    hidden, weight, bias, *_, row_weight, _, needs = inputs
+    _, *saved = output
+    ctx.save_for_backward(*saved)
+    ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias, row_weight)]
     ctx.needs, ctx.arguments = needs, len(inputs)
     ctx.set_materialize_grads(False)
 
 
 def _scale(ctx, upstream):
-    share, *found = ctx.saved_tensors
+    share, *saved = ctx.saved_tensors
     d, gradients = upstream[0], [None] * 4
     if d is not None:
         scale = d * share if share.numel() else d
         gradients = [
             torch.ops.logitless.head_scale(t, by, dtype) if need else None
             for t, by, dtype, need in zip(
-                found, (scale, scale, scale, d), ctx.dtypes, ctx.needs, strict=True
+                saved, (scale, scale, scale, d), ctx.dtypes, ctx.needs, strict=True
             )
         ]
-    *head, d_rows = gradients
-    return *head, *(None,) * (ctx.arguments - 6), d_rows, None, None
+    *of_head, d_row_weight = gradients
+    return *of_head, *(None,) * (ctx.arguments - 6), d_row_weight, None, None
 
 
 def scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """Their product, rounded once; on a GPU without a copy in fp32."""
-    found = fake_scale(gradient, by, dtype)
-    return torch.mul(gradient, by.view((1,) * gradient.dim()), out=found)
+    """The product, rounded once; on a GPU without a copy in fp32."""
+    out = fake_scale(gradient, by, dtype)
+    return torch.mul(gradient, by.view((1,) * gradient.dim()), out=out)
 
 
 def fake_scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-# An operator of its own, so that a second differentiation is refused here too.
-_ops.library.define(
+# An operator of its own, so that a second differentiation raises here too.
+operators.library.define(
     "head_scale(Tensor gradient, Tensor by, ScalarType dtype) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_ops.library.impl("head_scale", scale, "CompositeExplicitAutograd")
-torch.library.register_fake("logitless::head_scale", fake_scale, lib=_ops.library)
-torch.library.register_autograd("logitless::head_scale", _ops.refuse, lib=_ops.library)
+operators.library.impl("head_scale", scale, "CompositeExplicitAutograd")
+torch.library.register_fake("logitless::head_scale", fake_scale, lib=operators.library)
+torch.library.register_autograd("logitless::head_scale", checks.only_once, lib=operators.library)
+
+HEAD_OPERATORS: dict[type, HeadOperator] = {}
 
 
-@_ops.for_each
-def _register(operator: _ops.Operator) -> None:
-    operator.over_a_head = HeadOperator(operator)
+def operator(name: str, *, saved: int) -> Callable[[type], type]:
+    """Registers a RowLoss, whose forward saves `saved` tensors, over logits and over a head."""
+
+    def register(kind: type) -> type:
+        kind = operators.operator(name, saved=saved)(kind)
+        HEAD_OPERATORS[kind] = HeadOperator(operators.OPERATORS[kind])
+        return kind
+
+    return register
 
 
-def evaluate(source: LinearLogits, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-    """As LinearLogits.evaluate, for a compiler."""
+def call_rows(loss: RowLoss, head: Head) -> tuple[Tensor, ...]:
+    """The results per row of a loss over a head, through its operator."""
+    name = f"{HEAD_OPERATORS[type(loss)].name}_rows"
+    return tuple(getattr(torch.ops.logitless, name)(*_arguments_of(head, loss)))
+
+
+def evaluate_compiled(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> Any:
+    """The loss of the rows of a head, weighted and reduced, for a compiler."""
     if in_func():
-        _checks.no_head_in_func()
-    if source.main_grad is not None:  # backward adds to it, which a graph cannot say
-        return torch.compiler.disable(LinearLogits.evaluate)(source, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
-    operator = _ops.OPERATORS.get(type(loss))
+        checks.no_head_in_func()
+    operator = HEAD_OPERATORS.get(type(loss))
     if reduction == "none" or operator is None:  # a user's formula has no operator
-        outputs = loss.traced(source)
-        if loss.several:
-            return outputs
-        mass = _mass(loss, source, reduction)
-        return reduced(outputs[0], loss.reading, row_weight, mass, reduction)
-    wanted = torch.is_grad_enabled()
-    parts = (*source.parts, row_weight)
-    needs = [wanted and t is not None and t.requires_grad for t in parts]
-    op = getattr(torch.ops.logitless, f"{operator.over_a_head.name}_total")
-    return op(*_flat(source, loss), row_weight, reduction, needs)[0]
-
-
-later.evaluate_compiled = evaluate
+        outputs = loss.traced(head, call_rows)
+        return outputs if loss.multiple_outputs else loss.reduce(outputs[0], reduction, row_weight)
+    needs = needs_of(head.tensors, row_weight, (), torch.is_grad_enabled())
+    flags = [needs.hidden, needs.weight, needs.bias, needs.row_weight]
+    op = getattr(torch.ops.logitless, f"{operator.name}_total")
+    value, *_ = op(*_arguments_of(head, loss), row_weight, reduction, flags)
+    return value

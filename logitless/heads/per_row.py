@@ -1,106 +1,118 @@
-"""Results of a head a row, in four GEMMs, where a mean or sum takes three (Total in
-heads/linear.py).
+"""Results per row of a head, in four GEMMs. A mean or sum takes three (total.py).
+
+Forward keeps the statistics of each row, and backward computes the logits again.
 """
 
 import torch
 from torch import Tensor
 
 from ..core.autograd import Node, refuse_second
-from ..core.loss import RowLoss
-from .chunks import Chunks, RowGradients, as_parts
+from ..core.loss import RowLoss, Saved
+from .blocks import chunks_of
+from .chunks import Chunks
+from .gradient_sums import HeadGradients, RowInputGradients
+from .head import Head
+from .total import Call, needs_of
 
 
-class Each(Node):
-    """Forward keeps statistics of the rows, and backward makes the logits again."""
+def forward(call: Call) -> tuple[tuple[Tensor, ...], list[Saved]]:
+    """The outputs of all rows, (..., ...), and the tensors that backward needs of each tile."""
+    head, loss, lead = call.head, call.loss, call.head.lead
+    chunks, known, results = _chunks(call, True), [], []
+    for tile in chunks.tiles(loss):
+        outputs, saved = tile.loss.forward(chunks.backend, tile.logits)
+        known.append(() if loss.saves_gradient else saved)
+        if not results:
+            results = [_ignored(t, head.rows) for t in outputs]
+        for result, t in zip(results, outputs, strict=True):
+            result[tile.rows] = t
+    if not results:  # no row counts: shapes and dtypes are those of a loss of no rows
+        nothing = chunks.hidden.new_empty((0, len(chunks.weight)), dtype=head.dtype)
+        outputs, _ = loss.rows(slice(0, 0), lead).forward(head.backend(), nothing)
+        results = [_ignored(t, head.rows) for t in outputs]
+    return tuple(t.view((*lead, *t.shape[1:])).clone() for t in results), known
+
+
+def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGradients:
+    """The gradients of the head and of row_inputs. On return the memory of the logits is free.
+
+    Without `known`, backward computes the statistics again, from whole rows.
+    """
+    head, loss, lead = call.head, call.loss, call.head.lead
+    flat = [None if g is None else g.reshape(head.rows, *g.shape[len(lead) :]) for g in upstream]
+    chunks = _chunks(call, known is not None)
+    backend, sums = chunks.backend, chunks.gradients(call.needs, head.main_grad)
+    row_inputs = RowInputGradients(loss, call.needs.row_inputs) if loss.row_inputs else None
+    for tile in chunks.tiles(loss, sums, known or ()):
+        g = tuple(None if g is None else g[tile.rows] for g in flat)
+        saved = tile.saved or tile.loss.forward(backend, tile.logits)[1]
+        tile.gradient = tile.loss.backward(backend, tile.logits, saved, g, None, tile.into)
+        if row_inputs is not None:
+            row_inputs.add(tile.rows, tile.loss, saved, g[0])
+    gradients = sums.result()
+    if head.main_grad is not None:  # the weight's gradient was added to it
+        gradients = gradients._replace(weight=None)
+    d_row_inputs = () if row_inputs is None else tuple(row_inputs.gradients)
+    return gradients.like(head.inputs)._replace(row_inputs=d_row_inputs)
+
+
+def _chunks(call: Call, keep: bool) -> Chunks:
+    """The same cut in forward and backward; whole rows if backward has no saved statistics."""
+    merges = call.loss.merges and keep
+    return chunks_of(call.head, call.loss, call.head.work(merges, sums=call.needs.weight))
+
+
+def _ignored(t: Tensor, rows: int) -> Tensor:
+    """Outputs of ignored rows: 0, or -1 for a class."""
+    fill = 0.0 if t.is_floating_point() else -1
+    return torch.full((rows, *t.shape[1:]), fill, device=t.device, dtype=t.dtype)
+
+
+class Kept:
+    """What a node keeps between forward and backward, besides the tensors that autograd saves."""
+
+    def __init__(self, call: Call, known: list[Saved]):
+        self.call, self.known = call, known  # the call without its tensors
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, source, loss, *others):
-        ctx.needs = [t is not None and t.requires_grad for t in (hidden, weight, bias)]
-        ctx.others = [t.requires_grad for t in others]
-        ctx.known = []  # of the rows, part by part: what backward would read the logits for
-        with source.ready(loss):
-            results = Each.results(ctx, source, loss)
-        source.save(ctx, loss, None)
-        lead = source.shape[:-1]
-        shaped = tuple(t.view((*lead, *t.shape[1:])).clone() for t in results)
-        ctx.mark_non_differentiable(*(t for t in shaped if not t.is_floating_point()))
+    def of(ctx, call: Call) -> tuple[tuple[Tensor, ...], "Kept"]:
+        """The outputs of a call in a node with this context, and what the node keeps."""
+        with call.head.ready(call.loss):
+            outputs, known = forward(call)
+        tensors, blank = call.flatten()
+        ctx.save_for_backward(*tensors)
+        ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
         ctx.set_materialize_grads(False)
-        return shaped
+        return outputs, Kept(blank, known)
+
+    def gradients_of(self, ctx, upstream: tuple) -> HeadGradients:
+        """The gradients of the node."""
+        Node.refuse_vmap(upstream)
+        tensors = ctx.saved_tensors  # read once, because activation checkpointing unpacks only once
+        call = self.call.rebuild(tensors)
+        if all(g is None for g in upstream):
+            return HeadGradients(row_inputs=(None,) * len(call.loss.row_inputs))
+        with torch.no_grad(), call.head.ready(call.loss):
+            gradients = backward(call, self.known, upstream)
+        if torch.is_grad_enabled():
+            return gradients.through(lambda g: refuse_second(g, (*tensors, *upstream)))
+        return gradients
+
+
+class PerRowLoss(Node):
+    """Results per row of a head."""
 
     @staticmethod
-    def results(ctx, source, loss) -> list[Tensor]:
-        """What the loss gives of all rows, (N, ...)."""
-        lead, results = source.shape[:-1], []
-        chunks = _chunks_of(ctx, source, loss)
-
-        def visit(some, _saved, rows, z, _into):
-            found, saved = some.forward(chunks.run, z)
-            ctx.known.append(() if loss.saves_gradient else saved)
-            if not results:
-                results.extend(_unread(t, lead.numel()) for t in found)
-            for result, t in zip(results, found, strict=True):
-                result[rows] = t
-
-        chunks.walk(loss, visit)
-        if not results:  # no row counts: shapes and dtypes are those of a loss of no rows
-            nothing = chunks.hidden.new_empty((0, len(chunks.weight)), dtype=source.dtype)
-            found, _ = loss.take(slice(0, 0), lead).forward(source.backend(), nothing)
-            results = [_unread(t, lead.numel()) for t in found]
-        return results
+    def forward(ctx, hidden, weight, bias, head, loss, *row_inputs):
+        needs = needs_of((hidden, weight, bias), None, row_inputs, True)
+        outputs, ctx.kept = Kept.of(ctx, Call(head, loss, None, "none", needs))
+        return outputs
 
     @staticmethod
     def backward(ctx, *upstream):
-        Node.each_by_itself(upstream)
-        source, _, loss = ctx.source.saved(ctx)
-        parts = source.inputs
-        if all(g is None for g in upstream):
-            return (None,) * (5 + len(loss.others))
-        with torch.no_grad(), source.ready(loss):
-            found = Each.compute(ctx, upstream, source, loss)
-        if torch.is_grad_enabled():
-            found = refuse_second(tuple(found), (*parts, *loss.tensors, *upstream))
-        return *found[:3], None, None, *found[3:]
-
-    @staticmethod
-    def compute(ctx, upstream, source, loss) -> list:
-        """Gradients of the parts and of the loss's other tensors."""
-        others = RowGradients(loss, ctx.others)
-        found = Each.gradients(ctx, upstream, source, loss, others)
-        if source.main_grad is not None:  # to which the weight's was added
-            found[1] = None
-        return [*as_parts(found, source.inputs), *others.found]
-
-    @staticmethod
-    def gradients(ctx, upstream, source, loss, others) -> list:
-        """Gradients of the parts, while others are filled.
-
-        On return the memory of the logits is free.
-        """
-        lead = source.shape[:-1]
-        given = [None if g is None else g.reshape(lead.numel(), *g.shape[len(lead) :])
-                 for g in upstream]  # fmt: skip
-        chunks = _chunks_of(ctx, source, loss)
-        run, sums = chunks.run, chunks.gradients(ctx.needs, source.accumulate, source.main_grad)
-
-        def visit(some, saved, rows, z, into):
-            own = tuple(None if g is None else g[rows] for g in given)
-            saved = saved or some.forward(run, z)[1]
-            dz = some.backward(run, z, saved, own, None, into)
-            if loss.others:
-                others.add(rows, some, saved, own[0])
-            return dz
-
-        chunks.walk(loss, visit, sums, ctx.known or ())
-        return sums.found()
+        d = ctx.kept.gradients_of(ctx, upstream)
+        return d.hidden, d.weight, d.bias, None, None, *d.row_inputs
 
 
-def _chunks_of(ctx, source, loss: RowLoss) -> Chunks:
-    """The same in forward and backward; whole rows where backward has no saved statistics."""
-    merges = loss.merges and ctx.known is not None
-    return source.chunks(loss, source.work(merges, sums=ctx.needs[1]))
-
-
-def _unread(t: Tensor, rows: int) -> Tensor:
-    """What ignored rows have: zeros, and no class."""
-    fill = 0.0 if t.is_floating_point() else -1
-    return torch.full((rows, *t.shape[1:]), fill, device=t.device, dtype=t.dtype)
+def per_row_loss(head: Head, loss: RowLoss) -> tuple[Tensor, ...]:
+    return PerRowLoss.apply(*head.inputs, head, loss, *loss.row_inputs)  # pyright: ignore

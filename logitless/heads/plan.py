@@ -1,37 +1,39 @@
 """How a head's logits are cut to fit a workspace: by rows, by columns of the vocabulary, or both.
 
-By rows, a chunk holds whole rows: its loss and its gradients follow at once, in three GEMMs. But
+By rows, a chunk holds whole rows. Its loss and its gradients follow at once, in three GEMMs, but
 every chunk reads and writes the sum of the weight's gradient (V, D). By columns, the statistics of
-all rows come first, block by block, and then every block's logits are made once more: four GEMMs,
-but each block's part of the weight's gradient is complete at once. What is summed over blocks is
-the gradient of hidden (N, D), which is smaller. In units of one GEMM over all logits:
+all rows come first, block by block, and then every block's logits are computed again. That takes
+four GEMMs, but each block's rows of the weight's gradient are complete at once, and the gradient of
+hidden (N, D), which is summed over blocks, is smaller. In units of one GEMM over all logits:
 
     n whole rows at once              3 + s / n
     all rows, c columns at once       3 + 1 + r - kept + s / c
     n of the rows, c columns          3 + 1 + r + s / c + s / n
 
 s (SUM_ROWS) is the number of rows in a GEMM that takes as long as reading and writing the sum, r
-(STATISTICS_COST) what a second reading of the logits costs. `kept` is the share of logits that wait
-in memory of the weight's gradient that is not written yet (heads/blocks.py).
+(STATISTICS_COST) is the cost of reading the logits a second time. `kept` is the share of logits
+that are kept in memory of the weight's gradient that is not written yet (blocks.py).
 """
 
+import contextlib
 import functools
 import itertools
+from collections.abc import Callable
 from typing import NamedTuple
 
-# Bytes of logits alive at once, by default; half as many more for logits in fp32 of 16-bit hidden
-# states, which are then made in few large parts (on an H200 as fast as 16-bit ones).
+# Bytes of logits in memory at once, by default. fp32 logits of 16-bit hidden states get half as
+# many again: they are then computed in few large slots, on an H200 as fast as 16-bit logits.
 WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}
 TILE = 128  # rows that a GEMM works on together
 PACK = 8  # columns: rows of 16-bit logits start on 16-byte boundaries
 
-# Measured on an H200 with 64 to 256 MiB (docs/heads.md). A CPU multiplies so slowly that sums cost
-# nothing beside it: there rows are always whole.
+# Measured on an H200 with 64 to 256 MiB (docs/heads.md). On a CPU, GEMMs are so slow that sums cost
+# nothing in comparison, so rows are always whole there.
 SUM_ROWS = {"cuda": 540.0}
 STATISTICS_COST = 0.15  # of a GEMM: reading the logits once more, and merging statistics
 MIN_GAIN = 0.1  # of a GEMM: columns are chosen where they save at least this
 
-SPARE_EVERY = 64  # rows: the memory for logits in fp32 has a spare row for so many, and two more
+SPARE_EVERY = 64  # memory for fp32 logits has one spare row per 64 rows, and two more
 
 
 class Cut(NamedTuple):
@@ -39,32 +41,50 @@ class Cut(NamedTuple):
 
     rows: int  # at most
     columns: int | None = None  # None is all of them
-    kept: bool = False  # whether blocks may wait in the memory of the weight's gradient
+    kept: bool = False  # whether the weight's gradient may keep blocks in its memory
 
 
 class Work(NamedTuple):
-    """A head, and what is asked of it."""
+    """The size of a computation over a head."""
 
     rows: int
     vocab: int
     width: int  # of hidden
     itemsize: int  # of hidden
     wide: bool  # whether logits are in fp32, where hidden is not
-    merges: bool  # whether blocks of columns tell what is asked
-    gemms: int  # by columns, more than by rows: 0 or 1
-    sums: bool  # whether the weight has a gradient, summed over rows in more bits than its own
-    keeps: bool  # whether the weight's gradient has memory for logits
+    merges: bool  # whether the loss can be computed block by block
+    gemms: int  # extra GEMMs if cut by columns: 0 or 1
+    sums: bool  # whether the weight's gradient is summed over rows in more bits than its own
+    keeps: bool  # whether the weight's gradient has memory to keep logits in
+
+
+_forced: Callable[[Work], Cut] | None = None
+
+
+@contextlib.contextmanager
+def override(cut: Callable[[Work], Cut]):
+    """Every head is cut as cut(work) says in this block: for tests and benchmarks."""
+    global _forced
+    before, _forced = _forced, cut
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def choose(work: Work, workspace: int | None, device: str) -> Cut:
+    """The cut with the least estimated time; whole rows unless a workspace is given."""
+    return _choose(work, workspace, device) if _forced is None else _forced(work)
 
 
 @functools.lru_cache(1024)
-def choose(work: Work, workspace: int | None, device: str) -> Cut:
-    """The way that should take the least time; whole rows unless a workspace is given."""
+def _choose(work: Work, workspace: int | None, device: str) -> Cut:
     limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"]) * (3 if work.wide else 2) // 2
     room = limit // (-(-work.vocab // PACK) * PACK * work.itemsize)
     if work.wide:
-        room = (room - 2) * SPARE_EVERY // (SPARE_EVERY + 1)  # with its spare_rows
+        room = (room - 2) * SPARE_EVERY // (SPARE_EVERY + 1)  # without the spare_rows
     best = Cut(max(room, 1))
-    cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)  # else a GEMM adds, or only reads
+    cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)  # otherwise the GEMM itself adds
     rows = even_chunk(work.rows, room)
     if workspace is None or not cost or rows >= work.rows or not work.merges:
         return best
@@ -72,7 +92,7 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
     groups = 1
     while work.rows >= groups * TILE:
         rows = -(-work.rows // groups)
-        size = work.itemsize + (4 if work.wide else 0)  # gradient and logits lie apart
+        size = work.itemsize + (4 if work.wide else 0)  # the gradient has memory of its own
         columns = even_columns(work.vocab, limit // (rows * size))
         if columns:
             kept = 0.0
@@ -88,24 +108,25 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
 
 
 def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, int]:
-    """Blocks of columns whose logits wait in the weight's gradient, and the place of each there.
+    """Blocks of columns that the weight's gradient keeps in its memory, and the place of each.
 
-    Gradients are computed from the last block to the first. A block may wait where its place,
-    rows · columns numbers long, ends before the block's own rows of the gradient, columns · width
-    numbers each, begin: what is written there comes later.
+    Gradients are computed from the last block to the first. A place is rows · columns numbers long,
+    and each block's own rows of the gradient take columns · width numbers. A block may be kept
+    where its place ends before the block's own rows begin, because those are written later.
     """
-    found: dict[int, int] = {}
+    kept: dict[int, int] = {}
     for block in range(1, -(-vocab // columns)):
-        if (len(found) + 1) * rows <= block * width:
-            found[block] = len(found)
-    return found
+        if (len(kept) + 1) * rows <= block * width:
+            kept[block] = len(kept)
+    return kept
 
 
 def even_chunk(rows: int, room: int) -> int:
-    """How many of so many rows make a chunk, in a workspace with room for `room` of them.
+    """The number of rows per chunk, in a workspace with room for `room` rows.
 
-    Whole tiles of a GEMM if it holds one, a power of two if it holds several, as batches are: then
-    nothing is left over. Chunks are even, for the smallest costs a reading of the weight too.
+    Whole tiles of a GEMM if one fits. A power of two if several fit: batches are powers of two, and
+    nothing is left over. All chunks have the same size, because even a short last chunk would read
+    the whole weight.
     """
     most = max(room, 1)
     if most >= 8 * TILE:
@@ -117,7 +138,7 @@ def even_chunk(rows: int, room: int) -> int:
 
 
 def even_columns(vocab: int, room: int) -> int:
-    """How many columns make a block, in whole tiles and even; 0 where not one tile has room."""
+    """The number of columns per block: whole tiles, equal blocks; 0 if no tile fits."""
     most = room - room % TILE
     if not most:
         return 0
@@ -127,7 +148,7 @@ def even_columns(vocab: int, room: int) -> int:
 
 @functools.lru_cache(1024)
 def chunk_rows(rows: int, cut: Cut) -> int:
-    """How many of so many rows make a chunk."""
+    """The number of rows per chunk."""
     if cut.columns is None:
         return even_chunk(rows, cut.rows)
     return max(min(cut.rows, rows), 1)
@@ -135,35 +156,40 @@ def chunk_rows(rows: int, cut: Cut) -> int:
 
 @functools.lru_cache(1024)
 def bounds(rows: int, count: int, cut: Cut) -> tuple[tuple[int, int], ...]:
-    """Where chunks begin and end, where `count` of the rows are computed."""
+    """The begin and end of each chunk, if `count` of the rows are computed."""
     first = min(chunk_rows(rows, cut), count)
     step = chunk_rows(count - first, cut)
     starts = [*([0] if first else []), *range(first, count, step), count]
     return tuple(itertools.pairwise(starts))
 
 
-class Part(NamedTuple):
+class Slot(NamedTuple):
     """Rows of a chunk whose logits are in memory together."""
 
     rows: slice  # of the chunk
     at: int  # where their logits begin, in rows of the memory
-    steps: tuple[slice, ...]  # of the part: rows whose gradient may be written at once
+    steps: tuple[slice, ...]  # rows of the slot whose gradient may be written at once
 
 
 @functools.lru_cache(1024)
-def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Part, ...]]:
-    """Of the memory of a chunk: its length in rows of hidden's dtype, and what is made there.
+def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
+    """The memory of a chunk: its length in rows of hidden's dtype, and the slots in it.
 
-    A gradient of the logits' own dtype is written over them, all at once. One of 16 bits, of logits
-    in fp32, fills the memory from its start, while logits are made at its end, a part of the rows
-    at a time: as many as fit after the gradient so far. The gradient of a part is written over
-    logits of it that were read before, in steps, each as long as the gap before those not yet
-    read. So fp32 logits need the memory of 16-bit ones, and of spare_rows more.
+    A gradient in the logits' own dtype overwrites them all at once, in one slot. The 16-bit
+    gradient of fp32 logits grows from the left, while the fp32 logits of a slot stand at the right
+    end:
+
+        | gradient of earlier slots | gap |  logits of this slot, fp32  |
+        | gradient so far                 ▸ overwrites logits already read
+
+    Each slot has as many rows as fit to the right of the gradient so far. Its gradient is written
+    in steps, and each step is as long as the gap before the first unread row, so that no unread row
+    is overwritten. So fp32 logits need the memory of 16-bit logits and of spare_rows more.
     """
     if not wide:
-        return rows, (Part(slice(0, rows), 0, (slice(0, rows),)),)
+        return rows, (Slot(slice(0, rows), 0, (slice(0, rows),)),)
     size = min(most + spare_rows(most), 3 * rows)
-    parts, start = [], 0
+    slots, start = [], 0
     while start < rows:
         count = (size - start - 1) // 2
         count -= count % (TILE // 2) if count > TILE // 2 else 0
@@ -173,11 +199,11 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Part, ...]]:
         while done < end - start:
             steps.append(slice(done, min(at - start + 2 * done, end - start)))
             done = steps[-1].stop
-        parts.append(Part(slice(start, end), at, tuple(steps)))
+        slots.append(Slot(slice(start, end), at, tuple(steps)))
         start = end
-    return size, tuple(parts)
+    return size, tuple(slots)
 
 
 def spare_rows(rows: int) -> int:
-    """What the memory for so many rows in fp32 has beyond them."""
+    """The number of spare rows in the memory for so many rows of fp32 logits."""
     return rows // SPARE_EVERY + 2

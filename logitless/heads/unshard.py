@@ -1,4 +1,4 @@
-"""The weight of a head in memory while a loss is computed: FSDP frees it after a forward."""
+"""A head's weight in memory while a loss is computed, because FSDP frees it after a forward."""
 
 import contextlib
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def in_memory(weight: Tensor, module: torch.nn.Module | None):
-    """The head's weight in memory: FSDP frees it after the module's forward."""
+    """The weight is in memory in this block. `module` is the module that shards it, if one does."""
     if weight.untyped_storage().size() or not weight.numel() or weight.device.type == "meta":
         yield
     elif hasattr(module, "unshard"):

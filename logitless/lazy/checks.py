@@ -1,4 +1,4 @@
-"""The rules of a model that `fuse` takes, worded as those of core/checks.py."""
+"""The rules of a model that `fuse` takes; the wording of errors is that of core/checks.py."""
 
 from typing import Any
 

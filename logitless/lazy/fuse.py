@@ -1,8 +1,7 @@
 """`fuse(model)`: a model with a linear head trains without materialising its logits.
 
-Only the head's forward is replaced: where gradients are wanted it returns LazyLogits
-(lazy/logits.py), and whatever computes the loss, the model itself, a Trainer or a loop, computes it
-from those.
+Only the head's forward is replaced. Where gradients are wanted it returns LazyLogits (logits.py),
+and the model itself, a Trainer or a training loop computes its loss from them.
 """
 
 import contextlib
@@ -13,28 +12,26 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..core import call as _call
-from ..core.call import in_func
+from ..core.call import in_func, named
+from ..core.source import is_dtensor
 from ..heads.linear import LinearLogits
 from . import checks
-from .colwise import made_logits, spread_logits
-from .logits import LazyLogits, Made, warn_once
-from .torch_functions import absorbed
+from .colwise import spread_dense_logits, spread_logits
+from .logits import lazy_logits_of, warn_once
 
 Model = TypeVar("Model", bound=nn.Module)
 
-LazyLogits.absorb = staticmethod(absorbed)
-
-OPTIONS = "_logitless"  # where a fused head keeps its options, and a model its guard
+OPTIONS = "_logitless"  # the key of a fused head's options, and of a model's guard
 
 
-@_call.named(LinearLogits.__init__)
+@named(LinearLogits.__init__)
 def fuse(model: Model, *, head: nn.Module | str | None = None, **options) -> Model:
-    """The same model, whose head gives lazy logits in training; options are LinearLogits'.
+    """The same model, whose head returns lazy logits in training; options are LinearLogits'.
 
-    head is a module, or its name in the model; by default the model's output embeddings, which
-    every causal language model of Transformers has. Without gradients, as in evaluation and
-    sampling, the head gives plain logits. Calling it again changes the options; `unfuse` undoes it.
+    head is a module, or its name in the model. By default it is the model's output embeddings,
+    which every causal language model of Transformers has. Without gradients, as in evaluation and
+    sampling, the head returns plain logits. Calling fuse again changes the options; `unfuse` undoes
+    it.
 
     >>> model = fuse(AutoModelForCausalLM.from_pretrained(...))
     >>> model(input_ids=ids, labels=ids).loss.backward()
@@ -44,7 +41,7 @@ def fuse(model: Model, *, head: nn.Module | str | None = None, **options) -> Mod
         names = [name for name, module in model.named_modules() if module is head]
         checks.part_of_model(head, names)
         head = names[0]
-    plain_head(model, head)  # which may refuse it
+    linear_head(model, head)  # raises if the head cannot be fused
     unfuse(model)
     guard = _Guard(head, options)
     guard(model)
@@ -65,7 +62,7 @@ def unfuse(model: Model) -> Model:
 
 
 class _Guard:
-    """Before each forward of a model: its head is fused, also one that has taken another's place.
+    """Before each forward of a model: fuses the head again if it was replaced.
 
     `resize_token_embeddings` and adapters replace the head.
     """
@@ -74,33 +71,34 @@ class _Guard:
         self.head, self.options = head, options
 
     def __call__(self, model: nn.Module, *_) -> None:
-        if torch.compiler.is_compiling():  # a compiler sees the plain product in any case
+        if torch.compiler.is_compiling():  # a compiler sees the plain product anyway
             return
-        head = plain_head(model, self.head)
-        own = head.__dict__.get("forward")
-        bound = getattr(own, "__func__", None) is forward and getattr(own, "__self__", None) is head
+        head = linear_head(model, self.head)
+        method = head.__dict__.get("forward")
+        ours = getattr(method, "__func__", None) is forward
+        bound = ours and getattr(method, "__self__", None) is head
         if not bound or head.__dict__.get(OPTIONS) is not self.options:
             head.__dict__[OPTIONS] = self.options
             head.__dict__["forward"] = MethodType(forward, head)
 
 
-def plain_head(model: nn.Module, name: str | None) -> nn.Linear:
-    """The linear layer that makes the logits, or an error that says why there is none."""
+def linear_head(model: nn.Module, name: str | None) -> nn.Linear:
+    """The linear layer that computes the logits; raises if it cannot be fused."""
     if name is None:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         checks.has_head(head, model)
     else:
         head = model.get_submodule(name)
-    copies = getattr(head, "modules_to_save", None)  # an adapter trains a copy of the head
+    copies = getattr(head, "modules_to_save", None)  # an adapter that trains a copy of the head
     if copies is not None:
         head = copies[head.active_adapters[0]]  # pyright: ignore
-    head = getattr(head, "base_layer", head)  # an adapter adds to what its base gives
+    head = getattr(head, "base_layer", head)  # an adapter that adds to the output of its base
     checks.fusable(head, OPTIONS in head.__dict__)
     return head  # pyright: ignore
 
 
 def forward(self: nn.Linear, input: Tensor) -> Tensor:
-    """What a fused head does; pickled by its name, so that a head unpickled has its own again."""
+    """Forward of a fused head. It is a module-level function so that fused heads can be pickled."""
     return head_logits(self, input, self.__dict__[OPTIONS])
 
 
@@ -109,7 +107,7 @@ _lazy = ContextVar("lazy", default=False)
 
 @contextlib.contextmanager
 def lazy_logits():
-    """In this block fused heads give lazy logits without gradients too: for a teacher's.
+    """In this block fused heads return lazy logits without gradients too, for a teacher.
 
     >>> with torch.no_grad(), lazy_logits():
     ...     teacher_logits = teacher(ids).logits
@@ -122,28 +120,30 @@ def lazy_logits():
         _lazy.reset(before)
 
 
-def head_logits(module: nn.Linear, hidden: Tensor, how: dict) -> Tensor:
-    """The logits of a head: lazy where a gradient is wanted, or `lazy_logits` says so, else plain.
+def head_logits(module: nn.Linear, hidden: Tensor, options: dict) -> Tensor:
+    """The logits of a head: lazy if a gradient is wanted or in `lazy_logits()`, else plain.
 
-    A compiler sees the plain product, and its user is told once.
+    Under a compiler they are the plain product, with a warning.
     """
-    parts = (hidden, module.weight, module.bias)
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in parts)
-    spread = hasattr(hidden, "placements") and hasattr(module.weight, "placements")
+    tensors = (hidden, module.weight, module.bias)
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    spread = is_dtensor(hidden) and is_dtensor(module.weight)
     if torch.compiler.is_compiling() and wanted:
         _say_how_to_compile()
     if torch.compiler.is_compiling() or in_func() or not (wanted or _lazy.get()):
-        if how.get("logits_dtype") is None:
-            return nn.functional.linear(*parts)
-        return made_logits(parts, how) if spread else LinearLogits(*parts, **how).materialize()
+        if options.get("logits_dtype") is None:
+            return nn.functional.linear(*tensors)
+        if spread:
+            return spread_dense_logits(tensors, options)
+        return LinearLogits(*tensors, **options).materialize()
     if spread:
-        return spread_logits(parts, how, module)
-    source = LinearLogits(*parts, **how)  # which checks them, and casts as autocast says
-    return Made.apply(*source.parts, how, module)  # pyright: ignore[reportReturnType]
+        return spread_logits(tensors, options, module)
+    # LinearLogits checks the tensors, and casts them as autocast does.
+    return lazy_logits_of(LinearLogits(*tensors, **options).head._replace(module=module))
 
 
 def _say_how_to_compile() -> None:
-    """Called while a graph is traced, and no part of it."""
+    """Runs while a graph is traced, and is not part of the graph."""
     warn_once(
         "torch.compile(model) sees the head of a fused model as a plain product, and makes its"
         " logits. Compile what comes before the head instead, such as model.model.compile()."

@@ -1,4 +1,4 @@
-"""The gradient of lazy logits, as it travels from a loss to the head: see lazy/logits.py."""
+"""The gradient of lazy logits, on its way from a loss to the head: see logits.py."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,31 +13,31 @@ COPIES = (aten.detach.default, aten.clone.default, aten.alias.default)
 
 
 def is_copy(func, args: tuple) -> bool:
-    """Whether the result is the same tensor again; a node that returns its input makes a view."""
+    """Whether the op returns its input unchanged (autograd wraps a returned input in a view)."""
     return func in COPIES or (func is aten.view.default and tuple(args[1]) == args[0].shape)
 
 
 class LazyGradient(Tensor):
-    """The gradient of lazy logits, known as the gradients of what they are made of.
+    """The gradient of lazy logits, in the form of the gradients of hidden, weight and bias.
 
-    Where an operation that made the numbers brought a gradient of its own, that is `plain`.
+    `dense` is the gradient of the values, from operations that materialised the logits.
     """
 
     parts: Parts
-    plain: Tensor | None
+    dense: Tensor | None
 
     @staticmethod
-    def of(like, parts: Parts, plain: Tensor | None = None) -> "LazyGradient":
+    def of(like, parts: Parts, dense: Tensor | None = None) -> "LazyGradient":
         g = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             LazyGradient, like.shape, dtype=like.dtype, device=like.device
         )
-        g.parts, g.plain = parts, plain
+        g.parts, g.dense = parts, dense
         return g
 
     def each(self, f: Callable[[Tensor], Tensor], like=None) -> "LazyGradient":
         parts = tuple(None if t is None else f(t) for t in self.parts)
-        plain = None if self.plain is None else f(self.plain)
-        return LazyGradient.of(self if like is None else like, parts, plain)  # pyright: ignore
+        dense = None if self.dense is None else f(self.dense)
+        return LazyGradient.of(self if like is None else like, parts, dense)  # pyright: ignore
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"LazyGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -58,10 +58,10 @@ class LazyGradient(Tensor):
             total = added(g, rest[0])
             if func is aten.add.Tensor:
                 return total
-            g.parts, g.plain = total.parts, total.plain
+            g.parts, g.dense = total.parts, total.dense
             return g
-        if func is aten.isnan.default:  # what anomaly detection asks
-            known = [t for t in (*g.parts, g.plain) if t is not None]
+        if func is aten.isnan.default:  # for anomaly detection
+            known = [t for t in (*g.parts, g.dense) if t is not None]
             return torch.stack([t.isnan().any() for t in known]).any().expand(g.shape)
         if func in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar) and _is_number(rest[0]):
             return g.each(lambda t: func(t, rest[0]))
@@ -84,32 +84,34 @@ def _is_number(t: Any) -> bool:
 
 
 def added(a: Tensor, b: Tensor) -> LazyGradient:
-    (parts, plain), (others, more) = split(a), split(b)
+    (parts, dense), (others, more) = split(a), split(b)
     both = added_parts(parts, others)
-    plain = more if plain is None else plain if more is None else plain + more
-    return LazyGradient.of(a, both, plain)
+    dense = more if dense is None else dense if more is None else dense + more
+    return LazyGradient.of(a, both, dense)
 
 
 def added_parts(parts: Parts, others: Parts) -> Parts:
     pairs = zip(parts, others, strict=True)
-    found = (y if x is None else x if y is None else x + y for x, y in pairs)
-    return tuple(found)  # pyright: ignore[reportReturnType]
+    sums = (y if x is None else x if y is None else x + y for x, y in pairs)
+    return tuple(sums)  # pyright: ignore[reportReturnType]
 
 
 def split(g: Tensor) -> tuple[Parts, Tensor | None]:
+    """The gradients of hidden, weight and bias, and the gradient of the values."""
     if isinstance(g, LazyGradient):
-        return g.parts, g.plain
+        return g.parts, g.dense
     return (None, None, None), g
 
 
-def joined(like, parts: Parts, plain: Tensor | None) -> Tensor | None:
+def joined(like, parts: Parts, dense: Tensor | None) -> Tensor | None:
+    """The inverse of `split`."""
     if all(t is None for t in parts):
-        return plain
-    return LazyGradient.of(like, parts, plain)
+        return dense
+    return LazyGradient.of(like, parts, dense)
 
 
 def pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -> Tensor:
-    """The gradient of x from that of function(x)."""
+    """The gradient of x, from the gradient d of function(x)."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         out = function(leaf)

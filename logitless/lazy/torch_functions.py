@@ -1,7 +1,8 @@
-"""Operations that lazy logits absorb: what models do between their head and their loss.
+"""PyTorch's functions that keep logits lazy: what models do between their head and their loss.
 
-Each takes the lazy logits and the operation's own arguments, and gives its result, lazy again or
-the loss itself; or NotImplemented: then the numbers are made, and PyTorch computes with them.
+OPERATIONS maps each function of PyTorch to one here that takes the lazy logits and the same
+arguments. It returns the result, lazy again or a loss, or NotImplemented: then the logits are
+materialised, and PyTorch computes with them.
 """
 
 import functools
@@ -14,24 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.options import LEAST, MOST
-from ..losses import cross_entropy as losses
-from ..losses.statistics import row_stats
-from . import views as moves
-from .logits import Head, LazyLogits, Step
+from ..losses.cross_entropy import cross_entropy
+from ..losses.statistics import logsumexp, row_stats, token_logprobs
+from . import views
+from .logits import LazyLogits, LazyOp, UnscaledLogits
 
 T = Tensor
 
 
-def absorbed(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The result of func, if it can be absorbed; else NotImplemented."""
-    absorb = OPERATIONS.get(func)
-    if absorb is not None and args and isinstance(args[0], LazyLogits):
+def kept_lazy(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The result of func without materialised logits, or NotImplemented."""
+    operation = OPERATIONS.get(func)
+    if operation is not None and args and isinstance(args[0], LazyLogits):
         args[0].check()
-        known = args[0].recipe.axis is None or absorb in ANY_AXIS
-        return absorb(*args, **kwargs) if known and _fits(absorb, args, kwargs) else NotImplemented
+        if args[0].recipe.axis is not None and operation not in ANY_AXIS:
+            return NotImplemented
+        return operation(*args, **kwargs) if _fits(operation, args, kwargs) else NotImplemented
     if func in PRODUCTS and len(args) == 2 and isinstance(args[1], LazyLogits):  # 30 * logits
         return _times(args[1], args[0], **kwargs)
-    if func in STORAGE and args and isinstance(args[0], LazyLogits):  # which a wrapper lacks
+    if func in STORAGE and args and isinstance(args[0], LazyLogits):  # a wrapper has no storage
         return func(args[0].dense(), *args[1:], **kwargs)
     return NotImplemented
 
@@ -39,21 +41,21 @@ def absorbed(func: Callable, args: tuple, kwargs: dict) -> Any:
 _signature = functools.cache(inspect.signature)
 
 
-def _fits(absorb: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether `absorb` knows these arguments; PyTorch may take others, such as `out`."""
+def _fits(operation: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether `operation` takes these arguments; PyTorch may take others, such as `out`."""
     try:
-        _signature(absorb).bind(*args, **kwargs)
+        _signature(operation).bind(*args, **kwargs)
     except TypeError:
         return False
     return True
 
 
 def _value(z: LazyLogits, op: Callable[[Tensor], Tensor], **changed) -> LazyLogits:
-    """Of the same parts, whose gradients are what they are."""
+    """Changes values only (scale, cap, dtype); hidden, weight and their gradients stay."""
     recipe = z.recipe._replace(**changed)
     if not all(LEAST <= number <= MOST for number in recipe.reads.values()):
-        return NotImplemented  # neither a temperature nor a softcap that our losses take
-    return Step.apply(z, recipe, None, op, False)  # pyright: ignore
+        return NotImplemented  # outside the range of temperature and softcap of our losses
+    return LazyOp.apply(z, recipe, None, op, False)  # pyright: ignore
 
 
 def _same(z: LazyLogits, **kwargs):
@@ -61,15 +63,15 @@ def _same(z: LazyLogits, **kwargs):
 
 
 def _to(z: LazyLogits, *args, **kwargs):
-    """Another floating-point type of no fewer bits; fp64 would want other sums."""
-    given = []
+    """A cast to a wider floating-point dtype, except fp64, which needs other sums."""
+    arguments = []
     for a in (*args, *kwargs.values()):
-        given += [a.device, a.dtype] if isinstance(a, Tensor) else [a]
-    device = [a for a in given if isinstance(a, (str, torch.device))]
-    dtypes = [a for a in given if isinstance(a, torch.dtype)]
+        arguments += [a.device, a.dtype] if isinstance(a, Tensor) else [a]
+    device = [a for a in arguments if isinstance(a, (str, torch.device))]
+    dtypes = [a for a in arguments if isinstance(a, torch.dtype)]
     if kwargs.keys() - {"dtype", "device"} or any(torch.device(d) != z.device for d in device):
         return NotImplemented
-    if len(dtypes) + len(device) < len(given):
+    if len(dtypes) + len(device) < len(arguments):
         return NotImplemented
     dtype = dtypes[0] if dtypes else z.dtype
     if dtype == z.dtype:
@@ -80,7 +82,7 @@ def _to(z: LazyLogits, *args, **kwargs):
 
 
 def _number(by: Any) -> float | None:
-    """A number, or a constant of the host that is one; reading it from a device would wait."""
+    """A number, also from a 0-d tensor on the CPU; reading it from a GPU would wait."""
     if isinstance(by, Tensor) and by.dim() == 0 and by.is_cpu and not by.requires_grad:
         by = by.item()
     return float(by) if isinstance(by, (int, float)) and not isinstance(by, bool) else None
@@ -108,11 +110,11 @@ def _tanh(z: LazyLogits):
     return _value(z, torch.tanh, capped=True)
 
 
-# --- losses and statistics: the result in the dtype that PyTorch would give it
+# --- losses and statistics: the result has the dtype that PyTorch would return
 
 
 def _dtype(z: LazyLogits, kinds: tuple[str, ...] = ("cuda",)) -> torch.dtype:
-    """Of a sum over the logits: under autocast, on these devices, PyTorch takes them in fp32."""
+    """The dtype that PyTorch returns for a reduction; fp32 under autocast on these devices."""
     kind, half = z.device.type, z.dtype in (torch.float16, torch.bfloat16)
     cast = half and kind in kinds and torch.is_autocast_enabled(kind)
     return torch.float32 if cast else z.dtype
@@ -122,21 +124,21 @@ def _cross_entropy(
     z: LazyLogits, target, weight=None, size_average=None, ignore_index=-100, reduce=None,
     reduction="mean", label_smoothing=0.0,
 ):  # fmt: skip
-    old = size_average is not None or reduce is not None
+    deprecated = size_average is not None or reduce is not None
     classes = isinstance(target, Tensor) and not target.is_floating_point()
-    second = moves.axis_of(z) == min(z.dim() - 1, 1)  # where PyTorch looks for the classes
-    if not second or z.recipe.log or old or not classes or target.dim() != z.dim() - 1:
+    second = views.axis_of(z) == min(z.dim() - 1, 1)  # where PyTorch expects the classes
+    if not second or z.recipe.log or deprecated or not classes or target.dim() != z.dim() - 1:
         return NotImplemented
-    found = losses.cross_entropy(
-        Head(z), target, weight=weight, ignore_index=ignore_index, reduction=reduction,
+    loss = cross_entropy(
+        UnscaledLogits(z), target, weight=weight, ignore_index=ignore_index, reduction=reduction,
         label_smoothing=label_smoothing, **z.recipe.reads,
     )  # fmt: skip
     if reduction == "mean":  # PyTorch's mean of no rows, or of no weight, is NaN
         mass = target != ignore_index
         if weight is not None:
             mass = torch.where(mass, weight[target.clamp(0, len(weight) - 1)], 0.0)
-        found = torch.where(mass.sum() == 0, torch.nan, found)
-    return found.to(_dtype(z, ("cuda", "cpu")))
+        loss = torch.where(mass.sum() == 0, torch.nan, loss)
+    return loss.to(_dtype(z, ("cuda", "cpu")))
 
 
 def _nll_loss(
@@ -151,7 +153,7 @@ def _nll_loss(
 
 def _is_vocabulary(z: LazyLogits, dim: Any) -> bool:
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    return isinstance(dim, int) and dim in (moves.axis_of(z), moves.axis_of(z) - z.dim())
+    return isinstance(dim, int) and dim in (views.axis_of(z), views.axis_of(z) - z.dim())
 
 
 def _kept(t: Tensor, z: LazyLogits, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
@@ -161,7 +163,7 @@ def _kept(t: Tensor, z: LazyLogits, keepdim: bool, dtype: torch.dtype | None = N
 def _logsumexp(z: LazyLogits, dim, keepdim=False):
     if not _is_vocabulary(z, dim) or z.recipe.log:
         return NotImplemented
-    return _kept(losses.logsumexp(Head(z), **z.recipe.reads), z, keepdim)
+    return _kept(logsumexp(UnscaledLogits(z), **z.recipe.reads), z, keepdim)
 
 
 def _log_softmax(z: LazyLogits, dim, dtype=None):
@@ -180,27 +182,27 @@ def _gather(z: LazyLogits, dim, index, **kwargs):
         return NotImplemented
     recipe = z.recipe
     if recipe.log:
-        found = recipe.factor * losses.token_logprobs(Head(z), index, **recipe.reads)
+        picked = recipe.factor * token_logprobs(UnscaledLogits(z), index, **recipe.reads)
     else:
-        found = row_stats(Head(z), index, **recipe.reads).picked
-    return found.to(z.dtype)  # pyright: ignore
+        picked = row_stats(UnscaledLogits(z), index, **recipe.reads).picked
+    return picked.to(z.dtype)  # pyright: ignore
 
 
 def _sum(z: LazyLogits, dim=None, keepdim=False, dtype=None):
     if not _is_vocabulary(z, dim) or dtype not in (None, z.dtype, torch.float32):
         return NotImplemented
     recipe = z.recipe
-    stats = row_stats(Head(z), total=True, **recipe.reads)
-    found = stats.total - z.shape[-1] * stats.lse if recipe.log else stats.total
-    return _kept(recipe.factor * found, z, keepdim, dtype)  # pyright: ignore
+    stats = row_stats(UnscaledLogits(z), total=True, **recipe.reads)
+    total = stats.total - z.shape[-1] * stats.lse if recipe.log else stats.total
+    return _kept(recipe.factor * total, z, keepdim, dtype)  # pyright: ignore
 
 
 def _argmax(z: LazyLogits, dim=None, keepdim=False):
     if not _is_vocabulary(z, dim) or z.recipe.factor <= 0:
         return NotImplemented
     with torch.no_grad():
-        found = row_stats(Head(z), argmax=True, **z.recipe.reads).argmax
-    return found.unsqueeze(-1) if keepdim else found  # pyright: ignore
+        ids = row_stats(UnscaledLogits(z), argmax=True, **z.recipe.reads).argmax
+    return ids.unsqueeze(-1) if keepdim else ids  # pyright: ignore
 
 
 STORAGE = {
@@ -213,21 +215,21 @@ OPERATIONS: dict[Any, Callable] = {
     T.to: _to,
     T.type_as: lambda z, other: _to(z, other),
     T.contiguous: _same,
-    **dict.fromkeys((T.view, T.reshape, torch.reshape), moves.view),
-    **dict.fromkeys((T.flatten, torch.flatten), moves.flatten),
-    **dict.fromkeys((T.squeeze, torch.squeeze), moves.squeeze),
-    **dict.fromkeys((T.unsqueeze, torch.unsqueeze), moves.unsqueeze),
-    **dict.fromkeys((T.transpose, torch.transpose), moves.transpose),
-    **dict.fromkeys((T.swapaxes, torch.swapaxes, T.swapdims, torch.swapdims), moves.transpose),
-    T.mT.__get__: lambda z: moves.transpose(z, -2, -1),  # pyright: ignore
-    **dict.fromkeys((T.permute, torch.permute), moves.permute),
-    **dict.fromkeys((T.movedim, torch.movedim, T.moveaxis, torch.moveaxis), moves.movedim),
-    **dict.fromkeys((T.index_select, torch.index_select), moves.index_select),
-    **dict.fromkeys((T.split, torch.split), moves.split),
-    **dict.fromkeys((T.chunk, torch.chunk), moves.chunk),
-    T.__getitem__: moves.getitem,
-    **dict.fromkeys((T.narrow, torch.narrow), moves.narrow),
-    **dict.fromkeys((T.unbind, torch.unbind), moves.unbind),
+    **dict.fromkeys((T.view, T.reshape, torch.reshape), views.view),
+    **dict.fromkeys((T.flatten, torch.flatten), views.flatten),
+    **dict.fromkeys((T.squeeze, torch.squeeze), views.squeeze),
+    **dict.fromkeys((T.unsqueeze, torch.unsqueeze), views.unsqueeze),
+    **dict.fromkeys((T.transpose, torch.transpose), views.transpose),
+    **dict.fromkeys((T.swapaxes, torch.swapaxes, T.swapdims, torch.swapdims), views.transpose),
+    T.mT.__get__: lambda z: views.transpose(z, -2, -1),  # pyright: ignore
+    **dict.fromkeys((T.permute, torch.permute), views.permute),
+    **dict.fromkeys((T.movedim, torch.movedim, T.moveaxis, torch.moveaxis), views.movedim),
+    **dict.fromkeys((T.index_select, torch.index_select), views.index_select),
+    **dict.fromkeys((T.split, torch.split), views.split),
+    **dict.fromkeys((T.chunk, torch.chunk), views.chunk),
+    T.__getitem__: views.getitem,
+    **dict.fromkeys((T.narrow, torch.narrow), views.narrow),
+    **dict.fromkeys((T.unbind, torch.unbind), views.unbind),
     **dict.fromkeys(PRODUCTS, _times),
     **dict.fromkeys((T.div, T.__truediv__, T.true_divide, torch.div, torch.true_divide), _divided),
     **dict.fromkeys((T.neg, T.__neg__, torch.neg), lambda z: _times(z, -1.0)),
@@ -241,7 +243,7 @@ OPERATIONS: dict[Any, Callable] = {
     **dict.fromkeys((T.sum, torch.sum), _sum),
     **dict.fromkeys((T.argmax, torch.argmax), _argmax),
 }
-ANY_AXIS = {  # those that know the vocabulary at another place than the last
+ANY_AXIS = {  # operations that allow the vocabulary in another place than the last
     *(OPERATIONS[f] for f in (T.float, T.to, T.type_as, T.contiguous, T.mul, T.div, T.neg, T.tanh)),
     *(OPERATIONS[f] for f in (T.transpose, T.permute, T.movedim, T.mT.__get__)),  # pyright: ignore
     *(OPERATIONS[f] for f in (F.cross_entropy, F.nll_loss, F.log_softmax, T.log_softmax)),

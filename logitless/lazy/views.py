@@ -1,4 +1,4 @@
-"""Operations that move the rows of lazy logits, or take some, of rows or vocabulary."""
+"""Views and slices of lazy logits: operations that rearrange rows, or select rows or columns."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from .gradient import pulled_back
-from .logits import LazyLogits, Step
+from .logits import LazyLogits, LazyOp
 from .recipe import constant
 
 
@@ -18,11 +18,11 @@ def axis_of(z: LazyLogits) -> int:
 
 
 class _Filled(torch.autograd.Function):
-    """A tensor without memory of its own, with the numbers of another."""
+    """A leaf without memory of its own, with the values of another tensor."""
 
     @staticmethod
-    def forward(ctx, blank, numbers):
-        return numbers.view_as(numbers)
+    def forward(ctx, blank, values):
+        return values.view_as(values)
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -30,32 +30,37 @@ class _Filled(torch.autograd.Function):
 
 
 def _rows(
-    z: LazyLogits, op: Callable[[Tensor], Tensor], numbers: Callable | None = None, **changed
+    z: LazyLogits, op: Callable[[Tensor], Tensor], on_logits: Callable | None = None, **changed
 ) -> LazyLogits:
-    """`op` moves rows, and leaves the last dimension alone; `numbers` is the same on the logits.
+    """Lazy logits whose leading dimensions `op` rearranges.
 
-    It is applied to the hidden states at once, under autograd. Backward follows that graph, which
-    holds no hidden states: `leaf` stands in for them without memory of its own.
+    `op` is for the hidden states and leaves their last dimension alone; `on_logits` is the same for
+    the logits, if it differs. `op` is applied to the hidden states at once, under autograd.
+    Backward follows that graph, which keeps no hidden states alive: `leaf` has no memory of its
+    own.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():
-        leaf = recipe.hidden.new_empty(()).expand(recipe.hidden.shape).requires_grad_()
-        moved = op(_Filled.apply(leaf, constant(recipe.hidden)))  # pyright: ignore
-        way, hidden = get_gradient_edge(moved), moved.detach()
+        before = recipe.head.hidden
+        leaf = before.new_empty(()).expand(before.shape).requires_grad_()
+        moved = op(_Filled.apply(leaf, constant(before)))  # pyright: ignore
+        edge, hidden = get_gradient_edge(moved), moved.detach()
     shape = hidden.shape
 
     def back(parts):
         d_hidden, *rest = parts
         if d_hidden is not None:
             (d_hidden,) = torch.autograd.grad(
-                way, leaf, d_hidden.reshape(shape), retain_graph=True,
+                edge, leaf, d_hidden.reshape(shape), retain_graph=True,
                 create_graph=torch.is_grad_enabled(),
             )  # fmt: skip
         return d_hidden, *rest
 
-    own = (hidden._version, *recipe.versions[1:])
-    new = recipe._replace(hidden=hidden, versions=own, **changed)
-    return Step.apply(z, new, back, numbers or op, True)  # pyright: ignore
+    _, *of_weight = recipe.versions
+    new = recipe._replace(
+        head=recipe.head._replace(hidden=hidden), versions=(hidden._version, *of_weight), **changed
+    )
+    return LazyOp.apply(z, new, back, on_logits or op, True)  # pyright: ignore
 
 
 def _columns(z: LazyLogits, columns: slice) -> LazyLogits:
@@ -64,21 +69,22 @@ def _columns(z: LazyLogits, columns: slice) -> LazyLogits:
     def cut(t: Tensor) -> Tensor:
         return t[columns]
 
-    # Only their shapes matter to backward.
-    likes = [None if t is None else t.new_empty(()).expand(t.shape) for t in recipe[1:3]]
+    _, *rows_of_v = recipe.head.tensors  # weight and bias
+    # Backward needs only their shapes.
+    likes = [None if t is None else t.new_empty(()).expand(t.shape) for t in rows_of_v]
 
     def back(parts):
         d_hidden, *rest = parts
         pairs = zip(likes, rest, strict=True)
         return d_hidden, *(None if d is None else pulled_back(cut, t, d) for t, d in pairs)
 
-    weight, bias = (None if t is None else cut(t) for t in recipe[1:3])
-    new = recipe._replace(weight=weight, bias=bias)
-    return Step.apply(z, new, back, lambda t: t[..., columns], True)  # pyright: ignore
+    weight, bias = (None if t is None else cut(t) for t in rows_of_v)
+    new = recipe._replace(head=recipe.head._replace(weight=weight, bias=bias))
+    return LazyOp.apply(z, new, back, lambda t: t[..., columns], True)  # pyright: ignore
 
 
 def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:
-    """A dimension, or with `new` a place for one, counted from the front."""
+    """A dimension counted from the front; with new=1, the place of a new one."""
     size = z.dim() + new
     if not -size <= dim < size:
         raise IndexError(f"dim must be in [{-size}, {size - 1}], got {dim}.")
@@ -120,11 +126,11 @@ def unsqueeze(z: LazyLogits, dim: int):
 
 
 def permute(z: LazyLogits, *dims):
-    """Rows in another order; the vocabulary may leave its place at the end, and come back."""
+    """Dimensions in another order. The vocabulary may leave the last place, and come back."""
     dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
     dims = [_dim(z, dim) for dim in dims]
     if sorted(dims) != list(range(z.dim())):
-        return NotImplemented  # which PyTorch refuses
+        return NotImplemented  # PyTorch raises
     last, at = z.dim() - 1, axis_of(z)
     rows = [dim for dim in range(z.dim()) if dim != at]
     order = [rows.index(dim) for dim in dims if dim != at]
@@ -148,14 +154,14 @@ def movedim(z: LazyLogits, source: int | tuple[int, ...], destination: int | tup
         for dims in (source, destination)
     )
     if len(set(sources)) != len(sources) or len(set(places)) != len(sources):
-        return NotImplemented  # which PyTorch refuses
+        return NotImplemented  # PyTorch raises
     there = dict(zip(places, sources, strict=True))
     rest = iter(dim for dim in range(z.dim()) if dim not in sources)
     return permute(z, [there[i] if i in there else next(rest) for i in range(z.dim())])
 
 
 def getitem(z: LazyLogits, index: Any):
-    """Rows by anything; columns by a slice, if all rows are kept."""
+    """Selects rows by any index, or columns by a slice if all rows are kept."""
     parts = list(index) if isinstance(index, tuple) else [index]
     arrays = [isinstance(part, list) or type(part).__module__ == "numpy" for part in parts]
     parts = [torch.as_tensor(p) if array else p for p, array in zip(parts, arrays, strict=True)]
@@ -177,7 +183,7 @@ def getitem(z: LazyLogits, index: Any):
 
 
 def _taken(part: Any) -> int:
-    """How many dimensions a part of an index takes."""
+    """The number of dimensions that one item of an index consumes."""
     if part is None or part is Ellipsis:
         return 0
     return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1

@@ -1,7 +1,7 @@
-"""Losses against a dense teacher: the second stream of logits.
+"""Losses against a dense teacher, a second row of logits or probabilities beside the student's.
 
-Each is one number a row, from one pass over student and teacher side by side (two for JSD), and
-nothing as wide as the vocabulary but the gradient.
+Each is one number per row, from one pass over student and teacher side by side (two passes for
+JSD). The gradient is the only tensor as wide as the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -10,54 +10,74 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from ..contract import PAIR_STATE, PRECISION, Pair
-from ..core import call as _call
-from ..core.loss import RowLoss, evaluate, rows_in
-from ..core.operators import operator
+from ..core import call
+from ..core.evaluate import evaluate
+from ..core.loss import RowLoss, rows_in
+from ..core.source import teacher_of
+from ..heads.operators import operator
+from . import checks
 
 
 @operator("dense", saved=1)
 @dataclass(eq=False)
 class Dense(RowLoss):
-    """A student's whole rows beside a teacher's."""
+    """The student's whole rows against the teacher's."""
 
-    reads: ClassVar[int | None] = None
+    structs: ClassVar[tuple[str, ...]] = ("reading", "pair")
 
     pair: Pair
 
-    def forward(self, run, x):
-        value, state = run.pair_read(x, self.reading, self.pair)
+    @property
+    def teachers(self):
+        return (self.pair.teacher,)
+
+    def forward(self, backend, x):
+        value, state = backend.pair_read(x, self.reading, self.pair)
         return (value,), (state,)
 
-    def backward(self, run, x, saved, upstream, factor=None, into=None):
-        return run.pair_gradient(x, self.reading, self.pair, saved[0], upstream[0], factor, into)
+    def backward(self, backend, x, saved, upstream, factor=None, into=None):
+        return backend.pair_gradient(
+            x, self.reading, self.pair, saved[0], upstream[0], factor, into
+        )
 
-    @property
-    def tensors(self):
-        return *super().tensors, self.pair.teacher
+    def flatten(self):
+        (label, ids, class_weight, row_temperature), loss = super().flatten()
+        leaves, blank = flat_teacher(self.pair.teacher)
+        tensors = (label, ids, class_weight, row_temperature, *leaves)
+        return tensors, loss.replace(pair=self.pair._replace(teacher=blank))
 
-    def with_tensors(self, tensors, **changed):
-        pair = self.pair._replace(teacher=tensors[4])
-        return super().with_tensors(tensors, pair=pair, **changed)
+    def rebuild(self, tensors):
+        label, ids, class_weight, row_temperature, *leaves = tensors
+        loss = super().rebuild((label, ids, class_weight, row_temperature))
+        blank = self.pair.teacher
+        teacher = leaves[0] if blank is None else blank.rebuild(leaves)
+        return loss.replace(pair=self.pair._replace(teacher=teacher))
 
-    def with_columns(self, cut):
-        return self.with_tensors((*super().tensors, cut(self.pair.teacher)))
-
-    def of_scaled(self, scale, softcap):
-        loss = super().of_scaled(scale, softcap)
-        teacher: Any = self.pair.teacher  # a tensor, a head, or a shard of one
+    def fold_scale(self, scale, softcap):
+        loss = super().fold_scale(scale, softcap)
         if loss is None or scale == 1 or self.pair.kind == "soft":
             return loss
-        if isinstance(getattr(teacher, "source", teacher), Tensor):  # dividing it would copy it
-            return None
         # The temperature, which takes the scale, is the teacher's too.
-        teacher = teacher.times(1 / scale)
-        return loss.with_tensors((*loss.tensors[:4], teacher))
+        teacher = scaled_teacher(self.pair.teacher, 1 / scale)
+        if teacher is None:
+            return None
+        return loss.replace(pair=self.pair._replace(teacher=teacher))
 
     def shapes(self, x):
         return [x.shape[:-1], (rows_in(x.shape[:-1]), PAIR_STATE)]
 
 
-@_call.named()
+def flat_teacher(teacher: Any) -> tuple[tuple, Any]:
+    """The tensors of a teacher, and the teacher without them: None for a Tensor."""
+    return ((teacher,), None) if isinstance(teacher, Tensor) else teacher.flatten()
+
+
+def scaled_teacher(teacher: Any, factor: float) -> Any:
+    """The teacher's logits times a factor; None for a Tensor, because dividing it would copy it."""
+    return None if isinstance(teacher, Tensor) else teacher.times(factor)
+
+
+@call.named()
 def kl_div(
     student: Tensor,
     teacher: Tensor,
@@ -89,14 +109,14 @@ def kl_div(
     ...        direction="forward")
     tensor(0.6931)
     """
-    _call.once(_call.direction, student, direction)
+    call.check_once(checks.direction, student, direction)
     return _compared(
         student, teacher, direction, 0.0, temperature, softcap, t_squared, mask, row_weight,
         reduction,
     )  # fmt: skip
 
 
-@_call.named()
+@call.named()
 def jsd(
     student: Tensor,
     teacher: Tensor,
@@ -127,7 +147,7 @@ def jsd(
     )
 
 
-@_call.named()
+@call.named()
 def soft_cross_entropy(
     logits: Tensor,
     probs: Tensor,
@@ -163,27 +183,21 @@ def _compared(
     student, teacher, kind, blend, temperature, softcap, t_squared, mask, row_weight, reduction,
     weight=None, names=("student", "teacher", "beta"),
 ) -> Tensor:  # fmt: skip
-    """The losses of the rows, scaled, weighted, and reduced over those that count."""
-    _call.once(
-        _call.pair, student, teacher, names, weight, blend, temperature, softcap, mask,
+    """The losses of the rows, scaled, weighted, and reduced over the rows that count."""
+    call.check_once(
+        checks.dense_teacher, student, teacher, names, weight, blend, temperature, softcap, mask,
         row_weight, reduction,
     )  # fmt: skip
     if kind == "jsd" and blend in (0, 1):
         kind = "reverse" if blend else "forward"
-    label = _call.as_label(mask)
-    reading = _call.reading_of(
+    label = call.as_label(mask)
+    reading = call.reading_of(
         student, temperature, softcap, label=label, class_weight=weight,
         ignore_index=None if label is None else 0,
     )  # fmt: skip
     by_row, squared = reading.squared(PRECISION[student.dtype]) if t_squared else (None, 1.0)
     if by_row is not None:
         row_weight = by_row if row_weight is None else row_weight * by_row
-    if not hasattr(teacher, "evaluate"):
-        teacher = teacher.detach()
-    elif hasattr(student, "evaluate"):
-        teacher = teacher.as_teacher()
-    else:  # a head beside logits that exist: its rows exist too
-        teacher = teacher.materialize(slice(None)).view(student.shape)
-    loss = Dense(reading, Pair(teacher, kind, float(blend)))
-    found = evaluate(student, loss, reduction, row_weight)
-    return found if squared == 1 else found * squared
+    loss = Dense(reading, Pair(teacher_of(teacher, student), kind, float(blend)))
+    value = evaluate(student, loss, reduction, row_weight)
+    return value if squared == 1 else value * squared

@@ -1,10 +1,10 @@
-"""Distillation from a teacher that is known on K ids a row.
+"""Distillation from a teacher that is known on K ids per row.
 
-Teacher p on the ids, student q = softmax(z): a loss compares them slot by slot. Which part of the
-vocabulary it compares is its `support`, how it compares them its `divergence`; neither has a
-default. The student's log-probabilities at the ids, the mass outside them and a label's
-cross-entropy at temperature 1 are statistics of the row, found in one pass (rows that keep little
-mass outside are read twice) and differentiated in one.
+Teacher p on the ids, student q = softmax(z): a loss compares them slot by slot. `support` says
+which part of the vocabulary is compared, `divergence` how; neither has a default. The student's
+log-probabilities at the ids, the mass outside them and a label's cross-entropy at temperature 1 are
+statistics of the row. One pass computes them (rows with little mass outside the ids are read
+twice), and one pass computes their gradient.
 """
 
 from dataclasses import dataclass
@@ -14,19 +14,22 @@ import torch
 from torch import Tensor
 
 from ..contract import COEFFICIENTS, NO_ID, PRECISION, STATE, Coefficients, Slots
-from ..core import call as _call
-from ..core import checks as _checks
-from ..core.call import backend, mapped, under_transform
-from ..core.later import later
-from ..core.loss import RowLoss, evaluate, rows_in, scaled
-from ..core.operators import operator
+from ..core import call
+from ..core import checks as rules
+from ..core.evaluate import evaluate, scaled
+from ..core.loss import RowLoss, rows_in
+from ..core.source import Source, source_of
+from ..heads.operators import operator
 from ..targets.sparse import SparseTargets, unchecked
+from . import checks
 
 
 @operator("sparse", saved=3)
 @dataclass(eq=False)
 class Sparse(RowLoss):
-    """A student's whole rows beside a teacher that is known on K ids a row."""
+    """The student's whole rows against a teacher known on K ids per row."""
+
+    structs: ClassVar[tuple[str, ...]] = ("reading", "slots")
 
     slots: Slots
 
@@ -34,11 +37,11 @@ class Sparse(RowLoss):
     def names(self):
         return "labels", "targets.ids"
 
-    def settle(self, run, found):
-        value, coefficients = run.slots(
-            found.logprob, self.reading, self.slots, found.tail, found.logprob_t1
+    def value(self, backend, statistics):
+        value, coefficients = backend.slots(
+            statistics.logprob, self.reading, self.slots, statistics.tail, statistics.logprob_t1
         )
-        return (value,), (found.state, coefficients.rows, coefficients.ids)
+        return (value,), (statistics.state, coefficients.rows, coefficients.ids)
 
     def coefficients(self, saved, upstream):
         has = () if self.slots.support == "renorm" else ("a",)
@@ -46,13 +49,10 @@ class Sparse(RowLoss):
         has += ("logprob_t1",) if self.slots.ce_weight else ()
         return Coefficients(saved[1], has, saved[2]), upstream[0]
 
-    @property
-    def tensors(self):
-        return *super().tensors, *self.slots[:4]
-
-    def with_tensors(self, tensors, **changed):
-        slots = self.slots._make((*tensors[4:8], *self.slots[4:]))
-        return super().with_tensors(tensors, slots=slots, **changed)
+    def flatten(self):
+        tensors, loss = super().flatten()  # backward reads no tensor of the slots
+        blank = self.slots._replace(teacher=None, mask=None, tail=None, row_weight=None)
+        return tensors, loss.replace(slots=blank)
 
     def shapes(self, x):
         rows = rows_in(x.shape[:-1])
@@ -62,18 +62,18 @@ class Sparse(RowLoss):
 @operator("at_ids", saved=2)
 @dataclass(eq=False)
 class AtIds(Sparse):
-    """The same where only the ids' logits matter: the student is normalised over its slots."""
+    """The same with the student normalised over its slots: only logits at the ids are read."""
 
-    def forward(self, run, x):
-        picked = run.gather(x, self.reading)
-        value, coefficients = run.slots(
+    def forward(self, backend, x):
+        picked = backend.gather(x, self.reading)
+        value, coefficients = backend.slots(
             picked, self.reading, self.slots, temperature=self.reading.any_temperature
         )
         return (value,), (picked, coefficients.ids)
 
-    def backward(self, run, x, saved, upstream, factor=None, into=None):
+    def backward(self, backend, x, saved, upstream, factor=None, into=None):
         picked, g = saved
-        return run.gather_gradient(x, self.reading, picked, g, upstream[0], factor, into)
+        return backend.gather_gradient(x, self.reading, picked, g, upstream[0], factor, into)
 
     def shapes(self, x):
         return [x.shape[:-1], self.reading.ids.shape, self.reading.ids.shape]
@@ -82,49 +82,48 @@ class AtIds(Sparse):
 @operator("gathered", saved=1)
 @dataclass(eq=False)
 class Gathered(Sparse):
-    """The same of logits (..., K) that are gathered already."""
+    """The same for logits (..., K) that are already gathered."""
 
     saves_gradient: ClassVar[bool] = True
 
-    def forward(self, run, x):
-        value, coefficients = run.slots(
+    def forward(self, backend, x):
+        value, coefficients = backend.slots(
             x, self.reading, self.slots, temperature=self.reading.any_temperature
         )
         return (value,), (coefficients.ids,)
 
-    def backward(self, run, x, saved, upstream, factor=None, into=None):
-        found = scaled(saved[0], x, upstream[0], factor)
-        return found if into is None else into.copy_(found)
+    def backward(self, backend, x, saved, upstream, factor=None, into=None):
+        gradient = scaled(saved[0], x, upstream[0], factor)
+        return gradient if into is None else into.copy_(gradient)
 
     def shapes(self, x):
         return [x.shape[:-1], x.shape]
 
 
-@_call.named()
+@call.named()
 @torch.no_grad()
 def capture_topk(
     logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
 ) -> SparseTargets:
     """The k most probable ids of each row, exact log-probabilities and log tail mass, in one pass.
 
-    Sorted by probability, ties to the lower id. For a teacher: nothing is differentiated. On a GPU
-    k may be up to 256 in one pass; beyond, it is sorted in chunks.
+    Sorted by probability, ties to the lower id. Nothing is differentiable, because this is for a
+    teacher. On a GPU one pass serves k up to 256; a larger k is sorted in chunks.
 
     >>> capture_topk(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids
     tensor([[1, 2]])
     """
-    _call.once(_call.topk, logits, k, temperature, softcap)
-    how = (float(temperature), None if softcap is None else float(softcap))
-    if hasattr(logits, "placements") and not hasattr(logits, "evaluate"):
-        logits = later.source_of_dtensor(logits)
-    if hasattr(logits, "evaluate"):
-        return unchecked(*logits.capture_topk(k, *how))  # pyright: ignore
-    if mapped(logits):
-        _checks.not_mapped()
-    return unchecked(*backend(logits).topk(logits.detach(), k, *how))
+    call.check_once(checks.capture_topk, logits, k, temperature, softcap)
+    options = (float(temperature), None if softcap is None else float(softcap))
+    source = source_of(logits)
+    if isinstance(source, Source):
+        return unchecked(*source.capture_topk(k, *options))
+    if call.mapped(source):
+        rules.not_mapped()
+    return unchecked(*call.backend_of(source).topk(source.detach(), k, *options))
 
 
-@_call.named()
+@call.named()
 def gathered_kl(
     student_logits: Tensor,
     teacher_logprobs: Tensor,
@@ -139,21 +138,21 @@ def gathered_kl(
     """Σ p (log p - log q) over logits already gathered at the teacher's K ids, (..., K) each.
 
     q is the softmax over all K slots, p is taken as given. mask (..., K) is True, or 1, for the
-    slots that count: the others are left out of the sum, whatever the teacher holds there, and
-    with renormalise=True out of the softmax too. A row of none is 0. "mean" divides by the number
-    of rows.
+    slots that count: the other slots are left out of the sum, whatever the teacher holds there, and
+    with renormalise=True out of the softmax too. A row without a slot that counts is 0. "mean"
+    divides by the number of rows.
 
     >>> gathered_kl(logits.gather(-1, targets.ids), targets.logprobs, reduction="mean")
     """
-    _call.once(
-        _call.gathered, student_logits, teacher_logprobs, mask, renormalise, temperature,
+    call.check_once(
+        checks.gathered_kl, student_logits, teacher_logprobs, mask, renormalise, temperature,
         row_weight, reduction,
     )  # fmt: skip
-    reading = _call.reading_of(student_logits, temperature, None)
+    reading = call.reading_of(student_logits, temperature, None)
     full = PRECISION[student_logits.dtype]
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
-    if reduction == "mean" and row_weight is None and not under_transform():
-        # All rows count: a mean is the sum of their shares, and its gradient needs no factor.
+    if reduction == "mean" and row_weight is None and not call.under_transform():
+        # All rows count, so a mean is the sum of shares, and its gradient needs no factor.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
         _constant(teacher_logprobs), _as_bool(mask), None, by_row, "forward_kl",
@@ -162,7 +161,7 @@ def gathered_kl(
     return evaluate(student_logits, Gathered(reading, slots), reduction, row_weight)
 
 
-@_call.named()
+@call.named()
 def topk_distill(
     logits: Tensor,
     targets: SparseTargets,
@@ -180,7 +179,7 @@ def topk_distill(
     row_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Divergence of the student from a teacher known on K ids a row: a scalar, or (...) for "none".
+    """Divergence of the student from a teacher on K ids per row: a scalar, or (...) for "none".
 
     With q = softmax(z) at `temperature`, p the teacher's, and P, Q their sums over the slots that
     count, `support` says what is compared:
@@ -205,21 +204,21 @@ def topk_distill(
     ...              t_squared=True, labels=labels, ce_weight=0.5, kd_weight=0.5)
     """
     if not isinstance(targets, SparseTargets):
-        _checks.is_targets(targets, SparseTargets)
-    _call.once(
-        _call.distill, logits, targets.ids, labels, row_weight, temperature, softcap,
+        rules.is_targets(targets, SparseTargets)
+    call.check_once(
+        checks.topk_distill, logits, targets.ids, labels, row_weight, temperature, softcap,
         divergence, support, beta, ignore_index, ce_weight, kd_weight, reduction,
     )  # fmt: skip
-    mask, ids = _as_bool(targets.mask), _call.as_ids(targets.ids)
+    mask, ids = _as_bool(targets.mask), call.as_ids(targets.ids)
     if mask is not None:
         ids = torch.where(mask, ids, NO_ID)
-    label = None if labels is None else _call.as_ids(labels, ignore_index)
+    label = None if labels is None else call.as_ids(labels, ignore_index)
     with_ce = labels is not None and ce_weight != 0
     only_ids = support == "renorm" and not with_ce
     wants = () if only_ids else ("logprob",)
     wants += ("tail",) if support == "tail" else ()
     wants += ("logprob_t1",) if with_ce else ()
-    reading = _call.reading_of(
+    reading = call.reading_of(
         logits, temperature, softcap, label=label, ids=ids,
         ignore_index=None if label is None else ignore_index, wants=wants,
     )  # fmt: skip

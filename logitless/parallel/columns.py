@@ -1,14 +1,12 @@
-"""Losses of rows of which only some columns are here: partial, join, finish.
+"""A backend for rows of which only some columns are on this rank: partial, gather, finish.
 
-`Columns` stands where a backend stands. It has the backend's functions, so that every RowLoss runs
-on it as it is: whatever reads rows computes the partial state of the columns at hand, joins it with
-the states of the other columns, and finishes; every gradient is the backend's own, with the state
-of whole rows. How states are joined, by ranks that gather them or otherwise, is for the one who
-makes it to say.
+`ColumnBackend` has the functions of a backend (core/backend.py), so every RowLoss runs on it
+unchanged. A function that reads rows computes the partial statistics of this rank's columns,
+gathers those of the other ranks, and finishes them to the statistics of whole rows. A gradient is
+the backend's own, from the state of whole rows, and needs no communication.
 """
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,97 +15,106 @@ from torch import Tensor
 from .. import contract, eager
 from ..contract import NO_ID, PAIR_STATE, PRECISION, Pair, Partials, Reading, Statistics, part_width
 from ..eager.rows import capped, inverse_temperature, live_rows
-from ..heads.chunks import Rows, put
+from ..heads.gradient_sums import put
+from ..heads.head import Rows
 
-BAD = -1  # an id that is none, where NO_ID is one of other columns
+BAD = -1  # an id outside the vocabulary; NO_ID is an id in another rank's columns
 
 
-class Columns:
+class ColumnBackend:
     """A backend for the columns [start, start + width) of a vocabulary.
 
-    join(t) gives (parts, N, F): the numbers t (N, F) of each part of the vocabulary, the same in
-    whatever part it is called. Each function here that reads logits calls it once, JSD twice.
+    gather(t) returns the numbers t (N, F) of every rank, (ranks, N, F), the same on all ranks. Each
+    function here that reads logits calls gather once, JSD twice.
     """
 
-    one_pass = None  # the gradient waits for the other columns
+    one_pass = None  # the gradient needs the statistics of the other columns first
 
     def __init__(
         self,
-        run: ModuleType,
+        backend: Any,
         start: int,
         width: int,
         vocab: int,
-        join: Callable[[Tensor], Tensor],
-        widest: int = 0,  # width of the widest part
+        gather: Callable[[Tensor], Tensor],
+        widest: int = 0,  # the width of the widest rank
     ):
-        self.run, self.join = run, join
-        # Of gradients of hidden: what begins to add t of all parts into t, or to make a slice of
-        # that sum. One of the two, or none.
-        self.add_up: Callable[[Tensor], Any] | None = None
-        self.add_up_slices: Callable[[Tensor], Any] | None = None
+        self.backend, self.join = backend, gather
+        # Start the all-reduce, or the reduce-scatter, of the gradient of hidden. At most one is
+        # set.
+        self.all_reduce: Callable[[Tensor], Any] | None = None
+        self.reduce_scatter: Callable[[Tensor], Any] | None = None
         self.start, self.width, self.vocab, self.widest = start, width, vocab, widest
 
-    def __getattr__(self, name: str):
-        """What knows no columns is the backend's own: slots, reduce, scale_."""
-        return getattr(self.run, name)
+        # What reads no logits is the backend's own.
+        self.slots, self.reduce, self.share = backend.slots, backend.reduce, backend.share
+        self.scale_, self.merge = backend.scale_, backend.merge
+        self.cross_entropy, self.label_mass = backend.cross_entropy, backend.label_mass
+        self.label_coefficients = backend.label_coefficients
+        self.weighted_nll, self.can_accumulate = backend.weighted_nll, backend.can_accumulate
+        self.exponents = getattr(backend, "exponents", None)
+        self.accumulate = getattr(backend, "accumulate", None)
 
     def hidden_sum(self, total: Tensor, chunks: int) -> "AllRows | OwnRows | None":
-        """What adds up the gradient of hidden, total (N, D), over ranks; None where nobody does."""
-        if self.add_up is not None:
-            return AllRows(self.add_up, total)
-        if self.add_up_slices is not None:
-            return OwnRows(self.add_up_slices, total, chunks)
+        """Sums the gradient of hidden, total (N, D), over ranks; None if the caller sums it."""
+        if self.all_reduce is not None:
+            return AllRows(self.all_reduce, total)
+        if self.reduce_scatter is not None:
+            return OwnRows(self.reduce_scatter, total, chunks)
         return None
 
     def read(self, x: Tensor, reading: Reading) -> Statistics:
-        """The statistics of whole rows, of x (..., width) and all other columns."""
+        """The statistics of whole rows, from x (..., width) and the columns of the other ranks."""
         lead, wants = x.shape[:-1], reading.wants
         part = self.partial(x, reading)
         if "tail" not in wants:
             return self.finish(part, reading, lead)
         whole, tails = self._joined(part, reading, self._tail(x, reading, part))
         without = reading._replace(wants=tuple(name for name in wants if name != "tail"))
-        found = self.run.finish(whole, without, lead)
+        found = self.backend.finish(whole, without, lead)
         tail = self._joined_tail(tails, reading, found)
         found.state[:, contract.TAIL] = tail
         return found._replace(tail=tail.view(lead).clone())
 
     def finish(self, part: Partials, reading: Reading, shape=None) -> Statistics:
-        """The statistics of whole rows, of what is here and elsewhere."""
+        """The statistics of whole rows, from this rank's part and those of the other ranks."""
         whole, _ = self._joined(part, reading)
-        return self.run.finish(whole, reading, shape)
+        return self.backend.finish(whole, reading, shape)
 
     def _joined(
         self, part: Partials, reading: Reading, more: Tensor | None = None
     ) -> tuple[Partials, Tensor]:
-        """The parts of all ranks, and what else (N, k) each has to say."""
-        part = part if part.state.shape[1] == 1 else self.run.merge([part], reading)
+        """The parts of all ranks, and further numbers (N, k) of each rank."""
+        part = part if part.state.shape[1] == 1 else self.backend.merge([part], reading)
         fields, K = part_width(*reading.sums), 0 if part.picked is None else part.picked.shape[1]
         sent = [part.state[:, 0, :fields]]
         sent += [part.picked] if K else []
         sent += [] if more is None else [more]
         got = self.join(torch.cat(sent, 1) if len(sent) > 1 else sent[0])
         state, rest = got[..., :fields], got[..., fields:]
-        picked = rest[..., :K].sum(0) if K else part.picked  # 0 of all but one
+        picked = rest[..., :K].sum(0) if K else part.picked  # each id has one owner; others add 0
         return Partials(state.transpose(0, 1), picked), rest[..., K:]
 
     def gradient(
         self, x, reading, state, coefficients, upstream, factor=None, into=None, start=0
     ) -> Tensor:
-        """The gradient of these columns, or of some from `start` on. Nothing is joined."""
+        """The gradient of these columns, or of some of them from `start` on. No communication."""
         if x.shape[-1] == 0:
             return torch.empty_like(x) if into is None else into
-        # Without "tail", for the kernels look for repeated ids then: the state tells of none.
+        # wants=() makes the kernel detect repeated ids, because a joined state does not record
+        # them.
         reading, start = reading._replace(wants=()), self.start + (start or 0)
-        return self.run.gradient(x, reading, state, coefficients, upstream, factor, into, start)
+        return self.backend.gradient(x, reading, state, coefficients, upstream, factor, into, start)
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
-        """y at reading.ids of whole rows, (..., K)."""
+        """y at reading.ids, from whichever rank owns each id, (..., K)."""
         ids = self._columns(reading.ids)
         picked = torch.zeros(ids.shape, device=x.device, dtype=PRECISION[x.dtype])
         if self.width:
-            picked = torch.where(ids >= 0, self.run.gather(x, self.here(reading)), picked)
-        whole = self.join(picked.view(-1, 1)).sum(0).view(ids.shape)  # 0 of all but one
+            picked = torch.where(ids >= 0, self.backend.gather(x, self.here(reading)), picked)
+        whole = (
+            self.join(picked.view(-1, 1)).sum(0).view(ids.shape)
+        )  # each id has one owner; the other ranks add 0
         whole = torch.where((ids == BAD) | (reading.ids == NO_ID), torch.nan, whole)
         live = live_rows(reading)
         return whole if live is None else torch.where(live.view(*x.shape[:-1], 1), whole, 0.0)
@@ -116,24 +123,24 @@ class Columns:
         if self.width == 0:
             return torch.empty_like(x) if into is None else into
         here = self.here(reading)
-        return self.run.gather_gradient(x, here, picked, g, upstream, factor, into)
+        return self.backend.gather_gradient(x, here, picked, g, upstream, factor, into)
 
     def pair_read(self, x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
-        """The loss of whole rows, (...), and their state. JSD joins twice."""
+        """The loss of whole rows, (...), and their state. JSD gathers twice."""
         lead, rows = x.shape[:-1], x.shape[:-1].numel()
         here, own, share = self._pair(reading, pair)
         part = torch.zeros((rows, PAIR_STATE), device=x.device, dtype=PRECISION[x.dtype])
         part[:, 0] = part[:, 2] = -torch.inf
         if self.width:
-            part = self.run.pair_partial(x, here, own)
+            part = self.backend.pair_partial(x, here, own)
             part[:, 3:] *= share
         inv_t = inverse_temperature(reading, part[:, :1])
         whole = eager.merge_pairs(self.join(part), pair.kind, inv_t)
-        value, state = self.run.pair_finish(whole, pair.kind, inv_t)
+        value, state = self.backend.pair_finish(whole, pair.kind, inv_t)
         if pair.kind == "jsd":
             sums = torch.zeros_like(part[:, :2])
             if self.width:
-                found, known = self.run.pair_read(x, here, own, state)
+                found, known = self.backend.pair_read(x, here, own, state)
                 sums = torch.stack((found.reshape(-1), known[:, 4]), 1)
             value, mean = self.join(sums).sum(0).split(1, 1)
             state[:, 4:] = mean
@@ -150,10 +157,10 @@ class Columns:
             state = state.clone()
             state[:, 3] /= share
             upstream = upstream * share
-        return self.run.pair_gradient(x, here, pair, state, upstream, factor, into)
+        return self.backend.pair_gradient(x, here, pair, state, upstream, factor, into)
 
     def _pair(self, reading: Reading, pair: Pair) -> tuple[Reading, Pair, float]:
-        """The same of these columns, and what their targets are to be multiplied with.
+        """The same for these columns, and the factor of their targets.
 
         Label smoothing ε makes a target of (1-ε) p + ε/V. A backend takes V for the columns it has,
         so that it is given the ε' of those, and the target is `share` times what it finds.
@@ -168,17 +175,17 @@ class Columns:
     def topk(
         self, x: Tensor, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The k largest of whole rows, of the k largest here and elsewhere."""
+        """The k largest of whole rows, from the k largest of each rank."""
         lead, rows, own = x.shape[:-1], x.shape[:-1].numel(), min(k, self.width)
         part = torch.full((rows, 2 * k + 1), -torch.inf, device=x.device, dtype=PRECISION[x.dtype])
         nowhere = torch.full((rows, k), contract.NOWHERE, device=x.device)
         part[:, k : 2 * k] = contract.as_bits(nowhere, part.dtype)
         if own:
-            ids, logprobs, tail = self.run.topk(x, own, temperature, softcap)
+            ids, logprobs, tail = self.backend.topk(x, own, temperature, softcap)
             top = x.gather(-1, ids).view(rows, own)
             part[:, :own] = top
             part[:, k : k + own] = contract.as_bits(ids.view(rows, own) + self.start, part.dtype)
-            # Of what is left: log Σ e^z, z from the largest on, of which log p is -log s.
+            # log Σ e^z of the rest, relative to the largest logit, whose log p is -log s.
             rest = (tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
@@ -186,7 +193,7 @@ class Columns:
         return ids.view(*lead, k), logprobs.view(*lead, k), tail.view(lead)
 
     def here(self, reading: Reading) -> Reading:
-        """The same reading with ids and class weights of these columns. Its label stays."""
+        """The same reading as if these columns were the vocabulary. The label stays."""
         weight = reading.class_weight
         if weight is not None:
             weight = weight[self.start : self.start + self.width]
@@ -194,19 +201,19 @@ class Columns:
         return reading._replace(vocab=self.width, ids=ids, class_weight=weight)
 
     def _columns(self, ids: Tensor) -> Tensor:
-        """ids of the vocabulary as columns here; NO_ID of those elsewhere, BAD of those nowhere."""
+        """ids as columns of this rank; NO_ID for ids of other ranks, BAD for ids of no rank."""
         at = ids.long() - self.start
         elsewhere = ((ids >= 0) & (ids < self.vocab)) | (ids == NO_ID)
         return torch.where((at >= 0) & (at < self.width), at, torch.where(elsewhere, NO_ID, BAD))
 
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
-        """Of these columns, or of some from `start` on."""
+        """The part of these columns, or of some of them from `start` on."""
         if x.shape[-1]:
-            return self.run.partial(x, reading, self.start + start)
+            return self.backend.partial(x, reading, self.start + start)
         rows, dtype = x.shape[:-1].numel(), PRECISION[x.dtype]
         state = torch.zeros((rows, 1, contract.PART), device=x.device, dtype=dtype)
         state[..., contract.M], state[..., contract.ARG] = -torch.inf, torch.inf
-        if self.run is not eager:  # where a column is carried as its bits
+        if self.backend is not eager:  # where a column is carried as its bits
             nowhere = torch.full((rows, 1), contract.NOWHERE, device=x.device)
             state[..., contract.ARG] = contract.as_bits(nowhere, dtype)
         if reading.ids is None:
@@ -220,14 +227,14 @@ class Columns:
             empty[:, 0], empty[:, 1] = 0, -torch.inf
             return empty
         here = self.here(reading)._replace(wants=("logprob",))
-        found = self.run.finish(part, here, x.shape[:-1])
+        found = self.backend.finish(part, here, x.shape[:-1])
         log_s = found.state[:, contract.LOG_S]
-        tail = self.run.outside(x, here, found).view(-1) + log_s
+        tail = self.backend.outside(x, here, found).view(-1) + log_s
         tail = torch.where(log_s == -torch.inf, -torch.inf, tail)
         return torch.stack((found.state[:, contract.SHIFT], tail), 1)
 
     def _joined_tail(self, tails: Tensor, reading: Reading, found: Statistics) -> Tensor:
-        """(N,): log of the mass outside the ids, of tails (parts, N, 2)."""
+        """(N,): log of the mass outside the ids, from the tails (ranks, N, 2) of all ranks."""
         state, ids = found.state, reading.ids
         shift, tail = tails.unbind(-1)
         moved = shift - state[:, contract.SHIFT]
@@ -242,49 +249,50 @@ class Columns:
 
 
 class AllRows:
-    """The gradient of hidden, of which every rank wants all rows: each chunk is added up.
+    """The gradient of hidden where every rank needs all rows: one all-reduce per chunk.
 
-    That goes on while this rank turns to the weight's gradient.
+    The all-reduce runs while this rank computes the weight's gradient.
     """
 
-    def __init__(self, add_up: Callable[[Tensor], Any], total: Tensor):
-        self.add_up, self.total, self.adding = add_up, total, []
+    def __init__(self, all_reduce: Callable[[Tensor], Any], total: Tensor):
+        self.all_reduce, self.total, self.pending = all_reduce, total, []
 
-    def put(self, rows: Rows, part: Tensor) -> None:
-        self.adding.append((self.add_up(part), rows, part))
+    def put(self, rows: Rows, chunk: Tensor) -> None:
+        self.pending.append((self.all_reduce(chunk), rows, chunk))
 
-    def found(self) -> Tensor:
-        for work, rows, part in self.adding:
+    def result(self) -> Tensor:
+        for work, rows, chunk in self.pending:
             work.wait()
-            put(self.total, rows, part)
+            put(self.total, rows, chunk)
         return self.total
 
 
 class OwnRows:
-    """The same where each rank wants a slice of the rows: added up once all chunks are there."""
+    """The same where each rank needs its slice of the rows: one reduce-scatter after all chunks."""
 
-    def __init__(self, add_up_slices: Callable[[Tensor], Any], total: Tensor, chunks: int):
-        self.add_up_slices, self.total, self.missing = add_up_slices, total, chunks
-        self.own = None
+    def __init__(self, reduce_scatter: Callable[[Tensor], Any], total: Tensor, chunks: int):
+        self.reduce_scatter, self.total, self.missing = reduce_scatter, total, chunks
+        self.local = None
 
-    def put(self, rows: Rows, part: Tensor) -> None:
-        put(self.total, rows, part)
+    def put(self, rows: Rows, chunk: Tensor) -> None:
+        put(self.total, rows, chunk)
         self.missing -= 1
         if not self.missing:
-            self.own = self.add_up_slices(self.total)
+            self.local = self.reduce_scatter(self.total)
 
-    def found(self) -> Tensor:
-        own = self.add_up_slices(self.total) if self.own is None else self.own  # of no rows at all
-        return own.wait()
+    def result(self) -> Tensor:
+        # Without any chunk, the reduce-scatter has not started yet.
+        local = self.reduce_scatter(self.total) if self.local is None else self.local
+        return local.wait()
 
 
 def _largest(
-    parts: Tensor,  # (parts, N, 2 k + 1): logits, ids as bits, and log Σ e^z of the rest
+    parts: Tensor,  # (ranks, N, 2 k + 1): logits, ids as bits, and log Σ e^z of the rest
     k: int,
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ids and log-probabilities (N, k) and the log of the tail's mass (N,), as `topk` has them."""
+    """ids and log-probabilities (N, k) and the log tail mass (N,), as `topk` returns them."""
     x, bits, rest = parts.transpose(0, 1).split((k, k, 1), -1)
     rest, first = rest.squeeze(-1), capped(x[..., 0], softcap)[0]
     x, ids = x.flatten(1), contract.of_bits(bits).flatten(1).long()

@@ -1,31 +1,36 @@
-"""DTensors as logits, and as the weight of a head: what they are on this rank.
+"""DTensors as logits, and as the tensors of a head: what they are on this rank.
 
-Sharded on the vocabulary they are a VocabShard, replicated a plain tensor; gradients come back as
-DTensors of the same placements. Whatever else a DTensor may be is refused by name.
+Logits that are sharded on the vocabulary are a VocabShard, replicated logits a plain tensor.
+Gradients come back as DTensors with the same placements. Any other placement raises, naming it.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core import checks as _checks
+from ..contract import PER_CLASS, PER_ROW, TEACHER
+from ..core import checks
 from ..core.autograd import Node
-from ..core.later import later
+from ..core.call import backend_of
+from ..core.evaluate import evaluate
+from ..core.in_place import evaluate_in_place
 from ..core.loss import RowLoss
-from ..heads.linear import LinearLogits
-from . import checks as _rules
+from ..core.source import Source, TopK, is_dtensor
+from ..heads.linear import of_head
+from ..heads.products import autocasts, cast_by_autocast
+from . import checks as rules
 from .shard import VocabShard
 
 
 def local(t, grad_placements=None) -> Tensor:
-    """This rank's part of a DTensor; of one that is still being gathered, once it is there."""
-    here = t.to_local(grad_placements=grad_placements)
-    return _Arrived.apply(here) if hasattr(here, "wait") else here  # pyright: ignore
+    """This rank's shard of a DTensor, after any collective that still fills it."""
+    shard = t.to_local(grad_placements=grad_placements)
+    return _Arrived.apply(shard) if hasattr(shard, "wait") else shard  # pyright: ignore
 
 
 class _Arrived(Node):
-    """The tensor that a collective has filled: kernels read memory, and would not wait for it."""
+    """The tensor that a collective fills. Kernels read memory without waiting for it."""
 
     @staticmethod
     def forward(ctx, pending):
@@ -36,66 +41,85 @@ class _Arrived(Node):
         return g
 
 
-def source_of(x) -> VocabShard | Tensor:
-    """DTensor logits as this rank has them: its columns, or the whole."""
-    _checks.placed("logits", x, x.dim() - 1)
-    sharded = [dim for dim, placement in enumerate(x.placements) if not placement.is_replicate()]
-    if not sharded:
-        return local(x)
-    return VocabShard(local(x), x.device_mesh.get_group(sharded[0]), vocab=x.shape[-1])
+def source_of_dtensor(logits: Any) -> Source:
+    """The source for DTensor logits, or for a LinearLogits of DTensors."""
+    return shard_of_head(logits.head) if isinstance(logits, Source) else DTensorLogits(logits)
 
 
-def evaluated(evaluate: Callable, x, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-    """evaluate(...) of DTensor logits; what is beside them is plain, or a DTensor too."""
+class DTensorLogits(Source):
+    """DTensor logits; tensors beside them may be plain, or replicated DTensors."""
 
-    def run():
-        here = source_of(x)
+    def __init__(self, x: Any):
+        self.x = x
+        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
+        self.requires_grad = x.requires_grad
 
-        def teacher_of(t):
-            if not hasattr(t, "placements"):
-                return t
-            return source_of(t) if isinstance(here, VocabShard) else t.full_tensor()
+    def local(self) -> "VocabShard | Tensor":
+        """The logits on this rank: its columns, or the whole."""
+        x = self.x
+        checks.placed("logits", x, x.dim() - 1)
+        sharded = [dim for dim, place in enumerate(x.placements) if not place.is_replicate()]
+        if not sharded:
+            return local(x)
+        return VocabShard(local(x), x.device_mesh.get_group(sharded[0]), vocab=x.shape[-1])
 
-        tensors = [t if i > 3 else _whole(t) for i, t in enumerate(loss.tensors)]
-        own = loss.with_tensors(tensors).with_columns(teacher_of)
-        return evaluate(here, own, reduction, _whole(row_weight))
+    def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+        return self._call(evaluate, loss, reduction, row_weight)
 
-    if torch.compiler.is_compiling():  # torch.compile breaks the graph here
-        return torch.compiler.disable(run)()  # pyright: ignore[reportCallIssue]
-    return run()
+    def evaluate_in_place(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+        return self._call(evaluate_in_place, loss, reduction, row_weight)
+
+    def _call(self, evaluate, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+        def run():
+            here = self.local()
+
+            def teacher(t: Any) -> Any:
+                if not is_dtensor(t):
+                    return t
+                return DTensorLogits(t).local() if isinstance(here, VocabShard) else t.full_tensor()
+
+            plain = loss.map_tensors({PER_ROW: _whole, PER_CLASS: _whole, TEACHER: teacher})
+            return evaluate(here, plain, reduction, _whole(row_weight))
+
+        if torch.compiler.is_compiling():  # torch.compile breaks the graph here
+            return torch.compiler.disable(run)()  # pyright: ignore[reportCallIssue]
+        return run()
+
+    def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
+        here = self.local()
+        if isinstance(here, Source):
+            return here.capture_topk(k, temperature, softcap)
+        return backend_of(here).topk(here.detach(), k, temperature, softcap)
 
 
 def _whole(t: Tensor | None) -> Tensor | None:
-    if not hasattr(t, "placements"):
+    if not is_dtensor(t):
         return t
-    _rules.replicated(t)
+    rules.replicated(t)
     return t.to_local()  # pyright: ignore
 
 
 def hidden_of_all(hidden, weight) -> Tensor:
     """Hidden states of all tokens beside a weight's rows; their gradient is this rank's share."""
-    from torch.distributed.tensor import Partial, Replicate  # late: it takes half a second
+    from torch.distributed.tensor import Partial, Replicate  # imported here: it takes half a second
 
     def placed(kind: type) -> list:
         pairs = zip(hidden.placements, weight.placements, strict=True)
-        return [kind() if rows.is_shard() else own for own, rows in pairs]
+        return [kind() if rows.is_shard() else place for place, rows in pairs]
 
     return local(hidden.redistribute(placements=placed(Replicate)), placed(Partial))
 
 
-def head_of(hidden, weight, bias=None, **how) -> VocabShard:
-    """A LinearLogits of DTensors, weight and bias sharded on the vocabulary."""
-    _rules.head_placements(hidden, weight, bias)
-    mesh = weight.device_mesh
-    (dim,) = [i for i, placement in enumerate(weight.placements) if not placement.is_replicate()]
+def shard_of_head(head: Any) -> VocabShard:
+    """The VocabShard of a head of DTensors, whose weight and bias are sharded by rows."""
+    hidden, weight, bias = head.tensors
+    (dim,) = [i for i, place in enumerate(weight.placements) if not place.is_replicate()]
     tokens = not hidden.placements[dim].is_replicate()
     hidden = hidden_of_all(hidden, weight) if tokens else local(hidden)
-    bias = None if bias is None else bias.to_local()
-    head = LinearLogits(hidden, weight.to_local(), bias, **how)
-    shard = VocabShard(head, mesh.get_group(dim), vocab=weight.shape[0])
-    shard.adds_up = not tokens
+    weight_rows, bias_rows = weight.to_local(), None if bias is None else bias.to_local()
+    if autocasts(hidden.device):
+        hidden, weight_rows, bias_rows = map(cast_by_autocast, (hidden, weight_rows, bias_rows))
+    logits = of_head(head._replace(hidden=hidden, weight=weight_rows, bias=bias_rows))
+    shard = VocabShard(logits, weight.device_mesh.get_group(dim), vocab=weight.shape[0])
+    shard.sums_hidden = not tokens
     return shard
-
-
-later.evaluate_dtensor, later.source_of_dtensor = evaluated, source_of
-later.head_of_dtensor = head_of

@@ -45,7 +45,7 @@ def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None
     if (
         _call.under_transform()
         or any(type(t) is not Tensor for t in given)
-        or not _call.looks_at(ids)
+        or not _call.reads_values(ids)
     ):
         return
     u = max(2**-8, *(torch.finfo(t.dtype).eps / 2 for t in (logprobs, tail) if t is not None))

@@ -12,6 +12,7 @@ from sizes import DEVICE
 from torch import Tensor
 
 import logitless as ll
+from logitless.heads.head import Head
 from logitless.heads.plan import Cut
 
 from .case import Case, Maker
@@ -115,10 +116,15 @@ def _head(rows: int | None, **how) -> Callable[[Given], tuple[Any, dict]]:
     return source
 
 
+class _CutHead(Head):
+    def cut(self, work):
+        return Cut(2, 8) if work.merges else Cut(2)
+
+
 def _by_columns(g: Given):
     """A head cut along its vocabulary, and in groups of two rows."""
     head, leaves = _head(1, drop_ignored=DEVICE == "cpu")(g)
-    head.cut = lambda work: Cut(2, 8) if work.merges else Cut(2)
+    head.head = _CutHead(*head.head)
     return head, leaves
 
 

@@ -1,0 +1,194 @@
+"""A loss over a tensor of logits. A source that is not a tensor evaluates the loss itself.
+
+The routes that a call may take. `evaluate` chooses the first that applies:
+
+    route                  when                                      where the gradient is computed
+    ---------------------  ----------------------------------------  ------------------------------
+    a source               logits are not a plain tensor             by the source
+    compiled               a compiler, a dispatch mode, torch.func   by an operator (operators.py)
+    in place               inplace=True, a gradient is wanted        in forward, over the logits
+                                                                     (in_place.py)
+    values alone           no gradient is wanted                     nowhere
+    gradient in forward    the loss saves its gradient; or at most   in forward, for an upstream
+                           SMALL logits on a GPU, reduced to one     gradient of 1; backward only
+                           number, no row_inputs                     scales it
+    gradient in backward   otherwise                                 in backward, from the saved
+                                                                     state of each row
+
+Inside "gradient in forward", a mean is computed in one launch where the loss has
+`mean_and_gradient`; else values and gradient by `value_and_gradient`, which reads the logits once
+where the backend's `one_pass` accepts them, and twice otherwise.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..contract import PRECISION
+from . import checks
+from .autograd import Node, refuse_second
+from .backend import Backend
+from .call import backend_of, check_values, on_gpu, under_transform
+from .loss import RowLoss
+from .source import Source, source_of
+
+# The number of logits on a GPU up to which the gradient is computed in forward, in fp32: launching
+# then costs more than the memory, and a backward that only scales takes half the host's time.
+SMALL = 1 << 20
+
+
+def evaluate(
+    logits,  # a Tensor (..., V), or a Source
+    loss: RowLoss,
+    reduction: str = "none",
+    row_weight: Tensor | None = None,  # (...)
+):
+    """The loss of the rows, weighted and reduced; a tuple if the loss has multiple outputs."""
+    if logits.__class__ is not Tensor:
+        source = source_of(logits)
+        if isinstance(source, Source):
+            return source.evaluate(loss, reduction, row_weight)
+    if under_transform():
+        return evaluate_traced(logits, loss, reduction, row_weight)
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None:
+        checks.only_in_reverse()
+    check_values(loss)
+    return evaluate_on(backend_of(logits), logits, loss, reduction, row_weight)
+
+
+def evaluate_on(
+    backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
+):
+    """The same by a given backend, whose x may be some columns of the vocabulary."""
+    by_row = reduction == "none" or (row_weight is not None and row_weight.requires_grad)
+    reduced_here = (None, None) if by_row else (row_weight, reduction)
+    row_inputs = loss.row_inputs
+    if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in row_inputs)):
+        small = x.numel() <= SMALL and on_gpu(x)
+        if loss.saves_gradient or (small and not by_row and not row_inputs):
+            outputs = _gradient_in_forward(x, backend, loss, *reduced_here)
+        else:
+            outputs = _gradient_in_backward(x, backend, loss, *reduced_here, *row_inputs)
+    else:
+        outputs, _, _ = _forward(backend, x, loss, *reduced_here)
+    if not by_row or loss.multiple_outputs:
+        return outputs
+    return loss.reduce(outputs, reduction, row_weight)
+
+
+def evaluate_traced(x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+    """By operators and plain PyTorch, for compilers, dispatch modes and torch.func."""
+    outputs = loss.traced(x)
+    return outputs if loss.multiple_outputs else loss.reduce(outputs[0], reduction, row_weight)
+
+
+def _forward(backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: str | None):
+    """Outputs, the factor of each row's gradient, and the tensors that backward needs."""
+    outputs, saved = loss.forward(backend, x)
+    if reduction is None:
+        return outputs if loss.multiple_outputs else outputs[0], None, saved
+    return *_reduced(backend, x, loss, outputs[0], row_weight, reduction), saved
+
+
+def _reduced(backend: Backend, x: Tensor, loss: RowLoss, value: Tensor, row_weight, reduction: str):
+    """The sum or mean of the rows' values, and the factor of each row's gradient."""
+    mean, mass = reduction == "mean", None
+    if mean and loss.reading.class_weight is not None:
+        mass = loss.mass(backend, x.dtype)
+    return backend.reduce(value, loss.reading, row_weight, mass, mean)
+
+
+def scaled(
+    gradient: Tensor,  # (..., V), for an upstream gradient of 1, in the precision of losses
+    x: Tensor,
+    upstream: Tensor,  # () or (...)
+    factor: Tensor | None,  # () or one per row
+) -> Tensor:
+    """The gradient times upstream and factor, rounded once, to the dtype of x."""
+    scale = upstream if factor is None else upstream * factor
+    if scale.dim():
+        scale = scale.reshape(*x.shape[:-1], 1)
+    if gradient.dtype == x.dtype:
+        return gradient * scale
+    into = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return torch.mul(gradient, scale, out=into)
+
+
+class GradientInForward(Node):
+    """The gradient is computed in forward, for an upstream gradient of 1; backward scales it."""
+
+    @staticmethod
+    def forward(ctx, x, backend, loss, row_weight, reduction):
+        factor = None
+        if loss.saves_gradient:
+            result, factor, (gradient,) = _forward(backend, x, loss, row_weight, reduction)
+        else:
+            result, dense = None, torch.contiguous_format
+            gradient = torch.empty_like(x, dtype=PRECISION[x.dtype], memory_format=dense)
+            if reduction == "mean" and row_weight is None:
+                result = loss.mean_and_gradient(backend, x, gradient)
+            if result is None:
+                value, gradient, _ = loss.value_and_gradient(backend, x, None, gradient)
+                result, factor = _reduced(backend, x, loss, value, row_weight, reduction)
+        ctx.save_for_backward(x, gradient, factor)
+        return result
+
+    @staticmethod
+    def backward(ctx, upstream):
+        Node.refuse_vmap((upstream,))
+        x, gradient, factor = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return scaled(gradient, x, upstream, factor), None, None, None, None
+        with torch.no_grad():
+            d_x = scaled(gradient, x, upstream, factor)
+        return *refuse_second((d_x,), (x, upstream)), None, None, None, None
+
+
+class GradientInBackward(Node):
+    """The gradient is computed in backward.
+
+    All tensors that backward reads are saved by autograd, so that a change in place raises.
+    """
+
+    @staticmethod
+    def forward(ctx, x, backend, loss, row_weight, reduction, *row_inputs):
+        outputs, factor, saved = _forward(backend, x, loss, row_weight, reduction)
+        tensors, ctx.loss = loss.flatten()
+        ctx.save_for_backward(x, factor, *tensors, *saved)
+        ctx.backend, ctx.count = backend, len(tensors)
+        if isinstance(outputs, tuple):
+            ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
+            ctx.set_materialize_grads(False)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        Node.refuse_vmap(upstream)
+        if not torch.is_grad_enabled():
+            (d_x, *d_rows), _ = GradientInBackward.gradients(ctx, upstream)
+        else:
+            with torch.no_grad():
+                gradients, inputs = GradientInBackward.gradients(ctx, upstream)
+            d_x, *d_rows = refuse_second(gradients, (*inputs, *upstream))
+        return d_x, None, None, None, None, *d_rows
+
+    @staticmethod
+    def gradients(ctx, upstream) -> tuple[tuple, tuple]:
+        """Gradients of the logits and of row_inputs, and the tensors that they depend on."""
+        # Read once, because activation checkpointing unpacks saved tensors only once.
+        x, factor, *rest = ctx.saved_tensors
+        tensors, saved = tuple(rest[: ctx.count]), tuple(rest[ctx.count :])
+        loss = ctx.loss.rebuild(tensors)
+        d_x, d_rows = None, (None,) * len(loss.row_inputs)
+        if any(d is not None for d in upstream):
+            if ctx.needs_input_grad[0]:
+                d_x = loss.backward(ctx.backend, x, saved, upstream, factor)
+            if loss.row_inputs:
+                scale = upstream[0] if factor is None else upstream[0] * factor
+                d_rows = loss.d_row_inputs(saved, scale)
+        return (d_x, *d_rows), (x, *tensors)
+
+
+# Function.apply without its handling of torch.func, because torch.func takes the compiled route.
+_gradient_in_forward = super(torch.autograd.Function, GradientInForward).apply  # pyright: ignore[reportAttributeAccessIssue]
+_gradient_in_backward = super(torch.autograd.Function, GradientInBackward).apply  # pyright: ignore[reportAttributeAccessIssue]

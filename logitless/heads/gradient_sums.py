@@ -1,0 +1,203 @@
+"""Gradients of a head's tensors, summed over chunks of rows.
+
+How the sum of a bf16 weight's gradient is stored matters. In bf16, which keeps 8 bits, the sum is
+rounded after every chunk, and over many chunks it drifts away from the result of one large GEMM. In
+fp32 it takes twice the memory of the gradient itself. Stored as block floating point (int16 with
+one exponent per 128 values, kernels/blockfp_gemm.py), it is as good as one GEMM and needs no extra
+memory.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..contract import PRECISION
+from ..core.backend import Backend
+from ..core.loss import RowLoss, Saved
+from .head import Head, Rows
+from .products import SLAB
+
+
+class Needs(NamedTuple):
+    """Which tensors need a gradient."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+    row_weight: bool = False
+    row_inputs: tuple[bool, ...] = ()
+
+    @property
+    def head(self) -> bool:
+        return self.hidden or self.weight or self.bias
+
+
+class HeadGradients(NamedTuple):
+    """The gradients of a call over a head; None where not needed."""
+
+    hidden: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    row_weight: Tensor | None = None
+    row_inputs: tuple[Tensor | None, ...] = ()
+
+    def like(self, tensors: tuple) -> "HeadGradients":
+        """Each in the shape and dtype of hidden, weight and bias."""
+        hidden, weight, bias = (
+            None if d is None else d.view(t.shape).to(t.dtype)
+            for d, t in zip((self.hidden, self.weight, self.bias), tensors, strict=True)
+        )
+        return self._replace(hidden=hidden, weight=weight, bias=bias)
+
+    def through(self, f: Callable[[tuple], tuple]) -> "HeadGradients":
+        """f of all gradients as one flat tuple; f is, for example, refuse_second."""
+        head = (self.hidden, self.weight, self.bias, self.row_weight)
+        hidden, weight, bias, row_weight, *row_inputs = f((*head, *self.row_inputs))
+        return HeadGradients(hidden, weight, bias, row_weight, tuple(row_inputs))
+
+
+class GradientSums:
+    """Gradients of hidden, weight and bias, each only if needed, summed chunk by chunk."""
+
+    def __init__(
+        self,
+        head: Head,
+        hidden: Tensor,  # (N, D)
+        needs: Needs,
+        chunks: int,  # how many chunks of rows come
+        all_rows: bool,  # whether the chunks contain all rows
+        blocks: Sequence[slice],  # blocks of columns, whose gradients are summed separately
+        into: Tensor | None = None,  # the weight's gradient is added to it
+    ):
+        backend, self.weight = head.backend(), head.weight.detach()
+        self.d_hidden = self.over_ranks = self.d_bias = None
+        if needs.hidden:
+            # Rows that no chunk computes have gradient 0.
+            blank = torch.empty_like if all_rows else torch.zeros_like
+            # Contiguous, whatever the strides of hidden are.
+            self.d_hidden = blank(hidden, memory_format=torch.contiguous_format)
+            self.put = partial(put, self.d_hidden)
+            if head.columns is not None:
+                self.over_ranks = head.columns.hidden_sum(self.d_hidden, chunks)
+            if self.over_ranks is not None:
+                self.put = self.over_ranks.put
+        self.d_weight, self.weight_sums = into, []
+        if needs.weight:
+            kind = Sum
+            if into is None:
+                dtype, kind = way_to_sum(backend, chunks, hidden, self.weight, head.accumulate)
+                make = torch.empty if chunks else torch.zeros
+                self.d_weight = make(self.weight.shape, device=hidden.device, dtype=dtype)
+            for block in blocks:
+                self.weight_sums.append(kind(backend, self.d_weight[block], chunks, into is None))
+        if needs.bias and head.bias is not None:
+            self.d_bias = torch.zeros_like(head.bias.detach(), dtype=PRECISION[head.bias.dtype])
+
+    def add(self, rows: Rows, h: Tensor, dz: Tensor) -> None:
+        """Adds the gradients of a chunk of rows, from the gradient dz of its logits."""
+        if dz.device.type == "cpu":
+            clear_padding(dz)
+        if self.d_hidden is not None:
+            out = self.d_hidden[rows] if isinstance(rows, slice) else None
+            self.put(rows, torch.mm(dz, self.weight, out=out))
+        if self.d_bias is not None:
+            self.d_bias += dz.sum(0, dtype=self.d_bias.dtype)
+        if self.weight_sums:
+            self.weight_sums[0].add(dz, h)
+
+    def result(self) -> HeadGradients:
+        """All three; the gradients of weight and bias may have more bits than these have."""
+        d_hidden = self.d_hidden if self.over_ranks is None else self.over_ranks.result()
+        return HeadGradients(d_hidden, self.d_weight, self.d_bias)
+
+
+class RowInputGradients:
+    """Gradients of a loss's row_inputs, filled chunk by chunk; None where not needed."""
+
+    def __init__(self, loss: RowLoss, needs: Sequence[bool]):
+        self.gradients = [
+            torch.zeros(t.shape, device=t.device, dtype=t.dtype) if need else None
+            for t, need in zip(loss.row_inputs, needs, strict=True)
+        ]
+
+    def add(self, rows: Rows, loss: RowLoss, saved: Saved, scale: Tensor) -> None:
+        """Those of some rows, where `scale` multiplies each row's value."""
+        for total, d in zip(self.gradients, loss.d_row_inputs(saved, scale), strict=True):
+            if total is not None and d is not None:
+                total.view(-1, *d.shape[1:])[rows] = d
+
+
+def put(total: Tensor, rows: Rows, chunk: Tensor) -> None:
+    """Copies some rows into their place, unless `chunk` already is that place."""
+    if not isinstance(rows, slice) or chunk.data_ptr() != total[rows].data_ptr():
+        total[rows] = chunk
+
+
+def clear_padding(dz: Tensor) -> None:
+    """Zeros the memory between the rows of a gradient in a workspace, on a CPU.
+
+    A bf16 GEMM there (oneDNN with AVX-512) reads a few numbers beyond each row and multiplies them
+    by 0. If such a number is NaN, the result is NaN.
+    """
+    width, step = dz.shape[1], dz.stride(0)
+    if step > width > 0 and dz.stride(1) == 1:
+        dz.as_strided((len(dz), step), (step, 1))[:, width:] = 0
+
+
+# Both sums below take the same arguments: the backend, the total, the number of products, and
+# whether the total is fresh memory or already holds a sum.
+
+
+class Sum:
+    """Σ dz.T @ h over chunks, in the dtype of the total."""
+
+    def __init__(self, backend: Backend, total: Tensor, count: int, fresh: bool = True):
+        self.total, self.fresh = total, fresh
+
+    def add(self, dz: Tensor, h: Tensor) -> None:
+        total, beta = self.total, 0 if self.fresh else 1
+        if dz.dtype == total.dtype:
+            torch.addmm(total, dz.t(), h, beta=beta, out=total)
+        elif dz.is_cuda:
+            torch.addmm(total, dz.t(), h, out_dtype=total.dtype, beta=beta, out=total)
+        else:
+            h = h.to(total.dtype)
+            step = max(SLAB // (total.element_size() * h.shape[1]), 1)
+            for start in range(0, len(total), step):
+                columns = slice(start, start + step)
+                wide = dz[:, columns].t().to(total.dtype)
+                torch.addmm(total[columns], wide, h, beta=beta, out=total[columns])
+        self.fresh = False
+
+
+class SumInPlace:
+    """The same in 16 bits per number: exact to 14 bits between chunks, bf16 at the end."""
+
+    def __init__(self, backend: Any, total: Tensor, count: int, fresh: bool = True):
+        self.backend, self.total = backend, total
+        self.exponents = backend.exponents(total)
+        self.count, self.done = count, 0
+
+    def add(self, dz: Tensor, h: Tensor) -> None:
+        first, last = self.done == 0, self.done == self.count - 1
+        self.backend.accumulate(dz, h, self.total, self.exponents, first, last)
+        self.done += 1
+
+
+def way_to_sum(
+    backend: Backend, count: int, hidden: Tensor, weight: Tensor, accumulate: str
+) -> tuple[torch.dtype, type[Sum] | type[SumInPlace]]:
+    """The dtype of a sum of `count` products, and the class that computes it.
+
+    fp16 is always summed in fp32, because its range is small.
+    """
+    dtype = weight.dtype
+    if dtype == torch.float16 or (dtype == torch.bfloat16 and accumulate == "fp32"):
+        return torch.float32, Sum
+    if dtype == torch.bfloat16 and accumulate == "auto" and count > 2:
+        in_place = weight.numel() > 0 and backend.can_accumulate(hidden, weight)
+        return (dtype, SumInPlace) if in_place else (torch.float32, Sum)
+    return dtype, Sum

@@ -1,0 +1,198 @@
+"""The data of a head: its tensors and options, without anything that evaluates a loss.
+
+`Head` stands for the logits hidden @ weight.T + bias. LinearLogits (linear.py), lazy logits and
+VocabShard all hold one. `ScaledHead` is a teacher: the same logits as constants, scaled or capped.
+Both are trees, as a RowLoss is: `flatten` separates the tensors, which autograd saves, from the
+rest.
+"""
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..contract import PRECISION
+from ..core.backend import Backend
+from ..core.call import backend_of
+from ..core.loss import RowLoss
+from .plan import Cut, Work, choose
+from .products import dense_logits, without_autocast
+from .unshard import in_memory
+
+Rows = slice | Tensor  # some rows: a range, or their indices
+
+
+class Head(NamedTuple):
+    """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,)."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    own_hidden: Tensor | None = None  # this rank's tokens, where hidden is gathered from all ranks
+    workspace: int | None = None
+    logits_dtype: torch.dtype | None = None
+    accumulate: str = "auto"
+    main_grad: Tensor | None = None
+    drop_ignored: bool = True
+    module: nn.Module | None = None  # the module that owns the weight, if FSDP may free the weight
+    columns: Any = None  # the ColumnBackend, if the weight has only this rank's rows
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.hidden, self.weight, self.bias
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The tensors that get gradients."""
+        hidden = self.hidden if self.own_hidden is None else self.own_hidden
+        return hidden, self.weight, self.bias
+
+    @property
+    def lead(self) -> torch.Size:
+        """The shape of the rows."""
+        return self.hidden.shape[:-1]
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.hidden.shape[:-1])
+
+    @property
+    def vocab(self) -> int:
+        """V, of all ranks."""
+        return self.weight.shape[0] if self.columns is None else self.columns.vocab
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.vocab))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+        return self.logits_dtype or self.hidden.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    def describe(self) -> str:
+        """Shapes and options in one line, the same on all ranks."""
+        needs = tuple(t is not None and t.requires_grad for t in self.inputs)
+        options = (self.workspace, self.logits_dtype, self.accumulate, self.drop_ignored)
+        hidden = (*self.hidden.shape, str(self.hidden.dtype))
+        return f"hidden {hidden}, {needs}, {options}"
+
+    def flatten(self) -> tuple[tuple[Tensor | None, ...], "Head"]:
+        """The tensors that backward reads, and the same head without them."""
+        tensors = (self.hidden, self.weight, self.bias, self.own_hidden)
+        blank: Any = None
+        return tensors, self._replace(hidden=blank, weight=blank, bias=None, own_hidden=None)
+
+    def rebuild(self, tensors: Sequence[Any]) -> "Head":
+        hidden, weight, bias, own_hidden = tensors
+        return self._replace(hidden=hidden, weight=weight, bias=bias, own_hidden=own_hidden)
+
+    def backend(self) -> Backend:
+        return backend_of(self.hidden) if self.columns is None else self.columns
+
+    def logits(self, rows: Rows | None = None) -> Tensor:
+        """The logits (..., width), differentiable; or those of some rows, (n, width), as constants.
+
+        width is the number of rows of the weight.
+        """
+        if rows is None:
+            return dense_logits(*self.tensors, self.dtype)
+        with torch.no_grad(), without_autocast(self.device):
+            hidden = self.hidden.reshape(-1, self.hidden.shape[-1])[rows]
+            return dense_logits(hidden, self.weight, self.bias, self.dtype)
+
+    def work(
+        self, merges: bool = False, *, gemms: int = 0, sums: bool = False, keeps: bool = False
+    ) -> Work:
+        """The size of a computation over this head; see Work for the arguments."""
+        own, wide = self.hidden.dtype, self.dtype
+        keeps = keeps and own == wide and own != torch.float16 and self.accumulate != "fp32"
+        sums = sums and self.accumulate != "weight"
+        vocab, width = self.weight.shape
+        if self.columns is not None:  # all ranks cut alike
+            vocab = self.columns.widest
+        return Work(self.rows, vocab, width, own.itemsize, own != wide, merges, gemms, sums, keeps)
+
+    def cut(self, work: Work) -> Cut:
+        """How many rows and columns of logits are computed at once."""
+        return choose(work, self.workspace, self.device.type)
+
+    def rows_that_count(self, loss: RowLoss) -> Tensor | None:
+        """(N,) bool, if ignored rows are dropped before the GEMMs; None if all are computed."""
+        kind, reading = self.device.type, loss.reading
+        unknown = kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing())
+        if not self.drop_ignored or reading.ignore_index is None or unknown:
+            return None
+        return (reading.label != reading.ignore_index).reshape(-1)
+
+    @contextlib.contextmanager
+    def ready(self, loss: RowLoss):
+        """Autocast is off, and the weights of this head and of a teacher's head are in memory."""
+        heads = (self, *(t.head for t in loss.teachers if isinstance(t, ScaledHead)))
+        with without_autocast(self.device), contextlib.ExitStack() as stack:
+            # Once per call, not per chunk, because the number of chunks may differ between ranks.
+            for head in heads:
+                if not head.weight.untyped_storage().size():  # FSDP has freed the weight
+                    stack.enter_context(in_memory(head.weight, head.module))
+            yield
+
+
+class ScaledHead(NamedTuple):
+    """A teacher's logits as constants: scale · z, or with a cap, cap · tanh(scale · z)."""
+
+    head: Head
+    scale: float = 1.0
+    cap: float | None = None
+
+    requires_grad = False
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.head.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.device
+
+    def materialize(self, rows: Rows) -> Tensor:
+        """The logits of some rows, (n, V)."""
+        z = self.head.logits(rows)
+        if self.scale == 1 and self.cap is None:
+            return z
+        z = z.to(PRECISION[z.dtype]) * self.scale  # not rounded to 16 bits again
+        return z if self.cap is None else self.cap * torch.tanh(z)
+
+    def times(self, factor: float) -> "ScaledHead":
+        """The logits times a factor."""
+        if self.cap is None:
+            return self._replace(scale=self.scale * factor)
+        return self._replace(cap=self.cap * factor)
+
+    def narrow(self, start: int, width: int) -> "ScaledHead":
+        """The columns [start, start + width)."""
+        columns, bias = slice(start, start + width), self.head.bias
+        head = self.head._replace(
+            weight=self.head.weight[columns], bias=None if bias is None else bias[columns]
+        )
+        return self._replace(head=head)
+
+    def as_teacher(self) -> "ScaledHead":
+        return self
+
+    def flatten(self) -> tuple[tuple[Tensor | None, ...], "ScaledHead"]:
+        tensors, head = self.head.flatten()
+        return tensors, self._replace(head=head)
+
+    def rebuild(self, tensors: Sequence[Any]) -> "ScaledHead":
+        return self._replace(head=self.head.rebuild(tensors))

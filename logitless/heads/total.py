@@ -1,0 +1,185 @@
+"""A mean or sum over the rows of a head, with its gradients, in three GEMMs.
+
+`forward` computes the loss and all gradients for an upstream gradient of 1: logits, d_hidden and
+d_weight are one GEMM each (by columns, most logits are computed twice). `backward` scales them.
+Both are plain functions of a `Call`; the autograd nodes here and in lazy/logits.py and the operator
+in operators.py only save and unpack.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..contract import PRECISION
+from ..core.autograd import Node, refuse_second
+from ..core.call import backend_of
+from ..core.loss import RowLoss
+from .blocks import chunks_of
+from .gradient_sums import HeadGradients, Needs, RowInputGradients
+from .head import Head
+
+
+class Call(NamedTuple):
+    """One evaluation of a loss over a head; a tree, as the head and the loss are."""
+
+    head: Head
+    loss: RowLoss
+    row_weight: Tensor | None
+    reduction: str
+    needs: Needs
+
+    def flatten(self) -> tuple[tuple[Tensor | None, ...], "Call"]:
+        """The tensors that backward reads, and the same call without them."""
+        of_head, head = self.head.flatten()
+        of_loss, loss = self.loss.flatten()
+        call = self._replace(head=head, loss=loss, row_weight=None)
+        return (self.row_weight, *of_head, *of_loss), call
+
+    def rebuild(self, tensors: Sequence[Tensor | None]) -> "Call":
+        row_weight, hidden, weight, bias, own_hidden, *of_loss = tensors
+        head = self.head.rebuild((hidden, weight, bias, own_hidden))
+        return self._replace(head=head, loss=self.loss.rebuild(of_loss), row_weight=row_weight)
+
+    @property
+    def divides_in_backward(self) -> bool:
+        """Whether backward divides by the number of rows, because fp16 would underflow before."""
+        return self.reduction == "mean" and self.head.hidden.dtype == torch.float16
+
+
+class Result(NamedTuple):
+    value: Tensor  # ()
+    share: Tensor | None  # of a row in the mean; None for a sum
+    gradients: HeadGradients  # at an upstream gradient of 1
+
+
+def needs_of(inputs: tuple, row_weight: Any, row_inputs: Sequence[Tensor], grad: bool) -> Needs:
+    """Which tensors need a gradient."""
+    hidden, weight, bias, rows = (
+        grad and t is not None and t.requires_grad for t in (*inputs, row_weight)
+    )
+    return Needs(hidden, weight, bias, rows, tuple(grad and t.requires_grad for t in row_inputs))
+
+
+def forward(call: Call) -> Result:
+    """The loss and its gradients. On return the memory of the logits is free."""
+    head, loss, row_weight, needs = call.head, call.loss, call.row_weight, call.needs
+    backend, reading, rows = head.backend(), loss.reading, head.rows
+    full, mean = PRECISION[head.hidden.dtype], call.reduction == "mean"
+    mass = share = factor = None
+    if mean:
+        if reading.class_weight is not None:
+            mass = loss.mass(backend, head.hidden.dtype)
+        share = backend.share(reading, mass, rows, head.hidden)
+    if row_weight is not None:
+        factor = row_weight.detach().reshape(-1).to(full)
+    if share is not None and not call.divides_in_backward:
+        factor = share if factor is None else factor * share
+    values = torch.zeros(rows, device=head.device, dtype=full)
+    gradients = _values_and_gradients(call, factor, values)
+    value, _ = backend.reduce(values, reading, row_weight, mass, mean)
+    if needs.row_weight:
+        d_row_weight = values if share is None else values * share
+        d_row_weight = d_row_weight.view(head.lead).to(row_weight.dtype)
+        gradients = gradients._replace(row_weight=d_row_weight)
+    return Result(value, share, gradients)
+
+
+def _values_and_gradients(call: Call, factor: Tensor | None, values: Tensor) -> HeadGradients:
+    """Fills `values` (N,), and returns the gradients of the head and of row_inputs."""
+    head, loss, needs = call.head, call.loss, call.needs
+    wanted = needs.head
+    work = head.work(loss.merges, gemms=int(wanted), sums=needs.weight, keeps=needs.weight)
+    chunks = chunks_of(head, loss, work)
+    backend, sums = chunks.backend, chunks.gradients(needs) if wanted else None
+    row_inputs = RowInputGradients(loss, needs.row_inputs) if any(needs.row_inputs) else None
+    for tile in chunks.tiles(loss, sums):
+        rows, z = tile.rows, tile.logits
+        scale = factor if factor is None or factor.dim() == 0 else factor[rows]
+        if wanted:
+            value, tile.gradient, saved = tile.loss.value_and_gradient(backend, z, scale, tile.into)
+        else:
+            (value,), saved = tile.loss.forward(backend, z)
+        values[rows] = value
+        if row_inputs is not None:
+            by_row = torch.ones_like(values[0]) if scale is None else scale
+            row_inputs.add(rows, tile.loss, saved, by_row)
+    gradients = HeadGradients() if sums is None else sums.result()
+    blank = (None,) * len(needs.row_inputs)
+    d_row_inputs = blank if row_inputs is None else tuple(row_inputs.gradients)
+    return gradients._replace(row_inputs=d_row_inputs)
+
+
+def backward(call: Call, share: Tensor | None, gradients: HeadGradients, upstream: Tensor):
+    """The gradients times the upstream gradient, in place; those of main_grad are added to it."""
+    head, backend = call.head, backend_of(call.head.hidden)
+    scale = upstream * share if call.divides_in_backward else upstream
+    if head.main_grad is not None and gradients.weight is not None:
+        head.main_grad.addcmul_(gradients.weight, scale)
+        gradients = gradients._replace(weight=None)
+    for t in (gradients.hidden, gradients.weight, gradients.bias):
+        if t is not None:
+            backend.scale_(t.view(1, -1) if t.dim() < 2 else t, scale)
+    gradients = gradients.like(head.inputs)
+    row_weight, row_inputs = gradients.row_weight, gradients.row_inputs
+    return gradients._replace(
+        row_weight=None if row_weight is None else row_weight * upstream,
+        row_inputs=tuple(None if t is None else t * scale.to(t.dtype) for t in row_inputs),
+    )
+
+
+class Kept:
+    """What a node keeps between forward and backward, besides the tensors that autograd saves."""
+
+    def __init__(self, call: Call, share: Tensor | None, gradients: HeadGradients):
+        self.call, self.share = call, share  # the call without its tensors
+        self.gradients: HeadGradients | None = gradients
+
+    @staticmethod
+    def of(ctx, call: Call) -> tuple[Tensor, "Kept"]:
+        """The value of a call in a node with this context, and what the node keeps."""
+        tensors, blank = call.flatten()
+        ctx.save_for_backward(*tensors)
+        with call.head.ready(call.loss):
+            value, share, gradients = forward(call)
+        if not (call.divides_in_backward or call.head.main_grad is not None):
+            gradients = gradients.like(call.head.inputs)
+        return value, Kept(blank, share, gradients)
+
+    def gradients_of(self, ctx, upstream: Tensor) -> HeadGradients:
+        """The gradients of the node. A second backward computes them again."""
+        Node.refuse_vmap((upstream,))
+        tensors = ctx.saved_tensors  # read once, because activation checkpointing unpacks only once
+        call = self.call.rebuild(tensors)
+        gradients, self.gradients = self.gradients, None  # they are handed to autograd
+        with torch.no_grad():
+            if gradients is None:
+                with call.head.ready(call.loss):
+                    _, _, gradients = forward(call)
+            gradients = backward(call, self.share, gradients, upstream)
+        if torch.is_grad_enabled():
+            return gradients.through(lambda g: refuse_second(g, (*tensors, upstream)))
+        return gradients
+
+
+class ReducedLoss(Node):
+    """A mean or sum over the rows of a head."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, row_weight, head, loss, reduction, grad, *row_inputs):
+        needs = needs_of((hidden, weight, bias), row_weight, row_inputs, grad)
+        value, ctx.kept = Kept.of(ctx, Call(head, loss, row_weight, reduction, needs))
+        return value
+
+    @staticmethod
+    def backward(ctx, upstream):
+        d = ctx.kept.gradients_of(ctx, upstream)
+        return d.hidden, d.weight, d.bias, d.row_weight, None, None, None, None, *d.row_inputs
+
+
+def reduced_loss(head: Head, loss: RowLoss, row_weight: Tensor | None, reduction: str) -> Tensor:
+    grad = torch.is_grad_enabled()
+    return ReducedLoss.apply(
+        *head.inputs, row_weight, head, loss, reduction, grad, *loss.row_inputs
+    )  # pyright: ignore[reportReturnType]

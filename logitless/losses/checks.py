@@ -1,0 +1,115 @@
+"""The rules of each public function over logits; core/checks.py words the errors.
+
+`check_once` (core/call.py) calls these with the arguments of a call. The first argument is always
+the logits, because other ranks may share them.
+"""
+
+from torch import Tensor
+
+from ..core import checks, options
+
+
+def temperature_of(temperature, logits) -> None:
+    if isinstance(temperature, Tensor):
+        checks.row_temperature(temperature, logits)
+    else:
+        options.temperature(temperature)
+
+
+def statistics(logits, ids, temperature, softcap, ignore_index=None, needs_ids=False) -> None:
+    checks.logits(logits)
+    if ids is not None or needs_ids:
+        checks.ids(ids, logits)
+    temperature_of(temperature, logits)
+    options.softcap(softcap)
+    if ignore_index is not None:
+        options.ignore_index(ignore_index)
+        checks.has_an_id(ids, logits)
+
+
+def row_loss(logits, row_weight, reduction, *rows) -> None:
+    checks.row_weight(row_weight, logits)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    for i, t in enumerate(rows):
+        checks.beside_rows(f"rows[{i}]", t, logits)
+
+
+def score(logits, target, temperature, softcap, ignore_index) -> None:
+    checks.logits(logits)
+    checks.target(target, logits)
+    options.ignore_index(ignore_index)
+    temperature_of(temperature, logits)
+    options.softcap(softcap)
+
+
+def cross_entropy(
+    logits, target, weight, row_weight, temperature, softcap, ignore_index, reduction,
+    label_smoothing, z_loss,
+) -> None:  # fmt: skip
+    checks.logits(logits)
+    checks.target(target, logits)
+    checks.class_weight(weight, logits)
+    checks.row_weight(row_weight, logits)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    options.fraction("label_smoothing", label_smoothing)
+    options.z_loss(z_loss)
+    options.ignore_index(ignore_index)
+    temperature_of(temperature, logits)
+    options.softcap(softcap)
+
+
+def dense_teacher(
+    student, teacher, names, weight, blend, temperature, softcap, mask, row_weight, reduction
+) -> None:  # fmt: skip
+    """`names` are those of the student, the teacher and the blend."""
+    checks.logits(student, names[0])
+    checks.dense_teacher(names[1], teacher, names[0], student)
+    checks.class_weight(weight, student)
+    options.fraction(names[2], blend)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    checks.row_weight(row_weight, student)
+    checks.row_mask(mask, student)
+    temperature_of(temperature, student)
+    options.softcap(softcap)
+
+
+def direction(student, direction) -> None:
+    """kl_div alone has a direction."""
+    checks.one_of("direction", direction, options.DIRECTIONS)
+
+
+def gathered_kl(logits, teacher, mask, renormalise, temperature, row_weight, reduction) -> None:
+    checks.logits(logits, "student_logits")
+    checks.of_ids("student_logits", logits)
+    checks.slots("teacher_logprobs", teacher, "student_logits", logits)
+    checks.slot_mask(mask, logits)
+    checks.yes_or_no("renormalise", renormalise)
+    temperature_of(temperature, logits)
+    checks.row_weight(row_weight, logits)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+
+
+def topk_distill(
+    logits, ids, labels, row_weight, temperature, softcap, divergence, support, beta,
+    ignore_index, ce_weight, kd_weight, reduction,
+) -> None:  # fmt: skip
+    checks.logits(logits)
+    checks.targets(ids, logits)
+    checks.one_of("divergence", divergence, options.DIVERGENCES)
+    checks.one_of("support", support, options.SUPPORTS)
+    options.fraction("beta", beta)
+    checks.row_weight(row_weight, logits)
+    checks.one_of("reduction", reduction, checks.REDUCTIONS)
+    options.factor("ce_weight", ce_weight)
+    options.factor("kd_weight", kd_weight)
+    checks.labels(labels, logits, ce_weight)
+    options.ignore_index(ignore_index)
+    temperature_of(temperature, logits)
+    options.softcap(softcap)
+
+
+def capture_topk(logits, k, temperature, softcap) -> None:
+    checks.logits(logits)
+    checks.how_many(k, logits)
+    options.temperature(temperature)
+    options.softcap(softcap)

@@ -1,0 +1,40 @@
+"""`global_mean`: the mean of a loss over ranks that have different rows."""
+
+import torch
+from torch import Tensor
+
+from ..core.call import named
+from .ranks import ranks_of
+
+
+@named()
+def global_mean(
+    loss_sum: Tensor, count: Tensor | int, group=None, *, averaged: bool = True
+) -> Tensor:
+    """The mean of a loss over all ranks of a group, each with its own rows: (Σ sums) / Σ counts.
+
+    The average of each rank's mean gives every rank the same weight, however many of its tokens
+    count. This mean gives every token the same weight. loss_sum is this rank's sum
+    (reduction="sum"), count the number of its tokens that count. The result is the same on all
+    ranks. Its gradient is this rank's share: pass averaged=True if gradients are averaged over the
+    group afterwards, as DDP and FSDP do, and False if they are summed. If no token counts on any
+    rank, the mean is 0.
+
+    >>> loss = global_mean(cross_entropy(logits, target, reduction="sum"), (target != -100).sum())
+    """
+    return _GlobalMean.apply(loss_sum, count, ranks_of(group), averaged)  # pyright: ignore
+
+
+class _GlobalMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss_sum, count, ranks, averaged):
+        full = torch.promote_types(loss_sum.dtype, torch.float32)
+        count = torch.as_tensor(count, device=loss_sum.device).to(torch.float64)
+        both = ranks.gather(torch.stack((loss_sum.double(), count))).sum(0)
+        share = torch.where(both[1] == 0, 1.0, 1.0 / both[1])
+        ctx.scale = (share * ranks.count if averaged else share).to(full)
+        return (both[0] * share).to(full)
+
+    @staticmethod
+    def backward(ctx, upstream):  # pyright: ignore
+        return upstream * ctx.scale, None, None, None

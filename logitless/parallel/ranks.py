@@ -1,0 +1,97 @@
+"""The ranks of a process group that share a vocabulary, and the collectives between them."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import checks
+
+
+def _either(*names: str) -> Any:
+    """PyTorch's function under its newest name; None in a build without torch.distributed."""
+    return next((getattr(dist, name) for name in names if hasattr(dist, name)), None)
+
+
+_all_gather = _either("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _either("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+class Ranks:
+    """The ranks that share a vocabulary, and the collectives between them."""
+
+    device = torch.device("cpu")  # for collectives of numbers that come from no tensor
+
+    def __init__(self, group: "dist.ProcessGroup | None" = None):
+        self.group = dist.group.WORLD if group is None else group
+        self.index, self.count = dist.get_rank(group), dist.get_world_size(group)
+        checks.member(self.index)
+        self.by_cpu = dist.get_backend(group) == "gloo"  # gloo has few collectives for GPU tensors
+        if not self.by_cpu:
+            self.device = torch.accelerator.current_accelerator() or self.device
+
+    def gather(self, t: Tensor) -> Tensor:
+        """All-gathers t (...) of every rank into (ranks, ...)."""
+        gathered = torch.empty((self.count, *t.shape), device=t.device, dtype=t.dtype)
+        if t.numel() == 0:
+            return gathered
+        if t.is_cuda and self.by_cpu:
+            return self.gather(t.cpu()).to(t.device)
+        _all_gather(gathered.view(-1), t.contiguous().view(-1), group=self.group)
+        return gathered
+
+    def all_reduce(self, t: Tensor) -> Any:
+        """Starts the sum of t over ranks, in place. It is complete after wait()."""
+        return dist.all_reduce(t, group=self.group, async_op=True)
+
+    def reduce_scatter(self, t: Tensor) -> "_Slice":
+        """Starts the sum of t over ranks; wait() returns this rank's slice of the rows."""
+        if t.is_cuda and self.by_cpu:
+            return _Slice(self.reduce_scatter(t.cpu()).wait().to(t.device))
+        local = t.new_empty((len(t) // self.count, *t.shape[1:]))
+        return _Slice(
+            local, _reduce_scatter(local, t.contiguous(), group=self.group, async_op=True)
+        )
+
+
+class Alone(Ranks):
+    """One process with all columns, where torch.distributed is not initialised."""
+
+    def __init__(self):
+        self.group, self.index, self.count = None, 0, 1
+
+    def gather(self, t: Tensor) -> Tensor:
+        return t.detach().unsqueeze(0).clone()
+
+    def all_reduce(self, t: Tensor) -> Any:
+        return _Done()
+
+    def reduce_scatter(self, t: Tensor) -> "_Slice":
+        return _Slice(t)
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class _Slice(NamedTuple):
+    """A tensor that is complete after wait()."""
+
+    local: Tensor
+    work: Any = _Done()
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.local
+
+
+def ranks_of(group) -> Ranks:
+    """The ranks of a process group, of a DeviceMesh of one dimension, or of the world for None."""
+    if isinstance(group, Ranks):
+        return group
+    if hasattr(group, "get_group"):  # a DeviceMesh
+        group = group.get_group()
+    initialised = dist.is_available() and dist.is_initialized()
+    return Ranks(group) if initialised or group is not None else Alone()
