@@ -34,6 +34,7 @@ class Source:
     requires_grad: bool
     hidden: Tensor | None = None  # the hidden states (..., D), if it is a head
     over_ranks = False  # whether it is one rank's columns of the logits
+    exists = False  # whether the logits are in memory as a whole
     spread = False  # whether it is built from DTensors, so that source_of finds this rank's share
 
     def dim(self) -> int:
@@ -104,6 +105,14 @@ def is_over_ranks(logits: Any) -> bool:
     return over_ranks or is_dtensor(logits)
 
 
+# --- dense teachers: a Tensor, or an object that computes some rows at a time (ScaledHead)
+
+
+def is_dense(t: Any) -> bool:
+    """Whether t is a tensor whose values are in memory."""
+    return isinstance(t, Tensor) and not isinstance(t, Source)
+
+
 def teacher_of(teacher: Any, student: Any) -> Any:
     """A dense teacher as constants: a Tensor, or an object that computes some rows at a time."""
     if not isinstance(teacher, Source):
@@ -116,6 +125,21 @@ def teacher_of(teacher: Any, student: Any) -> Any:
 
 def teacher_rows(teacher: Any, rows: slice | Tensor) -> Tensor:
     """Some rows of a dense teacher, (n, V)."""
-    if isinstance(teacher, Tensor):
+    if is_dense(teacher):
         return teacher.reshape(math.prod(teacher.shape[:-1]), teacher.shape[-1])[rows]
     return teacher.materialize(rows)
+
+
+def teacher_columns(teacher: Any, start: int, width: int) -> Any:
+    """The columns [start, start + width) of a dense teacher of whole rows."""
+    return teacher.narrow(-1, start, width)
+
+
+def flat_teacher(teacher: Any) -> tuple[tuple[Tensor | None, ...], Any]:
+    """The tensors of a dense teacher, and the teacher without them: None for a Tensor."""
+    return ((teacher,), None) if is_dense(teacher) else teacher.flatten()
+
+
+def scaled_teacher(teacher: Any, factor: float) -> Any:
+    """A dense teacher times a factor; None for a Tensor, because that would copy it."""
+    return None if is_dense(teacher) else teacher.times(factor)

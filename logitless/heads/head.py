@@ -152,6 +152,7 @@ class ScaledHead(NamedTuple):
     cap: float | None = None
 
     requires_grad = False
+    exists = False
 
     @property
     def shape(self) -> torch.Size:
@@ -179,8 +180,9 @@ class ScaledHead(NamedTuple):
             return self._replace(scale=self.scale * factor)
         return self._replace(cap=self.cap * factor)
 
-    def narrow(self, start: int, width: int) -> "ScaledHead":
-        """The columns [start, start + width)."""
+    def narrow(self, dim: int, start: int, width: int) -> "ScaledHead":
+        """The columns [start, start + width), as Tensor.narrow(-1, start, width) gives them."""
+        assert dim == -1
         columns, bias = slice(start, start + width), self.head.bias
         head = self.head._replace(
             weight=self.head.weight[columns], bias=None if bias is None else bias[columns]

@@ -26,7 +26,7 @@ from ..core.autograd import Node
 from ..core.call import backend_of, check_values, in_func
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss
-from ..core.source import Source, TopK
+from ..core.source import Source, TopK, teacher_rows
 from ..heads import per_row, total
 from ..heads.head import Head
 from ..heads.linear import topk_of_head
@@ -63,11 +63,8 @@ class LazyLogits(Tensor, Source):
         """The logits as a plain tensor, differentiable; or some rows, (n, V), as constants."""
         if rows is None:
             return Materialize.apply(self)  # pyright: ignore[reportReturnType]
-        teacher = self.as_teacher()
-        if isinstance(teacher, Tensor):
-            return teacher.reshape(-1, teacher.shape[-1])[rows]
         with in_memory(self.recipe.head.weight, self.recipe.head.module):
-            return teacher.materialize(rows)
+            return teacher_rows(self.as_teacher(), rows)
 
     def over(self, shard) -> "LazyLogits":
         """The logits of all ranks, where these are one rank's columns."""

@@ -16,7 +16,7 @@ from ..heads.operators import operator
 from . import checks
 
 
-@operator("plain", saved=2)
+@operator("cross_entropy", saved=2)
 @dataclass(eq=False)
 class CrossEntropy(RowLoss):
     """Cross-entropy with one class per row, the label."""

@@ -5,7 +5,7 @@ JSD). The gradient is the only tensor as wide as the vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -13,12 +13,12 @@ from ..contract import PAIR_STATE, PRECISION, Pair
 from ..core import call
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss, rows_in
-from ..core.source import teacher_of
+from ..core.source import flat_teacher, scaled_teacher, teacher_of
 from ..heads.operators import operator
 from . import checks
 
 
-@operator("dense", saved=1)
+@operator("dense_teacher", saved=1)
 @dataclass(eq=False)
 class Dense(RowLoss):
     """The student's whole rows against the teacher's."""
@@ -65,16 +65,6 @@ class Dense(RowLoss):
 
     def shapes(self, x):
         return [x.shape[:-1], (rows_in(x.shape[:-1]), PAIR_STATE)]
-
-
-def flat_teacher(teacher: Any) -> tuple[tuple, Any]:
-    """The tensors of a teacher, and the teacher without them: None for a Tensor."""
-    return ((teacher,), None) if isinstance(teacher, Tensor) else teacher.flatten()
-
-
-def scaled_teacher(teacher: Any, factor: float) -> Any:
-    """The teacher's logits times a factor; None for a Tensor, because dividing it would copy it."""
-    return None if isinstance(teacher, Tensor) else teacher.times(factor)
 
 
 @call.named()

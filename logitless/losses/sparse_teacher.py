@@ -24,7 +24,7 @@ from ..targets.sparse import SparseTargets, unchecked
 from . import checks
 
 
-@operator("sparse", saved=3)
+@operator("sparse_teacher", saved=3)
 @dataclass(eq=False)
 class Sparse(RowLoss):
     """The student's whole rows against a teacher known on K ids per row."""
@@ -59,7 +59,7 @@ class Sparse(RowLoss):
         return [x.shape[:-1], (rows, STATE), (rows, COEFFICIENTS), self.reading.ids.shape]
 
 
-@operator("at_ids", saved=2)
+@operator("sparse_teacher_at_ids", saved=2)
 @dataclass(eq=False)
 class AtIds(Sparse):
     """The same with the student normalised over its slots: only logits at the ids are read."""
@@ -79,7 +79,7 @@ class AtIds(Sparse):
         return [x.shape[:-1], self.reading.ids.shape, self.reading.ids.shape]
 
 
-@operator("gathered", saved=1)
+@operator("gathered_teacher", saved=1)
 @dataclass(eq=False)
 class Gathered(Sparse):
     """The same for logits (..., K) that are already gathered."""

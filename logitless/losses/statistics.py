@@ -76,7 +76,7 @@ def merge(left: Partial, right: Partial) -> Partial:
     return Partial(m, s, w)
 
 
-@operator("read", saved=1)
+@operator("statistics", saved=1)
 @dataclass(eq=False)
 class Read(RowLoss):
     """The statistics themselves, in the order of reading.wants."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.loss import RowLoss
-from ..core.source import Source
+from ..core.source import is_dense, is_source
 from . import checks
 
 
@@ -66,11 +66,9 @@ def _tensors_of(loss: RowLoss) -> list:
 
 
 def _of_source(source: Any) -> str:
-    if isinstance(source, Source):
-        return source.describe()
-    if isinstance(source, Tensor):
+    if is_dense(source):
         return f"logits {(*source.shape[:-1], str(source.dtype))}"
-    return f"a {type(source).__name__}"
+    return source.describe() if is_source(source) else f"a {type(source).__name__}"
 
 
 def _of_option(value: Any) -> Any:

@@ -21,7 +21,7 @@ from ..core import checks, evaluate
 from ..core.call import backend_of, check_values, in_func, named, thorough, under_transform
 from ..core.in_place import overwrite_on
 from ..core.loss import RowLoss
-from ..core.source import Source, TopK
+from ..core.source import Source, TopK, is_dense, teacher_columns, teacher_rows
 from . import checks as rules
 from . import same_call
 from .columns import ColumnBackend
@@ -97,6 +97,7 @@ class VocabShard(Source):
         _check(ranks, source, start, vocab, sequence_parallel)
         if sequence_parallel:
             source = source.over_all_tokens(ranks.gather)
+        source = columns_of(source)
         self.ranks = ranks
         self.sums_hidden = True  # over ranks, the gradient of hidden; else the caller does
         self.width = source.shape[-1]
@@ -120,9 +121,7 @@ class VocabShard(Source):
 
     def whole(self) -> Source:
         """The logits of all ranks, of which this rank computes its columns."""
-        if isinstance(self.source, Source):
-            return self.source.in_columns(self)
-        return LogitColumns(self)
+        return self.source.in_columns(self)
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """The loss of the rows, the same on all ranks."""
@@ -174,19 +173,16 @@ class VocabShard(Source):
 
     def local(self, rows: slice | Tensor | None = None) -> Tensor:
         """This rank's logits, (..., width), or those of some rows, (n, width)."""
-        if not isinstance(self.source, Tensor):
-            return self.source.materialize(rows)
-        return self.source if rows is None else self.source.reshape(-1, self.width)[rows]
+        return self.source.materialize(rows)
 
     def as_teacher(self) -> "VocabShard":
-        """The same logits as constants. A tensor is a constant where it is read."""
-        return self.over(self.source.as_teacher()) if isinstance(self.source, Source) else self
+        """The same logits as constants."""
+        return self.over(columns_of(self.source.as_teacher()))
 
     def times(self, factor: float) -> "VocabShard | None":
         """A teacher's logits times a factor; None if that would copy a tensor."""
-        if isinstance(self.source, Tensor):
-            return None
-        return self.over(self.source.times(factor))
+        scaled = self.source.times(factor)
+        return None if scaled is None else self.over(scaled)
 
     def ranks_of_call(self) -> Ranks:
         return self.ranks
@@ -207,25 +203,53 @@ class VocabShard(Source):
         if isinstance(teacher, VocabShard):
             rules.same_columns(teacher.layout, self.layout)
             local = teacher.as_teacher().source
-        elif isinstance(teacher, Tensor):
-            local = teacher.narrow(-1, self.start, self.width)
         else:
-            local = teacher.narrow(self.start, self.width)
-        if isinstance(local, Tensor):
-            return local.detach()
-        if isinstance(self.source, Tensor):  # the student's logits exist, so the teacher's may too
-            return local.materialize(slice(None)).view(self.source.shape)
-        return local
+            local = columns_of(teacher_columns(teacher, self.start, self.width))
+        if local.exists:
+            return local.x.detach()
+        # Where the student's logits exist as a whole, the teacher's may too.
+        exist = self.source.exists
+        return local.materialize(slice(None)).view(self.source.shape) if exist else local
 
     def __repr__(self) -> str:
         return f"VocabShard({self.source!r}, columns {self.start} to {self.start + self.width})"
 
 
+class Columns(Source):
+    """A tensor of one rank's columns."""
+
+    exists = True
+
+    def __init__(self, x: Tensor):
+        self.x, self.shape, self.dtype, self.device = x, x.shape, x.dtype, x.device
+        self.requires_grad = x.requires_grad
+
+    def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
+        return self.x if rows is None else teacher_rows(self.x, rows)
+
+    def as_teacher(self) -> "Columns":
+        return self  # a constant where it is read
+
+    def times(self, factor: float) -> None:
+        """None, because multiplying the tensor would copy it."""
+
+    def in_columns(self, shard: VocabShard) -> Source:
+        return LogitColumns(self.x, shard)
+
+    def describe(self) -> str:
+        return f"logits {(*self.shape[:-1], str(self.dtype))}"
+
+
+def columns_of(source: Any) -> Any:
+    """One rank's columns of logits, or of a teacher, in one form: a tensor is wrapped."""
+    return Columns(source) if is_dense(source) else source
+
+
 class LogitColumns(Source):
     """The logits of all ranks, where this rank has a tensor of its columns."""
 
-    def __init__(self, shard: VocabShard):
-        self.shard, self.x = shard, shard.source
+    def __init__(self, x: Tensor, shard: VocabShard):
+        self.shard, self.x = shard, x
         self.shape, self.dtype, self.device = shard.shape, shard.dtype, shard.device
         self.requires_grad = shard.requires_grad
 
