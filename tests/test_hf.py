@@ -214,7 +214,7 @@ class TestTrainer:
         ):
             trainer(tmp_path, student_model())
         with pytest.raises(
-            ValueError, match=r"have been made at the temperature 2\.0 of the student"
+            ValueError, match=r"have been captured at the student's temperature 2\.0"
         ):
             trainer(tmp_path, student_model(), store=captured, temperature=2.0)
         with pytest.raises(ValueError, match="divergence must be one of"):
