@@ -354,10 +354,10 @@ def test_capture_from_the_command_line(tmp_path, capsys, monkeypatch):
         "--batch-tokens", "16", "--max-length", "9",
     ]  # fmt: skip
     assert cli.main(command) == 0
-    assert "6 documents added, 0 were there" in capsys.readouterr().out
+    assert "6 documents added, 0 were already in" in capsys.readouterr().out
     monkeypatch.setenv("WORLD_SIZE", "2")  # without a RANK
     assert cli.main(command) == 0
-    assert "rank 0: 0 documents added, 6 were there" in capsys.readouterr().out
+    assert "rank 0: 0 documents added, 6 were already in" in capsys.readouterr().out
     assert cli.main([*command, "--eos"]) == 1
     assert "--eos must have a tokenizer with an end-of-text" in capsys.readouterr().err
     store = Store(tmp_path / "s", tokenizer=ll.store.tokenizer_hash(tokenizer))

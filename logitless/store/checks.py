@@ -263,7 +263,7 @@ def some_stores(stores: list) -> None:
 
 
 def is_journal(path: Any, start: bytes, magic: bytes) -> None:
-    if start[:4] != magic[: len(start)]:
+    if start[: len(magic)] != magic[: len(start)]:
         refuse(path, f"begin with {magic!r}", repr(start))
 
 

@@ -43,7 +43,7 @@ class Journal:
         end = os.fstat(self.file).st_size
         start = os.pread(self.file, START, 0)
         checks.is_journal(self.path, start, MAGIC)
-        number = int.from_bytes(start[4:], "little")
+        number = int.from_bytes(start[len(MAGIC) :], "little")
         if len(start) < START or number < self.number:
             self.clear(self.number)
             return []
@@ -130,7 +130,7 @@ def unfinished(path: Path) -> int:
     size = 0
     for journal in path.glob("[0-9]*.journal"):
         with open(journal, "rb") as file:
-            number = int.from_bytes(file.read(START)[4:], "little")
+            number = int.from_bytes(file.read(START)[len(MAGIC) :], "little")
         if not shard_path(path, journal.stem, number).exists():
             size += max(0, journal.stat().st_size - START)
     return size
