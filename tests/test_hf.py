@@ -277,7 +277,7 @@ class TestBatches:
         larger.resize_token_embeddings(V + 8, mean_resizing=False)
         larger.lm_head.weight.data[V:] = larger.lm_head.weight.data[:8]
         said = [
-            trainer(tmp_path, student_model(), teacher=t, k=K)._teacher_says(collate(data(2)))
+            trainer(tmp_path, student_model(), teacher=t, k=K)._targets_of(collate(data(2)))
             for t in (teacher, larger)
         ]
         assert torch.equal(said[0].ids, said[1].ids)

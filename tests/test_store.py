@@ -468,7 +468,7 @@ class TestArguments:
         with Writer(tmp_path, vocab_size=V, k=K) as writer:
             for bad, good, message in [
                 (tokens[:3], targets, "targets must have one row for each of the 3 tokens"),
-                (tokens[:0], targets[:0], "tokens must be those of one document"),
+                (tokens[:0], targets[:0], "tokens must be those of one document, of shape"),
                 (tokens.view(2, 2), targets, "tokens must be those of one document"),
                 (tokens + V, targets, "tokens must be ids of a vocabulary of 1000"),
                 (tokens, stores.teacher(4, k=9), "targets must have at most the store's 8 slots"),
@@ -495,7 +495,9 @@ class TestArguments:
             with pytest.raises(TypeError, match="tokens must hold integers"):
                 writer.add(tokens.float(), targets)
             assert len(writer) == 0
-        with pytest.raises(ValueError, match="a writer must be open to add documents"):
+        with pytest.raises(
+            ValueError, match="a writer must be open to add documents, got a closed writer"
+        ):
             writer.add(tokens, targets)
 
     def test_another_tokenizer_is_refused(self, tmp_path):

@@ -243,7 +243,7 @@ def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -
     if start == 0 and length is None and len(here) > 1 and len(set(here)) == 1:
         advice = "Padding comes after the documents of a row."
     elif start and length is None:
-        advice = "Separators, and whatever else is between documents, must be captured with them."
+        advice = "Separators, and whatever else is between documents, are captured with them."
     else:
         advice = (
             "Tokenise as the capture did, including special tokens, and begin at a document's"
@@ -312,8 +312,8 @@ def entries(name: str, tokens: list[int], rows: list) -> None:
     """Checks that there are log-probabilities of each token, and None for the first."""
     if not tokens or len(rows) != len(tokens):
         raise ValueError(
-            f"{name} must have an entry for each of {len(tokens)} tokens, got {len(rows)}. The"
-            " entries must cover the whole prompt from its first token."
+            f"{name} must have an entry for each of {len(tokens)} tokens, got {len(rows)}."
+            " Request entries for the whole prompt, from its first token."
         )
     if rows[0] is not None:
         raise ValueError(
