@@ -100,7 +100,7 @@ def measure(study: str, both: bool, loaded: dict) -> list[Result]:
         others = {OWN_MEMORY: RIVALS, UNFUSED: (OURS, EAGER)}.get(case.variant, (OURS,))
         who = {name: find for name, find in loaded.items() if name in others}
         ways = {"": None}
-        if both and "workspace" in case.given:
+        if both and "workspace" in case.options:
             ways = {", by rows": 1e9, ", by columns": -1e9}
         for name, gain in ways.items():
             with contextlib.nullcontext() if gain is None else forced(gain):

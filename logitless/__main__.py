@@ -1,4 +1,4 @@
-"""`python -m logitless` is `logitless`."""
+"""`python -m logitless` runs the `logitless` command (cli/)."""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""Modules that store arguments and call the functions."""
+"""Modules: each stores the options of a function of losses/ and calls it in forward.
+
+FusedHead is a linear head with lazy logits (lazy/).
+"""
 
 from collections.abc import Callable
 
@@ -16,8 +19,8 @@ from .losses import sparse_teacher as distill
 from .losses import statistics
 
 
-class _Reads(nn.Module):
-    """How a module reads its logits."""
+class _LogitsModule(nn.Module):
+    """Base of all modules: the options that every function of logits has."""
 
     @_call.named()
     def __init__(self, temperature: float | Tensor = 1.0, softcap: float | None = None):
@@ -29,60 +32,61 @@ class _Reads(nn.Module):
             self.temperature = temperature
         self.softcap = softcap
 
-    def _how(self) -> dict:
+    def _arguments(self) -> dict:
         return {"temperature": self.temperature, "softcap": self.softcap}
 
     def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self._how().items())
+        return ", ".join(f"{name}={value}" for name, value in self._arguments().items())
 
 
-class LogSumExp(_Reads):
+class LogSumExp(_LogitsModule):
     """`logitless.logsumexp` as a module."""
 
     def forward(self, logits: Tensor) -> Tensor:
-        return statistics.logsumexp(logits, **self._how())
+        return statistics.logsumexp(logits, **self._arguments())
 
 
-class Entropy(_Reads):
+class Entropy(_LogitsModule):
     """`logitless.entropy` as a module."""
 
     def forward(self, logits: Tensor) -> Tensor:
-        return statistics.entropy(logits, **self._how())
+        return statistics.entropy(logits, **self._arguments())
 
 
-class TokenLogprobs(_Reads):
+class TokenLogprobs(_LogitsModule):
     """`logitless.token_logprobs` as a module."""
 
     def forward(self, logits: Tensor, ids: Tensor) -> Tensor:
-        return statistics.token_logprobs(logits, ids, **self._how())
+        return statistics.token_logprobs(logits, ids, **self._arguments())
 
 
-class Score(_Reads):
+class Score(_LogitsModule):
     """`logitless.score` as a module."""
 
-    @_call.named(_Reads)
-    def __init__(self, *, ignore_index: int = -100, **reads):
-        super().__init__(**reads)
+    @_call.named(_LogitsModule)
+    def __init__(self, *, ignore_index: int = -100, **reading):
+        super().__init__(**reading)
         _options.check(ignore_index=ignore_index)
         self.ignore_index = ignore_index
 
-    def _how(self) -> dict:
-        return {"ignore_index": self.ignore_index, **super()._how()}
+    def _arguments(self) -> dict:
+        return {"ignore_index": self.ignore_index, **super()._arguments()}
 
     def forward(self, logits: Tensor, target: Tensor) -> statistics.Scores:
-        return statistics.score(logits, target, **self._how())
+        return statistics.score(logits, target, **self._arguments())
 
 
-class CrossEntropyLoss(_Reads):
+class CrossEntropyLoss(_LogitsModule):
     """`torch.nn.CrossEntropyLoss` on (N, V) and class ids, with `cross_entropy`'s options.
 
-    Unlike PyTorch's, the vocabulary is the last dimension of any shape: (B, T, V) with targets
-    (B, T). Give logits.movedim(1, -1) of (B, V, T): where V = T, shapes cannot tell which it is.
+    Unlike in PyTorch, the vocabulary is always the last dimension: (B, T, V) with targets (B, T).
+    Pass logits.movedim(1, -1) for logits of shape (B, V, T). The module cannot detect this shape,
+    because V and T may be equal.
     """
 
     weight: Tensor | None
 
-    @_call.named(_Reads)
+    @_call.named(_LogitsModule)
     def __init__(
         self,
         weight: Tensor | None = None,
@@ -92,9 +96,9 @@ class CrossEntropyLoss(_Reads):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         inplace: bool = False,
-        **reads,
+        **reading,
     ):
-        super().__init__(**reads)
+        super().__init__(**reading)
         _checks.is_class_weight(weight)
         _options.check(
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
@@ -107,40 +111,40 @@ class CrossEntropyLoss(_Reads):
         self.z_loss = z_loss
         self.inplace = inplace
 
-    def _how(self) -> dict:
+    def _arguments(self) -> dict:
         return {
             "ignore_index": self.ignore_index,
             "reduction": self.reduction,
             "label_smoothing": self.label_smoothing,
             "z_loss": self.z_loss,
             "inplace": self.inplace,
-            **super()._how(),
+            **super()._arguments(),
         }
 
     def forward(
         self, logits: Tensor | LinearLogits, target: Tensor, row_weight: Tensor | None = None
     ) -> Tensor:
         return losses.cross_entropy(
-            logits, target, weight=self.weight, row_weight=row_weight, **self._how()
+            logits, target, weight=self.weight, row_weight=row_weight, **self._arguments()
         )
 
 
-class _Stores(_Reads):
-    """Options beside those of reading, kept as they were given."""
+class _LossModule(_LogitsModule):
+    """Base of losses with further options, which are stored in a dict."""
 
-    def __init__(self, options: dict, reads: dict):
-        super().__init__(**reads)
+    def __init__(self, options: dict, reading: dict):
+        super().__init__(**reading)
         _options.check(**options)
         self.options = options
 
-    def _how(self) -> dict:
-        return {**self.options, **super()._how()}
+    def _arguments(self) -> dict:
+        return {**self.options, **super()._arguments()}
 
 
-class TopKDistillLoss(_Stores):
-    """`logitless.topk_distill` as a module: divergence and support have no default."""
+class TopKDistillLoss(_LossModule):
+    """`logitless.topk_distill` as a module; divergence and support have no default."""
 
-    @_call.named(_Reads)
+    @_call.named(_LogitsModule)
     def __init__(
         self,
         *,
@@ -152,14 +156,14 @@ class TopKDistillLoss(_Stores):
         ce_weight: float = 0.0,
         kd_weight: float = 1.0,
         reduction: str = "mean",
-        **reads,
+        **reading,
     ):
         options = {
             "divergence": divergence, "support": support, "beta": beta, "t_squared": t_squared,
             "ignore_index": ignore_index, "ce_weight": ce_weight, "kd_weight": kd_weight,
             "reduction": reduction,
         }  # fmt: skip
-        super().__init__(options, reads)
+        super().__init__(options, reading)
 
     def forward(
         self,
@@ -169,12 +173,12 @@ class TopKDistillLoss(_Stores):
         row_weight: Tensor | None = None,
     ) -> Tensor:
         return distill.topk_distill(
-            logits, targets, labels=labels, row_weight=row_weight, **self._how()
+            logits, targets, labels=labels, row_weight=row_weight, **self._arguments()
         )
 
 
-class _Pair(_Stores):
-    """A loss of a student's logits and a teacher's."""
+class _PairLoss(_LossModule):
+    """Base of losses of a student's and a teacher's logits."""
 
     function: Callable
 
@@ -186,37 +190,37 @@ class _Pair(_Stores):
         row_weight: Tensor | None = None,
     ) -> Tensor:
         loss = type(self).function
-        return loss(student, teacher, mask=mask, row_weight=row_weight, **self._how())
+        return loss(student, teacher, mask=mask, row_weight=row_weight, **self._arguments())
 
 
-class KLDivLoss(_Pair):
-    """`logitless.kl_div` of two tensors of logits as a module: direction has no default."""
+class KLDivLoss(_PairLoss):
+    """`logitless.kl_div` of two tensors of logits as a module; direction has no default."""
 
     function = staticmethod(pair.kl_div)
 
-    @_call.named(_Reads)
+    @_call.named(_LogitsModule)
     def __init__(
-        self, *, direction: str, t_squared: bool = False, reduction: str = "mean", **reads
+        self, *, direction: str, t_squared: bool = False, reduction: str = "mean", **reading
     ):
         super().__init__(
-            {"direction": direction, "t_squared": t_squared, "reduction": reduction}, reads
+            {"direction": direction, "t_squared": t_squared, "reduction": reduction}, reading
         )
 
 
-class JSDLoss(_Pair):
+class JSDLoss(_PairLoss):
     """`logitless.jsd` of two tensors of logits as a module."""
 
     function = staticmethod(pair.jsd)
 
-    @_call.named(_Reads)
+    @_call.named(_LogitsModule)
     def __init__(
-        self, *, beta: float = 0.5, t_squared: bool = False, reduction: str = "mean", **reads
+        self, *, beta: float = 0.5, t_squared: bool = False, reduction: str = "mean", **reading
     ):
-        super().__init__({"beta": beta, "t_squared": t_squared, "reduction": reduction}, reads)
+        super().__init__({"beta": beta, "t_squared": t_squared, "reduction": reduction}, reading)
 
 
 class LinearCrossEntropyLoss(CrossEntropyLoss):
-    """`logitless.linear_cross_entropy` as a module; `weight` is that of the classes."""
+    """`logitless.linear_cross_entropy` as a module; `weight` are the class weights."""
 
     def forward(
         self,
@@ -230,11 +234,11 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
 
 
 class FusedHead(nn.Linear):
-    """A linear head whose logits are not materialised: any loss here takes them, and PyTorch's too.
+    """A linear head whose logits are not materialised, for the losses of logitless and PyTorch.
 
-    It returns LazyLogits where gradients are wanted, a tensor that computes losses from hidden and
-    weight, and plain logits where they are not: in evaluation and sampling. workspace,
-    logits_dtype, accumulate and drop_ignored are those of a LinearLogits.
+    If gradients are enabled, it returns LazyLogits, a tensor whose losses are computed from hidden
+    and weight. Without gradients, in evaluation and sampling, it returns plain logits. workspace,
+    logits_dtype, accumulate and drop_ignored are as in LinearLogits.
 
     >>> head = FusedHead(4096, 128256, bias=False)
     >>> loss = cross_entropy(head(hidden), target)  # or torch.nn.functional.cross_entropy
@@ -247,10 +251,10 @@ class FusedHead(nn.Linear):
     ):  # fmt: skip
         super().__init__(*args, **kwargs)
         _options.check(accumulate=accumulate)
-        self.how = {
+        self.head_options = {
             "workspace": workspace, "logits_dtype": logits_dtype, "accumulate": accumulate,
             "drop_ignored": drop_ignored,
         }  # fmt: skip
 
     def forward(self, input: Tensor) -> Tensor:
-        return head_logits(self, input, self.how)
+        return head_logits(self, input, self.head_options)

@@ -178,15 +178,15 @@ def shrunk(case: Case) -> Case:
     shape = {"heads": "40×16×601", "teachers": "12×601", "logits": "300×601"}[case.family]
     shape = "2×10×64" if case.op == "gathered_kl" else shape
     mode = Mode.BACKWARD if case.mode == Mode.WALL else case.mode
-    given = {name: 2**14 if name == "workspace" else x for name, x in case.given.items()}
-    return dataclasses.replace(case, shape=shape, dtype="fp32", mode=mode, given=given)
+    options = {name: 2**14 if name == "workspace" else x for name, x in case.options.items()}
+    return dataclasses.replace(case, shape=shape, dtype="fp32", mode=mode, options=options)
 
 
 @pytest.mark.parametrize("family", ["logits", "teachers", "heads"])
 def test_every_case_of_a_gpu_agrees_with_fp64_at_a_small_size(family):
     loaded, _ = contenders.load(["logitless", "eager"], "cpu")
     small = map(shrunk, cases.choose("cuda", families=[family]))
-    different = {f"{case.op} {case.mode} {case.given}": case for case in small}
+    different = {f"{case.op} {case.mode} {case.options}": case for case in small}
     assert len(different) > 7
     for case in different.values():
         for r in runner.run_case(case, loaded, "cpu", BRIEF):

@@ -60,7 +60,7 @@ def look_at(page, folder):
         timeout=120,
         check=True,
     )
-    for expected in ("<title>logitless demo</title>", "the store", "held-out loss", "What it says"):
+    for expected in ("<title>logitless demo</title>", "the store", "held-out loss", "Predictions"):
         assert expected in done.stdout
     shot = folder / "shot.png"
     command = [*common, "--window-size=1000,1400", f"--screenshot={shot}", page.as_uri()]
@@ -84,13 +84,13 @@ def test_a_browser_opens_the_report(tmp_path):
         for i, name in enumerate((story.ALONE, story.WHOLE, story.LIVE, story.STORED))
     ]
     store = {
-        "documents": 3, "tokens": 99, "bytes a token": 219.0, "bytes of whole rows, fp16": 16384,
+        "documents": 3, "tokens": 99, "bytes per token": 219.0, "bytes of whole rows, fp16": 16384,
         "seconds": 1.0, "right": True, "mass of the slots": 0.9,
         "label log-probability": {-1: -9.0, 0: -4.0, 1: -9.0},
     }  # fmt: skip
     words = [("def f(", "x", [("x", 0.5), ("<script>", 0.1)])]
-    told = story.Told("cpu", 2, 256, 5.0, students, store, words, plan)
-    report.save_picture(told, tmp_path / "demo.png")
+    told = story.Outcome("cpu", 2, 256, 5.0, students, store, words, plan)
+    report.save_plot(told, tmp_path / "demo.png")
     report.save_html(told, tmp_path / "demo.png", tmp_path / "demo.html")
     assert "<script>" not in (tmp_path / "demo.html").read_text()
     look_at(tmp_path / "demo.html", tmp_path)
@@ -101,7 +101,7 @@ def test_demo_students_from_the_store_and_from_the_teacher_learn_alike(tiny, tmp
 
     How much that is depends on the text, which is that of the Python it runs on.
     """
-    told = story.tell(tmp_path / "store", 20, "cpu", 0)
+    told = story.run(tmp_path / "store", 20, "cpu", 0)
     alone, whole, live, stored = ([loss for _, loss in s.curve] for s in told.students)
     assert max(abs(a - b) for a, b in zip(live, stored, strict=True)) < 0.01
     assert alone[-1] - stored[-1] > (alone[-1] - whole[-1]) / 2 > 0.05

@@ -214,7 +214,7 @@ class TestTrainer:
         ):
             trainer(tmp_path, student_model())
         with pytest.raises(
-            ValueError, match=r"have been made at the temperature 2\.0 of the student"
+            ValueError, match=r"have been captured at the student's temperature 2\.0"
         ):
             trainer(tmp_path, student_model(), store=captured, temperature=2.0)
         with pytest.raises(ValueError, match="divergence must be one of"):
@@ -277,7 +277,7 @@ class TestBatches:
         larger.resize_token_embeddings(V + 8, mean_resizing=False)
         larger.lm_head.weight.data[V:] = larger.lm_head.weight.data[:8]
         said = [
-            trainer(tmp_path, student_model(), teacher=t, k=K)._teacher_says(collate(data(2)))
+            trainer(tmp_path, student_model(), teacher=t, k=K)._targets_of(collate(data(2)))
             for t in (teacher, larger)
         ]
         assert torch.equal(said[0].ids, said[1].ids)
@@ -354,10 +354,10 @@ def test_capture_from_the_command_line(tmp_path, capsys, monkeypatch):
         "--batch-tokens", "16", "--max-length", "9",
     ]  # fmt: skip
     assert cli.main(command) == 0
-    assert "6 documents added, 0 were there" in capsys.readouterr().out
+    assert "6 documents added, 0 were already in" in capsys.readouterr().out
     monkeypatch.setenv("WORLD_SIZE", "2")  # without a RANK
     assert cli.main(command) == 0
-    assert "rank 0: 0 documents added, 6 were there" in capsys.readouterr().out
+    assert "rank 0: 0 documents added, 6 were already in" in capsys.readouterr().out
     assert cli.main([*command, "--eos"]) == 1
     assert "--eos must have a tokenizer with an end-of-text" in capsys.readouterr().err
     store = Store(tmp_path / "s", tokenizer=ll.store.tokenizer_hash(tokenizer))

@@ -311,7 +311,7 @@ class TestFinding:
             store.targets_for(torch.tensor(1))
         with pytest.raises(ValueError, match="lengths must have an entry for each of 2 rows"):
             store.targets_for(torch.zeros(2, 5).long(), [1])
-        with pytest.raises(ValueError, match="lengths must add up to at most 5 tokens a row"):
+        with pytest.raises(ValueError, match="lengths must add up to at most 5 tokens per row"):
             store.targets_for(torch.zeros(2, 5).long(), [6, 1])
 
     def test_numbers(self, some):
@@ -437,7 +437,7 @@ class TestMerge:
     def test_others_are_refused(self, tmp_path):
         one = stores.write(tmp_path / "one", documents(3))
         two = stores.write(tmp_path / "two", documents(3), teacher="another")
-        with pytest.raises(ValueError, match="two must have teacher '' here, got 'another'"):
+        with pytest.raises(ValueError, match="two must have teacher '' to match "):
             merge(tmp_path / "out", [one, two])
         with pytest.raises(ValueError, match="stores must name at least one store, got none"):
             merge(tmp_path / "out", [])
@@ -468,7 +468,7 @@ class TestArguments:
         with Writer(tmp_path, vocab_size=V, k=K) as writer:
             for bad, good, message in [
                 (tokens[:3], targets, "targets must have one row for each of the 3 tokens"),
-                (tokens[:0], targets[:0], "tokens must be those of one document"),
+                (tokens[:0], targets[:0], "tokens must be those of one document, of shape"),
                 (tokens.view(2, 2), targets, "tokens must be those of one document"),
                 (tokens + V, targets, "tokens must be ids of a vocabulary of 1000"),
                 (tokens, stores.teacher(4, k=9), "targets must have at most the store's 8 slots"),
@@ -495,7 +495,9 @@ class TestArguments:
             with pytest.raises(TypeError, match="tokens must hold integers"):
                 writer.add(tokens.float(), targets)
             assert len(writer) == 0
-        with pytest.raises(ValueError, match="a writer must be open to add documents"):
+        with pytest.raises(
+            ValueError, match="a writer must be open to add documents, got a closed writer"
+        ):
             writer.add(tokens, targets)
 
     def test_another_tokenizer_is_refused(self, tmp_path):
@@ -505,13 +507,13 @@ class TestArguments:
         with pytest.raises(ValueError, match="the tokenizer it was made with, whose hash is 'abc'"):
             Store(tmp_path, tokenizer="abd")
         with pytest.raises(
-            ValueError, match="must have tokenizer 'xyz' here, got 'abc': go on with"
+            ValueError, match="must have tokenizer 'xyz' to match this writer, got 'abc'"
         ):
             stores.write(tmp_path, [], tokenizer="xyz")
 
     def test_a_file_is_no_folder(self, tmp_path):
         (tmp_path / "file").write_text("")
-        with pytest.raises(ValueError, match="file must be a folder, or a new one, got a file"):
+        with pytest.raises(ValueError, match="file must be a folder, or not exist yet, got a file"):
             stores.write(tmp_path / "file", [])
 
     def test_no_store(self, tmp_path):

@@ -298,7 +298,7 @@ class TestServers:
             ),
             (
                 lambda o: setattr(o, "prompt_token_ids", None),
-                "output must have the prompt_token_ids of its prompt, got none: give them",
+                "output must have the prompt_token_ids of its prompt, got none. Pass them",
             ),
             (lambda o: o.prompt_logprobs.pop(), "must have an entry for each of 5 tokens, got 4"),
             (
@@ -312,7 +312,7 @@ class TestServers:
             (
                 lambda o: o.prompt_logprobs.reverse() or o.prompt_logprobs.insert(0, None) or
                 o.prompt_logprobs.pop(),
-                "must have the prompt's own token 3 at place 1, got .* prompt, or shifted",
+                "must have the prompt's own token 3 at place 1, got .* prompt, or are shifted",
             ),
             (
                 lambda o: o.prompt_logprobs[2].update({3: SimpleNamespace(logprob=0.9)}),

@@ -224,7 +224,7 @@ class TestOneWriter:
 
     def test_another_store_s_writer_is_refused(self, tmp_path):
         stores.write(tmp_path, documents(3))
-        with pytest.raises(ValueError, match="must have k 7 here, got 8"):
+        with pytest.raises(ValueError, match="must have k 7 to match this writer, got 8"):
             open_writer(tmp_path, k=7)
 
 
@@ -316,10 +316,10 @@ LIES = {  # what a file may claim, and what is said to it
     ),
     "a scalar": (lambda t: t.update(top=t["top"][0]), "must have .* got"),
     "no starts": (lambda t: t.update(starts=t["starts"][:0]), "must have starts of"),
-    "starts that overlap": (put("starts", 1, 9), "must have documents that begin one after the"),
-    "starts far away": (put("starts", 3, 2**40), "must have documents that begin one after the"),
-    "starts below 0": (put("starts", 0, -4), "must have documents that begin one after the"),
-    "an empty document": (put("starts", 1, 0), "must have documents that begin one after the"),
+    "starts that overlap": (put("starts", 1, 9), "must have starts that increase from 0 to"),
+    "starts far away": (put("starts", 3, 2**40), "must have starts that increase from 0 to"),
+    "starts below 0": (put("starts", 0, -4), "must have starts that increase from 0 to"),
+    "an empty document": (put("starts", 1, 0), "must have starts that increase from 0 to"),
 }  # fmt: skip
 
 
@@ -379,7 +379,7 @@ class TestLies:
                     "version": "1",
                     "header": ll.store.Header(V, K, teacher="another").to_json(),
                 },
-                "must have teacher '' here, got 'another'",
+                "must have teacher '' to match store.json, got 'another'",
             ),
         ],
     )
@@ -390,14 +390,14 @@ class TestLies:
     @pytest.mark.parametrize(
         ("field", "value", "message"),
         [
-            ("vocab_size", 2**62, "must hold a header that is right, got vocab_size must lie in"),
-            ("k", 2**62, "must hold a header that is right, got k must lie in"),
-            ("k", "8", "must hold a header that is right, got k must be a whole number"),
-            ("values", "f64", "must hold a header that is right, got values must be one of"),
+            ("vocab_size", 2**62, "must hold a valid header, got an error: vocab_size must lie in"),
+            ("k", 2**62, "must hold a valid header, got an error: k must lie in"),
+            ("k", "8", "must hold a valid header, got an error: k must be a whole number"),
+            ("values", "f64", "must hold a valid header, got an error: values must be one of"),
             (
                 "alignment",
                 "same",
-                "must hold a header that is right, got alignment must be one of 'next'",
+                "must hold a valid header, got an error: alignment must be one of 'next'",
             ),
             ("more", 1, "must hold a header of alignment"),
         ],

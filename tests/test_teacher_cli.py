@@ -64,7 +64,7 @@ def test_what_cannot_be_right_is_told_by_its_line(answers, tmp_path, capsys):
     one["choices"][0]["prompt_logprobs"].pop(0)
     path.write_text("\n".join([*lines[:2], json.dumps(one)]))
     assert imported(path, tmp_path / "s") == 1
-    assert "answer 3: vLLM's prompt_logprobs must have an entry for" in capsys.readouterr().err
+    assert "output 3: vLLM's prompt_logprobs must have an entry for" in capsys.readouterr().err
     assert len(Store(tmp_path / "s")) == 2  # those before it
     for text, said in (("{", "must have JSON in line 1"), ("[1]", "must have a JSON object in")):
         path.write_text(text)
@@ -90,7 +90,7 @@ def test_info_and_its_plot(tmp_path, capsys):
     plot = tmp_path / "new" / "plot.png"
     assert cli.main(["teacher", "info", str(tmp_path / "s"), "--plot", str(plot)]) == 0
     printed = capsys.readouterr().out
-    for expected in ("documents", "90", "a model", "bytes a token", "entropy", "mass of the 8"):
+    for expected in ("documents", "90", "a model", "bytes per token", "entropy", "mass of the 8"):
         assert expected in printed
     assert plot.read_bytes().startswith(b"\x89PNG")
     stores.write(tmp_path / "empty", [])
@@ -130,7 +130,7 @@ def test_merge_takes_what_dead_workers_left(tmp_path, capsys):
     os.close(dead.journal.file)
     for action in ("info", "verify"):
         assert cli.main(["teacher", action, str(tmp_path / "b")]) == 0
-        assert "bytes of documents are not in it yet" in capsys.readouterr().out
+        assert "bytes of documents are not in the store yet" in capsys.readouterr().out
     out = str(tmp_path / "out")
     assert cli.main(["teacher", "merge", out, str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "3 documents" in capsys.readouterr().out

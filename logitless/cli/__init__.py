@@ -1,4 +1,8 @@
-"""The `logitless` command. A subcommand is a module with `add_parser` and `run`, listed here."""
+"""The `logitless` command.
+
+Each subcommand is a module or package of this folder with `add_parser` and `run`; COMMANDS lists
+them. The other modules are tools that several subcommands and benchmarks/ share.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +30,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return commands[args.command].run(args) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130  # what a shell expects of a process that Ctrl-C ended
+        return 130  # the exit status that shells use for Ctrl-C
 
 
-def chosen_device(given: str | None) -> str:
-    """The device a command runs on: a GPU where there is one, unless another is named."""
+def chosen_device(name: str | None) -> str:
+    """The device of a command: the named one, otherwise a GPU if there is one."""
     import torch
 
     has_gpu = torch.cuda.is_available()
-    if given == "cuda" and not has_gpu:
+    if name == "cuda" and not has_gpu:
         raise SystemExit("--device cuda must have a GPU that PyTorch can use, got none here.")
-    return given or ("cuda" if has_gpu else "cpu")
+    return name or ("cuda" if has_gpu else "cpu")
 
 
 def require(extra: str, *modules: str) -> None:
-    """Exits, saying what to install, unless every module of an extra is there."""
+    """Exits and names the extra to install if a module of it is missing."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         needs = " and ".join(missing)

@@ -1,8 +1,8 @@
-"""Clocks: device events, graph replay, wall time.
+"""Clocks: device events, graph replay, wall time. All times are in milliseconds.
 
-A clock takes `prepare`, called before each repetition outside of the time, and `run`, which is
-given what that returned. It reports the median of the repetitions that fill `budget` milliseconds,
-on a GPU after a warm-up of 0.4 of that; all times are in milliseconds.
+A clock takes two functions. `prepare` is called before each repetition and is not timed. `run` is
+called with the result of `prepare` and is timed. The clock returns the median of as many
+repetitions as fill `budget`. On a GPU, a warm-up of 0.4 · `budget` comes first.
 """
 
 from __future__ import annotations
@@ -22,16 +22,18 @@ Run = Callable[[Any], Any]
 
 
 def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> int:
+    """The number of repetitions that fill the budget if each takes `one`, between two bounds."""
     return max(least, min(most, int(budget / max(one, 1e-3))))
 
 
 def device_time(prepare: Prepare, run: Run, budget: float) -> float:
-    """Events around each call, with a cold L2.
+    """Device time of a call with a cold L2 cache, from events around the call.
 
-    The cache is flushed by *reading* a large buffer. Zeroing one would leave it full of dirty
-    lines, whose writing back (60 MB on an H200) would fall into the time of what follows. Reading
-    it takes a quarter of a millisecond, a head start for the host, which in training has one too:
-    this is the device's time. The host's has cases of its own.
+    The cache is flushed by *reading* a large buffer. Zeroing a buffer would leave dirty lines in
+    the cache, and writing them back (60 MB on an H200) would fall into the measured time. Reading
+    the buffer takes a quarter of a millisecond, in which the host queues the call; in training the
+    host is ahead of the device as well. The result is therefore the device's time alone;
+    `host_time` measures the host.
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
@@ -52,9 +54,9 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
 
 
 def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
-    """Time of one call inside a replayed CUDA graph of many, all on x in the cache.
+    """Time of one call inside a replayed CUDA graph of many calls, with x in the cache.
 
-    If `cold`, each call has a copy of x, in all enough to overflow L2 twice.
+    If `cold`, each call reads its own copy of x, and the copies together fill L2 twice.
     """
     copies = x.expand(10, *x.shape)
     if cold:
@@ -75,7 +77,7 @@ def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
 
 
 def wall_time(device: str, run: Run, argument: Any = None) -> float:
-    """Of one call, and of the work that it leaves to a GPU."""
+    """Wall time of one call, including the work that the call queues on a GPU."""
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -84,20 +86,20 @@ def wall_time(device: str, run: Run, argument: Any = None) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def wall_times(device: str, works: list[tuple[Prepare, Run]], budget: float) -> list[float]:
-    """Of several works, in turns: what slows a machine down hits all alike."""
+def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> list[float]:
+    """Wall times of several calls, made in turns so that a slow machine affects all alike."""
 
     def once(prepare: Prepare, run: Run) -> float:
         return wall_time(device, run, prepare())
 
-    slowest = max((once(*work) for work in works), default=0.0)
+    slowest = max((once(*call) for call in calls), default=0.0)
     rounds = range(repetitions(budget, slowest, most=50))
-    times = [[once(*work) for work in works] for _ in rounds]
+    times = [[once(*call) for call in calls] for _ in rounds]
     return [statistics.median(column) for column in zip(*times, strict=True)]
 
 
 def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
-    """Wall time of a call when many follow each other and nobody waits for the GPU."""
+    """Wall time of a call among many that follow each other without waiting for the GPU."""
 
     def batch(leaves: tuple[Tensor, ...]) -> None:
         for _ in range(calls):
@@ -109,7 +111,7 @@ def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
 
 
 def synchronises(run: Run, argument: Any) -> bool:
-    """Whether a call makes the host wait for the GPU."""
+    """Whether the host waits for the GPU during a call."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         run(argument)
@@ -123,7 +125,7 @@ def synchronises(run: Run, argument: Any) -> bool:
 
 
 def copy_bandwidth(device: str, budget: float) -> float:
-    """TB/s, bytes read plus bytes written, of copying more than any cache holds; 0 on a CPU."""
+    """Bandwidth of a copy larger than any cache, in TB/s, reads plus writes; 0 on a CPU."""
     if device == "cpu":
         return 0.0
     size = min(2**32, torch.cuda.mem_get_info()[0] // 4)

@@ -1,9 +1,9 @@
-"""`logitless doctor`: what this machine has, which code will run on it, and whether it is right.
+"""`logitless doctor`: describes the machine and the code that runs on it, and checks the results.
 
-Its output is made to be pasted into a bug report: plain text, no host name, no path. The self-check
-runs every public function and every kernel that this device can run (selfcheck.py), values and
-gradients under a random upstream gradient, on a few shapes that are easy to get wrong, against the
-same formula written naively in fp64. Exit status 1 if one is off.
+The output is plain text without host name or paths, so that it can be pasted into a bug report. The
+self-check (selfcheck.py) runs every public function and every kernel that this device can run. It
+compares values, and gradients under a random upstream gradient, with a naive formula in fp64, on a
+few shapes that are easy to get wrong. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ import torch
 import logitless as ll
 
 from ..core import call as _call
-from . import chosen_device
-from . import machine as _machine
+from . import chosen_device, machine
 from .selfcheck import CHECKS, Check
 
 VARIABLES = (
     "LOGITLESS_IMPL", "LOGITLESS_CHECK", "LOGITLESS_WAITING", "TRITON_INTERPRET",
     "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
-SHAPES = ((3, 1), (5, 33), (4, 1000), (1, 16411))  # V: one, odd, aligned, one row in several parts
-# Bounds on the error of values and of gradients. Losses come back in fp32, from logits that fp64
-# holds exactly; gradients are rounded to the dtype of the logits.
+SHAPES = ((3, 1), (5, 33), (4, 1000), (1, 16411))  # V: 1, odd, aligned, cut into several splits
+# Bounds on the errors of values and of gradients. Losses are returned in fp32, and fp64 holds their
+# logits exactly. Gradients are rounded to the dtype of the logits.
 BOUNDS = {
     torch.bfloat16: (2e-5, 1e-2),
     torch.float16: (2e-5, 2e-3),
@@ -42,50 +41,52 @@ NO_PATH = "none"
 
 
 class Error(NamedTuple):
-    """How far off, how far is allowed, and in which dtype."""
+    """An error, its bound, and the dtype of the logits."""
 
-    found: float = 0.0
+    size: float = 0.0
     bound: float = 1.0
     dtype: str = ""
 
     def __str__(self) -> str:
-        return f"{self.found:.0e} of {self.bound:.0e} {self.dtype}" if self.dtype else "none"
+        return f"{self.size:.0e} of {self.bound:.0e} {self.dtype}" if self.dtype else "none"
 
     @property
     def wrong(self) -> bool:
-        return not self.found <= self.bound
+        return not self.size <= self.bound
 
     def worse(self, other: Error) -> Error:
-        return self if self.found / self.bound >= other.found / other.bound else other
+        return self if self.size / self.bound >= other.size / other.bound else other
 
 
 class Outcome(NamedTuple):
+    """The errors of one check that are nearest their bounds, and a problem if there is one."""
+
     value: Error = Error()
     gradient: Error = Error()
     problem: str = ""
 
 
 ADVICE = """
-What to do: LOGITLESS_IMPL=eager computes the same in plain PyTorch until this is mended.
-If only what is in place or jsd is wrong, or hangs, try LOGITLESS_WAITING=0 (docs/performance.md).
-Then please report it, with all of the above."""
+What to do: set LOGITLESS_IMPL=eager until this is fixed; everything then runs in plain PyTorch.
+If only jsd and the checks "in place" are wrong or hang, try LOGITLESS_WAITING=0
+(docs/performance.md). Please report the problem with all of the output above."""
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "doctor",
-        help="what this machine has, which code runs on it, and a self-check",
+        help="describe this machine and check the results on it",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: all there are")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: all devices")
     parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     kinds = (chosen_device(args.device),) if args.device else ("cuda", "cpu")
-    show("machine", machine())
+    show("machine", machine_facts())
     show("environment", {name: os.environ.get(name, "not set") for name in VARIABLES})
     show("paths", {f"{kind} tensors": path(kind) for kind in ("cuda", "cpu")})
     return self_check(kinds)
@@ -98,21 +99,21 @@ def show(title: str, facts: dict[str, str]) -> None:
     print()
 
 
-def machine() -> dict[str, str]:
-    facts = {"logitless": f"{ll.__version__}, commit {_machine.commit() or 'unknown'}"}
-    facts |= {name: version or "none" for name, version in _machine.versions().items()}
+def machine_facts() -> dict[str, str]:
+    facts = {"logitless": f"{ll.__version__}, commit {machine.commit() or 'unknown'}"}
+    facts |= {name: version or "none" for name, version in machine.versions().items()}
     facts["platform"] = f"{platform.system()} {platform.machine()}"
-    facts["CPU"] = ", ".join(filter(None, _machine.device("cpu").values()))
+    facts["CPU"] = ", ".join(filter(None, machine.device("cpu").values()))
     facts["GPU"] = "none that torch can use"
     if torch.cuda.is_available():
-        facts["GPU"] = ", ".join(filter(None, _machine.device("cuda").values()))
+        facts["GPU"] = ", ".join(filter(None, machine.device("cuda").values()))
     return facts
 
 
 def path(kind: str) -> str:
-    """Which code runs for tensors on this kind of device, and why."""
+    """The code that runs for tensors on this kind of device, and the reason."""
     if kind == "cuda" and not torch.cuda.is_available():
-        return "no such tensors here"
+        return "not available on this machine"
     try:
         module = _call.backend_of(torch.zeros(1, 1, device=kind))
     except Exception as error:
@@ -124,7 +125,7 @@ def path(kind: str) -> str:
 
 
 def ways(kinds: tuple[str, ...]) -> Iterator[tuple[str, str, contextlib.AbstractContextManager]]:
-    """(name, device, context) of each way the ops can run here."""
+    """(name, device, context) of each way to run the functions on this machine."""
     for kind in kinds:
         if (kind == "cpu" or torch.cuda.is_available()) and not path(kind).startswith(NO_PATH):
             yield kind, kind, contextlib.nullcontext()
@@ -134,16 +135,16 @@ def ways(kinds: tuple[str, ...]) -> Iterator[tuple[str, str, contextlib.Abstract
 
 def self_check(kinds: tuple[str, ...]) -> int:
     start, failures, count = time.perf_counter(), 0, 0
-    print("self-check against fp64: the error nearest its bound, and in which dtype")
+    print("self-check against fp64: the error nearest its bound, with the dtype of the logits")
     print(f"  {'':<8}{'':<32}{'values':<24}{'gradients':<24}")
     for way, device, context in ways(kinds):
         with context:
             for check in CHECKS:
-                found = examine(check, device)
+                outcome = examine(check, device)
                 count += 1
-                failures += bool(found.problem)
-                errors = f"{found.value!s:<24}{found.gradient!s:<24}"
-                print(f"  {way:<8}{check.name:<32}{errors}{found.problem or 'ok'}", flush=True)
+                failures += bool(outcome.problem)
+                errors = f"{outcome.value!s:<24}{outcome.gradient!s:<24}"
+                print(f"  {way:<8}{check.name:<32}{errors}{outcome.problem or 'ok'}", flush=True)
     took = time.perf_counter() - start
     print(f"\n{count - failures} of {count} right, in {took:.1f} s")
     if failures:
@@ -152,7 +153,7 @@ def self_check(kinds: tuple[str, ...]) -> int:
 
 
 def examine(check: Check, device: str) -> Outcome:
-    """The worst of all dtypes and shapes; the first problem is named with where it was."""
+    """The worst errors over all dtypes and shapes, or the first problem and its shape."""
     worst = Outcome()
     dtypes = [d for d in BOUNDS if d != torch.float64 or device == "cpu"]
     if torch.float64 in dtypes and _call.chosen() == "triton":
@@ -162,33 +163,35 @@ def examine(check: Check, device: str) -> Outcome:
         for shape in [shape for shape in SHAPES if shape[1] >= check.least]:
             where = f"{name} {shape[0]}×{shape[1]}"
             try:
-                found = errors(check, shape, dtype, device)
+                sizes = errors(check, shape, dtype, device)
             except Exception as error:
                 return worst._replace(problem=f"FAILED at {where}: {error}")
-            of = [Error(e, b, name) for e, b in zip(found, BOUNDS[dtype], strict=True)]
+            value, gradient = (
+                Error(size, bound, name) for size, bound in zip(sizes, BOUNDS[dtype], strict=True)
+            )
             if not check.differentiable:
-                of[1] = Error()
-            if any(e.wrong for e in of):
-                return Outcome(of[0], of[1], f"WRONG at {where}")
-            worst = Outcome(worst.value.worse(of[0]), worst.gradient.worse(of[1]))
+                gradient = Error()
+            if value.wrong or gradient.wrong:
+                return Outcome(value, gradient, f"WRONG at {where}")
+            worst = Outcome(worst.value.worse(value), worst.gradient.worse(gradient))
     return worst
 
 
 def errors(check: Check, shape, dtype: torch.dtype, device: str) -> tuple[float, float]:
-    """Errors of values, relative to max(1, |value|), and of gradients, relative in norm."""
+    """The error of values relative to max(1, |value|), and of gradients relative to their norm."""
     generator = torch.Generator().manual_seed(shape[1])
     x, other = ((2 * torch.randn(shape, generator=generator)).to(device, dtype) for _ in range(2))
     x.requires_grad_()
     ids = torch.randint(shape[1], shape[:1], generator=generator).to(device)
     z = x.detach().double().requires_grad_()
-    found, wanted = check.ours(x, ids, other), check.naive(z, ids, other.double())
-    apart = (found.detach().double() - wanted.detach()).abs()
-    value = (apart / wanted.detach().abs().clamp(min=1.0)).max().item()
+    ours, naive = check.ours(x, ids, other), check.naive(z, ids, other.double())
+    difference = (ours.detach().double() - naive.detach()).abs()
+    value = (difference / naive.detach().abs().clamp(min=1.0)).max().item()
     if not check.differentiable:
         return value, 0.0
-    upstream = torch.randn(wanted.shape, generator=generator).to(device)
-    (d_x,) = torch.autograd.grad(found, x, upstream.to(found.dtype))
-    (d_z,) = torch.autograd.grad(wanted, z, upstream.double())
-    off = torch.linalg.vector_norm(d_x.double() - d_z)
-    size = torch.linalg.vector_norm(d_z).clamp(min=0.1)  # with V = 1 it is 0
-    return value, (off / size).item()
+    upstream = torch.randn(naive.shape, generator=generator).to(device)
+    (d_x,) = torch.autograd.grad(ours, x, upstream.to(ours.dtype))
+    (d_z,) = torch.autograd.grad(naive, z, upstream.double())
+    difference = torch.linalg.vector_norm(d_x.double() - d_z)
+    size = torch.linalg.vector_norm(d_z).clamp(min=0.1)  # the gradient is 0 if V = 1
+    return value, (difference / size).item()

@@ -1,8 +1,9 @@
-"""Each op as one writes it in plain PyTorch, and an answer's distance from that in fp64.
+"""Each function written naively in PyTorch, and the distance of a result from it in fp64.
 
-A formula takes logits (n, V) and what belongs to their rows, and returns numbers or ids for each
-row: what `doctor` compares with. `bench` times its mean in the dtype of the logits, and checks by
-its sum over a few rows at a time in fp64, differentiated by autograd: fp64 copies stay small.
+A formula takes logits (n, V) and tensors with one entry per row, and returns numbers or ids per
+row. `doctor` compares with these results. `bench` times the mean of a formula in the dtype of the
+logits as "eager". `errors` computes the formula in fp64, a few rows at a time so that the fp64
+copies stay small, and differentiates it by autograd.
 """
 
 from __future__ import annotations
@@ -15,27 +16,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
-CLIP = 0.2  # of the ratio of a policy and its older self
-ENTROPY_BONUS = 0.01  # the scalar that is differentiated for `score`: -(logprob + 0.01 · entropy)
-ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # of fp64 logits alive at once
+CLIP = 0.2  # bound on |ratio - 1|, the ratio of a policy to its older version
+ENTROPY_BONUS = 0.01  # `score` is differentiated through -(logprob + 0.01 · entropy)
+ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # number of fp64 logits in memory at once
 
-# Bounds on our error, relative to max(1, |value|), and on ‖d - ref‖ / ‖ref‖ for gradients. Others
-# may be off by ten times as much: some compute, or return their loss, in the dtype of the logits.
+# Bounds on our error, relative to max(1, |value|), and on ‖d - ref‖ / ‖ref‖ for gradients. The
+# bounds of other libraries are ten times as large, because some of them compute or return their
+# loss in the dtype of the logits.
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4}
-# Where a ratio is clipped, the rounding of 16-bit logits decides about whole gradients: PyTorch's
-# own error is 4e-2 there.
+# Factor on the bounds of an op. If a ratio is near its clip, the rounding of 16-bit logits decides
+# whether a gradient is zero; PyTorch's own error is 4e-2 there.
 CLIPPED = {"policy_loss": 5}
 
 
 class Inputs(NamedTuple):
-    """What a contender is called with: f(*leaves, *rows, **options)."""
+    """The arguments of a contender, which is called as f(*leaves, *rows, **options)."""
 
     leaves: tuple[Tensor, ...]  # (rows, vocab) logits; or hidden states and the weight of a head
-    rows: tuple[Tensor, ...]  # each with one entry for each row of logits
+    rows: tuple[Tensor, ...]  # tensors with one entry per row of logits
     options: dict[str, Any]
 
 
 def wide(x: Tensor) -> Tensor:
+    """16-bit numbers as fp32; other dtypes are unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -66,7 +69,7 @@ def score(x, target):
 
 
 def clipped(logprob, old, advantage) -> Tensor:
-    """Each token's loss in PPO and GRPO."""
+    """The clipped loss of PPO and GRPO, per token."""
     ratio = (logprob - old).exp()
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
 
@@ -75,7 +78,7 @@ def topk_distill(
     x, ids, logprobs, tail, labels=None, *, divergence, support, temperature=1.0,
     ce_weight=0.0, kd_weight=1.0,
 ):  # fmt: skip
-    """forward_kl over the ids and the rest in one bucket; or over the ids alone, renormalised."""
+    """forward_kl over the ids and a bucket for all other ids, or over the renormalised ids."""
     if support == "renorm":
         return kl(log_softmax(logprobs), log_softmax(x.gather(-1, ids)))
     logq = log_softmax(x if temperature == 1 else x / temperature).gather(-1, ids)
@@ -114,22 +117,22 @@ FORMULAS = {
     "jsd": jsd,
     "soft_cross_entropy": lambda x, p: F.cross_entropy(x.to(p), p, reduction="none"),
 }
-BY_ROW = {"logsumexp", "score", "capture_topk"}  # numbers and ids of each row; the rest are means
+BY_ROW = {"logsumexp", "score", "capture_topk"}  # results per row; the other ops return a mean
 
 
 def objective(op: str, out) -> Tensor:
-    """What is differentiated: the loss, or some of the numbers of each row."""
+    """The tensor that is differentiated: a loss, or for `score` a sum of its results per row."""
     return -(out[0] + ENTROPY_BONUS * out[1]) if op == "score" else out
 
 
 def denominator(target: Tensor, weight: Tensor | None = None, **_) -> Tensor | int:
-    """What the mean of a cross-entropy divides by: the rows that count, or their class weights."""
+    """Divisor of a mean cross-entropy: the rows that count, or the sum of their class weights."""
     kept = target[target != IGNORED]
     return len(kept) if weight is None else weight.double()[kept].sum()
 
 
 def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[float, float | None]:
-    """Of a contender's output, and of the gradients of its leaves if it has any."""
+    """The errors of a contender's output and of its gradients; None if it has no gradients."""
     x, *head = (leaf.detach() for leaf in inputs.leaves)
     rows = [t.flatten(0, x.dim() - 2) for t in inputs.rows]
     x, grads = x.flatten(0, -2), tuple(grad.flatten(0, -2) for grad in grads)
@@ -140,17 +143,17 @@ def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[flo
     for block in (slice(start, start + step) for start in range(0, len(x), step)):
         leaf = x[block].double().requires_grad_(bool(grads))
         z = leaf @ head[0].T if head else leaf
-        given = [t[block].double() if t.is_floating_point() else t[block] for t in rows]
-        wanted = FORMULAS[op](z, *given, **inputs.options)
+        row_inputs = [t[block].double() if t.is_floating_point() else t[block] for t in rows]
+        exact = FORMULAS[op](z, *row_inputs, **inputs.options)
         if op in BY_ROW:
-            pairs = zip(several(out), several(wanted), strict=True)
-            gaps = [gap(z, found[block], right, exact=not head) for found, right in pairs]
+            pairs = zip(as_tuple(out), as_tuple(exact), strict=True)
+            gaps = [gap(z, ours[block], right, exact_logits=not head) for ours, right in pairs]
             value = torch.stack([value, *gaps]).max()
         if op not in BY_ROW or grads:
-            loss = objective(op, wanted).sum() / count
+            loss = objective(op, exact).sum() / count
             total += loss.detach()
         if grads:
-            loss.backward()  # which adds to the gradient of a head's weight
+            loss.backward()  # accumulates the gradient of a head's weight
             off += (grads[0][block].double() - leaf.grad).square().sum()
             norm += leaf.grad.square().sum()
     value = distance(out, total) if op not in BY_ROW else value
@@ -162,18 +165,23 @@ def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[flo
     return value.item(), torch.stack(gaps).max().item()
 
 
-def several(out) -> tuple[Tensor, ...]:
+def as_tuple(out) -> tuple[Tensor, ...]:
     return (out,) if isinstance(out, Tensor) else tuple(out)
 
 
-def gap(z: Tensor, found: Tensor, wanted: Tensor, *, exact: bool) -> Tensor:
-    """Of two numbers; of two ids, of the logits at them: equal logits may be in any order."""
-    if found.is_floating_point():
-        return distance(found, wanted)
-    off = distance(*(z.gather(-1, ids.reshape(len(z), -1).long()) for ids in (found, wanted)))
-    return off.where(off == 0, torch.inf) if exact else off
+def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
+    """The distance of results; the distance of ids is that of their logits.
+
+    Ids of equal logits may come in any order. If the contender had the exact logits, ids of unequal
+    logits are infinitely far apart.
+    """
+    if got.is_floating_point():
+        return distance(got, right)
+    off = distance(*(z.gather(-1, ids.reshape(len(z), -1).long()) for ids in (got, right)))
+    return off.where(off == 0, torch.inf) if exact_logits else off
 
 
-def distance(found: Tensor, wanted: Tensor) -> Tensor:
-    wanted = wanted.detach()
-    return ((found.detach().double() - wanted).abs() / wanted.abs().clamp(min=1.0)).max()
+def distance(got: Tensor, right: Tensor) -> Tensor:
+    """The largest error, relative to max(1, |value|)."""
+    right = right.detach()
+    return ((got.detach().double() - right).abs() / right.abs().clamp(min=1.0)).max()

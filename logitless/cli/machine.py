@@ -1,4 +1,4 @@
-"""What this machine has: facts for a benchmark's record and for a bug report."""
+"""Facts about this machine, for the results of benchmarks and for bug reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def device(kind: str) -> dict[str, str | None]:
-    """Name first, then what else identifies it. `kind` is "cuda" or "cpu"."""
+    """The name and other properties of a device; `kind` is "cuda" or "cpu"."""
     if kind == "cpu":
         return {"name": cpu_name(), "threads": f"{torch.get_num_threads()} threads"}
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -33,11 +33,11 @@ def cpu_name() -> str:
 
 
 def driver() -> str | None:
-    """The GPU driver's version, or None where nothing tells it."""
+    """The version of the GPU driver, or None if it is unknown."""
     if torch.version.hip:
         return f"ROCm {torch.version.hip}"
-    answer = ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return answer.splitlines()[0] if answer else None
+    printed = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return printed.splitlines()[0] if printed else None
 
 
 def versions() -> dict[str, str | None]:
@@ -50,26 +50,28 @@ def versions() -> dict[str, str | None]:
 
 
 def installed(module: str) -> str | None:
-    """The version of what a module is imported from, or None where that is unknown."""
+    """The version of the package that provides a module, or None if it is unknown."""
     try:
         return importlib.metadata.version(module)
-    except importlib.metadata.PackageNotFoundError:  # or it has a name of its own: fla, quack
+    except (
+        importlib.metadata.PackageNotFoundError
+    ):  # the package has another name than its module, as fla and quack have
         names = importlib.metadata.packages_distributions().get(module, ())
         return next(map(importlib.metadata.version, names), None)
 
 
 def commit() -> str | None:
-    """Commit of the checkout this file is tracked in, marked when the package differs from it."""
+    """The commit of the checkout that contains this file, marked if the package has changes."""
     git = ("git", "-C", str(Path(__file__).parent))
-    if not ask(*git, "ls-files", Path(__file__).name):  # installed, perhaps inside another checkout
+    if not output_of(*git, "ls-files", Path(__file__).name):  # an installed package
         return None
-    found = ask(*git, "rev-parse", "--short=12", "HEAD")
-    changed = ask(*git, "status", "--porcelain", "--untracked-files=no", "..")
-    return f"{found} with changes" if found and changed else found
+    head = output_of(*git, "rev-parse", "--short=12", "HEAD")
+    changed = output_of(*git, "status", "--porcelain", "--untracked-files=no", "..")
+    return f"{head} with changes" if head and changed else head
 
 
-def ask(*command: str) -> str | None:
-    """What a command prints, or None where it isn't there or fails."""
+def output_of(*command: str) -> str | None:
+    """The output of a command, or None if the command fails or is not installed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -82,5 +84,5 @@ def now() -> str:
 
 
 def slug(name: str) -> str:
-    """'NVIDIA H200' as 'h200', for a folder."""
+    """A device's name as a folder name: 'NVIDIA H200' becomes 'h200'."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia ")).strip("-")

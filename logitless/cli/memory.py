@@ -1,4 +1,4 @@
-"""The most memory that a call takes, on a GPU or a CPU."""
+"""Peak memory of a call, on a GPU or a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def extra_memory(device: str, argument: Any, run: Callable) -> int:
-    """Most bytes allocated at once during a call, beyond what was there before it."""
+    """The peak number of bytes allocated during a call, minus those allocated before it."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -21,19 +21,19 @@ def extra_memory(device: str, argument: Any, run: Callable) -> int:
         torch.cuda.synchronize()
         del kept
         return torch.cuda.max_memory_allocated() - before
-    # PyTorch counts no peak on a CPU, but its profiler sees each allocation.
+    # PyTorch records no peak on a CPU, but its profiler records each allocation.
     with quiet(), torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         kept = run(argument)
     del kept
-    found: Any = profile.profiler  # whose raw events have no types
-    events = [e for e in found.kineto_results.events() if e.name() == "[memory]"]
+    profiler: Any = profile.profiler  # Any, because the raw events have no type stubs
+    events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drops what the profiler's C++ prints to stderr on starting and stopping."""
+    """Discards the messages that the profiler's C++ code prints to stderr."""
     saved = os.dup(2)
     with open(os.devnull, "w") as null:
         os.dup2(null.fileno(), 2)

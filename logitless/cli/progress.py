@@ -10,9 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def bar(title: str, total: float | None = None) -> Iterator[Callable]:
-    """Yields advance(done, note="", tokens=0): `done` of `total`; tokens are counted for the speed.
+    """Yields advance(done, note="", tokens=0), which adds `done` to the progress towards `total`.
 
-    It is drawn on stderr, under torchrun by rank 0 alone.
+    The speed is shown in tokens per second, if `advance` is called with tokens. The bar is drawn on
+    stderr. Under torchrun only rank 0 draws it.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

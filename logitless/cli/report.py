@@ -1,4 +1,4 @@
-"""Numbers, errors and tables in the Markdown of a report."""
+"""Numbers, errors and tables as text and Markdown."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ def number(value: float | None, spec: str, unit: str = "") -> str:
 
 
 def time_text(ms: float | None) -> str:
+    """Milliseconds, or microseconds below 0.2 ms."""
     return number(ms and ms * 1e3, ".1f", " µs") if ms and ms < 0.2 else number(ms, ".3f", " ms")
 
 
 def short(error: BaseException) -> str:
-    """An exception in one line of a table."""
+    """An exception as one line, cut off at 120 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """Of rows by column; a column that says nothing is left out."""
+    """A Markdown table of rows, each a dict by column; empty columns are left out."""
     columns = [c for c in rows[0] if any(row[c] not in ("", NOTHING) for row in rows)]
     lines = [columns, ["---"] * len(columns), *([row[c] for c in columns] for row in rows)]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

@@ -1,7 +1,7 @@
-"""`logitless scale`: what a head and its loss cost on each rank of a tensor-parallel group.
+"""`logitless scale`: the cost of a head and its loss on each rank of a tensor-parallel group.
 
-A model of it, not a measurement: bytes, FLOPs and collectives are counted, and divided by speeds
-that were measured on one GPU (benchmarks/results) or are the maker's.
+The cost is computed, not measured: bytes, FLOPs and collectives are counted and divided by speeds.
+The speeds were measured on one GPU (benchmarks/results) or are the manufacturer's.
 """
 
 from __future__ import annotations
@@ -13,47 +13,54 @@ from typing import NamedTuple
 
 
 class Gpu(NamedTuple):
-    flops: float  # of a head's three products in bf16, a second
-    copy: float  # bytes read and written, a second
-    link: float  # bytes a second and direction, within a node
-    network: float  # the same between nodes
+    """Speeds of a GPU and its links."""
+
+    flops: float  # per second, of the three GEMMs of a head in bf16
+    copy: float  # bytes read plus bytes written per second
+    link: float  # bytes per second and direction within a node
+    network: float  # bytes per second and direction between nodes
     node: int  # GPUs in a node
-    latency: float  # seconds of a collective that says nothing
+    latency: float  # seconds of an empty collective
 
 
-# Of both directions of NVLink together, a GPU: 900 GB/s (18 links of the 4th generation) and, in a
-# node of 8, ten InfiniBand adapters of 400 Gb/s, by NVIDIA's system description
-# "H200-SXM-141GBx8_TRT_MaxQ" (MLCommons, MLPerf Inference v4.1 results); 1.8 TB/s of the 5th
-# generation, by "NVLink and NVLink Switch" (NVIDIA, product page).
+# NVLink moves 900 GB/s per GPU, both directions together (18 links of the 4th generation), and a
+# node of 8 GPUs has ten InfiniBand adapters of 400 Gb/s, by NVIDIA's system description
+# "H200-SXM-141GBx8_TRT_MaxQ" (MLCommons, MLPerf Inference v4.1 results). The 5th generation moves
+# 1.8 TB/s, by "NVLink and NVLink Switch" (NVIDIA, product page).
 NVLINK_4, NVLINK_5, NDR = 900e9 / 2, 1800e9 / 2, 400e9 / 8
-LATENCY = 15e-6  # assumed, of the order that nccl-tests prints within a node
+LATENCY = 15e-6  # assumed; nccl-tests prints times of this order within a node
 
-# Measured on an H200 (docs/heads.md, docs/performance.md). Its peaks, and a B200's, are those of
-# "Machine Learning Engineering" (S. Bekman, When Is It Worth Upgrading GPUs?): dense bf16, and HBM.
+# (FLOP/s, bytes/s). Those of H200 were measured (docs/heads.md, docs/performance.md). The peaks of
+# dense bf16 and of HBM are from "Machine Learning Engineering" (S. Bekman, When Is It Worth
+# Upgrading GPUs?).
 H200, H200_PEAK, B200_PEAK = (674e12, 4.23e12), (989e12, 4.8e12), (2250e12, 8.0e12)
 SHARE = H200[0] / H200_PEAK[0], H200[1] / H200_PEAK[1]
-B200 = SHARE[0] * B200_PEAK[0], SHARE[1] * B200_PEAK[1]  # not measured
+B200 = (
+    SHARE[0] * B200_PEAK[0],
+    SHARE[1] * B200_PEAK[1],
+)  # not measured: the peaks of a B200 times the H200's share of its peaks
 
 GPUS = {
     "h200": Gpu(*H200, NVLINK_4, NDR, 8, LATENCY),
     "b200": Gpu(*B200, NVLINK_5, NDR, 8, LATENCY),
 }
 
-STATE, BYTES, FULL = 3, 2, 4  # numbers a row that ranks gather for cross-entropy; bf16 and fp32
+STATE = 3  # numbers per row that ranks gather for cross-entropy, in fp32
+BYTES, FULL = 2, 4  # bytes of a bf16 and of an fp32 number
 WORKSPACE = 1 << 30
 
 
 class Cost(NamedTuple):
-    """Of one rank, forward and backward: seconds, and bytes of memory."""
+    """Seconds and bytes of memory of one rank, forward and backward."""
 
     tp: int
-    products: float
-    loss: float  # reading and writing logits
-    gather: float  # of states
-    reduce: float  # of d_hidden, were it not hidden behind the weight's product
-    weight: float  # the head's rows and their gradient
-    hidden: float  # all tokens' hidden states and their gradient
-    logits: float  # alive at once
+    products: float  # seconds of the three GEMMs
+    loss: float  # seconds of reading and writing logits
+    gather: float  # seconds of the all-gather of states
+    reduce: float  # seconds of the all-reduce of d_hidden, as if nothing overlapped with it
+    weight: float  # bytes of the rank's rows of the head and their gradient
+    hidden: float  # bytes of all tokens' hidden states and their gradient
+    logits: float  # bytes of logits in memory at once
 
     @property
     def limit(self) -> str:
@@ -78,7 +85,9 @@ def cost(tokens: int, vocab: int, hidden: int, tp: int, gpu: Gpu) -> Cost:
     return Cost(
         tp,
         products=3 * 2.0 * tokens * hidden * columns / gpu.flops,
-        loss=3 * logits / gpu.copy,  # read for the state; read and written for the gradient
+        loss=3
+        * logits
+        / gpu.copy,  # one read for the state; one read and one write for the gradient
         gather=latency + (tp - 1) * tokens * STATE * FULL / link,
         reduce=latency + 2 * (tp - 1) / tp * rows / link,
         weight=2.0 * columns * hidden * BYTES,
@@ -88,9 +97,9 @@ def cost(tokens: int, vocab: int, hidden: int, tp: int, gpu: Gpu) -> Cost:
 
 
 def sizes(most: int) -> list[int]:
-    """Powers of two up to the largest, and that."""
-    found = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
-    return found if found[-1] == most else [*found, most]
+    """Powers of two up to `most`, and `most` itself."""
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+    return powers if powers[-1] == most else [*powers, most]
 
 
 def short(x: float) -> str:
@@ -98,7 +107,7 @@ def short(x: float) -> str:
 
 
 def table(tokens: int, vocab: int, hidden: int, tps: list[int], gpu: Gpu) -> str:
-    """In Markdown: milliseconds and GiB of a rank."""
+    """The costs of a rank in Markdown, in milliseconds and GiB."""
     times = "products | loss | gather | d_hidden | all, ms"
     lines = [
         f"| TP | {times} | limit | weight | hidden | logits | all, GiB |",
@@ -107,9 +116,9 @@ def table(tokens: int, vocab: int, hidden: int, tps: list[int], gpu: Gpu) -> str
     for tp in tps:
         c = cost(tokens, vocab, hidden, tp, gpu)
         times = (c.products, c.loss, c.gather, c.reduce, c.time)
-        room = (c.weight, c.hidden, c.logits, c.memory)
+        memory = (c.weight, c.hidden, c.logits, c.memory)
         ms = " | ".join(short(1e3 * t) for t in times)
-        gib = " | ".join(short(b / 2**30) for b in room)
+        gib = " | ".join(short(b / 2**30) for b in memory)
         limit = "d_hidden" if c.limit == "reduce" else c.limit
         lines.append(f"| {tp} | {ms} | {limit} | {gib} |")
     return "\n".join(lines)
@@ -120,15 +129,15 @@ def plot(path: Path, tokens: int, vocab: int, hidden: int, tps: list[int], gpu: 
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    found = [cost(tokens, vocab, hidden, tp, gpu) for tp in tps]
+    costs = [cost(tokens, vocab, hidden, tp, gpu) for tp in tps]
     for name, label in (
         ("products", "three products"), ("loss", "loss over logits"),
         ("gather", "gather of states"), ("reduce", "sum of d_hidden"),
     ):  # fmt: skip
-        axes.plot(tps, [1e3 * getattr(c, name) for c in found], marker="o", label=label)
+        axes.plot(tps, [1e3 * getattr(c, name) for c in costs], marker="o", label=label)
     axes.set(
         xscale="log", yscale="log", xticks=tps, xticklabels=tps, xlabel="ranks that share the head",
-        ylabel="ms a step and rank", title=f"{tokens:,} tokens, V = {vocab:,}, D = {hidden:,}",
+        ylabel="ms per step and rank", title=f"{tokens:,} tokens, V = {vocab:,}, D = {hidden:,}",
     )  # fmt: skip
     axes.minorticks_off()
     axes.legend()
@@ -138,16 +147,18 @@ def plot(path: Path, tokens: int, vocab: int, hidden: int, tps: list[int], gpu: 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "scale",
-        help="what a head and its loss cost on many GPUs",
+        help="compute the cost of a head and its loss on many GPUs",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--tokens", type=int, default=8192, help="rows of a step, all ranks'")
-    parser.add_argument("--vocab", type=int, default=128256)
+    parser.add_argument("--tokens", type=int, default=8192, help="rows per step, over all ranks")
+    parser.add_argument("--vocab", type=int, default=128256, help="size of the vocabulary")
     parser.add_argument("--hidden", type=int, default=4096, help="width of the hidden states")
-    parser.add_argument("--tp", type=int, default=8, help="the most ranks that share the head")
+    parser.add_argument(
+        "--tp", type=int, default=8, help="largest number of ranks that share the head"
+    )
     parser.add_argument("--gpu", choices=GPUS, default="h200")
-    parser.add_argument("--plot", type=Path, help="a file for a plot of the same")
+    parser.add_argument("--plot", type=Path, help="file for a plot of the costs")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -158,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"Computed, not measured: each of TP ranks, forward and backward of {args.tokens:,} tokens,"
         f" vocabulary {args.vocab:,}, width {args.hidden:,}, bf16, {args.gpu.upper()}\n",
-        file=sys.stderr,  # the table alone is what goes into a file
+        file=sys.stderr,  # so that a redirected stdout holds the table only
     )
     print(table(*shape, sizes(args.tp), gpu))
     if args.plot is not None:

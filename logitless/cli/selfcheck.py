@@ -1,6 +1,6 @@
-"""What `logitless doctor` checks: each public function, beside the same written naively in fp64.
+"""The checks of `logitless doctor`: each public function and a naive formula for the same result.
 
-Between them they launch every kernel there is (tests/test_doctor.py counts both).
+Together the checks launch every kernel. tests/test_doctor.py counts functions and kernels.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .formulas import at, wide
 
 
 class Check(NamedTuple):
-    """An op as we ship it and as fp64 has it.
+    """A function of the library, and a naive formula that is evaluated in fp64.
 
-    Both take logits (N, V), ids (N,) and a matrix of the same shape as the logits, and return a
-    tensor of floating-point numbers; the logits get a gradient.
+    Both take logits (N, V), ids (N,) and a matrix of the logits' shape, and return a floating-point
+    tensor. The result is differentiated with respect to the logits.
     """
 
-    name: str  # of the function, and after a comma what is tried of it
+    name: str  # the function; a comma separates the case, if there are several
     ours: Callable[[Tensor, Tensor, Tensor], Tensor]
     naive: Callable[[Tensor, Tensor, Tensor], Tensor]
-    least: int = 1  # columns that it needs
+    least: int = 1  # smallest V that the check accepts
     differentiable: bool = True
 
 
@@ -40,31 +40,31 @@ def naive_entropy(x: Tensor) -> Tensor:
 
 
 def ignoring(ids: Tensor) -> Tensor:
-    """The ids as targets of which the first is ignored, unless it is the only one."""
+    """The ids as targets; the first is ignored, unless it is the only one."""
     return ids if len(ids) == 1 else ids.index_fill(0, ids.new_zeros(1), -100)
 
 
 def cross_entropy(name: str, **options) -> Check:
-    """With these options, row 0 ignored."""
-    plain = {name: value for name, value in options.items() if name != "inplace"}
+    """A check of cross_entropy with the given options."""
+    of_formula = {name: value for name, value in options.items() if name != "inplace"}
 
-    def wanted(x, ids, _):
-        return formulas.cross_entropy(x, ignoring(ids), **plain)
+    def naive(x, ids, _):
+        return formulas.cross_entropy(x, ignoring(ids), **of_formula)
 
     def ours(x, ids, _):
         logits = x * 1 if options.get("inplace") else x
         return ll.cross_entropy(logits, ignoring(ids), reduction="none", **options)
 
-    return Check(name, ours, wanted)
+    return Check(name, ours, naive)
 
 
 def three_ids(ids: Tensor, vocab: int) -> Tensor:
-    """Of which two are the same."""
+    """Three ids per row; two of them are equal."""
     return torch.stack((ids, ids, (ids + 1) % vocab), -1)
 
 
-LOGP = (-1.5, -2.0, -2.5)  # of a teacher at three ids
-TAIL = -0.75
+LOGP = (-1.5, -2.0, -2.5)  # a teacher's log-probabilities of three ids
+TAIL = -0.75  # its log mass outside the ids
 
 
 def teacher(x: Tensor, ids: Tensor) -> ll.SparseTargets:
@@ -74,7 +74,7 @@ def teacher(x: Tensor, ids: Tensor) -> ll.SparseTargets:
 
 
 def naive_tail(x, ids, _):
-    """KL divergence over three ids and one bucket for the rest, and a label's cross-entropy."""
+    """KL divergence over three ids and a bucket for all other ids, plus a cross-entropy."""
     log_q = (x / 2).log_softmax(-1)
     picked = three_ids(ids, x.shape[1])
     logp = x.new_tensor(LOGP)
@@ -92,7 +92,7 @@ def naive_renorm(x, ids, _):
 
 
 def head_of(other: Tensor) -> Tensor:
-    """A weight (16, D) of powers of two, one a row: its logits are exact in every dtype."""
+    """A weight (16, D) with one power of two per row, so that logits are exact in every dtype."""
     rows = torch.arange(16, device=other.device)
     weight = other.new_zeros((16, other.shape[1]))
     weight[rows, rows % other.shape[1]] = torch.where(rows % 2 == 0, 1.0, -0.5).to(other.dtype)
@@ -101,12 +101,12 @@ def head_of(other: Tensor) -> Tensor:
 
 def over_a_head(x, ids, other):
     weight = head_of(other).requires_grad_()
-    rows = 16 * x.element_size()  # one at a time: several chunks
-    return ll.linear_cross_entropy(x, weight, ids % 16, workspace=rows)
+    row_bytes = 16 * x.element_size()  # a workspace of one row makes several chunks
+    return ll.linear_cross_entropy(x, weight, ids % 16, workspace=row_bytes)
 
 
 def by_columns(x, ids, other):
-    """Cut as a large head is in a small workspace, into two blocks of columns."""
+    """Cut into two blocks of columns, as a large head in a small workspace is."""
     logits = ll.LinearLogits(x, head_of(other).requires_grad_())
     with plan.override(lambda work: Cut(work.rows, 8)):
         return ll.cross_entropy(logits, ids % 16)
@@ -121,9 +121,9 @@ def by_a_fused_model(x, ids, other):
     head = torch.nn.Linear(x.shape[1], 16, bias=False)
     head.weight = torch.nn.Parameter(head_of(other))
     model = ll.fuse(torch.nn.Sequential(head), head="0")
-    found = ll.cross_entropy(model(x), ids % 16)
+    loss = ll.cross_entropy(model(x), ids % 16)
     ll.unfuse(model)
-    return found
+    return loss
 
 
 def beside_a_lazy_teacher(x, _, other):
@@ -140,23 +140,21 @@ def naive_over_a_head(x, ids, other):
 
 
 def labels_of(x: Tensor) -> Tensor:
-    """Of 16 rows, where x is the weight."""
+    """Labels of 16 rows if x is the weight of the head."""
     return torch.arange(16, device=x.device) % len(x)
 
 
 def as_a_weight(x, _, other):
-    rows = 8 * x.element_size()  # one at a time: its gradient is summed over 16 chunks
-    return ll.linear_cross_entropy(head_of(other), x, labels_of(x), workspace=rows)
-
-
-def columns(stats) -> Tensor:
-    """lse, picked, entropy and the mean."""
-    return torch.stack([t for t in stats[:4] if t is not None], -1)
+    workspace = 8 * x.element_size()  # d_weight is summed over 16 chunks of one row
+    return ll.linear_cross_entropy(head_of(other), x, labels_of(x), workspace=workspace)
 
 
 def row_stats(x, ids, _):
-    found = columns(ll.row_stats(x, ids, entropy=True, total=True, argmax=True))
-    return found * found.new_tensor([1, 1, 1, 1 / x.shape[1]])  # the mean: a sum may cancel
+    """lse, picked, entropy and the mean logit; the sum itself may be near 0 by cancellation."""
+    stats = ll.row_stats(x, ids, entropy=True, total=True, argmax=True)
+    statistics = (stats.lse, stats.picked, stats.entropy, stats.total)
+    columns = torch.stack([t for t in statistics if t is not None], -1)
+    return columns * columns.new_tensor([1, 1, 1, 1 / x.shape[1]])
 
 
 def merged(x, *_):

@@ -1,4 +1,9 @@
-"""What a teacher says of documents, kept on disk: made once, found by tokens, read as slices."""
+"""A teacher's top-k distributions on disk: captured once, looked up by tokens, read as slices.
+
+writer.py writes documents. capture.py computes them with a model, and importers.py reads them from
+the output of an inference server. reader.py reads a store, and lookup.py finds documents by their
+tokens. training.py computes a student's loss. format.py describes the layout on disk.
+"""
 
 from .capture import capture, share
 from .format import Header

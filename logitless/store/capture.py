@@ -1,4 +1,8 @@
-"""Running a teacher over documents, its logits never materialised, into a store."""
+"""Capturing documents into a store: runs a teacher without materialising its logits.
+
+`capture` runs the model on one batch while the rows of the previous batch are written to the store
+(store/writer.py).
+"""
 
 import contextlib
 import os
@@ -12,8 +16,8 @@ from torch import Tensor, nn
 from ..core import call as _call
 from ..lazy.fuse import OPTIONS, fuse, lazy_logits, unfuse
 from ..losses.sparse_teacher import capture_topk
-from . import checks as rules
-from .format import Columns, encoded
+from . import checks
+from .format import Table, encoded
 from .writer import Writer
 
 Item = TypeVar("Item")
@@ -29,39 +33,40 @@ def capture(
     head: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """The k most probable tokens after each token of some documents; returns how many it added.
+    """Stores the k most probable tokens after each token; returns the number of documents added.
 
-    A batch is a list of documents, each the ids of its tokens; or input_ids (B, T), a document a
-    row; or what a Transformers model is called with, where attention_mask says what is padding.
-    Documents that the writer has are passed over before the model runs, so that a run that died is
-    resumed by running it again. `k` is the writer's unless it is smaller, `head` as in `fuse`;
-    `progress` is called with the tokens of each batch, those that were there already too. Logits
-    beyond the writer's vocab_size, as padded heads have them, count as -inf.
+    A batch is a list of documents, each given by its token ids; or input_ids (B, T) with one
+    document per row; or the keyword arguments of a Transformers model, whose attention_mask marks
+    padding. Documents that the writer already has are skipped before the model runs, so a run that
+    was killed is resumed by running it again. `k` is at most the writer's k, which is its default.
+    `head` is as in `fuse`. `progress` is called with the number of tokens after each document, and
+    once per batch with the number of skipped tokens. A padded head may have more logits than the
+    writer's vocab_size; the logits beyond vocab_size count as -inf.
 
-    Under torchrun each rank gives its own share of the batches:
+    Under torchrun each rank passes its own share of the batches:
 
     >>> with Writer("targets", vocab_size=model.config.vocab_size, k=64) as writer:
     ...     capture(model, share(batches), writer)
     """
-    rules.capture(k, writer.header.k)
-    added, waiting = 0, None
+    checks.capture(k, writer.header.k)
+    added, pending = 0, None
     training = model.training
     model.eval()
     try:
         with torch.no_grad(), lazy_head(model, head):
             for batch in batches:
-                given, there = _inputs(batch)
-                wanted, passed = _unknown(given["input_ids"], there, writer)
-                if progress is not None and passed:
-                    progress(passed)
-                found = None
-                if len(wanted):
-                    part = {name: _rows(t, wanted, len(there)) for name, t in given.items()}
-                    found = _run(model, part, there[wanted], writer, k)
-                # While the GPU works on this batch, the last one is written.
-                added += _written(waiting, writer, progress)
-                waiting = found
-            added += _written(waiting, writer, progress)
+                inputs, is_token = _inputs(batch)
+                new, skipped = _new_documents(inputs["input_ids"], is_token, writer)
+                if progress is not None and skipped:
+                    progress(skipped)
+                launched = None
+                if len(new):
+                    inputs = {name: _rows(t, new, len(is_token)) for name, t in inputs.items()}
+                    launched = _launch(model, inputs, is_token[new], writer, k)
+                # The previous batch is written while the GPU works on this one.
+                added += _write(pending, writer, progress)
+                pending = launched
+            added += _write(pending, writer, progress)
     finally:
         model.train(training)
     return added
@@ -70,7 +75,7 @@ def capture(
 def share(
     items: Iterable[Item], rank: int | None = None, world: int | None = None
 ) -> Iterator[Item]:
-    """Every world-th item from the rank-th: of this process, as torchrun numbers them."""
+    """Every world-th item, starting at item `rank`; the defaults are torchrun's."""
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
     return islice(items, rank, None, world)
@@ -78,7 +83,10 @@ def share(
 
 @contextlib.contextmanager
 def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
-    """The model's head is fused here, if it is not already, and lazy without gradients too."""
+    """Fuses the model's head inside the block, if it is not fused; unfuses it afterwards.
+
+    The logits are lazy inside the block, although gradients are off.
+    """
     fused = OPTIONS in model.__dict__
     if not fused:
         fuse(model, head=name)
@@ -90,26 +98,26 @@ def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
             unfuse(model)
 
 
-class _Found(NamedTuple):
-    """Documents of a batch, and the rows of all of its places, on their way to the host."""
+class _Pending(NamedTuple):
+    """The documents of a batch whose rows may still be on their way to the host."""
 
-    documents: list[tuple[Tensor, Tensor]]  # tokens, and which of the rows are theirs
-    rows: Columns
-    arrived: Any  # an event, or None where they are there
+    documents: list[tuple[Tensor, Tensor]]  # tokens, and the numbers of their rows
+    rows: Table  # of all places of the batch, padding included
+    copied: Any  # an event that marks the end of the copy to the host; None on the CPU
 
 
 def _inputs(batch: Any) -> tuple[dict[str, Any], Tensor]:
-    """What the model is called with, and which places of input_ids (B, T) are of documents."""
+    """The model's keyword arguments, and a mask (B, T) that is False at padding."""
     if isinstance(batch, Mapping):
-        given = {name: t for name, t in batch.items() if name != "labels"}
+        inputs = {name: t for name, t in batch.items() if name != "labels"}
     elif isinstance(batch, Tensor):
-        given = {"input_ids": batch}
+        inputs = {"input_ids": batch}
     else:
-        given = _padded([torch.as_tensor(tokens) for tokens in batch])
-    rules.batch(given)
-    ids, mask = given["input_ids"], given.get("attention_mask")
-    there = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
-    return given, there.cpu()
+        inputs = _padded([torch.as_tensor(tokens) for tokens in batch])
+    checks.batch(inputs)
+    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+    is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
+    return inputs, is_token.cpu()
 
 
 def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -119,60 +127,68 @@ def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def _unknown(ids: Tensor, there: Tensor, writer: Writer) -> tuple[list[int], int]:
-    """The rows whose documents the writer has not, and how many tokens the others have."""
-    wanted, passed = [], 0
-    for row, (tokens, kept) in enumerate(zip(ids.cpu(), there, strict=True)):
+def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[int], int]:
+    """The rows whose documents the writer does not have, and the number of tokens in the others."""
+    new, skipped = [], 0
+    for row, (tokens, kept) in enumerate(zip(ids.cpu(), is_token, strict=True)):
         tokens = tokens[kept]
         if len(tokens) and tokens not in writer:
-            wanted.append(row)
+            new.append(row)
         else:
-            passed += len(tokens)
-    return wanted, passed
+            skipped += len(tokens)
+    return new, skipped
 
 
 def _rows(t: Any, wanted: list[int], rows: int) -> Any:
+    """The wanted rows of a model argument; an argument without a batch dimension is kept whole."""
     whole = not isinstance(t, Tensor) or t.dim() == 0 or len(t) != rows or len(wanted) == rows
     return t if whole else t[wanted]
 
 
-def _run(model: nn.Module, given: dict, there: Tensor, writer: Writer, k: int | None) -> _Found:
-    """Without waiting for the device: the tokens are read from the batch as it was given."""
-    tokens, device = given["input_ids"].cpu(), next(model.parameters()).device
-    given = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in given.items()}
-    ids = given["input_ids"]
-    named = hasattr(model, "get_output_embeddings")  # a model of Transformers
-    output = model(**{"use_cache": False, **given}) if named else model(ids)
+def _launch(
+    model: nn.Module, inputs: dict, is_token: Tensor, writer: Writer, k: int | None
+) -> _Pending:
+    """Runs the model without waiting for the device.
+
+    The tokens are copied to the CPU before the batch moves to the device, so that the copy does not
+    wait either.
+    """
+    tokens, device = inputs["input_ids"].cpu(), next(model.parameters()).device
+    inputs = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
+    ids = inputs["input_ids"]
+    of_transformers = hasattr(model, "get_output_embeddings")
+    output = model(**{"use_cache": False, **inputs}) if of_transformers else model(ids)
     logits = getattr(output, "logits", output)
     header = writer.header
-    rules.logits_of_batch(logits, ids, header.vocab_size)
+    checks.logits_of_batch(logits, ids, header.vocab_size)
     if logits.shape[-1] > header.vocab_size:  # the last rows of a padded head are no tokens
         logits = logits[..., : header.vocab_size]
     targets = capture_topk(logits, k or header.k, temperature=header.temperature)
     rows = encoded(targets.reshape(-1), header, sorted_=True)
     rows = {name: t.to("cpu", non_blocking=True) for name, t in rows.items()}
-    arrived = None
+    copied = None
     if ids.is_cuda:
-        arrived = torch.cuda.Event()
-        arrived.record()
-    places = torch.arange(there.numel()).view(there.shape)
-    documents = [(t[kept], at[kept]) for t, at, kept in zip(tokens, places, there, strict=True)]
-    return _Found(documents, rows, arrived)
+        copied = torch.cuda.Event()
+        copied.record()
+    places = torch.arange(is_token.numel()).view(is_token.shape)
+    documents = [(t[kept], at[kept]) for t, at, kept in zip(tokens, places, is_token, strict=True)]
+    return _Pending(documents, rows, copied)
 
 
-def _written(found: _Found | None, writer: Writer, progress: Callable | None) -> int:
-    if found is None:
+def _write(pending: _Pending | None, writer: Writer, progress: Callable | None) -> int:
+    """Writes the documents of a batch; returns the number of documents written."""
+    if pending is None:
         return 0
-    if found.arrived is not None:
-        found.arrived.synchronize()
+    if pending.copied is not None:
+        pending.copied.synchronize()
     added = 0
-    for tokens, places in found.documents:
-        if tokens not in writer:  # twice in one batch, or in the one before
-            whole = int(places[-1] - places[0]) + 1 == len(places)
-            where = slice(int(places[0]), int(places[-1]) + 1) if whole else places
-            rows = {name: t[where].clone() for name, t in found.rows.items()}
-            rules.rows_of_teacher(rows["top"])
-            writer.append(rules.tokens(tokens, writer.header.vocab_size), rows)
+    for tokens, places in pending.documents:
+        if tokens not in writer:  # a document may repeat within a batch or in the previous batch
+            contiguous = int(places[-1] - places[0]) + 1 == len(places)
+            where = slice(int(places[0]), int(places[-1]) + 1) if contiguous else places
+            rows = {name: t[where].clone() for name, t in pending.rows.items()}
+            checks.rows_of_teacher(rows["top"])
+            writer.append(checks.tokens(tokens, writer.header.vocab_size), rows)
             added += 1
         if progress is not None:
             progress(len(tokens))

@@ -1,4 +1,8 @@
-"""The rules of a teacher store, worded as those of logitless/core/checks.py."""
+"""All checks of store/: `<argument or file> must <rule>, got <value>.`
+
+Functions that take a path check files, which are never trusted. The other functions check the
+arguments of Writer, Store, capture, the importers and the training functions.
+"""
 
 import dataclasses
 import json
@@ -18,7 +22,7 @@ _HEADER_BYTES = 1 << 16
 
 
 def header(h: Any) -> None:
-    """Its own fields; `where` it was read is in the message of what raises."""
+    """Checks the fields of a header."""
     _whole("vocab_size", h.vocab_size, 1, 2**32)
     _whole("k", h.k, 1, min(h.vocab_size, 2**16))
     _checks.one_of("values", h.values, VALUES)
@@ -43,36 +47,37 @@ def shard_bytes(value: Any) -> None:
     _whole("shard_bytes", value, 1, 2**40)
 
 
-def part(value: Any) -> None:
+def rank(value: Any) -> None:
     _whole("part", value, 0, 10**6)
 
 
 def header_fields(where: object, text: str | bytes, kind: type) -> dict:
-    """A header in JSON, of a file that is not trusted; every field is there, and no other."""
+    """The fields of a header in JSON; refuses missing, unknown and invalid fields."""
     try:
-        found = json.loads(text) if len(text) <= _HEADER_BYTES else None
+        fields = json.loads(text) if len(text) <= _HEADER_BYTES else None
     except (ValueError, RecursionError):
-        found = None
+        fields = None
     names = {field.name for field in dataclasses.fields(kind)}
-    if not isinstance(found, dict) or found.keys() != names:
+    if not isinstance(fields, dict) or fields.keys() != names:
         refuse(where, f"hold a header of {', '.join(sorted(names))}", f"{text!r:.100}")
     try:
-        kind(**found)
+        kind(**fields)
     except (TypeError, ValueError) as error:
-        refuse(where, "hold a header that is right", str(error).removesuffix("."))
-    return found
+        refuse(where, "hold a valid header", f"an error: {error}".removesuffix("."))
+    return fields
 
 
-def same_header(where: object, got: Any, want: Any, advice: str = "") -> None:
+def same_header(where: object, got: Any, want: Any, of: object, advice: str = "") -> None:
+    """Checks that a header has the fields of `want`, the header of `of`."""
     for field in dataclasses.fields(want):
-        mine, theirs = getattr(want, field.name), getattr(got, field.name)
-        if mine != theirs:
-            refuse(where, f"have {field.name} {mine!r} here", f"{theirs!r}{advice}")
+        expected, value = getattr(want, field.name), getattr(got, field.name)
+        if expected != value:
+            refuse(where, f"have {field.name} {expected!r} to match {of}", f"{value!r}{advice}")
 
 
 def folder(path: Any) -> None:
     if os.path.exists(path) and not os.path.isdir(path):
-        refuse(path, "be a folder, or a new one", "a file")
+        refuse(path, "be a folder, or not exist yet", "a file")
 
 
 def same_tokenizer(where: object, stored: str, given: str) -> None:
@@ -80,7 +85,7 @@ def same_tokenizer(where: object, stored: str, given: str) -> None:
         refuse(
             where,
             f"be used with the tokenizer it was made with, whose hash is {stored!r:.80}",
-            f"one of {given!r:.80}",
+            f"a tokenizer whose hash is {given!r:.80}",
         )
 
 
@@ -96,17 +101,17 @@ def is_store(path: Any) -> None:
 
 
 def shard_format(path: Any, metadata: dict, form: str, version: str) -> None:
-    found = metadata.get("format"), metadata.get("version")
-    if found != (form, version):
+    stored = metadata.get("format"), metadata.get("version")
+    if stored != (form, version):
         refuse(
             path,
             f"be a shard of format {form!r}, version {version!r}",
-            f"{found[0]!r:.50}, {found[1]!r:.50}",
+            f"{stored[0]!r:.50}, {stored[1]!r:.50}",
         )
 
 
 def shard_columns(path: Any, entries: dict, wanted: dict) -> None:
-    """Names, dtypes and shapes; what is None in a shape may be anything."""
+    """Checks the names, dtypes and shapes of the columns in a shard."""
     if entries.keys() != wanted.keys():
         refuse(path, f"hold the columns {', '.join(sorted(wanted))}", repr(sorted(entries))[:200])
     for name, (dtype, shape) in wanted.items():
@@ -122,7 +127,7 @@ def shard_starts(path: Any, starts: Tensor, tokens: int) -> None:
     if not right or not bool((starts[1:] > starts[:-1]).all()):
         refuse(
             path,
-            f"have documents that begin one after the other in its {tokens} tokens",
+            f"have starts that increase from 0 to {tokens}, its number of tokens",
             "other starts",
         )
 
@@ -131,25 +136,26 @@ def in_store(least: int, most: int, documents: int) -> None:
     if least < 0 or most >= documents:
         got = least if least < 0 else most
         raise ValueError(
-            f"the index of a store must name its {documents} documents, got number {got}: a file is"
-            " damaged."
+            f"the index of a store must name its {documents} documents, got number {got}. A shard"
+            " is damaged."
         )
 
 
 def ids_in_vocabulary(ids: Tensor, vocab_size: int) -> None:
     if ids.numel() and not 0 <= int(ids.max()) < vocab_size:
         raise ValueError(
-            f"ids of a store must be below its vocabulary of {vocab_size}, got {int(ids.max())}:"
-            " the file is damaged."
+            f"ids of a store must be below its vocabulary of {vocab_size}, got {int(ids.max())}."
+            " A shard is damaged."
         )
 
 
 def tokens(t: Any, vocab_size: int) -> Tensor:
-    """Of one document, (T,): a tensor or a list; as int64 on the CPU."""
+    """The tokens of one document, (T,), as int64 on the CPU; a list is accepted as well."""
     t = torch.as_tensor(t)
     _checks._integer("tokens", t)
     if t.dim() != 1 or t.numel() == 0:
-        raise ValueError(f"tokens must be those of one document, (T,), got shape {tuple(t.shape)}.")
+        got = tuple(t.shape)
+        raise ValueError(f"tokens must be those of one document, of shape (T,), got {got}.")
     t = t.detach().to("cpu", torch.int64)
     low, high = (int(n) for n in t.aminmax())
     if low < 0 or high >= vocab_size:
@@ -160,7 +166,7 @@ def tokens(t: Any, vocab_size: int) -> Tensor:
 
 
 def document(targets: Any, tokens: Tensor, h: Any, kind: type) -> None:
-    """Targets of one document: a row for each token, and numbers that can be right."""
+    """Checks the targets of one document: one row per token, ids and log-probabilities in range."""
     _checks.is_targets(targets, kind)
     if tuple(targets.shape) != (len(tokens),):
         raise ValueError(
@@ -169,12 +175,12 @@ def document(targets: Any, tokens: Tensor, h: Any, kind: type) -> None:
         )
     if targets.k > h.k:
         raise ValueError(f"targets must have at most the store's {h.k} slots, got {targets.k}.")
-    there = torch.ones_like(targets.ids).bool() if targets.mask is None else targets.mask != 0
-    bad = there & ((targets.ids < 0) | (targets.ids >= h.vocab_size))
+    valid = torch.ones_like(targets.ids).bool() if targets.mask is None else targets.mask != 0
+    bad = valid & ((targets.ids < 0) | (targets.ids >= h.vocab_size))
     if bool(bad.any()):
         got = int(targets.ids[bad][0])
         raise ValueError(f"targets.ids must be in the vocabulary of {h.vocab_size}, got {got}.")
-    bad = there & ~(targets.logprobs <= 2**-7)  # rounding of 16 bits; NaN is bad too
+    bad = valid & ~(targets.logprobs <= 2**-7)  # allows for 16-bit rounding; NaN is bad
     if bool(bad.any()):
         got = float(targets.logprobs[bad][0])
         raise ValueError(f"targets.logprobs must be logarithms of probabilities, got {got}.")
@@ -186,7 +192,7 @@ def document(targets: Any, tokens: Tensor, h: Any, kind: type) -> None:
 
 
 def row_range(index: Any, n: int) -> tuple[int, int]:
-    """The part of a document that a slice names."""
+    """Begin and end of a slice of a document with n tokens."""
     if not isinstance(index, slice) or index.step not in (None, 1):
         raise IndexError(f"a range of tokens must be a slice of step 1, got {index!r}.")
     begin, end, _ = index.indices(n)
@@ -209,34 +215,45 @@ def input_ids(t: Any) -> None:
         raise ValueError(f"input_ids must have tokens in its last dimension, got shape {got}.")
 
 
-def lengths(given: Any, rows: int, width: int) -> list[list[int]]:
-    """Of the documents of each row: a number or several a row; of one row, without a list more."""
-    given = given.tolist() if isinstance(given, Tensor) else list(given)
-    if rows == 1 and given and not isinstance(given[0], (list, tuple, Tensor)):
-        given = [given]
-    if len(given) != rows:
-        raise ValueError(f"lengths must have an entry for each of {rows} rows, got {len(given)}.")
-    found = [[int(n) for n in (r if isinstance(r, (list, tuple, Tensor)) else [r])] for r in given]
-    for row in found:
-        if min(row, default=0) < 0 or sum(row) > width:
-            raise ValueError(f"lengths must add up to at most {width} tokens a row, got {row}.")
-    return [[n for n in row if n] for row in found]
+def lengths(value: Any, rows: int, width: int) -> list[list[int]]:
+    """The lengths of the documents in each row, without zeros.
+
+    A row's entry may be one number or several. The only row of a batch may come without its list.
+    """
+    entries = value.tolist() if isinstance(value, Tensor) else list(value)
+    if rows == 1 and entries and not isinstance(entries[0], (list, tuple, Tensor)):
+        entries = [entries]
+    if len(entries) != rows:
+        raise ValueError(f"lengths must have an entry for each of {rows} rows, got {len(entries)}.")
+    lists = [e if isinstance(e, (list, tuple, Tensor)) else [e] for e in entries]
+    lists = [[int(n) for n in numbers] for numbers in lists]
+    for numbers in lists:
+        if min(numbers, default=0) < 0 or sum(numbers) > width:
+            rule = f"add up to at most {width} tokens per row"
+            raise ValueError(f"lengths must {rule}, got {numbers}.")
+    return [[n for n in numbers if n] for numbers in lists]
 
 
 def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -> KeyError:
-    """Of one row of a batch, from a start on; its length where that was given."""
+    """The error for tokens of one row that match no document.
+
+    `length` is the document's length if the caller passed lengths.
+    """
     here = tokens[start : start + min(SHOWN, length or SHOWN)].tolist()
     if start == 0 and length is None and len(here) > 1 and len(set(here)) == 1:
         advice = "Padding comes after the documents of a row."
     elif start and length is None:
-        advice = "Separators, and whatever else is between documents, are captured as part of them."
+        advice = "Separators, and whatever else is between documents, are captured with them."
     else:
-        advice = "Tokenise as the capture did, special tokens too, and begin at the first token."
+        advice = (
+            "Tokenise as the capture did, including special tokens, and begin at a document's"
+            " first token."
+        )
     extent = "" if length is None else f" {length} tokens long,"
     return KeyError(
         "input_ids must hold documents of the store, whole or cut off at their end, got"
-        f" {here},{extent} at token {start} of row {row}. {advice} What was not captured has no"
-        " targets; DistillTrainer evaluates without them by eval_teacher=False."
+        f" {here},{extent} at token {start} of row {row}. {advice} A document that was not captured"
+        " has no targets; DistillTrainer(eval_teacher=False) evaluates such documents without them."
     )
 
 
@@ -246,7 +263,7 @@ def some_stores(stores: list) -> None:
 
 
 def is_journal(path: Any, start: bytes, magic: bytes) -> None:
-    if start[:4] != magic[: len(start)]:
+    if start[: len(magic)] != magic[: len(start)]:
         refuse(path, f"begin with {magic!r}", repr(start))
 
 
@@ -255,8 +272,8 @@ def capture(k: Any, most: int) -> None:
         _whole("k", k, 1, most)
 
 
-def batch(given: dict) -> None:
-    ids = given.get("input_ids")
+def batch(inputs: dict) -> None:
+    ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"a batch must have input_ids of shape (B, T), got {got}.")
@@ -267,13 +284,13 @@ def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
     got = tuple(getattr(logits, "shape", ()))
     if got[:-1] != wanted[:-1] or got[-1:] < wanted[-1:]:
         raise ValueError(
-            f"model must give logits {wanted}, of each token and the store's vocabulary or a larger"
-            f" one, got {got}."
+            f"model must give logits {wanted}, of each token and at least the store's vocabulary,"
+            f" got {got}."
         )
 
 
 def rows_of_teacher(top: Tensor) -> None:
-    """Of `capture_topk`: NaN would be read as a row without slots."""
+    """Checks `top` of `capture_topk`, because NaN would be read as a row without slots."""
     if not bool(top.isfinite().all()):
         raise ValueError("model must give logits that are finite somewhere in each row, got NaN.")
 
@@ -281,34 +298,35 @@ def rows_of_teacher(top: Tensor) -> None:
 def server_output(server: str, name: str, entries: Any, tokens: Any) -> None:
     if not isinstance(entries, (list, tuple)):
         raise ValueError(
-            f"output must have the {name} of {server}, got {type(entries).__name__}: ask for them."
+            f"output must have the {name} of {server}, got {type(entries).__name__}."
+            f" Request {name} from the server."
         )
     if tokens is None:
         raise ValueError(
-            "output must have the prompt_token_ids of its prompt, got none: give them as tokens, or"
-            " beside the output in its JSON."
+            "output must have the prompt_token_ids of its prompt, got none. Pass them as tokens, or"
+            " add them to the JSON of the output."
         )
 
 
-def entries(name: str, tokens: list[int], found: list) -> None:
-    """Log-probabilities in the place of each token, None in that of the first."""
-    if not tokens or len(found) != len(tokens):
+def entries(name: str, tokens: list[int], rows: list) -> None:
+    """Checks that there are log-probabilities of each token, and None for the first."""
+    if not tokens or len(rows) != len(tokens):
         raise ValueError(
-            f"{name} must have an entry for each of {len(tokens)} tokens, got {len(found)}: the"
-            " whole prompt, from its first token on."
+            f"{name} must have an entry for each of {len(tokens)} tokens, got {len(rows)}."
+            " Request entries for the whole prompt, from its first token."
         )
-    if found[0] is not None:
+    if rows[0] is not None:
         raise ValueError(
             f"{name} must begin with None, since nothing comes before the first token, got a"
-            " distribution: it is shifted by one token."
+            " distribution. The entries are shifted by one token."
         )
-    for place, (token, row) in enumerate(zip(tokens[1:], found[1:], strict=True), start=1):
+    for place, (token, row) in enumerate(zip(tokens[1:], rows[1:], strict=True), start=1):
         if row is None:
             raise ValueError(f"{name} must have a distribution at place {place}, got None.")
         if token not in row:
             raise ValueError(
                 f"{name} must have the prompt's own token {token} at place {place}, got"
-                f" {list(row)[:5]}: it is of another prompt, or shifted."
+                f" {list(row)[:5]}. The entries belong to another prompt, or are shifted."
             )
         if not all(p <= 1e-3 for p in row.values()):
             raise ValueError(
@@ -322,7 +340,7 @@ def masses(name: str, mass: Tensor) -> None:
         place = int((mass > 1.01).nonzero()[0])
         raise ValueError(
             f"{name} must give a place a mass of at most 1, got {float(mass[place]):.4g} after"
-            f" token {place}: are they probabilities?"
+            f" token {place}. Are the entries probabilities instead of logarithms?"
         )
 
 
@@ -331,7 +349,7 @@ def labels_of(labels: Any, targets: Any) -> None:
     if tuple(labels.shape) != tuple(targets.shape):
         raise ValueError(
             f"labels must have the shape of targets, {tuple(targets.shape)},"
-            f" got {tuple(labels.shape)}: the shift by one token is made here."
+            f" got {tuple(labels.shape)}. Pass labels without a shift: distill_loss shifts them."
         )
 
 
@@ -343,19 +361,20 @@ def one_teacher(store: Any, teacher: Any) -> None:
 
 def same_temperature(where: object, stored: float, wanted: float) -> None:
     if stored != wanted:
-        refuse(where, f"have been made at the temperature {wanted} of the student", str(stored))
+        refuse(where, f"have been captured at the student's temperature {wanted}", str(stored))
 
 
 def not_locked(path: Any) -> None:
-    refuse(path, "have one writer at a time", "another that is at work on it")
+    refuse(path, "have one writer at a time", "another open writer")
 
 
 def is_open(closed: bool) -> None:
     if closed:
-        raise ValueError("a writer must be open to add documents: this one was closed.")
+        raise ValueError("a writer must be open to add documents, got a closed writer.")
 
 
 def refuse(where: object, rule: str, got: str) -> NoReturn:
+    """Raises the error for a file, a folder or another thing that is named by its path."""
     raise ValueError(
         f"{os.fspath(where) if isinstance(where, os.PathLike) else where} must {rule}, got {got}."
     )

@@ -1,43 +1,48 @@
-"""The layout of a teacher store, and the arithmetic of its columns.
+"""The layout of a teacher store on disk, and the encoding of its rows.
 
 A store is a folder:
 
-    store.json              the header (class Header below), in JSON
-    PART-NUMBER.safetensors a shard: finished documents, never written to again
-    PART.journal            documents of the shard that PART is filling (store/journal.py)
-    PART.lock               held by the one writer of PART (a worker's rank; 0 where there is one)
+    store.json               the header (class Header below) as JSON
+    RANK-NUMBER.safetensors  a shard: finished documents; a shard never changes
+    RANK.journal             documents that will be in the next shard of RANK (store/journal.py)
+    RANK.lock                locked by the writer of RANK while the writer is open
 
-A shard is a safetensors file (targets/safetensors.py): bytes 0-7 hold the length n of a JSON
-header, bytes 8 to 8 + n the header, and the tensors follow in it, widest dtype first, at the
-`data_offsets` that it gives. Its metadata has the format, its version, the store's header and a
+RANK is a writer's number, which is 0 if there is only one writer.
+
+A shard is a safetensors file (targets/safetensors.py). Bytes 0-7 hold the length n of a JSON
+header, bytes 8 to 8 + n hold the header, and the tensors follow at the `data_offsets` in the
+header, widest dtype first. The metadata holds the format, its version, the store's header and a
 SHA-256 of the tensors.
-For D documents of T tokens together, K slots a token, and ids of b bits:
 
-    starts      I64 (D + 1)       where each document begins; the last is T
-    index.hash  I64 (E)           of beginnings of documents, sorted              (store/lookup.py)
-    index.doc   I32 (E)           whose
-    tokens.W    (T · W / 8)       the tokens, as below
-    ids.W       (T, K · W / 8)    ids of the slots, the most probable first
-    top         F32 (T)           log p of the first slot; NaN: the row has no slots
+A shard of D documents with T tokens in total, K slots per token and ids of b bits has the tensors
+
+    starts      I64 (D + 1)       first token of each document; the last entry is T
+    index.hash  I64 (E)           sorted hashes of the documents' beginnings      (store/lookup.py)
+    index.doc   I32 (E)           the document of each hash
+    tokens.W    (T · W / 8)       the tokens, packed as described below
+    ids.W       (T, K · W / 8)    ids of the slots, packed; the most probable slot comes first
+    top         F32 (T)           log p of the first slot; NaN if the row has no slots
     tail        F32 (T)           log mass outside the ids, as it was given
-    step        U8  (T)           of the row's codes: 2^((step - 288) / 32) nats
-    codes       U8  (T, K - 1)    log p of the other slots is top - code · step;
-                                  254: p is 0;  255: no slot
+    step        U8  (T)           unit of the row's codes: 2^((step - 288) / 32) nats
+    codes       U8  (T, K - 1)    log p of the other slots is top - code · unit;
+                                  254 means p = 0, 255 means an empty slot
 
-and with values="f16", instead of the last two:
+With values="f16" there is no `step`, and `codes` is
 
-    codes       F16 (T, K - 1)    log p is top - code; inf: p is 0; NaN: no slot
+    codes       F16 (T, K - 1)    log p is top - code; inf means p = 0, NaN means an empty slot
 
-An integer of b bits is cut into fields of 32, 16, 8, 4, 2 and 1 bits, those that add up to b, the
-widest from its lowest bits. Field W of n integers is a tensor of its own: U32, U16 or U8, or the
-fields of 8 / W integers in each byte, the first in its lowest bits. So 18 bits are a U16 and a
-quarter of a byte, and nothing is shifted across bytes when they are read.
+An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits. The widths of the fields add
+up to b, and the widest field holds the lowest bits. Field W of n integers is one tensor. Its dtype
+is U32, U16 or U8. A byte holds 8 / W fields narrower than 8 bits, the first field in the lowest
+bits. An id of 18 bits is therefore a U16 and a quarter of a byte, and reading it never shifts bits
+across bytes.
 
 At K = 64 and V = 151,936 a token takes 128 + 16 (ids) + 63 (codes) + 9 (top, tail, step) + 2.25
-(the token) = 218.25 bytes, and a document 8 + 12 E.
+(the token) = 218.25 bytes. A document takes another 8 bytes, and 12 per index entry.
 
-`top` is such that the probabilities of a row add up to what they did before they were rounded: the
-error is one of proportions, of second order in `step`.
+Rounding keeps the mass of a row, because `top` is chosen so that the rounded probabilities have the
+same sum. The remaining error is in the proportions between slots and is of second order in the
+unit.
 """
 
 import functools
@@ -50,40 +55,40 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..targets.sparse import SparseTargets, unchecked
-from . import checks as rules
+from . import checks
 
 FORMAT, VERSION = "logitless.store", "1"
 WIDTHS = {32: torch.uint32, 16: torch.uint16, 8: torch.uint8, 4: None, 2: None, 1: None}
-SIGNED = {32: torch.int32, 16: torch.int16}  # in which PyTorch computes: unsigned ones lack much
-CODES = 253  # the largest that stands for a number
+SIGNED = {32: torch.int32, 16: torch.int16}  # PyTorch computes little with wide unsigned dtypes
+CODES = 253  # the largest code of a positive probability
 ZERO, EMPTY = 254, 255
-PER_OCTAVE, LOWEST = 32, -288  # steps are 2^((0 + LOWEST) / 32), ..., 2^((255 + LOWEST) / 32)
-TRIED = 8  # steps, each 2 % wider than the last, of which a row takes the best
+PER_OCTAVE, LOWEST = 32, -288  # units are 2^((0 + LOWEST) / 32), ..., 2^((255 + LOWEST) / 32)
+TRIED = 8  # units tried per row, each 2 % wider than the last; the best is kept
 
-Columns = dict[str, Tensor]  # rows of a shard, one tensor a column
+Table = dict[str, Tensor]  # one tensor per column; all columns have the same rows
 
 
 @dataclass(frozen=True)
 class Header:
-    """What all documents of a store have in common."""
+    """Properties that all documents of a store share."""
 
     vocab_size: int
     k: int
     values: str = "u8"  # or "f16"
-    teacher: str = ""  # its name
+    teacher: str = ""  # the teacher's name
     tokenizer: str = ""  # `tokenizer_hash` of the tokenizer
-    temperature: float = 1.0  # at which the log-probabilities were taken
-    alignment: str = "next"  # row i is of the token after tokens[i]
+    temperature: float = 1.0  # temperature of the log-probabilities
+    alignment: str = "next"  # row i describes the token after tokens[i]
 
     def __post_init__(self):
-        rules.header(self)
+        checks.header(self)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 
     @staticmethod
     def from_json(where: object, text: str | bytes) -> "Header":
-        return Header(**rules.header_fields(where, text, Header))
+        return Header(**checks.header_fields(where, text, Header))
 
     @property
     def bits(self) -> int:
@@ -94,15 +99,15 @@ class Header:
         return torch.int32 if self.bits < 32 else torch.int64
 
     def layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Dtype of each column of rows, and the shape of a row in it."""
-        found = {
+        """Dtype of each column, and the shape of one row in the column."""
+        columns = {
             f"ids.{width}": (dtype or torch.uint8, (packed_length(self.k, width),))
             for width, dtype in widths(self.bits)
         }
-        found |= {"top": (torch.float32, ()), "tail": (torch.float32, ())}
+        columns |= {"top": (torch.float32, ()), "tail": (torch.float32, ())}
         if self.values == "f16":
-            return found | {"codes": (torch.float16, (self.k - 1,))}
-        return found | {"codes": (torch.uint8, (self.k - 1,)), "step": (torch.uint8, ())}
+            return columns | {"codes": (torch.float16, (self.k - 1,))}
+        return columns | {"codes": (torch.uint8, (self.k - 1,)), "step": (torch.uint8, ())}
 
     def row_bytes(self) -> int:
         return sum(
@@ -110,20 +115,21 @@ class Header:
         )
 
 
-# Integers of a few bits
+# Packing of integers
 
 
 def widths(bits: int) -> list[tuple[int, torch.dtype | None]]:
+    """Widths of the fields of an integer, widest first; the dtype is None below 8 bits."""
     return [(width, dtype) for width, dtype in WIDTHS.items() if bits & width]
 
 
 def packed_length(n: int, width: int) -> int:
-    """How many elements hold n fields."""
+    """The number of tensor elements that hold n fields."""
     return n if width >= 8 else -(-n * width // 8)
 
 
 def pack(x: Tensor, bits: int) -> dict[int, Tensor]:
-    """Integers (..., n) to their fields, by width."""
+    """Cuts integers (..., n) into fields; returns one tensor per width."""
     fields, shift = {}, 0
     for width, dtype in widths(bits):
         field = x >> shift & (1 << width) - 1
@@ -137,29 +143,29 @@ def pack(x: Tensor, bits: int) -> dict[int, Tensor]:
 
 
 def unpack(fields: Mapping[int, Tensor], n: int, dtype: torch.dtype) -> Tensor:
-    """What `pack` was given, (..., n)."""
-    found, shift = None, 0
+    """The inverse of `pack`: integers (..., n) of the given dtype."""
+    integers, shift = None, 0
     for width, field in fields.items():
         if width >= 8:
-            part = field.to(dtype) << shift if shift else field.to(dtype)
+            shifted = field.to(dtype) << shift if shift else field.to(dtype)
         else:
-            table = _table(width, shift, dtype)
-            part = table.index_select(0, field.reshape(-1).int())
-            part = part.view(*field.shape[:-1], field.shape[-1] * (8 // width))[..., :n]
-        found = part if found is None else found.bitwise_or_(part)
+            fields_of_byte = _fields_of_byte(width, shift, dtype)
+            shifted = fields_of_byte.index_select(0, field.reshape(-1).int())
+            shifted = shifted.view(*field.shape[:-1], field.shape[-1] * (8 // width))[..., :n]
+        integers = shifted if integers is None else integers.bitwise_or_(shifted)
         shift += width
-    return found
+    return integers
 
 
 @functools.lru_cache
-def _table(width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """For each byte the fields in it, each where it stands in its integer, (256, 8 / width)."""
+def _fields_of_byte(width: int, shift: int, dtype: torch.dtype) -> Tensor:
+    """The fields in each of the 256 bytes, shifted to their place, (256, 8 / width)."""
     fields = torch.arange(256)[:, None] >> torch.arange(0, 8, width) & (1 << width) - 1
     return (fields << shift).to(dtype)
 
 
 def field_at(field: Tensor, width: int, places: Tensor) -> Tensor:
-    """Fields of a stream of integers, at some places of it."""
+    """One field of the integers at the given places of a packed sequence."""
     if width == 8:
         return field[places].long()
     if width > 8:
@@ -168,58 +174,62 @@ def field_at(field: Tensor, width: int, places: Tensor) -> Tensor:
     return field[places // per].long() >> places % per * width & (1 << width) - 1
 
 
-# Rows
+# Encoding of rows
 
 
-def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Columns:
-    """Rows of targets, (T,), as columns, on the same device.
+def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Table:
+    """Encodes the rows of targets, (T,), on their device.
 
-    Nothing waits for it where the slots are known to be sorted, as `capture_topk` sorts them.
+    `sorted_` promises that the slots are sorted, as `capture_topk` returns them. The host then does
+    not wait for the device.
     """
-    ids, logprobs, there = _ordered(targets, header.k, sorted_)
-    top, logprobs = logprobs[:, 0], logprobs.masked_fill(~there, -torch.inf)
+    ids, logprobs, valid = _ordered(targets, header.k, sorted_)
+    top, logprobs = logprobs[:, 0], logprobs.masked_fill(~valid, -torch.inf)
     below = torch.where(logprobs == -torch.inf, 0.0, top[:, None] - logprobs)
     mass = logprobs.logsumexp(-1)
-    zero = there & (logprobs == -torch.inf)
-    rounded = _in_halves if header.values == "f16" else _in_bytes
-    columns, steps = rounded(below, logprobs, zero, there)
-    kept = torch.where(logprobs == -torch.inf, -torch.inf, -steps).logsumexp(-1)
-    top = torch.where(top == -torch.inf, top, mass - kept)
-    columns["top"] = torch.where(there[:, 0], top, torch.nan)
+    zero = valid & (logprobs == -torch.inf)
+    encode = _in_halves if header.values == "f16" else _in_bytes
+    table, rounded = encode(below, logprobs, zero, valid)
+    rounded_mass = torch.where(logprobs == -torch.inf, -torch.inf, -rounded).logsumexp(-1)
+    top = torch.where(top == -torch.inf, top, mass - rounded_mass)
+    table["top"] = torch.where(valid[:, 0], top, torch.nan)
     tail = targets.tail
-    if tail is None:  # what topk_distill takes for it
+    if tail is None:  # topk_distill computes a missing tail in the same way
         tail = torch.log1p(-mass.double().exp().clamp_max(1))
-    columns["tail"] = torch.where(there[:, 0], tail.float(), 0.0)
-    packed = pack(torch.where(there, ids, 0), header.bits)
-    return columns | {f"ids.{width}": field for width, field in packed.items()}
+    table["tail"] = torch.where(valid[:, 0], tail.float(), 0.0)
+    packed = pack(torch.where(valid, ids, 0), header.bits)
+    return table | {f"ids.{width}": field for width, field in packed.items()}
 
 
 def _ordered(targets: SparseTargets, k: int, sorted_: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, log-probabilities and which slots are there, (T, k); the most probable come first."""
+    """Ids, log-probabilities and a mask of valid slots, (T, k), the most probable slot first."""
     ids, logprobs = targets.ids.long(), targets.logprobs.detach().float()
-    there = torch.ones_like(ids, dtype=torch.bool) if targets.mask is None else targets.mask != 0
-    more = (0, k - targets.k)
-    ids, logprobs, there = pad(ids, more), pad(logprobs, more), pad(there, more)
+    valid = torch.ones_like(ids, dtype=torch.bool) if targets.mask is None else targets.mask != 0
+    padding = (0, k - targets.k)
+    ids, logprobs, valid = pad(ids, padding), pad(logprobs, padding), pad(valid, padding)
     if sorted_:
-        return ids, logprobs, there
-    key = torch.where(there, logprobs.clamp_min(torch.finfo(torch.float32).min), -torch.inf)
+        return ids, logprobs, valid
+    key = torch.where(valid, logprobs.clamp_min(torch.finfo(torch.float32).min), -torch.inf)
     if bool((key[:, 1:] > key[:, :-1]).any()):
         order = key.sort(dim=-1, descending=True, stable=True).indices
-        ids, logprobs, there = (t.gather(-1, order) for t in (ids, logprobs, there))
-    return ids, logprobs, there
+        ids, logprobs, valid = (t.gather(-1, order) for t in (ids, logprobs, valid))
+    return ids, logprobs, valid
 
 
-def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, there: Tensor):
+def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
+    """Codes in fp16, and the distances below `top` that they stand for."""
     codes = below.clamp_max(torch.finfo(torch.float16).max).half()
-    steps = codes.float()
-    codes = codes.masked_fill(zero, torch.inf).masked_fill(~there, torch.nan)
-    return {"codes": codes[:, 1:].contiguous()}, steps
+    rounded = codes.float()
+    codes = codes.masked_fill(zero, torch.inf).masked_fill(~valid, torch.nan)
+    return {"codes": codes[:, 1:].contiguous()}, rounded
 
 
-def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, there: Tensor):
-    """Codes in a step that covers the row, of several such the one that changes it least.
+def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
+    """Codes in 8 bits, and the distances below `top` that they stand for.
 
-    A row's weight is on a few slots, and some step comes near to all of them.
+    Each row takes the unit with the smallest KL divergence among the TRIED smallest units that
+    cover the row. Trying several helps because most of a row's mass is in a few slots, and one of
+    the units comes close to all of them.
     """
     least = torch.log2(below.amax(-1, keepdim=True) / CODES) * PER_OCTAVE
     least = (least.ceil() - LOWEST).clamp(0, 255)
@@ -227,68 +237,70 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, there: Tensor):
     step, error = least, torch.full_like(least, torch.inf)
     for more in range(TRIED):
         tried = (least + more).clamp_max(255)
-        off = below - _codes(below, tried) * _width_of(tried)
-        # KL to the row as it will be read: log p̂ = log p + off - log Σ p e^off
+        off = below - _codes(below, tried) * _unit(tried)
+        # KL divergence to the decoded row, where log p̂ = log p + off - log Σ p e^off
         kl = (p * off.exp()).sum(-1, keepdim=True).log() - (p * off).sum(-1, keepdim=True)
         step, error = torch.where(kl < error, tried, step), torch.minimum(kl, error)
-    found = _codes(below, step)
-    codes = found.masked_fill(zero, ZERO).masked_fill(~there, EMPTY).to(torch.uint8)
-    columns = {"codes": codes[:, 1:].contiguous(), "step": step[:, 0].to(torch.uint8)}
-    return columns, found * _width_of(step)
+    numbers = _codes(below, step)
+    codes = numbers.masked_fill(zero, ZERO).masked_fill(~valid, EMPTY).to(torch.uint8)
+    table = {"codes": codes[:, 1:].contiguous(), "step": step[:, 0].to(torch.uint8)}
+    return table, numbers * _unit(step)
 
 
 def _codes(below: Tensor, step: Tensor) -> Tensor:
-    return (below / _width_of(step)).round_().clamp_max_(CODES)
+    return (below / _unit(step)).round_().clamp_max_(CODES)
 
 
-def _width_of(step: Tensor) -> Tensor:
+def _unit(step: Tensor) -> Tensor:
+    """The unit of the codes, in nats."""
     return torch.exp2((step.float() + LOWEST) / PER_OCTAVE)
 
 
-def decoded(columns: Columns, header: Header) -> SparseTargets:
-    """Columns of rows as targets, (T,), on the CPU."""
-    k, top, codes = header.k, columns["top"], columns["codes"]
-    fields = {width: columns[f"ids.{width}"] for width, _ in widths(header.bits)}
+def decoded(table: Table, header: Header) -> SparseTargets:
+    """Decodes rows into targets, (T,), on the CPU."""
+    k, top, codes = header.k, table["top"], table["codes"]
+    fields = {width: table[f"ids.{width}"] for width, _ in widths(header.bits)}
     ids = unpack(fields, k, header.id_dtype)
-    rules.ids_in_vocabulary(ids, header.vocab_size)
+    checks.ids_in_vocabulary(ids, header.vocab_size)
     logprobs = torch.empty(ids.shape)
     logprobs[:, 0] = top
     if header.values == "f16":
         torch.sub(top[:, None], codes, out=logprobs[:, 1:])
-        gone = bool(logprobs.isnan().any())
+        some_empty = bool(logprobs.isnan().any())
     else:
-        step = _all_widths()[columns["step"].int()]
-        torch.addcmul(top[:, None], codes.float(), step[:, None], value=-1, out=logprobs[:, 1:])
-        gone = bool(top.isnan().any())
+        unit = _all_units()[table["step"].int()]
+        torch.addcmul(top[:, None], codes.float(), unit[:, None], value=-1, out=logprobs[:, 1:])
+        some_empty = bool(top.isnan().any())
         if codes.numel() and int(codes.max()) > CODES:
             logprobs[:, 1:].masked_fill_(codes == ZERO, -torch.inf)
             logprobs[:, 1:].masked_fill_(codes == EMPTY, torch.nan)
-            gone = True
-    if not gone:
-        return unchecked(ids, logprobs, columns["tail"].clone())
+            some_empty = True
+    if not some_empty:
+        return unchecked(ids, logprobs, table["tail"].clone())
     mask = ~logprobs.isnan()
     mask = mask & mask[:, :1]
-    tail, logprobs = columns["tail"].clone(), logprobs.masked_fill(~mask, -torch.inf)
+    tail, logprobs = table["tail"].clone(), logprobs.masked_fill(~mask, -torch.inf)
     return unchecked(ids, logprobs, tail, None if bool(mask.all()) else mask)
 
 
 @functools.lru_cache
-def _all_widths() -> Tensor:
-    return _width_of(torch.arange(256))
+def _all_units() -> Tensor:
+    return _unit(torch.arange(256))
 
 
-def without_slots(n: int, header: Header) -> Columns:
-    """n rows of which the teacher says nothing."""
-    found = {
+def without_slots(n: int, header: Header) -> Table:
+    """n rows whose slots are all empty."""
+    table = {
         name: torch.zeros((n, *shape), dtype=dtype)
         for name, (dtype, shape) in header.layout().items()
     }
-    found["top"].fill_(torch.nan)
-    found["codes"].fill_(torch.nan if header.values == "f16" else EMPTY)
-    return found
+    table["top"].fill_(torch.nan)
+    table["codes"].fill_(torch.nan if header.values == "f16" else EMPTY)
+    return table
 
 
-def joined(parts: list[Columns]) -> Columns:
-    if len(parts) == 1:
-        return parts[0]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+def joined(tables: list[Table]) -> Table:
+    """The rows of all tables, one table after the other."""
+    if len(tables) == 1:
+        return tables[0]
+    return {name: torch.cat([table[name] for table in tables]) for name in tables[0]}

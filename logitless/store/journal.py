@@ -1,15 +1,16 @@
-"""Documents that are in no shard yet, in a file to which they are appended one by one.
+"""The journal of a writer: documents that are not in a shard yet, appended one by one.
 
     bytes 0-3     LLJ1
-    bytes 4-7     the number of the shard that they will be in
-    then, for each document,
-    8 bytes       its number of tokens n
-    4 bytes       CRC-32 of the rest
-    8 n bytes     its tokens
-    ...           its rows, column by column, as in a shard
+    bytes 4-7     the number of the shard that the documents will be in
+    then one record per document:
+    8 bytes       n, the number of tokens
+    4 bytes       CRC-32 of the tokens and rows
+    8 n bytes     the tokens
+    ...           the rows, column by column, encoded as in a shard (store/format.py)
 
-A writer that was killed leaves a last record that is too short, or whose checksum is wrong: it is
-cut off. A journal whose shard exists is one that was not removed any more.
+A killed writer may leave a last record that is too short or has a wrong checksum. Recovery cuts
+such a record off. If the journal's shard exists, the writer was killed after writing the shard and
+before clearing the journal. Recovery then discards the documents, because the shard has them.
 """
 
 import os
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..targets.safetensors import buffer
-from . import checks as rules
-from .format import Columns, Header
+from . import checks
+from .format import Header, Table
 from .shard import shard_path
 
 MAGIC = b"LLJ1"
@@ -30,48 +31,48 @@ RECORD = 12  # bytes before the tokens
 
 
 class Journal:
-    """Of the shard of some number; `recover` comes first."""
+    """The journal for shard `number`. Call `recover` before `append`."""
 
     def __init__(self, path: Path, header: Header, number: int):
         self.path, self.header, self.number = path, header, number
         self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         self.size = 0
 
-    def recover(self) -> list[tuple[Tensor, Columns]]:
-        """The documents that are whole; what follows them is cut off."""
+    def recover(self) -> list[tuple[Tensor, Table]]:
+        """Returns the complete documents and cuts off anything after them."""
         end = os.fstat(self.file).st_size
         start = os.pread(self.file, START, 0)
-        rules.is_journal(self.path, start, MAGIC)
-        number = int.from_bytes(start[4:], "little")
+        checks.is_journal(self.path, start, MAGIC)
+        number = int.from_bytes(start[len(MAGIC) :], "little")
         if len(start) < START or number < self.number:
             self.clear(self.number)
             return []
         self.number = number
-        found, self.size = [], START
+        documents, self.size = [], START
         while (record := self._read(self.size, end)) is not None:
             document, self.size = record
-            found.append(document)
+            documents.append(document)
         os.ftruncate(self.file, self.size)
-        return found
+        return documents
 
-    def append(self, tokens: Tensor, rows: Columns) -> None:
-        """Whole, or not at all."""
-        parts = [buffer(tokens)] + [buffer(rows[name]) for name in self.header.layout()]
-        check = 0
-        for part in parts:
-            check = zlib.crc32(part, check)
-        head = len(tokens).to_bytes(8, "little") + check.to_bytes(4, "little")
+    def append(self, tokens: Tensor, rows: Table) -> None:
+        """Appends one document; if an error occurs, nothing of it stays in the file."""
+        buffers = [buffer(tokens)] + [buffer(rows[name]) for name in self.header.layout()]
+        checksum = 0
+        for data in buffers:
+            checksum = zlib.crc32(data, checksum)
+        head = len(tokens).to_bytes(8, "little") + checksum.to_bytes(4, "little")
         place = self.size
         try:
-            for part in (head, *parts):
-                place = _write(self.file, memoryview(part).cast("B"), place)
+            for data in (head, *buffers):
+                place = _write(self.file, memoryview(data).cast("B"), place)
         except BaseException:
             os.ftruncate(self.file, self.size)
             raise
         self.size = place
 
     def clear(self, number: int) -> None:
-        """Empty, for the next shard."""
+        """Empties the journal, which then belongs to shard `number`."""
         self.number = number
         os.ftruncate(self.file, 0)
         self.size = _write(self.file, memoryview(self._start()), 0)
@@ -82,7 +83,8 @@ class Journal:
     def _start(self) -> bytes:
         return MAGIC + self.number.to_bytes(4, "little")
 
-    def _read(self, place: int, end: int) -> tuple[tuple[Tensor, Columns], int] | None:
+    def _read(self, place: int, end: int) -> tuple[tuple[Tensor, Table], int] | None:
+        """The document at `place` and the end of its record; None if the record is damaged."""
         head = os.pread(self.file, RECORD, place)
         n = int.from_bytes(head[:8], "little")
         length = n * (8 + self.header.row_bytes())
@@ -96,14 +98,14 @@ class Journal:
             rows[name] = torch.empty((n, *shape), dtype=dtype)
             size = rows[name].numel() * dtype.itemsize
             if size:
-                part = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=at)
-                rows[name].view(-1).view(torch.uint8).copy_(part)
+                column = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=at)
+                rows[name].view(-1).view(torch.uint8).copy_(column)
             at += size
         return (tokens, rows), place + RECORD + length
 
 
 def _write(file: int, data: memoryview, place: int) -> int:
-    """All of it, however little the system takes at a time; returns where it ends."""
+    """Writes all data, in several calls if the system writes less; returns the end."""
     while data:
         done = os.pwrite(file, data, place)
         data, place = data[done:], place + done
@@ -111,23 +113,24 @@ def _write(file: int, data: memoryview, place: int) -> int:
 
 
 def _read(file: int, length: int, place: int) -> bytes:
-    """Of at most 2 GiB at a time, which is what the system gives."""
-    parts = []
-    while length and (part := os.pread(file, min(length, 1 << 30), place)):
-        parts.append(part)
-        length, place = length - len(part), place + len(part)
-    return b"".join(parts)
+    """Reads `length` bytes in pieces of 1 GiB, because one call returns at most 2 GiB."""
+    pieces = []
+    while length and (piece := os.pread(file, min(length, 1 << 30), place)):
+        pieces.append(piece)
+        length, place = length - len(piece), place + len(piece)
+    return b"".join(pieces)
 
 
 def unfinished(path: Path) -> int:
-    """Bytes in the journals of a store whose shards are not written, a cut-off last record too.
+    """The number of bytes in the journals of a store that are not in a shard yet.
 
-    They are of writers at work, or that have died.
+    The journals belong to open writers or to writers that were killed. A damaged last record
+    counts as well.
     """
-    found = 0
+    size = 0
     for journal in path.glob("[0-9]*.journal"):
         with open(journal, "rb") as file:
-            number = int.from_bytes(file.read(START)[4:], "little")
+            number = int.from_bytes(file.read(START)[len(MAGIC) :], "little")
         if not shard_path(path, journal.stem, number).exists():
-            found += max(0, journal.stat().st_size - START)
-    return found
+            size += max(0, journal.stat().st_size - START)
+    return size

@@ -1,11 +1,12 @@
 """Finding a document by its tokens.
 
-The index of a shard holds a hash of some beginnings of each document, of 1, 4, 16, 64, ... tokens
-and of all of them, sorted. A whole document is found by the last; one that was cut off by its
-longest beginning in the index, and is then compared token by token: hashes only propose.
+The index of a shard holds sorted hashes of each document: of its first 1, 4, 16, 64, ... tokens and
+of the whole document. A whole document is found by its last hash. A document that was cut off is
+found by its longest beginning in the index. Every candidate is then compared token by token,
+because hashes only propose candidates.
 
-The hash of tokens[a:b] is Σ (token + 1) B^(i - a) mod 2^64, made of sums that are taken once for
-all a and b, and mixed with the length.
+The hash of tokens[a:b] is Σ (token + 1) B^(i - a) mod 2^64, mixed with the length. It is computed
+from prefix sums, so that one pass over the tokens serves all a and b.
 """
 
 import bisect
@@ -16,25 +17,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks as rules
+from . import checks
 
-BASE = 0x9E3779B97F4A7C15 - 2**64  # odd: it has an inverse
+BASE = 0x9E3779B97F4A7C15 - 2**64  # odd, so that it has an inverse mod 2^64
 INVERSE = pow(BASE, -1, 2**64)
 INVERSE -= 2**64 if INVERSE >= 2**63 else 0
 MIX = 0x2545F4914F6CDD1D
-NOTICED = 16  # tokens of a beginning by which a document is noticed
-COMPARED = 4096  # candidates at once
-PEEKED = 64  # tokens of a candidate that are compared before all of them are
+NOTICED = 16  # `likely_starts` hashes as many tokens from each place
+COMPARED = 4096  # candidates compared at once
+PEEKED = 64  # with several candidates, their first 64 tokens are compared first
 
 
-class Found(NamedTuple):
-    shard: Any  # _shard.Shard
-    document: int  # of the shard
-    length: int  # how many tokens of it agree
+class Match(NamedTuple):
+    """A document of the store that agrees with some tokens of a batch."""
+
+    shard: Any  # shard.Shard
+    document: int  # number of the document within its shard
+    length: int  # number of tokens that agree, from the document's first
 
 
 class Hashes:
-    """Of any range of a sequence of tokens."""
+    """Hashes of any ranges of one sequence of tokens."""
 
     def __init__(self, tokens: Tensor):
         factors = torch.full((len(tokens) + 1,), BASE)
@@ -53,116 +56,119 @@ class Hashes:
 
 
 def beginnings(longest: int) -> list[int]:
-    """Lengths that are in the index beside the whole, the longest first."""
-    found = [1]
-    while found[-1] * 4 < longest:
-        found.append(found[-1] * 4)
-    return found[::-1]
+    """Lengths of the hashed beginnings of a document, longest first, without its whole length."""
+    lengths = [1]
+    while lengths[-1] * 4 < longest:
+        lengths.append(lengths[-1] * 4)
+    return lengths[::-1]
 
 
 def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     """The columns index.hash and index.doc of a shard."""
     begin, lengths = starts[:-1], starts.diff()
-    every = torch.arange(len(lengths))
-    hashes = Hashes(tokens)
-    found, whose = [hashes(begin, lengths)], [every]
+    documents = torch.arange(len(lengths))
+    hash_of = Hashes(tokens)
+    hashes, owners = [hash_of(begin, lengths)], [documents]
     for n in beginnings(int(lengths.max())):
-        longer = every[lengths > n]
-        found.append(hashes(begin[longer], torch.full_like(longer, n)))
-        whose.append(longer)
-    found, order = torch.cat(found).sort(stable=True)
-    return found, torch.cat(whose)[order].int()
+        longer = documents[lengths > n]
+        hashes.append(hash_of(begin[longer], torch.full_like(longer, n)))
+        owners.append(longer)
+    hashes, order = torch.cat(hashes).sort(stable=True)
+    return hashes, torch.cat(owners)[order].int()
 
 
 class Index:
-    """Of all shards of a store. That of one shard is read where it lies; several are merged."""
+    """The index of a store.
+
+    The index of a single shard is read in place. The indices of several shards are merged.
+    """
 
     def __init__(self, shards: Sequence[Any]):
         self.shards = shards
         self.first = list(accumulate(map(len, shards), initial=0))
-        columns = [(shard.columns["index.hash"], shard.columns["index.doc"]) for shard in shards]
+        indices = [(shard.columns["index.hash"], shard.columns["index.doc"]) for shard in shards]
         if len(shards) == 1:
-            ((self.hashes, self.numbers),) = columns
+            ((self.hashes, self.numbers),) = indices
             return
-        numbers = [doc.long() + n for n, (_, doc) in zip(self.first, columns, strict=False)]
-        self.hashes, order = torch.cat([torch.empty(0).long(), *(h for h, _ in columns)]).sort()
+        numbers = [doc.long() + n for n, (_, doc) in zip(self.first, indices, strict=False)]
+        self.hashes, order = torch.cat([torch.empty(0).long(), *(h for h, _ in indices)]).sort()
         self.numbers = torch.cat([torch.empty(0).long(), *numbers])[order]
 
-    def document(self, tokens: Tensor) -> Found | None:
-        """The one that has just these tokens."""
+    def document(self, tokens: Tensor) -> Match | None:
+        """The document that has exactly these tokens."""
         wanted = Hashes(tokens)(torch.zeros(1, dtype=torch.int64), torch.tensor([len(tokens)]))
         for _, entries in self._hits(wanted):
             for shard, documents in self._candidates(*entries):
                 lengths = shard.starts[documents + 1] - shard.starts[documents]
-                for found in _agreeing(shard, documents[lengths == len(tokens)], tokens, True):
-                    return found
+                for match in _agreeing(shard, documents[lengths == len(tokens)], tokens, True):
+                    return match
         return None
 
     def match(
         self, tokens: Tensor, hashes: Hashes, starts: list[int], limits: list[int], whole: bool
-    ) -> list[Found | None]:
-        """For each start the longest document that agrees with the tokens there, up to the limit.
+    ) -> list[Match | None]:
+        """The longest match at each start of a sequence, None if no document matches there.
 
-        A document may be longer than the limit: then its beginning agrees. With `whole`, one that
-        is shorter is none.
+        `limits` are the greatest lengths of the matches. A document longer than the limit matches
+        by its beginning. With `whole`, a document shorter than the limit does not match.
         """
-        found: list[Found | None] = [None] * len(starts)
+        matches: list[Match | None] = [None] * len(starts)
         if not starts:
-            return found
+            return matches
         begin, limit = torch.tensor(starts)[:, None], torch.tensor(limits)[:, None]
         lengths = torch.tensor([0, *beginnings(max(limits))]).repeat(len(starts), 1)
-        lengths[:, :1] = limit  # then shorter and shorter beginnings
+        lengths[:, :1] = limit  # the whole range first, then shorter and shorter beginnings
         wanted = hashes(begin, lengths.clamp_max(limit)).flatten()
         for place, entries in self._hits(wanted):
             at = place // lengths.shape[1]
-            if found[at] is None:
+            if matches[at] is None:
                 here = tokens[starts[at] : starts[at] + limits[at]]
-                found[at] = self._longest(entries, here, whole)
-        return found
+                matches[at] = self._longest(entries, here, whole)
+        return matches
 
     def likely_starts(self, hashes: Hashes, total: int) -> list[int]:
-        """Places of a sequence of tokens where a document may begin, unless it is a short one."""
+        """Places where a document of at least NOTICED tokens may begin."""
         places = torch.arange(max(total - NOTICED + 1, 0))
         wanted = hashes(places, torch.full_like(places, NOTICED))
         return [place for place, _ in self._hits(wanted)]
 
     def _hits(self, wanted: Tensor) -> list[tuple[int, tuple[int, int]]]:
-        """Which of the hashes are in the index, each with the range of its entries."""
+        """The places of `wanted` whose hash is in the index, with the range of its entries."""
         if not len(self.hashes):
             return []
         low = torch.searchsorted(self.hashes, wanted)
-        there = self.hashes[low.clamp_max(len(self.hashes) - 1)] == wanted
-        places = there.nonzero()[:, 0]
+        is_hit = self.hashes[low.clamp_max(len(self.hashes) - 1)] == wanted
+        places = is_hit.nonzero()[:, 0]
         high = torch.searchsorted(self.hashes, wanted[places], right=True)
         ranges = zip(low[places].tolist(), high.tolist(), strict=True)
         return list(zip(places.tolist(), ranges, strict=True))
 
     def _candidates(self, low: int, high: int) -> Iterator[tuple[Any, Tensor]]:
-        """The documents that a range of the index names, some of one shard at a time."""
+        """The documents in a range of index entries, in groups that belong to one shard."""
         for begin in range(low, high, COMPARED):
             numbers = self.numbers[begin : min(begin + COMPARED, high)].long()
             least, most = (int(end) for end in numbers.aminmax())
-            rules.in_store(least, most, self.first[-1])
-            one, last = (bisect.bisect_right(self.first, n) - 1 for n in (least, most))
-            for i in range(one, last + 1):
-                here = numbers - self.first[i]
-                if one < last:
-                    here = here[(here >= 0) & (here < len(self.shards[i]))]
-                yield self.shards[i], here
+            checks.in_store(least, most, self.first[-1])
+            first, last = (bisect.bisect_right(self.first, n) - 1 for n in (least, most))
+            for i in range(first, last + 1):
+                documents = numbers - self.first[i]
+                if first < last:
+                    documents = documents[(documents >= 0) & (documents < len(self.shards[i]))]
+                yield self.shards[i], documents
 
-    def _longest(self, entries: tuple[int, int], here: Tensor, whole: bool) -> Found | None:
+    def _longest(self, entries: tuple[int, int], here: Tensor, whole: bool) -> Match | None:
         for shard, documents in self._candidates(*entries):
             agreeing = list(_agreeing(shard, documents, here, whole))
             if agreeing:
-                return max(agreeing, key=lambda found: found.length)
+                return max(agreeing, key=lambda match: match.length)
         return None
 
 
-def _agreeing(shard: Any, documents: Tensor, here: Tensor, whole: bool) -> Iterator[Found]:
-    """Those of some candidates whose tokens are the ones that stand here."""
+def _agreeing(shard: Any, documents: Tensor, here: Tensor, whole: bool) -> Iterator[Match]:
+    """Matches of the candidate documents that agree with the tokens `here`."""
     begin = shard.starts[documents]
     lengths = (shard.starts[documents + 1] - begin).clamp_max(len(here))
-    if len(documents) > 1:  # of many, most differ soon
+    if len(documents) > 1:  # most of several candidates differ within the first tokens
         places = torch.arange(min(PEEKED, len(here)))
         inside = places < lengths[:, None]
         seen = shard.tokens_at((begin[:, None] + places) * inside)
@@ -170,4 +176,4 @@ def _agreeing(shard: Any, documents: Tensor, here: Tensor, whole: bool) -> Itera
         documents, begin, lengths = documents[same], begin[same], lengths[same]
     for document, a, n in zip(documents.tolist(), begin.tolist(), lengths.tolist(), strict=True):
         if (n == len(here) or not whole) and torch.equal(shard.tokens(a, a + n), here[:n]):
-            yield Found(shard, document, n)
+            yield Match(shard, document, n)

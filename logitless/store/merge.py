@@ -1,10 +1,10 @@
-"""One store of several, as of the workers that each wrote their own."""
+"""Merging several stores into one, for example the stores of several machines."""
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from . import checks as rules
+from . import checks
 from .reader import Store
 from .writer import Writer
 
@@ -16,19 +16,20 @@ def merge(
     shard_bytes: int = 1 << 28,
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """All documents of some stores in a new one, each once; returns how many it has.
+    """Copies the documents of several stores into a new one; returns its number of documents.
 
-    Their headers must agree. Numbers are copied as they are, not rounded again. Merging one store
-    alone is a way to other sizes of shards. A merge that was killed is resumed by running it again.
+    A document that is in several stores is copied once. All headers must be equal. Rows are copied
+    without another rounding. Merging a single store changes its shard size. A merge that was killed
+    is resumed by running it again.
     """
     opened = [store if isinstance(store, Store) else Store(store) for store in stores]
-    rules.some_stores(opened)
+    checks.some_stores(opened)
     header = opened[0].info
     for store in opened[1:]:
-        rules.same_header(store.path, store.info, header)
-    about = asdict(header)
-    about.pop("alignment")
-    with Writer(path, part=0, shard_bytes=shard_bytes, **about) as writer:
+        checks.same_header(store.path, store.info, header, opened[0].path)
+    fields = asdict(header)
+    fields.pop("alignment")
+    with Writer(path, part=0, shard_bytes=shard_bytes, **fields) as writer:
         for store in opened:
             for shard in store.shards:
                 for document in range(len(shard)):

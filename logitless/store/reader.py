@@ -1,4 +1,8 @@
-"""Reading a store: documents by their number, by their tokens, and batches of them."""
+"""Reading a store: documents by number or by tokens, and the targets of whole batches.
+
+store/lookup.py finds documents by tokens, store/shard.py maps the files, and store/training.py
+combines the targets of a batch with a loss.
+"""
 
 import bisect
 import functools
@@ -12,147 +16,152 @@ import torch
 from torch import Tensor
 
 from ..targets.sparse import SparseTargets
-from . import checks as rules
-from .format import Columns, Header, decoded, joined, without_slots
-from .lookup import Found, Hashes, Index
+from . import checks
+from .format import Header, Table, decoded, joined, without_slots
+from .lookup import Hashes, Index, Match
 from .shard import header_of, shards_of
 from .verify import Report, verify
 
 
 class Store:
-    """The documents of a store, and what its teacher says of each token.
+    """The documents of a store, and the teacher's distribution of each next token.
 
-    Nothing is read before it is asked for, and then from files mapped into memory. A store given
-    `tokenizer`, the `tokenizer_hash` of yours, refuses to open if it was made with another.
+    The files are mapped into memory, and rows are read when they are used. If `tokenizer` is the
+    `tokenizer_hash` of your tokenizer, a store that was made with another tokenizer is refused.
 
     >>> store = Store("targets")
-    >>> tokens, targets = store[0]  # targets[i] is of the token after tokens[i]
-    >>> tokens, targets = store[0, 128:256]  # a part of it
-    >>> targets = store.targets_for(input_ids)  # of a batch, shaped like it
+    >>> tokens, targets = store[0]  # targets[i] describes the token after tokens[i]
+    >>> tokens, targets = store[0, 128:256]  # a range of its tokens
+    >>> targets = store.targets_for(input_ids)  # a batch; targets have the shape of input_ids
     """
 
     def __init__(self, path: str | os.PathLike, *, tokenizer: str = ""):
         self.path = Path(path)
         self.info: Header = header_of(self.path)
-        rules.same_tokenizer(self.path, self.info.tokenizer, tokenizer)
+        checks.same_tokenizer(self.path, self.info.tokenizer, tokenizer)
         self.shards = shards_of(self.path, self.info)
         self._first = list(accumulate(map(len, self.shards), initial=0))
 
     @functools.cached_property
     def index(self) -> Index:
-        """Made when a document is first looked for."""
+        """Built at the first lookup."""
         return Index(self.shards)
 
     def __len__(self) -> int:
-        """Documents."""
+        """The number of documents."""
         return self._first[-1]
 
     @property
     def tokens(self) -> int:
-        """Of all documents together."""
+        """The number of tokens in all documents."""
         return sum(int(shard.starts[-1]) for shard in self.shards)
 
     @property
     def lengths(self) -> Tensor:
-        """Of each document, in tokens."""
-        found = [shard.starts.diff() for shard in self.shards]
-        return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)
+        """The number of tokens in each document."""
+        lengths = [shard.starts.diff() for shard in self.shards]
+        return torch.cat(lengths) if lengths else torch.empty(0, dtype=torch.int64)
 
     def __getitem__(self, index: Any) -> tuple[Tensor, SparseTargets]:
-        """A document, store[i], or a range of its tokens, store[i, a:b]."""
-        i, part = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
-        i = rules.document_number(i, len(self))
+        """Tokens and targets of a document, store[i], or of a range of tokens, store[i, a:b]."""
+        i, tokens = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
+        i = checks.document_number(i, len(self))
         which = bisect.bisect_right(self._first, i) - 1
         shard = self.shards[which]
         begin, end = shard.span(i - self._first[which])
-        a, b = rules.row_range(part, end - begin)
+        a, b = checks.row_range(tokens, end - begin)
         rows = decoded(shard.rows_of(begin + a, begin + b), self.info)
         return shard.tokens(begin + a, begin + b), rows
 
     def find(self, tokens: Any) -> int:
-        """The number of the document that has these tokens; KeyError where there is none."""
-        tokens = rules.tokens(tokens, self.info.vocab_size)
-        found = self.index.document(tokens)
-        if found is None:
-            raise KeyError(f"tokens must be those of a document, got {len(tokens)} that are not.")
-        return self._first[self.shards.index(found.shard)] + found.document
+        """The number of the document that has exactly these tokens; KeyError if there is none."""
+        tokens = checks.tokens(tokens, self.info.vocab_size)
+        match = self.index.document(tokens)
+        if match is None:
+            got = f"{len(tokens)} tokens that match no document"
+            raise KeyError(f"tokens must be those of a document, got {got}.")
+        return self._first[self.shards.index(match.shard)] + match.document
 
     def targets_for(self, input_ids: Tensor, lengths: Any = None) -> SparseTargets:
-        """What the teacher says of a batch, in its shape: row t is of the token after input_ids[t].
+        """The targets of a batch; row t describes the token after input_ids[..., t].
 
-        A row of the batch holds documents of the store one after the other, each whole or cut off
-        at its end, and padding; of padding the teacher says nothing, its slots are masked. With
-        `lengths`, of each document in a row, what follows the last is padding: a number a row, or
-        several for rows that are packed. Without, documents are found one by one, and what is left
-        must be one token, repeated; rows of negative ids are padding. Elsewhere than in the store's
-        documents: KeyError.
+        A row of the batch holds documents of the store, one after the other, and then padding. Each
+        document is whole or cut off at its end. The slots of padding are masked. `lengths` gives
+        the lengths of the documents in each row: one number per row, or several for packed rows;
+        tokens after the last document are padding. Without `lengths`, documents are found one by
+        one, and the rest of a row must be one repeated token; a row of negative ids is all padding.
+        Raises KeyError if tokens match no document of the store.
         """
-        rules.input_ids(input_ids)
+        checks.input_ids(input_ids)
         flat = input_ids.detach().to("cpu", torch.int64).reshape(-1)
         width = input_ids.shape[-1]
         rows = len(flat) // width if width else 0
         if lengths is None:
             spans = self._packed(flat, rows, width)
         else:
-            spans = self._cut(flat, rules.lengths(lengths, rows, width), width)
-        found = decoded(self._rows(spans), self.info).reshape(*input_ids.shape)
-        return found if input_ids.device.type == "cpu" else found.to(input_ids.device)
+            spans = self._of_lengths(flat, checks.lengths(lengths, rows, width), width)
+        targets = decoded(self._rows(spans), self.info).reshape(*input_ids.shape)
+        return targets if input_ids.device.type == "cpu" else targets.to(input_ids.device)
 
-    for_tokens = targets_for  # the same, for who looks for it by that name
+    for_tokens = targets_for  # another name of the same method
 
     def verify(self) -> Report:
-        """Whether it is whole, and what it says can be right; false where something is not."""
+        """Checks that the store is intact and plausible. The report is false if it has problems."""
         return verify(self)
 
-    def _cut(self, flat: Tensor, lengths: list[list[int]], width: int) -> list["Span"]:
-        """The documents of lengths that are known, all looked up at once."""
+    def _of_lengths(self, flat: Tensor, lengths: list[list[int]], width: int) -> list["Span"]:
+        """Looks up all documents at once, because their lengths are known."""
         starts, limits = [], []
-        for row, many in enumerate(lengths):
-            starts += list(accumulate(many, initial=row * width))[:-1]
-            limits += many
-        found = self.index.match(flat, Hashes(flat), starts, limits, whole=True)
-        for at, limit, one in zip(starts, limits, found, strict=True):
-            if one is None:
+        for row, of_row in enumerate(lengths):
+            starts += list(accumulate(of_row, initial=row * width))[:-1]
+            limits += of_row
+        matches = self.index.match(flat, Hashes(flat), starts, limits, whole=True)
+        for at, limit, match in zip(starts, limits, matches, strict=True):
+            if match is None:
                 row, start = divmod(at, width)
-                raise rules.unknown_document(flat[row * width :], row, start, limit)
-        return _with_gaps(starts, found, len(flat))
+                raise checks.unknown_document(flat[row * width :], row, start, limit)
+        return _with_padding(starts, matches, len(flat))
 
     def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
-        """Documents found one after the other; those that are likely to be there, all at once."""
+        """Finds documents one after the other.
+
+        The likely starts of all rows are looked up at once; other starts are looked up singly.
+        """
         hashes = Hashes(flat)
         likely = self.index.likely_starts(hashes, len(flat))
         known = dict(zip(likely, self._longest(flat, hashes, likely, width), strict=True))
-        starts, found = [], []
+        starts, matches = [], []
         for row in range(rows):
             at, end = row * width, (row + 1) * width
             while at < end:
-                one = known.get(at) or self._longest(flat, hashes, [at], width)[0]
-                if one is None:
+                match = known.get(at) or self._longest(flat, hashes, [at], width)[0]
+                if match is None:
                     break
                 starts.append(at)
-                found.append(one)
-                at += one.length
-            nothing = at == row * width and int(flat[at]) >= 0
-            if nothing or bool((flat[at:end] != flat[at : at + 1]).any()):
-                raise rules.unknown_document(flat[row * width : end], row, at - row * width, None)
-        return _with_gaps(starts, found, len(flat))
+                matches.append(match)
+                at += match.length
+            no_document = at == row * width and int(flat[at]) >= 0
+            if no_document or bool((flat[at:end] != flat[at : at + 1]).any()):
+                raise checks.unknown_document(flat[row * width : end], row, at - row * width, None)
+        return _with_padding(starts, matches, len(flat))
 
     def _longest(self, flat: Tensor, hashes: Hashes, starts: list[int], width: int):
+        """The longest match at each start that ends within its row."""
         limits = [width - at % width for at in starts]
         return self.index.match(flat, hashes, starts, limits, whole=False)
 
-    def _rows(self, spans: list["Span"]) -> Columns:
-        parts = []
-        for found, n in spans:
-            if found is None:
-                parts.append(without_slots(n, self.info))
+    def _rows(self, spans: list["Span"]) -> Table:
+        tables = []
+        for match, n in spans:
+            if match is None:
+                tables.append(without_slots(n, self.info))
             else:
-                begin, _ = found.shard.span(found.document)
-                parts.append(found.shard.rows_of(begin, begin + n))
-        return joined(parts or [without_slots(0, self.info)])
+                begin, _ = match.shard.span(match.document)
+                tables.append(match.shard.rows_of(begin, begin + n))
+        return joined(tables or [without_slots(0, self.info)])
 
     def __reduce__(self):
-        """For the workers of a DataLoader, which map the files themselves."""
+        """Pickles the path only, so that each DataLoader worker maps the files itself."""
         return Store, (self.path,)
 
     def __repr__(self) -> str:
@@ -161,18 +170,18 @@ class Store:
         )
 
 
-Span = tuple[Found | None, int]  # rows of a document from its begin, or rows of padding
+Span = tuple[Match | None, int]  # the first rows of a document, or (None, rows of padding)
 
 
-def _with_gaps(starts: Sequence[int], found: Sequence[Found], total: int) -> list[Span]:
-    """In the order of the batch, with padding between."""
+def _with_padding(starts: Sequence[int], matches: Sequence[Match], total: int) -> list[Span]:
+    """The matches in the order of the batch, with spans of padding in the gaps."""
     spans: list[Span] = []
     place = 0
-    for start, one in sorted(zip(starts, found, strict=True), key=lambda pair: pair[0]):
+    for start, match in sorted(zip(starts, matches, strict=True), key=lambda pair: pair[0]):
         if start > place:
             spans.append((None, start - place))
-        spans.append((one, one.length))
-        place = start + one.length
+        spans.append((match, match.length))
+        place = start + match.length
     if place < total:
         spans.append((None, total - place))
     return spans

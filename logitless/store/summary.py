@@ -1,4 +1,7 @@
-"""What a teacher in a store is like: how much its slots hold, how sure it is, how often right."""
+"""Statistics of the teacher in a store: mass in the slots, entropy, and rank of the next token.
+
+`logitless teacher info` prints and plots them (cli/teacher.py).
+"""
 
 from dataclasses import dataclass
 
@@ -7,40 +10,41 @@ from torch import Tensor
 
 from .reader import Store
 
-SAMPLE = 200_000  # tokens, at most, of documents spread over the store
+SAMPLE = 200_000  # tokens to read, from documents spread over the store
 
 
 @dataclass
 class Summary:
-    """Means over the rows of a sample that have a teacher."""
+    """Statistics over those rows of a sample that have slots."""
 
     rows: int
-    covered: Tensor  # (K,) mass of the 1, 2, ..., K most probable tokens
-    entropy: Tensor  # of each row, its tail taken as one token: less than the whole, in nats
-    rank: Tensor  # of the next token among the slots, from 0; K where it is outside
+    covered: Tensor  # (K,) mean mass of the 1, 2, ..., K most probable tokens
+    entropy: Tensor  # (rows,) nats; the tail counts as one token, which makes it a lower bound
+    rank: Tensor  # rank of each next token among the slots, from 0; K if it is in no slot
 
     def within(self, k: int) -> float:
-        """Share of next tokens that are among the k most probable."""
+        """The share of next tokens that are among the k most probable."""
         return float((self.rank < k).double().mean()) if len(self.rank) else 0.0
 
 
 def summary(store: Store, most: int = SAMPLE) -> Summary:
+    """Reads about `most` tokens and returns their statistics."""
     k = store.info.k
     covered, entropies, ranks, rows = torch.zeros(k).double(), [], [], 0
     every = max(1, store.tokens // most)
     for i in range(0, len(store), every):
         tokens, targets = store[i, 0:most]
         p = targets.logprobs.double().exp()
-        there = p.sum(-1) > 0
-        p, tail = p[there], targets.tail[there].double().exp()
+        has_slots = p.sum(-1) > 0
+        p, tail = p[has_slots], targets.tail[has_slots].double().exp()
         covered += p.cumsum(-1).sum(0)
         rows += len(p)
-        parts = torch.cat([p, tail[:, None]], -1)
-        entropies.append(torch.special.entr(parts).sum(-1))
+        with_tail = torch.cat([p, tail[:, None]], -1)
+        entropies.append(torch.special.entr(with_tail).sum(-1))
         hit = targets.ids[:-1] == tokens[1:, None]
         if targets.mask is not None:
             hit &= targets.mask[:-1]
-        hit = hit[there[:-1]]
+        hit = hit[has_slots[:-1]]
         ranks.append(torch.where(hit.any(-1), hit.int().argmax(-1), k))
         if rows >= most:
             break

@@ -1,4 +1,4 @@
-"""Which tokenizer a store was made with: ids mean nothing without it."""
+"""The hash of a tokenizer: a store keeps it, because ids mean nothing without their tokenizer."""
 
 import hashlib
 import json
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Of the tokens and their ids: a tokenizer of Transformers, or a dict from tokens to ids.
+    """Hash of a vocabulary, given by a Transformers tokenizer or by a dict from tokens to ids.
 
     >>> Writer("targets", tokenizer=tokenizer_hash(tokenizer), ...)
-    >>> Store("targets", tokenizer=tokenizer_hash(tokenizer))  # refuses another
+    >>> Store("targets", tokenizer=tokenizer_hash(tokenizer))  # refuses another tokenizer
     """
     vocabulary = tokenizer if isinstance(tokenizer, dict) else tokenizer.get_vocab()
     pairs = sorted((int(i), str(token)) for token, i in vocabulary.items())

@@ -1,4 +1,7 @@
-"""Training a student from a store: the targets of a batch, and the loss of a causal model."""
+"""Training a student from a store: the targets of a batch, and the loss of a causal model.
+
+logitless/hf.py uses these functions in a Trainer of Transformers.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,12 +14,12 @@ from ..core import call as _call
 from ..losses.cross_entropy import cross_entropy
 from ..losses.sparse_teacher import topk_distill
 from ..targets.sparse import SparseTargets
-from . import checks as rules
+from . import checks
 from .reader import Store
 
 
 class DistillLosses(NamedTuple):
-    """What `distill_loss` returns; ce and kd are without gradients, and None unless asked for."""
+    """The result of `distill_loss`; ce and kd have no gradient, and are None unless parts=True."""
 
     loss: Tensor
     ce: Tensor | None = None
@@ -33,73 +36,76 @@ def distill_loss(
     kd_weight: float = 0.5,
     num_items: Tensor | int | None = None,
     parts: bool = False,
-    **how,
+    **options,
 ) -> DistillLosses:
     """ce_weight · cross-entropy + kd_weight · divergence of a causal model from its teacher.
 
-    logits (B, T, V), of a head or of a fused model too; labels (B, T) as Transformers has them: the
-    token itself, so that row t is held to labels[t + 1], and -100 for what does not count. targets
-    (B, T) as `Store.targets_for` gives them. The mean over the tokens that count, or their sum
-    divided by num_items. `parts` asks for both terms, for a log: another pass over the logits.
-    Other options are those of `topk_distill`; divergence and support have no default.
+    logits (B, T, V) may also come from a head or a fused model. labels (B, T) are unshifted, as in
+    Transformers: row t is compared with labels[:, t + 1], and labels of -100 do not count. targets
+    (B, T) are those of `Store.targets_for`. The loss is the mean over the tokens that count, or
+    their sum divided by num_items. parts=True also returns both terms, for a log, and reads the
+    logits once more. Other options are those of `topk_distill`; divergence and support have no
+    default.
 
     >>> targets = store.targets_for(input_ids)
-    >>> how = {"divergence": "forward_kl", "support": "tail"}
-    >>> distill_loss(model(input_ids).logits, input_ids, targets, **how).loss.backward()
+    >>> options = {"divergence": "forward_kl", "support": "tail"}
+    >>> distill_loss(model(input_ids).logits, input_ids, targets, **options).loss.backward()
     """
-    rules.labels_of(labels, targets)
-    ignore = how.get("ignore_index", -100)
-    following = F.pad(labels[..., 1:], (0, 1), value=ignore)
+    checks.labels_of(labels, targets)
+    ignore = options.get("ignore_index", -100)
+    next_tokens = F.pad(labels[..., 1:], (0, 1), value=ignore)
     reduction = "mean" if num_items is None else "sum"
     weights = {"ce_weight": ce_weight, "kd_weight": kd_weight, "reduction": reduction}
-    loss = topk_distill(logits, targets, labels=following, **weights, **how)
+    loss = topk_distill(logits, targets, labels=next_tokens, **weights, **options)
     ce = kd = None
     if parts:
         with torch.no_grad():
-            ce = cross_entropy(logits, following, ignore_index=ignore, reduction=reduction)
+            ce = cross_entropy(logits, next_tokens, ignore_index=ignore, reduction=reduction)
             kd = (loss.detach() - ce_weight * ce) / kd_weight if kd_weight else torch.zeros_like(ce)
     if num_items is None:
         return DistillLosses(loss, ce, kd)
-    found = (None if t is None else t / num_items for t in (loss, ce, kd))
-    return DistillLosses(*found)
+    return DistillLosses(*(None if t is None else t / num_items for t in (loss, ce, kd)))
 
 
 def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
-    """Of input_ids (B, T): padding is where attention_mask is 0, on either side.
+    """The targets of a batch with input_ids (B, T).
 
-    Where position_ids begin again, so does a document; without them a row may hold several too, and
-    `targets_for` finds where they begin.
+    Padding is where attention_mask is 0, on the left or on the right. A document begins where
+    position_ids are 0. Without position_ids, `targets_for` finds where the documents of a row
+    begin.
     """
     ids = batch["input_ids"]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    mask = None if mask is None or mask.shape != ids.shape else mask  # or one of attention itself
-    there = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.cpu() != 0
-    order = torch.sort(~there, dim=-1, stable=True).indices  # padding last
-    tokens = ids.cpu().masked_fill(~there, -1).gather(-1, order)
+    if mask is not None and mask.shape != ids.shape:  # such as (B, 1, T, T), which marks no padding
+        mask = None
+    is_token = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.cpu() != 0
+    order = torch.sort(~is_token, dim=-1, stable=True).indices  # padding last
+    tokens = ids.cpu().masked_fill(~is_token, -1).gather(-1, order)
     lengths = None
     if positions is not None:
         begins = (positions.expand_as(ids).cpu() == 0).gather(-1, order)
-        lengths = [_lengths(row, int(n)) for row, n in zip(begins, there.sum(-1), strict=True)]
-    if mask is not None:  # each row ends in padding, -1: then no repeated token is taken for it
+        lengths = [_lengths(row, int(n)) for row, n in zip(begins, is_token.sum(-1), strict=True)]
+    if mask is not None:
+        # A last token of -1 in every row keeps repeated tokens from being taken for padding.
         tokens = F.pad(tokens, (0, 1), value=-1)
-    found = store.targets_for(tokens, lengths)
+    targets = store.targets_for(tokens, lengths)
     if mask is not None:
         rows = order.argsort(-1) + tokens.shape[-1] * torch.arange(len(order))[:, None]
-        found = found.reshape(-1)[rows.flatten()].reshape(*ids.shape)
-    return found.to(ids.device)
+        targets = targets.reshape(-1)[rows.flatten()].reshape(*ids.shape)
+    return targets.to(ids.device)
 
 
 def _lengths(begins: Tensor, tokens: int) -> list[int]:
-    """Of the documents of a row, from where they begin."""
+    """Lengths of the documents in a row, from the places where they begin."""
     starts = begins[1:tokens].nonzero()[:, 0] + 1
     return torch.diff(starts, prepend=torch.tensor([0]), append=torch.tensor([tokens])).tolist()
 
 
 class Collator:
-    """A collator that also brings what the teacher says of each batch, under "targets".
+    """Wraps a collator and adds the teacher's targets of each batch under "targets".
 
-    It does what `inner` does, and asks the store for the documents that it is given; in the workers
-    of a DataLoader, where there are some, and on each rank for its own batch alone.
+    The lookup runs in the workers of the DataLoader, if it has workers. Each rank looks up its own
+    batches only.
 
     >>> DataLoader(documents, batch_size=8, collate_fn=Collator(store, pad_and_stack))
     """

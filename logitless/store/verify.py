@@ -1,4 +1,8 @@
-"""Whether a store is whole, and whether what it says can be right."""
+"""Checks that a store is intact, and that its rows are plausible.
+
+`verify` compares checksums, and looks for ids outside the vocabulary, masses above 1 and rows that
+are shifted by one token.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -11,20 +15,20 @@ from ..targets.sparse import SparseTargets
 from .format import decoded
 from .shard import Shard, digest_of
 
-ROWS = 8192  # read at once
+ROWS = 8192  # decoded at once
 OFFSETS = (-1, 0, 1)
-CERTAIN = 5.0  # standard errors by which another offset must be better
-MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))  # as SparseTargets allows for rounding
+CERTAIN = 5.0  # another offset must be better by as many standard errors
+MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))  # the same tolerance as in SparseTargets
 
 
 @dataclass
 class Report:
-    """What `verify` found; false where there are problems."""
+    """The result of `verify`. It is false if there are problems."""
 
     documents: int = 0
     tokens: int = 0
     problems: list[str] = field(default_factory=list)
-    label_logprob: dict[int, float] = field(default_factory=dict)  # mean, by offset
+    label_logprob: dict[int, float] = field(default_factory=dict)  # mean per offset, in nats
 
     def __bool__(self) -> bool:
         return not self.problems
@@ -40,37 +44,38 @@ class Report:
 
 
 class _Shift:
-    """The shift test: rows that are of the next token make that one most probable.
+    """The shift test, which finds stores that were written one token off.
 
-    Of each row the log-probability of the next token, and of those before and after it. In a store
-    that was written one token off, another offset is the best.
+    Compares the mean log-probability of the next token (offset 0) with that of the token before it
+    (-1) and of the token after it (+1). In a correct store, offset 0 has the highest mean.
     """
 
     def __init__(self):
         self.n, self.sums, self.squares = 0, torch.zeros(3).double(), torch.zeros(3).double()
 
     def add(self, tokens: Tensor, targets: SparseTargets, vocab_size: int) -> None:
-        """Of one document."""
+        """Adds the rows of one document."""
         if len(tokens) < 4:
             return
-        inner = slice(1, len(tokens) - 2)  # rows that have all three
+        inner = slice(1, len(tokens) - 2)  # rows for which all three tokens exist
         ids, logprobs = targets.ids[inner], targets.logprobs[inner]
+        # A label outside the slots gets an equal share of the tail.
         rest = (targets.tail[inner] - math.log(max(vocab_size - targets.k, 1))).double()
         rest = rest.clamp_min(-50)
-        found = []
+        by_offset = []
         for offset in OFFSETS:
             label = tokens[2 + offset : len(tokens) - 1 + offset]
             here = ids == label[:, None]
             if targets.mask is not None:
                 here &= targets.mask[inner] != 0
             inside = logprobs.masked_fill(~here, -torch.inf).amax(-1).double()
-            found.append(torch.where(here.any(-1), inside, rest).clamp_min(-50))
-        each = torch.stack(found)
+            by_offset.append(torch.where(here.any(-1), inside, rest).clamp_min(-50))
+        labels = torch.stack(by_offset)
         if targets.mask is not None:
-            each = each[:, (targets.mask[inner] != 0).any(-1)]
-        self.n += each.shape[1]
-        self.sums += each.sum(-1)
-        self.squares += ((each - each[1]) ** 2).sum(-1)
+            labels = labels[:, (targets.mask[inner] != 0).any(-1)]
+        self.n += labels.shape[1]
+        self.sums += labels.sum(-1)
+        self.squares += ((labels - labels[1]) ** 2).sum(-1)
 
     def means(self) -> dict[int, float]:
         return dict(zip(OFFSETS, (self.sums / max(self.n, 1)).tolist(), strict=True))
@@ -83,16 +88,16 @@ class _Shift:
             if gain > 0 and gain > CERTAIN * error:
                 return (
                     f"rows must be of the next token (offset 0, mean label log-probability"
-                    f" {means[0]:.3f}), got {means[offset]:.3f} at offset {offset:+d}: shifted by"
-                    " one token, or of a teacher that has learnt too little to tell"
+                    f" {means[0]:.3f}), got {means[offset]:.3f} at offset {offset:+d}. The rows are"
+                    " shifted by one token, or the teacher has learnt too little for this test"
                 )
         return None
 
 
 def verify(store: Any, progress: Any = None) -> Report:
-    """Checksums; ids in the vocabulary; masses of at most 1; rows that are of the next token.
+    """Checks the checksums, ids, masses and alignment of all rows.
 
-    `progress` is called with the number of tokens of each part that was read.
+    `progress` is called with the number of tokens after every ROWS rows.
     """
     report, shift = Report(len(store), store.tokens), _Shift()
     for shard in store.shards:
@@ -101,7 +106,7 @@ def verify(store: Any, progress: Any = None) -> Report:
                 f"{shard.path} must have the bytes it was written with (SHA-256)"
             )
         try:
-            _look_at(shard, store.info.vocab_size, shift, report, progress)
+            _check_rows(shard, store.info.vocab_size, shift, report, progress)
         except ValueError as error:
             report.problems.append(f"{shard.path}: {error}")
     report.label_logprob = shift.means()
@@ -110,7 +115,9 @@ def verify(store: Any, progress: Any = None) -> Report:
     return report
 
 
-def _look_at(shard: Shard, vocab_size: int, shift: _Shift, report: Report, progress: Any) -> None:
+def _check_rows(
+    shard: Shard, vocab_size: int, shift: _Shift, report: Report, progress: Any
+) -> None:
     for document in range(len(shard)):
         begin, end = shard.span(document)
         for a in range(begin, end, ROWS):

@@ -1,4 +1,4 @@
-"""The rules of SparseTargets, worded as those of core/checks.py."""
+"""All checks of SparseTargets: `<argument> must <rule>, got <value>.`"""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from ..core.checks import _floating, _integer, _same_device, _shape
 
 
 def tensors(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
-    """Shapes, dtypes and devices."""
+    """Checks shapes, dtypes and devices."""
     _integer("ids", ids)
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"ids must be int32 or int64, got {ids.dtype}.")
@@ -34,17 +34,18 @@ def tensors(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
 
 
 def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None) -> None:
-    """Raise where a row's probabilities come to more than 1, naming the row; where that is free.
+    """Raises if the probabilities of a row add up to more than 1, and names the row.
 
-    Rounding is allowed for. A log-probability l stored with a relative error u makes p wrong by
-    u |l| p; over a row that is u times its entropy, at most u log(K + 1) for K slots and the tail,
-    and u more for the sums. A tensor's dtype doesn't tell in which its numbers were rounded first,
-    so that u is no less than bfloat16's, 2⁻⁸. A NaN passes: it shows in its own row's loss.
+    Values are read only if this does not synchronise with a GPU. The bound allows for rounding. If
+    a log-probability l has a relative error u, p has an error of u |l| p. Over a row, these errors
+    add up to u times its entropy, which is at most u log(K + 1) for K slots and the tail; the sums
+    add another u. fp32 values may have been bfloat16 before, so that u is at least bfloat16's 2⁻⁸.
+    NaN passes, because it shows in the loss of its row.
     """
-    given = [t for t in (ids, logprobs, tail, mask) if t is not None]
+    tensors = [t for t in (ids, logprobs, tail, mask) if t is not None]
     if (
         _call.under_transform()
-        or any(type(t) is not Tensor for t in given)
+        or any(type(t) is not Tensor for t in tensors)
         or not _call.reads_values(ids)
     ):
         return
@@ -60,7 +61,7 @@ def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None
     _at_most_0("logprobs", logprobs, p > most)
     if tail is not None:
         _at_most_0("tail", tail, rest > most)
-    total = _once_each(ids, p).sum(-1) + rest  # only now: it sorts
+    total = _once_each(ids, p).sum(-1) + rest  # computed last, because it sorts
     over = total > most
     if bool(over.any()):
         place = tuple(over.nonzero()[0].tolist())
@@ -84,48 +85,48 @@ def _where(place: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def _once_each(ids: Tensor, p: Tensor) -> Tensor:
-    """p of each id of a row once, the largest; 0 where an id is repeated. In another order."""
+    """The largest p of each id of a row, and 0 for its repetitions, in another order."""
     p, order = p.sort(dim=-1, descending=True)
     ids, order = ids.gather(-1, order).sort(dim=-1, stable=True)
-    again = torch.zeros_like(ids, dtype=torch.bool)
-    again[..., 1:] = ids[..., 1:] == ids[..., :-1]
-    return p.gather(-1, order).masked_fill(again, 0.0)
+    repeated = torch.zeros_like(ids, dtype=torch.bool)
+    repeated[..., 1:] = ids[..., 1:] == ids[..., :-1]
+    return p.gather(-1, order).masked_fill(repeated, 0.0)
 
 
-_SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))  # parts of an index; others are arrays
+_SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))  # other index entries are arrays
 
 
 def row_index(index: Any, ids: Tensor) -> tuple:
-    """An index of rows, spelt out, that leaves the slots alone: they have no meaning apart."""
-    parts = index if isinstance(index, tuple) else (index,)
-    parts = [p if isinstance(p, _SIMPLE) else _array(p) for p in parts]
-    used = sum(map(_dimensions, parts))
+    """An index of rows without Ellipsis; an index into the slots is refused."""
+    entries = index if isinstance(index, tuple) else (index,)
+    entries = [entry if isinstance(entry, _SIMPLE) else _array(entry) for entry in entries]
+    used = sum(map(_dimensions, entries))
     rows = ids.dim() - 1
-    dots = [i for i, part in enumerate(parts) if part is Ellipsis]
+    dots = [i for i, entry in enumerate(entries) if entry is Ellipsis]
     if used > rows or len(dots) > 1:
         raise IndexError(
             f"targets must be indexed by rows, of which it has {_shape(ids.shape[:-1])}, "
             f"got an index into the slots: {index!r}."
         )
     for i in dots:
-        parts[i : i + 1] = [slice(None)] * (rows - used)
-    return tuple(parts)
+        entries[i : i + 1] = [slice(None)] * (rows - used)
+    return tuple(entries)
 
 
-def _array(part: Any) -> Tensor:
-    found = torch.as_tensor(part)
-    return found if found.numel() else found.long()  # [] would be of floats
+def _array(entry: Any) -> Tensor:
+    array = torch.as_tensor(entry)
+    return array if array.numel() else array.long()  # [] would become a float tensor
 
 
-def _dimensions(part: Any) -> int:
-    """How many dimensions a part of an index takes."""
-    if part is None or part is Ellipsis or isinstance(part, bool):
+def _dimensions(entry: Any) -> int:
+    """The number of dimensions that an entry of an index consumes."""
+    if entry is None or entry is Ellipsis or isinstance(entry, bool):
         return 0
-    return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+    return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
 
 
 def joined(targets: Sequence[Any], kind: type) -> None:
-    """What is joined is of one kind: all with a tail or none, on one device."""
+    """Checks that all targets are on one device, and that all or none have a tail."""
     if not targets:
         raise ValueError("targets must hold at least one SparseTargets, got none.")
     for i, t in enumerate(targets):
@@ -133,30 +134,30 @@ def joined(targets: Sequence[Any], kind: type) -> None:
             raise TypeError(f"targets[{i}] must be SparseTargets, got {type(t).__name__}.")
         _same_device(f"targets[{i}]", t, targets[0], "targets[0]")
         if (t.tail is None) != (targets[0].tail is None):
-            one, other = ("no tail", "one") if t.tail is not None else ("a tail", "none")
+            rule, got = ("no tail", "one") if t.tail is not None else ("a tail", "none")
             raise ValueError(
-                f"targets[{i}] must have {one} like targets[0], got {other}: give all of them "
-                "their tail, or none."
+                f"targets[{i}] must have {rule} like targets[0], got {got}. Either all targets "
+                "have a tail, or none."
             )
 
 
-def same_rows(targets: Sequence[Any], but: int | None) -> None:
-    """Rows of one shape, but for dimension `but`."""
+def same_rows(targets: Sequence[Any], except_dim: int | None) -> None:
+    """Checks that the rows of all targets have one shape, except in one dimension."""
     first = targets[0].shape
     for i, t in enumerate(targets):
         same = len(t.shape) == len(first) and all(
-            m == n for d, (m, n) in enumerate(zip(t.shape, first, strict=True)) if d != but
+            m == n for d, (m, n) in enumerate(zip(t.shape, first, strict=True)) if d != except_dim
         )
         if not same:
-            aside = "" if but is None else f" but for dim {but}"
+            exception = "" if except_dim is None else f" except in dim {except_dim}"
             raise ValueError(
-                f"targets[{i}] must have rows {_shape(first)}{aside} like targets[0], "
+                f"targets[{i}] must have rows {_shape(first)}{exception} like targets[0], "
                 f"got {_shape(t)}."
             )
 
 
 def row_dim(dim: Any, dims: int) -> int:
-    """A dimension of `dims` of them, counted from the front."""
+    """The index of a dimension, counted from the front; `dims` is their number."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim must be an int, got {dim!r}.")
     if not -dims <= dim < dims:
@@ -170,16 +171,16 @@ def float_dtype(dtype: Any) -> None:
 
 
 def saved(path: Any, header: Any, form: str, version: str) -> None:
-    """A file of targets: its metadata says so, and it holds what targets have."""
-    found = header.metadata.get("format"), header.metadata.get("version")
-    if found != (form, version):
+    """Checks that a file has the format of SparseTargets, and holds their tensors."""
+    stored = header.metadata.get("format"), header.metadata.get("version")
+    if stored != (form, version):
         raise ValueError(
             f"{path} must be a file of format {form!r}, version {version!r}, "
-            f"got {found[0]!r}, {found[1]!r}."
+            f"got {stored[0]!r}, {stored[1]!r}."
         )
     names = set(header.entries)
     if not {"ids", "logprobs"} <= names <= {"ids", "logprobs", "tail", "mask"}:
         raise ValueError(
-            f"{path} must hold ids and logprobs, and tail and mask where known, "
+            f"{path} must hold ids and logprobs, and may hold tail and mask, "
             f"got {sorted(names)!r:.200}."
         )

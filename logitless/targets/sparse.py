@@ -1,4 +1,7 @@
-"""SparseTargets: what a teacher says of each row, to be captured once, kept, batched and used."""
+"""SparseTargets: a teacher's K most probable ids per row, which can be saved, batched and indexed.
+
+losses/sparse_teacher.py creates them (capture_topk) and computes losses from them (topk_distill).
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -10,26 +13,25 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from . import checks
-from . import safetensors as _safetensors
+from . import checks, safetensors
 
-FORMAT, VERSION = "logitless.SparseTargets", "1"  # of a file
+FORMAT, VERSION = "logitless.SparseTargets", "1"  # in the metadata of a file
 _NAMES = ("ids", "logprobs", "tail", "mask")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SparseTargets:
-    """What a teacher says of each row: K ids, their log-probabilities, the log mass of the rest.
+    """A teacher's distribution per row: K ids, their log-probabilities, and the mass of the rest.
 
-    ids (..., K) int32 or int64; logprobs (..., K) as the teacher gave them, at its temperature;
-    tail (...) the log mass outside the ids, where known; mask (..., K) True, or 1, for the slots
-    that count. Ids may repeat: each slot is compared for itself, and their terms add up.
+    ids (..., K) are int32 or int64. logprobs (..., K) are the teacher's, at its temperature. tail
+    (...) is the log mass outside the ids, or None if it is unknown. mask (..., K) is True, or 1,
+    for the slots that count. Ids may repeat: every slot has its own term, and the terms add up.
 
-    On a CPU, or with LOGITLESS_CHECK=1, a row whose probabilities come to more than 1 raises; an
-    id that repeats is counted once for that, with the largest of its probabilities. Rounding is
-    allowed for, 2⁻⁸ (1 + log(K + 1)) of it.
+    On a CPU, or with LOGITLESS_CHECK=1, a row whose probabilities add up to more than 1 raises an
+    error. For this sum, a repeated id counts once, with the largest of its probabilities. The bound
+    allows for rounding by 2⁻⁸ (1 + log(K + 1)).
 
-    Indexed like its rows: targets[:, 1:] drops the first position of each sequence.
+    An index selects rows: targets[:, 1:] drops the first position of each sequence.
 
     >>> targets = capture_topk(teacher_logits, 64)
     >>> loss = topk_distill(logits, targets, divergence="forward_kl", support="tail")
@@ -46,7 +48,7 @@ class SparseTargets:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the rows, (...)."""
+        """Shape of the rows, (...), without the slots."""
         return self.ids.shape[:-1]
 
     @property
@@ -64,7 +66,7 @@ class SparseTargets:
         *,
         non_blocking: bool = False,
     ) -> "SparseTargets":
-        """On another device, with logprobs and tail in another dtype, or both.
+        """Moves the targets to a device, converts logprobs and tail to a dtype, or does both.
 
         >>> targets.to("cuda", torch.float16)
         """
@@ -72,14 +74,14 @@ class SparseTargets:
             device, dtype = None, device
         if dtype is not None:
             checks.float_dtype(dtype)
-        ids, logprobs, tail, mask = _parts(self)
+        ids, logprobs, tail, mask = _tensors(self)
         return unchecked(
             *(None if t is None else t.to(device, kind, non_blocking=non_blocking)
               for t, kind in ((ids, None), (logprobs, dtype), (tail, dtype), (mask, None)))
         )  # fmt: skip
 
     def pin_memory(self) -> "SparseTargets":
-        return self._each(lambda t: t.pin_memory())
+        return self._map(lambda t: t.pin_memory())
 
     def __len__(self) -> int:
         if not self.shape:
@@ -87,79 +89,80 @@ class SparseTargets:
         return self.shape[0]
 
     def __getitem__(self, rows) -> "SparseTargets":
-        """Of some rows; the slots stay together."""
+        """Selects rows; the slots of a row stay together."""
         index = checks.row_index(rows, self.ids)
-        return self._each(lambda t: t[index])
+        return self._map(lambda t: t[index])
 
     def reshape(self, *rows: int | Sequence[int]) -> "SparseTargets":
-        """The same rows in another shape, (2, -1) or 2, -1."""
+        """The same rows in another shape, given as (2, -1) or as 2, -1."""
         shape: Any = rows[0] if len(rows) == 1 and isinstance(rows[0], Sequence) else rows
         lead = len(self.shape)
-        return self._each(lambda t: t.reshape((*shape, *t.shape[lead:])))
+        return self._map(lambda t: t.reshape((*shape, *t.shape[lead:])))
 
     @staticmethod
     def cat(targets: Sequence["SparseTargets"], dim: int = 0) -> "SparseTargets":
-        """The rows of several, one after the other along a dimension of rows.
+        """Concatenates the rows of several targets along a dimension of rows.
 
-        Rows of fewer slots are filled up at the end to the largest K, with slots that are masked:
-        id 0, log-probability -inf. There is a mask where one of them has one, or was filled up.
-        Dtypes are promoted as torch.cat does. Either all have a tail, or none.
+        Rows with fewer slots are padded to the largest K with masked slots, of id 0 and
+        log-probability -inf. The result has a mask if one of the targets has a mask or is padded.
+        Dtypes are promoted as by torch.cat. Either all targets have a tail, or none.
         """
         checks.joined(targets, SparseTargets)
         dim = checks.row_dim(dim, len(targets[0].shape))
-        checks.same_rows(targets, but=dim)
-        return _join(targets, lambda parts: torch.cat(parts, dim))
+        checks.same_rows(targets, except_dim=dim)
+        return _join(targets, lambda tensors: torch.cat(tensors, dim))
 
     @staticmethod
     def stack(targets: Sequence["SparseTargets"], dim: int = 0) -> "SparseTargets":
-        """The rows of several along a new dimension, filled up as `cat` does.
+        """Stacks the rows of several targets along a new dimension, and pads slots as `cat` does.
 
-        A DataLoader's default_collate does this to the targets of its samples.
+        default_collate, the default of a DataLoader, stacks the targets of its samples.
         """
         checks.joined(targets, SparseTargets)
         dim = checks.row_dim(dim, len(targets[0].shape) + 1)
-        checks.same_rows(targets, but=None)
-        return _join(targets, lambda parts: torch.stack(parts, dim))
+        checks.same_rows(targets, except_dim=None)
+        return _join(targets, lambda tensors: torch.stack(tensors, dim))
 
     def save(self, path: str | os.PathLike) -> None:
-        """Into a file in the safetensors format, which holds no code."""
-        _safetensors.write(path, _present(self), {"format": FORMAT, "version": VERSION})
+        """Writes a file in the safetensors format, which holds no code."""
+        safetensors.write(path, _present(self), {"format": FORMAT, "version": VERSION})
 
     @staticmethod
     def load(path: str | os.PathLike) -> "SparseTargets":
-        """What `save` wrote, on the CPU; any other file is refused."""
-        header = _safetensors.read_header(path)
+        """Reads a file that `save` wrote, to the CPU; other files are refused."""
+        header = safetensors.read_header(path)
         checks.saved(path, header, FORMAT, VERSION)
-        return SparseTargets(**_safetensors.read(path, header))
+        return SparseTargets(**safetensors.read(path, header))
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{k}={_told(t)}" for k, t in zip(_NAMES, _parts(self), strict=True))
-        return f"SparseTargets({told}, device={getattr(self.ids, 'device', None)})"
+        text = ", ".join(f"{k}={_text(t)}" for k, t in zip(_NAMES, _tensors(self), strict=True))
+        return f"SparseTargets({text}, device={getattr(self.ids, 'device', None)})"
 
     def __reduce__(self):
-        return SparseTargets, _parts(self)
+        return SparseTargets, _tensors(self)
 
-    def _each(self, f: Callable[[Tensor], Tensor]) -> "SparseTargets":
-        return unchecked(*(None if t is None else f(t) for t in _parts(self)))
+    def _map(self, f: Callable[[Tensor], Tensor]) -> "SparseTargets":
+        return unchecked(*(None if t is None else f(t) for t in _tensors(self)))
 
 
-def _parts(targets: SparseTargets) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _tensors(targets: SparseTargets) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     return targets.ids, targets.logprobs, targets.tail, targets.mask
 
 
 def _present(targets: SparseTargets) -> dict[str, Tensor]:
-    return {k: t for k, t in zip(_NAMES, _parts(targets), strict=True) if t is not None}
+    return {k: t for k, t in zip(_NAMES, _tensors(targets), strict=True) if t is not None}
 
 
 def unchecked(ids, logprobs, tail=None, mask=None) -> SparseTargets:
-    """Targets of parts that were found right before, or that a pytree puts in their place."""
-    made = object.__new__(SparseTargets)
+    """Targets without checks, for tensors that are known to be valid and for leaves of a pytree."""
+    targets = object.__new__(SparseTargets)
     for name, t in zip(_NAMES, (ids, logprobs, tail, mask), strict=True):
-        object.__setattr__(made, name, t)  # as a frozen dataclass does, and older Dynamo follows
-    return made
+        # A frozen dataclass sets its fields in this way, which older Dynamo can trace.
+        object.__setattr__(targets, name, t)
+    return targets
 
 
-def _told(t) -> str:
+def _text(t) -> str:
     if not isinstance(t, Tensor):
         return repr(t)
     return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}"
@@ -168,19 +171,20 @@ def _told(t) -> str:
 def _join(targets: Sequence[SparseTargets], join: Callable) -> SparseTargets:
     k = max(t.k for t in targets)
     masked = any(t.mask is not None or t.k < k for t in targets)
-    parts = zip(*(_filled(t, k, masked) for t in targets), strict=True)
-    return unchecked(*(None if part[0] is None else join(part) for part in parts))
+    groups = zip(*(_padded(t, k, masked) for t in targets), strict=True)
+    return unchecked(*(None if group[0] is None else join(group) for group in groups))
 
 
-def _filled(targets: SparseTargets, k: int, masked: bool) -> tuple:
-    """The parts with k slots, and with a mask where there is to be one."""
-    ids, logprobs, tail, mask = _parts(targets)
+def _padded(targets: SparseTargets, k: int, masked: bool) -> tuple:
+    """The tensors with k slots; if `masked`, with a mask."""
+    ids, logprobs, tail, mask = _tensors(targets)
     if masked:
         mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
-    more = (0, k - ids.shape[-1])
-    if more[1]:
+    missing = k - ids.shape[-1]
+    if missing:
         pad = torch.nn.functional.pad
-        ids, logprobs, mask = pad(ids, more), pad(logprobs, more, value=-torch.inf), pad(mask, more)
+        logprobs = pad(logprobs, (0, missing), value=-torch.inf)
+        ids, mask = pad(ids, (0, missing)), pad(mask, (0, missing))
     return ids, logprobs, tail, mask
 
 
@@ -188,11 +192,11 @@ def _collate(batch: Sequence[SparseTargets], *, collate_fn_map=None) -> SparseTa
     return SparseTargets.stack(batch)
 
 
-SparseTargets.__module__ = "logitless"  # what a pickle calls it, wherever the class is defined
+SparseTargets.__module__ = "logitless"  # the name in a pickle, independent of the file
 torch.serialization.add_safe_globals([SparseTargets])
 default_collate_fn_map[SparseTargets] = _collate
 pytree.register_pytree_node(
-    SparseTargets,  # its leaves are the tensors that it has
+    SparseTargets,  # the leaves are the tensors that are not None
     lambda targets: (list(_present(targets).values()), tuple(_present(targets))),
     lambda tensors, names: unchecked(**dict(zip(names, tensors, strict=True))),
 )

@@ -1,11 +1,12 @@
-"""What is measured: the cases, the floor under their time, the targets for ours, and their sizes.
+"""The cases of the benchmark: what is run, the floor of its time, our targets, and the sizes.
 
-B = rows · vocab · itemsize is one reading of the logits. A forward reads them once, a forward +
-backward reads them twice and writes the gradient (3B), in place each element is read and written
-once (2B). Bytes over C, the copy bandwidth measured in the same run, are the *floor* that nothing
-beats by much. Where bytes aren't what limits the work, a *yardstick* timed beside it is the floor:
-for a head the matrix products that it cannot do without, by cuBLAS at full size, three for a mean
-or sum, four where results a row come back. A CPU has neither: PyTorch's own time is the reference.
+B = rows · vocab · itemsize is the size of the logits. A forward reads them once (B), a forward +
+backward reads them twice and writes the gradient (3B), and in place each element is read once and
+written once (2B). The *floor* of a time is these bytes divided by C, the copy bandwidth measured in
+the same run. If bytes do not limit the work, a *yardstick* that is timed in the same run is the
+floor. For a head, the yardstick is the GEMMs that it needs, by cuBLAS at full size: three for a
+mean or sum, four for results per row. On a CPU there is no floor, and PyTorch's time is the
+reference.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from typing import Any
 import torch
 
 OURS, EAGER, COMPILED = "logitless", "eager", "compile"
-OUR_PLAIN = "our cross_entropy"  # of the same shape, without options
+OUR_PLAIN = "our cross_entropy"  # at the same shape and without options
 FAMILIES = ("logits", "teachers", "heads")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PLAIN = "plain"  # the variant that others are compared with
+PLAIN = "plain"  # the variant without options
 MIB = 2**20
 
 
 class Mode:
-    """What is run, and by which clock: device time where nothing is said."""
+    """What is run and how it is timed; the default clock is device time."""
 
     FORWARD, BACKWARD = "forward", "forward + backward"
     INPLACE = "forward + backward, in place"
@@ -37,7 +38,7 @@ class Mode:
 
 @dataclass
 class Work:
-    """What is run: all that tells a case from the others."""
+    """The fields that identify a case."""
 
     family: str
     op: str
@@ -57,20 +58,20 @@ class Work:
 
 @dataclass
 class Case(Work):
-    """One line of the benchmark, run by every contender that can.
+    """One case of the benchmark, run by every contender that has the op.
 
-    Our time must be at most `targets[of]` times that of each `of`: "floor"; "start + floor", the
-    same after 6 µs for starting the kernels; OUR_PLAIN; contenders, of which the fastest counts; or
-    "cpu", PyTorch where that is the device.
+    Our time must be at most `targets[reference]` times the time of each reference. References are
+    "floor"; "start + floor", which adds 6 µs for starting the kernels; OUR_PLAIN; a list of
+    contenders, of which the fastest counts; or "cpu", which is PyTorch's time on a CPU.
     """
 
-    given: dict[str, Any] = field(default_factory=dict)  # to the inputs, and to the op as options
+    options: dict[str, Any] = field(default_factory=dict)  # for the inputs and for the op
     targets: dict[str, float] = field(default_factory=dict)
-    passes: float = 0.0  # over the logits, for the floor in bytes
-    yardstick: str = ""  # instead of bytes: see runner.yardstick
-    spare_mib: float | None = None  # what may be allocated beyond the gradients
-    alone: bool = False  # without rivals
-    compiled: bool = True  # whether torch.compile, slow to start, takes part
+    passes: float = 0.0  # passes over the logits, for the floor in bytes
+    yardstick: str = ""  # floor of work that bytes do not limit: see runner.yardstick
+    spare_mib: float | None = None  # memory that may be allocated beyond the gradients
+    alone: bool = False  # whether only logitless is run
+    compiled: bool = True  # whether torch.compile, which starts slowly, is run
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -86,13 +87,13 @@ class Case(Work):
 
     def at(self, shape: str, dtype: str, device: str = "cuda") -> Case:
         case, floor = replace(self, shape=shape, dtype=dtype), self.targets.get("floor")
-        if device == "cpu":  # one clock, no floor, and less to compile: that takes long here
+        if device == "cpu":  # one clock, no floor, and little torch.compile, because it is slow
             case.mode = Mode.BACKWARD if case.mode in (Mode.WALL, Mode.REPLAY_BOTH) else case.mode
             case.compiled &= (case.family, case.mode) == ("logits", Mode.BACKWARD)
             case.targets = {EAGER: case.targets["cpu"]} if "cpu" in case.targets else {}
             case.passes, case.yardstick = 0.0, ""
         elif floor and case.family != "heads" and case.row_bytes % 16:
-            # Rows that don't all start at a multiple of 16 bytes may take longer.
+            # Rows that do not all start at a multiple of 16 bytes are allowed more time.
             case.targets = case.targets | {"floor": max(1.15, floor)}
         return case
 
@@ -100,7 +101,7 @@ class Case(Work):
 FORWARD, BOTH, INPLACE, WALL = Mode.FORWARD, Mode.BACKWARD, Mode.INPLACE, Mode.WALL
 LOGITS, TEACHERS, HEADS = (partial(Case, family) for family in FAMILIES)
 NEAR, START, DENSE = {"floor": 1.06}, {"start + floor": 1.3}, {"floor": 1 / 0.75}
-# These two compile to much the same, and starting the compiler takes long.
+# compiled=False, because both compile to nearly the same code, and compiling is slow.
 READ = [LOGITS(op, FORWARD, PLAIN, {}, NEAR, 1, compiled=False) for op in ("score", "logsumexp")]
 FEW = [replace(case, mode=Mode.REPLAY, targets=START) for case in READ]
 STREAM = [
@@ -115,20 +116,20 @@ SHORT = partial(LOGITS, "cross_entropy", WALL, PLAIN, {})
 HALF = partial(LOGITS, "cross_entropy", FORWARD, targets={OUR_PLAIN: 0.55}, passes=0.5, alone=True)
 MORE = partial(LOGITS, mode=BOTH, targets={OUR_PLAIN: 1.10}, passes=3, spare_mib=8.0, alone=True)
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "temperature": 0.7}
-OPTIONS |= {"weight": True}  # of the classes, drawn with the inputs
+OPTIONS |= {"weight": True}  # class weights, which are drawn with the inputs
 VARIANTS = [
-    HALF("every other row ignored", given={"runs": 1}),
-    HALF("runs of 256 rows ignored", given={"runs": 256}),
-    *(MORE("cross_entropy", variant=name, given={name: x}) for name, x in OPTIONS.items()),
+    HALF("every other row ignored", options={"runs": 1}),
+    HALF("runs of 256 rows ignored", options={"runs": 256}),
+    *(MORE("cross_entropy", variant=name, options={name: x}) for name, x in OPTIONS.items()),
     MORE("score", variant="with entropy"),
 ]
 TAIL = {"divergence": "forward_kl", "support": "tail"}
 MIXED = TAIL | {"labels": True, "temperature": 2.0, "ce_weight": 0.5, "kd_weight": 0.5}
 RENORM = {"divergence": "forward_kl", "support": "renorm"}
-SMALL_TAIL = TAIL | {"small_tail": True}  # the student's rest is as small as the teacher's
+SMALL_TAIL = TAIL | {"small_tail": True}  # the student's tail is as small as the teacher's
 DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
 CAPTURE = partial(TEACHERS, "capture_topk", FORWARD, passes=1, compiled=False)
-SPARSE = [  # and the cross-entropy that its targets speak of, and the making of a teacher
+SPARSE = [  # with the cross-entropy that is the reference of targets, and capture_topk
     LOGITS("cross_entropy", BOTH, passes=3, alone=True),
     DISTILL("tail, K=64", TAIL, {OUR_PLAIN: 1.10}, alone=False),
     DISTILL("tail and cross_entropy, K=64", MIXED, {OUR_PLAIN: 1.25}),
@@ -140,7 +141,7 @@ SPARSE = [  # and the cross-entropy that its targets speak of, and the making of
     CAPTURE("K=8", {"k": 8}, alone=True),
     CAPTURE("K=256", {"k": 256}, alone=True),
 ]
-GATHERED = [  # its bytes: logits gathered at K ids, the teacher's and the gradient
+GATHERED = [  # three passes: the student's and the teacher's logits at K ids, and the gradient
     TEACHERS("gathered_kl", WALL, targets={EAGER: 1.0}),
     TEACHERS("gathered_kl", Mode.REPLAY_BOTH, PLAIN, {}, {"start + floor": 4.0}, 3, compiled=False),
 ]
@@ -150,7 +151,7 @@ PAIRS = [
     TEACHERS("jsd", BOTH, targets=DENSE, passes=7),
     TEACHERS("soft_cross_entropy", BOTH),
 ]
-ROOMY, LIGER = {"floor": 1.25}, {"liger": 1.0}  # the latter in about the memory that it takes
+ROOMY, LIGER = {"floor": 1.25}, {"liger": 1.0}  # LIGER is for workspaces of about Liger's memory
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
@@ -167,19 +168,19 @@ OVER_A_HEAD = [
 
 
 def workspaces(targets: dict[int, dict]) -> list[Case]:
-    """Cross-entropy over a head by default, in so many MiB, and summed in other dtypes."""
+    """Cross-entropy over a head: by default, by workspace in MiB, and by dtype of the sums."""
     small = [(f"{mib} MiB", {"workspace": mib * MIB}, limit) for mib, limit in targets.items()]
-    return [PLAIN_HEAD, *(ALONE(*each, yardstick="3 GEMMs") for each in small), *OTHER_SUMS]
+    return [PLAIN_HEAD, *(ALONE(*case, yardstick="3 GEMMs") for case in small), *OTHER_SUMS]
 
 
-SHAPES = (  # the last two have rows that aren't 16-byte aligned
+SHAPES = (  # rows of the last two are not 16-byte aligned
     "8192×128256 bf16, 4096×151936 bf16, 16384×32000 bf16, 8192×128256 fp32, "
     "16384×50257 bf16, 8192×128255 bf16"
 )
 FEW_SHAPES = "1×128256 bf16, 2×129920 fp32, 16×128256 bf16, 128×128256 bf16"
 LARGE, LARGE_HEAD = "8192×128256 bf16", "8192×4096×128256 bf16"
 CPU, CPU_HEAD = "128×50257 fp32", "256×512×32000 fp32"
-GROUPS = (  # family, cases, places on a GPU and on a CPU, and rows of the --shape that it takes
+GROUPS = (  # family, cases, shapes on a GPU, shapes on a CPU, kinds of --shape (see `suits`)
     ("logits", STREAM, SHAPES, f"{CPU}, 128×50257 bf16", ("many",)),
     ("logits", ON_CPU, "", "512×128256 fp32", ()),
     ("logits", FEW, FEW_SHAPES, "", ("few",)),
@@ -194,12 +195,12 @@ GROUPS = (  # family, cases, places on a GPU and on a CPU, and rows of the --sha
     ("heads", workspaces({128: ROOMY | LIGER, 64: {}}), "16384×2304×256000 bf16", "", ()),
     ("heads", OVER_A_HEAD, LARGE_HEAD, CPU_HEAD, ()),
 )
-FEW_ROWS = 256  # at most: work so short that a GPU is timed by graph replay
-QUICK = {"cuda": (1024, 32000), "cpu": (64, 4001)}  # at most so many rows, and so large a vocab
+FEW_ROWS = 256  # up to as many rows, a GPU is timed by graph replay
+QUICK = {"cuda": (1024, 32000), "cpu": (64, 4001)}  # largest number of rows, and vocabulary
 
 
 def parse_shape(text: str) -> str:
-    """'8192x128256' as '8192×128256'."""
+    """Checks a shape, and returns '8192x128256' as '8192×128256'."""
     sizes = text.lower().replace("×", "x").split("x")
     if len(sizes) not in (2, 3) or not all(size.isdigit() and int(size) for size in sizes):
         raise ValueError(f"--shape must be ROWSxVOCAB or ROWSxWIDTHxVOCAB, got {text!r}.")
@@ -207,12 +208,14 @@ def parse_shape(text: str) -> str:
 
 
 def smaller(shape: str, device: str) -> str:
+    """The shape cut to the sizes of --quick."""
     rows, vocab = QUICK[device]
     *others, last = map(int, shape.split("×"))
     return "×".join(map(str, [*(min(size, rows) for size in others), min(last, vocab)]))
 
 
 def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
+    """Whether a --shape has the dimensions of the family, and few or many rows as `kinds` say."""
     rows, *width, _ = map(int, shape.split("×"))
     kind = "few" if device == "cuda" and rows <= FEW_ROWS else "many"
     return bool(width) == (family == "heads") and kind in kinds
@@ -221,21 +224,21 @@ def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
 def choose(
     device: str, *, quick=False, families=None, ops=None, shapes=None, dtypes=None
 ) -> list[Case]:
-    """The cases that are asked for. Some are in two groups: the first stays."""
-    usual = ["fp32" if device == "cpu" else "bf16"]
-    asked = list(product(map(parse_shape, shapes or ()), dtypes or usual))
-    found: dict[str, Case] = {}
+    """The cases that pass all filters. If a case is in two groups, the first counts."""
+    default = ["fp32" if device == "cpu" else "bf16"]
+    requested = list(product(map(parse_shape, shapes or ()), dtypes or default))
+    chosen: dict[str, Case] = {}
     for family, cases, cuda, cpu, kinds in GROUPS:
-        places = [at.split() for at in (cpu if device == "cpu" else cuda).split(", ") if at]
-        places = [(smaller(shape, device) if quick else shape, dtype) for shape, dtype in places]
-        if asked:
-            places = [at for at in asked if suits(at[0], family, kinds, device)]
-        for (shape, dtype), case in product(places, cases):
-            wanted = ((family, families), (case.op, ops), (dtype, dtypes))
-            if all(x in (some or [x]) for x, some in wanted):
+        sizes = [text.split() for text in (cpu if device == "cpu" else cuda).split(", ") if text]
+        sizes = [(smaller(shape, device) if quick else shape, dtype) for shape, dtype in sizes]
+        if requested:
+            sizes = [size for size in requested if suits(size[0], family, kinds, device)]
+        for (shape, dtype), case in product(sizes, cases):
+            filters = ((family, families), (case.op, ops), (dtype, dtypes))
+            if all(value in (allowed or [value]) for value, allowed in filters):
                 case = case.at(shape, dtype, device)
                 case.compiled &= not quick
-                found.setdefault(case.name, case)
-    if not found:
+                chosen.setdefault(case.name, case)
+    if not chosen:
         raise ValueError("no case has this family, op, shape and dtype.")
-    return list(found.values())
+    return list(chosen.values())

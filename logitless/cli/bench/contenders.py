@@ -1,6 +1,7 @@
-"""What each case is run on, and who takes part in it: ours, PyTorch, each library that imports.
+"""The inputs of a case, and its contenders: logitless, PyTorch, and other installed libraries.
 
-A contender is a function that returns what to call for a case, or None where it has nothing.
+A contender is a function that takes a case and returns the function to call, or None if it does not
+have the op of the case.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from torch import Tensor
 
 import logitless as ll
 
-from .. import formulas
-from .. import machine as _machine
+from .. import formulas, machine
 from ..formulas import BY_ROW, IGNORED, Inputs
 from ..report import short
 from .cases import COMPILED, DTYPES, EAGER, OURS, Case, Mode
 
-OF_A_HEAD = ("workspace", "logits_dtype", "accumulate")  # given to LinearLogits, not to the op
+OF_A_HEAD = ("workspace", "logits_dtype", "accumulate")  # options of LinearLogits, not of the op
 Finder = Callable[[Case], Callable | None]
 
 
 def inputs(case: Case, device: str) -> Inputs:
-    """Logits, uniform targets, and what else the op of a case takes."""
+    """Logits, uniform targets, and the other arguments of a case's op."""
     N, V, leaves = case.rows, case.sizes[-1], leaves_of(case, device)
-    options = {name: x for name, x in case.given.items() if name not in OF_A_HEAD}
+    options = {name: x for name, x in case.options.items() if name not in OF_A_HEAD}
     target = torch.randint(V, (N,), device=device)
-    if run := options.pop("runs", None):  # every other run of rows is ignored
-        target[torch.arange(N, device=device) // run % 2 == 0] = IGNORED
+    if length := options.pop("runs", None):  # every other run of `length` rows is ignored
+        target[torch.arange(N, device=device) // length % 2 == 0] = IGNORED
     if "weight" in options:
         options["weight"] = torch.rand(V, device=device) + 0.5
     rows = (target,)
-    if case.op == "policy_loss":  # hardly changed since: log Σ e^z is close to log V + 2
+    if case.op == "policy_loss":
+        # Old log-probabilities are close to the new ones, because log Σ e^z is close to log V + 2.
         noise, advantage = torch.randn(2, N, device=device)
         picked = (leaves[0].float() * leaves[1][target].float()).sum(-1)
         rows += (picked - (log(V) + 2) + 0.03 * noise, advantage)
@@ -45,19 +46,21 @@ def inputs(case: Case, device: str) -> Inputs:
         small_tail, labels = options.pop("small_tail", False), options.pop("labels", False)
         sparse = sparse_teacher(N, V, min(options.pop("K", 64), V // 2), device)
         rows = (*sparse, target) if labels else sparse
-        if small_tail:  # the student's rest is as small as the teacher's
+        if small_tail:  # the student's tail is as small as the teacher's
             leaves[0].scatter_(1, rows[0], 20.0)
     elif case.op == "capture_topk":
         rows = ()
-    elif case.family == "teachers":  # a dense one: its logits, or what is made of them
+    elif case.family == "teachers":  # a dense teacher: logits, log-probabilities or probabilities
         (teacher,) = leaves_of(case, device)
-        made = {"gathered_kl": torch.log_softmax, "soft_cross_entropy": torch.softmax}.get(case.op)
-        rows = (made(teacher.float(), -1) if made else teacher,)
+        change = {"gathered_kl": torch.log_softmax, "soft_cross_entropy": torch.softmax}.get(
+            case.op
+        )
+        rows = (change(teacher.float(), -1) if change else teacher,)
     return Inputs(leaves, rows, options)
 
 
 def leaves_of(case: Case, device: str) -> tuple[Tensor, ...]:
-    """Logits of variance 4; or the hidden states and the weight that give such."""
+    """Logits of variance 4, or hidden states and a weight whose logits have variance 4."""
     normal = partial(torch.randn, dtype=DTYPES[case.dtype], device=device)
     if case.family != "heads":
         return (normal(case.sizes).mul_(2),)
@@ -66,7 +69,7 @@ def leaves_of(case: Case, device: str) -> tuple[Tensor, ...]:
 
 
 def sparse_teacher(N: int, V: int, K: int, device: str) -> tuple[Tensor, ...]:
-    """ids, log-probabilities and tail of a teacher of K random ids."""
+    """ids, log-probabilities and tail of a teacher with K random ids per row."""
     logprobs = (2 * torch.randn(N, 4096, device=device)).log_softmax(-1).topk(K).values
     ids = torch.stack([torch.randperm(V, device=device)[:K] for _ in range(min(N, 64))])
     ids = ids.repeat(-(-N // len(ids)), 1)[:N]
@@ -77,7 +80,7 @@ def clipped(stats, *rows) -> Tensor:
     return formulas.clipped(stats.logprob, *rows)
 
 
-OURS_BY_OP = {  # where the arguments differ from those of formulas.py
+OURS_BY_OP = {  # functions whose arguments differ from those in formulas.py
     "in place": partial(ll.cross_entropy, inplace=True),
     "logsumexp": lambda x, target: ll.logsumexp(x),
     "topk_distill": lambda x, ids, logprobs, tail, labels=None, **options: ll.topk_distill(
@@ -90,19 +93,19 @@ OURS_BY_OP = {  # where the arguments differ from those of formulas.py
 
 
 def ours(case: Case) -> Callable:
-    """As a user calls it."""
+    """Calls logitless as a user does."""
     name = "in place" if case.mode == Mode.INPLACE else case.op
     op = OURS_BY_OP.get(name) or getattr(ll, name)
     if case.family != "heads":
         return op
-    head = {name: case.given[name] for name in OF_A_HEAD if name in case.given}
+    head = {name: case.options[name] for name in OF_A_HEAD if name in case.options}
     return lambda h, W, *rows, **options: op(ll.LinearLogits(h, W, **head), *rows, **options)
 
 
 def eager(case: Case) -> Callable | None:
-    """PyTorch, which has nothing in place."""
+    """The formula in PyTorch; None for cases in place, which PyTorch does not have."""
     formula = formulas.FORMULAS[case.op]
-    op = formula if case.op in BY_ROW else lambda *x, **how: formula(*x, **how).mean()
+    op = formula if case.op in BY_ROW else lambda *x, **options: formula(*x, **options).mean()
     op = F.cross_entropy if case.op == "cross_entropy" else op
     if case.family == "heads":
         return lambda hidden, weight, *rows: op(F.linear(hidden, weight), *rows)
@@ -112,12 +115,12 @@ def eager(case: Case) -> Callable | None:
 def compiled(case: Case) -> Callable | None:
     if not case.compiled or not (op := eager(case)):
         return None
-    torch.compiler.reset()  # else its limit on recompilations ends in eager code
+    torch.compiler.reset()  # otherwise the limit on recompilations falls back to eager code
     return torch.compile(op, dynamic=False)
 
 
 def of_log_softmax(loss):
-    """For those that want log-probabilities: making them is part of the work."""
+    """For losses of log-probabilities; the time includes the log_softmax."""
     return lambda x, teacher, **_: loss(x.log_softmax(-1), teacher.log_softmax(-1))
 
 
@@ -126,7 +129,7 @@ def liger(module) -> dict:
     head = module.LigerFusedLinearCrossEntropyLoss()
     return {
         "logits: cross_entropy": loss,
-        "logits: in place": loss,  # one function for both: it always overwrites the logits
+        "logits: in place": loss,  # the same function, because it always overwrites the logits
         "teachers: kl_div, forward": of_log_softmax(module.LigerKLDIVLoss(log_target=True)),
         "teachers: jsd": of_log_softmax(module.LigerJSD(beta=0.5)),
         "heads: cross_entropy": lambda hidden, weight, target: head(weight, hidden, target),
@@ -134,7 +137,7 @@ def liger(module) -> dict:
 
 
 def fla(module) -> dict:
-    """Without its logsumexp: one block of 65,536, autotuned, takes minutes to compile."""
+    """fla without its logsumexp, whose autotuned block of 65,536 takes minutes to compile."""
     head = module.FusedLinearCrossEntropyLoss()
     return {
         "heads: cross_entropy": lambda hidden, weight, target: head(hidden, target, weight),
@@ -143,7 +146,7 @@ def fla(module) -> dict:
 
 
 def both_ways(loss) -> dict:
-    """Of a class, or of partial(partial, function)."""
+    """The loss by default and in place; `loss` is a class, or partial(partial, function)."""
     return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
 
 
@@ -164,7 +167,7 @@ def rival(ops: dict[str, Callable], case: Case) -> Callable | None:
 
 
 def load(names: Iterable[str], device: str) -> tuple[dict[str, Finder], dict[str, str]]:
-    """The contenders that can run here, and for each name a version or a reason not to."""
+    """The contenders that can run, and for each name its version or the reason for its absence."""
     loaded = {name: BUILT_IN[name] for name in names if name in BUILT_IN}
     versions = {name: ll.__version__ if name == OURS else torch.__version__ for name in loaded}
     for name in (name for name in names if name in RIVALS):
@@ -173,7 +176,7 @@ def load(names: Iterable[str], device: str) -> tuple[dict[str, Finder], dict[str
         if device == "cuda":
             try:
                 loaded[name] = partial(rival, find_ops(import_module(path)))
-                versions[name] = _machine.installed(path.split(".")[0]) or "version unknown"
-            except Exception as error:  # a rival may fail to import in its own way
+                versions[name] = machine.installed(path.split(".")[0]) or "version unknown"
+            except Exception as error:  # imports fail with all kinds of errors
                 versions[name] = f"absent: {short(error)}"
     return loaded, versions

@@ -1,4 +1,4 @@
-"""Pictures of a result, two a family of cases: how fast, and how much memory."""
+"""Plots of a result: speed and memory, one plot each per family of cases."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .contenders import NAMES
 from .results import Result
 
 GREYS = ("#c9ced6", "#9aa5b1", "#7fb7be", "#4f7cac", "#33658a", "#2f4858", "#86a873")  # rivals
-REDS = ("#d1495b", "#7d1d3f", "#edae49", "#a26769")  # ours: plain, and what stands beside it
+REDS = ("#d1495b", "#7d1d3f", "#edae49", "#a26769")  # ours: the default, and variants
 LABELS = {EAGER: "PyTorch eager", COMPILED: "torch.compile", "liger": "Liger"}
-PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # behind a number on the ceiling
-LEAST_MIB = 0.1  # on the scale of memory, which is logarithmic: less is drawn as this
+PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # background of the numbers
+LEAST_MIB = 0.1  # smaller values are drawn as this, because the scale is logarithmic
 Bars = dict[tuple[str, str, str], float]  # heights by panel, group and name
 
 
 def save(document: dict, folder: Path) -> list[Path]:
-    """Writes the pictures that have something to show, and returns their paths."""
-    made, where = [], f"{document['device']['name']}, torch {document['versions']['torch']}"
+    """Writes the plots that are not empty, and returns their paths."""
+    paths, where = [], f"{document['device']['name']}, torch {document['versions']['torch']}"
     timed = [r for r in document["rows"] if r.ms and r.contender in NAMES]
     together = Counter(r.name for r in timed)
     for family in dict.fromkeys(r.family for r in timed):
@@ -37,15 +37,19 @@ def save(document: dict, folder: Path) -> list[Path]:
         unit = f"memory allocated beyond the {beyond}, MiB, lower is better"
         taken = {place(r, True): r.spare_mib if heads else r.extra_mib for r in shown}
         taken = {k: mib for k, mib in taken.items() if k[0] == Mode.BACKWARD and mib is not None}
-        for file, what, line, bars in (speed, ("memory", unit, None, taken)):
+        for file, label, line, bars in (speed, ("memory", unit, None, taken)):
             if bars:
-                made.append(folder / f"{file}{suffix}.png")
-                draw(bars, f"{family}: {what}\n{where}", line, made[-1])
-    return made
+                paths.append(folder / f"{file}{suffix}.png")
+                draw(bars, f"{family}: {label}\n{where}", line, paths[-1])
+    return paths
 
 
 def is_shown(r: Result, contenders: int) -> bool:
-    """With a teacher what has rivals; else cross_entropy, and a head in other workspaces too."""
+    """Whether a result is plotted.
+
+    These are ops with a teacher that several contenders have, plain cross_entropy, and heads in
+    other workspaces.
+    """
     if r.family == "heads" and r.variant.endswith(" MiB"):
         return True
     chosen = r.family == "teachers" or (r.op, r.variant) == ("cross_entropy", PLAIN)
@@ -53,19 +57,19 @@ def is_shown(r: Result, contenders: int) -> bool:
 
 
 def place(r: Result, one_panel: bool = False) -> tuple[str, str, str]:
-    """Its panel, group and name; in one panel our in-place form stands beside the default."""
+    """Panel, group and name of a result; with one_panel, in place is beside the default."""
     panel, name = r.mode, r.contender
     if r.family == "heads" and r.variant != PLAIN:
         name = f"{OURS}, {r.variant}"
     if one_panel and (panel, name) == (Mode.INPLACE, OURS):
         panel, name = Mode.BACKWARD, f"{OURS}, in place"
-    what = f"{r.work}\n" if r.family == "teachers" else ""
-    return panel, f"{what}{r.shape}\n{r.dtype}", name
+    work = f"{r.work}\n" if r.family == "teachers" else ""
+    return panel, f"{work}{r.shape}\n{r.dtype}", name
 
 
 def draw(bars: Bars, title: str, line: float | None, path: Path) -> None:
-    """Bars in groups, the number on each; without a line to reach, on a logarithmic scale."""
-    from matplotlib.figure import Figure  # without pyplot: no display, no global state
+    """Draws bars in groups with their numbers; the scale is logarithmic if `line` is None."""
+    from matplotlib.figure import Figure  # pyplot would need a display and global state
 
     panels, present = (list(dict.fromkeys(place[i] for place in bars)) for i in (0, 2))
     ours = [name for name in present if name.startswith(OURS)]
@@ -75,15 +79,15 @@ def draw(bars: Bars, title: str, line: float | None, path: Path) -> None:
     figure = Figure(figsize=(11, 2.7 * len(panels) + 1.1))
     for axis, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
         groups = list(dict.fromkeys(place[1] for place in bars if place[0] == panel))
-        for i, name in enumerate(names):  # one that failed leaves its place empty
+        for i, name in enumerate(names):  # a contender that failed leaves a gap
             at = [j + (i - (len(names) - 1) / 2) * width for j in range(len(groups))]
             values = [bars.get((panel, group, name)) for group in groups]
             tall = [0.0 if v is None else max(v, 2 * base) - base for v in values]
             drawn = axis.bar(at, tall, width * 0.94, bottom=base, color=colors[name])
             labels = ["" if v is None else amount(v) for v in values]
             weight = "bold" if name in ours else "normal"
-            how = {"fontsize": 7, "padding": 2, "rotation": 90, "bbox": PATCH, "weight": weight}
-            axis.bar_label(drawn, labels, **how)
+            style = {"fontsize": 7, "padding": 2, "rotation": 90, "bbox": PATCH, "weight": weight}
+            axis.bar_label(drawn, labels, **style)
         if line:
             axis.axhline(line, color="#333333", linewidth=0.8, linestyle="--", zorder=0)
             axis.margins(y=0.25)
@@ -94,7 +98,7 @@ def draw(bars: Bars, title: str, line: float | None, path: Path) -> None:
         axis.set_xticks(range(len(groups)), groups, fontsize=8)
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_title(panel, fontsize=10, loc="left")
-    handles = [drawn[0] for drawn in figure.axes[0].containers]  # one set of bars a name
+    handles = [drawn[0] for drawn in figure.axes[0].containers]  # one set of bars per name
     figure.suptitle(title, fontsize=10, x=0.01, ha="left")
     labels = [LABELS.get(name, name) for name in names]
     figure.legend(handles, labels, ncols=5, loc="lower center", frameon=False, fontsize=8)
@@ -103,7 +107,7 @@ def draw(bars: Bars, title: str, line: float | None, path: Path) -> None:
 
 
 def amount(value: float) -> str:
-    """In two or three digits, whole where there are more: 0.09, 12.3, 2004."""
+    """A number in two or three digits, or as a whole number from 100 on: 0.09, 12.3, 2004."""
     if value < 0.01:
         return "0"
     return f"{value:.2g}" if value < 1 else f"{value:.3g}" if value < 100 else f"{value:.0f}"

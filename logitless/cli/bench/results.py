@@ -1,7 +1,7 @@
-"""What is stored of a run, the verdict on it (floors, targets reached or not), and the report.
+"""The stored form of a run, the judgement of its targets, and the report.
 
-A run is a document: a dictionary of facts, and the results as "rows". A report is made from it
-alone: an old one can be shown again, without its machine.
+A run is a document: a dictionary of facts, with the results as "rows". The report depends on the
+document only, so that an old run can be reported again on any machine.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from .. import machine as _machine
+from .. import machine
 from ..report import NOTHING, number, table, time_text
 from .cases import EAGER, OUR_PLAIN, OURS, PLAIN, Case, Mode, Work
 from .contenders import NAMES
 
 OVERWRITES, SYNCHRONISES = "overwrites its input", "synchronises with the host"
-KERNEL_START_MS = 0.006  # what a call on few rows may cost beyond its bytes
-Times = dict[tuple[str, str], float]  # by contender and name of a case
+KERNEL_START_MS = 0.006  # time that a call on few rows may take beyond the floor
+Times = dict[tuple[str, str], float]  # by contender and by name of the case
 
 
 @dataclass
 class Result(Work):
-    """One contender in one case. What couldn't be measured is None."""
+    """The result of one contender in one case; None marks numbers that were not measured."""
 
     rows: int = 0
     vocab: int = 0
@@ -33,10 +33,10 @@ class Result(Work):
     value_error: float | None = None
     grad_error: float | None = None
     ms: float | None = None
-    extra_mib: float | None = None  # at most at once, beyond the inputs
-    spare_mib: float | None = None  # the same, beyond the gradients too
-    # filled in by `judge`, once the ceiling and all times are known
-    eager_x: float | None = None  # time over PyTorch's
+    extra_mib: float | None = None  # peak memory beyond the inputs
+    spare_mib: float | None = None  # peak memory beyond the inputs and the gradients
+    # `judge` sets the fields below, when the copy bandwidth and all times are known.
+    eager_x: float | None = None  # time divided by PyTorch's time
     floor_ms: float | None = None
     tbps: float | None = None
     target: str = ""
@@ -50,13 +50,13 @@ def blank(case: Case, contender: str, **known) -> Result:
 
 
 def new_document(device: str, contenders: dict[str, str], commit: str | None) -> dict:
-    """Of a run that has no results yet."""
+    """The document of a run without results."""
     return {
-        "device": _machine.device(device),
-        "versions": _machine.versions(),
+        "device": machine.device(device),
+        "versions": machine.versions(),
         "contenders": contenders,
-        "commit": commit or _machine.commit(),
-        "date": _machine.now(),
+        "commit": commit or machine.commit(),
+        "date": machine.now(),
         "copy_tbps": None,
         "rows": [],
     }
@@ -66,12 +66,12 @@ def read(path: Path) -> dict:
     document = json.loads(path.read_text())
     try:
         return document | {"rows": [Result(**row) for row in document["rows"]]}
-    except TypeError as error:  # a field that Result lacks, or one that is missing
+    except TypeError as error:  # an unknown field, or a missing one
         raise ValueError(f"{path} must be a result of this version of the benchmark.") from error
 
 
 def write(document: dict, text: str, stem: Path) -> list[Path]:
-    """The document as JSON and the report on it, side by side."""
+    """Writes the document as JSON, and the report beside it; returns both paths."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     stored, report = stem.with_suffix(".json"), stem.with_suffix(".md")
     data = json.dumps(document, indent=1, ensure_ascii=False, default=asdict)
@@ -81,7 +81,7 @@ def write(document: dict, text: str, stem: Path) -> list[Path]:
 
 
 def joined(first: dict, *others: dict) -> dict:
-    """The facts of the first, which must be those of all, and the rows of all."""
+    """One document with the rows of all parts, whose facts must be equal."""
     for fact in ("device", "versions", "contenders", "commit"):
         if differs := [part[fact] for part in others if part[fact] != first[fact]]:
             raise ValueError(f"{fact} must be {first[fact]} in every part, got {differs[0]}.")
@@ -91,7 +91,7 @@ def joined(first: dict, *others: dict) -> dict:
 
 
 def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None) -> None:
-    """Fills in what follows from the times, and whether ours reach their targets."""
+    """Sets the fields that follow from the times, and whether our results reach their targets."""
     times = {(r.contender, r.name): r.ms for r in results if r.ms}
     named = {case.name: case for case in cases}
     for r, case in ((r, named[r.name]) for r in results if r.name in named):
@@ -106,7 +106,7 @@ def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None)
 
 
 def check_targets(case: Case, r: Result, times: Times) -> None:
-    """The strictest limit on time counts; one whose reference wasn't measured does not."""
+    """The strictest limit on the time counts. A limit without a measured reference is ignored."""
     limits = [limit(case, of, factor, r.floor_ms, times) for of, factor in case.targets.items()]
     r.limit_ms = min((ms for _, ms in limits if ms is not None), default=None)
     kept = [False] if r.status != "ok" else []
@@ -120,18 +120,19 @@ def check_targets(case: Case, r: Result, times: Times) -> None:
 
 
 def limit(case: Case, of: str, factor: float, floor: float | None, times: Times):
-    """A target in words, and in milliseconds if what it speaks of was measured."""
+    """A target as text, and in milliseconds; None if its reference was not measured."""
     plain, start = replace(case, variant=PLAIN), KERNEL_START_MS if of == "start + floor" else 0.0
     if "floor" in of:
         passes = "" if case.passes == 1 else f"{case.passes:g}"
-        found = {case.yardstick or f"{passes}B/C": floor}
+        references = {case.yardstick or f"{passes}B/C": floor}
     elif of == OUR_PLAIN:
-        found = {of: times.get((OURS, replace(plain, op="cross_entropy").name))}
-    else:  # a contender without this variant is compared in the plain one
-        found = {x: times.get((x, case.name), times.get((x, plain.name))) for x in of.split(", ")}
-    known = {name: ms for name, ms in found.items() if ms}
+        references = {of: times.get((OURS, replace(plain, op="cross_entropy").name))}
+    else:  # the plain variant stands for a contender that does not have this one
+        names = of.split(", ")
+        references = {x: times.get((x, case.name), times.get((x, plain.name))) for x in names}
+    known = {name: ms for name, ms in references.items() if ms}
     text = f"{start * 1e3:.0f} µs + " if start else ""
-    text += ("" if factor == 1 else f"{factor:.2f} × ") + ", ".join(known or found)
+    text += ("" if factor == 1 else f"{factor:.2f} × ") + ", ".join(known or references)
     return f"≤ {text}", start + factor * min(known.values()) if known else None
 
 
@@ -147,7 +148,7 @@ def markdown(document: dict) -> str:
 
 
 def about(document: dict) -> list[str]:
-    """What was run, where and when, one fact a line."""
+    """The facts of a run, one per line: device, versions, commit and date."""
     standing, C, left = document["contenders"], document["copy_tbps"], document.get("left")
     present = {name: text for name, text in standing.items() if not text.startswith("absent")}
     facts = [
@@ -156,17 +157,18 @@ def about(document: dict) -> list[str]:
         f"contenders: {', '.join(f'{k} {v}' for k, v in present.items())}",
         *(f"{name} {text}" for name, text in standing.items() if name not in present),
         f"commit: {document['commit'] or 'unknown'}, date: {document['date']}",
-        "times are medians; logits have variance 4, targets are uniform",
+        "times are medians; logits have variance 4; targets are uniform",
     ]
     if C:
         facts += [
             f"C: {C:.3f} TB/s, bytes read plus bytes written by a copy; B: bytes of the logits",
-            "floor: bytes that must move, over C; for a head the GEMMs that it needs, by cuBLAS",
+            "floor: bytes that must move, divided by C; for a head the time of its GEMMs by cuBLAS",
         ]
     return [*facts, f"{left} cases are left for --resume"] if left else facts
 
 
 def outcome(results: list[Result]) -> list[str]:
+    """The number of targets reached, and one line per missed target."""
     reached = [r.reached for r in results if r.reached is not None]
     lines = [f"targets reached: {sum(reached)} of {len(reached)}"]
     for r in results:
@@ -179,7 +181,10 @@ def outcome(results: list[Result]) -> list[str]:
 
 
 def target_row(r: Result, results: list[Result]) -> dict[str, str]:
-    """Beside the fastest of the others. One that destroys the logits isn't doing the same work."""
+    """A row of the table of targets, with the fastest other contender.
+
+    A contender that overwrites the logits counts in place only, because it does other work.
+    """
     rivals = [x for x in results if x.name == r.name and x.contender in NAMES[1:] and x.ms]
     fair = [x for x in rivals if x.mode == Mode.INPLACE or OVERWRITES not in x.note]
     best = min(fair, key=lambda x: x.ms or 0.0, default=None)
@@ -204,7 +209,7 @@ def work_row(r: Result) -> dict[str, str]:
         "floor / time": number(r.floor_ms and r.ms and r.floor_ms / r.ms, ".0%"),
         "extra MiB": number(r.extra_mib, ".1f"),
         "beyond gradients": number(r.spare_mib, ".1f"),
-        "error": number(r.value_error, ".0e"),
-        "of gradients": number(r.grad_error, ".1e"),
+        "value error": number(r.value_error, ".0e"),
+        "gradient error": number(r.grad_error, ".1e"),
         "note": r.note,
     }

@@ -1,8 +1,8 @@
-"""Check, then time: one case at a time, every contender in turn.
+"""Runs one case: checks every contender, then times it.
 
-A contender that raises is reported as failed and one whose numbers are off as wrong, each with the
-reason, and neither is timed. One that overwrites its inputs is timed on a copy which is restored,
-outside of the time, before each repetition; its line says so.
+A contender that raises is reported as "failed", and a contender with wrong results as "wrong", each
+with the reason; neither is timed. A contender that overwrites its inputs is timed on a copy of the
+inputs. The copy is restored before each repetition, and restoring is not timed.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import clocks as _clocks
-from .. import formulas
-from .. import memory as _memory
+from .. import clocks, formulas, memory
 from ..formulas import Inputs
 from ..report import short
 from . import contenders
@@ -27,23 +25,23 @@ Leaves = tuple[Tensor, ...]
 
 
 class Entry:
-    """A contender in a case."""
+    """One contender in one case."""
 
     def __init__(self, case: Case, name: str, op: Callable, inputs: Inputs):
         self.case, self.op, self.inputs, self.leaves = case, op, inputs, inputs.leaves
-        self.scratch: Leaves = ()  # a copy of the leaves to work on, if it overwrites them
+        self.scratch: Leaves = ()  # a copy of the leaves, for a contender that overwrites them
         self.result = blank(case, name)
 
     def attempt(self, step: Callable, argument, when: str = "") -> None:
-        """Any failure is a finding, not the end of the run."""
+        """Runs one step; an error becomes the contender's result and does not end the benchmark."""
         try:
             step(argument)
         except Exception as error:
             self.result.status, self.result.note = "failed", f"{when}{short(error)}"
-        torch.cuda.empty_cache()  # memory kept for one contender may be what the next one lacks
+        torch.cuda.empty_cache()  # the next contender may need the cached memory
 
     def examine(self, checked: bool) -> None:
-        """Its answer and its memory."""
+        """Checks the values and gradients, and measures the memory."""
         result, in_place = self.result, self.case.mode == Mode.INPLACE
         scratch = tuple(leaf.clone() for leaf in self.leaves)
         out, grads = self.run(self.fresh(scratch))
@@ -52,7 +50,9 @@ class Entry:
             result.value_error, result.grad_error = errors
             bound = formulas.TOLERANCE[self.case.dtype] * formulas.CLIPPED.get(self.case.op, 1)
             bound *= 1 if result.contender == OURS else 10
-            off = [x for x in errors if x is not None and not x <= bound]  # NaN included
+            off = [
+                x for x in errors if x is not None and not x <= bound
+            ]  # `not <=` is true for NaN
             if off:
                 result.status, result.note = "wrong", f"error {off[-1]:.1e}, allowed {bound:.0e}"
         if not all(map(torch.equal, scratch, self.leaves)):
@@ -60,15 +60,15 @@ class Entry:
             if not in_place:
                 result.note = OVERWRITES
                 result.status = "wrong" if result.contender == OURS else result.status
-        held = 0 if in_place else sum(grad.nbytes for grad in grads)
+        gradient_bytes = 0 if in_place else sum(grad.nbytes for grad in grads)
         del out, grads, scratch
-        extra = _memory.extra_memory(self.leaves[0].device.type, self.prepare(), self.run)
-        result.extra_mib, result.spare_mib = extra / MIB, (extra - held) / MIB
-        if self.case.mode == Mode.WALL and _clocks.synchronises(self.run, self.prepare()):
+        extra = memory.extra_memory(self.leaves[0].device.type, self.prepare(), self.run)
+        result.extra_mib, result.spare_mib = extra / MIB, (extra - gradient_bytes) / MIB
+        if self.case.mode == Mode.WALL and clocks.synchronises(self.run, self.prepare()):
             result.note = "; ".join(filter(None, (result.note, SYNCHRONISES)))
 
     def fresh(self, leaves: Leaves) -> Leaves:
-        """The same memory without the gradient or graph of an earlier call."""
+        """Leaves on the same memory, without the gradient or graph of an earlier call."""
         gradient = self.case.mode not in (Mode.FORWARD, Mode.REPLAY)
         return tuple(leaf.detach().requires_grad_(gradient) for leaf in leaves)
 
@@ -77,7 +77,7 @@ class Entry:
         return self.fresh(restored or self.leaves)
 
     def run(self, leaves: Leaves):
-        """One unit of work: (output, gradients of the leaves)."""
+        """Runs the op once; returns its output and the gradients of the leaves."""
         gradient = leaves[0].requires_grad
         with torch.set_grad_enabled(gradient):
             out = self.op(*leaves, *self.inputs.rows, **self.inputs.options)
@@ -91,28 +91,28 @@ class Entry:
         return out, tuple(leaf.grad for leaf in leaves)
 
     def clock(self, budget: float) -> None:
-        """On a GPU, by the clock of its mode."""
+        """Times the op on a GPU by the clock of its mode."""
         if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
-            cold = self.case.mode == Mode.REPLAY  # logits just gathered are still in the cache
+            cold = self.case.mode == Mode.REPLAY  # gathered logits (REPLAY_BOTH) are in the cache
             x = self.leaves[0]
-            ms = _clocks.graph_time(lambda y: self.run(self.fresh((y,))), x, budget, cold=cold)
+            ms = clocks.graph_time(lambda y: self.run(self.fresh((y,))), x, budget, cold=cold)
         elif self.case.mode == Mode.WALL:
-            ms = _clocks.host_time(self.run, self.prepare())
+            ms = clocks.host_time(self.run, self.prepare())
         else:
-            ms = _clocks.device_time(self.prepare, self.run, budget)
+            ms = clocks.device_time(self.prepare, self.run, budget)
         self.result.ms = ms
 
 
 def run_case(
     case: Case, loaded: dict[str, Finder], device: str, budget: float, *, checked: bool = True
 ) -> list[Result]:
-    """Results of every contender that has this op; without `checked`, times and memory alone."""
+    """The results of every contender that has the op; without `checked`, only times and memory."""
     torch.manual_seed(case.rows * 1_000_003 + case.sizes[-1])
-    invited = {name: f for name, f in loaded.items() if name == OURS or not case.alone}
-    ops = {name: op for name, find in invited.items() if (op := find(case))}
+    finders = {name: f for name, f in loaded.items() if name == OURS or not case.alone}
+    ops = {name: op for name, find in finders.items() if (op := find(case))}
     try:
         inputs = contenders.inputs(case, device)
-    except RuntimeError as error:  # too large for this machine
+    except RuntimeError as error:  # out of memory
         return [blank(case, name, status="failed", note=short(error)) for name in ops]
     entries = [Entry(case, name, op, inputs) for name, op in ops.items()]
     for entry in entries:
@@ -120,7 +120,7 @@ def run_case(
     results = [entry.result for entry in entries]
     ready = [entry for entry in entries if entry.result.status == "ok"]
     if device == "cpu":
-        times = _clocks.wall_times(device, [(entry.prepare, entry.run) for entry in ready], budget)
+        times = clocks.wall_times(device, [(entry.prepare, entry.run) for entry in ready], budget)
         for entry, ms in zip(ready, times, strict=True):
             entry.result.ms = ms
         return results
@@ -128,7 +128,7 @@ def run_case(
     around = [measure()] if case.yardstick and checked and ready else []
     for entry in ready:
         entry.attempt(entry.clock, budget, "while timed: ")
-        if len(around) == 1:  # after the first too, mostly ours: clocks drift
+        if len(around) == 1:  # again after the first contender, usually ours, because clocks drift
             around.append(measure())
     if not around:
         return results
@@ -138,13 +138,13 @@ def run_case(
 
 
 def yardstick(name: str, leaves: Leaves, budget: float) -> float:
-    """Time of filling the gradient of logits with zeros, or of the matrix products of a head."""
+    """The time to fill a gradient of logits with zeros, or of the GEMMs of a head."""
 
     def run(leaves: Leaves):
         if name == "zeros_like":
             return torch.zeros_like(*leaves)
         h, W = leaves
         z = h @ W.t()
-        return z @ W, z.t() @ h  # forward and backward: three products
+        return z @ W, z.t() @ h  # forward and backward are three GEMMs
 
-    return _clocks.device_time(lambda: leaves, run, budget) * (4 / 3 if name == "4 GEMMs" else 1)
+    return clocks.device_time(lambda: leaves, run, budget) * (4 / 3 if name == "4 GEMMs" else 1)

@@ -1,11 +1,12 @@
-"""`logitless demo`: a teacher is trained, captured once into a store, and a student learns from it.
+"""`logitless demo`: trains a teacher, captures it into a store, and distils students from it.
 
-Four students start from one seed and see the same documents, few of them. One has the text alone;
-one the teacher itself, its whole logits, in plain PyTorch; one the teacher's K most probable
-tokens, and one the same from the store, both through a head whose logits are never made. What
-counts is the loss on text that nobody has seen.
+Four students start from one seed and train on the same few documents. The first learns from the
+text only. The second learns from the teacher's whole logits, in plain PyTorch. The third learns
+from the teacher's K most probable tokens, and the fourth from the same tokens in the store; the
+logits of these two students are never materialised. The students are compared by their loss on
+held-out text.
 
-Ends with a table, a picture and a report in one HTML file.
+The demo prints a table, and writes a plot and a report in one HTML file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from logitless.cli import chosen_device, require
-from logitless.cli.demo.small import (  # what examples and benchmarks use of it
+from logitless.cli.demo.small import (  # examples and benchmarks import these names from here
     MAX_CHARS,
     SCALES,
     VOCAB,
@@ -53,18 +54,22 @@ __all__ = [
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "demo",
-        help="train a teacher, capture it into a store, distil a student from it",
+        help="train a teacher, capture it into a store, distil students from it",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=300, help="of each student; default: 300")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU, if there is one")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="training steps of each student; default: 300"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: a GPU if there is one")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument(
         "--out", type=Path, default=Path("logitless-demo.png"),
-        help="the picture; the report is beside it, in HTML",
+        help="file of the plot; the HTML report is written beside it",
     )  # fmt: skip
-    parser.add_argument("--store", type=Path, help="where to keep the store; default: nowhere")
+    parser.add_argument(
+        "--store", type=Path, help="folder of the store; by default the store is deleted"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -76,8 +81,8 @@ def run(args: argparse.Namespace) -> None:
     device = chosen_device(args.device)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        told = story.tell(args.store or Path(folder) / "store", args.steps, device, args.seed)
-    report.show_table(told)
-    report.save_picture(told, args.out)
-    report.save_html(told, args.out, args.out.with_suffix(".html"))
-    print(f"picture: {args.out}\nreport: {args.out.with_suffix('.html')}")
+        outcome = story.run(args.store or Path(folder) / "store", args.steps, device, args.seed)
+    report.show_table(outcome)
+    report.save_plot(outcome, args.out)
+    report.save_html(outcome, args.out, args.out.with_suffix(".html"))
+    print(f"plot: {args.out}\nreport: {args.out.with_suffix('.html')}")

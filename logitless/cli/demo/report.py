@@ -1,4 +1,4 @@
-"""What the demo shows: a table, a picture, and both in one HTML file that needs nothing else."""
+"""The output of the demo: a table, a plot, and one HTML file that contains both."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import base64
 from html import escape
 from pathlib import Path
 
-from logitless.cli.demo.story import ALONE, CE, KD, LIVE, STORED, WHOLE, Told
+from logitless.cli.demo.story import ALONE, CE, KD, LIVE, STORED, WHOLE, Outcome
 
-from .. import machine as _machine
+from .. import machine
 
 COLORS = {ALONE: "0.55", WHOLE: "C1", LIVE: "C2", STORED: "C0"}
 
@@ -29,78 +29,78 @@ PAGE = """<!doctype html>
 <p>{summary}</p>
 {results}
 <img alt="Held-out loss of the students over their steps, and the memory of a step's loss"
-     src="data:image/png;base64,{picture}">
+     src="data:image/png;base64,{plot}">
 <details><summary>The curves in numbers</summary>{curves}</details>
 <h2>The store</h2>
 {store}
-<h2>What it says</h2>
-<p>Some places of the text, the word that follows, and the teacher's five most probable.</p>
+<h2>Predictions of the teacher</h2>
+<p>Some beginnings of documents, the next word, and the teacher's five most probable words.</p>
 {words}
 <p><small>{machine}</small></p>
 </body></html>
 """
 
 
-def results(told: Told) -> list[tuple[str, ...]]:
-    """Rows of the table, its head first."""
-    head = ("", "teacher", *(student.name for student in told.students))
-    loss = [f"{told.teacher_loss:.3f}", *(f"{s.curve[-1][1]:.3f}" for s in told.students)]
-    seconds = ["", *(f"{s.seconds:.1f} s" for s in told.students)]
-    memory = ["", *(f"{s.memory / 2**20:,.0f} MiB" for s in told.students)]
-    rows, vocab = told.plan.memory_rows, told.plan.memory_vocab
+def results(outcome: Outcome) -> list[tuple[str, ...]]:
+    """Rows of the table, headings first."""
+    head = ("", "teacher", *(student.name for student in outcome.students))
+    loss = [f"{outcome.teacher_loss:.3f}", *(f"{s.curve[-1][1]:.3f}" for s in outcome.students)]
+    seconds = ["", *(f"{s.seconds:.1f} s" for s in outcome.students)]
+    memory = ["", *(f"{s.memory / 2**20:,.0f} MiB" for s in outcome.students)]
+    rows, vocab = outcome.plan.memory_rows, outcome.plan.memory_vocab
     return [
         head,
-        ("held-out loss, nats a token", *loss),
+        ("held-out loss, nats per token", *loss),
         ("training time", *seconds),
         (f"peak memory of a step's loss,\n{rows:,} tokens × {vocab:,}", *memory),
     ]
 
 
-def curves(told: Told) -> list[tuple[str, ...]]:
-    """Held-out losses by step, the head first."""
-    steps = [step for step, _ in told.students[0].curve]
-    losses = [[f"{loss:.4f}" for _, loss in student.curve] for student in told.students]
-    head = ("step", *(student.name for student in told.students))
+def curves(outcome: Outcome) -> list[tuple[str, ...]]:
+    """Held-out losses by step, headings first."""
+    steps = [step for step, _ in outcome.students[0].curve]
+    losses = [[f"{loss:.4f}" for _, loss in student.curve] for student in outcome.students]
+    head = ("step", *(student.name for student in outcome.students))
     return [head, *zip(map(str, steps), *losses, strict=True)]
 
 
-def store_rows(told: Told) -> list[tuple[str, str]]:
-    about = told.store
-    means = ", ".join(f"{at:+d}: {mean:.2f}" for at, mean in about["label log-probability"].items())
-    whole = about["bytes of whole rows, fp16"]
-    verdict = "right" if about["right"] else "too little learnt to tell"
+def store_rows(outcome: Outcome) -> list[tuple[str, str]]:
+    store = outcome.store
+    means = ", ".join(f"{at:+d}: {mean:.2f}" for at, mean in store["label log-probability"].items())
+    whole = store["bytes of whole rows, fp16"]
+    verdict = "right" if store["right"] else "the teacher has learnt too little for this test"
     return [
-        ("documents, tokens", f"{about['documents']:,}, {about['tokens']:,}"),
-        ("bytes a token", f"{about['bytes a token']:.0f}, where whole rows in fp16 are {whole:,}"),
-        (f"mass of the {told.plan.k} slots", f"{about['mass of the slots']:.3f}"),
-        ("captured in", f"{about['seconds']:.1f} s"),
+        ("documents, tokens", f"{store['documents']:,}, {store['tokens']:,}"),
+        ("bytes per token", f"{store['bytes per token']:.0f}; whole rows in fp16 take {whole:,}"),
+        (f"mass of the {outcome.plan.k} slots", f"{store['mass of the slots']:.3f}"),
+        ("captured in", f"{store['seconds']:.1f} s"),
         ("label log-probability, by offset", f"{means}: {verdict}"),
     ]
 
 
-def show_table(told: Told) -> None:
+def show_table(outcome: Outcome) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    head, *rows = results(told)
-    table = Table(title=f"{told.steps} steps of {told.tokens:,} tokens on {told.device}")
+    head, *rows = results(outcome)
+    table = Table(title=f"{outcome.steps} steps of {outcome.tokens:,} tokens on {outcome.device}")
     for i, name in enumerate(head):
         table.add_column(name, justify="right" if i else "left")
     for row in rows:
         table.add_row(*row)
     Console().print(table)
     table = Table("the store", "", show_header=True)
-    for row in store_rows(told):
+    for row in store_rows(outcome):
         table.add_row(*row)
     Console().print(table)
 
 
-def save_picture(told: Told, path: Path) -> None:
+def save_plot(outcome: Outcome, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     curves, memory = figure.subplots(1, 2, width_ratios=(2, 1))
-    for student in told.students:
+    for student in outcome.students:
         steps, losses = zip(*student.curve, strict=True)
         style = ":" if student.name == LIVE else "-"
         curves.plot(
@@ -112,40 +112,40 @@ def save_picture(told: Told, path: Path) -> None:
             marker=".",
             linewidth=4 if student.name == LIVE else 1.5,
         )
-    curves.axhline(told.teacher_loss, color="0.8", label="the teacher itself")
-    curves.set(xlabel="step", ylabel="held-out loss, nats a token", title="A student learns from")
+    curves.axhline(outcome.teacher_loss, color="0.8", label="the teacher itself")
+    curves.set(xlabel="step", ylabel="held-out loss, nats per token", title="A student learns from")
     curves.legend()
-    sizes = [student.memory / 2**20 for student in told.students]
-    names = [student.name.replace("teacher's ", "teacher's\n") for student in told.students]
-    bars = memory.barh(names, sizes, color=[COLORS[student.name] for student in told.students])
+    sizes = [student.memory / 2**20 for student in outcome.students]
+    names = [student.name.replace("teacher's ", "teacher's\n") for student in outcome.students]
+    bars = memory.barh(names, sizes, color=[COLORS[student.name] for student in outcome.students])
     memory.bar_label(bars, [f" {size:,.0f}" for size in sizes])
     memory.invert_yaxis()
     memory.margins(x=0.2)
-    rows, vocab = told.plan.memory_rows, told.plan.memory_vocab
+    rows, vocab = outcome.plan.memory_rows, outcome.plan.memory_vocab
     memory.set(xlabel="MiB", title=f"Peak memory of a step's loss,\n{rows:,} tokens × {vocab:,}")
     figure.savefig(path, format="png", dpi=150)
 
 
-def save_html(told: Told, picture: Path, path: Path) -> None:
-    losses = {student.name: student.curve[-1][1] for student in told.students}
+def save_html(outcome: Outcome, plot: Path, path: Path) -> None:
+    losses = {student.name: student.curve[-1][1] for student in outcome.students}
     summary = (
-        f"Four students of one seed saw the same {told.store['documents']:,} documents in"
-        f" {told.steps} steps. On text that nobody has seen, the one with the text alone comes to"
-        f" {losses[ALONE]:.3f} nats a token, the one with the teacher's whole logits to"
-        f" {losses[WHOLE]:.3f}, the one with its {told.plan.k} largest to {losses[LIVE]:.3f}, and"
-        f" the one with the store, which holds the same {told.plan.k}, to {losses[STORED]:.3f}, by"
-        f" {CE:g} · cross-entropy + {KD:g} · KL divergence through a head whose logits were never"
-        f" made. The teacher itself has {told.teacher_loss:.3f}."
+        f"Four students with the same seed trained on the same {outcome.store['documents']:,}"
+        f" documents for {outcome.steps} steps. Their held-out losses in nats per token are"
+        f" {losses[ALONE]:.3f} with the text alone, {losses[WHOLE]:.3f} with the teacher's whole"
+        f" logits, {losses[LIVE]:.3f} with the teacher's {outcome.plan.k} most probable tokens, and"
+        f" {losses[STORED]:.3f} with the same tokens from the store. The last two train by {CE:g} ·"
+        f" cross-entropy + {KD:g} · KL divergence, and their logits are never materialised. The"
+        f" teacher's own loss is {outcome.teacher_loss:.3f}."
     )
-    machine = f"{_machine.device(told.device)['name']}, torch {_machine.versions()['torch']}"
+    footer = f"{machine.device(outcome.device)['name']}, torch {machine.versions()['torch']}"
     page = PAGE.format(
         summary=escape(summary),
-        results=_html_table(results(told), numbers=True),
-        curves=_html_table(curves(told), numbers=True),
-        store=_html_table([("", ""), *store_rows(told)]),
-        words=_words(told),
-        picture=base64.b64encode(picture.read_bytes()).decode(),
-        machine=escape(machine),
+        results=_html_table(results(outcome), numbers=True),
+        curves=_html_table(curves(outcome), numbers=True),
+        store=_html_table([("", ""), *store_rows(outcome)]),
+        words=_words(outcome),
+        plot=base64.b64encode(plot.read_bytes()).decode(),
+        machine=escape(footer),
     )
     path.write_text(page, encoding="utf-8")
 
@@ -162,17 +162,17 @@ def _html_table(rows: list, numbers: bool = False) -> str:
     return f"<table>{''.join(lines)}</table>"
 
 
-def _words(told: Told) -> str:
+def _words(outcome: Outcome) -> str:
     lines = []
-    for text, following, best in told.words:
-        says = "".join(
+    for text, next_word, best in outcome.words:
+        predictions = "".join(
             f'<div><span class="bar" style="width:{100 * p:.0f}px"></span> '
-            f'<span class="{"hit" if word == following else ""}">{escape(repr(word))}</span>'
+            f'<span class="{"hit" if word == next_word else ""}">{escape(repr(word))}</span>'
             f" {p:.2f}</div>"
             for word, p in best
         )
         lines.append(
             f"<tr><td><pre>{escape(text[-160:])}</pre></td>"
-            f"<td><pre>{escape(repr(following))}</pre></td><td>{says}</td></tr>"
+            f"<td><pre>{escape(repr(next_word))}</pre></td><td>{predictions}</td></tr>"
         )
     return f"<table><tr><th>text</th><th>next</th><th>teacher</th></tr>{''.join(lines)}</table>"

@@ -1,6 +1,6 @@
-"""A text that every Python brings along, and a transformer small enough to read it anywhere.
+"""The text of the demo, and a transformer that is small enough to train on any machine.
 
-The text is the sources of the standard library, in tokens that are words with their space.
+The text is the source code of Python's standard library. A token is a word with its leading space.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ VOCAB = 32_768
 UNKNOWN = 0
 TOKEN = re.compile(
     r" ?\w+| ?[^\w\s]+|\n\s*|\s+"
-)  # a word or symbol with its space; a line's indent
+)  # a word or symbol with its space, or a line break with the indentation
 NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 MAX_CHARS = 12_000_000
 
@@ -33,14 +33,14 @@ Batch = tuple[Tensor, Tensor]  # tokens and the tokens that follow them, (batch,
 
 
 class Scale(NamedTuple):
-    """How large a model and a batch the device trains in a minute or so."""
+    """Sizes of a model and a batch that a device trains in about a minute."""
 
     batch: int
     context: int
     width: int
     layers: int
     lr: float
-    loss_rows: int  # of logits, where the memory of the loss alone is measured
+    loss_rows: int  # rows of logits in `loss_memory`
 
 
 SCALES = {
@@ -53,7 +53,7 @@ SCALES = {
 
 
 def read_sources(limit: int) -> str:
-    """The standard library's own sources, in the order of their paths, up to `limit` characters."""
+    """The sources of the standard library, sorted by path, up to `limit` characters."""
     root = Path(sysconfig.get_path("stdlib"))
     pieces, size = [], 0
     for path in sorted(root.rglob("*.py")):
@@ -64,19 +64,19 @@ def read_sources(limit: int) -> str:
 
 
 def vocabulary(text: str, size: int = VOCAB) -> list[str]:
-    """The most frequent tokens of a text, by their ids; UNKNOWN is all others."""
+    """The most frequent tokens of a text, indexed by id; UNKNOWN stands for all others."""
     return ["?"] + [token for token, _ in Counter(TOKEN.findall(text)).most_common(size - 1)]
 
 
 def encode(text: str, words: list[str] | None = None) -> Tensor:
-    """Token ids of a text, (T,), in a vocabulary: by default its own."""
+    """Token ids of a text, (T,); the default vocabulary is that of the text."""
     words = vocabulary(text) if words is None else words
     index = {token: i for i, token in enumerate(words) if i != UNKNOWN}
     return torch.tensor([index.get(token, UNKNOWN) for token in TOKEN.findall(text)])
 
 
 def draw_batches(ids: Tensor, scale: Scale, device: str, seed: int) -> Iterator[Batch]:
-    """Windows at random places of the text, without end."""
+    """Endless batches of windows at random places of the text."""
     random = torch.Generator().manual_seed(seed)
     window = torch.arange(scale.context + 1)
     while True:
@@ -89,7 +89,7 @@ def draw_batches(ids: Tensor, scale: Scale, device: str, seed: int) -> Iterator[
 
 
 class Transformer(nn.Module):
-    """A causal decoder whose head is its embedding."""
+    """A causal decoder whose head shares its weight with the embedding."""
 
     def __init__(self, scale: Scale, vocab: int = VOCAB):
         super().__init__()
@@ -108,15 +108,15 @@ class Transformer(nn.Module):
             for _ in range(scale.layers)
         )
         self.norm = nn.LayerNorm(scale.width)
-        # Unit variance to begin with, of the logits and (by `gain`) of the inputs. In a model less
-        # well conditioned training is chaotic: it amplifies rounding until the curves part.
+        # Logits and (by `gain`) inputs have unit variance at the start. In a less well conditioned
+        # model, training amplifies rounding until the curves of equal losses differ.
         self.gain = scale.width**0.5
         nn.init.normal_(self.token.weight, std=1 / self.gain)
         self.head = nn.Linear(scale.width, vocab, bias=False, device="meta")
         self.head.weight = self.token.weight
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Tokens (batch, context) to hidden states (batch, context, width)."""
+        """Maps tokens (batch, context) to hidden states (batch, context, width)."""
         context = tokens.shape[1]
         causal = nn.Transformer.generate_square_subsequent_mask(context, device=tokens.device)
         x = self.gain * self.token(tokens) + self.place[:context]
@@ -125,7 +125,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Tokens (batch, context) to logits (batch, context, vocabulary)."""
+        """Maps tokens (batch, context) to logits (batch, context, vocabulary)."""
         return self.head(self.hidden(tokens))
 
 
@@ -150,12 +150,14 @@ class Learner:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.curve.append(loss.item())  # waits for the device, so the clock sees all of the step
+        self.curve.append(
+            loss.item()
+        )  # waits for the device, so that the time includes the whole step
         self.seconds += time.perf_counter() - start
 
 
 def train(learners: list[Learner], batches: Iterator[Batch], steps: int) -> Iterator[int]:
-    """Each learner takes each step; yields the number of steps done."""
+    """Trains all learners on the same batches; yields the number of finished steps."""
     for done, batch in zip(range(1, steps + 1), batches, strict=False):
         for learner in learners:
             learner.step(batch)
@@ -163,12 +165,13 @@ def train(learners: list[Learner], batches: Iterator[Batch], steps: int) -> Iter
 
 
 def largest_difference(learners: list[Learner]) -> float:
-    theirs, ours = learners
-    return max(abs(a - b) for a, b in zip(theirs.curve, ours.curve, strict=True))
+    """The largest difference between the losses of two learners after the same step."""
+    one, other = learners
+    return max(abs(a - b) for a, b in zip(one.curve, other.curve, strict=True))
 
 
 def loss_memory(loss: Loss, rows: int, device: str) -> int:
-    """Most bytes alive at once, beyond the logits, during the loss's forward and backward."""
+    """Peak memory in bytes of the loss, forward and backward, beyond the logits."""
     logits = torch.randn(rows, VOCAB, device=device, requires_grad=True)
     target = torch.randint(VOCAB, (rows,), device=device)
     return extra_memory(device, logits, lambda z: loss(z, target).backward())

@@ -1,4 +1,4 @@
-"""What the demo does: a teacher, its store, and four students."""
+"""The steps of the demo: train a teacher, capture it into a store, train four students."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from logitless.store.capture import lazy_head
 from ..memory import extra_memory
 from ..progress import bar
 
-CE, KD = 0.2, 0.8  # a fifth the text, the rest the teacher
-WORKSPACE = 4 << 20  # bytes of logits that a fused head makes at a time
+CE, KD = 0.2, 0.8  # weights of the cross-entropy and of the KL divergence
+WORKSPACE = 4 << 20  # bytes of logits that a fused head computes at a time
 ALONE, WHOLE = "the text alone", "the teacher's whole logits"
 LIVE, STORED = "the teacher's top K, live", "the store"
 
 
 class Plan(NamedTuple):
-    """How large everything is."""
+    """The sizes of the models, the data and the measurements."""
 
     vocab: int
-    k: int  # this teacher is rarely sure: it takes more than 64 to hold most of its mass
+    k: int  # 64 slots would hold too little mass, because this teacher is rarely certain
     teacher: Scale
     student: Scale
-    documents: int  # that the students see
-    held_out: int  # batches
-    memory_rows: int  # tokens, where the memory of a step's loss is measured
+    documents: int  # number of documents that the students train on
+    held_out: int  # number of held-out batches
+    memory_rows: int  # number of tokens in `loss_memory`
     memory_vocab: int
 
 
@@ -59,24 +59,25 @@ class Student:
     model: Transformer
     curve: list[tuple[int, float]] = field(default_factory=list)  # step, held-out loss
     seconds: float = 0.0
-    memory: int = 0  # bytes of a step's loss, beyond what it is given
+    memory: int = 0  # peak bytes of a step's loss, beyond its inputs
 
 
 @dataclass
-class Told:
-    """Everything that is shown."""
+class Outcome:
+    """The numbers and texts that the report shows."""
 
     device: str
     steps: int
-    tokens: int  # of a step
+    tokens: int  # per step
     teacher_loss: float
     students: list[Student]
     store: dict[str, Any]
-    words: list[tuple[str, str, list[tuple[str, float]]]]  # text, next word, the teacher's best
+    words: list[tuple[str, str, list[tuple[str, float]]]]  # text, next word, predictions
     plan: Plan
 
 
-def tell(path: Path, steps: int, device: str, seed: int) -> Told:
+def run(path: Path, steps: int, device: str, seed: int) -> Outcome:
+    """Runs the whole demo, with the store in the folder `path`."""
     plan = PLANS[device]
     text = small.read_sources(small.MAX_CHARS // 3)
     words = small.vocabulary(text, plan.vocab)
@@ -86,7 +87,7 @@ def tell(path: Path, steps: int, device: str, seed: int) -> Told:
     teacher = seeded(plan.teacher, plan.vocab, device, seed)
     train_teacher(teacher, known, held_out, plan, 2 * steps, seed)
     documents = windows(known, plan.documents, plan, seed + 2)
-    about = captured(teacher, documents, path, plan)
+    about_store = captured(teacher, documents, path, plan)
     store = Store(path)
     students = [
         Student(name, seeded(plan.student, plan.vocab, device, seed))
@@ -97,21 +98,23 @@ def tell(path: Path, steps: int, device: str, seed: int) -> Told:
     train_students(students, teacher, store, documents.to(device), held_out, plan, steps, seed)
     tokens = plan.student.batch * plan.student.context
     loss = held_out_loss(teacher, held_out)
-    return Told(device, steps, tokens, loss, students, about, sayings(store, words), plan)
+    return Outcome(
+        device, steps, tokens, loss, students, about_store, predictions(store, words), plan
+    )
 
 
 def split(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Text to learn from, and of every ten pieces one that is held out."""
+    """The text to train on, and the held-out text: every tenth piece of 1,024 tokens."""
     pieces = ids[: len(ids) // 1024 * 1024].view(-1, 1024)
     held_out = torch.arange(len(pieces)) % 10 == 9
     return pieces[~held_out].flatten(), pieces[held_out].flatten()
 
 
-def windows(ids: Tensor, many: int, plan: Plan, seed: int) -> Tensor:
-    """Documents (many, context + 1), at random places of the text."""
+def windows(ids: Tensor, count: int, plan: Plan, seed: int) -> Tensor:
+    """Documents (count, context + 1) from random places of the text."""
     random = torch.Generator().manual_seed(seed)
     context = plan.teacher.context
-    start = torch.randint(len(ids) - context - 1, (many, 1), generator=random)
+    start = torch.randint(len(ids) - context - 1, (count, 1), generator=random)
     return ids[start + torch.arange(context + 1)]
 
 
@@ -122,16 +125,16 @@ def seeded(scale: Scale, vocab: int, device: str, seed: int) -> Transformer:
 
 @torch.no_grad()
 def held_out_loss(model: Transformer, documents: Tensor) -> float:
-    """Cross-entropy in nats a token."""
+    """Cross-entropy in nats per token."""
     losses = [
-        F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten())
-        for part in documents.split(8)
+        F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        for batch in documents.split(8)
     ]
     return torch.stack(losses).mean().item()
 
 
 class Optimizer:
-    """AdamW whose rate rises and falls once."""
+    """AdamW with a learning rate that rises and falls once."""
 
     def __init__(self, model: Transformer, lr: float, steps: int):
         self.optimizer = torch.optim.AdamW(model.parameters(), lr, fused=True)
@@ -149,39 +152,38 @@ def train_teacher(
 ) -> None:
     ll.fuse(model, head="head")
     optimizer = Optimizer(model, plan.teacher.lr, steps)
-    batch = plan.teacher.batch
     device = held_out.device
     with bar("1. teacher ", steps) as advance:
         for step in range(steps):
-            part = windows(ids, batch, plan, seed + 1000 + step).to(device)
-            loss = F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten())
+            batch = windows(ids, plan.teacher.batch, plan, seed + 1000 + step).to(device)
+            loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
             optimizer.step(loss)
-            advance(1, f"loss {loss:.3f}", tokens=part[:, 1:].numel())
+            advance(1, f"loss {loss:.3f}", tokens=batch[:, 1:].numel())
     ll.unfuse(model)
 
 
 def captured(model: Transformer, documents: Tensor, path: Path, plan: Plan) -> dict[str, Any]:
-    """What the teacher says of the documents, into a store; what is told of it."""
+    """Captures the teacher on the documents into a store; returns facts about the store."""
     begin = time.perf_counter()
-    about = {"vocab_size": plan.vocab, "k": plan.k, "teacher": "the demo's"}
-    with Writer(path, **about) as writer, bar("2. capture ", documents.numel()) as advance:
-        parts = documents.split(plan.teacher.batch)
-        capture(model, parts, writer, head="head", progress=lambda n: advance(n, tokens=n))
+    header = {"vocab_size": plan.vocab, "k": plan.k, "teacher": "the demo's"}
+    with Writer(path, **header) as writer, bar("2. capture ", documents.numel()) as advance:
+        batches = documents.split(plan.teacher.batch)
+        capture(model, batches, writer, head="head", progress=lambda n: advance(n, tokens=n))
     seconds = time.perf_counter() - begin
     store = Store(path)
     size = sum(shard.path.stat().st_size for shard in store.shards)
     report = store.verify()
     inside = 1 - store[0][1].tail.exp().mean()
     return {
-        "documents": len(store), "tokens": store.tokens, "bytes a token": size / store.tokens,
+        "documents": len(store), "tokens": store.tokens, "bytes per token": size / store.tokens,
         "bytes of whole rows, fp16": 2 * plan.vocab, "seconds": seconds, "right": bool(report),
         "mass of the slots": float(inside), "label log-probability": report.label_logprob,
     }  # fmt: skip
 
 
 @torch.no_grad()
-def what_is_said(name: str, teacher: Transformer, store: Store, documents: Tensor) -> Any:
-    """Of documents (B, T), by the teacher of each student: targets, whole logits or nothing."""
+def targets_of(name: str, teacher: Transformer, store: Store, documents: Tensor) -> Any:
+    """What a student learns from, for documents (B, T): SparseTargets, whole logits or None."""
     if name == STORED:
         return store.targets_for(documents)
     if name == LIVE:
@@ -190,16 +192,16 @@ def what_is_said(name: str, teacher: Transformer, store: Store, documents: Tenso
     return teacher(documents) if name == WHOLE else None
 
 
-def student_loss(name: str, logits: Any, labels: Tensor, said: Any) -> Tensor:
-    """Of logits (B, T, V) and the documents (B, T) that they are of, by each student's own way."""
+def student_loss(name: str, logits: Any, labels: Tensor, targets: Any) -> Tensor:
+    """The loss of a student, from logits (B, T, V) and unshifted labels (B, T)."""
     if name in (LIVE, STORED):
-        how = {"divergence": "forward_kl", "support": "tail", "ce_weight": CE, "kd_weight": KD}
-        return distill_loss(logits, labels, said, **how).loss
+        options = {"divergence": "forward_kl", "support": "tail", "ce_weight": CE, "kd_weight": KD}
+        return distill_loss(logits, labels, targets, **options).loss
     rows, label = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
     ce = F.cross_entropy(rows, label)
     if name == ALONE:
         return ce
-    logp = F.log_softmax(said[:, :-1].flatten(0, 1), -1)
+    logp = F.log_softmax(targets[:, :-1].flatten(0, 1), -1)
     kd = F.kl_div(F.log_softmax(rows, -1), logp, log_target=True, reduction="batchmean")
     return CE * ce + KD * kd
 
@@ -208,31 +210,31 @@ def train_students(
     students: list[Student], teacher: Transformer, store: Store, documents: Tensor,
     held_out: Tensor, plan: Plan, steps: int, seed: int,
 ) -> None:  # fmt: skip
-    """They take turns, so that whatever slows the machine down slows all alike."""
+    """Trains the students in turns, so that a slow machine affects all of them alike."""
     optimizers = [Optimizer(s.model, plan.student.lr, steps) for s in students]
     for student in students[2:]:
         ll.fuse(student.model, head="head", workspace=WORKSPACE)
     random = torch.Generator().manual_seed(seed)
-    batch, every = plan.student.batch, max(steps // 10, 1)
+    every = max(steps // 10, 1)
     with bar("3. students", steps) as advance:
         for step in range(1, steps + 1):
-            which = torch.randint(len(documents), (batch,), generator=random)
-            part = documents[which]
+            which = torch.randint(len(documents), (plan.student.batch,), generator=random)
+            batch = documents[which]
             for student, optimizer in zip(students, optimizers, strict=True):
                 begin = time.perf_counter()
-                said = what_is_said(student.name, teacher, store, part)
-                loss = student_loss(student.name, student.model(part), part, said)
+                targets = targets_of(student.name, teacher, store, batch)
+                loss = student_loss(student.name, student.model(batch), batch, targets)
                 optimizer.step(loss)
                 loss.item()  # waits for the device
                 student.seconds += time.perf_counter() - begin
                 if step % every == 0 or step == steps:
                     student.curve.append((step, held_out_loss(student.model, held_out)))
             note = "  ".join(f"{s.curve[-1][1]:.3f}" for s in students if s.curve)
-            advance(1, f"held-out loss {note}", tokens=len(students) * part.numel())
+            advance(1, f"held-out loss {note}", tokens=len(students) * batch.numel())
 
 
 def loss_memory(name: str, plan: Plan, device: str) -> int:
-    """Most bytes alive at once in the loss of a step, its logits and the teacher's among them."""
+    """Peak memory in bytes of one step's loss, including student's and teacher's logits."""
     rows, vocab, width = plan.memory_rows, plan.memory_vocab, plan.student.width
     hidden = torch.randn(1, rows, width, device=device, requires_grad=True)
     head = torch.nn.Linear(width, vocab, bias=False, device=device)
@@ -240,32 +242,32 @@ def loss_memory(name: str, plan: Plan, device: str) -> int:
     k = plan.k
     ids = torch.arange(k, device=device).expand(1, rows, k).contiguous()
     logprobs = torch.full((1, rows, k), -7.0, device=device)
-    targets = ll.SparseTargets(ids, logprobs, torch.full((1, rows), -0.6, device=device))
+    sparse = ll.SparseTargets(ids, logprobs, torch.full((1, rows), -0.6, device=device))
     model = ll.fuse(torch.nn.Sequential(head), head="0", workspace=WORKSPACE)
     if name in (ALONE, WHOLE):
         ll.unfuse(model)
 
     def step(x: Tensor) -> None:
-        said = targets
+        targets = sparse
         if name == WHOLE:
-            said = x.detach() @ head.weight.T.detach()
+            targets = x.detach() @ head.weight.T.detach()
         elif name == LIVE:
             teacher = ll.LinearLogits(x.detach(), head.weight.detach(), workspace=WORKSPACE)
-            said = ll.capture_topk(teacher, k)
-        student_loss(name, model(x), labels, said).backward()
+            targets = ll.capture_topk(teacher, k)
+        student_loss(name, model(x), labels, targets).backward()
 
     return extra_memory(device, hidden, step)
 
 
-def sayings(store: Store, words: list[str], many: int = 6) -> list:
-    """Some places of documents: the text before, the word that follows, the teacher's best."""
-    found = []
-    for i in range(0, len(store), max(len(store) // many, 1)):
+def predictions(store: Store, words: list[str], count: int = 6) -> list:
+    """Text, next word and the teacher's most probable words, in the middle of some documents."""
+    rows = []
+    for i in range(0, len(store), max(len(store) // count, 1)):
         tokens, targets = store[i]
         at = len(tokens) // 2
         text = "".join(words[t] for t in tokens[: at + 1].tolist())
         best = zip(
             targets.ids[at, :5].tolist(), targets.logprobs[at, :5].exp().tolist(), strict=True
         )
-        found.append((text, words[int(tokens[at + 1])], [(words[t], p) for t, p in best]))
-    return found[:many]
+        rows.append((text, words[int(tokens[at + 1])], [(words[t], p) for t, p in best]))
+    return rows[:count]
