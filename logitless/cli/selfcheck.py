@@ -1,6 +1,6 @@
 """What `logitless doctor` checks: each public function, beside the same written naively in fp64.
 
-Between them they launch every kernel there is (tests/test_doctor.py counts both).
+Between them they launch every kernel there is (tests/cli/test_doctor.py counts both).
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Heads cut along the vocabulary, and logits in fp32, at the sizes people train: against fp64."""
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from sizes import DEVICE, sized
-from test_linear_sizes import MIB, assert_as_exact, gradients, make, truth, unfused
 
 import logitless as ll
 from logitless.heads import linear
 from logitless.heads.plan import Cut
+from tests.support import oracle
+from tests.support.head_sizes import MIB, assert_as_exact, gradients, make, truth, unfused
+from tests.support.sizes import DEVICE, sized
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU without bf16
 FP32 = torch.float32
