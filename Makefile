@@ -38,13 +38,13 @@ test-gpu: $(READY)  ## the tests at real sizes, on a GPU
 	$(PY) -m pytest tests/gpu $(ARGS)
 
 test-families: $(READY)  ## fuse, on every causal LM of Transformers; the table in docs/fuse.md
-	$(PY) -W ignore tests/families.py $(ARGS)
+	$(PY) -W ignore -m tests.support.families $(ARGS)
 
 sanitize: $(READY)  ## every kernel under compute-sanitizer, on a GPU: memcheck and racecheck
-	PYTHONPATH=tests:. $(PY) tests/sanitizer.py
+	$(PY) -m tests.support.sanitizer
 
 fuzz: $(READY)  ## random cases of every function, for ARGS="--minutes 10"
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:. $(PY) -m differential $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m tests.differential $(ARGS)
 
 bench: $(READY)  ## correctness, time and memory against the rivals
 	$(PY) -m logitless bench $(ARGS)

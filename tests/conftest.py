@@ -9,7 +9,8 @@ import tempfile
 
 import pytest
 import torch
-from sizes import BLOCK, DEVICE, ON_GPU
+
+from tests.support.sizes import BLOCK, DEVICE, ON_GPU
 
 if not ON_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
@@ -20,7 +21,7 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="logitless-")
 import logitless as ll
 
 if not ON_GPU:
-    import interpreter
+    from tests.support import interpreter
 
     interpreter.make_faster()
 
@@ -57,6 +58,12 @@ def small_blocks(impl):
 
     with config.override(block_v=BLOCK):
         yield
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Ids and temperatures are looked at on a GPU too."""
+    monkeypatch.setenv("LOGITLESS_CHECK", "1")
 
 
 @pytest.fixture

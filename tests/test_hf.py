@@ -8,9 +8,6 @@ import torch
 
 pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
 
-import stores
-from forked import together
-from tiny_models import V, build
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
@@ -18,6 +15,9 @@ import logitless as ll
 from logitless import cli
 from logitless.lazy import logits as lazy
 from logitless.store import Store, Writer, capture
+from tests.support import stores
+from tests.support.forked import together
+from tests.support.tiny_models import V, build
 
 pytestmark = pytest.mark.filterwarnings(
     "default",  # those of Transformers and its friends are theirs

@@ -1,6 +1,6 @@
 """The checks of `logitless doctor`: each public function and a naive formula for the same result.
 
-Together the checks launch every kernel. tests/test_doctor.py counts functions and kernels.
+Together the checks launch every kernel. tests/cli/test_doctor.py counts functions and kernels.
 """
 
 from __future__ import annotations

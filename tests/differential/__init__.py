@@ -16,7 +16,7 @@ A new function is one line in functions.py, a new source one line in sources.py.
 
 import os
 
-from sizes import ON_GPU
+from tests.support.sizes import ON_GPU
 
 if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton

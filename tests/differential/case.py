@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from sizes import DEVICE
 from torch import Tensor
 
+from tests.support.sizes import DEVICE
+
 SCRIPT = """\
-# PYTHONPATH=tests:. python this.py, in the root of the repository
-from differential.case import Case
-from differential.check import check
+# PYTHONPATH=. python this.py, in the root of the repository
+from tests.differential.case import Case
+from tests.differential.check import check
 
 check({case!r})
 """

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from sizes import DEVICE
 from torch import Tensor
 
 import logitless as ll
 from logitless.kernels import config
+from tests.support.sizes import DEVICE
 
 from .arguments import OUT_OF_RANGE
 from .case import Case

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
 
-import oracle
 import torch
 from torch import Tensor
 
 import logitless as ll
+from tests.support import oracle
 
 from . import arguments as args
 from . import teachers
@@ -301,16 +301,16 @@ FUNCTIONS: dict[str, Function] = {
 NOT_LOSSES = {  # public, and not called on logits: what they are tested by instead
     "LinearLogits": "a source",
     "VocabShard": "a source",
-    "global_mean": "of several processes: tests/test_shard_ranks.py",
+    "global_mean": "of several processes: tests/parallel/test_rank_processes.py",
     "nn.FusedHead": "a source",
     "Partial": "what partial returns",
     "RowStats": "what row_stats returns",
     "Scores": "what score returns",
     "impl": "chosen by every case",
-    "fuse": "of a model: tests/test_fuse.py; its logits are those of nn.FusedHead",
-    "unfuse": "of a model: tests/test_fuse.py",
-    "lazy_logits": "of fused heads: tests/test_lazy.py",
-    "store": "targets on disk: tests/test_store.py",
+    "fuse": "of a model: tests/lazy/test_fuse.py; its logits are those of nn.FusedHead",
+    "unfuse": "of a model: tests/lazy/test_fuse.py",
+    "lazy_logits": "of fused heads: tests/lazy",
+    "store": "targets on disk: tests/store",
     "nn": "its modules are named one by one",
 }
 

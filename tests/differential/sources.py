@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from ranks import on_ranks
-from sizes import DEVICE
 from torch import Tensor
 
 import logitless as ll
 from logitless.heads.head import Head
 from logitless.heads.plan import Cut
+from tests.support.rank_threads import on_ranks
+from tests.support.sizes import DEVICE
 
 from .case import Case, Maker
 

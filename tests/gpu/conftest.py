@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from sizes import BLOCK, ON_GPU
 
 import logitless as ll
 from logitless.kernels import config
+from tests.support.sizes import BLOCK, ON_GPU
 
 
 @pytest.fixture(autouse=True)

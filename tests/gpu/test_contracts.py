@@ -5,11 +5,11 @@ import contextlib
 import pytest
 import torch
 import triton
-from laws import error, host_reads_nothing
-from sizes import DEVICE, sized
 
 import logitless as ll
 from logitless.kernels import config
+from tests.support.laws import error, host_reads_nothing
+from tests.support.sizes import DEVICE, sized
 
 MIB = 2**20
 ROWS, VOCAB = sized((512, 32000), (5, 75))
@@ -147,7 +147,7 @@ def test_current_stream_is_used():
 
 @pytest.mark.parametrize("function", ["cross_entropy", "score", "logsumexp", "entropy"])
 def test_compiles_whole(function):
-    """By inductor on a GPU; for a CPU, tests/test_compile.py has it compile once."""
+    """By inductor on a GPU; for a CPU, tests/core/test_operators.py has it compile once."""
     torch._dynamo.reset()
     x, target = make(sized(128, 3), dtype=sized(torch.bfloat16, torch.float32))
     arguments = (target,) if function in ("cross_entropy", "score") else ()
@@ -189,7 +189,9 @@ def test_a_head_compiles_whole_and_nobody_waits():
         assert error(a, b.double()) < 1e-2
 
 
-@pytest.mark.gpu("the interpreter compiles nothing; tests/test_anchors.py asks what would be")
+@pytest.mark.gpu(
+    "the interpreter compiles nothing; tests/kernels/test_launch.py asks what would be"
+)
 def test_no_recompilation_for_a_new_batch(monkeypatch):
     """Bug 25: constexpr lengths that recompile for every new sequence length."""
     compiled = []

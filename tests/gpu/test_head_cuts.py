@@ -1,15 +1,15 @@
 """Heads cut along the vocabulary, and logits in fp32, at the sizes people train: against fp64."""
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from sizes import DEVICE, sized
-from test_linear_sizes import MIB, assert_as_exact, gradients, make, truth, unfused
 
 import logitless as ll
-from logitless.heads import head
+from logitless.heads import head as heads_head
 from logitless.heads.plan import Cut
+from tests.support import oracle
+from tests.support.head_sizes import MIB, assert_as_exact, gradients, make, truth, unfused
+from tests.support.sizes import DEVICE, sized
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU without bf16
 FP32 = torch.float32
@@ -28,7 +28,7 @@ COLUMNS = sized(4096, 40)
 def test_as_exact_as_unfused(cut, bias, monkeypatch):
     """Over many blocks: d_hidden is summed over them, d_weight over groups of rows."""
     dtype = sized(torch.bfloat16, FP32)  # the interpreter cuts bf16 off
-    monkeypatch.setattr(head, "choose", lambda *_: cut)
+    monkeypatch.setattr(heads_head, "choose", lambda *_: cut)
     hidden, weight, target = make(ROWS, WIDTH, VOCAB, dtype)
     target[::5] = -100
     b = torch.randn(VOCAB, device=DEVICE).to(dtype) if bias else None
@@ -48,7 +48,7 @@ def test_as_exact_as_unfused(cut, bias, monkeypatch):
 
 
 def test_results_a_row_and_their_gradients(monkeypatch):
-    monkeypatch.setattr(head, "choose", lambda *_: Cut(ROWS, COLUMNS))
+    monkeypatch.setattr(heads_head, "choose", lambda *_: Cut(ROWS, COLUMNS))
     hidden, weight, target = make(ROWS, WIDTH, VOCAB, sized(torch.bfloat16, FP32))
 
     def loss(z):

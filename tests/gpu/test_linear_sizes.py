@@ -1,15 +1,15 @@
 """Heads at the sizes people train, against fp64: in chunks, and never N × V logits."""
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
-from laws import host_reads_nothing
-from sizes import DEVICE, sized
 
 import logitless as ll
+from tests.support import oracle
+from tests.support.head_sizes import MIB, assert_as_exact, gradients, make, truth, unfused
+from tests.support.laws import host_reads_nothing
+from tests.support.sizes import DEVICE, sized
 
-MIB = 1 << 20
 WIDTH = sized(256, 16)
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU without bf16
@@ -29,38 +29,9 @@ def dtype(request):
         yield dtype
 
 
-def make(rows, width, vocab, dtype):
-    hidden = torch.randn(rows, width, device=DEVICE).to(dtype)
-    weight = (torch.randn(vocab, width, device=DEVICE) * (2 / width**0.5)).to(dtype)
-    return hidden, weight, torch.randint(vocab, (rows,), device=DEVICE)
-
-
 def workspace(mib, rows, weight):
     """On a GPU so many MiB; elsewhere so many rows of logits."""
     return sized(mib * MIB, rows * (len(weight) + 8) * weight.element_size())
-
-
-def gradients(f, hidden, weight, *others):
-    """f's value, and the gradients of hidden and weight, for an upstream that rounds nothing."""
-    h, W = (t.detach().clone().requires_grad_() for t in (hidden, weight))
-    out = f(h, W, *others)
-    out.backward(torch.full_like(out, 0.5))
-    return out.detach().double(), h.grad.double(), W.grad.double()
-
-
-def unfused(h, W, target):
-    return F.cross_entropy(F.linear(h, W).float(), target)
-
-
-def truth(hidden, weight, target):
-    return gradients(
-        lambda h, W: oracle.cross_entropy(F.linear(h, W), target), hidden.double(), weight.double()
-    )
-
-
-def assert_as_exact(got, plain, truth, name=""):
-    for a, b, c in zip(got, plain, truth, strict=True):
-        assert (a - c).norm() <= 1.5 * (b - c).norm() + 1e-6 * c.norm(), name
 
 
 @pytest.mark.parametrize("vocab", sized([50257, 128256, 151936], [75]))

@@ -2,14 +2,14 @@
 
 import itertools
 
-import oracle
 import pytest
 import torch
-from laws import assert_as_good_as_torch, assert_each_as_good_as_torch
-from sizes import DEVICE, sized
 
 import logitless as ll
 from logitless.kernels import config
+from tests.support import oracle
+from tests.support.laws import assert_as_good_as_torch, assert_each_as_good_as_torch
+from tests.support.sizes import DEVICE, sized
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ROWS = sized(  # vocabularies by dtype; small, rows that start on 16 bytes and rows that do not
@@ -104,7 +104,7 @@ def test_more_than_2_31_elements(inplace):
     torch.testing.assert_close(leaf.grad[-2:].double(), last.grad, rtol=1e-2, atol=1e-6)
 
 
-@pytest.mark.gpu("70,000 rows are too many to interpret; tests/test_anchors.py looks at the grids")
+@pytest.mark.gpu("70,000 rows are too many to interpret: see tests/kernels/test_launch.py")
 def test_more_rows_than_a_grid_dimension():
     """Bug 22: 65,535 rows is the limit of the second grid dimension, not of ours."""
     x, target = make(70000, 64, torch.float32)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from sizes import DEVICE, sized
 from torch import nn
 
 import logitless as ll
 from logitless.store import Header, Store, Writer, capture
 from logitless.store import format as _format
+from tests.support.sizes import DEVICE, sized
 
 V, D, K = sized((151_936, 1024, 64), (150, 8, 16))
 ROWS = sized(256, 6)

@@ -1,12 +1,12 @@
 """The k largest and the tail at the vocabularies people train with, against a sort in fp64."""
 
-import oracle
 import pytest
 import torch
-from sizes import sized
 
 import logitless as ll
 from logitless.kernels import config
+from tests.support import oracle
+from tests.support.sizes import sized
 
 
 def compare(x, k):

@@ -1,21 +1,22 @@
 """A vocabulary over two processes that share one GPU, by gloo on its tensors and the kernels.
 
-Without a GPU, on the CPU; test_shard_ranks.py has more cases there.
+Without a GPU, on the CPU; tests/parallel/test_rank_processes.py has more cases there.
 """
 
-import processes
 import pytest
-import test_shard_ranks as ranks
-from sizes import sized
 
-NAMES = sized(ranks.SHORT, ("cross_entropy", "score"))
+from tests.support.rank_processes import passed, run
+from tests.support.shard_cases import SHORT, on_the_device
+from tests.support.sizes import sized
+
+NAMES = sized(SHORT, ("cross_entropy", "score"))
 
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return processes.run(2, "test_shard_ranks", f"on_the_device({NAMES})")
+    return run(2, "tests.support.shard_cases", f"on_the_device({NAMES})")
 
 
-@pytest.mark.parametrize("name", ranks.on_the_device(NAMES))
+@pytest.mark.parametrize("name", on_the_device(NAMES))
 def test_as_one_process(name, outcomes):
-    processes.passed(name, outcomes)
+    passed(name, outcomes)

@@ -5,13 +5,13 @@ from unittest import mock
 
 import pytest
 import torch
-from launches import launched
-from sizes import DEVICE, ON_GPU, sized
 
 import logitless as ll
 from logitless.kernels import config, exchange
 from logitless.kernels.one_pass import one_pass_plan
 from logitless.kernels.pair_jsd import _parts
+from tests.support.launches import launched
+from tests.support.sizes import DEVICE, ON_GPU, sized
 
 ROWS, VOCAB = sized((2048, 128256), (3, 300))
 DTYPES = [torch.bfloat16, torch.float32]

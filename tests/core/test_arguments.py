@@ -1,0 +1,141 @@
+"""Arguments by name, and ids: the same rules on every source."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import logitless as ll
+from logitless.core import call as _call
+from logitless.core import checks as _checks
+from tests.support.calls import IDS, TARGET, TEACHER, K, V, leaves, normal
+from tests.support.refusals import X, refusal, refuses
+
+
+def head():
+    return leaves("head")[:2]
+
+
+POSITIONS = {
+    "cross_entropy": (lambda: ll.cross_entropy(TEACHER, TARGET, torch.ones(V)),
+                      "cross_entropy must be given all arguments but logits, target by name, "
+                      "such as weight=..., got 3 without one."),
+    "linear_cross_entropy": (lambda: ll.linear_cross_entropy(*head(), TARGET, None),
+                             "linear_cross_entropy must be given all arguments but hidden, weight, "
+                             "target by name, such as bias=..., got 4 without one."),
+    "a head": (lambda: ll.LinearLogits(*head(), None, 1 << 20),
+               "LinearLogits must be given all arguments but hidden, weight, bias by name, "
+               "such as workspace=..., got 4 without one."),
+    "a module": (lambda: ll.nn.KLDivLoss("forward"),
+                 "KLDivLoss must be given all arguments by name, such as direction=..., "
+                 "got 1 without one."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "words"), POSITIONS.values(), ids=POSITIONS.keys())
+def test_an_option_without_its_name(call, words):
+    assert refusal(call) == words
+
+
+SPARSE = {"divergence": "tvd", "support": "tail"}
+TYPOS = {
+    "cross_entropy": (
+        lambda o: ll.cross_entropy(TEACHER, TARGET, **o), "ignore_idx", "ignore_index"),
+    "linear_cross_entropy": (
+        lambda o: ll.linear_cross_entropy(*head(), TARGET, **o), "ignore_idx", "ignore_index"),
+    "linear_cross_entropy, its own": (
+        lambda o: ll.linear_cross_entropy(*head(), TARGET, **o), "workspaces", "workspace"),
+    "LinearLogits": (lambda o: ll.LinearLogits(*head(), **o), "accumulated", "accumulate"),
+    "logsumexp": (lambda o: ll.logsumexp(TEACHER, **o), "temperatur", "temperature"),
+    "entropy": (lambda o: ll.entropy(TEACHER, **o), "soft_cap", "softcap"),
+    "token_logprobs": (lambda o: ll.token_logprobs(TEACHER, IDS, **o), "temprature", "temperature"),
+    "score": (lambda o: ll.score(TEACHER, TARGET, **o), "ignored_index", "ignore_index"),
+    "row_stats": (lambda o: ll.row_stats(TEACHER, **o), "entropies", "entropy"),
+    "row_loss": (lambda o: ll.row_loss(lambda s: s.lse, TEACHER, **o), "reduce", "reduction"),
+    "kl_div": (lambda o: ll.kl_div(TEACHER, TEACHER, direction="forward", **o), "masks", "mask"),
+    "jsd": (lambda o: ll.jsd(TEACHER, TEACHER, **o), "t_square", "t_squared"),
+    "soft_cross_entropy": (
+        lambda o: ll.soft_cross_entropy(TEACHER, TEACHER, **o), "smoothing", "label_smoothing"),
+    "topk_distill": (
+        lambda o: ll.topk_distill(TEACHER, ll.capture_topk(TEACHER, K), **SPARSE, **o), "label",
+        "labels"),
+    "gathered_kl": (lambda o: ll.gathered_kl(TEACHER, TEACHER, **o), "reductions", "reduction"),
+    "capture_topk": (lambda o: ll.capture_topk(TEACHER, K, **o), "temperature_", "temperature"),
+    "CrossEntropyLoss": (lambda o: ll.nn.CrossEntropyLoss(**o), "ignore_idx", "ignore_index"),
+    "LinearCrossEntropyLoss": (lambda o: ll.nn.LinearCrossEntropyLoss(**o), "soft_cap", "softcap"),
+    "Score": (lambda o: ll.nn.Score(**o), "temperatures", "temperature"),
+    "LogSumExp": (lambda o: ll.nn.LogSumExp(**o), "soft_cap", "softcap"),
+    "TopKDistillLoss": (lambda o: ll.nn.TopKDistillLoss(**SPARSE, **o), "betas", "beta"),
+    "JSDLoss": (lambda o: ll.nn.JSDLoss(**o), "betta", "beta"),
+    "FusedHead": (lambda o: ll.nn.FusedHead(2, 3, **o), "worksp", "workspace"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPOS)
+def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(name):
+    """It was "_Reads.__init__() got an unexpected keyword argument"."""
+    call, typo, meant = TYPOS[name]
+    words = refusal(lambda: call({typo: None}))
+    assert words.startswith(f"{name.split(',')[0]} must be given arguments among ")
+    assert words.endswith(f", got {typo!r}. Did you mean {meant!r}?")
+
+
+def test_an_option_like_no_other_is_named_with_those_there_are():
+    want = "logsumexp must be given arguments among logits, temperature, softcap, got 'dim'."
+    assert refusal(lambda: ll.logsumexp(TEACHER, dim=-1)) == want
+
+
+class TestCheck:
+    """Targets are looked at where that is free, and where LOGITLESS_CHECK asks."""
+
+    class Elsewhere(torch.Tensor):
+        """A CPU tensor that says it is on a GPU."""
+
+        @property
+        def device(self):
+            return torch.device("cuda")
+
+    @pytest.mark.parametrize("value", [None, "", "0"])
+    def test_a_gpu_is_not_asked(self, value, monkeypatch):
+        monkeypatch.delenv("LOGITLESS_CHECK", raising=False)
+        if value is not None:
+            monkeypatch.setenv("LOGITLESS_CHECK", value)
+        ids = torch.tensor([0, 7]).as_subclass(self.Elsewhere)
+        assert not _call.reads_values(ids)
+
+    @pytest.mark.parametrize("value", ["1", "yes"])
+    def test_a_gpu_is_asked_on_request(self, value, monkeypatch):
+        monkeypatch.setenv("LOGITLESS_CHECK", value)
+        ids = torch.tensor([0, 7]).as_subclass(self.Elsewhere)
+        with refuses(IndexError, "ids must be in [0, 5), got 7 at row 1."):
+            assert _call.reads_values(ids)
+            _checks.in_range(ids, 5, None, "ids", None)
+
+    @pytest.mark.parametrize("value", ["0", "1"])
+    def test_a_cpu_is_always_asked(self, value, monkeypatch):
+        monkeypatch.setenv("LOGITLESS_CHECK", value)
+        with refuses(IndexError, "ids must be in [0, 5), got 7 at row 1."):
+            ll.token_logprobs(X[0, :2], torch.tensor([0, 7]))
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize(
+    ("dtype", "label", "ignored"),
+    [
+        (torch.uint8, 156, -100),
+        (torch.int8, -1, 255),
+        (torch.int32, 0, 2**32),
+        (torch.int16, -100, 65436),
+    ],
+)
+@pytest.mark.parametrize("source", ["tensor", "head"])
+def test_a_label_that_equals_ignore_index_only_in_its_own_dtype(dtype, label, ignored, source):
+    """Over a head uint8 label 156 was -100, and int32 zeros were 2**32: their loss was 0."""
+    hidden, weight = normal(2, 5, seed=1), normal(200, 5, seed=2)
+    logits = ll.LinearLogits(hidden, weight) if source == "head" else hidden @ weight.T
+    labels = torch.full((2,), label, dtype=dtype, device=weight.device)
+    if label < 0:  # no class, and not ignored either
+        with pytest.raises(IndexError, match=f"got {label} at row 0"):
+            ll.cross_entropy(logits, labels, ignore_index=ignored)
+        return
+    got = ll.cross_entropy(logits, labels, ignore_index=ignored)
+    torch.testing.assert_close(got, F.cross_entropy(hidden @ weight.T, labels.long()))

@@ -1,0 +1,175 @@
+"""What autograd may ask of a loss: once through, twice refused, in place after, and functorch."""
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import logitless as ll
+from logitless.core import evaluate
+from tests.support.calls import CALLS, TARGET, leaves, made
+
+
+def make(rows=4, vocab=50, device="cpu"):
+    return torch.randn(rows, vocab, device=device), torch.randint(0, vocab, (rows,), device=device)
+
+
+def test_a_second_differentiation_raises(impl, device):
+    """Not silently the gradient without its second part."""
+    x, target = make(device=device)
+    leaf = x.requires_grad_()
+    loss = ll.cross_entropy(leaf, target)
+    (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        (loss + grad.square().sum()).backward()
+
+
+@pytest.mark.parametrize("function", ["logsumexp", "entropy", "token_logprobs", "cross_entropy"])
+def test_results_may_be_written_to(function, device):
+    """`logprobs *= mask` is common code."""
+    x, target = make(device=device)
+    leaf = x.requires_grad_()
+    arguments = {"token_logprobs": (target,), "cross_entropy": (target,)}.get(function, ())
+    options = {"reduction": "none"} if function == "cross_entropy" else {}
+    want = getattr(ll, function)(leaf, *arguments, **options) * 2
+    with ll.impl("eager"):
+        got = getattr(ll, function)(leaf, *arguments, **options).clone().detach()
+        out = getattr(ll, function)(leaf, *arguments, **options)
+        if function != "entropy":  # which backward needs, and PyTorch says so
+            out.mul_(2)
+            out.sum().backward()
+            assert torch.equal(out, got * 2)
+    torch.testing.assert_close(got * 2, want.detach())
+
+
+TARGETS = ll.SparseTargets(torch.tensor([[0, 5, 9]] * 4), torch.tensor([[-1.0, -2.0, -3.0]] * 4))
+EVERY_LOSS = {
+    "cross_entropy": lambda x, t: ll.cross_entropy(x, t),
+    "smoothed": lambda x, t: ll.cross_entropy(x, t, label_smoothing=0.1),
+    "entropy": lambda x, t: ll.entropy(x).sum(),
+    "token_logprobs": lambda x, t: ll.token_logprobs(x, t).sum(),
+    "kl_div": lambda x, t: ll.kl_div(x, x.detach().flip(0), direction="reverse"),
+    "jsd": lambda x, t: ll.jsd(x, x.detach().flip(0)),
+    "gathered_kl": lambda x, t: ll.gathered_kl(x, torch.log_softmax(x.detach().flip(0), -1)),
+    **{
+        support: lambda x, t, support=support: ll.topk_distill(
+            x, TARGETS.to(x.device), divergence="jsd", support=support
+        )
+        for support in ("truncate", "renorm", "tail")
+    },
+}
+
+
+@pytest.mark.parametrize("loss", EVERY_LOSS.values(), ids=EVERY_LOSS.keys())
+def test_under_a_checkpoint_and_in_torch_func(loss, impl, device):
+    """A checkpoint gives what was saved once; torch.func wants functions of its own form."""
+    x, target = make(device=device)
+    leaf = x.requires_grad_()
+    (want,) = torch.autograd.grad(loss(leaf, target), leaf)
+    again = torch.utils.checkpoint.checkpoint(loss, leaf, target, use_reentrant=False)
+    (got,) = torch.autograd.grad(again, leaf)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.func.grad(loss)(x.detach(), target), want)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "kl_div", "topk_distill", "a head"])
+def test_second_derivatives_are_refused_on_every_route(loss, impl, device):
+    """Never zeros: functional.hessian, torch.func and create_graph."""
+    x = torch.randn(3, 9, device=device)
+    target, teacher = torch.tensor([1, 2, 3], device=device), torch.randn(3, 9, device=device)
+    targets = ll.capture_topk(teacher, 2)
+    w = torch.randn(7, 9, device=device)
+    f = {
+        "cross_entropy": lambda x: ll.cross_entropy(x, target),
+        "kl_div": lambda x: ll.kl_div(x, teacher, direction="forward"),
+        "topk_distill": lambda x: ll.topk_distill(
+            x, targets, divergence="forward_kl", support="tail"
+        ),
+        "a head": lambda x: ll.cross_entropy(ll.LinearLogits(x, w), target),
+    }[loss]
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        torch.autograd.functional.hessian(f, x)
+    leaf = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        grad.square().sum().backward()
+    if loss != "a head":
+        with pytest.raises(RuntimeError, match="differentiated twice"):
+            torch.func.grad(lambda y: torch.func.grad(f)(y).sum())(x)
+
+
+def test_bug_11_second_backward_gives_the_same(impl, device):
+    """Second backward on a retained graph scaled twice."""
+    leaf = torch.randn(3, 37, device=device, requires_grad=True)
+    target = torch.randint(0, 37, (3,), device=device)
+    loss = ll.cross_entropy(leaf * 1, target, label_smoothing=0.1) * 3
+    first, second = (torch.autograd.grad(loss, leaf, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+READERS = {
+    "logsumexp": lambda x, t, **_: ll.logsumexp(x),
+    "entropy": lambda x, t, **_: ll.entropy(x, softcap=3.0),
+    "token_logprobs": lambda x, t, **_: ll.token_logprobs(x, t),
+    "score": lambda x, t, **_: ll.score(x, t).logprob,
+    "cross_entropy": lambda x, t, **how: ll.cross_entropy(x, t, label_smoothing=0.1, **how),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_bug_19_logits_are_not_overwritten(name, impl, device):
+    """Input logits overwritten without telling autograd; even zeroed under no_grad."""
+    x = torch.randn(3, 37, device=device)
+    target = torch.randint(0, 37, (3,), device=device)
+    leaf = x.clone().requires_grad_()
+    READERS[name](leaf, target).sum().backward()
+    assert torch.equal(leaf, x)
+    assert leaf._version == 0
+    with torch.no_grad():
+        READERS[name](leaf, target, inplace=True)
+    assert torch.equal(leaf, x)
+    assert leaf._version == 0
+
+
+DIFFERENTIABLE = ("cross_entropy", "kl_div", "jsd", "topk_distill", "row_loss", "score")
+
+
+@pytest.mark.parametrize("source", ["tensor", "head"])
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_a_second_derivative_is_refused_not_zero(name, source):
+    """hessian and hvp were zeros; over a head a gradient penalty had no history."""
+    parts = [t.requires_grad_() for t in leaves(source)]
+    out = CALLS[name](made(source, parts))[0].sum()
+    (first, *_) = torch.autograd.grad(out, parts, create_graph=True)
+    with pytest.raises(RuntimeError, match="must not be differentiated twice"):
+        first.square().sum().backward()
+
+
+def test_a_hessian_is_refused_not_zero():
+    x = leaves("tensor")[0]
+    with pytest.raises(RuntimeError, match="must not be differentiated twice"):
+        torch.autograd.functional.hessian(lambda x: ll.cross_entropy(x, TARGET), x)
+
+
+@pytest.mark.parametrize("source", ["tensor", "head"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_what_backward_reads_may_not_change(reduction, source, monkeypatch):
+    """A target written to between forward and backward over a head gave a wrong gradient."""
+    monkeypatch.setattr(evaluate, "SMALL", 0)  # else the gradient of few logits is made in forward
+    labels = TARGET.clone()
+    parts = [t.requires_grad_() for t in leaves(source)]
+    loss = ll.cross_entropy(made(source, parts), labels, reduction=reduction).sum()
+    labels.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_a_target_changed_before_backward_raises(reduction, device):
+    """As over a tensor: what backward reads is saved as autograd saves it."""
+    h, w = torch.randn(4, 5, device=device, requires_grad=True), torch.randn(9, 5, device=device)
+    for source in (lambda: h @ w.T, lambda: ll.LinearLogits(h, w)):
+        target = torch.tensor([1, 2, 0, 3], device=device)
+        loss = ll.cross_entropy(source(), target, reduction=reduction).sum()
+        target.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

@@ -1,0 +1,53 @@
+"""The examples run."""
+
+import re
+
+import pytest
+
+from tests.support.forked import printed_by
+from tests.support.paths import ROOT
+
+
+def output_of(name: str, *arguments: str, needs: tuple[str, ...] = (), ranks: int = 1) -> str:
+    for package in needs:
+        pytest.importorskip(package, reason=f"needs {package}: requirements/tests.txt")
+    return printed_by(ROOT / "examples" / name, *arguments, ranks=ranks)
+
+
+def test_distill_ends_with_three_losses():
+    output = output_of("distill.py", "--steps", "3")
+    found = re.findall(r"^ *(\w[\w ]*?)  +(\d+\.\d+)$", output, re.M)
+    assert [name for name, _ in found] == ["teacher", "student", "student with the teacher"]
+    assert all(0 < float(loss) < 20 for _, loss in found)
+
+
+def test_trainer_ends_with_two_losses():
+    needs = ("transformers", "accelerate", "peft")
+    output = output_of("trainer.py", "--steps", "20", needs=needs)
+    found = re.findall(
+        r"^ *(\w[\w ]*?)  first loss (\d+\.\d+)  last loss (\d+\.\d+)$", output, re.M
+    )
+    assert [name for name, *_ in found] == ["all weights", "LoRA"]
+    assert all(0 < float(last) < float(first) < 20 for _, first, last in found)
+
+
+def test_store_makes_a_pair_and_distils_it():
+    output = output_of("store.py", "--steps", "10", needs=("transformers", "accelerate"))
+    assert "54 documents captured" in output
+    assert "\nright\n" in output
+    before, after = map(float, re.search(r"(\d\.\d+) before, (\d\.\d+) after", output).groups())
+    assert after < before - 0.3
+
+
+def test_grpo_raises_the_reward():
+    output = output_of("grpo.py", "--steps", "12", needs=("transformers",))
+    found = [float(reward) for reward in re.findall(r"^step .* reward (\d\.\d+)", output, re.M)]
+    assert len(found) > 2
+    assert found[-1] > 1.2 * found[0]
+
+
+def test_fsdp2_trains_in_two_processes():
+    output = output_of("fsdp2.py", "--steps", "5", needs=("transformers",), ranks=2)
+    found = [float(loss) for loss in re.findall(r"^step .* loss (\d\.\d+)$", output, re.M)]
+    assert len(found) == 5
+    assert found[-1] < found[0] - 0.3

@@ -1,0 +1,119 @@
+"""What README and docs show is run, and what they claim of a file is in that file."""
+
+import importlib.util
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import logitless as ll
+from tests.support.forked import imported_by
+from tests.support.paths import ROOT
+
+README = (ROOT / "README.md").read_text()
+PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """benchmarks/tables.py"""
+    spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks/tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/heads.md"])
+def test_its_python_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert len(blocks) >= 2
+    names: dict = {}
+    for block in blocks:
+        exec(block, names)
+        leaves = [t for t in names.values() if isinstance(t, torch.Tensor) and t.is_leaf]
+        heads = [m for m in names.values() if isinstance(m, torch.nn.Module)]
+        leaves = [*leaves, *(p for head in heads for p in head.parameters())]
+        gradients = [t.grad for t in leaves if t.grad is not None]
+        assert gradients, block  # each block shows a backward
+        for gradient in gradients:
+            assert gradient.isfinite().all()
+            assert gradient.abs().sum() > 0
+        for leaf in leaves:
+            leaf.grad = None
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_links_lead_somewhere(page):
+    path = ROOT / page
+    links = re.findall(r"\]\(([^)]+)\)", path.read_text())
+    for link in links:
+        file, _, section = link.partition("#")
+        if "://" not in link:
+            there = path.parent / file if file else path
+            assert there.exists(), link
+            assert not section or section in anchors(there), link
+
+
+def anchors(page: Path) -> list[str]:
+    """Its headings, as GitHub makes them into links."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_tables_are_the_committed_results(page, tables):
+    """If not: make tables."""
+    assert tables.rewritten(ROOT / page) == (ROOT / page).read_text()
+
+
+def test_a_table_says_what_was_measured(tables):
+    """One cell of README, from the result by hand; and a table's lines are all of one run."""
+    run = tables.newest("logits")
+    wanted = {"contender": "logitless", "op": "cross_entropy", "variant": "plain"}
+    wanted |= {"mode": "forward + backward", "shape": "8192×128256", "dtype": "bf16"}
+    stored = json.loads(run.path.read_text())["rows"]
+    rows = [row for row in stored if wanted.items() <= row.items()]
+    line = re.search(r"^\| logits 8,192 × 128,256 \|.*$", README, re.MULTILINE)
+    assert line is not None
+    assert f"| {rows[0]['ms']:.2f} ({rows[0]['extra_mib']:,.0f}) |" in line[0]
+    assert f"commit {run.document['commit']}" in README
+    used = re.findall(r"<!-- table ([\w-]+) -->", "".join((ROOT / p).read_text() for p in PAGES))
+    assert sorted(used) == sorted(tables.TABLES)
+
+
+def test_where_liger_is_faster_is_said(tables):
+    run = tables.newest("heads")
+    for shape in run.shapes(**tables.PLAIN_HEAD, contender="liger"):
+        liger, ours = tables.in_liger_memory(run, shape)
+        said = f"Liger is faster at {tables.sizes(shape)}." in README
+        assert said == (ours is not None and liger.ms < ours.ms), shape
+
+
+@pytest.mark.parametrize("thing", [ll.LinearLogits, ll.nn.FusedHead, torch.nn.Linear])
+def test_heads_names_every_argument(thing):
+    text = (ROOT / "docs/heads.md").read_text()
+    names = [name for name in inspect.signature(thing).parameters if name not in ("args", "kwargs")]
+    assert [name for name in names if not re.search(rf"`{name}`|[(\s]{name}[,=]", text)] == []
+
+
+def test_every_variable_is_in_the_guide():
+    text = (ROOT / "docs/guide.md").read_text()
+    sources = (path.read_text() for path in (ROOT / "logitless").rglob("*.py"))
+    named = {name for source in sources for name in re.findall(r"LOGITLESS_[A-Z]+", source)}
+    assert named
+    assert [name for name in sorted(named) if f"| `{name}` |" not in text] == []
+
+
+def test_importing_brings_nothing_else():
+    """Neither Triton, nor anything optional, nor a part of PyTorch that takes long to import."""
+    brought = imported_by("import logitless")
+    assert "logitless.losses" in brought
+    slow = ("triton", "rich", "matplotlib", "transformers", "numpy", "safetensors")
+    slow += ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.onnx")
+    assert [name for name in brought if name.startswith(slow)] == []

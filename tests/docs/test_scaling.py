@@ -1,0 +1,32 @@
+"""docs/scaling.md says what `logitless scale` prints, and its Python runs; the example too."""
+
+import re
+
+import pytest
+
+from logitless.cli import main
+from tests.support.forked import printed_by
+from tests.support.paths import ROOT
+
+PAGE = (ROOT / "docs/scaling.md").read_text()
+
+
+@pytest.mark.parametrize("command", re.findall(r"^`logitless (scale .*)`:$", PAGE, re.MULTILINE))
+def test_its_tables_are_what_is_printed(command, capsys):
+    assert main(command.split()) == 0
+    assert capsys.readouterr().out in PAGE
+
+
+def test_its_python_runs():
+    names: dict = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(block, names)
+    assert names["loss"] > 0
+
+
+def test_example():
+    """Four processes: head and loss over all of them, and over 2 x 2 with FSDP2."""
+    printed = printed_by(ROOT / "examples/tensor_parallel.py", "--steps", "3", ranks=4)
+    found = re.findall(r"^(.*), (\d) x (\d) ranks: weights within (.*) of one", printed, re.M)
+    assert [name for name, *_ in found] == ["tensor parallel", "FSDP2 x tensor parallel"]
+    assert all(float(far) < 1e-5 for *_, far in found)

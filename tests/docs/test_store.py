@@ -1,0 +1,22 @@
+"""docs/store.md: its code runs, and it names what is public."""
+
+import re
+
+import logitless as ll
+from tests.support.paths import ROOT
+
+
+def test_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/store.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict = {}
+    exec(block, names)
+    assert all(p.grad.abs().sum() > 0 for p in names["model"].parameters())
+    assert names["loss"].isfinite()
+
+
+def test_the_page_names_every_public_name():
+    page = (ROOT / "docs/store.md").read_text()
+    left = {"Header", "Report", "DistillLosses", "batch_targets", "tokenizer_hash"}  # docstrings
+    assert [name for name in ll.store.__all__ if name not in page and name not in left] == []

@@ -1,0 +1,185 @@
+"""A head cut along its vocabulary gives what whole rows give."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import logitless as ll
+from logitless.heads import linear
+from logitless.heads.plan import Cut
+from tests.support.heads import LOSSES, V, assert_same, leaves, make, result
+
+N = 21
+CUTS = [
+    Cut(N, 8),
+    Cut(N, 8, kept=True),
+    Cut(8, 16),  # rows are cut as well, into groups that are not even
+]
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Sets how every loss that can be is cut from here on."""
+
+    def set_to(cut):
+        monkeypatch.setattr(
+            linear, "choose", lambda work, *_: cut if work.merges else Cut(work.rows)
+        )
+
+    return set_to
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_as_if_materialised(name, reduction, cut, device):
+    for how, bias in zip(CUTS, (True, False, True), strict=True):
+        cut(how)
+        hidden, weight, b, target = make(bias=bias, lead=(3, 7), device=device)
+        want = result(LOSSES[name], leaves(hidden, weight, b), target, reduction=reduction)
+        got = result(LOSSES[name], leaves(hidden, weight, b), target, 1, reduction=reduction)
+        assert_same(got, want, rtol=1e-9, atol=1e-9)
+
+
+def smoothed(z, target, ids):
+    weight = torch.linspace(0.1, 2, V, device=target.device)
+    how = {"label_smoothing": 0.1, "z_loss": 1e-3, "softcap": 5.0}
+    return ll.cross_entropy(z, target, weight=weight, **how)
+
+
+def statistics(z, target, ids):
+    stats = ll.row_stats(z, ids, entropy=True, total=True, argmax=True)
+    return stats.entropy.sum() + stats.logprob.sum() + stats.total.sum() + 0 * stats.argmax.sum()
+
+
+def by_row(z, target, ids):
+    temperature = torch.linspace(0.5, 2, len(target), device=target.device)
+    row = ll.cross_entropy(z, target, reduction="none", temperature=temperature)
+    return (row * temperature).sum()
+
+
+def distilled(z, target, ids):
+    targets = ll.SparseTargets(ids, torch.full(ids.shape, -2.0, device=ids.device))
+    how = {"divergence": "reverse_kl", "support": "truncate", "temperature": 2.0}
+    return ll.topk_distill(z, targets, labels=target, ce_weight=0.3, **how)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bf16
+@pytest.mark.parametrize(
+    ("loss", "dtype", "how"),
+    [
+        (smoothed, FP32, Cut(3, 16)),
+        (smoothed, BF16, Cut(5, 8, kept=True)),
+        (smoothed, FP16, Cut(5, 8)),
+        (statistics, FP32, Cut(5, 8)),
+        (statistics, BF16, Cut(2, 8)),
+        (by_row, FP32, Cut(5, 8)),
+        (distilled, FP32, Cut(5, 8)),
+    ],
+)
+def test_by_the_kernels(loss, dtype, how, cut, device):
+    """Values and gradients as exact as those of whole rows."""
+    cut(how)
+    rows, width = 5, 16
+    hidden, weight = (torch.randn(n, width, device=device).to(dtype) for n in (rows, V))
+    bias, target = torch.randn(V, device=device).to(dtype), torch.arange(rows, device=device)
+    ids = torch.randint(0, V, (rows, 3), device=device)
+    target[4] = -100
+    truth, plain, ours = (leaves(*(t.to(kind) for t in (hidden, weight, bias)))
+                          for kind in (torch.float64, dtype, dtype))  # fmt: skip
+    with ll.impl("triton"):
+        found = [loss(F.linear(*plain), target, ids)]
+        found.append(loss(ll.LinearLogits(*ours, workspace=1), target, ids))
+    found.append(loss(F.linear(*truth), target, ids))
+    torch.autograd.backward(found)
+    a, b, c = found
+    assert (b - c).abs() <= 2 * (a - c).abs() + 1e-5 * c.abs()
+    for a, b, c in zip(plain, ours, truth, strict=True):
+        error = (a.grad.double() - c.grad).norm()
+        once = 0.5 * torch.finfo(dtype).eps * c.grad.norm()  # rounded
+        assert (b.grad.double() - c.grad).norm() <= 1.5 * error + once
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_bug_08_many_blocks_are_no_less_exact(cut, device):
+    """d_hidden summed over many blocks: error against fp64 at most 1.1 × the unfused."""
+    hidden = torch.randn(40, 16, device=device).bfloat16()
+    weight = (torch.randn(512, 16, device=device) * 0.3).bfloat16()
+    target = torch.randint(0, 512, (40,), device=device)
+
+    def gradients(dtype, columns):
+        parts = leaves(hidden.to(dtype), weight.to(dtype), None)
+        logits = F.linear(*parts)
+        if columns is not None:
+            cut(Cut(40, columns, kept=True))
+            logits = ll.LinearLogits(*parts, workspace=1)
+        ll.cross_entropy(logits, target).backward()
+        return [t.grad.double() for t in parts[:2]]
+
+    truth, plain = gradients(torch.float64, None), gradients(torch.bfloat16, None)
+    ours = gradients(torch.bfloat16, 16)
+    for a, b, c in zip(plain, ours, truth, strict=True):
+        assert (b - c).norm() <= 1.1 * (a - c).norm()
+
+
+@pytest.mark.parametrize("count", [0, 5])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_rows_that_count_alone_are_computed(reduction, count, cut, device):
+    """None at all too; those that do not count could hold anything."""
+    cut(Cut(3, 8))
+    hidden, weight, bias, target = make(lead=(N,), device=device)
+    target[:] = -100
+    target[3 : 3 + count] = 1
+    hidden[target == -100] = torch.nan
+    live = target != -100
+    got, want = leaves(hidden, weight, bias), leaves(hidden[live], weight, bias)
+    source = ll.LinearLogits(*got, workspace=1)
+    loss = ll.cross_entropy(source, target, reduction=reduction).sum()
+    plain = ll.cross_entropy(F.linear(*want), target[live], reduction=reduction).sum()
+    torch.testing.assert_close(loss, plain)
+    (loss + plain).backward()
+    torch.testing.assert_close(got[0].grad[live], want[0].grad)
+    assert not got[0].grad[~live].any()
+    for a, b in zip(got[1:], want[1:], strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_a_second_backward_main_grad_and_what_needs_no_gradient(cut, device):
+    cut(Cut(N, 8, kept=True))
+    hidden, weight, _, target = make(torch.float32, device, lead=(N,))
+    plain = leaves(hidden, weight, None)
+    F.cross_entropy(F.linear(*plain), target).backward()
+    for needs in ((True, False, True), (False, True, True)):
+        parts = leaves(hidden, weight, None, needs)
+        loss = ll.cross_entropy(ll.LinearLogits(*parts, workspace=1), target)
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        for part, need, want in zip(parts[:2], needs, plain, strict=False):
+            assert (part.grad is not None) == need
+            if need:
+                torch.testing.assert_close(part.grad, 2 * want.grad)
+    for reduction in ("mean", "none"):
+        W, main_grad = weight.clone().requires_grad_(), torch.ones_like(weight)
+        source = ll.LinearLogits(hidden, W, workspace=1, main_grad=main_grad)
+        loss = ll.cross_entropy(source, target, reduction=reduction).sum()
+        (loss if reduction == "mean" else loss / (target != -100).sum()).backward()
+        assert W.grad is None
+        torch.testing.assert_close(main_grad, 1 + plain[1].grad)
+
+
+@pytest.mark.usefixtures("nobody_looks")
+def test_a_bad_target_is_nan_in_every_block(cut, device):
+    cut(Cut(N, 8))
+    hidden, weight, _, target = make(torch.float32, device, lead=(N,))
+    target[2], target[3] = V, -5
+    parts = leaves(hidden, weight, None)
+    loss = ll.cross_entropy(ll.LinearLogits(*parts, workspace=1), target, reduction="none")
+    good = torch.ones(N, dtype=torch.bool, device=device)
+    good[2:4] = False
+    assert loss[~good].isnan().all()
+    assert loss[good].isfinite().all()
+    loss.sum().backward()
+    assert parts[0].grad[good].isfinite().all()
+    assert parts[0].grad[~good].isnan().all()

@@ -1,0 +1,266 @@
+"""A head that is never materialised gives what the materialised one gives."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import logitless as ll
+from tests.support import calls
+from tests.support.calls import TARGET, TEACHER
+from tests.support.heads import LOSSES, D, N, V, assert_same, leaves, make, result, rows
+from tests.support.sizes import DEVICE
+
+CHUNKS = [1, 3, 7, 100]  # rows at once
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_as_if_materialised(name, reduction, chunk, device):
+    for bias, lead in ((True, (N,)), (False, (N, 1))):
+        hidden, weight, b, target = make(bias=bias, lead=lead, device=device)
+        parts = leaves(hidden, weight, b)
+        want = result(LOSSES[name], leaves(hidden, weight, b), target, reduction=reduction)
+        got = result(LOSSES[name], parts, target, chunk, reduction=reduction)
+        assert_same(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3))[1:])
+def test_bug_12_exactly_what_requires_a_gradient_gets_one(needs, reduction, device):
+    """A frozen input with a trainable head, and every other subset."""
+    hidden, weight, bias, target = make(device=device)
+    loss = LOSSES["cross_entropy"]
+    want = result(loss, leaves(hidden, weight, bias, needs), target, reduction=reduction)
+    got = result(loss, leaves(hidden, weight, bias, needs), target, 3, reduction=reduction)
+    assert_same(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_bug_11_a_second_backward_is_right(device):
+    hidden, weight, bias, target = make(device=device)
+    for reduction in ("mean", "none"):
+        parts = leaves(hidden, weight, bias)
+        source = ll.LinearLogits(*parts, workspace=3 * V * 8)
+        loss = ll.cross_entropy(source, target, reduction=reduction).sum() * 3
+        first = torch.autograd.grad(loss, parts, retain_graph=True)
+        kept = [t.clone() for t in first]
+        second = torch.autograd.grad(
+            loss, parts, torch.tensor(2.0, dtype=torch.float64, device=device)
+        )
+        for a, b, c in zip(first, kept, second, strict=True):
+            assert torch.equal(a, b)
+            torch.testing.assert_close(c, 2 * b)
+
+
+def test_bug_21_targets_that_do_not_fit(device):
+    hidden, weight, _, target = make(device=device)
+    source = ll.LinearLogits(hidden, weight)
+    with pytest.raises(
+        ValueError, match=r"target must have shape \(7,\) to match logits \(7, 23\), got \(6,\)"
+    ):
+        ll.cross_entropy(source, target[:6])
+    with pytest.raises(ValueError, match="reduction must be one of"):
+        ll.cross_entropy(source, target, reduction="avg")
+    if device == "cpu":
+        with pytest.raises(IndexError, match="target must be in"):
+            ll.cross_entropy(source, torch.full((N,), V))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_bug_24_all_ignored_or_no_rows(reduction, device):
+    hidden, weight, bias, target = make(device=device)
+    for n, to in ((N, -100), (0, 0)):
+        parts = leaves(hidden[:n], weight, bias)
+        loss = ll.cross_entropy(
+            ll.LinearLogits(*parts), torch.full_like(target[:n], to), reduction=reduction
+        )
+        assert loss.shape == ((n,) if reduction == "none" else ())
+        loss.sum().backward()
+        assert not loss.any()
+        for t in parts:
+            assert t.grad is not None
+            assert not t.grad.any()
+
+
+def test_ignored_rows_are_read_by_no_one(device):
+    hidden, weight, bias, target = make(device=device)
+    hidden[target == -100] = torch.nan
+    parts = leaves(hidden, weight, bias)
+    loss = ll.cross_entropy(ll.LinearLogits(*parts, workspace=2 * V * 8), target)
+    loss.backward()
+    live = target != -100
+    want = leaves(hidden[live], weight, bias)
+    ll.cross_entropy(F.linear(*want), target[live]).backward()
+    assert not parts[0].grad[~live].any()
+    torch.testing.assert_close(parts[0].grad[live], want[0].grad)
+    torch.testing.assert_close(parts[1].grad, want[1].grad)
+
+
+def test_without_dropping_rows(device):
+    hidden, weight, bias, target = make(device=device)
+    got, want = leaves(hidden, weight, bias), leaves(hidden, weight, bias)
+    source = ll.LinearLogits(*got, workspace=2 * V * 8, drop_ignored=False)
+    ll.cross_entropy(source, target).backward()
+    ll.cross_entropy(F.linear(*want), target).backward()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_row_weights_get_gradients(device):
+    hidden, weight, bias, target = make(device=device)
+    for reduction in ("mean", "none"):
+        grads = []
+        for chunk in (None, 3):
+            own = rows(device=device).requires_grad_()
+            parts = leaves(hidden, weight, bias)
+            z = (
+                F.linear(*parts)
+                if chunk is None
+                else ll.LinearLogits(*parts, workspace=chunk * V * 8)
+            )
+            ll.cross_entropy(z, target, row_weight=own, reduction=reduction).sum().backward()
+            grads.append(own.grad)
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype, device):
+    hidden, weight, bias, target = make(dtype, device)
+    want = result(
+        LOSSES["cross_entropy"], leaves(hidden.float(), weight.float(), bias.float()), target
+    )
+    got = result(LOSSES["cross_entropy"], leaves(hidden, weight, bias), target, 3)
+    assert got[0].dtype == torch.float32
+    torch.testing.assert_close(got[0], want[0], rtol=2e-2, atol=2e-2)
+    for a, b in zip(got[1], want[1], strict=True):
+        assert a.dtype == dtype
+        torch.testing.assert_close(a.float(), b, rtol=5e-2, atol=2e-2)
+
+
+def test_weights_of_any_strides(device):
+    hidden, weight, bias, target = make(device=device)
+    for view in (weight.t().contiguous().t(), weight[:1].expand(V, D)):
+        want = result(LOSSES["cross_entropy"], leaves(hidden, view.contiguous(), bias), target)
+        parts = leaves(hidden, view.contiguous(), bias)
+        base = view.detach().requires_grad_()
+        loss = ll.cross_entropy(
+            ll.LinearLogits(parts[0], base, parts[2], workspace=3 * V * 8), target
+        )
+        torch.testing.assert_close(loss.detach(), want[0])
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_tied_embeddings_and_autocast(device):
+    embedding = nn.Embedding(V, D, device=device)
+    target = torch.randint(0, V, (N,), device=device)
+    grads = []
+    for fused in (False, True):
+        embedding.weight.grad = None
+        h = embedding(target.flip(0)).tanh()
+        z = (
+            ll.LinearLogits(h, embedding.weight, workspace=3 * V * 4)
+            if fused
+            else F.linear(h, embedding.weight)
+        )
+        ll.cross_entropy(z, target).backward()
+        grads.append(embedding.weight.grad.clone())
+    torch.testing.assert_close(*grads)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        source = ll.LinearLogits(h.detach(), embedding.weight)
+        assert source.dtype == torch.bfloat16
+        ll.cross_entropy(source, target).backward()
+
+
+def test_without_gradients_none_is_made(device):
+    hidden, weight, bias, target = make(device=device)
+    source = ll.LinearLogits(hidden, weight, bias)
+    assert not ll.cross_entropy(source, target).requires_grad
+    with torch.no_grad():
+        parts = leaves(hidden, weight, bias)
+        assert not ll.cross_entropy(ll.LinearLogits(*parts), target).requires_grad
+    assert source.shape == (N, V)
+    assert source.dtype == torch.float64
+    assert source.dim() == 2
+    assert repr(source).startswith("LinearLogits(shape=(7, 23)")
+    torch.testing.assert_close(source.materialize(), F.linear(hidden, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"weight": torch.zeros(5, 4)},
+            r"weight must have shape \(V, 6\) to match hidden \(7, 6\)",
+        ),
+        ({"weight": torch.zeros(V, D).half()}, "weight must be torch.float32 like hidden"),
+        ({"bias": torch.zeros(4)}, r"bias must have shape \(23,\) to match weight"),
+        ({"bias": torch.zeros(V).long()}, "bias must hold floating-point numbers, got"),
+        ({"hidden": [1.0]}, "hidden must be a Tensor"),
+        ({"workspace": 0}, "workspace must be positive, got 0"),
+        ({"workspace": 1.5}, "workspace must be an int, in bytes, got 1.5"),
+        ({"accumulate": "bf16"}, "accumulate must be one of"),
+    ],
+)
+def test_bad_heads(change, message):
+    good = {"hidden": torch.zeros(N, D), "weight": torch.zeros(V, D)}
+    with pytest.raises((TypeError, ValueError), match=message):
+        ll.LinearLogits(**{**good, **change})
+
+
+def test_a_hidden_state_alone(device):
+    """1-D hidden: one row."""
+    h, w = torch.randn(5, device=device, requires_grad=True), torch.randn(9, 5, device=device)
+    target = torch.tensor(3, device=device)
+    for reduction in ("none", "sum"):
+        got = ll.cross_entropy(ll.LinearLogits(h, w), target, reduction=reduction)
+        want = F.cross_entropy(h @ w.T, target)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(t, h)[0] for t in (got, want)))
+    assert ll.row_stats(ll.LinearLogits(h, w)).lse.shape == ()
+
+
+def test_an_undefined_upstream_gradient_is_none(device):
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, d_x):
+            return None
+
+    h, w = torch.randn(4, 5, device=device, requires_grad=True), torch.randn(9, 5, device=device)
+    target = torch.tensor([1, 2, 0, 3], device=device)
+    loss = ll.cross_entropy(ll.LinearLogits(h, w), target, reduction="none")
+    Nothing.apply(loss).sum().backward()
+    assert h.grad is None or not h.grad.any()
+
+
+def test_one_row_alone_over_a_head():
+    """A hidden state of one dimension: TypeError from reshape."""
+    hidden, weight, bias = calls.leaves("head")
+    head = ll.LinearLogits(hidden[0], weight, bias)
+    logits, label = F.linear(hidden[0], weight, bias), torch.tensor(3, device=DEVICE)
+    torch.testing.assert_close(ll.cross_entropy(head, label), F.cross_entropy(logits, label))
+    torch.testing.assert_close(ll.logsumexp(head), logits.logsumexp(-1))
+    torch.testing.assert_close(
+        ll.kl_div(head, TEACHER[0], direction="forward"),
+        ll.kl_div(logits, TEACHER[0], direction="forward"),
+    )
+    assert torch.equal(ll.capture_topk(head, 3).ids, ll.capture_topk(logits, 3).ids)
+
+
+def test_autocast_leaves_fp64_as_linear_does():
+    """Autocast made bf16 of an fp64 head."""
+    parts = calls.leaves("head", torch.float64)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        assert F.linear(*parts).dtype == ll.LinearLogits(*parts).dtype == torch.float64
+        assert ll.LinearLogits(*(t.float() for t in parts)).dtype == torch.bfloat16
+        got = ll.cross_entropy(ll.LinearLogits(*parts), TARGET)
+        with pytest.raises(TypeError, match="weight must be"):  # as F.linear refuses the two
+            ll.LinearLogits(parts[0], parts[1].float())
+    assert torch.equal(got, ll.cross_entropy(ll.LinearLogits(*parts), TARGET))

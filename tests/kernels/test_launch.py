@@ -1,0 +1,186 @@
+"""How kernels are launched: grids, devices, what they are compiled for, and no waiting."""
+
+import contextlib
+import dataclasses
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+import triton.language as tl
+from triton.runtime import JITFunction
+from triton.runtime.interpreter import GridExecutor
+
+import logitless as ll
+from logitless import kernels
+from logitless.kernels import config, launch
+from tests.support.laws import host_reads_nothing
+from tests.support.paths import ROOT
+
+KERNELS = {  # every kernel that is launched, by the module that launches it
+    name: module
+    for _, file, _ in pkgutil.iter_modules(kernels.__path__, "logitless.kernels.")
+    for module in (importlib.import_module(file),)
+    for name in vars(module)
+    if name.endswith("_kernel")
+}
+
+
+@contextlib.contextmanager
+def launches():
+    """(kernel, grid) of every launch, none of which runs."""
+    made = []
+
+    def interpreted(self, *_, **__):
+        made.append((self.fn.__name__, self.grid))
+
+    def compiled(self, *_, grid, **__):
+        made.append((self.fn.__name__, grid))
+
+    with (
+        mock.patch.object(GridExecutor, "__call__", interpreted),
+        mock.patch.object(JITFunction, "run", compiled),
+    ):
+        yield made
+
+
+def loss_and_gradient(x, target, ids):
+    """Enough calls to launch every kernel of these losses."""
+    leaf = x.detach().requires_grad_()
+    ll.cross_entropy(leaf, target, label_smoothing=0.1).backward()
+    ll.token_logprobs(leaf, ids).sum().backward()
+    (ll.cross_entropy(leaf * 1, target, inplace=True) * 2).backward()
+    ll.score(x, target)
+
+
+def test_bug_22_rows_are_on_the_long_grid_axis(device):
+    """Grid dimension over 65,535: only the first axis goes further, so rows are on it."""
+    launched = []
+    for splits in (1, 3):
+        grids = []
+        for rows in (7, 70000):
+            x = torch.zeros(1, 1, device=device).expand(rows, 8)
+            target = torch.zeros(rows, dtype=torch.int64, device=device)
+            with ll.impl("triton"), config.override(splits=splits), launches() as made:
+                loss_and_gradient(x, target, target[:, None].expand(-1, 2))
+            grids.append(made)
+        for (name, few), (_, many) in zip(*grids, strict=True):
+            assert few[1:] == many[1:], name
+            assert many[0] > few[0] or many[0] == 1, name
+        launched.append(len(made))
+    assert launched[1] > launched[0] > 5, "parts that are merged"
+    assert config.MAX_SPLITS <= 65535
+
+
+def test_bug_23_host_reads_no_value(device, nobody_looks):
+    """Host synchronisations in every call: no value decides what is launched.
+
+    tests/gpu/test_contracts.py has the same of each option, and that it would be seen.
+    """
+    x = torch.randn(4, 37, device=device)
+    target = torch.tensor([3, -100, 36, 0], device=device)
+    ids = target.clamp(min=0)[:, None].expand(-1, 2)
+    with ll.impl("triton"), launches() as made, host_reads_nothing():
+        loss_and_gradient(x, target, ids)
+        ll.cross_entropy(
+            x, target, weight=x[0].abs(), z_loss=0.1, softcap=5.0,
+            temperature=x[:, 0].abs(), row_weight=x[:, 1],
+        )  # fmt: skip
+    assert len(made) > 5
+
+
+def test_bug_25_kernels_run_on_the_tensors_device(monkeypatch):
+    """Kernel launched on the wrong device: launches happen under the tensor's own."""
+    entered = []
+
+    class Module:
+        @staticmethod
+        def device(device):
+            return contextlib.nullcontext(entered.append(device))
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    second = torch.device("cuda", 1)
+    with launch.on(second):
+        assert entered == [second]
+    sources = [inspect.getsource(module) for module in set(KERNELS.values())]
+    for name in KERNELS:
+        assert any(re.search(rf"Launch\(\s*{name}\b", source) for source in sources), name
+    for source in sources:
+        assert not re.search(r"_kernel\[", source), "launched past the one place that looks"
+
+
+CHOICES = {  # all that a kernel may be compiled for: what is asked, and how memory is cut
+    "ENTROPY", "TOTAL", "ARGMAX", "SECOND", "HAS", "ALIGNED", "SAME", "T_ALIGNED", "STEPS",
+    "BLOCK_V", "BLOCK_K", "BLOCK_P", "BLOCK_N", "SPAN", "MEAN", "LOG_K", "ROWS", "KIND",
+    "DIVERGENCE", "RENORM_P", "STUDENT_OVER", "HELD", "FIRST", "LAST", "WIDE", "BLOCK_D", "BLOCK_R",
+    "STEP_C", "STEP_U", "STEP_F", "PACK", "TURNED", "HAS_LABEL", "KNOWN", "EARLY",
+}  # fmt: skip
+
+
+def constants_of(name) -> set[str]:
+    """What a kernel is compiled for, also where that is one struct."""
+    module = KERNELS[name]
+    parameters = inspect.signature(getattr(module, name).fn).parameters.values()
+    found = {p.name for p in parameters if p.annotation is tl.constexpr}
+    if "CONSTANTS" in found:
+        fields = dataclasses.fields(module._Constants)
+        found = found - {"CONSTANTS"} | {field.name.upper() for field in fields}
+    return found
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_bug_25_no_length_is_a_constant(name):
+    """Constexpr lengths that recompile for every new sequence length."""
+    constants = constants_of(name)
+    assert constants, "seen, or the comparison says nothing"
+    assert constants <= CHOICES
+
+
+SAME_KERNELS = """
+import torch
+import logitless as ll
+from logitless.core import checks
+from logitless.kernels import config, launch
+from tests.support.aot import recording
+
+checks.triton_can_run = checks.in_range = lambda *_, **__: None  # nothing is going to run
+
+def compiled(rows, V, splits):
+    x = torch.zeros(rows, V, dtype=torch.bfloat16, requires_grad=True)
+    target = torch.zeros(rows, dtype=torch.int64)
+    with recording() as launches, config.override(splits=splits), ll.impl("triton"):
+        ll.cross_entropy(x, target, label_smoothing=0.1, reduction="none").sum().backward()
+        ll.score(x, target).entropy.sum().backward()
+        ll.token_logprobs(x, target[:, None].expand(-1, 5)).sum().backward()
+        (ll.cross_entropy(x * 1, target, inplace=True) * 2).backward()
+    return {(s.name, str(s.signature), str(s.constants), str(s.attrs)) for s, _ in launches}
+
+for splits in (1, 3):
+    few = compiled(7, 32000, splits)
+    assert len(few) > 4, few
+    for rows, V in ((8, 32000), (99, 32000), (128, 32000), (7, 32016), (9, 50256)):
+        assert compiled(rows, V, splits) == few, (rows, V, splits, compiled(rows, V, splits) ^ few)
+    assert compiled(5, 128256, splits) == compiled(8, 151936, splits)  # beyond 2^16, longer blocks
+assert compiled(7, 32000, 3) == compiled(7, 32000, 5)
+print("the same")
+"""
+
+
+def test_bug_25_new_lengths_need_no_new_kernel():
+    """Constexpr lengths that recompile: what Triton would be given is the same for every N and V
+    of an alignment, on a process without the interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAME_KERNELS],
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "the same"

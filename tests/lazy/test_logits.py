@@ -1,0 +1,175 @@
+"""Lazy logits: a tensor to everyone. What is absorbed, what is made, and that both are right."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import logitless as ll
+from logitless.lazy import logits as lazy
+from logitless.lazy.logits import LazyLogits
+from tests.support.laws import error
+from tests.support.lazy_models import B, T, V, assert_same, model
+
+
+def test_a_materialisation_warns_once_for_each_cause(x, monkeypatch):
+    monkeypatch.setattr(lazy, "_warned", set())
+    m = model(True, x.device)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            m(x).exp().sum().backward()
+    assert ["materialised by aten.exp.default" in str(w.message) for w in seen] == [True]
+
+
+def test_without_gradients_it_is_a_plain_tensor(x):
+    m = model(True, x.device)
+    assert type(m(x)) is LazyLogits
+    with torch.no_grad():
+        assert type(m(x)) is torch.Tensor
+    for p in m.parameters():
+        p.requires_grad_(False)
+    assert type(m.eval()(x)) is torch.Tensor
+    assert m(x).argmax(-1).shape == (B, T)
+
+
+def test_a_second_backward_and_a_checkpoint(x, t):
+    m = model(True, x.device)
+
+    def loss(x):
+        return F.cross_entropy(m(x).view(-1, V), t.view(-1))
+
+    value = loss(x)
+    first = torch.autograd.grad(value, list(m.parameters()), retain_graph=True)
+    again = torch.autograd.grad(value, list(m.parameters()))
+    kept = torch.autograd.grad(checkpoint(loss, x, use_reentrant=False), list(m.parameters()))
+    for a, b, c in zip(first, again, kept, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    value = loss(x)
+    (grad, *_) = torch.autograd.grad(value, list(m.parameters()), create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        grad.sum().backward()
+
+
+def test_what_they_are_made_of_must_not_change(x, t):
+    m = model(True, x.device)
+    z = m(x)
+    with torch.no_grad():
+        m[1].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="must not be modified in place"):
+        F.cross_entropy(z.view(-1, V), t.view(-1))
+
+
+def test_they_cannot_be_written_to(x):
+    z = model(True, x.device)(x)
+    with pytest.raises(RuntimeError, match=r"lazy logits must not be written to, by aten\.mul_"):
+        z.detach().mul_(2)
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+def test_nor_can_a_part_of_them(x, t):
+    """Which is seen at once, or where they have no history, when they are used."""
+    z = model(True, x.device)(x)
+    match = "must not be written to, by assigning to a part"
+    with pytest.raises(RuntimeError, match=match):
+        z[..., 0] = 0.0
+    z = model(True, x.device)(x).detach()
+    z[..., 0] = 0.0
+    for use in (lambda: F.cross_entropy(z.view(-1, V), t.view(-1)), z.materialize, z.exp):
+        with pytest.raises(RuntimeError, match=match):
+            use()
+
+
+def test_a_materialised_one_can(x):
+    assert_same(x, lambda z: getattr(z, "materialize", z.clone)().mul_(2).square().sum())
+    z = model(True, x.device)(x)
+    before = z.tolist()
+    z.materialize().zero_()
+    assert z.tolist() == before
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+def test_numbers_on_demand(x):
+    m = model(True, x.device)
+    z, plain = m(x), model(False, x.device)(x)
+    assert torch.equal(z.detach().cpu(), plain.detach().cpu())
+    assert z.tolist() == plain.tolist()
+    assert repr(z) == f"LazyLogits(shape=(2, 5, 11), dtype=torch.float64, device={z.device})"
+    file = io.BytesIO()
+    torch.save(z.detach(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), plain.detach())
+    assert torch.equal(copy.deepcopy(z.detach()).cpu(), plain.detach().cpu())
+    assert torch.equal(z.argmax(-1), plain.argmax(-1))
+    found, want = ll.capture_topk(z, 3), ll.capture_topk(plain, 3)
+    assert torch.equal(found.ids, want.ids)
+
+
+def test_autocast_is_that_of_a_linear_layer(x, t):
+    m, plain = (
+        model(True, x.device, dtype=torch.float32),
+        model(False, x.device, dtype=torch.float32),
+    )
+    x = x.float()
+    with torch.autocast(x.device.type, torch.bfloat16):
+        got = F.cross_entropy(m(x).view(-1, V), t.view(-1))
+        want = F.cross_entropy(plain(x).view(-1, V), t.view(-1))
+    assert m(x).dtype == plain(x).dtype
+    got.backward()
+    want.backward()
+    for a, b in zip(m.parameters(), plain.parameters(), strict=True):
+        assert a.grad.dtype == b.grad.dtype
+        assert error(a.grad, b.grad.double()) < 0.02
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+
+
+# --- found by a review: what a plain tensor does, or an error
+
+
+def test_a_write_through_a_view_is_refused(x, t):
+    z = model(True, x.device)(x)
+    with torch.no_grad():
+        z[..., 3] = -torch.inf
+    with pytest.raises(RuntimeError, match="must not be written to"):
+        F.cross_entropy(z.view(-1, V), t.view(-1))
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+def test_a_clone_is_a_copy(x):
+    z = model(True, x.device)(x)
+    least = z.min().item()
+    z.detach().clone().materialize().fill_(-1e4)
+    assert z.min().item() == least
+    z.materialize().mul_(2)  # whose owner may write to it
+    assert z.min().item() == least
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+def test_a_move_to_where_it_is_keeps_the_graph(x, t):
+    assert_same(x, lambda z: F.cross_entropy(z.to(x.device).view(-1, V), t.view(-1)))
+    z = model(True, x.device)(x)
+    assert z.to(torch.empty(1, device="meta", dtype=z.dtype)).device.type == "meta"
+    if x.device.type == "cpu":
+        assert_same(x, lambda z: F.cross_entropy(z.cpu().view(-1, V), t.view(-1)))
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+def test_inference_mode_leaves_nothing_behind(x):
+    z = model(True, x.device)(x)
+    with torch.inference_mode():
+        z.max()
+    assert z.materialize().exp().sum().requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
+def test_anomaly_detection(x, t):
+    with torch.autograd.set_detect_anomaly(True):
+        assert_same(x, lambda z: F.cross_entropy(z.view(-1, V), t.view(-1)))
+        z = model(True, x.device)(x * torch.nan)
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            F.cross_entropy(z.view(-1, V), t.view(-1)).backward()

@@ -1,0 +1,187 @@
+"""PyTorch's functions of lazy logits: those that keep them lazy, and those that do not."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import logitless as ll
+from logitless.lazy.logits import LazyLogits
+from tests.support.lazy_models import T, V, assert_same, distilled, model
+
+ABSORBED = {
+    "F.cross_entropy": lambda z, t: F.cross_entropy(z.view(-1, V), t.view(-1)),
+    "sum": lambda z, t: F.cross_entropy(z.reshape(-1, V), t.reshape(-1), reduction="sum") / 7,
+    "none": lambda z, t: F.cross_entropy(z.flatten(0, 1), t.flatten(), reduction="none").mean(),
+    "smoothed": lambda z, t: F.cross_entropy(z.view(-1, V), t.view(-1), label_smoothing=0.1),
+    "weighted": lambda z, t: F.cross_entropy(
+        z.view(-1, V), t.view(-1), weight=torch.linspace(1, 2, V).to(z)
+    ),
+    "shifted": lambda z, t: F.cross_entropy(
+        z[..., :-1, :].contiguous().view(-1, V), t[..., 1:].contiguous().view(-1)
+    ),
+    "one sequence": lambda z, t: F.cross_entropy(z[1], t[1]),
+    "rows by mask": lambda z, t: F.cross_entropy(z[t > 3], t[t > 3]),
+    "rows by index": lambda z, t: F.cross_entropy(z[0, [1, 3, 3]], t[1, :3]),
+    "softcap": lambda z, t: F.cross_entropy((torch.tanh(z / 3) * 3).view(-1, V), t.view(-1)),
+    "scaled": lambda z, t: F.cross_entropy((0.5 * z * 3 / 7).view(-1, V), t.view(-1)),
+    "columns": lambda z, t: F.cross_entropy(
+        z[..., :9].reshape(-1, 9), t.clamp(min=0, max=8).view(-1)
+    ),
+    "all columns": lambda z, t: F.nll_loss(z.log_softmax(-1)[0, 1:, : V + 3][:, 0:V], t[0, 1:]),
+    "nll_loss": lambda z, t: F.nll_loss(F.log_softmax(z, -1).view(-1, V), t.view(-1)),
+    "gather": lambda z, t: -z.log_softmax(-1).gather(-1, t.clamp(min=0)[..., None]).mean(),
+    "picked": lambda z, t: z.gather(-1, t.clamp(min=0)[..., None]).square().mean(),
+    "logsumexp": lambda z, t: z.logsumexp(-1).square().mean(),
+    "total": lambda z, t: z.sum(-1, keepdim=True).square().mean(),
+    "label smoother": lambda z, t: (
+        (-F.log_softmax(z, -1)).sum(-1, keepdim=True).mean()
+        + (-F.log_softmax(z, -1)).gather(-1, t.clamp(min=0)[..., None]).sum()
+    ),
+    "unbound": lambda z, t: sum(F.cross_entropy(s, u) for s, u in zip(z, t, strict=True)),
+    "squeezed": lambda z, t: F.cross_entropy(z[:1].squeeze(0).unsqueeze(0)[0], t[0]),
+    "transposed": lambda z, t: F.cross_entropy(
+        z.transpose(0, 1).contiguous().view(-1, V), t.transpose(0, -1).reshape(-1)
+    ),
+    "permuted": lambda z, t: F.cross_entropy(
+        z.permute(1, 0, -1).reshape(-1, V), t.permute(1, 0).reshape(-1)
+    ),
+    "selected": lambda z, t: F.cross_entropy(
+        z.index_select(1, torch.tensor([3, 0, 3], device=t.device))[0], t[1, :3]
+    ),
+    "split": lambda z, t: sum(
+        F.cross_entropy(a.reshape(-1, V), b.reshape(-1), reduction="sum")
+        for size in (2, [1, 4])
+        for a, b in zip(z.split(size, 1), t.split(size, 1), strict=True)
+    ),
+    "chunk": lambda z, t: sum(
+        F.cross_entropy(a.reshape(-1, V), b.reshape(-1), reduction="sum")
+        for a, b in zip(z.chunk(2, 1), t.chunk(2, 1), strict=True)
+    ),
+    "one row": lambda z, t: (
+        F.cross_entropy(z[:1, :1].squeeze(), t[0, 0]) + F.cross_entropy(z[:1].squeeze((0, 1)), t[0])
+    ),
+    "a constant on the host": lambda z, t: F.cross_entropy(
+        (z / torch.tensor(0.7) * torch.tensor(2)).view(-1, V), t.view(-1)
+    ),
+    "twice": lambda z, t: F.cross_entropy(z[0], t[0]) + z.logsumexp(-1).square().mean(),
+    "ours": lambda z, t: ll.cross_entropy(z, t, z_loss=0.1) + ll.score(z, t).entropy.mean(),
+    "ours by row": lambda z, t: ll.cross_entropy(z, t, reduction="none").square().sum(),
+    "classes second": lambda z, t: (
+        F.cross_entropy(z.transpose(1, 2), t)
+        + F.cross_entropy(z.movedim(-1, 1).contiguous() / 2, t, label_smoothing=0.1)
+        + F.cross_entropy(z.permute(1, 2, 0), t.mT, reduction="none").square().sum()
+        + F.nll_loss(z.mT.log_softmax(1), t)
+        + F.cross_entropy(z.mT.mT.flatten(0, 1), t.flatten())
+    ),
+    "classes second of four": lambda z, t: F.cross_entropy(
+        torch.movedim(z.unsqueeze(2), (3, 0), (1, -1)).swapaxes(0, -1), t.unsqueeze(1)
+    ),
+    "ours of scaled ones": lambda z, t: (
+        ll.cross_entropy(z * 0.5, t, softcap=3.0) + ll.score(z / 3, t, temperature=2.0).lse.sum()
+    ),
+    "ours of capped ones": lambda z, t: (
+        ll.cross_entropy(torch.tanh(z / 3) * 3, t, z_loss=0.1)
+        + ll.entropy(torch.tanh(z * 0.2) * 7).square().sum()
+    ),
+    "a teacher beside scaled ones": lambda z, t: (
+        ll.kl_div(
+            torch.tanh(z) * 2,
+            (torch.tanh(z / 5) * 2).detach()[[1, 0]],
+            direction="reverse",
+            temperature=3.0,
+        )
+        + ll.jsd(
+            z * 0.3, 2 * z.detach()[[1, 0]], temperature=2.0, reduction="none", softcap=3.0
+        ).sum()
+        + ll.kl_div(z / 3, z.detach()[[1, 0]], direction="forward", temperature=t.abs() + 0.5)
+        + distilled(z * 0.3)
+        + ll.soft_cross_entropy(z * 0.3, torch.full(z.shape, 1 / V).to(z))
+    ),
+    "row_loss": lambda z, t: ll.row_loss(
+        lambda s, a: -s.logprob * a, z, t, rows=(t.to(z.dtype),), ignore_index=-100
+    ),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", ABSORBED)
+def test_absorbed(name, bias, x, t):
+    """The same loss and gradients, and the numbers are never made."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        z = model(True, x.device, bias)(x)
+        ABSORBED[name](z, t).backward()
+        assert z.dense_values is None
+        assert_same(x, lambda z: ABSORBED[name](z, t), bias=bias)
+
+
+MADE = {
+    "on the host": lambda z, t: F.cross_entropy(z.cpu().view(-1, V), t.cpu().view(-1)),
+    "topk": lambda z, t: z.topk(3, -1).values.square().mean(),
+    "with other arguments": lambda z, t: z.float(memory_format=torch.preserve_format).exp().sum(),
+    "split columns": lambda z, t: z.split(4, -1)[1].sum(),
+    "exp": lambda z, t: z.exp().mean(),
+    "classes second, as a sum": lambda z, t: z.transpose(1, 2).logsumexp(1).sum(),
+    "classes last of three": lambda z, t: F.cross_entropy(z, t[:, :1].expand(-1, V) % T),
+    "softmax": lambda z, t: (z.softmax(-1) * torch.arange(V).to(z)).sum(),
+    "a column": lambda z, t: z[..., 3].sum(),
+    "one more term": lambda z, t: F.cross_entropy(z.view(-1, V), t.view(-1)) + z.exp().mean(),
+    "of a view": lambda z, t: F.cross_entropy(z[0], t[0]) + z[1].exp().mean(),
+    "of a softcap": lambda z, t: (torch.tanh(z / 3) * 3).square().mean(),
+    "negative scale": lambda z, t: F.cross_entropy((-z).view(-1, V), t.view(-1)),
+    "of log p": lambda z, t: (z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(),
+    "plus dense": lambda z, t: F.cross_entropy((z + 0.1 * z.detach()).view(-1, V), t.view(-1)),
+    "materialize": lambda z, t: getattr(z, "materialize", lambda: z)().square().sum(),
+    "ours of one capped twice": lambda z, t: ll.cross_entropy(torch.tanh(z), t, softcap=2.0),
+    "ours of log p": lambda z, t: ll.cross_entropy(z.log_softmax(-1), t),
+    "a label beside scaled ones": lambda z, t: distilled(z * 0.3, labels=t, ce_weight=0.5),
+    "a teacher that is a tensor beside scaled ones": lambda z, t: ll.kl_div(
+        z * 0.3, torch.linspace(-1, 1, z.numel()).to(z).view(z.shape), direction="forward"
+    ),
+    "a teacher of log p": lambda z, t: ll.kl_div(
+        z, (1.5 * z.detach().flip(0)).log_softmax(-1), direction="forward"
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+@pytest.mark.parametrize("name", MADE)
+def test_whatever_is_not_absorbed_is_right_too(name, x, t):
+    assert_same(x, lambda z: MADE[name](z, t))
+
+
+def test_the_dtype_of_a_log_softmax(x):
+    z = model(True, x.device, dtype=torch.bfloat16)(x.bfloat16())
+    for found in (
+        torch.log_softmax(z, -1, torch.float32),
+        z.log_softmax(-1, torch.float32),
+        F.log_softmax(z, -1, dtype=torch.float32),
+    ):
+        assert type(found) is LazyLogits
+        assert found.dtype == torch.float32
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+def test_other_forms_of_a_call(x, t):
+    """Absorbed or not, they do what PyTorch does."""
+    z, plain = model(True, x.device)(x), model(False, x.device)(x)
+
+    def same(a, b):
+        torch.testing.assert_close(a.materialize() if type(a) is LazyLogits else a, b)
+
+    same(z.sum(axis=-1), plain.sum(axis=-1))
+    same(z.argmax(axis=-1), plain.argmax(axis=-1))
+    same(z.mul(other=2.0), plain.mul(other=2.0))
+    same(z[:1].squeeze(), plain[:1].squeeze())
+    same(z[(z > 0).cpu().numpy()], plain[(plain > 0).cpu().numpy()])
+    same((z.log_softmax(-1) * 0).argmax(-1), (plain.log_softmax(-1) * 0).argmax(-1))
+    tiny = (F.cross_entropy((logits * 1e-13)[1], t[1]) for logits in (z, plain))
+    same(*tiny)
+    for wrong in (lambda z: z.unsqueeze(6), lambda z: z.narrow(4, 0, 1), lambda z: z.squeeze(5)):
+        with pytest.raises(IndexError):
+            wrong(z)
+    none = torch.zeros(V, device=x.device, dtype=x.dtype)
+    assert F.cross_entropy(z[1], t[1], weight=none).isnan()
+    assert F.cross_entropy(z[1], torch.full_like(t[1], -100)).isnan()

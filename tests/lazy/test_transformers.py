@@ -1,0 +1,271 @@
+"""fuse on models of Transformers, under its Trainer and PEFT: trained as they are without it."""
+
+import copy
+import importlib.util
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
+
+from transformers import Trainer, TrainingArguments
+
+import logitless as ll
+from logitless.lazy import logits as lazy
+from logitless.lazy.logits import LazyLogits
+from tests.support.families import PAGE, Outcome, apart, checked, kept_logits, trained
+from tests.support.paths import ROOT
+from tests.support.tiny_models import V, batch, build, config
+
+pytestmark = pytest.mark.filterwarnings(
+    "default",  # those of Transformers and its friends are theirs
+    "error:logits of a fused head are materialised",
+)
+FAMILIES = [
+    "LlamaForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "Gemma2ForCausalLM",
+    "GPT2LMHeadModel", "CohereForCausalLM", "GraniteForCausalLM", "Phi3ForCausalLM",
+    "MixtralForCausalLM", "BloomForCausalLM", "MambaForCausalLM", "ProphetNetForCausalLM",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def warns_anew(monkeypatch):
+    monkeypatch.setattr(lazy, "_warned", set())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family(name):
+    assert checked(name) == Outcome("fused")
+
+
+def steps(model: nn.Module, given: dict | None = None) -> dict[str, torch.Tensor]:
+    """The parameters after five steps of SGD."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(5):
+        trained(model, **(given or {}))
+        optimizer.step()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_same_parameters(got: dict, want: dict) -> None:
+    assert got.keys() == want.keys()
+    for name, p in want.items():
+        assert (got[name] - p).abs().max() <= 1e-5 * max(1, p.abs().max()), name
+
+
+def assert_trains_as_plain(plain: nn.Module, given: dict | None = None, change=None) -> None:
+    """Also if `change` is made to both after the one was fused; nothing is materialised."""
+    fused = ll.fuse(copy.deepcopy(plain))
+    if change is not None:
+        for model in (plain, fused):
+            torch.manual_seed(3)
+            change(model)
+    fused(**batch(fused))  # which fuses a head that has taken another's place
+    logits = kept_logits(fused)
+    got, want = steps(fused, given), steps(plain, given)
+    assert_same_parameters(got, want)
+    assert logits
+    assert all(type(z) is LazyLogits and z.dense_values is None for z in logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_five_steps(tied):
+    model = build("LlamaForCausalLM", tie_word_embeddings=tied)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert_trains_as_plain(model)
+
+
+def test_resized_embeddings():
+    def larger(model):
+        model.resize_token_embeddings(V + 6, mean_resizing=False)
+        assert model.lm_head.weight.shape[0] == V + 6
+
+    assert_trains_as_plain(build("LlamaForCausalLM"), change=larger)
+
+
+def test_gradient_checkpointing():
+    assert_trains_as_plain(
+        build("LlamaForCausalLM"), change=lambda model: model.gradient_checkpointing_enable()
+    )
+
+
+def test_logits_to_keep():
+    """Of the last rows alone, with labels of as many."""
+    model = build("LlamaForCausalLM")
+    given = batch(model)
+
+    def step(model):
+        model.zero_grad()
+        out = model(given["input_ids"], labels=given["labels"][:, -4:], logits_to_keep=4)
+        assert out.logits.shape == (2, 4, V)
+        out.loss.backward()
+        return out.loss.detach(), {k: p.grad for k, p in model.named_parameters()}
+
+    want = step(copy.deepcopy(model))
+    logits = kept_logits(ll.fuse(model))
+    assert apart(step(model), want) == ""
+    assert logits[0].dense_values is None
+
+
+def test_a_compiled_backbone_keeps_the_head_fused():
+    assert_trains_as_plain(
+        build("LlamaForCausalLM"), change=lambda model: model.model.compile(backend="eager")
+    )
+
+
+def test_the_benchmark_of_a_training_step(tmp_path):
+    """benchmarks/training_step.py: every way is right, and in the table."""
+    path = ROOT / "benchmarks/training_step.py"
+    spec = importlib.util.spec_from_file_location("training_step", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    assert benchmark.main(["--quick", "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "training-step.md").read_text()
+    assert re.search(r"^\| 2 × 64( \| [\d,]+ · \d+\.\d){3,} \|$", text, re.M)
+
+
+def test_saved_and_loaded_it_is_plain(tmp_path):
+    fused = ll.fuse(build("LlamaForCausalLM"))
+    fused.save_pretrained(tmp_path)
+    loaded = type(fused).from_pretrained(tmp_path)
+    assert apart(trained(loaded), trained(fused)) == ""
+    assert type(loaded(**batch(loaded)).logits) is torch.Tensor
+
+
+def test_the_page_runs():
+    names = {"config": config("LlamaForCausalLM"), "ids": torch.randint(0, V, (2, 5))}
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+        exec(code, names)
+    assert names["model"].lm_head.weight.grad.abs().sum() > 0
+    assert names["teacher_logits"].dense_values is None
+    assert names["loss"].requires_grad
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM"])
+def test_bf16_autocast(name):
+    """As near to fp32 as the plain model; where and how often they round is not the same."""
+    plain = build(name)
+    fused = ll.fuse(copy.deepcopy(plain))
+    given = {"num_items_in_batch": torch.tensor(7)}
+    _, exact = trained(plain, **given)
+
+    def error(grads) -> float:
+        far = sum((grads[name] - exact[name]).square().sum() for name in exact)
+        return float(far / sum(g.square().sum() for g in exact.values())) ** 0.5
+
+    with torch.autocast("cpu", torch.bfloat16):
+        (loss, got), (other, want) = trained(fused, **given), trained(plain, **given)
+    assert loss.dtype == other.dtype
+    assert loss == pytest.approx(other.item(), rel=1e-4)
+    assert 0 < error(got) < 1.5 * error(want)
+
+
+def test_bf16_differs_by_when_a_sum_is_divided():
+    """We divide the rounded gradient of a sum, autograd before it rounds: by 8 it is the same."""
+    plain = build("LlamaForCausalLM")
+    fused = ll.fuse(copy.deepcopy(plain))
+    with torch.autocast("cpu", torch.bfloat16):
+        for items, equal in ((8, True), (7, False)):
+            given = {"num_items_in_batch": torch.tensor(items)}
+            (_, got), (_, want) = trained(fused, **given), trained(plain, **given)
+            assert all(torch.equal(got[name], want[name]) for name in want) == equal
+
+
+# --- Trainer
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        ids = torch.randint(3, 90, (7,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": torch.where(torch.arange(7) < i % 3, -100, ids)}
+
+
+def metrics(found) -> dict:
+    return {"guess": float(found.predictions.argmax(-1).mean())}
+
+
+def with_trainer(model: nn.Module, folder, **options) -> tuple[list[dict], dict]:
+    """What it logs in five steps, and the parameters after them."""
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=5, per_device_train_batch_size=2, logging_steps=1,
+        learning_rate=1e-2, report_to=[], save_strategy="no", eval_strategy="steps", eval_steps=5,
+        optim="sgd", disable_tqdm=True, use_cpu=True, seed=1, **options,
+    )  # fmt: skip
+    trainer = Trainer(
+        model, arguments, train_dataset=Data(), eval_dataset=Data(), compute_metrics=metrics
+    )
+    trainer.train()
+    return trainer.state.log_history, dict(trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({}, 1e-5),
+        ({"gradient_accumulation_steps": 2}, 1e-5),
+        ({"label_smoothing_factor": 0.1}, 1e-5),
+        ({"gradient_checkpointing": True}, 1e-5),
+        ({"bf16": True}, 1e-3),  # the sum over tokens is rounded before its division, not after,
+    ],
+    ids=lambda value: "+".join(value) or "plain" if isinstance(value, dict) else None,
+)
+def test_trainer(options, tolerance, tmp_path):
+    """Losses, evaluation and metrics are those of the plain run."""
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    model = build("LlamaForCausalLM")
+    plain = copy.deepcopy(model)
+    logits = kept_logits(ll.fuse(model))
+    got, parameters = with_trainer(model, tmp_path, **options)
+    want, others = with_trainer(plain, tmp_path, **options)
+    for a, b in zip(got, want, strict=True):
+        for key in a.keys() & {"loss", "grad_norm", "eval_loss", "eval_guess"}:
+            assert a[key] == pytest.approx(b[key], rel=tolerance), key
+    assert sum("loss" in entry for entry in got) == 5
+    assert "eval_guess" in got[-2]
+    if tolerance == 1e-5:
+        assert_same_parameters(parameters, others)
+    assert logits
+    assert all(z.dense_values is None for z in logits)
+
+
+# --- PEFT
+
+
+def adapted(model: nn.Module, **options) -> nn.Module:
+    peft = pytest.importorskip("peft", reason="needs peft: requirements/tests.txt")
+    torch.manual_seed(3)
+    lora = peft.LoraConfig(r=2, lora_dropout=0.0, init_lora_weights=False, **options)
+    return peft.get_peft_model(model, lora)
+
+
+LORA = {
+    "in the body": {"target_modules": ["q_proj", "v_proj"]},
+    "head saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "head too": {"target_modules": ["q_proj", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("first", ["fuse", "adapt"])
+@pytest.mark.parametrize("how", LORA)
+def test_lora(how, first):
+    """Fused before the adapters or after; an adapter on the head itself materialises."""
+    plain = build("LlamaForCausalLM", tie_word_embeddings=False)
+    fused = copy.deepcopy(plain)
+    if first == "fuse":
+        fused = adapted(ll.fuse(fused), **LORA[how])
+    else:
+        fused = ll.fuse(adapted(fused, **LORA[how]))
+    plain = adapted(plain, **LORA[how])
+    with warnings.catch_warnings():
+        if how == "head too":
+            warnings.filterwarnings("ignore", message="logits of a fused head are materialised")
+        got = steps(fused)
+    assert_same_parameters(got, steps(plain))
+    z = fused(**batch(fused)).logits
+    assert (type(z) is LazyLogits) == (how != "head too")

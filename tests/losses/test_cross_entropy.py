@@ -1,0 +1,248 @@
+"""Cross-entropy and its options against the fp64 oracle, by each implementation."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+
+import logitless as ll
+from tests.support import heads, oracle
+from tests.support.calls import CLASSES, TARGET, leaves, made, normal
+from tests.support.inputs import ROWS, V, make, on
+from tests.support.laws import ROUNDING, assert_as_good_as_torch, error, value_and_grad
+from tests.support.pairwise import pairwise
+from tests.support.paths import ROOT
+from tests.support.sizes import DEVICE
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+REDUCTIONS = ["mean", "sum", "none"]
+
+
+OPTIONS = {
+    "plain": {},
+    "weight": {"weight": torch.linspace(0.1, 2, V)},
+    "smoothing": {"label_smoothing": 0.1},
+    "smoothing+weight": {"label_smoothing": 0.3, "weight": torch.linspace(0, 2, V)},
+    "z_loss": {"z_loss": 1e-2},
+    "softcap": {"softcap": 5.0},
+    "temperature": {"temperature": 0.7},
+    "row temperature": {"temperature": torch.linspace(0.5, 1.5, ROWS)},
+    "row_weight": {"row_weight": torch.tensor([-1.0, 0.5, 2.0, 0.0])},
+    "all": {
+        "weight": torch.linspace(0.1, 2, V),
+        "label_smoothing": 0.2,
+        "z_loss": 1e-3,
+        "softcap": 6.0,
+        "temperature": 1.3,
+        "row_weight": torch.tensor([-1.0, 0.5, 2.0, 3.0]),
+    },
+}
+
+
+@pairwise(options=OPTIONS, dtype=DTYPES, reduction=REDUCTIONS)
+@pytest.mark.usefixtures("small_blocks")
+def test_cross_entropy(dtype, options, reduction, device):
+    x, target = make(dtype=dtype, device=device)
+    target[2] = -100
+    how = on(options, device) | {"reduction": reduction}
+    assert_as_good_as_torch(
+        lambda x: ll.cross_entropy(x, target, **how),
+        lambda x: oracle.cross_entropy(x, target, **how),
+        x,
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_cross_entropy_gradcheck(options, reduction, device):
+    x, target = make(dtype=torch.float64, device=device)
+    x.requires_grad_()
+    target[3] = -100
+    how = on(options, device)
+
+    def f(x):
+        return ll.cross_entropy(x, target, reduction=reduction, **how)
+
+    assert torch.autograd.gradcheck(f, (x,), fast_mode=True)
+
+
+def test_row_weight_gets_its_gradient(impl, device):
+    x, target = make(device=device)
+    row_weight = torch.rand(ROWS).to(device).requires_grad_()
+    for inplace in (False, True):
+        logits = x.clone().requires_grad_() * 1
+        loss = ll.cross_entropy(logits, target, row_weight=row_weight, inplace=inplace)
+        (got,) = torch.autograd.grad(loss * 3, row_weight)
+        want = 3 * F.cross_entropy(x, target, reduction="none") / ROWS
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (2, 1, 3), (2, 2, 2, 2)])
+def test_leading_dimensions(shape, impl, device):
+    x, target = make(rows=shape, vocab=11, device=device)
+    loss = ll.cross_entropy(x, target, reduction="none")
+    want = F.cross_entropy(x.reshape(-1, 11), target.reshape(-1), reduction="none").view(shape)
+    torch.testing.assert_close(loss, want)
+    assert ll.score(x, target).argmax.shape == shape
+
+
+def test_target_may_be_any_integer_type(impl, device):
+    x, target = make(device=device)
+    want = ll.cross_entropy(x, target)
+    for dtype in (torch.int32, torch.int16, torch.uint8):
+        assert torch.equal(ll.cross_entropy(x, target.to(dtype)), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_bug_06_loss_is_fp32(dtype, reduction, impl, device):
+    """Loss returned or accumulated in bf16: 1.6e-2 off."""
+    x = (torch.randn(12, 50, device=device) * 2).to(dtype)
+    target = torch.randint(0, 50, (12,), device=device)
+    got = ll.cross_entropy(x, target, reduction=reduction)
+    want = oracle.cross_entropy(x.double(), target, reduction=reduction)
+    assert got.dtype == torch.float32
+    assert error(got, want) <= 1e-6
+    assert error(want.to(dtype), want) > 1e-5, "the bug would not show on these numbers"
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_bug_07_true_class_gradient_is_rounded_once(dtype, inplace, impl, device):
+    """True-class gradient rounded before subtracting 1: 100 % off at p = 0.999 in bf16."""
+    V, target = 65, torch.tensor([7, 0], device=device)
+    x = torch.zeros(2, V, device=device)
+    x[[0, 1], target] = math.log(999 * (V - 1))
+    x = x.to(dtype)
+    want = value_and_grad(
+        lambda x: F.cross_entropy(x, target, reduction="sum"), x.double(), torch.ones(())
+    )[1]
+    got = value_and_grad(
+        lambda x: ll.cross_entropy(x * 1, target, reduction="sum", inplace=inplace),
+        x,
+        torch.ones((), device=device),
+    )[1]
+    at = target[:, None]
+    relative = (got.double().gather(1, at) / want.gather(1, at) - 1).abs()
+    assert (relative <= torch.finfo(dtype).eps).all()
+    assert (want.gather(1, at).abs() < 2e-3).all()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_bug_09_every_rows_upstream_gradient_counts(inplace, impl, device):
+    """reduction="none" with per-token weights: wrong gradients; only grad_output[0] used."""
+    x = torch.randn(5, 37, device=device)
+    target = torch.randint(0, 37, (5,), device=device)
+    upstream = torch.tensor([0.5, -2.0, 0.0, 3.0, 1.0], device=device)
+    row_weight = torch.tensor([1.0, 0.25, 2.0, -1.0, 0.0], device=device)
+    for weight in (None, row_weight):
+        how = {"reduction": "none", "row_weight": weight}
+        got = value_and_grad(
+            lambda x, how=how: ll.cross_entropy(x * 1, target, inplace=inplace, **how), x, upstream
+        )
+        want = value_and_grad(
+            lambda x, how=how: oracle.cross_entropy(x, target, **how), x.double(), upstream.double()
+        )
+        assert error(got[0], want[0]) <= ROUNDING
+        assert error(got[1], want[1]) <= ROUNDING
+
+
+@pytest.mark.parametrize("rows", [0, 2], ids=["empty", "all ignored"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"label_smoothing": 0.1}, {"weight": torch.ones(37), "z_loss": 0.1}],
+    ids=["plain", "smoothing", "weight"],
+)
+def test_bug_24_no_row_counts(rows, reduction, inplace, how, impl, device):
+    """All targets ignored, or empty batch: ZeroDivisionError or NaN."""
+    how = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in how.items()}
+    leaf = torch.full((rows, 37), torch.nan, device=device).requires_grad_()  # not to be read
+    target = torch.full((rows,), -100, device=device)
+    loss = ll.cross_entropy(leaf * 1, target, reduction=reduction, inplace=inplace, **how)
+    assert loss.shape == ((rows,) if reduction == "none" else ())
+    assert not loss.any()
+    (loss.sum() * 3).backward()
+    assert leaf.grad.shape == (rows, 37)
+    assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
+def test_an_ignored_row_reads_no_class_weight(impl, device):
+    x, target = make(device=device)
+    target[0], target[1:] = -100, 3
+    weight = torch.ones(V, device=device)
+    weight[0] = torch.inf
+    loss = ll.cross_entropy(x, target, weight=weight, reduction="none")
+    torch.testing.assert_close(loss, F.cross_entropy(x, target, weight=weight, reduction="none"))
+
+
+def test_an_ignore_index_beyond_int32_is_no_class(impl, device):
+    x, target = make(device=device)
+    want = F.cross_entropy(x, torch.zeros_like(target))
+    got = ll.cross_entropy(x, torch.zeros_like(target).int(), ignore_index=2**32)
+    torch.testing.assert_close(got, want)
+
+
+def test_classes_in_dimension_1_are_told_where_shapes_cannot_tell():
+    """(B, V, T) logits with V = T: another loss than F.cross_entropy's, and nothing can see it."""
+    x, labels = normal(2, 4, 4, seed=1), torch.zeros(2, 4, dtype=torch.int64, device=DEVICE)
+    want = F.cross_entropy(x, labels)
+    assert not torch.allclose(ll.cross_entropy(x, labels), want)
+    torch.testing.assert_close(ll.cross_entropy(x.movedim(1, -1), labels), want)
+    page = (ROOT / "docs/migrating.md").read_text()
+    for words in (ll.cross_entropy.__doc__, ll.nn.CrossEntropyLoss.__doc__, page):
+        assert "movedim(1, -1)" in words
+
+
+@pytest.mark.parametrize("source", ["tensor", "head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_class_weights_of_an_fp64_head_are_summed_in_fp64(dtype, source):
+    """The mass that a mean divides by was summed in fp32."""
+    parts = leaves(source, torch.float64)
+    weight = (CLASSES.double() / 3).to(dtype)
+    got = ll.cross_entropy(made(source, parts), TARGET, weight=weight, label_smoothing=0.1)
+    x = parts[0] if source == "tensor" else F.linear(*parts)
+    want = F.cross_entropy(x, TARGET, weight=weight.double(), label_smoothing=0.1)
+    torch.testing.assert_close(got, want, rtol=1e-14, atol=0)
+
+
+def test_class_weight_gets_a_right_gradient_or_a_refusal():
+    """A gradient that misses a term would train wrongly in silence."""
+    x, target = torch.randn(4, 5, dtype=torch.float64), torch.tensor([0, 2, 4, 2])
+    weight = torch.rand(5, dtype=torch.float64) + 0.5
+
+    def f(weight):
+        return ll.cross_entropy(x, target, weight=weight, label_smoothing=0.3, reduction="sum")
+
+    weight.requires_grad_()
+    refused = False
+    try:
+        f(weight)
+    except ValueError as refusal:
+        refused = "weight must not require grad" in str(refusal)
+    assert refused or torch.autograd.gradcheck(f, (weight,))
+
+
+@pytest.mark.parametrize("name", ["uint8", "int8", "int16", "int32", "uint16", "uint32", "uint64"])
+@pytest.mark.usefixtures("impl")
+def test_narrow_targets_are_compared_as_numbers(name, device):
+    """156 in uint8 is not -100, and a vocabulary longer than the type is no obstacle."""
+    V = 300
+    dtype = getattr(torch, name)
+    x = torch.randn(3, V, device=device)
+    target = torch.tensor([min(156, torch.iinfo(dtype).max), 3, 120], device=device)
+    weight, row_weight = torch.rand(V, device=device), torch.rand(3, device=device)
+    for how in ({}, {"weight": weight}, {"row_weight": row_weight}):
+        want = ll.cross_entropy(x, target, **how)
+        got = ll.cross_entropy(x, target.to(dtype), **how)
+        assert torch.equal(got, want)
+
+
+def test_linear_cross_entropy(device):
+    hidden, weight, bias, target = heads.make(device=device)
+    got = ll.linear_cross_entropy(hidden, weight, target, bias=bias, label_smoothing=0.1)
+    want = F.cross_entropy(F.linear(hidden, weight, bias), target, label_smoothing=0.1)
+    torch.testing.assert_close(got, want)

@@ -1,0 +1,208 @@
+"""A vocabulary over several ranks gives what one process gives. Here, ranks are threads."""
+
+import pytest
+import torch
+
+import logitless as ll
+from tests.support.calls import CALLS, IDS, MASK, TARGET, D, K, N, V, normal
+from tests.support.meanings import MEANINGS
+from tests.support.rank_threads import on_ranks
+from tests.support.shards import close, differentiated, on_shards, plainly, shard_of
+
+WIDTHS = [(20, 17), (9, 0, 28), (0, 5, 31, 1)]
+
+
+BY_KERNELS = (  # between them, every kernel that a shard launches; the interpreter takes its time
+    "row_stats", "cross_entropy, every option", "cross_entropy, in place", "kl_div, reverse", "jsd",
+    "soft_cross_entropy", "topk_distill", "topk_distill, with labels", "topk_distill, tvd",
+    "capture_topk",
+)  # fmt: skip
+WAYS = [(name, how) for name in CALLS for how in ("eager fp64", "eager fp32")]
+
+
+@pytest.mark.parametrize(("name", "how"), [*WAYS, *((name, "triton fp32") for name in BY_KERNELS)])
+def test_every_call(name, how):
+    impl, _, precision = how.partition(" ")
+    dtype = torch.float64 if precision == "fp64" else torch.float32
+    x = normal(N, V, seed=1, dtype=torch.float32) * 2
+    with ll.impl("eager"):
+        want, d_want = plainly(MEANINGS[name], x.double())
+        torchs, d_torchs = plainly(MEANINGS[name], x)
+    for widths in WIDTHS if impl == "eager" else WIDTHS[1:2]:
+        with ll.impl(impl):
+            got, d_got, _ = on_shards(CALLS[name], x.to(dtype), widths)
+        for a, b, c in zip(got, want, torchs, strict=True):
+            close(a, b, c)
+        close(d_got, d_want, d_torchs)
+
+
+# How many numbers a row each rank sends, in each collective.
+SENT = {
+    "cross_entropy": [3],
+    "cross_entropy, every option": [9],
+    "score": [5],
+    "row_stats": [9 + K],
+    "kl_div": [5],
+    "jsd": [5, 2],
+    "topk_distill": [5 + K],
+    "topk_distill, tvd": [K],
+    "capture_topk": [2 * K + 1] * 3,  # called three times
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_what_is_sent(name):
+    """Nothing as wide as the vocabulary; once a forward, twice for JSD; in a backward, nothing."""
+    _, _, calls = on_shards(CALLS[name], normal(N, V, seed=1), (20, 17))
+    exchange = ("gather", 2)  # of widths, once
+    for of_rank in calls:
+        assert of_rank == [exchange, *(("gather", N * count) for count in SENT[name])]
+
+
+def test_widths_are_exchanged_once():
+    def work(ranks):
+        for _ in range(3):
+            ll.logsumexp(ll.VocabShard(torch.zeros(1, 2 + ranks.index), ranks))
+        return [numbers for _, numbers in ranks.calls]
+
+    assert on_ranks(2, work) == [[2, 3, 3, 3]] * 2
+
+
+def test_two_vocabularies():
+    """Of which the first ranks have as many columns, and only the last knows more."""
+
+    def work(ranks):
+        for vocab in (5, 6, 5):
+            width = 2 if ranks.index < 2 else vocab - 4
+            shard = ll.VocabShard(torch.zeros(1, width), ranks, vocab=vocab)
+            torch.testing.assert_close(ll.entropy(shard), torch.tensor([vocab]).log())
+        return len(ranks.calls)
+
+    assert on_ranks(3, work) == [2 + 3] * 3
+
+
+def test_a_start_of_its_own():
+    """Ranks in another order than their columns."""
+    x, starts, widths = normal(N, V, seed=1), (30, 0, 12), (7, 12, 18)
+
+    def work(ranks):
+        part = x.narrow(-1, starts[ranks.index], widths[ranks.index])
+        shard = ll.VocabShard(part, ranks, starts[ranks.index])
+        return (*ll.score(shard, TARGET), ll.capture_topk(shard, 5).ids, shard.materialize())
+
+    want = (*ll.score(x, TARGET), ll.capture_topk(x, 5).ids, x)
+    for got in on_ranks(3, work):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dead", range(3))
+def test_a_shard_of_nothing_but_inf(dead, impl):
+    widths, x = (9, 0, 28), normal(N, V, seed=1)
+    start = sum(widths[:dead])
+    x[:, start : start + widths[dead]] = -torch.inf
+    x[4] = -torch.inf
+
+    def call(source):
+        target = IDS[:, 0].clamp(*((9, 36) if dead == 0 else (0, 8)))
+        return (*ll.score(source, target), ll.cross_entropy(source, target, reduction="none"))
+
+    got, d_got, _ = on_shards(call, x, widths)
+    want, d_want = plainly(call, x)
+    for a, b in zip((*got, d_got), (*want, d_want), strict=True):
+        torch.testing.assert_close(a, b, equal_nan=True)
+
+
+def test_an_offset_costs_nothing():
+    x = normal(N, V, seed=1)
+    for call in (lambda x: ll.score(x, TARGET)[:2], CALLS["kl_div"], CALLS["topk_distill"]):
+        plain, d_plain, _ = on_shards(call, x, (20, 17))
+        moved, d_moved, _ = on_shards(call, (x.double() + 1024).float(), (20, 17))
+        torch.testing.assert_close(moved[0], plain[0], rtol=0, atol=3e-4)
+        torch.testing.assert_close(d_moved, d_plain, rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize(
+    "of", ["shard", "head shard", "tensor", "head", "lazy logits", "lazy shard"]
+)
+def test_teachers(of):
+    hidden, weight = normal(N, 3, seed=20), normal(V, 3, seed=21)
+    teacher, x = hidden @ weight.T, normal(N, V, seed=1)
+    want, d_want = plainly(lambda s: (ll.kl_div(s, teacher, direction="reverse", mask=MASK),), x)
+    widths = (9, 0, 28)
+
+    def work(ranks):
+        leaf, start = shard_of(ranks, x, widths), sum(widths[: ranks.index])
+        rows = weight[start : start + widths[ranks.index]]
+        given = {
+            "shard": lambda: ll.VocabShard(hidden @ rows.T, ranks),
+            "head shard": lambda: ll.VocabShard(ll.LinearLogits(hidden, rows), ranks),
+            "tensor": lambda: teacher,
+            "head": lambda: ll.LinearLogits(hidden, weight),
+            "lazy logits": lambda: ll.LinearLogits(hidden, 2 * weight) / 2,
+            "lazy shard": lambda: ll.VocabShard(ll.LinearLogits(hidden, 2 * rows) / 2, ranks),
+        }[of]()
+        return differentiated(
+            lambda s: (ll.kl_div(s, given, direction="reverse", mask=MASK),),
+            ll.VocabShard(leaf, ranks), leaf,
+        )  # fmt: skip
+
+    found = on_ranks(3, work)
+    torch.testing.assert_close(found[0][0], want)
+    torch.testing.assert_close(torch.cat([d for _, d in found], -1), d_want)
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+@pytest.mark.parametrize("of", ["shard", "head shard", "tensor", "head"])
+def test_teachers_of_scaled_lazy_columns(of):
+    """A teacher that is a tensor has this rank make its own columns, and no others."""
+    parts = [normal(*size, seed=i, dtype=torch.float64) for i, size in enumerate(((N, D), (V, D)))]
+    hidden, weight = normal(N, 3, seed=20), normal(V, 3, seed=21)
+    teacher, widths = hidden.double() @ weight.double().T, (9, 0, 28)
+    whole = [t.clone().requires_grad_() for t in parts]
+    want = ll.kl_div(whole[0] @ whole[1].T / 2, teacher, direction="forward", mask=MASK)
+    d_want = torch.autograd.grad(want, whole)
+
+    def work(ranks):
+        own = (0, sum(widths[: ranks.index]), widths[ranks.index])
+        rows = weight.narrow(*own).double()
+        given = {
+            "shard": lambda: ll.VocabShard(hidden.double() @ rows.T, ranks),
+            "head shard": lambda: ll.VocabShard(ll.LinearLogits(hidden.double(), rows), ranks),
+            "tensor": lambda: teacher,
+            "head": lambda: ll.LinearLogits(hidden.double(), weight.double()),
+        }[of]()
+        leaves = [t.clone().requires_grad_() for t in (parts[0], parts[1].narrow(*own))]
+        student = ll.VocabShard(ll.LinearLogits(*leaves) / 2, ranks)
+        loss = ll.kl_div(student, given, direction="forward", mask=MASK)
+        d = torch.autograd.grad(loss, leaves)
+        assert max(count for _, count in ranks.calls) <= N * 5  # nothing as wide as the vocabulary
+        return loss, *d
+
+    losses, d_hidden, d_weight = zip(*on_ranks(3, work), strict=True)
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    torch.testing.assert_close(losses[0], want)
+    torch.testing.assert_close((sum(d_hidden), torch.cat(d_weight)), d_want)
+
+
+def test_topk_of_lazy_columns_capped_twice():
+    """Which a head cannot give: each rank makes its own columns."""
+    hidden, weight = normal(N, D, seed=1), normal(2 * 5, D, seed=2)
+    want = ll.capture_topk(30 * torch.tanh(hidden @ weight.T / 30), 3, softcap=5.0)
+
+    def work(ranks):
+        z = ll.LinearLogits(hidden, weight.chunk(2)[ranks.index]) * 1
+        found = ll.capture_topk(ll.VocabShard(30 * torch.tanh(z / 30), ranks), 3, softcap=5.0)
+        assert max(count for _, count in ranks.calls) <= N * 7
+        return found
+
+    for got in on_ranks(2, work):
+        assert torch.equal(got.ids, want.ids)
+        torch.testing.assert_close(got.logprobs, want.logprobs)
+
+
+def test_repr():
+    def work(ranks):
+        return repr(ll.VocabShard(torch.zeros(2, 3), ranks)).splitlines()[-1]
+
+    assert on_ranks(2, work)[1].endswith("columns 3 to 6)")

@@ -1,0 +1,115 @@
+"""The format of the store: what is written is read, and small."""
+
+import math
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.store import Header
+from logitless.store import format as _format
+from tests.support import stores
+from tests.support.stores import V, assert_near, documents, kl
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("values", ["u8", "f16"])
+    @pytest.mark.parametrize("vocab", [2, 3, 255, 256, 257, 4096, 151_936, 2**31 + 1, 2**32])
+    @pytest.mark.parametrize("k", [1, 2, 7, 8])
+    def test_any_vocabulary(self, vocab, k, values, tmp_path):
+        if k > vocab:
+            with pytest.raises(ValueError, match="k must lie in"):
+                Header(vocab, k)
+            return
+        want = stores.teacher(5, vocab, k)
+        ids = want.ids.clone()
+        ids[0, 0] = vocab - 1  # the largest there is
+        want = ll.SparseTargets(ids, want.logprobs, want.tail)
+        tokens = torch.tensor([0, vocab - 1, 1, vocab // 2, vocab - 1])
+        store = stores.write(tmp_path, [(tokens, want)], vocab_size=vocab, k=k, values=values)
+        got_tokens, got = store[0]
+        assert torch.equal(got_tokens, tokens)
+        assert got.ids.dtype == (torch.int64 if vocab > 2**31 else torch.int32)
+        assert torch.equal(got.tail, want.tail)
+        assert got.mask is None
+        assert_near(got, want, 1e-5 if values == "f16" else 1e-4)
+        if k == 1:
+            assert_near(got, want, 1e-6)
+
+    @pytest.mark.parametrize("values", ["u8", "f16"])
+    def test_masked_slots_zeros_and_rows_without_a_teacher(self, values, tmp_path):
+        inf = math.inf
+        logprobs = torch.tensor([[-3.0, -1.0, -2.0], [-1.0, -inf, -2.0], [-1.0, -1.0, -9.0]])
+        mask = torch.tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0]])
+        ids = torch.tensor([[5, 6, -1], [7, 8, 9], [-1, -1, -1]])
+        given = ll.SparseTargets(ids, logprobs, torch.full((3,), -2.5), mask)
+        _, got = stores.write(tmp_path, [(torch.arange(3), given)], k=4, values=values)[0]
+        assert got.mask.tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
+        assert got.ids.tolist() == [[6, 5, 0, 0], [7, 9, 8, 0], [0, 0, 0, 0]]
+        want = torch.tensor([[-1, -3, -inf, -inf], [-1, -2, -inf, -inf], [-inf] * 4])
+        assert torch.equal(got.logprobs == -inf, want == -inf)
+        assert (got.logprobs - want)[want > -inf].abs().max() < 0.01
+        assert got.tail.tolist() == [-2.5, -2.5, 0.0]
+        logits = torch.randn(3, V, requires_grad=True)
+        ll.topk_distill(logits, got, divergence="forward_kl", support="tail").backward()
+        assert logits.grad.isfinite().all()
+
+    def test_a_tail_that_is_not_given_is_what_is_left(self, tmp_path):
+        want = stores.teacher(4)
+        given = ll.SparseTargets(want.ids, want.logprobs)
+        _, got = stores.write(tmp_path, [(torch.arange(4), given)])[0]
+        assert (got.tail - want.tail).abs().max() < 1e-5
+
+    def test_sixteen_bits_and_gradients_are_taken(self, tmp_path):
+        want = stores.teacher(4)
+        given = ll.SparseTargets(want.ids.int(), want.logprobs.bfloat16().requires_grad_())
+        _, got = stores.write(tmp_path, [(list(range(4)), given)])[0]
+        assert (got.logprobs - want.logprobs).abs().max() < 0.05
+
+    def test_extreme_ranges(self, tmp_path):
+        """-1e-9 beside -100, all alike, far below."""
+        logprobs = torch.tensor([[-1e-9, -100.0], [-0.7, -0.7], [-80.0, -81.0], [-5.0, -1e4]])
+        given = ll.SparseTargets(torch.tensor([[1, 2]] * 4), logprobs, torch.full((4,), -99.0))
+        _, got = stores.write(tmp_path, [(torch.arange(4), given)], k=2)[0]
+        near = (got.logprobs - logprobs).abs()
+        assert near[:3].max() < 0.3
+        assert near[0, 0] < 1e-6
+        assert near[1].max() < 1e-6
+        assert near[3, 0] < 1e-6
+        assert got.logprobs[3, 1] < -100  # as good as never
+
+    def test_a_range_of_tokens(self, some):
+        found, store = some
+        whole_tokens, whole = store[0]
+        for a, b in ((0, 100), (3, 70), (99, 100), (5, 5), (-20, None), (50, 1000)):
+            tokens, got = store[0, a:b]
+            assert torch.equal(tokens, whole_tokens[a:b])
+            assert torch.equal(got.ids, whole.ids[a:b])
+            assert torch.equal(got.logprobs, whole.logprobs[a:b])
+        assert torch.equal(store[-1][0], found[-1][0])
+
+    def test_what_was_read_is_its_reader_s_own(self, some):
+        _, store = some
+        for t in (store[0][1].tail, store[0][1].logprobs, store[0][0]):
+            t.fill_(0)
+        assert store[0][1].tail.max() < 0
+        assert store.verify()
+
+
+def test_bytes_a_token(tmp_path):
+    store = stores.write(
+        tmp_path, documents(512, 100, 1000, vocab=151_936, k=64), vocab_size=151_936, k=64
+    )
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert size / store.tokens <= 220
+
+
+@pytest.mark.parametrize("steep", [0.7, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0])
+def test_kl_of_the_round_trip(steep):
+    """Nats, mean of rows, K = 64; the whole divergence, not only its size."""
+    want = stores.teacher(2000, 151_936, 64, steep=steep)
+    header = Header(151_936, 64)
+    got = _format.decoded(_format.encoded(want, header), header)
+    error = kl(want, got)
+    assert error.abs().mean() <= 2e-5
+    assert error.min() > -1e-6  # mass is kept: a divergence, and none that cancels

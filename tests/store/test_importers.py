@@ -1,0 +1,141 @@
+"""What inference servers tell of a prompt becomes targets."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.store import Store, from_sglang, from_vllm
+from tests.support import stores
+
+V = 50
+
+
+class TestServers:
+    """A prompt of five tokens, as each server tells of it."""
+
+    TOKENS = (7, 3, 3, 9, 1)
+
+    def rows(self):
+        torch.manual_seed(0)
+        return torch.randn(5, V).mul(2).log_softmax(-1)
+
+    def vllm(self, k=4, after=True):
+        """prompt_logprobs of place t are of the row before it, and hold the prompt's own token."""
+        entries = [None]
+        for row, token in zip(self.rows()[:-1], self.TOKENS[1:], strict=True):
+            best = row.topk(k).indices.tolist()
+            entries.append({i: SimpleNamespace(logprob=float(row[i])) for i in {*best, token}})
+        last = self.rows()[-1]
+        generated = [
+            {i: SimpleNamespace(logprob=float(last[i])) for i in last.topk(k).indices.tolist()}
+        ]
+        outputs = [SimpleNamespace(logprobs=generated if after else None)]
+        return SimpleNamespace(
+            prompt_token_ids=list(self.TOKENS), prompt_logprobs=entries, outputs=outputs
+        )
+
+    def json(self, **how):
+        found = self.vllm(after=False)
+        entries = [
+            e and {str(i): {"logprob": p.logprob, "rank": 1} for i, p in e.items()}
+            for e in found.prompt_logprobs
+        ]
+        return {"choices": [{"prompt_logprobs": entries, "text": "x"}]} | how
+
+    def sglang(self, k=4):
+        own, top = [[None, self.TOKENS[0], None]], [None]
+        for row, token in zip(self.rows()[:-1], self.TOKENS[1:], strict=True):
+            own.append([float(row[token]), token, None])
+            top.append([[float(row[i]), i, None] for i in row.topk(k).indices.tolist()])
+        last = self.rows()[-1]
+        after = [[[float(last[i]), i, None] for i in last.topk(k).indices.tolist()]]
+        about = {"input_token_logprobs": own, "input_top_logprobs": top}
+        return {"text": "x", "meta_info": about | {"output_top_logprobs": after}}
+
+    def assert_right(self, tokens, targets, last=True, k=4):
+        assert tokens.tolist() == list(self.TOKENS)
+        want = ll.capture_topk(self.rows(), k)
+        n = 5 if last else 4
+        assert torch.equal(targets.ids[:n], want.ids[:n])
+        assert (targets.logprobs - want.logprobs)[:n].abs().max() < 1e-6
+        assert (targets.tail - want.tail)[:n].abs().max() < 1e-5
+        if last:
+            assert targets.mask is None
+        else:
+            assert targets.mask.tolist() == [[True] * k] * 4 + [[False] * k]
+
+    def test_vllm(self, tmp_path):
+        self.assert_right(*from_vllm(self.vllm(), k=4))
+        self.assert_right(*from_vllm(self.vllm(after=False), k=4), last=False)
+        tokens, targets = from_vllm(self.json(prompt_token_ids=self.TOKENS), k=4)
+        self.assert_right(tokens, targets, last=False)
+        self.assert_right(*from_vllm(self.json(), self.TOKENS, k=4), last=False)
+        with stores.open_writer(tmp_path, vocab_size=V) as writer:
+            writer.add(tokens, targets)
+        _, stored = Store(tmp_path)[0]
+        assert torch.equal(stored.mask[:, :4], targets.mask)
+        assert not stored.mask[:, 4:].any()
+        near = stored.logprobs[:4, :4] - targets.logprobs[:4]
+        assert near.abs().max() < 0.02
+
+    def test_sglang(self):
+        self.assert_right(*from_sglang(self.sglang(), k=4))
+        self.assert_right(*from_sglang(self.sglang()["meta_info"], self.TOKENS, k=4))
+
+    def test_short_rows_are_masked(self):
+        output = self.vllm()
+        output.prompt_logprobs[2] = {3: SimpleNamespace(logprob=-1.0)}
+        _, targets = from_vllm(output, k=4)
+        assert targets.mask[1].tolist() == [True, False, False, False]
+        assert targets.ids[1].tolist() == [3, 0, 0, 0]
+
+    def test_the_prompt_s_own_token_may_be_kept_beside_the_k(self):
+        _, targets = from_vllm(self.vllm(), k=5)
+        for row, token in zip(targets.ids[:-1].tolist(), self.TOKENS[1:], strict=True):
+            assert token in row
+
+    def changed(self, change):
+        output = self.vllm()
+        change(output)
+        return output
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                lambda o: setattr(o, "prompt_logprobs", None),
+                "output must have the prompt_logprobs of vLLM, got NoneType",
+            ),
+            (
+                lambda o: setattr(o, "prompt_token_ids", None),
+                "output must have the prompt_token_ids of its prompt, got none. Pass them",
+            ),
+            (lambda o: o.prompt_logprobs.pop(), "must have an entry for each of 5 tokens, got 4"),
+            (
+                lambda o: setattr(o, "prompt_logprobs", [*o.prompt_logprobs[1:], None]),
+                "must begin with None, since nothing comes before the first token",
+            ),
+            (
+                lambda o: o.prompt_logprobs.__setitem__(3, None),
+                "must have a distribution at place 3, got None",
+            ),
+            (
+                lambda o: o.prompt_logprobs.reverse() or o.prompt_logprobs.insert(0, None) or
+                o.prompt_logprobs.pop(),
+                "must have the prompt's own token 3 at place 1, got .* prompt, or are shifted",
+            ),
+            (
+                lambda o: o.prompt_logprobs[2].update({3: SimpleNamespace(logprob=0.9)}),
+                "must hold logarithms of probabilities, got 0.9 at place 2",
+            ),
+            (
+                lambda o: o.prompt_logprobs[2].update({3: SimpleNamespace(logprob=-0.01)}),
+                "must give a place a mass of at most 1, got",
+            ),
+        ],
+    )  # fmt: skip
+    def test_what_cannot_be_right(self, change, message):
+        with pytest.raises(ValueError, match=message):
+            from_vllm(self.changed(change), k=4)

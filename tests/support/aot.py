@@ -1,0 +1,310 @@
+"""Compile every kernel variant for a GPU that isn't here, and say what each one costs.
+
+    python -m tests.support.aot cuda:90      (TRITON_INTERPRET unset)
+
+Launches are recorded from the real launchers, on CPU tensors, and compiled instead of run, so what
+is compiled is what a GPU would be given. Prints one JSON line a kernel variant: all of them for
+Hopper, where the numbers are looked at, and a dozen of the cases for each other GPU.
+"""
+
+import contextlib
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from logitless import kernels
+from logitless.contract import COEFFICIENTS, PAIR_STATE, Coefficients, Pair, Reading, Slots
+from logitless.kernels import config, exchange, pair_jsd
+
+TARGETS = {
+    "cuda:80": GPUTarget("cuda", 80, 32),
+    "cuda:90": GPUTarget("cuda", 90, 32),
+    "cuda:100": GPUTarget("cuda", 100, 32),
+    "hip:gfx942": GPUTarget("hip", "gfx942", 64),
+}
+TYPES = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+}
+PROCESSORS = 132
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def source_of(kernel, args, kwargs):
+    """What Triton would specialise a launch to: None and 1 are constants."""
+    bound = dict(zip(kernel.arg_names, args, strict=False))
+    options = {k: kwargs[k] for k in kwargs if k not in kernel.arg_names}
+    bound.update({k: v for k, v in kwargs.items() if k in kernel.arg_names})
+    signature, constants, attrs = {}, {}, {}
+    for i, param in enumerate(kernel.params):
+        value = bound[param.name]
+        frozen = param.do_not_specialize
+        one = type(value) is int and value == 1 and not frozen
+        if param.is_constexpr or value is None or one:
+            signature[param.name], constants[param.name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            size = ",".join(map(str, value.block_shape))
+            signature[param.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}[{size}]>"
+        elif isinstance(value, torch.Tensor):
+            signature[param.name] = TYPES[value.dtype]
+            if value.data_ptr() % 16 == 0 and not param.do_not_specialize_on_alignment:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[param.name] = "fp32"
+        else:
+            signature[param.name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0 and not frozen:
+                attrs[(i,)] = [["tt.divisibility", 16]]
+    return ASTSource(kernel, signature, constants, attrs), options
+
+
+@contextlib.contextmanager
+def recording():
+    """Launches made in this block, recorded and not run."""
+    launches = []
+
+    def record(self, *args, grid, warmup, **kwargs):
+        launches.append(source_of(self, args, kwargs))
+
+    with mock.patch.object(triton.runtime.JITFunction, "run", record):
+        yield launches
+
+
+class Variant(NamedTuple):
+    """One way to call the launchers."""
+
+    dtype: torch.dtype
+    V: int = 32768  # 50257: rows that are not 16-byte aligned
+    split: bool = False  # rows are too few to fill the GPU
+    K: int = 1
+    softcap: float | None = None
+    everything: bool = False  # every statistic, class weights, a temperature a row
+
+    def __str__(self) -> str:
+        extras = " split" * self.split + " softcap" * bool(self.softcap)
+        extras += " everything" * self.everything
+        return f"{str(self.dtype)[6:]} V={self.V} K={self.K}{extras}"
+
+
+def variants() -> list[Variant]:
+    """Every dtype by alignment and splits; every option at the extremes of both."""
+    dtypes = (BF16, FP16, FP32)
+    plain = [Variant(*v) for v in itertools.product(dtypes, (32768, 50257), (False, True))]
+    capped = [Variant(dtype, softcap=30.0) for dtype in dtypes]
+    full = [
+        Variant(BF16, K=1, softcap=30.0, everything=True),
+        Variant(BF16, 50257, K=8, softcap=30.0, everything=True),
+        Variant(BF16, 50257, split=True, K=8, everything=True),
+        Variant(FP32, K=8, softcap=30.0, everything=True),
+        Variant(BF16, K=512, everything=True),
+        Variant(FP32, 50257, split=True, softcap=30.0, everything=True),
+        Variant(FP16, 50257, everything=True),
+    ]
+    sparse = [
+        Variant(BF16, K=512),
+        Variant(BF16, 50257, K=64, softcap=30.0),
+        Variant(FP32, 50257, K=8),
+        Variant(BF16, V=1, K=2),
+    ]
+    return plain + capped + full + sparse
+
+
+def few() -> list[Variant]:
+    """Every kernel, each dtype and each option once."""
+    return [
+        Variant(BF16),
+        Variant(FP16, 50257),
+        Variant(FP32, 50257, split=True),
+        Variant(BF16, softcap=30.0, everything=True),
+        Variant(BF16, 50257, K=8, softcap=30.0, everything=True),
+        Variant(FP32, 50257, split=True, K=8, everything=True),
+        Variant(BF16, V=1, K=2),
+    ]
+
+
+def reading_of(v: Variant) -> Reading:
+    """A label, ids where there are several, and what a loss over them wants."""
+    wants = ("nll",) if v.K == 1 else ("logprob",)
+    if v.everything:
+        wants += ("lse", "picked", "entropy", "total", "log_total", "argmax")
+        wants += () if v.K == 1 else ("tail", "logprob_t1")
+    return Reading(
+        v.V,
+        label=torch.zeros(2, dtype=torch.int64),
+        ids=None if v.K == 1 else torch.zeros(2, v.K, dtype=torch.int64),
+        class_weight=torch.ones(v.V) if v.everything else None,
+        row_temperature=torch.ones(2) if v.everything else None,
+        softcap=v.softcap,
+        ignore_index=-100,
+        wants=wants,
+    )
+
+
+def launches_of(v: Variant):
+    """What the launchers launch for a variant, on tensors of two rows."""
+    x, reading = torch.zeros(2, v.V, dtype=v.dtype), reading_of(v)
+    with recording() as launches:
+        with mock.patch.object(config, "processors", return_value=PROCESSORS if v.split else 1):
+            found = kernels.read(x, reading)
+        if not v.split:
+            with mock.patch.object(exchange, "may_wait", return_value=True):  # as on a GPU
+                launch_gradients(x, reading, found, v)
+            kernels.scale_(x, torch.zeros(2))
+            if v.K == 1:
+                launch_pairs(x, reading, v.everything)
+        with mock.patch.object(config, "processors", return_value=PROCESSORS):
+            if v in (Variant(BF16), Variant(FP32, 50257, split=True)):
+                kernels.topk(x, 64, 1.0, None)
+            if v == Variant(BF16):
+                launch_sums(x)
+        if v in (Variant(BF16), Variant(BF16, 50257, K=8, softcap=30.0, everything=True)):
+            launch_shard(x, reading)
+    return launches
+
+
+def launch_gradients(x, reading: Reading, found, v: Variant) -> None:
+    """Heads, and the gradient of their coefficients: fresh and in place."""
+    row, one, full = torch.zeros(2), torch.zeros(()), v.everything
+    if v.K == 1:
+        value, coefficients = kernels.cross_entropy(
+            found, reading, 0.1 if full else 0.0, 1e-4 if full else 0.0
+        )
+        mass = kernels.label_mass(reading, torch.float32) if full else None
+        kernels.label_coefficients(reading, torch.float32)
+        kernels.weighted_nll(value, reading)
+        kernels.share(reading, mass, len(row), x)
+        _, factor = kernels.reduce(value, reading, row if full else None, mass, mean=True)
+        label = Coefficients(coefficients.rows, ("a", "label"))
+        for into in (x, torch.empty_like(x)):
+            kernels.one_pass(x, reading, label, one, into)
+        if not full:
+            kernels.one_pass(x, reading, label, None, torch.empty(x.shape), mean=True)
+        has = ("a", "b", "label", "total") if full else ("a", "label")
+        coefficients = Coefficients(coefficients.rows, has)
+    else:
+        teacher = torch.zeros(2, v.K)
+        given = Slots(teacher, teacher > 0, None, row, "jsd", "tail", 0.5, 1.0, float(full))
+        kernels.slots(teacher, reading, given, row, row if full else None)
+        kernels.slots(teacher, reading, given._replace(support="gathered", ce_weight=0.0))
+        picked = kernels.gather(x, reading)
+        kernels.gather_gradient(x, reading, picked, picked, one)
+        factor = None
+        has = ("a", "b", "total", "logprob_t1") if full else ("a", "a_ids")
+        coefficients = Coefficients(torch.zeros(2, COEFFICIENTS), has, teacher)
+        if full:
+            beside = coefficients._replace(has=("a", "a_ids", "logprob_t1"))
+            kernels.gradient(x, reading, found.state, beside, one)
+    for into in (None, x):
+        kernels.gradient(x, reading, found.state, coefficients, one, factor, into)
+    if v in (Variant(BF16), Variant(FP32), Variant(FP32, 50257), Variant(BF16, K=512)):
+        launch_of_a_head(x, reading, found, coefficients, one, v)
+
+
+def launch_of_a_head(x, reading: Reading, found, coefficients, one, v: Variant) -> None:
+    """Columns of longer rows; and logits in fp32, whose gradient has 16 bits."""
+    if v.dtype == BF16:
+        reading = reading._replace(vocab=4 * v.V)
+        several = [kernels.partial(x, reading, 1024)] * 2
+        kernels.finish(kernels.merge(several, reading), reading)
+        kernels.gradient(x, reading, found.state, coefficients, one, None, x, 1024)
+    else:
+        into = torch.empty(2, -(-v.V // 8) * 8, dtype=BF16)[:, : v.V]
+        kernels.gradient(x, reading, found.state, coefficients, one, None, into)
+        if v.K == 1:
+            coefficients = Coefficients(coefficients.rows, ("a", "label"))
+            kernels.one_pass(x, reading, coefficients, one, into)
+
+
+def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
+    """Every loss against a dense teacher, and JSD's long rows as a GPU shares them."""
+    state, row = torch.zeros(2, PAIR_STATE), torch.zeros(2)
+    reading = reading._replace(ignore_index=None)
+    if full:
+        reading = reading._replace(label=row.to(torch.int8), ignore_index=0)
+    for kind in ("forward", "reverse", "jsd", "soft"):
+        pair = Pair(x, kind, 0.5)
+        kernels.pair_read(x, reading, pair)
+        kernels.pair_gradient(x, reading, pair, state, row, row[0] if full else None)
+    span = config.pair_shared(x.shape[1], x.element_size()).span
+    with mock.patch.object(pair_jsd, "_parts", return_value=config.ceil_div(x.shape[1], span)):
+        kernels.pair_read(x, reading, Pair(x, "jsd", 0.5))
+
+
+def launch_shard(x: torch.Tensor, reading: Reading) -> None:
+    """What only some columns of each row need."""
+    wants = tuple({*reading.wants} - {"tail"})
+    part = reading._replace(vocab=2 * x.shape[1], wants=wants)
+    kernels.finish(kernels.partial(x, part, 100), part)
+    for kind in ("forward", "reverse", "jsd", "soft"):
+        kernels.pair_partial(x, reading, Pair(x, kind, 0.5))
+    kernels.pair_read(x, reading, Pair(x, "jsd", 0.5), torch.zeros(2, PAIR_STATE))
+
+
+def launch_sums(dz: torch.Tensor) -> None:
+    """A weight's gradient over three chunks; and of such numbers in columns."""
+    h, total = torch.zeros(2, 512, dtype=dz.dtype), torch.zeros(dz.shape[1], 512, dtype=dz.dtype)
+    exponents = kernels.exponents(total)
+    for chunk in range(3):
+        kernels.accumulate(dz, h, total, exponents, chunk == 0, chunk == 2)
+        columns = dz.t().contiguous().t()
+        kernels.accumulate(columns, h, total, exponents, chunk == 0, chunk == 2)
+
+
+def resources(asm) -> dict:
+    """Of a compiled kernel: registers, bytes of the stack, where registers are spilled to, and
+    loads of one 16-bit number."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(asm["cubin"])
+        file.flush()
+        report = subprocess.run(
+            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", report)
+    narrow = len(re.findall(r"ld\.global[.\w:]*\.b16", asm["ptx"]))
+    return {"registers": int(registers), "stack": int(stack), "narrow": narrow}
+
+
+class Driver:
+    """What kernels ask about the GPU they are compiled for."""
+
+    def __init__(self, target: GPUTarget):
+        self.get_current_target = lambda: target
+
+
+def main(target: str) -> None:
+    triton.runtime.driver.set_active(Driver(TARGETS[target]))
+    seen = set()
+    for variant in variants() if target == "cuda:90" else few():
+        for source, options in launches_of(variant):
+            key = (source.hash(), *sorted(options.items()))
+            if key in seen:
+                continue
+            seen.add(key)
+            kernel = triton.compile(source, target=TARGETS[target], options=options)
+            row = {"target": target, "kernel": f"{source.name} {variant}"}
+            if target == "cuda:90":
+                row |= resources(kernel.asm)
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

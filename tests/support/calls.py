@@ -1,0 +1,118 @@
+"""Every public function that reads logits, called in a few ways: what tests of all of them share.
+
+Each call takes a source of logits (6, 37), a tensor or a head, and returns a tuple of tensors.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+import logitless as ll
+from tests.support.sizes import DEVICE
+
+N, D, V, K = 6, 5, 37, 4
+
+
+def normal(*shape, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+
+IDS = torch.randint(V, (N, K), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+TARGET = IDS[:, 0].index_fill(0, torch.tensor([2], device=DEVICE), -100)
+ROWS = normal(N, seed=5).abs() + 0.5
+MASK = torch.tensor([True, False, True, True, True, True], device=DEVICE)
+CLASSES = normal(V, seed=6).abs()
+TEACHER = normal(N, V, seed=7)
+SPARSE = ll.capture_topk(normal(N, V, seed=4), K)
+
+
+def formula(stats, old):
+    return -(stats.logprob - old).exp() + 0.1 * stats.entropy
+
+
+def calls_of(ll) -> dict[str, Callable]:
+    """By the functions of this library, or those of a namespace that has some by the same names."""
+
+    def distill(divergence, support, **how):
+        how |= {"divergence": divergence, "support": support}
+        return lambda x: (ll.topk_distill(x, SPARSE, **how),)
+
+    return {
+        "logsumexp": lambda x: (ll.logsumexp(x),),
+        "entropy": lambda x: (ll.entropy(x, temperature=2.0),),
+        "token_logprobs": lambda x: (ll.token_logprobs(x, IDS[:, 1]),),
+        "token_logprobs, K ids": lambda x: (ll.token_logprobs(x, IDS, softcap=3.0),),
+        "score": lambda x: tuple(ll.score(x, TARGET, temperature=ROWS)),
+        "row_stats": lambda x: tuple(
+            t for t in ll.row_stats(x, IDS, entropy=True, total=True, argmax=True)
+        ),
+        "row_loss": lambda x: (
+            ll.row_loss(formula, x, IDS[:, 1], rows=(ROWS,), entropy=True, row_weight=ROWS),
+        ),
+        "cross_entropy": lambda x: (ll.cross_entropy(x, TARGET),),
+        "cross_entropy, none": lambda x: (ll.cross_entropy(x, TARGET, reduction="none"),),
+        "cross_entropy, every option": lambda x: (
+            ll.cross_entropy(
+                x, TARGET, weight=CLASSES, label_smoothing=0.1, z_loss=0.01, softcap=4.0,
+                temperature=ROWS, row_weight=ROWS,
+            ),
+        ),
+        "cross_entropy, in place": lambda x: (
+            ll.cross_entropy(x, TARGET, weight=CLASSES, row_weight=ROWS, inplace=True),
+        ),
+        "cross_entropy, in place, every option": lambda x: (
+            ll.cross_entropy(
+                x, TARGET, label_smoothing=0.1, z_loss=0.01, softcap=4.0, temperature=2.0,
+                inplace=True,
+            ),
+        ),
+        "kl_div": lambda x: (ll.kl_div(x, TEACHER, direction="forward", mask=MASK),),
+        "kl_div, reverse": lambda x: (
+            ll.kl_div(x, TEACHER, direction="reverse", temperature=ROWS, t_squared=True),
+        ),
+        "jsd": lambda x: (ll.jsd(x, TEACHER, beta=0.3, temperature=2.0, t_squared=True),),
+        "soft_cross_entropy": lambda x: (
+            ll.soft_cross_entropy(x, TEACHER.softmax(-1), weight=CLASSES, label_smoothing=0.1),
+        ),
+        "topk_distill": distill("forward_kl", "tail", row_weight=ROWS),
+        "topk_distill, reverse": distill("reverse_kl", "truncate", temperature=2.0, t_squared=True),
+        "topk_distill, jsd": distill("jsd", "tail", beta=0.3, temperature=ROWS, t_squared=True),
+        "topk_distill, with labels": distill(
+            "jsd", "renorm_teacher", labels=TARGET, ce_weight=0.5, temperature=2.0
+        ),
+        "topk_distill, tvd": distill("tvd", "renorm"),
+        "capture_topk": lambda x: tuple(
+            getattr(ll.capture_topk(x, K), name) for name in ("ids", "logprobs", "tail")
+        ),
+    }  # fmt: skip
+
+
+CALLS = calls_of(ll)
+NOT_DIFFERENTIABLE = ("capture_topk",)
+SOURCES = ("tensor", "head", "head of two chunks")
+
+
+def leaves(source: str, dtype=torch.float32):
+    """The tensors that a source is made of."""
+    if source == "tensor":
+        return [normal(N, V, seed=1, dtype=dtype)]
+    return [normal(*size, seed=i, dtype=dtype) for i, size in enumerate([(N, D), (V, D), (V,)])]
+
+
+def made(source: str, parts):
+    if source == "tensor":
+        return parts[0] * 1  # no leaf: it may be overwritten
+    chunk = None if source == "head" else 3 * V * parts[0].element_size()
+    return ll.LinearLogits(*parts, workspace=chunk)
+
+
+def outcome(name: str, source: str, dtype=torch.float32) -> list[torch.Tensor]:
+    """What a call gives, and the gradients of what its source is made of."""
+    parts = [t.requires_grad_() for t in leaves(source, dtype)]
+    found = CALLS[name](made(source, parts))
+    if name in NOT_DIFFERENTIABLE:
+        return list(found)
+    real = [t for t in found if t.is_floating_point()]
+    scalar = sum((t.double() * (i + 1)).sum() for i, t in enumerate(real))
+    return [t.detach() for t in found] + list(torch.autograd.grad(scalar, parts))

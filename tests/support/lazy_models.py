@@ -1,0 +1,32 @@
+"""A small model with a fused head or a plain one, and that both train alike."""
+
+import torch
+from torch import nn
+
+import logitless as ll
+from tests.support.laws import error
+
+B, T, D, V = 2, 5, 6, 11
+
+
+def model(fused: bool, device="cpu", bias=True, dtype=torch.float64) -> nn.Sequential:
+    torch.manual_seed(1)
+    head = (ll.nn.FusedHead if fused else nn.Linear)(D, V, bias=bias)
+    return nn.Sequential(nn.Linear(4, D), head).to(device, dtype)
+
+
+def trained(m, x, loss):
+    value = loss(m(x))
+    grads = torch.autograd.grad(value, list(m.parameters()), retain_graph=True)
+    return [value.detach(), *grads]
+
+
+def assert_same(x, loss, **how):
+    want, got = (trained(model(fused, x.device, **how), x, loss) for fused in (False, True))
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) < 1e-11
+
+
+def distilled(z, **how):
+    top = ll.capture_topk(torch.tanh(z.detach() * 2), 3)
+    return ll.topk_distill(z, top, divergence="jsd", support="tail", temperature=2.0, **how)

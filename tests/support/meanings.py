@@ -1,0 +1,53 @@
+"""What the calls of calls.py mean, by oracle.py: in fp64 the truth, in fp32 PyTorch."""
+
+import math
+from types import SimpleNamespace
+
+import torch
+
+import logitless as ll
+from tests.differential import functions
+from tests.support import oracle
+from tests.support.calls import calls_of
+from tests.support.laws import FLOOR, error, error_or_inf
+
+
+def cross_entropy(x, target, *, inplace=False, **how):
+    return oracle.cross_entropy(x, target, **how)
+
+
+def row_loss(formula, x, ids, **how):
+    return functions.row_loss(x, formula, ids=ids, **how)
+
+
+def squared_in(f):
+    """Where a temperature is squared: in the precision of the logits, as ours is."""
+
+    def call(x, teacher, *, temperature=1.0, **how):
+        if isinstance(temperature, torch.Tensor):
+            temperature = temperature.to(x.dtype)
+        return f(x, teacher, temperature=temperature, **how)
+
+    return call
+
+
+MEANINGS = calls_of(
+    SimpleNamespace(
+        logsumexp=oracle.logsumexp, entropy=oracle.entropy, token_logprobs=oracle.token_logprobs,
+        soft_cross_entropy=oracle.soft_cross_entropy, topk_distill=squared_in(oracle.topk_distill),
+        kl_div=squared_in(functions.kl_div), jsd=squared_in(functions.jsd),
+        cross_entropy=cross_entropy, row_loss=row_loss,
+        score=lambda x, target, **how: ll.Scores(**functions.score(x, target, **how)),
+        row_stats=lambda x, ids, **how: ll.RowStats(**functions.stats(x, ids, **how)),
+        capture_topk=lambda x, k: SimpleNamespace(**functions.topk(x.detach(), k)),
+    )
+)  # fmt: skip
+
+
+def excess(got, torchs, truth) -> float:
+    """The error of one result in units of what is allowed: twice PyTorch's, and a few roundings."""
+    if not got.numel():
+        return 0.0
+    if not got.is_floating_point():
+        return 0.0 if torch.equal(got, truth) else math.inf
+    return error(got, truth) / (2 * error_or_inf(torchs, truth) + FLOOR[got.dtype])

@@ -1,0 +1,156 @@
+"""Processes of one machine that talk by gloo, and what each of them finds out.
+
+`run` starts them, and gives what each says of every case: how far it is from what it should be, in
+units of what is allowed, or its error. All cases run in the same processes, for starting them takes
+a while.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.paths import ROOT
+
+WORLD = 4
+WIDTHS = {2: (20, 17), 3: (9, 0, 28), 4: (0, 5, 31, 1)}  # columns of each rank
+EXACT = 1e-9  # what is allowed in fp64
+PATIENCE = timedelta(seconds=60)  # with a rank that has failed
+
+GROUPS: dict[int, dist.ProcessGroup] = {}  # of the first so many ranks
+MESHES: dict[tuple[int, ...], Any] = {}
+
+Case = Callable[[], float]
+
+
+def calls():
+    """Late: it imports what a process may not have set up yet."""
+    from tests.support import calls
+
+    return calls
+
+
+def mesh_of(*shape: int):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = ("data", "model")[-len(shape) :]
+    if shape not in MESHES:
+        MESHES[shape] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    return MESHES[shape]
+
+
+def differentiated(call, source, leaves):
+    found = [t for t in call(source) if t is not None]
+    used = [t for t in found if t.requires_grad]
+    scalar = sum((t.double() * (i + 1)).sum() for i, t in enumerate(used))
+    d = torch.autograd.grad(scalar, leaves) if used else [torch.zeros_like(t) for t in leaves]
+    return [t.detach() for t in found], d
+
+
+def apart(got, want) -> float:
+    """The largest difference, in units of what fp64 allows."""
+    pairs = [(a, b) for a, b in zip(got, want, strict=True) if a.numel()]
+    return largest(float((a.double() - b.double()).abs().max()) for a, b in pairs) / EXACT
+
+
+def largest(numbers: Iterable[float]) -> float:
+    """NaN if one of them is, which Python's max may pass over."""
+    return torch.tensor(list(numbers), dtype=torch.float64).max().item()
+
+
+def in_process(rank: int, world: int, cases: dict[str, Case]) -> None:
+    """What each process does."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=PATIENCE)
+    for ranks in WIDTHS:
+        if ranks <= world:
+            GROUPS[ranks] = dist.new_group(list(range(ranks)), timeout=PATIENCE)
+    for name, work in cases.items():
+        try:
+            far = work()
+        except Exception:
+            far = traceback.format_exc()
+        print(json.dumps([name, far]), flush=True)
+    dist.destroy_process_group()
+
+
+def started(world: int, code: str) -> list[tuple[str, str]]:
+    """What each of so many processes writes to stdout and stderr; `code` knows its `rank`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }  # fmt: skip
+    environment.pop("TRITON_INTERPRET", None)
+    with contextlib.ExitStack() as stack:  # files: a rank would wait for the reader of a full pipe
+        written = [
+            [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in ("stdout", "stderr")]
+            for _ in range(world)
+        ]
+        ranks = [
+            subprocess.Popen([sys.executable, "-W", "ignore", "-c", f"rank = {rank}\n{code}"],
+                             env=environment, stdout=out, stderr=error)
+            for rank, (out, error) in enumerate(written)
+        ]  # fmt: skip
+        late = not all_ended(ranks, 300)
+        for file in itertools.chain(*written):
+            file.seek(0)
+        said = [(out.read(), error.read()) for out, error in written]
+    assert not late, f"a rank has not ended in 300 s: {errors_of(said)}"
+    return said
+
+
+def all_ended(ranks: list[subprocess.Popen], seconds: float) -> bool:
+    """Whether all end by themselves in this time; those that do not are killed."""
+    end = time.monotonic() + seconds
+    try:
+        for rank in ranks:
+            rank.wait(timeout=max(0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return True
+
+
+def errors_of(said: list[tuple[str, str]]) -> str:
+    """The end of what each rank wrote to stderr."""
+    return "".join(f"\nrank {rank}: {error[-2000:]}" for rank, (_, error) in enumerate(said))
+
+
+def run(world: int, module: str, which: str) -> list[dict[str, float | str]]:
+    """What each of so many processes says of the cases that a function of a module gives."""
+    code = (
+        f"import {module} as cases\nfrom tests.support import rank_processes\n"
+        f"rank_processes.in_process(rank, {world}, cases.{which})"
+    )
+    said = started(world, code)
+    # PyTorch 2.9 writes of its own to stdout.
+    lines = [[line for line in out.splitlines() if line.startswith('["')] for out, _ in said]
+    found = [dict(map(json.loads, own)) for own in lines]
+    assert all(own.keys() == found[0].keys() != set() for own in found), errors_of(said)
+    return found
+
+
+def passed(name: str, outcomes: list[dict[str, float | str]]) -> None:
+    """On every rank."""
+    for rank, found in enumerate(outcomes):
+        far = found[name]
+        assert not isinstance(far, str), f"rank {rank}: {far}"
+        assert far <= 1, f"rank {rank}"

@@ -1,0 +1,53 @@
+"""Stores and teachers for the tests: cheap, and the same from run to run."""
+
+import torch
+
+import logitless as ll
+
+V, K = 1000, 8
+LENGTHS = (100, 1, 37, 64, 3)  # of the documents that most tests write
+
+
+def teacher(n: int, vocab: int = V, k: int = K, seed: int = 0, steep: float = 1.5):
+    """Targets of n rows, sorted, as of a language model: p falls as a power of the rank."""
+    random = torch.Generator().manual_seed(seed)
+    ids = torch.rand(n, vocab, generator=random).topk(k).indices if vocab <= 4096 else None
+    if ids is None:
+        ids = torch.randint(0, vocab // k, (n, k), generator=random)
+        ids = ids * k + torch.arange(k)  # no two alike
+    z = -steep * torch.arange(1, k + 1.0).log() + 0.3 * torch.randn(n, k, generator=random)
+    inside = 0.5 + 0.49 * torch.rand(n, 1, generator=random)
+    logprobs = z.log_softmax(-1).sort(-1, descending=True).values + inside.log()
+    return ll.SparseTargets(ids, logprobs, torch.log1p(-inside[:, 0]))
+
+
+def document(n: int, seed: int = 0, vocab: int = V, k: int = K):
+    random = torch.Generator().manual_seed(seed + 10_000)
+    return torch.randint(0, vocab, (n,), generator=random), teacher(n, vocab, k, seed)
+
+
+def documents(*lengths: int, **how):
+    return [document(n, seed, **how) for seed, n in enumerate(lengths)]
+
+
+def open_writer(path, **how):
+    return ll.store.Writer(path, **({"vocab_size": V, "k": K} | how))
+
+
+def write(path, found, **how):
+    with open_writer(path, **how) as writer:
+        for tokens, targets in found:
+            writer.add(tokens, targets)
+    return ll.store.Store(path)
+
+
+def kl(want: ll.SparseTargets, got: ll.SparseTargets):
+    """Of each row, over its slots and the tail, in fp64; both in one order of slots."""
+    assert torch.equal(want.ids.long(), got.ids.long())
+    logp, tail = want.logprobs.double(), want.tail.double()
+    inside = (logp.exp() * (logp - got.logprobs.double())).sum(-1)
+    return inside + tail.exp() * (tail - got.tail.double())
+
+
+def assert_near(got: ll.SparseTargets, want: ll.SparseTargets, most: float = 1e-4):
+    assert kl(want, got).abs().max() < most
