@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless import kernels
 from logitless.contract import COEFFICIENTS, PAIR_STATE, Coefficients, Pair, Reading, Slots
-from logitless.kernels import config, exchange, pair_jsd
+from logitless.kernels import config, jsd_fwd, program_exchange
 
 TARGETS = {
     "cuda:80": GPUTarget("cuda", 80, 32),
@@ -165,7 +165,7 @@ def launches_of(v: Variant):
         with mock.patch.object(config, "processors", return_value=PROCESSORS if v.split else 1):
             found = kernels.read(x, reading)
         if not v.split:
-            with mock.patch.object(exchange, "may_wait", return_value=True):  # as on a GPU
+            with mock.patch.object(program_exchange, "may_wait", return_value=True):  # as on a GPU
                 launch_gradients(x, reading, found, v)
             kernels.scale_(x, torch.zeros(2))
             if v.K == 1:
@@ -243,8 +243,8 @@ def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
         pair = Pair(x, kind, 0.5)
         kernels.pair_read(x, reading, pair)
         kernels.pair_gradient(x, reading, pair, state, row, row[0] if full else None)
-    span = config.pair_shared(x.shape[1], x.element_size()).span
-    with mock.patch.object(pair_jsd, "_parts", return_value=config.ceil_div(x.shape[1], span)):
+    span = config.jsd_split_fwd(x.shape[1], x.element_size()).span
+    with mock.patch.object(jsd_fwd, "_parts", return_value=config.ceil_div(x.shape[1], span)):
         kernels.pair_read(x, reading, Pair(x, "jsd", 0.5))
 
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
 from logitless import kernels
-from logitless.kernels.accumulate import PACK
+from logitless.kernels.blockfp_gemm import PACK
 
 
 class Products(TorchDispatchMode):

@@ -4,8 +4,8 @@ heads/plan.py says how many rows make a chunk. Every chunk reads the weight and,
 the sum of its gradient so far, so chunks are as large as memory allows. How that sum is stored
 matters: in bf16, which keeps 8 bits, it is rounded after every one of many chunks and drifts away
 from what one large product would give; in fp32 it takes twice the memory of the gradient itself.
-Stored as block floating point (int16 with one exponent per 128 values, kernels/accumulate.py) it is
-as good as one product, and needs no extra memory.
+Stored as block floating point (int16 with one exponent per 128 values, kernels/blockfp_gemm.py) it
+is as good as one product, and needs no extra memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -44,7 +44,7 @@ def _fill(Xrow, Ids, found, V, k, BLOCK_V: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows_t", "splits"])
-def _topk_finish_kernel(
+def _topk_merge_kernel(
     BEST, TAIL, X,  # inputs
     IDS, LOGPROBS, LOG_TAIL,  # outputs
     rows_t, stride_xb, stride_xt, V, k, splits,  # sizes
@@ -164,6 +164,6 @@ def _plan(
          temperature, softcap),
         num_warps=cut.num_warps, PACK=rows.pack, ALIGNED=rows.aligned, **layout,
     ), Launch(
-        _topk_finish_kernel, (rows.count,), (*rows.strides, V, k, cut.splits, temperature, softcap),
+        _topk_merge_kernel, (rows.count,), (*rows.strides, V, k, cut.splits, temperature, softcap),
         num_warps=1, **layout,
     )  # fmt: skip

@@ -43,7 +43,7 @@ def are_repeated(IDS, K, BLOCK_K: tl.constexpr):
 
 
 @triton.jit(do_not_specialize_on_alignment=["IDS", "STATE"])
-def _repeats_kernel(
+def _duplicate_ids_kernel(
     IDS,  # input
     STATE,  # output, of which one field is written
     K,
@@ -63,4 +63,4 @@ def write_repeats(ids: Tensor, state: Tensor) -> None:
 @functools.lru_cache(REMEMBERED)
 def _plan(rows: int, K: int) -> Launch:
     block = min(COMPARED, max(config.ceil_pow2(K), 2))
-    return Launch(_repeats_kernel, (rows,), (K,), num_warps=1, BLOCK_K=block)
+    return Launch(_duplicate_ids_kernel, (rows,), (K,), num_warps=1, BLOCK_K=block)
