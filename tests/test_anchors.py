@@ -507,10 +507,11 @@ def test_bug_25_kernels_run_on_the_tensors_device(monkeypatch):
 
 
 CHOICES = {  # all that a kernel may be compiled for: what is asked, and how memory is cut
-    "ENTROPY", "TOTAL", "ARGMAX", "SECOND", "HAS", "ALIGNED", "SAME", "T_ALIGNED", "STEPS",
+    "ENTROPY", "TOTAL", "ARGMAX", "SECOND", "HAS", "ALIGNED", "X_ALIGNED", "T_ALIGNED",
     "BLOCK_V", "BLOCK_K", "BLOCK_P", "BLOCK_N", "SPAN", "MEAN", "LOG_K", "ROWS", "KIND",
-    "DIVERGENCE", "RENORM_P", "STUDENT_OVER", "HELD", "FIRST", "LAST", "WIDE", "BLOCK_D", "BLOCK_R",
-    "STEP_C", "STEP_U", "STEP_F", "PACK", "TURNED", "MARKED", "KNOWN", "EARLY",
+    "DIVERGENCE", "RENORM_P", "STUDENT_OVER", "PRELOAD_IDS", "FIRST", "LAST", "UPCAST", "BLOCK_D",
+    "BLOCK_R", "STEPS", "STEP_C", "STEP_U", "STEP_F", "PACK", "TRANSPOSED", "HAS_LABEL", "KNOWN",
+    "EARLY",
 }  # fmt: skip
 
 
@@ -537,10 +538,10 @@ SAME_KERNELS = """
 import torch
 import logitless as ll
 from aot import recording
-from logitless import _checks
+from logitless.core import checks
 from logitless.kernels import config, launch
 
-_checks.triton_can_run = _checks.in_range = lambda *_, **__: None  # nothing is going to run
+checks.triton_can_run = checks.in_range = lambda *_, **__: None  # nothing is going to run
 
 def compiled(rows, V, splits):
     x = torch.zeros(rows, V, dtype=torch.bfloat16, requires_grad=True)
