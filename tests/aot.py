@@ -49,7 +49,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def source_of(kernel, args, kwargs):
-    """What Triton would specialise a launch to: None and 1 are constants."""
+    """What Triton would specialise a launch to: None and 1 are constants. And its arguments."""
     bound = dict(zip(kernel.arg_names, args, strict=False))
     options = {k: kwargs[k] for k in kwargs if k not in kernel.arg_names}
     bound.update({k: v for k, v in kwargs.items() if k in kernel.arg_names})
@@ -73,7 +73,7 @@ def source_of(kernel, args, kwargs):
             signature[param.name] = "i32" if abs(value) < 2**31 else "i64"
             if value % 16 == 0 and not frozen:
                 attrs[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constants, attrs), options
+    return ASTSource(kernel, signature, constants, attrs), options, bound
 
 
 @contextlib.contextmanager
@@ -283,6 +283,11 @@ def resources(asm) -> dict:
     return {"registers": int(registers), "stack": int(stack), "narrow": narrow}
 
 
+def profile_of(source, kernel, bound) -> dict:
+    """What a profiler is shown for a launch: its name and its bytes."""
+    return source.fn.launch_metadata((1, 1, 1), kernel.metadata, bound)
+
+
 class Driver:
     """What kernels ask about the GPU they are compiled for."""
 
@@ -294,13 +299,14 @@ def main(target: str) -> None:
     triton.runtime.driver.set_active(Driver(TARGETS[target]))
     seen = set()
     for variant in variants() if target == "cuda:90" else few():
-        for source, options in launches_of(variant):
+        for source, options, bound in launches_of(variant):
             key = (source.hash(), *sorted(options.items()))
             if key in seen:
                 continue
             seen.add(key)
             kernel = triton.compile(source, target=TARGETS[target], options=options)
             row = {"target": target, "kernel": f"{source.name} {variant}"}
+            row |= {"compiled": kernel.metadata.name, "profile": profile_of(source, kernel, bound)}
             if target == "cuda:90":
                 row |= resources(kernel.asm)
             print(json.dumps(row), flush=True)

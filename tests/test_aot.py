@@ -52,6 +52,11 @@ def test_kernels_compile_ahead_of_time(target):
         "_topk_merge_kernel",
         "topk_stream_kernel",
     }
+    for row in rows:  # what profilers show
+        family = row["kernel"].split()[0].strip("_").removesuffix("_kernel")
+        assert row["compiled"].startswith(f"logitless_{family}")
+        assert row["profile"]["name"].startswith(family)
+        assert row["profile"]["bytes"] > 0
     # Of the compilers that we measure with; what another does, a measurement will have to say.
     if target == "cuda:90" and triton.__version__.startswith(("3.6.", "3.7.")):
         spilled = [row for row in rows if row["stack"]]

@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import config
 from .launch import REMEMBERED, Launch
 from .numerics import only_if
+from .profiling import elements, profiled
 
 BLOCK = 128  # columns with one exponent
 # Numbers in 16 bytes; but the interpreter of Triton 3.5 wants 16 numbers where it means 16 bytes.
@@ -63,7 +64,10 @@ def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr
         tl.store(at, e_new, mask=mask)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(
+    **profiled("blockfp_gemm", SUM=lambda args: 0 if args["FIRST"] else elements(args["SUM"])),
+    do_not_specialize=["R"],
+)
 def _blockfp_gemm_kernel(
     EXPONENTS, DZ, H, SUM, OUT,  # tiles but for the first; SUM and OUT, of one memory, are outputs
     R, V, D, programs,  # sizes

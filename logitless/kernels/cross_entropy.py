@@ -16,12 +16,14 @@ from . import config
 from .bwd_tile import COEF_A, COEF_G_LABEL, COEF_G_TOTAL
 from .launch import REMEMBERED, Launch
 from .numerics import load
+from .profiling import elements, profiled
 from .state import is_live
 
 COEF_WIDTH = tl.constexpr(_contract.COEFFICIENTS)
 
 
 @triton.jit(
+    **profiled("cross_entropy", W=lambda args: elements(args["LABEL"])),
     do_not_specialize=["N", "V"],
     do_not_specialize_on_alignment=["LABEL", "NLL", "LSE", "LOG_TOTAL", "W", "SUM_W"],
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import contract as _contract
 from . import config
 from .launch import REMEMBERED, Launch
+from .profiling import profiled
 from .state import STATE_WIDTH
 
 COMPARED = 128  # slots at a time
@@ -42,7 +43,10 @@ def are_repeated(IDS, K, BLOCK_K: tl.constexpr):
     return tl.max(found.to(tl.int32), axis=0) > 0
 
 
-@triton.jit(do_not_specialize_on_alignment=["IDS", "STATE"])
+@triton.jit(
+    **profiled("duplicate_ids", shows=("K",)),
+    do_not_specialize_on_alignment=["IDS", "STATE"],
+)
 def _duplicate_ids_kernel(
     IDS,  # input
     STATE,  # output, of which one field is written

@@ -18,10 +18,12 @@ from .ids_bwd import MAX_PRELOADED, is_bad, sums_of_same
 from .launch import REMEMBERED, Launch
 from .layout import Rows, numbers, row_offset, rows_of
 from .numerics import NO_ID, capped, load
+from .profiling import at_ids, profiled
 from .state import is_live, load_label
 
 
 @triton.jit(
+    **profiled("gather_fwd", shows=("K",), X=at_ids),
     do_not_specialize=["N", "rows_t"],
     do_not_specialize_on_alignment=["LABEL", "IDS"],
 )
@@ -74,6 +76,7 @@ def _gather_plan(rows: Rows, K: int, softcap: float | None, ignore_index: int | 
 
 
 @triton.jit(
+    **profiled("gather_bwd", shows=("K",), DX=at_ids),
     do_not_specialize=["rows_t", "step_u", "step_f"],
     do_not_specialize_on_alignment=["PICKED", "LABEL", "IDS", "G", "UPSTREAM", "FACTOR"],
 )

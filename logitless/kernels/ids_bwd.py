@@ -31,6 +31,7 @@ from .duplicate_ids import STATE_REPEATS
 from .launch import Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import INF, LOG2E, NO_ID, capped, inverse_temperature, load
+from .profiling import profiled
 from .state import LOG_S, LOG_S1, SHIFT, STATE_WIDTH, field, load_label, pack_of
 from .tail_mass import STATE_TAIL, lift_of
 
@@ -164,6 +165,7 @@ def _row_numbers(STATE, coefs, HAS: tl.constexpr):
 
 
 @triton.jit(
+    **profiled("ids_bwd", shows=("K",)),
     do_not_specialize=["rows_t", "lead", "start", "vocab"],
     do_not_specialize_on_alignment=[
         "LABEL", "IDS", "STATE", "COEF", "G_IDS", "UPSTREAM", "FACTOR", "temperature",

@@ -36,6 +36,7 @@ from .pair_state import (
     temperature_of,
     walk_both,
 )
+from .profiling import profiled
 from .program_exchange import MAX_PARTS, collect, may_wait, publish
 from .state import pack_of
 
@@ -97,7 +98,11 @@ def _divergence(of_q, of_p, s_q, s_p, blend):
     return tl.where(value < 0, 0.0, value)  # by rounding; a NaN stays
 
 
-@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["LABEL", "temperature"])
+@triton.jit(
+    **profiled("jsd_fwd"),
+    do_not_specialize=["rows_t"],
+    do_not_specialize_on_alignment=["LABEL", "temperature"],
+)
 def _jsd_fwd_kernel(
     X, T, LABEL,  # inputs
     VALUE, STATE,  # outputs; where norms are KNOWN, STATE has them
@@ -134,7 +139,11 @@ def _jsd_fwd_kernel(
     save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean)
 
 
-@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["LABEL", "temperature"])
+@triton.jit(
+    **profiled("jsd_split_fwd"),
+    do_not_specialize=["rows_t"],
+    do_not_specialize_on_alignment=["LABEL", "temperature"],
+)
 def _jsd_split_fwd_kernel(
     X, T, LABEL,  # inputs
     STATE, SUMS, EXCHANGE,  # outputs; EXCHANGE (rows, 2, parts) starts as zeros
@@ -179,7 +188,11 @@ def _jsd_split_fwd_kernel(
         save_state(STATE, row, shift_q, s_q, shift_p, s_p, 0.0)
 
 
-@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["LABEL"])
+@triton.jit(
+    **profiled("jsd_merge"),
+    do_not_specialize=["parts"],
+    do_not_specialize_on_alignment=["LABEL"],
+)
 def _jsd_merge_kernel(
     SUMS, LABEL,  # inputs
     VALUE, STATE,  # outputs; of STATE, the mean

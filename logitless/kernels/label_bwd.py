@@ -23,6 +23,7 @@ from .bwd_tile import (
 from .launch import Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import INF, LOG2E, inverse_temperature
+from .profiling import profiled
 from .state import LOG_S, SHIFT, STATE_WIDTH, field, load_label, pack_of
 
 
@@ -39,6 +40,7 @@ class _Constants:
 
 
 @triton.jit(
+    **profiled("label_bwd"),
     do_not_specialize=["rows_t", "lead", "blocks", "start", "vocab"],
     do_not_specialize_on_alignment=[
         "LABEL", "STATE", "COEF", "UPSTREAM", "FACTOR", "temperature",

@@ -29,6 +29,7 @@ from .bwd_tile import (
 from .launch import REMEMBERED, Launch
 from .layout import Place, describe, row_offset, split_row
 from .numerics import INF, LOG2E, capped, finite, inverse_temperature
+from .profiling import in_place, profiled
 from .program_exchange import MAX_PARTS, collect, publish
 from .reduce import some_rows
 from .state import field, fold_span, pack_of
@@ -62,6 +63,7 @@ def _count(LABEL, N, ignore_index):
 
 
 @triton.jit(
+    **profiled("nll_fwd_bwd", X=in_place),
     do_not_specialize=["rows_t", "lead", "parts"],
     do_not_specialize_on_alignment=["LABEL", "COEF", "FACTOR", "temperature"],
 )

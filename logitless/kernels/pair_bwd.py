@@ -34,6 +34,7 @@ from .pair_state import (
     target,
     temperature_of,
 )
+from .profiling import profiled
 from .state import pack_of
 from .stats_split_fwd import aligned
 
@@ -101,6 +102,7 @@ def _zero_tile(DX, cols, mask):
 
 
 @triton.jit(
+    **profiled("pair_bwd", shows=("KIND",)),
     do_not_specialize=["rows_t"],
     do_not_specialize_on_alignment=["LABEL", "STATE", "UPSTREAM", "FACTOR", "temperature"],
 )

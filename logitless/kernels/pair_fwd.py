@@ -40,6 +40,7 @@ from .pair_state import (
     temperature_of,
     walk_both,
 )
+from .profiling import profiled
 from .state import pack_of
 from .stats_split_fwd import aligned
 
@@ -78,7 +79,11 @@ def _fold_soft(state, both, start, offs, mask):
     return PairState(m_q, s_q, state.m_p, state.s_p + v, c)
 
 
-@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["LABEL", "temperature"])
+@triton.jit(
+    **profiled("pair_fwd", shows=("KIND",)),
+    do_not_specialize=["rows_t"],
+    do_not_specialize_on_alignment=["LABEL", "temperature"],
+)
 def _pair_fwd_kernel(
     X, T, W, LABEL,  # inputs
     VALUE, STATE,  # outputs

@@ -40,6 +40,7 @@ from .bwd_tile import COEF_A, COEF_A_IDS, COEF_D_LOGPROB_T1
 from .cross_entropy import COEF_WIDTH
 from .launch import REMEMBERED, Launch
 from .numerics import INF, finite, load
+from .profiling import profiled
 from .state import is_live
 from .tail_mass import LEAST_TAIL, lift_of
 
@@ -137,6 +138,7 @@ def _row_weights(WEIGHT, row, live, kd_weight):
 
 
 @triton.jit(
+    **profiled("slot_divergence", shows=("DIVERGENCE", "K")),
     do_not_specialize=["N"],
     do_not_specialize_on_alignment=[
         "STUDENT_TAIL", "TEACHER_TAIL", "WEIGHT", "LOGPROB_T1", "LABEL", "temperature",

@@ -13,6 +13,7 @@ from . import config
 from .launch import Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import LOG2E, capped, inverse_temperature
+from .profiling import profiled
 from .state import (
     column_of_max,
     field,
@@ -37,6 +38,7 @@ class _Constants:
 
 
 @triton.jit(
+    **profiled("stats_fwd", shows=("K",)),
     do_not_specialize=["rows_t", "lead"],
     do_not_specialize_on_alignment=["LABEL", "IDS", "temperature"],
 )

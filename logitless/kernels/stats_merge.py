@@ -13,6 +13,7 @@ from ..contract import Partials, Reading, Statistics, Sums
 from . import config
 from .launch import REMEMBERED, Launch
 from .numerics import INF, LOG2E, inverse_temperature, move
+from .profiling import profiled
 from .state import NOWHERE, State, field, is_live, load_label
 from .stats_outputs import OUTPUTS, Outputs, write_ids, write_label, write_row
 
@@ -91,6 +92,7 @@ def store_part(
 
 
 @triton.jit(
+    **profiled("stats_merge"),
     do_not_specialize=["parts", "step_row", "step_field"],
     do_not_specialize_on_alignment=["PARTS", "temperature"],
 )
@@ -160,6 +162,7 @@ class _Constants:
 
 
 @triton.jit(
+    **profiled("stats_finish", shows=("K",)),
     do_not_specialize=["parts", "step_row", "step_field"],
     do_not_specialize_on_alignment=["PARTS", "Y", "LABEL", "IDS", "temperature"],
 )

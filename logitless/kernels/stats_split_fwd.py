@@ -14,6 +14,7 @@ from . import config
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, rows_of, split_row
 from .numerics import LOG2E, capped, inverse_temperature, load, only_if
+from .profiling import profiled
 from .state import (
     NOWHERE,
     column_of_max,
@@ -59,6 +60,7 @@ class _Constants:
 
 
 @triton.jit(
+    **profiled("stats_split_fwd", shows=("K",)),
     do_not_specialize=["rows_t", "lead", "start", "span"],
     do_not_specialize_on_alignment=["LABEL", "IDS", "temperature"],
 )

@@ -20,6 +20,7 @@ from .duplicate_ids import COMPARED, STATE_REPEATS, are_repeated, load_ids
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, rows_of
 from .numerics import INF, LOG2E, NO_ID, capped, finite, inverse_temperature, load, move
+from .profiling import nothing, profiled
 from .state import LOG_S, SHIFT, STATE_WIDTH, is_live, load_label
 
 STATE_TAIL = tl.constexpr(_contract.TAIL)
@@ -112,6 +113,7 @@ def _mass_inside(IDS, LOGPROB, K, V, repeated, BLOCK_K: tl.constexpr):
 
 
 @triton.jit(
+    **profiled("tail_mass", shows=("K",), X=nothing, SORTED=nothing),
     do_not_specialize=["rows_t"],
     do_not_specialize_on_alignment=["LABEL", "IDS", "LOGPROB", "temperature"],
 )

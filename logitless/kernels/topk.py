@@ -19,6 +19,7 @@ from . import config
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, rows_of
 from .numerics import INF, LOG2E, capped, finite, inverse_temperature, move
+from .profiling import nothing, profiled
 from .topk_keys import EMPTY, column_of, logit_of
 from .topk_stream import leave_out_keys, merge, topk_stream_kernel
 
@@ -43,7 +44,10 @@ def _fill(Xrow, Ids, found, V, k, BLOCK_V: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["rows_t", "splits"])
+@triton.jit(
+    **profiled("topk_merge", shows=("k",), X=nothing),
+    do_not_specialize=["rows_t", "splits"],
+)
 def _topk_merge_kernel(
     BEST, TAIL, X,  # inputs
     IDS, LOGPROBS, LOG_TAIL,  # outputs
