@@ -1,9 +1,6 @@
 """The kernels' contracts in plain PyTorch: the CPU path, and fp64 anywhere."""
 
-from .gather import gather, gather_gradient
-from .gradient import gradient
-from .pair import merge_pairs, pair_finish, pair_gradient, pair_partial, pair_read
-from .plain import (
+from .cross_entropy import (
     can_accumulate,
     cross_entropy,
     label_coefficients,
@@ -14,8 +11,11 @@ from .plain import (
     share,
     weighted_nll,
 )
-from .slots import slots
-from .stats import finish, merge, outside, partial, read
+from .gather import gather, gather_gradient
+from .pair import merge_pairs, pair_finish, pair_gradient, pair_partial, pair_read
+from .slot_divergence import slots
+from .stats_bwd import gradient
+from .stats_fwd import finish, merge, outside, partial, read
 from .topk import topk
 
 __all__ = [

@@ -1,18 +1,16 @@
 """What the GPU runs. Of the package it imports contract.py and eager/, and nothing above them."""
 
-from .finish import finish, merge
+from .blockfp_gemm import accumulate, can_accumulate, exponents
+from .cross_entropy import cross_entropy, label_coefficients, label_mass, weighted_nll
 from .gather import gather, gather_gradient
 from .host import gradient, one_pass, read, reduce, scale_, share
-from .partial import partial
-from .plain import cross_entropy, label_coefficients, label_mass, weighted_nll
-from .slots import slots
-
-# After those above, whose modules these import.
-from .accumulate import accumulate, can_accumulate, exponents  # isort: skip
-from .pair_gradient import pair_gradient  # isort: skip
-from .pair_read import pair_finish, pair_partial, pair_read  # isort: skip
-from .tail import outside  # isort: skip
-from .topk import topk  # isort: skip
+from .pair_bwd import pair_gradient
+from .pair_fwd import pair_finish, pair_partial, pair_read
+from .slot_divergence import slots
+from .stats_merge import finish, merge
+from .stats_split_fwd import partial
+from .tail_mass import outside
+from .topk import topk
 
 __all__ = [
     "accumulate",

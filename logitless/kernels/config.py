@@ -56,7 +56,7 @@ def processors(device: torch.device) -> int:
 
 
 @functools.lru_cache(1024)
-def forward(
+def stats_fwd(
     rows: int, vocab: int, itemsize: int, processors: int, heavy: bool = False, twice: bool = False
 ) -> Config:
     """One program a row when rows fill the GPU; else a row is split over several programs.
@@ -79,13 +79,13 @@ def forward(
 
 
 @functools.lru_cache(1024)
-def backward(vocab: int) -> Config:
+def label_bwd(vocab: int) -> Config:
     """A grid of (row, block): nothing is carried from block to block."""
     return overridden(Config(min(2048, ceil_pow2(vocab)), 2))
 
 
 @functools.lru_cache(1024)
-def spans(vocab: int, itemsize: int) -> Config:
+def ids_bwd(vocab: int, itemsize: int) -> Config:
     """A grid of (row, span), where ids are rewritten while the span is cached.
 
     Long, so that few programs look for their ids; many warps, so that it is written at once.
@@ -101,7 +101,7 @@ def scale(vocab: int) -> Config:
 
 
 @functools.lru_cache(1024)
-def one_pass(vocab: int, itemsize: int, crowded: bool = False) -> Config:
+def nll_fwd_bwd(vocab: int, itemsize: int, crowded: bool = False) -> Config:
     """Parts of a row small enough for the cache beside a processor to hold several at once.
 
     A softcap and two places, one read and one written (crowded), fill the registers.
@@ -112,18 +112,18 @@ def one_pass(vocab: int, itemsize: int, crowded: bool = False) -> Config:
     return overridden(Config(min(block, ceil_pow2(vocab)), warps, span=min(span, ceil_pow2(vocab))))
 
 
-def accumulate() -> Config:
+def blockfp_gemm() -> Config:
     """The largest tile whose sums two groups of warps can hold."""
     return overridden(Config(128, 8))
 
 
-def pair_forward(vocab: int) -> Config:
+def pair_fwd(vocab: int) -> Config:
     """Two rows at once: sums for each lane stay in registers, and one warp waits for no other."""
     cut = overridden(Config(min(512, ceil_pow2(vocab)), 1))
     return cut._replace(block_v=max(cut.block_v, 16))  # the fringe, two packs of eight
 
 
-def pair_shared(vocab: int, itemsize: int) -> Config:
+def jsd_split_fwd(vocab: int, itemsize: int) -> Config:
     """Parts of two rows that the cache holds until each is read again: at most 64 of a row."""
     block, span = (256, 4096) if itemsize == 2 else (512, 2048)
     span = max(span, ceil_pow2(ceil_div(vocab, 64)))
@@ -131,12 +131,12 @@ def pair_shared(vocab: int, itemsize: int) -> Config:
     return cut._replace(block_v=max(cut.block_v, 16))
 
 
-def pair_backward(vocab: int, itemsize: int) -> Config:
+def pair_bwd(vocab: int, itemsize: int) -> Config:
     return overridden(Config(min(1024 if itemsize == 2 else 512, ceil_pow2(vocab)), 1))
 
 
 def forget() -> None:
-    for choice in (forward, backward, spans, scale, one_pass):
+    for choice in (stats_fwd, label_bwd, ids_bwd, scale, nll_fwd_bwd):
         choice.cache_clear()
 
 

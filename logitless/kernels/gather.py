@@ -12,20 +12,22 @@ from torch import Tensor
 
 from ..contract import Reading
 from . import config
-from .gradient import row_gain
+from .bwd_tile import row_gain
+from .duplicate_ids import are_repeated
+from .ids_bwd import MAX_PRELOADED, is_bad, sums_of_same
 from .launch import REMEMBERED, Launch
 from .layout import Rows, numbers, row_offset, rows_of
 from .numerics import NO_ID, capped, load
-from .repeats import are_repeated
-from .spans import MAX_HELD, is_bad, sums_of_same
+from .profiling import at_ids, profiled
 from .state import is_live, load_label
 
 
 @triton.jit(
+    **profiled("gather_fwd", shows=("K",), X=at_ids),
     do_not_specialize=["N", "rows_t"],
     do_not_specialize_on_alignment=["LABEL", "IDS"],
 )
-def _gather_kernel(
+def _gather_fwd_kernel(
     X, LABEL, IDS,  # inputs
     PICKED,  # output
     N, rows_t, stride_xb, stride_xt, V, K,  # sizes
@@ -67,17 +69,18 @@ def _label_of(reading: Reading) -> Tensor | None:
 def _gather_plan(rows: Rows, K: int, softcap: float | None, ignore_index: int | None) -> Launch:
     block = 1024
     return Launch(
-        _gather_kernel, (config.ceil_div(rows.count * K, block),),
+        _gather_fwd_kernel, (config.ceil_div(rows.count * K, block),),
         (rows.count, *rows.strides, rows.vocab, K, softcap, ignore_index),
         num_warps=4, BLOCK_K=block,
     )  # fmt: skip
 
 
 @triton.jit(
+    **profiled("gather_bwd", shows=("K",), DX=at_ids),
     do_not_specialize=["rows_t", "step_u", "step_f"],
     do_not_specialize_on_alignment=["PICKED", "LABEL", "IDS", "G", "UPSTREAM", "FACTOR"],
 )
-def _gather_gradient_kernel(
+def _gather_bwd_kernel(
     PICKED, LABEL, IDS, G, UPSTREAM, FACTOR,  # inputs
     DX,  # output, zeros so far
     rows_t, stride_db, stride_dt, V, K, step_u, step_f,  # sizes
@@ -148,9 +151,9 @@ def gather_gradient(
 def _gradient_plan(
     rows: Rows, K: int, step_u: int, step_f: int, softcap: float | None, ignore_index: int | None
 ) -> Launch:
-    block = min(MAX_HELD, max(config.ceil_pow2(K), 2))
+    block = min(MAX_PRELOADED, max(config.ceil_pow2(K), 2))
     return Launch(
-        _gather_gradient_kernel, (rows.count,),
+        _gather_bwd_kernel, (rows.count,),
         (*rows.strides, rows.vocab, K, step_u, step_f, softcap, ignore_index),
         num_warps=max(1, block // 128), BLOCK_K=block, BLOCK_V=256,
     )  # fmt: skip

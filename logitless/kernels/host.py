@@ -20,19 +20,20 @@ from ..contract import (
     part_width,
     sums_of,
 )
-from . import config, exchange
-from .blocks import blocks_launch
-from .finish import OUTPUTS, finish_launch
+from . import config, program_exchange
+from .duplicate_ids import write_repeats
+from .ids_bwd import MAX_PRELOADED, ids_bwd_launch
+from .label_bwd import label_bwd_launch
 from .launch import REMEMBERED, Launch
 from .layout import Place, Rows, describe
-from .one_pass import one_pass_plan
-from .partial import aligned, cut_of, partial_launch
-from .read import read_launch
+from .nll_fwd_bwd import nll_fwd_bwd_plan
 from .reduce import reduce_launch
-from .repeats import write_repeats
 from .scale import scale_launch
-from .spans import MAX_HELD, spans_launch
-from .tail import write_tail
+from .stats_fwd import stats_fwd_launch
+from .stats_merge import stats_finish_launch
+from .stats_outputs import OUTPUTS
+from .stats_split_fwd import aligned, cut_of, stats_split_fwd_launch
+from .tail_mass import write_tail
 
 LOGPROB = OUTPUTS.index("logprob")
 
@@ -112,11 +113,11 @@ def _read_plan(
     number, fields = temperature if one_temperature else None, part_width(*sums)
     how = (number, softcap, ignore_index)
     if cut.splits == 1:
-        first, last = read_launch(rows, K, *how, sums.second, cut), None
+        first, last = stats_fwd_launch(rows, K, *how, sums.second, cut), None
     else:
-        first = partial_launch(rows, K or 0, 0, *how, sums, cut)
+        first = stats_split_fwd_launch(rows, K or 0, 0, *how, sums, cut)
         shape, strides = (rows.count, cut.splits, fields), (fields * cut.splits, 1, cut.splits)
-        last = finish_launch(shape, strides, rows.vocab, K, number, ignore_index, sums.second)
+        last = stats_finish_launch(shape, strides, rows.vocab, K, number, ignore_index, sums.second)
     return _ReadPlan(
         rows, outputs, at_label or ignore_index is not None, at_ids and bool(K), sums.total,
         (rows.count, fields, cut.splits), first, last,
@@ -135,8 +136,8 @@ def gradient(
 ) -> Tensor:
     """The one backward, times upstream and factor, (..., V) in the dtype of x, or of `into`.
 
-    It is written to `into`, except over x where a row has more than MAX_HELD ids: their logits are
-    read again, so that it is a new tensor then.
+    It is written to `into`, except over x where a row has more than MAX_PRELOADED ids: their logits
+    are read again, so that it is a new tensor then.
     """
     coefs, has, g_ids = coefficients
     label, ids, weight = reading.label, reading.ids, reading.class_weight
@@ -196,7 +197,7 @@ class _GradientPlan(NamedTuple):
     inplace: bool  # whether the gradient may be written over x
     reads_label: bool
     reads_ids: bool
-    spans: bool  # whether more than the label is rewritten: spans.py, not blocks.py
+    spans: bool  # whether more than the label is rewritten: ids_bwd.py, not label_bwd.py
     launch: Launch
 
 
@@ -211,7 +212,7 @@ def _gradient_plan(
     rows = describe(shape, strides, offset, itemsize)
     if rows is None:
         return None
-    inplace = inplace and K <= MAX_HELD
+    inplace = inplace and K <= MAX_PRELOADED
     d_rows = rows if inplace else rows.written_to(place)
     steps = (COEFFICIENTS * by_row[0], int(by_row[1]), int(by_row[2]))
     how = (temperature if one_temperature else None, softcap, ignore_index, has, steps)
@@ -219,10 +220,10 @@ def _gradient_plan(
     spans = (has_ids and K > 0) or "a_ids" in has or "logprob_t1" in has
     if spans:
         second = "logprob_t1" in has and not (one_temperature and temperature == 1)
-        cut = config.spans(rows.vocab, itemsize)
-        launch = spans_launch(rows, d_rows, K, *how, columns, inplace, second, cut)
+        cut = config.ids_bwd(rows.vocab, itemsize)
+        launch = ids_bwd_launch(rows, d_rows, K, *how, columns, inplace, second, cut)
     else:
-        launch = blocks_launch(rows, d_rows, *how, columns, config.backward(rows.vocab))
+        launch = label_bwd_launch(rows, d_rows, *how, columns, config.label_bwd(rows.vocab))
     reads_label = ignore_index is not None or "label" in has or "logprob_t1" in has
     return _GradientPlan(inplace, reads_label, K > 0, spans, launch)
 
@@ -303,22 +304,22 @@ def one_pass(
     label, temperature = reading.label, reading.row_temperature
     inplace = into.data_ptr() == x.data_ptr()
     by_row = factor is not None and any(factor.stride())
-    plan = one_pass_plan(
+    plan = nll_fwd_bwd_plan(
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), x.device,
         None if inplace else _place_of(into), temperature is None, options_of(reading),
-        len(coefficients.rows) > 1, by_row, mean, exchange.WAITING, config.revision,
+        len(coefficients.rows) > 1, by_row, mean, program_exchange.WAITING, config.revision,
     )  # fmt: skip
     if plan is None:
         return None
     nll = torch.empty(plan.shape, device=x.device, dtype=torch.float32)
     if plan.launch is None:  # no rows
         return nll
-    words = None
-    if plan.words is not None:
-        words = torch.zeros(plan.words, device=x.device, dtype=torch.int64)
+    exchange = None
+    if plan.exchange is not None:
+        exchange = torch.zeros(plan.exchange, device=x.device, dtype=torch.int64)
     plan.launch(
         x, label.contiguous(), coefficients.rows, factor.contiguous() if by_row else factor,
-        None if inplace else into, nll, words,
+        None if inplace else into, nll, exchange,
         *(() if temperature is None else (temperature.contiguous(),)),
     )  # fmt: skip
     return nll

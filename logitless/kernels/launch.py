@@ -1,14 +1,22 @@
-"""Launching at little cost to the host, on the tensor's own GPU.
+"""Launches that cost the host little, on the GPU of their tensors.
 
-What does not change from call to call (the grid, sizes and constants of a kernel) is a `Launch`,
-made once by a cached function of shapes and options. Triton looks at every argument of a launch to
-find the compiled kernel that suits it, which takes the host as long as many a kernel takes the GPU.
-A Launch remembers the compiled kernel and calls its entry point with bare addresses.
+Triton inspects every argument of a launch to find the compiled kernel that fits it. That takes the
+host as long as many kernels take the GPU. A `Launch` holds what is the same in every call: the
+kernel, its grid, sizes and constants. It is built once, by a cached function of shapes and options.
+It also keeps the compiled kernel, and calls its entry point with bare addresses.
 
-The rule that makes this right: a kernel is compiled for the dtypes of its tensors, which a Launch
-looks at, and for what is 16-byte aligned, which it does not. So logits and their gradient come with
-their alignment among the sizes, what the launchers allocate is always aligned, and every other
-pointer is declared `do_not_specialize_on_alignment` by its kernel.
+A compiled kernel depends on two properties of its tensors. A Launch looks up the dtypes. It does
+not look up which addresses are multiples of 16 bytes, so every pointer must follow one of three
+rules:
+
+- Logits and their gradient come with their alignment among the sizes or constants.
+- Memory that a launcher allocates is always aligned.
+- Every other pointer is declared `do_not_specialize_on_alignment` by its kernel.
+
+Each parameter of a kernel costs host time per launch, constants too. So a kernel with many
+constants takes them as one parameter, CONSTANTS: a frozen dataclass `_Constants`, which the kernel
+reads by `field(CONSTANTS, "block_v")` (state.py). Triton compiles a kernel once per value of it, as
+for any `tl.constexpr`.
 """
 
 import contextlib
@@ -21,13 +29,13 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-REMEMBERED = 1024  # shapes and options, for each kind of launch
+REMEMBERED = 1024  # entries in each cache of launches and plans
 
-_HERE = contextlib.nullcontext()
+_CURRENT = contextlib.nullcontext()
 
 
 class Launch:
-    """kernel[programs](*tensors, *numbers, **constants), for tensors to come, on one device."""
+    """kernel[programs](*tensors, *numbers, **constants) for tensors that each call passes."""
 
     def __init__(
         self,
@@ -47,17 +55,17 @@ class Launch:
         self.compiled: dict[tuple, tuple] = {}
 
     def __call__(self, *tensors: Tensor | TensorDescriptor | None) -> None:
-        """On the GPU of the first tensor, which is no descriptor."""
+        """Launches on the GPU of the first tensor, which must not be a descriptor."""
         device = tensors[0].device  # pyright: ignore
         types = (device, *[
             t if t is None else t.base.dtype if t.__class__ is TensorDescriptor else t.dtype
             for t in tensors
         ])  # fmt: skip
-        found = self.compiled.get(types)
-        if found is None or knobs.runtime.launch_enter_hook.calls:  # a profiler wants to know
+        compiled = self.compiled.get(types)
+        if compiled is None or knobs.runtime.launch_enter_hook.calls:  # hooks: a profiler is active
             self.compile(types, tensors)
             return
-        start, function, metadata = found
+        start, function, metadata = compiled
         addresses = [
             t if t is None or t.__class__ is TensorDescriptor else t.data_ptr() for t in tensors
         ]
@@ -70,23 +78,23 @@ class Launch:
                 start(*self.grid, *rest)
 
     def compile(self, types: tuple, tensors: Sequence) -> None:
-        """Launch by Triton's own way, and remember what it compiled.
+        """Launches through Triton, and keeps the compiled kernel.
 
-        Products that are added to are rounded once, with the sum, as in all that was measured and
-        tested on a GPU. Triton's own default for it changes with 3.10.
+        FMA contraction is pinned on, because every measurement and test on a GPU used it, and
+        Triton 3.10 changes the default.
         """
         with on(tensors[0].device):
             compiled = self.kernel[self.programs](
                 *tensors, *self.numbers, **self.constants,
                 num_warps=self.num_warps, enable_fp_fusion=True, **self.limit,
             )  # fmt: skip
-        if isinstance(compiled, CompiledKernel):  # the interpreter has none
-            start = compiled.run  # first: it loads the function
+        if isinstance(compiled, CompiledKernel):  # the interpreter returns none
+            start = compiled.run  # read first, because reading it loads the function
             self.compiled[types] = start, compiled.function, compiled.packed_metadata
 
 
 def on(device: torch.device):
-    """The tensor's GPU made current, if another is."""
+    """A context in which this GPU is the current one."""
     if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
-        return _HERE
+        return _CURRENT
     return torch.get_device_module(device).device(device)

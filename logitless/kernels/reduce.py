@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .launch import REMEMBERED, Launch
+from .profiling import profiled
 from .state import is_live
 
 
@@ -22,6 +23,7 @@ def some_rows(LABEL, start, N, ignore_index, BLOCK_N: tl.constexpr):
 
 
 @triton.jit(
+    **profiled("reduce"),
     do_not_specialize=["N"],
     do_not_specialize_on_alignment=["VALUE", "LABEL", "WEIGHT", "MASS"],
 )

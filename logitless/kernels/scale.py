@@ -9,9 +9,11 @@ import triton.language as tl
 from . import config
 from .launch import REMEMBERED, Launch
 from .layout import describe, row_offset
+from .profiling import in_place, profiled
 
 
 @triton.jit(
+    **profiled("scale", X=in_place),
     do_not_specialize=["step_g", "rows_t", "tiles", "blocks"],
     do_not_specialize_on_alignment=["G"],
 )

@@ -108,17 +108,17 @@ def fold(state, columns, start, offs, mask):
 def fold_span(
     Xrow, W, head, body, V, lo, hi, ref, rate, softcap,
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
-    PACK: tl.constexpr, ALIGNED: tl.constexpr, SAME: tl.constexpr, BLOCK_V: tl.constexpr,
+    PACK: tl.constexpr, ALIGNED: tl.constexpr, X_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """State of the packs [lo, hi) of a row's body, and of its ragged ends where lo = 0.
 
-    The body starts on a 16-byte boundary where SAME.
+    The body starts on a 16-byte boundary where X_ALIGNED.
     """
     zero = tl.full((), 0.0, tl.float32)
     block = tl.full((), 0, tl.int32) + lo
     state = State(tl.full((), -INF, tl.float32), zero, zero, zero, zero, block, zero)
     Xbody = Xrow + head
-    if SAME:
+    if X_ALIGNED:
         Xbody = tl.multiple_of(Xbody, 16)
     return walk(
         fold, state, Columns(Xbody, W, head, ref, rate, softcap, ENTROPY, TOTAL, SECOND),

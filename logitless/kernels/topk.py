@@ -19,6 +19,7 @@ from . import config
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, rows_of
 from .numerics import INF, LOG2E, capped, finite, inverse_temperature, move
+from .profiling import nothing, profiled
 from .topk_keys import EMPTY, column_of, logit_of
 from .topk_stream import leave_out_keys, merge, topk_stream_kernel
 
@@ -43,8 +44,11 @@ def _fill(Xrow, Ids, found, V, k, BLOCK_V: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["rows_t", "splits"])
-def _topk_finish_kernel(
+@triton.jit(
+    **profiled("topk_merge", shows=("k",), X=nothing),
+    do_not_specialize=["rows_t", "splits"],
+)
+def _topk_merge_kernel(
     BEST, TAIL, X,  # inputs
     IDS, LOGPROBS, LOG_TAIL,  # outputs
     rows_t, stride_xb, stride_xt, V, k, splits,  # sizes
@@ -164,6 +168,6 @@ def _plan(
          temperature, softcap),
         num_warps=cut.num_warps, PACK=rows.pack, ALIGNED=rows.aligned, **layout,
     ), Launch(
-        _topk_finish_kernel, (rows.count,), (*rows.strides, V, k, cut.splits, temperature, softcap),
+        _topk_merge_kernel, (rows.count,), (*rows.strides, V, k, cut.splits, temperature, softcap),
         num_warps=1, **layout,
     )  # fmt: skip

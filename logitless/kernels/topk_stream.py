@@ -16,6 +16,7 @@ import triton.language as tl
 
 from .layout import row_offset
 from .numerics import INF, LOG2E, capped, finite, inverse_temperature, move
+from .profiling import nothing, profiled
 from .topk_keys import EMPTY, key_of, logit_of, sort, sort_bitonic
 
 
@@ -78,7 +79,10 @@ def _set_aside(
     return waiting
 
 
-@triton.jit(do_not_specialize=["rows_t", "lead", "span", "splits", "pieces"])
+@triton.jit(
+    **profiled("topk_stream", shows=("k",), WAITING=nothing),
+    do_not_specialize=["rows_t", "lead", "span", "splits", "pieces"],
+)
 def topk_stream_kernel(
     X,  # input
     BEST, TAIL,  # outputs: (rows, splits, 1 << LOG_K) keys, rising; (rows, splits, 2)

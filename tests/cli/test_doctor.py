@@ -14,7 +14,7 @@ from tests.support.launches import every_kernel, launched
 from tests.support.sizes import ON_GPU
 
 NOT_COMPUTED = {"impl", "unfuse"}  # chooses who computes; undoes what `fuse` did
-WAIT_FOR_OTHERS = {"_jsd_part_kernel", "_jsd_sum_kernel"}
+WAIT_FOR_OTHERS = {"_jsd_split_fwd_kernel", "_jsd_merge_kernel"}
 
 
 def test_every_public_function_has_a_check():

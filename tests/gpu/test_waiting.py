@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.kernels import config, exchange
-from logitless.kernels.one_pass import one_pass_plan
-from logitless.kernels.pair_jsd import _parts
+from logitless.kernels import config, program_exchange
+from logitless.kernels.jsd_fwd import _parts
+from logitless.kernels.nll_fwd_bwd import nll_fwd_bwd_plan
 from tests.support.launches import launched
 from tests.support.sizes import DEVICE, ON_GPU, sized
 
@@ -97,8 +97,8 @@ def test_replayed_beside_gemms_as_alone(work, dtype):
 
 
 PATHS = {  # the kernel that waits, and what runs where it may not
-    "in place": ("_one_pass_kernel", "_blocks_kernel"),
-    "jsd": ("_jsd_part_kernel", "_jsd_kernel"),
+    "in place": ("_nll_fwd_bwd_kernel", "_label_bwd_kernel"),
+    "jsd": ("_jsd_split_fwd_kernel", "_jsd_fwd_kernel"),
 }
 
 
@@ -112,7 +112,7 @@ def test_turned_off_the_path_changes_and_the_result_does_not(name, dtype, monkey
         want = work(*given)
         with launched() as before:
             work(*given)
-    monkeypatch.setattr(exchange, "WAITING", False)
+    monkeypatch.setattr(program_exchange, "WAITING", False)
     with config.override(**sized({}, {"span": 64})):
         got = work(*given)
         with launched() as after:
@@ -138,23 +138,23 @@ def test_the_variable_is_read_when_the_module_is_imported(value, monkeypatch):
     monkeypatch.delenv("LOGITLESS_WAITING", raising=False)
     if value is not None:
         monkeypatch.setenv("LOGITLESS_WAITING", value)
-    again = importlib.util.module_from_spec(exchange.__spec__)
-    exchange.__spec__.loader.exec_module(again)
+    again = importlib.util.module_from_spec(program_exchange.__spec__)
+    program_exchange.__spec__.loader.exec_module(again)
     assert again.WAITING is (value != "0")
 
 
 @pytest.mark.parametrize("waiting", [True, False])
 def test_who_may_wait(waiting, monkeypatch):
     """On a GPU, as many programs as share a row of 128,256; none where it is turned off."""
-    monkeypatch.setattr(exchange, "WAITING", waiting)
+    monkeypatch.setattr(program_exchange, "WAITING", waiting)
     x = torch.zeros(1, 1).expand(1, 128256).as_subclass(OnAGPU)
     with mock.patch.object(config, "_override", {}):
         how = (True, (1.0, None, None), False, False, False, waiting, config.revision)
-        plan = one_pass_plan(x.shape, (x.numel(), 1), 0, 4, x.device, None, *how)
+        plan = nll_fwd_bwd_plan(x.shape, (x.numel(), 1), 0, 4, x.device, None, *how)
         assert (plan is not None) is waiting
         assert (_parts(x) > 1) is waiting
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert exchange.may_wait(1, cpu)
-    assert not exchange.may_wait(2, cpu)
-    assert exchange.may_wait(exchange.MAX_PARTS, gpu) is waiting
-    assert not exchange.may_wait(exchange.MAX_PARTS + 1, gpu)
+    assert program_exchange.may_wait(1, cpu)
+    assert not program_exchange.may_wait(2, cpu)
+    assert program_exchange.may_wait(program_exchange.MAX_PARTS, gpu) is waiting
+    assert not program_exchange.may_wait(program_exchange.MAX_PARTS + 1, gpu)

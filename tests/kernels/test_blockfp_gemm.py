@@ -5,7 +5,7 @@ import torch
 
 import logitless as ll
 from logitless import kernels
-from logitless.kernels.accumulate import PACK
+from logitless.kernels.blockfp_gemm import PACK
 
 
 class TestSumInPlace:

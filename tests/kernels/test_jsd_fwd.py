@@ -16,15 +16,15 @@ def by_parts(x, t, reading, beta, span):
     The interpreter runs one program after another. So that none waits in vain, a first run finds a
     word published by everyone, if only that it saw nothing; the second finds what the first left.
     """
-    from logitless.kernels import pair_jsd
-    from logitless.kernels.exchange import EMPTY
+    from logitless.kernels import jsd_fwd
     from logitless.kernels.layout import rows_of
+    from logitless.kernels.program_exchange import EMPTY
 
     (x, rows), (t, t_rows) = rows_of(x), rows_of(t)
     parts = config.ceil_div(rows.vocab, span)
     cut = config.Config(block_v=32, num_warps=1, span=span)
     options = (reading.softcap, beta, reading.ignore_index)
-    first, second = pair_jsd._shared_plan(rows, t_rows, parts, (reading.temperature,), options, cut)
+    first, second = jsd_fwd._shared_plan(rows, t_rows, parts, (reading.temperature,), options, cut)
     value, state, sums = (
         torch.full((rows.count, *shape), torch.nan, device=x.device)
         for shape in ((), (5,), (parts, 2))

@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless import kernels
 from logitless.contract import COEFFICIENTS, PAIR_STATE, Coefficients, Pair, Reading, Slots
-from logitless.kernels import config, exchange, pair_jsd
+from logitless.kernels import config, jsd_fwd, program_exchange
 
 TARGETS = {
     "cuda:80": GPUTarget("cuda", 80, 32),
@@ -49,7 +49,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def source_of(kernel, args, kwargs):
-    """What Triton would specialise a launch to: None and 1 are constants."""
+    """What Triton would specialise a launch to: None and 1 are constants. And its arguments."""
     bound = dict(zip(kernel.arg_names, args, strict=False))
     options = {k: kwargs[k] for k in kwargs if k not in kernel.arg_names}
     bound.update({k: v for k, v in kwargs.items() if k in kernel.arg_names})
@@ -73,7 +73,7 @@ def source_of(kernel, args, kwargs):
             signature[param.name] = "i32" if abs(value) < 2**31 else "i64"
             if value % 16 == 0 and not frozen:
                 attrs[(i,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constants, attrs), options
+    return ASTSource(kernel, signature, constants, attrs), options, bound
 
 
 @contextlib.contextmanager
@@ -165,7 +165,7 @@ def launches_of(v: Variant):
         with mock.patch.object(config, "processors", return_value=PROCESSORS if v.split else 1):
             found = kernels.read(x, reading)
         if not v.split:
-            with mock.patch.object(exchange, "may_wait", return_value=True):  # as on a GPU
+            with mock.patch.object(program_exchange, "may_wait", return_value=True):  # as on a GPU
                 launch_gradients(x, reading, found, v)
             kernels.scale_(x, torch.zeros(2))
             if v.K == 1:
@@ -243,8 +243,8 @@ def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
         pair = Pair(x, kind, 0.5)
         kernels.pair_read(x, reading, pair)
         kernels.pair_gradient(x, reading, pair, state, row, row[0] if full else None)
-    span = config.pair_shared(x.shape[1], x.element_size()).span
-    with mock.patch.object(pair_jsd, "_parts", return_value=config.ceil_div(x.shape[1], span)):
+    span = config.jsd_split_fwd(x.shape[1], x.element_size()).span
+    with mock.patch.object(jsd_fwd, "_parts", return_value=config.ceil_div(x.shape[1], span)):
         kernels.pair_read(x, reading, Pair(x, "jsd", 0.5))
 
 
@@ -283,6 +283,11 @@ def resources(asm) -> dict:
     return {"registers": int(registers), "stack": int(stack), "narrow": narrow}
 
 
+def profile_of(source, kernel, bound) -> dict:
+    """What a profiler is shown for a launch: its name and its bytes."""
+    return source.fn.launch_metadata((1, 1, 1), kernel.metadata, bound)
+
+
 class Driver:
     """What kernels ask about the GPU they are compiled for."""
 
@@ -294,13 +299,14 @@ def main(target: str) -> None:
     triton.runtime.driver.set_active(Driver(TARGETS[target]))
     seen = set()
     for variant in variants() if target == "cuda:90" else few():
-        for source, options in launches_of(variant):
+        for source, options, bound in launches_of(variant):
             key = (source.hash(), *sorted(options.items()))
             if key in seen:
                 continue
             seen.add(key)
             kernel = triton.compile(source, target=TARGETS[target], options=options)
             row = {"target": target, "kernel": f"{source.name} {variant}"}
+            row |= {"compiled": kernel.metadata.name, "profile": profile_of(source, kernel, bound)}
             if target == "cuda:90":
                 row |= resources(kernel.asm)
             print(json.dumps(row), flush=True)

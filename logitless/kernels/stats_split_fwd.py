@@ -11,10 +11,10 @@ from torch import Tensor
 from .. import contract as _contract
 from ..contract import Partials, Reading, Sums
 from . import config
-from .finish import PART_Y_LABEL, constants_of, part_width, store_part
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, rows_of, split_row
 from .numerics import LOG2E, capped, inverse_temperature, load, only_if
+from .profiling import profiled
 from .state import (
     NOWHERE,
     column_of_max,
@@ -26,6 +26,7 @@ from .state import (
     reference,
     with_count,
 )
+from .stats_merge import PART_Y_LABEL, constants_of, part_width, store_part
 
 
 @triton.jit
@@ -59,10 +60,11 @@ class _Constants:
 
 
 @triton.jit(
+    **profiled("stats_split_fwd", shows=("K",)),
     do_not_specialize=["rows_t", "lead", "start", "span"],
     do_not_specialize_on_alignment=["LABEL", "IDS", "temperature"],
 )
-def _partial_kernel(
+def _stats_split_fwd_kernel(
     X, LABEL, IDS, W,  # inputs
     PARTS, PICKED,  # outputs, (N, fields, splits) and (N, K)
     temperature,
@@ -141,7 +143,7 @@ def partial(
         picked = torch.empty((rows.count, K), device=x.device, dtype=torch.float32)
     if rows.count == 0:
         return Partials(state.mT, picked)
-    launch = partial_launch(
+    launch = stats_split_fwd_launch(
         rows,
         K,
         start,
@@ -164,7 +166,7 @@ def cut_of(rows: Rows, device: torch.device, sums: Sums, softcap: float | None) 
     """How the forward over these rows is cut."""
     heavy = softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)
-    return config.forward(rows.count, rows.vocab, rows.itemsize, processors, heavy, sums.second)
+    return config.stats_fwd(rows.count, rows.vocab, rows.itemsize, processors, heavy, sums.second)
 
 
 def aligned(weight: Tensor | None) -> Tensor | None:
@@ -175,7 +177,7 @@ def aligned(weight: Tensor | None) -> Tensor | None:
 
 
 @functools.lru_cache(REMEMBERED)
-def partial_launch(
+def stats_split_fwd_launch(
     rows: Rows, K: int, start: int, temperature: float | None, softcap: float | None,
     ignore_index: int | None, sums: Sums, cut: config.Config,
 ) -> Launch:  # fmt: skip
@@ -183,7 +185,7 @@ def partial_launch(
     number = () if temperature is None else (temperature,)
     block_k = min(128 * cut.num_warps, config.ceil_pow2(K))
     return Launch(
-        _partial_kernel, (rows.count, cut.splits),
+        _stats_split_fwd_kernel, (rows.count, cut.splits),
         (
             *number, *rows.strides, rows.lead, rows.vocab, K, start, span,
             softcap, ignore_index,

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import contract as _contract
 from . import config
 from .launch import REMEMBERED, Launch
+from .profiling import profiled
 from .state import STATE_WIDTH
 
 COMPARED = 128  # slots at a time
@@ -42,8 +43,11 @@ def are_repeated(IDS, K, BLOCK_K: tl.constexpr):
     return tl.max(found.to(tl.int32), axis=0) > 0
 
 
-@triton.jit(do_not_specialize_on_alignment=["IDS", "STATE"])
-def _repeats_kernel(
+@triton.jit(
+    **profiled("duplicate_ids", shows=("K",)),
+    do_not_specialize_on_alignment=["IDS", "STATE"],
+)
+def _duplicate_ids_kernel(
     IDS,  # input
     STATE,  # output, of which one field is written
     K,
@@ -63,4 +67,4 @@ def write_repeats(ids: Tensor, state: Tensor) -> None:
 @functools.lru_cache(REMEMBERED)
 def _plan(rows: int, K: int) -> Launch:
     block = min(COMPARED, max(config.ceil_pow2(K), 2))
-    return Launch(_repeats_kernel, (rows,), (K,), num_warps=1, BLOCK_K=block)
+    return Launch(_duplicate_ids_kernel, (rows,), (K,), num_warps=1, BLOCK_K=block)

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 
 from . import config
-from .finish import OUTPUTS, Outputs, write_ids, write_label, write_row
 from .launch import Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import LOG2E, capped, inverse_temperature
+from .profiling import profiled
 from .state import (
     column_of_max,
     field,
@@ -24,8 +24,7 @@ from .state import (
     reference,
     with_count,
 )
-
-LOGPROB = OUTPUTS.index("logprob")
+from .stats_outputs import Outputs, write_ids, write_label, write_row
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,11 @@ class _Constants:
 
 
 @triton.jit(
+    **profiled("stats_fwd", shows=("K",)),
     do_not_specialize=["rows_t", "lead"],
     do_not_specialize_on_alignment=["LABEL", "IDS", "temperature"],
 )
-def _read_kernel(
+def _stats_fwd_kernel(
     X, LABEL, IDS, W,  # inputs
     STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LOGPROB_T1,  # outputs
     temperature,
@@ -85,14 +85,14 @@ def _read_kernel(
         write_ids(out, Xrow, None, IDS, row, V, K, live, shift, log_s, inv_t, softcap, BLOCK_K)
 
 
-def read_launch(
+def stats_fwd_launch(
     rows: Rows, K: int | None, temperature: float | None, softcap: float | None,
     ignore_index: int | None, second: bool, cut: config.Config,
 ) -> Launch:  # fmt: skip
     number = () if temperature is None else (temperature,)
     block_k = min(128 * cut.num_warps, config.ceil_pow2(K or 0))
     return Launch(
-        _read_kernel, (rows.count,),
+        _stats_fwd_kernel, (rows.count,),
         (*number, *rows.strides, rows.lead, rows.vocab, K, softcap, ignore_index),
         num_warps=cut.num_warps, registers=cut.registers if K is None else None,
         CONSTANTS=_Constants(second, rows.aligned, cut.block_v, block_k),

@@ -32,16 +32,17 @@ from torch import Tensor
 
 from .. import contract as _contract
 from ..contract import Coefficients, Reading, Slots
-from ..eager.slots import LOG_ROUNDING as LOG_ROUNDING_
-from ..eager.slots import RENORM_STUDENT, RENORM_TEACHER, at_the_ends
-from ..eager.slots import slots as slots_in_torch
+from ..eager.slot_divergence import LOG_ROUNDING as LOG_ROUNDING_
+from ..eager.slot_divergence import RENORM_STUDENT, RENORM_TEACHER, at_the_ends
+from ..eager.slot_divergence import slots as slots_in_torch
 from . import config
-from .gradient import COEF_A, COEF_A_IDS, COEF_D_LOGPROB_T1
+from .bwd_tile import COEF_A, COEF_A_IDS, COEF_D_LOGPROB_T1
+from .cross_entropy import COEF_WIDTH
 from .launch import REMEMBERED, Launch
 from .numerics import INF, finite, load
-from .plain import COEF_WIDTH
+from .profiling import profiled
 from .state import is_live
-from .tail import LEAST_TAIL, lift_of
+from .tail_mass import LEAST_TAIL, lift_of
 
 LOG_ROUNDING = tl.constexpr(LOG_ROUNDING_)
 MAX_K = 4096  # slots that one program holds; more are left to PyTorch
@@ -137,12 +138,13 @@ def _row_weights(WEIGHT, row, live, kd_weight):
 
 
 @triton.jit(
+    **profiled("slot_divergence", shows=("DIVERGENCE", "K")),
     do_not_specialize=["N"],
     do_not_specialize_on_alignment=[
         "STUDENT_TAIL", "TEACHER_TAIL", "WEIGHT", "LOGPROB_T1", "LABEL", "temperature",
     ],
 )  # fmt: skip
-def _slots_kernel(
+def _slot_divergence_kernel(
     STUDENT, TEACHER, MASK, STUDENT_TAIL, TEACHER_TAIL, WEIGHT, LOGPROB_T1, LABEL,  # inputs
     VALUE, D_STUDENT, COEF,  # outputs
     temperature,  # of student logits, or None
@@ -292,7 +294,7 @@ def _plan(
     divergence, blend = at_the_ends(divergence, beta)
     number = (None if temperature is None else float(temperature),) if one_temperature else ()
     launch = Launch(
-        _slots_kernel, (config.ceil_div(N, rows),),
+        _slot_divergence_kernel, (config.ceil_div(N, rows),),
         (*number, N, K, stride, ignore_index, blend, float(kd_weight), float(ce_weight)),
         num_warps=max(1, block_k // WARP), DIVERGENCE=divergence,
         RENORM_P=support in RENORM_TEACHER, STUDENT_OVER=over, ROWS=rows, BLOCK_K=block_k,

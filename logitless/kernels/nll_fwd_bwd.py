@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from ..contract import COEFFICIENTS
-from . import config, exchange
-from .exchange import MAX_PARTS, collect, publish
-from .gradient import (
+from . import config, program_exchange
+from .bwd_tile import (
     Span,
     Terms,
     fill_span,
@@ -30,6 +29,8 @@ from .gradient import (
 from .launch import REMEMBERED, Launch
 from .layout import Place, describe, row_offset, split_row
 from .numerics import INF, LOG2E, capped, finite, inverse_temperature
+from .profiling import in_place, profiled
+from .program_exchange import MAX_PARTS, collect, publish
 from .reduce import some_rows
 from .state import field, fold_span, pack_of
 
@@ -42,7 +43,7 @@ class _Constants:
     """What the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    same: bool  # X starts as far from one as DX
+    x_aligned: bool  # X starts as far from one as DX
     step_c: int  # from row to row of the coefficients and of factor
     step_f: int
     mean: bool
@@ -62,12 +63,13 @@ def _count(LABEL, N, ignore_index):
 
 
 @triton.jit(
+    **profiled("nll_fwd_bwd", X=in_place),
     do_not_specialize=["rows_t", "lead", "parts"],
     do_not_specialize_on_alignment=["LABEL", "COEF", "FACTOR", "temperature"],
 )
-def _one_pass_kernel(
+def _nll_fwd_bwd_kernel(
     X, LABEL, COEF, FACTOR,  # inputs
-    DX, NLL, WORDS,  # outputs; DX is None for X itself; WORDS (N, parts), zeros, or None for 1
+    DX, NLL, EXCHANGE,  # outputs; DX None: over X; EXCHANGE (N, parts), zeros, or None for 1 part
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, parts,  # sizes
     softcap, ignore_index,  # options
@@ -75,7 +77,7 @@ def _one_pass_kernel(
 ):  # fmt: skip
     """One program a part of a row: SPAN columns of its body; the fringe goes with the first."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
-    SAME: tl.constexpr = field(CONSTANTS, "same")
+    X_ALIGNED: tl.constexpr = field(CONSTANTS, "x_aligned")
     SPAN: tl.constexpr = field(CONSTANTS, "span")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     PACK: tl.constexpr = pack_of(X)
@@ -103,7 +105,7 @@ def _one_pass_kernel(
     rate = inv_t * LOG2E
     state = fold_span(
         Xrow, None, head, body, V, lo, hi, 0.0, rate, softcap,
-        False, False, False, PACK, ALIGNED, SAME, BLOCK_V,
+        False, False, False, PACK, ALIGNED, X_ALIGNED, BLOCK_V,
     )  # fmt: skip
     # The part that holds the label reads it now, before it is overwritten.
     label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
@@ -118,8 +120,8 @@ def _one_pass_kernel(
     gain = row_gain(None, FACTOR, row, 0, field(CONSTANTS, "step_f")) * share
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
     m, s = state.m, state.s
-    if WORDS is not None:
-        at = WORDS + row.to(tl.int64) * parts
+    if EXCHANGE is not None:
+        at = EXCHANGE + row.to(tl.int64) * parts
         publish(at + pid % parts, m, s)
         m, s = collect(at, parts, rate, field(CONSTANTS, "block_p"))
 
@@ -131,7 +133,7 @@ def _one_pass_kernel(
     a = tl.where(inside, coefs.a, float("nan"))  # a bad label makes the row NaN
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, rate, 0.0, softcap)
-    write_span(Xrow, None, DXrow, terms, span, HAS, ALIGNED, SAME, False, BLOCK_V)
+    write_span(Xrow, None, DXrow, terms, span, HAS, ALIGNED, X_ALIGNED, False, BLOCK_V)
     if mine:
         g_label = tl.where(log_s == -INF, 0.0, coefs.g_label * inv_t)
         write_label(x_label, None, DXrow, label, g_label, terms, HAS)
@@ -139,12 +141,14 @@ def _one_pass_kernel(
 
 class _Plan(NamedTuple):
     shape: tuple[int, ...]  # of -log p
-    words: tuple[int, int] | None  # the shape of what programs publish, where several share a row
+    exchange: (
+        tuple[int, int] | None
+    )  # the shape of what programs publish, where several share a row
     launch: Launch | None  # None where there are no rows
 
 
 @functools.lru_cache(REMEMBERED)
-def one_pass_plan(
+def nll_fwd_bwd_plan(
     shape: tuple, strides: tuple, offset: int, itemsize: int, device: torch.device,
     place: Place | None,  # None is over the logits
     one_temperature: bool, options: tuple, coefs_by_row: bool, factor_by_row: bool, mean: bool,
@@ -157,14 +161,14 @@ def one_pass_plan(
         return None
     if rows.count == 0 or rows.vocab == 0:
         return _Plan(tuple(shape[:-1]), None, None)
-    cut = config.one_pass(rows.vocab, itemsize, place is not None and softcap is not None)
+    cut = config.nll_fwd_bwd(rows.vocab, itemsize, place is not None and softcap is not None)
     parts = config.ceil_div(rows.vocab, cut.span)
-    if not exchange.may_wait(parts, device):
+    if not program_exchange.may_wait(parts, device):
         return None
     d_rows = rows if place is None else rows.written_to(place)
     number = (temperature,) if one_temperature else ()
     launch = Launch(
-        _one_pass_kernel, (rows.count * parts,),
+        _nll_fwd_bwd_kernel, (rows.count * parts,),
         (
             *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab,
             parts, softcap, ignore_index,

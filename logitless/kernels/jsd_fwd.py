@@ -4,7 +4,7 @@
 
 needs both normalisers before its first term. So that the second sweep finds the rows in the cache,
 long rows are shared: each program sweeps its part, waits for the normalisers of the others' (see
-exchange.py), and sweeps its part again. A second kernel adds up the parts.
+program_exchange.py), and sweeps its part again. A second kernel adds up the parts.
 """
 
 import functools
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from ..contract import Reading
 from . import config
-from .exchange import MAX_PARTS, collect, may_wait, publish
+from .jsd_math import bits, mixture, safe_beta
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import LN2, LOG2E, finite, inverse_temperature, load
-from .pair_mixture import bits, mixture, safe_beta
 from .pair_state import (
     PAIR_STATE,
     Both,
@@ -37,6 +36,8 @@ from .pair_state import (
     temperature_of,
     walk_both,
 )
+from .profiling import profiled
+from .program_exchange import MAX_PARTS, collect, may_wait, publish
 from .state import pack_of
 
 
@@ -97,8 +98,12 @@ def _divergence(of_q, of_p, s_q, s_p, blend):
     return tl.where(value < 0, 0.0, value)  # by rounding; a NaN stays
 
 
-@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["LABEL", "temperature"])
-def _jsd_kernel(
+@triton.jit(
+    **profiled("jsd_fwd"),
+    do_not_specialize=["rows_t"],
+    do_not_specialize_on_alignment=["LABEL", "temperature"],
+)
+def _jsd_fwd_kernel(
     X, T, LABEL,  # inputs
     VALUE, STATE,  # outputs; where norms are KNOWN, STATE has them
     temperature,  # a number, or a pointer to one a row
@@ -134,10 +139,14 @@ def _jsd_kernel(
     save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean)
 
 
-@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["LABEL", "temperature"])
-def _jsd_part_kernel(
+@triton.jit(
+    **profiled("jsd_split_fwd"),
+    do_not_specialize=["rows_t"],
+    do_not_specialize_on_alignment=["LABEL", "temperature"],
+)
+def _jsd_split_fwd_kernel(
     X, T, LABEL,  # inputs
-    STATE, SUMS, WORDS,  # outputs; WORDS (rows, 2, parts) starts as zeros
+    STATE, SUMS, EXCHANGE,  # outputs; EXCHANGE (rows, 2, parts) starts as zeros
     temperature,  # a number, or a pointer to one a row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
     softcap, blend, ignore_index,  # options
@@ -163,7 +172,7 @@ def _jsd_part_kernel(
         fold_norms, fresh_state(BLOCK_V), both, head, body, lo, lo + SPAN,
         ALIGNED, T_ALIGNED, BLOCK_V,
     ))  # fmt: skip
-    at = WORDS + row.to(tl.int64) * 2 * parts
+    at = EXCHANGE + row.to(tl.int64) * 2 * parts
     publish(at + part, norms.m_q, norms.s_q)
     publish(at + parts + part, norms.m_p, norms.s_p)
     m_q, s_q = collect(at, parts, rate, BLOCK_P)
@@ -179,8 +188,12 @@ def _jsd_part_kernel(
         save_state(STATE, row, shift_q, s_q, shift_p, s_p, 0.0)
 
 
-@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=["LABEL"])
-def _jsd_sum_kernel(
+@triton.jit(
+    **profiled("jsd_merge"),
+    do_not_specialize=["parts"],
+    do_not_specialize_on_alignment=["LABEL"],
+)
+def _jsd_merge_kernel(
     SUMS, LABEL,  # inputs
     VALUE, STATE,  # outputs; of STATE, the mean
     parts, blend, ignore_index, BLOCK_P: tl.constexpr,
@@ -211,20 +224,20 @@ def read_jsd(
     options = reading.softcap, safe_beta(beta), None if label is None else reading.ignore_index
     parts = _parts(x)
     if parts > 1 and not known:
-        cut = config.pair_shared(rows.vocab, rows.itemsize)
+        cut = config.jsd_split_fwd(rows.vocab, rows.itemsize)
         words = torch.zeros((rows.count, 2, parts), device=x.device, dtype=torch.int64)
         sums = torch.empty((rows.count, parts, 2), device=x.device, dtype=torch.float32)
         first, second = _shared_plan(rows, t_rows, parts, number, options, cut)
         first(x, teacher, label, state, sums, words, *tensor)
         second(sums, label, value, state)
     else:
-        run = _plan(rows, t_rows, number, options, known, config.pair_forward(rows.vocab))
+        run = _plan(rows, t_rows, number, options, known, config.pair_fwd(rows.vocab))
         run(x, teacher, label, value, state, *tensor)
 
 
 def _parts(x: Tensor) -> int:
     """Programs that share a row: one, where several may not wait for each other."""
-    parts = config.ceil_div(x.shape[-1], config.pair_shared(x.shape[-1], x.element_size()).span)
+    parts = config.ceil_div(x.shape[-1], config.jsd_split_fwd(x.shape[-1], x.element_size()).span)
     return parts if may_wait(parts, x.device) else 1
 
 
@@ -234,7 +247,7 @@ def _plan(
 ) -> Launch:
     """One program a row."""
     return Launch(
-        _jsd_kernel, (rows.count,),
+        _jsd_fwd_kernel, (rows.count,),
         (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
         num_warps=cut.num_warps, KNOWN=known, ALIGNED=rows.aligned,
         T_ALIGNED=t_rows.aligned_like(rows), BLOCK_V=cut.block_v,
@@ -249,10 +262,10 @@ def _shared_plan(
     _, beta, ignore_index = options
     block_p = 32 if parts <= 32 else MAX_PARTS
     return Launch(
-        _jsd_part_kernel, (rows.count * parts,),
+        _jsd_split_fwd_kernel, (rows.count * parts,),
         (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
         num_warps=cut.num_warps, ALIGNED=rows.aligned, T_ALIGNED=t_rows.aligned_like(rows),
         SPAN=cut.span, BLOCK_V=cut.block_v, BLOCK_P=block_p,
     ), Launch(
-        _jsd_sum_kernel, (rows.count,), (parts, beta, ignore_index), num_warps=1, BLOCK_P=block_p
+        _jsd_merge_kernel, (rows.count,), (parts, beta, ignore_index), num_warps=1, BLOCK_P=block_p
     )  # fmt: skip

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from ..contract import Pair, Reading
 from . import config
-from .gradient import row_gain
+from .bwd_tile import row_gain
+from .jsd_math import bits, mixture, safe_beta
 from .launch import REMEMBERED, Launch
 from .layout import Rows, fringe_tile, numbers, row_offset, rows_of, split_row
 from .numerics import INF, LN2, LOG2E, capped, inverse_temperature, load
-from .pair_mixture import bits, mixture, safe_beta
 from .pair_state import (
     Both,
     contiguous,
@@ -34,8 +34,9 @@ from .pair_state import (
     target,
     temperature_of,
 )
-from .partial import aligned
+from .profiling import profiled
 from .state import pack_of
+from .stats_split_fwd import aligned
 
 
 class Terms(NamedTuple):
@@ -101,10 +102,11 @@ def _zero_tile(DX, cols, mask):
 
 
 @triton.jit(
+    **profiled("pair_bwd", shows=("KIND",)),
     do_not_specialize=["rows_t"],
     do_not_specialize_on_alignment=["LABEL", "STATE", "UPSTREAM", "FACTOR", "temperature"],
 )
-def _pair_gradient_kernel(
+def _pair_bwd_kernel(
     X, T, W, LABEL, STATE, UPSTREAM, FACTOR,  # inputs
     DX,  # output
     temperature,  # a number, or a pointer to one a row
@@ -183,7 +185,7 @@ def pair_gradient(
     tensor, number = temperature_of(reading)
     run = _plan(
         rows, t_rows, d_rows, (step_u, step_f), number, reading.softcap, pair.blend,
-        reading.ignore_index, pair.kind, config.pair_backward(rows.vocab, rows.itemsize),
+        reading.ignore_index, pair.kind, config.pair_bwd(rows.vocab, rows.itemsize),
     )  # fmt: skip
     weight = aligned(reading.class_weight)
     run(source, teacher, weight, label, contiguous(state), upstream, factor, output, *tensor)
@@ -198,7 +200,7 @@ def _plan(
     softcap: float | None, blend: float, ignore_index: int | None, kind: str, cut: config.Config,
 ) -> Launch:  # fmt: skip
     return Launch(
-        _pair_gradient_kernel, (rows.count * config.ceil_div(rows.vocab, cut.block_v),),
+        _pair_bwd_kernel, (rows.count * config.ceil_div(rows.vocab, cut.block_v),),
         (
             *number, *rows.strides, t_rows.stride_b, t_rows.stride_t,
             d_rows.stride_b, d_rows.stride_t, rows.vocab,

@@ -16,10 +16,11 @@ from torch import Tensor
 from .. import contract as _contract
 from ..contract import Reading, Statistics
 from . import config
+from .duplicate_ids import COMPARED, STATE_REPEATS, are_repeated, load_ids
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, rows_of
 from .numerics import INF, LOG2E, NO_ID, capped, finite, inverse_temperature, load, move
-from .repeats import COMPARED, STATE_REPEATS, are_repeated, load_ids
+from .profiling import nothing, profiled
 from .state import LOG_S, SHIFT, STATE_WIDTH, is_live, load_label
 
 STATE_TAIL = tl.constexpr(_contract.TAIL)
@@ -112,10 +113,11 @@ def _mass_inside(IDS, LOGPROB, K, V, repeated, BLOCK_K: tl.constexpr):
 
 
 @triton.jit(
+    **profiled("tail_mass", shows=("K",), X=nothing, SORTED=nothing),
     do_not_specialize=["rows_t"],
     do_not_specialize_on_alignment=["LABEL", "IDS", "LOGPROB", "temperature"],
 )
-def _tail_kernel(
+def _tail_mass_kernel(
     X, LABEL, IDS, LOGPROB,  # inputs
     STATE, SORTED, TAIL,  # STATE in and out; SORTED (N, K + 1), for rows that need it
     temperature,
@@ -174,7 +176,7 @@ def write_tail(
     temperature = reading.row_temperature
     plan = _plan(
         rows, K, reading.temperature if temperature is None else None, reading.softcap,
-        reading.ignore_index, config.backward(rows.vocab),
+        reading.ignore_index, config.label_bwd(rows.vocab),
     )  # fmt: skip
     tensors = (x, label, reading.ids.contiguous(), logprob, state, ordered, tail)
     if temperature is None:
@@ -198,7 +200,7 @@ def _plan(
     block = min(COMPARED, max(config.ceil_pow2(K), 2))
     number = () if temperature is None else (temperature,)
     return Launch(
-        _tail_kernel, (rows.count,),
+        _tail_mass_kernel, (rows.count,),
         (*number, *rows.strides, rows.vocab, K, softcap, ignore_index),
         num_warps=1, BLOCK_K=block, BLOCK_V=min(cut.block_v, 512),
     )  # fmt: skip

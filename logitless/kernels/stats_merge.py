@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -13,12 +12,10 @@ from .. import contract as _contract
 from ..contract import Partials, Reading, Statistics, Sums
 from . import config
 from .launch import REMEMBERED, Launch
-from .numerics import INF, LOG2E, capped, finite, inverse_temperature, load, move, only_if
-from .state import LOG_S, LOG_S1, NOWHERE, SHIFT, STATE_WIDTH, State, field, is_live, load_label
-
-OUTPUTS = (
-    "lse", "picked", "logprob", "nll", "entropy", "total", "log_total", "argmax", "logprob_t1",
-)  # fmt: skip
+from .numerics import INF, LOG2E, inverse_temperature, move
+from .profiling import profiled
+from .state import NOWHERE, State, field, is_live, load_label
+from .stats_outputs import OUTPUTS, Outputs, write_ids, write_label, write_row
 
 part_width = triton.constexpr_function(_contract.part_width)
 PART_M = tl.constexpr(_contract.M)
@@ -30,103 +27,6 @@ PART_REF = tl.constexpr(_contract.REF)
 PART_ARG = tl.constexpr(_contract.ARG)
 PART_S1 = tl.constexpr(_contract.S1)
 PART_Y_LABEL = tl.constexpr(_contract.Y_LABEL)
-STATE_ENTROPY = tl.constexpr(_contract.ENTROPY)
-
-
-class Outputs(NamedTuple):
-    """Where a row's statistics go; None if not wanted."""
-
-    STATE: tl.tensor
-    LSE: tl.tensor
-    PICKED: tl.tensor
-    LOGPROB: tl.tensor
-    NLL: tl.tensor
-    ENTROPY: tl.tensor
-    TOTAL: tl.tensor
-    LOG_TOTAL: tl.tensor
-    ARGMAX: tl.tensor
-    LOGPROB_T1: tl.tensor
-
-
-@triton.jit
-def write_row(out, state, arg, ref, row, V, live, inv_t):
-    """A row's own numbers, zeros if it is ignored. Returns its shift and log s."""
-    shift = finite(state.m)
-    log_s = tl.log(state.s)
-    at = out.STATE + row.to(tl.int64) * STATE_WIDTH
-    # All fields at once: 0 in those that are written later, if at all; but for these two.
-    j = tl.arange(0, 8)
-    mask = j < STATE_WIDTH
-    if out.LOGPROB_T1 is not None:
-        mask = mask & (j != LOG_S1)
-    if out.ENTROPY is not None:
-        mask = mask & (j != STATE_ENTROPY)
-    fields = tl.where(j == SHIFT, shift, tl.where(j == LOG_S, log_s, 0.0))
-    tl.store(at + j, tl.where(live, fields, 0.0), mask=mask)
-    if out.LSE is not None:
-        tl.store(out.LSE + row, tl.where(live, shift * inv_t + log_s, 0.0))
-    if out.ENTROPY is not None:
-        entropy = tl.where(live & (state.s != 0), log_s - state.w * inv_t / state.s, 0.0)
-        tl.store(out.ENTROPY + row, entropy)
-        tl.store(at + STATE_ENTROPY, entropy)
-    if out.TOTAL is not None:
-        total = (state.c + state.n * ref) * inv_t
-        tl.store(out.TOTAL + row, tl.where(live, total, 0.0))
-    if out.LOG_TOTAL is not None:
-        total = (state.c - state.n * (shift - ref)) * inv_t - state.n * log_s
-        tl.store(out.LOG_TOTAL + row, tl.where(live, total, 0.0))
-    if out.ARGMAX is not None:
-        arg = tl.where(arg < V, arg, 0)  # a row of NaNs has no largest
-        tl.store(out.ARGMAX + row, tl.where(live, arg, -1).to(tl.int64))
-    return shift, log_s
-
-
-@triton.jit
-def write_label(
-    out, y, label, row, V, live, shift, log_s, s1, inv_t,
-    SECOND: tl.constexpr, ONLY: tl.constexpr,
-):  # fmt: skip
-    """What is known of a row's label. ONLY where there are no ids: picked is the label's then."""
-    inside = (label >= 0) & (label < V) & live
-    none = tl.where(live, float("nan"), 0.0)
-    log_p = tl.where(inside, (y - shift) * inv_t - log_s, none)  # never as z - lse
-    if out.NLL is not None:
-        tl.store(out.NLL + row, tl.where(live, -log_p, 0.0))
-    if out.LOGPROB_T1 is not None:
-        log_s1 = log_s
-        if SECOND:
-            log_s1 = tl.log(s1)
-        tl.store(out.LOGPROB_T1 + row, tl.where(inside, (y - shift) - log_s1, none))
-        log_s1 = tl.where(live, log_s1, 0.0)
-        tl.store(out.STATE + row.to(tl.int64) * STATE_WIDTH + LOG_S1, log_s1)
-    if ONLY:
-        if out.PICKED is not None:
-            tl.store(out.PICKED + row, tl.where(inside, y * inv_t, none))
-        if out.LOGPROB is not None:
-            tl.store(out.LOGPROB + row, log_p)
-
-
-@triton.jit
-def write_ids(
-    out, Xrow, Y, IDS, row, V, K, live, shift, log_s, inv_t, softcap, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """What is at a row's ids: read from the row itself, or from Y (N, K) where Xrow is None."""
-    for start in range(0, K, BLOCK_K):
-        offs_k = start + tl.arange(0, BLOCK_K)
-        mask_k = offs_k < K
-        at = row.to(tl.int64) * K + offs_k
-        ids = tl.load(IDS + at, mask=mask_k, other=0)
-        inside = only_if(live, mask_k & (ids >= 0) & (ids < V))
-        if Xrow is not None:
-            y, _ = capped(load(Xrow, ids, inside), softcap)
-        else:
-            y = load(Y, at, inside)
-        none = tl.where(live, float("nan"), 0.0)
-        if out.PICKED is not None:
-            tl.store(out.PICKED + at, tl.where(inside, y * inv_t, none), mask_k)
-        if out.LOGPROB is not None:  # as (t - m) - log s, never as t - lse
-            log_p = (y - shift) * inv_t - log_s
-            tl.store(out.LOGPROB + at, tl.where(inside, log_p, none), mask_k)
 
 
 @triton.jit
@@ -192,10 +92,11 @@ def store_part(
 
 
 @triton.jit(
+    **profiled("stats_merge"),
     do_not_specialize=["parts", "step_row", "step_field"],
     do_not_specialize_on_alignment=["PARTS", "temperature"],
 )
-def _merge_kernel(
+def _stats_merge_kernel(
     PARTS, OUT,  # (N, parts, fields), in any layout, and (N, fields)
     temperature, parts, step_row, step_part, step_field,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
@@ -241,7 +142,7 @@ def _merge_launch(
     number = () if temperature is None else (temperature,)
     count, parts, _ = shape
     return Launch(
-        _merge_kernel, (count,), (*number, parts, *strides), num_warps=1, HAS_LABEL=has_label,
+        _stats_merge_kernel, (count,), (*number, parts, *strides), num_warps=1, HAS_LABEL=has_label,
         BLOCK_P=max(config.ceil_pow2(parts), 2), **constants_of(sums),
     )  # fmt: skip
 
@@ -261,10 +162,11 @@ class _Constants:
 
 
 @triton.jit(
+    **profiled("stats_finish", shows=("K",)),
     do_not_specialize=["parts", "step_row", "step_field"],
     do_not_specialize_on_alignment=["PARTS", "Y", "LABEL", "IDS", "temperature"],
 )
-def _finish_kernel(
+def _stats_finish_kernel(
     PARTS, Y, LABEL, IDS,  # inputs; PARTS (N, parts, fields), in any layout; Y (N, K), y of the ids
     STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LOGPROB_T1,  # outputs
     temperature, V, K, parts, step_row, step_part, step_field, ignore_index,
@@ -318,7 +220,7 @@ def finish(
         for name in OUTPUTS
     ]  # fmt: skip
     if count:
-        launch = finish_launch(
+        launch = stats_finish_launch(
             parts.shape, parts.stride(), reading.vocab, K,
             reading.temperature if temperature is None else None, reading.ignore_index,
             reading.sums.second,
@@ -340,7 +242,7 @@ def _shape_of(reading: Reading, count: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(REMEMBERED)
-def finish_launch(
+def stats_finish_launch(
     shape: tuple, strides: tuple,  # of the parts, (N, parts, fields)
     vocab: int, K: int | None, temperature: float | None, ignore_index: int | None, second: bool,
 ) -> Launch:  # fmt: skip
@@ -348,7 +250,7 @@ def finish_launch(
     block_p = max(config.MAX_SPLITS, config.ceil_pow2(parts))
     number = () if temperature is None else (temperature,)
     return Launch(
-        _finish_kernel, (count,), (*number, vocab, K, parts, *strides, ignore_index),
+        _stats_finish_kernel, (count,), (*number, vocab, K, parts, *strides, ignore_index),
         num_warps=block_p // config.MAX_SPLITS,
         CONSTANTS=_Constants(second, min(128, config.ceil_pow2(K or 0)), block_p),
     )  # fmt: skip

@@ -13,19 +13,21 @@ from torch import Tensor
 from .. import contract as _contract
 from ..contract import Coefficients, Reading, Statistics
 from . import config
-from .gradient import COEF_A, COEF_G_LABEL, COEF_G_TOTAL
+from .bwd_tile import COEF_A, COEF_G_LABEL, COEF_G_TOTAL
 from .launch import REMEMBERED, Launch
 from .numerics import load
+from .profiling import elements, profiled
 from .state import is_live
 
 COEF_WIDTH = tl.constexpr(_contract.COEFFICIENTS)
 
 
 @triton.jit(
+    **profiled("cross_entropy", W=lambda args: elements(args["LABEL"])),
     do_not_specialize=["N", "V"],
     do_not_specialize_on_alignment=["LABEL", "NLL", "LSE", "LOG_TOTAL", "W", "SUM_W"],
 )
-def _plain_kernel(
+def _cross_entropy_kernel(
     LABEL, NLL, LSE, LOG_TOTAL, W, SUM_W,  # inputs; SUM_W is one number
     VALUE, COEF, MASS,  # outputs
     N, V, keep, spread, z_loss, ignore_index,  # sizes, options; keep = 1 - ε, spread = ε / V
@@ -134,6 +136,6 @@ def _plan(
 ) -> Launch:
     block = 512
     return Launch(
-        _plain_kernel, (config.ceil_div(N, block),), (N, V, keep, spread, z_loss, ignore_index),
-        num_warps=4, BLOCK_N=block,
+        _cross_entropy_kernel, (config.ceil_div(N, block),),
+        (N, V, keep, spread, z_loss, ignore_index), num_warps=4, BLOCK_N=block,
     )  # fmt: skip

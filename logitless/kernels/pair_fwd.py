@@ -7,7 +7,7 @@ In the words of pair_state.py, and with T the temperature:
     cross-entropy  -Σ v log q      c = -Σ v d_q             c /T + Σv log s_q
 
 are one sweep: where a max moves, d_p - d_q of all that came before moves alike, and c with it. A
-student that is the teacher gives 0, exactly. JSD takes two sweeps: pair_jsd.py.
+student that is the teacher gives 0, exactly. JSD takes two sweeps: jsd_fwd.py.
 """
 
 import functools
@@ -20,10 +20,10 @@ from torch import Tensor
 from ..contract import PAIR_STATE, Pair, Reading
 from ..eager.pair import pair_finish as finish_in_torch
 from . import config
+from .jsd_fwd import fold_norms, read_jsd
 from .launch import REMEMBERED, Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import LOG2E, finite, inverse_temperature
-from .pair_jsd import fold_norms, read_jsd
 from .pair_state import (
     Both,
     PairState,
@@ -40,8 +40,9 @@ from .pair_state import (
     temperature_of,
     walk_both,
 )
-from .partial import aligned
+from .profiling import profiled
 from .state import pack_of
+from .stats_split_fwd import aligned
 
 
 @triton.jit
@@ -78,8 +79,12 @@ def _fold_soft(state, both, start, offs, mask):
     return PairState(m_q, s_q, state.m_p, state.s_p + v, c)
 
 
-@triton.jit(do_not_specialize=["rows_t"], do_not_specialize_on_alignment=["LABEL", "temperature"])
-def _pair_read_kernel(
+@triton.jit(
+    **profiled("pair_fwd", shows=("KIND",)),
+    do_not_specialize=["rows_t"],
+    do_not_specialize_on_alignment=["LABEL", "temperature"],
+)
+def _pair_fwd_kernel(
     X, T, W, LABEL,  # inputs
     VALUE, STATE,  # outputs
     temperature,  # a number, or a pointer to one a row
@@ -171,7 +176,7 @@ def _read(x: Tensor, reading: Reading, pair: Pair, value: Tensor | None, state: 
     tensor, number = temperature_of(reading)
     run = _plan(
         rows, t_rows, number, reading.softcap, pair.blend, reading.ignore_index, pair.kind,
-        config.pair_forward(rows.vocab),
+        config.pair_fwd(rows.vocab),
     )  # fmt: skip
     run(x, teacher, aligned(reading.class_weight), label, value, state, *tensor)
 
@@ -182,7 +187,7 @@ def _plan(
     ignore_index: int | None, kind: str, cut: config.Config,
 ) -> Launch:  # fmt: skip
     return Launch(
-        _pair_read_kernel, (rows.count,),
+        _pair_fwd_kernel, (rows.count,),
         (
             *number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab,
             softcap, blend, ignore_index,

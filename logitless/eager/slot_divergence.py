@@ -1,6 +1,6 @@
 """A divergence over the K slots of each row, and its gradient, in plain PyTorch.
 
-The same contract as kernels/slots.py; the formulas are explained there.
+The same contract as kernels/slot_divergence.py; the formulas are explained there.
 """
 
 import math

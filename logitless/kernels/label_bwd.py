@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from . import config
-from .gradient import (
+from .bwd_tile import (
     Span,
     Terms,
     fill_span,
@@ -23,6 +23,7 @@ from .gradient import (
 from .launch import Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import INF, LOG2E, inverse_temperature
+from .profiling import profiled
 from .state import LOG_S, SHIFT, STATE_WIDTH, field, load_label, pack_of
 
 
@@ -31,7 +32,7 @@ class _Constants:
     """What the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    same: bool  # X starts as far from one as DX
+    x_aligned: bool  # X starts as far from one as DX
     step_c: int  # from row to row of the coefficients, of upstream and of factor
     step_u: int
     step_f: int
@@ -39,12 +40,13 @@ class _Constants:
 
 
 @triton.jit(
+    **profiled("label_bwd"),
     do_not_specialize=["rows_t", "lead", "blocks", "start", "vocab"],
     do_not_specialize_on_alignment=[
         "LABEL", "STATE", "COEF", "UPSTREAM", "FACTOR", "temperature",
     ],
 )  # fmt: skip
-def _blocks_kernel(
+def _label_bwd_kernel(
     X, LABEL, W, STATE, COEF, UPSTREAM, FACTOR,  # inputs
     DX,  # output
     temperature,
@@ -92,27 +94,30 @@ def _blocks_kernel(
 
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, inv_t * LOG2E, 0.0, softcap)
-    write_span(Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "same"), True, BLOCK_V)
+    write_span(
+        Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "x_aligned"), True, BLOCK_V
+    )
     if uses(HAS, "label"):
         if mine:
             g_label = tl.where(log_s == -INF, 0.0, coefs.g_label * inv_t)
             write_label(x_label, W, DXrow, label, g_label, terms, HAS)
 
 
-def blocks_launch(
+def label_bwd_launch(
     rows: Rows, d_rows: Rows, temperature: float | None, softcap: float | None,
     ignore_index: int | None, has: tuple[str, ...], steps: tuple[int, int, int],
     columns: tuple[int | None, int | None], cut: config.Config,
 ) -> Launch:  # fmt: skip
     blocks = config.ceil_div(rows.vocab, cut.block_v)
     number = () if temperature is None else (temperature,)
-    same = rows.aligned_like(d_rows)
     return Launch(
-        _blocks_kernel, (rows.count * blocks,),
+        _label_bwd_kernel, (rows.count * blocks,),
         (
             *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab,
             blocks, *columns, softcap, ignore_index,
         ),
         num_warps=cut.num_warps, HAS=has,
-        CONSTANTS=_Constants(d_rows.aligned, same, *steps, cut.block_v),
+        CONSTANTS=_Constants(
+            d_rows.aligned, rows.aligned_like(d_rows), *steps, cut.block_v
+        ),
     )  # fmt: skip

@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from . import config
 from .launch import REMEMBERED, Launch
 from .numerics import only_if
+from .profiling import elements, profiled
 
 BLOCK = 128  # columns with one exponent
 # Numbers in 16 bytes; but the interpreter of Triton 3.5 wants 16 numbers where it means 16 bytes.
@@ -63,16 +64,19 @@ def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr
         tl.store(at, e_new, mask=mask)
 
 
-@triton.jit(do_not_specialize=["R"])
-def _accumulate_kernel(
+@triton.jit(
+    **profiled("blockfp_gemm", SUM=lambda args: 0 if args["FIRST"] else elements(args["SUM"])),
+    do_not_specialize=["R"],
+)
+def _blockfp_gemm_kernel(
     EXPONENTS, DZ, H, SUM, OUT,  # tiles but for the first; SUM and OUT, of one memory, are outputs
     R, V, D, programs,  # sizes
-    FIRST: tl.constexpr, LAST: tl.constexpr, TURNED: tl.constexpr, WIDE: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """One program a tile after another: those at work together share columns of dz.
 
-    dz.T is what lies in memory where TURNED.
+    dz.T is what lies in memory where TRANSPOSED.
     """
     across = tl.cdiv(D, 2 * BLOCK_D)
     tiles = tl.cdiv(V, BLOCK_V) * across
@@ -87,12 +91,12 @@ def _accumulate_kernel(
             e_here, e_there = tl.load(at, mask=here, other=0), tl.load(at + V, mask=there, other=0)
         x = tl.zeros((BLOCK_V, 2 * BLOCK_D), tl.float32)
         for r in range(0, R, BLOCK_R):
-            if TURNED:
+            if TRANSPOSED:
                 dz = DZ.load([v, r])
             else:
                 dz = DZ.load([r, v]).T
             h = H.load([r, d])
-            if WIDE:
+            if UPCAST:
                 dz, h = dz.to(tl.float32), h.to(tl.float32)
             x = tl.dot(dz, h, x)
         # By halves: what is loaded, and stored, passes through shared memory.
@@ -133,12 +137,12 @@ def accumulate(
 ) -> None:
     """Add dz.T @ h to the total: set it if it is the first, convert it back to bf16 if the last."""
     (R, V), D = dz.shape, h.shape[1]
-    cut = config.accumulate()
-    turned = dz.stride(0) == 1 and dz.stride(1) >= R
-    _plan(R, V, D, config.processors(dz.device), first, last, turned, cut)(
+    cut = config.blockfp_gemm()
+    transposed = dz.stride(0) == 1 and dz.stride(1) >= R
+    _plan(R, V, D, config.processors(dz.device), first, last, transposed, cut)(
         exponents,
         _tiles(_aligned(dz.t()), cut.block_v, BLOCK_R)
-        if turned
+        if transposed
         else _tiles(_aligned(dz), BLOCK_R, cut.block_v),
         _tiles(_aligned(h), BLOCK_R, 2 * BLOCK),
         _tiles(total.view(torch.int16), cut.block_v, BLOCK),
@@ -148,14 +152,14 @@ def accumulate(
 
 @functools.lru_cache(REMEMBERED)
 def _plan(
-    R: int, V: int, D: int, programs: int, first: bool, last: bool, turned: bool,
+    R: int, V: int, D: int, programs: int, first: bool, last: bool, transposed: bool,
     cut: config.Config,
 ) -> Launch:  # fmt: skip
     return Launch(
-        _accumulate_kernel, (programs,), (R, V, D, programs),
+        _blockfp_gemm_kernel, (programs,), (R, V, D, programs),
         num_warps=cut.num_warps, num_stages=STAGES,
-        FIRST=first, LAST=last, TURNED=turned,
-        WIDE=knobs.runtime.interpret,  # it multiplies no bf16
+        FIRST=first, LAST=last, TRANSPOSED=transposed,
+        UPCAST=knobs.runtime.interpret,  # it multiplies no bf16
         BLOCK_V=cut.block_v, BLOCK_D=BLOCK, BLOCK_R=BLOCK_R,
     )  # fmt: skip
 

@@ -250,14 +250,14 @@ def fill_span(
 @triton.jit
 def write_span(
     Xrow, W, DXrow, terms, span, HAS: tl.constexpr,
-    ALIGNED: tl.constexpr, SAME: tl.constexpr, ONE: tl.constexpr, BLOCK_V: tl.constexpr,
+    ALIGNED: tl.constexpr, X_ALIGNED: tl.constexpr, ONE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a span, but for what label and ids add.
 
-    The body of X starts on a 16-byte boundary where SAME, and that of DX always.
+    The body of X starts on a 16-byte boundary where X_ALIGNED, and that of DX always.
     """
     Xbody = Xrow + span.head
-    if SAME:
+    if X_ALIGNED:
         Xbody = tl.multiple_of(Xbody, 16)
     if W is not None:
         Wbody = W + span.head

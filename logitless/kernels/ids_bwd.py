@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from . import config
-from .gradient import (
+from .bwd_tile import (
     Span,
     Terms,
     c0_of,
@@ -27,14 +27,15 @@ from .gradient import (
     write_label,
     write_span,
 )
+from .duplicate_ids import STATE_REPEATS
 from .launch import Launch
 from .layout import Rows, row_offset, split_row
 from .numerics import INF, LOG2E, NO_ID, capped, inverse_temperature, load
-from .repeats import STATE_REPEATS
+from .profiling import profiled
 from .state import LOG_S, LOG_S1, SHIFT, STATE_WIDTH, field, load_label, pack_of
-from .tail import STATE_TAIL, lift_of
+from .tail_mass import STATE_TAIL, lift_of
 
-MAX_HELD = 512  # ids of a row that one program has in registers
+MAX_PRELOADED = 512  # ids of a row that one program has in registers
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,8 @@ class _Constants:
 
     has: tuple[str, ...]  # which coefficients there are, and "second"
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    same: bool  # X starts as far from one as DX
-    held: bool  # in place: the ids' logits are loaded before they are overwritten
+    x_aligned: bool  # X starts as far from one as DX
+    preload_ids: bool  # in place: the ids' logits are loaded before they are overwritten
     step_c: int  # from row to row of the coefficients, of upstream and of factor
     step_u: int
     step_f: int
@@ -93,7 +94,7 @@ class _Row(NamedTuple):
 
 
 @triton.jit
-def _load_held(Xrow, IDS, K, span, ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr):
+def _preload_ids(Xrow, IDS, K, span, ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr):
     """The logits of the ids that are in a span."""
     offs_k = tl.arange(0, BLOCK_K)
     ids = tl.load(IDS + offs_k, mask=offs_k < K, other=NO_ID)
@@ -101,7 +102,7 @@ def _load_held(Xrow, IDS, K, span, ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr)
 
 
 @triton.jit
-def _write_ids(row, x_held, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constexpr):
+def _write_ids(row, x_ids, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constexpr):
     """Rewrite the gradient at the ids that are in a span. Returns whether the row has a bad one."""
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     bad = tl.zeros((BLOCK_K,), tl.int32)
@@ -110,8 +111,8 @@ def _write_ids(row, x_held, terms, span, HAS: tl.constexpr, CONSTANTS: tl.conste
         ids = tl.load(row.IDS + offs_k, mask=offs_k < row.K, other=NO_ID)
         mine = in_span(ids, span, field(CONSTANTS, "aligned"))
         bad |= is_bad(ids, span.V)
-        if field(CONSTANTS, "held"):
-            x = x_held
+        if field(CONSTANTS, "preload_ids"):
+            x = x_ids
         else:
             x = load(row.X, ids, mine)
         y, slope = capped(x, terms.softcap)
@@ -129,7 +130,7 @@ def _write_ids(row, x_held, terms, span, HAS: tl.constexpr, CONSTANTS: tl.conste
 
 @triton.jit
 def _rewrite(
-    row, x_label, x_held, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constexpr
+    row, x_label, x_ids, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constexpr
 ):  # fmt: skip
     """Mark and ids of a span that is written; NaN all over it if one of them is bad."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
@@ -142,7 +143,7 @@ def _rewrite(
         if at_label(HAS):
             # Mark first: a slot with the same id holds the full sum and must overwrite it.
             tl.debug_barrier()
-        bad = _write_ids(row, x_held, terms, span, HAS, CONSTANTS) | bad
+        bad = _write_ids(row, x_ids, terms, span, HAS, CONSTANTS) | bad
     if bad:
         tl.debug_barrier()  # after what was just stored
         fill_span(
@@ -164,12 +165,13 @@ def _row_numbers(STATE, coefs, HAS: tl.constexpr):
 
 
 @triton.jit(
+    **profiled("ids_bwd", shows=("K",)),
     do_not_specialize=["rows_t", "lead", "start", "vocab"],
     do_not_specialize_on_alignment=[
         "LABEL", "IDS", "STATE", "COEF", "G_IDS", "UPSTREAM", "FACTOR", "temperature",
     ],
 )  # fmt: skip
-def _spans_kernel(
+def _ids_bwd_kernel(
     X, LABEL, IDS, W, STATE, COEF, G_IDS, UPSTREAM, FACTOR,  # inputs
     DX,  # output
     temperature,
@@ -181,7 +183,7 @@ def _spans_kernel(
     """One program a (row, span): its columns, then the label and the ids that are there."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
-    HELD: tl.constexpr = field(CONSTANTS, "held")
+    PRELOAD_IDS: tl.constexpr = field(CONSTANTS, "preload_ids")
     SPAN: tl.constexpr = field(CONSTANTS, "span")
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
@@ -220,18 +222,20 @@ def _spans_kernel(
     g_label = tl.where(log_s == -INF, 0.0, coefs.g_label * inv_t) + d_logprob_t1
 
     x_label = tl.full((), 0.0, X.dtype.element_ty)
-    x_held = tl.zeros((BLOCK_K,), X.dtype.element_ty)
+    x_ids = tl.zeros((BLOCK_K,), X.dtype.element_ty)
     if at_label(HAS):
         label = tl.where(is_class(label, V, vocab), own_column(label, start), NO_ID).to(tl.int32)
         x_label = tl.load(Xrow + label, mask=in_span(label, span, ALIGNED), other=0.0)
     if IDS is not None:
         IDS += row.to(tl.int64) * K
-        if HELD:
-            x_held = _load_held(Xrow, IDS, K, span, ALIGNED, BLOCK_K)
-    if HELD:
+        if PRELOAD_IDS:
+            x_ids = _preload_ids(Xrow, IDS, K, span, ALIGNED, BLOCK_K)
+    if PRELOAD_IDS:
         tl.debug_barrier()
 
-    write_span(Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "same"), False, BLOCK_V)
+    write_span(
+        Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "x_aligned"), False, BLOCK_V
+    )
     tl.debug_barrier()  # from here on, what others of this program wrote is overwritten
 
     repeated = False
@@ -240,27 +244,27 @@ def _spans_kernel(
         repeated = tl.load(STATE + STATE_REPEATS) != 0
     _rewrite(
         _Row(Xrow, W, DXrow, IDS, G_IDS, K, c0_ids, gain * inv_t, repeated, label, g_label),
-        x_label, x_held, terms, span, HAS, CONSTANTS,
+        x_label, x_ids, terms, span, HAS, CONSTANTS,
     )  # fmt: skip
 
 
-def spans_launch(
+def ids_bwd_launch(
     rows: Rows, d_rows: Rows, K: int, temperature: float | None, softcap: float | None,
     ignore_index: int | None, has: tuple[str, ...], steps: tuple[int, int, int],
-    columns: tuple[int | None, int | None], held: bool, second: bool, cut: config.Config,
+    columns: tuple[int | None, int | None], preload_ids: bool, second: bool, cut: config.Config,
 ) -> Launch:  # fmt: skip
     span = config.ceil_div(cut.span, cut.block_v) * cut.block_v
     number = () if temperature is None else (temperature,)
-    block_k = min(MAX_HELD, max(config.ceil_pow2(K), 2))
+    block_k = min(MAX_PRELOADED, max(config.ceil_pow2(K), 2))
     return Launch(
-        _spans_kernel, (rows.count * config.ceil_div(rows.vocab, span),),
+        _ids_bwd_kernel, (rows.count * config.ceil_div(rows.vocab, span),),
         (
             *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab, K,
             *columns, softcap, ignore_index,
         ),
         num_warps=cut.num_warps,
         CONSTANTS=_Constants(
-            (*has, "second") if second else has, d_rows.aligned, rows.aligned_like(d_rows), held,
-            *steps, span, cut.block_v, block_k,
+            (*has, "second") if second else has, d_rows.aligned, rows.aligned_like(d_rows),
+            preload_ids, *steps, span, cut.block_v, block_k,
         ),
     )  # fmt: skip

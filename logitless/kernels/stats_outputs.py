@@ -1,0 +1,112 @@
+"""What the forward writes for each row: its state, and the statistics that are wanted."""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .. import contract as _contract
+from .numerics import capped, finite, load, only_if
+from .state import LOG_S, LOG_S1, SHIFT, STATE_WIDTH
+
+OUTPUTS = (
+    "lse", "picked", "logprob", "nll", "entropy", "total", "log_total", "argmax", "logprob_t1",
+)  # fmt: skip
+
+STATE_ENTROPY = tl.constexpr(_contract.ENTROPY)
+
+
+class Outputs(NamedTuple):
+    """Where a row's statistics go; None if not wanted."""
+
+    STATE: tl.tensor
+    LSE: tl.tensor
+    PICKED: tl.tensor
+    LOGPROB: tl.tensor
+    NLL: tl.tensor
+    ENTROPY: tl.tensor
+    TOTAL: tl.tensor
+    LOG_TOTAL: tl.tensor
+    ARGMAX: tl.tensor
+    LOGPROB_T1: tl.tensor
+
+
+@triton.jit
+def write_row(out, state, arg, ref, row, V, live, inv_t):
+    """A row's own numbers, zeros if it is ignored. Returns its shift and log s."""
+    shift = finite(state.m)
+    log_s = tl.log(state.s)
+    at = out.STATE + row.to(tl.int64) * STATE_WIDTH
+    # All fields at once: 0 in those that are written later, if at all; but for these two.
+    j = tl.arange(0, 8)
+    mask = j < STATE_WIDTH
+    if out.LOGPROB_T1 is not None:
+        mask = mask & (j != LOG_S1)
+    if out.ENTROPY is not None:
+        mask = mask & (j != STATE_ENTROPY)
+    fields = tl.where(j == SHIFT, shift, tl.where(j == LOG_S, log_s, 0.0))
+    tl.store(at + j, tl.where(live, fields, 0.0), mask=mask)
+    if out.LSE is not None:
+        tl.store(out.LSE + row, tl.where(live, shift * inv_t + log_s, 0.0))
+    if out.ENTROPY is not None:
+        entropy = tl.where(live & (state.s != 0), log_s - state.w * inv_t / state.s, 0.0)
+        tl.store(out.ENTROPY + row, entropy)
+        tl.store(at + STATE_ENTROPY, entropy)
+    if out.TOTAL is not None:
+        total = (state.c + state.n * ref) * inv_t
+        tl.store(out.TOTAL + row, tl.where(live, total, 0.0))
+    if out.LOG_TOTAL is not None:
+        total = (state.c - state.n * (shift - ref)) * inv_t - state.n * log_s
+        tl.store(out.LOG_TOTAL + row, tl.where(live, total, 0.0))
+    if out.ARGMAX is not None:
+        arg = tl.where(arg < V, arg, 0)  # a row of NaNs has no largest
+        tl.store(out.ARGMAX + row, tl.where(live, arg, -1).to(tl.int64))
+    return shift, log_s
+
+
+@triton.jit
+def write_label(
+    out, y, label, row, V, live, shift, log_s, s1, inv_t,
+    SECOND: tl.constexpr, ONLY: tl.constexpr,
+):  # fmt: skip
+    """What is known of a row's label. ONLY where there are no ids: picked is the label's then."""
+    inside = (label >= 0) & (label < V) & live
+    none = tl.where(live, float("nan"), 0.0)
+    log_p = tl.where(inside, (y - shift) * inv_t - log_s, none)  # never as z - lse
+    if out.NLL is not None:
+        tl.store(out.NLL + row, tl.where(live, -log_p, 0.0))
+    if out.LOGPROB_T1 is not None:
+        log_s1 = log_s
+        if SECOND:
+            log_s1 = tl.log(s1)
+        tl.store(out.LOGPROB_T1 + row, tl.where(inside, (y - shift) - log_s1, none))
+        log_s1 = tl.where(live, log_s1, 0.0)
+        tl.store(out.STATE + row.to(tl.int64) * STATE_WIDTH + LOG_S1, log_s1)
+    if ONLY:
+        if out.PICKED is not None:
+            tl.store(out.PICKED + row, tl.where(inside, y * inv_t, none))
+        if out.LOGPROB is not None:
+            tl.store(out.LOGPROB + row, log_p)
+
+
+@triton.jit
+def write_ids(
+    out, Xrow, Y, IDS, row, V, K, live, shift, log_s, inv_t, softcap, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """What is at a row's ids: read from the row itself, or from Y (N, K) where Xrow is None."""
+    for start in range(0, K, BLOCK_K):
+        offs_k = start + tl.arange(0, BLOCK_K)
+        mask_k = offs_k < K
+        at = row.to(tl.int64) * K + offs_k
+        ids = tl.load(IDS + at, mask=mask_k, other=0)
+        inside = only_if(live, mask_k & (ids >= 0) & (ids < V))
+        if Xrow is not None:
+            y, _ = capped(load(Xrow, ids, inside), softcap)
+        else:
+            y = load(Y, at, inside)
+        none = tl.where(live, float("nan"), 0.0)
+        if out.PICKED is not None:
+            tl.store(out.PICKED + at, tl.where(inside, y * inv_t, none), mask_k)
+        if out.LOGPROB is not None:  # as (t - m) - log s, never as t - lse
+            log_p = (y - shift) * inv_t - log_s
+            tl.store(out.LOGPROB + at, tl.where(inside, log_p, none), mask_k)
