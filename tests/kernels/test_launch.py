@@ -120,7 +120,8 @@ CHOICES = {  # all that a kernel may be compiled for: what is asked, and how mem
     "ENTROPY", "TOTAL", "ARGMAX", "SECOND", "HAS", "ALIGNED", "X_ALIGNED", "T_ALIGNED", "STEPS",
     "BLOCK_V", "BLOCK_K", "BLOCK_P", "BLOCK_N", "SPAN", "MEAN", "LOG_K", "ROWS", "KIND",
     "DIVERGENCE", "RENORM_P", "STUDENT_OVER", "PRELOAD_IDS", "FIRST", "LAST", "UPCAST",
-    "BLOCK_D", "BLOCK_R", "STEP_C", "STEP_U", "STEP_F", "PACK", "TRANSPOSED", "HAS_LABEL", "KNOWN", "EARLY",
+    "BLOCK_D", "BLOCK_R", "STEP_C", "STEP_U", "STEP_F", "PACK", "TRANSPOSED",
+    "HAS_LABEL", "KNOWN", "EARLY",
 }  # fmt: skip
 
 

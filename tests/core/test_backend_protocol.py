@@ -1,0 +1,51 @@
+"""Every backend has the functions of the Backend protocol, with the same parameters."""
+
+import inspect
+
+import pytest
+
+from logitless import eager, kernels
+from logitless.core.backend import Backend
+from logitless.heads.blocks import BlockBackend
+from logitless.parallel.columns import ColumnBackend
+
+FUNCTIONS = {
+    name: list(inspect.signature(function).parameters.values())[1:]
+    for name, function in vars(Backend).items()
+    if inspect.isfunction(function) and not name.startswith("_")
+}
+BACKENDS = {
+    "eager": eager,
+    "kernels": kernels,
+    "columns over eager": ColumnBackend(eager, 0, 4, 8, lambda t: t),
+    "columns over kernels": ColumnBackend(kernels, 0, 4, 8, lambda t: t),
+    "blocks": BlockBackend(eager),
+}
+# Blocks of a head serve losses that need only merged statistics (RowLoss.merges).
+WHOLE_ROWS = {"outside", "gather", "gather_gradient", "pair_read", "pair_gradient", "topk"}
+MERGED_ALREADY = {"partial", "merge", "finish"}
+LACKS = {"blocks": WHOLE_ROWS | MERGED_ALREADY, "columns over eager": {"outside"},
+         "columns over kernels": {"outside"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_functions(name):
+    backend = BACKENDS[name]
+    missing = {function for function in FUNCTIONS if not hasattr(backend, function)}
+    assert missing == LACKS.get(name, set())
+    assert hasattr(backend, "one_pass")
+
+
+PAIRS = [(n, f) for n in BACKENDS for f in FUNCTIONS if f not in LACKS.get(n, ())]
+
+
+@pytest.mark.parametrize(("name", "function"), PAIRS)
+def test_parameters(name, function):
+    """The parameters of the protocol, in its order; what is optional there is optional here."""
+    nothing, theirs = inspect.Parameter.empty, FUNCTIONS[function]
+    ours = list(inspect.signature(getattr(BACKENDS[name], function)).parameters.values())
+    required = [p for p in theirs if p.default is nothing]
+    assert len(ours) >= len(required)
+    for wanted, got in zip(theirs, ours, strict=False):
+        assert wanted.default is nothing or got.default is not nothing, got.name
+    assert all(p.default is not nothing for p in ours[len(theirs) :])

@@ -1,0 +1,54 @@
+"""Every source of logits has the members of Source, with the same parameters."""
+
+import inspect
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.core.source import Source, source_of
+from logitless.heads.linear import HeadColumns
+from logitless.lazy.logits import LazyColumns, LazyLogits, UnscaledLogits
+from logitless.parallel.dtensor import DTensorLogits
+from logitless.parallel.shard import Columns, LogitColumns
+
+MEMBERS = {
+    name: list(inspect.signature(function).parameters)
+    for name, function in vars(Source).items()
+    if inspect.isfunction(function) and not name.startswith("_")
+}
+SOURCES = [
+    ll.LinearLogits, ll.VocabShard, LazyLogits, UnscaledLogits, LazyColumns, HeadColumns, Columns,
+    LogitColumns, DTensorLogits,
+]  # fmt: skip
+ATTRIBUTES = ("shape", "dtype", "device", "requires_grad")
+
+
+def every_subclass(kind: type) -> set[type]:
+    return {kind, *(s for direct in kind.__subclasses__() for s in every_subclass(direct))}
+
+
+def test_the_list_is_complete():
+    ours = {s for s in every_subclass(Source) - {Source} if s.__module__.startswith("logitless")}
+    listed = {sub for source in SOURCES for sub in every_subclass(source)}
+    assert ours - listed == set()
+
+
+PAIRS = [(s, m) for s in SOURCES for m in MEMBERS if not (m == "dim" and hasattr(s, "grad_fn"))]
+
+
+@pytest.mark.parametrize(("kind", "member"), PAIRS)
+def test_parameters(kind, member):
+    """Those of Source; a tensor has its own dim()."""
+    assert list(inspect.signature(getattr(kind, member)).parameters) == MEMBERS[member]
+
+
+def test_attributes(device):
+    h, w = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device)
+    head = ll.LinearLogits(h, w)
+    lazy = ll.fuse(torch.nn.Sequential(torch.nn.Linear(4, 5, device=device)), head="0")(h)
+    for source in (head, lazy, ll.VocabShard(h @ w.T), ll.VocabShard(head), UnscaledLogits(lazy)):
+        assert tuple(source.shape) == (3, 5)
+        assert all(hasattr(source, name) for name in ATTRIBUTES)
+        assert source_of(source) is source
+    assert source_of(h) is h
