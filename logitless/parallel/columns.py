@@ -70,7 +70,8 @@ class Columns:
         found = self.run.finish(whole, without, lead)
         tail = self._joined_tail(tails, reading, found)
         found.state[:, contract.TAIL] = tail
-        return found._replace(tail=tail.view(lead).clone())
+        state = self.run.with_repeats(found.state, reading.ids)
+        return found._replace(state=state, tail=tail.view(lead).clone())
 
     def finish(self, part: Partials, reading: Reading, shape=None) -> Statistics:
         """The statistics of whole rows, of what is here and elsewhere."""
@@ -97,8 +98,7 @@ class Columns:
         """The gradient of these columns, or of some from `start` on. Nothing is joined."""
         if x.shape[-1] == 0:
             return torch.empty_like(x) if into is None else into
-        # Without "tail", for the kernels look for repeated ids then: the state tells of none.
-        reading, start = reading._replace(wants=()), self.start + (start or 0)
+        start = self.start + (start or 0)
         return self.run.gradient(x, reading, state, coefficients, upstream, factor, into, start)
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
