@@ -56,6 +56,10 @@ class Backend(Protocol):
         """log of the mass outside reading.ids, (...), of rows whose state is known."""
         ...
 
+    def with_repeats(self, state: Tensor, ids: Tensor) -> Tensor:
+        """The state with its field REPEATS set, where a row's ids may repeat."""
+        ...
+
     # --- cross-entropy
 
     @property

@@ -15,7 +15,7 @@ from .gather import gather, gather_gradient
 from .pair import merge_pairs, pair_finish, pair_gradient, pair_partial, pair_read
 from .slot_divergence import slots
 from .stats_bwd import gradient
-from .stats_fwd import finish, merge, outside, partial, read
+from .stats_fwd import finish, merge, outside, partial, read, with_repeats
 from .topk import topk
 
 __all__ = [
@@ -43,4 +43,5 @@ __all__ = [
     "slots",
     "topk",
     "weighted_nll",
+    "with_repeats",
 ]

@@ -105,6 +105,11 @@ def outside(x: Tensor, reading: Reading, found: Statistics) -> Tensor:
     return rest.view(x.shape[:-1])
 
 
+def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
+    """The state itself, because `gradient` adds repeated ids by scatter_add_ without REPEATS."""
+    return state
+
+
 def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
     """Σ v z over columns, (N, 1). A class of weight 0 is not read."""
     if weight is None:

@@ -2,6 +2,7 @@
 
 from .blockfp_gemm import accumulate, can_accumulate, exponents
 from .cross_entropy import cross_entropy, label_coefficients, label_mass, weighted_nll
+from .duplicate_ids import with_repeats
 from .gather import gather, gather_gradient
 from .host import gradient, one_pass, read, reduce, scale_, share
 from .pair_bwd import pair_gradient
@@ -38,4 +39,5 @@ __all__ = [
     "slots",
     "topk",
     "weighted_nll",
+    "with_repeats",
 ]

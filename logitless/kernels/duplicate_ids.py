@@ -1,10 +1,11 @@
-"""Whether a row has an id in two slots: asked once, so that only such rows pay for adding up.
+"""Which rows have the same id in two slots, so that only those rows pay for adding up.
 
-Each slot is compared with those after it, a scalar at a time: one instruction a pair.
+Each slot is compared with the slots after it, one scalar at a time: one instruction per pair.
 """
 
 import functools
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,32 +16,32 @@ from .launch import REMEMBERED, Launch
 from .profiling import profiled
 from .state import STATE_WIDTH
 
-COMPARED = 128  # slots at a time
+COMPARED = 128  # slots that are compared with another slot at a time
 STATE_REPEATS = tl.constexpr(_contract.REPEATS)
 
 
 @triton.jit
 def load_ids(IDS, offs_k, K):
-    """Slots' ids, in 32 bits: a row with wider ones is NaN in the end. -1 where there is none."""
+    """Ids of slots, in 32 bits; -1 for an empty slot. A row with a wider id becomes NaN anyway."""
     ids = tl.load(IDS + offs_k, mask=offs_k < K, other=-1).to(tl.int32)
     return tl.where(ids < 0, -1, ids)
 
 
 @triton.jit
 def are_repeated(IDS, K, BLOCK_K: tl.constexpr):
-    """Whether two slots hold the same id: each slot against those after it."""
-    found = tl.zeros((BLOCK_K,), tl.int1)
+    """Whether two slots of a row hold the same id."""
+    repeated = tl.zeros((BLOCK_K,), tl.int1)
     for start in range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         ids = load_ids(IDS, offs_k, K)
         end = tl.minimum(start + BLOCK_K, K)
-        seen = tl.zeros((BLOCK_K,), tl.int32)  # itself among them
+        copies = tl.zeros((BLOCK_K,), tl.int32)  # counts the slot itself
         for j in range(start, end):
-            seen += (ids == tl.load(IDS + j).to(tl.int32)).to(tl.int32)
-        found = found | (seen > 1)
+            copies += (ids == tl.load(IDS + j).to(tl.int32)).to(tl.int32)
+        repeated = repeated | (copies > 1)
         for j in range(end, K):
-            found = found | (ids == tl.load(IDS + j).to(tl.int32))
-    return tl.max(found.to(tl.int32), axis=0) > 0
+            repeated = repeated | (ids == tl.load(IDS + j).to(tl.int32))
+    return tl.max(repeated.to(tl.int32), axis=0) > 0
 
 
 @triton.jit(
@@ -48,20 +49,31 @@ def are_repeated(IDS, K, BLOCK_K: tl.constexpr):
     do_not_specialize_on_alignment=["IDS", "STATE"],
 )
 def _duplicate_ids_kernel(
-    IDS,  # input
-    STATE,  # output, of which one field is written
+    IDS, STATE,  # inputs
+    OUT,  # output, STATE with the field REPEATS filled in
     K,
     BLOCK_K: tl.constexpr,
-):
-    """One program a row."""
-    row = tl.program_id(0)
-    found = are_repeated(IDS + row.to(tl.int64) * K, K, BLOCK_K)
-    tl.store(STATE + row.to(tl.int64) * STATE_WIDTH + STATE_REPEATS, found.to(tl.float32))
+):  # fmt: skip
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    repeated = are_repeated(IDS + row * K, K, BLOCK_K)
+    j = tl.arange(0, 8)
+    mask = j < STATE_WIDTH
+    fields = tl.load(STATE + row * STATE_WIDTH + j, mask=mask, other=0.0)
+    fields = tl.where(j == STATE_REPEATS, repeated.to(tl.float32), fields)
+    tl.store(OUT + row * STATE_WIDTH + j, fields, mask=mask)
 
 
-def write_repeats(ids: Tensor, state: Tensor) -> None:
-    """The field REPEATS of state (N, STATE): whether one of ids (..., K) is in two slots."""
-    _plan(len(state), ids.shape[-1])(ids, state)
+def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
+    """A copy of the state (N, STATE) with REPEATS filled in: whether ids (..., K) repeat an id.
+
+    Without ids, the state itself.
+    """
+    if ids.numel() == 0:
+        return state
+    out = torch.empty_like(state)
+    _plan(len(state), ids.shape[-1])(ids.contiguous(), state, out)
+    return out
 
 
 @functools.lru_cache(REMEMBERED)

@@ -21,10 +21,10 @@ from ..contract import (
     sums_of,
 )
 from . import config, program_exchange
-from .duplicate_ids import write_repeats
+from .duplicate_ids import with_repeats
 from .ids_bwd import MAX_PRELOADED, ids_bwd_launch
 from .label_bwd import label_bwd_launch
-from .launch import REMEMBERED, Launch
+from .launch import REMEMBERED, Launch, Plans
 from .layout import Place, Rows, describe
 from .nll_fwd_bwd import nll_fwd_bwd_plan
 from .reduce import reduce_launch
@@ -55,8 +55,7 @@ def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
     temperature, device = reading.row_temperature, x.device
     plan = _read_plan(
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), device,
-        None if ids is None else ids.shape, temperature is None, options_of(reading), reading.wants,
-        config.revision,
+        None if ids is None else ids.shape, options_of(reading), reading.wants, config.revision,
     )  # fmt: skip
     if plan is None:  # too many strides
         return read(x.contiguous(), reading)
@@ -91,14 +90,13 @@ def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
 @functools.lru_cache(REMEMBERED)
 def _read_plan(
     shape: tuple, strides: tuple, offset: int, itemsize: int, device: torch.device,
-    ids_shape: tuple | None, one_temperature: bool, options: tuple, wants: tuple[str, ...],
-    revision: int,
+    ids_shape: tuple | None, options: tuple, wants: tuple[str, ...], revision: int,
 ) -> _ReadPlan | None:  # fmt: skip
     temperature, softcap, ignore_index = options
     rows = describe(shape, strides, offset, itemsize)
     if rows is None:
         return None
-    sums = sums_of(wants, one_temperature and temperature == 1)
+    sums = sums_of(wants, temperature == 1)
     cut = cut_of(rows, device, sums, softcap)
     K = None if ids_shape is None else ids_shape[-1]
     # The mass of the ids is known from their log p.
@@ -110,14 +108,15 @@ def _read_plan(
          torch.int64 if name == "argmax" else torch.float32)
         for place, name in enumerate(OUTPUTS) if name in wanted
     )  # fmt: skip
-    number, fields = temperature if one_temperature else None, part_width(*sums)
-    how = (number, softcap, ignore_index)
+    fields = part_width(*sums)
     if cut.splits == 1:
-        first, last = stats_fwd_launch(rows, K, *how, sums.second, cut), None
+        first, last = stats_fwd_launch(rows, K, *options, sums.second, cut), None
     else:
-        first = stats_split_fwd_launch(rows, K or 0, 0, *how, sums, cut)
+        first = stats_split_fwd_launch(rows, K or 0, 0, *options, sums, cut)
         shape, strides = (rows.count, cut.splits, fields), (fields * cut.splits, 1, cut.splits)
-        last = stats_finish_launch(shape, strides, rows.vocab, K, number, ignore_index, sums.second)
+        last = stats_finish_launch(
+            shape, strides, rows.vocab, K, temperature, ignore_index, sums.second
+        )
     return _ReadPlan(
         rows, outputs, at_label or ignore_index is not None, at_ids and bool(K), sums.total,
         (rows.count, fields, cut.splits), first, last,
@@ -140,53 +139,76 @@ def gradient(
     are read again, so that it is a new tensor then.
     """
     coefs, has, g_ids = coefficients
-    label, ids, weight = reading.label, reading.ids, reading.class_weight
-    temperature = reading.row_temperature
-    columns = None if start is None else (start, reading.vocab)
-    if g_ids is None and "a_ids" not in has:
-        ids = None
-    inplace = into is not None and into.data_ptr() == x.data_ptr()
-    by_row = (len(coefs) > 1, any(upstream.stride()), factor is not None and any(factor.stride()))
-    plan = _gradient_plan(
-        x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), inplace,
-        None if into is None or inplace else _place_of(into),
-        0 if ids is None else ids.shape[-1], g_ids is not None, has, by_row,
-        temperature is None, options_of(reading), columns, config.revision,
-    )  # fmt: skip
+    key = _gradient_key(x, reading, coefficients, upstream, factor, into, start)
+    plan = _gradient_plans[key]
     if plan is None:  # too many strides
         return _by_copy(x, reading, state, coefficients, upstream, factor, into, start)
-    if into is None or (inplace and not plan.inplace):
+    if into is None or (key.over_logits and not plan.over_logits):
         into = torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel() == 0:
         return into
-    label = label.contiguous() if plan.reads_label else None
-    if by_row[1]:
+    _, upstream_per_row, factor_per_row = key.per_row
+    label = reading.label.contiguous() if plan.reads_label else None
+    if upstream_per_row:
         upstream = upstream.contiguous()
-    if by_row[2]:
+    if factor_per_row:
         factor = factor.contiguous()  # pyright: ignore[reportOptionalMemberAccess]
-    if start is not None and weight is not None:
-        weight = weight[start : start + x.shape[-1]]
-    weight = aligned(weight) if "total" in has else None
+    weight, temperature = None, reading.row_temperature
+    if "total" in has:
+        weight = reading.class_weight
+        if start is not None and weight is not None:
+            weight = weight[start : start + x.shape[-1]]
+        weight = aligned(weight)
     last = () if temperature is None else (temperature.contiguous(),)
-    if not plan.spans:
+    if not plan.rewrites_ids:
         plan.launch(x, label, weight, state, coefs, upstream, factor, into, *last)
         return into
-    if plan.reads_ids:
-        ids = ids.contiguous()
-        ids = ids if columns is None else _ids_in(ids, x.shape[-1], *columns)
-        if g_ids is not None:
-            g_ids = g_ids.contiguous()
-            if "tail" not in reading.wants:
-                write_repeats(ids, state)
-    else:
-        ids = g_ids = None
+    ids = None
+    if key.K:
+        ids = reading.ids.contiguous()
+        ids = ids if start is None else _ids_in(ids, x.shape[-1], start, reading.vocab)
+    g_ids = None if ids is None or g_ids is None else g_ids.contiguous()
+    if g_ids is not None and "tail" not in reading.wants:
+        state = with_repeats(state, ids)
     plan.launch(x, label, ids, weight, state, coefs, g_ids, upstream, factor, into, *last)
     return into
 
 
-def options_of(reading: Reading) -> tuple[float, float | None, int | None]:
-    """The numbers of a reading that a plan depends on."""
-    return reading.temperature, reading.softcap, reading.ignore_index
+class _GradientKey(NamedTuple):
+    """All that the plan of a gradient depends on."""
+
+    logits: tuple  # shape, strides, bytes after a 16-byte boundary, bytes per element
+    over_logits: bool  # whether the gradient is to be written over the logits
+    place: Place | None  # other memory for the gradient; None: the logits' own, or new memory
+    K: int  # ids per row; 0 where the loss has no gradient at ids
+    has_g_ids: bool  # whether each id has a coefficient of its own
+    has: tuple[str, ...]  # fields of the coefficients
+    per_row: tuple[bool, bool, bool]  # coefficients, upstream, factor: one per row, or one for all
+    options: tuple[float | None, float | None, int | None]
+    columns: tuple[int, int] | None  # first column and V, where x is not the whole vocabulary
+    revision: int
+
+
+def _gradient_key(
+    x: Tensor, reading: Reading, coefficients: Coefficients, upstream: Tensor,
+    factor: Tensor | None, into: Tensor | None, start: int | None,
+) -> _GradientKey:  # fmt: skip
+    coefs, has, g_ids = coefficients
+    address = x.data_ptr()
+    over_logits = into is not None and into.data_ptr() == address
+    return _GradientKey(
+        (x.shape, x.stride(), address % 16, x.element_size()), over_logits,
+        None if into is None or over_logits else _place_of(into),
+        reading.ids.shape[-1] if g_ids is not None or "a_ids" in has else 0, g_ids is not None, has,
+        (coefs.shape[0] > 1, any(upstream.stride()), factor is not None and any(factor.stride())),
+        options_of(reading), None if start is None else (start, reading.vocab), config.revision,
+    )  # fmt: skip
+
+
+def options_of(reading: Reading) -> tuple[float | None, float | None, int | None]:
+    """What a plan depends on: temperature (None: one per row), softcap and ignore_index."""
+    temperature = reading.temperature if reading.row_temperature is None else None
+    return temperature, reading.softcap, reading.ignore_index
 
 
 def _place_of(into: Tensor) -> Place:
@@ -194,38 +216,34 @@ def _place_of(into: Tensor) -> Place:
 
 
 class _GradientPlan(NamedTuple):
-    inplace: bool  # whether the gradient may be written over x
+    over_logits: bool  # whether the gradient is written over the logits
     reads_label: bool
-    reads_ids: bool
-    spans: bool  # whether more than the label is rewritten: ids_bwd.py, not label_bwd.py
+    rewrites_ids: bool  # by ids_bwd.py; else label_bwd.py rewrites a label at most
     launch: Launch
 
 
-@functools.lru_cache(REMEMBERED)
-def _gradient_plan(
-    shape: tuple, strides: tuple, offset: int, itemsize: int, inplace: bool,
-    place: Place | None, K: int, has_ids: bool, has: tuple[str, ...],
-    by_row: tuple[bool, bool, bool],  # coefficients, upstream and factor: one a row, or one for all
-    one_temperature: bool, options: tuple, columns: tuple[int, int] | None, revision: int,
-) -> _GradientPlan | None:  # fmt: skip
-    temperature, softcap, ignore_index = options
-    rows = describe(shape, strides, offset, itemsize)
+def _gradient_plan(key: _GradientKey) -> _GradientPlan | None:
+    """None where the logits have too many strides."""
+    rows = describe(*key.logits)
     if rows is None:
         return None
-    inplace = inplace and K <= MAX_PRELOADED
-    d_rows = rows if inplace else rows.written_to(place)
-    steps = (COEFFICIENTS * by_row[0], int(by_row[1]), int(by_row[2]))
-    how = (temperature if one_temperature else None, softcap, ignore_index, has, steps)
-    columns = columns or (None, None)
-    spans = (has_ids and K > 0) or "a_ids" in has or "logprob_t1" in has
-    if spans:
-        second = "logprob_t1" in has and not (one_temperature and temperature == 1)
-        cut = config.ids_bwd(rows.vocab, itemsize)
-        launch = ids_bwd_launch(rows, d_rows, K, *how, columns, inplace, second, cut)
+    temperature, _, ignore_index = key.options
+    over_logits = key.over_logits and key.K <= MAX_PRELOADED
+    d_rows = rows if over_logits else rows.written_to(key.place)
+    per_row = (COEFFICIENTS * key.per_row[0], int(key.per_row[1]), int(key.per_row[2]))
+    common = (*key.options, key.has, per_row, key.columns or (None, None))
+    rewrites_ids = (key.has_g_ids and key.K > 0) or "a_ids" in key.has or "logprob_t1" in key.has
+    if rewrites_ids:
+        second = "logprob_t1" in key.has and temperature != 1
+        cut = config.ids_bwd(rows.vocab, rows.itemsize)
+        launch = ids_bwd_launch(rows, d_rows, key.K, *common, over_logits, second, cut)
     else:
-        launch = label_bwd_launch(rows, d_rows, *how, columns, config.label_bwd(rows.vocab))
-    reads_label = ignore_index is not None or "label" in has or "logprob_t1" in has
-    return _GradientPlan(inplace, reads_label, K > 0, spans, launch)
+        launch = label_bwd_launch(rows, d_rows, *common, config.label_bwd(rows.vocab))
+    reads_label = ignore_index is not None or "label" in key.has or "logprob_t1" in key.has
+    return _GradientPlan(over_logits, reads_label, rewrites_ids, launch)
+
+
+_gradient_plans: Plans[_GradientKey, _GradientPlan | None] = Plans(_gradient_plan)
 
 
 def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
@@ -306,7 +324,7 @@ def one_pass(
     by_row = factor is not None and any(factor.stride())
     plan = nll_fwd_bwd_plan(
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), x.device,
-        None if inplace else _place_of(into), temperature is None, options_of(reading),
+        None if inplace else _place_of(into), options_of(reading),
         len(coefficients.rows) > 1, by_row, mean, program_exchange.WAITING, config.revision,
     )  # fmt: skip
     if plan is None:

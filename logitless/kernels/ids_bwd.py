@@ -151,17 +151,47 @@ def _rewrite(
         )
 
 
+class RowGradient(NamedTuple):
+    """The numbers of one row's gradient, made by `_row_gradient`."""
+
+    terms: Terms  # for every column; its c0 and lift hold outside the ids
+    c0_ids: tl.tensor  # c0 of the columns among the ids
+    g_label: tl.tensor  # added at the label
+
+
 @triton.jit
-def _row_numbers(STATE, coefs, HAS: tl.constexpr):
-    """(shift, log s, d of the label, c_logprob_t1, what the label takes from a) of a row."""
+def _row_gradient(STATE, coefs, inv_t, softcap, HAS: tl.constexpr):
+    """A RowGradient from the saved state and the coefficients, in units of dz / T.
+
+    Label. log p of the label at temperature 1 has the gradient d ([i = label] - p1_i), with
+    p1 = softmax(y). So d is added at the label, and every column takes -d p1_i:
+
+    - At temperature 1, p1 = p, and a - d replaces a.
+    - At another temperature ("second"), p1_i = e^(y_i - shift) / s1 is a term of its own, with
+      c_logprob_t1 = -d / s1.
+
+    Tail. With "a_ids", a column has the gradient a_ids p_i among the ids, and a p_i e^-lift outside
+    (contract.py says why). There -d p_i must not be lifted, so that a - d e^lift replaces a:
+
+        (a - d e^lift) p_i e^-lift = a p_i e^-lift - d p_i
+    """
     shift, log_s = tl.load(STATE + SHIFT), tl.load(STATE + LOG_S)
-    dead = log_s == -INF
-    d_logprob_t1 = tl.where(dead, 0.0, coefs.d_logprob_t1)
+    dead = log_s == -INF  # a row of -inf has no distribution, and no gradient
+    d = tl.where(dead, 0.0, coefs.d_logprob_t1)
+    c_logprob_t1, d_of_a = 0.0, d
     if uses(HAS, "second"):
-        c_logprob_t1 = -d_logprob_t1 * tl.exp2(-tl.load(STATE + LOG_S1) * LOG2E)
-        return shift, log_s, d_logprob_t1, tl.where(dead, 0.0, c_logprob_t1), 0.0
-    else:
-        return shift, log_s, d_logprob_t1, 0.0, d_logprob_t1
+        c_logprob_t1 = tl.where(dead, 0.0, -d * tl.exp2(-tl.load(STATE + LOG_S1) * LOG2E))
+        d_of_a = 0.0
+    lift = 0.0
+    if uses(HAS, "a_ids"):
+        c0_ids = c0_of(coefs.a_ids - d_of_a, coefs.b, log_s, inv_t, HAS)
+        lift = lift_of(tl.load(STATE + STATE_TAIL)) * LOG2E
+        d_of_a *= tl.exp2(lift)
+    shift, c0, c1, g_c = row_terms(coefs, coefs.a - d_of_a, shift, log_s, inv_t, HAS)
+    if not uses(HAS, "a_ids"):
+        c0_ids = c0
+    terms = Terms(shift, c0, c1, c_logprob_t1, g_c, inv_t * LOG2E, lift, softcap)
+    return RowGradient(terms, c0_ids, tl.where(dead, 0.0, coefs.g_label * inv_t) + d)
 
 
 @triton.jit(
@@ -209,17 +239,8 @@ def _ids_bwd_kernel(
     gain = row_gain(UPSTREAM, FACTOR, row, field(CONSTANTS, "step_u"), field(CONSTANTS, "step_f"))
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
     STATE += row.to(tl.int64) * STATE_WIDTH
-    shift, log_s, d_logprob_t1, c_logprob_t1, taken = _row_numbers(STATE, coefs, HAS)
-    lift = 0.0
-    if uses(HAS, "a_ids"):
-        c0_ids = c0_of(coefs.a_ids - taken, coefs.b, log_s, inv_t, HAS)
-        lift = lift_of(tl.load(STATE + STATE_TAIL)) * LOG2E
-        taken *= tl.exp2(lift)
-    shift, c0, c1, g_c = row_terms(coefs, coefs.a - taken, shift, log_s, inv_t, HAS)
-    terms = Terms(shift, c0, c1, c_logprob_t1, g_c, inv_t * LOG2E, lift, softcap)
-    if not uses(HAS, "a_ids"):
-        c0_ids = c0
-    g_label = tl.where(log_s == -INF, 0.0, coefs.g_label * inv_t) + d_logprob_t1
+    d_row = _row_gradient(STATE, coefs, inv_t, softcap, HAS)
+    terms = d_row.terms
 
     x_label = tl.full((), 0.0, X.dtype.element_ty)
     x_ids = tl.zeros((BLOCK_K,), X.dtype.element_ty)
@@ -243,7 +264,10 @@ def _ids_bwd_kernel(
         G_IDS += row.to(tl.int64) * K
         repeated = tl.load(STATE + STATE_REPEATS) != 0
     _rewrite(
-        _Row(Xrow, W, DXrow, IDS, G_IDS, K, c0_ids, gain * inv_t, repeated, label, g_label),
+        _Row(
+            Xrow, W, DXrow, IDS, G_IDS, K, d_row.c0_ids, gain * inv_t, repeated, label,
+            d_row.g_label,
+        ),
         x_label, x_ids, terms, span, HAS, CONSTANTS,
     )  # fmt: skip
 

@@ -20,7 +20,8 @@ for any `tl.constexpr`.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,7 +32,27 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 REMEMBERED = 1024  # entries in each cache of launches and plans
 
+K = TypeVar("K")
+V = TypeVar("V")
+
 _CURRENT = contextlib.nullcontext()
+
+
+class Plans(dict[K, V]):
+    """plans[key] is make(key), kept for the next call with the same key.
+
+    The key is a NamedTuple. A dictionary finds it sooner than functools.lru_cache does.
+    """
+
+    def __init__(self, make: Callable[[K], V]):
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, key: K) -> V:
+        if len(self) >= REMEMBERED:
+            self.clear()
+        plan = self[key] = self.make(key)
+        return plan
 
 
 class Launch:

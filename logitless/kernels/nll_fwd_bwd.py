@@ -151,7 +151,7 @@ class _Plan(NamedTuple):
 def nll_fwd_bwd_plan(
     shape: tuple, strides: tuple, offset: int, itemsize: int, device: torch.device,
     place: Place | None,  # None is over the logits
-    one_temperature: bool, options: tuple, coefs_by_row: bool, factor_by_row: bool, mean: bool,
+    options: tuple, coefs_by_row: bool, factor_by_row: bool, mean: bool,
     waiting: bool, revision: int,
 ) -> _Plan | None:  # fmt: skip
     """None where one pass cannot do it."""
@@ -166,7 +166,7 @@ def nll_fwd_bwd_plan(
     if not program_exchange.may_wait(parts, device):
         return None
     d_rows = rows if place is None else rows.written_to(place)
-    number = (temperature,) if one_temperature else ()
+    number = () if temperature is None else (temperature,)
     launch = Launch(
         _nll_fwd_bwd_kernel, (rows.count * parts,),
         (

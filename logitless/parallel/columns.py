@@ -74,7 +74,8 @@ class ColumnBackend:
         found = self.backend.finish(whole, without, lead)
         tail = self._joined_tail(tails, reading, found)
         found.state[:, contract.TAIL] = tail
-        return found._replace(tail=tail.view(lead).clone())
+        state = self.backend.with_repeats(found.state, reading.ids)
+        return found._replace(state=state, tail=tail.view(lead).clone())
 
     def finish(self, part: Partials, reading: Reading, shape=None) -> Statistics:
         """The statistics of whole rows, from this rank's part and those of the other ranks."""
@@ -101,9 +102,7 @@ class ColumnBackend:
         """The gradient of these columns, or of some of them from `start` on. No communication."""
         if x.shape[-1] == 0:
             return torch.empty_like(x) if into is None else into
-        # wants=() makes the kernel detect repeated ids, because a joined state does not record
-        # them.
-        reading, start = reading._replace(wants=()), self.start + (start or 0)
+        start = self.start + (start or 0)
         return self.backend.gradient(x, reading, state, coefficients, upstream, factor, into, start)
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:

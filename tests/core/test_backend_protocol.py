@@ -22,10 +22,18 @@ BACKENDS = {
     "blocks": BlockBackend(eager),
 }
 # Blocks of a head serve losses that need only merged statistics (RowLoss.merges).
-WHOLE_ROWS = {"outside", "gather", "gather_gradient", "pair_read", "pair_gradient", "topk"}
+WHOLE_ROWS = {
+    "outside",
+    "with_repeats",
+    "gather",
+    "gather_gradient",
+    "pair_read",
+    "pair_gradient",
+    "topk",
+}
 MERGED_ALREADY = {"partial", "merge", "finish"}
-LACKS = {"blocks": WHOLE_ROWS | MERGED_ALREADY, "columns over eager": {"outside"},
-         "columns over kernels": {"outside"}}  # fmt: skip
+LACKS = {"blocks": WHOLE_ROWS | MERGED_ALREADY, "columns over eager": {"outside", "with_repeats"},
+         "columns over kernels": {"outside", "with_repeats"}}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -149,7 +149,7 @@ def test_who_may_wait(waiting, monkeypatch):
     monkeypatch.setattr(program_exchange, "WAITING", waiting)
     x = torch.zeros(1, 1).expand(1, 128256).as_subclass(OnAGPU)
     with mock.patch.object(config, "_override", {}):
-        how = (True, (1.0, None, None), False, False, False, waiting, config.revision)
+        how = ((1.0, None, None), False, False, False, waiting, config.revision)
         plan = nll_fwd_bwd_plan(x.shape, (x.numel(), 1), 0, 4, x.device, None, *how)
         assert (plan is not None) is waiting
         assert (_parts(x) > 1) is waiting
