@@ -41,7 +41,7 @@ def arguments_of(loss) -> tuple:
         value = getattr(loss, name)
         if name == "reading":
             value = value._replace(wants=" ".join(value.wants))
-        arguments += value if name in _STRUCTS else (value,)
+        arguments.extend(tuple(value) if name in _STRUCTS else (value,))
     return tuple(arguments)
 
 

@@ -154,13 +154,18 @@ def _rewrite(
 class RowGradient(NamedTuple):
     """The numbers of one row's gradient, made by `_row_gradient`."""
 
-    terms: Terms  # for every column; its c0 and lift hold outside the ids
+    shift: tl.tensor  # these six are fields of Terms; c0 and lift hold outside the ids
+    c0: tl.tensor
+    c1: tl.tensor
+    c_logprob_t1: tl.tensor
+    g_c: tl.tensor
+    lift: tl.tensor
     c0_ids: tl.tensor  # c0 of the columns among the ids
     g_label: tl.tensor  # added at the label
 
 
 @triton.jit
-def _row_gradient(STATE, coefs, inv_t, softcap, HAS: tl.constexpr):
+def _row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
     """A RowGradient from the saved state and the coefficients, in units of dz / T.
 
     Label. log p of the label at temperature 1 has the gradient d ([i = label] - p1_i), with
@@ -190,8 +195,8 @@ def _row_gradient(STATE, coefs, inv_t, softcap, HAS: tl.constexpr):
     shift, c0, c1, g_c = row_terms(coefs, coefs.a - d_of_a, shift, log_s, inv_t, HAS)
     if not uses(HAS, "a_ids"):
         c0_ids = c0
-    terms = Terms(shift, c0, c1, c_logprob_t1, g_c, inv_t * LOG2E, lift, softcap)
-    return RowGradient(terms, c0_ids, tl.where(dead, 0.0, coefs.g_label * inv_t) + d)
+    g_label = tl.where(dead, 0.0, coefs.g_label * inv_t) + d
+    return RowGradient(shift, c0, c1, c_logprob_t1, g_c, lift, c0_ids, g_label)
 
 
 @triton.jit(
@@ -239,8 +244,11 @@ def _ids_bwd_kernel(
     gain = row_gain(UPSTREAM, FACTOR, row, field(CONSTANTS, "step_u"), field(CONSTANTS, "step_f"))
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
     STATE += row.to(tl.int64) * STATE_WIDTH
-    d_row = _row_gradient(STATE, coefs, inv_t, softcap, HAS)
-    terms = d_row.terms
+    d_row = _row_gradient(STATE, coefs, inv_t, HAS)
+    terms = Terms(
+        d_row.shift, d_row.c0, d_row.c1, d_row.c_logprob_t1, d_row.g_c, inv_t * LOG2E, d_row.lift,
+        softcap,
+    )  # fmt: skip
 
     x_label = tl.full((), 0.0, X.dtype.element_ty)
     x_ids = tl.zeros((BLOCK_K,), X.dtype.element_ty)

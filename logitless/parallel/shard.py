@@ -97,7 +97,6 @@ class VocabShard(Source):
         _check(ranks, source, start, vocab, sequence_parallel)
         if sequence_parallel:
             source = source.over_all_tokens(ranks.gather)
-        source = columns_of(source)
         self.ranks = ranks
         self.sums_hidden = True  # over ranks, the gradient of hidden; else the caller does
         self.width = source.shape[-1]
@@ -106,7 +105,7 @@ class VocabShard(Source):
         self._set_source(source)
 
     def _set_source(self, source: Any) -> None:
-        self.source = source
+        self.source = source = columns_of(source)
         if source is not None:
             self.shape = torch.Size((*source.shape[:-1], self.vocab))
             self.dtype, self.device = source.dtype, source.device
@@ -177,7 +176,7 @@ class VocabShard(Source):
 
     def as_teacher(self) -> "VocabShard":
         """The same logits as constants."""
-        return self.over(columns_of(self.source.as_teacher()))
+        return self.over(self.source.as_teacher())
 
     def times(self, factor: float) -> "VocabShard | None":
         """A teacher's logits times a factor; None if that would copy a tensor."""

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.heads import linear
+from logitless.heads import head as heads_head
 from logitless.heads.plan import Cut
 from tests.support.heads import LOSSES, V, assert_same, leaves, make, result
 
@@ -23,7 +23,7 @@ def cut(monkeypatch):
 
     def set_to(cut):
         monkeypatch.setattr(
-            linear, "choose", lambda work, *_: cut if work.merges else Cut(work.rows)
+            heads_head, "choose", lambda work, *_: cut if work.merges else Cut(work.rows)
         )
 
     return set_to

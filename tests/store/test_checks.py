@@ -62,7 +62,9 @@ class TestArguments:
             with pytest.raises(TypeError, match="tokens must hold integers"):
                 writer.add(tokens.float(), targets)
             assert len(writer) == 0
-        with pytest.raises(ValueError, match="a writer must be open to add documents"):
+        with pytest.raises(
+            ValueError, match="a writer must be open to add documents, got a closed writer"
+        ):
             writer.add(tokens, targets)
 
     def test_another_tokenizer_is_refused(self, tmp_path):
