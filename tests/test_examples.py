@@ -23,7 +23,7 @@ def output_of(name: str, *arguments: str, needs: tuple[str, ...] = (), ranks: in
 
 
 def test_distill_ends_with_three_losses():
-    output = output_of("losses/sparse_teacher.py", "--steps", "3")
+    output = output_of("distill.py", "--steps", "3")
     found = re.findall(r"^ *(\w[\w ]*?)  +(\d+\.\d+)$", output, re.M)
     assert [name for name, _ in found] == ["teacher", "student", "student with the teacher"]
     assert all(0 < float(loss) < 20 for _, loss in found)
