@@ -1,16 +1,17 @@
-# Everything here works on a fresh machine: what a target needs, it installs into .venv first.
+# Every target works on a fresh machine, because it first installs its requirements into .venv.
 #
 #   make test                   lint, types, tests (kernels under Triton's interpreter)
-#   make test-newest            the tests with what pip installs today, in .venv-newest
-#   make test-oldest            the tests with the oldest versions we allow, in .venv-oldest
-#   make test-gpu PY=python3    with an interpreter that has PyTorch already, and no .venv
+#   make test-newest            tests with the newest versions, in .venv-newest
+#   make test-oldest            tests with the oldest versions that we support, in .venv-oldest
+#   make test-gpu PY=python3    GPU tests with an interpreter that has PyTorch, without .venv
 #
-# PYTHON makes the environment, ARGS go to the command: make demo ARGS="--steps 50".
+# PYTHON creates the environments. ARGS are passed to the command: make demo ARGS="--steps 50".
 
 PYTHON ?= python3
 PYTHON_OLDEST ?= python3.10
 ARGS ?=
-# Halves of the tests in their order, so that what a file shares is mostly made once; who ends first helps.
+# Each worker starts with one half of the tests in their order, so that the fixtures of a file are
+# mostly set up once. A worker that finishes takes tests from the other.
 TWO_WORKERS := -n 2 --dist worksteal
 
 ifndef PY
@@ -21,56 +22,56 @@ endif
 .DEFAULT_GOAL := help
 .PHONY: help test test-newest test-oldest test-gpu test-families sanitize fuzz bench tables demo lint types format clean
 
-help:  ## this list
+help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-test: lint types  ## lint, types and all tests, at small sizes where there is no GPU
+test: lint types  ## lint, types and all tests, at small sizes if there is no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(TWO_WORKERS) $(ARGS)
 
-test-newest: .venv-newest/.ready  ## all tests, with the PyTorch and Triton that pip installs today
+test-newest: .venv-newest/.ready  ## all tests, with the newest PyTorch and Triton
 	.venv-newest/bin/python -m pip install --quiet --upgrade -r requirements/newest.txt
 	OMP_NUM_THREADS=1 .venv-newest/bin/python -m pytest $(TWO_WORKERS) $(ARGS)
 
-test-oldest: .venv-oldest/.ready  ## all tests, with the oldest Python, PyTorch and Triton we allow
+test-oldest: .venv-oldest/.ready  ## all tests, with the oldest Python, PyTorch and Triton that we support
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest $(TWO_WORKERS) $(ARGS)
 
-test-gpu: $(READY)  ## the tests at real sizes, on a GPU
+test-gpu: $(READY)  ## tests at real sizes, on a GPU
 	$(PY) -m pytest tests/gpu $(ARGS)
 
-test-families: $(READY)  ## fuse, on every causal LM of Transformers; the table in docs/fuse.md
+test-families: $(READY)  ## fuse every causal LM of Transformers; prints the table of docs/fuse.md
 	$(PY) -W ignore -m tests.support.families $(ARGS)
 
-sanitize: $(READY)  ## every kernel under compute-sanitizer, on a GPU: memcheck and racecheck
+sanitize: $(READY)  ## run every kernel under compute-sanitizer (memcheck, racecheck), on a GPU
 	$(PY) -m tests.support.sanitizer
 
-fuzz: $(READY)  ## random cases of every function, for ARGS="--minutes 10"
+fuzz: $(READY)  ## test random cases of every function, for example with ARGS="--minutes 10"
 	OMP_NUM_THREADS=1 $(PY) -m tests.differential $(ARGS)
 
-bench: $(READY)  ## correctness, time and memory against the rivals
+bench: $(READY)  ## check and time logitless beside PyTorch and other libraries
 	$(PY) -m logitless bench $(ARGS)
 
-tables: $(READY)  ## the tables of README and docs, and the plots, from the newest stored results
+tables: $(READY)  ## rewrite the tables of README and docs, and the plots, from stored results
 	$(PY) -m benchmarks.tables
 
-demo: $(READY)  ## train a teacher, capture it into a store, distil a student from it; a report in HTML
+demo: $(READY)  ## train a teacher, capture it, distil students; writes a report in HTML
 	$(PY) -m logitless demo $(ARGS)
 
-lint: $(READY)  ## ruff, check and format
+lint: $(READY)  ## check style and format with ruff
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-types: $(READY)  ## pyright
+types: $(READY)  ## check types with pyright
 	$(PY) -m pyright --pythonpath "$$(command -v $(PY))"
 
-format: $(READY)  ## rewrite the sources as ruff wants them
+format: $(READY)  ## fix and format the sources with ruff
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-clean:  ## remove the environments and everything built
+clean:  ## remove the environments and all build products
 	rm -rf .venv .venv-newest .venv-oldest build dist .pytest_cache .ruff_cache .hypothesis logitless-demo.png logitless-demo.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# $(call install,PYTHON): an environment of that interpreter, with the first prerequisite's packages.
+# $(call install,PYTHON) creates an environment with the packages of the first prerequisite.
 define install
 $(1) -m venv $(@D)
 $(@D)/bin/python -m pip install --quiet -r $<

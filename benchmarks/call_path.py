@@ -1,11 +1,11 @@
-"""Which files and functions of the library one call crosses on the host, forward and backward.
+"""Counts the files and functions of the library that one call crosses on the host.
 
     python benchmarks/call_path.py [CHECKOUT] [--names]
 
-Counts distinct Python functions (comprehensions apart) of the package that run when a call is made
-for the fourth time, so that what is remembered from earlier calls is not counted, and neither is
-what the GPU runs. Without a GPU both implementations are looked at, the kernels' under Triton's
-interpreter. CHECKOUT is the library to look at, this one by default.
+Counts the distinct Python functions of the package, without comprehensions, that run in forward and
+in backward. The call is made for the fourth time, so that caches are filled. Code that runs on the
+GPU is not counted. Without a GPU, both implementations are counted; the kernels then run under
+Triton's interpreter. CHECKOUT is the library to measure; the default is this one.
 """
 
 import argparse
@@ -33,13 +33,13 @@ ROOT = str(Path(ll.__file__).parent)
 
 
 def crossed(f) -> tuple[object, set[tuple[str, str]]]:
-    """f(), and the (file, function) pairs of the package that it called."""
+    """Returns f() and the (file, function) pairs of the package that f called."""
     seen: set[tuple[str, str]] = set()
 
     def look(frame, event, _):
         code = frame.f_code
         ours = event == "call" and code.co_filename.startswith(ROOT) and code.co_name[0] != "<"
-        if ours and not hasattr(frame.f_globals.get(code.co_name), "fn"):  # which Triton's have
+        if ours and not hasattr(frame.f_globals.get(code.co_name), "fn"):  # no Triton kernels
             name = getattr(code, "co_qualname", code.co_name)
             seen.add((os.path.relpath(code.co_filename, ROOT), name))
 
@@ -53,15 +53,15 @@ def crossed(f) -> tuple[object, set[tuple[str, str]]]:
 
 
 def calls():
-    """Name and forward of each call."""
+    """Yields the name and the forward function of each call."""
     x = torch.randn(64, 1024, device=device, requires_grad=True)
     target = torch.randint(0, 1024, (64,), device=device)
     hidden = torch.randn(64, 32, device=device, requires_grad=True)
     weight = torch.randn(1024, 32, device=device, requires_grad=True)
     targets = ll.capture_topk(torch.randn(64, 1024, device=device), 8)
-    how = {"divergence": "forward_kl", "support": "tail", "labels": target, "ce_weight": 0.5}
+    options = {"divergence": "forward_kl", "support": "tail", "labels": target, "ce_weight": 0.5}
     yield "cross_entropy", lambda: ll.cross_entropy(x, target)
-    yield "topk_distill", lambda: ll.topk_distill(x, targets, **how)
+    yield "topk_distill", lambda: ll.topk_distill(x, targets, **options)
     yield "a head", lambda: ll.cross_entropy(ll.LinearLogits(hidden, weight), target)
 
 
@@ -70,12 +70,12 @@ for impl in ("kernels",) if device == "cuda" else ("triton", "eager"):
         for name, forward in calls():
             for _ in range(3):
                 forward().backward()
-            loss, there = crossed(forward)
+            loss, forth = crossed(forward)
             _, back = crossed(loss.backward)
-            files = {file for file, _ in there | back}
-            counts = f"{len(there):4} + {len(back)} functions"
+            files = {file for file, _ in forth | back}
+            counts = f"{len(forth):4} + {len(back)} functions"
             print(f"{impl:7} {name:14} {len(files):3} files {counts}")
             if args.names:
                 print("   files   ", *sorted(files))
-                print("   forward ", *sorted(function for _, function in there))
+                print("   forward ", *sorted(function for _, function in forth))
                 print("   backward", *sorted(function for _, function in back))

@@ -1,11 +1,12 @@
-"""How fast a teacher is captured into a store, beside its forward alone.
+"""Measures how fast a teacher is captured into a store, relative to its forward.
 
     python -m benchmarks.capture_speed --out FOLDER
 
-A random Llama of the 1B class, V = 128,256, bf16, on documents of random tokens: the forward with
-its hidden states alone, the forward with whole logits, and `ll.store.capture` with K = 64 into a
-store on disk, which is verified and compared with `capture_topk` of whole logits first. Writes
-capture-speed.md; the aim is 80 % of the forward's speed. Needs transformers.
+The teacher is a random Llama of the 1B class with V = 128,256 in bf16, and the documents are random
+tokens. Three runs are timed: the forward to hidden states, the forward to whole logits, and
+`ll.store.capture` with K = 64 into a store on disk. The store is first verified and compared with
+`capture_topk` of whole logits. Writes capture-speed.md. The aim is 80 % of the speed of the forward
+to whole logits. Needs transformers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import logitless as ll
-from logitless.cli import machine as _machine
+from logitless.cli import machine
 from logitless.cli.clocks import wall_time
 from logitless.cli.report import table
 
@@ -28,7 +29,7 @@ AIM = 0.8
 def teacher(small: bool, device: str) -> LlamaForCausalLM:
     sizes = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192}
     sizes |= {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
-    if small:  # to try the script without a GPU
+    if small:  # for a run of the script without a GPU
         sizes |= {"vocab_size": 2000, "hidden_size": 64, "intermediate_size": 128}
         sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
@@ -39,11 +40,11 @@ def teacher(small: bool, device: str) -> LlamaForCausalLM:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="a folder")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the report")
     parser.add_argument("--batches", type=int, default=24)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--small", action="store_true", help="a tiny teacher, for a CPU")
+    parser.add_argument("--small", action="store_true", help="use a tiny teacher, for a CPU")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = teacher(args.small, device)
@@ -63,9 +64,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
 
-        def capture(name: str, some=batches) -> None:
+        def capture(name: str, batches=batches) -> None:
             with ll.store.Writer(Path(folder) / name, vocab_size=vocab, k=64) as writer:
-                ll.store.capture(model, some, writer)
+                ll.store.capture(model, batches, writer)
 
         capture("warm", batches[:2])
         check(model, Path(folder) / "warm", batches[0])
@@ -82,7 +83,7 @@ def main() -> None:
         speed, share = f"{1e3 * tokens / ms:,.0f}", f"{times['whole logits'] / ms:.0%}"
         rows.append({"": name, "tokens/s": speed, "of the forward with whole logits": share})
     about = (
-        f"{_machine.device(device)['name']}, torch {torch.__version__}, commit {_machine.commit()}"
+        f"{machine.device(device)['name']}, torch {torch.__version__}, commit {machine.commit()}"
     )
     text = f"# Capturing a teacher\n\n{about}; {tokens:,} tokens, V = {vocab:,}; aim {AIM:.0%}.\n\n"
     text += table(rows) + "\n"
@@ -93,7 +94,7 @@ def main() -> None:
 
 @torch.no_grad()
 def check(model: LlamaForCausalLM, path: Path, batch: torch.Tensor) -> None:
-    """The first document as it would be captured from whole logits, in both their roundings."""
+    """Compares the first document with a capture from whole logits, up to rounding."""
     store = ll.store.Store(path)
     _, got = store[store.find(batch[0])]
     want = ll.capture_topk(model(batch[:1].to(model.device)).logits, 64)[0].to("cpu")

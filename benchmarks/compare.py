@@ -1,10 +1,11 @@
-"""Our own times in two checkouts: python benchmarks/compare.py OLD NEW --out FOLDER
+"""Compares our own times in two checkouts: python benchmarks/compare.py OLD NEW --out FOLDER
 
-Three processes, with the library of OLD, of NEW, and of OLD again, run each case in turn before the
-next one, by the harness of *this* checkout, without rivals and without checking answers. The two
-old times say how noisy a case is: "slower" and "faster" are 2 % beyond that, and beyond the median
-noise of the run; what looks slower is measured once more. Exit status 1 if a case is slower or
-fails. Writes FOLDER/compare.md and nothing else.
+Three processes load the library of OLD, of NEW, and of OLD again. Each case runs in all three
+before the next case begins, by the benchmark of *this* checkout, without other libraries and
+without checks of the results. The two times of OLD give the noise of a case. "slower" and "faster"
+mean a difference of 2 % beyond this noise and beyond the median noise of the run. A case that is
+slower is measured once more. The exit status is 1 if a case is slower or fails. Writes
+FOLDER/compare.md.
 """
 
 import argparse
@@ -24,90 +25,93 @@ COLUMNS = ("case", "old ms", "new ms", "old again", "new / old", "noise", "MiB o
 
 
 def worker(checkout: Path) -> ProcessPoolExecutor:
-    """A process of its own, that will import the library of one checkout."""
-    fresh = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, fresh, initializer=find, initargs=(str(checkout.resolve()),))
+    """A new process that imports the library of one checkout."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(
+        1, context, initializer=set_path, initargs=(str(checkout.resolve()),)
+    )
 
 
-def find(checkout: str) -> None:
-    """In a worker: `logitless` is the checkout's, `cli` is this one's."""
+def set_path(checkout: str) -> None:
+    """In a worker: imports `logitless` from the checkout, and `cli` from this one."""
     sys.path[:] = [checkout, *sys.path, str(PACKAGE)]
     import logitless
 
     assert Path(logitless.__file__).is_relative_to(checkout), logitless.__file__
 
 
-def names(device: str, how: dict) -> list[str]:
-    """In a worker: its cases."""
+def names(device: str, filters: dict) -> list[str]:
+    """In a worker: the names of the cases."""
     from cli.bench import cases
 
-    return [case.name for case in cases.choose(device, **how)]
+    return [case.name for case in cases.choose(device, **filters)]
 
 
-def measure(device: str, how: dict, name: str, ms: float) -> dict:
-    """In a worker: the result of a case, after this many milliseconds of measuring."""
+def measure(device: str, filters: dict, name: str, ms: float) -> dict:
+    """In a worker: the result of one case, timed for `ms` milliseconds."""
     from cli.bench import cases, contenders, runner
 
-    case = next(case for case in cases.choose(device, **how) if case.name == name)
+    case = next(case for case in cases.choose(device, **filters) if case.name == name)
     ours = {contenders.OURS: contenders.ours}
     (result,) = runner.run_case(case, ours, device, ms, checked=False)
-    torch.cuda.empty_cache()  # for the other workers
+    torch.cuda.empty_cache()  # the other workers need the memory
     return asdict(result)
 
 
 def noise(old: dict, new: dict, again: dict) -> float | None:
-    """None where one of them has no time."""
+    """The relative difference of the two old times; None if a time is missing."""
     timed = all(result["ms"] for result in (old, new, again))
     return abs(again["ms"] / old["ms"] - 1) if timed else None
 
 
 def row(case: str, results: list[dict], typical: float) -> list[str]:
-    """The cells of a case; the last one is the verdict."""
+    """The cells of a case; the last cell is the verdict."""
 
     def cell(value: float | None, spec: str) -> str:
         return "–" if value is None else f"{value:{spec}}"
 
     old, new, again = results
-    times, apart = None, noise(*results)
+    ratio, spread = None, noise(*results)
     verdict = "; ".join(sorted({r["note"] for r in results if r["note"]}))
-    if apart is not None:
-        times, margin = 2 * new["ms"] / (old["ms"] + again["ms"]), MARGIN + max(apart, typical)
-        verdict = "slower" if times > 1 + margin else "faster" if times < 1 - margin else ""
+    if spread is not None:
+        ratio, margin = 2 * new["ms"] / (old["ms"] + again["ms"]), MARGIN + max(spread, typical)
+        verdict = "slower" if ratio > 1 + margin else "faster" if ratio < 1 - margin else ""
     elif new["status"] != "ok":
         verdict = f"FAILS: {verdict}"
     memory = [cell(result["extra_mib"], ".1f") for result in (old, new)]
     measured = [cell(result["ms"], ".4f") for result in results]
-    return [case, *measured, cell(times, ".3f"), cell(apart, ".1%"), *memory, verdict]
+    return [case, *measured, cell(ratio, ".3f"), cell(spread, ".1%"), *memory, verdict]
 
 
 def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("old", type=Path, help="a checkout")
-    add("new", type=Path, help="a checkout")
+    add("old", type=Path, help="checkout to compare with")
+    add("new", type=Path, help="checkout to measure")
     add("--out", type=Path, required=True, metavar="FOLDER")
-    add("--minutes", type=float, default=5.0, help="to spend in all (default 5)")
-    add("--family", action="append", choices=("logits", "teachers", "heads"), help="(repeatable)")
-    add("--op", action="append", help="(repeatable)")
+    add("--minutes", type=float, default=5.0, help="time for the whole run (default 5)")
+    add("--family", action="append", choices=("logits", "teachers", "heads"))
+    add("--op", action="append", help="only this op (repeatable)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--quick", action="store_true", help="small shapes")
     args = parser.parse_args()
     end = time.monotonic() + 60 * args.minutes
-    how = {"quick": args.quick, "families": args.family, "ops": args.op}
+    filters = {"quick": args.quick, "families": args.family, "ops": args.op}
     workers = [worker(path) for path in (args.old, args.new, args.old)]
-    cases = workers[0].submit(names, args.device, how).result()
+    cases = workers[0].submit(names, args.device, filters).result()
 
     def run(case: str, ms: float) -> list[dict]:
-        return [each.submit(measure, args.device, how, case, ms).result() for each in workers]
+        return [w.submit(measure, args.device, filters, case, ms).result() for w in workers]
 
     results = {}
     for i, case in enumerate(cases):
         share = max(0.0, end - time.monotonic()) / (len(cases) - i) / len(workers)
-        results[case] = run(case, min(1000.0, max(20.0, 310 * share)))  # the rest: inputs, memory
+        # 310 ms of each second are for timing; inputs and the memory take the rest.
+        results[case] = run(case, min(1000.0, max(20.0, 310 * share)))
         print(f"{i + 1}/{len(cases)}", *row(case, results[case], 0.0), sep=" | ", flush=True)
-    found = [apart for three in results.values() if (apart := noise(*three)) is not None]
-    typical = statistics.median(found or [0.0])
+    spreads = [x for three in results.values() if (x := noise(*three)) is not None]
+    typical = statistics.median(spreads or [0.0])
     for case in cases:
         if row(case, results[case], typical)[-1] == "slower":
             pairs = zip(results[case], run(case, 500.0), strict=True)

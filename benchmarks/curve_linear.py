@@ -1,9 +1,9 @@
-"""A model trained in bf16 with and without its logits, on a GPU.
+"""Compares the loss curves of a model trained in bf16 with and without its logits, on a GPU.
 
-The demo's transformer three times from one seed, on the same batches: with logits and PyTorch's
-loss over them in fp32, with a LinearLogits in 16 chunks instead, and with logits once more, but
-from weights that differ in the last bits. The last says how far apart rounding alone drives two
-curves. Writes a plot and prints the largest differences.
+The demo's transformer is trained three times from one seed on the same batches: with logits and
+PyTorch's loss in fp32; with a LinearLogits in 16 chunks; and with logits again, from weights that
+differ in their last bits. The third curve shows how far rounding alone moves a curve. Writes a plot
+and prints the largest differences.
 """
 
 import argparse
@@ -18,11 +18,11 @@ import logitless as ll
 from logitless.cli import demo
 
 CHUNKS = 16
-WINDOW = 10  # steps that the differences are averaged over
+WINDOW = 10  # number of steps over which losses are averaged
 
 
 class InBf16(demo.Learner):
-    """Computes in bf16; the loss of its logits in fp32."""
+    """Computes the model in bf16, and the loss of its logits in fp32."""
 
     def loss_of(self, tokens: Tensor, target: Tensor) -> Tensor:
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
@@ -31,11 +31,13 @@ class InBf16(demo.Learner):
 
 
 class WithoutLogits(InBf16):
+    """Computes the loss from hidden states and weight, in CHUNKS chunks."""
+
     def loss_of(self, tokens: Tensor, target: Tensor) -> Tensor:
         with torch.autocast(tokens.device.type, dtype=torch.bfloat16):
             hidden, weight = self.model.hidden(tokens), self.model.token.weight
-            space = tokens.numel() // CHUNKS * demo.VOCAB * 2
-            return ll.cross_entropy(ll.LinearLogits(hidden, weight, workspace=space), target)
+            workspace = tokens.numel() // CHUNKS * demo.VOCAB * 2
+            return ll.cross_entropy(ll.LinearLogits(hidden, weight, workspace=workspace), target)
 
 
 def smooth(learner: demo.Learner) -> Tensor:
@@ -48,27 +50,29 @@ parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else
 parser.add_argument("--out", type=Path, default=Path("curve-linear.png"))
 args = parser.parse_args()
 scale = demo.SCALES[args.device]
-how = (F.cross_entropy, scale, args.device, 0)
+options = (F.cross_entropy, scale, args.device, 0)
 learners = [
-    InBf16("logits, PyTorch's loss in fp32", *how),
-    WithoutLogits(f"LinearLogits, {CHUNKS} chunks", *how),
-    InBf16("logits, weights nudged by a bit", *how),
+    InBf16("logits, PyTorch's loss in fp32", *options),
+    WithoutLogits(f"LinearLogits, {CHUNKS} chunks", *options),
+    InBf16("logits, weights nudged by a bit", *options),
 ]
 with torch.no_grad():
-    for weight in learners[2].model.parameters():  # by about the last bit of its bf16
+    for weight in learners[2].model.parameters():  # changes about the last bit in bf16
         weight.mul_(1 + 2.0**-9 * torch.randn_like(weight))
 text = demo.encode(demo.read_sources(demo.MAX_CHARS))
 demo.train_with_progress(learners, demo.draw_batches(text, scale, args.device, 0), args.steps)
 
 figure = Figure(figsize=(8, 6), layout="constrained")
 above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-print(f"largest difference of the curves, means of {WINDOW} steps, torch {torch.__version__}:")
+print(
+    f"largest difference from the first curve, means of {WINDOW} steps, torch {torch.__version__}:"
+)
 for learner, color in zip(learners, ("0.7", "C0", "C1"), strict=True):
-    apart = smooth(learner) - smooth(learners[0])
-    print(f"  {learner.name}: {apart.abs().max():.4f}")
+    difference = smooth(learner) - smooth(learners[0])
+    print(f"  {learner.name}: {difference.abs().max():.4f}")
     above.plot(learner.curve, color=color, label=learner.name)
-    below.plot(apart.tolist(), color=color)
-above.set(ylabel="cross-entropy, nats a token", title="One model in bf16, without its logits")
+    below.plot(difference.tolist(), color=color)
+above.set(ylabel="cross-entropy, nats per token", title="One model in bf16, without its logits")
 above.legend()
 below.set(xlabel="step", ylabel=f"difference,\nmeans of {WINDOW} steps")
 figure.savefig(args.out, format="png", dpi=120)

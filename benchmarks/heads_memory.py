@@ -1,14 +1,15 @@
-"""Time against memory of a loss over a head: ours in every workspace, and the rivals.
+"""Measures time against memory of a loss over a head: ours in every workspace, and other libraries.
 
-    python -m benchmarks.heads_memory --out benchmarks/results/h200     some two minutes on a GPU
-    python -m benchmarks.heads_memory --both                            each workspace cut both ways
-    python -m benchmarks.heads_memory --study exactness                 the sums over chunks
-    python -m benchmarks.heads_memory --study growing                   memory of more and more rows
+    python -m benchmarks.heads_memory --out benchmarks/results/h200     about two minutes on a GPU
+    python -m benchmarks.heads_memory --both                            workspaces, cut both ways
+    python -m benchmarks.heads_memory --study exactness                 errors of sums over chunks
+    python -m benchmarks.heads_memory --study growing                   memory by number of rows
 
-Cross-entropy, forward + backward, at three shapes; then what logits in fp32 cost. Every answer is
-compared with fp64 before it is timed. Writes JSON and a report, and of the first a plot. --both is
-for the constants in logitless/heads/plan.py: it forces whole rows, and then columns, wherever both
-are possible. The other two studies are of the errors of the weight's gradient and of peak memory.
+The first command measures cross-entropy, forward + backward, at three shapes, and logits in fp32 at
+the first shape. Every result is compared with fp64 before it is timed. Each command writes JSON and
+a report, and the first also a plot. --both is for the constants in logitless/heads/plan.py: it
+forces a cut by rows, and then a cut by columns, if both are possible. The study "exactness"
+measures the errors of the weight's gradient, and "growing" measures peak memory.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from logitless.cli.bench import contenders, results, runner
 from logitless.cli.bench.cases import EAGER, MIB, OURS, Case, Mode
 from logitless.cli.bench.results import Result
 from logitless.cli.report import table
-from logitless.heads import plan as _cut
+from logitless.heads import plan
 
 SHAPES = ("8192×4096×128256", "8192×2048×151936", "16384×2304×256000")
 WORKSPACES = (1024, 512, 256, 128, 64, 32)  # MiB
@@ -36,20 +37,20 @@ OWN_MEMORY = "in its own memory"
 UNFUSED = "beside an unfused head"
 FP32 = {"logits_dtype": torch.float32}
 SMALL = {"workspace": 64 * MIB}
-SPEND = 200.0  # ms of timing for each
+BUDGET = 200.0  # ms of timing per case and contender
 COLORS = {OURS: "#d1495b", "liger": "#33658a", "cce": "#86a873"}
 
 
-def head(op: str, variant: str, given: dict, mode: str = Mode.BACKWARD) -> Case:
-    return Case("heads", op, mode, variant, given, compiled=False)
+def head(op: str, variant: str, options: dict, mode: str = Mode.BACKWARD) -> Case:
+    return Case("heads", op, mode, variant, options, compiled=False)
 
 
 def workspaces(shape: str) -> list[Case]:
-    """Ours in each workspace, then the rivals; at the first shape, results a row and fp32 too."""
+    """Ours in each workspace, then other libraries; `score` and fp32 logits at the first shape."""
     ours = [head("cross_entropy", f"{mib} MiB", {"workspace": mib * MIB}) for mib in WORKSPACES]
-    found = [*ours, head("cross_entropy", OWN_MEMORY, {})]
+    cases = [*ours, head("cross_entropy", OWN_MEMORY, {})]
     if shape == SHAPES[0]:
-        found += [
+        cases += [
             head("cross_entropy", "fp32 logits, 1536 MiB", FP32),
             head("cross_entropy", "fp32 logits, 64 MiB", FP32 | SMALL),
             head("score", "1024 MiB", {}),
@@ -57,25 +58,26 @@ def workspaces(shape: str) -> list[Case]:
             head("score", "fp32 logits, 1536 MiB", FP32),
             head("cross_entropy", "64 MiB, no gradients", SMALL, Mode.FORWARD),
         ]
-    return found
+    return cases
 
 
 def exactness(shape: str) -> list[Case]:
-    """The weight's gradient summed over more and more chunks, beside that of a head without any."""
+    """The weight's gradient summed over 1 to 64 chunks, and that of an unfused head."""
     rows, _, vocab = map(int, shape.split("×"))
-    found = [head("cross_entropy", UNFUSED, {})]
-    for chunks, way in product((1, 2, 4, 8, 16, 64), ("auto", "fp32", "weight")):
-        given = {"workspace": rows // chunks * vocab * 2, "accumulate": way}
-        found.append(head("cross_entropy", f"{chunks} chunks, accumulate={way}", given))
-    return found
+    cases = [head("cross_entropy", UNFUSED, {})]
+    for chunks, dtype in product((1, 2, 4, 8, 16, 64), ("auto", "fp32", "weight")):
+        options = {"workspace": rows // chunks * vocab * 2, "accumulate": dtype}
+        cases.append(head("cross_entropy", f"{chunks} chunks, accumulate={dtype}", options))
+    return cases
 
 
 def growing(_: str) -> list[Case]:
-    given = {"default workspace": {}, "128 MiB": {"workspace": 128 * MIB}}
-    return [head("cross_entropy", name, how) for name, how in given.items()]
+    """Two workspaces; the number of rows grows with the shapes."""
+    variants = {"default workspace": {}, "128 MiB": {"workspace": 128 * MIB}}
+    return [head("cross_entropy", name, options) for name, options in variants.items()]
 
 
-STUDIES = {  # the cases of a shape, and the shapes
+STUDIES = {  # a function from a shape to its cases, and the shapes
     "workspaces": (workspaces, SHAPES),
     "exactness": (exactness, ("8192×1024×32768",)),
     "growing": (growing, tuple(f"{2**n}×4096×128256" for n in range(12, 17))),
@@ -84,36 +86,36 @@ STUDIES = {  # the cases of a shape, and the shapes
 
 @contextlib.contextmanager
 def forced(gain: float) -> Iterator[None]:
-    """Columns are chosen where they save at least this, of a GEMM."""
-    before, _cut.MIN_GAIN = _cut.MIN_GAIN, gain
-    _cut.choose.cache_clear()
+    """Cuts by columns only if this saves at least `gain` of the time of a GEMM."""
+    before, plan.MIN_GAIN = plan.MIN_GAIN, gain
+    plan.choose.cache_clear()
     try:
         yield
     finally:
-        _cut.MIN_GAIN = before
-        _cut.choose.cache_clear()
+        plan.MIN_GAIN = before
+        plan.choose.cache_clear()
 
 
 def measure(study: str, both: bool, loaded: dict) -> list[Result]:
-    found, (cases, shapes) = [], STUDIES[study]
+    rows, (cases, shapes) = [], STUDIES[study]
     for case in (case.at(shape, "bf16") for shape in shapes for case in cases(shape)):
-        others = {OWN_MEMORY: RIVALS, UNFUSED: (OURS, EAGER)}.get(case.variant, (OURS,))
-        who = {name: find for name, find in loaded.items() if name in others}
-        ways = {"": None}
+        names = {OWN_MEMORY: RIVALS, UNFUSED: (OURS, EAGER)}.get(case.variant, (OURS,))
+        finders = {name: find for name, find in loaded.items() if name in names}
+        cuts = {"": None}
         if both and "workspace" in case.options:
-            ways = {", by rows": 1e9, ", by columns": -1e9}
-        for name, gain in ways.items():
+            cuts = {", by rows": 1e9, ", by columns": -1e9}
+        for name, gain in cuts.items():
             with contextlib.nullcontext() if gain is None else forced(gain):
                 named = dataclasses.replace(case, variant=case.variant + name)
-                measured = runner.run_case(named, who, "cuda", SPEND)
+                measured = runner.run_case(named, finders, "cuda", BUDGET)
             for r in measured:
                 print(*results.work_row(r).values(), sep=" | ", flush=True)
-            found += measured
-    return found
+            rows += measured
+    return rows
 
 
 def draw(document: dict, path: Path) -> None:
-    """One panel a shape: milliseconds over MiB, ours as a curve and each rival as a point."""
+    """Draws milliseconds over MiB, one panel per shape: a curve for ours, a point per library."""
     from matplotlib.figure import Figure
 
     plain = [r for r in document["rows"] if r.op == "cross_entropy" and r.ms]
@@ -144,22 +146,26 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--study", choices=STUDIES, default="workspaces")
-    parser.add_argument("--both", action="store_true", help="force rows, then columns")
-    parser.add_argument("--commit", help="the code under test, where there is no git to ask")
+    parser.add_argument(
+        "--both", action="store_true", help="force a cut by rows, then a cut by columns"
+    )
+    parser.add_argument(
+        "--commit", help="commit to record as the code under test, if git cannot name it"
+    )
     args = parser.parse_args()
     loaded, versions = contenders.load((OURS, EAGER, *RIVALS), "cuda")
     document = results.new_document("cuda", versions, args.commit)
-    document["rows"] = found = measure(args.study, args.both, loaded)
-    what = "-both" if args.both else "" if args.study == "workspaces" else f"-{args.study}"
-    stem = args.out / f"heads-memory{what}-{document['date'][:10]}"
+    document["rows"] = rows = measure(args.study, args.both, loaded)
+    suffix = "-both" if args.both else "" if args.study == "workspaces" else f"-{args.study}"
+    stem = args.out / f"heads-memory{suffix}-{document['date'][:10]}"
     facts = "\n".join(f"- {fact}" for fact in results.about(document))
-    lines = table([results.work_row(r) for r in found])
-    made = results.write(document, f"# Heads: time against memory\n\n{facts}\n\n{lines}\n", stem)
-    if not what:
-        made.append(args.out / "heads-memory.png")
-        draw(document, made[-1])
-    print("wrote", *made)
-    return int(any(r.status != "ok" for r in found if r.contender == OURS))
+    lines = table([results.work_row(r) for r in rows])
+    written = results.write(document, f"# Heads: time against memory\n\n{facts}\n\n{lines}\n", stem)
+    if not suffix:
+        written.append(args.out / "heads-memory.png")
+        draw(document, written[-1])
+    print("wrote", *written)
+    return int(any(r.status != "ok" for r in rows if r.contender == OURS))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""What a vocabulary over ranks costs on one GPU: the route, and an eighth of a head.
+"""Measures on one GPU what it costs to shard a vocabulary over ranks.
 
     python benchmarks/shard.py
 
-1. The route: cross_entropy over logits by VocabShard, in a world of one process with NCCL, beside
-   the plain call. At most 3 % more.
-2. A simulated shard: a head of V/8 rows whose loss waits for nobody, with the states of seven other
-   ranks given, beside an eighth of the whole head's time. At most 1.10 of it; the collectives come
-   on top, as `logitless scale` counts them.
+1. The overhead of VocabShard: cross_entropy over logits through VocabShard, in a world of one
+   process with NCCL, is compared with the plain call. The aim is at most 3 % more.
+2. A simulated shard: a head of V/8 rows, which gets the states of seven other ranks without
+   waiting, is compared with an eighth of the time of the whole head. The aim is at most 1.10 times
+   that time. The collectives, as `logitless scale` counts them, are not included.
 
-Medians of several batches of calls, the two of a pair by turns. Without a GPU, small sizes on the
-CPU by gloo: numbers of no meaning.
+Times are medians of several batches of calls, and the two calls of a pair take turns. Without a
+GPU, the script runs small sizes on the CPU with gloo, and its numbers have no meaning.
 """
 
 import os
@@ -27,8 +27,8 @@ from logitless.parallel.ranks import Alone
 RANKS = 8
 
 
-class Given(Alone):
-    """One of several ranks, to whom the others' numbers are known."""
+class SimulatedRanks(Alone):
+    """Ranks of which only this one runs; the others have the same numbers."""
 
     def __init__(self, count: int):
         self.group, self.index, self.count = self, 0, count
@@ -37,9 +37,9 @@ class Given(Alone):
         return t.detach().expand(self.count, *t.shape).contiguous()
 
 
-def compared(device: str, target: Tensor, *given: tuple[Callable, list[Tensor]]) -> list[float]:
-    """ms a call of cross_entropy over sources, each given with the leaves it is made of."""
-    calls, budget = (40, 1000.0) if device == "cuda" else (1, 0.0)  # few waits for the GPU
+def compared(device: str, target: Tensor, *sources: tuple[Callable, list[Tensor]]) -> list[float]:
+    """ms per call of cross_entropy over each source, which comes with its leaves."""
+    calls, budget = (40, 1000.0) if device == "cuda" else (1, 0.0)  # waits once per 40 calls
 
     def work(source: Callable, leaves: list[Tensor]):
         def run(_) -> None:
@@ -48,13 +48,13 @@ def compared(device: str, target: Tensor, *given: tuple[Callable, list[Tensor]])
                     leaf.grad = None
                 ll.cross_entropy(source(), target).backward()
 
-        run(None)  # what is compiled at first
+        run(None)  # compiles the kernels
         return lambda: None, run
 
-    return [ms / calls for ms in wall_times(device, [work(*each) for each in given], budget)]
+    return [ms / calls for ms in wall_times(device, [work(*source) for source in sources], budget)]
 
 
-def route(rows: int, vocab: int, device: str, dtype: torch.dtype) -> None:
+def overhead(rows: int, vocab: int, device: str, dtype: torch.dtype) -> None:
     x = torch.randn(rows, vocab, device=device, dtype=dtype, requires_grad=True)
     target = torch.randint(vocab, (rows,), device=device)
     plain, shard = compared(device, target, (lambda: x, [x]), (lambda: ll.VocabShard(x), [x]))
@@ -65,20 +65,23 @@ def route(rows: int, vocab: int, device: str, dtype: torch.dtype) -> None:
 def eighth(rows: int, vocab: int, width: int, device: str, dtype: torch.dtype) -> None:
     hidden = torch.randn(rows, width, device=device, dtype=dtype, requires_grad=True)
     weight = torch.randn(vocab, width, device=device, dtype=dtype).mul_(width**-0.5)
-    part = weight[: vocab // RANKS].clone().requires_grad_()
+    rows_of_rank = weight[: vocab // RANKS].clone().requires_grad_()
     weight.requires_grad_()
     target = torch.randint(vocab, (rows,), device=device)
-    ranks = Given(RANKS)
+    ranks = SimulatedRanks(RANKS)
     whole, shard = compared(
         device,
         target,
         (lambda: ll.LinearLogits(hidden, weight), [hidden, weight]),
-        (lambda: ll.VocabShard(ll.LinearLogits(hidden, part), ranks, vocab=vocab), [hidden, part]),
+        (
+            lambda: ll.VocabShard(ll.LinearLogits(hidden, rows_of_rank), ranks, vocab=vocab),
+            [hidden, rows_of_rank],
+        ),
     )
-    share, wire = whole / RANKS, cost(rows, vocab, width, RANKS, GPUS["h200"])
+    share, model = whole / RANKS, cost(rows, vocab, width, RANKS, GPUS["h200"])
     print(f"head, {rows:,} x {width:,} x {vocab:,} {str(dtype)[6:]}, forward + backward, ms:")
-    print(f"  whole / {RANKS} {share:.3f}  a shard {shard:.3f}  ({shard / share:.3f} x)")
-    print(f"  collectives by the model: {1e3 * (wire.gather + wire.reduce):.3f}")
+    print(f"  whole / {RANKS} {share:.3f}  one shard {shard:.3f}  ({shard / share:.3f} x)")
+    print(f"  collectives, computed: {1e3 * (model.gather + model.reduce):.3f}")
 
 
 def main() -> None:
@@ -88,7 +91,7 @@ def main() -> None:
     os.environ.setdefault("MASTER_PORT", "29655")
     dist.init_process_group("nccl" if gpu else "gloo", rank=0, world_size=1)
     print(torch.cuda.get_device_name() if gpu else "cpu", "torch", torch.__version__)
-    route(*((8192, 128256) if gpu else (64, 1000)), device, dtype)
+    overhead(*((8192, 128256) if gpu else (64, 1000)), device, dtype)
     eighth(*((8192, 128256, 4096) if gpu else (64, 1000, 32)), device, dtype)
     dist.destroy_process_group()
 

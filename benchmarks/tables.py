@@ -2,9 +2,9 @@
 
     python -m benchmarks.tables            `make tables`
 
-A table stands in a page between <!-- table NAME --> and <!-- end -->. Its lines come from one run,
-which is named below it: of those in benchmarks/results/h200 that measured most of the cases of its
-family (a complete one has all), the newest.
+A table is in a page between <!-- table NAME --> and <!-- end -->. Its lines come from one run in
+benchmarks/results/h200, which is named below the table. This is the newest of the runs that
+measured the most cases of the table's family; a complete run has all cases.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ NAMES = (EAGER, COMPILED, "liger", OURS)
 ON_LOGITS = (EAGER, COMPILED, "liger", "fla", "quack", OURS)
 HEAD = "rows × width × vocabulary"
 WORKSPACE = re.compile(r"\d+ MiB")
-SETTINGS = {  # of other variants of a head
+SETTINGS = {  # variants of a head, and their texts in a table
     PLAIN: "1 GiB, the default",
     "128 MiB, summed in the weight's dtype": '128 MiB, `accumulate="weight"`',
     "summed in fp32": '1 GiB, `accumulate="fp32"`',
 }
-MEMORY = "memory"  # of a head: the runs of benchmarks/heads_memory.py
-DAGGER = "†"  # beside a time: it overwrites its input
+MEMORY = "memory"  # the source of runs of benchmarks/heads_memory.py
+DAGGER = "†"  # marks the time of a contender that overwrites its input
 Rows = list[dict[str, str]]
 
 
@@ -56,7 +56,7 @@ class Run(NamedTuple):
         return self.document["rows"]
 
     def all(self, **wanted: str) -> list[Result]:
-        """The timed results whose fields are these."""
+        """The timed results whose fields equal `wanted`."""
         fits = (r for r in self.rows if all(getattr(r, k) == v for k, v in wanted.items()))
         return [r for r in fits if r.ms]
 
@@ -67,18 +67,19 @@ class Run(NamedTuple):
         return list(dict.fromkeys(r.shape for r in self.all(**wanted)))
 
     def title(self, contender: str) -> str:
-        """Its name, and for a library its version."""
+        """The title of a contender: its name, and the version of a library."""
         version = self.document["contenders"].get(contender, "")
         known = contender not in (EAGER, COMPILED, OURS) and not version.startswith("absent")
         return f"{TITLES.get(contender, contender)} {version if known else ''}".strip()
 
     def cells(self, names: Iterable[str], memory: str = "", **wanted: str) -> dict[str, str]:
+        """The cells of several contenders, by title."""
         return {self.title(n): cell(self.find(**wanted, contender=n), memory) for n in names}
 
 
 @cache
 def newest(source: str) -> Run:
-    """Of a family, or of benchmarks/heads_memory.py."""
+    """The run for the tables of a family, or of MEMORY."""
     if source == MEMORY:
         path = max(RESULTS.glob("heads-memory-[0-9]*.json"))
         return Run(path, results.read(path))
@@ -86,8 +87,8 @@ def newest(source: str) -> Run:
     wanted = {case.name for case in cases.choose("cuda", families=[source])}
 
     def worth(run: Run) -> tuple[int, str]:
-        there = {r.name for r in run.rows if r.family == source}
-        return len(wanted & there), run.document["date"]
+        measured = {r.name for r in run.rows if r.family == source}
+        return len(wanted & measured), run.document["date"]
 
     return max(runs, key=worth)
 
@@ -101,7 +102,7 @@ def ms(value: float | None) -> str:
 
 
 def cell(r: Result | None, memory: str = "") -> str:
-    """Milliseconds and, in brackets, the MiB of that field."""
+    """Milliseconds, and in brackets the MiB of the field `memory`."""
     if r is None:
         return NOTHING
     mib = getattr(r, memory) if memory else None
@@ -114,7 +115,7 @@ def where(r: Result) -> str:
 
 
 def origin(*runs: Run) -> str:
-    """Where a table comes from; {up} leads from the page to the root."""
+    """The line below a table that names its runs; {up} is the path from the page to the root."""
     sources = []
     for run in runs:
         report_of = run.path.with_suffix(".md").relative_to(ROOT)
@@ -125,7 +126,7 @@ def origin(*runs: Run) -> str:
 
 
 def in_liger_memory(run: Run, shape: str) -> tuple[Result, Result | None]:
-    """Liger over a head, and ours in the workspace that comes nearest to its memory, if it does."""
+    """Liger over a head, and our result with nearly the same memory; None if there is none."""
     liger = run.find(**PLAIN_HEAD, contender="liger", shape=shape)
     ours = run.all(family="heads", op="cross_entropy", contender=OURS, shape=shape)
 
@@ -137,7 +138,7 @@ def in_liger_memory(run: Run, shape: str) -> tuple[Result, Result | None]:
 
 
 def summary(logits: Run, heads: Run) -> str:
-    """README's one table: ours by default, and ours in Liger's memory beside Liger."""
+    """The table of README: all contenders by default, and ours with Liger's memory."""
     rows, notes, untried, equal = [], [], [], f"{OURS} in Liger's memory"
     for shape in (LARGE, UNALIGNED):
         at = PLAIN_LOGITS | {"shape": shape, "dtype": "bf16"}
@@ -166,12 +167,12 @@ def summary(logits: Run, heads: Run) -> str:
 def heads(run: Run) -> Rows:
     names = (EAGER, COMPILED, "liger", "cce", "fla", OURS, "3 GEMMs")
     shapes = run.shapes(**PLAIN_HEAD, contender="liger")
-    how = {"memory": "spare_mib", **PLAIN_HEAD}
-    return [{HEAD: sizes(shape), **run.cells(names, shape=shape, **how)} for shape in shapes]
+    wanted = {"memory": "spare_mib", **PLAIN_HEAD}
+    return [{HEAD: sizes(shape), **run.cells(names, shape=shape, **wanted)} for shape in shapes]
 
 
 def workspaces(run: Run) -> Rows:
-    """Time against memory: our settings and Liger, by falling memory."""
+    """Time and memory of our settings and of Liger, largest memory first."""
     rows = []
     for shape in run.shapes(**PLAIN_HEAD, contender="liger"):
         ours = run.all(family="heads", op="cross_entropy", contender=OURS, shape=shape)
@@ -191,7 +192,7 @@ def workspaces(run: Run) -> Rows:
 
 
 def head_memory(run: Run) -> Rows:
-    """Ours in every workspace, and the rivals."""
+    """Our times in every workspace, and those of other libraries."""
     rows = []
     for shape in run.shapes():
         at = {"op": "cross_entropy", "shape": shape}
@@ -204,7 +205,7 @@ def head_memory(run: Run) -> Rows:
 
 
 def fp32_logits(run: Run) -> Rows:
-    """What logits in fp32 cost and bring, beside those of 16 bits."""
+    """Time, memory and errors of logits in fp32 and in 16 bits."""
     rows = []
     for op in ("cross_entropy", "score"):
         plain = run.find(op=op, variant="1024 MiB", shape=heads_memory.SHAPES[0])
@@ -224,14 +225,14 @@ def cross_entropy(run: Run) -> Rows:
     rows = []
     for mode in (Mode.FORWARD, Mode.BACKWARD, Mode.INPLACE):
         for r in run.all(**PLAIN_LOGITS, mode=mode, contender=OURS):
-            what = f"{mode}, {sizes(r.shape)} {r.dtype}"
+            work = f"{mode}, {sizes(r.shape)} {r.dtype}"
             times = run.cells(ON_LOGITS, name=r.name, family="logits")
-            rows.append({"": what, **times, "floor": ms(r.floor_ms)})
+            rows.append({"": work, **times, "floor": ms(r.floor_ms)})
     return rows
 
 
 def small_calls(run: Run) -> Rows:
-    """Where launch overhead dominates: the host's time counts."""
+    """Wall times of small calls, in which the launch overhead dominates."""
     ours = run.all(**PLAIN_LOGITS, mode=Mode.WALL, contender=OURS)
     return [
         {"rows × vocabulary": sizes(r.shape), **run.cells(ON_LOGITS, name=r.name)} for r in ours
@@ -241,14 +242,14 @@ def small_calls(run: Run) -> Rows:
 def teachers(run: Run) -> Rows:
     rows = []
     for ours in run.all(family="teachers", contender=OURS):
-        by = {r.contender: time_text(r.ms) for r in run.rows if r.name == ours.name}
-        times = {run.title(name): by.get(name, NOTHING) for name in NAMES}
+        texts = {r.contender: time_text(r.ms) for r in run.rows if r.name == ours.name}
+        times = {run.title(name): texts.get(name, NOTHING) for name in NAMES}
         rows.append({"": where(ours), **times})
     return rows
 
 
 def targets(*runs: Run) -> str:
-    """How many of the targets were reached, and each that was missed."""
+    """The number of targets reached, and a table of the missed ones."""
     rows, counts = [], []
     for family, run in zip(FAMILIES, runs, strict=True):
         judged = [r for r in run.rows if r.family == family and r.reached is not None]
@@ -262,7 +263,7 @@ def targets(*runs: Run) -> str:
     return f"Reached: {', '.join(counts)}.\n\n{missed}\n\n{origin(*runs)}"
 
 
-TABLES: dict[str, tuple[Callable, tuple[str, ...]]] = {  # and the runs they are made from
+TABLES: dict[str, tuple[Callable, tuple[str, ...]]] = {  # functions, and the sources of their runs
     "summary": (summary, ("logits", "heads")),
     "heads": (heads, ("heads",)),
     "workspaces": (workspaces, ("heads",)),
@@ -276,15 +277,16 @@ TABLES: dict[str, tuple[Callable, tuple[str, ...]]] = {  # and the runs they are
 
 
 def rewritten(page: Path) -> str:
-    """The page with its tables made anew."""
+    """The text of a page with all tables rewritten."""
     up = "../" * (len(page.relative_to(ROOT).parts) - 1)
 
-    def block(found: re.Match) -> str:
-        make, families = TABLES[found[2]]
-        runs = [newest(family) for family in families]
-        made = make(*runs)
-        text = made if isinstance(made, str) else f"{table(made)}\n\n{origin(*runs)}"
-        return f"{found[1]}{text.replace('{up}', up)}\n{found[3]}"
+    def block(match: re.Match) -> str:
+        begin, name, end = match.groups()
+        make, sources = TABLES[name]
+        runs = [newest(source) for source in sources]
+        rows = make(*runs)
+        text = rows if isinstance(rows, str) else f"{table(rows)}\n\n{origin(*runs)}"
+        return f"{begin}{text.replace('{up}', up)}\n{end}"
 
     return BLOCK.sub(block, page.read_text())
 

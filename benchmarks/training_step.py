@@ -1,15 +1,16 @@
-"""A training step of a Llama by each way to its loss: tokens a second and peak memory.
+"""Measures a training step of a Llama with each implementation of its loss: speed and peak memory.
 
     python benchmarks/training_step.py --out FOLDER [--quick]
 
-The model has the sizes of Llama 3.2 1B (tied head, bf16, gradient checkpointing), and random
-weights. A step is a forward with Transformers' labels and a backward; the optimizer's part is the
-same for all, and left out. Every way is first held against the same model in fp32, on one short
-batch: its loss and its gradients may be twice as far off as those of the plain model. All ways then
-take turns, so that a drift of the GPU's clock meets each of them. --seconds bounds the whole run:
-what does not fit is left out, and said to be. Writes FOLDER/training-step.md.
+The model has the sizes of Llama 3.2 1B (tied head, bf16, gradient checkpointing) and random
+weights. A step is a forward with Transformers' labels and a backward. The optimizer step is the
+same for all implementations and is left out. Every implementation is first compared with the same
+model in fp32 on one short batch: the errors of its loss and gradients may be twice those of the
+plain model. All implementations then take turns, so that a drift of the GPU's clock affects each of
+them. --seconds limits the whole run; measurements that do not fit are reported as missing. Writes
+FOLDER/training-step.md.
 
---quick is a small model and a short run, for a CPU too.
+--quick runs a small model for a short time, on a CPU as well.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
 import logitless as ll
-from logitless.cli import machine as _machine
+from logitless.cli import machine
 from logitless.cli.clocks import wall_time
 from logitless.cli.report import NOTHING, short, table
 
@@ -49,19 +50,26 @@ QUICK_SIZES = SIZES | {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
 CHECKED = (2, 128)
-CHECKS = ("way", "loss", "d head", "d down_proj", "d q_proj", "verdict")  # columns of the report
-MARGIN, FLOOR = 2.0, 1e-3  # errors against fp32: times those of the plain model, and beyond
+CHECKS = (
+    "variant",
+    "loss",
+    "d head",
+    "d down_proj",
+    "d q_proj",
+    "verdict",
+)  # columns of the report
+MARGIN, FLOOR = 2.0, 1e-3  # error allowed: MARGIN · error of the plain model + FLOOR
 
 Batch = dict[str, Tensor]
 
 
-class Way(NamedTuple):
-    """How a model's loss is computed: a name, the model's loss, and the context it needs."""
+class Variant(NamedTuple):
+    """An implementation of a model's loss, and the context manager that it needs."""
 
     name: str
     model: nn.Module
     loss: Callable[[nn.Module, Batch], Tensor]
-    within: Callable[[], Any] = contextlib.nullcontext
+    context: Callable[[], Any] = contextlib.nullcontext
 
 
 def llama(sizes: dict, device: str) -> LlamaForCausalLM:
@@ -99,126 +107,127 @@ def fused(model: nn.Module) -> Iterator[None]:
         ll.unfuse(model)
 
 
-def liger_ways(model: LlamaForCausalLM) -> list[Way]:
-    """Its loss alone, and its whole patch, which has kernels for the layers too."""
+def liger_variants(model: LlamaForCausalLM) -> list[Variant]:
+    """Liger's loss alone, and its whole patch, which also replaces layers."""
     liger = import_module("liger_kernel.transformers")
     forward = import_module("liger_kernel.transformers.model.llama").lce_forward
-    patched, own = copy.deepcopy(model), dict(modeling_llama.__dict__)
+    patched, original = copy.deepcopy(model), dict(modeling_llama.__dict__)
     try:
         liger.apply_liger_kernel_to_llama(model=patched)
     finally:
-        modeling_llama.__dict__.update(own)
-    # Its patches of one model's loss, and of a function in the module of all models.
+        modeling_llama.__dict__.update(original)
+    # `loss` patches the forward of one model, `rope` a function in the module of all Llamas.
     loss = partial(patch.object, model, "forward", MethodType(forward, model))
     rope = (modeling_llama, "apply_rotary_pos_emb", liger.liger_rotary_pos_emb)
     return [
-        Way("Liger's loss", model, transformers_loss, loss),
-        Way("Liger's whole patch", patched, transformers_loss, partial(patch.object, *rope)),
+        Variant("Liger's loss", model, transformers_loss, loss),
+        Variant("Liger's whole patch", patched, transformers_loss, partial(patch.object, *rope)),
     ]
 
 
-def ways_of(model: LlamaForCausalLM) -> tuple[list[Way], str]:
-    """All ways that can run here, and what is to be said of Liger."""
-    ways = [Way("Transformers as it is", model, transformers_loss)]
+def variants_of(model: LlamaForCausalLM) -> tuple[list[Variant], str]:
+    """All implementations that can run, and a text on Liger's version or absence."""
+    variants = [Variant("Transformers as it is", model, transformers_loss)]
     try:
-        ways += liger_ways(model)
-        about = f"Liger {_machine.installed('liger_kernel')}"
-    except Exception as error:  # it may fail to import in its own way
+        variants += liger_variants(model)
+        about = f"Liger {machine.installed('liger_kernel')}"
+    except Exception as error:  # imports fail with all kinds of errors
         about = f"without Liger: {short(error)}"
-    ways += [
-        Way("LinearLogits by hand", model, by_hand),
-        Way("ll.fuse(model)", model, transformers_loss, partial(fused, model)),
+    variants += [
+        Variant("LinearLogits by hand", model, by_hand),
+        Variant("ll.fuse(model)", model, transformers_loss, partial(fused, model)),
     ]
-    return ways, about
+    return variants, about
 
 
-def answers(way: Way, batch: Batch) -> list[Tensor]:
-    """The loss, and the gradients of the embedding (which is the head) and of a layer."""
-    with way.within():
-        loss = way.loss(way.model, batch)
+def loss_and_gradients(variant: Variant, batch: Batch) -> list[Tensor]:
+    """The loss, and the gradients of the tied embedding and head and of two layer weights."""
+    with variant.context():
+        loss = variant.loss(variant.model, batch)
         loss.backward()
-    model: Any = way.model
+    model: Any = variant.model
     layer = model.model.layers[-1]
-    found = [model.lm_head.weight, layer.mlp.down_proj.weight, layer.self_attn.q_proj.weight]
-    gradients = [p.grad.float() for p in found]
+    weights = [model.lm_head.weight, layer.mlp.down_proj.weight, layer.self_attn.q_proj.weight]
+    gradients = [p.grad.float() for p in weights]
     model.zero_grad()
     return [loss.detach().float(), *gradients]
 
 
-def errors_of(ways: list[Way], batch: Batch) -> dict[str, list[float] | str]:
-    """Of each way's answers, against the plain model in fp32; or why it has none."""
-    exact = Way("fp32", copy.deepcopy(ways[0].model).float(), transformers_loss)
-    right = answers(exact, batch)
-    found = {}
-    for way in ways:
+def errors_of(variants: list[Variant], batch: Batch) -> dict[str, list[float] | str]:
+    """Relative errors of each implementation against the plain model in fp32, or its failure."""
+    exact = Variant("fp32", copy.deepcopy(variants[0].model).float(), transformers_loss)
+    right = loss_and_gradients(exact, batch)
+    errors = {}
+    for variant in variants:
         try:
-            pairs = zip(answers(way, batch), right, strict=True)
-            found[way.name] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
+            pairs = zip(loss_and_gradients(variant, batch), right, strict=True)
+            errors[variant.name] = [((a - b).norm() / b.norm()).item() for a, b in pairs]
         except Exception as error:
-            way.model.zero_grad()
-            found[way.name] = f"fails: {short(error)}"
-    return found
+            variant.model.zero_grad()
+            errors[variant.name] = f"fails: {short(error)}"
+    return errors
 
 
-def verdict(found: list[float] | str, of_plain: list[float] | str) -> str:
-    if isinstance(found, str) or isinstance(of_plain, str):
-        return str(found)
-    pairs = zip(found, of_plain, strict=True)
+def verdict(errors: list[float] | str, of_plain: list[float] | str) -> str:
+    if isinstance(errors, str) or isinstance(of_plain, str):
+        return str(errors)
+    pairs = zip(errors, of_plain, strict=True)
     return "ok" if all(error <= MARGIN * plain + FLOOR for error, plain in pairs) else "WRONG"
 
 
-def step(way: Way, batch: Batch, device: str) -> tuple[float, int]:
-    """One forward and backward: milliseconds, and the most bytes at once beyond the weights."""
+def step(variant: Variant, batch: Batch, device: str) -> tuple[float, int]:
+    """Milliseconds of one forward and backward, and its peak bytes beyond the weights."""
     before = torch.cuda.memory_allocated()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    ms = wall_time(device, lambda _: way.loss(way.model, batch).backward())
+    ms = wall_time(device, lambda _: variant.loss(variant.model, batch).backward())
     peak = torch.cuda.max_memory_allocated() - before
-    way.model.zero_grad()
+    variant.model.zero_grad()
     return ms, peak
 
 
 def measure(
-    ways: list[Way], batch: Batch, device: str, steps: int, deadline: float
+    variants: list[Variant], batch: Batch, device: str, steps: int, deadline: float
 ) -> dict[str, str]:
-    """A cell for each: of its median step, taken in turns after one that is not counted."""
-    taken: dict[str, list[tuple[float, int]]] = {way.name: [] for way in ways}
+    """A table cell per implementation, from steps in turns after a step that is not counted."""
+    taken: dict[str, list[tuple[float, int]]] = {variant.name: [] for variant in variants}
     failed: dict[str, str] = {}
     for turn in range(steps + 1):
-        for way in ways:
-            if way.name in failed or time.monotonic() > deadline:
+        for variant in variants:
+            if variant.name in failed or time.monotonic() > deadline:
                 continue
             try:
-                with way.within():
-                    result = step(way, batch, device)
+                with variant.context():
+                    result = step(variant, batch, device)
             except torch.cuda.OutOfMemoryError:
-                way.model.zero_grad()
-                failed[way.name] = "out of memory"
+                variant.model.zero_grad()
+                failed[variant.name] = "out of memory"
                 continue
             if turn:
-                taken[way.name].append(result)
+                taken[variant.name].append(result)
     tokens = batch["input_ids"].numel()
-    return {name: failed.get(name) or speed(found, tokens) for name, found in taken.items()}
+    return {name: failed.get(name) or speed(steps, tokens) for name, steps in taken.items()}
 
 
-def speed(found: list[tuple[float, int]], tokens: int) -> str:
-    if not found:
+def speed(steps: list[tuple[float, int]], tokens: int) -> str:
+    """Tokens per second of the median step, and the highest peak memory in GiB."""
+    if not steps:
         return "no time left"
-    times, peaks = zip(*found, strict=True)
+    times, peaks = zip(*steps, strict=True)
     return f"{1e3 * tokens / statistics.median(times):,.0f} · {max(peaks) / 2**30:.1f}"
 
 
 def report(device: str, sizes: dict, about: str, speeds: str, checks: str) -> str:
-    where = ", ".join(filter(None, _machine.device(device).values()))
-    versions = ", ".join(f"{name} {v}" for name, v in _machine.versions().items() if v)
+    where = ", ".join(filter(None, machine.device(device).values()))
+    versions = ", ".join(f"{name} {v}" for name, v in machine.versions().items() if v)
     lines = [
         "# A training step", "",
         f"- {where}; {versions}, transformers {transformers.__version__}; {about}",
-        f"- logitless at commit {_machine.commit()}; {_machine.now()}",
+        f"- logitless at commit {machine.commit()}; {machine.now()}",
         f"- Llama of {sizes['num_hidden_layers']} layers, width {sizes['hidden_size']}, vocabulary"
         f" {sizes['vocab_size']:,}, tied, bf16, gradient checkpointing; forward and backward",
-        "", "Tokens a second · peak GiB beyond the weights:", "", speeds,
-        "", "Relative errors against the plain model in fp32, checked first:", "", checks, "",
+        "", "Tokens per second · peak GiB beyond the weights:", "", speeds,
+        "", "Relative errors against the plain model in fp32, measured first:", "", checks, "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -229,28 +238,28 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--out", type=Path, required=True, metavar="FOLDER")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--quick", action="store_true", help="a small model")
-    add("--seconds", type=float, default=130.0, help="to spend in all (default 130)")
+    add("--quick", action="store_true", help="use a small model")
+    add("--seconds", type=float, default=130.0, help="time for the whole run (default 130)")
     args = parser.parse_args(argv)
     deadline = time.monotonic() + args.seconds
     sizes, shapes = (QUICK_SIZES, QUICK_SHAPES) if args.quick else (SIZES, SHAPES)
     vocab = sizes["vocab_size"]
 
-    ways, about = ways_of(llama(sizes, args.device))
-    errors = errors_of(ways, batch_of(CHECKED, vocab, args.device))
-    verdicts = {name: verdict(found, errors[ways[0].name]) for name, found in errors.items()}
+    variants, about = variants_of(llama(sizes, args.device))
+    errors = errors_of(variants, batch_of(CHECKED, vocab, args.device))
+    verdicts = {name: verdict(each, errors[variants[0].name]) for name, each in errors.items()}
     checks = []
-    for name, found in errors.items():
-        numbers = [NOTHING] * 4 if isinstance(found, str) else [f"{error:.1e}" for error in found]
+    for name, each in errors.items():
+        numbers = [NOTHING] * 4 if isinstance(each, str) else [f"{error:.1e}" for error in each]
         checks.append(dict(zip(CHECKS, [name, *numbers, verdicts[name]], strict=True)))
-    ways = [way for way in ways if verdicts[way.name] == "ok"]
+    variants = [variant for variant in variants if verdicts[variant.name] == "ok"]
     torch.cuda.empty_cache()
 
     rows = []
     for shape in shapes:
         batch = batch_of(shape, vocab, args.device)
         steps = STEPS if shape[0] * shape[1] <= 16384 else 2
-        cells = measure(ways, batch, args.device, steps, deadline)
+        cells = measure(variants, batch, args.device, steps, deadline)
         rows.append({"batch × length": f"{shape[0]} × {shape[1]:,}", **cells})
         print(*rows[-1].values(), sep=" | ", flush=True)
         torch.cuda.empty_cache()
@@ -259,7 +268,7 @@ def main(argv: list[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "training-step.md").write_text(text)
     print(text)
-    return int(any(found != "ok" for name, found in verdicts.items() if "Liger" not in name))
+    return int(any(text != "ok" for name, text in verdicts.items() if "Liger" not in name))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A small student learns from a larger teacher, of whom it knows 32 tokens a position.
+"""Distils a small student from a larger teacher, of which it gets 32 tokens per position.
 
     python examples/distill.py
 
-A teacher reads the sources of Python's standard library, as `logitless demo` does. Of a few windows
-of that text its 32 most probable tokens are kept, with their log-probabilities and the mass of all
-others: from there on the teacher itself is not needed. Two students, equal to the last bit, then
-read these windows, one with the text alone, one with the teacher's word for it too. What counts is
-the loss on text that none of the three has seen.
+A teacher is trained on the sources of Python's standard library, as in `logitless demo`. On a few
+windows of that text, its 32 most probable tokens are captured, with their log-probabilities and the
+mass of all other tokens. The teacher itself is not needed afterwards. Two students with the same
+initial weights are then trained on these windows: one on the text alone, one on the text and the
+captured targets. The three models are compared by their loss on held-out text.
 """
 
 import argparse
@@ -24,11 +24,11 @@ K = 32
 TEACHER = Scale(batch=4, context=32, width=64, layers=2, lr=4e-3, loss_rows=0)
 STUDENT = TEACHER._replace(width=32, layers=1, lr=1e-2)
 
-Example = tuple[Tensor, Tensor, ll.SparseTargets]  # tokens, those that follow, the teacher's word
+Example = tuple[Tensor, Tensor, ll.SparseTargets]  # tokens, next tokens, the teacher's targets
 
 
 def split(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Text to learn from, and of every ten pieces one that is held out."""
+    """The text to train on, and the held-out text: every tenth piece of 1,024 tokens."""
     pieces = ids[: len(ids) // 1024 * 1024].view(-1, 1024)
     held_out = torch.arange(len(pieces)) % 10 == 9
     return pieces[~held_out].flatten(), pieces[held_out].flatten()
@@ -52,8 +52,8 @@ def train(
 
 
 @torch.no_grad()
-def remember(teacher: Transformer, batches: Iterable[Batch], temperature: float) -> list[Example]:
-    """What the teacher says of each batch: 32 of 32,768 numbers a position, and their rest."""
+def capture(teacher: Transformer, batches: Iterable[Batch], temperature: float) -> list[Example]:
+    """Adds the teacher's targets to each batch: 32 of 32,768 tokens per position, and the tail."""
     return [
         (tokens, labels, ll.capture_topk(teacher(tokens), K, temperature=temperature))
         for tokens, labels in batches
@@ -73,10 +73,15 @@ def seeded(scale: Scale, device: str, seed: int) -> Transformer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="of each student; default: 200")
+    parser.add_argument(
+        "--steps", type=int, default=200, help="training steps of each student; default: 200"
+    )
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument(
-        "--temperature", type=float, default=1.0, help="default: 1, where 1.5 and 2 help less"
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="default: 1, which is better here than 1.5 and 2",
     )
     args = parser.parse_args()
     if args.steps < 1:
@@ -87,7 +92,7 @@ def main() -> None:
         return ll.cross_entropy(logits, labels)
 
     def from_teacher(logits: Tensor, labels: Tensor, targets: ll.SparseTargets):
-        """A fifth the text; the rest the teacher's top K and, as one bucket, everything else."""
+        """0.2 · cross-entropy + 0.8 · KL divergence over the top K and one bucket for the rest."""
         return ll.topk_distill(
             logits, targets, divergence="forward_kl", support="tail",
             temperature=args.temperature, t_squared=True,
@@ -102,16 +107,16 @@ def main() -> None:
     train("teacher", teacher, TEACHER.lr, batches, 2 * args.steps, from_text)
     results = {"teacher": held_out_loss(teacher, held_out)}
 
-    few = itertools.islice(
+    windows = itertools.islice(
         draw_batches(text, STUDENT, device, args.seed + 2), max(args.steps // 4, 1)
     )
-    examples = remember(teacher, few, args.temperature)
+    examples = capture(teacher, windows, args.temperature)
     for name, loss_of in (("student", from_text), ("student with the teacher", from_teacher)):
         student = seeded(STUDENT, device, args.seed)
         train(name, student, STUDENT.lr, itertools.cycle(examples), args.steps, loss_of)
         results[name] = held_out_loss(student, held_out)
 
-    print("\nheld-out loss, nats a token")
+    print("\nheld-out loss, nats per token")
     for name, loss in results.items():
         print(f"{name:>24}  {loss:.4f}")
 

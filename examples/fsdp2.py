@@ -1,12 +1,12 @@
-"""A fused model of Transformers trains under FSDP2, on every GPU there is, or on two CPU processes.
+"""Trains a fused Transformers model under FSDP2, on all GPUs or on two CPU processes.
 
-    torchrun --nproc-per-node gpu examples/fsdp2.py     as many processes as there are GPUs
+    torchrun --nproc-per-node gpu examples/fsdp2.py     one process per GPU
     torchrun --nproc-per-node 2 examples/fsdp2.py       without a GPU
 
-Needs transformers, and neither a network nor a GPU: the text is the source of Python's standard
-library, a tokenizer is trained on it, and the model is small and random. `fuse` comes first, then
-`fully_shard` as for any model: of each layer, of the head by itself, and of the rest. The head's
-weight is gathered when the loss asks for it, and freed again.
+Needs transformers, but neither a network nor a GPU: the text is the source code of Python's
+standard library, a tokenizer is trained on it, and the model is small and random. `fuse` comes
+first. Then `fully_shard` is called as for any model: for each layer, for the head, and for the
+rest. The weight of the head is gathered when the loss is computed, and freed afterwards.
 """
 
 import argparse
@@ -23,18 +23,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import logitless as ll
 from logitless.cli.demo import read_sources
 
-VOCABULARY, LENGTH, BATCH = 2048, 64, 8  # tokens a row, rows a process and a step
+VOCABULARY, LENGTH, BATCH = 2048, 64, 8  # BATCH rows of LENGTH tokens per process and step
 
 
 def tokens_of(text: str) -> Tensor:
-    """Every process trains the same tokenizer on the same text."""
+    """Trains a tokenizer on the text, the same in every process, and encodes the text."""
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(text.splitlines(), VOCABULARY, show_progress=False)
     return torch.tensor(tokenizer.encode(text).ids)
 
 
 def batches(tokens: Tensor, rank: int) -> Iterator[Tensor]:
-    """Windows at random places of the text, others in each process."""
+    """Windows at random places of the text, which differ between processes."""
     random = torch.Generator().manual_seed(rank)
     while True:
         starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1), generator=random)
@@ -47,7 +47,7 @@ def sharded_model() -> LlamaForCausalLM:
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=4, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    model = ll.fuse(LlamaForCausalLM(config))  # the one line
+    model = ll.fuse(LlamaForCausalLM(config))  # the only line for logitless
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model.lm_head)
@@ -62,7 +62,9 @@ def main() -> None:
     if torch.cuda.is_available():
         processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
         if processes > gpus:
-            parser.error(f"{processes} processes for {gpus} GPUs: use --nproc-per-node gpu.")
+            parser.error(
+                f"--nproc-per-node must be at most {gpus}, the number of GPUs, got {processes}."
+            )
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
     dist.init_process_group()  # NCCL for GPUs, gloo for CPUs

@@ -1,11 +1,12 @@
-"""Your own pair of models: the teacher runs once, into a store, and a student learns from that.
+"""Distils your own student from your own teacher: the teacher runs once, into a store.
 
     python examples/store.py --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data my.jsonl
     python examples/store.py
 
-A line of the data is an object with `text`; every tenth is held out. Models are names or folders of
-Transformers, with one tokenizer. Without arguments a small pair and a text are made first, which
-needs neither a network nor a GPU. Needs transformers and accelerate.
+Each line of the data is a JSON object with `text`; every tenth line is held out. The models are
+names or folders for Transformers, and share one tokenizer. Without arguments, the script first
+creates a small pair of models and a text, which needs neither a network nor a GPU. Needs
+transformers and accelerate.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from transformers.trainer_callback import PrinterCallback
 
 import logitless as ll
 
-K, MOST = 64, 1024  # tokens that are kept of each row; tokens of a document
+K, MOST = 64, 1024  # slots per row, and most tokens per document
 SMALL_LR = 3e-3
 
 
@@ -39,16 +40,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name in ("--teacher", "--student", "--data"):
         parser.add_argument(name)
-    parser.add_argument("--out", help="the store; one that is there is resumed; default: targets")
-    parser.add_argument("--save", help="a folder for the student")
+    parser.add_argument(
+        "--out", help="folder of the store; an existing store is resumed; default: targets"
+    )
+    parser.add_argument("--save", help="folder for the trained student")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--lr", type=float, help="default: 1e-5, of the small pair 3e-3")
+    parser.add_argument("--lr", type=float, help="default: 1e-5, or 3e-3 for the small pair")
     args = parser.parse_args()
-    given = [args.teacher, args.student, args.data]
-    if any(given) and not all(given):
-        parser.error("--teacher, --student and --data go together")
+    names = [args.teacher, args.student, args.data]
+    if any(names) and not all(names):
+        parser.error("--teacher, --student and --data must be given together")
     with tempfile.TemporaryDirectory() as folder:
-        if not any(given):
+        if not any(names):
             args.teacher, args.student, args.data = small_pair(Path(folder))
             args.out = args.out or f"{folder}/targets"
             args.lr = args.lr or SMALL_LR
@@ -64,12 +67,12 @@ def run(args: argparse.Namespace, folder: str) -> None:
     teacher, student = (
         AutoModelForCausalLM.from_pretrained(name) for name in (args.teacher, args.student)
     )
-    about = {"teacher": args.teacher, "tokenizer": ll.store.tokenizer_hash(tokenizer)}
-    # Heads of one family may be padded to different sizes.
+    header = {"teacher": args.teacher, "tokenizer": ll.store.tokenizer_hash(tokenizer)}
+    # The heads of two models of one family may be padded to different sizes.
     vocabulary = min(m.get_output_embeddings().out_features for m in (teacher, student))
     teacher.to("cuda" if torch.cuda.is_available() else "cpu")
     path = args.out or "targets"
-    with ll.store.Writer(path, vocab_size=vocabulary, k=K, **about) as writer:
+    with ll.store.Writer(path, vocab_size=vocabulary, k=K, **header) as writer:
         added = ll.store.capture(teacher, batches(documents, 8), writer)
     del teacher
     store = ll.store.Store(path)
@@ -88,7 +91,7 @@ def run(args: argparse.Namespace, folder: str) -> None:
         store=store,
         divergence="forward_kl",
         support="tail",
-        eval_teacher=False,  # held-out text was not captured
+        eval_teacher=False,  # the held-out text is not in the store
     )
     trainer.remove_callback(PrinterCallback)
     before = trainer.evaluate()["eval_ce_loss"]
@@ -100,7 +103,7 @@ def run(args: argparse.Namespace, folder: str) -> None:
 
 
 def read(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Each ends by the end-of-text token, unless it is cut off after MOST tokens."""
+    """The documents, each with the end-of-text token, cut off after MOST tokens."""
     if tokenizer.eos_token_id is None:
         raise SystemExit("the teacher's tokenizer must have an end-of-text token (eos_token)")
     texts = [json.loads(line)["text"] for line in Path(path).read_text().splitlines()]
@@ -108,7 +111,7 @@ def read(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> list[list[int]
 
 
 def batches(documents: list[list[int]], size: int) -> list[list[list[int]]]:
-    """Of like lengths, so that there is little padding."""
+    """Batches of documents of similar lengths, which have little padding."""
     ordered = sorted(documents, key=len)
     return [ordered[i : i + size] for i in range(0, len(ordered), size)]
 
@@ -122,26 +125,27 @@ def arguments(folder: str, steps: int, lr: float) -> TrainingArguments:
 
 
 def small_pair(folder: Path) -> tuple[str, str, str]:
-    """Sentences, a tokenizer of their words, a teacher that has read them, a random student."""
+    """Creates sentences, a tokenizer, a teacher trained on them, and a random student.
+
+    Returns the folders of teacher and student, and the file of the data.
+    """
     choose = random.Random(0)
     nouns, verbs = ["cat", "dog", "bird", "tree", "child"], ["sees", "likes", "finds", "hears"]
 
     def sentence() -> str:
-        one, other = choose.choices(nouns, k=2)
-        return f"the {one} {choose.choice(verbs)} the {other} ."
+        subject, object_ = choose.choices(nouns, k=2)
+        return f"the {subject} {choose.choice(verbs)} the {object_} ."
 
     texts = [" ".join(sentence() for _ in range(choose.randint(2, 6))) for _ in range(60)]
     (folder / "data.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    words = Tokenizer(models.BPE())
-    words.pre_tokenizer = pre_tokenizers.ByteLevel()
-    learner = trainers.BpeTrainer(
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel()
+    bpe_trainer = trainers.BpeTrainer(
         vocab_size=320, special_tokens=["<eos>", "<pad>"], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    words.train_from_iterator(texts, learner)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<eos>", pad_token="<pad>"
-    )
+    bpe.train_from_iterator(texts, bpe_trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>")
     torch.manual_seed(0)
     for name, width, layers in (("teacher", 64, 2), ("student", 32, 1)):
         config = LlamaConfig(

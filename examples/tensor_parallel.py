@@ -1,11 +1,11 @@
-"""A model whose head and loss are spread over ranks trains as in one process.
+"""Trains a model whose head and loss are sharded over ranks, and compares with one process.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py      head and loss over two ranks
-    torchrun --nproc-per-node 4 examples/tensor_parallel.py      and over 2 x 2, with FSDP2
+    torchrun --nproc-per-node 4 examples/tensor_parallel.py      also over 2 x 2 ranks, with FSDP2
 
-On GPUs by NCCL, else on the CPU by gloo. Every rank has the model's body; the head's weight, and
-with it the logits, are cut along the vocabulary. Prints how far the weights are, after some steps,
-from those of a process that trains alone.
+The ranks use GPUs and NCCL, or the CPU and gloo if there is no GPU. Every rank has the whole body
+of the model. The head's weight, and thus the logits, are sharded along the vocabulary. The script
+prints the largest difference between these weights and those of a single process after some steps.
 """
 
 import argparse
@@ -24,7 +24,7 @@ VOCAB, WIDTH, LENGTH, BATCH = 1000, 32, 16, 8
 
 
 class Model(nn.Module):
-    """Embeddings, a layer, and a head whose logits are never whole anywhere."""
+    """Embeddings, a layer, and a head whose whole logits are on no rank."""
 
     def __init__(self, mesh: DeviceMesh | None = None):
         super().__init__()
@@ -51,28 +51,28 @@ def batches(steps: int, device: str):
 
 
 def train(model: nn.Module, steps: int, device: str, data: DeviceMesh | None) -> list[Tensor]:
-    """Weights after so many steps; each rank of `data` has its rows of every batch."""
-    share, place = (1, 0) if data is None else (data.size(), data.get_local_rank())
+    """The weights after training; each rank of `data` trains on its rows of every batch."""
+    ranks, rank = (1, 0) if data is None else (data.size(), data.get_local_rank())
     group = None if data is None else data.get_group()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for tokens, target in batches(steps, device):
-        tokens, target = (t.chunk(share)[place] for t in (tokens, target))
+        tokens, target = (t.chunk(ranks)[rank] for t in (tokens, target))
         optimizer.zero_grad()
         total = model(tokens, target)
         loss = total / target.numel() if group is None else global_mean(total, target, group)
         loss.backward()
         optimizer.step()
-    found = [p.detach() for p in model.parameters()]
-    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in found]  # pyright: ignore
+    weights = [p.detach() for p in model.parameters()]
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in weights]  # pyright: ignore
 
 
 def global_mean(total: Tensor, target: Tensor, group) -> Tensor:
-    """Over the tokens of all ranks, whose gradients FSDP averages."""
+    """The mean over the tokens of all ranks, for gradients that FSDP averages over ranks."""
     return ll.global_mean(total, target.numel(), group)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10)
     steps = parser.parse_args().steps
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -90,8 +90,8 @@ def main() -> None:
         data = mesh["data"] if shape[0] > 1 else None
         if data is not None:
             fully_shard(model, mesh=data)
-        found = train(model, steps, device, data)
-        far = max(float((a - b).abs().max()) for a, b in zip(found, alone, strict=True))
+        weights = train(model, steps, device, data)
+        far = max(float((a - b).abs().max()) for a, b in zip(weights, alone, strict=True))
         if dist.get_rank() == 0:
             cut = " x ".join(map(str, shape))
             print(f"{name}, {cut} ranks: weights within {far:.1e} of one process")

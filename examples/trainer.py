@@ -1,11 +1,11 @@
-"""A model of Transformers trains with its Trainer, fused by one line: all of it, then by LoRA.
+"""Trains a fused Transformers model with its Trainer: first all weights, then a LoRA adapter.
 
     python examples/trainer.py
 
-Needs transformers, accelerate and peft, and neither a network nor a GPU: the model is small and
-random, and its data are numbers. A row starts anywhere and goes on in steps of 1, 2 or 3, so that
-two of its numbers tell all others. First the model learns this; then an adapter teaches it, with
-its own weights frozen, to count backwards.
+Needs transformers, accelerate and peft, but neither a network nor a GPU: the model is small and
+random, and its tokens are numbers. Each row starts at some number and counts in steps of 1, 2 or 3,
+so that its first two numbers determine all others. First the model learns to count. Then an
+adapter learns to count backwards, while the model's own weights are frozen.
 """
 
 import argparse
@@ -24,7 +24,7 @@ VOCABULARY, LENGTH = 1024, 16
 
 
 class Counting(Dataset):
-    """Rows of numbers; the first two are not to be guessed."""
+    """Rows of numbers; the labels of the first two are ignored."""
 
     def __init__(self, direction: int):
         self.direction = direction
@@ -48,7 +48,7 @@ def small_model() -> LlamaForCausalLM:
 
 
 def train(name: str, model: nn.Module, data: Dataset, steps: int) -> None:
-    """Trains, and prints the loss of the first step and of the last."""
+    """Trains the model, and prints the loss of the first step and of the last step."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder, max_steps=steps, per_device_train_batch_size=32, learning_rate=1e-2,
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     steps = parser.parse_args().steps
 
-    model = ll.fuse(small_model())  # the one line
+    model = ll.fuse(small_model())  # the only line for logitless
     train("all weights", model, Counting(1), steps)
 
     lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
