@@ -9,6 +9,7 @@ with p = softmax(z) and v the class weights. A label at temperature 1 adds d ([i
 dz_i · temperature, p1 = softmax(z · temperature). All of it is multiplied by an upstream gradient.
 """
 
+import math
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
@@ -229,6 +230,23 @@ class Slots(NamedTuple):
     beta: float  # of "jsd"
     kd_weight: float  # of the divergence
     ce_weight: float  # of -log p of the label; 0 without one
+
+
+RENORM_TEACHER = ("renorm_teacher", "renorm")  # supports that divide p by its sum over the slots
+RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")  # supports that divide q by its sum
+
+# log of the mass that rounding to 16 bits may leave in a tail that is empty.
+LOG_ROUNDING = math.log(2.0**-6)
+
+
+def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
+    """The divergence to compute, and its β: JSD is forward KL at β = 0 and reverse KL at β = 1.
+
+    Only JSD has a β.
+    """
+    if divergence == "jsd":
+        return {0.0: ("forward_kl", None), 1.0: ("reverse_kl", None)}.get(beta, (divergence, beta))
+    return divergence, None
 
 
 class Pair(NamedTuple):

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from launches import every_kernel
-from sizes import ON_GPU
 from triton import knobs
 
 import logitless as ll
@@ -74,7 +73,7 @@ def test_bytes_are_those_that_move():
     assert elements(torch.zeros(5, 1).expand(5, 7)) == 5
 
 
-@pytest.mark.skipif(not ON_GPU, reason="the interpreter calls no launch hooks")
+@pytest.mark.gpu("the interpreter calls no launch hooks")
 def test_a_profiler_sees_every_launch():
     x = torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16)
     seen = []
