@@ -10,6 +10,7 @@ d ([i = label] - p1_i) to dz_i · temperature, with p1 = softmax(z · temperatur
 is multiplied by an upstream gradient.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -255,6 +256,23 @@ class Slots(NamedTuple):
         ("tail", PER_ROW),
         ("row_weight", PER_ROW),
     )
+
+
+RENORM_TEACHER = ("renorm_teacher", "renorm")  # supports that divide p by its sum over the slots
+RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")  # supports that divide q by its sum
+
+# log of the mass that rounding to 16 bits may leave in a tail that is empty.
+LOG_ROUNDING = math.log(2.0**-6)
+
+
+def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
+    """The divergence to compute, and its β: JSD is forward KL at β = 0 and reverse KL at β = 1.
+
+    Only JSD has a β.
+    """
+    if divergence == "jsd":
+        return {0.0: ("forward_kl", None), 1.0: ("reverse_kl", None)}.get(beta, (divergence, beta))
+    return divergence, None
 
 
 class Pair(NamedTuple):

@@ -3,8 +3,6 @@
 The same contract as kernels/slot_divergence.py; the formulas are explained there.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -13,27 +11,17 @@ from ..contract import (
     COEFFICIENTS,
     D_LOGPROB_T1,
     LEAST_TAIL,
+    LOG_ROUNDING,
     PRECISION,
+    RENORM_STUDENT,
+    RENORM_TEACHER,
     A,
     Coefficients,
     Reading,
     Slots,
+    at_the_ends,
 )
 from .rows import lift_of, live_rows
-
-RENORM_TEACHER = ("renorm_teacher", "renorm")  # supports that compare p/P
-RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")  # supports that compare q/Q
-
-LOG_ROUNDING = math.log(
-    2.0**-6
-)  # of a mass that log-probabilities in 16 bits may leave by rounding
-
-
-def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
-    """The divergence to compute: JSD is forward KL at beta 0, reverse KL at 1; only JSD has one."""
-    if divergence == "jsd":
-        return {0.0: ("forward_kl", None), 1.0: ("reverse_kl", None)}.get(beta, (divergence, beta))
-    return divergence, None
 
 
 def slots(

@@ -31,9 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import contract as _contract
-from ..contract import Coefficients, Reading, Slots
-from ..eager.slot_divergence import LOG_ROUNDING as LOG_ROUNDING_
-from ..eager.slot_divergence import RENORM_STUDENT, RENORM_TEACHER, at_the_ends
+from ..contract import RENORM_STUDENT, RENORM_TEACHER, Coefficients, Reading, Slots, at_the_ends
 from ..eager.slot_divergence import slots as slots_in_torch
 from . import config
 from .bwd_tile import COEF_A, COEF_A_IDS, COEF_D_LOGPROB_T1
@@ -44,7 +42,7 @@ from .profiling import profiled
 from .state import is_live
 from .tail_mass import LEAST_TAIL, lift_of
 
-LOG_ROUNDING = tl.constexpr(LOG_ROUNDING_)
+LOG_ROUNDING = tl.constexpr(_contract.LOG_ROUNDING)
 MAX_K = 4096  # slots that one program holds; more are left to PyTorch
 WARP = 512  # slots that one warp holds, whole rows where they fit: sums within a warp are free
 

@@ -211,10 +211,9 @@ class ColumnBackend:
             return self.backend.partial(x, reading, self.start + start)
         rows, dtype = x.shape[:-1].numel(), PRECISION[x.dtype]
         state = torch.zeros((rows, 1, contract.PART), device=x.device, dtype=dtype)
-        state[..., contract.M], state[..., contract.ARG] = -torch.inf, torch.inf
-        if self.backend is not eager:  # where a column is carried as its bits
-            nowhere = torch.full((rows, 1), contract.NOWHERE, device=x.device)
-            state[..., contract.ARG] = contract.as_bits(nowhere, dtype)
+        nowhere = torch.full((rows, 1), contract.NOWHERE, device=x.device)
+        state[..., contract.M] = -torch.inf
+        state[..., contract.ARG] = contract.as_bits(nowhere, dtype)
         if reading.ids is None:
             return Partials(state)
         return Partials(state, state.new_zeros((rows, reading.ids.shape[-1])))

@@ -13,7 +13,6 @@ import logitless as ll
 from logitless import kernels
 from logitless.kernels.profiling import elements
 from tests.support.launches import every_kernel
-from tests.support.sizes import ON_GPU
 
 KERNELS = {
     name: kernel
@@ -74,7 +73,7 @@ def test_bytes_are_those_that_move():
     assert elements(torch.zeros(5, 1).expand(5, 7)) == 5
 
 
-@pytest.mark.skipif(not ON_GPU, reason="the interpreter calls no launch hooks")
+@pytest.mark.gpu("the interpreter calls no launch hooks")
 def test_a_profiler_sees_every_launch():
     x = torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16)
     seen = []
