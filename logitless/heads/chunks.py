@@ -5,6 +5,7 @@ the sum of the weight's gradient so far (gradient_sums.py), so chunks are as lar
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .plan import PACK, Cut, bounds, chunk_rows, layout
 from .products import product
 
 
+@dataclass(slots=True)
 class Tile:
     """Some rows of a head while a loss is computed over them.
 
@@ -25,18 +27,12 @@ class Tile:
     `into`, or a new tensor where the gradient cannot be written there.
     """
 
-    __slots__ = ("gradient", "into", "logits", "loss", "rows", "saved")
-
-    def __init__(
-        self,
-        loss: RowLoss,  # the loss of these rows
-        saved: Saved | None,  # what an earlier forward saved of them
-        rows: Rows,
-        logits: Any,  # (n, V), or the Blocks of blocks.py
-        into: Tensor | None,  # where the gradient goes, if one is wanted
-    ):
-        self.loss, self.saved, self.rows = loss, saved, rows
-        self.logits, self.into, self.gradient = logits, into, into
+    loss: Any  # the RowLoss of these rows
+    saved: Saved | None  # what an earlier forward saved of them
+    rows: Rows
+    logits: Any  # (n, V), or the Blocks of blocks.py
+    into: Any  # where the gradient goes; None if none is wanted
+    gradient: Any = None
 
     def release(self) -> None:
         """Drops the loss, which may hold a teacher's logits, before the next chunk."""
@@ -120,10 +116,9 @@ class Chunks:
                 if not queued:
                     product(h[slot.rows], self.weight, self.bias, z)
                 queued = False
-                whole = Tile(loss.rows(here, self.lead), next(known, None), here, z, dz[slot.rows])
+                into = None if sums is None else dz[slot.rows]
+                whole = Tile(loss.rows(here, self.lead), next(known, None), here, z, into)
                 steps = [at for at in slot.steps if at.start < count]
-                if sums is None:
-                    whole.into = whole.gradient = None
                 if sums is None or len(steps) == 1:
                     yield whole
                     if count == len(h):  # the chunk has one slot: its gradient may be a new tensor

@@ -18,7 +18,8 @@ from ..contract import PRECISION
 from ..core.backend import Backend
 from ..core.call import backend_of
 from ..core.loss import RowLoss
-from .plan import Cut, Work, choose
+from . import plan
+from .plan import Cut, Work
 from .products import dense_logits, without_autocast
 from .unshard import in_memory
 
@@ -118,15 +119,16 @@ class Head(NamedTuple):
         vocab, width = self.weight.shape
         if self.columns is not None:  # all ranks cut alike
             vocab = self.columns.widest
-        return Work(self.rows, vocab, width, own.itemsize, own != wide, merges, gemms, sums, keeps)
+        rows = self.hidden.shape[:-1].numel()
+        return Work(rows, vocab, width, own.itemsize, own != wide, merges, gemms, sums, keeps)
 
     def cut(self, work: Work) -> Cut:
         """How many rows and columns of logits are computed at once."""
-        return choose(work, self.workspace, self.device.type)
+        return (plan.forced or plan.choose)(work, self.workspace, self.hidden.device.type)
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
         """(N,) bool, if ignored rows are dropped before the GEMMs; None if all are computed."""
-        kind, reading = self.device.type, loss.reading
+        kind, reading = self.hidden.device.type, loss.reading
         unknown = kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing())
         if not self.drop_ignored or reading.ignore_index is None or unknown:
             return None
@@ -136,7 +138,7 @@ class Head(NamedTuple):
     def ready(self, loss: RowLoss):
         """Autocast is off, and the weights of this head and of a teacher's head are in memory."""
         heads = (self, *(t.head for t in loss.teachers if isinstance(t, ScaledHead)))
-        with without_autocast(self.device), contextlib.ExitStack() as stack:
+        with without_autocast(self.hidden.device), contextlib.ExitStack() as stack:
             # Once per call, not per chunk, because the number of chunks may differ between ranks.
             for head in heads:
                 if not head.weight.untyped_storage().size():  # FSDP has freed the weight

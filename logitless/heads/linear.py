@@ -24,9 +24,9 @@ from .as_tensor import AsTensor
 from .blocks import chunks_of
 from .head import Head, Rows, ScaledHead
 from .operators import evaluate_compiled
-from .per_row import per_row_loss
+from .per_row import PerRowLoss
 from .products import autocasts, cast_by_autocast, without_autocast
-from .total import reduced_loss
+from .total import ReducedLoss
 
 
 class LinearLogits(AsTensor, Source):
@@ -88,8 +88,10 @@ class LinearLogits(AsTensor, Source):
         self.head = Head(
             hidden, weight, bias, None, workspace, logits_dtype, accumulate, main_grad, drop_ignored
         )
-        self.shape, self.dtype, self.device = self.head.shape, self.head.dtype, hidden.device
-        self.requires_grad = any(t is not None and t.requires_grad for t in self.head.tensors)
+        self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
+        self.dtype, self.device = logits_dtype or hidden.dtype, hidden.device
+        tensors = (hidden, weight, bias)
+        self.requires_grad = any(t is not None and t.requires_grad for t in tensors)
 
     @property
     def hidden(self) -> Tensor:
@@ -174,8 +176,11 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
         checks.no_head_in_func()
     call.check_values(loss)
     if reduction != "none":
-        return reduced_loss(head, loss, row_weight, reduction)
-    outputs = per_row_loss(head, loss)
+        grad = torch.is_grad_enabled()
+        return ReducedLoss.apply(
+            *head.inputs, row_weight, head, loss, reduction, grad, *loss.row_inputs
+        )
+    outputs = PerRowLoss.apply(*head.inputs, head, loss, *loss.row_inputs)
     return outputs if loss.multiple_outputs else loss.reduce(outputs[0], reduction, row_weight)
 
 

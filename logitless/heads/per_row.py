@@ -3,15 +3,16 @@
 Forward keeps the statistics of each row, and backward computes the logits again.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ..core.autograd import Node, refuse_second
-from ..core.loss import RowLoss, Saved
+from ..core.loss import Saved
 from .blocks import chunks_of
 from .chunks import Chunks
 from .gradient_sums import HeadGradients, RowInputGradients
-from .head import Head
 from .total import Call, needs_of
 
 
@@ -68,11 +69,12 @@ def _ignored(t: Tensor, rows: int) -> Tensor:
     return torch.full((rows, *t.shape[1:]), fill, device=t.device, dtype=t.dtype)
 
 
+@dataclass
 class Kept:
     """What a node keeps between forward and backward, besides the tensors that autograd saves."""
 
-    def __init__(self, call: Call, known: list[Saved]):
-        self.call, self.known = call, known  # the call without its tensors
+    call: Call  # without its tensors
+    known: list[Saved]
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[tuple[Tensor, ...], "Kept"]:
@@ -112,7 +114,3 @@ class PerRowLoss(Node):
     def backward(ctx, *upstream):
         d = ctx.kept.gradients_of(ctx, upstream)
         return d.hidden, d.weight, d.bias, None, None, *d.row_inputs
-
-
-def per_row_loss(head: Head, loss: RowLoss) -> tuple[Tensor, ...]:
-    return PerRowLoss.apply(*head.inputs, head, loss, *loss.row_inputs)  # pyright: ignore

@@ -58,27 +58,24 @@ class Work(NamedTuple):
     keeps: bool  # whether the weight's gradient has memory to keep logits in
 
 
-_forced: Callable[[Work], Cut] | None = None
+# What cuts every head instead of `choose`, in a block of `override`.
+forced: Callable[[Work, int | None, str], Cut] | None = None
 
 
 @contextlib.contextmanager
 def override(cut: Callable[[Work], Cut]):
     """Every head is cut as cut(work) says in this block: for tests and benchmarks."""
-    global _forced
-    before, _forced = _forced, cut
+    global forced
+    before, forced = forced, lambda work, *_: cut(work)
     try:
         yield
     finally:
-        _forced = before
-
-
-def choose(work: Work, workspace: int | None, device: str) -> Cut:
-    """The cut with the least estimated time; whole rows unless a workspace is given."""
-    return _choose(work, workspace, device) if _forced is None else _forced(work)
+        forced = before
 
 
 @functools.lru_cache(1024)
-def _choose(work: Work, workspace: int | None, device: str) -> Cut:
+def choose(work: Work, workspace: int | None, device: str) -> Cut:
+    """The cut with the least estimated time; whole rows unless a workspace is given."""
     limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"]) * (3 if work.wide else 2) // 2
     room = limit // (-(-work.vocab // PACK) * PACK * work.itemsize)
     if work.wide:

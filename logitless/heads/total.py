@@ -7,6 +7,7 @@ in operators.py only save and unpack.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,8 @@ def needs_of(inputs: tuple, row_weight: Any, row_inputs: Sequence[Tensor], grad:
 def forward(call: Call) -> Result:
     """The loss and its gradients. On return the memory of the logits is free."""
     head, loss, row_weight, needs = call.head, call.loss, call.row_weight, call.needs
-    backend, reading, rows = head.backend(), loss.reading, head.rows
+    backend, reading, lead = head.backend(), loss.reading, head.lead
+    rows = lead.numel()
     full, mean = PRECISION[head.hidden.dtype], call.reduction == "mean"
     mass = share = factor = None
     if mean:
@@ -76,12 +78,12 @@ def forward(call: Call) -> Result:
         factor = row_weight.detach().reshape(-1).to(full)
     if share is not None and not call.divides_in_backward:
         factor = share if factor is None else factor * share
-    values = torch.zeros(rows, device=head.device, dtype=full)
+    values = torch.zeros(rows, device=head.hidden.device, dtype=full)
     gradients = _values_and_gradients(call, factor, values)
     value, _ = backend.reduce(values, reading, row_weight, mass, mean)
     if needs.row_weight:
         d_row_weight = values if share is None else values * share
-        d_row_weight = d_row_weight.view(head.lead).to(row_weight.dtype)
+        d_row_weight = d_row_weight.view(lead).to(row_weight.dtype)
         gradients = gradients._replace(row_weight=d_row_weight)
     return Result(value, share, gradients)
 
@@ -129,12 +131,13 @@ def backward(call: Call, share: Tensor | None, gradients: HeadGradients, upstrea
     )
 
 
+@dataclass
 class Kept:
     """What a node keeps between forward and backward, besides the tensors that autograd saves."""
 
-    def __init__(self, call: Call, share: Tensor | None, gradients: HeadGradients):
-        self.call, self.share = call, share  # the call without its tensors
-        self.gradients: HeadGradients | None = gradients
+    call: Call  # without its tensors
+    share: Tensor | None
+    gradients: HeadGradients | None
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[Tensor, "Kept"]:
@@ -176,10 +179,3 @@ class ReducedLoss(Node):
     def backward(ctx, upstream):
         d = ctx.kept.gradients_of(ctx, upstream)
         return d.hidden, d.weight, d.bias, d.row_weight, None, None, None, None, *d.row_inputs
-
-
-def reduced_loss(head: Head, loss: RowLoss, row_weight: Tensor | None, reduction: str) -> Tensor:
-    grad = torch.is_grad_enabled()
-    return ReducedLoss.apply(
-        *head.inputs, row_weight, head, loss, reduction, grad, *loss.row_inputs
-    )  # pyright: ignore[reportReturnType]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.heads import head as heads_head
+from logitless.heads import plan
 from logitless.heads.plan import Cut
 from tests.support.heads import LOSSES, V, assert_same, leaves, make, result
 
@@ -22,9 +22,7 @@ def cut(monkeypatch):
     """Sets how every loss that can be is cut from here on."""
 
     def set_to(cut):
-        monkeypatch.setattr(
-            heads_head, "choose", lambda work, *_: cut if work.merges else Cut(work.rows)
-        )
+        monkeypatch.setattr(plan, "forced", lambda work, *_: cut if work.merges else Cut(work.rows))
 
     return set_to
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.heads import head as heads_head
+from logitless.heads import plan
 from logitless.heads.plan import Cut
 from tests.support.heads import LOSSES, V, leaves, make
 
@@ -25,7 +25,7 @@ def head(dtype=torch.bfloat16, rows=40, width=64, vocab=300, device="cpu"):
 def test_log_probabilities_are_those_of_fp64(dtype, columns, monkeypatch, device):
     """Within 2e-4, where 16-bit logits are further off by far."""
     hidden, weight, target = head(dtype, device=device)
-    monkeypatch.setattr(heads_head, "choose", lambda work, *_: Cut(16, columns))
+    monkeypatch.setattr(plan, "forced", lambda work, *_: Cut(16, columns))
     want = ll.score(F.linear(hidden.double(), weight.double()), target)
     got = ll.score(ll.LinearLogits(hidden, weight, logits_dtype=FP32), target)
     rounded = ll.score(ll.LinearLogits(hidden, weight), target)
