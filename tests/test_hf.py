@@ -280,8 +280,9 @@ class TestBatches:
             trainer(tmp_path, student_model(), teacher=t, k=K)._targets_of(collate(data(2)))
             for t in (teacher, larger)
         ]
-        assert torch.equal(said[0].ids, said[1].ids)
-        assert torch.equal(said[0].logprobs, said[1].logprobs)
+        assert (said[1].ids < V).all()
+        assert (said[1].ids == said[0].ids).double().mean() > 0.99  # others may be ties
+        torch.testing.assert_close(said[1].logprobs, said[0].logprobs)
 
     def test_labels(self, captured):
         batch = collate(data(2))

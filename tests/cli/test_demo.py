@@ -11,6 +11,7 @@ import logitless as ll
 from logitless import cli
 from logitless.cli import demo
 from logitless.cli.demo import report, story
+from tests.support.patience import HANG
 
 TINY = demo.Scale(batch=2, context=8, width=32, layers=1, lr=2e-2, loss_rows=64)
 
@@ -56,14 +57,14 @@ def look_at(page, folder):
         [*common, "--dump-dom", page.as_uri()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG,
         check=True,
     )
     for expected in ("<title>logitless demo</title>", "the store", "held-out loss", "Predictions"):
         assert expected in done.stdout
     shot = folder / "shot.png"
     command = [*common, "--window-size=1000,1400", f"--screenshot={shot}", page.as_uri()]
-    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    subprocess.run(command, capture_output=True, timeout=HANG, check=True)
     from matplotlib.image import imread
 
     seen = imread(shot)[..., :3]

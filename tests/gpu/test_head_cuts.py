@@ -11,7 +11,6 @@ from tests.support import oracle
 from tests.support.head_sizes import MIB, assert_as_exact, gradients, make, truth, unfused
 from tests.support.sizes import DEVICE, sized
 
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU without bf16
 FP32 = torch.float32
 ROWS, WIDTH, VOCAB = sized((640, 512, 50257), (4, 16, 75))  # rows that are not 16-byte aligned
 COLUMNS = sized(4096, 40)

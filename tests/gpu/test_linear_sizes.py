@@ -12,7 +12,6 @@ from tests.support.sizes import DEVICE, sized
 
 WIDTH = sized(256, 16)
 
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU without bf16
 
 # Triton's interpreter cuts bf16 off where others round: there the kernels are given fp32.
 KINDS = sized(

@@ -64,7 +64,6 @@ def distilled(z, target, ids):
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bf16
 @pytest.mark.parametrize(
     ("loss", "dtype", "how"),
     [
@@ -100,7 +99,6 @@ def test_by_the_kernels(loss, dtype, how, cut, device):
         assert (b.grad.double() - c.grad).norm() <= 1.5 * error + once
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_bug_08_many_blocks_are_no_less_exact(cut, device):
     """d_hidden summed over many blocks: error against fp64 at most 1.1 × the unfused."""
     hidden = torch.randn(40, 16, device=device).bfloat16()

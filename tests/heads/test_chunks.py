@@ -29,7 +29,6 @@ class Products(TorchDispatchMode):
 ROW = 8 * 2  # bytes of a row of 8 logits in bf16
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bf16
 @pytest.mark.parametrize(
     ("rows", "workspace", "cut"),
     [
@@ -69,7 +68,6 @@ def test_rows_that_count_alone_are_visited(count, device):
     torch.testing.assert_close(loss, want)
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_autocast_around_a_head_built_before_it(device):
     hidden = torch.randn(9, 8, device=device, requires_grad=True)
     weight = torch.randn(30, 8, device=device, requires_grad=True)
@@ -93,7 +91,6 @@ def test_row_weights_of_another_dtype(device):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bf16
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32])
 def test_memory_between_the_rows_of_a_workspace_is_never_read(logits_dtype):
     """On a CPU with AVX-512, PyTorch's bf16 product reads beyond the rows of a wider tensor."""

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 import logitless as ll
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_fp16_is_rounded_after_the_upstream(device):
     """What a GradScaler multiplies must not have been lost before."""
     hidden, weight = torch.randn(1024, 8, device=device), torch.randn(64, 8, device=device)
@@ -49,7 +48,6 @@ def test_main_grad(reduction, device):
     torch.testing.assert_close(main_grad, 1 + want.grad)
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_main_grad_keeps_what_fp32_sums_have(device):
     hidden, weight = torch.randn(64, 8).bfloat16().to(device), torch.randn(30, 8).bfloat16()
     weight = weight.to(device).requires_grad_()
@@ -75,7 +73,6 @@ def test_bad_main_grad(main_grad, message):
         ll.LinearLogits(torch.zeros(2, 8), torch.zeros(30, 8), main_grad=main_grad)
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU that has no bf16
 def test_bug_08_many_chunks_are_no_less_exact(device):
     """dW accumulated over many chunks in bf16: error against fp64 at most 1.5 × the unfused."""
     g = torch.Generator().manual_seed(0)

@@ -126,7 +126,6 @@ def test_row_weights_get_gradients(device):
         torch.testing.assert_close(*grads)
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype, device):
     hidden, weight, bias, target = make(dtype, device)
@@ -153,7 +152,6 @@ def test_weights_of_any_strides(device):
         torch.testing.assert_close(loss.detach(), want[0])
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 def test_tied_embeddings_and_autocast(device):
     embedding = nn.Embedding(V, D, device=device)
     target = torch.randint(0, V, (N,), device=device)

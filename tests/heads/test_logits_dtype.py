@@ -9,7 +9,6 @@ from logitless.heads import plan
 from logitless.heads.plan import Cut
 from tests.support.heads import LOSSES, V, leaves, make
 
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU that has no bf16
 FP32 = torch.float32
 
 
@@ -101,8 +100,8 @@ def test_materialised_it_is_differentiable(device):
     assert logits.dtype == FP32
     F.cross_entropy(logits, target).backward()
     assert parts[0].grad.dtype == parts[1].grad.dtype == torch.bfloat16
-    ids = ll.capture_topk(source, 4).ids
-    assert torch.equal(ids, logits.topk(4).indices)
+    found = logits.gather(-1, ll.capture_topk(source, 4).ids)  # ids may differ where logits tie
+    torch.testing.assert_close(found, logits.topk(4).values)
 
 
 @pytest.mark.parametrize(

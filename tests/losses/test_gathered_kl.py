@@ -31,6 +31,7 @@ class TestGathered:
                 lambda z, how=how: oracle.gathered_kl(z, logp, given, **how),
                 z,
                 computed_in=torch.float32,
+                terms=lambda z, how=how: oracle.gathered_kl(z, logp, given, **how, kind="terms"),
             )
 
     @pytest.mark.parametrize("masked", [False, True])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import logitless as ll
@@ -20,7 +20,10 @@ logit = st.one_of(
     st.sampled_from([-INF, torch.finfo(torch.float32).min, -0.0]),
 )
 columns = st.lists(logit, max_size=6).map(lambda z: torch.tensor(z, dtype=torch.float64))
-quick = settings(max_examples=100, deadline=None, derandomize=True)
+quick = settings(
+    max_examples=100, deadline=None, derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
 EMPTY = partial(torch.zeros(0, dtype=torch.float64))
 
 

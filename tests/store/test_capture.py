@@ -11,6 +11,7 @@ import logitless as ll
 from logitless.lazy import logits as lazy
 from logitless.store import Store, Writer, capture, recover, share
 from tests.support.forked import start
+from tests.support.patience import HANG
 from tests.support.stores import assert_near
 
 V, D, K = 50, 16, 8
@@ -182,7 +183,7 @@ def test_ranks_and_one_that_dies(tmp_path):
         ]
         try:
             for rank in ranks:
-                rank.join(timeout=120)
+                rank.join(timeout=HANG)
             return [rank.exitcode for rank in ranks]
         finally:
             for rank in ranks:

@@ -1,7 +1,7 @@
 """Reading a store of any size."""
 
+import json
 import math
-import time
 
 import pytest
 import torch
@@ -9,71 +9,53 @@ import torch
 from logitless.store import Header, Store, Writer
 from logitless.store import format as _format
 from logitless.store import shard as _shard
+from logitless.targets import safetensors as _safetensors
 from tests.support import stores
 
 
-class TestSpeed:
-    """On one core, of which this process may not have all: its own time is counted."""
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A store of a document of 2,048 tokens and of 16 that fill as many; the tokens of the 16."""
+    path = tmp_path_factory.mktemp("packed") / "store"
+    header = Header(151_936, 64)
+    rows = _format.encoded(stores.teacher(2048, 151_936, 64), header)
+    parts = [torch.randint(0, 151_936, (128,)) for _ in range(16)]
+    with Writer(path, vocab_size=151_936, k=64) as writer:
+        writer.append(torch.randint(0, 151_936, (2048,)), rows)
+        for i, tokens in enumerate(parts):
+            part = {name: t[128 * i : 128 * (i + 1)] for name, t in rows.items()}
+            writer.append(tokens, part)
+    return Store(path), torch.cat(parts)
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def packed(cls, tmp_path_factory):
-        """A document of 8,192 tokens, and 64 that fill as many."""
-        path = tmp_path_factory.mktemp("speed") / "store"
-        header = Header(151_936, 64)
-        rows = _format.encoded(stores.teacher(8192, 151_936, 64), header)
-        parts = [torch.randint(0, 151_936, (128,)) for _ in range(64)]
-        with Writer(path, vocab_size=151_936, k=64) as writer:
-            writer.append(torch.randint(0, 151_936, (8192,)), rows)
-            for i, tokens in enumerate(parts):
-                part = {name: t[128 * i : 128 * (i + 1)] for name, t in rows.items()}
-                writer.append(tokens, part)
-        return Store(path), torch.cat(parts)
 
-    def best(self, call) -> float:
-        """Milliseconds."""
-        torch.set_num_threads(1)
-        times = []
-        for _ in range(10):
-            begin = time.process_time()
-            call()
-            times.append(time.process_time() - begin)
-        return 1e3 * min(times)
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_packed_batch(packed, rows, known):
+    """How long it takes: benchmarks/store_speed.py."""
+    store, tokens = packed
+    lengths = [[128] * (16 // rows)] * rows if known else None
+    got, (_, want) = store.targets_for(tokens.view(rows, -1), lengths), store[0]
+    assert torch.equal(got.ids.view(-1, 64), want.ids)
+    assert torch.equal(got.logprobs.view(-1, 64), want.logprobs)
 
-    def test_a_slice_of_8192_tokens(self, packed):
-        store, _ = packed
-        assert self.best(lambda: store[0, 0:8192]) < 5
 
-    @pytest.mark.parametrize("rows", [1, 8])
-    @pytest.mark.parametrize("known", [True, False])
-    def test_a_packed_batch(self, packed, rows, known):
-        store, tokens = packed
-        lengths = [[128] * (64 // rows)] * rows if known else None
-        batch = tokens.view(rows, -1)
-        assert self.best(lambda: store.targets_for(batch, lengths)) < 20
-        assert torch.equal(store.targets_for(batch, lengths).ids.view(-1, 64), store[0][1].ids)
-
-    def test_a_hundred_million_tokens_are_open_in_a_second(self, tmp_path):
-        """Their files are holes but for where documents begin: what opening reads is all there."""
-        header = Header(151_936, 64)
-        _shard.write_header(tmp_path, header)
-        tokens, each = 1_200_000, 1000
-        sparse_shard(tmp_path / "0-000000.safetensors", header, tokens, each)
-        for i in range(1, 84):
-            (tmp_path / f"0-{i:06}.safetensors").hardlink_to(tmp_path / "0-000000.safetensors")
-        begin = time.perf_counter()
-        store = Store(tmp_path)
-        assert time.perf_counter() - begin < 1
-        assert store.tokens == 100_800_000
-        assert len(store) == 84 * tokens // each
-        assert store[50_000][0].shape == (each,)
+def test_opening_a_hundred_million_tokens_reads_where_documents_begin(tmp_path):
+    """Their files are holes except for the starts of documents, and no index is made."""
+    header = Header(151_936, 64)
+    _shard.write_header(tmp_path, header)
+    tokens, each = 1_200_000, 1000
+    sparse_shard(tmp_path / "0-000000.safetensors", header, tokens, each)
+    for i in range(1, 84):
+        (tmp_path / f"0-{i:06}.safetensors").hardlink_to(tmp_path / "0-000000.safetensors")
+    store = Store(tmp_path)
+    assert "index" not in vars(store)
+    assert store.tokens == 100_800_000
+    assert len(store) == 84 * tokens // each
+    assert store[50_000][0].shape == (each,)
 
 
 def sparse_shard(path, header, tokens, each):
-    import json
-
-    from logitless.targets import safetensors as _safetensors
-
+    """A file of documents of the same length, whose columns are holes except for their starts."""
     shapes = {name: (d, (tokens, *shape)) for name, (d, shape) in header.layout().items()}
     shapes |= {"starts": (torch.int64, (tokens // each + 1,))}
     shapes |= {"index.hash": (torch.int64, (7 * tokens // each,))}

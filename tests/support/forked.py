@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from tests.support.patience import HANG
+
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["torch"])
 
@@ -34,7 +36,7 @@ def together(ranks: int, work: Callable, *args) -> list[Any]:
     calls = [(rank, _of_a_user(own), work, args) for rank, own in enumerate(_environments(ranks))]
     with FORKED.Pool(ranks) as pool:
         ended = pool.imap_unordered(_as_rank, calls)
-        found = dict(ended.next(timeout=300) for _ in calls)
+        found = dict(ended.next(timeout=HANG) for _ in calls)
     return [found[rank] for rank in range(ranks)]
 
 

@@ -99,6 +99,8 @@ def expected(p, h):
 def divergence(log_p, log_q, kind, beta=0.5):
     """Of a teacher p and a student q, which need not sum to 1, over the last dimension."""
     p, q = log_p.exp(), log_q.exp()
+    if kind == "terms":  # of forward_kl, without their signs: what its roundings are relative to
+        return expected(p, log_p.abs() + log_q.abs())
     if kind == "tvd":
         return (p - q).abs().sum(-1) / 2
     if kind == "forward_kl" or (kind == "jsd" and beta == 0):
@@ -182,14 +184,14 @@ def over_slots(
 
 def gathered_kl(
     z, teacher, mask=None, *, renormalise=False, temperature=1.0, t_squared=False, row_weight=None,
-    reduction="sum",
+    reduction="sum", kind="forward_kl",
 ):  # fmt: skip
     """The student over all slots, masked or not; unless it is to be renormalised."""
     z = z_of(z, temperature)
     support = "gathered" if renormalise else "truncate"
     if not renormalise:
         z = z - torch.where(z.isneginf().all(-1), 0.0, z.logsumexp(-1)).unsqueeze(-1)
-    row = over_slots(z, teacher, mask, kind="forward_kl", support=support)
+    row = over_slots(z, teacher, mask, kind=kind, support=support)
     return over_rows(row * temperature**2 if t_squared else row, None, row_weight, reduction)
 
 

@@ -17,17 +17,18 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 
 from tests.support.paths import ROOT
+from tests.support.patience import HANG
 
 WORLD = 4
 WIDTHS = {2: (20, 17), 3: (9, 0, 28), 4: (0, 5, 31, 1)}  # columns of each rank
 EXACT = 1e-9  # what is allowed in fp64
-PATIENCE = timedelta(seconds=60)  # with a rank that has failed
+PATIENCE = timedelta(seconds=HANG / 6)  # of a collective, with a rank that has failed
 
 GROUPS: dict[int, dist.ProcessGroup] = {}  # of the first so many ranks
 MESHES: dict[tuple[int, ...], Any] = {}
@@ -106,22 +107,27 @@ def started(world: int, code: str) -> list[tuple[str, str]]:
                              env=environment, stdout=out, stderr=error)
             for rank, (out, error) in enumerate(written)
         ]  # fmt: skip
-        late = not all_ended(ranks, 300)
+        late = not all_ended(ranks, [file for files in written for file in files])
         for file in itertools.chain(*written):
             file.seek(0)
         said = [(out.read(), error.read()) for out, error in written]
-    assert not late, f"a rank has not ended in 300 s: {errors_of(said)}"
+    assert not late, f"the ranks neither write nor end: {errors_of(said)}"
     return said
 
 
-def all_ended(ranks: list[subprocess.Popen], seconds: float) -> bool:
-    """Whether all end by themselves in this time; those that do not are killed."""
-    end = time.monotonic() + seconds
+def all_ended(ranks: list[subprocess.Popen], files: list[IO[str]]) -> bool:
+    """Whether all end by themselves. They are killed if they write nothing for too long."""
+    written, since = 0, time.monotonic()
     try:
         for rank in ranks:
-            rank.wait(timeout=max(0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return False
+            while rank.poll() is None:
+                size = sum(os.fstat(file.fileno()).st_size for file in files)
+                if size != written:
+                    written, since = size, time.monotonic()
+                if time.monotonic() - since > HANG:
+                    return False
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    rank.wait(timeout=1)
     finally:
         for rank in ranks:
             rank.kill()
