@@ -19,7 +19,7 @@ READY := .venv/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-newest test-oldest test-gpu test-families sanitize fuzz bench tables demo lint types format clean
+.PHONY: help test test-newest test-oldest test-gpu test-families sanitize fuzz planted bench tables demo lint types format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,9 @@ sanitize: $(READY)  ## every kernel under compute-sanitizer, on a GPU: memcheck 
 
 fuzz: $(READY)  ## random cases of every function, for ARGS="--minutes 10"
 	OMP_NUM_THREADS=1 $(PY) -m tests.differential $(ARGS)
+
+planted: $(READY)  ## plant bugs in a copy of the library, and run the tests that find each
+	OMP_NUM_THREADS=1 $(PY) -m tests.support.planted $(ARGS)
 
 bench: $(READY)  ## correctness, time and memory against the rivals
 	$(PY) -m logitless bench $(ARGS)
