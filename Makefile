@@ -20,7 +20,7 @@ READY := .venv/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-newest test-oldest test-gpu test-families sanitize fuzz bench tables demo lint types format clean
+.PHONY: help test test-newest test-oldest test-gpu test-families sanitize fuzz planted bench tables demo lint types format clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,11 @@ fuzz: $(READY)  ## test random cases of every function, for example with ARGS="-
 	OMP_NUM_THREADS=1 $(PY) -m tests.differential $(ARGS)
 
 bench: $(READY)  ## check and time logitless beside PyTorch and other libraries
+
+planted: $(READY)  ## plant bugs in a copy of the library, and run the tests that find each
+	OMP_NUM_THREADS=1 $(PY) -m tests.support.planted $(ARGS)
+
+bench: $(READY)  ## correctness, time and memory against the rivals
 	$(PY) -m logitless bench $(ARGS)
 
 tables: $(READY)  ## rewrite the tables of README and docs, and the plots, from stored results

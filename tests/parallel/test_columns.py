@@ -7,7 +7,8 @@ import torch
 
 import logitless as ll
 from logitless.contract import COEFFICIENTS, G_TOTAL, A, Coefficients, Reading
-from logitless.core.loss import RowLoss, evaluate
+from logitless.core.evaluate import evaluate
+from logitless.core.loss import RowLoss
 from tests.support.calls import N, V, normal
 from tests.support.shards import on_shards, plainly
 
@@ -16,8 +17,8 @@ from tests.support.shards import on_shards, plainly
 class MeanSurprisal(RowLoss):
     """The mean of -log p over all classes: log_total / -V, whose gradient is p - 1 / V."""
 
-    def settle(self, run, found):
-        return (-found.log_total / self.reading.vocab,), (found.state,)
+    def value(self, backend, statistics):
+        return (-statistics.log_total / self.reading.vocab,), (statistics.state,)
 
     def coefficients(self, saved, upstream):
         rows = saved[0].new_zeros(len(saved[0]), COEFFICIENTS)

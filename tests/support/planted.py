@@ -1,0 +1,176 @@
+"""Plants bugs in a copy of the library, one at a time, and runs the tests that should find each.
+
+    python -m tests.support.planted                  all bugs of planted_bugs.py
+    python -m tests.support.planted --only NAME      one bug
+    python -m tests.support.planted --list           their names, rooms and files
+
+The bugs are planted in a temporary folder, so that no file of the working tree ever changes. Each
+bug's tests run in a process of their own, which is forked from one that has imported PyTorch and
+pytest. The processor seconds are those of that process and its children; they do not contain the
+import of PyTorch. At the end, the tests that failed run once more in the copy without any bug,
+because a test that fails without a bug has found nothing.
+"""
+
+import argparse
+import compileall
+import importlib
+import os
+import py_compile
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support.paths import ROOT
+from tests.support.planted_bugs import BUGS, Bug
+
+LIMIT = 900  # seconds of wall time; a test that never ends has found its bug too
+IMPORTED = ("torch", "numpy", "pytest")  # before the first fork
+LEFT_OUT = (".git", ".venv*", "__pycache__", ".hypothesis", ".pytest_cache", ".ruff_cache")
+
+
+class Outcome(NamedTuple):
+    """What the tests of one bug found."""
+
+    bug: Bug
+    failed: str  # the first test that failed, "" if all passed; or "no end in LIMIT s"
+    seconds: float  # of processor time
+
+    @property
+    def found(self) -> bool:
+        return bool(self.failed)
+
+
+def occurrences(bug: Bug, root: Path) -> int:
+    """How often the right text is in its file. A bug can be planted where this is 1."""
+    return (root / bug.file).read_text().count(bug.right)
+
+
+def outcomes(bugs: Iterable[Bug], root: Path = ROOT) -> Iterable[Outcome]:
+    """Runs the tests of each bug over a copy of the tree in `root`."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    with tempfile.TemporaryDirectory(prefix="planted-") as folder:
+        copy = Path(folder) / "tree"
+        shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
+        # By hash, because a planted file may have the time and the size of the right one.
+        by_hash = py_compile.PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(copy / "logitless", quiet=1, invalidation_mode=by_hash)
+        failed = []
+        for bug in bugs:
+            file = copy / bug.file
+            text = file.read_text()
+            if text.count(bug.right) != 1:
+                yield Outcome(bug, "", 0.0)
+                continue
+            file.write_text(text.replace(bug.right, bug.wrong))
+            result = _run(copy, bug.tests)
+            file.write_text(text)
+            failed += [result[0]] if "::" in result[0] else []
+            yield Outcome(bug, *result)
+        if failed:
+            test, _ = _run(copy, sorted(set(failed)))
+            if test:
+                raise SystemExit(f"{test} fails without a bug: it has found nothing.")
+
+
+def _run(tree: Path, tests: Iterable[str]) -> tuple[str, float]:
+    """The first test that fails, and the processor seconds of the run."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    report = tree.parent / "failed"
+    report.unlink(missing_ok=True)
+    child = os.fork()
+    if child == 0:
+        code = -1
+        try:
+            os.setsid()  # so that its own processes can be ended with it
+            code = _test(tree, list(tests), report)
+        finally:  # never back into the code of the parent, which would remove the copy
+            os._exit(code)
+    failed = _failure(child, report)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return failed, seconds
+
+
+def _failure(child: int, report: Path) -> str:
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            code = os.waitstatus_to_exitcode(status)
+            if report.exists():
+                return report.read_text()
+            if code:
+                raise RuntimeError(f"pytest ended with {code}, and no test failed.")
+            return ""
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return f"no end in {LIMIT} s"
+
+
+class _First:
+    """A plugin of pytest that writes the name of the first failure to a file."""
+
+    def __init__(self, report: Path):
+        self.report = report
+
+    def _write(self, report) -> None:
+        if report.failed and not self.report.exists():
+            self.report.write_text(report.nodeid)
+
+    pytest_runtest_logreport = pytest_collectreport = _write
+
+
+def _test(tree: Path, tests: list[str], report: Path) -> int:
+    """Runs pytest over the copy, in a process that has not imported the library yet."""
+    import pytest
+
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "logitless")]:
+        del sys.modules[name]
+    os.chdir(tree)
+    sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    os.environ |= {"TMPDIR": str(tree.parent), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+    tempfile.tempdir = None
+    sys.dont_write_bytecode = True
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--rootdir", str(tree)]
+    return int(pytest.main([*options, *tests], plugins=[_First(report)]))
+
+
+def line(outcome: Outcome) -> str:
+    verdict = f"found by {outcome.failed}" if outcome.found else "NOT FOUND"
+    return f"{outcome.bug.name:34} {outcome.bug.room:10} {outcome.seconds:6.1f} s  {verdict}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", metavar="NAME", help="the name of one bug")
+    parser.add_argument("--list", action="store_true", help="list the bugs, and run nothing")
+    options = parser.parse_args()
+    bugs = [bug for bug in BUGS if options.only in (None, bug.name)]
+    if not bugs:
+        raise SystemExit(f"--only must be the name of a bug (see --list), got {options.only!r}.")
+    if options.list:
+        for bug in bugs:
+            print(f"{bug.name:34} {bug.room:10} {bug.file}")
+        return 0
+    results = []
+    for outcome in outcomes(bugs):
+        results.append(outcome)
+        print(line(outcome), flush=True)
+    found, seconds = sum(r.found for r in results), sum(r.seconds for r in results)
+    print(f"{found} of {len(results)} found, in {seconds:.0f} processor seconds")
+    return int(found < len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
