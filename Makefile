@@ -47,12 +47,10 @@ sanitize: $(READY)  ## run every kernel under compute-sanitizer (memcheck, racec
 fuzz: $(READY)  ## test random cases of every function, for example with ARGS="--minutes 10"
 	OMP_NUM_THREADS=1 $(PY) -m tests.differential $(ARGS)
 
-bench: $(READY)  ## check and time logitless beside PyTorch and other libraries
-
 planted: $(READY)  ## plant bugs in a copy of the library, and run the tests that find each
 	OMP_NUM_THREADS=1 $(PY) -m tests.support.planted $(ARGS)
 
-bench: $(READY)  ## correctness, time and memory against the rivals
+bench: $(READY)  ## check and time logitless beside PyTorch and other libraries
 	$(PY) -m logitless bench $(ARGS)
 
 tables: $(READY)  ## rewrite the tables of README and docs, and the plots, from stored results

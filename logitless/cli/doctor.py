@@ -20,6 +20,7 @@ import torch
 
 import logitless as ll
 
+from .. import eager
 from ..core import call as _call
 from . import chosen_device, machine
 from .selfcheck import CHECKS, Check
@@ -118,7 +119,7 @@ def path(kind: str) -> str:
         module = _call.backend_of(torch.zeros(1, 1, device=kind))
     except Exception as error:
         return f"{NO_PATH}: {error}"
-    name = "Triton kernels" if module.__name__.endswith("kernels") else "eager PyTorch"
+    name = "eager PyTorch" if module is eager else "Triton kernels"
     if _call.chosen():
         return f"{name}, chosen by LOGITLESS_IMPL"
     return f"{name}, the default {'on a GPU (fp64: eager)' if kind == 'cuda' else 'on a CPU'}"

@@ -80,8 +80,8 @@ def is_dtensor(t: Any) -> bool:
     return t.__class__ is not Tensor and hasattr(t, "placements")
 
 
-def source_of(logits: Any) -> "Source | Tensor":
-    """The source that evaluates a loss over these logits, or a plain Tensor."""
+def source_of(logits: Any) -> Any:
+    """The Source that evaluates a loss over these logits, or a plain Tensor."""
     if logits.__class__ is Tensor:
         return logits
     if isinstance(logits, Source) and not logits.spread:

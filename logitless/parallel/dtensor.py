@@ -43,7 +43,7 @@ class _Arrived(Node):
 
 def source_of_dtensor(logits: Any) -> Source:
     """The source for DTensor logits, or for a LinearLogits of DTensors."""
-    return shard_of_head(logits.head) if isinstance(logits, Source) else DTensorLogits(logits)
+    return DTensorLogits(logits) if is_dtensor(logits) else shard_of_head(logits.head)
 
 
 class DTensorLogits(Source):
