@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from logitless import eager, kernels
-from logitless.contract import ARG, STATISTICS, Reading, of_bits
+from logitless.contract import ARG, STATISTICS, Pair, Reading, of_bits
 
 
 def test_every_statistic_at_once(device):
@@ -37,3 +37,20 @@ def test_splits_of_either_backend(writer, reader, device):
     want = eager.read(x, reading)
     for name in wants:
         torch.testing.assert_close(getattr(got, name), getattr(want, name))
+
+
+@pytest.mark.parametrize("backend", [eager, kernels], ids=["eager", "kernels"])
+def test_smoothing_spreads_over_the_vocabulary(backend, device):
+    """Columns of a longer row take ε / V from the reading, not from their own number."""
+    x, probs = torch.randn(3, 20, device=device), torch.rand(3, 20, device=device)
+    ones = torch.ones((), device=device)
+    for vocab in (20, 50):
+        target = probs * 0.9 + 0.1 / vocab
+        pair, reading = Pair(probs, "soft", 0.1), Reading(vocab)
+        _, _, _, mass, c = backend.pair_partial(x, reading, pair).unbind(1)
+        torch.testing.assert_close(mass, target.sum(1))
+        torch.testing.assert_close(c, (target * (x.amax(1, keepdim=True) - x)).sum(1))
+        _, state = backend.pair_read(x, reading, pair)
+        d = backend.pair_gradient(x, reading, pair, state, ones)
+        want = x.softmax(1) * target.sum(1, keepdim=True) - target
+        torch.testing.assert_close(d, want, rtol=1e-5, atol=1e-6)

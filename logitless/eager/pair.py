@@ -30,9 +30,10 @@ def _expected(e: Tensor, h: Tensor) -> Tensor:
     return torch.where(e == 0, 0.0, e * h).sum(1, keepdim=True)
 
 
-def _target(t: Tensor, weight: Tensor | None, smoothing: float) -> Tensor:
+def _target(t: Tensor, reading: Reading, pair: Pair) -> Tensor:
     """Mass of each class in soft cross-entropy: smoothed, times the class weight."""
-    v = t if smoothing == 0 else t * (1 - smoothing) + smoothing / t.shape[1]
+    v = t if pair.blend == 0 else t * (1 - pair.blend) + pair.blend / reading.vocab
+    weight = reading.class_weight
     return v if weight is None else v * weight.to(t.dtype)
 
 
@@ -97,7 +98,7 @@ def _sums(y, t, rate, reading: Reading, pair: Pair, norms) -> tuple[Tensor, Tens
     kind, shift_q = pair.kind, max_of(y) if norms is None else norms[:, :1]
     d_q = centred(y, shift_q, rate)
     if kind == "soft":
-        v = _target(t, reading.class_weight, pair.blend)
+        v = _target(t, reading, pair)
         s_p = v.sum(1, keepdim=True)
         found = (y.amax(1, keepdim=True), d_q.exp().sum(1, keepdim=True), torch.zeros_like(s_p))
         return torch.cat((*found, s_p, -_expected(v, d_q)), 1), d_q, d_q
@@ -210,7 +211,7 @@ def pair_gradient(
         y, slope = capped(flat[rows], reading.softcap)
         d_q, t = centred(y, shift_q[rows], rate), other[rows].to(y.dtype)
         if pair.kind == "soft":
-            dz = d_q.exp_().mul_(mean[rows]).sub_(_target(t, reading.class_weight, pair.blend))
+            dz = d_q.exp_().mul_(mean[rows]).sub_(_target(t, reading, pair))
         else:
             d_p = centred(t, shift_p[rows], rate)
             if pair.kind == "forward":

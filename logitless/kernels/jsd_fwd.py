@@ -124,7 +124,7 @@ def _jsd_fwd_kernel(
     rate = inverse_temperature(temperature, row) * LOG2E
     PACK: tl.constexpr = pack_of(X)
     head, body = split_row(elements_to(Xrow), V, 0, PACK, ALIGNED)
-    both = Both(Xrow, Trow, None, 0, V, rate, softcap, blend)
+    both = Both(Xrow, Trow, None, 0, V, rate, softcap, blend, V)
     if KNOWN:
         norms = load_state(STATE, row)
     else:
@@ -167,7 +167,7 @@ def _jsd_split_fwd_kernel(
     rate = inverse_temperature(temperature, row) * LOG2E
     PACK: tl.constexpr = pack_of(X)
     head, body = split_row(elements_to(Xrow), V, 0, PACK, ALIGNED)
-    both = Both(Xrow, Trow, None, 0, V, rate, softcap, blend)
+    both = Both(Xrow, Trow, None, 0, V, rate, softcap, blend, V)
     norms = sum_lanes(walk_both(
         fold_norms, fresh_state(BLOCK_V), both, head, body, lo, lo + SPAN,
         ALIGNED, T_ALIGNED, BLOCK_V,

@@ -10,6 +10,7 @@ A student that is the teacher gets no gradient, exactly.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from .pair_state import (
     temperature_of,
 )
 from .profiling import profiled
-from .state import pack_of
+from .state import field, pack_of
 from .stats_split_fwd import aligned
 
 
@@ -101,9 +102,21 @@ def _zero_tile(DX, cols, mask):
     tl.store(DX + cols, tl.zeros(cols.shape, DX.dtype.element_ty), mask=mask)
 
 
+@dataclass(frozen=True)
+class _Constants:
+    """What the kernel is compiled for."""
+
+    aligned: bool  # every row of DX starts and ends on a 16-byte boundary
+    x_aligned: bool  # X starts as far from a boundary as DX does
+    t_aligned: bool  # T does
+    step_u: int  # from row to row of UPSTREAM and of FACTOR; 0 for one number for all rows
+    step_f: int
+    block_v: int
+
+
 @triton.jit(
     **profiled("pair_bwd", shows=("KIND",)),
-    do_not_specialize=["rows_t"],
+    do_not_specialize=["rows_t", "vocab"],
     do_not_specialize_on_alignment=["LABEL", "STATE", "UPSTREAM", "FACTOR", "temperature"],
 )
 def _pair_bwd_kernel(
@@ -111,19 +124,18 @@ def _pair_bwd_kernel(
     DX,  # output
     temperature,  # a number, or a pointer to one a row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, stride_db, stride_dt, V,  # sizes
-    softcap, blend, ignore_index,  # options
-    KIND: tl.constexpr,
-    STEPS: tl.constexpr,  # from row to row of UPSTREAM and FACTOR; 0 of one number for all
-    ALIGNED: tl.constexpr,  # DX; and whether X and T lie on a boundary where it does
-    BLOCK_V: tl.constexpr,
+    vocab, softcap, blend, ignore_index,  # options; vocab is V, also if the rows are some columns
+    KIND: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, block). The fringe of a row goes with its first block."""
+    """One program per (row, block). The fringe of a row goes with its first block."""
+    ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
+    BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     blocks = tl.cdiv(V, BLOCK_V)
     row = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     PACK: tl.constexpr = pack_of(DX)
     DXrow = DX + row_offset(row, rows_t, stride_db, stride_dt)
-    head, body = split_row(elements_to(DXrow), V, 0, PACK, ALIGNED[0])
+    head, body = split_row(elements_to(DXrow), V, 0, PACK, ALIGNED)
     DXbody = tl.multiple_of(DXrow + head, 16)
     cols = block * BLOCK_V + tl.arange(0, BLOCK_V)
     if ignore_index is not None:
@@ -137,20 +149,20 @@ def _pair_bwd_kernel(
     Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
     Trow = T + row_offset(row, rows_t, stride_tb, stride_tt)
     Xbody, Tbody = Xrow + head, Trow + head
-    if ALIGNED[1]:
+    if field(CONSTANTS, "x_aligned"):
         Xbody = tl.multiple_of(Xbody, 16)
-    if ALIGNED[2]:
+    if field(CONSTANTS, "t_aligned"):
         Tbody = tl.multiple_of(Tbody, 16)
     inv_t = inverse_temperature(temperature, row)
     rate = inv_t * LOG2E
-    g = row_gain(UPSTREAM, FACTOR, row, STEPS[0], STEPS[1])
+    g = row_gain(UPSTREAM, FACTOR, row, field(CONSTANTS, "step_u"), field(CONSTANTS, "step_f"))
     terms = _row_terms(STATE, row, g, inv_t, blend, KIND)
-    both = Both(Xbody, Tbody, W, head, V, rate, softcap, blend)
+    both = Both(Xbody, Tbody, W, head, V, rate, softcap, blend, vocab)
     _write_tile(DXbody, both, terms, cols, cols < body, KIND)
-    if not ALIGNED[0]:
+    if not ALIGNED:
         if block == 0:
             ends, mask_ends = fringe_tile(head, body, V, PACK, 2 * PACK)
-            both = Both(Xrow, Trow, W, 0, V, rate, softcap, blend)
+            both = Both(Xrow, Trow, W, 0, V, rate, softcap, blend, vocab)
             _write_tile(DXrow, both, terms, ends, mask_ends, KIND)
 
 
@@ -185,7 +197,8 @@ def pair_gradient(
     tensor, number = temperature_of(reading)
     run = _plan(
         rows, t_rows, d_rows, (step_u, step_f), number, reading.softcap, pair.blend,
-        reading.ignore_index, pair.kind, config.pair_bwd(rows.vocab, rows.itemsize),
+        reading.vocab, reading.ignore_index, pair.kind,
+        config.pair_bwd(rows.vocab, rows.itemsize),
     )  # fmt: skip
     weight = aligned(reading.class_weight)
     run(source, teacher, weight, label, contiguous(state), upstream, factor, output, *tensor)
@@ -197,16 +210,19 @@ def pair_gradient(
 @functools.lru_cache(REMEMBERED)
 def _plan(
     rows: Rows, t_rows: Rows, d_rows: Rows, steps: tuple, number: tuple,
-    softcap: float | None, blend: float, ignore_index: int | None, kind: str, cut: config.Config,
+    softcap: float | None, blend: float, vocab: int, ignore_index: int | None, kind: str,
+    cut: config.Config,
 ) -> Launch:  # fmt: skip
     return Launch(
         _pair_bwd_kernel, (rows.count * config.ceil_div(rows.vocab, cut.block_v),),
         (
             *number, *rows.strides, t_rows.stride_b, t_rows.stride_t,
             d_rows.stride_b, d_rows.stride_t, rows.vocab,
-            softcap, safe_beta(blend) if kind == "jsd" else blend, ignore_index,
+            vocab, softcap, safe_beta(blend) if kind == "jsd" else blend, ignore_index,
         ),
-        num_warps=cut.num_warps, KIND=kind, STEPS=steps,
-        ALIGNED=(d_rows.aligned, rows.aligned_like(d_rows), t_rows.aligned_like(d_rows)),
-        BLOCK_V=cut.block_v,
+        num_warps=cut.num_warps, KIND=kind,
+        CONSTANTS=_Constants(
+            d_rows.aligned, rows.aligned_like(d_rows), t_rows.aligned_like(d_rows), *steps,
+            cut.block_v,
+        ),
     )  # fmt: skip

@@ -81,7 +81,7 @@ def _fold_soft(state, both, start, offs, mask):
 
 @triton.jit(
     **profiled("pair_fwd", shows=("KIND",)),
-    do_not_specialize=["rows_t"],
+    do_not_specialize=["rows_t", "vocab"],
     do_not_specialize_on_alignment=["LABEL", "temperature"],
 )
 def _pair_fwd_kernel(
@@ -89,7 +89,7 @@ def _pair_fwd_kernel(
     VALUE, STATE,  # outputs
     temperature,  # a number, or a pointer to one a row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
-    softcap, blend, ignore_index,  # options
+    vocab, softcap, blend, ignore_index,  # options; vocab is V, also if the rows are some columns
     KIND: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One program a row. Without VALUE, the row is some columns: its state is not finished."""
@@ -110,7 +110,7 @@ def _pair_fwd_kernel(
     inv_t = inverse_temperature(temperature, row)
     PACK: tl.constexpr = pack_of(X)
     head, body = split_row(elements_to(Xrow), V, 0, PACK, ALIGNED)
-    both = Both(Xrow, Trow, W, 0, V, inv_t * LOG2E, softcap, blend)
+    both = Both(Xrow, Trow, W, 0, V, inv_t * LOG2E, softcap, blend, vocab)
     found = sum_lanes(walk_both(
         fold, fresh_state(BLOCK_V), both, head, body, 0, V, ALIGNED, T_ALIGNED, BLOCK_V
     ))  # fmt: skip
@@ -175,22 +175,22 @@ def _read(x: Tensor, reading: Reading, pair: Pair, value: Tensor | None, state: 
     x, rows, teacher, t_rows = rows_of_both(x, pair.teacher)
     tensor, number = temperature_of(reading)
     run = _plan(
-        rows, t_rows, number, reading.softcap, pair.blend, reading.ignore_index, pair.kind,
-        config.pair_fwd(rows.vocab),
+        rows, t_rows, number, reading.softcap, pair.blend, reading.vocab,
+        reading.ignore_index, pair.kind, config.pair_fwd(rows.vocab),
     )  # fmt: skip
     run(x, teacher, aligned(reading.class_weight), label, value, state, *tensor)
 
 
 @functools.lru_cache(REMEMBERED)
 def _plan(
-    rows: Rows, t_rows: Rows, number: tuple, softcap: float | None, blend: float,
+    rows: Rows, t_rows: Rows, number: tuple, softcap: float | None, blend: float, vocab: int,
     ignore_index: int | None, kind: str, cut: config.Config,
 ) -> Launch:  # fmt: skip
     return Launch(
         _pair_fwd_kernel, (rows.count,),
         (
             *number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab,
-            softcap, blend, ignore_index,
+            vocab, softcap, blend, ignore_index,
         ),
         num_warps=cut.num_warps, KIND=kind, ALIGNED=rows.aligned,
         T_ALIGNED=t_rows.aligned_like(rows), BLOCK_V=cut.block_v,

@@ -41,7 +41,8 @@ class Both(NamedTuple):
     V: tl.tensor
     rate: tl.tensor  # log2 e / temperature
     softcap: tl.tensor  # the student's alone, or None
-    blend: tl.tensor  # β of "jsd", the label smoothing of "soft"
+    blend: tl.tensor  # β of "jsd", the label smoothing ε of "soft"
+    vocab: tl.tensor  # V, also where the rows hold fewer columns
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def teacher(both, at, mask):
 @triton.jit
 def target(both, at, mask):
     """Mass of each class in soft cross-entropy: smoothed, times the class weight."""
-    v = load(both.T, at, mask).to(tl.float32) * (1.0 - both.blend) + both.blend / both.V
+    v = load(both.T, at, mask).to(tl.float32) * (1.0 - both.blend) + both.blend / both.vocab
     if both.W is not None:
         v *= load(both.W, both.first + at, mask).to(tl.float32)
     if mask is not None:
@@ -100,7 +101,7 @@ def walk_both(
     T = row.T + head
     if T_ALIGNED:
         T = tl.multiple_of(T, 16)
-    from_body = Both(X, T, row.W, head, row.V, row.rate, row.softcap, row.blend)
+    from_body = Both(X, T, row.W, head, row.V, row.rate, row.softcap, row.blend, row.vocab)
     return walk(
         f, state, from_body, row, head, body, row.V, lo, hi,
         PACK, ALIGNED, False, BLOCK_V, BLOCK_V,

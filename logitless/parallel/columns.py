@@ -127,19 +127,18 @@ class ColumnBackend:
     def pair_read(self, x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
         """The loss of whole rows, (...), and their state. JSD gathers twice."""
         lead, rows = x.shape[:-1], x.shape[:-1].numel()
-        here, own, share = self._pair(reading, pair)
+        here = self._pair_reading(reading)
         part = torch.zeros((rows, PAIR_STATE), device=x.device, dtype=PRECISION[x.dtype])
         part[:, 0] = part[:, 2] = -torch.inf
         if self.width:
-            part = self.backend.pair_partial(x, here, own)
-            part[:, 3:] *= share
+            part = self.backend.pair_partial(x, here, pair)
         inv_t = inverse_temperature(reading, part[:, :1])
         whole = eager.merge_pairs(self.join(part), pair.kind, inv_t)
         value, state = self.backend.pair_finish(whole, pair.kind, inv_t)
         if pair.kind == "jsd":
             sums = torch.zeros_like(part[:, :2])
             if self.width:
-                found, known = self.backend.pair_read(x, here, own, state)
+                found, known = self.backend.pair_read(x, here, pair, state)
                 sums = torch.stack((found.reshape(-1), known[:, 4]), 1)
             value, mean = self.join(sums).sum(0).split(1, 1)
             state[:, 4:] = mean
@@ -151,25 +150,12 @@ class ColumnBackend:
     def pair_gradient(self, x, reading, pair, state, upstream, factor=None, into=None) -> Tensor:
         if self.width == 0:
             return torch.empty_like(x) if into is None else into
-        here, pair, share = self._pair(reading, pair)
-        if share != 1:  # (e_q s_p / s_q - v) g, where v is `share` times what the backend takes
-            state = state.clone()
-            state[:, 3] /= share
-            upstream = upstream * share
+        here = self._pair_reading(reading)
         return self.backend.pair_gradient(x, here, pair, state, upstream, factor, into)
 
-    def _pair(self, reading: Reading, pair: Pair) -> tuple[Reading, Pair, float]:
-        """The same for these columns, and the factor of their targets.
-
-        Label smoothing ε makes a target of (1-ε) p + ε/V. A backend takes V for the columns it has,
-        so that it is given the ε' of those, and the target is `share` times what it finds.
-        """
-        here = self.here(reading)
-        if pair.kind != "soft" or pair.blend == 0:
-            return here, pair, 1.0
-        spread = pair.blend * self.width / self.vocab
-        share = 1 - pair.blend + spread
-        return here, pair._replace(blend=spread / share if share else 0.0), share
+    def _pair_reading(self, reading: Reading) -> Reading:
+        """The reading with the class weights of these columns. V stays, for label smoothing."""
+        return self.here(reading)._replace(vocab=reading.vocab)
 
     def topk(
         self, x: Tensor, k: int, temperature: float, softcap: float | None
