@@ -1,0 +1,240 @@
+"""The folder listing is the architecture: imports go one way, and each question has one place.
+
+Exceptions that are known stand in lists below. An entry that is no longer needed fails its test, so
+that the lists can only become shorter.
+"""
+
+import ast
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.support.paths import ROOT, TESTS
+
+PACKAGE = ROOT / "logitless"
+FLOORS = (  # from the lowest; a room imports from lower floors alone
+    ("contract",),
+    ("eager",),
+    ("kernels",),
+    ("core",),
+    ("heads", "targets"),
+    ("losses", "parallel"),
+    ("lazy",),
+    ("nn", "store"),
+    ("__init__", "hf"),
+    ("cli",),
+    ("__main__",),
+)
+FLOOR = {room: i for i, rooms in enumerate(FLOORS) for room in rooms}
+INNER = ("core", "heads", "targets", "losses", "parallel", "lazy")  # rooms that export nothing
+
+# Imports inside functions: which file imports from which room, and why not at its head.
+INSIDE_FUNCTIONS = {
+    ("core/call.py", "kernels"): "Triton takes long to import, and a CPU needs none",
+    ("cli/teacher.py", "store"): "other subcommands start without the store",
+}
+# Files that may ask what kind of logits something is, besides core/source.py, and why.
+BOUNDARY = {
+    "core/checks.py": "arguments of public functions",
+    "parallel/checks.py": "arguments of VocabShard",
+    "parallel/dtensor.py": "arguments beside logits may be DTensors too",
+    "lazy/fuse.py": "PyTorch calls the forward of a fused head with anything",
+    "lazy/logits.py": "PyTorch calls a tensor's methods with anything",
+    "lazy/torch_functions.py": "PyTorch calls its functions with anything",
+    "lazy/views.py": "an index may be anything",
+}
+
+# --- known exceptions, to be emptied
+
+KNOWN_ARROWS_UP = {("core/call.py", "heads"), ("heads/linear.py", "parallel")}
+KNOWN_CIRCLES: set[str] = set()
+KNOWN_QUESTIONS = {
+    "core/in_place.py", "core/loss.py", "heads/linear.py", "heads/operators.py",
+    "losses/dense_teacher.py", "losses/sparse_teacher.py", "parallel/same_call.py",
+    "parallel/shard.py",
+}  # fmt: skip
+KNOWN_SLICES = {
+    "cli/demo/story.py", "cli/formulas.py", "cli/scale.py", "cli/selfcheck.py", "cli/teacher.py",
+    "contract.py", "core/loss.py", "eager/pair.py", "eager/stats.py", "heads/linear.py",
+    "heads/operators.py", "heads/per_row.py", "heads/plan.py", "hf.py", "kernels/slots.py",
+    "lazy/logits.py", "losses/dense_teacher.py", "losses/row_loss.py", "losses/sparse_teacher.py",
+    "parallel/shard.py", "store/checks.py", "store/format.py", "store/importers.py",
+    "store/journal.py", "store/lookup.py", "store/shard.py", "targets/checks.py",
+    "targets/safetensors.py",
+}  # fmt: skip
+
+
+class Import(NamedTuple):
+    file: str  # relative to the package
+    module: str
+    target: str  # a module of the package
+    inside: bool  # of a function
+
+    @property
+    def rooms(self) -> tuple[str, str]:
+        return room_of(self.module), room_of(self.target)
+
+
+def room_of(module: str) -> str:
+    _, *rest = module.split(".")
+    return rest[0] if rest else "__init__"
+
+
+def module_of(path: Path) -> str:
+    parts = ("logitless", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+TREES = {module: ast.parse(path.read_text()) for module, path in MODULES.items()}
+
+
+def file_of(module: str) -> str:
+    return MODULES[module].relative_to(PACKAGE).as_posix()
+
+
+def targets_of(node: ast.Import | ast.ImportFrom, module: str) -> list[str]:
+    """The modules of the package that a statement imports, or imports names of."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names if alias.name in MODULES]
+    package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+    above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+    name = ".".join(filter(None, [*above, node.module]))
+    named = [f"{name}.{alias.name}" for alias in node.names]
+    return sorted({n if n in MODULES else name for n in named if n in MODULES or name in MODULES})
+
+
+def imports_of(module: str) -> list[Import]:
+    found = []
+
+    def walk(node: ast.AST, inside: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                continue  # which a type checker alone follows
+            if isinstance(child, (ast.Import, ast.ImportFrom)):
+                targets = targets_of(child, module)
+                found.extend(Import(file_of(module), module, t, inside) for t in targets)
+            walk(child, inside or isinstance(child, (ast.FunctionDef, ast.Lambda)))
+
+    walk(TREES[module], False)
+    return found
+
+
+IMPORTS = [one for module in MODULES for one in imports_of(module)]
+AT_THE_HEAD = [one for one in IMPORTS if not one.inside]
+
+
+def test_imports_are_seen():
+    assert len(AT_THE_HEAD) > 300
+    assert {room for one in IMPORTS for room in one.rooms} == FLOOR.keys()
+
+
+def test_every_import_goes_to_a_lower_floor():
+    up = {
+        (one.file, one.rooms[1])
+        for one in AT_THE_HEAD
+        if one.rooms[0] != one.rooms[1] and FLOOR[one.rooms[0]] <= FLOOR[one.rooms[1]]
+    }
+    assert up == KNOWN_ARROWS_UP
+
+
+def test_imports_inside_functions_have_a_reason():
+    inside = {(one.file, one.rooms[1]) for one in IMPORTS if one.inside and len(set(one.rooms)) > 1}
+    assert inside == INSIDE_FUNCTIONS.keys()
+
+
+def test_rooms_have_at_most_twelve_floors():
+    known = {(file.partition("/")[0], higher) for file, higher in KNOWN_ARROWS_UP}
+    arrows = {one.rooms for one in AT_THE_HEAD} - known
+    height: dict[str, int] = {}
+    for room in sorted(FLOOR, key=FLOOR.__getitem__):
+        below = [height[other] for upper, other in arrows if upper == room != other]
+        height[room] = 1 + max(below, default=0)
+    assert 8 <= max(height.values()) <= 12
+
+
+def test_no_file_imports_itself_through_others():
+    imported: dict[str, set[str]] = {module: set() for module in MODULES}
+    for one in AT_THE_HEAD:
+        imported[one.module].add(one.target)
+
+    def reached(module: str) -> set[str]:
+        found, left = set(), set(imported[module])
+        while left:
+            found |= left
+            left = set().union(*(imported[m] for m in left)) - found
+        return found
+
+    assert {file_of(m) for m in MODULES if m in reached(m)} == KNOWN_CIRCLES
+
+
+def test_inner_rooms_export_nothing():
+    for room in INNER:
+        body = TREES[f"logitless.{room}"].body
+        assert [type(node) for node in body] == [ast.Expr], f"{room}/__init__.py is a docstring"
+        assert ast.get_docstring(TREES[f"logitless.{room}"])
+
+
+# --- what kind of logits something is
+
+KINDS = {"LinearLogits", "VocabShard", "LazyLogits", "DTensor", "Source", "Head"}
+TRAITS = {  # attributes that one kind of logits has
+    "evaluate", "evaluate_in_place", "capture_topk", "as_teacher", "materialize", "placements",
+    "recipe", "hidden", "ranks",
+}  # fmt: skip
+
+
+def asks_for_a_kind(node: ast.AST) -> bool:
+    """hasattr(x, "placements"), getattr(x, "recipe", None), isinstance or type against a kind."""
+    names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+    if isinstance(node, ast.Compare):
+        return bool(names & {"type", "__class__"}) and bool(names & KINDS)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    if node.func.id == "isinstance":
+        return bool(names & KINDS)
+    asked = node.args[1:2]
+    question = node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3)
+    return question and isinstance(asked[0], ast.Constant) and asked[0].value in TRAITS
+
+
+def test_the_kind_of_logits_is_asked_in_one_place():
+    asking = {file_of(m) for m, tree in TREES.items() if any(map(asks_for_a_kind, ast.walk(tree)))}
+    assert asking - {"core/source.py"} == BOUNDARY.keys() | KNOWN_QUESTIONS
+
+
+def test_nothing_is_taken_apart_by_position():
+    pattern = re.compile(r"\[:4\]|\[4:\]|found\[")
+    slices = {file_of(m) for m, path in MODULES.items() if pattern.search(path.read_text())}
+    assert slices == KNOWN_SLICES
+
+
+# --- the tests themselves
+
+
+def test_no_test_imports_another():
+    """What tests share is in tests/support and tests/differential."""
+    found = []
+    for path in TESTS.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += (
+                [a.name for a in node.names]
+                if isinstance(node, (ast.Import, ast.ImportFrom))
+                else []
+            )
+            found += [(path.name, n) for n in names if re.search(r"(^|\.)test_\w+$", n)]
+    assert found == []
+
+
+def test_tests_stand_in_rooms():
+    """A room of the package, or the kinds of tests that belong to none."""
+    folders = {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")}
+    others = {"differential", "docs", "gpu", "support"}
+    assert {f for f in folders if not f.endswith(".py")} <= {*FLOOR} | others
+    assert {f for f in folders if f.endswith(".py")} == {
+        "test_architecture.py", "test_contract.py", "test_hf.py", "test_nn.py",
+    }  # fmt: skip
+    for path in (*PACKAGE.rglob("*.py"), *TESTS.rglob("*.py")):
+        assert len(path.read_text().splitlines()) <= 400, path
