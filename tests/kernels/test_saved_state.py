@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import on_ranks
+from tests.support.ranks import on_ranks
 
 import logitless as ll
 from logitless import contract, eager, kernels
