@@ -22,7 +22,7 @@ from .. import eager
 from ..contract import NO_ID, Reading
 from . import checks, options
 from .backend import Backend
-from .source import Source
+from .source import ranks_of_call
 
 F = TypeVar("F", bound=Callable)
 
@@ -64,7 +64,7 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
 
 def _refuse_on_ranks(logits: Any, error: Exception) -> None:
     """Sends the error to the ranks that share these logits, so that all ranks raise."""
-    ranks = logits.ranks_of_call() if isinstance(logits, Source) else None
+    ranks = ranks_of_call(logits)
     if ranks is not None:
         # Imported here, because parallel/ is built on core/.
         from ..parallel.same_call import refuse

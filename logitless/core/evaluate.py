@@ -30,7 +30,7 @@ from .autograd import Node, refuse_second
 from .backend import Backend
 from .call import backend_of, check_values, on_gpu, under_transform
 from .loss import RowLoss
-from .source import Source, source_of
+from .source import source_of
 
 # The number of logits on a GPU up to which the gradient is computed in forward, in fp32: launching
 # then costs more than the memory, and a backward that only scales takes half the host's time.
@@ -46,7 +46,7 @@ def evaluate(
     """The loss of the rows, weighted and reduced; a tuple if the loss has multiple outputs."""
     if logits.__class__ is not Tensor:
         source = source_of(logits)
-        if isinstance(source, Source):
+        if source is not None:
             return source.evaluate(loss, reduction, row_weight)
     if under_transform():
         return evaluate_traced(logits, loss, reduction, row_weight)

@@ -16,7 +16,7 @@ from .backend import Backend
 from .call import backend_of, check_values, under_transform
 from .evaluate import evaluate
 from .loss import RowLoss, rows_in
-from .source import Source, source_of
+from .source import source_of
 
 
 def evaluate_in_place(
@@ -24,7 +24,7 @@ def evaluate_in_place(
 ) -> Tensor:
     """evaluate(...), with the gradient left in the memory of the logits if one is wanted."""
     source = source_of(logits)
-    if isinstance(source, Source):
+    if source is not None:
         return source.evaluate_in_place(loss, reduction, row_weight)
     if not torch.is_grad_enabled() or not logits.requires_grad or under_transform():
         return evaluate(logits, loss, reduction, row_weight)

@@ -80,10 +80,10 @@ def is_dtensor(t: Any) -> bool:
     return t.__class__ is not Tensor and hasattr(t, "placements")
 
 
-def source_of(logits: Any) -> Any:
-    """The Source that evaluates a loss over these logits, or a plain Tensor."""
+def source_of(logits: Any) -> "Source | None":
+    """The Source that evaluates a loss over these logits; None for a plain tensor."""
     if logits.__class__ is Tensor:
-        return logits
+        return None
     if isinstance(logits, Source) and not logits.spread:
         return logits
     if isinstance(logits, Source) or is_dtensor(logits):
@@ -91,12 +91,17 @@ def source_of(logits: Any) -> Any:
         from ..parallel.dtensor import source_of_dtensor
 
         return source_of_dtensor(logits)
-    return logits
+    return None
 
 
 def is_source(logits: Any) -> bool:
     """Whether `source_of` takes it."""
     return isinstance(logits, (Tensor, Source))
+
+
+def ranks_of_call(logits: Any) -> Any:
+    """The ranks that must make the same call over these logits, or None."""
+    return logits.ranks_of_call() if isinstance(logits, Source) else None
 
 
 def is_over_ranks(logits: Any) -> bool:
@@ -117,10 +122,11 @@ def teacher_of(teacher: Any, student: Any) -> Any:
     """A dense teacher as constants: a Tensor, or an object that computes some rows at a time."""
     if not isinstance(teacher, Source):
         return teacher.detach()
+    source: Any = source_of(teacher)
     if isinstance(student, Source):
-        return source_of(teacher).as_teacher()
+        return source.as_teacher()
     # The student's logits exist as a whole, so the teacher's may too.
-    return source_of(teacher).materialize(slice(None)).view(student.shape)
+    return source.materialize(slice(None)).view(student.shape)
 
 
 def teacher_rows(teacher: Any, rows: slice | Tensor) -> Tensor:

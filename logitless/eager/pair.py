@@ -69,9 +69,9 @@ def pair_read(
     norms: Tensor | None = None,  # (N, PAIR_STATE), where "jsd" knows those of whole rows
 ) -> tuple[Tensor, Tensor]:
     """The loss of each row, (...), and what its gradient needs, (N, PAIR_STATE)."""
-    found = _each(x, reading, pair, 1 + PAIR_STATE, norms, _compare)
+    result = _each(x, reading, pair, 1 + PAIR_STATE, norms, _compare)
     # Cloned, for a view that an autograd function returns may not be written to by its user.
-    return found[:, 0].reshape(x.shape[:-1]).clone(), found[:, 1:].clone()
+    return result[:, 0].reshape(x.shape[:-1]).clone(), result[:, 1:].clone()
 
 
 def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
@@ -83,14 +83,14 @@ def _each(x: Tensor, reading: Reading, pair: Pair, width: int, norms, work) -> T
     """What `work` finds of a few rows at a time, (N, width); 0 of ignored ones."""
     flat, other = (t.reshape(-1, x.shape[-1]) for t in (x, pair.teacher))
     live = live_rows(reading)
-    found = torch.zeros((len(flat), width), dtype=PRECISION[x.dtype], device=x.device)
-    inv_t = inverse_temperature(reading, found[:, :1])
+    result = torch.zeros((len(flat), width), dtype=PRECISION[x.dtype], device=x.device)
+    inv_t = inverse_temperature(reading, result[:, :1])
     for rows in chunks(flat, live, _PARTS.get(pair.kind, 1)):
         rate = None if inv_t is None else inv_t[rows]
         y, _ = capped(flat[rows], reading.softcap)
         known = None if norms is None else norms[rows]
-        found[rows] = work(y, other[rows].to(y.dtype), rate, reading, pair, known)
-    return found if live is None else found.masked_fill_(~live[:, None], 0)
+        result[rows] = work(y, other[rows].to(y.dtype), rate, reading, pair, known)
+    return result if live is None else result.masked_fill_(~live[:, None], 0)
 
 
 def _sums(y, t, rate, reading: Reading, pair: Pair, norms) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,8 +100,8 @@ def _sums(y, t, rate, reading: Reading, pair: Pair, norms) -> tuple[Tensor, Tens
     if kind == "soft":
         v = _target(t, reading, pair)
         s_p = v.sum(1, keepdim=True)
-        found = (y.amax(1, keepdim=True), d_q.exp().sum(1, keepdim=True), torch.zeros_like(s_p))
-        return torch.cat((*found, s_p, -_expected(v, d_q)), 1), d_q, d_q
+        result = (y.amax(1, keepdim=True), d_q.exp().sum(1, keepdim=True), torch.zeros_like(s_p))
+        return torch.cat((*result, s_p, -_expected(v, d_q)), 1), d_q, d_q
     d_p = centred(t, max_of(t) if norms is None else norms[:, 2:3], rate)
     if norms is not None:
         return norms, d_q, d_p

@@ -258,7 +258,8 @@ def slots(
     plan = _plan(
         shape, stride, student.data_ptr() % 16, teacher.data_ptr() % 16,
         None if mask is None else mask.data_ptr() % 16, tail is None, number, not last,
-        reading.ignore_index, *given[4:],
+        reading.ignore_index, given.divergence, given.support, given.beta, given.kd_weight,
+        given.ce_weight,
     )  # fmt: skip
     value = torch.empty(plan.shape, device=student.device, dtype=torch.float32)
     coefs = None

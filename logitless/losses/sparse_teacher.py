@@ -18,7 +18,7 @@ from ..core import call
 from ..core import checks as rules
 from ..core.evaluate import evaluate, scaled
 from ..core.loss import RowLoss, rows_in
-from ..core.source import Source, source_of
+from ..core.source import source_of
 from ..heads.operators import operator
 from ..targets.sparse import SparseTargets, unchecked
 from . import checks
@@ -116,11 +116,11 @@ def capture_topk(
     call.check_once(checks.capture_topk, logits, k, temperature, softcap)
     options = (float(temperature), None if softcap is None else float(softcap))
     source = source_of(logits)
-    if isinstance(source, Source):
+    if source is not None:
         return unchecked(*source.capture_topk(k, *options))
-    if call.mapped(source):
+    if call.mapped(logits):
         rules.not_mapped()
-    return unchecked(*call.backend_of(source).topk(source.detach(), k, *options))
+    return unchecked(*call.backend_of(logits).topk(logits.detach(), k, *options))
 
 
 @call.named()

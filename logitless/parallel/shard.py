@@ -21,7 +21,14 @@ from ..core import checks, evaluate
 from ..core.call import backend_of, check_values, in_func, named, thorough, under_transform
 from ..core.in_place import overwrite_on
 from ..core.loss import RowLoss
-from ..core.source import Source, TopK, is_dense, teacher_columns, teacher_rows
+from ..core.source import (
+    Source,
+    TopK,
+    is_dense,
+    is_over_ranks,
+    teacher_columns,
+    teacher_rows,
+)
 from . import checks as rules
 from . import same_call
 from .columns import ColumnBackend
@@ -199,7 +206,7 @@ class VocabShard(Source):
 
     def cut(self, teacher):
         """A teacher's logits or probabilities in these columns, from a shard or from whole rows."""
-        if isinstance(teacher, VocabShard):
+        if is_over_ranks(teacher):
             rules.same_columns(teacher.layout, self.layout)
             local = teacher.as_teacher().source
         else:

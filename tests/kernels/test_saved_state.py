@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.support.ranks import on_ranks
 
 import logitless as ll
 from logitless import contract, eager, kernels
 from logitless.contract import COEFFICIENTS, Coefficients, Reading
+from tests.support.rank_threads import on_ranks
 
 WANTS = {"without a tail": ("logprob",), "with a tail": ("logprob", "tail")}
 
