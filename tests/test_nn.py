@@ -70,6 +70,15 @@ def test_cross_entropy_is_pytorchs_on_defaults(impl, device):
     torch.testing.assert_close(module(x, target), torch_module(x, target))
 
 
+def test_cross_entropy_passes_every_option(device):
+    x, target = inputs.make(rows=(9,), device=device)
+    how = {"ignore_index": 3, "reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.3}
+    how |= {"temperature": 2.0, "softcap": 5.0}
+    torch.testing.assert_close(
+        ll.nn.CrossEntropyLoss(**how)(x, target), ll.cross_entropy(x, target, **how)
+    )
+
+
 def test_heads(device):
     hidden, weight, bias, target = heads.make(torch.float32, device)
     want = F.cross_entropy(F.linear(hidden, weight, bias), target, label_smoothing=0.1)

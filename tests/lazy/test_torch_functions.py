@@ -128,6 +128,9 @@ MADE = {
     "softmax": lambda z, t: (z.softmax(-1) * torch.arange(V).to(z)).sum(),
     "a column": lambda z, t: z[..., 3].sum(),
     "one more term": lambda z, t: F.cross_entropy(z.view(-1, V), t.view(-1)) + z.exp().mean(),
+    "two more terms": lambda z, t: (
+        z.exp().mean() + z.sin().mean() + F.cross_entropy(z.view(-1, V), t.view(-1))
+    ),
     "of a view": lambda z, t: F.cross_entropy(z[0], t[0]) + z[1].exp().mean(),
     "of a softcap": lambda z, t: (torch.tanh(z / 3) * 3).square().mean(),
     "negative scale": lambda z, t: F.cross_entropy((-z).view(-1, V), t.view(-1)),

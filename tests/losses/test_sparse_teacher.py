@@ -84,6 +84,7 @@ class TestMatrix:
 
 OPTIONS = {
     "softcap": {"softcap": 3.0, "temperature": 2.0},
+    "softcap at the ids alone": {"softcap": 3.0, "temperature": 2.0, "support": "renorm"},
     "row_weight": {"row_weight": torch.linspace(0.5, 2, ROWS), "reduction": "sum"},
     "row temperature": {"temperature": torch.linspace(0.5, 2, ROWS), "t_squared": True},
     "labels": {"labels": torch.tensor([3, -100, 4, 5])},
