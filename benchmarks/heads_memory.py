@@ -86,7 +86,7 @@ STUDIES = {  # a function from a shape to its cases, and the shapes
 
 @contextlib.contextmanager
 def forced(gain: float) -> Iterator[None]:
-    """Cuts by columns only if this saves at least `gain` of the time of a GEMM."""
+    """Cuts by columns only if this saves at least the share `gain` of a GEMM's time."""
     before, plan.MIN_GAIN = plan.MIN_GAIN, gain
     plan.choose.cache_clear()
     try:

@@ -189,7 +189,7 @@ def step(variant: Variant, batch: Batch, device: str) -> tuple[float, int]:
 def measure(
     variants: list[Variant], batch: Batch, device: str, steps: int, deadline: float
 ) -> dict[str, str]:
-    """A table cell per implementation, from steps in turns after a step that is not counted."""
+    """A table cell per implementation; all take turns, and their first steps are not counted."""
     taken: dict[str, list[tuple[float, int]]] = {variant.name: [] for variant in variants}
     failed: dict[str, str] = {}
     for turn in range(steps + 1):

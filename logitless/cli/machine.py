@@ -55,7 +55,7 @@ def installed(module: str) -> str | None:
         return importlib.metadata.version(module)
     except (
         importlib.metadata.PackageNotFoundError
-    ):  # the package has another name than its module, as fla and quack have
+    ):  # a package whose name differs from its module's, such as fla or quack
         names = importlib.metadata.packages_distributions().get(module, ())
         return next(map(importlib.metadata.version, names), None)
 

@@ -30,7 +30,7 @@ class Gpu(NamedTuple):
 NVLINK_4, NVLINK_5, NDR = 900e9 / 2, 1800e9 / 2, 400e9 / 8
 LATENCY = 15e-6  # assumed; nccl-tests prints times of this order within a node
 
-# (FLOP/s, bytes/s). Those of H200 were measured (docs/heads.md, docs/performance.md). The peaks of
+# Pairs of FLOP/s and bytes/s. H200 was measured (docs/heads.md, docs/performance.md). The peaks of
 # dense bf16 and of HBM are from "Machine Learning Engineering" (S. Bekman, When Is It Worth
 # Upgrading GPUs?).
 H200, H200_PEAK, B200_PEAK = (674e12, 4.23e12), (989e12, 4.8e12), (2250e12, 8.0e12)

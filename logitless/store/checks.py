@@ -17,7 +17,7 @@ from ..core import options as _options
 
 VALUES = ("u8", "f16")
 ALIGNMENTS = ("next",)
-SHOWN = 8  # tokens in a message
+SHOWN = 8  # number of tokens that an error message shows
 _HEADER_BYTES = 1 << 16
 
 
@@ -68,7 +68,7 @@ def header_fields(where: object, text: str | bytes, kind: type) -> dict:
 
 
 def same_header(where: object, got: Any, want: Any, of: object, advice: str = "") -> None:
-    """Checks that a header has the fields of `want`, the header of `of`."""
+    """Checks that a header equals `want`, which is the header of `of`."""
     for field in dataclasses.fields(want):
         expected, value = getattr(want, field.name), getattr(got, field.name)
         if expected != value:
@@ -309,7 +309,7 @@ def server_output(server: str, name: str, entries: Any, tokens: Any) -> None:
 
 
 def entries(name: str, tokens: list[int], rows: list) -> None:
-    """Checks that there are log-probabilities of each token, and None for the first."""
+    """Checks that every token has log-probabilities, except the first, which has None."""
     if not tokens or len(rows) != len(tokens):
         raise ValueError(
             f"{name} must have an entry for each of {len(tokens)} tokens, got {len(rows)}."
@@ -374,7 +374,7 @@ def is_open(closed: bool) -> None:
 
 
 def refuse(where: object, rule: str, got: str) -> NoReturn:
-    """Raises the error for a file, a folder or another thing that is named by its path."""
+    """Raises the error for the file or folder `where`."""
     raise ValueError(
         f"{os.fspath(where) if isinstance(where, os.PathLike) else where} must {rule}, got {got}."
     )

@@ -170,7 +170,7 @@ class Store:
         )
 
 
-Span = tuple[Match | None, int]  # the first rows of a document, or (None, rows of padding)
+Span = tuple[Match | None, int]  # a match and its number of rows; None stands for padding
 
 
 def _with_padding(starts: Sequence[int], matches: Sequence[Match], total: int) -> list[Span]:

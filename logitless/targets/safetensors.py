@@ -58,8 +58,8 @@ def write(
 ) -> None:
     """Writes a file of tensors; a failed write leaves the old file at `path` unchanged.
 
-    The tensors are written under another name, which is then renamed. If `durable`, the file has
-    reached the disk when this returns.
+    The file is written under another name and then renamed. If `durable`, the file has reached the
+    disk when this function returns.
     """
     # Wide dtypes come first, so that each tensor is aligned to its dtype.
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
