@@ -158,9 +158,7 @@ class DistillTrainer(Trainer):
         if not sums:
             return {}
         total = self.accelerator.reduce(torch.stack(sums).sum(0), "sum")
-        ce, kd, count = torch.as_tensor(
-            total
-        ).tolist()  # reduce returns a tensor, but its annotation does not say so
+        ce, kd, count = torch.as_tensor(total).tolist()  # as_tensor is for type checkers only
         prefix, count = "" if training else "eval_", max(count, 1)
         means = {f"{prefix}ce_loss": ce / count}
         if training or self.eval_teacher:

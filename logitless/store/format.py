@@ -228,9 +228,8 @@ def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
     """Codes in 8 bits, and the distances below `top` that they stand for.
 
-    The unit of a row is chosen among the TRIED smallest units that cover the row, by the smallest
-    KL divergence. Most of a row's mass is in a few slots, and some units round all of these slots
-    well.
+    A row uses the unit with the smallest KL divergence among the TRIED smallest units that cover
+    the row. Most of a row's mass is in a few slots, and some units round all of these slots well.
     """
     least = torch.log2(below.amax(-1, keepdim=True) / CODES) * PER_OCTAVE
     least = (least.ceil() - LOWEST).clamp(0, 255)

@@ -1,8 +1,8 @@
 """Finding a document by its tokens.
 
 The index of a shard holds sorted hashes of each document: of its first 1, 4, 16, 64, ... tokens and
-of the whole document. A whole document is found by its last hash. A document that was cut off is
-found by its longest beginning in the index. Every candidate is then compared token by token,
+of all its tokens. A whole document is found by the hash of all its tokens. A document that was cut
+off is found by its longest beginning in the index. Every candidate is then compared token by token,
 because hashes only propose candidates.
 
 The hash of tokens[a:b] is Σ (token + 1) B^(i - a) mod 2^64, mixed with the length. It is computed

@@ -93,7 +93,7 @@ def _once_each(ids: Tensor, p: Tensor) -> Tensor:
     return p.gather(-1, order).masked_fill(repeated, 0.0)
 
 
-_SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))  # other index entries are arrays
+_SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))  # other entries become tensors
 
 
 def row_index(index: Any, ids: Tensor) -> tuple:

@@ -144,8 +144,8 @@ def read_header(path: str | os.PathLike) -> Header:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, _HEADER_BYTES):
-            limit = f"{_HEADER_BYTES} bytes that lies within its {size}"
-            _refuse(path, f"have a safetensors header of at most {limit}", f"one of {length}")
+            limit = f"{_HEADER_BYTES} bytes within the file's {size} bytes"
+            _refuse(path, f"have a safetensors header of at most {limit}", f"{length} bytes")
         text = file.read(length)
     try:
         fields = json.loads(text, object_pairs_hook=_without_repeats)

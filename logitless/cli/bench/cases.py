@@ -151,7 +151,8 @@ PAIRS = [
     TEACHERS("jsd", BOTH, targets=DENSE, passes=7),
     TEACHERS("soft_cross_entropy", BOTH),
 ]
-ROOMY, LIGER = {"floor": 1.25}, {"liger": 1.0}  # LIGER: in about Liger's memory, as fast as Liger
+ROOMY = {"floor": 1.25}
+LIGER = {"liger": 1.0}  # at most Liger's time, for workspaces of about Liger's memory
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}

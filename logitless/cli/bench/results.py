@@ -186,7 +186,8 @@ def outcome(results: list[Result]) -> list[str]:
 def target_row(r: Result, results: list[Result]) -> dict[str, str]:
     """A row of the table of targets, with the fastest other contender.
 
-    A contender that overwrites the logits counts in place only, because it does other work.
+    A contender that overwrites the logits is compared in place only, because elsewhere it does not
+    do the same work.
     """
     rivals = [x for x in results if x.name == r.name and x.contender in NAMES[1:] and x.ms]
     fair = [x for x in rivals if x.mode == Mode.INPLACE or OVERWRITES not in x.note]

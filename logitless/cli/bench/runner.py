@@ -50,9 +50,7 @@ class Entry:
             result.value_error, result.grad_error = errors
             bound = formulas.TOLERANCE[self.case.dtype] * formulas.CLIPPED.get(self.case.op, 1)
             bound *= 1 if result.contender == OURS else 10
-            off = [
-                x for x in errors if x is not None and not x <= bound
-            ]  # `not <=` is true for NaN
+            off = [x for x in errors if x is not None and not x <= bound]  # NaN is off as well
             if off:
                 result.status, result.note = "wrong", f"error {off[-1]:.1e}, allowed {bound:.0e}"
         if not all(map(torch.equal, scratch, self.leaves)):
