@@ -107,7 +107,7 @@ def main() -> int:
     results = {}
     for i, case in enumerate(cases):
         share = max(0.0, end - time.monotonic()) / (len(cases) - i) / len(workers)
-        # 310 ms of each second are for timing; inputs and the memory take the rest.
+        # 310 ms of each second are for timing; creating inputs and measuring memory take the rest.
         results[case] = run(case, min(1000.0, max(20.0, 310 * share)))
         print(f"{i + 1}/{len(cases)}", *row(case, results[case], 0.0), sep=" | ", flush=True)
     spreads = [x for three in results.values() if (x := noise(*three)) is not None]

@@ -46,7 +46,7 @@ def head(op: str, variant: str, options: dict, mode: str = Mode.BACKWARD) -> Cas
 
 
 def workspaces(shape: str) -> list[Case]:
-    """Ours in each workspace, then other libraries; `score` and fp32 logits at the first shape."""
+    """Our loss in each workspace, and other libraries; the first shape has `score` and fp32 too."""
     ours = [head("cross_entropy", f"{mib} MiB", {"workspace": mib * MIB}) for mib in WORKSPACES]
     cases = [*ours, head("cross_entropy", OWN_MEMORY, {})]
     if shape == SHAPES[0]:
@@ -86,7 +86,7 @@ STUDIES = {  # a function from a shape to its cases, and the shapes
 
 @contextlib.contextmanager
 def forced(gain: float) -> Iterator[None]:
-    """Cuts by columns only if this saves at least `gain` of the time of a GEMM."""
+    """Cuts by columns only if this saves at least the share `gain` of a GEMM's time."""
     before, plan.MIN_GAIN = plan.MIN_GAIN, gain
     plan.choose.cache_clear()
     try:

@@ -28,7 +28,7 @@ RANKS = 8
 
 
 class SimulatedRanks(Alone):
-    """Ranks of which only this one runs; the others have the same numbers."""
+    """Several ranks, of which only this one runs; the others get copies of its states."""
 
     def __init__(self, count: int):
         self.group, self.index, self.count = self, 0, count

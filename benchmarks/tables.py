@@ -3,8 +3,8 @@
     python -m benchmarks.tables            `make tables`
 
 A table is in a page between <!-- table NAME --> and <!-- end -->. Its lines come from one run in
-benchmarks/results/h200, which is named below the table. This is the newest of the runs that
-measured the most cases of the table's family; a complete run has all cases.
+benchmarks/results/h200, which is named below the table. Among the runs that measured the most cases
+of the table's family, the newest is used.
 """
 
 from __future__ import annotations
@@ -126,15 +126,16 @@ def origin(*runs: Run) -> str:
 
 
 def in_liger_memory(run: Run, shape: str) -> tuple[Result, Result | None]:
-    """Liger over a head, and our result with nearly the same memory; None if there is none."""
+    """The result of Liger over a head, and our result with nearly the same memory, or None."""
     liger = run.find(**PLAIN_HEAD, contender="liger", shape=shape)
     ours = run.all(family="heads", op="cross_entropy", contender=OURS, shape=shape)
 
-    def apart(r: Result) -> float:
+    def ratio(r: Result) -> float:
+        """|log| of the ratio of our memory to Liger's."""
         return abs(math.log((r.spare_mib or 1.0) / (liger.spare_mib or 1.0)))
 
-    near = [r for r in ours if WORKSPACE.fullmatch(r.variant) and apart(r) < math.log(1.25)]
-    return liger, min(near, key=apart, default=None)
+    near = [r for r in ours if WORKSPACE.fullmatch(r.variant) and ratio(r) < math.log(1.25)]
+    return liger, min(near, key=ratio, default=None)
 
 
 def summary(logits: Run, heads: Run) -> str:
@@ -198,8 +199,8 @@ def head_memory(run: Run) -> Rows:
         at = {"op": "cross_entropy", "shape": shape}
         ours = {mib: run.find(**at, variant=f"{mib} MiB") for mib in heads_memory.WORKSPACES}
         row = {f"{mib:,} MiB": cell(r, "spare_mib") for mib, r in ours.items()}
-        own = at | {"variant": heads_memory.OWN_MEMORY}
-        row |= run.cells(heads_memory.RIVALS, "spare_mib", **own)
+        wanted = at | {"variant": heads_memory.OWN_MEMORY}
+        row |= run.cells(heads_memory.RIVALS, "spare_mib", **wanted)
         rows.append({HEAD: sizes(shape), **row})
     return rows
 

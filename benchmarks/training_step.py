@@ -50,14 +50,7 @@ QUICK_SIZES = SIZES | {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
 CHECKED = (2, 128)
-CHECKS = (
-    "variant",
-    "loss",
-    "d head",
-    "d down_proj",
-    "d q_proj",
-    "verdict",
-)  # columns of the report
+CHECKS = ("variant", "loss", "d head", "d down_proj", "d q_proj", "verdict")  # column titles
 MARGIN, FLOOR = 2.0, 1e-3  # error allowed: MARGIN · error of the plain model + FLOOR
 
 Batch = dict[str, Tensor]
@@ -154,7 +147,7 @@ def loss_and_gradients(variant: Variant, batch: Batch) -> list[Tensor]:
 
 
 def errors_of(variants: list[Variant], batch: Batch) -> dict[str, list[float] | str]:
-    """Relative errors of each implementation against the plain model in fp32, or its failure."""
+    """Relative errors of each implementation against the plain model in fp32, or its error."""
     exact = Variant("fp32", copy.deepcopy(variants[0].model).float(), transformers_loss)
     right = loss_and_gradients(exact, batch)
     errors = {}
@@ -189,7 +182,7 @@ def step(variant: Variant, batch: Batch, device: str) -> tuple[float, int]:
 def measure(
     variants: list[Variant], batch: Batch, device: str, steps: int, deadline: float
 ) -> dict[str, str]:
-    """A table cell per implementation, from steps in turns after a step that is not counted."""
+    """A table cell per implementation; all take turns, and their first steps are not counted."""
     taken: dict[str, list[tuple[float, int]]] = {variant.name: [] for variant in variants}
     failed: dict[str, str] = {}
     for turn in range(steps + 1):

@@ -1,4 +1,4 @@
-"""Distils a small student from a larger teacher, of which it gets 32 tokens per position.
+"""Distils a small student from the 32 most probable tokens of a larger teacher.
 
     python examples/distill.py
 

@@ -47,7 +47,7 @@ def sharded_model() -> LlamaForCausalLM:
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
         num_attention_heads=4, max_position_embeddings=LENGTH, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    model = ll.fuse(LlamaForCausalLM(config))  # the only line for logitless
+    model = ll.fuse(LlamaForCausalLM(config))  # the only line that logitless needs
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model.lm_head)

@@ -64,7 +64,7 @@ def main() -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = letters()
-    model = ll.fuse(small_model(tokenizer).to(device))  # the only line for logitless
+    model = ll.fuse(small_model(tokenizer).to(device))  # the only line that logitless needs
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(1, args.steps + 1):
         chosen = torch.randint(len(string.ascii_lowercase), (PROMPTS,)).tolist()

@@ -1,4 +1,4 @@
-"""Distils your own student from your own teacher: the teacher runs once, into a store.
+"""Distils your own student from your own teacher, which is captured once into a store.
 
     python examples/store.py --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data my.jsonl
     python examples/store.py

@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     steps = parser.parse_args().steps
 
-    model = ll.fuse(small_model())  # the only line for logitless
+    model = ll.fuse(small_model())  # the only line that logitless needs
     train("all weights", model, Counting(1), steps)
 
     lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -25,11 +25,11 @@ from .targets.sparse import SparseTargets
 class DistillTrainer(Trainer):
     """A Trainer whose loss is ce_weight · cross-entropy + kd_weight · divergence from a teacher.
 
-    The teacher is a `store` (or its path) or a model `teacher`. The samples of the dataset must be
-    documents of the store, whole or cut off at their end. Of a model, the `k` largest logits are
-    captured in each step. Both heads are fused, so that no logits are materialised. divergence and
-    support have no default (docs/distillation.md). `temperature` applies to student and teacher;
-    a store must have been captured at the same temperature.
+    The teacher is a `store` (or its path) or a model, `teacher`. With a store, the samples of the
+    dataset must be documents of the store, whole or cut off at their end. With a model, its `k`
+    largest logits are captured in each step. Both heads are fused, so that no logits are
+    materialised. divergence and support have no default (docs/distillation.md). `temperature`
+    applies to student and teacher; a store must have been captured at the same temperature.
 
     The log has `ce_loss` and `kd_loss` of the logged steps, and `eval_ce_loss` and `eval_kd_loss`
     of evaluations. With `eval_teacher=False`, evaluation uses cross-entropy alone, for documents
@@ -158,9 +158,7 @@ class DistillTrainer(Trainer):
         if not sums:
             return {}
         total = self.accelerator.reduce(torch.stack(sums).sum(0), "sum")
-        ce, kd, count = torch.as_tensor(
-            total
-        ).tolist()  # reduce returns a tensor, but its annotation does not say so
+        ce, kd, count = torch.as_tensor(total).tolist()  # as_tensor is for type checkers only
         prefix, count = "" if training else "eval_", max(count, 1)
         means = {f"{prefix}ce_loss": ce / count}
         if training or self.eval_teacher:

@@ -236,7 +236,7 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
 class FusedHead(nn.Linear):
     """A linear head whose logits are not materialised, for the losses of logitless and PyTorch.
 
-    If gradients are enabled, it returns LazyLogits, a tensor whose losses are computed from hidden
+    If gradients are needed, it returns LazyLogits, a tensor whose losses are computed from hidden
     and weight. Without gradients, in evaluation and sampling, it returns plain logits. workspace,
     logits_dtype, accumulate and drop_ignored are as in LinearLogits.
 

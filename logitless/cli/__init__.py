@@ -44,7 +44,7 @@ def chosen_device(name: str | None) -> str:
 
 
 def require(extra: str, *modules: str) -> None:
-    """Exits and names the extra to install if a module of it is missing."""
+    """Exits with the name of the extra to install, if one of its modules is missing."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         needs = " and ".join(missing)

@@ -30,8 +30,8 @@ VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 SHAPES = ((3, 1), (5, 33), (4, 1000), (1, 16411))  # V: 1, odd, aligned, cut into several splits
-# Bounds on the errors of values and of gradients. Losses are returned in fp32, and fp64 holds their
-# logits exactly. Gradients are rounded to the dtype of the logits.
+# Bounds on the errors of values and of gradients. Losses are returned in fp32 or fp64, whatever the
+# dtype of the logits. Gradients are rounded to the dtype of the logits.
 BOUNDS = {
     torch.bfloat16: (2e-5, 1e-2),
     torch.float16: (2e-5, 2e-3),

@@ -1,4 +1,4 @@
-"""Each function written naively in PyTorch, and the distance of a result from it in fp64.
+"""A naive formula in PyTorch for each function, and the errors of results against it in fp64.
 
 A formula takes logits (n, V) and tensors with one entry per row, and returns numbers or ids per
 row. `doctor` compares with these results. `bench` times the mean of a formula in the dtype of the
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
-CLIP = 0.2  # bound on |ratio - 1|, the ratio of a policy to its older version
+CLIP = 0.2  # ratios of new to old probabilities are clipped to [1 - CLIP, 1 + CLIP]
 ENTROPY_BONUS = 0.01  # `score` is differentiated through -(logprob + 0.01 · entropy)
 ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # number of fp64 logits in memory at once
 

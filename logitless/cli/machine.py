@@ -53,9 +53,8 @@ def installed(module: str) -> str | None:
     """The version of the package that provides a module, or None if it is unknown."""
     try:
         return importlib.metadata.version(module)
-    except (
-        importlib.metadata.PackageNotFoundError
-    ):  # the package has another name than its module, as fla and quack have
+    except importlib.metadata.PackageNotFoundError:
+        # The names of package and module may differ, as with fla and quack.
         names = importlib.metadata.packages_distributions().get(module, ())
         return next(map(importlib.metadata.version, names), None)
 

@@ -30,15 +30,13 @@ class Gpu(NamedTuple):
 NVLINK_4, NVLINK_5, NDR = 900e9 / 2, 1800e9 / 2, 400e9 / 8
 LATENCY = 15e-6  # assumed; nccl-tests prints times of this order within a node
 
-# (FLOP/s, bytes/s). Those of H200 were measured (docs/heads.md, docs/performance.md). The peaks of
+# Pairs of FLOP/s and bytes/s. H200 was measured (docs/heads.md, docs/performance.md). The peaks of
 # dense bf16 and of HBM are from "Machine Learning Engineering" (S. Bekman, When Is It Worth
 # Upgrading GPUs?).
 H200, H200_PEAK, B200_PEAK = (674e12, 4.23e12), (989e12, 4.8e12), (2250e12, 8.0e12)
 SHARE = H200[0] / H200_PEAK[0], H200[1] / H200_PEAK[1]
-B200 = (
-    SHARE[0] * B200_PEAK[0],
-    SHARE[1] * B200_PEAK[1],
-)  # not measured: the peaks of a B200 times the H200's share of its peaks
+# A B200 was not measured. It is assumed to reach the same shares of its peaks as an H200.
+B200 = SHARE[0] * B200_PEAK[0], SHARE[1] * B200_PEAK[1]
 
 GPUS = {
     "h200": Gpu(*H200, NVLINK_4, NDR, 8, LATENCY),
@@ -85,9 +83,7 @@ def cost(tokens: int, vocab: int, hidden: int, tp: int, gpu: Gpu) -> Cost:
     return Cost(
         tp,
         products=3 * 2.0 * tokens * hidden * columns / gpu.flops,
-        loss=3
-        * logits
-        / gpu.copy,  # one read for the state; one read and one write for the gradient
+        loss=3 * logits / gpu.copy,  # a read for the state; a read and a write for the gradient
         gather=latency + (tp - 1) * tokens * STATE * FULL / link,
         reduce=latency + 2 * (tp - 1) / tp * rows / link,
         weight=2.0 * columns * hidden * BYTES,

@@ -27,7 +27,7 @@ class Check(NamedTuple):
     tensor. The result is differentiated with respect to the logits.
     """
 
-    name: str  # the function; a comma separates the case, if there are several
+    name: str  # name of the function, and after a comma the case
     ours: Callable[[Tensor, Tensor, Tensor], Tensor]
     naive: Callable[[Tensor, Tensor, Tensor], Tensor]
     least: int = 1  # smallest V that the check accepts
@@ -150,7 +150,7 @@ def as_a_weight(x, _, other):
 
 
 def row_stats(x, ids, _):
-    """lse, picked, entropy and the mean logit; the sum itself may be near 0 by cancellation."""
+    """lse, picked, entropy and the mean logit; the sum of the logits would be less exact."""
     stats = ll.row_stats(x, ids, entropy=True, total=True, argmax=True)
     statistics = (stats.lse, stats.picked, stats.entropy, stats.total)
     columns = torch.stack([t for t in statistics if t is not None], -1)

@@ -21,7 +21,7 @@ from logitless.cli import require
 
 from .progress import bar
 
-WINDOW = 512  # documents sorted by length at a time, so that batches have little padding
+WINDOW = 512  # documents that are sorted by length together, so that batches have little padding
 
 
 def add_parser(subparsers) -> None:
@@ -271,7 +271,7 @@ def _object(path: Path, number: int, text: str) -> dict[str, Any]:
 
 
 def _ids(document: dict[str, Any], tokenizer: Any, end: int | None) -> list[int]:
-    """The input_ids of a document, or the ids of its text followed by `end` unless it is None."""
+    """The input_ids of a document, or those of its text, to which `end` is appended."""
     if document.get("input_ids") is not None:
         return document["input_ids"]
     if not isinstance(document.get("text"), str):

@@ -33,13 +33,13 @@ def capture(
     head: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """Stores the k most probable tokens after each token; returns the number of documents added.
+    """Stores a teacher's k most probable next tokens; returns the number of documents added.
 
     A batch is a list of documents, each given by its token ids; or input_ids (B, T) with one
     document per row; or the keyword arguments of a Transformers model, whose attention_mask marks
     padding. Documents that the writer already has are skipped before the model runs, so a run that
     was killed is resumed by running it again. `k` is at most the writer's k, which is its default.
-    `head` is as in `fuse`. `progress` is called with the number of tokens after each document, and
+    `head` is as in `fuse`. `progress` is called after each document with its number of tokens, and
     once per batch with the number of skipped tokens. A padded head may have more logits than the
     writer's vocab_size; the logits beyond vocab_size count as -inf.
 
@@ -75,7 +75,10 @@ def capture(
 def share(
     items: Iterable[Item], rank: int | None = None, world: int | None = None
 ) -> Iterator[Item]:
-    """Every world-th item, starting at item `rank`; the defaults are torchrun's."""
+    """Every world-th item, starting at item `rank`.
+
+    The defaults are RANK and WORLD_SIZE, as torchrun sets them.
+    """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
     return islice(items, rank, None, world)
@@ -161,7 +164,7 @@ def _launch(
     logits = getattr(output, "logits", output)
     header = writer.header
     checks.logits_of_batch(logits, ids, header.vocab_size)
-    if logits.shape[-1] > header.vocab_size:  # the last rows of a padded head are no tokens
+    if logits.shape[-1] > header.vocab_size:  # the last rows of a padded head belong to no token
         logits = logits[..., : header.vocab_size]
     targets = capture_topk(logits, k or header.k, temperature=header.temperature)
     rows = encoded(targets.reshape(-1), header, sorted_=True)

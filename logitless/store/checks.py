@@ -17,7 +17,7 @@ from ..core import options as _options
 
 VALUES = ("u8", "f16")
 ALIGNMENTS = ("next",)
-SHOWN = 8  # tokens in a message
+SHOWN = 8  # number of tokens that an error message shows
 _HEADER_BYTES = 1 << 16
 
 
@@ -59,7 +59,7 @@ def header_fields(where: object, text: str | bytes, kind: type) -> dict:
         fields = None
     names = {field.name for field in dataclasses.fields(kind)}
     if not isinstance(fields, dict) or fields.keys() != names:
-        refuse(where, f"hold a header of {', '.join(sorted(names))}", f"{text!r:.100}")
+        refuse(where, f"hold a header with the fields {', '.join(sorted(names))}", f"{text!r:.100}")
     try:
         kind(**fields)
     except (TypeError, ValueError) as error:
@@ -68,7 +68,7 @@ def header_fields(where: object, text: str | bytes, kind: type) -> dict:
 
 
 def same_header(where: object, got: Any, want: Any, of: object, advice: str = "") -> None:
-    """Checks that a header has the fields of `want`, the header of `of`."""
+    """Checks that a header equals `want`, which is the header of `of`."""
     for field in dataclasses.fields(want):
         expected, value = getattr(want, field.name), getattr(got, field.name)
         if expected != value:
@@ -80,12 +80,12 @@ def folder(path: Any) -> None:
         refuse(path, "be a folder, or not exist yet", "a file")
 
 
-def same_tokenizer(where: object, stored: str, given: str) -> None:
-    if stored and given and stored != given:
+def same_tokenizer(where: object, stored: str, passed: str) -> None:
+    if stored and passed and stored != passed:
         refuse(
             where,
             f"be used with the tokenizer it was made with, whose hash is {stored!r:.80}",
-            f"a tokenizer whose hash is {given!r:.80}",
+            f"a tokenizer whose hash is {passed!r:.80}",
         )
 
 
@@ -284,13 +284,13 @@ def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
     got = tuple(getattr(logits, "shape", ()))
     if got[:-1] != wanted[:-1] or got[-1:] < wanted[-1:]:
         raise ValueError(
-            f"model must give logits {wanted}, of each token and at least the store's vocabulary,"
+            f"model must give logits of shape {wanted}, or of a larger vocabulary than the store's,"
             f" got {got}."
         )
 
 
 def rows_of_teacher(top: Tensor) -> None:
-    """Checks `top` of `capture_topk`, because NaN would be read as a row without slots."""
+    """Checks that `top` is finite, because NaN would be read as a row without slots."""
     if not bool(top.isfinite().all()):
         raise ValueError("model must give logits that are finite somewhere in each row, got NaN.")
 
@@ -309,7 +309,7 @@ def server_output(server: str, name: str, entries: Any, tokens: Any) -> None:
 
 
 def entries(name: str, tokens: list[int], rows: list) -> None:
-    """Checks that there are log-probabilities of each token, and None for the first."""
+    """Checks that every token has log-probabilities, except the first, which has None."""
     if not tokens or len(rows) != len(tokens):
         raise ValueError(
             f"{name} must have an entry for each of {len(tokens)} tokens, got {len(rows)}."
@@ -339,7 +339,7 @@ def masses(name: str, mass: Tensor) -> None:
     if bool((mass > 1.01).any()):
         place = int((mass > 1.01).nonzero()[0])
         raise ValueError(
-            f"{name} must give a place a mass of at most 1, got {float(mass[place]):.4g} after"
+            f"{name} must give every token a mass of at most 1, got {float(mass[place]):.4g} after"
             f" token {place}. Are the entries probabilities instead of logarithms?"
         )
 
@@ -374,7 +374,7 @@ def is_open(closed: bool) -> None:
 
 
 def refuse(where: object, rule: str, got: str) -> NoReturn:
-    """Raises the error for a file, a folder or another thing that is named by its path."""
+    """Raises the error for the file or folder `where`."""
     raise ValueError(
         f"{os.fspath(where) if isinstance(where, os.PathLike) else where} must {rule}, got {got}."
     )

@@ -32,13 +32,13 @@ With values="f16" there is no `step`, and `codes` is
     codes       F16 (T, K - 1)    log p is top - code; inf means p = 0, NaN means an empty slot
 
 An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits. The widths of the fields add
-up to b, and the widest field holds the lowest bits. Field W of n integers is one tensor. Its dtype
-is U32, U16 or U8. A byte holds 8 / W fields narrower than 8 bits, the first field in the lowest
-bits. An id of 18 bits is therefore a U16 and a quarter of a byte, and reading it never shifts bits
-across bytes.
+up to b, and the widest field holds the lowest bits. The fields of one width W form one tensor of
+dtype U32, U16 or U8. Fields narrower than 8 bits share bytes: a byte holds the fields of 8 / W
+integers, the first in the lowest bits. An id of 18 bits is therefore a U16 and a quarter of a byte,
+and reading it never shifts bits across bytes.
 
 At K = 64 and V = 151,936 a token takes 128 + 16 (ids) + 63 (codes) + 9 (top, tail, step) + 2.25
-(the token) = 218.25 bytes. A document takes another 8 bytes, and 12 per index entry.
+(the token) = 218.25 bytes. A document takes 8 bytes for its start and 12 bytes per index entry.
 
 Rounding keeps the mass of a row, because `top` is chosen so that the rounded probabilities have the
 same sum. The remaining error is in the proportions between slots and is of second order in the
@@ -59,11 +59,12 @@ from . import checks
 
 FORMAT, VERSION = "logitless.store", "1"
 WIDTHS = {32: torch.uint32, 16: torch.uint16, 8: torch.uint8, 4: None, 2: None, 1: None}
-SIGNED = {32: torch.int32, 16: torch.int16}  # PyTorch computes little with wide unsigned dtypes
+# Fields are computed in signed dtypes, because PyTorch lacks many operations on uint32 and uint16.
+SIGNED = {32: torch.int32, 16: torch.int16}
 CODES = 253  # the largest code of a positive probability
 ZERO, EMPTY = 254, 255
 PER_OCTAVE, LOWEST = 32, -288  # units are 2^((0 + LOWEST) / 32), ..., 2^((255 + LOWEST) / 32)
-TRIED = 8  # units tried per row, each 2 % wider than the last; the best is kept
+TRIED = 8  # number of units tried per row, each 2 % larger than the one before
 
 Table = dict[str, Tensor]  # one tensor per column; all columns have the same rows
 
@@ -227,9 +228,8 @@ def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
     """Codes in 8 bits, and the distances below `top` that they stand for.
 
-    Each row takes the unit with the smallest KL divergence among the TRIED smallest units that
-    cover the row. Trying several helps because most of a row's mass is in a few slots, and one of
-    the units comes close to all of them.
+    A row uses the unit with the smallest KL divergence among the TRIED smallest units that cover
+    the row. Most of a row's mass is in a few slots, and some units round all of these slots well.
     """
     least = torch.log2(below.amax(-1, keepdim=True) / CODES) * PER_OCTAVE
     least = (least.ceil() - LOWEST).clamp(0, 255)

@@ -105,7 +105,7 @@ class Journal:
 
 
 def _write(file: int, data: memoryview, place: int) -> int:
-    """Writes all data, in several calls if the system writes less; returns the end."""
+    """Writes all data and returns its end. A single call of pwrite may write less."""
     while data:
         done = os.pwrite(file, data, place)
         data, place = data[done:], place + done

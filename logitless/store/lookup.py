@@ -1,8 +1,8 @@
 """Finding a document by its tokens.
 
 The index of a shard holds sorted hashes of each document: of its first 1, 4, 16, 64, ... tokens and
-of the whole document. A whole document is found by its last hash. A document that was cut off is
-found by its longest beginning in the index. Every candidate is then compared token by token,
+of all its tokens. A whole document is found by the hash of all its tokens. A document that was cut
+off is found by its longest beginning in the index. Every candidate is then compared token by token,
 because hashes only propose candidates.
 
 The hash of tokens[a:b] is Σ (token + 1) B^(i - a) mod 2^64, mixed with the length. It is computed
@@ -23,9 +23,9 @@ BASE = 0x9E3779B97F4A7C15 - 2**64  # odd, so that it has an inverse mod 2^64
 INVERSE = pow(BASE, -1, 2**64)
 INVERSE -= 2**64 if INVERSE >= 2**63 else 0
 MIX = 0x2545F4914F6CDD1D
-NOTICED = 16  # `likely_starts` hashes as many tokens from each place
-COMPARED = 4096  # candidates compared at once
-PEEKED = 64  # with several candidates, their first 64 tokens are compared first
+NOTICED = 16  # number of tokens that `likely_starts` hashes at each place
+COMPARED = 4096  # number of candidates that are compared at once
+PEEKED = 64  # several candidates are first compared by as many tokens
 
 
 class Match(NamedTuple):
@@ -168,7 +168,7 @@ def _agreeing(shard: Any, documents: Tensor, here: Tensor, whole: bool) -> Itera
     """Matches of the candidate documents that agree with the tokens `here`."""
     begin = shard.starts[documents]
     lengths = (shard.starts[documents + 1] - begin).clamp_max(len(here))
-    if len(documents) > 1:  # most of several candidates differ within the first tokens
+    if len(documents) > 1:  # most candidates differ within the first tokens
         places = torch.arange(min(PEEKED, len(here)))
         inside = places < lengths[:, None]
         seen = shard.tokens_at((begin[:, None] + places) * inside)

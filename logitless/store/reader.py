@@ -66,9 +66,9 @@ class Store:
         """Tokens and targets of a document, store[i], or of a range of tokens, store[i, a:b]."""
         i, tokens = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
         i = checks.document_number(i, len(self))
-        which = bisect.bisect_right(self._first, i) - 1
-        shard = self.shards[which]
-        begin, end = shard.span(i - self._first[which])
+        number = bisect.bisect_right(self._first, i) - 1
+        shard = self.shards[number]
+        begin, end = shard.span(i - self._first[number])
         a, b = checks.row_range(tokens, end - begin)
         rows = decoded(shard.rows_of(begin + a, begin + b), self.info)
         return shard.tokens(begin + a, begin + b), rows
@@ -170,7 +170,7 @@ class Store:
         )
 
 
-Span = tuple[Match | None, int]  # the first rows of a document, or (None, rows of padding)
+Span = tuple[Match | None, int]  # a match and its number of rows; None stands for padding
 
 
 def _with_padding(starts: Sequence[int], matches: Sequence[Match], total: int) -> list[Span]:

@@ -40,12 +40,12 @@ def distill_loss(
 ) -> DistillLosses:
     """ce_weight · cross-entropy + kd_weight · divergence of a causal model from its teacher.
 
-    logits (B, T, V) may also come from a head or a fused model. labels (B, T) are unshifted, as in
-    Transformers: row t is compared with labels[:, t + 1], and labels of -100 do not count. targets
-    (B, T) are those of `Store.targets_for`. The loss is the mean over the tokens that count, or
-    their sum divided by num_items. parts=True also returns both terms, for a log, and reads the
-    logits once more. Other options are those of `topk_distill`; divergence and support have no
-    default.
+    logits (B, T, V) are a tensor, a head or the output of a fused model. labels (B, T) are
+    unshifted, as in Transformers: row t is compared with labels[:, t + 1]. Labels of -100 do not
+    count. targets (B, T) are those of `Store.targets_for`. The loss is the mean over the tokens
+    that count, or their sum divided by num_items. parts=True also returns both terms, for a log,
+    and reads the logits once more. Other options are those of `topk_distill`; divergence and
+    support have no default.
 
     >>> targets = store.targets_for(input_ids)
     >>> options = {"divergence": "forward_kl", "support": "tail"}
@@ -76,7 +76,7 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
     """
     ids = batch["input_ids"]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if mask is not None and mask.shape != ids.shape:  # such as (B, 1, T, T), which marks no padding
+    if mask is not None and mask.shape != ids.shape:  # a mask (B, 1, T, T) does not mark padding
         mask = None
     is_token = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.cpu() != 0
     order = torch.sort(~is_token, dim=-1, stable=True).indices  # padding last

@@ -15,9 +15,9 @@ from ..targets.sparse import SparseTargets
 from .format import decoded
 from .shard import Shard, digest_of
 
-ROWS = 8192  # decoded at once
+ROWS = 8192  # number of rows that are decoded at once
 OFFSETS = (-1, 0, 1)
-CERTAIN = 5.0  # another offset must be better by as many standard errors
+CERTAIN = 5.0  # number of standard errors by which another offset must be better
 MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))  # the same tolerance as in SparseTargets
 
 
@@ -87,7 +87,7 @@ class _Shift:
             error = math.sqrt(max(squares / max(self.n, 1) - gain**2, 0) / max(self.n, 1))
             if gain > 0 and gain > CERTAIN * error:
                 return (
-                    f"rows must be of the next token (offset 0, mean label log-probability"
+                    f"rows must describe the next token (offset 0, mean label log-probability"
                     f" {means[0]:.3f}), got {means[offset]:.3f} at offset {offset:+d}. The rows are"
                     " shifted by one token, or the teacher has learnt too little for this test"
                 )
@@ -97,7 +97,7 @@ class _Shift:
 def verify(store: Any, progress: Any = None) -> Report:
     """Checks the checksums, ids, masses and alignment of all rows.
 
-    `progress` is called with the number of tokens after every ROWS rows.
+    `progress` is called with the number of tokens that were read, every ROWS rows.
     """
     report, shift = Report(len(store), store.tokens), _Shift()
     for shard in store.shards:

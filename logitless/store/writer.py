@@ -98,7 +98,7 @@ class Writer:
             self._keep(tokens, rows)
 
     def __len__(self) -> int:
-        """The number of documents, with the shards that other ranks had when this writer opened."""
+        """The number of documents, including those of other ranks when this writer was opened."""
         return sum(map(len, self.shards)) + len(self.pending)
 
     def __contains__(self, tokens: Any) -> bool:
@@ -175,10 +175,10 @@ def _digest(tokens: Tensor) -> bytes:
 
 
 def recover(path: str | os.PathLike) -> int:
-    """Writes the documents that killed writers left to shards; returns the number of documents.
+    """Moves documents of killed writers from journals to shards; returns the number of documents.
 
-    Needed only for writers that will not be opened again, because opening a writer recovers its own
-    documents.
+    This is needed only if these writers will not be opened again, because opening a writer recovers
+    its own documents.
     """
     path = Path(path)
     fields = asdict(header_of(path))

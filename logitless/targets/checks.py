@@ -36,11 +36,11 @@ def tensors(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
 def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None) -> None:
     """Raises if the probabilities of a row add up to more than 1, and names the row.
 
-    Values are read only if this does not synchronise with a GPU. The bound allows for rounding. If
-    a log-probability l has a relative error u, p has an error of u |l| p. Over a row, these errors
-    add up to u times its entropy, which is at most u log(K + 1) for K slots and the tail; the sums
-    add another u. fp32 values may have been bfloat16 before, so that u is at least bfloat16's 2⁻⁸.
-    NaN passes, because it shows in the loss of its row.
+    Values on a GPU are read only with LOGITLESS_CHECK=1. The bound allows for rounding. If a
+    log-probability l has a relative error u, then p has an error of u |l| p. Over a row, these
+    errors add up to u times its entropy, which is at most u log(K + 1) for K slots and the tail.
+    The sums add another u. fp32 values may have been bfloat16 before, so that u is at least
+    bfloat16's 2⁻⁸. NaN passes, because it shows in the loss of its row.
     """
     tensors = [t for t in (ids, logprobs, tail, mask) if t is not None]
     if (
@@ -93,7 +93,7 @@ def _once_each(ids: Tensor, p: Tensor) -> Tensor:
     return p.gather(-1, order).masked_fill(repeated, 0.0)
 
 
-_SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))  # other index entries are arrays
+_SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))  # other entries become tensors
 
 
 def row_index(index: Any, ids: Tensor) -> tuple:

@@ -58,8 +58,8 @@ def write(
 ) -> None:
     """Writes a file of tensors; a failed write leaves the old file at `path` unchanged.
 
-    The tensors are written under another name, which is then renamed. If `durable`, the file has
-    reached the disk when this returns.
+    The file is written under another name and then renamed. If `durable`, the file has reached the
+    disk when this function returns.
     """
     # Wide dtypes come first, so that each tensor is aligned to its dtype.
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
@@ -144,8 +144,8 @@ def read_header(path: str | os.PathLike) -> Header:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, _HEADER_BYTES):
-            limit = f"{_HEADER_BYTES} bytes that lies within its {size}"
-            _refuse(path, f"have a safetensors header of at most {limit}", f"one of {length}")
+            limit = f"{_HEADER_BYTES} bytes within the file's {size} bytes"
+            _refuse(path, f"have a safetensors header of at most {limit}", f"{length} bytes")
         text = file.read(length)
     try:
         fields = json.loads(text, object_pairs_hook=_without_repeats)

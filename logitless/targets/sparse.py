@@ -85,7 +85,7 @@ class SparseTargets:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of SparseTargets of a single row, which has no dimensions")
+            raise TypeError("targets must have a dimension of rows for len(), got a single row.")
         return self.shape[0]
 
     def __getitem__(self, rows) -> "SparseTargets":

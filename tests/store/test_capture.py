@@ -140,7 +140,7 @@ class TestCapture:
         model = Teacher()
         with open_writer(tmp_path, vocab_size=V + 1) as writer:
             with pytest.raises(
-                ValueError, match=rf"model must give logits \(1, 3, {V + 1}\), of each to"
+                ValueError, match=rf"model must give logits of shape \(1, 3, {V + 1}\)"
             ):
                 capture(model, [[[1, 2, 3]]], writer, head="head")
             with pytest.raises(ValueError, match=r"a batch must have input_ids of shape \(B, T\)"):

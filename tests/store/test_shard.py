@@ -128,7 +128,7 @@ class TestLies:
                 "same",
                 "must hold a valid header, got an error: alignment must be one of 'next'",
             ),
-            ("more", 1, "must hold a header of alignment"),
+            ("more", 1, "must hold a header with the fields alignment"),
         ],
     )
     def test_a_header_of_absurd_numbers(self, field, value, message, shard):
@@ -139,7 +139,7 @@ class TestLies:
     def test_no_json(self, shard):
         for text in (b"", b"{", b"[1]", b"{}" + b" " * 200_000, b"\xff"):
             (shard.parent / "store.json").write_bytes(text)
-            self.refused(shard, "store.json must hold a header of")
+            self.refused(shard, "store.json must hold a header with the fields")
 
     def test_ids_beyond_the_vocabulary(self, shard):
         rewrite(shard, lambda t: t["ids.2"].fill_(255))

@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 class Mode:
-    """What is run and how it is timed; the default clock is device time."""
+    """What is run, and how it is timed: by device time, unless the mode names another clock."""
 
     FORWARD, BACKWARD = "forward", "forward + backward"
     INPLACE = "forward + backward, in place"
@@ -129,7 +129,7 @@ RENORM = {"divergence": "forward_kl", "support": "renorm"}
 SMALL_TAIL = TAIL | {"small_tail": True}  # the student's tail is as small as the teacher's
 DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
 CAPTURE = partial(TEACHERS, "capture_topk", FORWARD, passes=1, compiled=False)
-SPARSE = [  # with the cross-entropy that is the reference of targets, and capture_topk
+SPARSE = [  # topk_distill, the cross-entropy that its targets refer to, and capture_topk
     LOGITS("cross_entropy", BOTH, passes=3, alone=True),
     DISTILL("tail, K=64", TAIL, {OUR_PLAIN: 1.10}, alone=False),
     DISTILL("tail and cross_entropy, K=64", MIXED, {OUR_PLAIN: 1.25}),
@@ -151,7 +151,8 @@ PAIRS = [
     TEACHERS("jsd", BOTH, targets=DENSE, passes=7),
     TEACHERS("soft_cross_entropy", BOTH),
 ]
-ROOMY, LIGER = {"floor": 1.25}, {"liger": 1.0}  # LIGER is for workspaces of about Liger's memory
+ROOMY = {"floor": 1.25}
+LIGER = {"liger": 1.0}  # at most Liger's time, for workspaces of about Liger's memory
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
@@ -195,7 +196,7 @@ GROUPS = (  # family, cases, shapes on a GPU, shapes on a CPU, kinds of --shape 
     ("heads", workspaces({128: ROOMY | LIGER, 64: {}}), "16384×2304×256000 bf16", "", ()),
     ("heads", OVER_A_HEAD, LARGE_HEAD, CPU_HEAD, ()),
 )
-FEW_ROWS = 256  # up to as many rows, a GPU is timed by graph replay
+FEW_ROWS = 256  # most rows of a case that is timed by graph replay on a GPU
 QUICK = {"cuda": (1024, 32000), "cpu": (64, 4001)}  # largest number of rows, and vocabulary
 
 

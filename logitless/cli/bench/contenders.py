@@ -115,7 +115,7 @@ def eager(case: Case) -> Callable | None:
 def compiled(case: Case) -> Callable | None:
     if not case.compiled or not (op := eager(case)):
         return None
-    torch.compiler.reset()  # otherwise the limit on recompilations falls back to eager code
+    torch.compiler.reset()  # otherwise torch.compile soon reaches its limit on recompilations
     return torch.compile(op, dynamic=False)
 
 

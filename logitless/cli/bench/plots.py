@@ -47,8 +47,8 @@ def save(document: dict, folder: Path) -> list[Path]:
 def is_shown(r: Result, contenders: int) -> bool:
     """Whether a result is plotted.
 
-    These are ops with a teacher that several contenders have, plain cross_entropy, and heads in
-    other workspaces.
+    The plots show ops with a teacher that several contenders have, plain cross_entropy, and heads
+    in other workspaces.
     """
     if r.family == "heads" and r.variant.endswith(" MiB"):
         return True

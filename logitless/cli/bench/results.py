@@ -106,7 +106,10 @@ def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None)
 
 
 def check_targets(case: Case, r: Result, times: Times) -> None:
-    """The strictest limit on the time counts. A limit without a measured reference is ignored."""
+    """Sets whether our result reaches its targets.
+
+    The strictest limit on the time counts. A limit without a measured reference is ignored.
+    """
     limits = [limit(case, of, factor, r.floor_ms, times) for of, factor in case.targets.items()]
     r.limit_ms = min((ms for _, ms in limits if ms is not None), default=None)
     kept = [False] if r.status != "ok" else []
@@ -127,7 +130,7 @@ def limit(case: Case, of: str, factor: float, floor: float | None, times: Times)
         references = {case.yardstick or f"{passes}B/C": floor}
     elif of == OUR_PLAIN:
         references = {of: times.get((OURS, replace(plain, op="cross_entropy").name))}
-    else:  # the plain variant stands for a contender that does not have this one
+    else:  # a contender that lacks this variant is represented by its plain variant
         names = of.split(", ")
         references = {x: times.get((x, case.name), times.get((x, plain.name))) for x in names}
     known = {name: ms for name, ms in references.items() if ms}
@@ -183,7 +186,8 @@ def outcome(results: list[Result]) -> list[str]:
 def target_row(r: Result, results: list[Result]) -> dict[str, str]:
     """A row of the table of targets, with the fastest other contender.
 
-    A contender that overwrites the logits counts in place only, because it does other work.
+    A contender that overwrites the logits is compared in place only, because elsewhere it does not
+    do the same work.
     """
     rivals = [x for x in results if x.name == r.name and x.contender in NAMES[1:] and x.ms]
     fair = [x for x in rivals if x.mode == Mode.INPLACE or OVERWRITES not in x.note]

@@ -50,9 +50,7 @@ class Entry:
             result.value_error, result.grad_error = errors
             bound = formulas.TOLERANCE[self.case.dtype] * formulas.CLIPPED.get(self.case.op, 1)
             bound *= 1 if result.contender == OURS else 10
-            off = [
-                x for x in errors if x is not None and not x <= bound
-            ]  # `not <=` is true for NaN
+            off = [x for x in errors if x is not None and not x <= bound]  # NaN is off as well
             if off:
                 result.status, result.note = "wrong", f"error {off[-1]:.1e}, allowed {bound:.0e}"
         if not all(map(torch.equal, scratch, self.leaves)):
@@ -93,7 +91,8 @@ class Entry:
     def clock(self, budget: float) -> None:
         """Times the op on a GPU by the clock of its mode."""
         if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
-            cold = self.case.mode == Mode.REPLAY  # gathered logits (REPLAY_BOTH) are in the cache
+            # REPLAY_BOTH is warm, because logits that were just gathered are in the cache.
+            cold = self.case.mode == Mode.REPLAY
             x = self.leaves[0]
             ms = clocks.graph_time(lambda y: self.run(self.fresh((y,))), x, budget, cold=cold)
         elif self.case.mode == Mode.WALL:
@@ -138,7 +137,7 @@ def run_case(
 
 
 def yardstick(name: str, leaves: Leaves, budget: float) -> float:
-    """The time to fill a gradient of logits with zeros, or of the GEMMs of a head."""
+    """The time of zeros_like(logits), or of the GEMMs of a head."""
 
     def run(leaves: Leaves):
         if name == "zeros_like":

@@ -22,9 +22,8 @@ from ..progress import bar
 
 VOCAB = 32_768
 UNKNOWN = 0
-TOKEN = re.compile(
-    r" ?\w+| ?[^\w\s]+|\n\s*|\s+"
-)  # a word or symbol with its space, or a line break with the indentation
+# A token is a word or a symbol with its leading space, or a line break with the indentation.
+TOKEN = re.compile(r" ?\w+| ?[^\w\s]+|\n\s*|\s+")
 NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 MAX_CHARS = 12_000_000
 
@@ -150,9 +149,7 @@ class Learner:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.curve.append(
-            loss.item()
-        )  # waits for the device, so that the time includes the whole step
+        self.curve.append(loss.item())  # waits for the device, so that the whole step is timed
         self.seconds += time.perf_counter() - start
 
 
