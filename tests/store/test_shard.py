@@ -97,7 +97,10 @@ class TestLies:
                 "must be a shard of format 'logitless.store', version '1', got 'pt'",
             ),
             ({"format": "logitless.store", "version": "2"}, "must be a shard .* got .*, '2'"),
-            ({"format": "logitless.store", "version": "1"}, "must hold a header of alignment, k,"),
+            (
+                {"format": "logitless.store", "version": "1"},
+                "must hold a header with the fields alignment, k,",
+            ),
             (
                 {"format": "logitless.store", "version": "1", "header": "[" * 10**5},
                 "must hold a header of",
