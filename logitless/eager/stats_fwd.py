@@ -23,7 +23,7 @@ from .rows import (
     locate,
     max_of,
     needs_no_centring,
-    own_columns,
+    real_columns,
 )
 
 
@@ -116,7 +116,7 @@ def _add_rows(
 
 def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
     """log Σ e^d over the columns that are not among the ids, (N, 1)."""
-    columns = own_columns(at, inside)
+    columns = real_columns(at, inside)
     left = torch.where(inside.any(1, keepdim=True), -torch.inf, d.gather(1, columns))
     return d.scatter(1, columns, left).logsumexp(1, keepdim=True)
 
