@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..contract import LEAST_TAIL, NO_ID, PRECISION, Reading
 
-CHUNK_BYTES = 8 << 20  # of logits in work at once; with fewer, threads only start and stop
+CHUNK_BYTES = 8 << 20  # of logits in work at once; with fewer, most time goes to starting threads
 
 Index = slice | Tensor
 

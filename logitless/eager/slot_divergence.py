@@ -137,7 +137,7 @@ def _rest(log_p: Tensor) -> Tensor:
 
 
 def _terms(log_p, p, log_q, q, divergence, beta):
-    """What a slot adds to the divergence, and the derivative of that by log q."""
+    """f and g of each slot: its term of the divergence, and the derivative by log q."""
     if divergence == "forward_kl":
         return torch.where(p == 0, 0.0, p * (log_p - log_q)), -p
     if divergence == "reverse_kl":

@@ -29,7 +29,7 @@ BLOCK = 128  # columns with one exponent
 PACK = 16 if knobs.runtime.interpret and triton.__version__.startswith("3.5.") else 8
 BLOCK_R = 64  # rows per step of the product
 STAGES = 3  # steps whose tiles are loaded ahead, as many as fit into shared memory
-WHOLE = tl.constexpr(12582912.0)  # 1.5 · 2^23; adding it to |y| < 2^22 rounds y to its low bits
+WHOLE = tl.constexpr(12582912.0)  # 1.5 · 2^23; the sum with |y| < 2^22 has y rounded in its bits
 NOT_A_NUMBER = tl.constexpr(127)  # the exponent of a block that is NaN
 
 
@@ -108,13 +108,13 @@ def _blockfp_gemm_kernel(
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
     """Whether the gradient of the weight can be accumulated in block floating point.
 
-    It must be bf16, in rows that start on 16-byte boundaries, on a GPU that copies tiles.
+    It must be bf16, in rows that start on 16-byte boundaries, and the GPU must fit the tiles.
     """
     bf16 = hidden.dtype == weight.dtype == torch.bfloat16
-    return bf16 and weight.shape[1] % PACK == 0 and _copies_tiles(hidden.device)
+    return bf16 and weight.shape[1] % PACK == 0 and _fits_tiles(hidden.device)
 
 
-def _copies_tiles(device: torch.device) -> bool:
+def _fits_tiles(device: torch.device) -> bool:
     """Whether shared memory fits the tiles: Hopper, data-center Blackwell, and the interpreter."""
     if device.type != "cuda" or torch.version.hip:
         return device.type == "cpu"

@@ -31,7 +31,7 @@ COEF_D_LOGPROB_T1 = tl.constexpr(_contract.D_LOGPROB_T1)
 
 
 class Coefs(NamedTuple):
-    """The coefficients of a row times its upstream gradient; 0 for those that the loss has not."""
+    """The coefficients of a row times its upstream gradient; 0 if the loss does not use one."""
 
     a: tl.tensor
     b: tl.tensor
@@ -66,7 +66,7 @@ class Tile(NamedTuple):
 
 @triton.constexpr_function
 def uses(has, name):
-    """Whether a loss has a coefficient; for "second", a label at another temperature than 1."""
+    """Whether a loss uses a coefficient; "second" is a label at another temperature than 1."""
     return name in has
 
 

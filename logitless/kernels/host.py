@@ -135,8 +135,9 @@ def gradient(
 ) -> Tensor:
     """The gradient of the logits times upstream and factor, (..., V), in the dtype of x or `into`.
 
-    It is written to `into`. There is one exception: a gradient over x at more than MAX_PRELOADED
-    ids per row goes to a new tensor, because the kernel reads the logits of the ids again.
+    It is written to `into`, with one exception. If `into` is x and a row has more than
+    MAX_PRELOADED ids, the gradient is a new tensor, because the kernel can hold the logits of no
+    more ids before it overwrites them.
     """
     coefs, has, g_ids = coefficients
     key = _gradient_key(x, reading, coefficients, upstream, factor, into, start)
@@ -223,15 +224,15 @@ class _GradientPlan(NamedTuple):
 
 
 def _gradient_plan(key: _GradientKey) -> _GradientPlan | None:
-    """None where the logits have too many strides."""
+    """None if the logits have too many strides."""
     rows = describe(*key.logits)
     if rows is None:
         return None
     temperature, _, ignore_index = key.options
     over_logits = key.over_logits and key.K <= MAX_PRELOADED
     d_rows = rows if over_logits else rows.written_to(key.place)
-    per_row = (COEFFICIENTS * key.per_row[0], int(key.per_row[1]), int(key.per_row[2]))
-    common = (*key.options, key.has, per_row, key.columns or (None, None))
+    steps = (COEFFICIENTS * key.per_row[0], int(key.per_row[1]), int(key.per_row[2]))
+    common = (*key.options, key.has, steps, key.columns or (None, None))
     rewrites_ids = (key.has_g_ids and key.K > 0) or "a_ids" in key.has or "logprob_t1" in key.has
     if rewrites_ids:
         second = "logprob_t1" in key.has and temperature != 1

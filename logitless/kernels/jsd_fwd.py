@@ -106,7 +106,7 @@ def _divergence(of_q, of_p, s_q, s_p, blend):
 def _jsd_fwd_kernel(
     X, T, LABEL,  # inputs
     VALUE, STATE,  # outputs; if KNOWN, STATE holds the norms already
-    temperature,  # a number, or a pointer to one a row
+    temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
     softcap, blend, ignore_index,  # options
     KNOWN: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -147,7 +147,7 @@ def _jsd_fwd_kernel(
 def _jsd_split_fwd_kernel(
     X, T, LABEL,  # inputs
     STATE, SUMS, EXCHANGE,  # outputs; EXCHANGE (rows, 2, splits) starts as zeros
-    temperature,  # a number, or a pointer to one a row
+    temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
     softcap, blend, ignore_index,  # options
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr,

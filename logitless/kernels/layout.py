@@ -4,7 +4,7 @@ A kernel finds its rows by two strides, of a (B, T, V) view. Logits with more st
 
 A row may start between two 16-byte boundaries. It is read as a `body` of whole 16-byte packs and a
 `fringe`: less than one pack before the body, and less than one pack after it. So the body loads 16
-bytes at a time for every row stride. The fringe is one tile of two packs.
+bytes at a time for any row stride. The fringe is one tile of two packs.
 """
 
 import functools

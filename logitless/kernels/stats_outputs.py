@@ -96,7 +96,7 @@ def write_label(
 def write_ids(
     out, Xrow, Y, IDS, row, V, K, live, shift, log_s, inv_t, softcap, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Writes the statistics of a row's ids. Their logits are in Xrow, or in Y (N, K) without it."""
+    """Writes the statistics of a row's ids, from Xrow, or from their y, Y (N, K), without it."""
     for start in range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         mask_k = offs_k < K

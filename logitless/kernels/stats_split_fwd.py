@@ -76,7 +76,7 @@ def _stats_split_fwd_kernel(
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per split: `span` columns of a row's body. The first program reads the ids."""
+    """One program per split: `span` columns of a row's body. The first reads label and ids."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     EARLY: tl.constexpr = (LABEL is not None) & field(CONSTANTS, "early")
@@ -173,7 +173,7 @@ def cut_of(rows: Rows, device: torch.device, sums: Sums, softcap: float | None) 
 
 
 def aligned(weight: Tensor | None) -> Tensor | None:
-    """Class weights in memory that loads 16 bytes at a time: themselves, or a copy."""
+    """The class weights on a 16-byte boundary: themselves, or a copy."""
     if weight is None or (weight.is_contiguous() and weight.data_ptr() % 16 == 0):
         return weight
     return weight.clone(memory_format=torch.contiguous_format)

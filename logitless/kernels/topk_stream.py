@@ -69,7 +69,7 @@ def _set_aside(
 ):
     """Appends a block's keys above the threshold to the waiting list. Returns its new length.
 
-    The block is read again from the cache, in short splits_in_all that need few registers.
+    The block is read again from the cache, in short pieces that need few registers.
     """
     for first in range(start, start + BLOCK_V, BLOCK_S):
         x, _ = _read(Xrow, first, V, None, BLOCK_S)
