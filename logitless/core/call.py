@@ -31,7 +31,7 @@ _passed: set[tuple] = set()
 
 
 def check_once(check: Callable[..., None], *args: Any) -> None:
-    """check(*args), unless arguments of the same signature passed it before."""
+    """Calls check(*args), unless arguments of the same signature passed this check before."""
     if torch.compiler.is_compiling():  # shapes may be symbols
         check(*args)
         return

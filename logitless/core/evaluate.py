@@ -1,6 +1,7 @@
 """A loss over a tensor of logits. A source that is not a tensor evaluates the loss itself.
 
-The routes that a call may take. `evaluate` chooses the first that applies:
+A call takes the first of these routes that applies. `evaluate` chooses it, or `evaluate_in_place`
+for inplace=True:
 
     route                  when                                      where the gradient is computed
     ---------------------  ----------------------------------------  ------------------------------
@@ -15,9 +16,9 @@ The routes that a call may take. `evaluate` chooses the first that applies:
     gradient in backward   otherwise                                 in backward, from the saved
                                                                      state of each row
 
-Inside "gradient in forward", a mean is computed in one launch where the loss has
-`mean_and_gradient`; else values and gradient by `value_and_gradient`, which reads the logits once
-where the backend's `one_pass` accepts them, and twice otherwise.
+In "gradient in forward", `mean_and_gradient` of the loss computes a mean and its gradient in one
+launch, where possible. Otherwise `value_and_gradient` computes the values and the gradient. It
+reads the logits once if the backend's `one_pass` accepts them, and twice otherwise.
 """
 
 import torch
@@ -32,8 +33,9 @@ from .call import backend_of, check_values, on_gpu, under_transform
 from .loss import RowLoss
 from .source import source_of
 
-# The number of logits on a GPU up to which the gradient is computed in forward, in fp32: launching
-# then costs more than the memory, and a backward that only scales takes half the host's time.
+# Up to this number of logits on a GPU, the gradient is computed in forward and kept in fp32.
+# Reading and writing so few logits takes less time than a launch, and a backward that only scales
+# takes half the host's time.
 SMALL = 1 << 20
 
 
@@ -59,7 +61,7 @@ def evaluate(
 def evaluate_on(
     backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
 ):
-    """The same by a given backend, whose x may be some columns of the vocabulary."""
+    """`evaluate` with a given backend, where x may hold only some columns of the vocabulary."""
     by_row = reduction == "none" or (row_weight is not None and row_weight.requires_grad)
     reduced_here = (None, None) if by_row else (row_weight, reduction)
     row_inputs = loss.row_inputs
@@ -77,7 +79,7 @@ def evaluate_on(
 
 
 def evaluate_traced(x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-    """By operators and plain PyTorch, for compilers, dispatch modes and torch.func."""
+    """`evaluate` by operators and plain PyTorch, for compilers, dispatch modes and torch.func."""
     outputs = loss.traced(x)
     return outputs if loss.multiple_outputs else loss.reduce(outputs[0], reduction, row_weight)
 

@@ -35,7 +35,7 @@ def evaluate_in_place(
 def overwrite_on(
     backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
 ) -> Tensor:
-    """The same by a given backend, whose x may be some columns of the vocabulary."""
+    """The same with a given backend, where x may hold only some columns of the vocabulary."""
     owner, guarded = _owner(x)
     checks.overwritable(x, owner)
     value, *_ = GradientInPlace.apply(owner, row_weight, backend, x.shape, loss, reduction, guarded)

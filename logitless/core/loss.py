@@ -1,8 +1,7 @@
 """A loss as data: which numbers it reads from each row, and how they become values and gradients.
 
-A `RowLoss` is evaluated by somebody else: by evaluate.py over a tensor, by a source (source.py)
-over anything else that stands for logits. Two methods do the work, and neither of them knows
-autograd:
+evaluate.py evaluates a `RowLoss` over a tensor. A source (source.py) evaluates it over anything
+else that stands for logits. Two methods of the loss do the work, and neither uses autograd:
 
     forward(backend, x)                       outputs (...), and the tensors that backward needs
     backward(backend, x, saved, upstream)     the gradient of the logits
@@ -11,9 +10,9 @@ Most losses need only statistics of each row. They implement `value` (statistics
 `coefficients` (the factors of the one backward formula), from which both methods follow. A loss
 that needs the logits of whole rows overrides `forward` and `backward`.
 
-`backend` is one of `kernels` and `eager`, or a backend built on them that reads only some columns
-at a time and merges their statistics: those of other ranks (parallel/columns.py) or of the next
-blocks of a head (heads/blocks.py). See Backend in backend.py.
+`backend` is `kernels` or `eager`, or a backend built on them that reads only some columns at a time
+and merges their statistics with those of the other columns. The other columns are on other ranks
+(parallel/columns.py) or in other blocks of a head (heads/blocks.py). See Backend in backend.py.
 
 A loss is also a tree: `flatten` separates the tensors that backward reads from the rest, and
 `rebuild` puts them back. `map_tensors` applies a function per kind of tensor; contract.py declares
@@ -40,7 +39,7 @@ Upstream = tuple[Tensor | None, ...]  # the gradient of each output, () or (...)
 
 @dataclass(eq=False)
 class RowLoss:
-    """A loss of each row by itself."""
+    """A loss with one value per row, which depends on this row alone."""
 
     reading: Reading
 
@@ -68,7 +67,7 @@ class RowLoss:
         raise NotImplementedError
 
     def coefficients(self, saved: Saved, upstream: Upstream) -> tuple[Coefficients, Tensor]:
-        """The factors of the one backward formula, and what multiplies them, () or (...)."""
+        """The factors of the one backward formula, and a gain for all of them, () or (...)."""
         raise NotImplementedError
 
     def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
@@ -80,10 +79,10 @@ class RowLoss:
         return None
 
     def d_row_inputs(self, saved: Saved, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of row_inputs, where `scale` multiplies each row's value: () or one per row."""
+        """Gradients of row_inputs, if the gradient of each row's value is `scale`, () or (...)."""
         return ()
 
-    # --- what follows from those
+    # --- methods that follow from the ones above
 
     def forward(self, backend: Backend, x: Tensor) -> tuple[tuple[Tensor, ...], Saved]:
         return self.value(backend, backend.read(x, self.reading))
@@ -111,7 +110,7 @@ class RowLoss:
     def mean_and_gradient(self, backend: Backend, x: Tensor, into: Tensor) -> Tensor | None:
         """The mean over rows and its gradient in the same launch; None where that is impossible.
 
-        For logits so small that a launch takes longer than reading them.
+        It is meant for logits so small that a launch takes longer than reading them.
         """
         return None
 
@@ -131,9 +130,9 @@ class RowLoss:
         return type(self).forward is RowLoss.forward and "tail" not in self.reading.wants
 
     def fold_scale(self, scale: float, softcap: float | None) -> "RowLoss | None":
-        """The loss as a function of logits before they are multiplied by `scale`, and of a softcap.
+        """The same loss for logits that are not yet multiplied by `scale`, with this softcap.
 
-        `scale` goes into the temperature. None if that is impossible.
+        The temperature and the softcap are divided by `scale`. None if that is impossible.
         """
         if scale != 1 and "logprob_t1" in self.reading.wants:  # always read at temperature 1
             return None
@@ -142,7 +141,8 @@ class RowLoss:
     def reduce(self, values: Tensor, reduction: str, row_weight: Tensor | None) -> Tensor:
         """One value per row (...) to the result of the loss: weighted and reduced, differentiable.
 
-        This is how a source reduces: "mean" divides by what the loss says, class weights included.
+        Sources reduce with this method. "mean" divides by the number of rows that count, or by the
+        sum of their `mass`.
         """
         if reduction != "none":
             mass = self.mass(eager, values.dtype) if reduction == "mean" else None
@@ -162,7 +162,7 @@ class RowLoss:
         )
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
-        """The loss again. Tensors that backward does not read stay None."""
+        """The inverse of `flatten`, except that tensors that backward does not read stay None."""
         label, ids, class_weight, row_temperature = tensors
         return self.replace(
             reading=self.reading._replace(
@@ -195,7 +195,7 @@ class RowLoss:
         return self.replace(**changed)
 
     def rows(self, rows: slice | Tensor, lead: torch.Size) -> "RowLoss":
-        """The same loss of some of its rows; `lead` is the shape of all of them."""
+        """The same loss for some of its rows; `lead` is the shape (...) of all rows."""
 
         def chunk(t: Tensor) -> Tensor:
             some = t.reshape(lead.numel(), *t.shape[len(lead) :])[rows]

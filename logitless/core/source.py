@@ -1,13 +1,13 @@
-"""What a source of logits is, and `source_of`, the one place that asks what logits are.
+"""`Source`, the base of all sources of logits, and `source_of`, which finds the source of logits.
 
 A plain tensor is evaluated by evaluate.py. Anything else that stands for logits (..., V) is a
 `Source`: a head that is never materialised (heads/linear.py), lazy logits (lazy/logits.py), one
 rank's columns of a vocabulary (parallel/shard.py), or a source of your own. The public functions
-check their arguments by shape, dtype and device, build a RowLoss, and hand it to `evaluate` of the
+check their arguments by shape, dtype and device, build a RowLoss, and pass it to `evaluate` of the
 source. Nothing else in the library depends on the kind of source.
 
 A source calls `forward` and `backward` of the loss on the logits that it computes, for as many rows
-at a time as it likes (`loss.rows(rows, lead)` is the same loss of some rows), and reduces the
+at a time as it likes (`loss.rows(rows, lead)` is the same loss for some rows), and reduces the
 values per row by `loss.reduce`. A source that has only some columns of each row computes their
 `Partials` with the backend's `partial`, merges them with those of the other columns, and calls
 `finish`.
@@ -35,7 +35,7 @@ class Source:
     hidden: Tensor | None = None  # the hidden states (..., D), if it is a head
     over_ranks = False  # whether it is one rank's columns of the logits
     exists = False  # whether the logits are in memory as a whole
-    spread = False  # whether it is built from DTensors, so that source_of finds this rank's share
+    spread = False  # whether it is built from DTensors; source_of then returns another source
 
     def dim(self) -> int:
         return len(self.shape)
@@ -64,7 +64,7 @@ class Source:
         return self.materialize(slice(None)).view(self.shape)
 
     def in_columns(self, shard: Any) -> "Source":
-        """The logits of all ranks, where this source has one rank's columns: see VocabShard."""
+        """The logits of all ranks, if this source holds the columns of `shard`, a VocabShard."""
         raise TypeError(f"source must be logits or a LinearLogits, got {type(self).__name__}.")
 
     def ranks_of_call(self) -> Any:
@@ -95,7 +95,7 @@ def source_of(logits: Any) -> "Source | None":
 
 
 def is_source(logits: Any) -> bool:
-    """Whether `source_of` takes it."""
+    """Whether these can be logits: a Tensor (also a DTensor) or a Source."""
     return isinstance(logits, (Tensor, Source))
 
 

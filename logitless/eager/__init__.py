@@ -1,4 +1,4 @@
-"""The kernels' contracts in plain PyTorch: the CPU path, and fp64 anywhere."""
+"""The backend in plain PyTorch, for CPUs, and for fp64 on every device."""
 
 from .cross_entropy import (
     can_accumulate,
@@ -6,13 +6,11 @@ from .cross_entropy import (
     label_coefficients,
     label_mass,
     one_pass,
-    reduce,
-    scale_,
-    share,
     weighted_nll,
 )
 from .gather import gather, gather_gradient
 from .pair import merge_pairs, pair_finish, pair_gradient, pair_partial, pair_read
+from .rows import reduce, scale_, share
 from .slot_divergence import slots
 from .stats_bwd import gradient
 from .stats_fwd import finish, merge, outside, partial, read, with_repeats

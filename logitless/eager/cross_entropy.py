@@ -1,4 +1,4 @@
-"""Statistics to the value and the coefficients of cross-entropy, and the mean, in plain PyTorch."""
+"""Cross-entropy from the statistics of rows, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from .rows import live_rows
 def cross_entropy(
     statistics: Statistics, reading: Reading, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Coefficients]:
-    """The cross-entropy of each row, (...), and its coefficients.
+    """The cross-entropy of each row, (...), and the coefficients of its gradient.
 
     (1-ε) v[label] nll - ε/V log_total + z_loss lse²
     """
@@ -34,7 +34,7 @@ def cross_entropy(
 
 
 def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
-    """Coefficients of v[label] nll, in the precision of `dtype`. They need no statistics."""
+    """Coefficients of v[label] nll, which need no statistics, for logits of this dtype."""
     v = _label_weight(reading, dtype)
     return Coefficients(_rows(v, v), ("a", "label"))
 
@@ -53,7 +53,7 @@ def label_mass(reading: Reading, dtype: torch.dtype) -> Tensor:
 
 
 def _label_weight(reading: Reading, dtype: torch.dtype) -> Tensor:
-    """v[label] (N,), 1 without class weights, in the precision of losses of `dtype`."""
+    """v[label], (N,), for logits of this dtype; 1 without class weights."""
     label, weight = reading.label.reshape(-1), reading.class_weight
     full = torch.promote_types(dtype, torch.float32)
     if weight is None:
@@ -68,57 +68,10 @@ def _rows(main: Tensor, a: Tensor) -> Tensor:
     return rows
 
 
-def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """1 / the number of rows that count, or 1 / the sum of their mass; 1 where that is 0.
-
-    A mean is the sum of the rows' values times this number, (), in the precision of losses.
-    """
-    full = torch.promote_types(like.dtype, torch.float32)
-    live = live_rows(reading)
-    if mass is not None:
-        whole = mass.sum()
-    elif live is not None:
-        whole = live.sum()
-    else:
-        return torch.full((), 1.0 / max(rows, 1), dtype=full, device=like.device)
-    return torch.where(whole == 0, 1.0, 1.0 / whole.to(full))
-
-
-def reduce(
-    value: Tensor,  # (...)
-    reading: Reading,
-    row_weight: Tensor | None = None,  # (...)
-    mass: Tensor | None = None,  # (N,)
-    mean: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Rows to their sum or mean, and the factor of each row's gradient; None for 1.
-
-    The mean is the sum times `share`. Ignored rows add exactly 0, whatever their value or weight.
-    """
-    live, factor = live_rows(reading), None
-    if mean:
-        factor = share(reading, mass, value.numel(), value)
-    if row_weight is not None:
-        weight = row_weight.reshape(-1).to(value.dtype)
-        if live is not None:
-            weight = torch.where(live, weight, 0.0)
-        factor = weight if factor is None else weight * factor
-    total = value.reshape(-1)
-    if factor is not None:
-        total = total * factor
-    if live is not None:
-        total = torch.where(live, total, 0.0)
-    return total.sum(), factor
-
-
-def scale_(x: Tensor, g: Tensor) -> None:
-    """x (..., V) times g, a number or one per row, in place."""
-    x.mul_(g.reshape(x.shape[:-1]).unsqueeze(-1) if g.dim() else g)
-
-
-one_pass = None  # looking twice at rows that are in the cache is as good
+# The kernels compute these; eager does not.
+one_pass = None  # a second read of rows in a CPU's cache costs little
 
 
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
-    """No: a CPU has the memory for sums in fp32."""
+    """False, because a CPU has enough memory for sums in fp32."""
     return False

@@ -1,4 +1,4 @@
-"""y at K ids a row, and the gradient of that, in plain PyTorch."""
+"""y at K ids per row, and its gradient, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from .rows import (
     by_row,
     capped,
     chunks,
-    give,
     is_bad,
     live_rows,
     locate,
+    written_back,
     written_to,
 )
 
@@ -31,13 +31,13 @@ def gather(x: Tensor, reading: Reading) -> Tensor:
 def gather_gradient(
     x: Tensor,  # (..., V)
     reading: Reading,
-    picked: Tensor,  # (..., K), what was gathered
-    g: Tensor,  # (..., K), of it
-    upstream: Tensor,  # () or one a row
+    picked: Tensor,  # (..., K), the result of gather
+    g: Tensor,  # (..., K), the gradient of picked
+    upstream: Tensor,  # () or one per row
     factor: Tensor | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the logits: rounded after what repeated ids bring is added."""
+    """The gradient of the logits, rounded once, after repeated ids are added up."""
     V = x.shape[-1]
     flat = x.reshape(-1, V)
     rows = flat.shape[0]
@@ -53,7 +53,7 @@ def gather_gradient(
         live = live[:, None]
         g, bad = torch.where(live, g, 0.0), bad & live
     dx, into = written_to(x, into)
-    for part in chunks(flat, None):
-        d = torch.zeros_like(flat[part], dtype=g.dtype).scatter_add_(1, at[part], g[part])
-        dx[part] = d.masked_fill_(bad[part], torch.nan).to(dx.dtype)
-    return give(dx, into)
+    for chunk in chunks(flat, None):
+        d = torch.zeros_like(flat[chunk], dtype=g.dtype).scatter_add_(1, at[chunk], g[chunk])
+        dx[chunk] = d.masked_fill_(bad[chunk], torch.nan).to(dx.dtype)
+    return written_back(dx, into)

@@ -1,8 +1,10 @@
-"""A student row beside a teacher row, in plain PyTorch, a few rows at a time.
+"""Losses against a dense teacher in plain PyTorch, a few rows at a time.
 
-The same contract as the kernels' pair_read and pair_gradient, whose formulas are in
-kernels/pair_state.py. The five numbers saved of a row are max and s of the student, of the teacher,
-and a mean, here in nats.
+The same contract as the kernels' pair functions; kernels/pair_fwd.py and pair_bwd.py have the
+formulas. The saved state, (N, PAIR_STATE), holds shift and s of the student, shift and s of the
+teacher, and a mean in nats: Σ q (d_q - d_p) for reverse KL, Σ q log(q / M) for JSD, 0 for the
+others. (The kernels have units of their own for the mean: kernels/pair_state.py.) The partial state
+of some columns holds m instead of shift and a sum, in nats, instead of the mean.
 """
 
 import torch
@@ -15,48 +17,49 @@ from .rows import (
     centred,
     chunks,
     fill_ignored,
-    give,
     inverse_temperature,
     live_rows,
     max_of,
+    written_back,
     written_to,
 )
 
-_PARTS = {"jsd": 8}  # which has some twenty tensors alive, where the others have six
+# Divisors of the chunk size. JSD has some twenty tensors of that size alive, the others have six.
+_DIVISORS = {"jsd": 8}
 
 
 def _expected(e: Tensor, h: Tensor) -> Tensor:
-    """Σ e h over columns, (N, 1); where e is 0, h may be anything."""
+    """Σ e h over columns, (N, 1). Where e is 0, the term is 0 for every h."""
     return torch.where(e == 0, 0.0, e * h).sum(1, keepdim=True)
 
 
 def _target(t: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """Mass of each class in soft cross-entropy: smoothed, times the class weight."""
+    """The mass of each class in soft cross-entropy: smoothed, times the class weight."""
     v = t if pair.blend == 0 else t * (1 - pair.blend) + pair.blend / reading.vocab
     weight = reading.class_weight
     return v if weight is None else v * weight.to(t.dtype)
 
 
 def _log(s: Tensor) -> Tensor:
-    """log s of a normaliser, for log p = d - log s. Of a row of -inf, p is 0."""
+    """log s of a normaliser, for log p = d - log s. It is inf for a row of -inf: p = 0."""
     return torch.where(s == 0, torch.inf, s).log()
 
 
 def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """For M = βp + (1-β)q of each element: its JSD, q, and log q/M. Finite for any logits.
+    """The JSD term, q and log q/M of each column, for M = βp + (1-β)q. Finite for all logits.
 
-    Of two -inf the gap is NaN, and any number will do.
+    The gap of two -inf is NaN. Any number may replace it, because p = q = 0 there.
     """
     gap = log_q - log_p
     more = gap > 0
     a = gap.abs().nan_to_num(nan=1e4).clamp_max(1e4)
     share = (-a).exp()
     big = torch.fmax(log_q, log_p).exp()
-    # In the precision of the logits, so that β + (1-β) is 1 exactly: where p = q, nothing is left.
+    # β in the dtype of the logits, so that β + (1-β) is exactly 1, and JSD is 0 where p = q.
     least = torch.finfo(gap.dtype).eps / 2
-    ours = torch.full((), min(max(beta, 1e-30), 1 - least), dtype=gap.dtype, device=gap.device)
-    w = torch.where(more, ours, 1 - ours)
-    mu = w * share + torch.where(more, 1 - ours, ours)
+    b = torch.full((), min(max(beta, 1e-30), 1 - least), dtype=gap.dtype, device=gap.device)
+    w = torch.where(more, b, 1 - b)
+    mu = w * share + torch.where(more, 1 - b, b)
     log_mu = mu.log()
     q = torch.where(more, big, big * share)
     return -big * (w * share * a + mu * log_mu), q, torch.where(more, 0.0, -a) - log_mu
@@ -66,42 +69,46 @@ def pair_read(
     x: Tensor,  # (..., V)
     reading: Reading,
     pair: Pair,
-    norms: Tensor | None = None,  # (N, PAIR_STATE), where "jsd" knows those of whole rows
+    norms: Tensor | None = None,  # (N, PAIR_STATE), shift and s of whole rows, for "jsd" on ranks
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, (...), and what its gradient needs, (N, PAIR_STATE)."""
-    result = _each(x, reading, pair, 1 + PAIR_STATE, norms, _compare)
-    # Cloned, for a view that an autograd function returns may not be written to by its user.
-    return result[:, 0].reshape(x.shape[:-1]).clone(), result[:, 1:].clone()
+    """The loss of each row, (...), and the state that its gradient needs, (N, PAIR_STATE)."""
+    results = _by_chunks(x, reading, pair, 1 + PAIR_STATE, norms, _value_and_state)
+    value, state = results.split((1, PAIR_STATE), 1)
+    # Cloned, because a user may not write to a view that an autograd function returns.
+    return value.reshape(x.shape[:-1]).clone(), state.clone()
 
 
 def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """(N, PAIR_STATE) of some columns: max and s of the student, of the teacher, and a sum."""
-    return _each(x, reading, pair, PAIR_STATE, None, lambda *given: _sums(*given)[0])
+    """The partial state of some columns, (N, PAIR_STATE)."""
+    return _by_chunks(x, reading, pair, PAIR_STATE, None, lambda *args: _partial_state(*args)[0])
 
 
-def _each(x: Tensor, reading: Reading, pair: Pair, width: int, norms, work) -> Tensor:
-    """What `work` finds of a few rows at a time, (N, width); 0 of ignored ones."""
+def _by_chunks(x: Tensor, reading: Reading, pair: Pair, width: int, norms, work) -> Tensor:
+    """The results of `work` on chunks of rows, (N, width); 0 for ignored rows."""
     flat, other = (t.reshape(-1, x.shape[-1]) for t in (x, pair.teacher))
     live = live_rows(reading)
-    result = torch.zeros((len(flat), width), dtype=PRECISION[x.dtype], device=x.device)
-    inv_t = inverse_temperature(reading, result[:, :1])
-    for rows in chunks(flat, live, _PARTS.get(pair.kind, 1)):
+    results = torch.zeros((len(flat), width), dtype=PRECISION[x.dtype], device=x.device)
+    inv_t = inverse_temperature(reading, results[:, :1])
+    for rows in chunks(flat, live, _DIVISORS.get(pair.kind, 1)):
         rate = None if inv_t is None else inv_t[rows]
         y, _ = capped(flat[rows], reading.softcap)
         known = None if norms is None else norms[rows]
-        result[rows] = work(y, other[rows].to(y.dtype), rate, reading, pair, known)
-    return result if live is None else result.masked_fill_(~live[:, None], 0)
+        results[rows] = work(y, other[rows].to(y.dtype), rate, reading, pair, known)
+    return results if live is None else results.masked_fill_(~live[:, None], 0)
 
 
-def _sums(y, t, rate, reading: Reading, pair: Pair, norms) -> tuple[Tensor, Tensor, Tensor]:
-    """The partial state of some rows, (N, PAIR_STATE), and d of student and teacher."""
+def _partial_state(
+    y, t, rate, reading: Reading, pair: Pair, norms
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The partial state of a chunk, (N, PAIR_STATE), and d of student and teacher."""
     kind, shift_q = pair.kind, max_of(y) if norms is None else norms[:, :1]
     d_q = centred(y, shift_q, rate)
     if kind == "soft":
         v = _target(t, reading, pair)
         s_p = v.sum(1, keepdim=True)
-        result = (y.amax(1, keepdim=True), d_q.exp().sum(1, keepdim=True), torch.zeros_like(s_p))
-        return torch.cat((*result, s_p, -_expected(v, d_q)), 1), d_q, d_q
+        m_q, s_q = y.amax(1, keepdim=True), d_q.exp().sum(1, keepdim=True)
+        state = (m_q, s_q, torch.zeros_like(s_p), s_p, -_expected(v, d_q))
+        return torch.cat(state, 1), d_q, d_q
     d_p = centred(t, max_of(t) if norms is None else norms[:, 2:3], rate)
     if norms is not None:
         return norms, d_q, d_p
@@ -114,25 +121,26 @@ def _sums(y, t, rate, reading: Reading, pair: Pair, norms) -> tuple[Tensor, Tens
     return torch.cat((m_q, s_q, m_p, s_p, c), 1), d_q, d_p
 
 
-def _compare(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
-    """Loss and state of some rows, (N, 1 + PAIR_STATE)."""
-    part, d_q, d_p = _sums(y, t, rate, reading, pair, norms)
-    value, state = pair_finish(part, pair.kind)
+def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
+    """Loss and state of a chunk, (N, 1 + PAIR_STATE)."""
+    partial, d_q, d_p = _partial_state(y, t, rate, reading, pair, norms)
+    value, state = pair_finish(partial, pair.kind)
     if pair.kind == "jsd":
         log_q, log_p = _log(state[:, 1:2]), _log(state[:, 3:4])
         terms, q, log_q_m = _mixture(d_q - log_q, d_p - log_p, pair.blend)
-        # A row without a distribution, or with a NaN, has no divergence: 0 · inf is NaN.
+        # 0 · inf makes the divergence NaN if a row has no distribution.
         value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
         state[:, 4:] = (q * log_q_m).sum(1, keepdim=True)
     return torch.cat((value, state), 1)
 
 
-def pair_finish(part: Tensor, kind: str, inv_t: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Loss (N, 1) and state (N, PAIR_STATE) of whole rows; of "jsd", the state but for the mean.
+def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Loss (N, 1) and state (N, PAIR_STATE) from a merged partial state.
 
-    inv_t (N, 1), one over the temperature, is for the kernels' sake.
+    For "jsd", the loss and the mean in the state are missing. inv_t (N, 1), 1 / temperature, is not
+    used here; the kernels need it for their unit of the mean.
     """
-    m_q, s_q, m_p, s_p, c = part.split(1, 1)
+    m_q, s_q, m_p, s_p, c = partial.split(1, 1)
     shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))
     mean = value = torch.zeros_like(c)
     if kind == "soft":
@@ -146,17 +154,17 @@ def pair_finish(part: Tensor, kind: str, inv_t: Tensor | None = None) -> tuple[T
 
 
 def _positive(value: Tensor) -> Tensor:
-    """Not negative by rounding; a NaN stays."""
+    """The value, or 0 where it is negative by rounding. NaN stays."""
     return torch.where(value < 0, 0.0, value)
 
 
 def merge_pairs(
-    parts: Tensor,  # (parts, N, PAIR_STATE)
+    partials: Tensor,  # (splits, N, PAIR_STATE)
     kind: str,
     inv_t: Tensor | None,  # (N, 1)
 ) -> Tensor:
-    """The partial states of the columns of each row as one, (N, PAIR_STATE)."""
-    m_q, s_q, m_p, s_p, c = parts.unbind(-1)
+    """The partial states of all splits of each row as one, (N, PAIR_STATE)."""
+    m_q, s_q, m_p, s_p, c = partials.unbind(-1)
     rate = 1.0 if inv_t is None else inv_t[:, 0]
     top_q, top_p = m_q.amax(0), m_p.amax(0)
     moved_q, moved_p = _moved(m_q, top_q) * rate, _moved(m_p, top_p) * rate
@@ -172,7 +180,7 @@ def merge_pairs(
 
 
 def _moved(m: Tensor, top: Tensor) -> Tensor:
-    """How far the max of a part is below that of the row; 0 of an empty part."""
+    """The max of each split minus that of the row, ≤ 0; 0 for an empty split."""
     return torch.where((m == top) | (m == -torch.inf), 0.0, m - top).clamp_min(-1e38)
 
 
@@ -181,9 +189,9 @@ def pair_gradient(
     reading: Reading,
     pair: Pair,
     state: Tensor,  # (N, PAIR_STATE)
-    upstream: Tensor,  # () or one a row
-    factor: Tensor | None = None,  # () or one a row
-    into: Tensor | None = None,  # (..., V), written to; x itself if in place
+    upstream: Tensor,  # () or one per row
+    factor: Tensor | None = None,  # () or one per row
+    into: Tensor | None = None,  # (..., V), where the gradient goes; may be x; None allocates
 ) -> Tensor:
     """The gradient of the student's logits, (..., V) in their dtype."""
     flat, other = (t.reshape(-1, x.shape[-1]) for t in (x, pair.teacher))
@@ -202,11 +210,11 @@ def pair_gradient(
     else:
         mean = s_p / alive
         gain = gain / s_p if pair.kind == "forward" else gain
-    # A student of -inf has no distribution, and nothing flows to it.
+    # A student row of -inf has no distribution, so its gradient is 0.
     gain = torch.where(s_q == 0, 0.0, gain)
 
     fill_ignored(dx, live, before=True)
-    for rows in chunks(flat, live, _PARTS.get(pair.kind, 1)):
+    for rows in chunks(flat, live, _DIVISORS.get(pair.kind, 1)):
         rate = None if inv_t is None else inv_t[rows]
         y, slope = capped(flat[rows], reading.softcap)
         d_q, t = centred(y, shift_q[rows], rate), other[rows].to(y.dtype)
@@ -225,4 +233,4 @@ def pair_gradient(
         dz *= gain[rows]
         dx[rows] = (dz if slope is None else dz.mul_(slope)).to(dx.dtype)
     fill_ignored(dx, live, before=False)
-    return give(dx, into)
+    return written_back(dx, into)

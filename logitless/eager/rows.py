@@ -1,4 +1,4 @@
-"""What every function here shares: rows a few at a time, and the pieces of z = y / temperature."""
+"""Rows in plain PyTorch: chunks of them, their ids and exponents, and reductions over them."""
 
 from collections.abc import Iterator
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 from ..contract import LEAST_TAIL, NO_ID, PRECISION, Reading
 
-CHUNK_BYTES = 8 << 20  # of logits in work at once; fewer, and threads only start and stop
+CHUNK_BYTES = 8 << 20  # of logits in work at once; with fewer, most time goes to starting threads
 
 Index = slice | Tensor
 
 
-def chunks(x: Tensor, live: Tensor | None, parts: int = 1) -> Iterator[Index]:
-    """Rows of x (N, V) to work on together; on a CPU, ignored rows are not among them.
+def chunks(x: Tensor, live: Tensor | None, divisor: int = 1) -> Iterator[Index]:
+    """Yields the rows of x (N, V) in chunks. On a CPU, ignored rows are left out.
 
-    Work that keeps many tensors of their size alive asks for smaller ones, `parts` to the whole.
+    Work that keeps many tensors of a chunk's size alive passes a divisor for smaller chunks.
     """
-    copies = 1 if x.dtype == PRECISION[x.dtype] else 2  # as given, and at full precision
-    copies *= parts
+    copies = 1 if x.dtype == PRECISION[x.dtype] else 2  # the logits, and their fp32 copy
+    copies *= divisor
     step = max(1, CHUNK_BYTES // (x.shape[1] * PRECISION[x.dtype].itemsize * copies))
     if live is not None and x.device.type == "cpu" and not bool(live.all()):
         yield from (rows for rows in live.nonzero().squeeze(1).split(step) if len(rows))
@@ -27,36 +27,39 @@ def chunks(x: Tensor, live: Tensor | None, parts: int = 1) -> Iterator[Index]:
 
 
 def live_rows(reading: Reading) -> Tensor | None:
-    """Which rows count, (N,); None for all."""
+    """A mask of the rows that count, (N,); None if all rows count."""
     if reading.ignore_index is None:
         return None
     return reading.label.reshape(-1) != reading.ignore_index
 
 
 def locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
-    """ids as (N, K), safe to index with; and which of them are in [0, V)."""
+    """ids as (N, K), with 0 for ids outside [0, V), and a mask of the ids in [0, V)."""
     ids = ids.reshape(rows, -1 if rows else 1).contiguous()
     inside = (ids >= 0) & (ids < V)
     return torch.where(inside, ids, 0).long(), inside
 
 
 def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
-    """Which rows have an id outside [0, V) that is not NO_ID: (N, 1)."""
+    """A mask of the rows with an id outside [0, V) that is not NO_ID, (N, 1)."""
     return (~inside & (ids.reshape(inside.shape) != NO_ID)).any(1, keepdim=True)
 
 
-def own_columns(at: Tensor, inside: Tensor) -> Tensor:
-    """The same columns (N, K), with one of the row's own wherever a slot holds none."""
+def real_columns(at: Tensor, inside: Tensor) -> Tensor:
+    """The columns (N, K), with one of the row's real columns in each empty slot.
+
+    So a scatter of equal values to these columns is harmless.
+    """
     return torch.where(inside, at, at.gather(1, inside.int().argmax(1, keepdim=True)))
 
 
 def lift_of(tail: Tensor) -> Tensor:
-    """See contract.py. 0 where nothing is outside, and where the row is NaN."""
+    """The lift of a row's tail (see LEAST_TAIL in contract.py); 0 if it is empty or NaN."""
     return torch.where(tail > -torch.inf, (tail - LEAST_TAIL).clamp(max=0.0), 0.0)
 
 
 def capped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """y = softcap · tanh(x / softcap) at full precision, and dy/dx where it isn't 1."""
+    """y = softcap · tanh(x / softcap) in fp32 (fp64 for fp64), and dy/dx; None for 1."""
     y = x.to(PRECISION[x.dtype])
     if softcap is None:
         return y, None
@@ -65,7 +68,7 @@ def capped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
 
 
 def inverse_temperature(reading: Reading, like: Tensor) -> Tensor | None:
-    """1 / temperature as a column (N, 1) like `like`, or None where it is 1 and costs nothing."""
+    """1 / temperature, (N, 1) like `like`; None if the temperature is 1."""
     if reading.at_temperature_1:
         return None
     rows = reading.row_temperature
@@ -80,22 +83,23 @@ def centred(y: Tensor, shift: Tensor, inv_t: Tensor | None, out: Tensor | None =
 
 
 def max_of(y: Tensor) -> Tensor:
-    """What to subtract, (N, 1): the max, or 0 where it is ±inf and the bare e^y is right."""
+    """The number to subtract in the exponent, (N, 1): the max, or 0 where it is ±inf."""
     m = y.amax(1, keepdim=True)
     return torch.where(m.isinf(), 0.0, m)
 
 
 def by_row(t: Tensor | None, rows: int) -> Tensor | float:
-    """A number, or one a row, as what multiplies (N, ...): 1 where there is none."""
+    """One number, or one per row as (N, 1), to multiply (N, ...) with; 1.0 for None."""
     if t is None:
         return 1.0
     return t.reshape(-1, 1) if t.numel() == rows else t
 
 
 def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
-    """Zeros for ignored rows: before the others are written on a CPU, which leaves them out.
+    """Writes zeros to ignored rows, on a CPU before the other rows are written, on a GPU after.
 
-    A GPU writes all rows, because asking it which count would wait for it; zeros come after.
+    A CPU leaves ignored rows out. A GPU writes all rows, because the host would have to wait to
+    learn which rows count.
     """
     if live is None or before != (dx.device.type == "cpu"):
         return
@@ -106,23 +110,71 @@ def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
 
 
 def written_to(x: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows (N, V) for the gradient of x, and the tensor (..., V) that they are of."""
+    """Rows (N, V) to write the gradient of x to, and the tensor (..., V) of the gradient."""
     if into is None:
         into = torch.empty_like(x, memory_format=torch.contiguous_format)
     flat = into.view(-1, x.shape[-1]) if into.is_contiguous() else into.reshape(-1, x.shape[-1])
     return flat, into
 
 
-def give(flat: Tensor, into: Tensor) -> Tensor:
-    """`into`, holding what `flat`, its rows or a copy of them, holds."""
+def written_back(flat: Tensor, into: Tensor) -> Tensor:
+    """`into`, after copying `flat` to it unless `flat` is a view of it."""
     if flat.data_ptr() != into.data_ptr():
         into.copy_(flat.view(into.shape))
     return into
 
 
 def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
-    """Whether e^y itself is safe: no overflow, nothing lost, and a pass over the logits saved.
+    """Whether e^y is as good as e^(y - m), which saves a pass over the logits.
 
-    Asks for values, so only a CPU is asked.
+    It reads values, so that it is always False on a GPU, where the host would have to wait.
     """
     return inv_t is None and m.device.type == "cpu" and bool(m.abs().max() < 30)
+
+
+def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
+    """1 / the number of rows that count, or 1 / the sum of their mass; 1 if that is 0.
+
+    A mean is the sum over the rows times this number, (), in fp32 (fp64 for fp64).
+    """
+    full = torch.promote_types(like.dtype, torch.float32)
+    live = live_rows(reading)
+    if mass is not None:
+        total = mass.sum()
+    elif live is not None:
+        total = live.sum()
+    else:
+        return torch.full((), 1.0 / max(rows, 1), dtype=full, device=like.device)
+    return torch.where(total == 0, 1.0, 1.0 / total.to(full))
+
+
+def reduce(
+    value: Tensor,  # (...)
+    reading: Reading,
+    row_weight: Tensor | None = None,  # (...)
+    mass: Tensor | None = None,  # (N,)
+    mean: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The sum or mean over the rows, and the factor of each row's gradient; None for 1.
+
+    The mean is the sum times `share`. An ignored row adds 0, even if its value or weight is NaN.
+    """
+    live, factor = live_rows(reading), None
+    if mean:
+        factor = share(reading, mass, value.numel(), value)
+    if row_weight is not None:
+        weight = row_weight.reshape(-1).to(value.dtype)
+        if live is not None:
+            weight = torch.where(live, weight, 0.0)
+        factor = weight if factor is None else weight * factor
+    total = value.reshape(-1)
+    if factor is not None:
+        total = total * factor
+    if live is not None:
+        total = torch.where(live, total, 0.0)
+    return total.sum(), factor
+
+
+def scale_(x: Tensor, g: Tensor) -> None:
+    """Multiplies x (..., V) by g, () or (...), in place."""
+    x.mul_(g.reshape(x.shape[:-1]).unsqueeze(-1) if g.dim() else g)

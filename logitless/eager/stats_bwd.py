@@ -1,4 +1,7 @@
-"""The one gradient of row statistics in plain PyTorch, a few rows at a time: see contract.py."""
+"""The gradient of row statistics in plain PyTorch, a few rows at a time.
+
+contract.py has its formula.
+"""
 
 import torch
 from torch import Tensor
@@ -6,41 +9,42 @@ from torch import Tensor
 from .. import contract as fields
 from ..contract import Coefficients, Reading
 from .rows import (
+    Index,
     by_row,
     capped,
     centred,
     chunks,
     fill_ignored,
-    give,
     inverse_temperature,
     is_bad,
     lift_of,
     live_rows,
     locate,
     needs_no_centring,
-    own_columns,
+    real_columns,
+    written_back,
     written_to,
 )
 
 
 class _Terms:
-    """What the columns of a row share in its gradient: coefficients (N, 1), settled and scaled."""
+    """The coefficients of each row, (N, 1), times upstream, factor and 1 / temperature."""
 
     def __init__(
-        self, x: Tensor, reading: Reading, state, given: Coefficients, upstream, factor,
+        self, x: Tensor, reading: Reading, state, coefficients: Coefficients, upstream, factor,
         start: int,
     ):  # fmt: skip
         rows, V = state.shape[0], x.shape[-1]
-        has = given.has
+        has = coefficients.has
         column = state[:, :1]
-        # A row of -inf has no distribution: p = 0, and nothing flows.
+        # A row of -inf has no distribution: p = 0, and its gradient is 0.
         self.dead = state[:, fields.LOG_S : fields.LOG_S + 1] == -torch.inf
         self.shift = torch.where(self.dead, torch.inf, column)
         self.log_s = torch.where(self.dead, 0.0, state[:, fields.LOG_S : fields.LOG_S + 1])
         self.log_s1 = state[:, fields.LOG_S1 : fields.LOG_S1 + 1]
         self.inv_t = inverse_temperature(reading, column)
         gain = by_row(upstream, rows) * by_row(factor, rows)
-        values = (given.rows.expand(rows, fields.COEFFICIENTS) * gain).to(state.dtype)
+        values = (coefficients.rows.expand(rows, fields.COEFFICIENTS) * gain).to(state.dtype)
 
         def field(name: str) -> Tensor | None:
             at = fields.FIELDS.index(name)
@@ -50,25 +54,25 @@ class _Terms:
         self.a_ids, self.g_label = field("a_ids"), field("label")
         self.d_logprob_t1 = field("logprob_t1")
         self.g_ids = None
-        if given.ids is not None:
-            g = given.ids.reshape(rows, given.ids.shape[-1]) * gain
+        if coefficients.ids is not None:
+            g = coefficients.ids.reshape(rows, coefficients.ids.shape[-1]) * gain
             self.g_ids = torch.where(self.dead, 0.0, g.to(state.dtype))
         self.a = torch.zeros_like(self.shift) if self.a is None else self.a
         self.logprob_t1_apart = self.d_logprob_t1 is not None and self.inv_t is not None
         self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
         if self.d_logprob_t1 is not None and not self.logprob_t1_apart:
-            # At temperature 1, the label is one more id.
+            # At temperature 1, p1 = p, and a - d replaces a (kernels/ids_bwd.py has the algebra).
             d = self.d_logprob_t1
             self.a = self.a - (d if self.lift is None else d * self.lift.exp())
             self.a_ids = None if self.a_ids is None else self.a_ids - d
-        self._settle_bad(reading, rows, V, start)
+        self._locate(reading, rows, V, start)
         if self.inv_t is not None:
             for name in ("a", "b", "g_total", "a_ids", "g_label", "g_ids"):
                 t = getattr(self, name)
                 setattr(self, name, None if t is None else t * self.inv_t)
 
-    def _settle_bad(self, reading: Reading, rows: int, V: int, start: int) -> None:
-        """A bad id has no gradient: its whole row is NaN."""
+    def _locate(self, reading: Reading, rows: int, V: int, start: int) -> None:
+        """Finds label and ids among the columns of x. A bad one makes its whole row NaN."""
         bad = None
         if self.g_label is not None or self.d_logprob_t1 is not None:
             bad = ~locate(reading.label, rows, reading.vocab)[1]
@@ -76,9 +80,9 @@ class _Terms:
             if self.g_label is not None:
                 self.g_label = torch.where(self.has_label, self.g_label, 0.0)
         if self.g_ids is not None or self.a_ids is not None:
-            ours = is_bad(reading.ids, locate(reading.ids, rows, reading.vocab)[1])
+            bad_ids = is_bad(reading.ids, locate(reading.ids, rows, reading.vocab)[1])
             self.ids, self.inside = locate(reading.ids.clamp_min(-1) - start, rows, V)
-            bad = ours if bad is None else bad | ours
+            bad = bad_ids if bad is None else bad | bad_ids
             if self.g_ids is not None:
                 self.g_ids = torch.where(self.inside, self.g_ids, 0.0)
         assert self.a is not None
@@ -89,7 +93,7 @@ class _Terms:
 
     @property
     def only_a(self) -> bool:
-        """Whether each column but those of ids and totals is p times one number."""
+        """Whether the gradient is p times one number per row, except for ids and totals."""
         return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 
@@ -98,12 +102,12 @@ def gradient(
     reading: Reading,
     state: Tensor,  # (N, STATE)
     coefficients: Coefficients,
-    upstream: Tensor,  # () or one a row
-    factor: Tensor | None = None,  # () or one a row
-    into: Tensor | None = None,  # (..., V), written to; x itself if in place
-    start: int | None = None,  # x is columns from this one on; None where they are all
+    upstream: Tensor,  # () or one per row
+    factor: Tensor | None = None,  # () or one per row
+    into: Tensor | None = None,  # (..., V), where the gradient goes; may be x; None allocates
+    start: int | None = None,  # x holds the columns from here on; None if x holds all columns
 ) -> Tensor:
-    """The gradient of the logits, (..., V) in their dtype, or in that of `into`."""
+    """The gradient of the logits, (..., V), in their dtype or that of `into`."""
     flat = x.reshape(-1, x.shape[-1])
     dx, into = written_to(x, into)
     live = live_rows(reading)
@@ -112,7 +116,8 @@ def gradient(
     for rows in chunks(flat, live):
         y, slope = capped(flat[rows], reading.softcap)
         direct = dx[rows] if isinstance(rows, slice) and dx.dtype == y.dtype else None
-        dy = _dy(terms, y, rows, direct, own=y.dtype != flat.dtype or reading.softcap is not None)
+        y_is_copy = y.dtype != flat.dtype or reading.softcap is not None
+        dy = _dy(terms, y, rows, direct, y_is_copy)
         if terms.g_total is not None:
             weight = reading.class_weight
             v = 1.0 if weight is None else weight[start or 0 : (start or 0) + x.shape[-1]]
@@ -126,15 +131,18 @@ def gradient(
         if dy is not direct:
             dx[rows] = dy.to(dx.dtype)
     fill_ignored(dx, live, before=False)
-    return give(dx, into)
+    return written_back(dx, into)
 
 
-def _dy(terms: _Terms, y: Tensor, rows, direct: Tensor | None, own: bool) -> Tensor:
-    """p (a + b log p) of some rows, and what a label at temperature 1 adds."""
+def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy: bool) -> Tensor:
+    """p (a + b log p) of these rows, and the terms of a label at temperature 1.
+
+    The result goes to `direct`, if it is given, or over y, if that is a copy of the logits.
+    """
     shift, inv_t = terms.shift[rows], None if terms.inv_t is None else terms.inv_t[rows]
     inv_s, a = (-terms.log_s[rows]).exp(), terms.a[rows]
     if terms.only_a and needs_no_centring(shift, inv_t):
-        dy = torch.exp(y, out=y if own else direct).mul_(a * inv_s * (-shift).exp())
+        dy = torch.exp(y, out=y if y_is_copy else direct).mul_(a * inv_s * (-shift).exp())
     elif terms.only_a:
         dy = centred(y, shift, inv_t, out=direct).exp_().mul_(a * inv_s)
     else:
@@ -144,9 +152,10 @@ def _dy(terms: _Terms, y: Tensor, rows, direct: Tensor | None, own: bool) -> Ten
             dy = p * a
         else:
             dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)  # outside the ids
-            columns = own_columns(terms.ids[rows], terms.inside[rows])
-            some = terms.inside[rows].any(1, keepdim=True)  # else it is a column of no slot
-            inside = torch.where(some, p * terms.a_ids[rows], dy)
+            columns = real_columns(terms.ids[rows], terms.inside[rows])
+            # A row without ids gets its own gradient back: its `columns` are in no slot.
+            has_ids = terms.inside[rows].any(1, keepdim=True)
+            inside = torch.where(has_ids, p * terms.a_ids[rows], dy)
             dy.scatter_(1, columns, inside.gather(1, columns))
         if terms.b is not None:
             dy += torch.where(p > 0, p * (d - terms.log_s[rows]), 0.0) * terms.b[rows]

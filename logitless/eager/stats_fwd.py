@@ -23,15 +23,14 @@ from .rows import (
     locate,
     max_of,
     needs_no_centring,
-    own_columns,
+    real_columns,
 )
 
 
 class _Sums(NamedTuple):
     """The sums over each whole row, from which its statistics follow.
 
-    They are (N, 1), except where a shape is given; None where no statistic needs them.
-    d = (y - shift) / T.
+    Each is (N, 1), unless a shape is given, and None if no statistic needs it. d = (y - shift) / T.
     """
 
     shift: Tensor  # max y, or 0 where the max is infinite
@@ -100,8 +99,8 @@ def _add_rows(
         sums.total[rows] = _weighted_sum(y, reading.class_weight)
     only_s = sums.w is None and sums.total is None and sums.log_total is None and sums.tail is None
     if only_s and needs_no_centring(m, inv_t):
-        ours = y.dtype != flat.dtype or reading.softcap is not None  # y is no view of the logits
-        sums.s[rows] = torch.exp(y, out=y if ours else None).sum(1, keepdim=True) * (-m).exp()
+        y_is_copy = y.dtype != flat.dtype or reading.softcap is not None
+        sums.s[rows] = torch.exp(y, out=y if y_is_copy else None).sum(1, keepdim=True) * (-m).exp()
         return
     d = centred(y, m, inv_t)
     if sums.log_total is not None:
@@ -116,7 +115,7 @@ def _add_rows(
 
 def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
     """log Σ e^d over the columns that are not among the ids, (N, 1)."""
-    columns = own_columns(at, inside)
+    columns = real_columns(at, inside)
     left = torch.where(inside.any(1, keepdim=True), -torch.inf, d.gather(1, columns))
     return d.scatter(1, columns, left).logsumexp(1, keepdim=True)
 
@@ -180,7 +179,7 @@ def _finish(
     if sums.tail is not None:
         bad = is_bad(reading.ids, locate(reading.ids, len(s), reading.vocab)[1])
         values["tail"] = (sums.tail - log_s).masked_fill(bad, torch.nan)
-    zero = torch.zeros_like(s)  # of REPEATS too: see with_repeats
+    zero = torch.zeros_like(s)  # REPEATS stays 0: see with_repeats
     kept = [shift, log_s, log_s1, values.get("entropy", zero), values.get("tail", zero), zero]
     state, argmax = torch.cat(kept, 1), sums.argmax
     if live is not None:
@@ -253,7 +252,7 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
         picked = torch.stack([partials.picked for partials in several]).sum(0)
     m_split, s = state[..., fields.M], state[..., fields.S]
     m = m_split.amax(1, keepdim=True)
-    # An empty split, and a split that has the max of the row, move by 0: -inf minus -inf is NaN.
+    # An empty split, and a split with the max of the row, move by 0, because -inf + inf is NaN.
     moved = torch.where((s == 0) | (m_split == m), 0.0, m_split - m).clamp_min(-1e38)
     inv_t = inverse_temperature(reading, m)
     scale = (moved if inv_t is None else moved * inv_t).exp()

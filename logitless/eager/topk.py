@@ -1,8 +1,8 @@
-"""The k largest of each row, and the mass of all the rest, in plain PyTorch.
+"""The k largest logits of each row, and the mass of the other columns, in plain PyTorch.
 
-The same contract as kernels/topk.py. torch.topk promises no order among equals, so it is given
-integers that have no equals: a logit's bits, made ordered, above its column counted from the right.
-A logit of fp64 leaves no room for that, and its row is sorted.
+The same contract as kernels/topk.py. torch.topk promises no order among equal numbers, so it gets
+distinct integers: the ordered bits of a logit above its column counted from the right. fp64 logits
+leave no room for the column, so that their rows are sorted instead.
 """
 
 import torch
@@ -43,10 +43,10 @@ def topk(
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
-    """ids (N, k) of the k largest of each row of x (N, V), in order."""
+    """ids (N, k) of the k largest logits of each row of x (N, V), in order."""
     if x.dtype == torch.float64:
         return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    bits = torch.where(x == 0, 0.0, x).float().view(torch.int32)  # -0 is 0
+    bits = torch.where(x == 0, 0.0, x).float().view(torch.int32)  # -0 equals 0
     ordered = bits ^ ((bits >> 31) & LAST)
     keys = ordered.long() << 32
     keys |= LAST ^ torch.arange(x.shape[1], device=x.device)

@@ -110,7 +110,7 @@ class Blocks:
 class BlockBackend:
     """A backend for Blocks, for losses that need only statistics of each row.
 
-    Everything that reads no logits is the backend's below.
+    Functions that read no logits are those of the underlying backend.
     """
 
     one_pass = None  # the gradient needs the statistics of the other blocks first

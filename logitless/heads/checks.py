@@ -57,7 +57,7 @@ def logits_dtype(dtype: Any, hidden: Tensor) -> None:
 
 
 def main_grad(t: Any, weight: Tensor) -> None:
-    """Where a weight's gradient is added up elsewhere."""
+    """Checks main_grad, the tensor that the weight's gradient is added to."""
     if t is None:
         return
     full = torch.promote_types(weight.dtype, torch.float32)

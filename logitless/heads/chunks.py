@@ -23,12 +23,12 @@ from .products import product
 class Tile:
     """Some rows of a head while a loss is computed over them.
 
-    The body of a loop over tiles reads `logits`, and sets `gradient` if one is wanted: the memory
-    `into`, or a new tensor where the gradient cannot be written there.
+    The body of a loop over tiles reads `logits`. If a gradient is wanted, the body sets `gradient`
+    to `into`, or to a new tensor where the gradient cannot be written to `into`.
     """
 
     loss: Any  # the RowLoss of these rows
-    saved: Saved | None  # what an earlier forward saved of them
+    saved: Saved | None  # what an earlier forward saved for these rows
     rows: Rows
     logits: Any  # (n, V), or the Blocks of blocks.py
     into: Any  # where the gradient goes; None if none is wanted
@@ -40,7 +40,7 @@ class Tile:
 
 
 class Chunks:
-    """The rows of a head that are computed, all rows or those that count, one chunk at a time.
+    """The logits of a head, of all rows or of the rows that count, one chunk of rows at a time.
 
     The number of rows that count is on the GPU. The host waits for it once, after the first GEMM is
     queued, so that the GPU has work meanwhile.
@@ -90,7 +90,7 @@ class Chunks:
         return self.head.backend()
 
     def gradients(self, needs: Needs, into: Tensor | None = None) -> GradientSums:
-        """Sums for `tiles`."""
+        """The sums that `tiles` adds the gradients of chunks to."""
         all_rows = self.index is None
         return GradientSums(
             self.head, self.hidden, needs, len(self.slices), all_rows, self.blocks, into
@@ -100,11 +100,11 @@ class Chunks:
         self,
         loss: RowLoss,
         sums: GradientSums | None = None,  # None if no gradient is wanted
-        known: Iterable[Saved] = (),  # what forward saved, tile by tile
+        known: Iterable[Saved] = (),  # what forward saved for each tile
     ) -> Iterator[Tile]:
-        """Visits all rows once, and adds the gradient of each chunk to `sums`."""
+        """Yields the rows tile by tile, and adds the gradient of each chunk to `sums`."""
         known = iter(known)
-        queued = True  # the logits of the first slot, by `begin`
+        queued = True  # `begin` has queued the GEMM of the first slot
         for rows in self.slices:
             h = self.hidden[rows]
             dz = self.memory[: len(h), : len(self.weight)]
@@ -121,7 +121,7 @@ class Chunks:
                 steps = [at for at in slot.steps if at.start < count]
                 if sums is None or len(steps) == 1:
                     yield whole
-                    if count == len(h):  # the chunk has one slot: its gradient may be a new tensor
+                    if count == len(h):  # a chunk with one slot, whose gradient may be a new tensor
                         dz = whole.gradient
                 else:
                     for at in steps:

@@ -78,7 +78,7 @@ class Kept:
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[tuple[Tensor, ...], "Kept"]:
-        """The outputs of a call in a node with this context, and what the node keeps."""
+        """Runs the forward of the node with context `ctx`: the outputs, and what the node keeps."""
         with call.head.ready(call.loss):
             outputs, known = forward(call)
         tensors, blank = call.flatten()

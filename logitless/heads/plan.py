@@ -37,7 +37,7 @@ SPARE_EVERY = 64  # memory for fp32 logits has one spare row per 64 rows, and tw
 
 
 class Cut(NamedTuple):
-    """How many rows and columns of logits are made at once."""
+    """How many rows and columns of logits are computed at once."""
 
     rows: int  # at most
     columns: int | None = None  # None is all of them
@@ -55,7 +55,7 @@ class Work(NamedTuple):
     merges: bool  # whether the loss can be computed block by block
     gemms: int  # extra GEMMs if cut by columns: 0 or 1
     sums: bool  # whether the weight's gradient is summed over rows in more bits than its own
-    keeps: bool  # whether the weight's gradient has memory to keep logits in
+    keeps: bool  # whether the weight's gradient, until it is written, may hold logits
 
 
 # What cuts every head instead of `choose`, in a block of `override`.
@@ -165,7 +165,7 @@ class Slot(NamedTuple):
 
     rows: slice  # of the chunk
     at: int  # where their logits begin, in rows of the memory
-    steps: tuple[slice, ...]  # rows of the slot whose gradient may be written at once
+    steps: tuple[slice, ...]  # rows of the slot; the gradient is written one step at a time
 
 
 @functools.lru_cache(1024)

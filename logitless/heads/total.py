@@ -1,9 +1,9 @@
 """A mean or sum over the rows of a head, with its gradients, in three GEMMs.
 
-`forward` computes the loss and all gradients for an upstream gradient of 1: logits, d_hidden and
-d_weight are one GEMM each (by columns, most logits are computed twice). `backward` scales them.
-Both are plain functions of a `Call`; the autograd nodes here and in lazy/logits.py and the operator
-in operators.py only save and unpack.
+`forward` computes the loss and all gradients for an upstream gradient of 1. Logits, d_hidden and
+d_weight take one GEMM each; if the head is cut by columns, most logits are computed twice.
+`backward` scales the gradients. Both are plain functions of a `Call`. The autograd nodes (here and
+in lazy/logits.py) and the operator (operators.py) only save tensors and unpack them.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from .head import Head
 
 
 class Call(NamedTuple):
-    """One evaluation of a loss over a head; a tree, as the head and the loss are."""
+    """One evaluation of a loss over a head, which can be flattened as the head and the loss can."""
 
     head: Head
     loss: RowLoss
@@ -45,13 +45,16 @@ class Call(NamedTuple):
 
     @property
     def divides_in_backward(self) -> bool:
-        """Whether backward divides by the number of rows, because fp16 would underflow before."""
+        """Whether backward multiplies by the share, instead of forward.
+
+        It does for fp16, because gradients that are divided in forward could underflow.
+        """
         return self.reduction == "mean" and self.head.hidden.dtype == torch.float16
 
 
 class Result(NamedTuple):
     value: Tensor  # ()
-    share: Tensor | None  # of a row in the mean; None for a sum
+    share: Tensor | None  # what a mean multiplies the sum by (backend.share); None for a sum
     gradients: HeadGradients  # at an upstream gradient of 1
 
 
@@ -114,7 +117,10 @@ def _values_and_gradients(call: Call, factor: Tensor | None, values: Tensor) -> 
 
 
 def backward(call: Call, share: Tensor | None, gradients: HeadGradients, upstream: Tensor):
-    """The gradients times the upstream gradient, in place; those of main_grad are added to it."""
+    """Multiplies the gradients by the upstream gradient, in place, and returns them.
+
+    If the head has a main_grad, the weight's gradient is added to main_grad and returned as None.
+    """
     head, backend = call.head, backend_of(call.head.hidden)
     scale = upstream * share if call.divides_in_backward else upstream
     if head.main_grad is not None and gradients.weight is not None:
@@ -141,7 +147,7 @@ class Kept:
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[Tensor, "Kept"]:
-        """The value of a call in a node with this context, and what the node keeps."""
+        """Runs the forward of the node with context `ctx`: the value, and what the node keeps."""
         tensors, blank = call.flatten()
         ctx.save_for_backward(*tensors)
         with call.head.ready(call.loss):
@@ -151,7 +157,7 @@ class Kept:
         return value, Kept(blank, share, gradients)
 
     def gradients_of(self, ctx, upstream: Tensor) -> HeadGradients:
-        """The gradients of the node. A second backward computes them again."""
+        """The gradients of the node's inputs. A second backward computes them again."""
         Node.refuse_vmap((upstream,))
         tensors = ctx.saved_tensors  # read once, because activation checkpointing unpacks only once
         call = self.call.rebuild(tensors)

@@ -1,13 +1,13 @@
-"""Σ dz.T @ h over chunks, in the gradient's own 16 bits, exact to 14 of them.
+"""A GEMM that accumulates Σ dz.T @ h over chunks in block floating point.
 
-A sum kept in bf16 is rounded to 8 bits after every chunk, and a sum in fp32 takes twice the memory
-of the gradient. Here, between chunks, the sum is stored as integers with a common exponent: 16 bits
-a number, in the memory of the gradient, and a byte for each BLOCK columns of a row. The first chunk
-has nothing to add to, and the last one writes the gradient itself.
+A sum in bf16 would be rounded to 8 bits after every chunk. A sum in fp32 would take twice the
+memory of the bf16 gradient. Here the sum between chunks has 14 bits and takes 16 bits per number:
+integers in the memory of the gradient, and one exponent per BLOCK columns of a row.
 
-    x ≈ q 2^e        |q| ≤ 2^14, q an int16        e of BLOCK columns of a row, an int8
+    x ≈ q 2^e        q an int16 with |q| ≤ 2^14        e an int8 per BLOCK columns
 
-A block with a NaN or an infinity in it is NaN from then on.
+The first chunk sets the sum, and the last chunk writes the gradient in bf16. A block with a NaN or
+an infinity stays NaN.
 """
 
 import functools
@@ -25,17 +25,17 @@ from .numerics import only_if
 from .profiling import elements, profiled
 
 BLOCK = 128  # columns with one exponent
-# Numbers in 16 bytes; but the interpreter of Triton 3.5 wants 16 numbers where it means 16 bytes.
+# Numbers in 16 bytes. The interpreter of Triton 3.5 asks for 16 numbers where it means 16 bytes.
 PACK = 16 if knobs.runtime.interpret and triton.__version__.startswith("3.5.") else 8
-BLOCK_R = 64  # rows of a step of the product
-STAGES = 3  # steps whose tiles are on their way: as many as shared memory holds
-WHOLE = tl.constexpr(12582912.0)  # 1.5 · 2^23: added to |y| < 2^22, it leaves y rounded in its bits
-NOT_A_NUMBER = tl.constexpr(127)  # as an exponent
+BLOCK_R = 64  # rows per step of the product
+STAGES = 3  # steps whose tiles are loaded ahead, as many as fit into shared memory
+WHOLE = tl.constexpr(12582912.0)  # 1.5 · 2^23; the sum with |y| < 2^22 has y rounded in its bits
+NOT_A_NUMBER = tl.constexpr(127)  # the exponent of a block that is NaN
 
 
 @triton.jit
 def _encode(x):
-    """(q, e) of rows of x, such that x ≈ q 2^e."""
+    """(q, e) with x ≈ q 2^e, one e per row of x."""
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     e = tl.maximum((bits >> 23) - (127 + 13), -126)
     q = (x * tl.exp2(-e.to(tl.float32))[:, None] + WHOLE).to(tl.int32, bitcast=True).to(tl.int16)
@@ -45,7 +45,7 @@ def _encode(x):
 @triton.jit
 def _decode(q, e):
     """q 2^e."""
-    # As a number just above 2^23, whose last bits q + 2^15 are.
+    # Bit trick: build the float 2^23 + (q + 2^15), then subtract 2^23 + 2^15.
     y = ((q.to(tl.int32) & 0xFFFF) ^ 0x4B008000).to(tl.float32, bitcast=True) - 8421376.0
     scale = tl.where(e == NOT_A_NUMBER, float("nan"), tl.exp2(e.to(tl.float32)))
     return y * scale[:, None]
@@ -53,7 +53,7 @@ def _decode(q, e):
 
 @triton.jit
 def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """Add a tile to the sum at (v, d), whose exponents are e and will be at `at`."""
+    """Adds a tile to the sum at (v, d), whose exponents are e. The new ones are stored at `at`."""
     if not FIRST:
         x += _decode(SUM.load([v, d]), e)
     if LAST:
@@ -69,14 +69,14 @@ def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr
     do_not_specialize=["R"],
 )
 def _blockfp_gemm_kernel(
-    EXPONENTS, DZ, H, SUM, OUT,  # tiles but for the first; SUM and OUT, of one memory, are outputs
+    EXPONENTS, DZ, H, SUM, OUT,  # descriptors except EXPONENTS; SUM and OUT share their memory
     R, V, D, programs,  # sizes
     FIRST: tl.constexpr, LAST: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile after another: those at work together share columns of dz.
+    """Each program computes one tile after another. Programs that run together share dz columns.
 
-    dz.T is what lies in memory where TRANSPOSED.
+    If TRANSPOSED, DZ describes dz.T.
     """
     across = tl.cdiv(D, 2 * BLOCK_D)
     tiles = tl.cdiv(V, BLOCK_V) * across
@@ -99,43 +99,43 @@ def _blockfp_gemm_kernel(
             if UPCAST:
                 dz, h = dz.to(tl.float32), h.to(tl.float32)
             x = tl.dot(dz, h, x)
-        # By halves: what is loaded, and stored, passes through shared memory.
+        # In halves, because loads and stores of the sum pass through shared memory.
         left, right = x.reshape(BLOCK_V, 2, BLOCK_D).permute(0, 2, 1).split()
         _add(left, e_here, SUM, OUT, at, here, v, d, FIRST, LAST)
         _add(right, e_there, SUM, OUT, at + V, there, v, d + BLOCK_D, FIRST, LAST)
 
 
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the gradient can be stored so between chunks, and the GPU has what adding needs.
+    """Whether the gradient of the weight can be accumulated in block floating point.
 
-    It is bf16, in rows that start on 16-byte boundaries.
+    It must be bf16, in rows that start on 16-byte boundaries, and the GPU must fit the tiles.
     """
     bf16 = hidden.dtype == weight.dtype == torch.bfloat16
-    return bf16 and weight.shape[1] % PACK == 0 and _copies_tiles(hidden.device)
+    return bf16 and weight.shape[1] % PACK == 0 and _fits_tiles(hidden.device)
 
 
-def _copies_tiles(device: torch.device) -> bool:
-    """Hopper and data-center Blackwell, with shared memory for such tiles; and the interpreter."""
+def _fits_tiles(device: torch.device) -> bool:
+    """Whether shared memory fits the tiles: Hopper, data-center Blackwell, and the interpreter."""
     if device.type != "cuda" or torch.version.hip:
         return device.type == "cpu"
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def exponents(total: Tensor) -> Tensor:
-    """Room for the exponents of a sum (V, D)."""
+    """Memory for the exponents of a sum (V, D)."""
     V, D = total.shape
     return torch.empty((config.ceil_div(D, BLOCK), V), device=total.device, dtype=torch.int8)
 
 
 def accumulate(
-    dz: Tensor,  # (R, V), of which rows or columns may be contiguous
+    dz: Tensor,  # (R, V), with contiguous rows or contiguous columns
     h: Tensor,  # (R, D)
-    total: Tensor,  # (V, D), written to
-    exponents: Tensor,  # (blocks, V), written to
+    total: Tensor,  # (V, D), updated
+    exponents: Tensor,  # (blocks, V), updated
     first: bool,
     last: bool,
 ) -> None:
-    """Add dz.T @ h to the total: set it if it is the first, convert it back to bf16 if the last."""
+    """Adds dz.T @ h to the total. The first call sets it, and the last converts it to bf16."""
     (R, V), D = dz.shape, h.shape[1]
     cut = config.blockfp_gemm()
     transposed = dz.stride(0) == 1 and dz.stride(1) >= R
@@ -159,13 +159,13 @@ def _plan(
         _blockfp_gemm_kernel, (programs,), (R, V, D, programs),
         num_warps=cut.num_warps, num_stages=STAGES,
         FIRST=first, LAST=last, TRANSPOSED=transposed,
-        UPCAST=knobs.runtime.interpret,  # it multiplies no bf16
+        UPCAST=knobs.runtime.interpret,  # the interpreter cannot multiply bf16
         BLOCK_V=cut.block_v, BLOCK_D=BLOCK, BLOCK_R=BLOCK_R,
     )  # fmt: skip
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """A matrix whose rows start on 16-byte boundaries: itself, or a copy."""
+    """The matrix with rows that start on 16-byte boundaries: itself, or a copy."""
     rows, columns = t.shape
     packed = t.stride(1) == 1 and t.stride(0) >= columns
     if packed and t.stride(0) % PACK == 0 and t.data_ptr() % 16 == 0:

@@ -1,13 +1,15 @@
-"""The gradient of one tile of logits: one formula for every loss, written once.
+"""The gradient of one tile of logits, by one formula for every loss.
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-a, b, g_c are per row; log p_i is taken as ((y_i - shift) / temperature) - log_s, which is exact
-under any common offset, and dx_i = dz_i dz/dx_i. A label at temperature 1 adds
-d ([i = label] - p1_i) to dy_i. With d = (y - shift) rate and e = 2^d, p = e / s and
-log p = d ln 2 - log s:
+a, b and g_c are per row, and dx_i = dz_i dz/dx_i. log p_i is computed as
+((y_i - shift) / temperature) - log_s, which is exact under any common offset. A label at
+temperature 1 adds d ([i = label] - p1_i) to dy_i.
 
-    dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + what label and ids add
+Kernels compute dz / T. With d = (y - shift) rate and e = 2^d, p = e / s and
+log p = d ln 2 - log s, so that
+
+    dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of label and ids
 """
 
 from typing import NamedTuple
@@ -29,7 +31,7 @@ COEF_D_LOGPROB_T1 = tl.constexpr(_contract.D_LOGPROB_T1)
 
 
 class Coefs(NamedTuple):
-    """A row's coefficients, times its upstream gradient; 0 where the loss has none."""
+    """The coefficients of a row times its upstream gradient; 0 if the loss does not use one."""
 
     a: tl.tensor
     b: tl.tensor
@@ -40,20 +42,20 @@ class Coefs(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What the columns of a row share, so that each costs one exponential and one product."""
+    """Numbers that all columns of a row share. A column costs one exponential and one product."""
 
     shift: tl.tensor
     c0: tl.tensor
     c1: tl.tensor
-    c_logprob_t1: tl.tensor  # what e^(y - shift) is multiplied with, for a label at temperature 1
+    c_logprob_t1: tl.tensor  # factor of e^(y - shift), for a label at temperature 1
     g_c: tl.tensor
     rate: tl.tensor  # log2 e / temperature
-    lift: tl.tensor  # of e outside the ids, in bits: see contract.py
+    lift: tl.tensor  # of the exponents outside the ids, in bits (see LEAST_TAIL in contract.py)
     softcap: tl.tensor  # or None
 
 
 class Tile(NamedTuple):
-    """Where columns are read and written."""
+    """Where the columns of a tile are read and written."""
 
     X: tl.tensor
     W: tl.tensor  # class weights from the same column on, or None
@@ -64,13 +66,13 @@ class Tile(NamedTuple):
 
 @triton.constexpr_function
 def uses(has, name):
-    """Whether a loss has a coefficient; or, "second", a label at a temperature of its own."""
+    """Whether a loss uses a coefficient; "second" is a label at another temperature than 1."""
     return name in has
 
 
 @triton.jit
 def row_gain(UPSTREAM, FACTOR, row, step_u, step_f):
-    """What a row's coefficients are multiplied with; a step of 0 means one number for all."""
+    """The factor of a row's coefficients. A step of 0 means one number for all rows."""
     gain = 1.0
     if UPSTREAM is not None:
         gain = tl.load(UPSTREAM + row * step_u).to(tl.float32)
@@ -89,7 +91,7 @@ def _coef(COEF, gain, FIELD: tl.constexpr, USED: tl.constexpr):
 
 @triton.jit
 def load_coefs(COEF, gain, HAS: tl.constexpr):
-    """Of the row that COEF points to."""
+    """The coefficients of the row that COEF points to."""
     return Coefs(
         _coef(COEF, gain, COEF_A, uses(HAS, "a")),
         _coef(COEF, gain, COEF_B, uses(HAS, "b")),
@@ -102,16 +104,16 @@ def load_coefs(COEF, gain, HAS: tl.constexpr):
 
 @triton.jit
 def c0_of(a, b, log_s, inv_t, HAS: tl.constexpr):
-    """The constant in what e is multiplied with; 0 for a row of -inf, where nothing flows."""
+    """c0, the constant part of the factor of e; 0 for a row of -inf, which has no gradient."""
     scale = inv_t * tl.exp2(-log_s * LOG2E)
-    if uses(HAS, "b"):  # else 0 · inf would not be 0
+    if uses(HAS, "b"):  # without b, 0 · inf would be NaN
         a -= b * log_s
     return tl.where(log_s == -INF, 0.0, a * scale)
 
 
 @triton.jit
 def row_terms(coefs, a, shift, log_s, inv_t, HAS: tl.constexpr):
-    """(shift, c0, c1, g_c) of Terms. A row of -inf has no distribution, and no gradient."""
+    """(shift, c0, c1, g_c) of Terms. A row of -inf has no distribution, so its gradient is 0."""
     dead = log_s == -INF
     c1 = coefs.b * LN2 * tl.where(dead, 0.0, inv_t * tl.exp2(-log_s * LOG2E))
     g_c = tl.where(dead, 0.0, coefs.g_total * inv_t)
@@ -120,11 +122,11 @@ def row_terms(coefs, a, shift, log_s, inv_t, HAS: tl.constexpr):
 
 @triton.jit
 def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
-    """dz / T of the columns `at`, but for what label and ids add."""
+    """dz / T of the columns `at`, without the terms of label and ids."""
     d = (y - terms.shift) * terms.rate
     if uses(HAS, "b"):
         tl.static_assert(not uses(HAS, "a_ids"))
-        # 0 · -inf is 0 here: any d will do where e is 0, if c1 times it is finite.
+        # Where e is 0, any d with a finite c1 d gives the right term, 0. 0 · -inf would be NaN.
         dz = tl.exp2(d) * (c0 + terms.c1 * tl.maximum(d, -1e4))
     else:
         dz = tl.exp2(d - lift) * c0
@@ -140,21 +142,21 @@ def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
 
 @triton.jit
 def write_tile(state, tile, start, offs, mask):
-    """Read a tile of logits, write its gradient, but for what label and ids add.
+    """Reads a tile of logits and writes its gradient, without the terms of label and ids.
 
-    Nothing is carried from tile to tile: `state` is any number.
+    `state` is any number, because nothing is carried from tile to tile.
     """
     at = start + offs
     y, slope = capped(load(tile.X, at, mask), tile.terms.softcap)
     dz = dz_of(y, tile.W, at, mask, tile.terms.c0, tile.terms.lift, tile.terms, tile.HAS)
-    # Streamed: nobody reads it back soon, and the cache is better used for logits.
+    # Streamed past the cache, because the gradient is not read soon and logits are.
     dx = (dz * slope).to(tile.DX.dtype.element_ty)
     tl.store(tile.DX + at, dx, mask=mask, cache_modifier=".cs")
     return state
 
 
 class Fill(NamedTuple):
-    """One number for columns that are not read: 0 of an ignored row, NaN of a bad id."""
+    """One number for columns that are not read: 0 in an ignored row, NaN in a row with a bad id."""
 
     DX: tl.tensor
     value: tl.tensor
@@ -169,7 +171,7 @@ def fill_tile(state, fill, start, offs, mask):
 
 @triton.jit
 def write_label(x, W, DXrow, label, g_label, terms, HAS: tl.constexpr):
-    """Rewrite the gradient at a row's label, once the tile around it is written."""
+    """Rewrites the gradient at a row's label after the tile around it is written."""
     y, slope = capped(x, terms.softcap)
     dz = dz_of(y, W, label, None, terms.c0, terms.lift, terms, HAS) + g_label
     tl.debug_barrier()
@@ -178,7 +180,7 @@ def write_label(x, W, DXrow, label, g_label, terms, HAS: tl.constexpr):
 
 @triton.jit
 def is_class(label, V, vocab):
-    """Whether a label is a class: one of `vocab`, or of V where these are all."""
+    """Whether a label is in [0, vocab), or in [0, V) if vocab is None."""
     if vocab is not None:
         return (label >= 0) & (label < vocab)
     else:
@@ -186,8 +188,8 @@ def is_class(label, V, vocab):
 
 
 @triton.jit
-def own_column(label, start):
-    """A class as a column of x, whose first is `start`; it may lie outside."""
+def local_column(label, start):
+    """The label as a column of x, whose first column is `start`. It may be outside x."""
     if start is not None:
         return label - start
     else:
@@ -195,7 +197,7 @@ def own_column(label, start):
 
 
 class Span(NamedTuple):
-    """The columns of a row that a program writes: [lo, hi) of its body, the fringe if lo = 0."""
+    """The columns that a program writes: [lo, hi) of a row's body, and the fringe if lo = 0."""
 
     head: tl.tensor
     body: tl.tensor
@@ -206,13 +208,13 @@ class Span(NamedTuple):
 
 @triton.jit
 def in_span(ids, span, ALIGNED: tl.constexpr):
-    """Which ids are among the columns of a span."""
-    mine = (ids >= span.head + span.lo) & (ids < span.head + span.hi)
+    """A mask of the ids that are among the columns of a span."""
+    inside = (ids >= span.head + span.lo) & (ids < span.head + span.hi)
     if not ALIGNED:
         after = span.head + span.body
         fringe = ((ids >= 0) & (ids < span.head)) | ((ids >= after) & (ids < span.V))
-        mine = mine | only_if(span.lo == 0, fringe)
-    return mine
+        inside = inside | only_if(span.lo == 0, fringe)
+    return inside
 
 
 @triton.jit
@@ -220,7 +222,7 @@ def _over_span(
     f: tl.constexpr, in_body, in_row, span, PACK: tl.constexpr,
     ALIGNED: tl.constexpr, ONE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """f over a span, which is ONE block or several."""
+    """Calls f on every tile of a span: one tile if ONE, several otherwise."""
     if ONE:
         offs = tl.arange(0, BLOCK_V)
         f(span.lo, in_body, span.lo, offs, span.lo + offs < span.hi)
@@ -240,7 +242,7 @@ def fill_span(
     DXrow, value, span,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, ONE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One number for a whole span."""
+    """Writes one number to every column of a span."""
     _over_span(
         fill_tile, Fill(tl.multiple_of(DXrow + span.head, 16), value), Fill(DXrow, value),
         span, PACK, ALIGNED, ONE, BLOCK_V,
@@ -252,9 +254,9 @@ def write_span(
     Xrow, W, DXrow, terms, span, HAS: tl.constexpr,
     ALIGNED: tl.constexpr, X_ALIGNED: tl.constexpr, ONE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a span, but for what label and ids add.
+    """Writes the gradient of a span, without the terms of label and ids.
 
-    The body of X starts on a 16-byte boundary where X_ALIGNED, and that of DX always.
+    The body of DX starts on a 16-byte boundary. The body of X does if X_ALIGNED.
     """
     Xbody = Xrow + span.head
     if X_ALIGNED:

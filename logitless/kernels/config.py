@@ -1,9 +1,7 @@
-"""Block sizes, warps and splits: a pure function of (rows, vocabulary, itemsize, device).
+"""Block sizes, warps and splits of each kernel, as pure functions of sizes and device.
 
-Chosen from sweeps on an H200, kept in benchmarks/results/h200/sweeps.txt.
-
-`override` replaces any of them, for tests that want several blocks in a short row and for
-benchmarks.
+The numbers are from sweeps on an H200, which are in benchmarks/results/h200/sweeps.txt. `override`
+replaces them: tests get several blocks in a short row, and benchmarks try other numbers.
 """
 
 import contextlib
@@ -13,26 +11,26 @@ from typing import NamedTuple
 import torch
 
 MAX_SPLITS = 128
-SHORT = 4096  # columns: splitting shorter rows saves less than a second launch costs
+SHORT = 4096  # columns; splitting a shorter row saves less time than the second launch costs
 
 
 class Config(NamedTuple):
-    """How one launch is cut."""
+    """How the work of one launch is divided."""
 
     block_v: int
     num_warps: int
-    splits: int = 1
+    splits: int = 1  # programs per row
     span: int = 0  # columns of a row that one program reads and writes
-    registers: int | None = None  # that a thread may use at most, on an NVIDIA GPU
+    registers: int | None = None  # limit per thread, on an NVIDIA GPU
 
 
 _override: dict[str, int] = {}
-revision = 0  # changes with _override, so that a plan made before is not used after
+revision = 0  # part of every plan's key; changes with _override, so that no old plan is used
 
 
 @contextlib.contextmanager
 def override(**fields: int):
-    """Replace fields of every Config in this block: `with override(block_v=64, splits=3): ...`"""
+    """Replaces fields of every Config in this block: `with override(block_v=64, splits=3): ...`"""
     global _override, revision
     before, _override = _override, {**_override, **fields}
     revision += 1
@@ -47,7 +45,7 @@ def override(**fields: int):
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 1 for the interpreter."""
+    """The number of multiprocessors of a GPU; 1 for the interpreter."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     if device.type == "xpu":
@@ -59,12 +57,13 @@ def processors(device: torch.device) -> int:
 def stats_fwd(
     rows: int, vocab: int, itemsize: int, processors: int, heavy: bool = False, twice: bool = False
 ) -> Config:
-    """One program a row when rows fill the GPU; else a row is split over several programs.
+    """One program per row if the rows fill the GPU; otherwise several programs per row.
 
-    More than max and sum of the plain logits (heavy) wants fewer registers and, where arithmetic
-    is the limit, no reductions to wait for: one warp. Two normalisers (twice) want blocks between.
-    A block of 8192 fits into 80 registers, but a compiler that takes a few more has one program
-    fewer on each processor, and is 3 % slower.
+    heavy (more statistics than max and sum, or a softcap): smaller blocks, and for 16-bit logits
+    one warp, so that no reduction crosses warps. twice (two normalisers): medium blocks.
+
+    A block of 8192 fits into 80 registers. Without a limit the compiler takes a few more, so that
+    one program fewer fits on each multiprocessor, and the kernel is 3 % slower.
     """
     if rows >= 2 * processors or vocab <= SHORT:
         block, warps, registers = (8192, 4, 80) if vocab > 2**16 and not twice else (4096, 4, None)
@@ -80,31 +79,31 @@ def stats_fwd(
 
 @functools.lru_cache(1024)
 def label_bwd(vocab: int) -> Config:
-    """A grid of (row, block): nothing is carried from block to block."""
+    """A grid of (row, block), because nothing is carried from block to block."""
     return overridden(Config(min(2048, ceil_pow2(vocab)), 2))
 
 
 @functools.lru_cache(1024)
 def ids_bwd(vocab: int, itemsize: int) -> Config:
-    """A grid of (row, span), where ids are rewritten while the span is cached.
+    """A grid of (row, span). The gradient at the ids is rewritten while the span is cached.
 
-    Long, so that few programs look for their ids; many warps, so that it is written at once.
+    Spans are long, so that few programs search the ids. Many warps write a span in one step.
     """
-    width = max(ceil_pow2(vocab), 16)  # a span of 1 would be a constant to Triton
+    width = max(ceil_pow2(vocab), 16)  # Triton would make a span of 1 a constant
     return overridden(Config(min(8192 // itemsize, width), 2 * itemsize, span=min(8192, width)))
 
 
 @functools.lru_cache(1024)
 def scale(vocab: int) -> Config:
-    """Few, long programs: most often there is nothing to do."""
+    """Few, long programs, because most often the factor is 1 and there is nothing to do."""
     return overridden(Config(min(4096, ceil_pow2(vocab)), 8))
 
 
 @functools.lru_cache(1024)
 def nll_fwd_bwd(vocab: int, itemsize: int, crowded: bool = False) -> Config:
-    """Parts of a row small enough for the cache beside a processor to hold several at once.
+    """Splits that are small enough for the L1 cache of a multiprocessor to hold several.
 
-    A softcap and two places, one read and one written (crowded), fill the registers.
+    crowded: a softcap, and a gradient in memory of its own, need more registers.
     """
     block, warps, span = (2048, 2, 6144) if itemsize == 2 else (4096, 4, 4096)
     if crowded:
@@ -113,18 +112,18 @@ def nll_fwd_bwd(vocab: int, itemsize: int, crowded: bool = False) -> Config:
 
 
 def blockfp_gemm() -> Config:
-    """The largest tile whose sums two groups of warps can hold."""
+    """The largest tile whose sums fit into the registers of two warp groups."""
     return overridden(Config(128, 8))
 
 
 def pair_fwd(vocab: int) -> Config:
-    """Two rows at once: sums for each lane stay in registers, and one warp waits for no other."""
+    """Two rows at once. Sums per lane stay in registers, and one warp needs no barrier."""
     cut = overridden(Config(min(512, ceil_pow2(vocab)), 1))
-    return cut._replace(block_v=max(cut.block_v, 16))  # the fringe, two packs of eight
+    return cut._replace(block_v=max(cut.block_v, 16))  # the fringe is two packs of eight
 
 
 def jsd_split_fwd(vocab: int, itemsize: int) -> Config:
-    """Parts of two rows that the cache holds until each is read again: at most 64 of a row."""
+    """Splits of two rows that stay in cache until they are read again, at most 64 per row."""
     block, span = (256, 4096) if itemsize == 2 else (512, 2048)
     span = max(span, ceil_pow2(ceil_div(vocab, 64)))
     cut = overridden(Config(min(block, ceil_pow2(vocab)), 1, span=span))
@@ -149,5 +148,5 @@ def ceil_pow2(n: int) -> int:
 
 
 def overridden(config: Config) -> Config:
-    """With what `override` says."""
+    """The config with the fields that `override` replaces."""
     return config._replace(**_override)

@@ -1,6 +1,8 @@
-"""Cross-entropy of a row, from its statistics, and the coefficients of its gradient.
+"""Cross-entropy of each row from its statistics, and the coefficients of its gradient.
 
-(1-ε) v_t nll - ε/V log_total + z_loss lse²            v_t the class weight of the row's label
+    (1-ε) v_t nll - ε/V log_total + z_loss lse²
+
+v_t is the class weight of the row's label, and ε the label smoothing.
 """
 
 import functools
@@ -33,22 +35,22 @@ def _cross_entropy_kernel(
     N, V, keep, spread, z_loss, ignore_index,  # sizes, options; keep = 1 - ε, spread = ε / V
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program a block of rows."""
+    """One program per block of rows."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = row < N
     label = tl.load(LABEL + row, mask=mask, other=0)
     live = mask & is_live(label, ignore_index)
-    own = keep  # of the label's term
+    g = keep  # factor of nll
     if W is not None:
-        # Any number will do for a bad label, whose row is NaN already.
+        # A bad label may take the weight of any class, because its row is NaN already.
         v = tl.load(W + tl.minimum(tl.maximum(label, 0), V - 1), mask=live, other=0.0)
-        own = keep * v.to(tl.float32)
+        g = keep * v.to(tl.float32)
         if MASS is not None:
             tl.store(MASS + row, v.to(tl.float32), mask=mask)
-    a = tl.zeros((BLOCK_N,), tl.float32) + own
+    a = tl.zeros((BLOCK_N,), tl.float32) + g
     value = tl.zeros((BLOCK_N,), tl.float32)
     if NLL is not None:
-        value += own * load(NLL, row, live)
+        value += g * load(NLL, row, live)
     if LOG_TOTAL is not None:
         value -= spread * load(LOG_TOTAL, row, live)
         n = V.to(tl.float32)
@@ -64,7 +66,7 @@ def _cross_entropy_kernel(
     if COEF is not None:
         at = COEF + row * COEF_WIDTH
         tl.store(at + COEF_A, tl.where(live, a, 0.0), mask=mask)
-        tl.store(at + COEF_G_LABEL, tl.where(live, -own, 0.0), mask=mask)
+        tl.store(at + COEF_G_LABEL, tl.where(live, -g, 0.0), mask=mask)
         if LOG_TOTAL is not None:
             tl.store(at + COEF_G_TOTAL, tl.where(live, -spread, 0.0), mask=mask)
 
@@ -73,7 +75,7 @@ def cross_entropy(
     statistics: Statistics, reading: Reading, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Coefficients]:
     """The loss of each row, (...), and its coefficients."""
-    value, coefs = torch.empty_like(statistics.nll), _blank(reading)
+    value, coefs = torch.empty_like(statistics.nll), _zero_coefficients(reading)
     _launch(
         reading, label_smoothing, z_loss, nll=statistics.nll, value=value, coefs=coefs,
         log_total=statistics.log_total if label_smoothing else None,
@@ -84,8 +86,8 @@ def cross_entropy(
 
 
 def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
-    """Coefficients of v[label] nll. They need no statistics."""
-    coefs = _blank(reading)
+    """Coefficients of v[label] nll, which need no statistics."""
+    coefs = _zero_coefficients(reading)
     _launch(reading, coefs=coefs)
     return Coefficients(coefs, ("a", "label"))
 
@@ -105,7 +107,7 @@ def label_mass(reading: Reading, dtype: torch.dtype) -> Tensor:
     return mass
 
 
-def _blank(reading: Reading) -> Tensor:
+def _zero_coefficients(reading: Reading) -> Tensor:
     label = reading.label
     shape = (label.numel(), _contract.COEFFICIENTS)
     return torch.zeros(shape, device=label.device, dtype=torch.float32)
@@ -116,7 +118,7 @@ def _launch(
     nll: Tensor | None = None, lse: Tensor | None = None, log_total: Tensor | None = None,
     value: Tensor | None = None, coefs: Tensor | None = None, mass: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fills those of value, coefs and mass that are given."""
+    """Fills value, coefs and mass, as far as they are passed."""
     label, weight, vocab = reading.label, reading.class_weight, reading.vocab
     if label.numel() == 0:
         return

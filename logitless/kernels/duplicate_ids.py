@@ -1,4 +1,4 @@
-"""Which rows have the same id in two slots, so that only those rows pay for adding up.
+"""Finds rows with the same id in two slots, so that only those rows pay for adding up.
 
 Each slot is compared with the slots after it, one scalar at a time: one instruction per pair.
 """
@@ -67,7 +67,7 @@ def _duplicate_ids_kernel(
 def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
     """A copy of the state (N, STATE) with REPEATS filled in: whether ids (..., K) repeat an id.
 
-    Without ids, the state itself.
+    Returns the state itself if there are no ids.
     """
     if ids.numel() == 0:
         return state

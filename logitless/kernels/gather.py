@@ -1,6 +1,6 @@
-"""y at K ids a row and nothing else, and the gradient of that: zeros, but at the ids.
+"""y at K ids per row, and its gradient, which is 0 except at the ids.
 
-y = softcap · tanh(x / softcap), or x itself: the caller applies a temperature.
+y = softcap · tanh(x / softcap), or x without a softcap. The caller applies a temperature.
 """
 
 import functools
@@ -34,7 +34,7 @@ def _gather_fwd_kernel(
     softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program a BLOCK_K of slots, of whatever rows."""
+    """One program per BLOCK_K slots, which may belong to several rows."""
     slot = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = slot < N.to(tl.int64) * K
     row = slot // K
@@ -60,7 +60,7 @@ def gather(x: Tensor, reading: Reading) -> Tensor:  # x (..., V)
 
 
 def _label_of(reading: Reading) -> Tensor | None:
-    """The label where it may say that a row is ignored."""
+    """The label, if rows may be ignored; else None."""
     label = None if reading.ignore_index is None else reading.label
     return None if label is None else label.contiguous()
 
@@ -82,12 +82,12 @@ def _gather_plan(rows: Rows, K: int, softcap: float | None, ignore_index: int | 
 )
 def _gather_bwd_kernel(
     PICKED, LABEL, IDS, G, UPSTREAM, FACTOR,  # inputs
-    DX,  # output, zeros so far
+    DX,  # output, which starts as zeros
     rows_t, stride_db, stride_dt, V, K, step_u, step_f,  # sizes
     softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradient at the ids and nowhere else; repeated ids add up. One program a row."""
+    """Writes the gradient at the ids. Repeated ids add up. One program per row."""
     row = tl.program_id(0)
     if ignore_index is not None:
         if not is_live(load_label(LABEL, row), ignore_index):
@@ -100,18 +100,18 @@ def _gather_bwd_kernel(
     for start in range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         ids = tl.load(IDS + at + offs_k, mask=offs_k < K, other=NO_ID)
-        mine = (ids >= 0) & (ids < V)
+        inside = (ids >= 0) & (ids < V)
         bad |= is_bad(ids, V)
-        g = load(G + at, offs_k, mine).to(tl.float32)
+        g = load(G + at, offs_k, inside).to(tl.float32)
         if repeated:
             g = sums_of_same(IDS + at, G + at, ids, K)
         g *= gain
         if softcap is not None:
-            t = load(PICKED + at, offs_k, mine) / softcap
+            t = load(PICKED + at, offs_k, inside) / softcap
             g = tl.where(g == 0, 0.0, g * (1.0 - t * t))
-        tl.store(DXrow + ids, g.to(DX.dtype.element_ty), mask=mine)
+        tl.store(DXrow + ids, g.to(DX.dtype.element_ty), mask=inside)
     if tl.max(bad, axis=0) > 0:
-        tl.debug_barrier()  # after what was just stored
+        tl.debug_barrier()  # the NaN must come after the stores above
         for start in range(0, V, BLOCK_V):
             cols = start + tl.arange(0, BLOCK_V)
             nan = tl.full((BLOCK_V,), float("nan"), tl.float32).to(DX.dtype.element_ty)
@@ -121,13 +121,13 @@ def _gather_bwd_kernel(
 def gather_gradient(
     x: Tensor,  # (..., V)
     reading: Reading,
-    picked: Tensor,  # (..., K), what was gathered
+    picked: Tensor,  # (..., K), the result of gather
     g: Tensor,  # (..., K)
     upstream: Tensor,  # () or (...)
     factor: Tensor | None = None,  # () or N numbers
     into: Tensor | None = None,  # like x; may be x
 ) -> Tensor:
-    """The gradient of what was gathered, rounded when all that repeated ids bring is added."""
+    """The gradient of gather by x, rounded once, after repeated ids are added up."""
     if into is None:
         into = torch.zeros_like(x, memory_format=torch.contiguous_format)
     else:
@@ -142,7 +142,7 @@ def gather_gradient(
         rows, ids.shape[-1], step_u, step_f, reading.softcap, reading.ignore_index
     )
     plan(picked, _label_of(reading), ids.contiguous(), g.contiguous(), upstream, factor, target)
-    if target.data_ptr() != into.data_ptr():  # a copy: it has too many strides
+    if target.data_ptr() != into.data_ptr():  # `into` has too many strides, so `target` is a copy
         into.copy_(target)
     return into
 

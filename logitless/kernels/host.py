@@ -1,7 +1,7 @@
-"""What the host does for the kernels that every loss uses: allocate, look up the plan, launch.
+"""Launchers of the kernels that every loss uses: allocate, look up the plan, launch.
 
-A plan holds all that a call with such shapes, strides and options needs, but its tensors. It is
-made once, and found again by one look into a dictionary.
+A plan holds all that a call needs except its tensors. It is built once per combination of shapes,
+strides and options; every later call finds it by one look-up in a dictionary.
 """
 
 import functools
@@ -40,17 +40,17 @@ LOGPROB = OUTPUTS.index("logprob")
 
 class _ReadPlan(NamedTuple):
     rows: Rows
-    outputs: tuple[tuple, ...]  # (place among OUTPUTS, shape, dtype) of those that are wanted
+    outputs: tuple[tuple, ...]  # (index in OUTPUTS, shape, dtype) of the wanted statistics
     reads_label: bool
     reads_ids: bool
     reads_weight: bool
-    parts: tuple[int, ...] | None  # the shape of the parts, where rows are split
+    splits: tuple[int, int, int]  # the shape of the splits, if rows are split
     first: Launch
-    second: Launch | None  # which merges them
+    second: Launch | None  # merges the splits; None if rows are not split
 
 
 def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
-    """The statistics that reading.wants, and the state that the gradient reads again."""
+    """The statistics in reading.wants, and the state that the gradient needs."""
     label, ids, weight = reading.label, reading.ids, reading.class_weight
     temperature, device = reading.row_temperature, x.device
     plan = _read_plan(
@@ -61,24 +61,24 @@ def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
         return read(x.contiguous(), reading)
     state = torch.empty((plan.rows.count, STATE), device=device, dtype=torch.float32)
     outputs: list[Tensor | None] = [None] * len(OUTPUTS)
-    for place, shape, dtype in plan.outputs:
-        outputs[place] = torch.empty(shape, device=device, dtype=dtype)
+    for index, shape, dtype in plan.outputs:
+        outputs[index] = torch.empty(shape, device=device, dtype=dtype)
     if plan.rows.count:
-        given = (
+        inputs = (
             x, label.contiguous() if plan.reads_label else None,
             ids.contiguous() if plan.reads_ids else None,
             aligned(weight) if plan.reads_weight else None,
         )  # fmt: skip
-        by_row = () if temperature is None else (temperature.contiguous(),)
+        last = () if temperature is None else (temperature.contiguous(),)
         if plan.second is None:
-            plan.first(*given, state, *outputs, *by_row)
+            plan.first(*inputs, state, *outputs, *last)
         else:
-            parts = torch.empty(plan.parts, device=device, dtype=torch.float32)
+            splits = torch.empty(plan.splits, device=device, dtype=torch.float32)
             y = None
             if plan.reads_ids:
                 y = torch.empty(ids.shape, device=device, dtype=torch.float32)
-            plan.first(*given, parts, y, *by_row)
-            plan.second(parts, y, *given[1:3], state, *outputs, *by_row)
+            plan.first(*inputs, splits, y, *last)
+            plan.second(splits, y, *inputs[1:3], state, *outputs, *last)
     tail = None
     if "tail" in reading.wants:
         tail = write_tail(x, plan.rows, reading, state, outputs[LOGPROB], x.shape[:-1])
@@ -99,14 +99,14 @@ def _read_plan(
     sums = sums_of(wants, temperature == 1)
     cut = cut_of(rows, device, sums, softcap)
     K = None if ids_shape is None else ids_shape[-1]
-    # The mass of the ids is known from their log p.
+    # The tail is computed from log p of the ids.
     wanted = (*wants, "logprob") if "tail" in wants else wants
     at_ids = "picked" in wanted or "logprob" in wanted
     at_label = "nll" in wants or "logprob_t1" in wants or (ids_shape is None and at_ids)
     outputs = tuple(
-        (place, tuple(ids_shape if ids_shape and name in ("picked", "logprob") else shape[:-1]),
+        (index, tuple(ids_shape if ids_shape and name in ("picked", "logprob") else shape[:-1]),
          torch.int64 if name == "argmax" else torch.float32)
-        for place, name in enumerate(OUTPUTS) if name in wanted
+        for index, name in enumerate(OUTPUTS) if name in wanted
     )  # fmt: skip
     fields = part_width(*sums)
     if cut.splits == 1:
@@ -130,13 +130,14 @@ def gradient(
     coefficients: Coefficients,
     upstream: Tensor,  # () or (...)
     factor: Tensor | None = None,  # () or N numbers
-    into: Tensor | None = None,  # x itself, x's own memory, or what `Place` allows (layout.py)
-    start: int | None = None,  # x is columns from this one on; None where they are all
+    into: Tensor | None = None,  # x, a tensor in the memory of x, or a `Place` (layout.py)
+    start: int | None = None,  # x holds the columns from here on; None if x holds all columns
 ) -> Tensor:
-    """The one backward, times upstream and factor, (..., V) in the dtype of x, or of `into`.
+    """The gradient of the logits times upstream and factor, (..., V), in the dtype of x or `into`.
 
-    It is written to `into`, except over x where a row has more than MAX_PRELOADED ids: their logits
-    are read again, so that it is a new tensor then.
+    It is written to `into`, with one exception. If `into` is x and a row has more than
+    MAX_PRELOADED ids, the gradient is a new tensor, because the kernel can hold the logits of no
+    more ids before it overwrites them.
     """
     coefs, has, g_ids = coefficients
     key = _gradient_key(x, reading, coefficients, upstream, factor, into, start)
@@ -223,15 +224,15 @@ class _GradientPlan(NamedTuple):
 
 
 def _gradient_plan(key: _GradientKey) -> _GradientPlan | None:
-    """None where the logits have too many strides."""
+    """None if the logits have too many strides."""
     rows = describe(*key.logits)
     if rows is None:
         return None
     temperature, _, ignore_index = key.options
     over_logits = key.over_logits and key.K <= MAX_PRELOADED
     d_rows = rows if over_logits else rows.written_to(key.place)
-    per_row = (COEFFICIENTS * key.per_row[0], int(key.per_row[1]), int(key.per_row[2]))
-    common = (*key.options, key.has, per_row, key.columns or (None, None))
+    steps = (COEFFICIENTS * key.per_row[0], int(key.per_row[1]), int(key.per_row[2]))
+    common = (*key.options, key.has, steps, key.columns or (None, None))
     rewrites_ids = (key.has_g_ids and key.K > 0) or "a_ids" in key.has or "logprob_t1" in key.has
     if rewrites_ids:
         second = "logprob_t1" in key.has and temperature != 1
@@ -247,18 +248,18 @@ _gradient_plans: Plans[_GradientKey, _GradientPlan | None] = Plans(_gradient_pla
 
 
 def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
-    """Ids that count from column `start` on: NO_ID where they are in other columns, -1 if bad."""
+    """Ids as columns from `start` on; NO_ID for an id in other columns, -1 for a bad id."""
     local = torch.where((ids >= start) & (ids < start + width), ids - start, NO_ID)
     bad = ((ids < 0) | (ids >= vocab)) & (ids != NO_ID)
     return torch.where(bad, -1, local)
 
 
 def _by_copy(x, reading, state, coefficients, upstream, factor, into, start) -> Tensor:
-    """The same for logits whose rows have more than two strides."""
-    over = into is not None and into.data_ptr() == x.data_ptr()
-    place = None if over else into
-    found = gradient(x.contiguous(), reading, state, coefficients, upstream, factor, place, start)
-    return into.copy_(found) if over else found  # pyright: ignore[reportOptionalMemberAccess]
+    """The gradient of logits whose rows have more than two strides."""
+    over_logits = into is not None and into.data_ptr() == x.data_ptr()
+    place = None if over_logits else into
+    dx = gradient(x.contiguous(), reading, state, coefficients, upstream, factor, place, start)
+    return into.copy_(dx) if over_logits else dx  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def reduce(
@@ -270,8 +271,8 @@ def reduce(
 ) -> tuple[Tensor, Tensor | None]:
     """The weighted sum of the rows that count, and the factor of each row's gradient.
 
-    "mean" multiplies both by `share`. The factor is () without a row_weight, (N,) with one, and
-    None where it is 1. An ignored row adds 0 whatever its value or weight is.
+    A mean multiplies both by `share`. The factor is () without a row_weight and (N,) with one, and
+    None if it is 1. An ignored row adds 0, even if its value or weight is NaN.
     """
     if row_weight is None and not mean:  # ignored rows are 0 already
         return value.sum(), None
@@ -293,15 +294,15 @@ def reduce(
 
 
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """1 / the number of rows that count, or 1 / the sum of their mass; 1 where that is 0.
+    """1 / the number of rows that count, or 1 / the sum of their mass; 1 if that is 0.
 
-    A mean is the sum of the rows' values times this number, ().
+    A mean is the sum over the rows times this number, ().
     """
     if mass is None and reading.ignore_index is None:
         return torch.full((), 1.0 / max(rows, 1), device=like.device, dtype=torch.float32)
     factor = torch.empty((), device=like.device, dtype=torch.float32)
     label = None if reading.ignore_index is None else reading.label.contiguous()
-    # Without values the kernel writes no loss; the first tensor only says which GPU.
+    # Without values the kernel writes no loss. The first tensor only gives the GPU.
     reduce_launch(rows, reading.ignore_index, True)(factor, None, label, None, mass, factor)
     return factor
 
@@ -311,21 +312,22 @@ def one_pass(
     reading: Reading,
     coefficients: Coefficients,  # "a" and "label"
     factor: Tensor | None,  # () or N numbers
-    into: Tensor,  # like x: x itself, x's own memory, or contiguous; (N, V) of another dtype
-    mean: bool = False,  # whether both are divided by the number of rows that count
+    into: Tensor,  # like x: in the memory of x, or contiguous; (N, V) in another dtype
+    mean: bool = False,  # divide both results by the number of rows that count
 ) -> Tensor | None:
-    """-log p of the label, (...), while the gradient times factor is written.
+    """Returns -log p of the label, (...), and writes the gradient times factor to `into`.
 
-    None, with nothing done, where one pass cannot do it: rows of too many strides, programs that
-    must not wait for each other, too many rows for each to count for a mean.
+    Returns None and does nothing if one pass is not possible: x has too many strides, programs must
+    not wait for each other, or there are too many rows for every program to count for a mean.
     """
     label, temperature = reading.label, reading.row_temperature
-    inplace = into.data_ptr() == x.data_ptr()
-    by_row = factor is not None and any(factor.stride())
+    over_logits = into.data_ptr() == x.data_ptr()
+    factor_per_row = factor is not None and any(factor.stride())
     plan = nll_fwd_bwd_plan(
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), x.device,
-        None if inplace else _place_of(into), options_of(reading),
-        len(coefficients.rows) > 1, by_row, mean, program_exchange.WAITING, config.revision,
+        None if over_logits else _place_of(into), options_of(reading),
+        coefficients.rows.shape[0] > 1, factor_per_row, mean, program_exchange.WAITING,
+        config.revision,
     )  # fmt: skip
     if plan is None:
         return None
@@ -336,15 +338,15 @@ def one_pass(
     if plan.exchange is not None:
         exchange = torch.zeros(plan.exchange, device=x.device, dtype=torch.int64)
     plan.launch(
-        x, label.contiguous(), coefficients.rows, factor.contiguous() if by_row else factor,
-        None if inplace else into, nll, exchange,
+        x, label.contiguous(), coefficients.rows, factor.contiguous() if factor_per_row else factor,
+        None if over_logits else into, nll, exchange,
         *(() if temperature is None else (temperature.contiguous(),)),
     )  # fmt: skip
     return nll
 
 
 def scale_(x: Tensor, g: Tensor) -> None:
-    """x (..., V) times g, a scalar or (...), without asking the host what g is."""
+    """Multiplies x (..., V) by g, () or (...), in place. The host does not wait for g."""
     if x.numel() == 0:
         return
     launch = scale_launch(

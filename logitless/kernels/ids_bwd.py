@@ -1,7 +1,7 @@
-"""The gradient where a row has several ids, or a label at a temperature of its own.
+"""The gradient of a loss with ids, or with a label at another temperature.
 
-One program a (row, span) writes the span and then rewrites the columns that label and ids are at,
-while their span is cached, so that a gradient is rounded once, after everything is added.
+One program per (row, span) writes the span. Then it rewrites the columns of the label and the ids,
+while the span is cached. So each gradient is rounded once, after all terms are added.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from .bwd_tile import (
     in_span,
     is_class,
     load_coefs,
-    own_column,
+    local_column,
     row_gain,
     row_terms,
     uses,
@@ -35,18 +35,18 @@ from .profiling import profiled
 from .state import LOG_S, LOG_S1, SHIFT, STATE_WIDTH, field, load_label, pack_of
 from .tail_mass import STATE_TAIL, lift_of
 
-MAX_PRELOADED = 512  # ids of a row that one program has in registers
+MAX_PRELOADED = 512  # ids of a row whose logits one program holds in registers
 
 
 @dataclass(frozen=True)
 class _Constants:
-    """What the kernel is compiled for."""
+    """The constants that the kernel is compiled for."""
 
-    has: tuple[str, ...]  # which coefficients there are, and "second"
+    has: tuple[str, ...]  # coefficients of the loss, and "second"
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # X starts as far from one as DX
-    preload_ids: bool  # in place: the ids' logits are loaded before they are overwritten
-    step_c: int  # from row to row of the coefficients, of upstream and of factor
+    x_aligned: bool  # every row of X starts as far from a boundary as that of DX
+    preload_ids: bool  # in place: load the logits of the ids before they are overwritten
+    step_c: int  # from row to row of COEF, UPSTREAM and FACTOR; 0 for one row or number for all
     step_u: int
     step_f: int
     span: int
@@ -62,15 +62,15 @@ def at_label(has):
 
 @triton.jit
 def is_bad(ids, V):
-    """Which of these are outside [0, V), and not NO_ID."""
+    """1 for ids outside [0, V) that are not NO_ID; else 0."""
     return (((ids < 0) | (ids >= V)) & (ids != NO_ID)).to(tl.int32)
 
 
 @triton.jit
 def sums_of_same(IDS, G, ids, K):
-    """For each of `ids`, Σ g over the slots that hold it."""
+    """For each of `ids`, Σ g over the slots that hold the same id."""
     g = tl.zeros(ids.shape, tl.float32)
-    ids = ids.to(tl.int32)  # a row with larger ones is NaN in the end
+    ids = ids.to(tl.int32)  # a row with a wider id becomes NaN anyway
     for j in range(K):
         same = ids == tl.load(IDS + j).to(tl.int32)
         g += tl.where(same, tl.load(G + j).to(tl.float32), 0.0)
@@ -78,7 +78,7 @@ def sums_of_same(IDS, G, ids, K):
 
 
 class _Row(NamedTuple):
-    """A row in memory, and what label and ids add to its gradient."""
+    """A row in memory, and the terms of label and ids in its gradient."""
 
     X: tl.tensor
     W: tl.tensor  # or None
@@ -87,8 +87,8 @@ class _Row(NamedTuple):
     G_IDS: tl.tensor  # or None
     K: tl.tensor
     c0_ids: tl.tensor
-    gain: tl.tensor  # of the ids' own gradients
-    repeated: tl.tensor
+    gain: tl.tensor  # factor of G_IDS
+    repeated: tl.tensor  # whether two slots hold the same id
     label: tl.tensor  # NO_ID if it is bad
     g_label: tl.tensor  # added at the label, which may be among the ids
 
@@ -103,28 +103,28 @@ def _preload_ids(Xrow, IDS, K, span, ALIGNED: tl.constexpr, BLOCK_K: tl.constexp
 
 @triton.jit
 def _write_ids(row, x_ids, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Rewrite the gradient at the ids that are in a span. Returns whether the row has a bad one."""
+    """Rewrites the gradient at the ids in a span. Returns whether the row has a bad id."""
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     bad = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, row.K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         ids = tl.load(row.IDS + offs_k, mask=offs_k < row.K, other=NO_ID)
-        mine = in_span(ids, span, field(CONSTANTS, "aligned"))
+        inside = in_span(ids, span, field(CONSTANTS, "aligned"))
         bad |= is_bad(ids, span.V)
         if field(CONSTANTS, "preload_ids"):
             x = x_ids
         else:
-            x = load(row.X, ids, mine)
+            x = load(row.X, ids, inside)
         y, slope = capped(x, terms.softcap)
-        dz = dz_of(y, row.W, ids, mine, row.c0_ids, 0.0, terms, HAS)
+        dz = dz_of(y, row.W, ids, inside, row.c0_ids, 0.0, terms, HAS)
         if row.G_IDS is not None:
-            g = load(row.G_IDS, offs_k, mine).to(tl.float32)
+            g = load(row.G_IDS, offs_k, inside).to(tl.float32)
             if row.repeated:
                 g = sums_of_same(row.IDS, row.G_IDS, ids, row.K)
-            dz += tl.where(terms.shift == INF, 0.0, g * row.gain)  # not in a row of -inf
+            dz += tl.where(terms.shift == INF, 0.0, g * row.gain)  # a row of -inf has no gradient
         if at_label(HAS):
             dz += tl.where(ids == row.label, row.g_label, 0.0)
-        tl.store(row.DX + ids, (dz * slope).to(row.DX.dtype.element_ty), mask=mine)
+        tl.store(row.DX + ids, (dz * slope).to(row.DX.dtype.element_ty), mask=inside)
     return tl.max(bad, axis=0) > 0
 
 
@@ -132,7 +132,7 @@ def _write_ids(row, x_ids, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constex
 def _rewrite(
     row, x_label, x_ids, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constexpr
 ):  # fmt: skip
-    """Mark and ids of a span that is written; NaN all over it if one of them is bad."""
+    """Rewrites label and ids of a span that is written; NaN in the whole span if one is bad."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     bad = False
     if at_label(HAS):
@@ -141,11 +141,11 @@ def _rewrite(
             write_label(x_label, row.W, row.DX, row.label, row.g_label, terms, HAS)
     if row.IDS is not None:
         if at_label(HAS):
-            # Mark first: a slot with the same id holds the full sum and must overwrite it.
+            # The label comes first, because a slot with the same id writes the full sum over it.
             tl.debug_barrier()
         bad = _write_ids(row, x_ids, terms, span, HAS, CONSTANTS) | bad
     if bad:
-        tl.debug_barrier()  # after what was just stored
+        tl.debug_barrier()  # the NaN must come after the stores above
         fill_span(
             row.DX, float("nan"), span, pack_of(row.X), ALIGNED, False, field(CONSTANTS, "block_v")
         )
@@ -211,11 +211,11 @@ def _ids_bwd_kernel(
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, K,  # sizes
-    start, vocab,  # columns before these, and in all; None where these are all. IDS are of these
+    start, vocab,  # X holds the columns from `start` on, of `vocab`; None if all. IDS count from X
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, span): its columns, then the label and the ids that are there."""
+    """One program per (row, span): all columns, then the label and the ids in the span."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     PRELOAD_IDS: tl.constexpr = field(CONSTANTS, "preload_ids")
@@ -253,7 +253,7 @@ def _ids_bwd_kernel(
     x_label = tl.full((), 0.0, X.dtype.element_ty)
     x_ids = tl.zeros((BLOCK_K,), X.dtype.element_ty)
     if at_label(HAS):
-        label = tl.where(is_class(label, V, vocab), own_column(label, start), NO_ID).to(tl.int32)
+        label = tl.where(is_class(label, V, vocab), local_column(label, start), NO_ID).to(tl.int32)
         x_label = tl.load(Xrow + label, mask=in_span(label, span, ALIGNED), other=0.0)
     if IDS is not None:
         IDS += row.to(tl.int64) * K
@@ -265,7 +265,7 @@ def _ids_bwd_kernel(
     write_span(
         Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "x_aligned"), False, BLOCK_V
     )
-    tl.debug_barrier()  # from here on, what others of this program wrote is overwritten
+    tl.debug_barrier()  # from here on, threads overwrite columns that other threads wrote
 
     repeated = False
     if G_IDS is not None:

@@ -1,10 +1,10 @@
-"""Jensen-Shannon divergence of two rows, M = βp + (1-β)q, which takes two sweeps.
+"""Forward of the Jensen-Shannon divergence of two rows, which takes two sweeps.
 
-    β Σ p log p/M + (1-β) Σ q log q/M
+    β Σ p log p/M + (1-β) Σ q log q/M        M = βp + (1-β)q
 
-needs both normalisers before its first term. So that the second sweep finds the rows in the cache,
-long rows are shared: each program sweeps its part, waits for the normalisers of the others' (see
-program_exchange.py), and sweeps its part again. A second kernel adds up the parts.
+The first term needs both normalisers. The second sweep should find the rows in the cache, so that
+several programs share a long row. Each program sweeps its split, waits for the normalisers of the
+other splits (program_exchange.py), and sweeps its split again. A second kernel adds up the splits.
 """
 
 import functools
@@ -37,12 +37,12 @@ from .pair_state import (
     walk_both,
 )
 from .profiling import profiled
-from .program_exchange import MAX_PARTS, collect, may_wait, publish
+from .program_exchange import MAX_PROGRAMS, collect, may_wait, publish
 from .state import pack_of
 
 
 class Norms(NamedTuple):
-    """Of whole rows: log2 q = (y - shift_q) rate - log_q, and p alike."""
+    """Normalisers of whole rows: log2 q = (y - shift_q) rate - log_q, and the same for p."""
 
     shift_q: tl.tensor
     log_q: tl.tensor
@@ -51,7 +51,7 @@ class Norms(NamedTuple):
 
 
 class Second(NamedTuple):
-    """What the second sweep carries: the norms, and a sum for each lane."""
+    """The state of the second sweep: the norms, and two sums per lane."""
 
     norms: tl.tensor
     of_q: tl.tensor  # Σ q log2 q/M
@@ -60,7 +60,7 @@ class Second(NamedTuple):
 
 @triton.jit
 def fold_norms(state, both, start, offs, mask):
-    """The first sweep: max and sum of either row."""
+    """One block of the first sweep: max and sum of both rows."""
     m_q, moved_q, _, e_q = extend(state.m_q, student(both, start + offs, mask), both.rate)
     m_p, moved_p, _, e_p = extend(state.m_p, teacher(both, start + offs, mask), both.rate)
     s_q = state.s_q * tl.exp2(moved_q * both.rate) + e_q
@@ -70,7 +70,7 @@ def fold_norms(state, both, start, offs, mask):
 
 @triton.jit
 def _fold_second(state, both, start, offs, mask):
-    """The second sweep."""
+    """One block of the second sweep."""
     norms = state.norms
     log_q = (student(both, start + offs, mask) - norms.shift_q) * both.rate - norms.log_q
     log_p = (teacher(both, start + offs, mask) - norms.shift_p) * both.rate - norms.log_p
@@ -83,7 +83,7 @@ def _second_sweep(
     m_q, s_q, m_p, s_p, both, head, body, lo, hi,
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Σ q log q/M and Σ p log p/M of the packs [lo, hi), in bits."""
+    """Σ q log q/M and Σ p log p/M over the columns [lo, hi), in bits."""
     zero = tl.zeros((BLOCK_V,), tl.float32)
     sums = Second(Norms(m_q, bits(s_q), m_p, bits(s_p)), zero, zero)
     sums = walk_both(_fold_second, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)
@@ -92,10 +92,10 @@ def _second_sweep(
 
 @triton.jit
 def _divergence(of_q, of_p, s_q, s_p, blend):
-    """The value of a row from Σ q log q/M and Σ p log p/M, in bits."""
-    # A row without a distribution, or with a NaN, has no divergence: 0 · inf is NaN.
+    """The divergence of a row in nats, from Σ q log q/M and Σ p log p/M in bits."""
+    # 0 · inf makes the divergence NaN if a row has no distribution.
     value = ((1.0 - blend) * of_q + blend * of_p) * LN2 + 0.0 * (bits(s_q) + bits(s_p))
-    return tl.where(value < 0, 0.0, value)  # by rounding; a NaN stays
+    return tl.where(value < 0, 0.0, value)  # negative by rounding only; NaN stays
 
 
 @triton.jit(
@@ -105,13 +105,13 @@ def _divergence(of_q, of_p, s_q, s_p, blend):
 )
 def _jsd_fwd_kernel(
     X, T, LABEL,  # inputs
-    VALUE, STATE,  # outputs; where norms are KNOWN, STATE has them
-    temperature,  # a number, or a pointer to one a row
+    VALUE, STATE,  # outputs; if KNOWN, STATE holds the norms already
+    temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
     softcap, blend, ignore_index,  # options
     KNOWN: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program a row, for rows short enough that no two need share one."""
+    """One program per row, for short rows, and where programs must not wait for each other."""
     row = tl.program_id(0)
     if ignore_index is not None:
         if tl.load(LABEL + row) == ignore_index:
@@ -146,22 +146,22 @@ def _jsd_fwd_kernel(
 )
 def _jsd_split_fwd_kernel(
     X, T, LABEL,  # inputs
-    STATE, SUMS, EXCHANGE,  # outputs; EXCHANGE (rows, 2, parts) starts as zeros
-    temperature,  # a number, or a pointer to one a row
+    STATE, SUMS, EXCHANGE,  # outputs; EXCHANGE (rows, 2, splits) starts as zeros
+    temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
     softcap, blend, ignore_index,  # options
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One program a part of a row: SPAN columns of its body; the fringe goes with the first."""
-    parts = tl.cdiv(V, SPAN)
-    row = tl.program_id(0) // parts
-    part = tl.program_id(0) % parts
+    """One program per split: SPAN columns of a row's body. The fringe goes with the first split."""
+    splits = tl.cdiv(V, SPAN)
+    row = tl.program_id(0) // splits
+    split = tl.program_id(0) % splits
     if ignore_index is not None:
         if tl.load(LABEL + row) == ignore_index:
             return
 
-    lo = part * SPAN
+    lo = split * SPAN
     Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
     Trow = T + row_offset(row, rows_t, stride_tb, stride_tt)
     rate = inverse_temperature(temperature, row) * LOG2E
@@ -172,33 +172,33 @@ def _jsd_split_fwd_kernel(
         fold_norms, fresh_state(BLOCK_V), both, head, body, lo, lo + SPAN,
         ALIGNED, T_ALIGNED, BLOCK_V,
     ))  # fmt: skip
-    at = EXCHANGE + row.to(tl.int64) * 2 * parts
-    publish(at + part, norms.m_q, norms.s_q)
-    publish(at + parts + part, norms.m_p, norms.s_p)
-    m_q, s_q = collect(at, parts, rate, BLOCK_P)
-    m_p, s_p = collect(at + parts, parts, rate, BLOCK_P)
+    at = EXCHANGE + row.to(tl.int64) * 2 * splits
+    publish(at + split, norms.m_q, norms.s_q)
+    publish(at + splits + split, norms.m_p, norms.s_p)
+    m_q, s_q = collect(at, splits, rate, BLOCK_P)
+    m_p, s_p = collect(at + splits, splits, rate, BLOCK_P)
     shift_q, shift_p = finite(m_q), finite(m_p)
     of_q, of_p = _second_sweep(
         shift_q, s_q, shift_p, s_p, both, head, body, lo, lo + SPAN, ALIGNED, T_ALIGNED, BLOCK_V
     )
-    at_sums = SUMS + (row.to(tl.int64) * parts + part) * 2
+    at_sums = SUMS + (row.to(tl.int64) * splits + split) * 2
     tl.store(at_sums, of_q)
     tl.store(at_sums + 1, of_p)
-    if part == 0:
+    if split == 0:
         save_state(STATE, row, shift_q, s_q, shift_p, s_p, 0.0)
 
 
 @triton.jit(
     **profiled("jsd_merge"),
-    do_not_specialize=["parts"],
+    do_not_specialize=["splits"],
     do_not_specialize_on_alignment=["LABEL"],
 )
 def _jsd_merge_kernel(
     SUMS, LABEL,  # inputs
-    VALUE, STATE,  # outputs; of STATE, the mean
-    parts, blend, ignore_index, BLOCK_P: tl.constexpr,
+    VALUE, STATE,  # outputs; in STATE, the mean
+    splits, blend, ignore_index, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One program a row: the sums of its parts, and the value."""
+    """One program per row: adds up its splits and writes the divergence."""
     row = tl.program_id(0)
     if ignore_index is not None:
         if tl.load(LABEL + row) == ignore_index:
@@ -207,9 +207,9 @@ def _jsd_merge_kernel(
             return
 
     offs_p = tl.arange(0, BLOCK_P)
-    at_sums = SUMS + (row.to(tl.int64) * parts + offs_p) * 2
-    mean = tl.sum(load(at_sums, 0, offs_p < parts), axis=0)
-    of_p = tl.sum(load(at_sums, 1, offs_p < parts), axis=0)
+    at_sums = SUMS + (row.to(tl.int64) * splits + offs_p) * 2
+    mean = tl.sum(load(at_sums, 0, offs_p < splits), axis=0)
+    of_p = tl.sum(load(at_sums, 1, offs_p < splits), axis=0)
     at = STATE + row.to(tl.int64) * PAIR_STATE
     tl.store(VALUE + row, _divergence(mean, of_p, tl.load(at + 1), tl.load(at + 3), blend))
     tl.store(at + 4, mean)
@@ -219,33 +219,33 @@ def read_jsd(
     x: Tensor, rows: Rows, teacher: Tensor, t_rows: Rows, label: Tensor | None,
     value: Tensor, state: Tensor, reading: Reading, beta: float, known: bool = False,
 ) -> None:  # fmt: skip
-    """Write the value and the state of each row; of the state, the mean, if the rest is known."""
+    """Writes the divergence and the state of each row. If known, the state lacks only the mean."""
     tensor, number = temperature_of(reading)
     options = reading.softcap, safe_beta(beta), None if label is None else reading.ignore_index
-    parts = _parts(x)
-    if parts > 1 and not known:
+    splits = splits_of(x)
+    if splits > 1 and not known:
         cut = config.jsd_split_fwd(rows.vocab, rows.itemsize)
-        words = torch.zeros((rows.count, 2, parts), device=x.device, dtype=torch.int64)
-        sums = torch.empty((rows.count, parts, 2), device=x.device, dtype=torch.float32)
-        first, second = _shared_plan(rows, t_rows, parts, number, options, cut)
-        first(x, teacher, label, state, sums, words, *tensor)
+        exchange = torch.zeros((rows.count, 2, splits), device=x.device, dtype=torch.int64)
+        sums = torch.empty((rows.count, splits, 2), device=x.device, dtype=torch.float32)
+        first, second = _shared_plan(rows, t_rows, splits, number, options, cut)
+        first(x, teacher, label, state, sums, exchange, *tensor)
         second(sums, label, value, state)
     else:
-        run = _plan(rows, t_rows, number, options, known, config.pair_fwd(rows.vocab))
-        run(x, teacher, label, value, state, *tensor)
+        launch = _plan(rows, t_rows, number, options, known, config.pair_fwd(rows.vocab))
+        launch(x, teacher, label, value, state, *tensor)
 
 
-def _parts(x: Tensor) -> int:
-    """Programs that share a row: one, where several may not wait for each other."""
-    parts = config.ceil_div(x.shape[-1], config.jsd_split_fwd(x.shape[-1], x.element_size()).span)
-    return parts if may_wait(parts, x.device) else 1
+def splits_of(x: Tensor) -> int:
+    """The number of programs that share a row; 1 if they must not wait for each other."""
+    splits = config.ceil_div(x.shape[-1], config.jsd_split_fwd(x.shape[-1], x.element_size()).span)
+    return splits if may_wait(splits, x.device) else 1
 
 
 @functools.lru_cache(REMEMBERED)
 def _plan(
     rows: Rows, t_rows: Rows, number: tuple, options: tuple, known: bool, cut: config.Config
 ) -> Launch:
-    """One program a row."""
+    """One program per row."""
     return Launch(
         _jsd_fwd_kernel, (rows.count,),
         (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
@@ -256,16 +256,16 @@ def _plan(
 
 @functools.lru_cache(REMEMBERED)
 def _shared_plan(
-    rows: Rows, t_rows: Rows, parts: int, number: tuple, options: tuple, cut: config.Config
+    rows: Rows, t_rows: Rows, splits: int, number: tuple, options: tuple, cut: config.Config
 ) -> tuple[Launch, Launch]:
-    """One program a part of a row, then one a row."""
+    """One program per split, then one per row."""
     _, beta, ignore_index = options
-    block_p = 32 if parts <= 32 else MAX_PARTS
+    block_p = 32 if splits <= 32 else MAX_PROGRAMS
     return Launch(
-        _jsd_split_fwd_kernel, (rows.count * parts,),
+        _jsd_split_fwd_kernel, (rows.count * splits,),
         (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
         num_warps=cut.num_warps, ALIGNED=rows.aligned, T_ALIGNED=t_rows.aligned_like(rows),
         SPAN=cut.span, BLOCK_V=cut.block_v, BLOCK_P=block_p,
     ), Launch(
-        _jsd_merge_kernel, (rows.count,), (parts, beta, ignore_index), num_warps=1, BLOCK_P=block_p
+        _jsd_merge_kernel, (rows.count,), (splits, beta, ignore_index), num_warps=1, BLOCK_P=block_p
     )  # fmt: skip

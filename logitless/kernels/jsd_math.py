@@ -1,4 +1,4 @@
-"""M = βp + (1-β)q of a student and a teacher, element by element: what JSD is made of."""
+"""The terms of the Jensen-Shannon divergence for one column: p, q and M = βp + (1-β)q."""
 
 import triton
 import triton.language as tl
@@ -9,16 +9,16 @@ from .numerics import INF
 
 @triton.jit
 def bits(s):
-    """log2 s of a normaliser, for log2 p = d·rate - log2 s. Of a row of -inf, p is 0."""
+    """log2 s of a normaliser, for log2 p = d·rate - log2 s. It is inf for a row of -inf: p = 0."""
     return tl.log2(tl.where(s == 0, INF, s))
 
 
 @triton.jit
 def _log2(x, IN: tl.constexpr):
-    """log2 of a normal number, as exactly as logits of dtype IN deserve; 0 of 1.
+    """log2 of a normal number, as exact as logits of dtype IN need. log2 of 1 is exactly 0.
 
-    Logits of 16 bits take NVIDIA's one instruction for it: right to 2^-22, as exp2 is. All else
-    takes two dozen, right to a rounding or two.
+    For 16-bit logits, NVIDIA GPUs have one instruction, exact to 2^-22 like exp2. Otherwise log2
+    takes two dozen instructions and is exact to one or two roundings.
     """
     if (IN == tl.bfloat16 or IN == tl.float16) and is_cuda():
         return tl.inline_asm_elementwise(
@@ -30,11 +30,11 @@ def _log2(x, IN: tl.constexpr):
 
 @triton.jit
 def mixture(log_q, log_p, beta, IN: tl.constexpr):
-    """q, log q/M, p and log p/M of an element, in bits. Finite for any logits.
+    """q, log q/M, p and log p/M of each column, with logarithms in bits. Finite for all logits.
 
-    By the larger of p and q, and the smaller as a share of it: μ = M / larger lies between the
-    larger's weight and 1, and is 1 exactly where p = q. A difference below -1000 bits, and the NaN
-    of two -inf, whose larger is 0, count as -1000.
+    They are computed from the larger of p and q, and the smaller as a share of the larger.
+    μ = M / larger lies between the weight of the larger and 1, and is exactly 1 where p = q. A
+    difference below -1000 bits counts as -1000. So does the NaN of two -inf, where p = q = 0.
     """
     top = tl.maximum(log_q, log_p)
     fall = tl.minimum(log_q, log_p) - top
@@ -49,5 +49,5 @@ def mixture(log_q, log_p, beta, IN: tl.constexpr):
 
 
 def safe_beta(beta: float) -> float:
-    """Such that neither β nor 1 - β is 0 in fp32."""
+    """β, moved so far into (0, 1) that neither β nor 1 - β is 0 in fp32."""
     return min(max(beta, 1e-30), 1 - 2**-24)

@@ -1,4 +1,7 @@
-"""The gradient where a row has at most a label: one program per row and block."""
+"""The gradient of a loss that has a label at most: one program per (row, block).
+
+Losses with ids, or with a label at another temperature, use ids_bwd.py.
+"""
 
 from dataclasses import dataclass
 
@@ -13,7 +16,7 @@ from .bwd_tile import (
     in_span,
     is_class,
     load_coefs,
-    own_column,
+    local_column,
     row_gain,
     row_terms,
     uses,
@@ -29,11 +32,11 @@ from .state import LOG_S, SHIFT, STATE_WIDTH, field, load_label, pack_of
 
 @dataclass(frozen=True)
 class _Constants:
-    """What the kernel is compiled for."""
+    """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # X starts as far from one as DX
-    step_c: int  # from row to row of the coefficients, of upstream and of factor
+    x_aligned: bool  # every row of X starts as far from a boundary as that of DX
+    step_c: int  # from row to row of COEF, UPSTREAM and FACTOR; 0 for one row or number for all
     step_u: int
     step_f: int
     block_v: int
@@ -51,11 +54,11 @@ def _label_bwd_kernel(
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, blocks,  # sizes
-    start, vocab,  # columns before these, and in all; None where these are all
+    start, vocab,  # X holds the columns from `start` on, of `vocab`; None if it holds them all
     softcap, ignore_index,  # options
     HAS: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """The fringe of a row goes with its first block."""
+    """One program per (row, block). The fringe of a row goes with its first block."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     PACK: tl.constexpr = pack_of(X)
@@ -83,14 +86,13 @@ def _label_bwd_kernel(
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
     a = coefs.a
     if uses(HAS, "label"):
-        inside = is_class(label, V, vocab)
-        # A bad label has no gradient: its whole row is NaN.
-        a = tl.where(inside, a, float("nan"))
-        label = tl.where(inside, own_column(label, start), -1).to(tl.int32)
-        mine = in_span(label, span, ALIGNED)
-        x_label = tl.load(Xrow + label, mask=mine, other=0.0)
-        if mine:
-            tl.debug_barrier()  # in place, the tile overwrites what was just read
+        valid = is_class(label, V, vocab)
+        a = tl.where(valid, a, float("nan"))  # a bad label makes the whole row NaN
+        label = tl.where(valid, local_column(label, start), -1).to(tl.int32)
+        inside = in_span(label, span, ALIGNED)
+        x_label = tl.load(Xrow + label, mask=inside, other=0.0)
+        if inside:
+            tl.debug_barrier()  # in place, the tile overwrites the logit that was just read
 
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, inv_t * LOG2E, 0.0, softcap)
@@ -98,7 +100,7 @@ def _label_bwd_kernel(
         Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "x_aligned"), True, BLOCK_V
     )
     if uses(HAS, "label"):
-        if mine:
+        if inside:
             g_label = tl.where(log_s == -INF, 0.0, coefs.g_label * inv_t)
             write_label(x_label, W, DXrow, label, g_label, terms, HAS)
 

@@ -1,9 +1,9 @@
 """Launches that cost the host little, on the GPU of their tensors.
 
-Triton inspects every argument of a launch to find the compiled kernel that fits it. That takes the
-host as long as many kernels take the GPU. A `Launch` holds what is the same in every call: the
-kernel, its grid, sizes and constants. It is built once, by a cached function of shapes and options.
-It also keeps the compiled kernel, and calls its entry point with bare addresses.
+Triton inspects every argument of a launch to find the compiled kernel that fits it. The inspection
+takes the host as long as many kernels take the GPU. A `Launch` holds what is the same in every
+call: the kernel, its grid, sizes and constants. It is built once, by a cached function of shapes
+and options. It also keeps the compiled kernel, and calls its entry point with bare addresses.
 
 A compiled kernel depends on two properties of its tensors. A Launch looks up the dtypes. It does
 not look up which addresses are multiples of 16 bytes, so every pointer must follow one of three

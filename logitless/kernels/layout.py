@@ -1,9 +1,10 @@
-"""Where rows of logits are in memory: on the host, as two strides; in a kernel, as a walk.
+"""Rows of logits in memory: two strides on the host, a walk in a kernel.
 
-Any logits are rows of two strides. A row that does not start on a 16-byte boundary is read as a
-`body` of whole 16-byte packs between two ragged ends, the `fringe`: fewer than one pack before the
-body and fewer than one after it. The body loads at full width whatever the row stride; the fringe
-is one tile of two packs.
+A kernel finds its rows by two strides, of a (B, T, V) view. Logits with more strides are copied.
+
+A row may start between two 16-byte boundaries. It is read as a `body` of whole 16-byte packs and a
+`fringe`: less than one pack before the body, and less than one pack after it. So the body loads 16
+bytes at a time for any row stride. The fringe is one tile of two packs.
 """
 
 import functools
@@ -17,14 +18,14 @@ from .launch import REMEMBERED
 
 
 class Rows(NamedTuple):
-    """Logits as kernels see them: row r at r // rows_t · stride_b + r % rows_t · stride_t."""
+    """Rows in memory: row r starts at element r // rows_t · stride_b + r % rows_t · stride_t."""
 
     count: int
     vocab: int
     rows_t: int
     stride_b: int
     stride_t: int
-    lead: int  # elements from the 16-byte boundary before the base to the base
+    lead: int  # elements between a 16-byte boundary and the base
     pack: int  # elements in 16 bytes
 
     @property
@@ -47,7 +48,7 @@ class Rows(NamedTuple):
         return not any(step % self.pack for step in (self.lead, self.stride_b, self.stride_t))
 
     def aligned_like(self, other: "Rows") -> bool:
-        """Whether every row starts as far from a 16-byte boundary as the other's."""
+        """Whether every row starts as far from a 16-byte boundary as the same row of `other`."""
         if self.starts_aligned and other.starts_aligned:
             return True
         return (
@@ -59,30 +60,30 @@ class Rows(NamedTuple):
         )
 
     def dense(self) -> "Rows":
-        """The same rows in fresh contiguous memory."""
+        """The same rows in new contiguous memory."""
         return self._replace(stride_b=self.rows_t * self.vocab, stride_t=self.vocab, lead=0)
 
     def written_to(self, place: "Place | None") -> "Rows":
-        """Where the gradient of these rows goes; None is fresh memory."""
+        """The rows of the gradient, in `place` or, if it is None, in new memory."""
         if place is None:
             return self.dense()
         offset, strides, itemsize = place
         if itemsize >= self.itemsize:
             return self.dense()._replace(lead=offset // self.itemsize)
         size, stride = (self.count, self.vocab, self.rows_t), strides[0]
-        found = Rows(*size, self.rows_t * stride, stride, offset // itemsize, 16 // itemsize)
-        assert found.starts_aligned  # for kernels count packs of x's dtype
-        return found
+        rows = Rows(*size, self.rows_t * stride, stride, offset // itemsize, 16 // itemsize)
+        assert rows.starts_aligned  # because kernels count in packs of x's dtype
+        return rows
 
 
-# Memory for a gradient: bytes after a 16-byte boundary, strides and the size of an element. It is
-# contiguous and of x's dtype or a wider one; or narrower, with rows that start on such boundaries.
-# A plain tuple, for every call makes one.
+# Memory for a gradient: bytes after a 16-byte boundary, strides, and bytes per element. There are
+# two cases. It is contiguous, in the dtype of x or a wider one; or it is narrower, and every row
+# starts on a 16-byte boundary. It is a plain tuple, because every call builds one.
 Place = tuple[int, tuple[int, ...], int]
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, Rows]:
-    """(..., V) as rows, and the tensor they are in: x, or a copy where two strides are too few.
+    """The rows of x (..., V), and the tensor they are in: x, or a copy if it has too many strides.
 
     Shifted logits[:, :-1] are not copied.
     """
@@ -94,13 +95,16 @@ def rows_of(x: Tensor) -> tuple[Tensor, Rows]:
 
 @functools.lru_cache(REMEMBERED)
 def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows | None:
-    """Rows of a tensor whose base is so many bytes after a 16-byte boundary; None for a copy."""
+    """The rows of a tensor, or None if it has too many strides.
+
+    offset is the number of bytes between a 16-byte boundary and the base.
+    """
     *shape, vocab = shape
-    if 0 in shape:  # no rows, whatever their strides
+    if 0 in shape:  # no rows: their strides do not matter
         return Rows(0, vocab, 1, vocab, vocab, offset // itemsize, 16 // itemsize)
     if strides[-1] != 1 and vocab > 1:
         return None
-    dims: list[tuple[int, int]] = []  # (size, stride), neighbours joined where one stride does
+    dims: list[tuple[int, int]] = []  # (size, stride); neighbours are joined if one stride suffices
     for size, stride in zip(shape, strides, strict=False):
         if size != 1:
             if dims and dims[-1][1] == size * stride:
@@ -108,7 +112,7 @@ def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows |
             dims.append((size, stride))
     if len(dims) > 2:
         return None
-    # Size-1 dimensions have arbitrary strides; use the dense one, so that alignment is kept.
+    # The stride of a dimension of size 1 is arbitrary. The dense stride keeps the alignment.
     (rows_t, stride_t) = dims.pop() if dims else (1, vocab)
     (batches, stride_b) = dims.pop() if dims else (1, rows_t * stride_t)
     pack = 16 // itemsize
@@ -116,7 +120,7 @@ def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows |
 
 
 def numbers(t: Tensor | None) -> tuple[Tensor | None, int]:
-    """One number for all rows or one each, and the step from one to the next."""
+    """A tensor of one number per row or one for all rows, and the step from row to row: 1 or 0."""
     if t is None or not any(t.stride()):
         return t, 0
     return t.contiguous(), 1
@@ -124,13 +128,13 @@ def numbers(t: Tensor | None) -> tuple[Tensor | None, int]:
 
 @triton.jit
 def row_offset(row, rows_t, stride_b, stride_t):
-    """Elements from the base to a row of a (B, T, V) view. int64: 2^31 is no limit."""
+    """Elements from the base to a row of a (B, T, V) view, in int64 for more than 2^31 elements."""
     return (row // rows_t).to(tl.int64) * stride_b + (row % rows_t).to(tl.int64) * stride_t
 
 
 @triton.jit
 def split_row(offset, V, lead, PACK: tl.constexpr, ALIGNED: tl.constexpr):
-    """(head, body): elements before the first 16-byte boundary, and in whole packs after."""
+    """(head, body): elements before the first 16-byte boundary, and elements in whole packs."""
     head = 0
     body = V
     if not ALIGNED:
@@ -141,7 +145,7 @@ def split_row(offset, V, lead, PACK: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def fringe_tile(head, body, V, PACK: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns and mask of the two ragged ends, as one tile of WIDTH ≥ 2 PACK columns."""
+    """Columns and mask of the fringe, as one tile of WIDTH ≥ 2 PACK columns."""
     j = tl.arange(0, WIDTH)
     cols = tl.where(j < PACK, j, head + body + j - PACK)
     return cols, tl.where(j < PACK, j < head, cols < V)
@@ -153,12 +157,12 @@ def walk(
     PACK: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_V: tl.constexpr, FRINGE: tl.constexpr,
 ):  # fmt: skip
-    """f over the packs [lo, hi) of a row's body, and over its ragged ends where lo = 0.
+    """Folds f over the columns [lo, hi) of a row's body, and over the fringe if lo = 0.
 
-    f(state, args, start, offs, mask) gives the state after the columns start + offs that `mask`
-    keeps (None: all). Its args are `body_args` in the body, where columns count from `head`, and
-    `row_args` in the fringe, where they count from the row's start. Where MASKED, every block is
-    masked, which is less code; else only the last of them is, which is faster.
+    f(state, args, start, offs, mask) returns the state after the columns start + offs for which
+    `mask` is set (None: all). In the body, args are `body_args`, and columns count from `head`. In
+    the fringe, args are `row_args`, and columns count from the start of the row. If MASKED, every
+    block is masked, which is less code. Otherwise only the last block is, which is faster.
     """
     offs = tl.arange(0, BLOCK_V)
     hi = tl.multiple_of(tl.minimum(hi, body), PACK)

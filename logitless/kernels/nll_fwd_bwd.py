@@ -1,8 +1,8 @@
-"""-log p of a label and its gradient in one pass: each logit read from memory once, written once.
+"""-log p of a label and its gradient in one pass: each logit is read from memory once.
 
-A row is shared by several programs. Each folds its part into (m, s), publishes that to the row's
-other programs, collects theirs, and then writes the gradient of its part: the second read of the
-part is served by the cache next to the processor, which still holds it.
+Several programs share a row. Each program computes (m, s) of its split, publishes it, and collects
+(m, s) of the other splits (program_exchange.py). Then it writes the gradient of its split. The
+second read of the split comes from the L1 cache.
 """
 
 import functools
@@ -30,21 +30,21 @@ from .launch import REMEMBERED, Launch
 from .layout import Place, describe, row_offset, split_row
 from .numerics import INF, LOG2E, capped, finite, inverse_temperature
 from .profiling import in_place, profiled
-from .program_exchange import MAX_PARTS, collect, publish
-from .reduce import some_rows
+from .program_exchange import MAX_PROGRAMS, collect, publish
+from .reduce import row_block
 from .state import field, fold_span, pack_of
 
 HAS = tl.constexpr(("a", "label"))
-MAX_COUNTED = 4096  # rows that every program may count for a mean: they are few, and in the cache
+MAX_COUNTED = 4096  # rows whose labels every program may count for a mean, from the cache
 
 
 @dataclass(frozen=True)
 class _Constants:
-    """What the kernel is compiled for."""
+    """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # X starts as far from one as DX
-    step_c: int  # from row to row of the coefficients and of factor
+    x_aligned: bool  # every row of X starts as far from a boundary as that of DX
+    step_c: int  # from row to row of COEF and FACTOR; 0 for one row or number for all
     step_f: int
     mean: bool
     span: int
@@ -54,36 +54,36 @@ class _Constants:
 
 @triton.jit
 def _count(LABEL, N, ignore_index):
-    """How many of the rows count."""
+    """The number of rows that count."""
     count = tl.zeros((1024,), tl.int32)
     for start in range(0, N, 1024):
-        _, _, live = some_rows(LABEL, start, N, ignore_index, 1024)
+        _, _, live = row_block(LABEL, start, N, ignore_index, 1024)
         count += live.to(tl.int32)
     return tl.sum(count, axis=0)
 
 
 @triton.jit(
     **profiled("nll_fwd_bwd", X=in_place),
-    do_not_specialize=["rows_t", "lead", "parts"],
+    do_not_specialize=["rows_t", "lead", "splits"],
     do_not_specialize_on_alignment=["LABEL", "COEF", "FACTOR", "temperature"],
 )
 def _nll_fwd_bwd_kernel(
     X, LABEL, COEF, FACTOR,  # inputs
-    DX, NLL, EXCHANGE,  # outputs; DX None: over X; EXCHANGE (N, parts), zeros, or None for 1 part
+    DX, NLL, EXCHANGE,  # outputs; DX None: over X; EXCHANGE (N, splits), zeros; None for 1 split
     temperature,
-    rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, parts,  # sizes
+    rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, splits,  # sizes
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program a part of a row: SPAN columns of its body; the fringe goes with the first."""
+    """One program per split: SPAN columns of a row's body. The fringe goes with the first split."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     X_ALIGNED: tl.constexpr = field(CONSTANTS, "x_aligned")
     SPAN: tl.constexpr = field(CONSTANTS, "span")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     PACK: tl.constexpr = pack_of(X)
     pid = tl.program_id(0)
-    row = pid // parts
-    lo = pid % parts * SPAN
+    row = pid // splits
+    lo = pid % splits * SPAN
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     Xrow = X + offset
     DXrow = Xrow
@@ -107,54 +107,52 @@ def _nll_fwd_bwd_kernel(
         Xrow, None, head, body, V, lo, hi, 0.0, rate, softcap,
         False, False, False, PACK, ALIGNED, X_ALIGNED, BLOCK_V,
     )  # fmt: skip
-    # The part that holds the label reads it now, before it is overwritten.
+    # The program whose split holds the label loads its logit before it is overwritten.
     label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
-    mine = in_span(label, span, ALIGNED)
-    x_label = tl.load(Xrow + label, mask=mine, other=0.0)
+    has_label = in_span(label, span, ALIGNED)
+    x_label = tl.load(Xrow + label, mask=has_label, other=0.0)
     y_label, _ = capped(x_label, softcap)
 
     share = 1.0
     if field(CONSTANTS, "mean"):
-        count = _count(LABEL, tl.num_programs(0) // parts, ignore_index)
+        count = _count(LABEL, tl.num_programs(0) // splits, ignore_index)
         share = 1.0 / tl.maximum(count, 1).to(tl.float32)
     gain = row_gain(None, FACTOR, row, 0, field(CONSTANTS, "step_f")) * share
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
     m, s = state.m, state.s
     if EXCHANGE is not None:
-        at = EXCHANGE + row.to(tl.int64) * parts
-        publish(at + pid % parts, m, s)
-        m, s = collect(at, parts, rate, field(CONSTANTS, "block_p"))
+        at = EXCHANGE + row.to(tl.int64) * splits
+        publish(at + pid % splits, m, s)
+        m, s = collect(at, splits, rate, field(CONSTANTS, "block_p"))
 
     shift = finite(m)
     log_s = tl.log(s)
-    inside = label >= 0
-    nll = tl.where(inside, log_s - (y_label - shift) * inv_t, float("nan"))
-    tl.store(NLL + row, nll * share, mask=mine | ((lo == 0) & (not inside)))
-    a = tl.where(inside, coefs.a, float("nan"))  # a bad label makes the row NaN
+    valid = label >= 0
+    nll = tl.where(valid, log_s - (y_label - shift) * inv_t, float("nan"))
+    tl.store(NLL + row, nll * share, mask=has_label | ((lo == 0) & (not valid)))
+    a = tl.where(valid, coefs.a, float("nan"))  # a bad label makes the whole row NaN
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, rate, 0.0, softcap)
     write_span(Xrow, None, DXrow, terms, span, HAS, ALIGNED, X_ALIGNED, False, BLOCK_V)
-    if mine:
+    if has_label:
         g_label = tl.where(log_s == -INF, 0.0, coefs.g_label * inv_t)
         write_label(x_label, None, DXrow, label, g_label, terms, HAS)
 
 
 class _Plan(NamedTuple):
     shape: tuple[int, ...]  # of -log p
-    exchange: (
-        tuple[int, int] | None
-    )  # the shape of what programs publish, where several share a row
-    launch: Launch | None  # None where there are no rows
+    exchange: tuple[int, int] | None  # shape of EXCHANGE, if several programs share a row
+    launch: Launch | None  # None if there are no rows
 
 
 @functools.lru_cache(REMEMBERED)
 def nll_fwd_bwd_plan(
     shape: tuple, strides: tuple, offset: int, itemsize: int, device: torch.device,
-    place: Place | None,  # None is over the logits
-    options: tuple, coefs_by_row: bool, factor_by_row: bool, mean: bool,
+    place: Place | None,  # None: over the logits
+    options: tuple, coefs_per_row: bool, factor_per_row: bool, mean: bool,
     waiting: bool, revision: int,
 ) -> _Plan | None:  # fmt: skip
-    """None where one pass cannot do it."""
+    """None if one pass is not possible."""
     temperature, softcap, ignore_index = options
     rows = describe(shape, strides, offset, itemsize)
     if rows is None or (mean and not 0 < rows.count <= MAX_COUNTED):
@@ -162,21 +160,21 @@ def nll_fwd_bwd_plan(
     if rows.count == 0 or rows.vocab == 0:
         return _Plan(tuple(shape[:-1]), None, None)
     cut = config.nll_fwd_bwd(rows.vocab, itemsize, place is not None and softcap is not None)
-    parts = config.ceil_div(rows.vocab, cut.span)
-    if not program_exchange.may_wait(parts, device):
+    splits = config.ceil_div(rows.vocab, cut.span)
+    if not program_exchange.may_wait(splits, device):
         return None
     d_rows = rows if place is None else rows.written_to(place)
     number = () if temperature is None else (temperature,)
     launch = Launch(
-        _nll_fwd_bwd_kernel, (rows.count * parts,),
+        _nll_fwd_bwd_kernel, (rows.count * splits,),
         (
             *number, *rows.strides, d_rows.stride_b, d_rows.stride_t, d_rows.lead, rows.vocab,
-            parts, softcap, ignore_index,
+            splits, softcap, ignore_index,
         ),
         num_warps=cut.num_warps,
         CONSTANTS=_Constants(
-            d_rows.aligned, rows.aligned_like(d_rows), COEFFICIENTS * coefs_by_row,
-            int(factor_by_row), mean, cut.span, cut.block_v, 32 if parts <= 32 else MAX_PARTS,
+            d_rows.aligned, rows.aligned_like(d_rows), COEFFICIENTS * coefs_per_row,
+            int(factor_per_row), mean, cut.span, cut.block_v, 32 if splits <= 32 else MAX_PROGRAMS,
         ),
     )  # fmt: skip
-    return _Plan(tuple(shape[:-1]), None if parts == 1 else (rows.count, parts), launch)
+    return _Plan(tuple(shape[:-1]), None if splits == 1 else (rows.count, splits), launch)

@@ -1,8 +1,8 @@
-"""What kernels compute with: softcaps, exponents that never overflow, states whose max changes.
+"""Arithmetic that all kernels share: softcap, exponents that cannot overflow, a max that moves.
 
-Kernels work on y = softcap · tanh(x / softcap), or x itself. The logits proper are z = y /
-temperature, but the division is left to the exponent: differences y - max(y) are exact under any
-common offset.
+Kernels compute y = softcap · tanh(x / softcap), or y = x without a softcap. The logits of the loss
+are z = y / temperature. Kernels divide in the exponent only, because the differences y - max(y) are
+exact under any common offset.
 """
 
 import triton
@@ -14,12 +14,12 @@ from ..contract import NO_ID as NO_ID_
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
-NO_ID = tl.constexpr(NO_ID_)  # in a slot that holds no id
+NO_ID = tl.constexpr(NO_ID_)  # in an empty slot
 
 
 @triton.jit
 def load(P, at, mask):
-    """P[at], 0 where masked out; a mask of None costs nothing."""
+    """P[at], and 0 where masked out. A mask of None adds no instruction."""
     if mask is not None:
         return tl.load(P + at, mask=mask, other=0.0)
     else:
@@ -28,19 +28,19 @@ def load(P, at, mask):
 
 @triton.jit
 def only_if(flag, mask):
-    """`mask` if one flag, the same for all columns, is set; else nothing.
+    """mask & flag, for a scalar flag.
 
-    That is `mask & flag`. But the interpreter keeps a comparison of int32 numbers as int32, and
-    from Triton 3.9 on refuses a mask that such a flag was spread over; `True &` makes it a bool,
-    and costs nothing once compiled.
+    The interpreter keeps the result of an int32 comparison as int32. From Triton 3.9 on, it refuses
+    a mask that such a flag was broadcast to. `True &` makes the flag a bool, and compiles to
+    nothing.
     """
     return mask & (True & flag)
 
 
 @triton.jit
 def inverse_temperature(temperature, row):
-    """1 / temperature of a row: `temperature` is a number, or a pointer to one a row."""
-    if isinstance(temperature, float):  # as the interpreter passes a number
+    """1 / temperature of a row. `temperature` is a number, or a pointer to one number per row."""
+    if isinstance(temperature, float):  # the interpreter passes numbers as they are
         return 1.0 / temperature
     elif temperature.dtype.is_ptr():
         return 1.0 / tl.load(temperature + row).to(tl.float32)
@@ -50,11 +50,12 @@ def inverse_temperature(temperature, row):
 
 @triton.jit
 def _tanh(u, IN: tl.constexpr):
-    """tanh, as exactly as logits of dtype IN deserve; NaN stays NaN.
+    """tanh(u), as exact as logits of dtype IN need. NaN stays NaN.
 
-    bf16 on NVIDIA takes the one instruction for it: right to 2^-11, a quarter of the logits' own
-    rounding. All else takes u times a fitted ratio of polynomials in u²: right to 4e-7 for fp32, to
-    2e-6 for fp16. The difference keeps a softcap from costing more than the memory it waits for.
+    For bf16, NVIDIA GPUs have one instruction. Its error of 2^-11 is a quarter of the rounding of
+    the logits. Otherwise tanh is u times a fitted ratio of polynomials in u², with an error of 4e-7
+    for fp32 and 2e-6 for fp16. With a more exact tanh, a softcap would cost more time than the
+    memory traffic hides.
     """
     if IN == tl.bfloat16 and is_cuda():
         return tl.inline_asm_elementwise(
@@ -79,8 +80,9 @@ def _tanh(u, IN: tl.constexpr):
 def _rounded_product(a, b):
     """a · b, rounded before anything is subtracted from it.
 
-    A compiler that makes one fused multiply-add of it and y - max(y) does not round y there as it
-    did for the max: the max itself is then not 0 away, which a temperature of 1e-12 makes infinite.
+    The compiler may contract y = a · b and y - max(y) to one fused multiply-add, which does not
+    round y as the max was rounded. Then y - max(y) is not exactly 0 at the max, and a temperature
+    of 1e-12 makes it infinite.
     """
     if is_cuda():
         return tl.inline_asm_elementwise(
@@ -92,7 +94,7 @@ def _rounded_product(a, b):
 
 @triton.jit
 def capped(x, softcap):
-    """y in fp32, and dy/dx where it isn't 1."""
+    """y in fp32, and dy/dx, which is the number 1.0 without a softcap."""
     y = x.to(tl.float32)
     if softcap is not None:
         t = _tanh(y * (1.0 / softcap), x.dtype)
@@ -103,11 +105,11 @@ def capped(x, softcap):
 
 @triton.jit
 def finite(m):
-    """What to subtract: m, or 0 where m is ±inf and the bare exponential is right."""
+    """The number to subtract in an exponent: m, or 0 where m is ±inf."""
     return tl.where(tl.abs(m) == INF, 0.0, m)
 
 
 @triton.jit
 def move(m, m_new, s):
-    """d of a state whose max moves from m to m_new; the empty state (-inf, 0) moves at no cost."""
+    """m - m_new, by which a state moves to a larger max. The empty state (-inf, 0) moves by 0."""
     return tl.where((m == m_new) | (s == 0), 0.0, tl.maximum(m - m_new, -1e38))

@@ -1,12 +1,12 @@
-"""The student's gradient beside a teacher: one sweep of both rows, from five numbers a row.
+"""Backward of losses against a dense teacher: one sweep over both rows.
 
-In the words of pair_state.py:
+The five numbers per row that the forward saved suffice. In the symbols of pair_state.py:
 
     forward KL, cross-entropy   dz = (e_q ratio - v) gain              v = e_p, or the target's mass
     reverse KL                  dz = e_q (d_q - d_p - mean) gain
     JSD                         dz = q (log2 q/M - mean) gain
 
-A student that is the teacher gets no gradient, exactly.
+A student equal to the teacher gets a gradient of exactly 0.
 """
 
 import functools
@@ -28,12 +28,12 @@ from .numerics import INF, LN2, LOG2E, capped, inverse_temperature, load
 from .pair_state import (
     Both,
     contiguous,
-    counted_alike,
     elements_to,
     load_state,
     rows_of_both,
     target,
     temperature_of,
+    with_one_rows_t,
 )
 from .profiling import profiled
 from .state import field, pack_of
@@ -41,13 +41,13 @@ from .stats_split_fwd import aligned
 
 
 class Terms(NamedTuple):
-    """What the columns of a row share."""
+    """Numbers that all columns of a row share."""
 
     shift_q: tl.tensor
     shift_p: tl.tensor
     log_q: tl.tensor  # normalisers of JSD, in bits
     log_p: tl.tensor
-    mean: tl.tensor  # or the ratio
+    mean: tl.tensor  # the saved mean; the ratio s_p / s_q for forward KL and cross-entropy
     gain: tl.tensor
 
 
@@ -67,13 +67,13 @@ def _row_terms(STATE, row, g, inv_t, blend, KIND: tl.constexpr):
         mean = s_p / alive
         if KIND == "forward":
             gain = gain / s_p
-    # A student of -inf has no distribution, and nothing flows to it.
+    # A student row of -inf has no distribution, so its gradient is 0.
     return Terms(saved.m_q, saved.m_p, log_q, log_p, mean, tl.where(s_q == 0, 0.0, gain))
 
 
 @triton.jit
 def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
-    """Read a tile of both rows, write the student's gradient."""
+    """Reads a tile of both rows and writes the student's gradient."""
     y, slope = capped(load(both.X, cols, mask), both.softcap)
     d_q = y - terms.shift_q
     if KIND == "soft":
@@ -91,25 +91,25 @@ def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
                 both.X.dtype.element_ty,
             )  # fmt: skip
             dz = q * (log_q_m - terms.mean)
-    # Streamed: nobody reads it back soon, and the cache is better used for logits.
+    # Streamed past the cache, because the gradient is not read soon and logits are.
     dx = (dz * terms.gain * slope).to(DX.dtype.element_ty)
     tl.store(DX + cols, dx, mask=mask, cache_modifier=".cs")
 
 
 @triton.jit
 def _zero_tile(DX, cols, mask):
-    """The gradient of an ignored row, whose logits nobody reads."""
+    """Writes the gradient of an ignored row, whose logits are not read."""
     tl.store(DX + cols, tl.zeros(cols.shape, DX.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True)
 class _Constants:
-    """What the kernel is compiled for."""
+    """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # X starts as far from a boundary as DX does
-    t_aligned: bool  # T does
-    step_u: int  # from row to row of UPSTREAM and of FACTOR; 0 for one number for all rows
+    x_aligned: bool  # every row of X starts as far from a boundary as that of DX
+    t_aligned: bool  # and every row of T
+    step_u: int  # from row to row of UPSTREAM and FACTOR; 0 for one number for all
     step_f: int
     block_v: int
 
@@ -122,9 +122,9 @@ class _Constants:
 def _pair_bwd_kernel(
     X, T, W, LABEL, STATE, UPSTREAM, FACTOR,  # inputs
     DX,  # output
-    temperature,  # a number, or a pointer to one a row
+    temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, stride_db, stride_dt, V,  # sizes
-    vocab, softcap, blend, ignore_index,  # options; vocab is V, also if the rows are some columns
+    vocab, softcap, blend, ignore_index,  # options; vocab as in Both (pair_state.py)
     KIND: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
     """One program per (row, block). The fringe of a row goes with its first block."""
@@ -172,10 +172,10 @@ def pair_gradient(
     pair: Pair,
     state: Tensor,  # (N, PAIR_STATE), from pair_read
     upstream: Tensor,  # (...), or one number for all
-    factor: Tensor | None = None,  # likewise; multiplies it
-    into: Tensor | None = None,  # (..., V), x to overwrite it; None allocates
+    factor: Tensor | None = None,  # likewise; multiplies upstream
+    into: Tensor | None = None,  # (..., V), where the gradient goes; may be x; None allocates
 ) -> Tensor:
-    """The gradient of the student's logits, (..., V), in their dtype."""
+    """The gradient of the student's logits, (..., V) in their dtype."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if into is None else into
     if dx.numel() == 0:
         return dx
@@ -187,22 +187,22 @@ def pair_gradient(
         output, d_rows = source, rows
     else:
         output, d_rows = rows_of(into)
-        alike = counted_alike(rows, t_rows, d_rows)
-        if alike is None:
+        all_rows = with_one_rows_t(rows, t_rows, d_rows)
+        if all_rows is None:
             output = torch.empty_like(into, memory_format=torch.contiguous_format)
-            alike = rows, t_rows, rows.dense()
-        rows, t_rows, d_rows = alike
+            all_rows = rows, t_rows, rows.dense()
+        rows, t_rows, d_rows = all_rows
     upstream, step_u = numbers(upstream)
     factor, step_f = numbers(factor)
     tensor, number = temperature_of(reading)
-    run = _plan(
+    launch = _plan(
         rows, t_rows, d_rows, (step_u, step_f), number, reading.softcap, pair.blend,
         reading.vocab, reading.ignore_index, pair.kind,
         config.pair_bwd(rows.vocab, rows.itemsize),
     )  # fmt: skip
     weight = aligned(reading.class_weight)
-    run(source, teacher, weight, label, contiguous(state), upstream, factor, output, *tensor)
-    if output.data_ptr() != dx.data_ptr():  # a copy: two strides are too few
+    launch(source, teacher, weight, label, contiguous(state), upstream, factor, output, *tensor)
+    if output.data_ptr() != dx.data_ptr():  # dx has too many strides, so `output` is a copy
         dx.copy_(output)
     return dx
 

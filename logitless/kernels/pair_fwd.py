@@ -1,13 +1,14 @@
-"""A student row beside a teacher row: divergences and soft cross-entropy, forward.
+"""Forward of losses against a dense teacher: divergences and soft cross-entropy.
 
-In the words of pair_state.py, and with T the temperature:
+In the symbols of pair_state.py, with the temperature T:
 
     forward KL      Σ p log p/q    c = Σ e_p (d_p - d_q)    c/s_p /T + log s_q/s_p
     reverse KL      Σ q log q/p    c = Σ e_q (d_q - d_p)    c/s_q /T + log s_p/s_q
     cross-entropy  -Σ v log q      c = -Σ v d_q             c /T + Σv log s_q
 
-are one sweep: where a max moves, d_p - d_q of all that came before moves alike, and c with it. A
-student that is the teacher gives 0, exactly. JSD takes two sweeps: jsd_fwd.py.
+These three take one sweep. Where a max moves, d_p - d_q of all columns so far moves by the same
+number, and c is corrected for it. A student equal to the teacher gives exactly 0. JSD takes two
+sweeps (jsd_fwd.py).
 """
 
 import functools
@@ -47,7 +48,7 @@ from .stats_split_fwd import aligned
 
 @triton.jit
 def _cross(c, s, moved, scale, e, h):
-    """c after one more block; a term times a scale or e of 0 is 0, even if it is infinite."""
+    """c after one more block. Where the scale or e is 0, the term is 0, even if h is infinite."""
     before = tl.where(scale == 0, 0.0, c * scale + s * (moved * scale))
     return before + tl.where(e != 0, e * h, 0.0)
 
@@ -87,12 +88,12 @@ def _fold_soft(state, both, start, offs, mask):
 def _pair_fwd_kernel(
     X, T, W, LABEL,  # inputs
     VALUE, STATE,  # outputs
-    temperature,  # a number, or a pointer to one a row
+    temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
-    vocab, softcap, blend, ignore_index,  # options; vocab is V, also if the rows are some columns
+    vocab, softcap, blend, ignore_index,  # options; vocab as in Both (pair_state.py)
     KIND: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. Without VALUE, the row is some columns: its state is not finished."""
+    """One program per row. Without VALUE, it saves the partial state of some columns."""
     row = tl.program_id(0)
     if ignore_index is not None:
         if tl.load(LABEL + row) == ignore_index:
@@ -111,33 +112,33 @@ def _pair_fwd_kernel(
     PACK: tl.constexpr = pack_of(X)
     head, body = split_row(elements_to(Xrow), V, 0, PACK, ALIGNED)
     both = Both(Xrow, Trow, W, 0, V, inv_t * LOG2E, softcap, blend, vocab)
-    found = sum_lanes(walk_both(
+    state = sum_lanes(walk_both(
         fold, fresh_state(BLOCK_V), both, head, body, 0, V, ALIGNED, T_ALIGNED, BLOCK_V
     ))  # fmt: skip
     if VALUE is None:
-        save_state(STATE, row, found.m_q, found.s_q, found.m_p, found.s_p, found.c * inv_t)
+        save_state(STATE, row, state.m_q, state.s_q, state.m_p, state.s_p, state.c * inv_t)
     else:
         mean = 0.0
         if KIND == "soft":
-            value = found.c * inv_t + found.s_p * tl.log(found.s_q)
+            value = state.c * inv_t + state.s_p * tl.log(state.s_q)
         else:
             if KIND == "forward":
-                value = found.c / found.s_p * inv_t + tl.log(found.s_q / found.s_p)
+                value = state.c / state.s_p * inv_t + tl.log(state.s_q / state.s_p)
             else:
-                mean = found.c / found.s_q
-                value = mean * inv_t + tl.log(found.s_p / found.s_q)
-            value = tl.where(value < 0, 0.0, value)  # by rounding; a NaN stays
+                mean = state.c / state.s_q
+                value = mean * inv_t + tl.log(state.s_p / state.s_q)
+            value = tl.where(value < 0, 0.0, value)  # negative by rounding only; NaN stays
         tl.store(VALUE + row, value)
-        save_state(STATE, row, finite(found.m_q), found.s_q, finite(found.m_p), found.s_p, mean)
+        save_state(STATE, row, finite(state.m_q), state.s_q, finite(state.m_p), state.s_p, mean)
 
 
 def pair_read(
     x: Tensor,  # (..., V)
     reading: Reading,
     pair: Pair,
-    norms: Tensor | None = None,  # (N, PAIR_STATE), where "jsd" knows those of whole rows
+    norms: Tensor | None = None,  # (N, PAIR_STATE), shift and s of whole rows, for "jsd" on ranks
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row of the student, (...), and its state, (N, PAIR_STATE)."""
+    """The loss of each row, (...), and the state that its gradient needs, (N, PAIR_STATE)."""
     value = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
     state = torch.empty((value.numel(), PAIR_STATE), device=x.device, dtype=torch.float32)
     if value.numel() == 0:
@@ -154,7 +155,7 @@ def pair_read(
 
 
 def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """(N, PAIR_STATE) of some columns: max and s of the student, of the teacher, and a sum."""
+    """The partial state of some columns, (N, PAIR_STATE): see pair_state.py."""
     rows = x.shape[:-1].numel()
     state = torch.empty((rows, PAIR_STATE), device=x.device, dtype=torch.float32)
     if rows:
@@ -162,10 +163,13 @@ def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
     return state
 
 
-def pair_finish(part: Tensor, kind: str, inv_t: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Loss (N, 1) and state (N, PAIR_STATE) of whole rows; of "jsd", the state but for the mean."""
-    value, state = finish_in_torch(part, kind, inv_t)
-    if inv_t is not None:  # the gradient's mean is one of y, not of z
+def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Loss (N, 1) and state (N, PAIR_STATE) from a merged partial state.
+
+    For "jsd", the loss and the mean in the state are missing.
+    """
+    value, state = finish_in_torch(partial, kind, inv_t)
+    if inv_t is not None:  # from nats to units of y
         state[:, 4:] /= inv_t
     return value, state
 
@@ -174,11 +178,11 @@ def _read(x: Tensor, reading: Reading, pair: Pair, value: Tensor | None, state: 
     label = None if reading.ignore_index is None else contiguous(reading.label)
     x, rows, teacher, t_rows = rows_of_both(x, pair.teacher)
     tensor, number = temperature_of(reading)
-    run = _plan(
+    launch = _plan(
         rows, t_rows, number, reading.softcap, pair.blend, reading.vocab,
         reading.ignore_index, pair.kind, config.pair_fwd(rows.vocab),
     )  # fmt: skip
-    run(x, teacher, aligned(reading.class_weight), label, value, state, *tensor)
+    launch(x, teacher, aligned(reading.class_weight), label, value, state, *tensor)
 
 
 @functools.lru_cache(REMEMBERED)

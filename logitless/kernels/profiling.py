@@ -1,4 +1,4 @@
-"""What a profiler shows for each kernel: a readable name, and the bytes that a launch moves.
+"""The name and the bytes that profilers show for each kernel.
 
 `@triton.jit(**profiled("ids_bwd", ...))` gives a kernel two functions:
 

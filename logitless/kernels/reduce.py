@@ -1,4 +1,4 @@
-"""Losses of rows to one number, and the factor of each row's gradient: one small launch."""
+"""Reduces the losses of rows to one number and computes the factor of each row's gradient."""
 
 import functools
 
@@ -11,8 +11,8 @@ from .state import is_live
 
 
 @triton.jit
-def some_rows(LABEL, start, N, ignore_index, BLOCK_N: tl.constexpr):
-    """A block of rows, which of them exist, and which of those count."""
+def row_block(LABEL, start, N, ignore_index, BLOCK_N: tl.constexpr):
+    """The rows of one block, a mask of those that exist, and a mask of those that count."""
     rows = start + tl.arange(0, BLOCK_N)
     mask = rows < N
     if LABEL is not None:
@@ -28,18 +28,18 @@ def some_rows(LABEL, start, N, ignore_index, BLOCK_N: tl.constexpr):
     do_not_specialize_on_alignment=["VALUE", "LABEL", "WEIGHT", "MASS"],
 )
 def _reduce_kernel(
-    LOSS,  # output, a number
+    LOSS,  # output, one number
     VALUE, LABEL, WEIGHT, MASS,  # inputs
-    FACTOR,  # output, a number or one a row
+    FACTOR,  # output, one number or one per row
     N, ignore_index,  # sizes, options
     MEAN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program, so that the sum is the same from run to run."""
+    """One program, so that the sum is the same in every run."""
     total = tl.zeros((BLOCK_N,), tl.float32)
     mass = tl.zeros((BLOCK_N,), tl.float32)
     count = tl.zeros((BLOCK_N,), tl.int32)
     for start in range(0, N, BLOCK_N):
-        rows, _, live = some_rows(LABEL, start, N, ignore_index, BLOCK_N)
+        rows, _, live = row_block(LABEL, start, N, ignore_index, BLOCK_N)
         if MEAN:
             if MASS is not None:
                 mass += tl.load(MASS + rows, mask=live, other=0.0)
@@ -53,8 +53,8 @@ def _reduce_kernel(
     share = 1.0
     if MEAN:
         if MASS is not None:
-            whole = tl.sum(mass, axis=0)
-            share = 1.0 / tl.where(whole == 0, 1.0, whole)
+            total_mass = tl.sum(mass, axis=0)
+            share = 1.0 / tl.where(total_mass == 0, 1.0, total_mass)
         else:
             share = 1.0 / tl.maximum(tl.sum(count, axis=0), 1).to(tl.float32)
     if VALUE is not None:
@@ -62,7 +62,7 @@ def _reduce_kernel(
     if FACTOR is not None:
         if WEIGHT is not None:
             for start in range(0, N, BLOCK_N):
-                rows, mask, live = some_rows(LABEL, start, N, ignore_index, BLOCK_N)
+                rows, mask, live = row_block(LABEL, start, N, ignore_index, BLOCK_N)
                 weight = tl.load(WEIGHT + rows, mask=live, other=0.0).to(tl.float32)
                 tl.store(FACTOR + rows, share * weight, mask=mask)
         else:

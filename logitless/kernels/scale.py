@@ -1,4 +1,4 @@
-"""Rows times a number each, in place, and no memory touched where that number is 1."""
+"""Multiplies each row by a number, in place. Rows whose number is 1 are not read."""
 
 import functools
 
@@ -18,11 +18,11 @@ from .profiling import in_place, profiled
     do_not_specialize_on_alignment=["G"],
 )
 def _scale_kernel(
-    X, G,  # inputs; X is the output too
+    X, G,  # inputs; X is also the output
     step_g, rows_t, stride_xb, stride_xt, V, tiles, blocks,  # sizes
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """As many programs as fit; each takes a (row, block) at a time."""
+    """As many programs as fit. Each takes one (row, block) after another."""
     if step_g == 0:
         if tl.load(G).to(tl.float32) == 1.0:
             return
@@ -38,10 +38,10 @@ def _scale_kernel(
 
 @functools.lru_cache(REMEMBERED)
 def scale_launch(
-    shape: tuple, strides: tuple, offset: int, itemsize: int, alike: bool, device: torch.device,
-    revision: int,
+    shape: tuple, strides: tuple, offset: int, itemsize: int, one_number: bool,
+    device: torch.device, revision: int,
 ) -> Launch | None:  # fmt: skip
-    """None where x has too many strides."""
+    """None if x has too many strides."""
     rows = describe(shape, strides, offset, itemsize)
     if rows is None:
         return None
@@ -50,6 +50,6 @@ def scale_launch(
     tiles = rows.count * blocks
     return Launch(
         _scale_kernel, (min(tiles, 8 * config.processors(device)),),
-        (0 if alike else 1, *rows.strides, rows.vocab, tiles, blocks),
+        (0 if one_number else 1, *rows.strides, rows.vocab, tiles, blocks),
         num_warps=cut.num_warps, BLOCK_V=cut.block_v,
     )  # fmt: skip

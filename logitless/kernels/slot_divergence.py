@@ -1,24 +1,30 @@
 """A divergence over the K slots of each row, and its gradient, in one pass.
 
-What a sparse teacher says of a row is K numbers log p; the student's are K numbers log q. A slot
-adds f to the divergence, and g = ∂f / ∂log q to the gradient; each straight from its definition,
-for masses that need not sum to 1:
+A sparse teacher has K numbers log p per row, and the student has K numbers log q. A slot adds f to
+the divergence and g = ∂f / ∂log q to the gradient. Both follow the definition for masses that need
+not sum to 1:
 
     forward_kl    f = p log(p/q)                             g = -p
     reverse_kl    f = q log(q/p)                             g = f + q
     jsd           f = β p log(p/M) + (1-β) q log(q/M)        g = (1-β) q log(q/M)
     tvd           f = ½ |p - q|                              g = ½ q sign(q - p)
 
-The support says what p and q are: as given ("truncate", and "tail" with one more bucket), p/P
-("renorm_teacher", "renorm") and q/Q ("renorm", "gathered_renorm") with P, Q the sums over the slots
-that count; Q of "gathered" is the sum over all slots. A student that is normalised here passes the
-gradient on to its logits: d_k = g_k - q_k Σ g. Of any other, which is log p of the whole row, the
-row's coefficient a takes Σ g.
+The support decides how p and q are normalised. P and Q are the sums over the slots that count:
 
-Everything is a difference of logarithms times a mass, and no mass, no term: p = 0 adds nothing to
-the forward KL whatever q is. log M is taken relative to the larger of p and q, so that p = q gives
-exactly 0. A masked slot is one of no mass on both sides, and no gradient; but "gathered" masks the
-teacher alone.
+    truncate                  p and q as they are
+    tail                      the same, and one more bucket for the rest of the vocabulary
+    renorm_teacher            p/P and q
+    renorm                    p/P and q/Q
+    gathered_renorm           p and q/Q
+    gathered                  p and q/Q, with Q the sum over all slots
+
+A student that is normalised here passes its gradient on to its logits, d_k = g_k - q_k Σ g.
+Otherwise log q is a log-probability of the whole row, and the coefficient a of the row takes -Σ g.
+
+Every term is a mass times a difference of logarithms, and a mass of 0 gives a term of 0: where
+p = 0, the forward KL is 0 for every q. log M is computed relative to the larger of p and q, so that
+p = q gives exactly 0. A masked slot has no mass on either side, and no gradient. "gathered" masks
+the teacher only.
 """
 
 import functools
@@ -43,14 +49,14 @@ from .state import is_live
 from .tail_mass import LEAST_TAIL, lift_of
 
 LOG_ROUNDING = tl.constexpr(_contract.LOG_ROUNDING)
-MAX_K = 4096  # slots that one program holds; more are left to PyTorch
-WARP = 512  # slots that one warp holds, whole rows where they fit: sums within a warp are free
+MAX_K = 4096  # slots per row that one program holds; PyTorch computes longer rows
+WARP = 512  # slots per warp; whole rows if they fit, because sums within a warp need no barrier
 
 
 @triton.jit
 def _inverse_temperatures(temperature, row, mask):
-    """1 / temperature of rows: `temperature` is a number, or a pointer to one a row."""
-    if isinstance(temperature, float):  # as the interpreter passes a number
+    """1 / temperature of rows. `temperature` is a number, or a pointer to one number per row."""
+    if isinstance(temperature, float):  # the interpreter passes numbers as they are
         return 1.0 / temperature
     elif temperature.dtype.is_ptr():
         return 1.0 / tl.load(temperature + row, mask=mask, other=1.0).to(tl.float32)
@@ -60,25 +66,26 @@ def _inverse_temperatures(temperature, row, mask):
 
 @triton.jit
 def _normalised(y, inv_t):
-    """log and mass of e^z / Σ e^z along rows, z = y inv_t; and which rows have a mass.
+    """log q, q and a mask of the rows with a mass, for q = e^z / Σ e^z and z = y inv_t.
 
-    -inf and 0 in a row of -inf. inv_t is one a row, or None for 1.
+    A row of -inf gets log q = -inf and q = 0. inv_t is None for 1.
     """
-    d = y - finite(tl.max(y, axis=1))[:, None]  # first: a common offset costs no digits
+    d = y - finite(tl.max(y, axis=1))[:, None]  # first, so that a common offset costs no digits
     if inv_t is not None:
         d *= inv_t
     e = tl.exp(d)
     s = tl.sum(e, axis=1)
-    some = s != 0
-    s = tl.where(some, s, 1.0)
-    return d - tl.log(s)[:, None], e * (1.0 / s)[:, None], some
+    has_mass = s != 0
+    s = tl.where(has_mass, s, 1.0)
+    return d - tl.log(s)[:, None], e * (1.0 / s)[:, None], has_mass
 
 
 @triton.jit
 def _rest(log_p, p, k):
-    """log(1 - P) of rows, -inf where rounding makes P 1 or more.
+    """log(1 - P) of rows; -inf where rounding makes P 1 or more.
 
-    The largest p is taken from 1 as -expm1(log p): a teacher sure of itself to 1e-9 keeps its tail.
+    1 minus the largest p is computed as -expm1(log p), so that a teacher with a largest p of
+    1 - 1e-9 keeps its tail.
     """
     top, at = tl.max(log_p, axis=1, return_indices=True)
     others = tl.sum(tl.where(k[None, :] == at[:, None], 0.0, p), axis=1)
@@ -90,7 +97,7 @@ def _rest(log_p, p, k):
 
 @triton.jit
 def _terms(log_p, p, log_q, q, beta, DIVERGENCE: tl.constexpr):
-    """f and g of slots."""
+    """f and g of each slot."""
     if DIVERGENCE == "forward_kl":
         return tl.where(p == 0, 0.0, p * (log_p - log_q)), -p
     elif DIVERGENCE == "reverse_kl":
@@ -110,24 +117,24 @@ def _terms(log_p, p, log_q, q, beta, DIVERGENCE: tl.constexpr):
 
 
 @triton.jit
-def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, some, beta, DIVERGENCE: tl.constexpr):
-    """(f, g, log q) of the bucket that holds the rest of the vocabulary; 0 in rows of no slot."""
-    log_q_tail = load(STUDENT_TAIL, row, some).to(tl.float32)
+def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE: tl.constexpr):
+    """(f, g, log q) of the bucket for the rest of the vocabulary; 0 in rows that do not count."""
+    log_q_tail = load(STUDENT_TAIL, row, counts).to(tl.float32)
     if TEACHER_TAIL is not None:
-        log_p_tail = load(TEACHER_TAIL, row, some).to(tl.float32)
+        log_p_tail = load(TEACHER_TAIL, row, counts).to(tl.float32)
     else:
         log_p_tail = _rest(log_p, p, k)
-    # Where nothing is left outside, what a teacher's rounding leaves there is nothing too.
+    # If the student's tail is empty, a teacher tail below 16-bit rounding counts as empty.
     no_tail = (log_q_tail == -INF) & (log_p_tail < LOG_ROUNDING)
     log_p_tail = tl.where(no_tail, -INF, log_p_tail)
     f, g = _terms(log_p_tail, tl.exp(log_p_tail), log_q_tail, tl.exp(log_q_tail), beta, DIVERGENCE)
-    flows = some & (log_q_tail != -INF)  # no gradient to what is not there
-    return tl.where(some, f, 0.0), tl.where(flows, g, 0.0), log_q_tail
+    has_gradient = counts & (log_q_tail != -INF)  # an empty tail has none
+    return tl.where(counts, f, 0.0), tl.where(has_gradient, g, 0.0), log_q_tail
 
 
 @triton.jit
 def _row_weights(WEIGHT, row, live, kd_weight):
-    """What the divergence of rows is multiplied with; 0 where they do not count."""
+    """The factor of the divergence of each row; 0 for rows that do not count."""
     if WEIGHT is not None:
         weight = tl.load(WEIGHT + row, mask=live, other=0.0).to(tl.float32)
         return kd_weight * weight
@@ -145,12 +152,12 @@ def _row_weights(WEIGHT, row, live, kd_weight):
 def _slot_divergence_kernel(
     STUDENT, TEACHER, MASK, STUDENT_TAIL, TEACHER_TAIL, WEIGHT, LOGPROB_T1, LABEL,  # inputs
     VALUE, D_STUDENT, COEF,  # outputs
-    temperature,  # of student logits, or None
+    temperature,  # of the student's logits, or None
     N, K, stride_sn, ignore_index, beta, kd_weight, ce_weight,  # sizes, options
     DIVERGENCE: tl.constexpr, RENORM_P: tl.constexpr, STUDENT_OVER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program a few whole rows, as a tile (ROWS, BLOCK_K)."""
+    """One program per ROWS whole rows, as a tile (ROWS, BLOCK_K)."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     r, k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     row, mask_r = first + r, r < N - first
@@ -159,16 +166,16 @@ def _slot_divergence_kernel(
         live_r = mask_r & is_live(tl.load(LABEL + row, mask=mask_r, other=0), ignore_index)
     inside = mask_r[:, None] & (k < K)[None, :]
     live = live_r[:, None] & (k < K)[None, :]
-    own = live  # the student's slots
+    live_q = live  # slots of the student
     at = r[:, None] * K + k[None, :]
     if MASK is not None:
         live = tl.load(MASK + first * K + at, mask=live, other=0) != 0
         if STUDENT_OVER != "all":
-            own = live
+            live_q = live
     student = STUDENT + first * stride_sn + r[:, None] * stride_sn + k[None, :]
-    log_q = tl.load(student, mask=own, other=0.0).to(tl.float32)
+    log_q = tl.load(student, mask=live_q, other=0.0).to(tl.float32)
     log_p = tl.load(TEACHER + first * K + at, mask=live, other=0.0).to(tl.float32)
-    log_q = tl.where(own, log_q, -INF)
+    log_q = tl.where(live_q, log_q, -INF)
     log_p = tl.where(live, log_p, -INF)
     inv_t = None
     if temperature is not None:
@@ -182,18 +189,18 @@ def _slot_divergence_kernel(
     else:
         p = tl.exp(log_p)
     if STUDENT_OVER is not None:
-        log_q, q, some_q = _normalised(log_q, inv_t)
+        log_q, q, has_mass = _normalised(log_q, inv_t)
     else:
         q = tl.exp(log_q)
     f, g = _terms(log_p, p, log_q, q, beta, DIVERGENCE)
     value = tl.sum(f, axis=1)
     if STUDENT_OVER is not None:
-        # A student of no mass at all has no gradient.
-        g = tl.where(some_q[:, None], g - q * tl.sum(g, axis=1)[:, None], 0.0)
+        # A student without any mass has no gradient.
+        g = tl.where(has_mass[:, None], g - q * tl.sum(g, axis=1)[:, None], 0.0)
         if inv_t is not None:
             g *= inv_t
     weight = _row_weights(WEIGHT, row, live_r, kd_weight)
-    g = tl.where(own, g * weight[:, None], 0.0)
+    g = tl.where(live_q, g * weight[:, None], 0.0)
     tl.store(D_STUDENT + first * K + at, g, mask=inside)
 
     if COEF is not None:
@@ -202,14 +209,14 @@ def _slot_divergence_kernel(
     if STUDENT_OVER is None:
         a -= tl.sum(g, axis=1)
     if STUDENT_TAIL is not None:
-        some = live_r
-        if MASK is not None:  # no slot, no row
-            some = tl.max(live.to(tl.int32), axis=1) != 0
+        counts = live_r
+        if MASK is not None:  # a row without a slot does not count
+            counts = tl.max(live.to(tl.int32), axis=1) != 0
         f_tail, g_tail, log_q_tail = _tail(
-            log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, some, beta, DIVERGENCE
+            log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
         )
         value += f_tail
-        g_tail = tl.where(some, g_tail * weight, 0.0)
+        g_tail = tl.where(counts, g_tail * weight, 0.0)
         # d tail/dz_i is p_i / e^tail - p_i outside, and -p_i inside.
         a -= g_tail
         tl.store(COEF + COEF_A_IDS, a, mask=mask_r)
@@ -224,20 +231,20 @@ def _slot_divergence_kernel(
 
 
 def slots(
-    student: Tensor,  # (..., K), log q, or logits where it is normalised here
+    student: Tensor,  # (..., K), log q; logits for the supports that normalise the student
     reading: Reading,
-    given: Slots,
+    sparse: Slots,
     tail: Tensor | None = None,  # (...), log mass of the student outside the slots
     logprob_t1: Tensor | None = None,  # (...), log p of the label at temperature 1
-    temperature: float | Tensor | None = None,  # of student logits; one for all or (...)
+    temperature: float | Tensor | None = None,  # of the student's logits; one for all or (...)
 ) -> tuple[Tensor, Coefficients]:
-    """value (...), and the coefficients of its gradient, all fp32.
+    """The value of each row, (...), and the coefficients of its gradient, all in fp32.
 
-    More than MAX_K slots a row are computed by PyTorch.
+    PyTorch computes rows of more than MAX_K slots.
     """
     shape = student.shape
     if shape[-1] > MAX_K or student.numel() == 0:
-        return slots_in_torch(student, reading, given, tail, logprob_t1, temperature)
+        return slots_in_torch(student, reading, sparse, tail, logprob_t1, temperature)
     g = torch.empty_like(student, dtype=torch.float32, memory_format=torch.contiguous_format)
     stride = shape[-1]
     if not student.is_contiguous():
@@ -245,10 +252,11 @@ def slots(
         student = student if student.stride(1) == 1 else student.contiguous()
         stride = student.stride(0)
     label = None if reading.ignore_index is None else reading.label
-    logprob_t1 = logprob_t1 if given.ce_weight != 0 else None
+    logprob_t1 = logprob_t1 if sparse.ce_weight != 0 else None
+    tails, weight = (tail, sparse.tail), sparse.row_weight
     teacher, mask, *per_row = [
         t if t is None else t.contiguous()
-        for t in (given.teacher, given.mask, tail, given.tail, given.row_weight, logprob_t1, label)
+        for t in (sparse.teacher, sparse.mask, *tails, weight, logprob_t1, label)
     ]
     if mask is not None:
         mask = mask.view(torch.uint8)
@@ -258,8 +266,8 @@ def slots(
     plan = _plan(
         shape, stride, student.data_ptr() % 16, teacher.data_ptr() % 16,
         None if mask is None else mask.data_ptr() % 16, tail is None, number, not last,
-        reading.ignore_index, given.divergence, given.support, given.beta, given.kd_weight,
-        given.ce_weight,
+        reading.ignore_index, sparse.divergence, sparse.support, sparse.beta, sparse.kd_weight,
+        sparse.ce_weight,
     )  # fmt: skip
     value = torch.empty(plan.shape, device=student.device, dtype=torch.float32)
     coefs = None
@@ -271,7 +279,7 @@ def slots(
 
 
 class _Plan(NamedTuple):
-    shape: tuple[int, ...]  # of the value
+    shape: tuple[int, ...]  # of the values
     has: tuple[str, ...]  # fields of the coefficients
     launch: Launch
 
@@ -283,7 +291,7 @@ def _plan(
     ignore_index: int | None, divergence: str, support: str, beta: float, kd_weight: float,
     ce_weight: float,
 ) -> _Plan:  # fmt: skip
-    """One for each alignment, offsets from 16 bytes, of what is read by the slot."""
+    """One plan per alignment of student, teacher and mask: bytes after a 16-byte boundary."""
     *lead, K = shape
     N, block_k = math.prod(lead), config.ceil_pow2(K)
     rows = max(1, WARP // block_k)

@@ -1,9 +1,10 @@
-"""The running state of a row: what each block of columns folds into, and where it is stored.
+"""The running state of a row, into which kernels fold one block of columns after another.
 
     m = max y    s = Σ e^(d/T)    w = Σ d e^(d/T)    c = Σ v (y - ref)    n = Σ v        d = y - m
 
-with v the class weights (1 without), ref near the row's mean so that c stays small and exact,
-`block` the first block to reach m, and s1 = Σ e^d, a second normaliser at temperature 1.
+v are the class weights (1 without). ref is near the mean of the row, so that c stays small and
+exact. `block` is the first block that reaches m. s1 = Σ e^d is a second normaliser, at
+temperature 1.
 """
 
 from typing import NamedTuple
@@ -19,11 +20,11 @@ STATE_WIDTH = tl.constexpr(_contract.STATE)
 SHIFT = tl.constexpr(_contract.SHIFT)
 LOG_S = tl.constexpr(_contract.LOG_S)
 LOG_S1 = tl.constexpr(_contract.LOG_S1)
-NOWHERE = tl.constexpr(_contract.NOWHERE)  # a column that is none
+NOWHERE = tl.constexpr(_contract.NOWHERE)  # no column
 
 
 class State(NamedTuple):
-    """Of the columns so far; fields that nobody asks for stay 0 and cost nothing."""
+    """The state after some columns. Fields that no statistic needs stay 0, and compile away."""
 
     m: tl.tensor
     s: tl.tensor
@@ -34,8 +35,8 @@ class State(NamedTuple):
     s1: tl.tensor
 
 
-class Columns(NamedTuple):
-    """Columns in memory, and what is wanted of them."""
+class RowWindow(NamedTuple):
+    """Columns in memory, and which sums are computed over them."""
 
     X: tl.tensor
     W: tl.tensor  # class weights of the whole row, or None
@@ -50,7 +51,7 @@ class Columns(NamedTuple):
 
 @triton.constexpr_function
 def field(struct, name):
-    """A field of a dataclass that a kernel takes as one constant."""
+    """A field of the dataclass that a kernel takes as its CONSTANTS (see launch.py)."""
     return getattr(struct, name)
 
 
@@ -62,7 +63,7 @@ def pack_of(P):
 
 @triton.jit
 def is_live(label, ignore_index):
-    """Whether a row counts. An ignored row is read by no one."""
+    """Whether a row counts. The logits of an ignored row are not read."""
     if ignore_index is not None:
         return label != ignore_index
     else:
@@ -70,31 +71,31 @@ def is_live(label, ignore_index):
 
 
 @triton.jit
-def fold(state, columns, start, offs, mask):
+def fold(state, window, start, offs, mask):
     """The state after one more block, the columns start + offs."""
     at = start + offs
-    y, _ = capped(load(columns.X, at, mask), columns.softcap)
+    y, _ = capped(load(window.X, at, mask), window.softcap)
     if mask is not None:
-        # After the softcap: a padded column must not come back as -softcap.
+        # After the softcap, because tanh would turn -inf into -softcap.
         y = tl.where(mask, y, -INF)
     top = tl.max(y, axis=0)
     block = tl.where(top > state.m, start, state.block)
     m = tl.maximum(state.m, top)
     moved = move(state.m, m, state.s)
-    scale = tl.exp2(moved * columns.rate)
+    scale = tl.exp2(moved * window.rate)
     d = y - finite(m)
-    e = tl.exp2(d * columns.rate)
+    e = tl.exp2(d * window.rate)
     s, w, c, n, s1 = state.s, state.w, state.c, state.n, state.s1
-    if columns.ENTROPY:
-        # -inf · 0 is 0 here: any finite d will do where e is 0.
+    if window.ENTROPY:
+        # Where e is 0, any finite d gives the right term, 0. -inf · 0 would be NaN.
         w = w * scale + moved * (s * scale) + tl.sum(tl.maximum(d, -1e38) * e, axis=0)
     s = s * scale + tl.sum(e, axis=0)
-    if columns.SECOND:
+    if window.SECOND:
         s1 = s1 * tl.exp2(moved * LOG2E) + tl.sum(tl.exp2(d * LOG2E), axis=0)
-    if columns.TOTAL:
-        u = y - columns.ref
-        if columns.W is not None:
-            v = load(columns.W, columns.first + at, mask).to(tl.float32)
+    if window.TOTAL:
+        u = y - window.ref
+        if window.W is not None:
+            v = load(window.W, window.first + at, mask).to(tl.float32)
             c += tl.sum(tl.where(v != 0, v * u, 0.0), axis=0)
             n += tl.sum(v, axis=0)
         elif mask is not None:
@@ -110,9 +111,9 @@ def fold_span(
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, X_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """State of the packs [lo, hi) of a row's body, and of its ragged ends where lo = 0.
+    """The state of the columns [lo, hi) of a row's body, and of its fringe if lo = 0.
 
-    The body starts on a 16-byte boundary where X_ALIGNED.
+    If X_ALIGNED, the body starts on a 16-byte boundary.
     """
     zero = tl.full((), 0.0, tl.float32)
     block = tl.full((), 0, tl.int32) + lo
@@ -121,15 +122,15 @@ def fold_span(
     if X_ALIGNED:
         Xbody = tl.multiple_of(Xbody, 16)
     return walk(
-        fold, state, Columns(Xbody, W, head, ref, rate, softcap, ENTROPY, TOTAL, SECOND),
-        Columns(Xrow, W, 0, ref, rate, softcap, ENTROPY, TOTAL, SECOND),
+        fold, state, RowWindow(Xbody, W, head, ref, rate, softcap, ENTROPY, TOTAL, SECOND),
+        RowWindow(Xrow, W, 0, ref, rate, softcap, ENTROPY, TOTAL, SECOND),
         head, body, V, lo, hi, PACK, ALIGNED, False, BLOCK_V, 2 * PACK,
     )  # fmt: skip
 
 
 @triton.jit
 def reference(Xrow, V, softcap, TOTAL: tl.constexpr):
-    """Mean of the row's first columns: a number near which Σ (y - ref) does not cancel."""
+    """The mean of the row's first columns, near which Σ (y - ref) does not cancel."""
     ref = 0.0
     if TOTAL:
         cols = tl.arange(0, 512)
@@ -142,7 +143,7 @@ def reference(Xrow, V, softcap, TOTAL: tl.constexpr):
 
 @triton.jit
 def _leftmost(X, at, mask, first, m, softcap):
-    """Lowest column whose y is m, or NOWHERE."""
+    """The lowest column whose y is m, or NOWHERE."""
     y, _ = capped(load(X, at, mask), softcap)
     return tl.min(tl.where(mask & (y == m), first + at, NOWHERE), axis=0)
 
@@ -152,7 +153,7 @@ def column_of_max(
     Xrow, state, head, body, V, softcap,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One more look at the first block that reached the max, not at every block."""
+    """The lowest column that reaches the max. It reads the first block that reached it again."""
     at = state.block + tl.arange(0, BLOCK_V)
     arg = _leftmost(tl.multiple_of(Xrow + head, 16), at, at < body, head, state.m, softcap)
     if not ALIGNED:
@@ -163,13 +164,13 @@ def column_of_max(
 
 @triton.jit
 def with_count(state, n):
-    """The state of columns that weigh 1 each, n of them."""
+    """The state of n columns of weight 1."""
     return State(state.m, state.s, state.w, state.c, n, state.block, state.s1)
 
 
 @triton.jit
 def load_label(LABEL, row):
-    """A row's label; anything where it has none."""
+    """The label of a row, or 0 if there are no labels."""
     if LABEL is not None:
         return tl.load(LABEL + row)
     else:

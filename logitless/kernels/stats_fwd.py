@@ -1,7 +1,7 @@
-"""Statistics of whole rows, in one pass over the logits.
+"""Statistics of whole rows in one pass over the logits: one program per row.
 
-One program a row where rows fill the GPU. Where they are too few, each is split over several
-programs, whose parts a second launch merges.
+If there are too few rows to fill the GPU, each row is split over several programs instead
+(stats_split_fwd.py), and a second launch merges the splits (stats_merge.py).
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from .stats_outputs import Outputs, write_ids, write_label, write_row
 
 @dataclass(frozen=True)
 class _Constants:
-    """What the kernel is compiled for."""
+    """The constants that the kernel is compiled for."""
 
     second: bool  # a second normaliser, at temperature 1
     aligned: bool
@@ -50,7 +50,7 @@ def _stats_fwd_kernel(
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program per row."""
     SECOND: tl.constexpr = field(CONSTANTS, "second")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")

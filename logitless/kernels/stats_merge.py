@@ -1,4 +1,8 @@
-"""The end of a forward: parts of a row merged into its state, and its statistics written."""
+"""Merges the splits of each row: into one split (merge), or into its statistics (finish).
+
+A split is what one program, one block of columns or one rank has computed of a row. contract.py
+lists its fields.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -17,16 +21,16 @@ from .profiling import profiled
 from .state import NOWHERE, State, field, is_live, load_label
 from .stats_outputs import OUTPUTS, Outputs, write_ids, write_label, write_row
 
-part_width = triton.constexpr_function(_contract.part_width)
-PART_M = tl.constexpr(_contract.M)
-PART_S = tl.constexpr(_contract.S)
-PART_W = tl.constexpr(_contract.W)
-PART_C = tl.constexpr(_contract.C)
-PART_N = tl.constexpr(_contract.N)
-PART_REF = tl.constexpr(_contract.REF)
-PART_ARG = tl.constexpr(_contract.ARG)
-PART_S1 = tl.constexpr(_contract.S1)
-PART_Y_LABEL = tl.constexpr(_contract.Y_LABEL)
+split_width = triton.constexpr_function(_contract.part_width)
+SPLIT_M = tl.constexpr(_contract.M)
+SPLIT_S = tl.constexpr(_contract.S)
+SPLIT_W = tl.constexpr(_contract.W)
+SPLIT_C = tl.constexpr(_contract.C)
+SPLIT_N = tl.constexpr(_contract.N)
+SPLIT_REF = tl.constexpr(_contract.REF)
+SPLIT_ARG = tl.constexpr(_contract.ARG)
+SPLIT_S1 = tl.constexpr(_contract.S1)
+SPLIT_Y_LABEL = tl.constexpr(_contract.Y_LABEL)
 
 
 @triton.jit
@@ -34,34 +38,34 @@ def _merge(
     at, step, mask, rate,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """The state of a row from the states of its parts, all at once; its column of the max; ref.
+    """The state of a row, the column of its max and ref, from all of its splits.
 
-    `at` points to the parts' first fields; a part's fields are `step` numbers apart.
+    `at` points to the first field of each split. The fields of a split are `step` numbers apart.
     """
-    # All loads before the first reduction, which waits for what it reduces.
-    m_p = tl.load(at + PART_M * step, mask=mask, other=-INF)
-    s_p = tl.load(at + PART_S * step, mask=mask, other=0.0)
+    # All loads come before the first reduction, so that they overlap.
+    m_p = tl.load(at + SPLIT_M * step, mask=mask, other=-INF)
+    s_p = tl.load(at + SPLIT_S * step, mask=mask, other=0.0)
     if ENTROPY:
-        w_p = tl.load(at + PART_W * step, mask=mask, other=0.0)
+        w_p = tl.load(at + SPLIT_W * step, mask=mask, other=0.0)
     if SECOND:
-        s1_p = tl.load(at + PART_S1 * step, mask=mask, other=0.0)
+        s1_p = tl.load(at + SPLIT_S1 * step, mask=mask, other=0.0)
     if TOTAL:
-        c_p = tl.load(at + PART_C * step, mask=mask, other=0.0)
-        n_p = tl.load(at + PART_N * step, mask=mask, other=0.0)
-        ref_p = tl.load(at + PART_REF * step, mask=mask, other=0.0)
+        c_p = tl.load(at + SPLIT_C * step, mask=mask, other=0.0)
+        n_p = tl.load(at + SPLIT_N * step, mask=mask, other=0.0)
+        ref_p = tl.load(at + SPLIT_REF * step, mask=mask, other=0.0)
     if ARGMAX:
-        args = tl.load(at + PART_ARG * step, mask=mask, other=0.0).to(tl.int32, bitcast=True)
+        args = tl.load(at + SPLIT_ARG * step, mask=mask, other=0.0).to(tl.int32, bitcast=True)
     m = tl.max(m_p, axis=0)
     moved = move(m_p, m, s_p)
     scale = tl.exp2(moved * rate)
     s = tl.sum(s_p * scale, axis=0)
-    w, c, n, s1, arg, ref = m, m, m, m, 0, 0.0  # stay unread unless asked for
+    w, c, n, s1, arg, ref = m, m, m, m, 0, 0.0  # placeholders for what is not wanted
     if ENTROPY:
         w = tl.sum(w_p * scale + moved * (s_p * scale), axis=0)
     if SECOND:
         s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
     if TOTAL:
-        # One reference for all, within what theirs are: parts of one row have the same, exactly.
+        # The largest reference. Splits of one launch share theirs, so that nothing is rounded.
         ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
         ref = tl.where(ref == -INF, 0.0, ref)
         c = tl.sum(c_p + n_p * (ref_p - ref), axis=0)
@@ -72,66 +76,66 @@ def _merge(
 
 
 @triton.jit
-def store_part(
+def store_split(
     at, step, state, ref, arg,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """One part's fields, `step` numbers apart: those that are read. A column as its bits."""
-    tl.store(at + PART_M * step, state.m)
-    tl.store(at + PART_S * step, state.s)
+    """Stores the wanted fields of a split, `step` numbers apart; the column of the max as bits."""
+    tl.store(at + SPLIT_M * step, state.m)
+    tl.store(at + SPLIT_S * step, state.s)
     if ENTROPY:
-        tl.store(at + PART_W * step, state.w)
+        tl.store(at + SPLIT_W * step, state.w)
     if TOTAL:
-        tl.store(at + PART_C * step, state.c)
-        tl.store(at + PART_N * step, state.n)
-        tl.store(at + PART_REF * step, ref)
+        tl.store(at + SPLIT_C * step, state.c)
+        tl.store(at + SPLIT_N * step, state.n)
+        tl.store(at + SPLIT_REF * step, ref)
     if ARGMAX:
-        tl.store(at + PART_ARG * step, arg.to(tl.float32, bitcast=True))
+        tl.store(at + SPLIT_ARG * step, arg.to(tl.float32, bitcast=True))
     if SECOND:
-        tl.store(at + PART_S1 * step, state.s1)
+        tl.store(at + SPLIT_S1 * step, state.s1)
 
 
 @triton.jit(
     **profiled("stats_merge"),
-    do_not_specialize=["parts", "step_row", "step_field"],
-    do_not_specialize_on_alignment=["PARTS", "temperature"],
+    do_not_specialize=["splits", "step_row", "step_field"],
+    do_not_specialize_on_alignment=["SPLITS", "temperature"],
 )
 def _stats_merge_kernel(
-    PARTS, OUT,  # (N, parts, fields), in any layout, and (N, fields)
-    temperature, parts, step_row, step_part, step_field,
+    SPLITS, OUT,  # (N, splits, fields) in any layout, and (N, fields)
+    temperature, splits, step_row, step_split, step_field,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     HAS_LABEL: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     offs_p = tl.arange(0, BLOCK_P)
-    mask_p = offs_p < parts
-    at = PARTS + row * step_row + offs_p.to(tl.int64) * step_part
+    mask_p = offs_p < splits
+    at = SPLITS + row * step_row + offs_p.to(tl.int64) * step_split
     rate = inverse_temperature(temperature, row) * LOG2E
     state, arg, ref = _merge(at, step_field, mask_p, rate, ENTROPY, ARGMAX, SECOND, TOTAL)
-    OUT += row * part_width(ENTROPY, ARGMAX, SECOND, TOTAL)
-    store_part(OUT, 1, state, ref, arg, ENTROPY, ARGMAX, SECOND, TOTAL)
+    OUT += row * split_width(ENTROPY, ARGMAX, SECOND, TOTAL)
+    store_split(OUT, 1, state, ref, arg, ENTROPY, ARGMAX, SECOND, TOTAL)
     if HAS_LABEL:
-        y = tl.sum(tl.load(at + PART_Y_LABEL * step_field, mask=mask_p, other=0.0), axis=0)
-        tl.store(OUT + PART_Y_LABEL, y)
+        y = tl.sum(tl.load(at + SPLIT_Y_LABEL * step_field, mask=mask_p, other=0.0), axis=0)
+        tl.store(OUT + SPLIT_Y_LABEL, y)
 
 
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
-    """Parts of the same rows as one part; what they hold of the ids adds up."""
-    parts = several[0].state
+    """Splits of the same rows as one split. Their logits of the ids add up."""
+    splits = several[0].state
     if len(several) > 1:
-        parts = torch.cat([part.state for part in several], 1)
-    state = torch.empty((len(parts), 1, parts.shape[2]), device=parts.device, dtype=parts.dtype)
+        splits = torch.cat([partials.state for partials in several], 1)
+    state = torch.empty((len(splits), 1, splits.shape[2]), device=splits.device, dtype=splits.dtype)
     picked = None
     if several[0].picked is not None:
-        picked = torch.stack([part.picked for part in several]).sum(0)
+        picked = torch.stack([partials.picked for partials in several]).sum(0)
     temperature = reading.row_temperature
-    if len(parts):
+    if len(splits):
         launch = _merge_launch(
-            parts.shape, parts.stride(), reading.temperature if temperature is None else None,
+            splits.shape, splits.stride(), reading.temperature if temperature is None else None,
             reading.sums, reading.label is not None,
         )  # fmt: skip
-        launch(parts, state, *(() if temperature is None else (temperature.contiguous(),)))
+        launch(splits, state, *(() if temperature is None else (temperature.contiguous(),)))
     return Partials(state, picked)
 
 
@@ -140,21 +144,21 @@ def _merge_launch(
     shape: tuple, strides: tuple, temperature: float | None, sums: Sums, has_label: bool
 ) -> Launch:
     number = () if temperature is None else (temperature,)
-    count, parts, _ = shape
+    count, splits, _ = shape
     return Launch(
-        _stats_merge_kernel, (count,), (*number, parts, *strides), num_warps=1, HAS_LABEL=has_label,
-        BLOCK_P=max(config.ceil_pow2(parts), 2), **constants_of(sums),
+        _stats_merge_kernel, (count,), (*number, splits, *strides), num_warps=1,
+        HAS_LABEL=has_label, BLOCK_P=max(config.ceil_pow2(splits), 2), **constants_of(sums),
     )  # fmt: skip
 
 
 def constants_of(sums: Sums) -> dict[str, bool]:
-    """As kernels take them."""
+    """The wanted sums as constants of a kernel."""
     return {name.upper(): wanted for name, wanted in sums._asdict().items()}
 
 
 @dataclass(frozen=True)
 class _Constants:
-    """What the kernel is compiled for."""
+    """The constants that the kernel is compiled for."""
 
     second: bool  # a second normaliser, at temperature 1
     block_k: int
@@ -163,16 +167,16 @@ class _Constants:
 
 @triton.jit(
     **profiled("stats_finish", shows=("K",)),
-    do_not_specialize=["parts", "step_row", "step_field"],
-    do_not_specialize_on_alignment=["PARTS", "Y", "LABEL", "IDS", "temperature"],
+    do_not_specialize=["splits", "step_row", "step_field"],
+    do_not_specialize_on_alignment=["SPLITS", "Y", "LABEL", "IDS", "temperature"],
 )
 def _stats_finish_kernel(
-    PARTS, Y, LABEL, IDS,  # inputs; PARTS (N, parts, fields), in any layout; Y (N, K), y of the ids
+    SPLITS, Y, LABEL, IDS,  # inputs; SPLITS (N, splits, fields) in any layout; Y (N, K), y at ids
     STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LOGPROB_T1,  # outputs
-    temperature, V, K, parts, step_row, step_part, step_field, ignore_index,
+    temperature, V, K, splits, step_row, step_split, step_field, ignore_index,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program per row."""
     SECOND: tl.constexpr = field(CONSTANTS, "second")
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     row = tl.program_id(0)
@@ -180,10 +184,10 @@ def _stats_finish_kernel(
     live = is_live(label, ignore_index)
     inv_t = inverse_temperature(temperature, row)
     offs_p = tl.arange(0, field(CONSTANTS, "block_p"))
-    mask_p = offs_p < parts
-    at = PARTS + row.to(tl.int64) * step_row + offs_p.to(tl.int64) * step_part
+    mask_p = offs_p < splits
+    at = SPLITS + row.to(tl.int64) * step_row + offs_p.to(tl.int64) * step_split
     if LABEL is not None:
-        y_p = tl.load(at + PART_Y_LABEL * step_field, mask=mask_p, other=0.0)
+        y_p = tl.load(at + SPLIT_Y_LABEL * step_field, mask=mask_p, other=0.0)
     state, arg, ref = _merge(
         at, step_field, mask_p, inv_t * LOG2E, ENTROPY is not None, ARGMAX is not None, SECOND,
         (TOTAL is not None) | (LOG_TOTAL is not None),
@@ -200,34 +204,34 @@ def _stats_finish_kernel(
 def finish(
     partials: Partials, reading: Reading, shape: tuple[int, ...] | None = None
 ) -> Statistics:
-    """Statistics of rows whose parts, splits or ranks, are along dim 1 of partials.state.
+    """Statistics of whole rows, whose splits are along dim 1 of partials.state.
 
-    shape is (...), the rows'; where it is None, that of the reading's tensors, or (N,).
+    shape is (...), that of the rows. If it is None, the reading's tensors give it, else it is (N,).
     """
     wants, label, ids = reading.wants, reading.label, reading.ids
     temperature = reading.row_temperature
     assert "tail" not in wants
-    parts = partials.state
-    count = len(parts)
+    splits = partials.state
+    count = len(splits)
     shape = _shape_of(reading, count) if shape is None else shape
     K = None if ids is None else ids.shape[-1]
-    state = torch.empty((count, _contract.STATE), device=parts.device, dtype=torch.float32)
+    state = torch.empty((count, _contract.STATE), device=splits.device, dtype=torch.float32)
     outputs = [
         None if name not in wants
         else torch.empty(ids.shape if ids is not None and name in ("picked", "logprob") else shape,
-                         device=parts.device,
+                         device=splits.device,
                          dtype=torch.int64 if name == "argmax" else torch.float32)
         for name in OUTPUTS
     ]  # fmt: skip
     if count:
         launch = stats_finish_launch(
-            parts.shape, parts.stride(), reading.vocab, K,
+            splits.shape, splits.stride(), reading.vocab, K,
             reading.temperature if temperature is None else None, reading.ignore_index,
             reading.sums.second,
         )  # fmt: skip
         by_row = () if temperature is None else (temperature.contiguous(),)
         launch(
-            parts, partials.picked.contiguous() if K else None,
+            splits, partials.picked.contiguous() if K else None,
             None if label is None else label.contiguous(), ids.contiguous() if K else None,
             state, *outputs, *by_row,
         )  # fmt: skip
@@ -243,14 +247,14 @@ def _shape_of(reading: Reading, count: int) -> tuple[int, ...]:
 
 @functools.lru_cache(REMEMBERED)
 def stats_finish_launch(
-    shape: tuple, strides: tuple,  # of the parts, (N, parts, fields)
+    shape: tuple, strides: tuple,  # of the splits, (N, splits, fields)
     vocab: int, K: int | None, temperature: float | None, ignore_index: int | None, second: bool,
 ) -> Launch:  # fmt: skip
-    count, parts, _ = shape
-    block_p = max(config.MAX_SPLITS, config.ceil_pow2(parts))
+    count, splits, _ = shape
+    block_p = max(config.MAX_SPLITS, config.ceil_pow2(splits))
     number = () if temperature is None else (temperature,)
     return Launch(
-        _stats_finish_kernel, (count,), (*number, vocab, K, parts, *strides, ignore_index),
+        _stats_finish_kernel, (count,), (*number, vocab, K, splits, *strides, ignore_index),
         num_warps=block_p // config.MAX_SPLITS,
         CONSTANTS=_Constants(second, min(128, config.ceil_pow2(K or 0)), block_p),
     )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Statistics of parts of a row, before they are merged: what few rows and ranks are split into."""
+"""Statistics of splits of each row: several programs per row, or the columns of one rank.
+
+stats_merge.py merges the splits of a row.
+"""
 
 import functools
 from dataclasses import dataclass
@@ -26,12 +29,12 @@ from .state import (
     reference,
     with_count,
 )
-from .stats_merge import PART_Y_LABEL, constants_of, part_width, store_part
+from .stats_merge import SPLIT_Y_LABEL, constants_of, split_width, store_split
 
 
 @triton.jit
 def _store_ids(Xrow, IDS, PICKED, row, V, K, start, live, softcap, BLOCK_K: tl.constexpr):
-    """y of the ids that are among the columns [start, start + V); 0 of the others."""
+    """Stores y at the ids among the columns [start, start + V), and 0 at the other ids."""
     for first in range(0, K, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         mask_k = offs_k < K
@@ -44,14 +47,14 @@ def _store_ids(Xrow, IDS, PICKED, row, V, K, start, live, softcap, BLOCK_K: tl.c
 
 @triton.jit
 def _load_at(Xrow, column, columns, wanted):
-    """x of one column; 0 where it is none of these columns, or not wanted."""
+    """x at one column, or 0 if the column is outside or x is not wanted."""
     inside = (column >= 0) & (column < columns)
     return tl.load(Xrow + column, mask=wanted & inside, other=0.0)
 
 
 @dataclass(frozen=True)
 class _Constants:
-    """What the kernel is compiled for."""
+    """The constants that the kernel is compiled for."""
 
     aligned: bool
     block_v: int
@@ -66,14 +69,14 @@ class _Constants:
 )
 def _stats_split_fwd_kernel(
     X, LABEL, IDS, W,  # inputs
-    PARTS, PICKED,  # outputs, (N, fields, splits) and (N, K)
+    SPLITS, PICKED,  # outputs, (N, fields, splits) and (N, K)
     temperature,
     rows_t, stride_xb, stride_xt, lead, V, K, start, span,  # sizes
     softcap, ignore_index,  # options
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program a split of a row: `span` columns of its body. The first reads label and ids."""
+    """One program per split: `span` columns of a row's body. The first reads label and ids."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     EARLY: tl.constexpr = (LABEL is not None) & field(CONSTANTS, "early")
@@ -88,7 +91,7 @@ def _stats_split_fwd_kernel(
     Xrow = X + offset
     inv_t = inverse_temperature(temperature, row)
     ref = reference(Xrow, columns, softcap, TOTAL)
-    lo = tl.multiple_of(split * span, BLOCK_V)  # a hint on `span` would be lost in the product
+    lo = tl.multiple_of(split * span, BLOCK_V)  # the product would lose a hint on `span`
     head, body = split_row(offset, columns, lead, PACK, ALIGNED)
     if W is not None:
         W += start
@@ -107,14 +110,14 @@ def _stats_split_fwd_kernel(
         arg = column_of_max(Xrow, state, head, body, columns, softcap, PACK, ALIGNED, BLOCK_V)
         arg = tl.where(arg == NOWHERE, NOWHERE, arg + start)
     splits = tl.num_programs(1)
-    FIELDS: tl.constexpr = part_width(ENTROPY, ARGMAX, SECOND, TOTAL)
-    PARTS += row.to(tl.int64) * (splits * FIELDS) + split
-    store_part(PARTS, splits, state, ref, arg, ENTROPY, ARGMAX, SECOND, TOTAL)
+    FIELDS: tl.constexpr = split_width(ENTROPY, ARGMAX, SECOND, TOTAL)
+    SPLITS += row.to(tl.int64) * (splits * FIELDS) + split
+    store_split(SPLITS, splits, state, ref, arg, ENTROPY, ARGMAX, SECOND, TOTAL)
     if LATE:
         x_label = _load_at(Xrow, label - start, columns, split == 0)
     if LABEL is not None:
         y_label, _ = capped(x_label, softcap)
-        tl.store(PARTS + PART_Y_LABEL * splits, y_label)
+        tl.store(SPLITS + SPLIT_Y_LABEL * splits, y_label)
     if IDS is not None:
         if split == 0:
             BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
@@ -126,10 +129,10 @@ def partial(
     reading: Reading,
     start: int = 0,
 ) -> Partials:
-    """The parts of each row of x, as many as fill the GPU.
+    """The splits of each row of x, as many as fill the GPU.
 
-    Mark, ids and class weights are of the whole vocabulary, and so is the column of a max. An id
-    that is not among these columns adds 0.
+    Label, ids, class weights and the column of the max count from column 0 of the vocabulary. An id
+    outside these columns contributes 0.
     """
     x, rows = rows_of(x)
     label, ids, temperature = reading.label, reading.ids, reading.row_temperature
@@ -163,14 +166,14 @@ def partial(
 
 
 def cut_of(rows: Rows, device: torch.device, sums: Sums, softcap: float | None) -> config.Config:
-    """How the forward over these rows is cut."""
+    """The config of the forward over these rows."""
     heavy = softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)
     return config.stats_fwd(rows.count, rows.vocab, rows.itemsize, processors, heavy, sums.second)
 
 
 def aligned(weight: Tensor | None) -> Tensor | None:
-    """Class weights that load 16 bytes at a time."""
+    """The class weights on a 16-byte boundary: themselves, or a copy."""
     if weight is None or (weight.is_contiguous() and weight.data_ptr() % 16 == 0):
         return weight
     return weight.clone(memory_format=torch.contiguous_format)

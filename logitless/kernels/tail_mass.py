@@ -1,9 +1,9 @@
-"""The mass of a row outside its ids, without cancellation.
+"""The mass of each row outside its ids, without cancellation.
 
-Where it is a fair share of the whole, it is what is left when the ids' masses, known from what was
-picked, are taken away, and that is right to many digits. Where it is small, subtracting would leave
-noise: such a row is read once more, and what is not among its ids is summed for itself, with a max
-of its own. An id counts once however often it is repeated; only rows that repeat one pay for that.
+If the tail is at least ENOUGH of the mass, it is 1 minus the mass of the ids, which is exact to
+many digits. If the tail is smaller, the subtraction would leave noise. Such a row is read once
+more, and the columns outside the ids are summed with a max of their own. A repeated id counts once,
+and only rows that repeat an id pay for that.
 """
 
 import functools
@@ -24,19 +24,19 @@ from .profiling import nothing, profiled
 from .state import LOG_S, SHIFT, STATE_WIDTH, is_live, load_label
 
 STATE_TAIL = tl.constexpr(_contract.TAIL)
-ENOUGH = tl.constexpr(2.0**-6)  # of the mass: six bits may be lost
+ENOUGH = tl.constexpr(2.0**-6)  # of the mass; the subtraction then loses at most six bits
 LEAST_TAIL = tl.constexpr(_contract.LEAST_TAIL)
 
 
 @triton.jit
 def lift_of(tail):
-    """See contract.py. 0 where nothing is outside, and where the row is NaN."""
+    """The lift of a row's tail (see LEAST_TAIL in contract.py); 0 if it is empty or NaN."""
     return tl.where(tail > -INF, tl.minimum(tail - LEAST_TAIL, 0.0), 0.0)
 
 
 @triton.jit
 def _copies(IDS, ids, K):
-    """How many slots hold each of `ids`."""
+    """For each of `ids`, the number of slots that hold it."""
     count = tl.zeros(ids.shape, tl.int32)
     for j in range(K):
         count += (ids == tl.load(IDS + j).to(tl.int32)).to(tl.int32)
@@ -45,7 +45,7 @@ def _copies(IDS, ids, K):
 
 @triton.jit
 def _rank(IDS, ids, offs_k, K, repeated):
-    """How many slots come before each in the order of ids."""
+    """For each slot, the number of slots before it in the order of ids."""
     rank = tl.zeros(ids.shape, tl.int32)
     for j in range(K):
         rank += (tl.load(IDS + j).to(tl.int32) < ids).to(tl.int32)
@@ -58,7 +58,7 @@ def _rank(IDS, ids, offs_k, K, repeated):
 
 @triton.jit
 def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
-    """(max, sum) of the columns that are not in SORTED, which ends with a number ≥ V."""
+    """(max, sum) over the columns that are not in SORTED, which ends with a number ≥ V."""
     m = tl.full((), -INF, tl.float32)
     s = tl.full((), 0.0, tl.float32)
     id = tl.load(SORTED)
@@ -79,25 +79,25 @@ def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def _sort_ids(IDS, SORTED, K, V, repeated, BLOCK_K: tl.constexpr):
-    """The ids in order, with V after them; those of slots that hold none come first.
+    """Writes the ids in order, and V after them. Empty slots come first, and are not written.
 
-    Returns how many of the latter there are: nothing is written in their place.
+    Returns the number of empty slots.
     """
-    none = tl.zeros((BLOCK_K,), tl.int32)
+    empty = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         ids = tl.load(IDS + offs_k, mask=offs_k < K, other=0).to(tl.int32)
-        none += (ids == NO_ID).to(tl.int32)
+        empty += (ids == NO_ID).to(tl.int32)
         rank = _rank(IDS, ids, offs_k, K, repeated)
         tl.store(SORTED + rank, ids, mask=(offs_k < K) & (ids != NO_ID))
     tl.store(SORTED + K, V)
     tl.debug_barrier()
-    return tl.sum(none, axis=0)
+    return tl.sum(empty, axis=0)
 
 
 @triton.jit
 def _mass_inside(IDS, LOGPROB, K, V, repeated, BLOCK_K: tl.constexpr):
-    """The mass at the ids, each counted once; and whether one of them is no id."""
+    """The mass at the ids, each counted once, and whether one of the ids is bad."""
     q_in = tl.zeros((BLOCK_K,), tl.float32)
     bad = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, K, BLOCK_K):
@@ -119,13 +119,13 @@ def _mass_inside(IDS, LOGPROB, K, V, repeated, BLOCK_K: tl.constexpr):
 )
 def _tail_mass_kernel(
     X, LABEL, IDS, LOGPROB,  # inputs
-    STATE, SORTED, TAIL,  # STATE in and out; SORTED (N, K + 1), for rows that need it
+    STATE, SORTED, TAIL,  # STATE is read and written; SORTED (N, K + 1) is scratch memory
     temperature,
     rows_t, stride_xb, stride_xt, V, K,  # sizes
     softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
+    """One program per row."""
     row = tl.program_id(0)
     STATE += row.to(tl.int64) * STATE_WIDTH
     if ignore_index is not None:
@@ -141,7 +141,7 @@ def _tail_mass_kernel(
     inside, bad = _mass_inside(IDS, LOGPROB, K, V, repeated, BLOCK_K)
     mass = 1.0 - inside
     tail = tl.log(mass)
-    if bad | (tl.load(STATE + LOG_S) == INF):  # a logit of +inf: inf / inf
+    if bad | (tl.load(STATE + LOG_S) == INF):  # a logit of +inf gives inf / inf
         tail = tail * float("nan")
     elif mass < ENOUGH:
         Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
@@ -159,13 +159,13 @@ def write_tail(
     x: Tensor,
     rows: Rows,  # of x
     reading: Reading,
-    state: Tensor,  # (N, STATE), of which TAIL and REPEATS are written
+    state: Tensor,  # (N, STATE); TAIL and REPEATS are written
     logprob: Tensor,  # (..., K), log p at the ids
     shape: tuple[int, ...],
 ) -> Tensor:
-    """log of the mass outside the ids, (...); NaN where one of these is not in [0, V).
+    """log of the mass outside the ids, (...); NaN in a row with an id outside [0, V).
 
-    A slot of NO_ID holds none.
+    A slot with NO_ID is empty.
     """
     K = reading.ids.shape[-1]
     tail = torch.empty(shape, device=x.device, dtype=torch.float32)
@@ -186,10 +186,11 @@ def write_tail(
     return tail
 
 
-def outside(x: Tensor, reading: Reading, found: Statistics) -> Tensor:
-    """log of the mass outside reading.ids, (...), of rows whose state and log p are known."""
+def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
+    """log of the mass outside reading.ids, (...), for rows whose state and log p are known."""
     x, rows = rows_of(x)
-    return write_tail(x, rows, reading, found.state, found.logprob, x.shape[:-1])
+    state, logprob = statistics.state, statistics.logprob
+    return write_tail(x, rows, reading, state, logprob, x.shape[:-1])
 
 
 @functools.lru_cache(REMEMBERED)

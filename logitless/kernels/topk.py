@@ -1,10 +1,10 @@
-"""The k largest of each row, and the mass of all the rest, in one pass.
+"""The k largest logits of each row, and the mass of the other columns, in one pass.
 
-A first kernel streams over rows, see topk_stream.py. Rows that are too few to fill the GPU are
-split over several programs; a second kernel merges what they found, by the same steps, and writes
-the result. Rows with fewer than k logits above -inf look for their first ones of -inf at the end.
+A first kernel streams over the rows (topk_stream.py). If there are too few rows to fill the GPU,
+several programs share a row. A second kernel merges the lists of the programs and writes the
+result. A row with fewer than k logits above -inf is filled up with its first columns of -inf.
 
-The order is that of the logits x, before the softcap: it is the same, but for ties by rounding.
+Logits are ordered before the softcap, because the softcap may round two logits to the same number.
 """
 
 import functools
@@ -23,25 +23,25 @@ from .profiling import nothing, profiled
 from .topk_keys import EMPTY, column_of, logit_of
 from .topk_stream import leave_out_keys, merge, topk_stream_kernel
 
-MAX_K = 256  # beyond, sorting in registers is no gain
+MAX_K = 256  # for a larger k, sorting in registers is no faster
 MAX_SPLITS = 32
-RESIDENT = 32  # programs that a multiprocessor holds at once
+RESIDENT = 32  # programs that fit on a multiprocessor at once
 
 
 @triton.jit
-def _fill(Xrow, Ids, found, V, k, BLOCK_V: tl.constexpr):
-    """Columns of the first logits of -inf to the places from `found` to k."""
+def _fill(Xrow, Ids, count, V, k, BLOCK_V: tl.constexpr):
+    """Writes the first columns of -inf to the places from `count` to k. Returns the new count."""
     offs_v = tl.arange(0, BLOCK_V)
     start = tl.full((), 0, tl.int32)
-    while (found < k) & (start < V):
+    while (count < k) & (start < V):
         cols = start + offs_v
         x = tl.load(Xrow + cols, mask=cols < V, other=0.0)
         lost = x == -INF
-        place = found + tl.cumsum(lost.to(tl.int32), axis=0)
+        place = count + tl.cumsum(lost.to(tl.int32), axis=0)
         tl.store(Ids + place - 1, cols.to(tl.int64), mask=lost & (place <= k))
-        found = tl.max(place, axis=0)
+        count = tl.max(place, axis=0)
         start += BLOCK_V
-    return found
+    return count
 
 
 @triton.jit(
@@ -55,7 +55,7 @@ def _topk_merge_kernel(
     temperature, softcap,  # options
     BLOCK_V: tl.constexpr, LOG_K: tl.constexpr,
 ):  # fmt: skip
-    """One program a row merges what its splits found, and normalises."""
+    """One program per row merges the lists of its splits, and normalises."""
     BLOCK_K: tl.constexpr = 1 << LOG_K
     DTYPE: tl.constexpr = X.dtype.element_ty
     row = tl.program_id(0)
@@ -75,10 +75,10 @@ def _topk_merge_kernel(
         best, m, s = merge(best, m_new, s, rising, rate, softcap, LOG_K, DTYPE)
     m, s = leave_out_keys(m, s, tl.where(mask_k, EMPTY, best), rate, softcap, DTYPE)
 
-    # A place that is still empty belongs to a logit of -inf.
+    # A place that is still empty stands for a logit of -inf.
     y, _ = capped(tl.where(mask_k, logit_of(best), -INF).to(DTYPE), softcap)
-    found = tl.sum((mask_k & (best != EMPTY)).to(tl.int32), axis=0)
-    if found < k:  # and all that is left out is -inf too
+    count = tl.sum((mask_k & (best != EMPTY)).to(tl.int32), axis=0)
+    if count < k:  # then all other columns are -inf too
         m = tl.min(y, axis=0)
         s = tl.where(s == s, 1.0 * (V - k), s)
     shift = finite(tl.max(y, axis=0))
@@ -90,12 +90,12 @@ def _topk_merge_kernel(
     log_tail = tl.where(s == 0, -INF, (m - shift) * inv_t + tl.log(s))
     tl.store(LOG_TAIL + row, log_tail - log_s)
 
-    tl.store(IDS + at, column_of(best).to(tl.int64), mask=offs_k < found)
-    if found < k:
+    tl.store(IDS + at, column_of(best).to(tl.int64), mask=offs_k < count)
+    if count < k:
         offset = row_offset(row, rows_t, stride_xb, stride_xt)
-        found = _fill(X + offset, IDS + row.to(tl.int64) * k, found, V, k, BLOCK_V)
-        # A row with NaN may have too few that are not: any ids will do.
-        tl.store(IDS + at, offs_k.to(tl.int64), mask=mask_k & (offs_k >= found))
+        count = _fill(X + offset, IDS + row.to(tl.int64) * k, count, V, k, BLOCK_V)
+        # A row with NaN may have fewer than k other logits. Fill up with arbitrary ids.
+        tl.store(IDS + at, offs_k.to(tl.int64), mask=mask_k & (offs_k >= count))
 
 
 def topk(
@@ -106,8 +106,8 @@ def topk(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """ids and log-probabilities (..., k), largest first, and the log of the tail's mass (...).
 
-    Equal logits come in the order of their ids. k > 256 takes the eager path, on this device:
-    torch.topk on a few rows at a time, and more than one pass.
+    Equal logits come in the order of their ids. For k > 256, eager/topk.py computes them on this
+    device, with torch.topk on a few rows at a time and more than one pass.
     """
     if k > MAX_K:
         return topk_by_chunks(x, k, temperature, softcap)
@@ -122,15 +122,15 @@ def topk(
     processors = config.processors(x.device)
     narrow = softcap is not None or (rows.itemsize == 4 and k <= 64)
     cut = _cut(rows.count, rows.vocab, processors, narrow)
-    pieces = rows.count * cut.splits
-    programs = min(pieces, RESIDENT * processors)
+    splits_in_all = rows.count * cut.splits
+    programs = min(splits_in_all, RESIDENT * processors)
     block_k = 1 << _log_k(k)
-    best = torch.empty((pieces, block_k), device=x.device, dtype=torch.int64)
-    tail = torch.empty((pieces, 2), device=x.device, dtype=torch.float32)
+    best = torch.empty((splits_in_all, block_k), device=x.device, dtype=torch.int64)
+    tail = torch.empty((splits_in_all, 2), device=x.device, dtype=torch.float32)
     waiting = torch.empty((programs, cut.block_v + block_k), device=x.device, dtype=torch.int64)
-    stream, finish = _plan(rows, k, temperature, softcap, cut, programs)
+    stream, merge_splits = _plan(rows, k, temperature, softcap, cut, programs)
     stream(x, best, tail, waiting)
-    finish(best, tail, x, ids, logprobs, log_tail)
+    merge_splits(best, tail, x, ids, logprobs, log_tail)
     return ids, logprobs, log_tail
 
 
@@ -139,9 +139,9 @@ def _log_k(k: int) -> int:
 
 
 def _cut(rows: int, vocab: int, processors: int, narrow: bool) -> config.Config:
-    """One warp a program, so that nothing waits for another; splits of four blocks or more.
+    """One warp per program, which needs no barrier; splits of at least four blocks.
 
-    Chosen by registers, as compiled for sm_90: narrow blocks where there is more to hold.
+    Block sizes are chosen by the registers that sm_90 takes: narrow if a program holds more.
     """
     block = min(512 if narrow else 1024, max(128, config.ceil_pow2(vocab)))
     splits = min(
@@ -157,9 +157,9 @@ def _plan(
     rows: Rows, k: int, temperature: float, softcap: float | None, cut: config.Config,
     programs: int,
 ) -> tuple[Launch, Launch]:  # fmt: skip
-    """All pieces of all rows, then one program a row."""
+    """A launch over all splits of all rows, then a launch of one program per row."""
     V, layout = rows.vocab, {"BLOCK_V": cut.block_v, "LOG_K": _log_k(k)}
-    # A row may start inside of its first pack.
+    # Blocks start on 16-byte boundaries, so that a row may start inside its first pack.
     columns = config.ceil_div(V + rows.pack - 1, cut.splits)
     span = config.ceil_div(columns, cut.block_v) * cut.block_v
     return Launch(

@@ -1,14 +1,15 @@
-"""The k largest of a split of a row, and the mass of all the rest of it, in one pass.
+"""The k largest logits of one split of a row, and the mass of its other columns, in one pass.
 
-A program streams over its split and keeps the best so far, sorted, and a threshold: the k-th of
-them. A block's elements above the threshold are set aside in a short waiting list; all others can
-never be among the k, so their exponentials go to the tail, which has a maximum of its own and is
-never found by subtraction. When enough wait, they are sorted and merged into the best, those that
-fall out go to the tail, and the threshold rises. In a row in no special order few blocks have
-anything to set aside after the first ones; a row in ascending order costs a merge of every element.
+A program streams over its split. It keeps a sorted list of the best keys so far, and a threshold:
+the k-th logit of that list. The logits of a block above the threshold go to a short waiting list.
+All other logits can never be among the k largest, so that their exponentials go to the tail. The
+tail has a max of its own, and no mass is ever subtracted from it. When enough keys wait, they are
+sorted and merged into the list of the best. Keys that drop out go to the tail, and the threshold
+rises. In a row in random order, few blocks after the first have logits above the threshold. In a
+row in ascending order, every logit takes part in a merge.
 
-Blocks come in the order of columns, so a later element that only equals the threshold has lost
-already. A logit of -inf is never set aside.
+Blocks come in the order of columns, so that a later logit equal to the threshold loses the tie. A
+logit of -inf never goes to the waiting list.
 """
 
 import triton
@@ -22,7 +23,7 @@ from .topk_keys import EMPTY, key_of, logit_of, sort, sort_bitonic
 
 @triton.jit
 def _leave_out(m, s, y, top, rate):
-    """The tail (m, s), m = max y and s = Σ e^((y - m)/T), with one more block: y, of max `top`."""
+    """The tail (m, s) after one more block y with max `top`: m = max y, s = Σ e^((y - m)/T)."""
     m_new = tl.maximum(m, top)
     scale = tl.exp2(move(m, m_new, s) * rate)
     return m_new, s * scale + tl.sum(tl.exp2((y - finite(m_new)) * rate), axis=0)
@@ -30,6 +31,7 @@ def _leave_out(m, s, y, top, rate):
 
 @triton.jit
 def leave_out_keys(m, s, keys, rate, softcap, DTYPE: tl.constexpr):
+    """The tail after the logits of these keys."""
     y, _ = capped(logit_of(keys).to(DTYPE), softcap)
     y = tl.where(keys == EMPTY, -INF, y)
     return _leave_out(m, s, y, tl.max(y, axis=0), rate)
@@ -37,14 +39,14 @@ def leave_out_keys(m, s, keys, rate, softcap, DTYPE: tl.constexpr):
 
 @triton.jit
 def merge(best, m, s, rising, rate, softcap, LOG_K: tl.constexpr, DTYPE: tl.constexpr):
-    """The best of two sorted lists, one falling and one rising; the others go to the tail."""
+    """The best of two sorted lists, one falling and one rising. The other keys go to the tail."""
     m, s = leave_out_keys(m, s, tl.minimum(best, rising), rate, softcap, DTYPE)
     return sort_bitonic(tl.maximum(best, rising), LOG_K), m, s
 
 
 @triton.jit
 def _read(Xrow, start, V, softcap, BLOCK_V: tl.constexpr):
-    """A block from a 16-byte boundary: x, and y if it isn't x; -inf outside of the row."""
+    """x and y of a block that starts on a 16-byte boundary; -inf outside the row."""
     offs = tl.arange(0, BLOCK_V)
     Xblock = tl.multiple_of(Xrow + start, 16)
     if (start >= 0) & (start + BLOCK_V <= V):
@@ -65,41 +67,41 @@ def _read(Xrow, start, V, softcap, BLOCK_V: tl.constexpr):
 def _set_aside(
     Xrow, Wait, waiting, start, V, threshold, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Add a block's keys above the threshold to those waiting; how many there are then.
+    """Appends a block's keys above the threshold to the waiting list. Returns its new length.
 
-    The block is read again, from the cache, in parts that need few registers.
+    The block is read again from the cache, in short pieces that need few registers.
     """
-    for part in range(start, start + BLOCK_V, BLOCK_S):
-        x, _ = _read(Xrow, part, V, None, BLOCK_S)
+    for first in range(start, start + BLOCK_V, BLOCK_S):
+        x, _ = _read(Xrow, first, V, None, BLOCK_S)
         chosen = x > threshold
         if tl.max(chosen.to(tl.int32), axis=0) != 0:
             place = waiting + tl.cumsum(chosen.to(tl.int32), axis=0)
-            tl.store(Wait + place - 1, key_of(x, part + tl.arange(0, BLOCK_S)), mask=chosen)
+            tl.store(Wait + place - 1, key_of(x, first + tl.arange(0, BLOCK_S)), mask=chosen)
             waiting = tl.max(place, axis=0)
     return waiting
 
 
 @triton.jit(
     **profiled("topk_stream", shows=("k",), WAITING=nothing),
-    do_not_specialize=["rows_t", "lead", "span", "splits", "pieces"],
+    do_not_specialize=["rows_t", "lead", "span", "splits", "splits_in_all"],
 )
 def topk_stream_kernel(
     X,  # input
     BEST, TAIL,  # outputs: (rows, splits, 1 << LOG_K) keys, rising; (rows, splits, 2)
     WAITING,  # (programs, BLOCK_V + (1 << LOG_K)), for keys
-    rows_t, stride_xb, stride_xt, lead, V, k, span, splits, pieces,  # sizes
+    rows_t, stride_xb, stride_xt, lead, V, k, span, splits, splits_in_all,  # sizes; splits per row
     temperature, softcap,  # options
     PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, LOG_K: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes one piece, a split of a row, after another."""
+    """Each program takes one split after another."""
     BLOCK_K: tl.constexpr = 1 << LOG_K
     offs_k = tl.arange(0, BLOCK_K)
-    BLOCK_S: tl.constexpr = BLOCK_V if BLOCK_V < 128 else 128  # `min` is no constant to Triton 3.5
+    BLOCK_S: tl.constexpr = BLOCK_V if BLOCK_V < 128 else 128  # min() is no constant in 3.5
     rate = inverse_temperature(temperature, 0) * LOG2E
     Wait = WAITING + tl.program_id(0).to(tl.int64) * (BLOCK_V + BLOCK_K)
-    for piece in range(tl.program_id(0), pieces, tl.num_programs(0)):
-        offset = row_offset(piece // splits, rows_t, stride_xb, stride_xt)
-        lo = piece % splits * span
+    for split in range(tl.program_id(0), splits_in_all, tl.num_programs(0)):
+        offset = row_offset(split // splits, rows_t, stride_xb, stride_xt)
+        lo = split % splits * span
         if not ALIGNED:
             lo -= ((lead + offset) % PACK).to(tl.int32)
         hi = tl.minimum(lo + span, V)
@@ -120,19 +122,19 @@ def topk_stream_kernel(
                 top = tl.max(y, axis=0)
             m, s = _leave_out(m, s, y, top, rate)
             if (waiting >= BLOCK_K) | (start + BLOCK_V >= hi):
-                # What one thread wrote others read, and will write over.
+                # Threads read keys that other threads wrote, and later overwrite them.
                 tl.debug_barrier()
                 for at in range(0, waiting, BLOCK_K):
-                    some = tl.load(Wait + at + offs_k, mask=at + offs_k < waiting, other=EMPTY)
+                    keys = tl.load(Wait + at + offs_k, mask=at + offs_k < waiting, other=EMPTY)
                     best, m, s = merge(
-                        best, m, s, ~sort(~some, LOG_K), rate, softcap,
+                        best, m, s, ~sort(~keys, LOG_K), rate, softcap,
                         LOG_K, X.dtype.element_ty,
                     )  # fmt: skip
                 tl.debug_barrier()
                 waiting = tl.full((), 0, tl.int32)
                 kth = tl.max(tl.where(offs_k == k - 1, best, EMPTY), axis=0)
                 threshold = logit_of(kth)
-        at = tl.full((), 0, tl.int64) + piece
+        at = tl.full((), 0, tl.int64) + split
         tl.store(BEST + at * BLOCK_K + (BLOCK_K - 1 - offs_k), best)
         tl.store(TAIL + at * 2, m)
         tl.store(TAIL + at * 2 + 1, s)

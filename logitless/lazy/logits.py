@@ -67,13 +67,13 @@ class LazyLogits(Tensor, Source):
             return teacher_rows(self.as_teacher(), rows)
 
     def over(self, shard) -> "LazyLogits":
-        """The logits of all ranks, where these are one rank's columns."""
+        """The lazy logits of all ranks, if `self` holds the columns of `shard`."""
         recipe = self.recipe._replace(shard=shard.over(None))
         sides = (shard.start, shard.vocab - shard.start - shard.width)
         return LazyOp.apply(self, recipe, None, lambda t: pad(t, sides), False)  # pyright: ignore
 
     def check(self) -> None:
-        """Raises where the logits were written to through a view; a direct write raises itself."""
+        """Raises if the logits were written to through a view. Other writes raise at once."""
         if not torch.compiler.is_compiling() and versions(self) != (0,):
             raise RuntimeError(WRITTEN.format("assigning to a part of them"))
 
@@ -174,7 +174,7 @@ def warn_once(message: str) -> None:
 
 
 class UnscaledLogits(Source):
-    """The head's own logits of lazy logits, before any scale and softcap, as a source."""
+    """The logits that the head of lazy logits computes, before any scale and softcap."""
 
     def __init__(self, z: LazyLogits):
         self.z, self.recipe = z, z.recipe
@@ -211,10 +211,10 @@ class UnscaledLogits(Source):
 
 
 class LazyColumns(Source):
-    """The logits of all ranks, where this rank has lazy logits of its columns.
+    """The logits of all ranks, if this rank holds the lazy logits of its columns.
 
     A loss that cannot be computed from the head materialises this rank's columns, not those of all
-    ranks. The gradient of hidden is this rank's share, because whoever computed hidden sums it.
+    ranks. The gradient of hidden is not summed over ranks here; the caller sums it.
     """
 
     def __init__(self, z: LazyLogits, shard):
@@ -238,7 +238,10 @@ class LazyColumns(Source):
 
 
 def lazy_logits_of(head: Head, shard=None, kind: type[LazyLogits] = LazyLogits) -> LazyLogits:
-    """The lazy logits of a head; with a shard, one rank's weight to the logits of all ranks."""
+    """The lazy logits of a head.
+
+    With a shard, `head` has this rank's rows of the weight, and the logits are those of all ranks.
+    """
     return LazyHead.apply(*head.tensors, head, shard, kind)  # pyright: ignore[reportReturnType]
 
 
@@ -281,9 +284,10 @@ class LazyHead(Node):
 class LazyOp(Node):
     """Lazy logits to lazy logits: an operation that keeps them lazy.
 
-    `back` turns the gradients of the new hidden, weight and bias into those of the old. `op` is the
-    operation on the values, for a gradient of the values. An `op` that only `moves` values needs
-    none of them for that.
+    `back` maps the gradients of the new hidden, weight and bias to those of the old ones. `op` is
+    the same operation on plain logits; backward differentiates it if the upstream gradient is a
+    plain tensor. If `op` only `moves` values, as views and slices do, its gradient does not depend
+    on the values, and they are not computed for it.
     """
 
     @staticmethod

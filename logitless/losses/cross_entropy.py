@@ -44,8 +44,8 @@ class CrossEntropy(RowLoss):
     def value_and_gradient(self, backend, x, factor, into):
         if self.label_smoothing or self.z_loss or backend.one_pass is None:
             return super().value_and_gradient(backend, x, factor, into)
-        # The coefficients of a loss that is linear in log p need no statistics. (With class weights
-        # they are wasted if one_pass declines, as it does for very long rows.)
+        # The coefficients of a loss that is linear in log p need no statistics. With class weights
+        # they are computed in vain if one_pass returns None, as it does for very long rows.
         if self.is_nll:
             coefficients = _nll_coefficients[x.device, torch.float32]
         else:
@@ -103,9 +103,9 @@ def cross_entropy(
         row_weight · [ (1-ε) v[target] (-log p[target]) + ε/V Σ_i v_i (-log p_i) + z_loss · lse² ]
 
     "mean" divides the sum by the number of rows that count, or by Σ v[target] over them, as PyTorch
-    does. A row whose target is ignore_index is not read; its loss and gradient are 0, and if all
-    rows are ignored, so is the mean. A target outside [0, V) raises on a CPU and makes its row NaN
-    on a GPU (LOGITLESS_CHECK=1 raises there too).
+    does. A row whose target is ignore_index is not read; its loss and gradient are 0. If all rows
+    are ignored, the mean is 0. A target outside [0, V) raises on a CPU and makes its row NaN on a
+    GPU (LOGITLESS_CHECK=1 raises there too).
 
     logits (..., V), target (...) of integers, weight (V,), row_weight (...). The loss is fp32 (fp64
     for fp64 logits) whatever the dtype of the logits. The vocabulary is the last dimension, while
@@ -116,10 +116,10 @@ def cross_entropy(
     would overflow.
 
     inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
-    forward. Using the logits afterwards raises in that graph's backward; for a leaf or a slice of a
-    larger tensor, only if they were saved before this call. A second backward raises too. Without
-    gradients nothing is overwritten. Under torch.compile, which plans memory itself, inplace has no
-    effect.
+    forward. If another operation saved the logits before this call, its backward raises. An
+    operation that uses the logits after this call raises in backward too, unless they are a leaf or
+    a slice of a larger tensor. A second backward raises. Without gradients nothing is overwritten.
+    Under torch.compile, which plans memory itself, inplace has no effect.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)

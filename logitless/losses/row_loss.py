@@ -59,7 +59,7 @@ def row_loss(
 class Formula(RowLoss):
     """Any function of the statistics of each row and of row_inputs, (...) or (..., k) each.
 
-    The function sees rows as (n,), whatever their shape and however many at a time.
+    The function gets n rows at a time as (n,), for any n and whatever the shape (...) of all rows.
     """
 
     function: Callable[..., Tensor]  # RowStats, *row_inputs -> (n,)

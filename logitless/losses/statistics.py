@@ -62,13 +62,13 @@ def partial(z: Tensor) -> Partial:
 def merge(left: Partial, right: Partial) -> Partial:
     """The Partial of two disjoint sets of columns.
 
-    Associative and commutative, with the empty part (-inf, 0, 0) as identity. m is detached: the
-    gradients flow through s and w, which is also correct where the maxima tie.
+    Associative and commutative, with the empty part (-inf, 0, 0) as identity. m is detached, and
+    gradients flow only through s and w. This is also correct where the maxima tie.
     """
     m = torch.maximum(left.m, right.m).detach()
     s, w = torch.zeros_like(m), torch.zeros_like(m)
     for part in (left, right):
-        # An empty part, or an infinite max that stays, moves by 0, because inf - inf is NaN.
+        # d is 0 for an empty part, and where both maxima are infinite: inf - inf is NaN.
         stays = (part.s == 0) | (m.isinf() & (part.m == m))
         d = torch.where(stays, 0.0, part.m - m).clamp_min(-1e38)
         s = s + part.s * d.exp()
@@ -167,7 +167,7 @@ def _log_total(sums: _Sums, d: Tensor) -> None:  # Σ v log p = Σ v z - lse Σ 
     sums.add(contract.A, -d * n)
 
 
-# Each differentiable statistic of row_stats, score and row_loss. A new one is one line here.
+# Each differentiable statistic of row_stats, score and row_loss. A new statistic is one line here.
 RULES = {
     "lse": Rule(("a",), _lse),
     "picked": Rule(("label",), _picked),
@@ -233,7 +233,7 @@ def row_stats(
 def stats_reading(
     logits, ids, temperature, softcap, ignore_index, entropy, total, argmax
 ) -> Reading:
-    """One id per row is the row's label. Of K ids, the first says whether the row is ignored."""
+    """The Reading of row_stats. One id per row is its label; of K ids, the first may ignore it."""
     optional = {"entropy": entropy, "total": total, "argmax": argmax}
     wants = ["lse", *(name for name, wanted in optional.items() if wanted)]
     label = None

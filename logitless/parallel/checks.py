@@ -67,7 +67,7 @@ def same_columns(teacher: Any, student: Any) -> None:
 
 
 def replicated(t: Any) -> None:
-    """A DTensor beside the logits: labels, weights, and the like."""
+    """Checks that a DTensor passed beside the logits, such as labels, is replicated."""
     if not all(p.is_replicate() for p in t.placements):
         raise TypeError(
             "what is given beside logits must be plain tensors, or replicated, got a DTensor of "

@@ -2,8 +2,8 @@
 
 `ColumnBackend` has the functions of a backend (core/backend.py), so every RowLoss runs on it
 unchanged. A function that reads rows computes the partial statistics of this rank's columns,
-gathers those of the other ranks, and finishes them to the statistics of whole rows. A gradient is
-the backend's own, from the state of whole rows, and needs no communication.
+gathers those of the other ranks, and merges all of them into the statistics of whole rows. The
+underlying backend computes gradients from the state of whole rows, without communication.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ BAD = -1  # an id outside the vocabulary; NO_ID is an id in another rank's colum
 class ColumnBackend:
     """A backend for the columns [start, start + width) of a vocabulary.
 
-    gather(t) returns the numbers t (N, F) of every rank, (ranks, N, F), the same on all ranks. Each
-    function here that reads logits calls gather once, JSD twice.
+    gather(t) returns the tensors t (N, F) of all ranks as one tensor (ranks, N, F), the same on all
+    ranks. Each function here that reads logits calls gather once, JSD twice.
     """
 
     one_pass = None  # the gradient needs the statistics of the other columns first
@@ -40,13 +40,13 @@ class ColumnBackend:
         widest: int = 0,  # the width of the widest rank
     ):
         self.backend, self.join = backend, gather
-        # Start the all-reduce, or the reduce-scatter, of the gradient of hidden. At most one is
-        # set.
+        # Functions that start the all-reduce, or the reduce-scatter, of the gradient of hidden. At
+        # most one of them is set.
         self.all_reduce: Callable[[Tensor], Any] | None = None
         self.reduce_scatter: Callable[[Tensor], Any] | None = None
         self.start, self.width, self.vocab, self.widest = start, width, vocab, widest
 
-        # What reads no logits is the backend's own.
+        # Functions that read no logits are those of the underlying backend.
         self.slots, self.reduce, self.share = backend.slots, backend.reduce, backend.share
         self.scale_, self.merge = backend.scale_, backend.merge
         self.cross_entropy, self.label_mass = backend.cross_entropy, backend.label_mass
@@ -56,7 +56,7 @@ class ColumnBackend:
         self.accumulate = getattr(backend, "accumulate", None)
 
     def hidden_sum(self, total: Tensor, chunks: int) -> "AllRows | OwnRows | None":
-        """Sums the gradient of hidden, total (N, D), over ranks; None if the caller sums it."""
+        """Sums the gradient of hidden, (N, D), over ranks into `total`; None if the caller does."""
         if self.all_reduce is not None:
             return AllRows(self.all_reduce, total)
         if self.reduce_scatter is not None:
@@ -78,14 +78,14 @@ class ColumnBackend:
         return found._replace(state=state, tail=tail.view(lead).clone())
 
     def finish(self, part: Partials, reading: Reading, shape=None) -> Statistics:
-        """The statistics of whole rows, from this rank's part and those of the other ranks."""
+        """The statistics of whole rows, from the parts of this rank and of the other ranks."""
         whole, _ = self._joined(part, reading)
         return self.backend.finish(whole, reading, shape)
 
     def _joined(
         self, part: Partials, reading: Reading, more: Tensor | None = None
     ) -> tuple[Partials, Tensor]:
-        """The parts of all ranks, and further numbers (N, k) of each rank."""
+        """Gathers the parts of all ranks, and `more`, further numbers (N, k) of each rank."""
         part = part if part.state.shape[1] == 1 else self.backend.merge([part], reading)
         fields, K = part_width(*reading.sums), 0 if part.picked is None else part.picked.shape[1]
         sent = [part.state[:, 0, :fields]]
@@ -99,7 +99,7 @@ class ColumnBackend:
     def gradient(
         self, x, reading, state, coefficients, upstream, factor=None, into=None, start=0
     ) -> Tensor:
-        """The gradient of these columns, or of some of them from `start` on. No communication."""
+        """The gradient of x, whose columns begin at `start` of this rank's. No communication."""
         if x.shape[-1] == 0:
             return torch.empty_like(x) if into is None else into
         start = self.start + (start or 0)
@@ -154,7 +154,7 @@ class ColumnBackend:
         return self.backend.pair_gradient(x, here, pair, state, upstream, factor, into)
 
     def _pair_reading(self, reading: Reading) -> Reading:
-        """The reading with the class weights of these columns. V stays, for label smoothing."""
+        """`here`, with the vocab of the whole rows, because label smoothing divides by it."""
         return self.here(reading)._replace(vocab=reading.vocab)
 
     def topk(
@@ -178,7 +178,7 @@ class ColumnBackend:
         return ids.view(*lead, k), logprobs.view(*lead, k), tail.view(lead)
 
     def here(self, reading: Reading) -> Reading:
-        """The same reading as if these columns were the vocabulary. The label stays."""
+        """The same reading, as if these columns were the vocabulary. The label is not changed."""
         weight = reading.class_weight
         if weight is not None:
             weight = weight[self.start : self.start + self.width]
@@ -192,7 +192,7 @@ class ColumnBackend:
         return torch.where((at >= 0) & (at < self.width), at, torch.where(elsewhere, NO_ID, BAD))
 
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
-        """The part of these columns, or of some of them from `start` on."""
+        """The partial statistics of x, whose columns begin at `start` of this rank's columns."""
         if x.shape[-1]:
             return self.backend.partial(x, reading, self.start + start)
         rows, dtype = x.shape[:-1].numel(), PRECISION[x.dtype]
@@ -252,7 +252,10 @@ class AllRows:
 
 
 class OwnRows:
-    """The same where each rank needs its slice of the rows: one reduce-scatter after all chunks."""
+    """The gradient of hidden where each rank needs only its slice of the rows.
+
+    One reduce-scatter follows the last chunk.
+    """
 
     def __init__(self, reduce_scatter: Callable[[Tensor], Any], total: Tensor, chunks: int):
         self.reduce_scatter, self.total, self.missing = reduce_scatter, total, chunks

@@ -105,7 +105,8 @@ class VocabShard(Source):
         if sequence_parallel:
             source = source.over_all_tokens(ranks.gather)
         self.ranks = ranks
-        self.sums_hidden = True  # over ranks, the gradient of hidden; else the caller does
+        # Whether the gradient of hidden is summed over ranks; otherwise the caller sums it.
+        self.sums_hidden = True
         self.width = source.shape[-1]
         self.layout = layout_of(ranks, self.width, start, vocab, source.device)
         self.start, self.vocab = self.layout.starts[ranks.index], self.layout.vocab
@@ -158,8 +159,8 @@ class VocabShard(Source):
     def head_backend(self, like: Tensor, gathered: bool) -> ColumnBackend:
         """The same for a head, whose gradient of hidden is summed over ranks.
 
-        `gathered` says that hidden was gathered from all ranks: each rank then needs only its
-        slice.
+        `gathered` says that hidden was gathered from all ranks. Each rank then needs only its slice
+        of the gradient.
         """
         backend = self.backend(like)
         if gathered:
@@ -169,7 +170,7 @@ class VocabShard(Source):
         return backend
 
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
-        """The logits of all ranks, (..., V), or of some rows, (n, V), gathered, as constants."""
+        """Gathers the logits of all ranks, (..., V), or some rows of them, (n, V), as constants."""
         local = self.local(rows).detach()
         padded = local.new_zeros((*local.shape[:-1], max(self.layout.widths)))
         padded[..., : self.width] = local

@@ -8,7 +8,7 @@ import torch
 
 import logitless as ll
 from logitless.kernels import config, program_exchange
-from logitless.kernels.jsd_fwd import _parts
+from logitless.kernels.jsd_fwd import splits_of
 from logitless.kernels.nll_fwd_bwd import nll_fwd_bwd_plan
 from tests.support.launches import launched
 from tests.support.sizes import DEVICE, ON_GPU, sized
@@ -152,9 +152,9 @@ def test_who_may_wait(waiting, monkeypatch):
         how = ((1.0, None, None), False, False, False, waiting, config.revision)
         plan = nll_fwd_bwd_plan(x.shape, (x.numel(), 1), 0, 4, x.device, None, *how)
         assert (plan is not None) is waiting
-        assert (_parts(x) > 1) is waiting
+        assert (splits_of(x) > 1) is waiting
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert program_exchange.may_wait(1, cpu)
     assert not program_exchange.may_wait(2, cpu)
-    assert program_exchange.may_wait(program_exchange.MAX_PARTS, gpu) is waiting
-    assert not program_exchange.may_wait(program_exchange.MAX_PARTS + 1, gpu)
+    assert program_exchange.may_wait(program_exchange.MAX_PROGRAMS, gpu) is waiting
+    assert not program_exchange.may_wait(program_exchange.MAX_PROGRAMS + 1, gpu)

@@ -244,7 +244,7 @@ def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
         kernels.pair_read(x, reading, pair)
         kernels.pair_gradient(x, reading, pair, state, row, row[0] if full else None)
     span = config.jsd_split_fwd(x.shape[1], x.element_size()).span
-    with mock.patch.object(jsd_fwd, "_parts", return_value=config.ceil_div(x.shape[1], span)):
+    with mock.patch.object(jsd_fwd, "splits_of", return_value=config.ceil_div(x.shape[1], span)):
         kernels.pair_read(x, reading, Pair(x, "jsd", 0.5))
 
 
