@@ -154,8 +154,11 @@ class RowLoss:
 
     # --- a loss as a tree
 
-    def flatten(self) -> tuple[tuple[Tensor | None, ...], "RowLoss"]:
-        """The tensors that backward reads, and the same loss without any tensor."""
+    def flatten(self, recompute: bool = False) -> tuple[tuple[Tensor | None, ...], "RowLoss"]:
+        """The tensors that backward reads, and the same loss without any tensor.
+
+        With recompute=True also those that only forward reads, for a backward that calls it again.
+        """
         r = self.reading
         return (r.label, r.ids, r.class_weight, r.row_temperature), self.replace(
             reading=r._replace(label=None, ids=None, class_weight=None, row_temperature=None)

@@ -77,14 +77,15 @@ class LinearLogits(AsTensor, Source):
         main_grad: Tensor | None = None,
         drop_ignored: bool = True,
     ):
-        if is_dtensor(weight):
+        if is_dtensor(weight):  # shard_of_head checks this rank's tensors
             rules.head_placements(hidden, weight, bias)
             self.spread = True
-        elif isinstance(hidden, Tensor) and autocasts(hidden.device):
-            hidden, weight, bias = map(cast_by_autocast, (hidden, weight, bias))
-        call.check_once(
-            rules.linear, hidden, weight, bias, main_grad, workspace, logits_dtype, accumulate
-        )
+        else:
+            if isinstance(hidden, Tensor) and autocasts(hidden.device):
+                hidden, weight, bias = map(cast_by_autocast, (hidden, weight, bias))
+            call.check_once(
+                rules.linear, hidden, weight, bias, main_grad, workspace, logits_dtype, accumulate
+            )
         self.head = Head(
             hidden, weight, bias, None, workspace, logits_dtype, accumulate, main_grad, drop_ignored
         )

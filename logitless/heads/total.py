@@ -34,7 +34,7 @@ class Call(NamedTuple):
     def flatten(self) -> tuple[tuple[Tensor | None, ...], "Call"]:
         """The tensors that backward reads, and the same call without them."""
         of_head, head = self.head.flatten()
-        of_loss, loss = self.loss.flatten()
+        of_loss, loss = self.loss.flatten(recompute=True)
         call = self._replace(head=head, loss=loss, row_weight=None)
         return (self.row_weight, *of_head, *of_loss), call
 

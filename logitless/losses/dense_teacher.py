@@ -40,7 +40,7 @@ class Dense(RowLoss):
             x, self.reading, self.pair, saved[0], upstream[0], factor, into
         )
 
-    def flatten(self):
+    def flatten(self, recompute=False):
         (label, ids, class_weight, row_temperature), loss = super().flatten()
         leaves, blank = flat_teacher(self.pair.teacher)
         tensors = (label, ids, class_weight, row_temperature, *leaves)

@@ -112,7 +112,7 @@ class Formula(RowLoss):
         _, rows, ids, *_ = saved
         return Coefficients(rows, fields_of(self.reading), ids), upstream[0]
 
-    def flatten(self):
+    def flatten(self, recompute=False):
         tensors, loss = super().flatten()
         blank = (None,) * len(self.row_inputs)
         return (*tensors, *self.row_inputs), loss.replace(row_inputs=blank)

@@ -49,10 +49,23 @@ class Sparse(RowLoss):
         has += ("logprob_t1",) if self.slots.ce_weight else ()
         return Coefficients(saved[1], has, saved[2]), upstream[0]
 
-    def flatten(self):
-        tensors, loss = super().flatten()  # backward reads no tensor of the slots
-        blank = self.slots._replace(teacher=None, mask=None, tail=None, row_weight=None)
+    def flatten(self, recompute=False):
+        tensors, loss = super().flatten()
+        slots = self.slots
+        if recompute:  # backward reads no tensor of the slots, forward reads all
+            tensors = (*tensors, slots.teacher, slots.mask, slots.tail, slots.row_weight)
+        blank = slots._replace(teacher=None, mask=None, tail=None, row_weight=None)
         return tensors, loss.replace(slots=blank)
+
+    def rebuild(self, tensors):
+        label, ids, class_weight, row_temperature, *of_slots = tensors
+        loss = super().rebuild((label, ids, class_weight, row_temperature))
+        if not of_slots:
+            return loss
+        teacher, mask, tail, row_weight = of_slots
+        return loss.replace(
+            slots=self.slots._replace(teacher=teacher, mask=mask, tail=tail, row_weight=row_weight)
+        )
 
     def shapes(self, x):
         rows = rows_in(x.shape[:-1])

@@ -12,11 +12,12 @@ from torch import Tensor
 from ..contract import PER_CLASS, PER_ROW, TEACHER
 from ..core import checks
 from ..core.autograd import Node
-from ..core.call import backend_of
+from ..core.call import backend_of, check_once
 from ..core.evaluate import evaluate
 from ..core.in_place import evaluate_in_place
 from ..core.loss import RowLoss
 from ..core.source import Source, TopK, is_dtensor
+from ..heads import checks as head_rules
 from ..heads.linear import of_head
 from ..heads.products import autocasts, cast_by_autocast
 from . import checks as rules
@@ -119,6 +120,10 @@ def shard_of_head(head: Any) -> VocabShard:
     weight_rows, bias_rows = weight.to_local(), None if bias is None else bias.to_local()
     if autocasts(hidden.device):
         hidden, weight_rows, bias_rows = map(cast_by_autocast, (hidden, weight_rows, bias_rows))
+    check_once(
+        head_rules.linear, hidden, weight_rows, bias_rows, head.main_grad, head.workspace,
+        head.logits_dtype, head.accumulate,
+    )  # fmt: skip
     logits = of_head(head._replace(hidden=hidden, weight=weight_rows, bias=bias_rows))
     shard = VocabShard(logits, weight.device_mesh.get_group(dim), vocab=weight.shape[0])
     shard.sums_hidden = not tokens

@@ -260,7 +260,7 @@ def test_trainer(options, tmp_path):
     assert_logged(got, want, lambda key, i, number: 1e-5 * abs(number))
     assert_same_parameters(got.parameters, want.parameters)
     assert logits
-    assert all(z.made is None for z in logits)
+    assert all(z.dense_values is None for z in logits)
 
 
 def test_trainer_in_bf16(tmp_path):
