@@ -31,7 +31,9 @@ class AsTensor:
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """A public attribute or method that a tensor has and this class has not."""
+        """An option of the head, or a public attribute or method of a tensor."""
+        if name in Head._fields:
+            return getattr(self.head, name)
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return getattr(self.lazy(), name)
