@@ -41,8 +41,8 @@ BUGS = (
         ("tests/test_contract.py",)),
 
     # eager/
-    Bug("eager: ignored rows counted", "eager", "logitless/eager/cross_entropy.py",
-        "whole = live.sum()", "whole = torch.ones_like(live).sum()", (CROSS_ENTROPY,)),
+    Bug("eager: ignored rows counted", "eager", "logitless/eager/rows.py",
+        "total = live.sum()", "total = torch.ones_like(live).sum()", (CROSS_ENTROPY,)),
     Bug("eager: smoothing by V - 1", "eager", "logitless/eager/cross_entropy.py",
         "label_smoothing / reading.vocab", "label_smoothing / (reading.vocab - 1)",
         (CROSS_ENTROPY,)),
@@ -80,7 +80,7 @@ BUGS = (
     Bug("kernels: reference of parts", "kernels", "logitless/kernels/stats_merge.py",
         "c = tl.sum(c_p + n_p * (ref_p - ref), axis=0)", "c = tl.sum(c_p, axis=0)", (SHARD,)),
     Bug("kernels: bad label has gradient", "kernels", "logitless/kernels/label_bwd.py",
-        'a = tl.where(inside, a, float("nan"))', "a = coefs.a",
+        'a = tl.where(valid, a, float("nan"))', "a = coefs.a",
         ("tests/kernels/test_bounds.py",)),
     Bug("kernels: softcap slope", "kernels", "logitless/kernels/bwd_tile.py",
         "dx = (dz * slope).to(tile.DX.dtype.element_ty)",
@@ -101,9 +101,9 @@ BUGS = (
     Bug("kernels: weights of smoothing", "kernels", "logitless/kernels/cross_entropy.py",
         "n = tl.load(SUM_W).to(tl.float32)", "n = V.to(tl.float32)", (CROSS_ENTROPY,)),
     Bug("kernels: KL without temperature", "kernels", "logitless/kernels/pair_fwd.py",
-        "value = found.c / found.s_p * inv_t", "value = found.c / found.s_p", (DENSE,)),
+        "value = state.c / state.s_p * inv_t", "value = state.c / state.s_p", (DENSE,)),
     Bug("kernels: bad label unwritten", "kernels", "logitless/kernels/nll_fwd_bwd.py",
-        "mask=mine | ((lo == 0) & (not inside))", "mask=mine",
+        "mask=has_label | ((lo == 0) & (not valid))", "mask=has_label",
         ("tests/kernels/test_bounds.py",)),
 
     # core/
