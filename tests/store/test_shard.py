@@ -103,7 +103,7 @@ class TestLies:
             ),
             (
                 {"format": "logitless.store", "version": "1", "header": "[" * 10**5},
-                "must hold a header of",
+                "must hold a header with the fields",
             ),
             (
                 {

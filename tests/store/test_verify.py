@@ -35,7 +35,7 @@ class TestVerify:
         report = stores.write(tmp_path, found).verify()
         assert not report
         assert f"offset {-shift:+d}" in report.problems[0]
-        assert "must be of the next token" in report.problems[0]
+        assert "must describe the next token" in report.problems[0]
 
     def test_one_of_no_relation_is_not_called_shifted(self, some):
         assert some[1].verify()
