@@ -3,6 +3,7 @@
 #   make test                   lint, types, tests (kernels under Triton's interpreter)
 #   make test-newest            tests with the newest versions, in .venv-newest
 #   make test-oldest            tests with the oldest versions that we support, in .venv-oldest
+#   make test-clients           tests of other libraries over fused models, in .venv-clients
 #   make test-gpu PY=python3    GPU tests with an interpreter that has PyTorch, without .venv
 #
 # PYTHON creates the environments. ARGS are passed to the command: make demo ARGS="--steps 50".
@@ -20,7 +21,7 @@ READY := .venv/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-newest test-oldest test-gpu test-families sanitize fuzz planted bench tables demo lint types format clean
+.PHONY: help test test-newest test-oldest test-gpu test-families test-clients sanitize fuzz planted bench tables demo lint types format clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +41,10 @@ test-gpu: $(READY)  ## tests at real sizes, on a GPU
 
 test-families: $(READY)  ## fuse every causal LM of Transformers; prints the table of docs/fuse.md
 	$(PY) -W ignore -m tests.support.families $(ARGS)
+
+test-clients: .venv-clients/sources/tests  ## other libraries' tests over fused models: Transformers, PyTorch, PEFT, TRL
+	LOGITLESS_CLIENTS=$< HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest $(TWO_WORKERS) \
+		tests/clients tests/lazy/test_peft_accelerate.py $(ARGS)
 
 sanitize: $(READY)  ## run every kernel under compute-sanitizer (memcheck, racecheck), on a GPU
 	$(PY) -m tests.support.sanitizer
@@ -71,7 +76,7 @@ format: $(READY)  ## fix and format the sources with ruff
 	$(PY) -m ruff format .
 
 clean:  ## remove the environments and all build products
-	rm -rf .venv .venv-newest .venv-oldest build dist .pytest_cache .ruff_cache .hypothesis logitless-demo.png logitless-demo.html
+	rm -rf .venv .venv-newest .venv-oldest .venv-clients build dist .pytest_cache .ruff_cache .hypothesis logitless-demo.png logitless-demo.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call install,PYTHON) creates an environment with the packages of the first prerequisite.
@@ -92,3 +97,13 @@ endef
 	@$(PYTHON_OLDEST) -c "import sys; sys.exit(sys.version_info[:2] != (3, 10))" 2>/dev/null || \
 		{ echo "PYTHON_OLDEST must name a Python 3.10, got $(PYTHON_OLDEST)." >&2; exit 1; }
 	$(call install,$(PYTHON_OLDEST))
+
+.venv-clients/.ready: requirements/clients.txt requirements/tests.txt pyproject.toml
+	$(call install,$(PYTHON))
+
+# The source archive of the same release of Transformers has its tests.
+.venv-clients/sources/tests: .venv-clients/.ready
+	.venv-clients/bin/python -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: \
+		--dest $(@D) "$$(.venv-clients/bin/python -m pip freeze | grep '^transformers==')"
+	tar -xzf $(@D)/transformers-*.tar.gz -C $(@D) --strip-components=1
+	touch $@

@@ -1,11 +1,11 @@
-"""Counts the files and functions of the library that one call crosses on the host.
+"""Counts the files and functions of the library that one call runs on the host.
 
     python benchmarks/call_path.py [CHECKOUT] [--names]
 
-Counts the distinct Python functions of the package, without comprehensions, that run in forward and
-in backward. The call is made for the fourth time, so that caches are filled. Code that runs on the
-GPU is not counted. Without a GPU, both implementations are counted; the kernels then run under
-Triton's interpreter. CHECKOUT is the library to measure; the default is this one.
+The script counts the distinct Python functions of the package that run in forward and in backward.
+Comprehensions are not counted. Three earlier calls fill the caches. Code that runs on the GPU is
+not counted. Without a GPU, the script counts both backends, and the kernels run under Triton's
+interpreter. CHECKOUT is the checkout to measure. The default is the checkout of this script.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def crossed(f) -> tuple[object, set[tuple[str, str]]]:
     def look(frame, event, _):
         code = frame.f_code
         ours = event == "call" and code.co_filename.startswith(ROOT) and code.co_name[0] != "<"
-        if ours and not hasattr(frame.f_globals.get(code.co_name), "fn"):  # skips Triton kernels
+        if ours and not hasattr(frame.f_globals.get(code.co_name), "fn"):  # "fn": a Triton kernel
             name = getattr(code, "co_qualname", code.co_name)
             seen.add((os.path.relpath(code.co_filename, ROOT), name))
 

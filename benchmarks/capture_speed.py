@@ -1,12 +1,12 @@
-"""Measures how fast a teacher is captured into a store, relative to its forward.
+"""Measures the speed of capturing a teacher into a store, relative to the teacher's forward.
 
     python -m benchmarks.capture_speed --out FOLDER
 
 The teacher is a random Llama of the 1B class with V = 128,256 in bf16, and the documents are random
 tokens. Three runs are timed: the forward to hidden states, the forward to whole logits, and
-`ll.store.capture` with K = 64 into a store on disk. The store is first verified and compared with
-`capture_topk` of whole logits. Writes capture-speed.md. The aim is 80 % of the speed of the forward
-to whole logits. Needs transformers.
+`ll.store.capture` with K = 64 into a store on disk. Before the timing, the store is verified and
+compared with `capture_topk` of whole logits. The target for the capture is 80 % of the speed of the
+forward to whole logits. The script writes capture-speed.md and needs the package transformers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AIM = 0.8
 def teacher(small: bool, device: str) -> LlamaForCausalLM:
     sizes = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 8192}
     sizes |= {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
-    if small:  # for a run of the script without a GPU
+    if small:  # sizes for a machine without a GPU
         sizes |= {"vocab_size": 2000, "hidden_size": 64, "intermediate_size": 128}
         sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
@@ -94,7 +94,7 @@ def main() -> None:
 
 @torch.no_grad()
 def check(model: LlamaForCausalLM, path: Path, batch: torch.Tensor) -> None:
-    """Compares the first document with a capture from whole logits, up to rounding."""
+    """Compares the first document of the store with a capture from whole logits, up to rounding."""
     store = ll.store.Store(path)
     _, got = store[store.find(batch[0])]
     want = ll.capture_topk(model(batch[:1].to(model.device)).logits, 64)[0].to("cpu")

@@ -1,11 +1,11 @@
 """Compares our own times in two checkouts: python benchmarks/compare.py OLD NEW --out FOLDER
 
 Three processes load the library of OLD, of NEW, and of OLD again. Each case runs in all three
-before the next case begins, by the benchmark of *this* checkout, without other libraries and
-without checks of the results. The two times of OLD give the noise of a case. "slower" and "faster"
-mean a difference of 2 % beyond this noise and beyond the median noise of the run. A case that is
-slower is measured once more. The exit status is 1 if a case is slower or fails. Writes
-FOLDER/compare.md.
+processes before the next case begins. The code of the benchmark is from the checkout of this
+script. Other libraries are not measured, and results are not checked. The difference of the two
+times of OLD is the noise of a case. A case is "slower" or "faster" if its times differ by 2 % more
+than this noise and than the median noise of all cases. A slower case is measured once more. The
+script writes FOLDER/compare.md. The exit status is 1 if a case is slower or fails.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def worker(checkout: Path) -> ProcessPoolExecutor:
 
 
 def set_path(checkout: str) -> None:
-    """In a worker: imports `logitless` from the checkout, and `cli` from this one."""
+    """In a worker: imports `logitless` from `checkout`, and `cli` from this script's checkout."""
     sys.path[:] = [checkout, *sys.path, str(PACKAGE)]
     import logitless
 
@@ -54,18 +54,18 @@ def measure(device: str, filters: dict, name: str, ms: float) -> dict:
     case = next(case for case in cases.choose(device, **filters) if case.name == name)
     ours = {contenders.OURS: contenders.ours}
     (result,) = runner.run_case(case, ours, device, ms, checked=False)
-    torch.cuda.empty_cache()  # the other workers need the memory
+    torch.cuda.empty_cache()  # frees the memory for the other workers
     return asdict(result)
 
 
 def noise(old: dict, new: dict, again: dict) -> float | None:
-    """The relative difference of the two old times; None if a time is missing."""
+    """The relative difference of the two times of OLD, or None if a time is missing."""
     timed = all(result["ms"] for result in (old, new, again))
     return abs(again["ms"] / old["ms"] - 1) if timed else None
 
 
 def row(case: str, results: list[dict], typical: float) -> list[str]:
-    """The cells of a case; the last cell is the verdict."""
+    """The cells of a case. The last cell is the verdict."""
 
     def cell(value: float | None, spec: str) -> str:
         return "–" if value is None else f"{value:{spec}}"
@@ -107,7 +107,7 @@ def main() -> int:
     results = {}
     for i, case in enumerate(cases):
         share = max(0.0, end - time.monotonic()) / (len(cases) - i) / len(workers)
-        # 310 ms of each second are for timing; creating inputs and measuring memory take the rest.
+        # 310 ms of each second are for timing. Creating inputs and measuring memory take the rest.
         results[case] = run(case, min(1000.0, max(20.0, 310 * share)))
         print(f"{i + 1}/{len(cases)}", *row(case, results[case], 0.0), sep=" | ", flush=True)
     spreads = [x for three in results.values() if (x := noise(*three)) is not None]

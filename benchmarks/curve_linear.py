@@ -1,8 +1,9 @@
 """Compares the loss curves of a model trained in bf16 with and without its logits, on a GPU.
 
-The demo's transformer is trained three times from one seed on the same batches: with logits and
-PyTorch's loss in fp32; with a LinearLogits in 16 chunks; and with logits again, from weights that
-differ in their last bits. The third curve shows how far rounding alone moves a curve. Writes a plot
+The demo's transformer is trained three times from the same seed on the same batches. The first
+training uses logits and PyTorch's loss in fp32. The second training uses a LinearLogits in 16
+chunks. The third training repeats the first with initial weights that differ in their last bits.
+The third curve shows how much rounding alone changes a curve. Writes a plot
 and prints the largest differences.
 """
 

@@ -1,15 +1,16 @@
-"""Measures time against memory of a loss over a head: ours in every workspace, and other libraries.
+"""Measures time and memory of losses over a head, in several workspaces and in other libraries.
 
     python -m benchmarks.heads_memory --out benchmarks/results/h200     about two minutes on a GPU
-    python -m benchmarks.heads_memory --both                            workspaces, cut both ways
+    python -m benchmarks.heads_memory --both                            both splits per workspace
     python -m benchmarks.heads_memory --study exactness                 errors of sums over chunks
     python -m benchmarks.heads_memory --study growing                   memory by number of rows
 
-The first command measures cross-entropy, forward + backward, at three shapes, and logits in fp32 at
-the first shape. Every result is compared with fp64 before it is timed. Each command writes JSON and
-a report, and the first also a plot. --both is for the constants in logitless/heads/plan.py: it
-forces a cut by rows, and then a cut by columns, if both are possible. The study "exactness"
-measures the errors of the weight's gradient, and "growing" measures peak memory.
+The first command measures forward + backward of cross-entropy at three shapes, and logits in fp32
+at the first shape. Every result is compared with fp64 before the timing. Each command writes JSON
+and a report. The first command also writes a plot. The option --both measures a split by rows and a
+split by columns, if both are possible. The constants in logitless/heads/plan.py were chosen with
+--both. The study "exactness" measures the errors of the weight's gradient. The study "growing"
+measures peak memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ OWN_MEMORY = "in its own memory"
 UNFUSED = "beside an unfused head"
 FP32 = {"logits_dtype": torch.float32}
 SMALL = {"workspace": 64 * MIB}
-BUDGET = 200.0  # ms of timing per case and contender
+BUDGET = 200.0  # milliseconds of timing per case and contender
 COLORS = {OURS: "#d1495b", "liger": "#33658a", "cce": "#86a873"}
 
 
@@ -46,7 +47,7 @@ def head(op: str, variant: str, options: dict, mode: str = Mode.BACKWARD) -> Cas
 
 
 def workspaces(shape: str) -> list[Case]:
-    """Our loss in each workspace, and other libraries; the first shape has `score` and fp32 too."""
+    """Cases for each workspace, and for other libraries. The first shape has more cases."""
     ours = [head("cross_entropy", f"{mib} MiB", {"workspace": mib * MIB}) for mib in WORKSPACES]
     cases = [*ours, head("cross_entropy", OWN_MEMORY, {})]
     if shape == SHAPES[0]:
@@ -62,7 +63,7 @@ def workspaces(shape: str) -> list[Case]:
 
 
 def exactness(shape: str) -> list[Case]:
-    """The weight's gradient summed over 1 to 64 chunks, and that of an unfused head."""
+    """Cases for the weight's gradient, summed over 1 to 64 chunks or without chunks."""
     rows, _, vocab = map(int, shape.split("×"))
     cases = [head("cross_entropy", UNFUSED, {})]
     for chunks, dtype in product((1, 2, 4, 8, 16, 64), ("auto", "fp32", "weight")):
@@ -72,12 +73,12 @@ def exactness(shape: str) -> list[Case]:
 
 
 def growing(_: str) -> list[Case]:
-    """Two workspaces; the number of rows grows with the shapes."""
+    """Cases of two workspaces. The shapes of this study have different numbers of rows."""
     variants = {"default workspace": {}, "128 MiB": {"workspace": 128 * MIB}}
     return [head("cross_entropy", name, options) for name, options in variants.items()]
 
 
-STUDIES = {  # a function from a shape to its cases, and the shapes
+STUDIES = {  # for each study, a function that maps a shape to cases, and the shapes
     "workspaces": (workspaces, SHAPES),
     "exactness": (exactness, ("8192×1024×32768",)),
     "growing": (growing, tuple(f"{2**n}×4096×128256" for n in range(12, 17))),
@@ -86,7 +87,7 @@ STUDIES = {  # a function from a shape to its cases, and the shapes
 
 @contextlib.contextmanager
 def forced(gain: float) -> Iterator[None]:
-    """Cuts by columns only if this saves at least the share `gain` of a GEMM's time."""
+    """Splits by columns only if this saves at least the fraction `gain` of a GEMM's time."""
     before, plan.MIN_GAIN = plan.MIN_GAIN, gain
     plan.choose.cache_clear()
     try:
@@ -115,7 +116,7 @@ def measure(study: str, both: bool, loaded: dict) -> list[Result]:
 
 
 def draw(document: dict, path: Path) -> None:
-    """Draws milliseconds over MiB, one panel per shape: a curve for ours, a point per library."""
+    """Draws milliseconds over MiB, with a panel per shape, a curve for us, a dot per rival."""
     from matplotlib.figure import Figure
 
     plain = [r for r in document["rows"] if r.op == "cross_entropy" and r.ms]

@@ -2,9 +2,9 @@
 
     python -m benchmarks.tables            `make tables`
 
-A table is in a page between <!-- table NAME --> and <!-- end -->. Its lines come from one run in
-benchmarks/results/h200, which is named below the table. Among the runs that measured the most cases
-of the table's family, the newest is used.
+A table is in a page between <!-- table NAME --> and <!-- end -->. The numbers of a table come from
+one run in benchmarks/results/h200, which is named below the table. This run is the newest of the
+runs that measured the most cases of the table's family.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SETTINGS = {  # variants of a head, and their texts in a table
     "128 MiB, summed in the weight's dtype": '128 MiB, `accumulate="weight"`',
     "summed in fp32": '1 GiB, `accumulate="fp32"`',
 }
-MEMORY = "memory"  # the source of runs of benchmarks/heads_memory.py
+MEMORY = "memory"  # stands for the runs of benchmarks/heads_memory.py
 DAGGER = "†"  # marks the time of a contender that overwrites its input
 Rows = list[dict[str, str]]
 
@@ -79,7 +79,7 @@ class Run(NamedTuple):
 
 @cache
 def newest(source: str) -> Run:
-    """The run for the tables of a family, or of MEMORY."""
+    """The run that the tables of a family, or of MEMORY, are written from."""
     if source == MEMORY:
         path = max(RESULTS.glob("heads-memory-[0-9]*.json"))
         return Run(path, results.read(path))
@@ -115,7 +115,7 @@ def where(r: Result) -> str:
 
 
 def origin(*runs: Run) -> str:
-    """The line below a table that names its runs; {up} is the path from the page to the root."""
+    """The line below a table that names its runs. {up} is the path from the page to the root."""
     sources = []
     for run in runs:
         report_of = run.path.with_suffix(".md").relative_to(ROOT)
@@ -139,7 +139,7 @@ def in_liger_memory(run: Run, shape: str) -> tuple[Result, Result | None]:
 
 
 def summary(logits: Run, heads: Run) -> str:
-    """The table of README: all contenders by default, and ours with Liger's memory."""
+    """The table of README: the defaults of all contenders, and our results in Liger's memory."""
     rows, notes, untried, equal = [], [], [], f"{OURS} in Liger's memory"
     for shape in (LARGE, UNALIGNED):
         at = PLAIN_LOGITS | {"shape": shape, "dtype": "bf16"}
@@ -193,7 +193,7 @@ def workspaces(run: Run) -> Rows:
 
 
 def head_memory(run: Run) -> Rows:
-    """Our times in every workspace, and those of other libraries."""
+    """Our times in every workspace, and the times of other libraries."""
     rows = []
     for shape in run.shapes():
         at = {"op": "cross_entropy", "shape": shape}
@@ -250,7 +250,7 @@ def teachers(run: Run) -> Rows:
 
 
 def targets(*runs: Run) -> str:
-    """The number of targets reached, and a table of the missed ones."""
+    """The number of reached targets, and a table of the missed targets."""
     rows, counts = [], []
     for family, run in zip(FAMILIES, runs, strict=True):
         judged = [r for r in run.rows if r.family == family and r.reached is not None]
@@ -264,7 +264,7 @@ def targets(*runs: Run) -> str:
     return f"Reached: {', '.join(counts)}.\n\n{missed}\n\n{origin(*runs)}"
 
 
-TABLES: dict[str, tuple[Callable, tuple[str, ...]]] = {  # functions, and the sources of their runs
+TABLES: dict[str, tuple[Callable, tuple[str, ...]]] = {  # functions, and the families of their runs
     "summary": (summary, ("logits", "heads")),
     "heads": (heads, ("heads",)),
     "workspaces": (workspaces, ("heads",)),

@@ -1,16 +1,16 @@
-"""Measures a training step of a Llama with each implementation of its loss: speed and peak memory.
+"""Measures speed and peak memory of a Llama's training step with several implementations of loss.
 
     python benchmarks/training_step.py --out FOLDER [--quick]
 
 The model has the sizes of Llama 3.2 1B (tied head, bf16, gradient checkpointing) and random
 weights. A step is a forward with Transformers' labels and a backward. The optimizer step is the
 same for all implementations and is left out. Every implementation is first compared with the same
-model in fp32 on one short batch: the errors of its loss and gradients may be twice those of the
-plain model. All implementations then take turns, so that a drift of the GPU's clock affects each of
-them. --seconds limits the whole run; measurements that do not fit are reported as missing. Writes
-FOLDER/training-step.md.
+model in fp32 on one short batch. The errors of loss and gradients may be twice the errors of the
+plain model. Then all implementations alternate, so a drift of the GPU's clock changes all times.
+The option --seconds limits the time of the whole run. Measurements that exceed this limit are
+reported as missing. The script writes FOLDER/training-step.md.
 
---quick runs a small model for a short time, on a CPU as well.
+The option --quick runs a small model for a short time, on a CPU or a GPU.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def llama(sizes: dict, device: str) -> LlamaForCausalLM:
 
 
 def batch_of(shape: tuple[int, int], vocab: int, device: str) -> Batch:
-    """Random tokens; every eighth label is ignored."""
+    """Random tokens and labels. Every eighth label is ignored."""
     ids = torch.randint(vocab, shape, device=device)
     ignored = torch.arange(shape[1], device=device) % 8 == 0
     return {"input_ids": ids, "labels": ids.masked_fill(ignored, -100)}
@@ -101,7 +101,7 @@ def fused(model: nn.Module) -> Iterator[None]:
 
 
 def liger_variants(model: LlamaForCausalLM) -> list[Variant]:
-    """Liger's loss alone, and its whole patch, which also replaces layers."""
+    """Variants with Liger's loss alone, and with Liger's whole patch, which replaces layers too."""
     liger = import_module("liger_kernel.transformers")
     forward = import_module("liger_kernel.transformers.model.llama").lce_forward
     patched, original = copy.deepcopy(model), dict(modeling_llama.__dict__)
@@ -109,7 +109,7 @@ def liger_variants(model: LlamaForCausalLM) -> list[Variant]:
         liger.apply_liger_kernel_to_llama(model=patched)
     finally:
         modeling_llama.__dict__.update(original)
-    # `loss` patches the forward of one model, `rope` a function in the module of all Llamas.
+    # `loss` patches the forward of one model. `rope` patches a function that all Llamas call.
     loss = partial(patch.object, model, "forward", MethodType(forward, model))
     rope = (modeling_llama, "apply_rotary_pos_emb", liger.liger_rotary_pos_emb)
     return [
@@ -119,12 +119,12 @@ def liger_variants(model: LlamaForCausalLM) -> list[Variant]:
 
 
 def variants_of(model: LlamaForCausalLM) -> tuple[list[Variant], str]:
-    """All implementations that can run, and a text on Liger's version or absence."""
+    """All implementations that can run, and the version of Liger or the reason for its absence."""
     variants = [Variant("Transformers as it is", model, transformers_loss)]
     try:
         variants += liger_variants(model)
         about = f"Liger {machine.installed('liger_kernel')}"
-    except Exception as error:  # imports fail with all kinds of errors
+    except Exception as error:  # an import can raise any error
         about = f"without Liger: {short(error)}"
     variants += [
         Variant("LinearLogits by hand", model, by_hand),
@@ -134,7 +134,7 @@ def variants_of(model: LlamaForCausalLM) -> tuple[list[Variant], str]:
 
 
 def loss_and_gradients(variant: Variant, batch: Batch) -> list[Tensor]:
-    """The loss, and the gradients of the tied embedding and head and of two layer weights."""
+    """The loss, and the gradients of three weights: the tied head and two weights of layers."""
     with variant.context():
         loss = variant.loss(variant.model, batch)
         loss.backward()
@@ -147,7 +147,7 @@ def loss_and_gradients(variant: Variant, batch: Batch) -> list[Tensor]:
 
 
 def errors_of(variants: list[Variant], batch: Batch) -> dict[str, list[float] | str]:
-    """Relative errors of each implementation against the plain model in fp32, or its error."""
+    """The errors of each implementation relative to the fp32 model, or the raised exception."""
     exact = Variant("fp32", copy.deepcopy(variants[0].model).float(), transformers_loss)
     right = loss_and_gradients(exact, batch)
     errors = {}
@@ -169,7 +169,7 @@ def verdict(errors: list[float] | str, of_plain: list[float] | str) -> str:
 
 
 def step(variant: Variant, batch: Batch, device: str) -> tuple[float, int]:
-    """Milliseconds of one forward and backward, and its peak bytes beyond the weights."""
+    """The milliseconds of one forward and backward, and the peak bytes beyond the weights."""
     before = torch.cuda.memory_allocated()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -182,7 +182,7 @@ def step(variant: Variant, batch: Batch, device: str) -> tuple[float, int]:
 def measure(
     variants: list[Variant], batch: Batch, device: str, steps: int, deadline: float
 ) -> dict[str, str]:
-    """A table cell per implementation; all take turns, and their first steps are not counted."""
+    """One table cell per implementation. Implementations alternate. First steps are not counted."""
     taken: dict[str, list[tuple[float, int]]] = {variant.name: [] for variant in variants}
     failed: dict[str, str] = {}
     for turn in range(steps + 1):
@@ -203,7 +203,7 @@ def measure(
 
 
 def speed(steps: list[tuple[float, int]], tokens: int) -> str:
-    """Tokens per second of the median step, and the highest peak memory in GiB."""
+    """The tokens per second of the median step, and the highest peak memory in GiB."""
     if not steps:
         return "no time left"
     times, peaks = zip(*steps, strict=True)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from . import nn
 from .core.call import impl
 from .heads.linear import LinearLogits
-from .lazy.fuse import fuse, lazy_logits, unfuse
+from .lazy.fuse import fuse, is_fused, unfuse
+from .lazy.fused_head import lazy_logits
 from .losses.cross_entropy import cross_entropy, linear_cross_entropy
 from .losses.dense_teacher import jsd, kl_div, soft_cross_entropy
 from .losses.row_loss import row_loss
@@ -46,6 +47,7 @@ __all__ = [
     "gathered_kl",
     "global_mean",
     "impl",
+    "is_fused",
     "jsd",
     "kl_div",
     "lazy_logits",
@@ -65,8 +67,12 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__doc__", "__version__", "hf"])
+
+
 def __getattr__(name: str):
-    """What is imported when it is first used; logitless.hf needs Transformers."""
+    """Imports logitless.hf or logitless.store at first use, because hf needs Transformers."""
     if name in ("hf", "store"):
         return import_module(f"logitless.{name}")
     raise AttributeError(f"module 'logitless' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m logitless` runs the `logitless` command (cli/)."""
+"""Runs the `logitless` command (cli/) for `python -m logitless`."""
 
 import sys
 

@@ -1,13 +1,13 @@
 """The structs that pass between the losses and the two backends, `kernels` and `eager`.
 
-A `Reading` says which numbers are read from each row of logits, `Statistics` holds those numbers,
-and `Coefficients` are the factors of the one backward formula that serves every loss:
+A `Reading` lists the statistics to compute for each row of logits. `Statistics` holds their values.
+`Coefficients` holds the factors of the one backward formula that serves every loss:
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-with p = softmax(z) and v the class weights. The log-probability of the label at temperature 1 adds
-d ([i = label] - p1_i) to dz_i · temperature, with p1 = softmax(z · temperature). The whole gradient
-is multiplied by an upstream gradient.
+In this formula, p = softmax(z), and v are the class weights. The log-probability of the label at
+temperature 1 adds d ([i = label] - p1_i) to dz_i · temperature, where p1 = softmax(z · temperature)
+and d is a coefficient. The whole gradient is multiplied by an upstream gradient.
 """
 
 import math
@@ -19,41 +19,43 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# How a tensor beside the logits belongs to them. Each struct below declares its tensors once.
-PER_ROW = "per row"  # (...) or (..., K): cut when rows are
-PER_CLASS = "per class"  # (V,): the whole vocabulary, also beside some columns
-TEACHER = "teacher"  # (..., V): logits or probabilities, cut when rows or columns are
+# Kinds of tensors that accompany logits. Each struct below declares the kinds of its tensors once.
+PER_ROW = "per row"  # shape (...) or (..., K), sliced together with the rows of the logits
+PER_CLASS = "per class"  # shape (V,), never sliced, not even for a shard of the vocabulary
+TEACHER = "teacher"  # logits or probabilities (..., V), sliced with the rows and columns
 
-# The statistics of a row. Each is fp32 (fp64 for fp64) and (...), except where (..., K) stands.
+# The statistics of a row. All statistics are fp32 (fp64 for fp64 logits). The shape of a statistic
+# is (...), except where its comment gives (..., K).
 STATISTICS = (
     "lse",  # log Σ e^z
-    "picked",  # z at the ids, (..., K); without ids, z at the label
-    "logprob",  # log p at the same places
+    "picked",  # z at the ids, (..., K), or z at the label if there are no ids
+    "logprob",  # log p at the ids, (..., K), or log p of the label if there are no ids
     "nll",  # -log p of the label
     "entropy",  # -Σ p log p
-    "total",  # Σ v z, v the class weights
+    "total",  # Σ v z, where v are the class weights
     "log_total",  # Σ v log p
-    "argmax",  # int64, the lowest of equals; -1 where the row is ignored
-    "tail",  # log of the mass outside the ids
+    "argmax",  # int64, the lowest column if several are equal; -1 for ignored rows
+    "tail",  # log of the softmax mass outside the ids
     "logprob_t1",  # log p of the label at temperature 1
 )
 
 
 class Reading(NamedTuple):
-    """Which numbers are read from each row x of logits.
+    """The statistics to compute for each row x of logits, and the options of z.
 
     z = softcap · tanh(x / softcap) / temperature
 
-    The label is one integer per row: a class, or a mask (0 is then ignore_index). A row whose label
-    is ignore_index is not read: its statistics are 0 (argmax -1), and so is its gradient.
+    The label is one integer per row. A label is a class, or a mask if ignore_index is 0. A row
+    whose label is ignore_index is not read. The statistics and the gradient of such a row are 0,
+    and its argmax is -1.
     """
 
-    vocab: int  # V, also where a rank or a block has only some columns
+    vocab: int  # V, the size of the whole vocabulary, even if the logits are only a shard
     label: Tensor | None = None  # (...), int8, int32 or int64
-    ids: Tensor | None = None  # (..., K), int32 or int64; NO_ID in an empty slot
-    class_weight: Tensor | None = None  # (V,), of the totals
-    row_temperature: Tensor | None = None  # (...), instead of temperature
-    temperature: float = 1.0
+    ids: Tensor | None = None  # (..., K), int32 or int64; an empty slot holds NO_ID
+    class_weight: Tensor | None = None  # (V,), the weights v of "total" and "log_total"
+    row_temperature: Tensor | None = None  # (...), replaces temperature
+    temperature: float | None = 1.0  # None if row_temperature is given
     softcap: float | None = None
     ignore_index: int | None = None
     wants: tuple[str, ...] = ()  # names of STATISTICS
@@ -67,60 +69,70 @@ class Reading(NamedTuple):
 
     @property
     def at_temperature_1(self) -> bool:
-        return self.row_temperature is None and self.temperature == 1
+        return self.temperature == 1
 
     @property
     def sums(self) -> "Sums":
         return sums_of(self.wants, self.at_temperature_1)
 
     def fold_scale(self, scale: float, softcap: float | None) -> "Reading":
-        """The same reading of logits that are not yet multiplied by `scale`, with this softcap."""
+        """Returns a Reading of x whose statistics are those of `self` for the logits scale · x.
+
+        `softcap` replaces the softcap of `self`.
+        """
         if scale == 1:
             return self._replace(softcap=softcap)
         by_row = self.row_temperature
         return self._replace(
             row_temperature=None if by_row is None else by_row / scale,
-            temperature=self.temperature / scale,
+            temperature=None if self.temperature is None else self.temperature / scale,
             softcap=None if softcap is None else softcap / scale,
         )
 
     @property
     def any_temperature(self) -> "float | Tensor | None":
-        """One number, or one per row, or None for 1."""
-        if self.row_temperature is not None:
+        """The temperature as one number, as a tensor with one number per row, or None for 1."""
+        if self.temperature is None:
             return self.row_temperature
         return None if self.temperature == 1 else self.temperature
 
     def squared(self, dtype: torch.dtype) -> tuple[Tensor | None, float]:
-        """T² as (one number per row or None, one number for all rows), squared in this dtype."""
+        """Two factors whose product is T²: one number per row or None, and one number for all rows.
+
+        The first factor is squared in `dtype`.
+        """
         if self.row_temperature is not None:
             return self.row_temperature.to(dtype).square(), 1.0
+        assert self.temperature is not None
         return None, self.temperature**2
 
     def ignored_rows(self) -> Tensor | None:
-        """(...) bool, True where a row is ignored; None where none can be."""
+        """A bool mask (...) of the ignored rows; None without an ignore_index."""
         return None if self.ignore_index is None else self.label == self.ignore_index
 
 
 class RowStats(NamedTuple):
-    """The statistics of each row. fp32 (fp64 for fp64), differentiable except argmax.
+    """The statistics of each row, in fp32 (fp64 for fp64 logits).
 
-    A statistic that was not requested is None. `logprob` is exact under any common offset of the
-    logits; `picked - lse` is not.
+    All statistics except argmax are differentiable. A statistic that was not requested is None.
+    `logprob` stays exact if all logits have a large common offset, unlike `picked - lse`.
     """
 
     lse: Tensor | None = None  # (...)      log Σ e^z
     picked: Tensor | None = None  # like ids  z[ids]
     entropy: Tensor | None = None  # (...)    -Σ p log p, in nats
     total: Tensor | None = None  # (...)      Σ z
-    argmax: Tensor | None = None  # (...)     int64, the lowest of equals
+    argmax: Tensor | None = None  # (...)     int64, the lowest column if several are equal
     logprob: Tensor | None = None  # like ids  log p[ids]
 
 
 class Statistics(NamedTuple):
-    """The numbers of a Reading; None where not wanted. The gradient reads `state` again."""
+    """The statistics that a Reading requests; all others are None.
 
-    state: Tensor  # (N, STATE), its fields below
+    The backward pass reads `state` again.
+    """
+
+    state: Tensor  # (N, STATE), with the fields SHIFT to REPEATS
     lse: Tensor | None = None
     picked: Tensor | None = None
     logprob: Tensor | None = None
@@ -133,43 +145,45 @@ class Statistics(NamedTuple):
     logprob_t1: Tensor | None = None
 
 
-# Fields of Statistics.state. A field that belongs to a statistic is written if that is wanted.
-SHIFT = 0  # max y, y = z · temperature; 0 where that is infinite
+# Fields of Statistics.state. A field marked with the name of a statistic is written only if the
+# Reading requests this statistic.
+SHIFT = 0  # max y, where y = z · temperature; 0 if the max is infinite
 LOG_S = 1  # log Σ e^((y - shift) / temperature)
-LOG_S1 = 2  # log Σ e^(y - shift), with "logprob_t1"
-ENTROPY = 3  # with "entropy"
-TAIL = 4  # with "tail"
-REPEATS = 5  # 1 where an id is in two slots, with "tail"
+LOG_S1 = 2  # log Σ e^(y - shift), for "logprob_t1"
+ENTROPY = 3  # for "entropy"
+TAIL = 4  # for "tail"
+REPEATS = 5  # 1 if two slots of the row hold the same id, for "tail"
 STATE = 6
 
 
 class Partials(NamedTuple):
-    """Statistics of disjoint sets of columns, before they are merged: blocks, splits or ranks.
+    """Partial statistics of several disjoint sets of columns.
 
-    Parts merge in any order. The part of no columns is (-inf, 0, 0, ...).
+    The sets are blocks, splits of a row, or shards of ranks. Partial statistics can be merged in
+    any order. The partial statistics of an empty set of columns are (-inf, 0, 0, ...).
     """
 
-    state: Tensor  # (N, parts, part_width), its fields below
+    state: Tensor  # (N, sets of columns, part_width), with the fields M to REF
     picked: Tensor | None = None  # (N, K), y at the ids; 0 for an id outside these columns
 
 
-# Fields of Partials.state, with y = z · temperature and d = y - m. The fields that most losses want
-# come first. Fields behind the last wanted one do not exist; an unwanted field before it is
-# undefined.
+# Fields of Partials.state, where y = z · temperature and d = y - m. The fields that most losses
+# need come first. The tensor ends with the last field that is needed. Fields before the last needed
+# field are undefined if no statistic needs them.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
-Y_LABEL = 2  # y at the label; 0 where the label is outside these columns
-W = 3  # Σ d e^(d / temperature), with "entropy"
-ARG = 4  # the lowest column that reaches m, as bits (as_bits), with "argmax"
-S1 = 5  # Σ e^d, with "logprob_t1" at another temperature than 1
-C = 6  # Σ v (y - ref), with "total" or "log_total"
-N = 7  # Σ v, likewise
-REF = 8  # a number near the mean of y, so that C does not cancel
+Y_LABEL = 2  # y at the label; 0 if the label is outside these columns
+W = 3  # Σ d e^(d / temperature), for "entropy"
+ARG = 4  # bits of the lowest column whose y is m (see as_bits), for "argmax"
+S1 = 5  # Σ e^d, for "logprob_t1" at a temperature other than 1
+C = 6  # Σ v (y - ref), for "total" or "log_total"
+N = 7  # Σ v, for "total" or "log_total"
+REF = 8  # a number near the mean of y, subtracted to avoid cancellation in C
 PART = 9
 
 
 class Sums(NamedTuple):
-    """Which sums a part holds besides M, S and Y_LABEL."""
+    """Flags of the sums that partial statistics hold besides M, S and Y_LABEL."""
 
     entropy: bool
     argmax: bool
@@ -184,10 +198,10 @@ def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
 
 
 def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
-    """The number of fields of a part with these Sums.
+    """The number of fields of partial statistics with these Sums.
 
-    Unwanted fields before the last wanted one are undefined. Ranks send them too, so that gathered
-    parts need no repacking.
+    Ranks also send the undefined fields before the last needed field, so that gathered partial
+    statistics need no repacking.
     """
     if total:
         return PART
@@ -196,24 +210,24 @@ def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
     return ARG + 1 if argmax else W + 1 if entropy else Y_LABEL + 1
 
 
-NOWHERE = 2**31 - 1  # ARG of a part without columns
+NOWHERE = 2**31 - 1  # ARG of an empty set of columns
 
 
 def as_bits(whole: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bits of 32-bit integers as numbers of this dtype: for storage, not for arithmetic."""
+    """Stores the bits of 32-bit integers in a tensor of this dtype, which is not for arithmetic."""
     return whole.to(torch.int32 if dtype == torch.float32 else torch.int64).view(dtype)
 
 
 def of_bits(t: Tensor) -> Tensor:
-    """The integers that as_bits stored."""
+    """Returns the integers that as_bits stored in t."""
     return t.contiguous().view(torch.int32 if t.dtype == torch.float32 else torch.int64)
 
 
 class Coefficients(NamedTuple):
-    """The factors of the one backward formula, at an upstream gradient of 1."""
+    """The factors of the backward formula, for an upstream gradient of 1."""
 
-    rows: Tensor | None  # (N, COEFFICIENTS), or (1, COEFFICIENTS) if all rows share them
-    has: tuple[str, ...]  # the names of the FIELDS in use
+    rows: Tensor | None  # (N, COEFFICIENTS), or (1, COEFFICIENTS) for all rows together
+    has: tuple[str, ...]  # the names from FIELDS that the loss uses
     ids: Tensor | None = None  # g_k, (N, K) or (..., K)
 
 
@@ -222,33 +236,36 @@ A = 0  # a
 B = 1  # b
 G_LABEL = 2  # g_label
 G_TOTAL = 3  # g_c
-A_IDS = 4  # `a` for columns among the ids, for losses with a tail; never together with B
+A_IDS = 4  # replaces `a` for columns among the ids, if the loss has a tail; never used with B
 D_LOGPROB_T1 = 5  # d, the gradient of logprob_t1
 COEFFICIENTS = 6
 FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
 
-# The gradient of the tail is p_i / e^tail. For a small tail, p_i is 0 in fp32 and 1 / e^tail is
-# infinite. So with "a_ids" the columns outside the ids use p_i e^-lift instead of p_i, and their
-# `a` is multiplied by e^lift. lift = min(tail - LEAST_TAIL, 0), or 0 where no column is outside.
+# For a column i outside the ids, the gradient of the tail has the term p_i / e^tail. For a very
+# small tail, p_i would be 0 in fp32, and 1 / e^tail would be infinite. Therefore, if "a_ids" is
+# used, the columns outside the ids use (p_i · e^-lift) instead of p_i, and their `a` is multiplied
+# by e^lift. The lift is min(tail - LEAST_TAIL, 0), or 0 if all columns are among the ids.
 LEAST_TAIL = -32.0
 
-NO_ID = -(2**31)  # marks an empty slot: not read, no gradient, not a bad id
+NO_ID = -(2**31)  # marks an empty slot, which is not read and has no gradient
 
 
 class Slots(NamedTuple):
-    """A teacher known on K slots per row, and how the student is compared with it."""
+    """A teacher with K slots per row, and the options for comparing the student with it."""
 
     teacher: Tensor  # (..., K), log p
     mask: Tensor | None  # (..., K), bool, True for slots that count
-    tail: Tensor | None  # (...), log of the teacher's mass outside the slots; None is 1 - Σ p
-    row_weight: Tensor | None  # (...), of the divergence
+    # (...), the log of the teacher's mass outside the slots. If it is None, the mass is (1 - Σ p).
+    tail: Tensor | None
+    row_weight: Tensor | None  # (...), factor of each row's divergence
     divergence: str  # "forward_kl", "reverse_kl", "jsd" or "tvd"
-    # "truncate", "renorm_teacher", "renorm" or "tail"; for logits that are already gathered,
-    # "gathered" (softmax over all slots) or "gathered_renorm" (over the slots that count)
+    # The support is "truncate", "renorm_teacher", "renorm" or "tail". For logits that are already
+    # gathered, the support is "gathered" (softmax over all slots) or "gathered_renorm" (softmax
+    # over the slots that count).
     support: str
-    beta: float  # of "jsd"
-    kd_weight: float  # of the divergence
-    ce_weight: float  # of -log p of the label; 0 without one
+    beta: float  # β of "jsd"
+    kd_weight: float  # factor of the divergence
+    ce_weight: float  # factor of -log p of the label; 0 without a label
 
     TENSORS = (
         ("teacher", PER_ROW),
@@ -258,17 +275,19 @@ class Slots(NamedTuple):
     )
 
 
-RENORM_TEACHER = ("renorm_teacher", "renorm")  # supports that divide p by its sum over the slots
-RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")  # supports that divide q by its sum
+# Supports that divide the teacher's p by its sum over the slots.
+RENORM_TEACHER = ("renorm_teacher", "renorm")
+# Supports that divide the student's q by its sum over the slots.
+RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")
 
-# log of the mass that rounding to 16 bits may leave in a tail that is empty.
+# Rounding the teacher's p to 16 bits may leave a mass of up to 2^-6 in a tail that is empty.
 LOG_ROUNDING = math.log(2.0**-6)
 
 
 def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
-    """The divergence to compute, and its β: JSD is forward KL at β = 0 and reverse KL at β = 1.
+    """Returns the divergence to compute, and β for JSD or None for other divergences.
 
-    Only JSD has a β.
+    JSD is forward KL at β = 0 and reverse KL at β = 1.
     """
     if divergence == "jsd":
         return {0.0: ("forward_kl", None), 1.0: ("reverse_kl", None)}.get(beta, (divergence, beta))
@@ -276,18 +295,20 @@ def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
 
 
 class Pair(NamedTuple):
-    """A teacher of whole rows, and how the student is compared with it."""
+    """A teacher of whole rows, and the options for comparing the student with it."""
 
-    teacher: Any  # (..., V), a Tensor or a ScaledHead: logits, or probabilities for "soft"
+    # A Tensor or a ScaledHead with logits (..., V), or with probabilities for "soft".
+    teacher: Any
     kind: str  # "forward", "reverse", "jsd" or "soft"
-    blend: float  # β of "jsd", the label smoothing of "soft"
+    blend: float  # β for "jsd", the label smoothing for "soft"
 
     TENSORS = (("teacher", TEACHER),)
 
 
-PAIR_STATE = 5  # numbers saved per row: shift and s of student and teacher, and a mean
+# Numbers saved per row for a Pair: shift and s of the student, shift and s of the teacher, a mean.
+PAIR_STATE = 5
 
-# The dtype of statistics and losses, by the dtype of the logits.
+# The dtype of statistics and losses for each dtype of logits.
 PRECISION = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -297,7 +318,7 @@ PRECISION = {
 
 
 class made_once(dict, Generic[T]):
-    """A cache of small constant tensors: cache[key] is make(key), or make(*key) for a tuple.
+    """A cache of small constant tensors. cache[key] is make(key), or make(*key) for a tuple.
 
     Entries are created outside of inference mode, because autograd cannot save inference tensors.
     An entry created while a CUDA graph is captured belongs to that graph and is not cached.

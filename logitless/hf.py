@@ -1,6 +1,6 @@
 """`ll.hf.DistillTrainer`: distillation with the Trainer of Transformers.
 
-This file needs the package transformers. The loss is in store/training.py.
+This module needs the package transformers. The loss is computed in store/training.py.
 """
 
 import os
@@ -8,13 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+
+try:
+    from transformers import Trainer
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"logitless.hf must have transformers and accelerate, got no {error.name}. "
+        "Run pip install 'logitless[teacher]', or in a clone pip install '.[teacher]'."
+    ) from error
 
 from .core import options as _options
-from .lazy.fuse import OPTIONS, fuse
+from .lazy.fuse import fuse, guards_of
 from .losses.cross_entropy import cross_entropy
 from .losses.sparse_teacher import capture_topk
-from .store import checks
+from .store import checks, file_checks
 from .store.capture import lazy_head
 from .store.reader import Store
 from .store.tokenizer import tokenizer_hash
@@ -23,17 +30,18 @@ from .targets.sparse import SparseTargets
 
 
 class DistillTrainer(Trainer):
-    """A Trainer whose loss is ce_weight · cross-entropy + kd_weight · divergence from a teacher.
+    """A Trainer for the loss (ce_weight · cross-entropy + kd_weight · divergence from a teacher).
 
-    The teacher is a `store` (or its path) or a model, `teacher`. With a store, the samples of the
-    dataset must be documents of the store, whole or cut off at their end. With a model, its `k`
-    largest logits are captured in each step. Both heads are fused, so that no logits are
-    materialised. divergence and support have no default (docs/distillation.md). `temperature`
-    applies to student and teacher; a store must have been captured at the same temperature.
+    The teacher is either a `store` (or the path of a store) or a model, `teacher`. With a store,
+    each sample of the dataset must be a document of the store, or the beginning of a document. With
+    a teacher model, each step captures the model's `k` largest logits per token. The heads of
+    student and teacher are fused, so that no logits are materialised. `divergence` and `support`
+    are required (docs/distillation.md). `temperature` applies to student and teacher. A store must
+    have been captured at the same temperature.
 
-    The log has `ce_loss` and `kd_loss` of the logged steps, and `eval_ce_loss` and `eval_kd_loss`
-    of evaluations. With `eval_teacher=False`, evaluation uses cross-entropy alone, for documents
-    that are not in the store.
+    Training steps log `ce_loss` and `kd_loss`. Evaluations log `eval_ce_loss` and `eval_kd_loss`.
+    With `eval_teacher=False`, evaluation computes only the cross-entropy, so that it can use
+    documents that are not in the store.
 
     >>> DistillTrainer(model, arguments, train_dataset=data, data_collator=collator,
     ...                store="targets", divergence="forward_kl", support="tail").train()
@@ -63,35 +71,46 @@ class DistillTrainer(Trainer):
         _options.check(**self.loss_options)
         self.loss_options["t_squared"] = t_squared
         self.teacher, self.k, self.eval_teacher = teacher, k, eval_teacher
+        checks.own_loss(kwargs.pop("compute_loss_func", None))
+        checks.trainer_arguments(kwargs.get("args", args[1] if len(args) > 1 else None))
         super().__init__(*args, compute_loss_func=self._loss, **kwargs)
-        if OPTIONS not in self.model.__dict__:
-            fuse(self.model)
+        self._fuse_student()
         self.store = None if store is None else self._opened(store, temperature)
         if self.store is not None and not isinstance(self.data_collator, Collator):
             self.data_collator = Collator(self.store, self.data_collator)
         if teacher is not None:
             teacher.to(self.args.device).eval().requires_grad_(False)
         self._targets: SparseTargets | None = None
-        # Per batch: sums of ce and kd over tokens, and the number of tokens; True is for training.
+        # Each entry belongs to one batch and holds the sums of ce and kd over the tokens, and the
+        # number of tokens. The key is True for training and False for evaluation.
         self._sums: dict[bool, list[Tensor]] = {True: [], False: []}
 
+    def _fuse_student(self) -> None:
+        if not any(guards_of(self.model)):
+            fuse(self.model)
+
+    def call_model_init(self, trial: Any = None):
+        """Fuses each model from model_init, which Trainer calls again when training starts."""
+        model = super().call_model_init(trial)
+        return model if any(guards_of(model)) else fuse(model)
+
     def _opened(self, store: Store | str | os.PathLike, temperature: float) -> Store:
-        """Opens the store, and checks that it fits the student."""
+        """Opens the store and checks its temperature, vocabulary and tokenizer."""
         store = store if isinstance(store, Store) else Store(store)
-        checks.same_temperature(store.path, store.info.temperature, temperature)
-        checks.vocabulary(store.path, store.info.vocab_size, self._vocabulary())
+        file_checks.same_temperature(store.path, store.info.temperature, temperature)
+        file_checks.vocabulary(store.path, store.info.vocab_size, self._vocabulary())
         if hasattr(self.processing_class, "get_vocab"):
             tokenizer = tokenizer_hash(self.processing_class)
-            checks.same_tokenizer(store.path, store.info.tokenizer, tokenizer)
+            file_checks.same_tokenizer(store.path, store.info.tokenizer, tokenizer)
         return store
 
     def _vocabulary(self) -> int | None:
-        """Size of the student's vocabulary; None if its head is not known."""
+        """The size of the student's vocabulary, or None if the model has no known head."""
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         return getattr(head, "out_features", None)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any):
-        """With eval_teacher=False, the batches of evaluation are not looked up in the store."""
+        """Returns the evaluation batches, without a lookup in the store if eval_teacher=False."""
         collator = self.data_collator
         if not self.eval_teacher and isinstance(collator, Collator):
             self.data_collator = collator.inner
@@ -100,8 +119,14 @@ class DistillTrainer(Trainer):
         finally:
             self.data_collator = collator
 
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
+        if inputs.get("labels") is None:  # no loss is computed, and the model accepts no targets
+            inputs = {name: t for name, t in inputs.items() if name != "targets"}
+        return super().prediction_step(model, inputs, *args, **kwargs)
+
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
         inputs = dict(inputs)
+        checks.batch_of_trainer(inputs)
         targets = inputs.pop("targets", None)
         if model.training or self.eval_teacher:
             targets = self._targets_of(inputs) if targets is None else targets
@@ -111,13 +136,13 @@ class DistillTrainer(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _targets_of(self, inputs: dict[str, Any]) -> SparseTargets:
-        """The targets of a batch, from the store or from the teacher's model."""
+        """The targets of a batch, from the store or from the teacher model."""
         if self.store is not None:
             return batch_targets(self.store, inputs)
         inputs = {name: t for name, t in inputs.items() if name != "labels"}
         with torch.no_grad(), self.compute_loss_context_manager(), lazy_head(self.teacher):
             logits = self.teacher(**inputs, use_cache=False).logits  # pyright: ignore
-            logits = logits[..., : self._vocabulary()]  # a teacher's head may be padded
+            logits = logits[..., : self._vocabulary()]  # the teacher's head may have padded columns
             return capture_topk(logits, self.k, temperature=self.loss_options["temperature"])
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -153,7 +178,7 @@ class DistillTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _means(self, training: bool) -> dict[str, float]:
-        """Means of ce and kd over the tokens of all recorded batches, on all ranks."""
+        """The means of ce and kd over the tokens of all recorded batches of all ranks."""
         sums, self._sums[training] = self._sums[training], []
         if not sums:
             return {}

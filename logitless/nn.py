@@ -1,4 +1,4 @@
-"""Modules: each stores the options of a function of losses/ and calls it in forward.
+"""Modules for the functions of losses/. Each module stores options and calls its function.
 
 FusedHead is a linear head with lazy logits (lazy/).
 """
@@ -12,7 +12,7 @@ from .core import call as _call
 from .core import checks as _checks
 from .core import options as _options
 from .heads.linear import LinearLogits
-from .lazy.fuse import head_logits
+from .lazy.fused_head import head_logits
 from .losses import cross_entropy as losses
 from .losses import dense_teacher as pair
 from .losses import sparse_teacher as distill
@@ -20,7 +20,7 @@ from .losses import statistics
 
 
 class _LogitsModule(nn.Module):
-    """Base of all modules: the options that every function of logits has."""
+    """Base class of all modules, which stores temperature and softcap."""
 
     @_call.named()
     def __init__(self, temperature: float | Tensor = 1.0, softcap: float | None = None):
@@ -77,11 +77,11 @@ class Score(_LogitsModule):
 
 
 class CrossEntropyLoss(_LogitsModule):
-    """`torch.nn.CrossEntropyLoss` on (N, V) and class ids, with `cross_entropy`'s options.
+    """Drop-in for `torch.nn.CrossEntropyLoss` on logits (N, V) and class ids.
 
-    Unlike in PyTorch, the vocabulary is always the last dimension: (B, T, V) with targets (B, T).
-    Pass logits.movedim(1, -1) for logits of shape (B, V, T). The module cannot detect this shape,
-    because V and T may be equal.
+    The options are those of `logitless.cross_entropy`. Unlike in PyTorch, the vocabulary is always
+    the last dimension, for example logits (B, T, V) with targets (B, T). Pass logits.movedim(1, -1)
+    for logits of shape (B, V, T). The module cannot detect this shape, because V may equal T.
     """
 
     weight: Tensor | None
@@ -130,7 +130,7 @@ class CrossEntropyLoss(_LogitsModule):
 
 
 class _LossModule(_LogitsModule):
-    """Base of losses with further options, which are stored in a dict."""
+    """Base class of loss modules that store their other options in a dict."""
 
     def __init__(self, options: dict, reading: dict):
         super().__init__(**reading)
@@ -142,7 +142,7 @@ class _LossModule(_LogitsModule):
 
 
 class TopKDistillLoss(_LossModule):
-    """`logitless.topk_distill` as a module; divergence and support have no default."""
+    """`logitless.topk_distill` as a module. `divergence` and `support` are required."""
 
     @_call.named(_LogitsModule)
     def __init__(
@@ -178,7 +178,7 @@ class TopKDistillLoss(_LossModule):
 
 
 class _PairLoss(_LossModule):
-    """Base of losses of a student's and a teacher's logits."""
+    """Base class of loss modules that take the logits of a student and of a teacher."""
 
     function: Callable
 
@@ -194,7 +194,7 @@ class _PairLoss(_LossModule):
 
 
 class KLDivLoss(_PairLoss):
-    """`logitless.kl_div` of two tensors of logits as a module; direction has no default."""
+    """`logitless.kl_div` of two tensors of logits as a module. `direction` is required."""
 
     function = staticmethod(pair.kl_div)
 
@@ -220,7 +220,7 @@ class JSDLoss(_PairLoss):
 
 
 class LinearCrossEntropyLoss(CrossEntropyLoss):
-    """`logitless.linear_cross_entropy` as a module; `weight` are the class weights."""
+    """`logitless.linear_cross_entropy` as a module. `weight` holds the class weights."""
 
     def forward(
         self,
@@ -234,11 +234,12 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
 
 
 class FusedHead(nn.Linear):
-    """A linear head whose logits are not materialised, for the losses of logitless and PyTorch.
+    """A linear head whose logits are not materialised by the losses of logitless and PyTorch.
 
-    If gradients are needed, it returns LazyLogits, a tensor whose losses are computed from hidden
-    and weight. Without gradients, in evaluation and sampling, it returns plain logits. workspace,
-    logits_dtype, accumulate and drop_ignored are as in LinearLogits.
+    If gradients are needed, the head returns LazyLogits. A loss of LazyLogits is computed from the
+    hidden states and the weight. Without gradients, as in evaluation and sampling, the head returns
+    plain logits. The options workspace, logits_dtype, accumulate and drop_ignored are those of
+    LinearLogits.
 
     >>> head = FusedHead(4096, 128256, bias=False)
     >>> loss = cross_entropy(head(hidden), target)  # or torch.nn.functional.cross_entropy
@@ -250,11 +251,11 @@ class FusedHead(nn.Linear):
         accumulate: str = "auto", drop_ignored: bool = True, **kwargs,
     ):  # fmt: skip
         super().__init__(*args, **kwargs)
-        _options.check(accumulate=accumulate)
         self.head_options = {
             "workspace": workspace, "logits_dtype": logits_dtype, "accumulate": accumulate,
             "drop_ignored": drop_ignored,
         }  # fmt: skip
+        _options.check(**self.head_options)
 
     def forward(self, input: Tensor) -> Tensor:
         return head_logits(self, input, self.head_options)

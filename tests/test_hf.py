@@ -1,7 +1,6 @@
-"""DistillTrainer, from a store and from a live teacher; capture from the command line."""
+"""DistillTrainer, from a store and from a live teacher."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 import logitless as ll
-from logitless import cli
 from logitless.lazy import logits as lazy
 from logitless.store import Store, Writer, capture
 from tests.support import stores
@@ -236,6 +234,37 @@ class TestTrainer:
                 processing_class=Tokenizer(), store=tmp_path / "t", **HOW,
             )  # fmt: skip
 
+    def test_what_would_have_no_effect(self, captured, tmp_path):
+        """HUNT 16, 23."""
+        with pytest.raises(ValueError, match=r"label_smoothing_factor must be 0, .* got 0\.3"):
+            trainer(tmp_path, student_model(), {"label_smoothing_factor": 0.3}, store=captured)
+        with pytest.raises(ValueError, match="compute_loss_func must be None, because Distill"):
+            trainer(tmp_path, student_model(), store=captured, compute_loss_func=print)
+
+    @pytest.mark.parametrize("name", ["labels", "input_ids"])
+    def test_a_collator_that_leaves_something_out(self, name, captured, tmp_path):
+        """HUNT 23."""
+        found = trainer(tmp_path, student_model(), store=captured)
+        batch = collate(data(2))
+        batch.pop(name)
+        with pytest.raises(ValueError, match=f"a batch must have {name}, got .* data_collator"):
+            found.compute_loss(found.model, batch)
+
+    def test_prediction_without_labels(self, captured, tmp_path):
+        found = trainer(tmp_path, student_model(), store=captured)
+        inner = found.data_collator.inner
+        found.data_collator.inner = lambda samples: {
+            name: t for name, t in inner(samples).items() if name != "labels"
+        }
+        same_length = [d for d in data() if len(d["input_ids"]) == 5][:2]
+        assert found.predict(same_length).predictions.shape == (2, 5, V)
+
+    def test_models_of_model_init(self, captured, tmp_path):
+        """Trainer calls model_init again when training starts; that model is fused too."""
+        found = trainer(tmp_path, None, {"max_steps": 1}, store=captured, model_init=student_model)
+        found.train()
+        assert ll.is_fused(found.model)
+
 
 class TestBatches:
     def test_padding_on_either_side_and_positions(self, captured):
@@ -266,7 +295,7 @@ class TestBatches:
 
     def test_a_token_that_the_mask_keeps_is_not_padding(self, captured):
         row = torch.tensor([[*texts()[0], 2]])  # with an end that was not captured
-        with pytest.raises(KeyError, match=r"got \[2, -1\], at token 5 of row 0"):
+        with pytest.raises(KeyError, match=r"got \[2\], at token 5 of row 0"):
             ll.store.batch_targets(
                 captured, {"input_ids": row, "attention_mask": torch.ones_like(row)}
             )
@@ -331,40 +360,3 @@ def test_two_ranks_read_their_own_documents(captured, tmp_path):
     assert all(len(ids) == 2 for ids in seen[:4])
     assert loss == pytest.approx(logged(alone, "loss"), abs=1e-3)
     assert kd == pytest.approx(logged(alone, "kd_loss"), abs=1e-3)
-
-
-def test_capture_from_the_command_line(tmp_path, capsys, monkeypatch):
-    """A model and its tokenizer in a folder, documents as text and as ids; then again: resumed."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"w{i}": i for i in range(V - 1)} | {"[UNK]": V - 1}
-    plain = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]")
-    tokenizer.save_pretrained(tmp_path / "model")
-    teacher = teacher_model().eval()
-    teacher.save_pretrained(tmp_path / "model")
-    documents = texts(6)
-    (tmp_path / "a.txt").write_text("\n".join(" ".join(f"w{i}" for i in d) for d in documents[:3]))
-    lines = [json.dumps({"input_ids": d}) for d in documents[3:]]
-    (tmp_path / "b.jsonl").write_text("\n".join(lines))
-    command = [
-        "teacher", "capture", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "s"),
-        "--data", str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"), "--k", "8", "--device", "cpu",
-        "--batch-tokens", "16", "--max-length", "9",
-    ]  # fmt: skip
-    assert cli.main(command) == 0
-    assert "6 documents added, 0 were already in" in capsys.readouterr().out
-    monkeypatch.setenv("WORLD_SIZE", "2")  # without a RANK
-    assert cli.main(command) == 0
-    assert "rank 0: 0 documents added, 6 were already in" in capsys.readouterr().out
-    assert cli.main([*command, "--eos"]) == 1
-    assert "--eos must have a tokenizer with an end-of-text" in capsys.readouterr().err
-    store = Store(tmp_path / "s", tokenizer=ll.store.tokenizer_hash(tokenizer))
-    assert cli.teacher._tokenizer_hash(str(tmp_path / "model")) == store.info.tokenizer
-    assert store.info.teacher == str(tmp_path / "model")
-    for tokens in documents:
-        with torch.no_grad():
-            want = ll.capture_topk(teacher(torch.tensor([tokens[:9]])).logits, 8)[0]
-        stores.assert_near(store[store.find(tokens[:9])][1], want)

@@ -1,7 +1,8 @@
 """The `logitless` command.
 
-Each subcommand is a module or package of this folder with `add_parser` and `run`; COMMANDS lists
-them. The other modules are tools that several subcommands and benchmarks/ share.
+COMMANDS lists the subcommands. Each subcommand is a module or package of this folder with the
+functions `add_parser` and `run`. The other modules of this folder are tools that several
+subcommands and benchmarks/ share.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def chosen_device(name: str | None) -> str:
-    """The device of a command: the named one, otherwise a GPU if there is one."""
+    """The device with this name; without a name, "cuda" if PyTorch can use a GPU, or "cpu"."""
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -43,9 +44,11 @@ def chosen_device(name: str | None) -> str:
     return name or ("cuda" if has_gpu else "cpu")
 
 
-def require(extra: str, *modules: str) -> None:
-    """Exits with the name of the extra to install, if one of its modules is missing."""
+def require(extra: str, *modules: str, command: str | None = None) -> None:
+    """Exits if one of the modules is missing. The message names the extra to install."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         needs = " and ".join(missing)
-        raise SystemExit(f"logitless {extra} needs {needs}: in a clone, pip install '.[{extra}]'")
+        raise SystemExit(
+            f"logitless {command or extra} needs {needs}: in a clone, pip install '.[{extra}]'"
+        )

@@ -1,8 +1,8 @@
-"""Clocks: device events, graph replay, wall time. All times are in milliseconds.
+"""Clocks by device events, graph replay and wall time. All times are in milliseconds.
 
 A clock takes two functions. `prepare` is called before each repetition and is not timed. `run` is
-called with the result of `prepare` and is timed. The clock returns the median of as many
-repetitions as fill `budget`. On a GPU, a warm-up of 0.4 · `budget` comes first.
+called with the result of `prepare` and is timed. The clock repeats `run` for about `budget`
+milliseconds and returns the median time. On a GPU, the clock first warms up for 0.4 · `budget`.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-L2_FLUSH_BYTES = 2**30  # more than any last-level cache
+L2_FLUSH_BYTES = 2**30  # larger than the last-level cache of any GPU
 
 Prepare = Callable[[], Any]
 Run = Callable[[Any], Any]
 
 
 def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> int:
-    """The number of repetitions that fill the budget if each takes `one`, between two bounds."""
+    """The number of repetitions of `one` milliseconds that fill the budget, within two bounds."""
     return max(least, min(most, int(budget / max(one, 1e-3))))
 
 
 def device_time(prepare: Prepare, run: Run, budget: float) -> float:
-    """Device time of a call with a cold L2 cache, from events around the call.
+    """Device time of a call with a cold L2 cache, measured by events around the call.
 
     The cache is flushed by *reading* a large buffer. Zeroing a buffer would leave dirty lines in
-    the cache, and writing them back (60 MB on an H200) would fall into the measured time. Reading
-    the buffer takes a quarter of a millisecond, in which the host queues the call; in training the
-    host is ahead of the device as well. The result is therefore the device's time alone;
-    `host_time` measures the host.
+    the cache (60 MB on an H200). Writing these lines back would take part of the measured time.
+    Reading the buffer takes a quarter of a millisecond. During this time the host queues the call,
+    so the result does not contain host time. `host_time` measures the host.
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
@@ -54,9 +53,9 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
 
 
 def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
-    """Time of one call inside a replayed CUDA graph of many calls, with x in the cache.
+    """Time per call in a replayed CUDA graph of many calls, with x in the cache.
 
-    If `cold`, each call reads its own copy of x, and the copies together fill L2 twice.
+    If `cold`, each call reads a different copy of x. The copies are twice as large as the L2 cache.
     """
     copies = x.expand(10, *x.shape)
     if cold:
@@ -87,7 +86,7 @@ def wall_time(device: str, run: Run, argument: Any = None) -> float:
 
 
 def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> list[float]:
-    """Wall times of several calls, made in turns so that a slow machine affects all alike."""
+    """Wall times of several calls. The calls alternate, so a slow machine slows all of them."""
 
     def once(prepare: Prepare, run: Run) -> float:
         return wall_time(device, run, prepare())
@@ -99,7 +98,7 @@ def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> 
 
 
 def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
-    """Wall time of a call among many that follow each other without waiting for the GPU."""
+    """Wall time per call of many successive calls, without waiting for the GPU between calls."""
 
     def batch(leaves: tuple[Tensor, ...]) -> None:
         for _ in range(calls):
@@ -125,7 +124,7 @@ def synchronises(run: Run, argument: Any) -> bool:
 
 
 def copy_bandwidth(device: str, budget: float) -> float:
-    """Bandwidth of a copy larger than any cache, in TB/s, reads plus writes; 0 on a CPU."""
+    """Bandwidth of a large copy in TB/s, counting reads and writes. The result is 0 on a CPU."""
     if device == "cpu":
         return 0.0
     size = min(2**32, torch.cuda.mem_get_info()[0] // 4)

@@ -1,9 +1,9 @@
-"""`logitless doctor`: describes the machine and the code that runs on it, and checks the results.
+"""`logitless doctor`: describes the machine and the backend, and checks the results.
 
-The output is plain text without host name or paths, so that it can be pasted into a bug report. The
-self-check (selfcheck.py) runs every public function and every kernel that this device can run. It
-compares values, and gradients under a random upstream gradient, with a naive formula in fp64, on a
-few shapes that are easy to get wrong. The exit status is 1 if a check fails.
+The output is plain text without host name or paths, so that users can paste the output into a bug
+report. The self-check (selfcheck.py) runs every public function and every kernel that this device
+can run, on a few error-prone shapes. The values, and the gradients under a random upstream
+gradient, are compared with a naive formula in fp64. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ VARIABLES = (
     "LOGITLESS_IMPL", "LOGITLESS_CHECK", "LOGITLESS_WAITING", "TRITON_INTERPRET",
     "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
-SHAPES = ((3, 1), (5, 33), (4, 1000), (1, 16411))  # V: 1, odd, aligned, cut into several splits
+# The four vocabularies are: one column, odd, 16-byte aligned, large enough for several splits.
+SHAPES = ((3, 1), (5, 33), (4, 1000), (1, 16411))
 # Bounds on the errors of values and of gradients. Losses are returned in fp32 or fp64, whatever the
 # dtype of the logits. Gradients are rounded to the dtype of the logits.
 BOUNDS = {
@@ -60,7 +61,7 @@ class Error(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The errors of one check that are nearest their bounds, and a problem if there is one."""
+    """The errors of one check that are nearest to their bounds, and the problem, if any."""
 
     value: Error = Error()
     gradient: Error = Error()
@@ -112,7 +113,7 @@ def machine_facts() -> dict[str, str]:
 
 
 def path(kind: str) -> str:
-    """The code that runs for tensors on this kind of device, and the reason."""
+    """The backend for tensors on this kind of device, and the reason for this choice."""
     if kind == "cuda" and not torch.cuda.is_available():
         return "not available on this machine"
     try:
@@ -126,7 +127,7 @@ def path(kind: str) -> str:
 
 
 def ways(kinds: tuple[str, ...]) -> Iterator[tuple[str, str, contextlib.AbstractContextManager]]:
-    """(name, device, context) of each way to run the functions on this machine."""
+    """Yields (name, device, context) for each backend and device of this machine."""
     for kind in kinds:
         if (kind == "cpu" or torch.cuda.is_available()) and not path(kind).startswith(NO_PATH):
             yield kind, kind, contextlib.nullcontext()
@@ -136,7 +137,7 @@ def ways(kinds: tuple[str, ...]) -> Iterator[tuple[str, str, contextlib.Abstract
 
 def self_check(kinds: tuple[str, ...]) -> int:
     start, failures, count = time.perf_counter(), 0, 0
-    print("self-check against fp64: the error nearest its bound, with the dtype of the logits")
+    print("self-check against fp64: the error nearest to its bound, with the dtype of the logits")
     print(f"  {'':<8}{'':<32}{'values':<24}{'gradients':<24}")
     for way, device, context in ways(kinds):
         with context:
@@ -179,7 +180,7 @@ def examine(check: Check, device: str) -> Outcome:
 
 
 def errors(check: Check, shape, dtype: torch.dtype, device: str) -> tuple[float, float]:
-    """The error of values relative to max(1, |value|), and of gradients relative to their norm."""
+    """The error of the values relative to max(1, |value|), and the relative error of gradients."""
     generator = torch.Generator().manual_seed(shape[1])
     x, other = ((2 * torch.randn(shape, generator=generator)).to(device, dtype) for _ in range(2))
     x.requires_grad_()

@@ -1,9 +1,9 @@
-"""A naive formula in PyTorch for each function, and the errors of results against it in fp64.
+"""A naive formula in PyTorch for each function, and the errors of results against fp64.
 
 A formula takes logits (n, V) and tensors with one entry per row, and returns numbers or ids per
-row. `doctor` compares with these results. `bench` times the mean of a formula in the dtype of the
-logits as "eager". `errors` computes the formula in fp64, a few rows at a time so that the fp64
-copies stay small, and differentiates it by autograd.
+row. `doctor` compares the library with these formulas. `bench` times the mean of each formula, in
+the dtype of the logits, as the contender "eager". `errors` evaluates and differentiates the
+formulas in fp64, for a few rows at a time to save memory.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ CLIP = 0.2  # ratios of new to old probabilities are clipped to [1 - CLIP, 1 + C
 ENTROPY_BONUS = 0.01  # `score` is differentiated through -(logprob + 0.01 · entropy)
 ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # number of fp64 logits in memory at once
 
-# Bounds on our error, relative to max(1, |value|), and on ‖d - ref‖ / ‖ref‖ for gradients. The
-# bounds of other libraries are ten times as large, because some of them compute or return their
-# loss in the dtype of the logits.
+# Bounds on our errors. The error of values is relative to max(1, |value|), and the error of
+# gradients is ‖d - ref‖ / ‖ref‖. The bounds of other libraries are ten times as large, because some
+# libraries compute or return the loss in the dtype of the logits.
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4}
-# Factor on the bounds of an op. If a ratio is near its clip, the rounding of 16-bit logits decides
-# whether a gradient is zero; PyTorch's own error is 4e-2 there.
+# The bounds of an op are multiplied by this factor. If a ratio is near its clip, the rounding of
+# 16-bit logits decides whether a gradient is zero. The error of PyTorch's own policy_loss is 4e-2.
 CLIPPED = {"policy_loss": 5}
 
 
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 
 
 def wide(x: Tensor) -> Tensor:
-    """16-bit numbers as fp32; other dtypes are unchanged."""
+    """16-bit numbers converted to fp32. Tensors of other dtypes are unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -78,7 +78,7 @@ def topk_distill(
     x, ids, logprobs, tail, labels=None, *, divergence, support, temperature=1.0,
     ce_weight=0.0, kd_weight=1.0,
 ):  # fmt: skip
-    """forward_kl over the ids and a bucket for all other ids, or over the renormalised ids."""
+    """forward_kl with support "tail" or "renorm"."""
     if support == "renorm":
         return kl(log_softmax(logprobs), log_softmax(x.gather(-1, ids)))
     logq = log_softmax(x if temperature == 1 else x / temperature).gather(-1, ids)
@@ -121,18 +121,18 @@ BY_ROW = {"logsumexp", "score", "capture_topk"}  # results per row; the other op
 
 
 def objective(op: str, out) -> Tensor:
-    """The tensor that is differentiated: a loss, or for `score` a sum of its results per row."""
+    """The tensor that is differentiated: the loss, or a weighted sum of the results of `score`."""
     return -(out[0] + ENTROPY_BONUS * out[1]) if op == "score" else out
 
 
 def denominator(target: Tensor, weight: Tensor | None = None, **_) -> Tensor | int:
-    """Divisor of a mean cross-entropy: the rows that count, or the sum of their class weights."""
+    """The divisor of a mean: the number of rows that count, or the sum of their class weights."""
     kept = target[target != IGNORED]
     return len(kept) if weight is None else weight.double()[kept].sum()
 
 
 def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[float, float | None]:
-    """The errors of a contender's output and of its gradients; None if it has no gradients."""
+    """The errors of a contender's output and gradients. Without gradients, the second is None."""
     x, *head = (leaf.detach() for leaf in inputs.leaves)
     rows = [t.flatten(0, x.dim() - 2) for t in inputs.rows]
     x, grads = x.flatten(0, -2), tuple(grad.flatten(0, -2) for grad in grads)
@@ -170,10 +170,10 @@ def as_tuple(out) -> tuple[Tensor, ...]:
 
 
 def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
-    """The distance of results; the distance of ids is that of their logits.
+    """The largest error of a result. The error of an id is the difference of the logits at the ids.
 
-    Ids of equal logits may come in any order. If the contender had the exact logits, ids of unequal
-    logits are infinitely far apart.
+    So ids of equal logits may have any order. If `exact_logits`, rounding cannot change the order
+    of unequal logits, and a wrong id has an infinite error.
     """
     if got.is_floating_point():
         return distance(got, right)

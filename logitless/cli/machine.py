@@ -54,13 +54,13 @@ def installed(module: str) -> str | None:
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:
-        # The names of package and module may differ, as with fla and quack.
+        # The package and its module may have different names, as for fla and quack.
         names = importlib.metadata.packages_distributions().get(module, ())
         return next(map(importlib.metadata.version, names), None)
 
 
 def commit() -> str | None:
-    """The commit of the checkout that contains this file, marked if the package has changes."""
+    """The commit of this checkout, with a mark if files of the package were changed."""
     git = ("git", "-C", str(Path(__file__).parent))
     if not output_of(*git, "ls-files", Path(__file__).name):  # an installed package
         return None

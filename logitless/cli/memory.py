@@ -12,7 +12,7 @@ import torch
 
 
 def extra_memory(device: str, argument: Any, run: Callable) -> int:
-    """The peak number of bytes allocated during a call, minus those allocated before it."""
+    """The peak of the allocated bytes during a call, minus the bytes allocated before the call."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 def bar(title: str, total: float | None = None) -> Iterator[Callable]:
     """Yields advance(done, note="", tokens=0), which adds `done` to the progress towards `total`.
 
-    The speed is shown in tokens per second, if `advance` is called with tokens. The bar is drawn on
-    stderr. Under torchrun only rank 0 draws it.
+    If `advance` is called with tokens, the bar shows the speed in tokens per second. The bar is
+    drawn on stderr. Under torchrun, only rank 0 draws the bar.
     """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

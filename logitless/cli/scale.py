@@ -1,7 +1,7 @@
 """`logitless scale`: the cost of a head and its loss on each rank of a tensor-parallel group.
 
-The cost is computed, not measured: bytes, FLOPs and collectives are counted and divided by speeds.
-The speeds were measured on one GPU (benchmarks/results) or are the manufacturer's.
+The cost is computed, not measured. The command counts bytes, FLOPs and collectives, and divides the
+counts by speeds. The speeds were measured on one GPU (benchmarks/results), or stated by NVIDIA.
 """
 
 from __future__ import annotations
@@ -11,31 +11,33 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from logitless.cli import require
+
 
 class Gpu(NamedTuple):
     """Speeds of a GPU and its links."""
 
-    flops: float  # per second, of the three GEMMs of a head in bf16
+    flops: float  # FLOP per second of the three GEMMs of a head in bf16
     copy: float  # bytes read plus bytes written per second
     link: float  # bytes per second and direction within a node
     network: float  # bytes per second and direction between nodes
     node: int  # GPUs in a node
-    latency: float  # seconds of an empty collective
+    latency: float  # seconds that an empty collective takes
 
 
-# NVLink moves 900 GB/s per GPU, both directions together (18 links of the 4th generation), and a
-# node of 8 GPUs has ten InfiniBand adapters of 400 Gb/s, by NVIDIA's system description
-# "H200-SXM-141GBx8_TRT_MaxQ" (MLCommons, MLPerf Inference v4.1 results). The 5th generation moves
-# 1.8 TB/s, by "NVLink and NVLink Switch" (NVIDIA, product page).
+# NVLink of the 4th generation (18 links) moves 900 GB/s per GPU, both directions together. A node
+# of 8 GPUs has ten InfiniBand adapters of 400 Gb/s. The source of both speeds is NVIDIA's system
+# description "H200-SXM-141GBx8_TRT_MaxQ" (MLCommons, MLPerf Inference v4.1 results). NVLink of the
+# 5th generation moves 1.8 TB/s according to "NVLink and NVLink Switch" (NVIDIA, product page).
 NVLINK_4, NVLINK_5, NDR = 900e9 / 2, 1800e9 / 2, 400e9 / 8
-LATENCY = 15e-6  # assumed; nccl-tests prints times of this order within a node
+LATENCY = 15e-6  # an assumption; nccl-tests prints times of this order within a node
 
-# Pairs of FLOP/s and bytes/s. H200 was measured (docs/heads.md, docs/performance.md). The peaks of
-# dense bf16 and of HBM are from "Machine Learning Engineering" (S. Bekman, When Is It Worth
-# Upgrading GPUs?).
+# Each pair is FLOP/s and bytes/s. H200 was measured (docs/heads.md, docs/performance.md). The peaks
+# of dense bf16 and of HBM are from "When Is It Worth Upgrading GPUs?" in the book "Machine Learning
+# Engineering" by Stas Bekman.
 H200, H200_PEAK, B200_PEAK = (674e12, 4.23e12), (989e12, 4.8e12), (2250e12, 8.0e12)
 SHARE = H200[0] / H200_PEAK[0], H200[1] / H200_PEAK[1]
-# A B200 was not measured. It is assumed to reach the same shares of its peaks as an H200.
+# No B200 was measured. We assume that a B200 reaches the same fractions of its peaks as an H200.
 B200 = SHARE[0] * B200_PEAK[0], SHARE[1] * B200_PEAK[1]
 
 GPUS = {
@@ -55,7 +57,7 @@ class Cost(NamedTuple):
     products: float  # seconds of the three GEMMs
     loss: float  # seconds of reading and writing logits
     gather: float  # seconds of the all-gather of states
-    reduce: float  # seconds of the all-reduce of d_hidden, as if nothing overlapped with it
+    reduce: float  # seconds of the all-reduce of d_hidden, without any overlap
     weight: float  # bytes of the rank's rows of the head and their gradient
     hidden: float  # bytes of all tokens' hidden states and their gradient
     logits: float  # bytes of logits in memory at once
@@ -83,7 +85,7 @@ def cost(tokens: int, vocab: int, hidden: int, tp: int, gpu: Gpu) -> Cost:
     return Cost(
         tp,
         products=3 * 2.0 * tokens * hidden * columns / gpu.flops,
-        loss=3 * logits / gpu.copy,  # a read for the state; a read and a write for the gradient
+        loss=3 * logits / gpu.copy,  # read for the state, read and write for the gradient
         gather=latency + (tp - 1) * tokens * STATE * FULL / link,
         reduce=latency + 2 * (tp - 1) / tp * rows / link,
         weight=2.0 * columns * hidden * BYTES,
@@ -103,7 +105,7 @@ def short(x: float) -> str:
 
 
 def table(tokens: int, vocab: int, hidden: int, tps: list[int], gpu: Gpu) -> str:
-    """The costs of a rank in Markdown, in milliseconds and GiB."""
+    """A Markdown table of the costs of a rank, in milliseconds and GiB."""
     times = "products | loss | gather | d_hidden | all, ms"
     lines = [
         f"| TP | {times} | limit | weight | hidden | logits | all, GiB |",
@@ -169,5 +171,6 @@ def run(args: argparse.Namespace) -> int:
     )
     print(table(*shape, sizes(args.tp), gpu))
     if args.plot is not None:
+        require("bench", "matplotlib", command="scale --plot")
         plot(args.plot, *shape, sizes(args.tp), gpu)
     return 0

@@ -1,6 +1,7 @@
 """The checks of `logitless doctor`: each public function and a naive formula for the same result.
 
-Together the checks launch every kernel. tests/cli/test_doctor.py counts functions and kernels.
+Together, the checks launch every kernel. The test tests/cli/test_doctor.py verifies that the checks
+call every public function and launch every kernel.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from .formulas import at, wide
 class Check(NamedTuple):
     """A function of the library, and a naive formula that is evaluated in fp64.
 
-    Both take logits (N, V), ids (N,) and a matrix of the logits' shape, and return a floating-point
-    tensor. The result is differentiated with respect to the logits.
+    The function and the formula take logits (N, V), ids (N,) and another matrix (N, V), and return
+    a floating-point tensor. The result is differentiated with respect to the logits.
     """
 
-    name: str  # name of the function, and after a comma the case
+    name: str  # name of the function, followed by a comma and the name of the case
     ours: Callable[[Tensor, Tensor, Tensor], Tensor]
     naive: Callable[[Tensor, Tensor, Tensor], Tensor]
     least: int = 1  # smallest V that the check accepts
@@ -40,7 +41,7 @@ def naive_entropy(x: Tensor) -> Tensor:
 
 
 def ignoring(ids: Tensor) -> Tensor:
-    """The ids as targets; the first is ignored, unless it is the only one."""
+    """The ids as targets. If there are several rows, the first row is ignored."""
     return ids if len(ids) == 1 else ids.index_fill(0, ids.new_zeros(1), -100)
 
 
@@ -59,12 +60,12 @@ def cross_entropy(name: str, **options) -> Check:
 
 
 def three_ids(ids: Tensor, vocab: int) -> Tensor:
-    """Three ids per row; two of them are equal."""
+    """Three ids per row, of which two ids are equal."""
     return torch.stack((ids, ids, (ids + 1) % vocab), -1)
 
 
 LOGP = (-1.5, -2.0, -2.5)  # a teacher's log-probabilities of three ids
-TAIL = -0.75  # its log mass outside the ids
+TAIL = -0.75  # the log of the teacher's mass outside the three ids
 
 
 def teacher(x: Tensor, ids: Tensor) -> ll.SparseTargets:
@@ -106,7 +107,7 @@ def over_a_head(x, ids, other):
 
 
 def by_columns(x, ids, other):
-    """Cut into two blocks of columns, as a large head in a small workspace is."""
+    """Cross-entropy over a head that is split into two blocks of columns."""
     logits = ll.LinearLogits(x, head_of(other).requires_grad_())
     with plan.override(lambda work: Cut(work.rows, 8)):
         return ll.cross_entropy(logits, ids % 16)
@@ -140,7 +141,7 @@ def naive_over_a_head(x, ids, other):
 
 
 def labels_of(x: Tensor) -> Tensor:
-    """Labels of 16 rows if x is the weight of the head."""
+    """Labels of 16 rows, for the case in which x is the weight of the head."""
     return torch.arange(16, device=x.device) % len(x)
 
 
@@ -150,7 +151,7 @@ def as_a_weight(x, _, other):
 
 
 def row_stats(x, ids, _):
-    """lse, picked, entropy and the mean logit; the sum of the logits would be less exact."""
+    """lse, picked, entropy and the mean logit. The sum of the logits would be less exact."""
     stats = ll.row_stats(x, ids, entropy=True, total=True, argmax=True)
     statistics = (stats.lse, stats.picked, stats.entropy, stats.total)
     columns = torch.stack([t for t in statistics if t is not None], -1)

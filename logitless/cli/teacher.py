@@ -1,17 +1,17 @@
 """`logitless teacher`: captures a teacher's top-k distributions into a store.
 
 capture runs a Transformers model over documents. import reads the output of vLLM or SGLang. verify
-checks a store, info describes it, and merge joins several stores into one. Under torchrun, capture
-runs on every rank. If a capture was stopped, the same command resumes it.
+checks a store, info describes it, and merge joins several stores into one. size computes how large
+a store will be. Under torchrun, capture runs on every rank. If a capture was stopped, the same
+command resumes it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ import torch
 
 from logitless.cli import require
 
+from . import teacher_data as _data
 from .progress import bar
+from .report import table
 
-WINDOW = 512  # documents that are sorted by length together, so that batches have little padding
+SIZES = (16, 32, 64, 128, 256)  # values of K that `size` shows
 
 
 def add_parser(subparsers) -> None:
@@ -43,11 +45,18 @@ def add_parser(subparsers) -> None:
     )
     _add_output(capture)
     add("--eos", action="store_true", help="append the end-of-text token to each text")
-    add("--max-length", type=int, default=4096, help="most tokens per document; default: 4096")
-    add("--batch-tokens", type=int, default=16_384, help="per batch, with padding; default: 16384")
+    add(
+        "--max-length", type=_positive, default=4096, help="most tokens per document; default: 4096"
+    )
+    add(
+        "--batch-tokens",
+        type=_positive,
+        default=16_384,
+        help="per batch, with padding; default: 16384",
+    )
     add(
         "--vocab-size",
-        type=int,
+        type=_positive,
         help="the student's, if the teacher's head is padded; default:"
         " the size of the teacher's head",
     )
@@ -62,7 +71,12 @@ def add_parser(subparsers) -> None:
         import_, "files with one JSON output per line; `prompt_token_ids` may be added to it"
     )
     _add_output(import_)
-    add("--vocab-size", type=int, required=True, help="all ids are below this number")
+    add(
+        "--completions", action="store_true",
+        help="the documents are prompts with their completions; default: only where an output has"
+        " no log-probabilities of its prompt",
+    )  # fmt: skip
+    add("--vocab-size", type=_positive, required=True, help="all ids are below this number")
     add("--teacher", default="", help="name of the teacher")
     add("--tokenizer", help="name or folder; training with another tokenizer is then refused")
 
@@ -77,7 +91,36 @@ def add_parser(subparsers) -> None:
     add = merge.add_argument
     add("out", type=Path, help="folder of the new store")
     add("stores", type=Path, nargs="+")
-    add("--shard-bytes", type=int, default=1 << 28, help="approximate file size; default: 256 MiB")
+    add(
+        "--shard-bytes",
+        type=_positive,
+        default=1 << 28,
+        help="approximate file size; default: 256 MiB",
+    )
+
+    size = commands.add_parser("size", help="how large a store will be")
+    add = size.add_argument
+    add("--tokens", type=_tokens, required=True, help="number of tokens, such as 1e9")
+    add("--vocab", "--vocab-size", type=_positive, required=True, help="size of the vocabulary")
+    add("--k", type=_positive, nargs="+", default=SIZES, help="slots per token; default: a table")
+    _add_values(size)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        rule = "must be a whole number of at least 1"
+        raise argparse.ArgumentTypeError(f"{rule}, got {text!r}")
+    return int(text)
+
+
+def _tokens(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e18:
+        raise argparse.ArgumentTypeError(f"must be a number of tokens such as 1e9, got {text!r}")
+    return number
 
 
 def _add_input(parser: argparse.ArgumentParser, text: str) -> None:
@@ -87,8 +130,15 @@ def _add_input(parser: argparse.ArgumentParser, text: str) -> None:
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the store")
     parser.add_argument(
-        "--k", type=int, default=64, help="number of most probable tokens to keep; default: 64"
+        "--k",
+        type=_positive,
+        default=64,
+        help="number of most probable tokens to keep; default: 64",
     )
+    _add_values(parser)
+
+
+def _add_values(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--values", choices=("u8", "f16"), default="u8",
         help="log-probabilities in 8 or 16 bits; default: u8",
@@ -99,59 +149,123 @@ def run(args: argparse.Namespace) -> int:
     require("teacher", "rich")
     try:
         return ACTIONS[args.action](args) or 0
-    except (ValueError, OSError) as error:
+    except (TypeError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
 
 
 def capture(args: argparse.Namespace) -> None:
     require("teacher", "transformers")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     from logitless import store
+    from logitless.store import file_checks
 
-    device = torch.device(args.device or _default_device())
+    # All arguments are checked before the model is loaded and the folder is created.
+    _data.are_files(args.data)
+    file_checks.folder(args.out)
+    device, dtype = _device(args.device), _dtype(args.dtype)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).to(device)
-
     end = tokenizer.eos_token_id if args.eos else None
     if args.eos and end is None:
         raise ValueError("--eos must have a tokenizer with an end-of-text token, got none.")
+    config = AutoConfig.from_pretrained(args.model).get_text_config()
+    expected = args.vocab_size or getattr(config, "vocab_size", None)
+    fields = {"k": args.k, "values": args.values, "teacher": args.model}
+    fields |= {"temperature": args.temperature, "tokenizer": store.tokenizer_hash(tokenizer)}
+    store.Header(expected or 2**32, **fields)
+    for line in _data.lines(args.data):
+        _data.check(line, expected)
 
-    vocab_size = args.vocab_size or model.get_output_embeddings().weight.shape[0]
-    header = {"vocab_size": vocab_size, "k": args.k, "values": args.values}
-    header |= {"teacher": args.model, "temperature": args.temperature}
-    header |= {"tokenizer": store.tokenizer_hash(tokenizer)}
-    with store.Writer(args.out, **header) as writer, bar("capture", _size(args.data)) as advance:
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).to(device)
+    head = model.get_output_embeddings().weight.shape[0]
+    if args.vocab_size is not None and args.vocab_size > head:
+        rule = f"must be at most the size of the teacher's head, {head}"
+        raise ValueError(f"--vocab-size {rule}, got {args.vocab_size}.")
+    vocab_size = args.vocab_size or head
+    with (
+        store.Writer(args.out, vocab_size=vocab_size, **fields) as writer,
+        bar("capture", _data.size(args.data)) as advance,
+    ):
         documents = (
-            (_ids(line, tokenizer, end)[: args.max_length], size)
-            for line, size in store.share(_lines(args.data))
+            (_data.ids_of(line, tokenizer, end, vocab_size)[: args.max_length], line.size)
+            for line in store.share(_data.lines(args.data))
         )
         world = int(os.environ.get("WORLD_SIZE", "1"))
-        batches = _batches(documents, args.batch_tokens, lambda size: advance(size * world))
+        batches = _data.batches(documents, args.batch_tokens, lambda size: advance(size * world))
         added = store.capture(model, batches, writer, progress=lambda n: advance(0, tokens=n))
         text = f"{added} documents added, {len(writer) - added} were already in {args.out}"
     print(f"rank {os.environ.get('RANK', '0')}: {text}" if world > 1 else text)
 
 
+def _device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or _default_device())
+        torch.empty(0, device=device)
+        usable = device.type != "meta"
+    except (RuntimeError, AssertionError, ValueError, NotImplementedError):
+        usable = False
+    if not usable:
+        raise ValueError(f"--device must be a device that PyTorch can use here, got {name!r}.")
+    return device
+
+
+def _dtype(name: str) -> str | torch.dtype:
+    dtype = getattr(torch, name, None)
+    if name != "auto" and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"--dtype must be auto, bfloat16, float16 or float32, got {name!r}.")
+    return "auto" if name == "auto" else dtype
+
+
 def import_(args: argparse.Namespace) -> None:
     from logitless import store
-    from logitless.store.importers import READERS
+    from logitless.store.importers import READERS, choices_of
 
+    _data.are_files(args.data)
     header = {"vocab_size": args.vocab_size, "k": args.k, "values": args.values}
     header |= {"teacher": args.teacher, "tokenizer": _tokenizer_hash(args.tokenizer)}
-    with store.Writer(args.out, **header) as writer, bar("import", _size(args.data)) as advance:
-        for number, (output, size) in enumerate(_lines(args.data), start=1):
-            try:
-                tokens, targets = READERS[args.format](
-                    output, output.get("prompt_token_ids"), k=args.k
-                )
-                writer.add(tokens, targets)
-            except ValueError as error:
-                raise ValueError(f"output {number}: {error}") from None
-            advance(size, tokens=len(tokens))
+    store.Header(**header)
+    read, completion = READERS[args.format], True if args.completions else None
+    with (
+        store.Writer(args.out, **header) as writer,
+        bar("import", _data.size(args.data)) as advance,
+    ):
+        for line in _data.lines(args.data):
+            output, tokens = line.fields, ()
+            for choice in range(choices_of(output)):
+                try:
+                    tokens, targets = read(
+                        output, output.get("prompt_token_ids"), k=args.k,
+                        completion=completion, choice=choice,
+                    )  # fmt: skip
+                    writer.add(tokens, targets)
+                except (TypeError, ValueError) as error:
+                    raise ValueError(f"{line.where}: {error}") from None
+            advance(line.size, tokens=len(tokens))
         text = f"{len(writer)} documents in {args.out}"
     print(text)
+
+
+def size(args: argparse.Namespace) -> None:
+    from logitless.store import Header
+
+    rows = []
+    for k in args.k:
+        per_token = Header(args.vocab, k, args.values).token_bytes()
+        rows.append({
+            "K": str(k), "bytes per token": f"{per_token:.1f}",
+            f"{args.tokens:.3g} tokens": _bytes(per_token * args.tokens),
+        })  # fmt: skip
+    print(table(rows))
+    print(f"V = {args.vocab:,}, values = {args.values}; and about 60 bytes per document")
+
+
+def _bytes(n: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB", "TB"):
+        if n < 1000 or unit == "TB":
+            return f"{n:.3g} {unit}" if n < 1000 else f"{n:,.0f} {unit}"
+        n /= 1000
+    raise AssertionError
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -223,6 +337,7 @@ def merge(args: argparse.Namespace) -> None:
 
 ACTIONS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "capture": capture, "import": import_, "verify": verify, "info": info, "merge": merge,
+    "size": size,
 }  # fmt: skip
 
 
@@ -240,74 +355,6 @@ def _tokenizer_hash(name: str | None) -> str:
     from logitless.store import tokenizer_hash
 
     return tokenizer_hash(AutoTokenizer.from_pretrained(name))
-
-
-def _size(paths: list[Path]) -> int:
-    return sum(path.stat().st_size for path in paths)
-
-
-def _lines(paths: list[Path]) -> Iterator[tuple[dict[str, Any], int]]:
-    """The objects in files, one per line, and their sizes in bytes. Empty lines are skipped."""
-    for path in paths:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                text = line.decode("utf-8", errors="strict").strip()
-                if not text:
-                    continue
-                document = {"text": text}
-                if path.suffix != ".txt":
-                    document = _object(path, number, text)
-                yield document, len(line)
-
-
-def _object(path: Path, number: int, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} must have JSON in line {number}, got {error}.") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must have a JSON object in line {number}, got {text[:50]!r}.")
-    return value
-
-
-def _ids(document: dict[str, Any], tokenizer: Any, end: int | None) -> list[int]:
-    """The input_ids of a document, or those of its text, to which `end` is appended."""
-    if document.get("input_ids") is not None:
-        return document["input_ids"]
-    if not isinstance(document.get("text"), str):
-        raise ValueError(f"a document must have text or input_ids, got {sorted(document)}.")
-    ids = tokenizer(document["text"])["input_ids"]
-    return ids if end is None or ids[-1:] == [end] else [*ids, end]
-
-
-def _batches(
-    documents: Iterator[tuple[list[int], int]], most: int, progress: Callable[[int], None]
-) -> Iterator[list[list[int]]]:
-    """Batches of documents of similar lengths, with at most `most` tokens including padding.
-
-    `documents` yields tokens and sizes in bytes; `progress` is called with the size of each.
-    """
-    while window := _window(documents, progress):
-        window.sort(key=len)
-        batch: list[list[int]] = []
-        for tokens in window:
-            if batch and len(tokens) * (len(batch) + 1) > most:
-                yield batch
-                batch = []
-            batch.append(tokens)
-        yield batch
-
-
-def _window(documents: Iterator[tuple[list[int], int]], progress: Callable) -> list[list[int]]:
-    """The next WINDOW documents that are not empty."""
-    window = []
-    for tokens, size in documents:
-        progress(size)
-        if tokens:
-            window.append(tokens)
-        if len(window) == WINDOW:
-            break
-    return window
 
 
 def _plot(statistics: Any, k: int, path: Path) -> None:

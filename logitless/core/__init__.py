@@ -1,1 +1,1 @@
-"""How a loss is evaluated: a loss as data, the sources that evaluate it, and the backends."""
+"""Evaluation of losses: losses as data, sources of logits, and backends."""

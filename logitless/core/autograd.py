@@ -1,4 +1,4 @@
-"""The base of all our autograd functions: clear errors for what they cannot do."""
+"""The base class of all autograd functions of this package, with errors for unsupported modes."""
 
 from collections.abc import Sequence
 
@@ -10,20 +10,20 @@ from .call import mapped
 
 
 class Node(torch.autograd.Function):
-    """An autograd function for reverse mode, with one upstream gradient at a time."""
+    """An autograd function for reverse mode. Forward mode and vmap raise an error."""
 
     jvp = staticmethod(checks.only_in_reverse)  # pyright: ignore
 
     @staticmethod
     def refuse_vmap(upstream: Sequence[Tensor | None]) -> None:
-        """Raises where torch.func.vmap passes several upstream gradients as one tensor."""
+        """Raises if torch.func.vmap passes several upstream gradients as one tensor."""
         for t in upstream:
             if t is not None and mapped(t):
                 checks.not_mapped()
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
-    """The same gradients, as functions of `inputs` whose backward raises a clear error."""
+    """Returns the gradients unchanged, but a second differentiation by `inputs` raises an error."""
     present = [t for t in gradients if t is not None]
     needed = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
     if not present or not needed:
@@ -33,7 +33,7 @@ def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
 
 
 class _Final(torch.autograd.Function):
-    """Gradients that cannot be differentiated again."""
+    """Returns gradients unchanged in forward, and raises an error in backward."""
 
     @staticmethod
     def forward(ctx, count, *tensors):

@@ -1,8 +1,8 @@
-"""What a backend is: the functions that read logits and write gradients.
+"""The protocol of a backend: functions that read logits and write gradients.
 
 `eager` (plain PyTorch) and `kernels` (Triton) are modules with these functions. ColumnBackend
-(parallel/columns.py) and BlockBackend (heads/blocks.py) are built on one of the two and merge the
-statistics of some columns with those of others. The structs are those of contract.py; call.py
+(parallel/columns.py) and BlockBackend (heads/blocks.py) use one of these modules, and merge the
+partial statistics of several sets of columns. The structs are defined in contract.py. call.py
 chooses the backend of a tensor.
 """
 
@@ -16,12 +16,12 @@ from ..contract import Coefficients, Pair, Partials, Reading, Slots, Statistics
 
 
 class Backend(Protocol):
-    """All shapes are those of contract.py: x (..., V), N rows, K ids per row."""
+    """The functions of a backend. Logits x have shape (..., V), with N rows and K ids per row."""
 
-    # --- statistics of rows, and the one backward
+    # --- statistics of rows, and the backward formula
 
     def read(self, x: Any, reading: Reading) -> Statistics:
-        """The statistics that reading.wants, and the state that the gradient reads again."""
+        """The statistics in reading.wants, and the state that the backward needs."""
         ...
 
     def gradient(
@@ -33,64 +33,71 @@ class Backend(Protocol):
         upstream: Tensor,  # () or (...)
         factor: Tensor | None = None,  # () or N numbers
         into: Tensor | None = None,
-        start: int | None = None,  # the first column of x in the vocabulary; None if x has all
+        start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
     ) -> Tensor:
-        """The gradient of the logits, (..., V) in the dtype of x, or of `into`."""
+        """The gradient of the logits, (..., V), in the dtype of `into` or else of x."""
         ...
 
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
-        """Statistics of the columns [start, start + width) of each row, before merging."""
+        """Partial statistics of the columns [start, start + width) of each row."""
         ...
 
     def merge(self, several: Sequence[Partials], reading: Reading) -> Partials:
-        """Parts of the same rows as one part."""
+        """Merges the partial statistics of several sets of columns of the same rows."""
         ...
 
     def finish(
         self, parts: Partials, reading: Reading, shape: tuple[int, ...] | None = None
     ) -> Statistics:
-        """Statistics of whole rows from their parts; every statistic except the tail."""
+        """Statistics of whole rows, except the tail, from partial statistics of all columns."""
         ...
 
     def outside(self, x: Tensor, reading: Reading, found: Statistics) -> Tensor:
-        """log of the mass outside reading.ids, (...), of rows whose state is known."""
+        """The log of the mass outside reading.ids, (...), for rows with known statistics."""
         ...
 
     def with_repeats(self, state: Tensor, ids: Tensor) -> Tensor:
-        """The state with its field REPEATS set, where a row's ids may repeat."""
+        """Returns the state with the field REPEATS set to whether ids of the row repeat."""
         ...
 
     # --- cross-entropy
 
     @property
     def one_pass(self) -> Any:
-        """-log p of the label while the gradient is written, or None if the backend has no such
-        function: (x, reading, coefficients, factor, into, mean=False) -> (...) or None if these
-        logits cannot be read in one pass."""
+        """A function that computes -log p of the label and writes the gradient, or None.
+
+        The signature is (x, reading, coefficients, factor, into, mean=False). The function returns
+        -log p, (...), or None if one pass over these logits is not possible. The property is None
+        if the backend does not have the function.
+        """
         ...
 
     def cross_entropy(
         self, statistics: Statistics, reading: Reading, label_smoothing: float, z_loss: float
     ) -> tuple[Tensor, Coefficients]:
-        """The cross-entropy of each row, (...), and its coefficients."""
+        """Returns the cross-entropy of each row, (...), and the coefficients of its gradient."""
         ...
 
     def label_coefficients(self, reading: Reading, dtype: torch.dtype) -> Coefficients:
-        """Coefficients of v[label] nll, which need no statistics."""
+        """Coefficients of v[label] · nll, computed without any statistics."""
         ...
 
     def weighted_nll(self, nll: Tensor, reading: Reading) -> Tensor:
-        """v[label] nll of each row, (...)."""
+        """The loss v[label] · nll of each row, (...)."""
         ...
 
     def label_mass(self, reading: Reading, dtype: torch.dtype) -> Tensor:
-        """v[label] of each row, (N,); 0 for ignored rows."""
+        """The class weight v[label] of each row, (N,); 0 for ignored rows."""
         ...
 
-    # --- rows to one number
+    # --- reductions of rows to one number
 
     def share(self, reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-        """1 / the number of rows that count, or 1 / the sum of their mass; 1 where that is 0."""
+        """The factor () that turns a sum over rows into a mean.
+
+        The factor is 1 / the sum of `mass`, or 1 / the number of rows that count if `mass` is None.
+        If the divisor is 0, the factor is 1.
+        """
         ...
 
     def reduce(
@@ -101,11 +108,11 @@ class Backend(Protocol):
         mass: Tensor | None = None,
         mean: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The sum or mean of the rows, and the factor of each row's gradient; None for 1."""
+        """Returns the sum or mean of the rows, and the factor of each row's gradient or None."""
         ...
 
     def scale_(self, x: Tensor, g: Tensor) -> None:
-        """x (..., V) times g, () or (...), in place."""
+        """Multiplies x (..., V) in place by g, whose shape is () or (...)."""
         ...
 
     # --- teachers
@@ -119,11 +126,11 @@ class Backend(Protocol):
         logprob_t1: Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> tuple[Tensor, Coefficients]:
-        """The divergence of each row on its K slots, (...), and its coefficients."""
+        """Returns the divergence of each row over its K slots, (...), and the coefficients."""
         ...
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
-        """y at reading.ids, (..., K)."""
+        """Returns the logits y at reading.ids, (..., K)."""
         ...
 
     def gather_gradient(
@@ -136,13 +143,13 @@ class Backend(Protocol):
         factor: Tensor | None = None,
         into: Tensor | None = None,
     ) -> Tensor:
-        """The gradient of the logits from that of `gather`."""
+        """The gradient of the logits, from the gradient g of the result of `gather`."""
         ...
 
     def pair_read(
         self, x: Tensor, reading: Reading, pair: Pair, norms: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The loss of each row against a dense teacher, (...), and its state (N, PAIR_STATE)."""
+        """Returns the loss against a dense teacher, (...), and the state, (N, PAIR_STATE)."""
         ...
 
     def pair_gradient(

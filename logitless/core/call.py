@@ -1,11 +1,12 @@
-"""What every call does first: check its arguments, look for transforms, choose the backend.
+"""The first steps of every call: check arguments, detect transforms, choose the backend.
 
-Checks read shapes, dtypes, devices and Python numbers, which are the same from call to call in a
-training loop. So a signature that passed is remembered and not checked again (`check_once`); which
-rules a function has is written in the checks.py of its room. Only `check_values` reads what tensors
-hold, where that needs no synchronisation: on a CPU, or with LOGITLESS_CHECK=1.
+Checks read shapes, dtypes, devices and Python numbers, which are the same in every step of a
+training loop. Therefore `check_once` remembers signatures that passed, and checks each signature
+only once. The rules of each function are in the checks.py of its folder. Only `check_values` reads
+the values of tensors. Values are read on a CPU, where no synchronisation is needed, and on a GPU
+with LOGITLESS_CHECK=1.
 
-Triton kernels run on a GPU and plain PyTorch on a CPU, unless `impl` chooses.
+Triton kernels run on a GPU, and plain PyTorch runs on a CPU, unless `impl` makes another choice.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ _passed: set[tuple] = set()
 
 def check_once(check: Callable[..., None], *args: Any) -> None:
     """Calls check(*args), unless arguments of the same signature passed this check before."""
-    if torch.compiler.is_compiling():  # shapes may be symbols
+    if torch.compiler.is_compiling():  # shapes may be symbolic
         check(*args)
         return
     try:
@@ -47,7 +48,7 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
         )
         if key in _passed:
             return
-    except (AttributeError, TypeError):  # not a tensor, or not hashable: the check will say so
+    except (AttributeError, TypeError):  # `check` raises for objects without a hash or a shape
         key = None
     try:
         check(*args)
@@ -66,17 +67,17 @@ def _refuse_on_ranks(logits: Any, error: Exception) -> None:
     """Sends the error to the ranks that share these logits, so that all ranks raise."""
     ranks = ranks_of_call(logits)
     if ranks is not None:
-        # Imported here, because parallel/ is built on core/.
+        # This import is local, because parallel/ imports core/.
         from ..parallel.same_call import refuse
 
         refuse(ranks, error)
 
 
 def named(*others: Callable) -> Callable[[F], F]:
-    """Decorates a function whose options are keyword-only, its own and those of `others`.
+    """Decorates a function that takes its own keyword-only options and those of `others`.
 
-    Suggests the closest name for an unknown option, and lists the positional arguments if there are
-    too many.
+    The error for an unknown option suggests the closest option name. The error for too many
+    positional arguments lists the allowed positional arguments.
     """
 
     def wrap(function: F) -> F:
@@ -102,31 +103,41 @@ def named(*others: Callable) -> Callable[[F], F]:
     return wrap
 
 
-def as_ids(ids: Tensor, ignore_index: int | None = None) -> Tensor:
-    """Ids as int32 or int64, wide enough that ignore_index equals no other id."""
+def as_ids(ids: Tensor, ignore_index: int | None = None, mask: Tensor | None = None) -> Tensor:
+    """Returns ids as int64, except that int32 ids stay int32 if ignore_index fits into int32.
+
+    With a mask of rows, the id of a row outside the mask is replaced by ignore_index.
+    """
     fits = ignore_index is None or -(2**31) <= ignore_index < 2**31
-    wide = ids.dtype == torch.int64 or (ids.dtype == torch.int32 and fits)
-    if ids.dtype != torch.uint64:
-        return ids if wide else ids.long()
-    ids = ids.long()
-    return torch.where(ids < 0, 2**63 - 1, ids)  # 2**64 - 100 is too large, and not -100
+    if ids.dtype == torch.uint64:
+        ids = ids.long()
+        ids = torch.where(ids < 0, 2**63 - 1, ids)  # the id 2**64 - 100 must not become -100
+    elif not (ids.dtype == torch.int64 or (ids.dtype == torch.int32 and fits)):
+        ids = ids.long()
+    if mask is None:
+        return ids
+    assert ignore_index is not None
+    return torch.where(as_bool(mask), ids, ignore_index)
+
+
+def as_bool(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask != 0
 
 
 def as_label(mask: Tensor | None) -> Tensor | None:
-    """A mask of rows as labels of 0 and 1; 0 is then ignore_index."""
-    if mask is None:
-        return None
-    mask = mask if mask.dtype == torch.bool else mask != 0
-    return mask.view(torch.int8)
+    """Converts a mask of rows to labels 0 and 1, where 0 is the ignore_index."""
+    return None if mask is None else as_bool(mask).view(torch.int8)
 
 
 def reading_of(logits, temperature: float | Tensor, softcap: float | None, **fields) -> Reading:
-    """A Reading of these logits. temperature is one number, or one per row."""
-    by_row = None
+    """Builds a Reading of these logits. `temperature` is one number, or one number per row."""
+    by_row, for_all = None, None
     if isinstance(temperature, Tensor):
-        by_row, temperature = temperature.expand(logits.shape[:-1]), 1.0
+        by_row = temperature.expand(logits.shape[:-1])
+    else:
+        for_all = float(temperature)
     return Reading(
-        logits.shape[-1], row_temperature=by_row, temperature=float(temperature),
+        logits.shape[-1], row_temperature=by_row, temperature=for_all,
         softcap=None if softcap is None else float(softcap), **fields,
     )  # fmt: skip
 
@@ -137,12 +148,15 @@ def thorough() -> bool:
 
 
 def reads_values(ids: Tensor) -> bool:
-    """Whether values are checked: on a CPU, and with LOGITLESS_CHECK=1 on a GPU."""
+    """Whether values are checked, always on a CPU and with LOGITLESS_CHECK=1 on a GPU."""
     return ids.device.type == "cpu" or (thorough() and ids.device.type != "meta")
 
 
 def check_values(loss) -> None:
-    """Raises on an id or a temperature out of bounds in a row that counts, naming its place."""
+    """Raises if an id or a temperature of a row that counts is out of bounds.
+
+    The error message names the row.
+    """
     reading, vocab = loss.reading, loss.reading.vocab
     t = reading.label
     if t is None:
@@ -163,7 +177,7 @@ def check_values(loss) -> None:
 
 
 def reads_label(loss) -> bool:
-    """Whether the label is a class, and not only a mask of rows."""
+    """Whether the label is a class id instead of a mask of rows."""
     wants = loss.reading.wants
     if "nll" in wants or "logprob_t1" in wants:
         return True
@@ -184,12 +198,12 @@ def in_func() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
-# As torch.compiler.assume_constant_result does, which would import the compiler.
+# torch.compiler.assume_constant_result sets the same attribute, but would import the compiler.
 in_func._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def mapped(t: Tensor) -> bool:
-    """Whether torch.func.vmap, or autograd's own batching, maps over t."""
+    """Whether torch.func.vmap, or the batching of torch.autograd, maps over t."""
     return not torch.compiler.is_compiling() and (_is_batched(t) or _is_legacy_batched(t))
 
 
@@ -202,12 +216,12 @@ _chosen: str | None = None
 
 @contextlib.contextmanager
 def impl(name: str):
-    """Runs every loss in this block by `"triton"` or `"eager"`.
+    """Computes every loss in this block with the backend `"triton"` or `"eager"`.
 
-    An explicit choice never falls back, except that PyTorch serves more slots (4096) or a larger k
-    (256) than a kernel can sort. Triton on CPU tensors runs under Triton's interpreter
-    (`TRITON_INTERPRET=1`). The environment variable LOGITLESS_IMPL makes the same choice. Both hold
-    for the whole process and all its threads.
+    An explicit choice never falls back to the other backend, with two exceptions. PyTorch always
+    computes more than 4096 slots per row and top-k with k > 256. Triton on CPU tensors needs
+    Triton's interpreter (`TRITON_INTERPRET=1`). The environment variable LOGITLESS_IMPL makes the
+    same choice. A choice applies to all threads of the process.
     """
     global _chosen
     checks.one_of("impl", name, CHOICES)
@@ -219,7 +233,7 @@ def impl(name: str):
 
 
 def chosen() -> str | None:
-    """The explicit choice in force, or None."""
+    """The backend chosen by `impl` or LOGITLESS_IMPL, or None."""
     name = _chosen or os.environ.get("LOGITLESS_IMPL") or None
     if name is not None:
         checks.one_of("LOGITLESS_IMPL", name, CHOICES)
@@ -227,11 +241,11 @@ def chosen() -> str | None:
 
 
 def on_gpu(x: Tensor) -> bool:
-    return x.is_cuda or x.is_xpu  # a sixth of the time of x.device.type
+    return x.is_cuda or x.is_xpu  # takes a sixth of the time of x.device.type
 
 
 def backend_of(x: Tensor) -> Backend:
-    """The module whose functions serve this tensor: `kernels` or `eager`."""
+    """Returns the backend of this tensor, the module `kernels` or `eager`."""
     if _chosen is None and not os.environ.get("LOGITLESS_IMPL"):
         return _kernels() if on_gpu(x) and x.dtype != torch.float64 else eager
     if chosen() == "eager":
@@ -242,6 +256,6 @@ def backend_of(x: Tensor) -> Backend:
 
 @functools.cache
 def _kernels() -> Any:
-    from .. import kernels  # imported here, because Triton may be missing without a GPU
+    from .. import kernels  # a local import, because Triton may be missing without a GPU
 
     return kernels

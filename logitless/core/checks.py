@@ -1,8 +1,8 @@
-"""All validation and its wording: `<argument> must <rule>, got <value>.`
+"""Checks of arguments, with error messages of the form `<argument> must <rule>, got <value>.`
 
-Everything here looks at shapes and dtypes, except `in_range` and `in_bounds`, which read values.
-The rules of numbers are in core/options.py, those of SparseTargets in targets/checks.py; what a
-function checks, and when, is in core/call.py.
+All checks read only shapes and dtypes, except `in_range` and `in_bounds`, which read values. The
+rules for numbers are in core/options.py, and the rules for SparseTargets are in targets/checks.py.
+core/call.py decides when the checks run.
 """
 
 import os
@@ -25,7 +25,7 @@ def one_of(name: str, value: Any, legal: Sequence[str]) -> None:
 
 
 def logits(x: Any, name: str = "logits") -> None:
-    """A tensor, or another source of logits: what can evaluate a loss itself."""
+    """Checks that x is a tensor or another source of logits, with at least one column."""
     some_logits(x, name)
     if x.shape[-1] == 0:
         raise ValueError(
@@ -34,7 +34,7 @@ def logits(x: Any, name: str = "logits") -> None:
 
 
 def some_logits(x: Any, name: str) -> None:
-    """Some columns of logits, or none."""
+    """Checks logits that may have no columns."""
     if not is_source(x):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
     if is_dtensor(x):
@@ -46,17 +46,17 @@ def some_logits(x: Any, name: str) -> None:
 
 
 def placed(name: str, x: Any, dim: int) -> None:
-    """A DTensor that is sharded once, on one dimension, or not at all."""
+    """Checks that a DTensor is replicated, or sharded once on this dimension."""
     sharded = [p for p in x.placements if not p.is_replicate()]
     if sharded and (len(sharded) > 1 or not is_shard(sharded[0], dim)):
         raise TypeError(
             f"{name} must be replicated, or sharded once and on dimension {dim}, where the"
-            f" vocabulary is, got a DTensor of placements {x.placements}: redistribute it."
+            f" vocabulary is, got a DTensor of placements {x.placements}; redistribute the DTensor."
         )
 
 
 def is_shard(placement: Any, dim: int) -> bool:
-    """Whether it is PyTorch's plain Shard(dim), and no other way to cut."""
+    """Whether the placement is PyTorch's plain Shard(dim)."""
     return type(placement).__name__ == "Shard" and placement.dim == dim
 
 
@@ -94,12 +94,12 @@ def _rows(name: str, t: Tensor, x: Tensor) -> None:
 
 
 def target(t: Any, x: Tensor) -> None:
-    """One class a row."""
+    """Checks a target with one class per row."""
     classes("target", t, x)
 
 
 def classes(name: str, t: Any, x: Tensor) -> None:
-    """One class a row, with a word for those who come from F.cross_entropy."""
+    """Checks one class per row. The errors also explain differences to F.cross_entropy."""
     if isinstance(t, Tensor) and t.is_floating_point():
         raise TypeError(
             f"{name} must hold integers, got {t.dtype}; soft_cross_entropy takes probabilities."
@@ -115,7 +115,7 @@ def classes(name: str, t: Any, x: Tensor) -> None:
 
 
 def ids(t: Any, x: Tensor) -> None:
-    """One id a row, (...), or K of them, (..., K)."""
+    """Checks ids with one id per row, (...), or K ids per row, (..., K)."""
     _integer("ids", t)
     if t.shape != x.shape[:-1] and t.shape[:-1] != x.shape[:-1]:
         one, several = _shape(x.shape[:-1]), ", ".join([*map(str, x.shape[:-1]), "K"])
@@ -126,18 +126,10 @@ def ids(t: Any, x: Tensor) -> None:
     _same_device("ids", t, x)
 
 
-def has_an_id(t: Tensor | None, x: Any) -> None:
-    """Of several ids a row, the first says whether the row is ignored."""
-    if t is not None and t.dim() == len(x.shape) and t.shape[-1] == 0:
-        raise ValueError(
-            f"ids must have at least one id a row with ignore_index, got shape {_shape(t)}."
-        )
-
-
 def in_range(
     ids: Tensor, V: int, counts: Tensor | None, name: str, ignore_index: int | None
 ) -> None:
-    """Raise on an id outside [0, V) where it counts, naming its place."""
+    """Raises if an id that counts is outside [0, V). The error message names the row."""
     bad = (ids < 0) | (ids >= V)
     if counts is not None:
         bad &= counts
@@ -152,7 +144,7 @@ def in_range(
 
 
 def in_bounds(temperature: Tensor, live: Tensor | None, least: float, most: float) -> None:
-    """Raise on a temperature of a row that counts and is out of bounds, naming the row."""
+    """Raises if the temperature of a row that counts is out of bounds, and names the row."""
     bad = ~((temperature >= least) & (temperature <= most))
     bad = bad if live is None else bad & live
     if bool(bad.any()):
@@ -202,17 +194,25 @@ def row_weight(t: Any, x: Tensor) -> None:
         raise TypeError(f"row_weight must be a Tensor, got {type(t).__name__}.")
     if t.is_complex():
         raise TypeError(f"row_weight must be real, got {t.dtype}.")
+    if t.dtype == torch.bool:  # a mean would divide by all rows
+        raise TypeError(
+            "row_weight must multiply the losses by numbers, got torch.bool. "
+            "Pass a mask of the rows that count as `mask`."
+        )
     _rows("row_weight", t, x)
 
 
 def overwritable(x: Tensor, owner: Tensor) -> None:
-    """inplace=True writes each element once, and what was there is gone."""
+    """Checks that inplace=True can overwrite x.
+
+    x is refused if it retains its gradient, or if two of its elements share memory.
+    """
     if any(t.retains_grad and not t.is_leaf for t in (x, owner)):
         raise ValueError(
-            "logits must not retain grad (retain_grad was called) for inplace=True, whose gradient "
-            "takes their place."
+            "logits must not retain grad (retain_grad was called) for inplace=True, because the "
+            "gradient overwrites the logits."
         )
-    if x.numel() == 0:  # whose strides may be anything
+    if x.numel() == 0:  # the strides of an empty tensor are arbitrary
         return
     reach = 0
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
@@ -239,42 +239,43 @@ def triton_can_run(x: Tensor) -> None:
 def only_in_reverse(*_: Any) -> None:
     raise RuntimeError(
         "logits must be differentiated in reverse, by torch.autograd.grad or torch.func.grad: "
-        "the losses have no forward-mode derivative (jvp, jacfwd, forward_ad)."
+        "losses have no forward-mode derivative (jvp, jacfwd, forward_ad)."
     )
 
 
 def only_once(*_: Any) -> None:
     raise RuntimeError(
-        "logitless: a loss must not be differentiated twice; its backward has no gradient."
+        "logitless: a loss must not be differentiated twice, because its backward has no gradient."
     )
 
 
 def not_mapped(*_: Any) -> None:
     raise RuntimeError(
         "logits must not be mapped over by torch.func.vmap (nor by jacrev or is_grads_batched, "
-        'which map too): a loss takes all rows at once, and reduction="none" gives one number each.'
+        'which use vmap); pass all rows in one call, with reduction="none" for one loss per row.'
     )
 
 
 def no_head_in_func() -> None:
     raise RuntimeError(
-        "logits must be a Tensor under torch.func (grad, vjp, vmap), got LinearLogits: use "
-        "torch.autograd.grad, or give the loss logits.materialize()."
+        "logits must be a Tensor under torch.func (grad, vjp, vmap), got LinearLogits; use "
+        "torch.autograd.grad, or pass logits.materialize() to the loss."
     )
 
 
 def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
-    """Logits or probabilities beside those of x, of whatever floating-point type."""
+    """Checks a teacher's logits or probabilities, of any floating-point dtype, against x."""
     logits(t, name)
     if is_dtensor(t) and not is_dtensor(x):
         raise TypeError(f"{name} must be a plain Tensor like {of}, got a DTensor.")
     _same_shape(name, t, x, of)
-    if isinstance(t, Tensor) and t.requires_grad:  # a head's logits are made as constants
+    # The logits of a teacher's head are always computed without a gradient.
+    if isinstance(t, Tensor) and t.requires_grad:
         raise ValueError(f"{name} must not require grad: it is taken as a constant; detach it.")
 
 
 def _mask(t: Any) -> None:
-    """Which count: bool, or 0 and 1."""
+    """Checks a mask of rows or slots that count, which is bool, or 0 and 1."""
     if not isinstance(t, Tensor):
         raise TypeError(f"mask must be a Tensor, got {type(t).__name__}.")
     if t.is_complex():
@@ -306,17 +307,17 @@ def _floating(name: str, t: Any) -> None:
 
 
 def slots(name: str, t: Any, of: str, x: Tensor) -> None:
-    """K numbers a row, beside those of x."""
+    """Checks K numbers per row against x."""
     _floating(name, t)
     _same_shape(name, t, x, of)
 
 
 def of_ids(name: str, x: Any) -> None:
-    """Logits of K ids, of which every rank has all."""
+    """Checks that logits of K ids are not sharded over ranks."""
     if is_over_ranks(x):
         raise TypeError(
             f"{name} must be the logits of K ids a row, all on every rank, got "
-            f"{type(x).__name__}: topk_distill takes a vocabulary in parts."
+            f"{type(x).__name__}; topk_distill takes a vocabulary that is sharded over ranks."
         )
 
 
@@ -350,7 +351,7 @@ def how_many(k: Any, x: Tensor) -> None:
 
 
 def beside_rows(name: str, t: Any, x: Any) -> None:
-    """A number, or more, for each row of x."""
+    """Checks a tensor with one or several numbers per row of x."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(t).__name__}.")
     lead = x.shape[:-1]

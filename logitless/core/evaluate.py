@@ -1,24 +1,24 @@
-"""A loss over a tensor of logits. A source that is not a tensor evaluates the loss itself.
+"""Evaluates a loss over a tensor of logits. A source that is not a tensor has its own `evaluate`.
 
-A call takes the first of these routes that applies. `evaluate` chooses it, or `evaluate_in_place`
-for inplace=True:
+A call takes the first of these routes that applies. `evaluate` chooses the route, or
+`evaluate_in_place` for inplace=True.
 
-    route                  when                                      where the gradient is computed
-    ---------------------  ----------------------------------------  ------------------------------
-    a source               logits are not a plain tensor             by the source
-    compiled               a compiler, a dispatch mode, torch.func   by an operator (operators.py)
-    in place               inplace=True, a gradient is wanted        in forward, over the logits
-                                                                     (in_place.py)
-    values alone           no gradient is wanted                     nowhere
-    gradient in forward    the loss saves its gradient; or at most   in forward, for an upstream
-                           SMALL logits on a GPU, reduced to one     gradient of 1; backward only
-                           number, no row_inputs                     scales it
-    gradient in backward   otherwise                                 in backward, from the saved
-                                                                     state of each row
+- "Source" applies if the logits are not a plain tensor. The source computes values and gradient.
+- "Compiled" applies if a compiler, a dispatch mode or torch.func is active. An operator computes
+  values and gradient (operators.py).
+- "In place" applies if inplace=True and a gradient is needed. Forward overwrites the logits with
+  the gradient (in_place.py).
+- "Values alone" applies if no gradient is needed.
+- "Gradient in forward" applies if the loss saves its gradient. This route also applies to at most
+  SMALL logits on a GPU that are reduced to one number, if the loss has no row_inputs. Forward
+  computes the gradient for an upstream gradient of 1, and backward scales this gradient.
+- "Gradient in backward" applies in all other cases. Backward computes the gradient from the saved
+  state of each row.
 
 In "gradient in forward", `mean_and_gradient` of the loss computes a mean and its gradient in one
-launch, where possible. Otherwise `value_and_gradient` computes the values and the gradient. It
-reads the logits once if the backend's `one_pass` accepts them, and twice otherwise.
+launch, if possible. If this is not possible, `value_and_gradient` computes the values and the
+gradient. `value_and_gradient` reads the logits once if the backend's `one_pass` accepts the logits,
+and twice otherwise.
 """
 
 import torch
@@ -33,9 +33,9 @@ from .call import backend_of, check_values, on_gpu, under_transform
 from .loss import RowLoss
 from .source import source_of
 
-# Up to this number of logits on a GPU, the gradient is computed in forward and kept in fp32.
-# Reading and writing so few logits takes less time than a launch, and a backward that only scales
-# takes half the host's time.
+# For at most SMALL logits on a GPU, the gradient is computed in forward and saved in fp32. Reading
+# and writing so few logits takes less time than a launch. A backward that only scales takes half as
+# much host time.
 SMALL = 1 << 20
 
 
@@ -45,7 +45,7 @@ def evaluate(
     reduction: str = "none",
     row_weight: Tensor | None = None,  # (...)
 ):
-    """The loss of the rows, weighted and reduced; a tuple if the loss has multiple outputs."""
+    """The weighted and reduced loss, or a tuple if the loss has multiple outputs."""
     if logits.__class__ is not Tensor:
         source = source_of(logits)
         if source is not None:
@@ -61,7 +61,7 @@ def evaluate(
 def evaluate_on(
     backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
 ):
-    """`evaluate` with a given backend, where x may hold only some columns of the vocabulary."""
+    """Like `evaluate`, with a given backend. x may hold only some columns of the vocabulary."""
     by_row = reduction == "none" or (row_weight is not None and row_weight.requires_grad)
     reduced_here = (None, None) if by_row else (row_weight, reduction)
     row_inputs = loss.row_inputs
@@ -79,13 +79,13 @@ def evaluate_on(
 
 
 def evaluate_traced(x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-    """`evaluate` by operators and plain PyTorch, for compilers, dispatch modes and torch.func."""
+    """Like `evaluate`, through operators, for compilers, dispatch modes and torch.func."""
     outputs = loss.traced(x)
     return outputs if loss.multiple_outputs else loss.reduce(outputs[0], reduction, row_weight)
 
 
 def _forward(backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: str | None):
-    """Outputs, the factor of each row's gradient, and the tensors that backward needs."""
+    """Returns outputs, the factor of each row's gradient, and the tensors for the backward."""
     outputs, saved = loss.forward(backend, x)
     if reduction is None:
         return outputs if loss.multiple_outputs else outputs[0], None, saved
@@ -93,7 +93,7 @@ def _forward(backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: 
 
 
 def _reduced(backend: Backend, x: Tensor, loss: RowLoss, value: Tensor, row_weight, reduction: str):
-    """The sum or mean of the rows' values, and the factor of each row's gradient."""
+    """Returns the sum or mean of the rows' values, and the factor of each row's gradient."""
     mean, mass = reduction == "mean", None
     if mean and loss.reading.class_weight is not None:
         mass = loss.mass(backend, x.dtype)
@@ -104,9 +104,9 @@ def scaled(
     gradient: Tensor,  # (..., V), for an upstream gradient of 1, in the precision of losses
     x: Tensor,
     upstream: Tensor,  # () or (...)
-    factor: Tensor | None,  # () or one per row
+    factor: Tensor | None,  # one number, or one number per row
 ) -> Tensor:
-    """The gradient times upstream and factor, rounded once, to the dtype of x."""
+    """The gradient times upstream and factor, rounded once to the dtype of x."""
     scale = upstream if factor is None else upstream * factor
     if scale.dim():
         scale = scale.reshape(*x.shape[:-1], 1)
@@ -117,7 +117,7 @@ def scaled(
 
 
 class GradientInForward(Node):
-    """The gradient is computed in forward, for an upstream gradient of 1; backward scales it."""
+    """Computes the gradient in forward, for an upstream gradient of 1. Backward only scales it."""
 
     @staticmethod
     def forward(ctx, x, backend, loss, row_weight, reduction):
@@ -147,9 +147,9 @@ class GradientInForward(Node):
 
 
 class GradientInBackward(Node):
-    """The gradient is computed in backward.
+    """Computes the gradient in backward.
 
-    All tensors that backward reads are saved by autograd, so that a change in place raises.
+    Autograd saves all tensors that backward reads, and raises if one of them is changed in place.
     """
 
     @staticmethod
@@ -176,8 +176,8 @@ class GradientInBackward(Node):
 
     @staticmethod
     def gradients(ctx, upstream) -> tuple[tuple, tuple]:
-        """Gradients of the logits and of row_inputs, and the tensors that they depend on."""
-        # Read once, because activation checkpointing unpacks saved tensors only once.
+        """Returns the gradients of logits and row_inputs, and the tensors they depend on."""
+        # saved_tensors is read once, because activation checkpointing unpacks tensors only once.
         x, factor, *rest = ctx.saved_tensors
         tensors, saved = tuple(rest[: ctx.count]), tuple(rest[ctx.count :])
         loss = ctx.loss.rebuild(tensors)
@@ -191,6 +191,6 @@ class GradientInBackward(Node):
         return (d_x, *d_rows), (x, *tensors)
 
 
-# Function.apply without its handling of torch.func, because torch.func takes the compiled route.
+# Function.apply without the code for torch.func, because torch.func uses the compiled route.
 _gradient_in_forward = super(torch.autograd.Function, GradientInForward).apply  # pyright: ignore[reportAttributeAccessIssue]
 _gradient_in_backward = super(torch.autograd.Function, GradientInBackward).apply  # pyright: ignore[reportAttributeAccessIssue]

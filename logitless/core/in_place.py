@@ -1,9 +1,10 @@
-"""A loss whose gradient overwrites its logits: cross_entropy(..., inplace=True).
+"""A loss whose gradient overwrites its logits, for cross_entropy(..., inplace=True).
 
-Loss and gradient are computed in forward, for an upstream gradient of 1. Backward multiplies the
-gradient by the upstream gradient, on the device. Autograd records that the logits are overwritten:
-a graph that saved them before raises in its backward, and so does a graph that uses them after,
-except where they are a leaf or a slice of a larger tensor, which autograd cannot watch.
+Forward computes the loss and the gradient for an upstream gradient of 1. Backward multiplies the
+gradient by the upstream gradient, on the device. Autograd records that the logits are overwritten.
+If another operation has saved the logits before, its backward raises. If an operation uses the
+logits afterwards, its backward raises too. Autograd cannot detect a later use of logits that are a
+leaf or a slice of a larger tensor.
 """
 
 import torch
@@ -22,7 +23,7 @@ from .source import source_of
 def evaluate_in_place(
     logits, loss: RowLoss, reduction: str = "none", row_weight: Tensor | None = None
 ) -> Tensor:
-    """evaluate(...), with the gradient left in the memory of the logits if one is wanted."""
+    """Like `evaluate`, but a gradient, if one is needed, overwrites the logits."""
     source = source_of(logits)
     if source is not None:
         return source.evaluate_in_place(loss, reduction, row_weight)
@@ -35,7 +36,10 @@ def evaluate_in_place(
 def overwrite_on(
     backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
 ) -> Tensor:
-    """The same with a given backend, where x may hold only some columns of the vocabulary."""
+    """Like `evaluate_in_place`, with a given backend.
+
+    x may hold only some columns of the vocabulary.
+    """
     owner, guarded = _owner(x)
     checks.overwritable(x, owner)
     value, *_ = GradientInPlace.apply(owner, row_weight, backend, x.shape, loss, reduction, guarded)
@@ -43,11 +47,11 @@ def overwrite_on(
 
 
 def _owner(logits: Tensor) -> tuple[Tensor, bool]:
-    """The tensor to report to autograd as overwritten, and whether autograd catches later uses.
+    """Returns the tensor to mark as overwritten, and whether autograd detects later uses.
 
-    A function with several outputs may overwrite a base but not a view. If the view only reshapes,
-    its base is reported. For a leaf, or a slice of a larger tensor, only the version counter is
-    increased.
+    An autograd function with several outputs may overwrite a base tensor, but not a view. If the
+    logits are a reshaped view, the base is marked. For a leaf, or a slice of a larger tensor, only
+    the version counter is increased.
     """
     base = logits if logits._base is None else logits._base
     if logits.is_leaf or base.is_leaf:
@@ -57,7 +61,7 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
 
 
 class GradientInPlace(Node):
-    """The gradient overwrites the logits in forward, for an upstream gradient of 1."""
+    """Overwrites the logits with the gradient in forward, for an upstream gradient of 1."""
 
     @staticmethod
     def forward(ctx, owner, row_weight, backend, shape, loss, reduction, guarded):
@@ -65,8 +69,8 @@ class GradientInPlace(Node):
         mean, reading = reduction == "mean", loss.reading
         mass = loss.mass(backend, logits.dtype) if mean else None
         share = backend.share(reading, mass, rows_in(shape[:-1]), logits) if mean else None
-        # fp16 cannot hold the gradient of a mean, p / rows. It keeps the gradient of the sum, and
-        # backward multiplies by the share.
+        # The gradient of a mean, p / rows, is too small for fp16. So fp16 logits hold the gradient
+        # of the sum, and backward multiplies by the share.
         ctx.share = share if logits.dtype == torch.float16 else None
         factor = None
         if row_weight is not None:
@@ -97,17 +101,17 @@ class GradientInPlace(Node):
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "cross_entropy(..., inplace=True) must not be differentiated with"
-                " create_graph=True: its gradient takes the place of its logits."
+                " create_graph=True, because its gradient overwrites its logits."
             )
         if d_later is not None:
             raise RuntimeError(
                 "logits must not be used after cross_entropy(..., inplace=True), which overwrote"
-                " them with their gradient; pass inplace=False to keep them."
+                " the logits with their gradient; pass inplace=False to keep the logits."
             )
-        gradient, label = ctx.saved_tensors  # raises if this is the second backward
+        gradient, label = ctx.saved_tensors  # raises in a second backward
         if upstream is None:
             return (None,) * 7
-        if upstream.dim():  # 0 · inf is not 0
+        if upstream.dim():  # an infinite upstream times the zeros of an ignored row would be NaN
             upstream = torch.where(label == ctx.ignore_index, 0.0, upstream)
         gradient = gradient.detach()
         d_row_weight = None if ctx.d_row_weight is None else ctx.d_row_weight * upstream

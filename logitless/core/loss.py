@@ -1,22 +1,22 @@
-"""A loss as data: which numbers it reads from each row, and how they become values and gradients.
+"""A loss as data: the statistics it needs, and the computation of its values and gradients.
 
-evaluate.py evaluates a `RowLoss` over a tensor. A source (source.py) evaluates it over anything
-else that stands for logits. Two methods of the loss do the work, and neither uses autograd:
+evaluate.py evaluates a `RowLoss` over a tensor. A source (source.py) evaluates the loss over logits
+that are not a tensor. Both call two methods of the loss, which do not use autograd:
 
-    forward(backend, x)                       outputs (...), and the tensors that backward needs
-    backward(backend, x, saved, upstream)     the gradient of the logits
+    forward(backend, x) returns outputs (...), and the tensors that backward needs.
+    backward(backend, x, saved, upstream) returns the gradient of the logits.
 
-Most losses need only statistics of each row. They implement `value` (statistics to outputs) and
-`coefficients` (the factors of the one backward formula), from which both methods follow. A loss
-that needs the logits of whole rows overrides `forward` and `backward`.
+Most losses need only statistics of each row. A loss of this kind implements `value` (statistics to
+outputs) and `coefficients` (the factors of the backward formula), and inherits `forward` and
+`backward`. A loss that needs the logits of whole rows overrides `forward` and `backward`.
 
-`backend` is `kernels` or `eager`, or a backend built on them that reads only some columns at a time
-and merges their statistics with those of the other columns. The other columns are on other ranks
-(parallel/columns.py) or in other blocks of a head (heads/blocks.py). See Backend in backend.py.
+`backend` is `kernels`, `eager`, or a backend that reads some columns at a time and merges partial
+statistics. ColumnBackend (parallel/columns.py) merges over ranks, and BlockBackend
+(heads/blocks.py) merges over blocks of a head. See Backend in backend.py.
 
-A loss is also a tree: `flatten` separates the tensors that backward reads from the rest, and
-`rebuild` puts them back. `map_tensors` applies a function per kind of tensor; contract.py declares
-for each tensor whether it is per row, per class or a teacher.
+`flatten` separates the tensors that backward reads from the other fields of a loss, and `rebuild`
+is its inverse. `map_tensors` applies one function to each kind of tensor. contract.py declares
+whether a tensor is per row, per class or a teacher.
 """
 
 import math
@@ -39,14 +39,14 @@ Upstream = tuple[Tensor | None, ...]  # the gradient of each output, () or (...)
 
 @dataclass(eq=False)
 class RowLoss:
-    """A loss with one value per row, which depends on this row alone."""
+    """A loss with one value per row. Each value depends only on its own row."""
 
     reading: Reading
 
-    multiple_outputs: ClassVar[bool] = False  # a tuple of outputs, instead of one number per row
+    multiple_outputs: ClassVar[bool] = False  # whether the result is a tuple of tensors
     # Whether forward saves the gradient itself, for an upstream gradient of 1.
     saves_gradient: ClassVar[bool] = False
-    # The fields that are structs of contract.py, each with its TENSORS.
+    # The names of the fields that are structs of contract.py.
     structs: ClassVar[tuple[str, ...]] = ("reading",)
     row_inputs = ()  # tensors per row, besides the logits, that may require a gradient
 
@@ -57,32 +57,32 @@ class RowLoss:
 
     @property
     def teachers(self) -> tuple:
-        """Dense teachers: tensors, or heads that compute some rows at a time."""
+        """Dense teachers, which are tensors or heads that compute some rows at a time."""
         return ()
 
-    # --- statistics to values and gradients: what a loss implements
+    # --- methods that a subclass implements
 
     def value(self, backend: Backend, statistics: Statistics) -> tuple[tuple[Tensor, ...], Saved]:
-        """Outputs (...) from the statistics of whole rows, and the tensors `coefficients` needs."""
+        """Returns outputs (...) from statistics of whole rows, and tensors for `coefficients`."""
         raise NotImplementedError
 
     def coefficients(self, saved: Saved, upstream: Upstream) -> tuple[Coefficients, Tensor]:
-        """The factors of the one backward formula, and a gain for all of them, () or (...)."""
+        """Returns the factors of the backward formula, and a gain () or (...) for all factors."""
         raise NotImplementedError
 
     def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
-        """The shapes of the outputs, then of the saved tensors."""
+        """The shapes of the outputs, followed by the shapes of the saved tensors."""
         raise NotImplementedError
 
     def mass(self, backend: Backend, dtype: torch.dtype) -> Tensor | None:
-        """The weight of each row in a mean, (N,); None if every row that counts weighs 1."""
+        """The weight of each row in the divisor of a mean, (N,); None if all weights are 1."""
         return None
 
     def d_row_inputs(self, saved: Saved, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of row_inputs, if the gradient of each row's value is `scale`, () or (...)."""
+        """Gradients of row_inputs. `scale`, () or (...), is the gradient of each row's value."""
         return ()
 
-    # --- methods that follow from the ones above
+    # --- methods that most subclasses inherit
 
     def forward(self, backend: Backend, x: Tensor) -> tuple[tuple[Tensor, ...], Saved]:
         return self.value(backend, backend.read(x, self.reading))
@@ -93,8 +93,8 @@ class RowLoss:
         x: Tensor,
         saved: Saved,
         upstream: Upstream,
-        factor: Tensor | None = None,  # () or one per row: a further factor
-        into: Tensor | None = None,  # where the gradient is written; x itself is allowed
+        factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
+        into: Tensor | None = None,  # output for the gradient, may be x; None allocates
     ) -> Tensor:
         coefficients, gain = self.coefficients(saved, upstream)
         return backend.gradient(x, self.reading, saved[0], coefficients, gain, factor, into)
@@ -102,22 +102,22 @@ class RowLoss:
     def value_and_gradient(
         self, backend: Backend, x: Tensor, factor: Tensor | None, into: Tensor
     ) -> tuple[Tensor, Tensor, Saved]:
-        """Value, gradient for an upstream gradient of 1, and the tensors backward would need."""
+        """Returns value, gradient for an upstream gradient of 1, and tensors for backward."""
         (value,), saved = self.forward(backend, x)
         gradient = self.backward(backend, x, saved, (one[x.device, value.dtype],), factor, into)
         return value, gradient, saved
 
     def mean_and_gradient(self, backend: Backend, x: Tensor, into: Tensor) -> Tensor | None:
-        """The mean over rows and its gradient in the same launch; None where that is impossible.
+        """Computes the mean over rows and its gradient in one launch; None if not possible.
 
-        It is meant for logits so small that a launch takes longer than reading them.
+        This method is for small tensors, where a launch takes longer than reading the logits.
         """
         return None
 
     def traced(self, x, call: Callable = operators.call) -> tuple[Tensor, ...]:
-        """The outputs through an operator, for a compiler, a dispatch mode or torch.func.
+        """Returns outputs through an operator, for compilers, dispatch modes and torch.func.
 
-        call(loss, x) runs the operator over x: logits, or a head (heads/operators.py).
+        call(loss, x) calls the operator. x is a tensor of logits or a head (heads/operators.py).
         """
         return call(self, x)
 
@@ -130,19 +130,20 @@ class RowLoss:
         return type(self).forward is RowLoss.forward and "tail" not in self.reading.wants
 
     def fold_scale(self, scale: float, softcap: float | None) -> "RowLoss | None":
-        """The same loss for logits that are not yet multiplied by `scale`, with this softcap.
+        """Returns a loss of x that equals this loss of the logits scale · x, or None.
 
-        The temperature and the softcap are divided by `scale`. None if that is impossible.
+        The new loss divides the temperature and `softcap` by `scale`. The result is None if the
+        loss has a term at temperature 1.
         """
-        if scale != 1 and "logprob_t1" in self.reading.wants:  # always read at temperature 1
+        if scale != 1 and "logprob_t1" in self.reading.wants:
             return None
         return self.replace(reading=self.reading.fold_scale(scale, softcap))
 
     def reduce(self, values: Tensor, reduction: str, row_weight: Tensor | None) -> Tensor:
-        """One value per row (...) to the result of the loss: weighted and reduced, differentiable.
+        """Weights and reduces one value per row, (...). The result is differentiable.
 
-        Sources reduce with this method. "mean" divides by the number of rows that count, or by the
-        sum of their `mass`.
+        Sources use this method. "mean" divides by the sum of `mass`, or by the number of rows that
+        count if `mass` is None.
         """
         if reduction != "none":
             mass = self.mass(eager, values.dtype) if reduction == "mean" else None
@@ -150,39 +151,45 @@ class RowLoss:
         if row_weight is None:
             return values
         values, ignored = values * row_weight.to(values.dtype), self.reading.ignored_rows()
-        return values if ignored is None else torch.where(ignored, 0.0, values)  # 0 · inf is not 0
+        # An ignored row is set to 0, because 0 times an infinite weight is NaN.
+        return values if ignored is None else torch.where(ignored, 0.0, values)
 
-    # --- a loss as a tree
+    # --- access to the tensors of a loss
 
     def flatten(self, recompute: bool = False) -> tuple[tuple[Tensor | None, ...], "RowLoss"]:
-        """The tensors that backward reads, and the same loss without any tensor.
+        """Returns the tensors that backward reads, and the same loss without any tensor.
 
-        With recompute=True also those that only forward reads, for a backward that calls it again.
+        With recompute=True, the tensors that only forward reads are included, because the backward
+        calls forward again.
         """
         r = self.reading
-        return (r.label, r.ids, r.class_weight, r.row_temperature), self.replace(
+        loss = self.replace(
             reading=r._replace(label=None, ids=None, class_weight=None, row_temperature=None)
         )
+        if self.row_inputs:
+            loss = loss.replace(row_inputs=(None,) * len(self.row_inputs))
+        return (r.label, r.ids, r.class_weight, r.row_temperature, *self.row_inputs), loss
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
-        """The inverse of `flatten`, except that tensors that backward does not read stay None."""
-        label, ids, class_weight, row_temperature = tensors
-        return self.replace(
+        """The inverse of `flatten`. Tensors that backward does not read stay None."""
+        label, ids, class_weight, row_temperature, *row_inputs = tensors
+        loss = self.replace(
             reading=self.reading._replace(
                 label=label, ids=ids, class_weight=class_weight, row_temperature=row_temperature
             )
         )
+        return loss.replace(row_inputs=tuple(row_inputs)) if row_inputs else loss
 
     def replace(self, **changed) -> "RowLoss":
-        """A copy with other fields."""
-        copy = object.__new__(type(self))  # a quarter of the time of dataclasses.replace
+        """A copy of the loss with changed fields."""
+        copy = object.__new__(type(self))  # takes a quarter of the time of dataclasses.replace
         copy.__dict__ = {**self.__dict__, **changed}
         return copy
 
     def map_tensors(self, functions: dict[str, Callable[[Any], Any]]) -> "RowLoss":
-        """The same loss, with a function applied to every tensor of each kind.
+        """Returns the loss with functions[kind] applied to every tensor of this kind.
 
-        Kinds are PER_ROW, PER_CLASS and TEACHER. Tensors that are None stay None.
+        The kinds are PER_ROW, PER_CLASS and TEACHER. Tensors that are None stay None.
         """
         changed = {}
         for name in self.structs:
@@ -198,7 +205,7 @@ class RowLoss:
         return self.replace(**changed)
 
     def rows(self, rows: slice | Tensor, lead: torch.Size) -> "RowLoss":
-        """The same loss for some of its rows; `lead` is the shape (...) of all rows."""
+        """Returns the loss of some rows. `lead` is the leading shape (...) of all rows."""
 
         def chunk(t: Tensor) -> Tensor:
             some = t.reshape(lead.numel(), *t.shape[len(lead) :])[rows]
@@ -213,10 +220,13 @@ def one(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def rows_in(lead: torch.Size) -> int:
-    """The number of rows. Size.numel() would turn a symbolic size into a constant."""
+    """The number of rows, also for symbolic sizes.
+
+    Size.numel() would replace a symbolic size of torch.compile by a constant.
+    """
     return math.prod(lead)
 
 
 def flat_rows(t: Tensor, lead: torch.Size) -> Tensor:
-    """(...) to (N,), or (..., k) to (N, k)."""
+    """Reshapes t from (...) to (N,), or from (..., k) to (N, k)."""
     return t.reshape(rows_in(lead), *t.shape[len(lead) :])

@@ -1,10 +1,10 @@
-"""The losses as operators, so that torch.compile, dispatch modes and opcheck see through them.
+"""Losses as PyTorch operators, for torch.compile, dispatch modes and opcheck.
 
-Each RowLoss has an operator `logitless::<name>`, which returns its outputs and the tensors that its
-gradient needs, and an operator `logitless::<name>_gradient`. The fields of the structs of
-contract.py are flat arguments there. A tensor that is None inside is an empty tensor among an
-operator's outputs, because outputs cannot be None. torch.func needs an autograd.Function in a form
-of its own, which is here too. heads/operators.py does the same for losses over a head.
+Each RowLoss has an operator `logitless::<name>`, which returns the outputs and the tensors that the
+gradient needs, and an operator `logitless::<name>_gradient`. The arguments of the operators are the
+fields of the structs of contract.py. An output that is None becomes an empty tensor, because an
+operator cannot return None. For torch.func, each operator also has a special autograd.Function.
+heads/operators.py defines the operators of losses over a head.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ from ..contract import PRECISION, Pair, Reading, Slots
 from . import checks
 from .call import backend_of, check_values, in_func
 
-# The fields of a loss as arguments of an operator. A struct is one argument per field.
+# The arguments of an operator for each field of a loss. A struct has one argument per field.
 _ARGUMENTS = {
     "reading": "SymInt vocab, Tensor? label, Tensor? ids, Tensor? class_weight,"
-    " Tensor? row_temperature, float temperature, float? softcap, int? ignore_index, str wants",
+    " Tensor? row_temperature, float? temperature, float? softcap, int? ignore_index, str wants",
     "slots": "Tensor teacher, Tensor? mask, Tensor? tail, Tensor? slot_weight, str divergence,"
     " str support, float beta, float kd_weight, float ce_weight",
     "pair": "Tensor teacher, str kind, float blend",
@@ -35,7 +35,7 @@ library = torch.library.Library("logitless", "DEF")
 
 
 def arguments_of(loss) -> tuple:
-    """The fields of a loss as an operator's arguments."""
+    """Converts a loss to the arguments of its operator."""
     arguments = []
     for name in OPERATORS[type(loss)].fields:
         value = getattr(loss, name)
@@ -46,7 +46,7 @@ def arguments_of(loss) -> tuple:
 
 
 def loss_of(kind: type, arguments: Sequence):
-    """A loss from an operator's arguments."""
+    """Builds a loss from the arguments of its operator."""
     values, rest = [], iter(arguments)
     for name in OPERATORS[kind].fields:
         struct = _STRUCTS.get(name)
@@ -61,12 +61,12 @@ def loss_of(kind: type, arguments: Sequence):
 
 
 def outputs_of(loss) -> int:
-    """The number of outputs."""
+    """The number of outputs of a loss."""
     return len(loss.reading.wants) if loss.multiple_outputs else 1
 
 
 class Operator:
-    """A RowLoss as an operator with a gradient, and as torch.func needs it."""
+    """The operators of a RowLoss and of its gradient, and the autograd.Functions for torch.func."""
 
     def __init__(self, kind: type, name: str, count: int):
         self.kind, self.name, self.count = kind, name, count
@@ -92,7 +92,7 @@ class Operator:
         check_values(loss)
         outputs, saved = loss.forward(backend_of(x), x)
         saved = [x.new_empty(0) if t is None else t for t in saved]
-        # A tensor of one row may be a shared constant, which an operator must not return.
+        # A tensor with one row may be a shared constant. An operator must not return such a tensor.
         saved = [t.clone() if t.shape[:1] == (1,) else t for t in saved]
         return [*outputs, *saved]
 
@@ -137,7 +137,7 @@ class Operator:
 
 
 def _func_nodes(operator: Operator) -> tuple[type, type]:
-    """The operator and its gradient as torch.func needs them."""
+    """Returns the operator and its gradient as autograd.Functions for torch.func."""
 
     class InFunc(torch.autograd.Function):
         @staticmethod
@@ -178,7 +178,7 @@ OPERATORS: dict[type, Operator] = {}
 
 
 def operator(name: str, *, saved: int) -> Callable[[type], type]:
-    """Registers a RowLoss, whose forward saves `saved` tensors, as an operator."""
+    """Registers a RowLoss as an operator. The forward of the loss saves `saved` tensors."""
 
     def register(kind: type) -> type:
         OPERATORS[kind] = Operator(kind, name, saved)
@@ -188,7 +188,7 @@ def operator(name: str, *, saved: int) -> Callable[[type], type]:
 
 
 def call(loss, x: Tensor) -> tuple[Tensor, ...]:
-    """The outputs of a loss over logits, through its operator."""
+    """Computes the outputs of a loss over logits, through its operator."""
     op, arguments = OPERATORS[type(loss)], arguments_of(loss)
     if not torch.compiler.is_compiling() and in_func():
         outputs = op.in_func.apply(x, *arguments)

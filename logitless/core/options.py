@@ -1,6 +1,6 @@
-"""Options: which numbers are legal, and the errors for options that do not exist.
+"""Rules for the values of options, and errors for unknown options.
 
-Numbers are limited so that arithmetic in fp32 stays finite, T² and lse² included, on every path.
+The bounds of numbers keep all fp32 arithmetic finite, including T² and lse².
 """
 
 import difflib
@@ -10,6 +10,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import checks
@@ -48,7 +49,7 @@ def fraction(name: str, value: Any) -> None:
 
 
 def factor(name: str, value: Any) -> None:
-    """Of a term in a sum."""
+    """Checks the factor of a term in a sum."""
     _between(name, value, -MOST, MOST)
 
 
@@ -59,17 +60,36 @@ def ignore_index(value: Any) -> None:
         raise ValueError(f"ignore_index must fit 64 bits, got {value}.")
 
 
+def workspace(value: Any) -> None:
+    """Bytes of logits that a head holds at once."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise TypeError(f"workspace must be an int, in bytes, got {value!r}.")
+    if value is not None and value <= 0:
+        raise ValueError(f"workspace must be positive, got {value}.")
+
+
+def logits_dtype(value: Any) -> None:
+    """A dtype that the logits of some head can have."""
+    if value is not None and value not in LOGITS_DTYPES:
+        names = ", ".join(map(str, LOGITS_DTYPES))
+        raise ValueError(f"logits_dtype must be one of {names} or None, got {value!r}.")
+
+
+LOGITS_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
 SUPPORTS = ("truncate", "renorm_teacher", "renorm", "tail")
 DIRECTIONS = ("forward", "reverse")
 ACCUMULATE = ("auto", "fp32", "weight")
 
-# What a module can check of its options before it sees logits.
+# The checks of options that a module can make in its constructor, without logits.
 RULES: dict[str, Callable[[Any], Any]] = {
     "temperature": lambda value: isinstance(value, Tensor) or temperature(value),
     "softcap": softcap,
     "z_loss": z_loss,
     "ignore_index": ignore_index,
+    "workspace": workspace,
+    "logits_dtype": logits_dtype,
+    "drop_ignored": functools.partial(checks.yes_or_no, "drop_ignored"),
     **{
         name: functools.partial(fraction, name) for name in ("label_smoothing", "beta")
     },
@@ -88,21 +108,21 @@ RULES: dict[str, Callable[[Any], Any]] = {
 
 
 def check(**given: Any) -> None:
-    """Raise on an option that no call could take."""
+    """Raises if the value of an option is not legal."""
     for name, value in given.items():
         if name in RULES:
             RULES[name](value)
 
 
 def taken_from(other: Callable) -> list[str]:
-    """Its options: all arguments of a class, and what a function takes by name alone."""
+    """The names of all arguments of a class, or of the keyword-only arguments of a function."""
     of_class = isinstance(other, type)
     kinds = inspect.signature(other).parameters.values()
     return [p.name for p in kinds if p.kind is p.KEYWORD_ONLY or of_class]
 
 
 def called(function: Callable, args: tuple) -> str:
-    """As users know it: a class by its name."""
+    """The public name of a function, or of the class for `__init__`."""
     return type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy from the statistics of rows, in plain PyTorch."""
+"""Cross-entropy from row statistics, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ from .rows import live_rows
 def cross_entropy(
     statistics: Statistics, reading: Reading, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Coefficients]:
-    """The cross-entropy of each row, (...), and the coefficients of its gradient.
+    """Returns the cross-entropy of each row, (...), and the coefficients of its gradient.
 
-    (1-ε) v[label] nll - ε/V log_total + z_loss lse²
+    loss = (1-ε) v[label] nll - ε/V log_total + z_loss lse²
     """
     weight = reading.class_weight
     v, live = _label_weight(reading, statistics.state.dtype), live_rows(reading)
@@ -34,13 +34,13 @@ def cross_entropy(
 
 
 def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
-    """Coefficients of v[label] nll, which need no statistics, for logits of this dtype."""
+    """Coefficients of v[label] · nll for logits of this dtype, computed without any statistics."""
     v = _label_weight(reading, dtype)
     return Coefficients(_rows(v, v), ("a", "label"))
 
 
 def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
-    """v[label] nll of each row, (...); 0 for ignored rows."""
+    """The loss v[label] · nll of each row, (...); 0 for ignored rows."""
     value, live = _label_weight(reading, nll.dtype) * nll.reshape(-1), live_rows(reading)
     if live is not None:
         value = torch.where(live, value, 0.0)
@@ -53,7 +53,10 @@ def label_mass(reading: Reading, dtype: torch.dtype) -> Tensor:
 
 
 def _label_weight(reading: Reading, dtype: torch.dtype) -> Tensor:
-    """v[label], (N,), for logits of this dtype; 1 without class weights."""
+    """The class weight v[label] of each row, (N,); 1 without class weights.
+
+    The result has the dtype of statistics for logits of `dtype`.
+    """
     label, weight = reading.label.reshape(-1), reading.class_weight
     full = torch.promote_types(dtype, torch.float32)
     if weight is None:
@@ -68,10 +71,11 @@ def _rows(main: Tensor, a: Tensor) -> Tensor:
     return rows
 
 
-# The kernels compute these; eager does not.
-one_pass = None  # a second read of rows in a CPU's cache costs little
+# The function one_pass exists only in the kernels. On a CPU, a second read costs little, because
+# the rows are in the cache.
+one_pass = None
 
 
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
-    """False, because a CPU has enough memory for sums in fp32."""
+    """Returns False, because a CPU has enough memory for gradient sums in fp32."""
     return False

@@ -1,4 +1,4 @@
-"""y at K ids per row, and its gradient, in plain PyTorch."""
+"""Logits y at K ids per row, and their gradient, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,10 @@ from .rows import (
 
 
 def gather(x: Tensor, reading: Reading) -> Tensor:
-    """y at reading.ids, (..., K); NaN for an id outside [0, V), 0 for an ignored row."""
+    """Returns y at reading.ids, (..., K).
+
+    The result is NaN for ids outside [0, V), and 0 in ignored rows.
+    """
     flat = x.reshape(-1, x.shape[-1])
     at, inside = locate(reading.ids, flat.shape[0], flat.shape[1])
     y, _ = capped(flat.gather(1, at), reading.softcap)
@@ -33,11 +36,11 @@ def gather_gradient(
     reading: Reading,
     picked: Tensor,  # (..., K), the result of gather
     g: Tensor,  # (..., K), the gradient of picked
-    upstream: Tensor,  # () or one per row
+    upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the logits, rounded once, after repeated ids are added up."""
+    """The gradient of the logits. Gradients of repeated ids are added before rounding."""
     V = x.shape[-1]
     flat = x.reshape(-1, V)
     rows = flat.shape[0]

@@ -1,10 +1,11 @@
-"""Losses against a dense teacher in plain PyTorch, a few rows at a time.
+"""Losses against a dense teacher in plain PyTorch, computed for one chunk of rows at a time.
 
-The same contract as the kernels' pair functions; kernels/pair_fwd.py and pair_bwd.py have the
-formulas. The saved state, (N, PAIR_STATE), holds shift and s of the student, shift and s of the
-teacher, and a mean in nats: Σ q (d_q - d_p) for reverse KL, Σ q log(q / M) for JSD, 0 for the
-others. (The kernels have units of their own for the mean: kernels/pair_state.py.) The partial state
-of some columns holds m instead of shift and a sum, in nats, instead of the mean.
+The functions have the same contract as the pair functions in kernels/. The formulas are in
+kernels/pair_fwd.py and kernels/pair_bwd.py. The saved state, (N, PAIR_STATE), holds shift and s of
+the student, shift and s of the teacher, and a mean in nats. The mean is Σ q (d_q - d_p) for reverse
+KL, Σ q log(q / M) for JSD, and 0 for the other losses. The kernels use other units for the mean
+(kernels/pair_state.py). The partial state of some columns holds the max instead of the shift, and a
+sum in nats instead of the mean.
 """
 
 import torch
@@ -24,38 +25,40 @@ from .rows import (
     written_to,
 )
 
-# Divisors of the chunk size. JSD has some twenty tensors of that size alive, the others have six.
+# Divisors of the chunk size. JSD keeps about twenty tensors of a chunk's size alive, and the other
+# losses keep six.
 _DIVISORS = {"jsd": 8}
 
 
 def _expected(e: Tensor, h: Tensor) -> Tensor:
-    """Σ e h over columns, (N, 1). Where e is 0, the term is 0 for every h."""
+    """Returns Σ e h over columns, (N, 1). A term with e = 0 is 0, even if h is not finite."""
     return torch.where(e == 0, 0.0, e * h).sum(1, keepdim=True)
 
 
 def _target(t: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """The mass of each class in soft cross-entropy: smoothed, times the class weight."""
+    """The smoothed target probability of each class, multiplied by the class weight."""
     v = t if pair.blend == 0 else t * (1 - pair.blend) + pair.blend / reading.vocab
     weight = reading.class_weight
     return v if weight is None else v * weight.to(t.dtype)
 
 
 def _log(s: Tensor) -> Tensor:
-    """log s of a normaliser, for log p = d - log s. It is inf for a row of -inf: p = 0."""
+    """Returns log s for log p = d - log s, or inf for a row of -inf, so that p = 0."""
     return torch.where(s == 0, torch.inf, s).log()
 
 
 def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The JSD term, q and log q/M of each column, for M = βp + (1-β)q. Finite for all logits.
+    """Returns the JSD term, q and log(q / M) of each column, where M = βp + (1-β)q.
 
-    The gap of two -inf is NaN. Any number may replace it, because p = q = 0 there.
+    All results are finite for all logits. If log q and log p are both -inf, the gap between them is
+    NaN. Any number may replace this NaN, because p = q = 0.
     """
     gap = log_q - log_p
     more = gap > 0
     a = gap.abs().nan_to_num(nan=1e4).clamp_max(1e4)
     share = (-a).exp()
     big = torch.fmax(log_q, log_p).exp()
-    # β in the dtype of the logits, so that β + (1-β) is exactly 1, and JSD is 0 where p = q.
+    # β is rounded to the dtype of the logits. Then β + (1-β) is exactly 1, and JSD is 0 if p = q.
     least = torch.finfo(gap.dtype).eps / 2
     b = torch.full((), min(max(beta, 1e-30), 1 - least), dtype=gap.dtype, device=gap.device)
     w = torch.where(more, b, 1 - b)
@@ -69,22 +72,24 @@ def pair_read(
     x: Tensor,  # (..., V)
     reading: Reading,
     pair: Pair,
-    norms: Tensor | None = None,  # (N, PAIR_STATE), shift and s of whole rows, for "jsd" on ranks
+    # (N, PAIR_STATE), shift and s of whole rows, for "jsd" of logits that are sharded over ranks
+    norms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, (...), and the state that its gradient needs, (N, PAIR_STATE)."""
+    """Returns the loss of each row, (...), and the state for the backward, (N, PAIR_STATE)."""
     results = _by_chunks(x, reading, pair, 1 + PAIR_STATE, norms, _value_and_state)
     value, state = results.split((1, PAIR_STATE), 1)
-    # Cloned, because a user may not write to a view that an autograd function returns.
+    # The results are cloned, because autograd forbids in-place writes to a view that a custom
+    # function returns.
     return value.reshape(x.shape[:-1]).clone(), state.clone()
 
 
 def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """The partial state of some columns, (N, PAIR_STATE)."""
+    """The partial state of the columns in x, (N, PAIR_STATE)."""
     return _by_chunks(x, reading, pair, PAIR_STATE, None, lambda *args: _partial_state(*args)[0])
 
 
 def _by_chunks(x: Tensor, reading: Reading, pair: Pair, width: int, norms, work) -> Tensor:
-    """The results of `work` on chunks of rows, (N, width); 0 for ignored rows."""
+    """Returns the results of `work` for all chunks of rows, (N, width), with 0 for ignored rows."""
     flat, other = (t.reshape(-1, x.shape[-1]) for t in (x, pair.teacher))
     live = live_rows(reading)
     results = torch.zeros((len(flat), width), dtype=PRECISION[x.dtype], device=x.device)
@@ -100,7 +105,7 @@ def _by_chunks(x: Tensor, reading: Reading, pair: Pair, width: int, norms, work)
 def _partial_state(
     y, t, rate, reading: Reading, pair: Pair, norms
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The partial state of a chunk, (N, PAIR_STATE), and d of student and teacher."""
+    """Returns the partial state of a chunk, (N, PAIR_STATE), and d of student and teacher."""
     kind, shift_q = pair.kind, max_of(y) if norms is None else norms[:, :1]
     d_q = centred(y, shift_q, rate)
     if kind == "soft":
@@ -122,23 +127,23 @@ def _partial_state(
 
 
 def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
-    """Loss and state of a chunk, (N, 1 + PAIR_STATE)."""
+    """Returns the loss and the state of a chunk in one tensor, (N, 1 + PAIR_STATE)."""
     partial, d_q, d_p = _partial_state(y, t, rate, reading, pair, norms)
     value, state = pair_finish(partial, pair.kind)
     if pair.kind == "jsd":
         log_q, log_p = _log(state[:, 1:2]), _log(state[:, 3:4])
         terms, q, log_q_m = _mixture(d_q - log_q, d_p - log_p, pair.blend)
-        # 0 · inf makes the divergence NaN if a row has no distribution.
+        # If a row is all -inf, its log_q or log_p is inf, and 0 · inf makes the loss NaN.
         value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
         state[:, 4:] = (q * log_q_m).sum(1, keepdim=True)
     return torch.cat((value, state), 1)
 
 
 def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Loss (N, 1) and state (N, PAIR_STATE) from a merged partial state.
+    """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
-    For "jsd", the loss and the mean in the state are missing. inv_t (N, 1), 1 / temperature, is not
-    used here; the kernels need it for their unit of the mean.
+    For "jsd", the loss and the mean in the state are 0, because JSD needs another pass. inv_t
+    (N, 1) is 1 / temperature. Eager ignores inv_t, but the kernels need it for the mean's unit.
     """
     m_q, s_q, m_p, s_p, c = partial.split(1, 1)
     shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))
@@ -154,7 +159,7 @@ def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tupl
 
 
 def _positive(value: Tensor) -> Tensor:
-    """The value, or 0 where it is negative by rounding. NaN stays."""
+    """Replaces negative values, which are rounding errors, with 0. NaN stays NaN."""
     return torch.where(value < 0, 0.0, value)
 
 
@@ -163,7 +168,7 @@ def merge_pairs(
     kind: str,
     inv_t: Tensor | None,  # (N, 1)
 ) -> Tensor:
-    """The partial states of all splits of each row as one, (N, PAIR_STATE)."""
+    """Merges the partial states of all splits of each row into one state, (N, PAIR_STATE)."""
     m_q, s_q, m_p, s_p, c = partials.unbind(-1)
     rate = 1.0 if inv_t is None else inv_t[:, 0]
     top_q, top_p = m_q.amax(0), m_p.amax(0)
@@ -180,7 +185,7 @@ def merge_pairs(
 
 
 def _moved(m: Tensor, top: Tensor) -> Tensor:
-    """The max of each split minus that of the row, ≤ 0; 0 for an empty split."""
+    """The max of each split minus the max of its row, at most 0; 0 for an empty split."""
     return torch.where((m == top) | (m == -torch.inf), 0.0, m - top).clamp_min(-1e38)
 
 
@@ -189,11 +194,11 @@ def pair_gradient(
     reading: Reading,
     pair: Pair,
     state: Tensor,  # (N, PAIR_STATE)
-    upstream: Tensor,  # () or one per row
-    factor: Tensor | None = None,  # () or one per row
-    into: Tensor | None = None,  # (..., V), where the gradient goes; may be x; None allocates
+    upstream: Tensor,  # one number, or one number per row
+    factor: Tensor | None = None,  # one number, or one number per row
+    into: Tensor | None = None,  # (..., V), output for the gradient, may be x; None allocates
 ) -> Tensor:
-    """The gradient of the student's logits, (..., V) in their dtype."""
+    """The gradient of the student's logits, (..., V), in the dtype of the logits."""
     flat, other = (t.reshape(-1, x.shape[-1]) for t in (x, pair.teacher))
     dx, into = written_to(x, into)
     live = live_rows(reading)

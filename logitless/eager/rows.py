@@ -1,4 +1,4 @@
-"""Rows in plain PyTorch: chunks of them, their ids and exponents, and reductions over them."""
+"""Helpers in plain PyTorch for chunks of rows, ids, exponents and reductions over rows."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ..contract import LEAST_TAIL, NO_ID, PRECISION, Reading
 
-CHUNK_BYTES = 8 << 20  # of logits in work at once; with fewer, most time goes to starting threads
+# Bytes of logits per chunk. With smaller chunks, starting the threads would take most of the time.
+CHUNK_BYTES = 8 << 20
 
 Index = slice | Tensor
 
@@ -15,9 +16,9 @@ Index = slice | Tensor
 def chunks(x: Tensor, live: Tensor | None, divisor: int = 1) -> Iterator[Index]:
     """Yields the rows of x (N, V) in chunks. On a CPU, ignored rows are left out.
 
-    Work that keeps many tensors of a chunk's size alive passes a divisor for smaller chunks.
+    Callers that keep many tensors of a chunk's size alive pass a divisor to get smaller chunks.
     """
-    copies = 1 if x.dtype == PRECISION[x.dtype] else 2  # the logits, and their fp32 copy
+    copies = 1 if x.dtype == PRECISION[x.dtype] else 2  # 16-bit logits also have an fp32 copy
     copies *= divisor
     step = max(1, CHUNK_BYTES // (x.shape[1] * PRECISION[x.dtype].itemsize * copies))
     if live is not None and x.device.type == "cpu" and not bool(live.all()):
@@ -34,32 +35,32 @@ def live_rows(reading: Reading) -> Tensor | None:
 
 
 def locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
-    """ids as (N, K), with 0 for ids outside [0, V), and a mask of the ids in [0, V)."""
+    """Returns the ids as (N, K), and a mask of the ids in [0, V). Ids outside [0, V) become 0."""
     ids = ids.reshape(rows, -1 if rows else 1).contiguous()
     inside = (ids >= 0) & (ids < V)
     return torch.where(inside, ids, 0).long(), inside
 
 
 def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
-    """A mask of the rows with an id outside [0, V) that is not NO_ID, (N, 1)."""
+    """A mask (N, 1) of the rows that have an id outside [0, V) other than NO_ID."""
     return (~inside & (ids.reshape(inside.shape) != NO_ID)).any(1, keepdim=True)
 
 
 def real_columns(at: Tensor, inside: Tensor) -> Tensor:
-    """The columns (N, K), with one of the row's real columns in each empty slot.
+    """The columns (N, K), where each empty slot repeats a column from another slot of its row.
 
-    So a scatter of equal values to these columns is harmless.
+    A scatter to these columns is harmless if repeated columns get equal values.
     """
     return torch.where(inside, at, at.gather(1, inside.int().argmax(1, keepdim=True)))
 
 
 def lift_of(tail: Tensor) -> Tensor:
-    """The lift of a row's tail (see LEAST_TAIL in contract.py); 0 if it is empty or NaN."""
+    """The lift of each tail (see LEAST_TAIL in contract.py); 0 if the tail is empty or NaN."""
     return torch.where(tail > -torch.inf, (tail - LEAST_TAIL).clamp(max=0.0), 0.0)
 
 
 def capped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """y = softcap · tanh(x / softcap) in fp32 (fp64 for fp64), and dy/dx; None for 1."""
+    """Returns y = softcap · tanh(x / softcap) in fp32 (fp64 for fp64), and dy/dx or None for 1."""
     y = x.to(PRECISION[x.dtype])
     if softcap is None:
         return y, None
@@ -68,7 +69,7 @@ def capped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
 
 
 def inverse_temperature(reading: Reading, like: Tensor) -> Tensor | None:
-    """1 / temperature, (N, 1) like `like`; None if the temperature is 1."""
+    """1 / temperature, (N, 1), in the dtype of `like`; None if the temperature is 1."""
     if reading.at_temperature_1:
         return None
     rows = reading.row_temperature
@@ -77,29 +78,33 @@ def inverse_temperature(reading: Reading, like: Tensor) -> Tensor | None:
 
 
 def centred(y: Tensor, shift: Tensor, inv_t: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """d = (y - shift) / temperature."""
+    """Returns d = (y - shift) / temperature."""
     d = torch.sub(y, shift, out=out)
     return d if inv_t is None else d.mul_(inv_t)
 
 
 def max_of(y: Tensor) -> Tensor:
-    """The number to subtract in the exponent, (N, 1): the max, or 0 where it is ±inf."""
+    """The max of each row, (N, 1), to subtract before exp; 0 where the max is ±inf."""
     m = y.amax(1, keepdim=True)
     return torch.where(m.isinf(), 0.0, m)
 
 
 def by_row(t: Tensor | None, rows: int) -> Tensor | float:
-    """One number, or one per row as (N, 1), to multiply (N, ...) with; 1.0 for None."""
+    """Returns t in a shape that broadcasts to (N, ...): one number, or one per row as (N, 1).
+
+    None becomes 1.0.
+    """
     if t is None:
         return 1.0
     return t.reshape(-1, 1) if t.numel() == rows else t
 
 
 def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
-    """Writes zeros to ignored rows, on a CPU before the other rows are written, on a GPU after.
+    """Writes zeros to the ignored rows of a gradient.
 
-    A CPU leaves ignored rows out. A GPU writes all rows, because the host would have to wait to
-    learn which rows count.
+    On a CPU, the zeros are written before the other rows, and `chunks` leaves ignored rows out. On
+    a GPU, the zeros are written last. On a GPU, `chunks` yields all rows, because the host would
+    have to wait for the mask.
     """
     if live is None or before != (dx.device.type == "cpu"):
         return
@@ -110,7 +115,10 @@ def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
 
 
 def written_to(x: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows (N, V) to write the gradient of x to, and the tensor (..., V) of the gradient."""
+    """Returns dx as a tensor (N, V) to write to, and the tensor (..., V) that the caller gets.
+
+    The first tensor is a view of the second, unless `into` is not contiguous.
+    """
     if into is None:
         into = torch.empty_like(x, memory_format=torch.contiguous_format)
     flat = into.view(-1, x.shape[-1]) if into.is_contiguous() else into.reshape(-1, x.shape[-1])
@@ -118,24 +126,25 @@ def written_to(x: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def written_back(flat: Tensor, into: Tensor) -> Tensor:
-    """`into`, after copying `flat` to it unless `flat` is a view of it."""
+    """Returns `into`. Copies `flat` to `into` first, unless `flat` is a view of `into`."""
     if flat.data_ptr() != into.data_ptr():
         into.copy_(flat.view(into.shape))
     return into
 
 
 def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
-    """Whether e^y is as good as e^(y - m), which saves a pass over the logits.
+    """Whether e^y is as exact as e^(y - m). Without the subtraction, one pass less is needed.
 
-    It reads values, so that it is always False on a GPU, where the host would have to wait.
+    The result is always False on a GPU, because the host would have to wait for the values of m.
     """
     return inv_t is None and m.device.type == "cpu" and bool(m.abs().max() < 30)
 
 
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """1 / the number of rows that count, or 1 / the sum of their mass; 1 if that is 0.
+    """The factor () that turns a sum over rows into a mean, in fp32 (fp64 for fp64).
 
-    A mean is the sum over the rows times this number, (), in fp32 (fp64 for fp64).
+    The factor is 1 / the sum of `mass`, or 1 / the number of rows that count if `mass` is None. If
+    the divisor is 0, the factor is 1.
     """
     full = torch.promote_types(like.dtype, torch.float32)
     live = live_rows(reading)
@@ -155,7 +164,7 @@ def reduce(
     mass: Tensor | None = None,  # (N,)
     mean: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The sum or mean over the rows, and the factor of each row's gradient; None for 1.
+    """Returns the sum or mean over the rows, and the factor of each row's gradient or None for 1.
 
     The mean is the sum times `share`. An ignored row adds 0, even if its value or weight is NaN.
     """
@@ -176,5 +185,5 @@ def reduce(
 
 
 def scale_(x: Tensor, g: Tensor) -> None:
-    """Multiplies x (..., V) by g, () or (...), in place."""
+    """Multiplies x (..., V) in place by g, whose shape is () or (...)."""
     x.mul_(g.reshape(x.shape[:-1]).unsqueeze(-1) if g.dim() else g)

@@ -1,6 +1,6 @@
-"""The gradient of row statistics in plain PyTorch, a few rows at a time.
+"""The gradient of row statistics in plain PyTorch, computed for one chunk of rows at a time.
 
-contract.py has its formula.
+The formula is in contract.py.
 """
 
 import torch
@@ -28,7 +28,7 @@ from .rows import (
 
 
 class _Terms:
-    """The coefficients of each row, (N, 1), times upstream, factor and 1 / temperature."""
+    """The coefficients of each row, (N, 1), multiplied by upstream, factor and 1 / temperature."""
 
     def __init__(
         self, x: Tensor, reading: Reading, state, coefficients: Coefficients, upstream, factor,
@@ -37,7 +37,7 @@ class _Terms:
         rows, V = state.shape[0], x.shape[-1]
         has = coefficients.has
         column = state[:, :1]
-        # A row of -inf has no distribution: p = 0, and its gradient is 0.
+        # A row of -inf has no distribution, so its p and its gradient are 0.
         self.dead = state[:, fields.LOG_S : fields.LOG_S + 1] == -torch.inf
         self.shift = torch.where(self.dead, torch.inf, column)
         self.log_s = torch.where(self.dead, 0.0, state[:, fields.LOG_S : fields.LOG_S + 1])
@@ -61,7 +61,7 @@ class _Terms:
         self.logprob_t1_apart = self.d_logprob_t1 is not None and self.inv_t is not None
         self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
         if self.d_logprob_t1 is not None and not self.logprob_t1_apart:
-            # At temperature 1, p1 = p, and a - d replaces a (kernels/ids_bwd.py has the algebra).
+            # At temperature 1, p1 = p, so a - d replaces a (derivation in kernels/ids_bwd.py).
             d = self.d_logprob_t1
             self.a = self.a - (d if self.lift is None else d * self.lift.exp())
             self.a_ids = None if self.a_ids is None else self.a_ids - d
@@ -72,7 +72,10 @@ class _Terms:
                 setattr(self, name, None if t is None else t * self.inv_t)
 
     def _locate(self, reading: Reading, rows: int, V: int, start: int) -> None:
-        """Finds label and ids among the columns of x. A bad one makes its whole row NaN."""
+        """Finds label and ids among the columns of x.
+
+        A label or id outside the vocabulary makes the gradient of its whole row NaN.
+        """
         bad = None
         if self.g_label is not None or self.d_logprob_t1 is not None:
             bad = ~locate(reading.label, rows, reading.vocab)[1]
@@ -93,7 +96,7 @@ class _Terms:
 
     @property
     def only_a(self) -> bool:
-        """Whether the gradient is p times one number per row, except for ids and totals."""
+        """Whether dz is p times one number per row, plus the terms of label, ids and total."""
         return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 
@@ -102,12 +105,12 @@ def gradient(
     reading: Reading,
     state: Tensor,  # (N, STATE)
     coefficients: Coefficients,
-    upstream: Tensor,  # () or one per row
-    factor: Tensor | None = None,  # () or one per row
-    into: Tensor | None = None,  # (..., V), where the gradient goes; may be x; None allocates
-    start: int | None = None,  # x holds the columns from here on; None if x holds all columns
+    upstream: Tensor,  # one number, or one number per row
+    factor: Tensor | None = None,  # one number, or one number per row
+    into: Tensor | None = None,  # (..., V), output for the gradient, may be x; None allocates
+    start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
 ) -> Tensor:
-    """The gradient of the logits, (..., V), in their dtype or that of `into`."""
+    """The gradient of the logits, (..., V), in the dtype of `into` or else of the logits."""
     flat = x.reshape(-1, x.shape[-1])
     dx, into = written_to(x, into)
     live = live_rows(reading)
@@ -135,9 +138,9 @@ def gradient(
 
 
 def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy: bool) -> Tensor:
-    """p (a + b log p) of these rows, and the terms of a label at temperature 1.
+    """Returns p (a + b log p) of these rows, plus the gradient of the label at temperature 1.
 
-    The result goes to `direct`, if it is given, or over y, if that is a copy of the logits.
+    To save memory, the result may overwrite `direct`, or y if y is a copy of the logits.
     """
     shift, inv_t = terms.shift[rows], None if terms.inv_t is None else terms.inv_t[rows]
     inv_s, a = (-terms.log_s[rows]).exp(), terms.a[rows]
@@ -151,9 +154,10 @@ def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy:
         if terms.a_ids is None:
             dy = p * a
         else:
-            dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)  # outside the ids
+            dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)  # for columns outside the ids
             columns = real_columns(terms.ids[rows], terms.inside[rows])
-            # A row without ids gets its own gradient back: its `columns` are in no slot.
+            # The `columns` of a row without valid ids are arbitrary. The scatter then writes back
+            # the same dy.
             has_ids = terms.inside[rows].any(1, keepdim=True)
             inside = torch.where(has_ids, p * terms.a_ids[rows], dy)
             dy.scatter_(1, columns, inside.gather(1, columns))

@@ -1,7 +1,7 @@
-"""Row statistics in plain PyTorch, a few rows at a time.
+"""Row statistics in plain PyTorch, computed for one chunk of rows at a time.
 
-The same contract as the kernels' read, partial, merge and finish. The rows in work at once fit into
-a CPU's cache. contract.py has the formulas.
+The functions read, partial, merge and finish have the same contract as in kernels/. A chunk of rows
+fits into a CPU's cache. The formulas are in contract.py.
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,10 @@ from .rows import (
 
 
 class _Sums(NamedTuple):
-    """The sums over each whole row, from which its statistics follow.
+    """The sums over each whole row from which the statistics are computed.
 
-    Each is (N, 1), unless a shape is given, and None if no statistic needs it. d = (y - shift) / T.
+    Each sum has shape (N, 1), unless a comment gives another shape. A sum that no statistic needs
+    is None. The sums use d = (y - shift) / temperature.
     """
 
     shift: Tensor  # max y, or 0 where the max is infinite
@@ -46,7 +47,7 @@ class _Sums(NamedTuple):
 
 
 def _empty_sums(reading: Reading, rows: int, dtype: torch.dtype, device) -> _Sums:
-    """Memory for the sums that the reading needs."""
+    """Allocates the sums that the reading needs."""
     wants = reading.wants
     at_label = reading.label is not None and {"nll", "logprob_t1", "picked", "logprob"} & {*wants}
 
@@ -69,7 +70,7 @@ def _empty_sums(reading: Reading, rows: int, dtype: torch.dtype, device) -> _Sum
 
 
 def read(x: Tensor, reading: Reading) -> Statistics:
-    """The statistics that `reading` wants of each row of x (..., V)."""
+    """The statistics in `reading.wants` for each row of x (..., V)."""
     flat = x.reshape(-1, x.shape[-1])
     sums, live = _empty_sums(reading, len(flat), PRECISION[x.dtype], x.device), live_rows(reading)
     inv_t = inverse_temperature(reading, sums.shift)
@@ -84,7 +85,7 @@ def _add_rows(
     sums: _Sums, flat: Tensor, rows: Index, reading: Reading, inv_t: Tensor | None,
     label: tuple[Tensor, Tensor] | None, ids: tuple[Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
-    """Fills in the sums of these rows. label and ids are what `locate` returns."""
+    """Computes the sums of these rows. `label` and `ids` are results of `locate`."""
     y, _ = capped(flat[rows], reading.softcap)
     m = sums.shift[rows] = max_of(y)
     if sums.argmax is not None:
@@ -114,14 +115,14 @@ def _add_rows(
 
 
 def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
-    """log Σ e^d over the columns that are not among the ids, (N, 1)."""
+    """Returns log Σ e^d over the columns that are not among the ids, (N, 1)."""
     columns = real_columns(at, inside)
     left = torch.where(inside.any(1, keepdim=True), -torch.inf, d.gather(1, columns))
     return d.scatter(1, columns, left).logsumexp(1, keepdim=True)
 
 
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
-    """log of the mass outside reading.ids, (...), for rows whose state is known."""
+    """Returns the log of the mass outside reading.ids, (...), using shift and s of the state."""
     flat, state = x.reshape(-1, x.shape[-1]), statistics.state
     tail = torch.zeros_like(state[:, :1])
     inv_t, (at, inside) = inverse_temperature(reading, tail), locate(reading.ids, *flat.shape)
@@ -134,12 +135,12 @@ def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
 
 
 def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
-    """The state itself, because `gradient` adds repeated ids by scatter_add_ without REPEATS."""
+    """Returns the state unchanged. `gradient` adds repeated ids by scatter_add_ without REPEATS."""
     return state
 
 
 def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
-    """Σ v z over columns, (N, 1). A class of weight 0 is not read."""
+    """Returns Σ v z over columns, (N, 1). A class of weight 0 adds 0, even if its z is infinite."""
     if weight is None:
         return z.sum(1, keepdim=True)
     v = weight.to(z.dtype)
@@ -149,7 +150,7 @@ def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
 def _finish(
     sums: _Sums, reading: Reading, live: Tensor | None, inv_t: Tensor | None, shape
 ) -> Statistics:
-    """Statistics from sums over whole rows. Ignored rows get 0, whatever their sums are."""
+    """Statistics from sums over whole rows. The statistics of ignored rows are always 0."""
     wants, shift, s = reading.wants, sums.shift, sums.s
     rate = torch.ones_like(s) if inv_t is None else inv_t
     log_s = s.log()
@@ -179,14 +180,15 @@ def _finish(
     if sums.tail is not None:
         bad = is_bad(reading.ids, locate(reading.ids, len(s), reading.vocab)[1])
         values["tail"] = (sums.tail - log_s).masked_fill(bad, torch.nan)
-    zero = torch.zeros_like(s)  # REPEATS stays 0: see with_repeats
+    zero = torch.zeros_like(s)  # also for REPEATS, which is not used (see with_repeats)
     kept = [shift, log_s, log_s1, values.get("entropy", zero), values.get("tail", zero), zero]
     state, argmax = torch.cat(kept, 1), sums.argmax
     if live is not None:
         for t in (state, *values.values()):
             t.masked_fill_(~live[:, None], 0)
         argmax = None if argmax is None else argmax.masked_fill(~live, -1)
-    # Cloned, because a user may not write to a view that an autograd function returns.
+    # The results are cloned, because autograd forbids in-place writes to a view that a custom
+    # function returns.
     K = () if reading.ids is None else (reading.ids.shape[-1],)
     lengths = {"picked": K, "logprob": K}
     shaped = {
@@ -200,13 +202,16 @@ def _finish(
 
 
 def _nan_if_bad(value: Tensor, columns: Tensor, reading: Reading) -> Tensor:
-    """value (N, K), NaN where columns (..., K) are outside the vocabulary."""
+    """Returns value (N, K) with NaN where `columns` (..., K) is outside the vocabulary."""
     inside = locate(columns, len(value), reading.vocab)[1]
     return value.masked_fill(~inside, torch.nan)
 
 
 def partial(x: Tensor, reading: Reading, start: int = 0) -> Partials:
-    """One split per row: x holds the columns from `start` on. Label and ids count from column 0."""
+    """Partial statistics of the columns in x. Label and ids are columns of the whole vocabulary.
+
+    The first column of x is column `start` of the vocabulary.
+    """
     flat = x.reshape(-1, x.shape[-1])
     rows, V = flat.shape
     live = live_rows(reading)
@@ -244,7 +249,10 @@ def partial(x: Tensor, reading: Reading, start: int = 0) -> Partials:
 
 
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
-    """Splits of the same rows as one split. Their logits of the ids add up."""
+    """Merges the partial statistics of several splits of the same rows into those of one split.
+
+    `picked` is added, because it is 0 in every split that does not hold the id.
+    """
     state = torch.cat([partials.state for partials in several], 1)
     state = torch.nn.functional.pad(state, (0, fields.PART - state.shape[2]))
     picked = None
@@ -252,18 +260,21 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
         picked = torch.stack([partials.picked for partials in several]).sum(0)
     m_split, s = state[..., fields.M], state[..., fields.S]
     m = m_split.amax(1, keepdim=True)
-    # An empty split, and a split with the max of the row, move by 0, because -inf + inf is NaN.
+    # `moved` is set to 0 for an empty split and for a split whose max is the row's max, because
+    # -inf - (-inf) would be NaN.
     moved = torch.where((s == 0) | (m_split == m), 0.0, m_split - m).clamp_min(-1e38)
     inv_t = inverse_temperature(reading, m)
     scale = (moved if inv_t is None else moved * inv_t).exp()
-    merged = state.sum(1, keepdim=True)  # right for Y_LABEL and N; the other fields follow
+    merged = state.sum(1, keepdim=True)  # final for Y_LABEL and N; other fields are set below
     row = merged[:, 0]
     row[:, fields.M], row[:, fields.S] = m[:, 0], (s * scale).sum(1)
-    # In this order, because a split far below the max has moved by 1e38 and weighs 0.
+    # `moved` may be -1e38 where scale is 0, so that moved · s could overflow. Therefore `moved` is
+    # multiplied by s · scale.
     row[:, fields.W] = (state[..., fields.W] * scale + moved * (s * scale)).sum(1)
     row[:, fields.S1] = (state[..., fields.S1] * moved.exp()).sum(1)
     c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))
-    # The largest reference of a split that has columns. An empty split's 0 may be far away.
+    # The merged reference is the largest reference of a split with columns. The reference of an
+    # empty split is 0, which may be far from the logits.
     one = torch.where(n != 0, ref, -torch.inf).amax(1, keepdim=True)
     one = torch.where(one == -torch.inf, 0.0, one)
     row[:, fields.REF], row[:, fields.C] = one[:, 0], (c + n * (ref - one)).sum(1)
@@ -275,9 +286,10 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
 def finish(
     partials: Partials, reading: Reading, shape: tuple[int, ...] | None = None
 ) -> Statistics:
-    """Statistics of whole rows, whose splits are along dim 1 of partials.state.
+    """Statistics of whole rows. The splits of each row are along dim 1 of partials.state.
 
-    shape is (...), that of the rows. If it is None, the reading's tensors give it, else it is (N,).
+    `shape` is the shape (...) of the results. If `shape` is None, the results have the shape of the
+    reading's label or ids, or (N,) without label and ids.
     """
     assert "tail" not in reading.wants
     shape = _lead(reading, partials.state) if shape is None else shape
@@ -294,7 +306,7 @@ def finish(
         w=w * rate if "entropy" in wants else None,
         total=c + n * ref if "total" in wants else None,
         log_total=(c - n * (shift - ref)) * rate if "log_total" in wants else None,
-        # A row of NaN has no largest column.
+        # The column is NOWHERE if the row contains NaN, and the argmax of such a row is 0.
         argmax=torch.where(column == NOWHERE, 0, column) if "argmax" in wants else None,
         y_label=y_label,
         y_ids=picked,
@@ -303,7 +315,7 @@ def finish(
 
 
 def _lead(reading: Reading, state: Tensor) -> torch.Size:
-    """The shape of the rows, if the reading has a tensor with that shape; else (N,)."""
+    """The leading shape of the reading's ids or label; (N,) without ids and label."""
     if reading.ids is not None:
         return reading.ids.shape[:-1]
     return state.shape[:1] if reading.label is None else reading.label.shape

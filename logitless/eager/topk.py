@@ -1,8 +1,9 @@
 """The k largest logits of each row, and the mass of the other columns, in plain PyTorch.
 
-The same contract as kernels/topk.py. torch.topk promises no order among equal numbers, so it gets
-distinct integers: the ordered bits of a logit above its column counted from the right. fp64 logits
-leave no room for the column, so that their rows are sorted instead.
+The contract is that of kernels/topk.py. torch.topk guarantees no order among equal numbers.
+Therefore each logit becomes a distinct 64-bit integer key. The high 32 bits sort the keys by logit.
+The low 32 bits break ties, and are larger for lower column indices. fp64 logits need all 64 bits,
+so their rows are sorted instead.
 """
 
 import torch
@@ -20,9 +21,9 @@ def topk(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ids and log-probabilities (..., k), largest first, and the log of the tail's mass (...).
+    """Returns ids (..., k), log-probabilities (..., k) and the log of the tail's mass (...).
 
-    Equal logits come in the order of their ids.
+    Ids are sorted by descending logit. Equal logits are sorted by ascending id.
     """
     shape, V = x.shape[:-1], x.shape[-1]
     flat = x.detach().reshape(-1, V)
@@ -43,7 +44,7 @@ def topk(
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
-    """ids (N, k) of the k largest logits of each row of x (N, V), in order."""
+    """Ids (N, k) of the k largest logits of each row of x (N, V), largest first."""
     if x.dtype == torch.float64:
         return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
     bits = torch.where(x == 0, 0.0, x).float().view(torch.int32)  # -0 equals 0

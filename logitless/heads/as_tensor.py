@@ -1,4 +1,4 @@
-"""A head where PyTorch expects a tensor: PyTorch's functions get lazy logits (lazy/logits.py)."""
+"""Makes a head usable as a tensor. PyTorch's functions get lazy logits (lazy/logits.py)."""
 
 from typing import Any
 
@@ -11,16 +11,16 @@ from .head import Head
 
 
 class AsTensor:
-    """The functions, methods, operators and indexing of a tensor, for a LinearLogits."""
+    """Base class with the functions, methods, operators and indexing of a tensor."""
 
     head: Head
 
     def lazy(self) -> Tensor:
-        """The same logits as a lazy tensor; under a compiler, the materialised logits."""
+        """The same logits as a lazy tensor, or as a plain tensor under a compiler."""
         if torch.compiler.is_compiling():
             return self.head.logits()
         checks.no_main_grad(self.head.main_grad)
-        # Imported here, because lazy/ is built on heads/.
+        # This import is local, because lazy/ imports heads/.
         from ..lazy.logits import lazy_logits_of
 
         return lazy_logits_of(self.head)
@@ -31,7 +31,7 @@ class AsTensor:
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """An option of the head, or a public attribute or method of a tensor."""
+        """Returns an option of the head, or a public attribute or method of a tensor."""
         if name in Head._fields:
             return getattr(self.head, name)
         if name.startswith("_") or not hasattr(Tensor, name):

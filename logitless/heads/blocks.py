@@ -1,11 +1,11 @@
-"""A head cut along its vocabulary: statistics block by block, then gradients block by block.
+"""Computes a head in blocks of columns: first all statistics, then all gradients.
 
-`Blocks` of columns take the place of a tensor of logits, and `BlockBackend` that of a backend, so
-that any loss whose statistics merge runs on them unchanged. The logits of a block are computed
-twice, once for the statistics and once for the gradient, except for the blocks that are kept.
-Statistics are computed from the first block to the last, gradients from the last to the first.
-Until the first blocks' rows of the weight's gradient are written, their memory is free, and holds
-the logits of many of the later blocks (kept_blocks in plan.py).
+`Blocks` replaces a tensor of logits, and `BlockBackend` replaces a backend. So any loss whose
+statistics can be merged works without changes. The logits of a block are computed twice, once for
+the statistics and once for the gradient, unless the logits of the block are kept. Statistics are
+computed from the first block to the last. Gradients are computed from the last block to the first.
+The weight's gradient of the first blocks is written last. Before it is written, its memory holds
+the logits of later blocks (kept_blocks in plan.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,26 +22,26 @@ from .head import Head, Rows
 from .plan import Work, chunk_rows, kept_blocks
 from .products import product
 
-WAITING = 4  # the number of blocks whose statistics are merged together
+WAITING = 4  # the number of blocks whose statistics are merged at a time
 
 
 def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
-    """The rows of a head to be computed, cut as plan.py decides."""
+    """Returns the chunks of a head, split as plan.py chooses."""
     cut, live = head.cut(work), head.rows_that_count(loss)
     return (Chunks if cut.columns is None else BlockChunks)(head, cut, live)
 
 
 class BlockChunks(Chunks):
-    """Groups of rows, one group if all fit, whose logits come in blocks of columns.
+    """Computes the logits of groups of rows in blocks of columns.
 
-    No GEMM is queued before the number of rows is known.
+    If all rows fit, they form one group. No GEMM is queued before the number of rows is known.
     """
 
     def begin(self, dtype: torch.dtype) -> Any:
-        """Allocates the logits of a block, in this dtype, and their gradient."""
+        """Allocates memory for the logits of a block, in this dtype, and for their gradient."""
         hidden, vocab, columns = self.hidden, len(self.weight), self.cut.columns
         assert columns is not None
-        starts = range(0, max(vocab, 1), columns)  # one empty block if a rank has no columns
+        starts = range(0, max(vocab, 1), columns)  # a rank without columns has one empty block
         self.blocks = tuple(slice(start, min(start + columns, vocab)) for start in starts)
         room = (chunk_rows(len(hidden), self.cut), columns)
         self.memory = torch.empty(room, device=hidden.device, dtype=dtype)
@@ -71,18 +71,18 @@ class BlockChunks(Chunks):
 
 
 class Blocks:
-    """The logits of some rows in blocks of columns, for their statistics and then gradients."""
+    """The logits of some rows in blocks of columns."""
 
     def __init__(self, chunks: BlockChunks, rows: Rows, sums: "BlockSums | None"):
         self.chunks, self.rows, self.sums = chunks, rows, sums
         self.h = chunks.hidden[rows]  # (n, D)
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
-        self.kept: dict[int, int] = {}  # blocks that are kept for their gradient, and where
+        self.kept: dict[int, int] = {}  # the memory slot of each block that is kept
         self.kept_in: Tensor | None = None
-        self.holds: dict[int | None, int] = {}  # which block each place holds; None: the workspace
+        self.holds: dict[int | None, int] = {}  # the block in each slot; the workspace is slot None
 
     def keep(self) -> None:
-        """From here on, free memory of the weight's gradient keeps logits."""
+        """Starts to keep logits in unused memory of the weight's gradient."""
         chunks, (rows, vocab) = self.chunks, self.shape
         if self.sums is not None and chunks.cut.kept:
             self.kept_in = self.sums.free_memory()
@@ -90,9 +90,9 @@ class Blocks:
             self.kept = kept_blocks(rows, vocab, self.h.shape[1], chunks.cut.columns)
 
     def logits(self, index: int) -> Tensor:
-        """The logits of a block, (n, c), computed unless they are kept.
+        """The logits of a block, (n, c), computed unless the logits are kept.
 
-        Not to be called once the gradient has overwritten them.
+        This method must not be called after the gradient has overwritten the logits.
         """
         chunks, columns, place = self.chunks, self.chunks.blocks[index], self.kept.get(index)
         memory, rows = chunks.memory, len(self.h)
@@ -113,7 +113,7 @@ class BlockBackend:
     Functions that read no logits are those of the underlying backend.
     """
 
-    one_pass = None  # the gradient needs the statistics of the other blocks first
+    one_pass = None  # one pass is not possible, because a gradient needs statistics of all blocks
 
     def __init__(self, backend: Any):
         self.backend = backend
@@ -124,7 +124,7 @@ class BlockBackend:
         self.can_accumulate = backend.can_accumulate
 
     def read(self, x: Blocks, reading: Reading) -> Statistics:
-        """The statistics of whole rows, merged as they come, so that few are in memory."""
+        """The statistics of whole rows. Blocks are merged WAITING at a time to save memory."""
         x.keep()
         waiting = []
         for index, columns in enumerate(x.chunks.blocks):
@@ -161,16 +161,17 @@ class BlockBackend:
 
 
 class BlockSums(GradientSums):
-    """Gradients of hidden, weight and bias, block by block.
+    """Sums of the gradients of hidden, weight and bias over blocks.
 
-    The gradient of hidden is summed over blocks; that of the weight over groups of rows, if there
-    are several.
+    The gradient of hidden is summed over blocks. The gradient of the weight is summed over groups
+    of rows.
     """
 
     def __init__(self, head: Head, hidden, needs: Needs, chunks: int, all_rows, blocks, into):
         super().__init__(head, hidden, needs, chunks, all_rows, blocks, into)
         self.backend, self.blocks = head.backend(), len(blocks)
-        self.written_once = into is None and chunks == 1  # the weight's gradient
+        # Whether each element of the weight's gradient is written only once.
+        self.written_once = into is None and chunks == 1
         self.hidden_sum: Sum | SumInPlace | None = None
 
     def free_memory(self) -> Tensor | None:

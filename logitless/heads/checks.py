@@ -1,27 +1,28 @@
-"""The rules of a head; the wording of errors is that of core/checks.py."""
+"""Checks of the arguments of a head, with error messages as in core/checks.py."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.checks import _floating, _same_device, _shape, logits, one_of, placed
-from ..core.options import ACCUMULATE
+from ..core import options
+from ..core.checks import _floating, _same_device, _shape, logits, placed
 from ..core.source import is_dtensor
 
 
 def linear(
-    hidden: Any, weight: Any, bias: Any, grad: Any, workspace: Any, dtype: Any, accumulate: Any
-) -> None:
-    """The arguments of LinearLogits."""
+    hidden: Any, weight: Any, bias: Any, grad: Any, workspace: Any, dtype: Any, accumulate: Any,
+    drop_ignored: Any,
+) -> None:  # fmt: skip
+    """Checks the arguments of LinearLogits."""
     head(hidden, weight, bias, workspace)
     logits_dtype(dtype, hidden)
     main_grad(grad, weight)
-    one_of("accumulate", accumulate, ACCUMULATE)
+    options.check(accumulate=accumulate, drop_ignored=drop_ignored)
 
 
 def head(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
-    """hidden (..., D), weight (V, D), bias (V,)."""
+    """Checks hidden (..., D), weight (V, D), bias (V,) and the workspace."""
     logits(hidden, "hidden")
     logits(weight, "weight")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
@@ -42,10 +43,7 @@ def head(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
         if t.dtype != hidden.dtype:
             raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {t.dtype}.")
         _same_device(name, t, hidden, "hidden")
-    if workspace is not None and (isinstance(workspace, bool) or not isinstance(workspace, int)):
-        raise TypeError(f"workspace must be an int, in bytes, got {workspace!r}.")
-    if workspace is not None and workspace <= 0:
-        raise ValueError(f"workspace must be positive, got {workspace}.")
+    options.check(workspace=workspace)
 
 
 def logits_dtype(dtype: Any, hidden: Tensor) -> None:
@@ -75,26 +73,26 @@ def no_main_grad(t: Tensor | None) -> None:
     if t is not None:
         raise ValueError(
             "main_grad must be None where PyTorch's own functions take a LinearLogits, got a "
-            "Tensor: only losses of logitless add to it."
+            "Tensor; only losses of logitless add to main_grad."
         )
 
 
 def head_placements(hidden: Any, weight: Any, bias: Any) -> None:
-    """A head whose weight is sharded over the vocabulary, beside hidden states of all ranks."""
+    """Checks the placements of a head whose weight is sharded over the vocabulary."""
     placed("weight", weight, 0)
     if all(placement.is_replicate() for placement in weight.placements):
         raise TypeError(
             f"weight must be sharded on dimension 0, got a DTensor of placements "
-            f"{weight.placements}: a head that every rank has whole takes weight.to_local()."
+            f"{weight.placements}; for a head that is whole on every rank, pass weight.to_local()."
         )
     for name, t in (("hidden", hidden), ("bias", bias)):
         if t is None:
             continue
         if not is_dtensor(t) or t.device_mesh != weight.device_mesh:
             raise TypeError(
-                f"{name} must be a DTensor on the mesh of weight, got a {type(t).__name__}:"
-                " DTensor.from_local says how it is spread over ranks. (Of a weight that FSDP"
-                " shards, compute the loss inside the forward of that module, or fuse the model.)"
+                f"{name} must be a DTensor on the mesh of weight, got a {type(t).__name__};"
+                " DTensor.from_local sets the placements. (If FSDP shards the weight, compute the"
+                " loss inside the forward of the FSDP module, or fuse the model.)"
             )
     if bias is not None and bias.placements != weight.placements:
         raise TypeError(

@@ -1,7 +1,8 @@
-"""A head in chunks of rows: the logits of one chunk after another.
+"""Computes the logits of a head in chunks of rows.
 
-plan.py decides how many rows make a chunk. Every chunk reads the weight and, except for the first,
-the sum of the weight's gradient so far (gradient_sums.py), so chunks are as large as memory allows.
+plan.py chooses the number of rows per chunk. Every chunk reads the weight. Every chunk except the
+first also reads the sum of the weight's gradient (gradient_sums.py). Therefore chunks are as large
+as memory allows.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,32 +22,33 @@ from .products import product
 
 @dataclass(slots=True)
 class Tile:
-    """Some rows of a head while a loss is computed over them.
+    """Some rows of a head, for the computation of a loss.
 
-    The body of a loop over tiles reads `logits`. If a gradient is wanted, the body sets `gradient`
-    to `into`, or to a new tensor where the gradient cannot be written to `into`.
+    The body of a loop over tiles reads `logits`. If a gradient is needed, the body writes the
+    gradient to `into` and sets `gradient` to `into`. If the gradient cannot be written to `into`,
+    the body sets `gradient` to a new tensor.
     """
 
     loss: Any  # the RowLoss of these rows
-    saved: Saved | None  # what an earlier forward saved for these rows
+    saved: Saved | None  # tensors that an earlier forward saved for these rows
     rows: Rows
     logits: Any  # (n, V), or the Blocks of blocks.py
-    into: Any  # where the gradient goes; None if none is wanted
+    into: Any  # output for the gradient; None if no gradient is needed
     gradient: Any = None
 
     def release(self) -> None:
-        """Drops the loss, which may hold a teacher's logits, before the next chunk."""
+        """Frees the fields before the next chunk, because the loss may hold a teacher's logits."""
         self.loss = self.saved = self.logits = self.into = self.gradient = None
 
 
 class Chunks:
-    """The logits of a head, of all rows or of the rows that count, one chunk of rows at a time.
+    """Computes the logits of all rows, or of the rows that count, one chunk of rows at a time.
 
-    The number of rows that count is on the GPU. The host waits for it once, after the first GEMM is
-    queued, so that the GPU has work meanwhile.
+    The number of rows that count is on the GPU. The host waits for this number once, after the
+    first GEMM is queued, so that the GPU has work meanwhile.
     """
 
-    blocks = (slice(None),)  # blocks of columns; one block holds all
+    blocks = (slice(None),)  # blocks of columns; Chunks has a single block with all columns
 
     def __init__(self, head: Head, cut: Cut, live: Tensor | None):
         self.head, self.cut, self.lead = head, cut, head.lead
@@ -70,7 +72,7 @@ class Chunks:
         ]
 
     def begin(self, dtype: torch.dtype) -> Backend:
-        """Allocates the logits of a chunk, in this dtype, and queues the first GEMM.
+        """Allocates memory for the logits of a chunk, in this dtype, and queues the first GEMM.
 
         Returns the backend that reads the tiles.
         """
@@ -90,7 +92,7 @@ class Chunks:
         return self.head.backend()
 
     def gradients(self, needs: Needs, into: Tensor | None = None) -> GradientSums:
-        """The sums that `tiles` adds the gradients of chunks to."""
+        """Allocates the sums to which `tiles` adds the gradients of all chunks."""
         all_rows = self.index is None
         return GradientSums(
             self.head, self.hidden, needs, len(self.slices), all_rows, self.blocks, into
@@ -99,8 +101,8 @@ class Chunks:
     def tiles(
         self,
         loss: RowLoss,
-        sums: GradientSums | None = None,  # None if no gradient is wanted
-        known: Iterable[Saved] = (),  # what forward saved for each tile
+        sums: GradientSums | None = None,  # None if no gradient is needed
+        known: Iterable[Saved] = (),  # the tensors that forward saved for each tile
     ) -> Iterator[Tile]:
         """Yields the rows tile by tile, and adds the gradient of each chunk to `sums`."""
         known = iter(known)
@@ -121,7 +123,7 @@ class Chunks:
                 steps = [at for at in slot.steps if at.start < count]
                 if sums is None or len(steps) == 1:
                     yield whole
-                    if count == len(h):  # a chunk with one slot, whose gradient may be a new tensor
+                    if count == len(h):  # the gradient of a single slot may be a new tensor
                         dz = whole.gradient
                 else:
                     for at in steps:
@@ -133,23 +135,23 @@ class Chunks:
                 sums.add(rows, h, dz)
 
     def _step(self, whole: Tile, at: slice, count: int) -> Tile:
-        """Some rows of a tile, whose gradient never overwrites an unread row."""
+        """Returns some rows of a tile. The gradient of these rows overwrites no unread row."""
         saved = whole.saved
-        if saved is not None:  # a tensor that all rows share stays whole
+        if saved is not None:  # a tensor that all rows share is not sliced
             saved = tuple(t if t is None or len(t) != count else t[at] for t in saved)
         loss, rows = whole.loss.rows(at, torch.Size((count,))), rows_at(whole.rows, at)
         return Tile(loss, saved, rows, whole.logits[at], whole.into[at])
 
 
 def rows_at(rows: Rows, at: slice) -> Rows:
-    """Some of these rows."""
+    """Returns rows[at], where `rows` is a slice or a tensor of indices."""
     if isinstance(rows, slice):
         return slice(rows.start + at.start, min(rows.start + at.stop, rows.stop))
     return rows[at]
 
 
 def to_host(number: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
-    """Starts to copy a number from the GPU; returns it and the event to wait for."""
+    """Starts an asynchronous copy of a number to the host. Returns the copy and its event."""
     if not number.is_cuda:
         return number, None
     copied = torch.cuda.Event()

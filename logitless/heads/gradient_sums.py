@@ -1,10 +1,9 @@
 """Gradients of a head's tensors, summed over chunks of rows.
 
-How the sum of a bf16 weight's gradient is stored matters. In bf16, which keeps 8 bits, the sum is
-rounded after every chunk, and over many chunks it drifts away from the result of one large GEMM. In
-fp32 it takes twice the memory of the gradient itself. Stored as block floating point (int16 with
-one exponent per 128 values, kernels/blockfp_gemm.py), it is as good as one GEMM and needs no extra
-memory.
+The gradient of a bf16 weight can be summed in three formats. A sum in bf16, which has 8 bits, is
+rounded after every chunk. Over many chunks, this sum drifts away from the result of one large GEMM.
+A sum in fp32 takes twice the memory of the gradient. A sum in block floating point (int16 with one
+exponent per 128 values, kernels/blockfp_gemm.py) is as exact as one GEMM and needs no extra memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from .products import SLAB
 
 
 class Needs(NamedTuple):
-    """Which tensors need a gradient."""
+    """Flags for the tensors that need a gradient."""
 
     hidden: bool
     weight: bool
@@ -36,7 +35,7 @@ class Needs(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """The gradients of a call over a head; None where not needed."""
+    """The gradients of a call over a head. A gradient that is not needed is None."""
 
     hidden: Tensor | None = None
     weight: Tensor | None = None
@@ -45,7 +44,7 @@ class HeadGradients(NamedTuple):
     row_inputs: tuple[Tensor | None, ...] = ()
 
     def like(self, tensors: tuple) -> "HeadGradients":
-        """Each in the shape and dtype of hidden, weight and bias."""
+        """Converts the gradients to the shapes and dtypes of hidden, weight and bias."""
         hidden, weight, bias = (
             None if d is None else d.view(t.shape).to(t.dtype)
             for d, t in zip((self.hidden, self.weight, self.bias), tensors, strict=True)
@@ -53,31 +52,31 @@ class HeadGradients(NamedTuple):
         return self._replace(hidden=hidden, weight=weight, bias=bias)
 
     def through(self, f: Callable[[tuple], tuple]) -> "HeadGradients":
-        """f of all gradients as one flat tuple; f is, for example, refuse_second."""
+        """Applies f, for example refuse_second, to all gradients as one flat tuple."""
         head = (self.hidden, self.weight, self.bias, self.row_weight)
         hidden, weight, bias, row_weight, *row_inputs = f((*head, *self.row_inputs))
         return HeadGradients(hidden, weight, bias, row_weight, tuple(row_inputs))
 
 
 class GradientSums:
-    """Gradients of hidden, weight and bias, each only if needed, summed chunk by chunk."""
+    """The gradients of hidden, weight and bias, summed over chunks if they are needed."""
 
     def __init__(
         self,
         head: Head,
         hidden: Tensor,  # (N, D)
         needs: Needs,
-        chunks: int,  # how many chunks of rows come
+        chunks: int,  # the number of chunks of rows
         all_rows: bool,  # whether the chunks contain all rows
-        blocks: Sequence[slice],  # blocks of columns, whose gradients are summed separately
-        into: Tensor | None = None,  # the weight's gradient is added to it
+        blocks: Sequence[slice],  # blocks of columns; each block has its own sum
+        into: Tensor | None = None,  # a tensor to which the weight's gradient is added
     ):
         backend, self.weight = head.backend(), head.weight.detach()
         self.d_hidden = self.over_ranks = self.d_bias = None
         if needs.hidden:
-            # Rows that no chunk computes have gradient 0.
+            # The gradient of rows that are in no chunk is 0.
             blank = torch.empty_like if all_rows else torch.zeros_like
-            # Contiguous, whatever the strides of hidden are.
+            # d_hidden is always contiguous, even if hidden is not.
             self.d_hidden = blank(hidden, memory_format=torch.contiguous_format)
             self.put = partial(put, self.d_hidden)
             if head.columns is not None:
@@ -97,7 +96,7 @@ class GradientSums:
             self.d_bias = torch.zeros_like(head.bias.detach(), dtype=PRECISION[head.bias.dtype])
 
     def add(self, rows: Rows, h: Tensor, dz: Tensor) -> None:
-        """Adds the gradients of a chunk of rows, from the gradient dz of its logits."""
+        """Adds the gradients of a chunk of rows. dz is the gradient of the chunk's logits."""
         if dz.device.type == "cpu":
             clear_padding(dz)
         if self.d_hidden is not None:
@@ -109,13 +108,13 @@ class GradientSums:
             self.weight_sums[0].add(dz, h)
 
     def result(self) -> HeadGradients:
-        """All three; the gradients of weight and bias may have more bits than these have."""
+        """Returns the sums. The gradients of weight and bias may be fp32 for 16-bit tensors."""
         d_hidden = self.d_hidden if self.over_ranks is None else self.over_ranks.result()
         return HeadGradients(d_hidden, self.d_weight, self.d_bias)
 
 
 class RowInputGradients:
-    """Gradients of a loss's row_inputs, filled chunk by chunk; None where not needed."""
+    """Gradients of a loss's row_inputs, written one chunk at a time; None if not needed."""
 
     def __init__(self, loss: RowLoss, needs: Sequence[bool]):
         self.gradients = [
@@ -124,35 +123,35 @@ class RowInputGradients:
         ]
 
     def add(self, rows: Rows, loss: RowLoss, saved: Saved, scale: Tensor) -> None:
-        """Those of some rows, where `scale` multiplies each row's value."""
+        """Writes the gradients of some rows. `scale` is the gradient of each row's value."""
         for total, d in zip(self.gradients, loss.d_row_inputs(saved, scale), strict=True):
             if total is not None and d is not None:
                 total.view(-1, *d.shape[1:])[rows] = d
 
 
 def put(total: Tensor, rows: Rows, chunk: Tensor) -> None:
-    """Copies some rows into their place, unless `chunk` already is that place."""
+    """Copies `chunk` to total[rows], unless `chunk` is already this memory."""
     if not isinstance(rows, slice) or chunk.data_ptr() != total[rows].data_ptr():
         total[rows] = chunk
 
 
 def clear_padding(dz: Tensor) -> None:
-    """Zeros the memory between the rows of a gradient in a workspace, on a CPU.
+    """Sets the memory between the rows of a gradient to 0, on a CPU.
 
-    A bf16 GEMM there (oneDNN with AVX-512) reads a few numbers beyond each row and multiplies them
-    by 0. If such a number is NaN, the result is NaN.
+    The bf16 GEMM of oneDNN with AVX-512 reads a few numbers beyond each row and multiplies them by
+    0. If such a number is NaN, the result is NaN.
     """
     width, step = dz.shape[1], dz.stride(0)
     if step > width > 0 and dz.stride(1) == 1:
         dz.as_strided((len(dz), step), (step, 1))[:, width:] = 0
 
 
-# Both sums below take the same arguments: the backend, the total, the number of products, and
-# whether the total is fresh memory or already holds a sum.
+# Sum and SumInPlace take the same arguments: the backend, the total, the number of products, and
+# whether the total is new memory without a sum.
 
 
 class Sum:
-    """Σ dz.T @ h over chunks, in the dtype of the total."""
+    """The sum Σ dz.T @ h over chunks, in the dtype of the total."""
 
     def __init__(self, backend: Backend, total: Tensor, count: int, fresh: bool = True):
         self.total, self.fresh = total, fresh
@@ -174,7 +173,10 @@ class Sum:
 
 
 class SumInPlace:
-    """The same in 16 bits per number: exact to 14 bits between chunks, bf16 at the end."""
+    """The sum Σ dz.T @ h over chunks, with 14 bits between chunks and bf16 at the end.
+
+    The sum takes 16 bits per number.
+    """
 
     def __init__(self, backend: Any, total: Tensor, count: int, fresh: bool = True):
         self.backend, self.total = backend, total
@@ -190,9 +192,9 @@ class SumInPlace:
 def way_to_sum(
     backend: Backend, count: int, hidden: Tensor, weight: Tensor, accumulate: str
 ) -> tuple[torch.dtype, type[Sum] | type[SumInPlace]]:
-    """The dtype of a sum of `count` products, and the class that computes it.
+    """Returns the dtype of a sum of `count` products, and the class that computes the sum.
 
-    fp16 is always summed in fp32, because its range is small.
+    fp16 products are always summed in fp32, because the range of fp16 is small.
     """
     dtype = weight.dtype
     if dtype == torch.float16 or (dtype == torch.bfloat16 and accumulate == "fp32"):

@@ -1,9 +1,8 @@
-"""The data of a head: its tensors and options, without anything that evaluates a loss.
+"""The data of a head: its tensors and its options. Other files evaluate losses over a head.
 
-`Head` stands for the logits hidden @ weight.T + bias. LinearLogits (linear.py), lazy logits and
-VocabShard all hold one. `ScaledHead` is a teacher: the same logits as constants, scaled or capped.
-Both are trees, as a RowLoss is: `flatten` separates the tensors, which autograd saves, from the
-rest.
+`Head` represents the logits hidden @ weight.T + bias. LinearLogits (linear.py), lazy logits and
+VocabShard hold a Head. `ScaledHead` represents a teacher's logits, scaled or with a softcap,
+without gradients. `flatten` separates the tensors, which autograd saves, from the options.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from .plan import Cut, Work
 from .products import dense_logits, without_autocast
 from .unshard import in_memory
 
-Rows = slice | Tensor  # some rows: a range, or their indices
+Rows = slice | Tensor  # some rows, as a range or as a tensor of indices
 
 
 class Head(NamedTuple):
@@ -32,14 +31,14 @@ class Head(NamedTuple):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None = None
-    own_hidden: Tensor | None = None  # this rank's tokens, where hidden is gathered from all ranks
+    own_hidden: Tensor | None = None  # the local hidden states, if `hidden` is gathered over ranks
     workspace: int | None = None
     logits_dtype: torch.dtype | None = None
     accumulate: str = "auto"
     main_grad: Tensor | None = None
     drop_ignored: bool = True
     module: nn.Module | None = None  # the module that owns the weight, if FSDP may free the weight
-    columns: Any = None  # the ColumnBackend, if the weight has only this rank's rows
+    columns: Any = None  # the ColumnBackend, if the weight is one rank's shard of the vocabulary
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -53,7 +52,7 @@ class Head(NamedTuple):
 
     @property
     def lead(self) -> torch.Size:
-        """The shape of the rows."""
+        """The leading shape (...) of the logits."""
         return self.hidden.shape[:-1]
 
     @property
@@ -62,7 +61,7 @@ class Head(NamedTuple):
 
     @property
     def vocab(self) -> int:
-        """V, of all ranks."""
+        """The size V of the whole vocabulary, over all ranks."""
         return self.weight.shape[0] if self.columns is None else self.columns.vocab
 
     @property
@@ -79,14 +78,14 @@ class Head(NamedTuple):
         return self.hidden.device
 
     def describe(self) -> str:
-        """Shapes and options in one line, the same on all ranks."""
+        """Shapes and options in one line. The line is equal on all ranks."""
         needs = tuple(t is not None and t.requires_grad for t in self.inputs)
         options = (self.workspace, self.logits_dtype, self.accumulate, self.drop_ignored)
         hidden = (*self.hidden.shape, str(self.hidden.dtype))
         return f"hidden {hidden}, {needs}, {options}"
 
     def flatten(self) -> tuple[tuple[Tensor | None, ...], "Head"]:
-        """The tensors that backward reads, and the same head without them."""
+        """Returns the tensors that backward reads, and the same head without tensors."""
         tensors = (self.hidden, self.weight, self.bias, self.own_hidden)
         blank: Any = None
         return tensors, self._replace(hidden=blank, weight=blank, bias=None, own_hidden=None)
@@ -99,9 +98,9 @@ class Head(NamedTuple):
         return backend_of(self.hidden) if self.columns is None else self.columns
 
     def logits(self, rows: Rows | None = None) -> Tensor:
-        """The logits (..., width), differentiable; or those of some rows, (n, width), as constants.
+        """The logits (..., width), differentiable. `width` is the number of rows of the weight.
 
-        width is the number of rows of the weight.
+        With `rows`, the result is the logits of these rows, (n, width), without a gradient.
         """
         if rows is None:
             return dense_logits(*self.tensors, self.dtype)
@@ -112,22 +111,25 @@ class Head(NamedTuple):
     def work(
         self, merges: bool = False, *, gemms: int = 0, sums: bool = False, keeps: bool = False
     ) -> Work:
-        """The size of a computation over this head; see Work for the arguments."""
+        """The size of a computation over this head. The arguments are fields of Work."""
         own, wide = self.hidden.dtype, self.dtype
         keeps = keeps and own == wide and own != torch.float16 and self.accumulate != "fp32"
         sums = sums and self.accumulate != "weight"
         vocab, width = self.weight.shape
-        if self.columns is not None:  # all ranks cut alike
+        if self.columns is not None:  # all ranks must use chunks of the same size
             vocab = self.columns.widest
         rows = self.hidden.shape[:-1].numel()
         return Work(rows, vocab, width, own.itemsize, own != wide, merges, gemms, sums, keeps)
 
     def cut(self, work: Work) -> Cut:
-        """How many rows and columns of logits are computed at once."""
+        """The numbers of rows and columns of logits to compute at once."""
         return (plan.forced or plan.choose)(work, self.workspace, self.hidden.device.type)
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
-        """(N,) bool, if ignored rows are dropped before the GEMMs; None if all are computed."""
+        """A bool mask (N,) of the rows that count, or None if no rows are dropped.
+
+        The GEMMs leave out rows that do not count.
+        """
         kind, reading = self.hidden.device.type, loss.reading
         unknown = kind == "meta" or (kind == "cuda" and torch.cuda.is_current_stream_capturing())
         if not self.drop_ignored or reading.ignore_index is None or unknown:
@@ -136,10 +138,11 @@ class Head(NamedTuple):
 
     @contextlib.contextmanager
     def ready(self, loss: RowLoss):
-        """Autocast is off, and the weights of this head and of a teacher's head are in memory."""
+        """Disables autocast, and keeps the weights of this head and of teachers in memory."""
         heads = (self, *(t.head for t in loss.teachers if isinstance(t, ScaledHead)))
         with without_autocast(self.hidden.device), contextlib.ExitStack() as stack:
-            # Once per call, not per chunk, because the number of chunks may differ between ranks.
+            # Weights are gathered once per call instead of once per chunk, because the number of
+            # chunks may differ between ranks.
             for head in heads:
                 if not head.weight.untyped_storage().size():  # FSDP has freed the weight
                     stack.enter_context(in_memory(head.weight, head.module))
@@ -147,7 +150,7 @@ class Head(NamedTuple):
 
 
 class ScaledHead(NamedTuple):
-    """A teacher's logits as constants: scale · z, or with a cap, cap · tanh(scale · z)."""
+    """A teacher's logits without gradients: scale · z, or cap · tanh(scale · z) with a cap."""
 
     head: Head
     scale: float = 1.0
@@ -173,7 +176,7 @@ class ScaledHead(NamedTuple):
         z = self.head.logits(rows)
         if self.scale == 1 and self.cap is None:
             return z
-        z = z.to(PRECISION[z.dtype]) * self.scale  # not rounded to 16 bits again
+        z = z.to(PRECISION[z.dtype]) * self.scale  # fp32 avoids a second rounding to 16 bits
         return z if self.cap is None else self.cap * torch.tanh(z)
 
     def times(self, factor: float) -> "ScaledHead":
@@ -183,7 +186,7 @@ class ScaledHead(NamedTuple):
         return self._replace(cap=self.cap * factor)
 
     def narrow(self, dim: int, start: int, width: int) -> "ScaledHead":
-        """The columns [start, start + width), as Tensor.narrow(-1, start, width) gives them."""
+        """The columns [start, start + width), like Tensor.narrow(-1, start, width)."""
         assert dim == -1
         columns, bias = slice(start, start + width), self.head.bias
         head = self.head._replace(

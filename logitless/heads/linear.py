@@ -1,12 +1,13 @@
-"""`LinearLogits`: the logits of a head, which are never materialised as a whole.
+"""`LinearLogits`, the logits of a linear head that are never materialised as a whole.
 
-`LinearLogits(hidden, weight, bias)` stands for hidden @ weight.T + bias. A loss over it is the same
-loss over the logits of one chunk of rows after another (chunks.py), or of one block of columns
-after another (blocks.py); plan.py decides. A mean or sum computes its gradients on the way: three
-GEMMs, or up to four by columns (total.py). Results per row take four GEMMs (per_row.py).
+`LinearLogits(hidden, weight, bias)` represents hidden @ weight.T + bias. A loss is computed from
+the logits of one chunk of rows at a time (chunks.py), or of one block of columns at a time
+(blocks.py). plan.py chooses between rows and columns. A mean or sum computes its gradients in
+forward, with three GEMMs, or up to four GEMMs by columns (total.py). Results per row take four
+GEMMs (per_row.py).
 
-Nothing in this room depends on the loss: a RowLoss (core/loss.py) says what is computed from the
-logits of a chunk.
+No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
+gradients from the logits of a chunk.
 """
 
 from collections.abc import Callable
@@ -30,35 +31,38 @@ from .total import ReducedLoss
 
 
 class LinearLogits(AsTensor, Source):
-    """hidden (..., D) @ weight (V, D).T + bias (V,), as logits (..., V) of any loss here.
+    """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,) for every loss of logitless.
 
-    workspace bounds the bytes of logits in memory at once (a teacher's logits come on top). None is
-    1 GiB on a GPU, 64 MiB on a CPU, and half as much again with logits_dtype. A smaller workspace
-    saves memory and costs time. A GPU computes whole rows at a time if many fit, and otherwise some
-    columns of all rows.
+    `workspace` limits the bytes of logits in memory at once. The logits of a teacher need
+    additional memory. The default is 1 GiB on a GPU and 64 MiB on a CPU, and 1.5 times as much with
+    logits_dtype. A smaller workspace saves memory and costs time. A GPU computes whole rows at a
+    time if many rows fit, and otherwise some columns of all rows.
 
-    logits_dtype=torch.float32 keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
+    `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
     to 16 bits. Log-probabilities are then hundreds of times more exact. The gradient of the logits
-    is rounded to 16 bits, and its GEMMs run in 16 bits.
+    is rounded to 16 bits, and the GEMMs of the backward run in 16 bits.
 
-    accumulate says how the gradient of a bf16 weight is summed over chunks. "auto" rounds to bf16
-    after each of two chunks. More chunks are summed in the gradient's own memory on Hopper and
-    data-center Blackwell, exact to 14 bits of the largest of 128 neighbours, and in fp32 elsewhere.
-    "fp32" sums in fp32, which takes twice the gradient's memory on top. "weight" rounds to bf16
-    after every chunk. fp16 is always summed in fp32.
+    `accumulate` selects the precision of the sum of a bf16 weight's gradient over chunks. "auto"
+    sums up to two chunks in bf16. For more chunks, "auto" sums in block floating point on Hopper
+    and data-center Blackwell, and in fp32 on other devices. Block floating point uses the memory of
+    the gradient and keeps 14 bits of the largest of 128 neighbours. "fp32" sums in fp32, which
+    takes additional memory of twice the gradient's size. "weight" rounds to bf16 after every chunk.
+    The gradient of an fp16 weight is always summed in fp32.
 
-    main_grad, fp32 and of the weight's shape: every backward adds the weight's gradient to it
-    instead of to weight.grad. A mean or sum is added once, rounded to the weight's dtype unless
-    accumulate is "fp32"; results per row are added chunk by chunk.
+    `main_grad` is an fp32 tensor of the weight's shape. Every backward adds the weight's gradient
+    to main_grad instead of weight.grad. For a mean or sum, the gradient is added once, rounded to
+    the weight's dtype unless accumulate is "fp32". For results per row, the gradient of each chunk
+    is added separately.
 
     Rows that a loss ignores are dropped before the GEMMs. The number of rows that count is on the
-    GPU, and the host waits for it once, after the first GEMM is queued. With drop_ignored=False the
-    host never waits, as a CUDA graph requires, and ignored rows cost as much as the others.
+    GPU, and the host waits for this number once, after the first GEMM is queued. With
+    `drop_ignored=False`, the host never waits, as a CUDA graph requires, and ignored rows cost as
+    much as other rows.
 
-    If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh, and every
-    loss is that of a VocabShard.
+    If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. Every loss is
+    then computed as for a VocabShard.
 
-    PyTorch's own functions, methods and indexing take a LinearLogits as a tensor that is computed
+    PyTorch's own functions, methods and indexing accept a LinearLogits as a tensor that is computed
     when needed.
 
     >>> loss = cross_entropy(LinearLogits(hidden, head.weight), target)
@@ -77,15 +81,16 @@ class LinearLogits(AsTensor, Source):
         main_grad: Tensor | None = None,
         drop_ignored: bool = True,
     ):
-        if is_dtensor(weight):  # shard_of_head checks this rank's tensors
+        if is_dtensor(weight):  # shard_of_head checks the local tensors later
             rules.head_placements(hidden, weight, bias)
             self.spread = True
         else:
             if isinstance(hidden, Tensor) and autocasts(hidden.device):
                 hidden, weight, bias = map(cast_by_autocast, (hidden, weight, bias))
             call.check_once(
-                rules.linear, hidden, weight, bias, main_grad, workspace, logits_dtype, accumulate
-            )
+                rules.linear, hidden, weight, bias, main_grad, workspace, logits_dtype, accumulate,
+                drop_ignored,
+            )  # fmt: skip
         self.head = Head(
             hidden, weight, bias, None, workspace, logits_dtype, accumulate, main_grad, drop_ignored
         )
@@ -110,25 +115,28 @@ class LinearLogits(AsTensor, Source):
         return len(self.shape)
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """The loss of the rows, a chunk of their logits at a time."""
+        """The weighted and reduced loss, computed from one chunk of logits at a time."""
         return evaluate_head(self.head, loss, reduction, row_weight)
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
         return topk_of_head(self.head, k, temperature, softcap)
 
     def materialize(self, rows: Rows | None = None) -> Tensor:
-        """The logits, (..., V), differentiable; or those of some rows, (n, V), as constants."""
+        """The logits, (..., V), differentiable.
+
+        With `rows`, the result is the logits of these rows, (n, V), without a gradient.
+        """
         return self.head.logits(rows)
 
     def as_teacher(self) -> ScaledHead:
         return ScaledHead(self.head)
 
     def in_columns(self, shard: Any) -> Source:
-        """The logits of all ranks of a VocabShard, where this head has one rank's columns."""
+        """A source of the logits of all ranks, where this head has the columns of `shard`."""
         return HeadColumns(self.head, shard)
 
     def over_all_tokens(self, gather: Callable[[Tensor], Tensor]) -> "LinearLogits":
-        """The same head over the hidden states of all ranks' tokens, gathered by `gather`."""
+        """The same head over the hidden states of all ranks, gathered by `gather`."""
         own = self.head.hidden
         hidden = gather(own.detach()).flatten(0, 1)
         return of_head(self.head._replace(hidden=hidden, own_hidden=own))
@@ -141,7 +149,7 @@ class LinearLogits(AsTensor, Source):
 
 
 class HeadColumns(Source):
-    """The logits of all ranks, where this rank has a head over its columns."""
+    """The logits of all ranks. This rank's head computes its own columns."""
 
     def __init__(self, head: Head, shard: Any):
         backend = shard.head_backend(head.hidden, head.own_hidden is not None)
@@ -167,11 +175,11 @@ def of_head(head: Head) -> LinearLogits:
 
 
 def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-    """The loss of the rows of a head, weighted and reduced."""
+    """The weighted and reduced loss over a head."""
     if torch.compiler.is_compiling():
         if head.main_grad is None:
             return evaluate_compiled(head, loss, reduction, row_weight)
-        # Backward adds to main_grad, which a graph cannot express.
+        # The backward adds to main_grad in place, which a compiled graph cannot express.
         return torch.compiler.disable(evaluate_head)(head, loss, reduction, row_weight)  # pyright: ignore
     if call.in_func():
         checks.no_head_in_func()
@@ -191,8 +199,8 @@ def topk_of_head(head: Head, k: int, temperature: float, softcap: float | None) 
         checks.not_mapped()
     backend, width, lead = head.backend(), len(head.weight), head.lead
     no_rows = torch.empty((0, width), device=head.device, dtype=head.dtype)
-    results = [backend.topk(no_rows, k, temperature, softcap)]  # so that no rows have shapes too
-    loss = RowLoss(Reading(head.vocab))  # which ignores no row
+    results = [backend.topk(no_rows, k, temperature, softcap)]  # gives shapes even without rows
+    loss = RowLoss(Reading(head.vocab))  # a loss that ignores no rows
     with torch.no_grad(), without_autocast(head.device):
         for tile in chunks_of(head, loss, head.work()).tiles(loss):
             results.append(backend.topk(tile.logits, k, temperature, softcap))

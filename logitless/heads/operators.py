@@ -1,13 +1,13 @@
-"""Losses over a head as operators, so that torch.compile keeps them in one graph.
+"""Losses over a head as operators, so that torch.compile keeps a loss in one graph.
 
-Each RowLoss that is an operator over logits (core/operators.py) is three over a head:
+Each RowLoss with an operator over logits (core/operators.py) has three operators over a head:
 
-    logitless::head_<name>_total             a mean or sum, and all gradients at an upstream of 1
-    logitless::head_<name>_rows              its results per row
-    logitless::head_<name>_rows_gradient     their gradients
+    `logitless::head_<name>_total` computes a mean or sum, and its gradients for an upstream of 1.
+    `logitless::head_<name>_rows` computes the results per row.
+    `logitless::head_<name>_rows_gradient` computes the gradients of the results per row.
 
-They call the functions of total.py and per_row.py. Ignored rows are computed with the others,
-because dropping them would make the host wait for their number, which a graph cannot do.
+The operators call the functions of total.py and per_row.py. Ignored rows are not dropped, because
+the host would have to wait for the number of rows, which is not possible in a graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ from .total import Call, needs_of
 
 
 class _HeadArguments(NamedTuple):
-    """A head, and a teacher's head, as arguments of an operator."""
+    """The arguments of an operator for a head and a teacher's head."""
 
     hidden: Tensor
     weight: Tensor
@@ -75,17 +75,18 @@ _SCHEMA = (
 
 
 def _arguments_of(head: Head, loss: RowLoss) -> tuple:
-    """A head and a loss over it as an operator's arguments."""
+    """Converts a head and a loss to the arguments of an operator."""
     teacher, rest = None, []
     for value in operators.arguments_of(loss):
         if isinstance(value, ScaledHead):
-            teacher, value = value, value.head.hidden  # a placeholder: the schema needs a Tensor
+            # The schema needs a Tensor, so hidden is a placeholder for the teacher.
+            teacher, value = value, value.head.hidden
         rest.append(value)
     return *_HeadArguments.of(head, teacher), *rest
 
 
 def _call_of(kind: type, arguments: Sequence, **fields) -> Call:
-    """A call from an operator's arguments."""
+    """Builds a Call from the arguments of an operator."""
     rest = iter(arguments)
     of_head = _HeadArguments._make([next(rest) for _ in _HeadArguments._fields])
     loss = operators.loss_of(kind, list(rest))
@@ -95,7 +96,7 @@ def _call_of(kind: type, arguments: Sequence, **fields) -> Call:
 
 
 class HeadOperator:
-    """A RowLoss over a head, as operators with gradients."""
+    """The operators of a RowLoss over a head, with their gradients."""
 
     def __init__(self, logits_operator: operators.Operator):
         self.kind, self.name = logits_operator.kind, f"head_{logits_operator.name}"
@@ -127,7 +128,7 @@ class HeadOperator:
         torch.library.register_fake(f"logitless::{name}", fake, lib=library)
 
     def total(self, *arguments) -> list[Tensor]:
-        """The loss, the share of a row in its mean, and the gradients; empty if not needed."""
+        """Returns the loss, the share, and the gradients. Unneeded tensors are empty."""
         *arguments, row_weight, reduction, needs = arguments
         call = _call_of(
             self.kind, arguments, row_weight=row_weight, reduction=reduction, needs=Needs(*needs)
@@ -135,7 +136,7 @@ class HeadOperator:
         check_values(call.loss)
         with without_autocast(call.head.device):
             value, share, d = total.forward(call)
-        if call.divides_in_backward:  # the gradients keep all their bits until then
+        if call.divides_in_backward:  # the gradients stay fp32 until backward divides them
             d = _shaped(d, call.head.tensors)
         else:
             d, share = d.like(call.head.tensors), None
@@ -205,7 +206,7 @@ _NOTHING = Needs(False, False, False)
 
 
 def _shaped(d: HeadGradients, tensors: tuple) -> HeadGradients:
-    """Each gradient in the shape of its tensor, with all its bits."""
+    """Returns each gradient in the shape of its tensor, without changing the dtype."""
     hidden, weight, bias = (
         None if g is None else g.view(t.shape)
         for g, t in zip((d.hidden, d.weight, d.bias), tensors, strict=True)
@@ -214,7 +215,7 @@ def _shaped(d: HeadGradients, tensors: tuple) -> HeadGradients:
 
 
 def _or_empty(t: Tensor | None, like: Tensor) -> Tensor:
-    """The outputs of an operator cannot be None."""
+    """Replaces None by an empty tensor, because an operator cannot return None."""
     return like.new_empty(0) if t is None else t
 
 
@@ -249,7 +250,7 @@ def _scale(ctx, upstream):
 
 
 def scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """The product, rounded once; on a GPU without a copy in fp32."""
+    """Returns gradient · by, rounded once to dtype. On a GPU, no fp32 copy is needed."""
     out = fake_scale(gradient, by, dtype)
     return torch.mul(gradient, by.view((1,) * gradient.dim()), out=out)
 
@@ -258,7 +259,7 @@ def fake_scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-# An operator of its own, so that a second differentiation raises here too.
+# head_scale is an operator, so that differentiating a gradient again raises an error.
 operators.library.define(
     "head_scale(Tensor gradient, Tensor by, ScalarType dtype) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -271,7 +272,10 @@ HEAD_OPERATORS: dict[type, HeadOperator] = {}
 
 
 def operator(name: str, *, saved: int) -> Callable[[type], type]:
-    """Registers a RowLoss, whose forward saves `saved` tensors, over logits and over a head."""
+    """Registers the operators of a RowLoss over logits and over a head.
+
+    The forward of the loss saves `saved` tensors.
+    """
 
     def register(kind: type) -> type:
         kind = operators.operator(name, saved=saved)(kind)
@@ -282,13 +286,13 @@ def operator(name: str, *, saved: int) -> Callable[[type], type]:
 
 
 def call_rows(loss: RowLoss, head: Head) -> tuple[Tensor, ...]:
-    """The results per row of a loss over a head, through its operator."""
+    """Computes the results per row of a loss over a head, through its operator."""
     name = f"{HEAD_OPERATORS[type(loss)].name}_rows"
     return tuple(getattr(torch.ops.logitless, name)(*_arguments_of(head, loss)))
 
 
 def evaluate_compiled(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> Any:
-    """The loss of the rows of a head, weighted and reduced, for a compiler."""
+    """The weighted and reduced loss over a head, through operators, for a compiler."""
     if in_func():
         checks.no_head_in_func()
     operator = HEAD_OPERATORS.get(type(loss))

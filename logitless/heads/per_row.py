@@ -1,6 +1,6 @@
-"""Results per row of a head, in four GEMMs. A mean or sum takes three (total.py).
+"""Results per row of a head, in four GEMMs. A mean or sum takes three GEMMs (total.py).
 
-Forward keeps the statistics of each row, and backward computes the logits again.
+Forward saves the statistics of each row, and backward recomputes the logits.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from .total import Call, needs_of
 
 
 def forward(call: Call) -> tuple[tuple[Tensor, ...], list[Saved]]:
-    """The outputs of all rows, (..., ...), and the tensors that backward needs of each tile."""
+    """Returns the outputs of all rows, and the tensors that backward needs for each tile."""
     head, loss, lead = call.head, call.loss, call.head.lead
     chunks, known, results = _chunks(call, True), [], []
     for tile in chunks.tiles(loss):
@@ -27,7 +27,7 @@ def forward(call: Call) -> tuple[tuple[Tensor, ...], list[Saved]]:
             results = [_ignored(t, head.rows) for t in outputs]
         for result, t in zip(results, outputs, strict=True):
             result[tile.rows] = t
-    if not results:  # no row counts: shapes and dtypes are those of a loss of no rows
+    if not results:  # if no row counts, a loss of zero rows gives shapes and dtypes
         nothing = chunks.hidden.new_empty((0, len(chunks.weight)), dtype=head.dtype)
         outputs, _ = loss.rows(slice(0, 0), lead).forward(head.backend(), nothing)
         results = [_ignored(t, head.rows) for t in outputs]
@@ -35,9 +35,10 @@ def forward(call: Call) -> tuple[tuple[Tensor, ...], list[Saved]]:
 
 
 def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGradients:
-    """The gradients of the head and of row_inputs. On return the memory of the logits is free.
+    """Returns the gradients of the head and of row_inputs.
 
-    Without `known`, backward computes the statistics again, from whole rows.
+    The memory of the logits is free on return. If `known` is None, backward recomputes the
+    statistics, from whole rows.
     """
     head, loss, lead = call.head, call.loss, call.head.lead
     flat = [None if g is None else g.reshape(head.rows, *g.shape[len(lead) :]) for g in upstream]
@@ -51,34 +52,37 @@ def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGrad
         if row_inputs is not None:
             row_inputs.add(tile.rows, tile.loss, saved, g[0])
     gradients = sums.result()
-    if head.main_grad is not None:  # the weight's gradient was added to it
+    if head.main_grad is not None:  # the weight's gradient was added to main_grad
         gradients = gradients._replace(weight=None)
     d_row_inputs = () if row_inputs is None else tuple(row_inputs.gradients)
     return gradients.like(head.inputs)._replace(row_inputs=d_row_inputs)
 
 
 def _chunks(call: Call, keep: bool) -> Chunks:
-    """The same cut in forward and backward; whole rows if backward has no saved statistics."""
+    """Splits the head in the same way in forward and backward.
+
+    If backward has no saved statistics, the chunks have whole rows.
+    """
     merges = call.loss.merges and keep
     return chunks_of(call.head, call.loss, call.head.work(merges, sums=call.needs.weight))
 
 
 def _ignored(t: Tensor, rows: int) -> Tensor:
-    """Outputs of ignored rows: 0, or -1 for a class."""
+    """Returns the output for ignored rows, 0 or -1 for integers."""
     fill = 0.0 if t.is_floating_point() else -1
     return torch.full((rows, *t.shape[1:]), fill, device=t.device, dtype=t.dtype)
 
 
 @dataclass
 class Kept:
-    """What a node keeps between forward and backward, besides the tensors that autograd saves."""
+    """Data of an autograd function for its backward, besides the tensors that autograd saves."""
 
-    call: Call  # without its tensors
+    call: Call  # without tensors
     known: list[Saved]
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[tuple[Tensor, ...], "Kept"]:
-        """Runs the forward of the node with context `ctx`: the outputs, and what the node keeps."""
+        """Computes the forward of an autograd function. Returns the outputs and the Kept data."""
         with call.head.ready(call.loss):
             outputs, known = forward(call)
         tensors, blank = call.flatten()
@@ -87,10 +91,9 @@ class Kept:
         ctx.set_materialize_grads(False)
         return outputs, Kept(blank, known)
 
-    def gradients_of(self, ctx, upstream: tuple) -> HeadGradients:
-        """The gradients of the node."""
+    def gradients_of(self, tensors: tuple, upstream: tuple) -> HeadGradients:
+        """The gradients of the node, from its saved tensors."""
         Node.refuse_vmap(upstream)
-        tensors = ctx.saved_tensors  # read once, because activation checkpointing unpacks only once
         call = self.call.rebuild(tensors)
         if all(g is None for g in upstream):
             return HeadGradients(row_inputs=(None,) * len(call.loss.row_inputs))
@@ -112,5 +115,5 @@ class PerRowLoss(Node):
 
     @staticmethod
     def backward(ctx, *upstream):
-        d = ctx.kept.gradients_of(ctx, upstream)
+        d = ctx.kept.gradients_of(ctx.saved_tensors, upstream)
         return d.hidden, d.weight, d.bias, None, None, *d.row_inputs

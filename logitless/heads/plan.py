@@ -1,18 +1,20 @@
-"""How a head's logits are cut to fit a workspace: by rows, by columns of the vocabulary, or both.
+"""The split of a head's logits into chunks that fit a workspace: by rows, by columns, or both.
 
-By rows, a chunk holds whole rows. Its loss and its gradients follow at once, in three GEMMs, but
-every chunk reads and writes the sum of the weight's gradient (V, D). By columns, the statistics of
-all rows come first, block by block, and then every block's logits are computed again. That takes
-four GEMMs, but each block's rows of the weight's gradient are complete at once, and the gradient of
-hidden (N, D), which is summed over blocks, is smaller. In units of one GEMM over all logits:
+A split by rows computes loss and gradients of some whole rows at once, in three GEMMs. Every chunk
+reads and writes the sum of the weight's gradient (V, D). A split by columns first computes the
+statistics of all rows, block by block, and then computes the logits of every block again. A split
+by columns takes four GEMMs, but writes each row of the weight's gradient only once. Only the
+gradient of hidden (N, D), which is smaller, is summed over blocks. The unit of costs is one GEMM
+over all logits.
 
-    n whole rows at once              3 + s / n
-    all rows, c columns at once       3 + 1 + r - kept + s / c
-    n of the rows, c columns          3 + 1 + r + s / c + s / n
+    Chunks of n whole rows cost 3 + s / n.
+    Blocks of c columns of all rows cost 3 + 1 + r - kept + s / c.
+    Blocks of c columns of n rows cost 3 + 1 + r + s / c + s / n.
 
-s (SUM_ROWS) is the number of rows in a GEMM that takes as long as reading and writing the sum, r
-(STATISTICS_COST) is the cost of reading the logits a second time. `kept` is the share of logits
-that are kept in memory of the weight's gradient that is not written yet (blocks.py).
+The number s is SUM_ROWS. A GEMM over s rows takes as long as reading and writing the sum of the
+weight's gradient. The number r is STATISTICS_COST, the cost of reading the logits a second time.
+`kept` is the fraction of the logits that are not computed twice, because memory of the weight's
+gradient holds them (blocks.py).
 """
 
 import contextlib
@@ -21,27 +23,30 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-# Bytes of logits in memory at once, by default. fp32 logits of 16-bit hidden states get half as
-# many again: they are then computed in few large slots, on an H200 as fast as 16-bit logits.
+# The default for the bytes of logits in memory at once. The default is 1.5 times as large for fp32
+# logits of 16-bit hidden states. Then fp32 logits are computed in few large slots, which is as fast
+# as 16-bit logits on an H200.
 WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}
-TILE = 128  # rows that a GEMM works on together
-PACK = 8  # columns: rows of 16-bit logits start on 16-byte boundaries
+TILE = 128  # rows per tile of a GEMM
+PACK = 8  # padded widths are multiples of PACK, so that 16-bit rows start on 16-byte boundaries
 
-# Measured on an H200 with 64 to 256 MiB (docs/heads.md). On a CPU, GEMMs are so slow that sums cost
-# nothing in comparison, so rows are always whole there.
+# Measured on an H200 with workspaces of 64 to 256 MiB (docs/heads.md). On a CPU, sums cost little
+# compared with GEMMs, so a CPU always computes whole rows.
 SUM_ROWS = {"cuda": 540.0}
-STATISTICS_COST = 0.15  # of a GEMM: reading the logits once more, and merging statistics
-MIN_GAIN = 0.1  # of a GEMM: columns are chosen where they save at least this
+# The cost of reading the logits a second time and merging statistics, relative to one GEMM.
+STATISTICS_COST = 0.15
+# A split by columns is chosen only if it saves at least this fraction of one GEMM.
+MIN_GAIN = 0.1
 
-SPARE_EVERY = 64  # memory for fp32 logits has one spare row per 64 rows, and two more
+SPARE_EVERY = 64  # memory for n rows of fp32 logits has n // 64 + 2 spare rows
 
 
 class Cut(NamedTuple):
-    """How many rows and columns of logits are computed at once."""
+    """The numbers of rows and columns of logits to compute at once."""
 
-    rows: int  # at most
-    columns: int | None = None  # None is all of them
-    kept: bool = False  # whether the weight's gradient may keep blocks in its memory
+    rows: int  # the largest number of rows
+    columns: int | None = None  # None for all columns
+    kept: bool = False  # whether blocks are kept in the memory of the weight's gradient
 
 
 class Work(NamedTuple):
@@ -49,22 +54,22 @@ class Work(NamedTuple):
 
     rows: int
     vocab: int
-    width: int  # of hidden
-    itemsize: int  # of hidden
-    wide: bool  # whether logits are in fp32, where hidden is not
-    merges: bool  # whether the loss can be computed block by block
-    gemms: int  # extra GEMMs if cut by columns: 0 or 1
-    sums: bool  # whether the weight's gradient is summed over rows in more bits than its own
-    keeps: bool  # whether the weight's gradient, until it is written, may hold logits
+    width: int  # the size D of the hidden states
+    itemsize: int  # bytes per element of the hidden states
+    wide: bool  # whether logits are fp32 and hidden states are not
+    merges: bool  # whether the loss can be computed from merged partial statistics
+    gemms: int  # number of extra GEMMs for a split by columns, 0 or 1
+    sums: bool  # whether the weight's gradient is summed in more bits than the weight has
+    keeps: bool  # whether unwritten memory of the weight's gradient may hold logits
 
 
-# What cuts every head instead of `choose`, in a block of `override`.
+# A function that replaces `choose` inside a block of `override`.
 forced: Callable[[Work, int | None, str], Cut] | None = None
 
 
 @contextlib.contextmanager
 def override(cut: Callable[[Work], Cut]):
-    """Every head is cut as cut(work) says in this block: for tests and benchmarks."""
+    """Uses cut(work) as the split of every head in this block, for tests and benchmarks."""
     global forced
     before, forced = forced, lambda work, *_: cut(work)
     try:
@@ -75,13 +80,15 @@ def override(cut: Callable[[Work], Cut]):
 
 @functools.lru_cache(1024)
 def choose(work: Work, workspace: int | None, device: str) -> Cut:
-    """The cut with the least estimated time; whole rows unless a workspace is given."""
+    """The split with the least estimated time. Without a workspace, the split has whole rows."""
     limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"]) * (3 if work.wide else 2) // 2
     room = limit // (-(-work.vocab // PACK) * PACK * work.itemsize)
     if work.wide:
-        room = (room - 2) * SPARE_EVERY // (SPARE_EVERY + 1)  # without the spare_rows
+        room = (room - 2) * SPARE_EVERY // (SPARE_EVERY + 1)  # leaves memory for spare_rows
     best = Cut(max(room, 1))
-    cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)  # otherwise the GEMM itself adds
+    # A sum in the weight's own dtype costs half the time of a sum in fp32, because the GEMM adds
+    # directly to the sum.
+    cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)
     rows = even_chunk(work.rows, room)
     if workspace is None or not cost or rows >= work.rows or not work.merges:
         return best
@@ -89,7 +96,7 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
     groups = 1
     while work.rows >= groups * TILE:
         rows = -(-work.rows // groups)
-        size = work.itemsize + (4 if work.wide else 0)  # the gradient has memory of its own
+        size = work.itemsize + (4 if work.wide else 0)  # fp32 logits and 16-bit gradient
         columns = even_columns(work.vocab, limit // (rows * size))
         if columns:
             kept = 0.0
@@ -105,11 +112,12 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
 
 
 def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, int]:
-    """Blocks of columns that the weight's gradient keeps in its memory, and the place of each.
+    """Blocks whose logits stay in memory of the weight's gradient, and the slot of each block.
 
-    Gradients are computed from the last block to the first. A place is rows · columns numbers long,
-    and each block's own rows of the gradient take columns · width numbers. A block may be kept
-    where its place ends before the block's own rows begin, because those are written later.
+    Gradients are computed from the last block to the first. A slot holds rows · columns numbers.
+    The gradient of a block's weight rows takes columns · width numbers. The memory of a slot must
+    not be written before the block's own gradient is computed. So the slot must end before the
+    block's own weight rows begin.
     """
     kept: dict[int, int] = {}
     for block in range(1, -(-vocab // columns)):
@@ -121,9 +129,9 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
 def even_chunk(rows: int, room: int) -> int:
     """The number of rows per chunk, in a workspace with room for `room` rows.
 
-    Whole tiles of a GEMM if one fits. A power of two if several fit: batches are powers of two, and
-    nothing is left over. All chunks have the same size, because even a short last chunk would read
-    the whole weight.
+    The number is a multiple of TILE if one tile fits, and a power of two if eight tiles fit. Most
+    batches have a power of two rows, so that no short chunk is left over. All chunks have the same
+    size, because even a short last chunk would read the whole weight.
     """
     most = max(room, 1)
     if most >= 8 * TILE:
@@ -135,7 +143,10 @@ def even_chunk(rows: int, room: int) -> int:
 
 
 def even_columns(vocab: int, room: int) -> int:
-    """The number of columns per block: whole tiles, equal blocks; 0 if no tile fits."""
+    """The number of columns per block, a multiple of TILE; 0 if no tile fits.
+
+    All blocks have the same size, except the last block.
+    """
     most = room - room % TILE
     if not most:
         return 0
@@ -153,7 +164,7 @@ def chunk_rows(rows: int, cut: Cut) -> int:
 
 @functools.lru_cache(1024)
 def bounds(rows: int, count: int, cut: Cut) -> tuple[tuple[int, int], ...]:
-    """The begin and end of each chunk, if `count` of the rows are computed."""
+    """The start and end of each chunk, if only `count` of the rows are computed."""
     first = min(chunk_rows(rows, cut), count)
     step = chunk_rows(count - first, cut)
     starts = [*([0] if first else []), *range(first, count, step), count]
@@ -161,27 +172,29 @@ def bounds(rows: int, count: int, cut: Cut) -> tuple[tuple[int, int], ...]:
 
 
 class Slot(NamedTuple):
-    """Rows of a chunk whose logits are in memory together."""
+    """Rows of a chunk whose logits are in memory at the same time."""
 
-    rows: slice  # of the chunk
-    at: int  # where their logits begin, in rows of the memory
-    steps: tuple[slice, ...]  # rows of the slot; the gradient is written one step at a time
+    rows: slice  # a range of rows of the chunk
+    at: int  # the row of the memory at which the logits begin
+    steps: tuple[slice, ...]  # ranges of rows; the gradient is written one range at a time
 
 
 @functools.lru_cache(1024)
 def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
-    """The memory of a chunk: its length in rows of hidden's dtype, and the slots in it.
+    """Returns the size of a chunk's memory and the slots of the chunk.
 
-    A gradient in the logits' own dtype overwrites them all at once, in one slot. The 16-bit
-    gradient of fp32 logits grows from the left, while the fp32 logits of a slot stand at the right
-    end:
+    The unit of the size is one row of logits in the dtype of hidden.
+
+    A gradient in the dtype of the logits overwrites all logits at once, in one slot. The 16-bit
+    gradient of fp32 logits grows from the left end of the memory. The fp32 logits of a slot are at
+    the right end:
 
         | gradient of earlier slots | gap |  logits of this slot, fp32  |
         | gradient so far                 ▸ overwrites logits already read
 
-    Each slot has as many rows as fit to the right of the gradient so far. Its gradient is written
-    in steps, and each step is as long as the gap before the first unread row, so that no unread row
-    is overwritten. So fp32 logits need the memory of 16-bit logits and of spare_rows more.
+    Each slot has as many rows as fit to the right of the gradient so far. The gradient of a slot is
+    written in steps. Each step is as long as the gap before the first unread row, so that no unread
+    row is overwritten. So fp32 logits need the memory of 16-bit logits plus spare_rows.
     """
     if not wide:
         return rows, (Slot(slice(0, rows), 0, (slice(0, rows),)),)
@@ -202,5 +215,5 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
 
 
 def spare_rows(rows: int) -> int:
-    """The number of spare rows in the memory for so many rows of fp32 logits."""
+    """The number of spare rows in a memory for `rows` rows of fp32 logits."""
     return rows // SPARE_EVERY + 2

@@ -1,4 +1,4 @@
-"""The GEMMs of a head, and the dtypes that they run in."""
+"""The GEMMs of a head, and the control of their dtypes."""
 
 import contextlib
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ..core.source import is_dtensor
 
-SLAB = 64 << 20  # bytes of fp32 that a CPU converts at once
+SLAB = 64 << 20  # bytes of fp32 numbers that a CPU converts at once
 
 
 def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """h @ weight.T + bias, into `out`: in the dtype of h, or in fp32 as the GEMM sums it."""
+    """Writes h @ weight.T + bias to `out`, in the dtype of h or in fp32 without rounding."""
     if out.dtype == h.dtype:
         if bias is None:
             return torch.mm(h, weight.t(), out=out)
@@ -34,12 +34,12 @@ def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
 
 
 def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The logits as a whole, (..., V), differentiable."""
+    """The materialised logits, (..., V), differentiable."""
     if dtype == hidden.dtype:
         return torch.nn.functional.linear(hidden, weight, bias)
     wanted = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     differentiable = torch.compiler.is_compiling() or (torch.is_grad_enabled() and wanted)
-    if differentiable or is_dtensor(weight):  # DTensors have no GEMM with another output dtype
+    if differentiable or is_dtensor(weight):  # for a DTensor, torch.mm has no out_dtype
         tensors = (None if t is None else t.to(dtype) for t in (hidden, weight, bias))
         with without_autocast(hidden.device):
             return torch.nn.functional.linear(*tensors)  # pyright: ignore[reportArgumentType]
@@ -55,14 +55,14 @@ def autocasts(device: torch.device) -> bool:
 
 
 def without_autocast(device: torch.device):
-    """Autocast is off in this block, so that dtypes stay as they are."""
+    """Returns a context manager that disables autocast."""
     if not autocasts(device):
         return contextlib.nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def cast_by_autocast(t: Tensor) -> Tensor:
-    """t as autocast casts an argument of F.linear; fp64 is not cast."""
+    """Casts t as autocast casts an argument of F.linear. fp64 tensors are not cast."""
     if not isinstance(t, Tensor) or t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return t
     return t.to(torch.get_autocast_dtype(t.device.type))

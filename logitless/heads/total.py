@@ -1,9 +1,10 @@
 """A mean or sum over the rows of a head, with its gradients, in three GEMMs.
 
 `forward` computes the loss and all gradients for an upstream gradient of 1. Logits, d_hidden and
-d_weight take one GEMM each; if the head is cut by columns, most logits are computed twice.
-`backward` scales the gradients. Both are plain functions of a `Call`. The autograd nodes (here and
-in lazy/logits.py) and the operator (operators.py) only save tensors and unpack them.
+d_weight need one GEMM each. If the head is split by columns, most logits are computed twice.
+`backward` scales the gradients. `forward` and `backward` are plain functions of a `Call`. The
+autograd functions (ReducedLoss and lazy/nodes.py) and the operator (operators.py) only save and
+unpack tensors.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from .head import Head
 
 
 class Call(NamedTuple):
-    """One evaluation of a loss over a head, which can be flattened as the head and the loss can."""
+    """The arguments of one evaluation of a loss over a head."""
 
     head: Head
     loss: RowLoss
@@ -32,7 +33,7 @@ class Call(NamedTuple):
     needs: Needs
 
     def flatten(self) -> tuple[tuple[Tensor | None, ...], "Call"]:
-        """The tensors that backward reads, and the same call without them."""
+        """Returns the tensors that backward reads, and the same call without tensors."""
         of_head, head = self.head.flatten()
         of_loss, loss = self.loss.flatten(recompute=True)
         call = self._replace(head=head, loss=loss, row_weight=None)
@@ -47,19 +48,19 @@ class Call(NamedTuple):
     def divides_in_backward(self) -> bool:
         """Whether backward multiplies by the share, instead of forward.
 
-        It does for fp16, because gradients that are divided in forward could underflow.
+        True for fp16, because gradients that are divided in forward could underflow.
         """
         return self.reduction == "mean" and self.head.hidden.dtype == torch.float16
 
 
 class Result(NamedTuple):
     value: Tensor  # ()
-    share: Tensor | None  # what a mean multiplies the sum by (backend.share); None for a sum
-    gradients: HeadGradients  # at an upstream gradient of 1
+    share: Tensor | None  # the factor from sum to mean (backend.share); None for a sum
+    gradients: HeadGradients  # for an upstream gradient of 1
 
 
 def needs_of(inputs: tuple, row_weight: Any, row_inputs: Sequence[Tensor], grad: bool) -> Needs:
-    """Which tensors need a gradient."""
+    """Returns flags for the tensors that need a gradient."""
     hidden, weight, bias, rows = (
         grad and t is not None and t.requires_grad for t in (*inputs, row_weight)
     )
@@ -67,7 +68,7 @@ def needs_of(inputs: tuple, row_weight: Any, row_inputs: Sequence[Tensor], grad:
 
 
 def forward(call: Call) -> Result:
-    """The loss and its gradients. On return the memory of the logits is free."""
+    """Computes the loss and its gradients. The memory of the logits is free on return."""
     head, loss, row_weight, needs = call.head, call.loss, call.row_weight, call.needs
     backend, reading, lead = head.backend(), loss.reading, head.lead
     rows = lead.numel()
@@ -92,7 +93,7 @@ def forward(call: Call) -> Result:
 
 
 def _values_and_gradients(call: Call, factor: Tensor | None, values: Tensor) -> HeadGradients:
-    """Fills `values` (N,), and returns the gradients of the head and of row_inputs."""
+    """Writes the loss of each row to `values` (N,). Returns gradients of head and row_inputs."""
     head, loss, needs = call.head, call.loss, call.needs
     wanted = needs.head
     work = head.work(loss.merges, gemms=int(wanted), sums=needs.weight, keeps=needs.weight)
@@ -117,7 +118,7 @@ def _values_and_gradients(call: Call, factor: Tensor | None, values: Tensor) -> 
 
 
 def backward(call: Call, share: Tensor | None, gradients: HeadGradients, upstream: Tensor):
-    """Multiplies the gradients by the upstream gradient, in place, and returns them.
+    """Multiplies the gradients in place by the upstream gradient, and returns the gradients.
 
     If the head has a main_grad, the weight's gradient is added to main_grad and returned as None.
     """
@@ -139,15 +140,15 @@ def backward(call: Call, share: Tensor | None, gradients: HeadGradients, upstrea
 
 @dataclass
 class Kept:
-    """What a node keeps between forward and backward, besides the tensors that autograd saves."""
+    """Data of an autograd function for its backward, besides the tensors that autograd saves."""
 
-    call: Call  # without its tensors
+    call: Call  # without tensors
     share: Tensor | None
     gradients: HeadGradients | None
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[Tensor, "Kept"]:
-        """Runs the forward of the node with context `ctx`: the value, and what the node keeps."""
+        """Computes the forward of an autograd function. Returns the value and the Kept data."""
         tensors, blank = call.flatten()
         ctx.save_for_backward(*tensors)
         with call.head.ready(call.loss):
@@ -156,12 +157,14 @@ class Kept:
             gradients = gradients.like(call.head.inputs)
         return value, Kept(blank, share, gradients)
 
-    def gradients_of(self, ctx, upstream: Tensor) -> HeadGradients:
-        """The gradients of the node's inputs. A second backward computes them again."""
+    def gradients_of(self, tensors: tuple, upstream: Tensor) -> HeadGradients:
+        """The gradients of the node's inputs, from its saved tensors.
+
+        A second backward computes the gradients again.
+        """
         Node.refuse_vmap((upstream,))
-        tensors = ctx.saved_tensors  # read once, because activation checkpointing unpacks only once
         call = self.call.rebuild(tensors)
-        gradients, self.gradients = self.gradients, None  # they are handed to autograd
+        gradients, self.gradients = self.gradients, None  # autograd owns the gradients afterwards
         with torch.no_grad():
             if gradients is None:
                 with call.head.ready(call.loss):
@@ -183,5 +186,5 @@ class ReducedLoss(Node):
 
     @staticmethod
     def backward(ctx, upstream):
-        d = ctx.kept.gradients_of(ctx, upstream)
+        d = ctx.kept.gradients_of(ctx.saved_tensors, upstream)
         return d.hidden, d.weight, d.bias, d.row_weight, None, None, None, None, *d.row_inputs

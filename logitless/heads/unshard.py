@@ -1,4 +1,4 @@
-"""A head's weight in memory while a loss is computed, because FSDP frees it after a forward."""
+"""Keeps a head's weight in memory during a loss, because FSDP frees weights after a forward."""
 
 import contextlib
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def in_memory(weight: Tensor, module: torch.nn.Module | None):
-    """The weight is in memory in this block. `module` is the module that shards it, if one does."""
+    """Keeps the weight in memory inside the block. `module` shards the weight, or is None."""
     if weight.untyped_storage().size() or not weight.numel() or weight.device.type == "meta":
         yield
     elif hasattr(module, "unshard"):
@@ -19,7 +19,8 @@ def in_memory(weight: Tensor, module: torch.nn.Module | None):
             module.reshard()  # pyright: ignore
     else:
         raise RuntimeError(
-            "weight of a head must still be in memory when its loss is computed, and the module"
-            " that shards it has freed it: compute the loss inside that module's forward, shard"
-            " the head by itself (fully_shard(head)), or pass reshard_after_forward=False."
+            "weight of a head must still be in memory when its loss is computed, but the module"
+            " that shards the weight has freed it; compute the loss inside the forward of this"
+            " module, shard the head separately (fully_shard(head)), or pass"
+            " reshard_after_forward=False."
         )

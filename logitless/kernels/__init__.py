@@ -1,4 +1,4 @@
-"""The Triton backend. It imports contract.py and eager/, and no other room of the package."""
+"""The Triton backend, which imports only contract.py and eager/ from the package."""
 
 from .blockfp_gemm import accumulate, can_accumulate, exponents
 from .cross_entropy import cross_entropy, label_coefficients, label_mass, weighted_nll

@@ -1,13 +1,14 @@
 """A GEMM that accumulates Σ dz.T @ h over chunks in block floating point.
 
 A sum in bf16 would be rounded to 8 bits after every chunk. A sum in fp32 would take twice the
-memory of the bf16 gradient. Here the sum between chunks has 14 bits and takes 16 bits per number:
-integers in the memory of the gradient, and one exponent per BLOCK columns of a row.
+memory of the bf16 gradient. Block floating point keeps 14 bits of each number between chunks. The
+numbers are 16-bit integers in the memory of the gradient, plus one exponent per BLOCK columns of a
+row:
 
-    x ≈ q 2^e        q an int16 with |q| ≤ 2^14        e an int8 per BLOCK columns
+    x ≈ q 2^e, where q is an int16 with |q| ≤ 2^14, and e is an int8 per BLOCK columns
 
-The first chunk sets the sum, and the last chunk writes the gradient in bf16. A block with a NaN or
-an infinity stays NaN.
+The first chunk sets the sum, and the last chunk writes the gradient in bf16. If a block contains
+NaN or an infinity, the whole block becomes NaN.
 """
 
 import functools
@@ -24,18 +25,20 @@ from .launch import REMEMBERED, Launch
 from .numerics import only_if
 from .profiling import elements, profiled
 
-BLOCK = 128  # columns with one exponent
-# Numbers in 16 bytes. The interpreter of Triton 3.5 asks for 16 numbers where it means 16 bytes.
+BLOCK = 128  # number of columns that share one exponent
+# The number of bf16 elements in 16 bytes. The interpreter of Triton 3.5 wrongly requires alignment
+# to 16 elements instead of 16 bytes.
 PACK = 16 if knobs.runtime.interpret and triton.__version__.startswith("3.5.") else 8
-BLOCK_R = 64  # rows per step of the product
-STAGES = 3  # steps whose tiles are loaded ahead, as many as fit into shared memory
-WHOLE = tl.constexpr(12582912.0)  # 1.5 · 2^23; the sum with |y| < 2^22 has y rounded in its bits
-NOT_A_NUMBER = tl.constexpr(127)  # the exponent of a block that is NaN
+BLOCK_R = 64  # rows of dz and h per step of the GEMM loop
+STAGES = 3  # pipeline stages; three stages of tiles fit into shared memory
+# 1.5 · 2^23. For |y| < 2^22, the low bits of WHOLE + y are y rounded to an integer.
+WHOLE = tl.constexpr(12582912.0)
+NOT_A_NUMBER = tl.constexpr(127)  # the exponent that marks a block as NaN
 
 
 @triton.jit
 def _encode(x):
-    """(q, e) with x ≈ q 2^e, one e per row of x."""
+    """Returns (q, e) with x ≈ q 2^e. Each row of x has one exponent e."""
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     e = tl.maximum((bits >> 23) - (127 + 13), -126)
     q = (x * tl.exp2(-e.to(tl.float32))[:, None] + WHOLE).to(tl.int32, bitcast=True).to(tl.int16)
@@ -44,8 +47,8 @@ def _encode(x):
 
 @triton.jit
 def _decode(q, e):
-    """q 2^e."""
-    # Bit trick: build the float 2^23 + (q + 2^15), then subtract 2^23 + 2^15.
+    """Returns q 2^e."""
+    # The integer bits form the float 2^23 + (q + 2^15). Subtracting 2^23 + 2^15 gives q.
     y = ((q.to(tl.int32) & 0xFFFF) ^ 0x4B008000).to(tl.float32, bitcast=True) - 8421376.0
     scale = tl.where(e == NOT_A_NUMBER, float("nan"), tl.exp2(e.to(tl.float32)))
     return y * scale[:, None]
@@ -53,7 +56,10 @@ def _decode(q, e):
 
 @triton.jit
 def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """Adds a tile to the sum at (v, d), whose exponents are e. The new ones are stored at `at`."""
+    """Adds a tile x to the sum at (v, d). Stores the new exponents at `at`.
+
+    `e` holds the exponents of the sum before the addition.
+    """
     if not FIRST:
         x += _decode(SUM.load([v, d]), e)
     if LAST:
@@ -69,14 +75,15 @@ def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr
     do_not_specialize=["R"],
 )
 def _blockfp_gemm_kernel(
-    EXPONENTS, DZ, H, SUM, OUT,  # descriptors except EXPONENTS; SUM and OUT share their memory
+    # EXPONENTS is a pointer. DZ, H, SUM and OUT are descriptors. SUM and OUT are the same memory.
+    EXPONENTS, DZ, H, SUM, OUT,
     R, V, D, programs,  # sizes
     FIRST: tl.constexpr, LAST: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one tile after another. Programs that run together share dz columns.
+    """Each program loops over tiles. Programs that run at the same time read the same dz columns.
 
-    If TRANSPOSED, DZ describes dz.T.
+    If TRANSPOSED, DZ is a descriptor of dz.T.
     """
     across = tl.cdiv(D, 2 * BLOCK_D)
     tiles = tl.cdiv(V, BLOCK_V) * across
@@ -99,7 +106,7 @@ def _blockfp_gemm_kernel(
             if UPCAST:
                 dz, h = dz.to(tl.float32), h.to(tl.float32)
             x = tl.dot(dz, h, x)
-        # In halves, because loads and stores of the sum pass through shared memory.
+        # The tile is added in two halves, because the sum passes through shared memory.
         left, right = x.reshape(BLOCK_V, 2, BLOCK_D).permute(0, 2, 1).split()
         _add(left, e_here, SUM, OUT, at, here, v, d, FIRST, LAST)
         _add(right, e_there, SUM, OUT, at + V, there, v, d + BLOCK_D, FIRST, LAST)
@@ -108,21 +115,25 @@ def _blockfp_gemm_kernel(
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
     """Whether the gradient of the weight can be accumulated in block floating point.
 
-    It must be bf16, in rows that start on 16-byte boundaries, and the GPU must fit the tiles.
+    Hidden states and weight must be bf16, each row of the weight must be a multiple of 16 bytes
+    long, and the tiles must fit into the GPU's shared memory.
     """
     bf16 = hidden.dtype == weight.dtype == torch.bfloat16
     return bf16 and weight.shape[1] % PACK == 0 and _fits_tiles(hidden.device)
 
 
 def _fits_tiles(device: torch.device) -> bool:
-    """Whether shared memory fits the tiles: Hopper, data-center Blackwell, and the interpreter."""
+    """Whether the tiles fit into shared memory.
+
+    The tiles fit on Hopper and on data-center Blackwell. Triton's interpreter has no limit.
+    """
     if device.type != "cuda" or torch.version.hip:
         return device.type == "cpu"
     return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def exponents(total: Tensor) -> Tensor:
-    """Memory for the exponents of a sum (V, D)."""
+    """Allocates the exponents of a sum (V, D)."""
     V, D = total.shape
     return torch.empty((config.ceil_div(D, BLOCK), V), device=total.device, dtype=torch.int8)
 
@@ -130,12 +141,12 @@ def exponents(total: Tensor) -> Tensor:
 def accumulate(
     dz: Tensor,  # (R, V), with contiguous rows or contiguous columns
     h: Tensor,  # (R, D)
-    total: Tensor,  # (V, D), updated
-    exponents: Tensor,  # (blocks, V), updated
+    total: Tensor,  # (V, D), updated in place
+    exponents: Tensor,  # (blocks, V), updated in place
     first: bool,
     last: bool,
 ) -> None:
-    """Adds dz.T @ h to the total. The first call sets it, and the last converts it to bf16."""
+    """Adds dz.T @ h to `total`. The first call sets `total`, and the last converts it to bf16."""
     (R, V), D = dz.shape, h.shape[1]
     cut = config.blockfp_gemm()
     transposed = dz.stride(0) == 1 and dz.stride(1) >= R
@@ -165,7 +176,7 @@ def _plan(
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """The matrix with rows that start on 16-byte boundaries: itself, or a copy."""
+    """Returns t, or a copy of t whose rows start on 16-byte boundaries."""
     rows, columns = t.shape
     packed = t.stride(1) == 1 and t.stride(0) >= columns
     if packed and t.stride(0) % PACK == 0 and t.data_ptr() % 16 == 0:

@@ -1,13 +1,13 @@
-"""The gradient of one tile of logits, by one formula for every loss.
+"""The gradient of one tile of logits. One formula serves every loss.
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-a, b and g_c are per row, and dx_i = dz_i dz/dx_i. log p_i is computed as
-((y_i - shift) / temperature) - log_s, which is exact under any common offset. A label at
-temperature 1 adds d ([i = label] - p1_i) to dy_i.
+The coefficients a, b and g_c have one value per row, and dx_i = dz_i dz/dx_i. Kernels compute
+log p_i as ((y_i - shift) / temperature) - log_s, which is exact under any common offset. The
+log-probability of the label at temperature 1 adds d ([i = label] - p1_i) to dy_i.
 
-Kernels compute dz / T. With d = (y - shift) rate and e = 2^d, p = e / s and
-log p = d ln 2 - log s, so that
+Kernels compute dz / T. Let d = (y - shift) rate and e = 2^d. Then p = e / s and
+log p = d ln 2 - log s, and
 
     dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of label and ids
 """
@@ -31,7 +31,7 @@ COEF_D_LOGPROB_T1 = tl.constexpr(_contract.D_LOGPROB_T1)
 
 
 class Coefs(NamedTuple):
-    """The coefficients of a row times its upstream gradient; 0 if the loss does not use one."""
+    """The coefficients of a row times its upstream gradient; 0 if the loss does not use them."""
 
     a: tl.tensor
     b: tl.tensor
@@ -42,23 +42,23 @@ class Coefs(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Numbers that all columns of a row share. A column costs one exponential and one product."""
+    """The numbers that all columns of a row share."""
 
     shift: tl.tensor
     c0: tl.tensor
     c1: tl.tensor
-    c_logprob_t1: tl.tensor  # factor of e^(y - shift), for a label at temperature 1
+    c_logprob_t1: tl.tensor  # factor of e^(y - shift), for log p of the label at temperature 1
     g_c: tl.tensor
     rate: tl.tensor  # log2 e / temperature
-    lift: tl.tensor  # of the exponents outside the ids, in bits (see LEAST_TAIL in contract.py)
-    softcap: tl.tensor  # or None
+    lift: tl.tensor  # the lift of columns outside the ids times log2 e (see contract.LEAST_TAIL)
+    softcap: tl.tensor  # a number or None
 
 
 class Tile(NamedTuple):
-    """Where the columns of a tile are read and written."""
+    """Pointers for reading and writing the columns of a tile."""
 
     X: tl.tensor
-    W: tl.tensor  # class weights from the same column on, or None
+    W: tl.tensor  # class weights, starting at the same column as X, or None
     DX: tl.tensor
     terms: Terms
     HAS: tl.constexpr
@@ -66,13 +66,16 @@ class Tile(NamedTuple):
 
 @triton.constexpr_function
 def uses(has, name):
-    """Whether a loss uses a coefficient; "second" is a label at another temperature than 1."""
+    """Whether a loss uses a coefficient.
+
+    "second" means that log p of the label at temperature 1 needs its own normaliser.
+    """
     return name in has
 
 
 @triton.jit
 def row_gain(UPSTREAM, FACTOR, row, step_u, step_f):
-    """The factor of a row's coefficients. A step of 0 means one number for all rows."""
+    """The product of a row's upstream gradient and factor. A step of 0 means one number for all."""
     gain = 1.0
     if UPSTREAM is not None:
         gain = tl.load(UPSTREAM + row * step_u).to(tl.float32)
@@ -104,16 +107,19 @@ def load_coefs(COEF, gain, HAS: tl.constexpr):
 
 @triton.jit
 def c0_of(a, b, log_s, inv_t, HAS: tl.constexpr):
-    """c0, the constant part of the factor of e; 0 for a row of -inf, which has no gradient."""
+    """Returns c0, the constant term in the factor of e.
+
+    c0 is 0 for a row of -inf, because the gradient of such a row is 0.
+    """
     scale = inv_t * tl.exp2(-log_s * LOG2E)
-    if uses(HAS, "b"):  # without b, 0 · inf would be NaN
+    if uses(HAS, "b"):  # a loss without b has b = 0, and 0 · inf would be NaN
         a -= b * log_s
     return tl.where(log_s == -INF, 0.0, a * scale)
 
 
 @triton.jit
 def row_terms(coefs, a, shift, log_s, inv_t, HAS: tl.constexpr):
-    """(shift, c0, c1, g_c) of Terms. A row of -inf has no distribution, so its gradient is 0."""
+    """Returns shift, c0, c1 and g_c of Terms. The gradient of a row of -inf is 0."""
     dead = log_s == -INF
     c1 = coefs.b * LN2 * tl.where(dead, 0.0, inv_t * tl.exp2(-log_s * LOG2E))
     g_c = tl.where(dead, 0.0, coefs.g_total * inv_t)
@@ -126,7 +132,7 @@ def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
     d = (y - terms.shift) * terms.rate
     if uses(HAS, "b"):
         tl.static_assert(not uses(HAS, "a_ids"))
-        # Where e is 0, any d with a finite c1 d gives the right term, 0. 0 · -inf would be NaN.
+        # Infinite d is clamped, because 0 · -inf would be NaN. The term is 0 where e is 0.
         dz = tl.exp2(d) * (c0 + terms.c1 * tl.maximum(d, -1e4))
     else:
         dz = tl.exp2(d - lift) * c0
@@ -144,19 +150,20 @@ def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
 def write_tile(state, tile, start, offs, mask):
     """Reads a tile of logits and writes its gradient, without the terms of label and ids.
 
-    `state` is any number, because nothing is carried from tile to tile.
+    `state` can be any number, because tiles are independent.
     """
     at = start + offs
     y, slope = capped(load(tile.X, at, mask), tile.terms.softcap)
     dz = dz_of(y, tile.W, at, mask, tile.terms.c0, tile.terms.lift, tile.terms, tile.HAS)
-    # Streamed past the cache, because the gradient is not read soon and logits are.
+    # The store bypasses the cache, because the next tiles read logits and no kernel reads the
+    # gradient soon.
     dx = (dz * slope).to(tile.DX.dtype.element_ty)
     tl.store(tile.DX + at, dx, mask=mask, cache_modifier=".cs")
     return state
 
 
 class Fill(NamedTuple):
-    """One number for columns that are not read: 0 in an ignored row, NaN in a row with a bad id."""
+    """One number to write to all columns: 0 in an ignored row, NaN in a row with an invalid id."""
 
     DX: tl.tensor
     value: tl.tensor
@@ -171,7 +178,7 @@ def fill_tile(state, fill, start, offs, mask):
 
 @triton.jit
 def write_label(x, W, DXrow, label, g_label, terms, HAS: tl.constexpr):
-    """Rewrites the gradient at a row's label after the tile around it is written."""
+    """Rewrites the gradient at a row's label, after the tile that contains the label is written."""
     y, slope = capped(x, terms.softcap)
     dz = dz_of(y, W, label, None, terms.c0, terms.lift, terms, HAS) + g_label
     tl.debug_barrier()
@@ -189,7 +196,7 @@ def is_class(label, V, vocab):
 
 @triton.jit
 def local_column(label, start):
-    """The label as a column of x, whose first column is `start`. It may be outside x."""
+    """The label relative to `start`, the first column of x. The result may be outside x."""
     if start is not None:
         return label - start
     else:
@@ -197,7 +204,7 @@ def local_column(label, start):
 
 
 class Span(NamedTuple):
-    """The columns that a program writes: [lo, hi) of a row's body, and the fringe if lo = 0."""
+    """The columns that a program writes: [lo, hi) of a row's body, plus the fringe if lo = 0."""
 
     head: tl.tensor
     body: tl.tensor
@@ -222,7 +229,7 @@ def _over_span(
     f: tl.constexpr, in_body, in_row, span, PACK: tl.constexpr,
     ALIGNED: tl.constexpr, ONE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Calls f on every tile of a span: one tile if ONE, several otherwise."""
+    """Calls f on every tile of a span. If ONE, the body of the span is a single tile."""
     if ONE:
         offs = tl.arange(0, BLOCK_V)
         f(span.lo, in_body, span.lo, offs, span.lo + offs < span.hi)
@@ -256,7 +263,8 @@ def write_span(
 ):  # fmt: skip
     """Writes the gradient of a span, without the terms of label and ids.
 
-    The body of DX starts on a 16-byte boundary. The body of X does if X_ALIGNED.
+    The body of DX always starts on a 16-byte boundary. The body of X starts on a 16-byte boundary
+    if X_ALIGNED.
     """
     Xbody = Xrow + span.head
     if X_ALIGNED:

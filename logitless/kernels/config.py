@@ -1,7 +1,7 @@
 """Block sizes, warps and splits of each kernel, as pure functions of sizes and device.
 
-The numbers are from sweeps on an H200, which are in benchmarks/results/h200/sweeps.txt. `override`
-replaces them: tests get several blocks in a short row, and benchmarks try other numbers.
+The numbers come from sweeps on an H200 (benchmarks/results/h200/sweeps.txt). `override` replaces
+the numbers, so that tests get several blocks per short row and benchmarks can try other numbers.
 """
 
 import contextlib
@@ -11,26 +11,30 @@ from typing import NamedTuple
 import torch
 
 MAX_SPLITS = 128
-SHORT = 4096  # columns; splitting a shorter row saves less time than the second launch costs
+# Rows with at most SHORT columns are not split, because the second launch would cost more time than
+# the splits save.
+SHORT = 4096
 
 
 class Config(NamedTuple):
-    """How the work of one launch is divided."""
+    """The sizes that divide the work of one launch among programs and warps."""
 
     block_v: int
     num_warps: int
     splits: int = 1  # programs per row
     span: int = 0  # columns of a row that one program reads and writes
-    registers: int | None = None  # limit per thread, on an NVIDIA GPU
+    registers: int | None = None  # limit of registers per thread, on NVIDIA GPUs
 
 
 _override: dict[str, int] = {}
-revision = 0  # part of every plan's key; changes with _override, so that no old plan is used
+# The revision changes with _override. The key of every plan contains the revision, so that no old
+# plan is used.
+revision = 0
 
 
 @contextlib.contextmanager
 def override(**fields: int):
-    """Replaces fields of every Config in this block: `with override(block_v=64, splits=3): ...`"""
+    """Replaces fields of every Config inside `with override(block_v=64, splits=3): ...`."""
     global _override, revision
     before, _override = _override, {**_override, **fields}
     revision += 1
@@ -59,11 +63,12 @@ def stats_fwd(
 ) -> Config:
     """One program per row if the rows fill the GPU; otherwise several programs per row.
 
-    heavy (more statistics than max and sum, or a softcap): smaller blocks, and for 16-bit logits
-    one warp, so that no reduction crosses warps. twice (two normalisers): medium blocks.
+    `heavy` means more statistics than max and sum, or a softcap. Heavy kernels have smaller blocks.
+    For 16-bit logits, heavy kernels use one warp, so that no reduction crosses warps. `twice` means
+    two normalisers. With two normalisers, blocks have at most 4096 columns.
 
-    A block of 8192 fits into 80 registers. Without a limit the compiler takes a few more, so that
-    one program fewer fits on each multiprocessor, and the kernel is 3 % slower.
+    A block of 8192 columns fits into 80 registers. Without the limit of 80, the compiler uses a few
+    more registers, fewer programs fit on each multiprocessor, and the kernel is 3 % slower.
     """
     if rows >= 2 * processors or vocab <= SHORT:
         block, warps, registers = (8192, 4, 80) if vocab > 2**16 and not twice else (4096, 4, None)
@@ -79,31 +84,32 @@ def stats_fwd(
 
 @functools.lru_cache(1024)
 def label_bwd(vocab: int) -> Config:
-    """A grid of (row, block), because nothing is carried from block to block."""
+    """One program per row and block, because the blocks of a row are independent."""
     return overridden(Config(min(2048, ceil_pow2(vocab)), 2))
 
 
 @functools.lru_cache(1024)
 def ids_bwd(vocab: int, itemsize: int) -> Config:
-    """A grid of (row, span). The gradient at the ids is rewritten while the span is cached.
+    """One program per row and span. The gradient at the ids is rewritten while the span is cached.
 
     Spans are long, so that few programs search the ids. Many warps write a span in one step.
     """
-    width = max(ceil_pow2(vocab), 16)  # Triton would make a span of 1 a constant
+    width = max(ceil_pow2(vocab), 16)  # at least 16, because Triton makes a span of 1 a constant
     return overridden(Config(min(8192 // itemsize, width), 2 * itemsize, span=min(8192, width)))
 
 
 @functools.lru_cache(1024)
 def scale(vocab: int) -> Config:
-    """Few, long programs, because most often the factor is 1 and there is nothing to do."""
+    """Few programs with many columns each, because most calls have a factor of 1 and do nothing."""
     return overridden(Config(min(4096, ceil_pow2(vocab)), 8))
 
 
 @functools.lru_cache(1024)
 def nll_fwd_bwd(vocab: int, itemsize: int, crowded: bool = False) -> Config:
-    """Splits that are small enough for the L1 cache of a multiprocessor to hold several.
+    """Splits are so small that the L1 cache of a multiprocessor holds several splits.
 
-    crowded: a softcap, and a gradient in memory of its own, need more registers.
+    `crowded` means a softcap together with a gradient that is not written over the logits. Crowded
+    programs need more registers and have smaller blocks.
     """
     block, warps, span = (2048, 2, 6144) if itemsize == 2 else (4096, 4, 4096)
     if crowded:
@@ -112,18 +118,24 @@ def nll_fwd_bwd(vocab: int, itemsize: int, crowded: bool = False) -> Config:
 
 
 def blockfp_gemm() -> Config:
-    """The largest tile whose sums fit into the registers of two warp groups."""
+    """The largest tile whose accumulators fit into the registers of two warp groups."""
     return overridden(Config(128, 8))
 
 
 def pair_fwd(vocab: int) -> Config:
-    """Two rows at once. Sums per lane stay in registers, and one warp needs no barrier."""
+    """Blocks for reading a student's and a teacher's row together.
+
+    Each lane keeps its own sums in registers. A program of one warp needs no barrier.
+    """
     cut = overridden(Config(min(512, ceil_pow2(vocab)), 1))
-    return cut._replace(block_v=max(cut.block_v, 16))  # the fringe is two packs of eight
+    return cut._replace(block_v=max(cut.block_v, 16))  # the fringe has two packs of eight columns
 
 
 def jsd_split_fwd(vocab: int, itemsize: int) -> Config:
-    """Splits of two rows that stay in cache until they are read again, at most 64 per row."""
+    """Splits of a student's and a teacher's row, at most 64 per row.
+
+    A split is so small that it stays in the cache until the kernel reads it again.
+    """
     block, span = (256, 4096) if itemsize == 2 else (512, 2048)
     span = max(span, ceil_pow2(ceil_div(vocab, 64)))
     cut = overridden(Config(min(block, ceil_pow2(vocab)), 1, span=span))

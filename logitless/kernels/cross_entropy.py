@@ -1,8 +1,8 @@
 """Cross-entropy of each row from its statistics, and the coefficients of its gradient.
 
-    (1-ε) v_t nll - ε/V log_total + z_loss lse²
+    loss = (1-ε) v_t nll - ε/V log_total + z_loss lse²
 
-v_t is the class weight of the row's label, and ε the label smoothing.
+In this formula, v_t is the class weight of the row's label, and ε is the label smoothing.
 """
 
 import functools
@@ -42,7 +42,7 @@ def _cross_entropy_kernel(
     live = mask & is_live(label, ignore_index)
     g = keep  # factor of nll
     if W is not None:
-        # A bad label may take the weight of any class, because its row is NaN already.
+        # An invalid label may use the weight of any class, because its nll is NaN.
         v = tl.load(W + tl.minimum(tl.maximum(label, 0), V - 1), mask=live, other=0.0)
         g = keep * v.to(tl.float32)
         if MASS is not None:
@@ -74,7 +74,7 @@ def _cross_entropy_kernel(
 def cross_entropy(
     statistics: Statistics, reading: Reading, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Coefficients]:
-    """The loss of each row, (...), and its coefficients."""
+    """Returns the loss of each row, (...), and the coefficients of its gradient."""
     value, coefs = torch.empty_like(statistics.nll), _zero_coefficients(reading)
     _launch(
         reading, label_smoothing, z_loss, nll=statistics.nll, value=value, coefs=coefs,
@@ -86,14 +86,14 @@ def cross_entropy(
 
 
 def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
-    """Coefficients of v[label] nll, which need no statistics."""
+    """Coefficients of v[label] · nll, computed without any statistics."""
     coefs = _zero_coefficients(reading)
     _launch(reading, coefs=coefs)
     return Coefficients(coefs, ("a", "label"))
 
 
 def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
-    """v[label] nll of each row, (...); 0 for ignored rows."""
+    """The loss v[label] · nll of each row, (...); 0 for ignored rows."""
     value = torch.empty_like(nll)
     _launch(reading, nll=nll, value=value)
     return value
@@ -118,7 +118,7 @@ def _launch(
     nll: Tensor | None = None, lse: Tensor | None = None, log_total: Tensor | None = None,
     value: Tensor | None = None, coefs: Tensor | None = None, mass: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fills value, coefs and mass, as far as they are passed."""
+    """Writes value, coefs and mass. Tensors that are None are not written."""
     label, weight, vocab = reading.label, reading.class_weight, reading.vocab
     if label.numel() == 0:
         return

@@ -1,6 +1,7 @@
-"""Finds rows with the same id in two slots, so that only those rows pay for adding up.
+"""Finds rows with the same id in two slots. Only these rows need a sum over equal ids.
 
-Each slot is compared with the slots after it, one scalar at a time: one instruction per pair.
+Each slot is compared with all slots after it, one scalar at a time. A comparison of two slots is
+one instruction.
 """
 
 import functools
@@ -16,13 +17,16 @@ from .launch import REMEMBERED, Launch
 from .profiling import profiled
 from .state import STATE_WIDTH
 
-COMPARED = 128  # slots that are compared with another slot at a time
+COMPARED = 128  # number of slots that are compared with one other slot at a time
 STATE_REPEATS = tl.constexpr(_contract.REPEATS)
 
 
 @triton.jit
 def load_ids(IDS, offs_k, K):
-    """Ids of slots, in 32 bits; -1 for an empty slot. A row with a wider id becomes NaN anyway."""
+    """Loads the ids of slots as int32, with -1 for empty slots.
+
+    An id of more than 32 bits is invalid, so its row becomes NaN anyway.
+    """
     ids = tl.load(IDS + offs_k, mask=offs_k < K, other=-1).to(tl.int32)
     return tl.where(ids < 0, -1, ids)
 
@@ -35,7 +39,7 @@ def are_repeated(IDS, K, BLOCK_K: tl.constexpr):
         offs_k = start + tl.arange(0, BLOCK_K)
         ids = load_ids(IDS, offs_k, K)
         end = tl.minimum(start + BLOCK_K, K)
-        copies = tl.zeros((BLOCK_K,), tl.int32)  # counts the slot itself
+        copies = tl.zeros((BLOCK_K,), tl.int32)  # slots with the same id, including the slot itself
         for j in range(start, end):
             copies += (ids == tl.load(IDS + j).to(tl.int32)).to(tl.int32)
         repeated = repeated | (copies > 1)
@@ -65,9 +69,9 @@ def _duplicate_ids_kernel(
 
 
 def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
-    """A copy of the state (N, STATE) with REPEATS filled in: whether ids (..., K) repeat an id.
+    """Returns a copy of the state (N, STATE) with REPEATS computed from ids (..., K).
 
-    Returns the state itself if there are no ids.
+    Without ids, returns the state itself.
     """
     if ids.numel() == 0:
         return state

@@ -1,6 +1,6 @@
-"""y at K ids per row, and its gradient, which is 0 except at the ids.
+"""Logits y at K ids per row, and their gradient, which is 0 except at the ids.
 
-y = softcap · tanh(x / softcap), or x without a softcap. The caller applies a temperature.
+y = softcap · tanh(x / softcap), or y = x without a softcap. The caller applies the temperature.
 """
 
 import functools
@@ -48,7 +48,10 @@ def _gather_fwd_kernel(
 
 
 def gather(x: Tensor, reading: Reading) -> Tensor:  # x (..., V)
-    """y at reading.ids, (..., K) in fp32; NaN for an id outside [0, V), 0 in ignored rows."""
+    """Returns y at reading.ids, (..., K), in fp32.
+
+    The result is NaN for ids outside [0, V), and 0 in ignored rows.
+    """
     ids = reading.ids
     picked = torch.empty(ids.shape, device=x.device, dtype=torch.float32)
     if picked.numel() == 0:
@@ -60,7 +63,7 @@ def gather(x: Tensor, reading: Reading) -> Tensor:  # x (..., V)
 
 
 def _label_of(reading: Reading) -> Tensor | None:
-    """The label, if rows may be ignored; else None."""
+    """Returns the label, or None if the reading has no ignore_index."""
     label = None if reading.ignore_index is None else reading.label
     return None if label is None else label.contiguous()
 
@@ -82,12 +85,12 @@ def _gather_plan(rows: Rows, K: int, softcap: float | None, ignore_index: int | 
 )
 def _gather_bwd_kernel(
     PICKED, LABEL, IDS, G, UPSTREAM, FACTOR,  # inputs
-    DX,  # output, which starts as zeros
+    DX,  # output, initially zero
     rows_t, stride_db, stride_dt, V, K, step_u, step_f,  # sizes
     softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient at the ids. Repeated ids add up. One program per row."""
+    """Writes the gradient at the ids of one row. Gradients of repeated ids are added."""
     row = tl.program_id(0)
     if ignore_index is not None:
         if not is_live(load_label(LABEL, row), ignore_index):
@@ -111,7 +114,7 @@ def _gather_bwd_kernel(
             g = tl.where(g == 0, 0.0, g * (1.0 - t * t))
         tl.store(DXrow + ids, g.to(DX.dtype.element_ty), mask=inside)
     if tl.max(bad, axis=0) > 0:
-        tl.debug_barrier()  # the NaN must come after the stores above
+        tl.debug_barrier()  # NaN must be stored after the gradients at the ids
         for start in range(0, V, BLOCK_V):
             cols = start + tl.arange(0, BLOCK_V)
             nan = tl.full((BLOCK_V,), float("nan"), tl.float32).to(DX.dtype.element_ty)
@@ -127,7 +130,7 @@ def gather_gradient(
     factor: Tensor | None = None,  # () or N numbers
     into: Tensor | None = None,  # like x; may be x
 ) -> Tensor:
-    """The gradient of gather by x, rounded once, after repeated ids are added up."""
+    """The gradient of gather by x. Gradients of repeated ids are added before rounding."""
     if into is None:
         into = torch.zeros_like(x, memory_format=torch.contiguous_format)
     else:

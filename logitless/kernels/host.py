@@ -1,10 +1,11 @@
-"""Launchers of the kernels that every loss uses: allocate, look up the plan, launch.
+"""Launchers of the kernels that all losses share. A launcher allocates, finds a plan and launches.
 
-A plan holds all that a call needs except its tensors. It is built once per combination of shapes,
-strides and options; every later call finds it by one look-up in a dictionary.
+A plan holds everything that a call needs except its tensors. A plan is built once per combination
+of shapes, strides and options. Later calls find the plan by one lookup in a dictionary.
 """
 
 import functools
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -40,17 +41,21 @@ LOGPROB = OUTPUTS.index("logprob")
 
 class _ReadPlan(NamedTuple):
     rows: Rows
-    outputs: tuple[tuple, ...]  # (index in OUTPUTS, shape, dtype) of the wanted statistics
+    outputs: tuple[tuple, ...]  # (index in OUTPUTS, shape, dtype) of the requested statistics
     reads_label: bool
     reads_ids: bool
     reads_weight: bool
-    splits: tuple[int, int, int]  # the shape of the splits, if rows are split
+    splits: tuple[int, int, int]  # the shape of the partial statistics, if rows are split
     first: Launch
-    second: Launch | None  # merges the splits; None if rows are not split
+    second: Launch | None  # the launch that merges the splits; None if rows are not split
+
+
+# What a plan depends on besides shapes. The temperature is None where each row has its own.
+options_of = attrgetter("temperature", "softcap", "ignore_index")
 
 
 def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
-    """The statistics in reading.wants, and the state that the gradient needs."""
+    """The statistics in reading.wants, and the state that the backward needs."""
     label, ids, weight = reading.label, reading.ids, reading.class_weight
     temperature, device = reading.row_temperature, x.device
     plan = _read_plan(
@@ -99,7 +104,7 @@ def _read_plan(
     sums = sums_of(wants, temperature == 1)
     cut = cut_of(rows, device, sums, softcap)
     K = None if ids_shape is None else ids_shape[-1]
-    # The tail is computed from log p of the ids.
+    # The tail is computed from log p at the ids.
     wanted = (*wants, "logprob") if "tail" in wants else wants
     at_ids = "picked" in wanted or "logprob" in wanted
     at_label = "nll" in wants or "logprob_t1" in wants or (ids_shape is None and at_ids)
@@ -130,14 +135,14 @@ def gradient(
     coefficients: Coefficients,
     upstream: Tensor,  # () or (...)
     factor: Tensor | None = None,  # () or N numbers
-    into: Tensor | None = None,  # x, a tensor in the memory of x, or a `Place` (layout.py)
-    start: int | None = None,  # x holds the columns from here on; None if x holds all columns
+    into: Tensor | None = None,  # x, a tensor in the memory of x, or memory as in `Place`
+    start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
 ) -> Tensor:
     """The gradient of the logits times upstream and factor, (..., V), in the dtype of x or `into`.
 
-    It is written to `into`, with one exception. If `into` is x and a row has more than
-    MAX_PRELOADED ids, the gradient is a new tensor, because the kernel can hold the logits of no
-    more ids before it overwrites them.
+    The gradient is written to `into`, with one exception. If `into` is x and rows have more than
+    MAX_PRELOADED ids, the gradient is a new tensor. The kernel loads the logits at the ids before
+    the gradient overwrites x, and one program can hold at most MAX_PRELOADED logits.
     """
     coefs, has, g_ids = coefficients
     key = _gradient_key(x, reading, coefficients, upstream, factor, into, start)
@@ -176,17 +181,17 @@ def gradient(
 
 
 class _GradientKey(NamedTuple):
-    """All that the plan of a gradient depends on."""
+    """The properties of a call that determine the plan of its gradient."""
 
     logits: tuple  # shape, strides, bytes after a 16-byte boundary, bytes per element
-    over_logits: bool  # whether the gradient is to be written over the logits
-    place: Place | None  # other memory for the gradient; None: the logits' own, or new memory
-    K: int  # ids per row; 0 where the loss has no gradient at ids
-    has_g_ids: bool  # whether each id has a coefficient of its own
-    has: tuple[str, ...]  # fields of the coefficients
-    per_row: tuple[bool, bool, bool]  # coefficients, upstream, factor: one per row, or one for all
+    over_logits: bool  # whether the caller wants the gradient written over the logits
+    place: Place | None  # the caller's memory for the gradient; None if over_logits or if not given
+    K: int  # ids per row; 0 if the loss has no gradient at ids
+    has_g_ids: bool  # whether each id has its own coefficient
+    has: tuple[str, ...]  # names of the coefficients in use
+    per_row: tuple[bool, bool, bool]  # whether coefficients, upstream and factor differ by row
     options: tuple[float | None, float | None, int | None]
-    columns: tuple[int, int] | None  # first column and V, where x is not the whole vocabulary
+    columns: tuple[int, int] | None  # first column and V, if x is not the whole vocabulary
     revision: int
 
 
@@ -206,12 +211,6 @@ def _gradient_key(
     )  # fmt: skip
 
 
-def options_of(reading: Reading) -> tuple[float | None, float | None, int | None]:
-    """What a plan depends on: temperature (None: one per row), softcap and ignore_index."""
-    temperature = reading.temperature if reading.row_temperature is None else None
-    return temperature, reading.softcap, reading.ignore_index
-
-
 def _place_of(into: Tensor) -> Place:
     return into.data_ptr() % 16, into.stride(), into.element_size()
 
@@ -219,12 +218,12 @@ def _place_of(into: Tensor) -> Place:
 class _GradientPlan(NamedTuple):
     over_logits: bool  # whether the gradient is written over the logits
     reads_label: bool
-    rewrites_ids: bool  # by ids_bwd.py; else label_bwd.py rewrites a label at most
+    rewrites_ids: bool  # whether ids_bwd.py runs instead of label_bwd.py
     launch: Launch
 
 
 def _gradient_plan(key: _GradientKey) -> _GradientPlan | None:
-    """None if the logits have too many strides."""
+    """Builds a plan, or returns None if the logits have too many strides."""
     rows = describe(*key.logits)
     if rows is None:
         return None
@@ -248,14 +247,14 @@ _gradient_plans: Plans[_GradientKey, _GradientPlan | None] = Plans(_gradient_pla
 
 
 def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
-    """Ids as columns from `start` on; NO_ID for an id in other columns, -1 for a bad id."""
+    """Returns ids relative to column `start`: NO_ID for ids in other columns, -1 for bad ids."""
     local = torch.where((ids >= start) & (ids < start + width), ids - start, NO_ID)
     bad = ((ids < 0) | (ids >= vocab)) & (ids != NO_ID)
     return torch.where(bad, -1, local)
 
 
 def _by_copy(x, reading, state, coefficients, upstream, factor, into, start) -> Tensor:
-    """The gradient of logits whose rows have more than two strides."""
+    """The gradient of logits that two row strides cannot describe. Works on a copy."""
     over_logits = into is not None and into.data_ptr() == x.data_ptr()
     place = None if over_logits else into
     dx = gradient(x.contiguous(), reading, state, coefficients, upstream, factor, place, start)
@@ -266,15 +265,16 @@ def reduce(
     value: Tensor,  # (...)
     reading: Reading,
     row_weight: Tensor | None = None,  # (...), of any real dtype
-    mass: Tensor | None = None,  # (N,), 0 where ignored
+    mass: Tensor | None = None,  # (N,), 0 for ignored rows
     mean: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The weighted sum of the rows that count, and the factor of each row's gradient.
+    """Returns the weighted sum of the rows that count, and the factor of each row's gradient.
 
-    A mean multiplies both by `share`. The factor is () without a row_weight and (N,) with one, and
-    None if it is 1. An ignored row adds 0, even if its value or weight is NaN.
+    For a mean, sum and factor are multiplied by `share`. The factor has shape (N,) with a
+    row_weight and () without a row_weight. A factor of 1 is None. An ignored row adds 0, even if
+    its value or weight is NaN.
     """
-    if row_weight is None and not mean:  # ignored rows are 0 already
+    if row_weight is None and not mean:  # the values of ignored rows are already 0
         return value.sum(), None
     label = None if reading.ignore_index is None else reading.label
     N, device = value.numel(), value.device
@@ -294,15 +294,16 @@ def reduce(
 
 
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """1 / the number of rows that count, or 1 / the sum of their mass; 1 if that is 0.
+    """The factor () that turns a sum over rows into a mean, in fp32.
 
-    A mean is the sum over the rows times this number, ().
+    The factor is 1 / the sum of `mass`, or 1 / the number of rows that count if `mass` is None. If
+    the divisor is 0, the factor is 1.
     """
     if mass is None and reading.ignore_index is None:
         return torch.full((), 1.0 / max(rows, 1), device=like.device, dtype=torch.float32)
     factor = torch.empty((), device=like.device, dtype=torch.float32)
     label = None if reading.ignore_index is None else reading.label.contiguous()
-    # Without values the kernel writes no loss. The first tensor only gives the GPU.
+    # The kernel writes no loss if there are no values. The first argument only selects the GPU.
     reduce_launch(rows, reading.ignore_index, True)(factor, None, label, None, mass, factor)
     return factor
 
@@ -312,13 +313,14 @@ def one_pass(
     reading: Reading,
     coefficients: Coefficients,  # "a" and "label"
     factor: Tensor | None,  # () or N numbers
-    into: Tensor,  # like x: in the memory of x, or contiguous; (N, V) in another dtype
-    mean: bool = False,  # divide both results by the number of rows that count
+    into: Tensor,  # x itself, contiguous memory like x, or (N, V) in another dtype
+    mean: bool = False,  # whether to divide both results by the number of rows that count
 ) -> Tensor | None:
     """Returns -log p of the label, (...), and writes the gradient times factor to `into`.
 
-    Returns None and does nothing if one pass is not possible: x has too many strides, programs must
-    not wait for each other, or there are too many rows for every program to count for a mean.
+    Returns None and does nothing if one pass is not possible. One pass is not possible if x has too
+    many strides, if programs must not wait for each other, or if a mean has more than MAX_COUNTED
+    rows.
     """
     label, temperature = reading.label, reading.row_temperature
     over_logits = into.data_ptr() == x.data_ptr()
@@ -346,7 +348,7 @@ def one_pass(
 
 
 def scale_(x: Tensor, g: Tensor) -> None:
-    """Multiplies x (..., V) by g, () or (...), in place. The host does not wait for g."""
+    """Multiplies x (..., V) in place by g, () or (...), without a host synchronisation."""
     if x.numel() == 0:
         return
     launch = scale_launch(

@@ -1,7 +1,8 @@
-"""The gradient of a loss with ids, or with a label at another temperature.
+"""The gradient of a loss that reads logits at K ids per row, or log p[label] at temperature 1.
 
-One program per (row, span) writes the span. Then it rewrites the columns of the label and the ids,
-while the span is cached. So each gradient is rounded once, after all terms are added.
+Each program writes the gradient of one span of a row. Then the program rewrites the columns of the
+label and the ids, while the span is cached. So each gradient is rounded once, after all terms are
+added.
 """
 
 from dataclasses import dataclass
@@ -35,20 +36,20 @@ from .profiling import profiled
 from .state import LOG_S, LOG_S1, SHIFT, STATE_WIDTH, field, load_label, pack_of
 from .tail_mass import STATE_TAIL, lift_of
 
-MAX_PRELOADED = 512  # ids of a row whose logits one program holds in registers
+MAX_PRELOADED = 512  # largest number of ids whose logits one program holds in registers
 
 
 @dataclass(frozen=True)
 class _Constants:
     """The constants that the kernel is compiled for."""
 
-    has: tuple[str, ...]  # coefficients of the loss, and "second"
+    has: tuple[str, ...]  # names of the coefficients in use, and "second"
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # every row of X starts as far from a boundary as that of DX
-    preload_ids: bool  # in place: load the logits of the ids before they are overwritten
-    step_c: int  # from row to row of COEF, UPSTREAM and FACTOR; 0 for one row or number for all
-    step_u: int
-    step_f: int
+    x_aligned: bool  # rows of X and DX start equally far from a 16-byte boundary
+    preload_ids: bool  # in place, the logits at the ids are loaded before they are overwritten
+    step_c: int  # elements between rows of COEF; 0 if COEF has a single row
+    step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
+    step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
     span: int
     block_v: int
     block_k: int
@@ -62,15 +63,15 @@ def at_label(has):
 
 @triton.jit
 def is_bad(ids, V):
-    """1 for ids outside [0, V) that are not NO_ID; else 0."""
+    """Returns 1 for ids outside [0, V) other than NO_ID, and 0 for all other ids."""
     return (((ids < 0) | (ids >= V)) & (ids != NO_ID)).to(tl.int32)
 
 
 @triton.jit
 def sums_of_same(IDS, G, ids, K):
-    """For each of `ids`, Σ g over the slots that hold the same id."""
+    """Returns, for each id in `ids`, the sum of g over all slots with the same id."""
     g = tl.zeros(ids.shape, tl.float32)
-    ids = ids.to(tl.int32)  # a row with a wider id becomes NaN anyway
+    ids = ids.to(tl.int32)  # an id of more than 32 bits is invalid, so its row becomes NaN anyway
     for j in range(K):
         same = ids == tl.load(IDS + j).to(tl.int32)
         g += tl.where(same, tl.load(G + j).to(tl.float32), 0.0)
@@ -78,24 +79,24 @@ def sums_of_same(IDS, G, ids, K):
 
 
 class _Row(NamedTuple):
-    """A row in memory, and the terms of label and ids in its gradient."""
+    """Pointers to one row, and the terms of label and ids in the row's gradient."""
 
     X: tl.tensor
-    W: tl.tensor  # or None
+    W: tl.tensor  # a pointer or None
     DX: tl.tensor
-    IDS: tl.tensor  # or None
-    G_IDS: tl.tensor  # or None
+    IDS: tl.tensor  # a pointer or None
+    G_IDS: tl.tensor  # a pointer or None
     K: tl.tensor
     c0_ids: tl.tensor
     gain: tl.tensor  # factor of G_IDS
     repeated: tl.tensor  # whether two slots hold the same id
-    label: tl.tensor  # NO_ID if it is bad
-    g_label: tl.tensor  # added at the label, which may be among the ids
+    label: tl.tensor  # NO_ID if the label is invalid
+    g_label: tl.tensor  # added to the gradient at the label, which may be among the ids
 
 
 @triton.jit
 def _preload_ids(Xrow, IDS, K, span, ALIGNED: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The logits of the ids that are in a span."""
+    """Loads the logits at the ids that are in a span."""
     offs_k = tl.arange(0, BLOCK_K)
     ids = tl.load(IDS + offs_k, mask=offs_k < K, other=NO_ID)
     return load(Xrow, ids, in_span(ids, span, ALIGNED))
@@ -103,7 +104,7 @@ def _preload_ids(Xrow, IDS, K, span, ALIGNED: tl.constexpr, BLOCK_K: tl.constexp
 
 @triton.jit
 def _write_ids(row, x_ids, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Rewrites the gradient at the ids in a span. Returns whether the row has a bad id."""
+    """Rewrites the gradient at the ids in a span. Returns whether the row has an invalid id."""
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     bad = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, row.K, BLOCK_K):
@@ -121,7 +122,8 @@ def _write_ids(row, x_ids, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constex
             g = load(row.G_IDS, offs_k, inside).to(tl.float32)
             if row.repeated:
                 g = sums_of_same(row.IDS, row.G_IDS, ids, row.K)
-            dz += tl.where(terms.shift == INF, 0.0, g * row.gain)  # a row of -inf has no gradient
+            # The shift is INF for a row of -inf, whose gradient is 0.
+            dz += tl.where(terms.shift == INF, 0.0, g * row.gain)
         if at_label(HAS):
             dz += tl.where(ids == row.label, row.g_label, 0.0)
         tl.store(row.DX + ids, (dz * slope).to(row.DX.dtype.element_ty), mask=inside)
@@ -132,7 +134,10 @@ def _write_ids(row, x_ids, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constex
 def _rewrite(
     row, x_label, x_ids, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constexpr
 ):  # fmt: skip
-    """Rewrites label and ids of a span that is written; NaN in the whole span if one is bad."""
+    """Rewrites the gradient at the label and the ids of a span.
+
+    The whole span becomes NaN if the label or an id of the row is invalid.
+    """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     bad = False
     if at_label(HAS):
@@ -141,47 +146,54 @@ def _rewrite(
             write_label(x_label, row.W, row.DX, row.label, row.g_label, terms, HAS)
     if row.IDS is not None:
         if at_label(HAS):
-            # The label comes first, because a slot with the same id writes the full sum over it.
+            # The label is written before the ids. If the label is among the ids, the later store
+            # at this id includes the term of the label.
             tl.debug_barrier()
         bad = _write_ids(row, x_ids, terms, span, HAS, CONSTANTS) | bad
     if bad:
-        tl.debug_barrier()  # the NaN must come after the stores above
+        tl.debug_barrier()  # NaN must be stored after the gradients of label and ids
         fill_span(
             row.DX, float("nan"), span, pack_of(row.X), ALIGNED, False, field(CONSTANTS, "block_v")
         )
 
 
 class RowGradient(NamedTuple):
-    """The numbers of one row's gradient, made by `_row_gradient`."""
+    """The numbers of one row's gradient that `_row_gradient` computes.
 
-    shift: tl.tensor  # these six are fields of Terms; c0 and lift hold outside the ids
+    The fields from `shift` to `lift` are fields of Terms. c0 and lift apply to columns outside the
+    ids.
+    """
+
+    shift: tl.tensor
     c0: tl.tensor
     c1: tl.tensor
     c_logprob_t1: tl.tensor
     g_c: tl.tensor
     lift: tl.tensor
     c0_ids: tl.tensor  # c0 of the columns among the ids
-    g_label: tl.tensor  # added at the label
+    g_label: tl.tensor  # added to the gradient at the label
 
 
 @triton.jit
 def _row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
-    """A RowGradient from the saved state and the coefficients, in units of dz / T.
+    """Computes a RowGradient, in units of dz / T, from the saved state and the coefficients.
 
-    Label. log p of the label at temperature 1 has the gradient d ([i = label] - p1_i), with
-    p1 = softmax(y). So d is added at the label, and every column takes -d p1_i:
+    The log-probability of the label at temperature 1 has the gradient d ([i = label] - p1_i), where
+    p1 = softmax(y). So d is added to the gradient at the label, and -d p1_i to the gradient of
+    every column. There are two cases:
 
-    - At temperature 1, p1 = p, and a - d replaces a.
-    - At another temperature ("second"), p1_i = e^(y_i - shift) / s1 is a term of its own, with
-      c_logprob_t1 = -d / s1.
+    - At temperature 1, p1 = p, so a - d replaces a.
+    - At any other temperature ("second"), p1_i = e^(y_i - shift) / s1 is a separate term, with
+      c_logprob_t1 = -d / s1 as the factor of e^(y_i - shift).
 
-    Tail. With "a_ids", a column has the gradient a_ids p_i among the ids, and a p_i e^-lift outside
-    (contract.py says why). There -d p_i must not be lifted, so that a - d e^lift replaces a:
+    With "a_ids", the gradient is a_ids p_i for columns among the ids, and a p_i e^-lift for columns
+    outside the ids (see LEAST_TAIL in contract.py). For columns outside the ids, a - d e^lift
+    replaces a, because the lift must not apply to the term -d p_i:
 
         (a - d e^lift) p_i e^-lift = a p_i e^-lift - d p_i
     """
     shift, log_s = tl.load(STATE + SHIFT), tl.load(STATE + LOG_S)
-    dead = log_s == -INF  # a row of -inf has no distribution, and no gradient
+    dead = log_s == -INF  # a row of -inf has no distribution, so its gradient is 0
     d = tl.where(dead, 0.0, coefs.d_logprob_t1)
     c_logprob_t1, d_of_a = 0.0, d
     if uses(HAS, "second"):
@@ -211,11 +223,13 @@ def _ids_bwd_kernel(
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, K,  # sizes
-    start, vocab,  # X holds the columns from `start` on, of `vocab`; None if all. IDS count from X
+    # First column of X, and size of the vocabulary; None if X has all columns. IDS are relative to
+    # the first column of X.
+    start, vocab,
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, span): all columns, then the label and the ids in the span."""
+    """Each program writes all columns of one span of a row, and then rewrites label and ids."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     PRELOAD_IDS: tl.constexpr = field(CONSTANTS, "preload_ids")
@@ -265,7 +279,8 @@ def _ids_bwd_kernel(
     write_span(
         Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "x_aligned"), False, BLOCK_V
     )
-    tl.debug_barrier()  # from here on, threads overwrite columns that other threads wrote
+    # A barrier is needed, because the following stores overwrite columns of other threads.
+    tl.debug_barrier()
 
     repeated = False
     if G_IDS is not None:

@@ -1,10 +1,11 @@
-"""Forward of the Jensen-Shannon divergence of two rows, which takes two sweeps.
+"""Forward pass of the Jensen-Shannon divergence, in two passes over both rows.
 
-    β Σ p log p/M + (1-β) Σ q log q/M        M = βp + (1-β)q
+    JSD = β Σ p log(p/M) + (1-β) Σ q log(q/M), where M = βp + (1-β)q
 
-The first term needs both normalisers. The second sweep should find the rows in the cache, so that
-several programs share a long row. Each program sweeps its split, waits for the normalisers of the
-other splits (program_exchange.py), and sweeps its split again. A second kernel adds up the splits.
+Each term needs the normalisers of both rows, which the first pass computes. Several programs share
+a long row, so that the second pass finds the logits in the cache. Each program reads its split,
+waits for the normalisers of the other splits (program_exchange.py), and reads its split again. A
+second kernel adds the sums of all splits.
 """
 
 import functools
@@ -42,7 +43,7 @@ from .state import pack_of
 
 
 class Norms(NamedTuple):
-    """Normalisers of whole rows: log2 q = (y - shift_q) rate - log_q, and the same for p."""
+    """Normalisers of whole rows for log2 q = (y - shift_q) rate - log_q, and the same for p."""
 
     shift_q: tl.tensor
     log_q: tl.tensor
@@ -51,7 +52,7 @@ class Norms(NamedTuple):
 
 
 class Second(NamedTuple):
-    """The state of the second sweep: the norms, and two sums per lane."""
+    """The state of the second pass: the normalisers, and two sums per lane."""
 
     norms: tl.tensor
     of_q: tl.tensor  # Σ q log2 q/M
@@ -60,7 +61,7 @@ class Second(NamedTuple):
 
 @triton.jit
 def fold_norms(state, both, start, offs, mask):
-    """One block of the first sweep: max and sum of both rows."""
+    """Adds one block to the max and the sum of both rows, in the first pass."""
     m_q, moved_q, _, e_q = extend(state.m_q, student(both, start + offs, mask), both.rate)
     m_p, moved_p, _, e_p = extend(state.m_p, teacher(both, start + offs, mask), both.rate)
     s_q = state.s_q * tl.exp2(moved_q * both.rate) + e_q
@@ -70,7 +71,7 @@ def fold_norms(state, both, start, offs, mask):
 
 @triton.jit
 def _fold_second(state, both, start, offs, mask):
-    """One block of the second sweep."""
+    """Adds one block to the sums of the second pass."""
     norms = state.norms
     log_q = (student(both, start + offs, mask) - norms.shift_q) * both.rate - norms.log_q
     log_p = (teacher(both, start + offs, mask) - norms.shift_p) * both.rate - norms.log_p
@@ -83,7 +84,7 @@ def _second_sweep(
     m_q, s_q, m_p, s_p, both, head, body, lo, hi,
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Σ q log q/M and Σ p log p/M over the columns [lo, hi), in bits."""
+    """Returns Σ q log2(q / M) and Σ p log2(p / M) over the columns [lo, hi)."""
     zero = tl.zeros((BLOCK_V,), tl.float32)
     sums = Second(Norms(m_q, bits(s_q), m_p, bits(s_p)), zero, zero)
     sums = walk_both(_fold_second, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)
@@ -92,10 +93,10 @@ def _second_sweep(
 
 @triton.jit
 def _divergence(of_q, of_p, s_q, s_p, blend):
-    """The divergence of a row in nats, from Σ q log q/M and Σ p log p/M in bits."""
-    # 0 · inf makes the divergence NaN if a row has no distribution.
+    """The divergence of a row in nats, from Σ q log2(q / M) and Σ p log2(p / M)."""
+    # If a row is all -inf, its bits(s) is inf, and 0 · inf makes the divergence NaN.
     value = ((1.0 - blend) * of_q + blend * of_p) * LN2 + 0.0 * (bits(s_q) + bits(s_p))
-    return tl.where(value < 0, 0.0, value)  # negative by rounding only; NaN stays
+    return tl.where(value < 0, 0.0, value)  # negative only by rounding; NaN stays NaN
 
 
 @triton.jit(
@@ -105,13 +106,13 @@ def _divergence(of_q, of_p, s_q, s_p, blend):
 )
 def _jsd_fwd_kernel(
     X, T, LABEL,  # inputs
-    VALUE, STATE,  # outputs; if KNOWN, STATE holds the norms already
+    VALUE, STATE,  # outputs; if KNOWN, STATE already holds the normalisers
     temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
     softcap, blend, ignore_index,  # options
     KNOWN: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, for short rows, and where programs must not wait for each other."""
+    """One program per row, for short rows, or if programs must not wait for each other."""
     row = tl.program_id(0)
     if ignore_index is not None:
         if tl.load(LABEL + row) == ignore_index:
@@ -146,14 +147,17 @@ def _jsd_fwd_kernel(
 )
 def _jsd_split_fwd_kernel(
     X, T, LABEL,  # inputs
-    STATE, SUMS, EXCHANGE,  # outputs; EXCHANGE (rows, 2, splits) starts as zeros
+    STATE, SUMS, EXCHANGE,  # outputs; EXCHANGE (rows, 2, splits) is initially zero
     temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
     softcap, blend, ignore_index,  # options
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One program per split: SPAN columns of a row's body. The fringe goes with the first split."""
+    """One program per split. A split is SPAN columns of a row's body.
+
+    The fringe of a row belongs to its first split.
+    """
     splits = tl.cdiv(V, SPAN)
     row = tl.program_id(0) // splits
     split = tl.program_id(0) % splits
@@ -195,10 +199,10 @@ def _jsd_split_fwd_kernel(
 )
 def _jsd_merge_kernel(
     SUMS, LABEL,  # inputs
-    VALUE, STATE,  # outputs; in STATE, the mean
+    VALUE, STATE,  # outputs; only the mean is written to STATE
     splits, blend, ignore_index, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: adds up its splits and writes the divergence."""
+    """Each program adds the sums of all splits of one row, and writes the row's divergence."""
     row = tl.program_id(0)
     if ignore_index is not None:
         if tl.load(LABEL + row) == ignore_index:
@@ -219,7 +223,10 @@ def read_jsd(
     x: Tensor, rows: Rows, teacher: Tensor, t_rows: Rows, label: Tensor | None,
     value: Tensor, state: Tensor, reading: Reading, beta: float, known: bool = False,
 ) -> None:  # fmt: skip
-    """Writes the divergence and the state of each row. If known, the state lacks only the mean."""
+    """Writes the divergence and the state of each row.
+
+    If `known`, the state already holds everything except the mean.
+    """
     tensor, number = temperature_of(reading)
     options = reading.softcap, safe_beta(beta), None if label is None else reading.ignore_index
     splits = splits_of(x)
@@ -236,7 +243,7 @@ def read_jsd(
 
 
 def splits_of(x: Tensor) -> int:
-    """The number of programs that share a row; 1 if they must not wait for each other."""
+    """The number of programs that share a row; 1 if programs must not wait for each other."""
     splits = config.ceil_div(x.shape[-1], config.jsd_split_fwd(x.shape[-1], x.element_size()).span)
     return splits if may_wait(splits, x.device) else 1
 
@@ -245,7 +252,7 @@ def splits_of(x: Tensor) -> int:
 def _plan(
     rows: Rows, t_rows: Rows, number: tuple, options: tuple, known: bool, cut: config.Config
 ) -> Launch:
-    """One program per row."""
+    """Returns a launch with one program per row."""
     return Launch(
         _jsd_fwd_kernel, (rows.count,),
         (*number, *rows.strides, t_rows.stride_b, t_rows.stride_t, rows.vocab, *options),
@@ -258,7 +265,7 @@ def _plan(
 def _shared_plan(
     rows: Rows, t_rows: Rows, splits: int, number: tuple, options: tuple, cut: config.Config
 ) -> tuple[Launch, Launch]:
-    """One program per split, then one per row."""
+    """Returns a launch with one program per split, and a launch with one program per row."""
     _, beta, ignore_index = options
     block_p = 32 if splits <= 32 else MAX_PROGRAMS
     return Launch(

@@ -1,4 +1,4 @@
-"""The terms of the Jensen-Shannon divergence for one column: p, q and M = βp + (1-β)q."""
+"""The terms of the Jensen-Shannon divergence for each column, where M = βp + (1-β)q."""
 
 import triton
 import triton.language as tl
@@ -9,16 +9,17 @@ from .numerics import INF
 
 @triton.jit
 def bits(s):
-    """log2 s of a normaliser, for log2 p = d·rate - log2 s. It is inf for a row of -inf: p = 0."""
+    """Returns log2 s for log2 p = d·rate - log2 s, or inf for a row of -inf, so that p = 0."""
     return tl.log2(tl.where(s == 0, INF, s))
 
 
 @triton.jit
 def _log2(x, IN: tl.constexpr):
-    """log2 of a normal number, as exact as logits of dtype IN need. log2 of 1 is exactly 0.
+    """Returns log2 x with a precision that suits logits of dtype IN. log2 of 1 is exactly 0.
 
-    For 16-bit logits, NVIDIA GPUs have one instruction, exact to 2^-22 like exp2. Otherwise log2
-    takes two dozen instructions and is exact to one or two roundings.
+    x must not be subnormal. For 16-bit logits on NVIDIA GPUs, log2 is one instruction with an error
+    of 2^-22, like exp2. For other dtypes and GPUs, log2 takes about 24 instructions and is exact to
+    one or two units in the last place.
     """
     if (IN == tl.bfloat16 or IN == tl.float16) and is_cuda():
         return tl.inline_asm_elementwise(
@@ -30,11 +31,12 @@ def _log2(x, IN: tl.constexpr):
 
 @triton.jit
 def mixture(log_q, log_p, beta, IN: tl.constexpr):
-    """q, log q/M, p and log p/M of each column, with logarithms in bits. Finite for all logits.
+    """Returns q, log2(q / M), p and log2(p / M) of each column, all finite for all logits.
 
-    They are computed from the larger of p and q, and the smaller as a share of the larger.
-    μ = M / larger lies between the weight of the larger and 1, and is exactly 1 where p = q. A
-    difference below -1000 bits counts as -1000. So does the NaN of two -inf, where p = q = 0.
+    All results are computed from the larger of p and q, and from share = smaller / larger. The
+    ratio μ = M / larger is between the weight of the larger mass and 1. If p = q, μ is exactly 1.
+    Values of log2(share) below -1000 are set to -1000. If log p and log q are both -inf, their
+    difference is NaN, and log2(share) is also set to -1000.
     """
     top = tl.maximum(log_q, log_p)
     fall = tl.minimum(log_q, log_p) - top
@@ -49,5 +51,5 @@ def mixture(log_q, log_p, beta, IN: tl.constexpr):
 
 
 def safe_beta(beta: float) -> float:
-    """β, moved so far into (0, 1) that neither β nor 1 - β is 0 in fp32."""
+    """Returns β clamped so that neither β nor 1 - β is 0 in fp32."""
     return min(max(beta, 1e-30), 1 - 2**-24)

@@ -1,6 +1,6 @@
-"""The gradient of a loss that has a label at most: one program per (row, block).
+"""The gradient of a loss without ids, with one program per row and block.
 
-Losses with ids, or with a label at another temperature, use ids_bwd.py.
+Losses with ids, or with the log-probability of the label at temperature 1, use ids_bwd.py.
 """
 
 from dataclasses import dataclass
@@ -35,10 +35,10 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # every row of X starts as far from a boundary as that of DX
-    step_c: int  # from row to row of COEF, UPSTREAM and FACTOR; 0 for one row or number for all
-    step_u: int
-    step_f: int
+    x_aligned: bool  # rows of X and DX start equally far from a 16-byte boundary
+    step_c: int  # elements between rows of COEF; 0 if COEF has a single row
+    step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
+    step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
     block_v: int
 
 
@@ -54,11 +54,11 @@ def _label_bwd_kernel(
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, blocks,  # sizes
-    start, vocab,  # X holds the columns from `start` on, of `vocab`; None if it holds them all
+    start, vocab,  # first column of X, and size of the vocabulary; None if X has all columns
     softcap, ignore_index,  # options
     HAS: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block). The fringe of a row goes with its first block."""
+    """One program per row and block. The fringe of a row belongs to its first block."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     PACK: tl.constexpr = pack_of(X)
@@ -87,12 +87,13 @@ def _label_bwd_kernel(
     a = coefs.a
     if uses(HAS, "label"):
         valid = is_class(label, V, vocab)
-        a = tl.where(valid, a, float("nan"))  # a bad label makes the whole row NaN
+        a = tl.where(valid, a, float("nan"))  # an invalid label makes the whole row NaN
         label = tl.where(valid, local_column(label, start), -1).to(tl.int32)
         inside = in_span(label, span, ALIGNED)
         x_label = tl.load(Xrow + label, mask=inside, other=0.0)
         if inside:
-            tl.debug_barrier()  # in place, the tile overwrites the logit that was just read
+            # All threads must read the logit of the label before an in-place tile overwrites it.
+            tl.debug_barrier()
 
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, inv_t * LOG2E, 0.0, softcap)

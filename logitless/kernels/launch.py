@@ -1,22 +1,23 @@
-"""Launches that cost the host little, on the GPU of their tensors.
+"""Kernel launches with little host overhead, on the GPU of the tensors.
 
-Triton inspects every argument of a launch to find the compiled kernel that fits it. The inspection
-takes the host as long as many kernels take the GPU. A `Launch` holds what is the same in every
-call: the kernel, its grid, sizes and constants. It is built once, by a cached function of shapes
-and options. It also keeps the compiled kernel, and calls its entry point with bare addresses.
+Triton inspects every argument of a launch to find the matching compiled kernel. This inspection
+takes as much host time as many kernels take on the GPU. A `Launch` holds the arguments that are the
+same in every call: the kernel, its grid, its sizes and its constants. A cached function of shapes
+and options builds each Launch once. A Launch also keeps the compiled kernel and calls the entry
+point of the compiled kernel with bare addresses.
 
-A compiled kernel depends on two properties of its tensors. A Launch looks up the dtypes. It does
-not look up which addresses are multiples of 16 bytes, so every pointer must follow one of three
-rules:
+A compiled kernel depends on the dtypes of its tensors, and on which addresses are multiples of 16
+bytes. A Launch selects the compiled kernel by the dtypes only. Therefore every pointer must follow
+one of three rules:
 
-- Logits and their gradient come with their alignment among the sizes or constants.
+- The alignment of logits and of their gradient is part of the sizes or constants.
 - Memory that a launcher allocates is always aligned.
-- Every other pointer is declared `do_not_specialize_on_alignment` by its kernel.
+- The kernel declares every other pointer as `do_not_specialize_on_alignment`.
 
-Each parameter of a kernel costs host time per launch, constants too. So a kernel with many
-constants takes them as one parameter, CONSTANTS: a frozen dataclass `_Constants`, which the kernel
-reads by `field(CONSTANTS, "block_v")` (state.py). Triton compiles a kernel once per value of it, as
-for any `tl.constexpr`.
+Each parameter of a kernel costs host time per launch, even a constant parameter. So a kernel with
+many constants takes them as one parameter, CONSTANTS, a frozen dataclass `_Constants`. The kernel
+reads a constant by `field(CONSTANTS, "block_v")` (state.py). Triton compiles the kernel once per
+value of CONSTANTS, as for any `tl.constexpr`.
 """
 
 import contextlib
@@ -39,9 +40,9 @@ _CURRENT = contextlib.nullcontext()
 
 
 class Plans(dict[K, V]):
-    """plans[key] is make(key), kept for the next call with the same key.
+    """A cache of launch plans. plans[key] is make(key).
 
-    The key is a NamedTuple. A dictionary finds it sooner than functools.lru_cache does.
+    The key is a NamedTuple. A lookup in a dictionary takes less time than functools.lru_cache.
     """
 
     def __init__(self, make: Callable[[K], V]):
@@ -56,7 +57,7 @@ class Plans(dict[K, V]):
 
 
 class Launch:
-    """kernel[programs](*tensors, *numbers, **constants) for tensors that each call passes."""
+    """Calls kernel[programs](*tensors, *numbers, **constants) with the tensors of each call."""
 
     def __init__(
         self,
@@ -83,7 +84,8 @@ class Launch:
             for t in tensors
         ])  # fmt: skip
         compiled = self.compiled.get(types)
-        if compiled is None or knobs.runtime.launch_enter_hook.calls:  # hooks: a profiler is active
+        # Launch hooks exist while a profiler is active. Only a launch through Triton calls hooks.
+        if compiled is None or knobs.runtime.launch_enter_hook.calls:
             self.compile(types, tensors)
             return
         start, function, metadata = compiled
@@ -101,21 +103,21 @@ class Launch:
     def compile(self, types: tuple, tensors: Sequence) -> None:
         """Launches through Triton, and keeps the compiled kernel.
 
-        FMA contraction is pinned on, because every measurement and test on a GPU used it, and
-        Triton 3.10 changes the default.
+        FMA contraction is always enabled, because all GPU tests and measurements used it. Triton
+        3.10 changes the default.
         """
         with on(tensors[0].device):
             compiled = self.kernel[self.programs](
                 *tensors, *self.numbers, **self.constants,
                 num_warps=self.num_warps, enable_fp_fusion=True, **self.limit,
             )  # fmt: skip
-        if isinstance(compiled, CompiledKernel):  # the interpreter returns none
-            start = compiled.run  # read first, because reading it loads the function
+        if isinstance(compiled, CompiledKernel):  # Triton's interpreter returns no kernel
+            start = compiled.run  # read before `function`, because reading `run` loads the function
             self.compiled[types] = start, compiled.function, compiled.packed_metadata
 
 
 def on(device: torch.device):
-    """A context in which this GPU is the current one."""
+    """Returns a context manager that makes this GPU the current GPU."""
     if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
         return _CURRENT
     return torch.get_device_module(device).device(device)

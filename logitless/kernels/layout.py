@@ -1,10 +1,12 @@
-"""Rows of logits in memory: two strides on the host, a walk in a kernel.
+"""The layout of rows of logits in memory, and the loop over the columns of a row.
 
-A kernel finds its rows by two strides, of a (B, T, V) view. Logits with more strides are copied.
+A kernel finds its rows by the two row strides of a (B, T, V) view. Logits that need more strides
+are copied.
 
-A row may start between two 16-byte boundaries. It is read as a `body` of whole 16-byte packs and a
-`fringe`: less than one pack before the body, and less than one pack after it. So the body loads 16
-bytes at a time for any row stride. The fringe is one tile of two packs.
+A row may start between two 16-byte boundaries. A kernel reads such a row as a `body` of whole
+16-byte packs and a `fringe`. The fringe is less than one pack before the body, and less than one
+pack after the body. So a kernel loads the body 16 bytes at a time for any row stride. The fringe is
+loaded as one tile of two packs.
 """
 
 import functools
@@ -18,14 +20,14 @@ from .launch import REMEMBERED
 
 
 class Rows(NamedTuple):
-    """Rows in memory: row r starts at element r // rows_t · stride_b + r % rows_t · stride_t."""
+    """Rows in memory. Row r = (b · rows_t + t) starts at element (b · stride_b + t · stride_t)."""
 
     count: int
     vocab: int
     rows_t: int
     stride_b: int
     stride_t: int
-    lead: int  # elements between a 16-byte boundary and the base
+    lead: int  # elements between a 16-byte boundary and row 0
     pack: int  # elements in 16 bytes
 
     @property
@@ -60,11 +62,11 @@ class Rows(NamedTuple):
         )
 
     def dense(self) -> "Rows":
-        """The same rows in new contiguous memory."""
+        """The layout of the same rows in new contiguous memory."""
         return self._replace(stride_b=self.rows_t * self.vocab, stride_t=self.vocab, lead=0)
 
     def written_to(self, place: "Place | None") -> "Rows":
-        """The rows of the gradient, in `place` or, if it is None, in new memory."""
+        """The layout of the gradient's rows in `place`, or in new memory if `place` is None."""
         if place is None:
             return self.dense()
         offset, strides, itemsize = place
@@ -72,20 +74,22 @@ class Rows(NamedTuple):
             return self.dense()._replace(lead=offset // self.itemsize)
         size, stride = (self.count, self.vocab, self.rows_t), strides[0]
         rows = Rows(*size, self.rows_t * stride, stride, offset // itemsize, 16 // itemsize)
-        assert rows.starts_aligned  # because kernels count in packs of x's dtype
+        assert rows.starts_aligned  # required, because kernels compute packs from the dtype of x
         return rows
 
 
-# Memory for a gradient: bytes after a 16-byte boundary, strides, and bytes per element. There are
-# two cases. It is contiguous, in the dtype of x or a wider one; or it is narrower, and every row
-# starts on a 16-byte boundary. It is a plain tuple, because every call builds one.
+# A Place describes the memory for a gradient by three fields: bytes after a 16-byte boundary,
+# strides, and bytes per element. If the gradient has at least as many bytes per element as x, the
+# memory must be contiguous. If the gradient has fewer bytes per element, every row must start on a
+# 16-byte boundary. A Place is a plain tuple, because every call builds a Place and a tuple costs
+# less than a NamedTuple.
 Place = tuple[int, tuple[int, ...], int]
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, Rows]:
-    """The rows of x (..., V), and the tensor they are in: x, or a copy if it has too many strides.
+    """Returns x (..., V) and the layout of its rows, or a contiguous copy and the copy's layout.
 
-    Shifted logits[:, :-1] are not copied.
+    x is copied only if two row strides cannot describe x. Shifted logits[:, :-1] are not copied.
     """
     rows = describe(x.shape, x.stride(), x.data_ptr() % 16, x.element_size())
     if rows is None:
@@ -95,16 +99,17 @@ def rows_of(x: Tensor) -> tuple[Tensor, Rows]:
 
 @functools.lru_cache(REMEMBERED)
 def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows | None:
-    """The rows of a tensor, or None if it has too many strides.
+    """The layout of a tensor's rows, or None if two row strides cannot describe the tensor.
 
-    offset is the number of bytes between a 16-byte boundary and the base.
+    `offset` is the number of bytes between a 16-byte boundary and the first element.
     """
     *shape, vocab = shape
-    if 0 in shape:  # no rows: their strides do not matter
+    if 0 in shape:  # without rows, strides do not matter
         return Rows(0, vocab, 1, vocab, vocab, offset // itemsize, 16 // itemsize)
     if strides[-1] != 1 and vocab > 1:
         return None
-    dims: list[tuple[int, int]] = []  # (size, stride); neighbours are joined if one stride suffices
+    # Pairs (size, stride). Neighbouring dimensions are joined if one stride describes both.
+    dims: list[tuple[int, int]] = []
     for size, stride in zip(shape, strides, strict=False):
         if size != 1:
             if dims and dims[-1][1] == size * stride:
@@ -120,7 +125,10 @@ def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows |
 
 
 def numbers(t: Tensor | None) -> tuple[Tensor | None, int]:
-    """A tensor of one number per row or one for all rows, and the step from row to row: 1 or 0."""
+    """Returns t, and the step in t from one row to the next.
+
+    The step is 1 if t has one number per row, and 0 if t is one number for all rows.
+    """
     if t is None or not any(t.stride()):
         return t, 0
     return t.contiguous(), 1
@@ -128,13 +136,17 @@ def numbers(t: Tensor | None) -> tuple[Tensor | None, int]:
 
 @triton.jit
 def row_offset(row, rows_t, stride_b, stride_t):
-    """Elements from the base to a row of a (B, T, V) view, in int64 for more than 2^31 elements."""
+    """The offset of a row of a (B, T, V) view in elements, in int64 for more than 2^31 elements."""
     return (row // rows_t).to(tl.int64) * stride_b + (row % rows_t).to(tl.int64) * stride_t
 
 
 @triton.jit
 def split_row(offset, V, lead, PACK: tl.constexpr, ALIGNED: tl.constexpr):
-    """(head, body): elements before the first 16-byte boundary, and elements in whole packs."""
+    """Returns (head, body).
+
+    `head` is the number of elements before the first 16-byte boundary. `body` is the number of
+    elements in whole packs.
+    """
     head = 0
     body = V
     if not ALIGNED:
@@ -159,10 +171,11 @@ def walk(
 ):  # fmt: skip
     """Folds f over the columns [lo, hi) of a row's body, and over the fringe if lo = 0.
 
-    f(state, args, start, offs, mask) returns the state after the columns start + offs for which
-    `mask` is set (None: all). In the body, args are `body_args`, and columns count from `head`. In
-    the fringe, args are `row_args`, and columns count from the start of the row. If MASKED, every
-    block is masked, which is less code. Otherwise only the last block is, which is faster.
+    f(state, args, start, offs, mask) returns the state after the columns start + offs where `mask`
+    is True. A mask of None selects all columns. In the body, args are `body_args`, and columns
+    count from `head`. In the fringe, args are `row_args`, and columns count from the start of the
+    row. If MASKED, every block is masked, and the compiled code is shorter. Without MASKED, only
+    the last block is masked, and the kernel is faster.
     """
     offs = tl.arange(0, BLOCK_V)
     hi = tl.multiple_of(tl.minimum(hi, body), PACK)

@@ -1,8 +1,8 @@
-"""-log p of a label and its gradient in one pass: each logit is read from memory once.
+"""Computes -log p of a label and its gradient in one pass. Each logit is read from memory once.
 
-Several programs share a row. Each program computes (m, s) of its split, publishes it, and collects
-(m, s) of the other splits (program_exchange.py). Then it writes the gradient of its split. The
-second read of the split comes from the L1 cache.
+Several programs share a row. Each program computes (m, s) of its split, publishes this pair, and
+waits for (m, s) of the other splits (program_exchange.py). Then the program writes the gradient of
+its split. The second read of the split comes from the L1 cache.
 """
 
 import functools
@@ -35,7 +35,9 @@ from .reduce import row_block
 from .state import field, fold_span, pack_of
 
 HAS = tl.constexpr(("a", "label"))
-MAX_COUNTED = 4096  # rows whose labels every program may count for a mean, from the cache
+# For a mean, every program computes the number of rows that count from the labels. The count is
+# fast enough for at most MAX_COUNTED rows, because the labels are cached.
+MAX_COUNTED = 4096
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # every row of X starts as far from a boundary as that of DX
-    step_c: int  # from row to row of COEF and FACTOR; 0 for one row or number for all
-    step_f: int
+    x_aligned: bool  # rows of X and DX start equally far from a 16-byte boundary
+    step_c: int  # elements between rows of COEF; 0 if COEF has a single row
+    step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
     mean: bool
     span: int
     block_v: int
@@ -69,13 +71,18 @@ def _count(LABEL, N, ignore_index):
 )
 def _nll_fwd_bwd_kernel(
     X, LABEL, COEF, FACTOR,  # inputs
-    DX, NLL, EXCHANGE,  # outputs; DX None: over X; EXCHANGE (N, splits), zeros; None for 1 split
+    # Outputs. If DX is None, the gradient overwrites X. EXCHANGE (N, splits) is initially zero, or
+    # None for one split.
+    DX, NLL, EXCHANGE,
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, splits,  # sizes
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per split: SPAN columns of a row's body. The fringe goes with the first split."""
+    """One program per split. A split is SPAN columns of a row's body.
+
+    The fringe of a row belongs to its first split.
+    """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     X_ALIGNED: tl.constexpr = field(CONSTANTS, "x_aligned")
     SPAN: tl.constexpr = field(CONSTANTS, "span")
@@ -107,7 +114,8 @@ def _nll_fwd_bwd_kernel(
         Xrow, None, head, body, V, lo, hi, 0.0, rate, softcap,
         False, False, False, PACK, ALIGNED, X_ALIGNED, BLOCK_V,
     )  # fmt: skip
-    # The program whose split holds the label loads its logit before it is overwritten.
+    # The program whose split holds the label loads the label's logit before the gradient overwrites
+    # the logit.
     label = tl.where((label >= 0) & (label < V), label, -1).to(tl.int32)
     has_label = in_span(label, span, ALIGNED)
     x_label = tl.load(Xrow + label, mask=has_label, other=0.0)
@@ -130,7 +138,7 @@ def _nll_fwd_bwd_kernel(
     valid = label >= 0
     nll = tl.where(valid, log_s - (y_label - shift) * inv_t, float("nan"))
     tl.store(NLL + row, nll * share, mask=has_label | ((lo == 0) & (not valid)))
-    a = tl.where(valid, coefs.a, float("nan"))  # a bad label makes the whole row NaN
+    a = tl.where(valid, coefs.a, float("nan"))  # an invalid label makes the whole row NaN
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)
     terms = Terms(shift, c0, c1, 0.0, g_c, rate, 0.0, softcap)
     write_span(Xrow, None, DXrow, terms, span, HAS, ALIGNED, X_ALIGNED, False, BLOCK_V)
@@ -140,7 +148,7 @@ def _nll_fwd_bwd_kernel(
 
 
 class _Plan(NamedTuple):
-    shape: tuple[int, ...]  # of -log p
+    shape: tuple[int, ...]  # shape of -log p
     exchange: tuple[int, int] | None  # shape of EXCHANGE, if several programs share a row
     launch: Launch | None  # None if there are no rows
 
@@ -148,11 +156,11 @@ class _Plan(NamedTuple):
 @functools.lru_cache(REMEMBERED)
 def nll_fwd_bwd_plan(
     shape: tuple, strides: tuple, offset: int, itemsize: int, device: torch.device,
-    place: Place | None,  # None: over the logits
+    place: Place | None,  # None if the gradient overwrites the logits
     options: tuple, coefs_per_row: bool, factor_per_row: bool, mean: bool,
     waiting: bool, revision: int,
 ) -> _Plan | None:  # fmt: skip
-    """None if one pass is not possible."""
+    """Returns the plan, or None if one pass is not possible."""
     temperature, softcap, ignore_index = options
     rows = describe(shape, strides, offset, itemsize)
     if rows is None or (mean and not 0 < rows.count <= MAX_COUNTED):

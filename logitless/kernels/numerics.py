@@ -1,8 +1,8 @@
-"""Arithmetic that all kernels share: softcap, exponents that cannot overflow, a max that moves.
+"""Arithmetic that all kernels share: softcap, exponents without overflow, changes of the max.
 
 Kernels compute y = softcap · tanh(x / softcap), or y = x without a softcap. The logits of the loss
-are z = y / temperature. Kernels divide in the exponent only, because the differences y - max(y) are
-exact under any common offset.
+are z = y / temperature. Kernels subtract max(y) before they divide by the temperature, because the
+differences y - max(y) are exact under any common offset.
 """
 
 import triton
@@ -14,12 +14,12 @@ from ..contract import NO_ID as NO_ID_
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
-NO_ID = tl.constexpr(NO_ID_)  # in an empty slot
+NO_ID = tl.constexpr(NO_ID_)  # the id of an empty slot
 
 
 @triton.jit
 def load(P, at, mask):
-    """P[at], and 0 where masked out. A mask of None adds no instruction."""
+    """Loads P[at], or 0 where the mask is False. A mask of None adds no instruction."""
     if mask is not None:
         return tl.load(P + at, mask=mask, other=0.0)
     else:
@@ -28,11 +28,11 @@ def load(P, at, mask):
 
 @triton.jit
 def only_if(flag, mask):
-    """mask & flag, for a scalar flag.
+    """Returns mask & flag for a scalar flag.
 
-    The interpreter keeps the result of an int32 comparison as int32. From Triton 3.9 on, it refuses
-    a mask that such a flag was broadcast to. `True &` makes the flag a bool, and compiles to
-    nothing.
+    In Triton's interpreter, the result of an int32 comparison is int32. From Triton 3.9 on, the
+    interpreter rejects masks that were combined with such a flag. `True & flag` is a bool and adds
+    no instruction to the compiled kernel.
     """
     return mask & (True & flag)
 
@@ -40,7 +40,7 @@ def only_if(flag, mask):
 @triton.jit
 def inverse_temperature(temperature, row):
     """1 / temperature of a row. `temperature` is a number, or a pointer to one number per row."""
-    if isinstance(temperature, float):  # the interpreter passes numbers as they are
+    if isinstance(temperature, float):  # in Triton's interpreter, numbers are Python floats
         return 1.0 / temperature
     elif temperature.dtype.is_ptr():
         return 1.0 / tl.load(temperature + row).to(tl.float32)
@@ -50,12 +50,12 @@ def inverse_temperature(temperature, row):
 
 @triton.jit
 def _tanh(u, IN: tl.constexpr):
-    """tanh(u), as exact as logits of dtype IN need. NaN stays NaN.
+    """Returns tanh(u) with a precision that suits logits of dtype IN. NaN stays NaN.
 
-    For bf16, NVIDIA GPUs have one instruction. Its error of 2^-11 is a quarter of the rounding of
-    the logits. Otherwise tanh is u times a fitted ratio of polynomials in u², with an error of 4e-7
-    for fp32 and 2e-6 for fp16. With a more exact tanh, a softcap would cost more time than the
-    memory traffic hides.
+    For bf16 on NVIDIA GPUs, tanh is one instruction with an error of 2^-11, a quarter of the
+    rounding error of bf16 logits. For other dtypes and GPUs, tanh is u times a fitted ratio of
+    polynomials in u², with an error of 4e-7 for fp32 and 2e-6 for fp16. A more exact tanh would
+    take longer than the loads and stores of the kernel.
     """
     if IN == tl.bfloat16 and is_cuda():
         return tl.inline_asm_elementwise(
@@ -78,11 +78,11 @@ def _tanh(u, IN: tl.constexpr):
 
 @triton.jit
 def _rounded_product(a, b):
-    """a · b, rounded before anything is subtracted from it.
+    """Returns a · b, rounded to fp32 before any further arithmetic.
 
-    The compiler may contract y = a · b and y - max(y) to one fused multiply-add, which does not
-    round y as the max was rounded. Then y - max(y) is not exactly 0 at the max, and a temperature
-    of 1e-12 makes it infinite.
+    The compiler may contract y = a · b and y - max(y) into one fused multiply-add. The fused
+    multiply-add does not round y, but max(y) is rounded. Then y - max(y) is not exactly 0 at the
+    max, and dividing the difference by a temperature of 1e-12 makes the exponent infinite.
     """
     if is_cuda():
         return tl.inline_asm_elementwise(
@@ -94,7 +94,7 @@ def _rounded_product(a, b):
 
 @triton.jit
 def capped(x, softcap):
-    """y in fp32, and dy/dx, which is the number 1.0 without a softcap."""
+    """Returns y in fp32, and dy/dx. Without a softcap, dy/dx is the number 1.0."""
     y = x.to(tl.float32)
     if softcap is not None:
         t = _tanh(y * (1.0 / softcap), x.dtype)
@@ -105,11 +105,11 @@ def capped(x, softcap):
 
 @triton.jit
 def finite(m):
-    """The number to subtract in an exponent: m, or 0 where m is ±inf."""
+    """Returns m, or 0 where m is ±inf. Kernels subtract the result in an exponent."""
     return tl.where(tl.abs(m) == INF, 0.0, m)
 
 
 @triton.jit
 def move(m, m_new, s):
-    """m - m_new, by which a state moves to a larger max. The empty state (-inf, 0) moves by 0."""
+    """Returns m - m_new, for rescaling a state from max m to max m_new; 0 for the empty state."""
     return tl.where((m == m_new) | (s == 0), 0.0, tl.maximum(m - m_new, -1e38))

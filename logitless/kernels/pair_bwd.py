@@ -1,12 +1,14 @@
-"""Backward of losses against a dense teacher: one sweep over both rows.
+"""Backward pass of losses against a dense teacher, in one pass over both rows.
 
-The five numbers per row that the forward saved suffice. In the symbols of pair_state.py:
+The backward needs only the five numbers per row that the forward saved. The symbols are those of
+pair_state.py.
 
-    forward KL, cross-entropy   dz = (e_q ratio - v) gain              v = e_p, or the target's mass
-    reverse KL                  dz = e_q (d_q - d_p - mean) gain
-    JSD                         dz = q (log2 q/M - mean) gain
+    Forward KL has dz = (e_q ratio - e_p) gain.
+    Cross-entropy has dz = (e_q ratio - v) gain, where v is the target.
+    Reverse KL has dz = e_q (d_q - d_p - mean) gain.
+    JSD has dz = q (log2(q/M) - mean) gain.
 
-A student equal to the teacher gets a gradient of exactly 0.
+If student and teacher are equal, the gradient is exactly 0.
 """
 
 import functools
@@ -41,13 +43,13 @@ from .stats_split_fwd import aligned
 
 
 class Terms(NamedTuple):
-    """Numbers that all columns of a row share."""
+    """The numbers that all columns of a row share."""
 
     shift_q: tl.tensor
     shift_p: tl.tensor
-    log_q: tl.tensor  # normalisers of JSD, in bits
-    log_p: tl.tensor
-    mean: tl.tensor  # the saved mean; the ratio s_p / s_q for forward KL and cross-entropy
+    log_q: tl.tensor  # log2 of the student's normaliser, for JSD
+    log_p: tl.tensor  # log2 of the teacher's normaliser, for JSD
+    mean: tl.tensor  # the saved mean, or s_p / s_q for forward KL and cross-entropy
     gain: tl.tensor
 
 
@@ -91,14 +93,15 @@ def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
                 both.X.dtype.element_ty,
             )  # fmt: skip
             dz = q * (log_q_m - terms.mean)
-    # Streamed past the cache, because the gradient is not read soon and logits are.
+    # The store bypasses the cache, because the next tiles read logits and no kernel reads the
+    # gradient soon.
     dx = (dz * terms.gain * slope).to(DX.dtype.element_ty)
     tl.store(DX + cols, dx, mask=mask, cache_modifier=".cs")
 
 
 @triton.jit
 def _zero_tile(DX, cols, mask):
-    """Writes the gradient of an ignored row, whose logits are not read."""
+    """Writes the zero gradient of an ignored row."""
     tl.store(DX + cols, tl.zeros(cols.shape, DX.dtype.element_ty), mask=mask)
 
 
@@ -107,10 +110,10 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # every row of X starts as far from a boundary as that of DX
-    t_aligned: bool  # and every row of T
-    step_u: int  # from row to row of UPSTREAM and FACTOR; 0 for one number for all
-    step_f: int
+    x_aligned: bool  # rows of X and DX start equally far from a 16-byte boundary
+    t_aligned: bool  # rows of T and DX start equally far from a 16-byte boundary
+    step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
+    step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
     block_v: int
 
 
@@ -124,10 +127,10 @@ def _pair_bwd_kernel(
     DX,  # output
     temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, stride_db, stride_dt, V,  # sizes
-    vocab, softcap, blend, ignore_index,  # options; vocab as in Both (pair_state.py)
+    vocab, softcap, blend, ignore_index,  # options
     KIND: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block). The fringe of a row goes with its first block."""
+    """One program per row and block. The fringe of a row belongs to its first block."""
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     blocks = tl.cdiv(V, BLOCK_V)
@@ -171,11 +174,11 @@ def pair_gradient(
     reading: Reading,
     pair: Pair,
     state: Tensor,  # (N, PAIR_STATE), from pair_read
-    upstream: Tensor,  # (...), or one number for all
-    factor: Tensor | None = None,  # likewise; multiplies upstream
-    into: Tensor | None = None,  # (..., V), where the gradient goes; may be x; None allocates
+    upstream: Tensor,  # one number, or one number per row
+    factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
+    into: Tensor | None = None,  # (..., V), output for the gradient, may be x; None allocates
 ) -> Tensor:
-    """The gradient of the student's logits, (..., V) in their dtype."""
+    """The gradient of the student's logits, (..., V), in the dtype of the logits."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if into is None else into
     if dx.numel() == 0:
         return dx

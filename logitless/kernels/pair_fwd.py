@@ -1,14 +1,15 @@
-"""Forward of losses against a dense teacher: divergences and soft cross-entropy.
+"""Forward pass of losses against a dense teacher: divergences and soft cross-entropy.
 
-In the symbols of pair_state.py, with the temperature T:
+Kernels accumulate a sum c and compute the loss from c. The symbols are those of pair_state.py. T is
+the temperature.
 
-    forward KL      Σ p log p/q    c = Σ e_p (d_p - d_q)    c/s_p /T + log s_q/s_p
-    reverse KL      Σ q log q/p    c = Σ e_q (d_q - d_p)    c/s_q /T + log s_p/s_q
-    cross-entropy  -Σ v log q      c = -Σ v d_q             c /T + Σv log s_q
+    Forward KL is Σ p log(p/q) = c/s_p/T + log(s_q/s_p), with c = Σ e_p (d_p - d_q).
+    Reverse KL is Σ q log(q/p) = c/s_q/T + log(s_p/s_q), with c = Σ e_q (d_q - d_p).
+    Cross-entropy is -Σ v log q = c/T + Σv log s_q, with c = -Σ v d_q.
 
-These three take one sweep. Where a max moves, d_p - d_q of all columns so far moves by the same
-number, and c is corrected for it. A student equal to the teacher gives exactly 0. JSD takes two
-sweeps (jsd_fwd.py).
+KL and cross-entropy need one pass over both rows. When a max changes, d_p - d_q changes by the same
+number for all columns read so far, and the kernel corrects c. If student and teacher are equal, the
+divergence is exactly 0. JSD needs two passes (jsd_fwd.py).
 """
 
 import functools
@@ -48,7 +49,7 @@ from .stats_split_fwd import aligned
 
 @triton.jit
 def _cross(c, s, moved, scale, e, h):
-    """c after one more block. Where the scale or e is 0, the term is 0, even if h is infinite."""
+    """Returns c after one more block. If the scale or e is 0, the term is 0 even for infinite h."""
     before = tl.where(scale == 0, 0.0, c * scale + s * (moved * scale))
     return before + tl.where(e != 0, e * h, 0.0)
 
@@ -90,10 +91,10 @@ def _pair_fwd_kernel(
     VALUE, STATE,  # outputs
     temperature,  # a number, or a pointer to one number per row
     rows_t, stride_xb, stride_xt, stride_tb, stride_tt, V,  # sizes
-    vocab, softcap, blend, ignore_index,  # options; vocab as in Both (pair_state.py)
+    vocab, softcap, blend, ignore_index,  # options
     KIND: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. Without VALUE, it saves the partial state of some columns."""
+    """One program per row. If VALUE is None, the program saves the partial state of X's columns."""
     row = tl.program_id(0)
     if ignore_index is not None:
         if tl.load(LABEL + row) == ignore_index:
@@ -127,7 +128,7 @@ def _pair_fwd_kernel(
             else:
                 mean = state.c / state.s_q
                 value = mean * inv_t + tl.log(state.s_p / state.s_q)
-            value = tl.where(value < 0, 0.0, value)  # negative by rounding only; NaN stays
+            value = tl.where(value < 0, 0.0, value)  # negative only by rounding; NaN stays NaN
         tl.store(VALUE + row, value)
         save_state(STATE, row, finite(state.m_q), state.s_q, finite(state.m_p), state.s_p, mean)
 
@@ -136,9 +137,10 @@ def pair_read(
     x: Tensor,  # (..., V)
     reading: Reading,
     pair: Pair,
-    norms: Tensor | None = None,  # (N, PAIR_STATE), shift and s of whole rows, for "jsd" on ranks
+    # (N, PAIR_STATE), shift and s of whole rows, for "jsd" of logits that are sharded over ranks
+    norms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each row, (...), and the state that its gradient needs, (N, PAIR_STATE)."""
+    """Returns the loss of each row, (...), and the state for the backward, (N, PAIR_STATE)."""
     value = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
     state = torch.empty((value.numel(), PAIR_STATE), device=x.device, dtype=torch.float32)
     if value.numel() == 0:
@@ -155,7 +157,7 @@ def pair_read(
 
 
 def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """The partial state of some columns, (N, PAIR_STATE): see pair_state.py."""
+    """The partial state of the columns in x, (N, PAIR_STATE) (see pair_state.py)."""
     rows = x.shape[:-1].numel()
     state = torch.empty((rows, PAIR_STATE), device=x.device, dtype=torch.float32)
     if rows:
@@ -164,12 +166,12 @@ def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
 
 
 def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Loss (N, 1) and state (N, PAIR_STATE) from a merged partial state.
+    """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
-    For "jsd", the loss and the mean in the state are missing.
+    For "jsd", the loss and the mean in the state are 0, because JSD needs another pass.
     """
     value, state = finish_in_torch(partial, kind, inv_t)
-    if inv_t is not None:  # from nats to units of y
+    if inv_t is not None:  # converts the mean from nats to units of y
         state[:, 4:] /= inv_t
     return value, state
 

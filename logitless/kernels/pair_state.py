@@ -1,19 +1,16 @@
-"""A student row beside a teacher row: how kernels walk over both, and the state that is saved.
+"""The loop of kernels over a student's and a teacher's row, and the state saved per row.
 
-With d = y - max y, e = 2^(d·rate) and s = Σ e for each row, the student is q = e_q / s_q and the
-teacher p = e_p / s_p. Only differences to a max are used, so that a common offset costs no digits.
+Let d = y - max y, e = 2^(d·rate) and s = Σ e for each row. Then the student is q = e_q / s_q, and
+the teacher is p = e_p / s_p. Kernels use only differences to a max, so that a common offset of the
+logits costs no precision.
 
 The saved state, (N, PAIR_STATE), holds shift and s of the student, shift and s of the teacher, and
-a mean. Each backend has its own unit for the mean, because only its own backward reads it. The
-kernels save
-
-    reverse KL    Σ q (d_q - d_p), in units of y, not divided by the temperature
-    JSD           Σ q log2(q / M), in bits
-    the others    0
-
-and eager/pair.py saves both in nats. The partial state of some columns (`pair_partial`) holds m
-instead of shift and a sum instead of the mean. The sum is in nats in both backends, because ranks
-merge partial states.
+a mean. The two backends save the mean in different units, because each backend reads only its own
+state. For reverse KL, the kernels save Σ q (d_q - d_p), in units of y, not divided by the
+temperature. For JSD, the kernels save Σ q log2(q / M), in bits. For other losses, the mean is 0.
+eager/pair.py saves the same means in nats. The partial state of some columns (`pair_partial`) holds
+the max instead of the shift, and a sum instead of the mean. The sum is in nats in both backends,
+because ranks merge partial states.
 """
 
 import functools
@@ -34,17 +31,17 @@ PAIR_STATE = tl.constexpr(PAIR_STATE_)
 
 
 class PairState(NamedTuple):
-    """The state after some columns. During a walk, each lane has a sum of its own."""
+    """The state of the columns read so far. During the loop, each lane has its own sums."""
 
     m_q: tl.tensor  # max y of the student
     s_q: tl.tensor  # Σ e_q
-    m_p: tl.tensor  # max of the teacher; unused by "soft"
-    s_p: tl.tensor  # Σ e_p, or the target's mass
-    c: tl.tensor  # the sum of the divergence (pair_fwd.py)
+    m_p: tl.tensor  # max of the teacher's logits; not used by "soft"
+    s_p: tl.tensor  # Σ e_p, or Σ v for "soft"
+    c: tl.tensor  # the sum c of the loss (see pair_fwd.py)
 
 
 class Both(NamedTuple):
-    """Both rows in memory, and the options of the loss."""
+    """Pointers to a student's and a teacher's row, and the options of the loss."""
 
     X: tl.tensor
     T: tl.tensor
@@ -52,30 +49,30 @@ class Both(NamedTuple):
     first: tl.tensor  # the column that X and T point to
     V: tl.tensor
     rate: tl.tensor  # log2 e / temperature
-    softcap: tl.tensor  # the student's alone, or None
-    blend: tl.tensor  # β of "jsd", the label smoothing ε of "soft"
-    vocab: tl.tensor  # V of the whole vocabulary, if the rows are some of its columns
+    softcap: tl.tensor  # the student's softcap, or None; the teacher has no softcap
+    blend: tl.tensor  # β for "jsd", the label smoothing ε for "soft"
+    vocab: tl.tensor  # size of the whole vocabulary, even if the rows are only a shard
 
 
 @triton.jit
 def elements_to(P):
-    """Elements from address 0 to P, from which follows how far P is from a 16-byte boundary."""
+    """The address of P in elements, from which kernels compute the alignment of P."""
     return P.to(tl.int64) // (P.dtype.element_ty.primitive_bitwidth // 8)
 
 
 @triton.jit
 def student(both, at, mask):
-    """y of the student; -inf past the end of the row."""
+    """Loads y of the student, with -inf where the mask is False."""
     y, _ = capped(load(both.X, at, mask), both.softcap)
     if mask is not None:
-        # After the softcap, because tanh would turn -inf into -softcap.
+        # The mask is applied after the softcap, because tanh would turn -inf into -softcap.
         y = tl.where(mask, y, -INF)
     return y
 
 
 @triton.jit
 def teacher(both, at, mask):
-    """Logits of the teacher; -inf past the end of the row."""
+    """Loads the teacher's logits, with -inf where the mask is False."""
     t = load(both.T, at, mask).to(tl.float32)
     if mask is not None:
         t = tl.where(mask, t, -INF)
@@ -84,7 +81,7 @@ def teacher(both, at, mask):
 
 @triton.jit
 def target(both, at, mask):
-    """The mass of each class in soft cross-entropy: smoothed, times the class weight."""
+    """The smoothed target probability of each class, multiplied by the class weight."""
     v = load(both.T, at, mask).to(tl.float32) * (1.0 - both.blend) + both.blend / both.vocab
     if both.W is not None:
         v *= load(both.W, both.first + at, mask).to(tl.float32)
@@ -95,7 +92,10 @@ def target(both, at, mask):
 
 @triton.jit
 def extend(m, y, rate):
-    """The max after one more block, its move (0 from -inf), and d and e of the block."""
+    """Returns the max after one more block, the change of the max, and d and e of the block.
+
+    The change is 0 if the old max is -inf.
+    """
     m_new = tl.maximum(m, tl.max(y, axis=0))
     moved = tl.where((m == m_new) | (m == -INF), 0.0, tl.maximum(m - m_new, -1e38))
     d = y - finite(m_new)
@@ -107,7 +107,10 @@ def walk_both(
     f: tl.constexpr, state, row, head, body, lo, hi,
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """layout.walk over both rows. The fringe is as wide as a block, because sums are per lane."""
+    """Runs layout.walk over both rows.
+
+    The fringe tile is as wide as a block, because each lane of a block has its own sums.
+    """
     PACK: tl.constexpr = pack_of(row.X)
     X = tl.multiple_of(row.X + head, 16)
     T = row.T + head
@@ -122,14 +125,14 @@ def walk_both(
 
 @triton.jit
 def fresh_state(BLOCK_V: tl.constexpr):
-    """The state of no columns."""
+    """The state before any column is read."""
     empty, zero = tl.full((), -INF, tl.float32), tl.zeros((BLOCK_V,), tl.float32)
     return PairState(empty, zero, empty, zero, zero)
 
 
 @triton.jit
 def sum_lanes(state):
-    """The state with one sum for all lanes."""
+    """Returns the state with each sum reduced over all lanes."""
     return PairState(
         state.m_q, tl.sum(state.s_q, axis=0), state.m_p, tl.sum(state.s_p, axis=0),
         tl.sum(state.c, axis=0),
@@ -138,7 +141,7 @@ def sum_lanes(state):
 
 @triton.jit
 def save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean):
-    """Saves the state of a row. shift is m, or 0 where m is infinite."""
+    """Saves the state of a row. A shift is the max, or 0 where the max is infinite."""
     at = STATE + row.to(tl.int64) * PAIR_STATE
     tl.store(at, shift_q)
     tl.store(at + 1, s_q)
@@ -149,7 +152,7 @@ def save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean):
 
 @triton.jit
 def load_state(STATE, row):
-    """The saved state as a PairState, with shifts instead of maxima and the mean instead of c."""
+    """Loads a saved state as a PairState, with shifts as m_q and m_p and the mean as c."""
     at = STATE + row.to(tl.int64) * PAIR_STATE
     return PairState(
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
@@ -157,7 +160,10 @@ def load_state(STATE, row):
 
 
 def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
-    """x and its rows, other and its rows, with the same rows_t. Either tensor may be a copy."""
+    """Returns x, the layout of x, other, and the layout of other.
+
+    Both layouts have the same rows_t. x or other is copied if needed.
+    """
     x, rows = rows_of(x)
     other, o_rows = rows_of(other)
     if rows.rows_t != o_rows.rows_t:
@@ -170,10 +176,10 @@ def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
 
 @functools.lru_cache(REMEMBERED)
 def with_one_rows_t(*several: Rows) -> tuple[Rows, ...] | None:
-    """The same rows with one rows_t for all; None if no rows_t fits.
+    """Returns the layouts with one common rows_t, or None if no rows_t fits all layouts.
 
-    So a kernel finds a row in all tensors by one division. Rows with a single stride can be counted
-    in groups of any size.
+    With a common rows_t, a kernel finds a row in all tensors by one division. A layout with a
+    single row stride can use any rows_t.
     """
     rows_t = min(rows.rows_t for rows in several)
     if any(rows.rows_t not in (rows_t, rows.count) for rows in several):
@@ -191,6 +197,9 @@ def contiguous(t: Tensor | None) -> Tensor | None:
 
 
 def temperature_of(reading: Reading) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
-    """The temperature as the last tensor of a launch, or else as its first number."""
+    """Returns the temperature as (tensors, numbers) of a launch.
+
+    A temperature per row is the last tensor of a launch. A single temperature is the first number.
+    """
     t = contiguous(reading.row_temperature)
     return ((), (reading.temperature,)) if t is None else ((t,), ())

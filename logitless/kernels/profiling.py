@@ -2,12 +2,12 @@
 
 `@triton.jit(**profiled("ids_bwd", ...))` gives a kernel two functions:
 
-- `repr` names the compiled kernel, as Nsight, torch.profiler and compute-sanitizer show it:
-  `logitless_ids_bwd_bf16`. A name in PTX has letters, digits and underscores only. Triton calls it
-  once per compilation.
-- `launch_metadata` names one launch and counts its bytes, as Proton shows them:
-  `ids_bwd[bf16, K=64]`. Triton calls it only while a profiler is active (see launch.py), so
-  an unprofiled launch does not pay for it.
+- `repr` names the compiled kernel for Nsight, torch.profiler and compute-sanitizer, for example
+  `logitless_ids_bwd_bf16`. PTX allows only letters, digits and underscores in a name. Triton calls
+  `repr` once per compilation.
+- `launch_metadata` names one launch and counts its bytes for Proton, for example
+  `ids_bwd[bf16, K=64]`. Triton calls `launch_metadata` only while a profiler is active (see
+  launch.py), so that it costs nothing without a profiler.
 """
 
 import math
@@ -17,20 +17,22 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-Arguments = dict[str, Any]  # of one launch, by the names of the kernel's parameters
+Arguments = dict[str, Any]  # the arguments of one launch, by parameter name
 
-LOGITS = ("X", "STUDENT", "DX")  # the first of these that a kernel has gives the dtype in its name
+# The first of these parameters that a kernel has determines the dtype in the kernel's name.
+LOGITS = ("X", "STUDENT", "DX")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def profiled(
     family: str, *, shows: tuple[str, ...] = (), **moves: Callable[[Arguments], int]
 ) -> dict[str, Callable]:
-    """The options `repr` and `launch_metadata` of triton.jit.
+    """Returns the options `repr` and `launch_metadata` of triton.jit.
 
-    `shows` lists the parameters whose values are part of the name. The bytes of a launch count
-    every element of every tensor once, read or written. A keyword argument replaces that count for
-    the parameter of its name: it returns the number of elements that the launch moves.
+    `shows` lists the parameters whose values are in the name. By default, the bytes of a launch
+    count every element of every tensor once. A keyword argument in `moves` replaces the count of
+    the parameter with the same name. The keyword argument is a function that returns the number of
+    elements read and written.
     """
 
     def repr(specialization) -> str:
@@ -53,7 +55,7 @@ def profiled(
 
 
 def _bytes_moved(args: Arguments, moves: dict[str, Callable[[Arguments], int]]) -> int:
-    """The bytes that a launch reads and writes, if every row counts and caches serve repeats."""
+    """The bytes that a launch reads and writes, without ignored rows and without repeated reads."""
     total = 0
     for name, value in args.items():
         tensor = value.base if isinstance(value, TensorDescriptor) else value
@@ -64,21 +66,21 @@ def _bytes_moved(args: Arguments, moves: dict[str, Callable[[Arguments], int]]) 
 
 
 def elements(t: torch.Tensor | TensorDescriptor) -> int:
-    """The numbers that a tensor has in memory. An expanded dimension counts once."""
+    """The number of elements of a tensor in memory. An expanded dimension counts as size 1."""
     base = t.base if isinstance(t, TensorDescriptor) else t
     return math.prod(n for n, stride in zip(base.shape, base.stride(), strict=True) if stride)
 
 
 def at_ids(args: Arguments) -> int:
-    """One element per id."""
+    """Returns the number of ids, for a parameter that moves one element per id."""
     return elements(args["IDS"])
 
 
 def nothing(args: Arguments) -> int:
-    """For memory that most launches do not touch."""
+    """Returns 0, for memory that most launches do not touch."""
     return 0
 
 
 def in_place(args: Arguments) -> int:
-    """X, read, and written too unless the gradient has memory of its own."""
+    """Elements of X, counted twice if the gradient is written over X."""
     return elements(args["X"]) * (2 if args.get("DX") is None else 1)

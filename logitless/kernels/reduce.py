@@ -12,7 +12,7 @@ from .state import is_live
 
 @triton.jit
 def row_block(LABEL, start, N, ignore_index, BLOCK_N: tl.constexpr):
-    """The rows of one block, a mask of those that exist, and a mask of those that count."""
+    """Returns the rows of one block, a mask of rows below N, and a mask of rows that count."""
     rows = start + tl.arange(0, BLOCK_N)
     mask = rows < N
     if LABEL is not None:
@@ -30,11 +30,11 @@ def row_block(LABEL, start, N, ignore_index, BLOCK_N: tl.constexpr):
 def _reduce_kernel(
     LOSS,  # output, one number
     VALUE, LABEL, WEIGHT, MASS,  # inputs
-    FACTOR,  # output, one number or one per row
+    FACTOR,  # output, one number, or one number per row
     N, ignore_index,  # sizes, options
     MEAN: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program, so that the sum is the same in every run."""
+    """A single program reduces all rows, so that the result is bitwise reproducible."""
     total = tl.zeros((BLOCK_N,), tl.float32)
     mass = tl.zeros((BLOCK_N,), tl.float32)
     count = tl.zeros((BLOCK_N,), tl.int32)

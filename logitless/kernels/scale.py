@@ -1,4 +1,4 @@
-"""Multiplies each row by a number, in place. Rows whose number is 1 are not read."""
+"""Multiplies each row by a number, in place. Rows whose factor is 1 are not read."""
 
 import functools
 
@@ -22,7 +22,7 @@ def _scale_kernel(
     step_g, rows_t, stride_xb, stride_xt, V, tiles, blocks,  # sizes
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """As many programs as fit. Each takes one (row, block) after another."""
+    """The grid has as many programs as the GPU runs at once. Each program loops over tiles."""
     if step_g == 0:
         if tl.load(G).to(tl.float32) == 1.0:
             return
@@ -41,7 +41,7 @@ def scale_launch(
     shape: tuple, strides: tuple, offset: int, itemsize: int, one_number: bool,
     device: torch.device, revision: int,
 ) -> Launch | None:  # fmt: skip
-    """None if x has too many strides."""
+    """Returns the Launch, or None if x has too many strides."""
     rows = describe(shape, strides, offset, itemsize)
     if rows is None:
         return None

@@ -1,30 +1,32 @@
 """A divergence over the K slots of each row, and its gradient, in one pass.
 
 A sparse teacher has K numbers log p per row, and the student has K numbers log q. A slot adds f to
-the divergence and g = ∂f / ∂log q to the gradient. Both follow the definition for masses that need
-not sum to 1:
+the divergence and g = ∂f / ∂log q to the gradient. The masses p and q need not sum to 1. Each
+divergence has its own f and g:
 
-    forward_kl    f = p log(p/q)                             g = -p
-    reverse_kl    f = q log(q/p)                             g = f + q
-    jsd           f = β p log(p/M) + (1-β) q log(q/M)        g = (1-β) q log(q/M)
-    tvd           f = ½ |p - q|                              g = ½ q sign(q - p)
+    "forward_kl" has f = p log(p/q) and g = -p.
+    "reverse_kl" has f = q log(q/p) and g = f + q.
+    "jsd" has f = β p log(p/M) + (1-β) q log(q/M) and g = (1-β) q log(q/M).
+    "tvd" has f = ½ |p - q| and g = ½ q sign(q - p).
 
-The support decides how p and q are normalised. P and Q are the sums over the slots that count:
+For "jsd", M = βp + (1-β)q. The support determines the normalisation of p and q. P is the sum of p
+over the slots that count, and Q is the sum of q.
 
-    truncate                  p and q as they are
-    tail                      the same, and one more bucket for the rest of the vocabulary
-    renorm_teacher            p/P and q
-    renorm                    p/P and q/Q
-    gathered_renorm           p and q/Q
-    gathered                  p and q/Q, with Q the sum over all slots
+    "truncate" compares p and q.
+    "tail" compares p and q, with one more slot for the rest of the vocabulary.
+    "renorm_teacher" compares p/P and q.
+    "renorm" compares p/P and q/Q.
+    "gathered_renorm" compares p and q/Q.
+    "gathered" compares p and q/Q, where Q is the sum over all slots.
 
-A student that is normalised here passes its gradient on to its logits, d_k = g_k - q_k Σ g.
-Otherwise log q is a log-probability of the whole row, and the coefficient a of the row takes -Σ g.
+If the support divides q by Q, the kernel reads the student's logits, and their gradient is
+g_k - q_k Σ g. For the other supports, log q is a log-probability of the whole row, and the
+coefficient a of the row is -Σ g.
 
-Every term is a mass times a difference of logarithms, and a mass of 0 gives a term of 0: where
-p = 0, the forward KL is 0 for every q. log M is computed relative to the larger of p and q, so that
-p = q gives exactly 0. A masked slot has no mass on either side, and no gradient. "gathered" masks
-the teacher only.
+Every term is a mass times a difference of logarithms. The term is 0 if the mass is 0. For example,
+the term of forward KL is 0 if p = 0, for every q. log M is computed relative to the larger of p and
+q, so that p = q gives exactly 0. In a masked slot, p, q and the gradient are 0. For "gathered", the
+mask applies only to the teacher.
 """
 
 import functools
@@ -49,14 +51,14 @@ from .state import is_live
 from .tail_mass import LEAST_TAIL, lift_of
 
 LOG_ROUNDING = tl.constexpr(_contract.LOG_ROUNDING)
-MAX_K = 4096  # slots per row that one program holds; PyTorch computes longer rows
-WARP = 512  # slots per warp; whole rows if they fit, because sums within a warp need no barrier
+MAX_K = 4096  # largest number of slots per row for the kernel; eager/ computes longer rows
+WARP = 512  # slots per warp; a row within one warp needs no barrier for its sums
 
 
 @triton.jit
 def _inverse_temperatures(temperature, row, mask):
     """1 / temperature of rows. `temperature` is a number, or a pointer to one number per row."""
-    if isinstance(temperature, float):  # the interpreter passes numbers as they are
+    if isinstance(temperature, float):  # in Triton's interpreter, numbers are Python floats
         return 1.0 / temperature
     elif temperature.dtype.is_ptr():
         return 1.0 / tl.load(temperature + row, mask=mask, other=1.0).to(tl.float32)
@@ -66,11 +68,12 @@ def _inverse_temperatures(temperature, row, mask):
 
 @triton.jit
 def _normalised(y, inv_t):
-    """log q, q and a mask of the rows with a mass, for q = e^z / Σ e^z and z = y inv_t.
+    """Returns log q, q and a mask of the rows that are not all -inf, for q = softmax(y inv_t).
 
-    A row of -inf gets log q = -inf and q = 0. inv_t is None for 1.
+    A row of -inf has log q = -inf and q = 0. inv_t = None means 1.
     """
-    d = y - finite(tl.max(y, axis=1))[:, None]  # first, so that a common offset costs no digits
+    # The max is subtracted before the temperature applies, so that an offset costs no precision.
+    d = y - finite(tl.max(y, axis=1))[:, None]
     if inv_t is not None:
         d *= inv_t
     e = tl.exp(d)
@@ -82,10 +85,10 @@ def _normalised(y, inv_t):
 
 @triton.jit
 def _rest(log_p, p, k):
-    """log(1 - P) of rows; -inf where rounding makes P 1 or more.
+    """Returns log(1 - P) of each row, or -inf where rounding makes P ≥ 1.
 
-    1 minus the largest p is computed as -expm1(log p), so that a teacher with a largest p of
-    1 - 1e-9 keeps its tail.
+    1 minus the largest p is computed as -expm1(log p). So a teacher whose largest p is 1 - 1e-9
+    keeps its tail.
     """
     top, at = tl.max(log_p, axis=1, return_indices=True)
     others = tl.sum(tl.where(k[None, :] == at[:, None], 0.0, p), axis=1)
@@ -97,7 +100,7 @@ def _rest(log_p, p, k):
 
 @triton.jit
 def _terms(log_p, p, log_q, q, beta, DIVERGENCE: tl.constexpr):
-    """f and g of each slot."""
+    """Returns f and g of each slot."""
     if DIVERGENCE == "forward_kl":
         return tl.where(p == 0, 0.0, p * (log_p - log_q)), -p
     elif DIVERGENCE == "reverse_kl":
@@ -105,7 +108,7 @@ def _terms(log_p, p, log_q, q, beta, DIVERGENCE: tl.constexpr):
         return f, f + q
     elif DIVERGENCE == "jsd":
         u = log_q - log_p
-        lesser = tl.where(u > 0, beta, 1.0 - beta)  # the weight of the smaller mass in M
+        lesser = tl.where(u > 0, beta, 1.0 - beta)  # the weight in M of the smaller one of p and q
         log_m = tl.log(1.0 - lesser * (1.0 - tl.exp(-tl.abs(u))))
         f_p = tl.where(p == 0, 0.0, p * (-tl.maximum(u, 0.0) - log_m))
         f_q = tl.where(q == 0, 0.0, q * (tl.minimum(u, 0.0) - log_m))
@@ -118,17 +121,21 @@ def _terms(log_p, p, log_q, q, beta, DIVERGENCE: tl.constexpr):
 
 @triton.jit
 def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE: tl.constexpr):
-    """(f, g, log q) of the bucket for the rest of the vocabulary; 0 in rows that do not count."""
+    """Returns f, g and log q of the slot for the rest of the vocabulary.
+
+    f and g are 0 in rows that do not count.
+    """
     log_q_tail = load(STUDENT_TAIL, row, counts).to(tl.float32)
     if TEACHER_TAIL is not None:
         log_p_tail = load(TEACHER_TAIL, row, counts).to(tl.float32)
     else:
         log_p_tail = _rest(log_p, p, k)
-    # If the student's tail is empty, a teacher tail below 16-bit rounding counts as empty.
+    # If the student's tail is empty, a teacher's tail that 16-bit rounding can explain is also
+    # treated as empty.
     no_tail = (log_q_tail == -INF) & (log_p_tail < LOG_ROUNDING)
     log_p_tail = tl.where(no_tail, -INF, log_p_tail)
     f, g = _terms(log_p_tail, tl.exp(log_p_tail), log_q_tail, tl.exp(log_q_tail), beta, DIVERGENCE)
-    has_gradient = counts & (log_q_tail != -INF)  # an empty tail has none
+    has_gradient = counts & (log_q_tail != -INF)  # an empty tail has gradient 0
     return tl.where(counts, f, 0.0), tl.where(has_gradient, g, 0.0), log_q_tail
 
 
@@ -152,12 +159,12 @@ def _row_weights(WEIGHT, row, live, kd_weight):
 def _slot_divergence_kernel(
     STUDENT, TEACHER, MASK, STUDENT_TAIL, TEACHER_TAIL, WEIGHT, LOGPROB_T1, LABEL,  # inputs
     VALUE, D_STUDENT, COEF,  # outputs
-    temperature,  # of the student's logits, or None
+    temperature,  # the temperature of the student's logits, or None
     N, K, stride_sn, ignore_index, beta, kd_weight, ce_weight,  # sizes, options
     DIVERGENCE: tl.constexpr, RENORM_P: tl.constexpr, STUDENT_OVER: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program per ROWS whole rows, as a tile (ROWS, BLOCK_K)."""
+    """Each program computes ROWS whole rows as one tile (ROWS, BLOCK_K)."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     r, k = tl.arange(0, ROWS), tl.arange(0, BLOCK_K)
     row, mask_r = first + r, r < N - first
@@ -166,7 +173,7 @@ def _slot_divergence_kernel(
         live_r = mask_r & is_live(tl.load(LABEL + row, mask=mask_r, other=0), ignore_index)
     inside = mask_r[:, None] & (k < K)[None, :]
     live = live_r[:, None] & (k < K)[None, :]
-    live_q = live  # slots of the student
+    live_q = live  # slots in the student's softmax
     at = r[:, None] * K + k[None, :]
     if MASK is not None:
         live = tl.load(MASK + first * K + at, mask=live, other=0) != 0
@@ -195,7 +202,7 @@ def _slot_divergence_kernel(
     f, g = _terms(log_p, p, log_q, q, beta, DIVERGENCE)
     value = tl.sum(f, axis=1)
     if STUDENT_OVER is not None:
-        # A student without any mass has no gradient.
+        # The gradient is 0 if the student has no mass on the slots.
         g = tl.where(has_mass[:, None], g - q * tl.sum(g, axis=1)[:, None], 0.0)
         if inv_t is not None:
             g *= inv_t
@@ -210,14 +217,14 @@ def _slot_divergence_kernel(
         a -= tl.sum(g, axis=1)
     if STUDENT_TAIL is not None:
         counts = live_r
-        if MASK is not None:  # a row without a slot does not count
+        if MASK is not None:  # a row whose slots are all masked does not count
             counts = tl.max(live.to(tl.int32), axis=1) != 0
         f_tail, g_tail, log_q_tail = _tail(
             log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
         )
         value += f_tail
         g_tail = tl.where(counts, g_tail * weight, 0.0)
-        # d tail/dz_i is p_i / e^tail - p_i outside, and -p_i inside.
+        # d tail / dz_i is p_i / e^tail - p_i for columns outside the ids, and -p_i for the ids.
         a -= g_tail
         tl.store(COEF + COEF_A_IDS, a, mask=mask_r)
         a = a * tl.exp(lift_of(log_q_tail)) + g_tail * tl.exp(-tl.maximum(log_q_tail, LEAST_TAIL))
@@ -231,16 +238,16 @@ def _slot_divergence_kernel(
 
 
 def slots(
-    student: Tensor,  # (..., K), log q; logits for the supports that normalise the student
+    student: Tensor,  # (..., K), log q, or logits if the support is in RENORM_STUDENT
     reading: Reading,
     sparse: Slots,
-    tail: Tensor | None = None,  # (...), log mass of the student outside the slots
+    tail: Tensor | None = None,  # (...), log of the student's mass outside the slots
     logprob_t1: Tensor | None = None,  # (...), log p of the label at temperature 1
-    temperature: float | Tensor | None = None,  # of the student's logits; one for all or (...)
+    temperature: float | Tensor | None = None,  # temperature of the student's logits, () or (...)
 ) -> tuple[Tensor, Coefficients]:
-    """The value of each row, (...), and the coefficients of its gradient, all in fp32.
+    """Returns kd_weight · divergence - ce_weight · logprob_t1, (...), and its coefficients.
 
-    PyTorch computes rows of more than MAX_K slots.
+    All results are fp32. eager/ computes rows of more than MAX_K slots.
     """
     shape = student.shape
     if shape[-1] > MAX_K or student.numel() == 0:
@@ -279,8 +286,8 @@ def slots(
 
 
 class _Plan(NamedTuple):
-    shape: tuple[int, ...]  # of the values
-    has: tuple[str, ...]  # fields of the coefficients
+    shape: tuple[int, ...]  # shape of the values
+    has: tuple[str, ...]  # names of the coefficients in use
     launch: Launch
 
 
@@ -291,7 +298,10 @@ def _plan(
     ignore_index: int | None, divergence: str, support: str, beta: float, kd_weight: float,
     ce_weight: float,
 ) -> _Plan:  # fmt: skip
-    """One plan per alignment of student, teacher and mask: bytes after a 16-byte boundary."""
+    """Builds a plan. Each offset is a number of bytes after a 16-byte boundary.
+
+    Triton compiles for the alignment of student, teacher and mask, so each alignment needs a plan.
+    """
     *lead, K = shape
     N, block_k = math.prod(lead), config.ceil_pow2(K)
     rows = max(1, WARP // block_k)

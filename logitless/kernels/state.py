@@ -1,10 +1,10 @@
-"""The running state of a row, into which kernels fold one block of columns after another.
+"""The running state of a row. Kernels update the state once per block of columns.
 
-    m = max y    s = Σ e^(d/T)    w = Σ d e^(d/T)    c = Σ v (y - ref)    n = Σ v        d = y - m
+    m = max y,  s = Σ e^(d/T),  w = Σ d e^(d/T),  c = Σ v (y - ref),  n = Σ v,  where d = y - m
 
-v are the class weights (1 without). ref is near the mean of the row, so that c stays small and
-exact. `block` is the first block that reaches m. s1 = Σ e^d is a second normaliser, at
-temperature 1.
+The class weights are v, and v = 1 without class weights. The number ref is near the mean of the
+row, so that c stays small and exact. The field `block` is the first column of the first block that
+contains m. The sum s1 = Σ e^d is the normaliser at temperature 1.
 """
 
 from typing import NamedTuple
@@ -20,11 +20,14 @@ STATE_WIDTH = tl.constexpr(_contract.STATE)
 SHIFT = tl.constexpr(_contract.SHIFT)
 LOG_S = tl.constexpr(_contract.LOG_S)
 LOG_S1 = tl.constexpr(_contract.LOG_S1)
-NOWHERE = tl.constexpr(_contract.NOWHERE)  # no column
+NOWHERE = tl.constexpr(_contract.NOWHERE)  # marks the absence of a column
 
 
 class State(NamedTuple):
-    """The state after some columns. Fields that no statistic needs stay 0, and compile away."""
+    """The state of the columns read so far.
+
+    The compiler removes fields that no statistic needs. Such fields stay 0.
+    """
 
     m: tl.tensor
     s: tl.tensor
@@ -36,28 +39,28 @@ class State(NamedTuple):
 
 
 class RowWindow(NamedTuple):
-    """Columns in memory, and which sums are computed over them."""
+    """Columns in memory, and flags for the sums to compute over these columns."""
 
     X: tl.tensor
     W: tl.tensor  # class weights of the whole row, or None
     first: tl.tensor  # the column that X points to
     ref: tl.tensor
     rate: tl.tensor  # log2 e / temperature
-    softcap: tl.tensor  # or None
-    ENTROPY: tl.constexpr  # w
-    TOTAL: tl.constexpr  # c, and n where there are class weights
-    SECOND: tl.constexpr  # s1
+    softcap: tl.tensor  # a number or None
+    ENTROPY: tl.constexpr  # whether to compute w
+    TOTAL: tl.constexpr  # whether to compute c, and n if there are class weights
+    SECOND: tl.constexpr  # whether to compute s1
 
 
 @triton.constexpr_function
 def field(struct, name):
-    """A field of the dataclass that a kernel takes as its CONSTANTS (see launch.py)."""
+    """Returns one field of the dataclass that a kernel gets as CONSTANTS (see launch.py)."""
     return getattr(struct, name)
 
 
 @triton.constexpr_function
 def pack_of(P):
-    """Elements in 16 bytes."""
+    """The number of elements of P in 16 bytes."""
     return 128 // P.dtype.element_ty.primitive_bitwidth
 
 
@@ -72,11 +75,11 @@ def is_live(label, ignore_index):
 
 @triton.jit
 def fold(state, window, start, offs, mask):
-    """The state after one more block, the columns start + offs."""
+    """Returns the state after reading one more block, the columns start + offs."""
     at = start + offs
     y, _ = capped(load(window.X, at, mask), window.softcap)
     if mask is not None:
-        # After the softcap, because tanh would turn -inf into -softcap.
+        # The mask is applied after the softcap, because tanh would turn -inf into -softcap.
         y = tl.where(mask, y, -INF)
     top = tl.max(y, axis=0)
     block = tl.where(top > state.m, start, state.block)
@@ -87,7 +90,7 @@ def fold(state, window, start, offs, mask):
     e = tl.exp2(d * window.rate)
     s, w, c, n, s1 = state.s, state.w, state.c, state.n, state.s1
     if window.ENTROPY:
-        # Where e is 0, any finite d gives the right term, 0. -inf · 0 would be NaN.
+        # Infinite d is clamped, because -inf · 0 would be NaN. The term is 0 where e is 0.
         w = w * scale + moved * (s * scale) + tl.sum(tl.maximum(d, -1e38) * e, axis=0)
     s = s * scale + tl.sum(e, axis=0)
     if window.SECOND:
@@ -111,9 +114,9 @@ def fold_span(
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, X_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The state of the columns [lo, hi) of a row's body, and of its fringe if lo = 0.
+    """The state of the columns [lo, hi) of a row's body, including the row's fringe if lo = 0.
 
-    If X_ALIGNED, the body starts on a 16-byte boundary.
+    If X_ALIGNED, the body starts on a 16-byte boundary. layout.py defines body and fringe.
     """
     zero = tl.full((), 0.0, tl.float32)
     block = tl.full((), 0, tl.int32) + lo
@@ -130,7 +133,7 @@ def fold_span(
 
 @triton.jit
 def reference(Xrow, V, softcap, TOTAL: tl.constexpr):
-    """The mean of the row's first columns, near which Σ (y - ref) does not cancel."""
+    """The mean of the row's first 512 columns, subtracted to avoid cancellation in Σ y."""
     ref = 0.0
     if TOTAL:
         cols = tl.arange(0, 512)
@@ -153,7 +156,7 @@ def column_of_max(
     Xrow, state, head, body, V, softcap,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The lowest column that reaches the max. It reads the first block that reached it again."""
+    """The lowest column with the row's max. Reads the first block that contains the max again."""
     at = state.block + tl.arange(0, BLOCK_V)
     arg = _leftmost(tl.multiple_of(Xrow + head, 16), at, at < body, head, state.m, softcap)
     if not ALIGNED:
@@ -164,7 +167,7 @@ def column_of_max(
 
 @triton.jit
 def with_count(state, n):
-    """The state of n columns of weight 1."""
+    """Returns a copy of the state with another n, for rows without class weights."""
     return State(state.m, state.s, state.w, state.c, n, state.block, state.s1)
 
 

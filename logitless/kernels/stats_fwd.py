@@ -1,4 +1,4 @@
-"""Statistics of whole rows in one pass over the logits: one program per row.
+"""Statistics of whole rows in one pass over the logits, with one program per row.
 
 If there are too few rows to fill the GPU, each row is split over several programs instead
 (stats_split_fwd.py), and a second launch merges the splits (stats_merge.py).
@@ -31,7 +31,7 @@ from .stats_outputs import Outputs, write_ids, write_label, write_row
 class _Constants:
     """The constants that the kernel is compiled for."""
 
-    second: bool  # a second normaliser, at temperature 1
+    second: bool  # whether to compute s1, the normaliser at temperature 1
     aligned: bool
     block_v: int
     block_k: int

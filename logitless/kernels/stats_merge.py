@@ -1,7 +1,7 @@
-"""Merges the splits of each row: into one split (merge), or into its statistics (finish).
+"""Merges the splits of each row into one split (`merge`) or into statistics (`finish`).
 
-A split is what one program, one block of columns or one rank has computed of a row. contract.py
-lists its fields.
+A split holds the partial statistics of a row from one program, one block of columns or one rank.
+contract.py lists the fields of a split.
 """
 
 import functools
@@ -38,11 +38,11 @@ def _merge(
     at, step, mask, rate,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """The state of a row, the column of its max and ref, from all of its splits.
+    """Returns the state of a row, its argmax and its ref, merged from all splits of the row.
 
-    `at` points to the first field of each split. The fields of a split are `step` numbers apart.
+    `at` points to the first field of each split. The fields of a split are `step` elements apart.
     """
-    # All loads come before the first reduction, so that they overlap.
+    # All loads come before the first reduction, so that the loads overlap.
     m_p = tl.load(at + SPLIT_M * step, mask=mask, other=-INF)
     s_p = tl.load(at + SPLIT_S * step, mask=mask, other=0.0)
     if ENTROPY:
@@ -59,13 +59,14 @@ def _merge(
     moved = move(m_p, m, s_p)
     scale = tl.exp2(moved * rate)
     s = tl.sum(s_p * scale, axis=0)
-    w, c, n, s1, arg, ref = m, m, m, m, 0, 0.0  # placeholders for what is not wanted
+    w, c, n, s1, arg, ref = m, m, m, m, 0, 0.0  # placeholders for fields that are not needed
     if ENTROPY:
         w = tl.sum(w_p * scale + moved * (s_p * scale), axis=0)
     if SECOND:
         s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
     if TOTAL:
-        # The largest reference. Splits of one launch share theirs, so that nothing is rounded.
+        # The merged ref is the largest ref of all splits. All splits of one launch have the same
+        # ref, so that the merge adds no rounding error.
         ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
         ref = tl.where(ref == -INF, 0.0, ref)
         c = tl.sum(c_p + n_p * (ref_p - ref), axis=0)
@@ -80,7 +81,7 @@ def store_split(
     at, step, state, ref, arg,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the wanted fields of a split, `step` numbers apart; the column of the max as bits."""
+    """Stores the needed fields of a split, `step` elements apart. The argmax is stored as bits."""
     tl.store(at + SPLIT_M * step, state.m)
     tl.store(at + SPLIT_S * step, state.s)
     if ENTROPY:
@@ -121,7 +122,10 @@ def _stats_merge_kernel(
 
 
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
-    """Splits of the same rows as one split. Their logits of the ids add up."""
+    """Merges the partial statistics of several splits of the same rows into those of one split.
+
+    `picked` is added, because it is 0 in every split that does not hold the id.
+    """
     splits = several[0].state
     if len(several) > 1:
         splits = torch.cat([partials.state for partials in several], 1)
@@ -132,7 +136,7 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     temperature = reading.row_temperature
     if len(splits):
         launch = _merge_launch(
-            splits.shape, splits.stride(), reading.temperature if temperature is None else None,
+            splits.shape, splits.stride(), reading.temperature,
             reading.sums, reading.label is not None,
         )  # fmt: skip
         launch(splits, state, *(() if temperature is None else (temperature.contiguous(),)))
@@ -152,7 +156,7 @@ def _merge_launch(
 
 
 def constants_of(sums: Sums) -> dict[str, bool]:
-    """The wanted sums as constants of a kernel."""
+    """The flags of Sums as constants of a kernel."""
     return {name.upper(): wanted for name, wanted in sums._asdict().items()}
 
 
@@ -160,7 +164,7 @@ def constants_of(sums: Sums) -> dict[str, bool]:
 class _Constants:
     """The constants that the kernel is compiled for."""
 
-    second: bool  # a second normaliser, at temperature 1
+    second: bool  # whether to compute s1, the normaliser at temperature 1
     block_k: int
     block_p: int
 
@@ -171,7 +175,8 @@ class _Constants:
     do_not_specialize_on_alignment=["SPLITS", "Y", "LABEL", "IDS", "temperature"],
 )
 def _stats_finish_kernel(
-    SPLITS, Y, LABEL, IDS,  # inputs; SPLITS (N, splits, fields) in any layout; Y (N, K), y at ids
+    # Inputs. SPLITS has shape (N, splits, fields) in any layout. Y (N, K) is y at the ids.
+    SPLITS, Y, LABEL, IDS,
     STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LOGPROB_T1,  # outputs
     temperature, V, K, splits, step_row, step_split, step_field, ignore_index,
     CONSTANTS: tl.constexpr,
@@ -204,9 +209,10 @@ def _stats_finish_kernel(
 def finish(
     partials: Partials, reading: Reading, shape: tuple[int, ...] | None = None
 ) -> Statistics:
-    """Statistics of whole rows, whose splits are along dim 1 of partials.state.
+    """Statistics of whole rows. The splits of each row are along dim 1 of partials.state.
 
-    shape is (...), that of the rows. If it is None, the reading's tensors give it, else it is (N,).
+    `shape` is the shape (...) of the results. If `shape` is None, the results have the leading
+    shape of the reading's label, row_temperature or ids, or else (N,).
     """
     wants, label, ids = reading.wants, reading.label, reading.ids
     temperature = reading.row_temperature
@@ -226,7 +232,7 @@ def finish(
     if count:
         launch = stats_finish_launch(
             splits.shape, splits.stride(), reading.vocab, K,
-            reading.temperature if temperature is None else None, reading.ignore_index,
+            reading.temperature, reading.ignore_index,
             reading.sums.second,
         )  # fmt: skip
         by_row = () if temperature is None else (temperature.contiguous(),)
@@ -247,7 +253,7 @@ def _shape_of(reading: Reading, count: int) -> tuple[int, ...]:
 
 @functools.lru_cache(REMEMBERED)
 def stats_finish_launch(
-    shape: tuple, strides: tuple,  # of the splits, (N, splits, fields)
+    shape: tuple, strides: tuple,  # shape (N, splits, fields) and strides of the splits
     vocab: int, K: int | None, temperature: float | None, ignore_index: int | None, second: bool,
 ) -> Launch:  # fmt: skip
     count, splits, _ = shape

@@ -1,4 +1,4 @@
-"""Writes the results of the forward: the state of each row, and the wanted statistics."""
+"""Writes the results of the forward pass: the state of each row, and the requested statistics."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ STATE_ENTROPY = tl.constexpr(_contract.ENTROPY)
 
 
 class Outputs(NamedTuple):
-    """Pointers to the statistics of all rows; None for each statistic that is not wanted."""
+    """Pointers to the statistics of all rows; None for statistics that are not requested."""
 
     STATE: tl.tensor
     LSE: tl.tensor
@@ -33,14 +33,15 @@ class Outputs(NamedTuple):
 
 @triton.jit
 def write_row(out, state, arg, ref, row, V, live, inv_t):
-    """Writes the state and the statistics that need no label or ids; 0 if the row is ignored.
+    """Writes the state and the statistics that need no label and no ids. Ignored rows get 0.
 
     Returns shift and log s of the row.
     """
     shift = finite(state.m)
     log_s = tl.log(state.s)
     at = out.STATE + row.to(tl.int64) * STATE_WIDTH
-    # One store for the whole state, unset fields 0. LOG_S1 and ENTROPY are stored below if wanted.
+    # One store writes the whole state, with 0 in unused fields. LOG_S1 and ENTROPY are stored later
+    # if their statistics are requested.
     j = tl.arange(0, 8)
     mask = j < STATE_WIDTH
     if out.LOGPROB_T1 is not None:
@@ -62,7 +63,7 @@ def write_row(out, state, arg, ref, row, V, live, inv_t):
         total = (state.c - state.n * (shift - ref)) * inv_t - state.n * log_s
         tl.store(out.LOG_TOTAL + row, tl.where(live, total, 0.0))
     if out.ARGMAX is not None:
-        arg = tl.where(arg < V, arg, 0)  # a row of NaN has no largest column
+        arg = tl.where(arg < V, arg, 0)  # arg is NOWHERE if the row contains NaN
         tl.store(out.ARGMAX + row, tl.where(live, arg, -1).to(tl.int64))
     return shift, log_s
 
@@ -72,10 +73,10 @@ def write_label(
     out, y, label, row, V, live, shift, log_s, s1, inv_t,
     SECOND: tl.constexpr, ONLY: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics of a row's label. ONLY: without ids, picked is that of the label."""
+    """Writes the statistics of a row's label. If ONLY, picked and logprob belong to the label."""
     inside = (label >= 0) & (label < V) & live
     none = tl.where(live, float("nan"), 0.0)
-    log_p = tl.where(inside, (y - shift) * inv_t - log_s, none)  # z - lse would lose digits
+    log_p = tl.where(inside, (y - shift) * inv_t - log_s, none)  # z - lse would lose precision
     if out.NLL is not None:
         tl.store(out.NLL + row, tl.where(live, -log_p, 0.0))
     if out.LOGPROB_T1 is not None:
@@ -96,7 +97,7 @@ def write_label(
 def write_ids(
     out, Xrow, Y, IDS, row, V, K, live, shift, log_s, inv_t, softcap, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Writes the statistics of a row's ids, from Xrow, or from their y, Y (N, K), without it."""
+    """Writes the statistics of a row's ids. Loads y at the ids from Xrow, or from Y (N, K)."""
     for start in range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         mask_k = offs_k < K
@@ -110,6 +111,6 @@ def write_ids(
         none = tl.where(live, float("nan"), 0.0)
         if out.PICKED is not None:
             tl.store(out.PICKED + at, tl.where(inside, y * inv_t, none), mask_k)
-        if out.LOGPROB is not None:  # z - lse would lose digits
+        if out.LOGPROB is not None:  # (y - shift) / T - log s, because z - lse would lose precision
             log_p = (y - shift) * inv_t - log_s
             tl.store(out.LOGPROB + at, tl.where(inside, log_p, none), mask_k)

@@ -1,4 +1,4 @@
-"""Statistics of splits of each row: several programs per row, or the columns of one rank.
+"""Partial statistics of splits of rows, for several programs per row or for the shard of one rank.
 
 stats_merge.py merges the splits of a row.
 """
@@ -47,7 +47,7 @@ def _store_ids(Xrow, IDS, PICKED, row, V, K, start, live, softcap, BLOCK_K: tl.c
 
 @triton.jit
 def _load_at(Xrow, column, columns, wanted):
-    """x at one column, or 0 if the column is outside or x is not wanted."""
+    """Loads x at one column, or 0 if the column is outside [0, columns) or not `wanted`."""
     inside = (column >= 0) & (column < columns)
     return tl.load(Xrow + column, mask=wanted & inside, other=0.0)
 
@@ -59,7 +59,7 @@ class _Constants:
     aligned: bool
     block_v: int
     block_k: int
-    early: bool  # load the label's logit before the loop to hide its latency; costs a register
+    early: bool  # whether to load the label's logit before the loop, which hides the latency
 
 
 @triton.jit(
@@ -76,7 +76,10 @@ def _stats_split_fwd_kernel(
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per split: `span` columns of a row's body. The first reads label and ids."""
+    """One program per split. A split is `span` columns of a row's body.
+
+    The program of a row's first split also reads the label and the ids.
+    """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     EARLY: tl.constexpr = (LABEL is not None) & field(CONSTANTS, "early")
@@ -91,7 +94,7 @@ def _stats_split_fwd_kernel(
     Xrow = X + offset
     inv_t = inverse_temperature(temperature, row)
     ref = reference(Xrow, columns, softcap, TOTAL)
-    lo = tl.multiple_of(split * span, BLOCK_V)  # the product would lose a hint on `span`
+    lo = tl.multiple_of(split * span, BLOCK_V)  # Triton does not keep a hint across a product
     head, body = split_row(offset, columns, lead, PACK, ALIGNED)
     if W is not None:
         W += start
@@ -129,10 +132,10 @@ def partial(
     reading: Reading,
     start: int = 0,
 ) -> Partials:
-    """The splits of each row of x, as many as fill the GPU.
+    """Partial statistics of each row of x, with as many splits per row as fill the GPU.
 
-    Label, ids, class weights and the column of the max count from column 0 of the vocabulary. An id
-    outside these columns contributes 0.
+    Label, ids, class weights and argmax refer to columns of the whole vocabulary. `picked` is 0 for
+    an id outside the columns of x.
     """
     x, rows = rows_of(x)
     label, ids, temperature = reading.label, reading.ids, reading.row_temperature
@@ -150,7 +153,7 @@ def partial(
         rows,
         K,
         start,
-        reading.temperature if temperature is None else None,
+        reading.temperature,
         softcap,
         ignore_index,
         sums,
@@ -166,14 +169,14 @@ def partial(
 
 
 def cut_of(rows: Rows, device: torch.device, sums: Sums, softcap: float | None) -> config.Config:
-    """The config of the forward over these rows."""
+    """The Config of the forward pass over these rows."""
     heavy = softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)
     return config.stats_fwd(rows.count, rows.vocab, rows.itemsize, processors, heavy, sums.second)
 
 
 def aligned(weight: Tensor | None) -> Tensor | None:
-    """The class weights on a 16-byte boundary: themselves, or a copy."""
+    """Returns the class weights, copied if they do not start on a 16-byte boundary."""
     if weight is None or (weight.is_contiguous() and weight.data_ptr() % 16 == 0):
         return weight
     return weight.clone(memory_format=torch.contiguous_format)

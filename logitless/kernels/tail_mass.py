@@ -1,9 +1,9 @@
-"""The mass of each row outside its ids, without cancellation.
+"""The softmax mass of each row outside its ids (the tail), without cancellation.
 
-If the tail is at least ENOUGH of the mass, it is 1 minus the mass of the ids, which is exact to
-many digits. If the tail is smaller, the subtraction would leave noise. Such a row is read once
-more, and the columns outside the ids are summed with a max of their own. A repeated id counts once,
-and only rows that repeat an id pay for that.
+If the tail is at least ENOUGH, the tail is computed as 1 minus the mass of the ids. For a smaller
+tail, this subtraction would lose too many bits. Therefore the kernel reads a row with a smaller
+tail again, and sums the columns outside the ids relative to the max of these columns. A repeated id
+counts once. Only rows with repeated ids do the extra work of counting copies.
 """
 
 import functools
@@ -24,19 +24,19 @@ from .profiling import nothing, profiled
 from .state import LOG_S, SHIFT, STATE_WIDTH, is_live, load_label
 
 STATE_TAIL = tl.constexpr(_contract.TAIL)
-ENOUGH = tl.constexpr(2.0**-6)  # of the mass; the subtraction then loses at most six bits
+ENOUGH = tl.constexpr(2.0**-6)  # for a tail of this size, 1 - mass loses at most six bits
 LEAST_TAIL = tl.constexpr(_contract.LEAST_TAIL)
 
 
 @triton.jit
 def lift_of(tail):
-    """The lift of a row's tail (see LEAST_TAIL in contract.py); 0 if it is empty or NaN."""
+    """The lift of a row's tail (see LEAST_TAIL in contract.py); 0 if the tail is empty or NaN."""
     return tl.where(tail > -INF, tl.minimum(tail - LEAST_TAIL, 0.0), 0.0)
 
 
 @triton.jit
 def _copies(IDS, ids, K):
-    """For each of `ids`, the number of slots that hold it."""
+    """Returns, for each id in `ids`, the number of slots with the same id."""
     count = tl.zeros(ids.shape, tl.int32)
     for j in range(K):
         count += (ids == tl.load(IDS + j).to(tl.int32)).to(tl.int32)
@@ -45,7 +45,7 @@ def _copies(IDS, ids, K):
 
 @triton.jit
 def _rank(IDS, ids, offs_k, K, repeated):
-    """For each slot, the number of slots before it in the order of ids."""
+    """Returns the position of each slot after a stable sort of the slots by id."""
     rank = tl.zeros(ids.shape, tl.int32)
     for j in range(K):
         rank += (tl.load(IDS + j).to(tl.int32) < ids).to(tl.int32)
@@ -58,7 +58,10 @@ def _rank(IDS, ids, offs_k, K, repeated):
 
 @triton.jit
 def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
-    """(max, sum) over the columns that are not in SORTED, which ends with a number ≥ V."""
+    """Returns (max, sum) over the columns that are not in SORTED.
+
+    The last element of SORTED is at least V.
+    """
     m = tl.full((), -INF, tl.float32)
     s = tl.full((), 0.0, tl.float32)
     id = tl.load(SORTED)
@@ -79,9 +82,9 @@ def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def _sort_ids(IDS, SORTED, K, V, repeated, BLOCK_K: tl.constexpr):
-    """Writes the ids in order, and V after them. Empty slots come first, and are not written.
+    """Writes the sorted ids and then V to SORTED. Returns the number of empty slots.
 
-    Returns the number of empty slots.
+    Empty slots are sorted first. The elements of SORTED for empty slots are not written.
     """
     empty = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, K, BLOCK_K):
@@ -97,7 +100,7 @@ def _sort_ids(IDS, SORTED, K, V, repeated, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _mass_inside(IDS, LOGPROB, K, V, repeated, BLOCK_K: tl.constexpr):
-    """The mass at the ids, each counted once, and whether one of the ids is bad."""
+    """Returns the mass of the distinct ids, and whether an id is invalid."""
     q_in = tl.zeros((BLOCK_K,), tl.float32)
     bad = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, K, BLOCK_K):
@@ -141,7 +144,7 @@ def _tail_mass_kernel(
     inside, bad = _mass_inside(IDS, LOGPROB, K, V, repeated, BLOCK_K)
     mass = 1.0 - inside
     tail = tl.log(mass)
-    if bad | (tl.load(STATE + LOG_S) == INF):  # a logit of +inf gives inf / inf
+    if bad | (tl.load(STATE + LOG_S) == INF):  # with a logit of +inf, the softmax is inf / inf
         tail = tail * float("nan")
     elif mass < ENOUGH:
         Xrow = X + row_offset(row, rows_t, stride_xb, stride_xt)
@@ -157,15 +160,15 @@ def _tail_mass_kernel(
 
 def write_tail(
     x: Tensor,
-    rows: Rows,  # of x
+    rows: Rows,  # the layout of x
     reading: Reading,
-    state: Tensor,  # (N, STATE); TAIL and REPEATS are written
+    state: Tensor,  # (N, STATE), whose fields TAIL and REPEATS are written
     logprob: Tensor,  # (..., K), log p at the ids
     shape: tuple[int, ...],
 ) -> Tensor:
-    """log of the mass outside the ids, (...); NaN in a row with an id outside [0, V).
+    """Returns the log of the mass outside the ids, (...).
 
-    A slot with NO_ID is empty.
+    The result is NaN for a row with an id outside [0, V) other than NO_ID.
     """
     K = reading.ids.shape[-1]
     tail = torch.empty(shape, device=x.device, dtype=torch.float32)
@@ -175,7 +178,7 @@ def write_tail(
     label = None if reading.ignore_index is None else reading.label.contiguous()
     temperature = reading.row_temperature
     plan = _plan(
-        rows, K, reading.temperature if temperature is None else None, reading.softcap,
+        rows, K, reading.temperature, reading.softcap,
         reading.ignore_index, config.label_bwd(rows.vocab),
     )  # fmt: skip
     tensors = (x, label, reading.ids.contiguous(), logprob, state, ordered, tail)
@@ -187,7 +190,7 @@ def write_tail(
 
 
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
-    """log of the mass outside reading.ids, (...), for rows whose state and log p are known."""
+    """The log of the mass outside reading.ids, (...), using state and logprob of `statistics`."""
     x, rows = rows_of(x)
     state, logprob = statistics.state, statistics.logprob
     return write_tail(x, rows, reading, state, logprob, x.shape[:-1])

@@ -1,10 +1,11 @@
 """The k largest logits of each row, and the mass of the other columns, in one pass.
 
-A first kernel streams over the rows (topk_stream.py). If there are too few rows to fill the GPU,
-several programs share a row. A second kernel merges the lists of the programs and writes the
-result. A row with fewer than k logits above -inf is filled up with its first columns of -inf.
+A first kernel reads the rows and keeps a list of the k largest logits (topk_stream.py). If there
+are too few rows to fill the GPU, several programs share a row. A second kernel merges the lists of
+all programs of a row and writes the result. If a row has fewer than k logits above -inf, the list
+is completed with the row's first columns of -inf.
 
-Logits are ordered before the softcap, because the softcap may round two logits to the same number.
+Logits are sorted before the softcap, because the softcap may round two logits to the same number.
 """
 
 import functools
@@ -23,14 +24,14 @@ from .profiling import nothing, profiled
 from .topk_keys import EMPTY, column_of, logit_of
 from .topk_stream import leave_out_keys, merge, topk_stream_kernel
 
-MAX_K = 256  # for a larger k, sorting in registers is no faster
+MAX_K = 256  # for a larger k, sorting in registers is not faster than torch.topk
 MAX_SPLITS = 32
-RESIDENT = 32  # programs that fit on a multiprocessor at once
+RESIDENT = 32  # number of programs that a multiprocessor runs at once
 
 
 @triton.jit
 def _fill(Xrow, Ids, count, V, k, BLOCK_V: tl.constexpr):
-    """Writes the first columns of -inf to the places from `count` to k. Returns the new count."""
+    """Writes the first columns with a logit of -inf to Ids[count:k]. Returns the new count."""
     offs_v = tl.arange(0, BLOCK_V)
     start = tl.full((), 0, tl.int32)
     while (count < k) & (start < V):
@@ -55,7 +56,7 @@ def _topk_merge_kernel(
     temperature, softcap,  # options
     BLOCK_V: tl.constexpr, LOG_K: tl.constexpr,
 ):  # fmt: skip
-    """One program per row merges the lists of its splits, and normalises."""
+    """Each program merges the lists of all splits of one row, and normalises the result."""
     BLOCK_K: tl.constexpr = 1 << LOG_K
     DTYPE: tl.constexpr = X.dtype.element_ty
     row = tl.program_id(0)
@@ -75,10 +76,10 @@ def _topk_merge_kernel(
         best, m, s = merge(best, m_new, s, rising, rate, softcap, LOG_K, DTYPE)
     m, s = leave_out_keys(m, s, tl.where(mask_k, EMPTY, best), rate, softcap, DTYPE)
 
-    # A place that is still empty stands for a logit of -inf.
+    # An entry of the list that is still empty has a logit of -inf.
     y, _ = capped(tl.where(mask_k, logit_of(best), -INF).to(DTYPE), softcap)
     count = tl.sum((mask_k & (best != EMPTY)).to(tl.int32), axis=0)
-    if count < k:  # then all other columns are -inf too
+    if count < k:  # then the tail consists of columns of -inf only
         m = tl.min(y, axis=0)
         s = tl.where(s == s, 1.0 * (V - k), s)
     shift = finite(tl.max(y, axis=0))
@@ -94,7 +95,8 @@ def _topk_merge_kernel(
     if count < k:
         offset = row_offset(row, rows_t, stride_xb, stride_xt)
         count = _fill(X + offset, IDS + row.to(tl.int64) * k, count, V, k, BLOCK_V)
-        # A row with NaN may have fewer than k other logits. Fill up with arbitrary ids.
+        # A row with NaN may have fewer than k logits that are not NaN. Then the remaining ids are
+        # arbitrary.
         tl.store(IDS + at, offs_k.to(tl.int64), mask=mask_k & (offs_k >= count))
 
 
@@ -104,10 +106,11 @@ def topk(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ids and log-probabilities (..., k), largest first, and the log of the tail's mass (...).
+    """Returns ids (..., k), log-probabilities (..., k) and the log of the tail's mass (...).
 
-    Equal logits come in the order of their ids. For k > 256, eager/topk.py computes them on this
-    device, with torch.topk on a few rows at a time and more than one pass.
+    Ids are sorted by descending logit. Equal logits are sorted by ascending id. For k > 256,
+    eager/topk.py computes the results on the same device, in more than one pass, with torch.topk on
+    one chunk of rows at a time.
     """
     if k > MAX_K:
         return topk_by_chunks(x, k, temperature, softcap)
@@ -139,9 +142,10 @@ def _log_k(k: int) -> int:
 
 
 def _cut(rows: int, vocab: int, processors: int, narrow: bool) -> config.Config:
-    """One warp per program, which needs no barrier; splits of at least four blocks.
+    """A program has one warp, so that it needs no barrier. A split has at least four blocks.
 
-    Block sizes are chosen by the registers that sm_90 takes: narrow if a program holds more.
+    Block sizes are chosen by register use on sm_90. `narrow` selects smaller blocks for programs
+    that need more registers.
     """
     block = min(512 if narrow else 1024, max(128, config.ceil_pow2(vocab)))
     splits = min(
@@ -157,9 +161,10 @@ def _plan(
     rows: Rows, k: int, temperature: float, softcap: float | None, cut: config.Config,
     programs: int,
 ) -> tuple[Launch, Launch]:  # fmt: skip
-    """A launch over all splits of all rows, then a launch of one program per row."""
+    """Returns a launch over all splits of all rows, and a launch with one program per row."""
     V, layout = rows.vocab, {"BLOCK_V": cut.block_v, "LOG_K": _log_k(k)}
-    # Blocks start on 16-byte boundaries, so that a row may start inside its first pack.
+    # Blocks start on 16-byte boundaries. A row may start up to rows.pack - 1 columns after the
+    # first boundary.
     columns = config.ceil_div(V + rows.pack - 1, cut.splits)
     span = config.ceil_div(columns, cut.block_v) * cut.block_v
     return Launch(

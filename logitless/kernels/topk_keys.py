@@ -1,33 +1,33 @@
-"""Keys for top-k, a logit and its column as one integer, and their sort in registers.
+"""Keys for top-k, and sorting of keys in registers. A key is one integer for logit and column.
 
-A larger logit has a larger key. Among equal logits the lower column has the larger key, so that a
-sort decides ties too.
+A larger logit has a larger key. Among equal logits, a lower column has a larger key. So a sort of
+keys also orders equal logits.
 """
 
 import triton
 import triton.language as tl
 
-EMPTY = tl.constexpr(-(1 << 63))  # the key of an empty place, below all other keys
-LOWEST = tl.constexpr(-2139095041)  # -inf as an ordered integer
+EMPTY = tl.constexpr(-(1 << 63))  # marks an empty entry of a list; smaller than all other keys
+LOWEST = tl.constexpr(-2139095041)  # the result of _flip for -inf
 LAST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def _flip(bits):
-    """Maps the bits of floats to integers of the same order, and back."""
+    """Maps the bits of floats to integers with the same order, and maps the integers back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def key_of(x, cols):
-    """The keys of x in fp32 at these columns."""
-    ordered = _flip(tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True))  # -0 equals 0
+    """The keys of logits x (fp32) at these columns."""
+    ordered = _flip(tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True))  # -0 becomes 0
     return (ordered.to(tl.int64) << 32) | (cols ^ LAST).to(tl.int64)
 
 
 @triton.jit
 def logit_of(key):
-    """The logit of a key; -inf for an empty place."""
+    """The logit of a key; -inf for an empty entry."""
     return _flip(tl.maximum((key >> 32).to(tl.int32), LOWEST)).to(tl.float32, bitcast=True)
 
 
@@ -38,16 +38,20 @@ def column_of(key):
 
 @triton.jit
 def _places(LOG_K: tl.constexpr):
-    """The places 0, 1, 2, ... of a list, in shape (2, ..., 2): one axis per bit."""
+    """The indices 0, 1, 2, ... of a list, in shape (2, ..., 2), with one axis per bit."""
     return tl.reshape(tl.arange(0, 1 << LOG_K), [2] * LOG_K)
 
 
 @triton.jit
 def _sort_runs(h, places, runs: tl.constexpr, LOG_K: tl.constexpr):
-    """Sorts runs of 2^runs places downwards. Each run is bitonic: it rises once and falls once."""
+    """Sorts each run of 2^runs keys in descending order. Each run must be bitonic.
+
+    A bitonic run first rises and then falls, or is a rotation of such a run.
+    """
     for i in tl.static_range(runs):
-        # Of two keys whose places differ in one bit, the larger goes to the lower place.
-        other = tl.sum(h, axis=LOG_K - runs + i, keep_dims=True) - h  # exact, because int64 wraps
+        # Compares two keys whose indices differ in one bit, and moves the larger key to the lower
+        # index. Overflow of the sum is harmless, because int64 wraps around.
+        other = tl.sum(h, axis=LOG_K - runs + i, keep_dims=True) - h
         second = ((places >> (runs - 1 - i)) & 1) != 0
         h = tl.where((h > other) != second, h, other)
     return h
@@ -55,22 +59,27 @@ def _sort_runs(h, places, runs: tl.constexpr, LOG_K: tl.constexpr):
 
 @triton.jit
 def sort_bitonic(keys, LOG_K: tl.constexpr):
-    """Sorts a bitonic list downwards, such as the place-by-place max of two sorted lists."""
+    """Sorts a bitonic list in descending order.
+
+    The elementwise max of a falling list and a rising list is bitonic.
+    """
     h = _sort_runs(tl.reshape(keys, [2] * LOG_K), _places(LOG_K), LOG_K, LOG_K)
     return tl.reshape(h, [1 << LOG_K])
 
 
 @triton.jit
 def sort(keys, LOG_K: tl.constexpr):
-    """Sorts a list downwards. Every other run goes upwards, so that two runs form a bitonic one.
+    """Sorts a list in descending order, by a bitonic sort.
 
-    Sorting upwards is inverting all bits and sorting downwards. So only the set of inverted places
-    changes from size to size. These are few masks, which fit into few registers.
+    Every second run is sorted in ascending order, so that two neighbouring runs form a bitonic run.
+    To sort a run in ascending order, all bits of its keys are inverted before and after a
+    descending sort. So each step needs only one mask of inverted indices, and few registers.
     """
     places = _places(LOG_K)
     h = tl.reshape(keys, [2] * LOG_K)
     for runs in tl.static_range(1, LOG_K + 1):
-        # Inverted so far: every other run of half the size. From now on: every other run.
+        # The previous step inverted every second run of half the size. This step inverts the same
+        # runs back, and inverts every second run of the current size.
         inverted = places >> runs
         if runs > 1:
             inverted ^= places >> (runs - 1)

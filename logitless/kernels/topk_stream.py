@@ -1,15 +1,16 @@
 """The k largest logits of one split of a row, and the mass of its other columns, in one pass.
 
-A program streams over its split. It keeps a sorted list of the best keys so far, and a threshold:
-the k-th logit of that list. The logits of a block above the threshold go to a short waiting list.
-All other logits can never be among the k largest, so that their exponentials go to the tail. The
-tail has a max of its own, and no mass is ever subtracted from it. When enough keys wait, they are
-sorted and merged into the list of the best. Keys that drop out go to the tail, and the threshold
-rises. In a row in random order, few blocks after the first have logits above the threshold. In a
-row in ascending order, every logit takes part in a merge.
+A program reads its split block by block. The program keeps a sorted list of the largest keys so
+far. The threshold is the k-th logit of this list. Logits above the threshold are appended to a
+short waiting list. All other logits of a block cannot be among the k largest, so their exponentials
+are added to the tail. The tail has its own max, and no mass is ever subtracted from the tail. When
+the waiting list is long enough, its keys are sorted and merged into the list of the largest keys.
+Keys that drop out of the list are added to the tail, and the threshold rises. In a row in random
+order, few blocks after the first have logits above the threshold. In a row in ascending order,
+every logit is merged.
 
-Blocks come in the order of columns, so that a later logit equal to the threshold loses the tie. A
-logit of -inf never goes to the waiting list.
+Blocks are read in the order of columns. Therefore a later logit that equals the threshold has a
+smaller key and is correctly left out. A logit of -inf is never appended to the waiting list.
 """
 
 import triton
@@ -23,7 +24,7 @@ from .topk_keys import EMPTY, key_of, logit_of, sort, sort_bitonic
 
 @triton.jit
 def _leave_out(m, s, y, top, rate):
-    """The tail (m, s) after one more block y with max `top`: m = max y, s = Σ e^((y - m)/T)."""
+    """Adds a block y with max `top` to the tail. Returns m = max y and s = Σ e^((y - m)/T)."""
     m_new = tl.maximum(m, top)
     scale = tl.exp2(move(m, m_new, s) * rate)
     return m_new, s * scale + tl.sum(tl.exp2((y - finite(m_new)) * rate), axis=0)
@@ -31,7 +32,7 @@ def _leave_out(m, s, y, top, rate):
 
 @triton.jit
 def leave_out_keys(m, s, keys, rate, softcap, DTYPE: tl.constexpr):
-    """The tail after the logits of these keys."""
+    """Adds the logits of these keys to the tail."""
     y, _ = capped(logit_of(keys).to(DTYPE), softcap)
     y = tl.where(keys == EMPTY, -INF, y)
     return _leave_out(m, s, y, tl.max(y, axis=0), rate)
@@ -39,14 +40,17 @@ def leave_out_keys(m, s, keys, rate, softcap, DTYPE: tl.constexpr):
 
 @triton.jit
 def merge(best, m, s, rising, rate, softcap, LOG_K: tl.constexpr, DTYPE: tl.constexpr):
-    """The best of two sorted lists, one falling and one rising. The other keys go to the tail."""
+    """Merges a falling and a rising list into a falling list of the largest keys.
+
+    The other keys are added to the tail.
+    """
     m, s = leave_out_keys(m, s, tl.minimum(best, rising), rate, softcap, DTYPE)
     return sort_bitonic(tl.maximum(best, rising), LOG_K), m, s
 
 
 @triton.jit
 def _read(Xrow, start, V, softcap, BLOCK_V: tl.constexpr):
-    """x and y of a block that starts on a 16-byte boundary; -inf outside the row."""
+    """Returns x and y of a block that starts on a 16-byte boundary, with -inf outside the row."""
     offs = tl.arange(0, BLOCK_V)
     Xblock = tl.multiple_of(Xrow + start, 16)
     if (start >= 0) & (start + BLOCK_V <= V):
@@ -67,9 +71,9 @@ def _read(Xrow, start, V, softcap, BLOCK_V: tl.constexpr):
 def _set_aside(
     Xrow, Wait, waiting, start, V, threshold, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Appends a block's keys above the threshold to the waiting list. Returns its new length.
+    """Appends a block's keys above the threshold to the waiting list. Returns the new length.
 
-    The block is read again from the cache, in short pieces that need few registers.
+    The block is read again from the cache, in pieces of BLOCK_S columns, which need few registers.
     """
     for first in range(start, start + BLOCK_V, BLOCK_S):
         x, _ = _read(Xrow, first, V, None, BLOCK_S)
@@ -87,16 +91,17 @@ def _set_aside(
 )
 def topk_stream_kernel(
     X,  # input
-    BEST, TAIL,  # outputs: (rows, splits, 1 << LOG_K) keys, rising; (rows, splits, 2)
-    WAITING,  # (programs, BLOCK_V + (1 << LOG_K)), for keys
-    rows_t, stride_xb, stride_xt, lead, V, k, span, splits, splits_in_all,  # sizes; splits per row
+    BEST, TAIL,  # outputs: rising keys (rows, splits, 1 << LOG_K), and (m, s) (rows, splits, 2)
+    WAITING,  # the waiting lists of keys, (programs, BLOCK_V + (1 << LOG_K))
+    rows_t, stride_xb, stride_xt, lead, V, k, span, splits, splits_in_all,  # sizes
     temperature, softcap,  # options
     PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, LOG_K: tl.constexpr,
 ):  # fmt: skip
-    """Each program takes one split after another."""
+    """Each program loops over splits. `splits` is the number of splits per row."""
     BLOCK_K: tl.constexpr = 1 << LOG_K
     offs_k = tl.arange(0, BLOCK_K)
-    BLOCK_S: tl.constexpr = BLOCK_V if BLOCK_V < 128 else 128  # min() is no constant in 3.5
+    # In Triton 3.5, min() of constants is not a constant.
+    BLOCK_S: tl.constexpr = BLOCK_V if BLOCK_V < 128 else 128
     rate = inverse_temperature(temperature, 0) * LOG2E
     Wait = WAITING + tl.program_id(0).to(tl.int64) * (BLOCK_V + BLOCK_K)
     for split in range(tl.program_id(0), splits_in_all, tl.num_programs(0)):
@@ -122,7 +127,7 @@ def topk_stream_kernel(
                 top = tl.max(y, axis=0)
             m, s = _leave_out(m, s, y, top, rate)
             if (waiting >= BLOCK_K) | (start + BLOCK_V >= hi):
-                # Threads read keys that other threads wrote, and later overwrite them.
+                # Threads read keys that other threads wrote. The next block overwrites the keys.
                 tl.debug_barrier()
                 for at in range(0, waiting, BLOCK_K):
                     keys = tl.load(Wait + at + offs_k, mask=at + offs_k < waiting, other=EMPTY)

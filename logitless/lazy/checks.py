@@ -1,40 +1,93 @@
-"""The rules of a model that `fuse` takes; the wording of errors is that of core/checks.py."""
+"""Checks of the arguments of `fuse`, with errors in the wording of core/checks.py."""
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from ..core import options
+from ..core.source import is_dtensor
+
+
+def kind_of(x: Any) -> str:
+    return type(x).__name__
+
+
+def name_of(x: Any) -> str:
+    """The class of a module or tensor, with the library that it belongs to."""
+    return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
 def has_head(head: Any, model: Any) -> None:
     if head is None:
         raise ValueError(
-            f"head must be named for {type(model).__name__}, which has no output embeddings: pass"
+            f"head must be named for {kind_of(model)}, which has no output embeddings: pass"
             " head=, a module or its name."
         )
 
 
-def options_of_fuse(options: dict) -> None:
-    if "main_grad" in options:
+def options_of_fuse(given: dict) -> None:
+    if "main_grad" in given:
         raise TypeError("options must not name main_grad, which belongs to one weight; got one.")
+    options.check(**given)
+
+
+def is_head(head: Any) -> None:
+    if not (head is None or isinstance(head, (str, nn.Module))):
+        raise TypeError(f"head must be a module of the model or its name, got {head!r}.")
 
 
 def part_of_model(head: Any, names: list[str]) -> None:
     if not names:
-        raise ValueError(f"head must be a module of the model, got another {type(head).__name__}.")
+        raise ValueError(f"head must be a module of the model, got another {kind_of(head)}.")
 
 
-def fusable(head: Any, fused: bool) -> None:
-    """A linear layer whose forward is PyTorch's own, of a floating-point weight."""
-    kind = type(head)
-    own = isinstance(head, nn.Linear) and (
-        kind.forward is nn.Linear.forward or hasattr(kind, "unshard")
-    )
-    if not own:
+def fusable(head: Any) -> None:
+    """Checks that the head is a linear layer or wraps one, with a floating-point weight."""
+    layers = [m for m in head.modules() if isinstance(m, nn.Linear)]
+    if not layers or type(head).forward is nn.Module.forward:  # a ModuleList has no forward
         raise TypeError(
-            f"head must be an nn.Linear with its own forward, got {kind.__module__}"
-            f".{kind.__qualname__}: what it computes cannot be known."
+            f"head must be a linear layer or a wrapper of one, got {name_of(head)}: pass head=, the"
+            " layer that computes the logits."
         )
-    if "forward" in head.__dict__ and not fused:
-        raise TypeError("head must not have a forward set on it by another wrapper, got one.")
-    if not head.weight.is_floating_point():
-        raise TypeError(f"head must have a floating-point weight, got {head.weight.dtype}.")
+    for module in head.modules():
+        sharded_by_fsdp1(module)
+    widest = max(m.out_features for m in layers)
+    for layer in layers:
+        weight = layer.__dict__["_parameters"].get("weight")
+        if layer.out_features == widest and weight is not None:
+            floating_point(weight)
+
+
+def floating_point(weight: Tensor) -> None:
+    if not weight.is_floating_point():
+        raise TypeError(
+            f"head must have a floating-point weight, got {weight.dtype}: leave the head out when"
+            " you quantise the model."
+        )
+    if has_own_products(weight):
+        raise TypeError(
+            f"head must have a plain weight, got {name_of(weight)}: leave the head out when you"
+            " quantise the model."
+        )
+
+
+def has_own_products(t: Tensor) -> bool:
+    """Whether the tensor's class computes its own products, as quantised weights do."""
+    plain = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
+    return not (plain or is_dtensor(t) or hasattr(t, "fake_mode"))
+
+
+def kept_in_memory(model: nn.Module, name: str) -> None:
+    """Checks that FSDP1 shards no module between the model and the head."""
+    parts = name.split(".")
+    for i in range(1, len(parts)):
+        sharded_by_fsdp1(model.get_submodule(".".join(parts[:i])))
+
+
+def sharded_by_fsdp1(module: nn.Module) -> None:
+    if "_fsdp_wrapped_module" in module._modules:
+        raise TypeError(
+            "head must not be inside a FullyShardedDataParallel of its own, which frees the weight"
+            " before the loss is computed, got one: leave the head to the outermost"
+            " FullyShardedDataParallel (ignored by its auto_wrap_policy), or use fully_shard."
+        )

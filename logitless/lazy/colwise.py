@@ -1,8 +1,8 @@
 """The lazy logits of a fused head that ColwiseParallel shards over ranks.
 
-ColwiseParallel turns a head's weight and hidden states into DTensors, expects a DTensor of logits,
-and returns what its output_layouts say: whole rows on every rank, this rank's columns, or the
-DTensor. `SpreadLogits` takes the place of that DTensor, and all three results are lazy.
+ColwiseParallel turns a head's weight and hidden states into DTensors, and expects a DTensor of
+logits. Its output_layouts select the result: whole rows on every rank, the columns of this rank, or
+the DTensor. `SpreadLogits` replaces this DTensor, and all three results are lazy.
 """
 
 from typing import Any, NamedTuple
@@ -19,18 +19,18 @@ from .logits import LazyLogits, lazy_logits_of, warn_once
 class SpreadHead(NamedTuple):
     """The tensors and options of a head that ColwiseParallel shards."""
 
-    tensors: tuple  # hidden, weight and bias: DTensors, with history
-    options: dict  # of the LinearLogits
+    tensors: tuple  # hidden, weight and bias, as DTensors with autograd history
+    options: dict  # options of LinearLogits
     module: nn.Module
 
     def whole(self, kind: type[LazyLogits] = LazyLogits) -> LazyLogits:
-        """Logits of all columns on every rank; a loss over them is that of a VocabShard."""
+        """Logits with all columns on every rank. Losses are computed as for a VocabShard."""
         head = LinearLogits(*self.tensors, **self.options).head._replace(module=self.module)
         shard = shard_of_head(head)
         return lazy_logits_of(shard.source.head, shard.over(None), kind)
 
     def own_columns(self) -> LazyLogits:
-        """Logits of this rank's columns; the gradient of hidden is this rank's share."""
+        """Logits of this rank's columns. Their gradient of hidden is not summed over ranks."""
         hidden, weight, bias = self.tensors
         rows = (None if t is None else t.to_local() for t in (weight, bias))
         head = LinearLogits(hidden_of_all(hidden, weight), *rows, **self.options).head
@@ -48,7 +48,7 @@ class SpreadLogits(LazyLogits):
         return self.head.tensors[1].device_mesh
 
     def redistribute(self, device_mesh=None, placements=None, **options) -> Tensor:
-        """Another DTensor: lazy if it is replicated, or sharded by columns as this one."""
+        """The logits with other placements. They are lazy if replicated or sharded by columns."""
         places = from_the_front(placements, self.dim() - 1)
         columns = placements_of(self.head.tensors[1], self.dim() - 1)
         if places == columns or all(p.is_replicate() for p in places):
@@ -69,12 +69,12 @@ class SpreadLogits(LazyLogits):
 
 
 def from_the_front(placements, last: int) -> tuple:
-    """Placements with Shard(-1) written as Shard(last)."""
+    """The placements, with Shard(last) instead of Shard(-1)."""
     return tuple(type(p)(last) if checks.is_shard(p, -1) else p for p in placements)
 
 
 def placements_of(weight, last: int) -> tuple:
-    """The placements of logits, from those of a weight sharded by rows."""
+    """The placements of logits, for a weight that is sharded by rows."""
     return tuple(type(p)(last) if p.is_shard() else p for p in weight.placements)
 
 
@@ -85,7 +85,7 @@ def spread(head: SpreadHead, placements: tuple) -> SpreadLogits:
 
 
 def spread_dense_logits(tensors: tuple, options: dict) -> Tensor:
-    """A head's materialised logits as a DTensor, in its logits_dtype."""
+    """The materialised logits of a head as a DTensor, in the option logits_dtype."""
     dtype = options.get("logits_dtype")
     if dtype is None:
         return nn.functional.linear(*tensors)
@@ -95,7 +95,7 @@ def spread_dense_logits(tensors: tuple, options: dict) -> Tensor:
 
 
 def spread_logits(tensors: tuple, options: dict, module: nn.Module) -> Tensor:
-    """The logits of a head of DTensors, lazy if its weight is sharded by rows."""
+    """The logits of a head of DTensors. They are lazy if the weight is sharded by rows."""
     hidden, weight, _ = tensors
     sharded = [p for p in weight.placements if not p.is_replicate()]
     if len(sharded) != 1 or not checks.is_shard(sharded[0], 0):

@@ -1,154 +1,199 @@
 """`fuse(model)`: a model with a linear head trains without materialising its logits.
 
-Only the head's forward is replaced. Where gradients are wanted it returns LazyLogits (logits.py),
-and the model itself, a Trainer or a training loop computes its loss from them.
+Only the head's forward is replaced (fused_head.py). In training, the head returns LazyLogits
+(logits.py). The model itself, a Trainer or a training loop computes its loss from the LazyLogits.
 """
 
-import contextlib
-from contextvars import ContextVar
-from types import MethodType
-from typing import TypeVar
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..core.call import in_func, named
-from ..core.source import is_dtensor
+from ..core.call import named
 from ..heads.linear import LinearLogits
 from . import checks
-from .colwise import spread_dense_logits, spread_logits
-from .logits import lazy_logits_of, warn_once
+from .checks import kind_of, name_of
+from .fused_head import Products, is_lazy, remove_forward, set_forward, wants_gradient
+from .logits import warn_once
 
 Model = TypeVar("Model", bound=nn.Module)
 
-OPTIONS = "_logitless"  # the key of a fused head's options, and of a model's guard
+# Keys in the dictionaries of modules. The hooks are on the model that was fused. The guard is on
+# this model, on its head and on the modules between them, so that unfuse finds it from any of them.
+GUARD, HOOKS, CALLS = "_logitless_guard", "_logitless_hooks", "_logitless_calls"
 
 
 @named(LinearLogits.__init__)
 def fuse(model: Model, *, head: nn.Module | str | None = None, **options) -> Model:
-    """The same model, whose head returns lazy logits in training; options are LinearLogits'.
+    """Changes the model's head to return lazy logits in training, and returns the same model.
 
-    head is a module, or its name in the model. By default it is the model's output embeddings,
-    which every causal language model of Transformers has. Without gradients, as in evaluation and
-    sampling, the head returns plain logits. Calling fuse again changes the options; `unfuse` undoes
-    it.
+    `head` is a module of the model, or the module's name. By default, the head is the model's
+    output embeddings, which every causal language model of Transformers has. `options` are those of
+    LinearLogits. Without gradients, as in evaluation and sampling, the head returns plain logits.
+    Calling `fuse` again changes the options. `unfuse` undoes `fuse`, and `is_fused` returns whether
+    `fuse` has an effect.
 
     >>> model = fuse(AutoModelForCausalLM.from_pretrained(...))
     >>> model(input_ids=ids, labels=ids).loss.backward()
     """
     checks.options_of_fuse(options)
+    checks.is_head(head)
     if isinstance(head, nn.Module):
         names = [name for name, module in model.named_modules() if module is head]
         checks.part_of_model(head, names)
         head = names[0]
-    linear_head(model, head)  # raises if the head cannot be fused
+    found = head_of(model, head)  # raises if the head cannot be fused
     unfuse(model)
-    guard = _Guard(head, options)
-    guard(model)
-    handle = model.register_forward_pre_hook(guard)
-    model.__dict__[OPTIONS] = (guard, handle)
+    guard = Guard(head, options)
+    for module in between(model, found):
+        module.__dict__[GUARD] = guard
+    set_forward(found, guard)
+    model.__dict__[HOOKS] = (
+        model.register_forward_pre_hook(guard.before),
+        model.register_forward_hook(guard.after),
+    )
     return model
 
 
 def unfuse(model: Model) -> Model:
-    """The model as it was before `fuse`."""
-    _, handle = model.__dict__.pop(OPTIONS, (None, None))
-    if handle is not None:
-        handle.remove()
+    """Undoes `fuse`, even if `fuse` was called on a module inside the model or around it."""
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module.__dict__.pop(OPTIONS, None) is not None:
-            del module.__dict__["forward"]
+        guard = module.__dict__.pop(GUARD, None)
+        if guard is not None:
+            guard.active = False
+        module.__dict__.pop(CALLS, None)
+        remove_hooks(module)
+        remove_forward(module)
     return model
 
 
-class _Guard:
-    """Before each forward of a model: fuses the head again if it was replaced.
+class Fused(NamedTuple):
+    """Whether `fuse` has an effect on a model, and the reason."""
 
-    `resize_token_embeddings` and adapters replace the head.
+    acts: bool
+    reason: str
+
+    def __bool__(self) -> bool:
+        return self.acts
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+def is_fused(model: nn.Module) -> Fused:
+    """Whether `fuse` has an effect on the model now, as a truth value with a reason.
+
+    `fuse` has an effect if the head returns lazy logits in training. The result also depends on the
+    last training forward, because a trainer may never call the head. `model` may also be a wrapper
+    of the fused model, or a part of the fused model that contains its head.
+
+    >>> found = is_fused(model)
+    >>> assert found, found.reason
     """
-
-    def __init__(self, head: str | None, options: dict):
-        self.head, self.options = head, options
-
-    def __call__(self, model: nn.Module, *_) -> None:
-        if torch.compiler.is_compiling():  # a compiler sees the plain product anyway
-            return
-        head = linear_head(model, self.head)
-        method = head.__dict__.get("forward")
-        ours = getattr(method, "__func__", None) is forward
-        bound = ours and getattr(method, "__self__", None) is head
-        if not bound or head.__dict__.get(OPTIONS) is not self.options:
-            head.__dict__[OPTIONS] = self.options
-            head.__dict__["forward"] = MethodType(forward, head)
+    guards = list(dict.fromkeys(guards_of(model)))
+    if not guards:
+        return Fused(False, f"fuse was not called on this {kind_of(model)}, or was undone.")
+    for module in model.modules():
+        if HOOKS in module.__dict__ and module.__dict__.get(GUARD) in guards:
+            module.__dict__[GUARD].find(module)
+    reasons = [guard.unfusable or guard.obstacle for guard in guards]
+    reasons += [COMPILED for module in model.modules() if is_compiled(module)]
+    found = next(filter(None, reasons), None)
+    return Fused(found is None, found or "The head returns lazy logits if gradients are wanted.")
 
 
-def linear_head(model: nn.Module, name: str | None) -> nn.Linear:
-    """The linear layer that computes the logits; raises if it cannot be fused."""
+COMPILED = "torch.compile computes the logits of the head as a plain product."
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile compiles the module, and a fused head inside it."""
+    compiled = module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    return compiled and any(guards_of(module))
+
+
+def guards_of(model: nn.Module) -> Iterator["Guard"]:
+    """The active guards of a model and of the modules inside it."""
+    guards = (module.__dict__.get(GUARD) for module in model.modules())
+    return (guard for guard in guards if guard is not None and guard.active)
+
+
+def head_of(model: nn.Module, name: str | None) -> nn.Module:
+    """The head of the model, with its wrappers. Raises if the head cannot be fused."""
     if name is None:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         checks.has_head(head, model)
     else:
         head = model.get_submodule(name)
-    copies = getattr(head, "modules_to_save", None)  # an adapter that trains a copy of the head
-    if copies is not None:
-        head = copies[head.active_adapters[0]]  # pyright: ignore
-    head = getattr(head, "base_layer", head)  # an adapter that adds to the output of its base
-    checks.fusable(head, OPTIONS in head.__dict__)
-    return head  # pyright: ignore
+        checks.kept_in_memory(model, name)
+    checks.fusable(head)
+    return head
 
 
-def forward(self: nn.Linear, input: Tensor) -> Tensor:
-    """Forward of a fused head. It is a module-level function so that fused heads can be pickled."""
-    return head_logits(self, input, self.__dict__[OPTIONS])
+def between(model: nn.Module, head: nn.Module) -> list[nn.Module]:
+    """The model, its head, and the modules that contain the head."""
+    name = next((name for name, module in model.named_modules() if module is head), "")
+    parts = name.split(".") if name else []
+    return [model, *(model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts)))]
 
 
-_lazy = ContextVar("lazy", default=False)
+def remove_hooks(model: nn.Module) -> None:
+    for handle in model.__dict__.pop(HOOKS, ()):
+        handle.remove()
 
 
-@contextlib.contextmanager
-def lazy_logits():
-    """In this block fused heads return lazy logits without gradients too, for a teacher.
+class Guard:
+    """The hooks of a fused model, which fuse its head again if the head was replaced.
 
-    >>> with torch.no_grad(), lazy_logits():
-    ...     teacher_logits = teacher(ids).logits
-    >>> loss = kl_div(student(ids).logits, teacher_logits, direction="forward")
+    `resize_token_embeddings` and adapters replace the head, and other code replaces its forward. A
+    head that cannot be fused is not changed, and a training forward warns once.
     """
-    before = _lazy.set(True)
-    try:
-        yield
-    finally:
-        _lazy.reset(before)
 
+    def __init__(self, head: str | None, options: dict):
+        self.head, self.options = head, options
+        self.active = True  # False after unfuse
+        self.calls = 0  # number of calls of the head whose logits may be lazy
+        self.unfusable: str | None = None  # the reason why the head cannot be fused
+        self.obstacle: str | None = None  # why the last training forward had plain logits
 
-def head_logits(module: nn.Linear, hidden: Tensor, options: dict) -> Tensor:
-    """The logits of a head: lazy if a gradient is wanted or in `lazy_logits()`, else plain.
+    def find(self, model: nn.Module) -> nn.Module | None:
+        """The head, or None if it cannot be fused."""
+        try:
+            head = head_of(model, self.head)
+        except Exception as error:  # from our checks or from the model's get_output_embeddings
+            self.unfusable = f"{kind_of(model)} has a head that cannot be fused. {error}"
+            return None
+        self.unfusable = None
+        return head
 
-    Under a compiler they are the plain product, with a warning.
-    """
-    tensors = (hidden, module.weight, module.bias)
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    spread = is_dtensor(hidden) and is_dtensor(module.weight)
-    if torch.compiler.is_compiling() and wanted:
-        _say_how_to_compile()
-    if torch.compiler.is_compiling() or in_func() or not (wanted or _lazy.get()):
-        if options.get("logits_dtype") is None:
-            return nn.functional.linear(*tensors)
-        if spread:
-            return spread_dense_logits(tensors, options)
-        return LinearLogits(*tensors, **options).materialize()
-    if spread:
-        return spread_logits(tensors, options, module)
-    # LinearLogits checks the tensors, and casts them as autocast does.
-    return lazy_logits_of(LinearLogits(*tensors, **options).head._replace(module=module))
+    def before(self, model: nn.Module, *_) -> None:
+        """Runs before each forward of the model."""
+        if torch.compiler.is_compiling():  # a compiled model always computes the plain product
+            return
+        if not self.active:
+            remove_hooks(model)
+            return
+        model.__dict__[CALLS] = self.calls
+        head = self.find(model)
+        if head is not None:
+            head.__dict__[GUARD] = self
+            set_forward(head, self)
 
+    def called(self, logits: Any, products: Products) -> None:
+        """Runs after each call of the head whose logits may be lazy."""
+        self.calls += 1
+        self.obstacle = None
+        if wants_gradient(logits) and not is_lazy(logits):
+            self.obstacle = f"The head, {name_of(products.head)}, {products.why_plain()}."
 
-def _say_how_to_compile() -> None:
-    """Runs while a graph is traced, and is not part of the graph."""
-    warn_once(
-        "torch.compile(model) sees the head of a fused model as a plain product, and makes its"
-        " logits. Compile what comes before the head instead, such as model.model.compile()."
-    )
-
-
-# As torch.compiler.assume_constant_result does, which would import the compiler, and Triton.
-_say_how_to_compile._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    def after(self, model: nn.Module, *_) -> None:
+        """Runs after each forward of the model. Warns once if training has plain logits."""
+        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and model.training):
+            return
+        if self.unfusable is None and model.__dict__.get(CALLS) == self.calls:
+            self.obstacle = (
+                f"A training forward of {kind_of(model)} did not call its head. Some models and"
+                " trainers, such as TRL's, multiply by the weight of the head themselves."
+            )
+        if (reason := self.unfusable or self.obstacle) is not None:
+            warn_once(f"fuse has no effect here, and the logits are plain. {reason}")

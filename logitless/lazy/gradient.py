@@ -1,4 +1,4 @@
-"""The gradient of lazy logits, on its way from a loss to the head: see logits.py."""
+"""The gradient of lazy logits that backward passes from a loss to the head (see logits.py)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,71 +6,138 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
+from ..core.autograd import refuse_second
+from .deferred import Deferred, of_numbers, written
+
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of hidden, weight and bias
+Compute = Callable[[], Tensor]  # computes a gradient of the values
 
 aten = torch.ops.aten
+with torch.inference_mode(False):  # this module may be imported under inference_mode
+    # The dispatch keys included and excluded outside of any operation.
+    OUTSIDE = (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
 COPIES = (aten.detach.default, aten.clone.default, aten.alias.default)
+PRODUCTS = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 
 
 def is_copy(func, args: tuple) -> bool:
-    """Whether the op returns its input unchanged (autograd wraps a returned input in a view)."""
+    """Whether the operation returns its input unchanged, as a copy or as a view."""
     return func in COPIES or (func is aten.view.default and tuple(args[1]) == args[0].shape)
 
 
-class LazyGradient(Tensor):
+class LazyGradient(Deferred):
     """The gradient of lazy logits, in the form of the gradients of hidden, weight and bias.
 
-    `dense` is the gradient of the values, from operations that materialised the logits.
+    `dense` is the gradient of the values, from operations that materialised the logits. `parts`
+    are the gradients of hidden, weight and bias from losses over lazy logits. The functions in
+    `computes` return the gradients of the values from the same losses. An operation that reads the
+    gradient, such as `norm`, calls these functions. Scaling and adding do not call them.
     """
+
+    what, copy = "gradients of lazy logits", "gradient.clone()"
 
     parts: Parts
     dense: Tensor | None
+    computes: tuple[Compute, ...]
+    known: Tensor | None  # the gradient of the values, once it is computed
+    limits: frozenset[str]  # some of SHARED and PROJECTED
 
     @staticmethod
-    def of(like, parts: Parts, dense: Tensor | None = None) -> "LazyGradient":
-        g = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            LazyGradient, like.shape, dtype=like.dtype, device=like.device
-        )
-        g.parts, g.dense = parts, dense
+    def of(
+        like,
+        parts: Parts,
+        dense: Tensor | None,
+        computes: tuple[Compute, ...],
+        limits: frozenset[str] = frozenset(),
+    ) -> "LazyGradient":
+        g = LazyGradient.blank(like)
+        g.parts, g.dense, g.computes, g.known, g.limits = parts, dense, computes, None, limits
         return g
 
     def each(self, f: Callable[[Tensor], Tensor], like=None) -> "LazyGradient":
-        parts = tuple(None if t is None else f(t) for t in self.parts)
+        """Applies a linear function to `parts`, to `dense` and to the results of `computes`."""
+        parts: Any = tuple(None if t is None else f(t) for t in self.parts)
         dense = None if self.dense is None else f(self.dense)
-        return LazyGradient.of(self if like is None else like, parts, dense)  # pyright: ignore
+        computes = tuple(lambda compute=compute: f(compute()) for compute in self.computes)
+        return LazyGradient.of(self if like is None else like, parts, dense, computes, self.limits)
 
-    def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"LazyGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+    def numbers(self) -> Tensor:
+        if PROJECTED in self.limits:
+            raise RuntimeError(
+                "the gradient of log-probabilities of lazy logits must not be read, because it is"
+                " known up to a part that log_softmax removes. Read the gradient of the logits, or"
+                " use logits.materialize() before log_softmax."
+            )
+        if self.known is None:
+            # An operation's __torch_dispatch__ runs without autograd, which the loss needs here.
+            with torch._C._ForceDispatchKeyGuard(*OUTSIDE), torch.no_grad():
+                terms = [compute() for compute in self.computes]
+                terms += [] if self.dense is None else [self.dense.detach()]
+                total = terms[0] if len(terms) == 1 else sum(terms[1:], terms[0])
+                self.known = total.to(self.dtype).expand(self.shape).contiguous()
+        return self.known
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
+    def write(self, func, args: tuple, kwargs: dict) -> Any:
+        """Applies the write to the gradient of the values, which replaces `parts`."""
+        first = args[0] if args else None
+        targets = first if isinstance(first, (list, tuple)) else [first]
+        if not isinstance(func, torch._ops.OpOverload) or all(t is not self for t in targets):
+            return super().write(func, args, kwargs)
+        lazy = [t for t in targets if isinstance(t, LazyGradient)]
+        for t in lazy:
+            t._refuse_shared()
+        values = [t.numbers().clone() if isinstance(t, LazyGradient) else t for t in targets]
+        func(values if targets is first else values[0], *args[1:], **kwargs)
+        for t, new in zip(targets, values, strict=True):
+            if isinstance(t, LazyGradient):
+                t._become(LazyGradient.of(t, NO_PARTS, new, ()))
+        return None if targets is first else first
+
+    def _become(self, other: "LazyGradient") -> None:
+        vars(self).update(vars(other))
+
+    def _refuse_shared(self) -> None:
+        if SHARED in self.limits:
+            raise RuntimeError(
+                "the gradient of lazy logits that torch.cat joined must not be changed, because the"
+                " gradient of the weight belongs to all of them. Use logits.materialize() before"
+                " torch.cat."
+            )
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         g, *rest = args
         if func is aten.mul.Tensor and not isinstance(g, LazyGradient):
             g, rest = rest[0], [g]
         if is_copy(func, args):
-            return g.each(lambda t: t)
-        if func is aten._to_copy.default and isinstance(g, LazyGradient):
-            like = Like(g.shape, (kwargs or {}).get("dtype") or g.dtype, g.device)
-            return g.each(lambda t: t, like)
-        if func in (aten.add.Tensor, aten.add_.Tensor) and not kwargs:
-            total = added(g, rest[0])
-            if func is aten.add.Tensor:
-                return total
-            g.parts, g.dense = total.parts, total.dense
+            copy = g.each(lambda t: t)
+            if func is not aten.clone.default:  # a view, which later writes to g change too
+                copy.__dict__ = g.__dict__  # pyright: ignore[reportAttributeAccessIssue]
+            return copy
+        if func is aten._to_copy.default and not kwargs.keys() - {"dtype"}:
+            return g.each(lambda t: t, Like(g.shape, kwargs.get("dtype") or g.dtype, g.device))
+        if func is aten.add.Tensor and not kwargs and _addable(*args):
+            return added(*args)
+        if func is aten.add_.Tensor and not kwargs and _addable(*args) and isinstance(g, cls):
+            g._become(added(*args))
             return g
-        if func is aten.isnan.default:  # for anomaly detection
+        if func is aten.isnan.default and torch.is_anomaly_enabled():  # anomaly mode calls it
             known = [t for t in (*g.parts, g.dense) if t is not None]
             return torch.stack([t.isnan().any() for t in known]).any().expand(g.shape)
-        if func in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar) and _is_number(rest[0]):
+        if func in PRODUCTS and isinstance(g, LazyGradient) and _is_number(rest[0]):
+            g._refuse_shared()
             return g.each(lambda t: func(t, rest[0]))
         if func is aten.neg.default:
+            g._refuse_shared()
             return g.each(torch.neg)
-        raise RuntimeError(
-            f"the gradient of lazy logits must not be computed with, by {func}: it is known as"
-            " those of hidden and weight. Use logits.materialize() before the loss."
-        )
+        target = written(func, args, kwargs)
+        if target is not None:
+            return target.write(func, args, kwargs)
+        return of_numbers(func, args, kwargs)
 
 
 class Like(NamedTuple):
@@ -79,15 +146,29 @@ class Like(NamedTuple):
     device: torch.device
 
 
+NO_PARTS: Parts = (None, None, None)
+
+# Limits of a lazy gradient.
+SHARED = "shared"  # the gradient of the weight is that of all logits that torch.cat joined
+PROJECTED = "projected"  # the gradient of log p lacks the part that log_softmax removes
+
+
 def _is_number(t: Any) -> bool:
     return isinstance(t, (int, float)) or (type(t) is Tensor and t.dim() == 0)
+
+
+def _addable(a: Any, b: Any) -> bool:
+    """Whether both are tensors of the same shape and dtype, lazy or plain."""
+    tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
+    return tensors and a.shape == b.shape and a.dtype == b.dtype
 
 
 def added(a: Tensor, b: Tensor) -> LazyGradient:
     (parts, dense), (others, more) = split(a), split(b)
     both = added_parts(parts, others)
     dense = more if dense is None else dense if more is None else dense + more
-    return LazyGradient.of(a, both, dense)
+    computes = (*computes_of(a), *computes_of(b))
+    return LazyGradient.of(a, both, dense, computes, limits_of(a) | limits_of(b))
 
 
 def added_parts(parts: Parts, others: Parts) -> Parts:
@@ -98,22 +179,34 @@ def added_parts(parts: Parts, others: Parts) -> Parts:
 
 def split(g: Tensor) -> tuple[Parts, Tensor | None]:
     """The gradients of hidden, weight and bias, and the gradient of the values."""
-    if isinstance(g, LazyGradient):
-        return g.parts, g.dense
-    return (None, None, None), g
+    if not isinstance(g, LazyGradient):
+        return NO_PARTS, g
+    if torch.is_grad_enabled() and g.requires_grad:  # the parts have no history, but g has one
+        *parts, dense = refuse_second((*g.parts, g.dense), (g,))
+        return tuple(parts), dense  # pyright: ignore
+    return g.parts, g.dense
 
 
-def joined(like, parts: Parts, dense: Tensor | None) -> Tensor | None:
-    """The inverse of `split`."""
-    if all(t is None for t in parts):
-        return dense
-    return LazyGradient.of(like, parts, dense)
+def computes_of(g: Tensor) -> tuple[Compute, ...]:
+    return g.computes if isinstance(g, LazyGradient) else ()
 
 
-def pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -> Tensor:
-    """The gradient of x, from the gradient d of function(x)."""
+def limits_of(g: Tensor) -> frozenset[str]:
+    return g.limits if isinstance(g, LazyGradient) else frozenset()
+
+
+def pulled_back(function: Callable[[Tensor], Any], x: Tensor, *d: Tensor | None) -> Tensor:
+    """The gradient of x, from the gradients d of the results of function(x).
+
+    The gradient in d is None for a result that has no gradient.
+    """
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         out = function(leaf)
+        outs = out if isinstance(out, tuple) else (out,)
+    pairs = [
+        (o, g.to(o.dtype).expand(o.shape)) for o, g in zip(outs, d, strict=True) if g is not None
+    ]
+    outs, upstream = zip(*pairs, strict=True)
     again = torch.is_grad_enabled()
-    return torch.autograd.grad(out, leaf, d.to(out.dtype), create_graph=again)[0]
+    return torch.autograd.grad(outs, leaf, upstream, create_graph=again)[0]

@@ -1,84 +1,165 @@
-"""Lazy logits: a tensor to PyTorch, whose values are not computed until they are needed.
+"""Lazy logits: a tensor whose values are not computed until they are needed.
 
-`LazyLogits` is what a fused head returns: a tensor with a shape, a dtype and a place in autograd's
-graph, that holds only hidden, weight and bias. A loss over it, ours or one of torch.nn.functional,
-is computed a chunk of rows at a time (heads/). Operations after which the logits are still those of
-a head, such as views, slices, casts, scaling and softcaps, keep them lazy (torch_functions.py). Any
-other operation computes the values and is correct as well. Writing to lazy logits raises.
+A fused head returns a `LazyLogits`, a tensor with a shape, a dtype and a history in autograd. The
+tensor holds only hidden, weight and bias. A loss over lazy logits, ours or one of
+torch.nn.functional, is computed chunk by chunk (heads/). Views, slices, casts, scaling and softcaps
+of lazy logits are lazy too (torch_functions.py). Any other operation computes the values, and its
+result is correct as well. Writing to lazy logits raises.
 
-The graph is the ordinary one: head → logits → views → loss, each a node. Only the gradient that
-travels along it is unusual. A loss computes the gradients of hidden and weight themselves and hands
-them to its logits as a `LazyGradient`; views and slices on the way re-index it, and the head
-unpacks it. So hooks fire, DDP and FSDP see the output they expect, and no tensor as large as the
-logits exists.
+Autograd's graph is the ordinary one, with nodes for the head, the views and the loss. Only the type
+of the gradient is unusual. A loss computes the gradients of hidden and weight, and passes them to
+its logits as a `LazyGradient`. Views and slices re-index the `LazyGradient`, and the head unpacks
+it. So hooks run, DDP and FSDP get the output that they expect, and no tensor as large as the logits
+exists.
 """
 
 import warnings
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils import _pytree as pytree
 
 from ..contract import Reading
 from ..core import checks
-from ..core.autograd import Node
 from ..core.call import backend_of, check_values, in_func
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss
 from ..core.source import Source, TopK, teacher_rows
-from ..heads import per_row, total
 from ..heads.head import Head
 from ..heads.linear import topk_of_head
-from ..heads.products import without_autocast
-from ..heads.total import Call, needs_of
 from ..heads.unshard import in_memory
-from .gradient import Like, added_parts, aten, is_copy, joined, pulled_back, split
-from .recipe import Recipe, versions
+from .deferred import Deferred, called, of_numbers, running, written
+from .gradient import Like, aten, is_copy
+from .nodes import (
+    LazyHead,
+    LazyOp,
+    LazyPerRowLoss,
+    LazyReducedLoss,
+    Materialize,
+    Op,
+    anchor_of,
+)
+from .recipe import Recipe
 
 
-class LazyLogits(Tensor, Source):
-    """Logits (..., V) of a head, to be used as any tensor; see the module's docstring."""
+class Cell:
+    """The values of lazy logits, or None until they are computed. Aliases share one cell."""
+
+    def __init__(self):
+        self.values: Tensor | None = None
+        # Whether code outside PyTorch has the address of the values and may have changed them.
+        self.exposed = False
+
+
+class Origin:
+    """Computes the values of lazy logits from the values of other lazy logits, or from the head.
+
+    Values stay in the cell of the logits as long as a tensor or a node needs them. So the head's
+    product is computed only once if several functions of the same logits are materialised.
+    """
+
+    def __init__(self, recipe: Recipe, cell: Cell):
+        self.recipe, self.cell = recipe, weakref.ref(cell)
+        self.base: Origin | None = None
+        self.function: Callable[[Tensor], Tensor] | None = None  # of the base's values
+
+    def after(self, base: "Origin", function: Callable[[Tensor], Tensor]) -> None:
+        self.base, self.function = base, function
+
+    @property
+    def known(self) -> bool:
+        """Whether the values follow from values that exist."""
+        cell = self.cell()
+        if cell is not None and cell.values is not None:
+            return True
+        return self.base is not None and self.function is not None and self.base.known
+
+    def values(self) -> Tensor:
+        cell, base = self.cell(), self.base
+        if cell is not None and cell.values is not None:
+            return cell.values
+        if base is not None and self.function is not None and (base.known or self.is_whole(base)):
+            with torch.inference_mode(False), torch.no_grad():
+                values = self.function(base.values()).contiguous()
+        else:
+            values = self.recipe.dense()
+        if cell is not None:
+            cell.values = values
+        return values
+
+    def is_whole(self, base: "Origin") -> bool:
+        """Whether all values of the base are needed."""
+        sizes = (torch.Size(origin.recipe.shape).numel() for origin in (self, base))
+        return len(set(sizes)) == 1
+
+
+class LazyLogits(Deferred, Source):
+    """Logits (..., V) of a head, which can be used as any tensor; see the module's docstring."""
 
     recipe: Recipe
-    dense_values: Tensor | None  # the logits, once something has computed them
+    cell: Cell
+    origin: Origin
 
     @classmethod
     def of(cls, recipe: Recipe) -> "LazyLogits":
-        """Lazy logits without history."""
-        z = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            cls, recipe.shape, dtype=recipe.dtype, device=recipe.head.device
-        )
-        z.recipe, z.dense_values = recipe, None
+        """Lazy logits without autograd history."""
+        z = cls.blank(Like(recipe.shape, recipe.after_dtype or recipe.dtype, recipe.device))
+        z.recipe, z.cell = recipe, Cell()
+        z.origin = Origin(recipe, z.cell)
         return z
 
+    def derived(self, recipe: Recipe, function: Callable | None = None) -> "LazyLogits":
+        """Lazy logits of another recipe, without history.
+
+        Their values are function(values of self), if a function is given.
+        """
+        z = LazyLogits.of(recipe)
+        if function is not None:
+            z.origin.after(self.origin, function)
+        return z
+
+    @property
+    def dense_values(self) -> Tensor | None:
+        """The values if they have been computed, else None."""
+        return self.cell.values
+
+    @property
+    def from_head(self) -> bool:
+        """Whether a loss may be computed from the head, instead of from values that exist."""
+        return not self.cell.exposed and not (self.origin.known and self.recipe.stale())
+
+    def numbers(self) -> Tensor:
+        if self.cell.values is None and self.recipe.trains:
+            warn_materialised()
+        return self.dense()
+
     def dense(self) -> Tensor:
-        """The logits as a plain tensor, detached; computed once."""
-        self.check()
-        if self.dense_values is None:
-            self.dense_values = self.recipe.dense()
-        return self.dense_values
+        """The values as a plain, detached tensor. They are computed only once."""
+        return self.origin.values()
+
+    def expose(self) -> Tensor:
+        """The values, for code that may overwrite them. Later losses use the values in memory."""
+        values = self.numbers()
+        self.cell.exposed = True
+        return values
 
     def materialize(self, rows=None) -> Tensor:
-        """The logits as a plain tensor, differentiable; or some rows, (n, V), as constants."""
+        """The logits as a plain, differentiable tensor; with `rows`, some rows as constants."""
         if rows is None:
             return Materialize.apply(self)  # pyright: ignore[reportReturnType]
         with in_memory(self.recipe.head.weight, self.recipe.head.module):
-            return teacher_rows(self.as_teacher(), rows)
+            return teacher_rows(self.as_teacher(), rows).clone()
 
     def over(self, shard) -> "LazyLogits":
         """The lazy logits of all ranks, if `self` holds the columns of `shard`."""
         recipe = self.recipe._replace(shard=shard.over(None))
         sides = (shard.start, shard.vocab - shard.start - shard.width)
-        return LazyOp.apply(self, recipe, None, lambda t: pad(t, sides), False)  # pyright: ignore
-
-    def check(self) -> None:
-        """Raises if the logits were written to through a view. Other writes raise at once."""
-        if not torch.compiler.is_compiling() and versions(self) != (0,):
-            raise RuntimeError(WRITTEN.format("assigning to a part of them"))
+        return kept(self, recipe, None, Op(lambda t: pad(t, sides)))
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        of_head = self.loss_of_head(loss)
+        of_head = self.loss_of_head(loss) if self.from_head else None
         if of_head is None:
             return evaluate(self.materialize(), loss, reduction, row_weight)
         return UnscaledLogits(self).evaluate(of_head, reduction, row_weight)
@@ -90,13 +171,13 @@ class LazyLogits(Tensor, Source):
         if cause is None:
             of_head = loss.fold_scale(recipe.scale, recipe.cap or softcap)
             cause = "scaled logits, beside labels at temperature 1 or a teacher that is a tensor"
-        if of_head is None:
-            warn(f"a loss of logitless over {cause}")
+        if of_head is None and recipe.trains:
+            warn_materialised(f"a loss of logitless over {cause}")
         return of_head
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
         recipe = self.recipe
-        if recipe.obstacle(softcap):
+        if recipe.obstacle(softcap) or not self.from_head:
             return backend_of(self).topk(self.dense(), k, temperature, softcap)
         reading = Reading(self.shape[-1], temperature=temperature)
         reading = reading.fold_scale(recipe.scale, recipe.cap or softcap)
@@ -104,7 +185,8 @@ class LazyLogits(Tensor, Source):
 
     def as_teacher(self):
         """The same logits as constants."""
-        return self.dense() if self.recipe.obstacle(None) else self.recipe.teacher()
+        constant = self.recipe.obstacle(None) or not self.from_head
+        return self.dense() if constant else self.recipe.teacher()
 
     def in_columns(self, shard) -> Source:
         return LazyColumns(self, shard)
@@ -115,45 +197,35 @@ class LazyLogits(Tensor, Source):
     def describe(self) -> str:
         return f"lazy logits of {self.recipe.head.describe()}, {self.recipe.needs}"
 
-    def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
-
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        # Imported here, because the table of functions is built on this class.
+        # Imported here, because torch_functions.py imports this class.
         from .torch_functions import kept_lazy
 
-        result = kept_lazy(func, args, kwargs or {})
+        with called(func):
+            result = kept_lazy(func, args, kwargs or {})
         if result is not NotImplemented:
             return result
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if is_copy(func, args):
-            copy = LazyLogits.of(args[0].recipe)
-            copy.dense_values = None if func is aten.clone.default else args[0].dense_values
+            z = args[0]
+            copy = z.derived(z.recipe, torch.clone)
+            if func is not aten.clone.default:
+                copy.cell, copy.origin = z.cell, z.origin
+            elif z.cell.exposed:
+                copy.cell.values, copy.cell.exposed = z.cell.values.clone(), True
             return copy
-        _refuse_writing(func, args)
-        warn(str(func))
-        args, kwargs = pytree.tree_map_only(LazyLogits, LazyLogits.dense, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        target = written(func, args, kwargs)
+        if target is not None:
+            return target.write(func, args, kwargs)
+        return of_numbers(func, args, kwargs)
 
 
-WRITTEN = (
-    "lazy logits must not be written to, by {}: they hold no numbers. Use logits.materialize()"
-    " first."
-)
 _warned: set[str] = set()
-
-
-def _refuse_writing(func, args: tuple) -> None:
-    for t, argument in zip(args, func._schema.arguments, strict=False):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        if writes and isinstance(t, LazyLogits):
-            raise RuntimeError(WRITTEN.format(func))
-
 
 INSTEAD = (
     "A loss computed from them keeps them lazy; for anything else, call the model under"
@@ -161,16 +233,22 @@ INSTEAD = (
 )
 
 
-def warn(name: str) -> None:
-    """Warns once per operation that materialises logits in training."""
-    if torch.is_grad_enabled():
-        warn_once(f"logits of a fused head are materialised by {name}. {INSTEAD}")
+def warn_materialised(by: str | None = None) -> None:
+    """Warns once per function that materialises logits. `by` defaults to the running function."""
+    by = by or running()
+    warn_once(f"logits of a fused head are materialised by {by}. {INSTEAD}")
 
 
 def warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
         warnings.warn(message, stacklevel=5)
+
+
+def kept(z: LazyLogits, recipe: Recipe, back: Callable | None, op: Op) -> LazyLogits:
+    """Lazy logits of `recipe`, the result of the operation `op` on z; see LazyOp."""
+    anchor = None if op.pull is None else anchor_of(z)
+    return LazyOp.apply(z, recipe, back, op, anchor)  # pyright: ignore[reportReturnType]
 
 
 class UnscaledLogits(Source):
@@ -193,9 +271,9 @@ class UnscaledLogits(Source):
         grad = torch.is_grad_enabled()
         if reduction != "none":
             return LazyReducedLoss.apply(
-                self.z, row_weight, loss, reduction, grad, *loss.row_inputs
+                self.z, row_weight, loss, reduction, grad, anchor_of(self.z), *loss.row_inputs
             )
-        outputs = LazyPerRowLoss.apply(self.z, loss, *loss.row_inputs)
+        outputs = LazyPerRowLoss.apply(self.z, loss, anchor_of(self.z), *loss.row_inputs)
         return outputs if loss.multiple_outputs else loss.reduce(outputs[0], reduction, row_weight)
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
@@ -213,8 +291,8 @@ class UnscaledLogits(Source):
 class LazyColumns(Source):
     """The logits of all ranks, if this rank holds the lazy logits of its columns.
 
-    A loss that cannot be computed from the head materialises this rank's columns, not those of all
-    ranks. The gradient of hidden is not summed over ranks here; the caller sums it.
+    A loss that cannot be computed from the head materialises only the columns of this rank. The
+    caller sums the gradient of hidden over the ranks.
     """
 
     def __init__(self, z: LazyLogits, shard):
@@ -226,12 +304,12 @@ class LazyColumns(Source):
         return self.z.over(self.shard.over(None, sums_hidden=False))
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        if self.z.loss_of_head(loss) is not None:
+        if self.z.from_head and self.z.loss_of_head(loss) is not None:
             return self.whole().evaluate(loss, reduction, row_weight)
         return self.shard.over(self.z.materialize()).evaluate(loss, reduction, row_weight)
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
-        if self.z.recipe.obstacle(softcap):
+        if self.z.recipe.obstacle(softcap) or not self.z.from_head:
             columns = self.shard.over(self.z.dense()).whole()
             return columns.capture_topk(k, temperature, softcap)
         return self.whole().capture_topk(k, temperature, softcap)
@@ -240,129 +318,9 @@ class LazyColumns(Source):
 def lazy_logits_of(head: Head, shard=None, kind: type[LazyLogits] = LazyLogits) -> LazyLogits:
     """The lazy logits of a head.
 
-    With a shard, `head` has this rank's rows of the weight, and the logits are those of all ranks.
+    With a shard, `head` has this rank's rows of the weight, and the logits have all columns.
     """
-    return LazyHead.apply(*head.tensors, head, shard, kind)  # pyright: ignore[reportReturnType]
-
-
-class LazyHead(Node):
-    """Hidden, weight and bias to lazy logits."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, head, shard, kind):
-        tensors = (hidden, weight, bias)
-        ctx.save_for_backward(*tensors)
-        needs = tuple(t is not None and t.requires_grad for t in tensors)
-        detached = head._replace(
-            hidden=hidden.detach(), weight=weight.detach(),
-            bias=None if bias is None else bias.detach(),
-        )  # fmt: skip
-        ctx.module, ctx.shard = head.module, shard
-        return kind.of(Recipe(detached, needs, head.dtype, versions(*tensors), shard=shard))  # pyright: ignore
-
-    @staticmethod
-    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
-        (d_hidden, d_weight, d_bias), dense = split(g)
-        if dense is not None:
-            hidden, weight, bias = ctx.saved_tensors
-            if ctx.shard is not None:
-                dense = dense.narrow(-1, ctx.shard.start, ctx.shard.width)
-            rows = hidden.reshape(-1, hidden.shape[-1])
-            flat = dense.reshape(len(rows), dense.shape[-1]).to(hidden.dtype)
-            with without_autocast(hidden.device), in_memory(weight, ctx.module):
-                more = (
-                    (flat @ weight).view(hidden.shape) if ctx.needs_input_grad[0] else None,
-                    flat.t() @ rows if ctx.needs_input_grad[1] else None,
-                    flat.sum(0) if bias is not None and ctx.needs_input_grad[2] else None,
-                )
-            if ctx.shard is not None and ctx.shard.sums_hidden and more[0] is not None:
-                ctx.shard.ranks.all_reduce(more[0]).wait()
-            d_hidden, d_weight, d_bias = added_parts((d_hidden, d_weight, d_bias), more)
-        return d_hidden, d_weight, d_bias, None, None, None
-
-
-class LazyOp(Node):
-    """Lazy logits to lazy logits: an operation that keeps them lazy.
-
-    `back` maps the gradients of the new hidden, weight and bias to those of the old ones. `op` is
-    the same operation on plain logits; backward differentiates it if the upstream gradient is a
-    plain tensor. If `op` only `moves` values, as views and slices do, its gradient does not depend
-    on the values, and they are not computed for it.
-    """
-
-    @staticmethod
-    def forward(ctx, z, recipe, back, op, moves):
-        z.recipe.check()
-        ctx.like, ctx.back, ctx.op, ctx.moves = Like(z.shape, z.dtype, z.device), back, op, moves
-        if not moves:
-            ctx.save_for_backward(*z.recipe.head.tensors)
-            ctx.recipe = z.recipe.with_tensors(None, None, None)
-        result = LazyLogits.of(recipe)
-        if moves and z.dense_values is not None:
-            result.dense_values = op(z.dense_values).contiguous()
-        return result
-
-    @staticmethod
-    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
-        parts, dense = split(g)
-        parts = parts if ctx.back is None else ctx.back(parts)
-        if dense is not None:
-            if ctx.moves:
-                values = dense.detach().new_empty(()).expand(ctx.like.shape)
-            else:
-                values = ctx.recipe.with_tensors(*ctx.saved_tensors).dense()
-            dense = pulled_back(ctx.op, values, dense)
-        return joined(ctx.like, parts, dense), None, None, None, None
-
-
-class Materialize(Node):
-    """Lazy logits to a plain tensor, which may be written to."""
-
-    @staticmethod
-    def forward(ctx, z):
-        z.check()
-        if z.dense_values is not None:
-            return z.dense_values.clone()
-        return z.recipe.dense().data  # F.linear may return a view, which cannot be written to
-
-    @staticmethod
-    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return g
-
-
-def _lazy_call(ctx, z: LazyLogits, loss, row_weight, reduction, grad, row_inputs) -> Call:
-    ctx.like = Like(z.shape, z.dtype, z.device)
-    head = z.recipe.constant_head(ctx.needs_input_grad[0])
-    needs = needs_of(head.tensors, row_weight, row_inputs, grad)
-    return Call(head, loss, row_weight, reduction, needs)
-
-
-class LazyReducedLoss(Node):
-    """A mean or sum over lazy logits; its gradient is lazy too."""
-
-    @staticmethod
-    def forward(ctx, z, row_weight, loss, reduction, grad, *row_inputs):
-        call = _lazy_call(ctx, z, loss, row_weight, reduction, grad, row_inputs)
-        value, ctx.kept = total.Kept.of(ctx, call)
-        return value
-
-    @staticmethod
-    def backward(ctx, upstream):  # pyright: ignore[reportIncompatibleMethodOverride]
-        d = ctx.kept.gradients_of(ctx, upstream)
-        d_z = joined(ctx.like, (d.hidden, d.weight, d.bias), None)
-        return d_z, d.row_weight, None, None, None, *d.row_inputs
-
-
-class LazyPerRowLoss(Node):
-    """Results per row of lazy logits; their gradient is lazy too."""
-
-    @staticmethod
-    def forward(ctx, z, loss, *row_inputs):
-        call = _lazy_call(ctx, z, loss, None, "none", True, row_inputs)
-        outputs, ctx.kept = per_row.Kept.of(ctx, call)
-        return outputs
-
-    @staticmethod
-    def backward(ctx, *upstream):  # pyright: ignore[reportIncompatibleMethodOverride]
-        d = ctx.kept.gradients_of(ctx, upstream)
-        return joined(ctx.like, (d.hidden, d.weight, d.bias), None), None, *d.row_inputs
+    trains = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in head.tensors
+    )
+    return LazyHead.apply(*head.tensors, head, shard, kind, trains)  # pyright: ignore[reportReturnType]

@@ -1,4 +1,4 @@
-"""Views and slices of lazy logits: operations that rearrange rows, or select rows or columns."""
+"""Views, slices and torch.cat of lazy logits: operations that rearrange or select values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,17 +8,18 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from .gradient import pulled_back
-from .logits import LazyLogits, LazyOp
-from .recipe import constant
+from .logits import LazyLogits, kept
+from .nodes import LazyCat, Op
+from .recipe import constant, own, versions
 
 
 def axis_of(z: LazyLogits) -> int:
-    """Which dimension is the vocabulary, counted from the front."""
+    """The dimension of the vocabulary, counted from the front."""
     return z.dim() - 1 if z.recipe.axis is None else z.recipe.axis
 
 
 class _Filled(torch.autograd.Function):
-    """A leaf without memory of its own, with the values of another tensor."""
+    """Returns the values of a tensor. The gradient goes to `blank`, a leaf without memory."""
 
     @staticmethod
     def forward(ctx, blank, values):
@@ -34,16 +35,20 @@ def _rows(
 ) -> LazyLogits:
     """Lazy logits whose leading dimensions `op` rearranges.
 
-    `op` is for the hidden states and leaves their last dimension alone; `on_logits` is the same for
-    the logits, if it differs. `op` is applied to the hidden states at once, under autograd.
-    Backward follows that graph, which keeps no hidden states alive: `leaf` has no memory of its
-    own.
+    `op` rearranges the hidden states and does not change their last dimension. `on_logits` does the
+    same with the logits; by default it is `op`. `op` is applied to the hidden states immediately,
+    under autograd. Backward uses this graph. The graph holds no hidden states, because `leaf` has
+    no memory of its own.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():
         before = recipe.head.hidden
         leaf = before.new_empty(()).expand(before.shape).requires_grad_()
-        moved = op(_Filled.apply(leaf, constant(before)))  # pyright: ignore
+        try:
+            moved = op(_Filled.apply(leaf, constant(before)))  # pyright: ignore
+        except (IndexError, RuntimeError):
+            (on_logits or op)(before.new_empty(()).expand(z.shape))  # raises for the logits
+            raise
         edge, hidden = get_gradient_edge(moved), moved.detach()
     shape = hidden.shape
 
@@ -60,17 +65,19 @@ def _rows(
     new = recipe._replace(
         head=recipe.head._replace(hidden=hidden), versions=(hidden._version, *of_weight), **changed
     )
-    return LazyOp.apply(z, new, back, on_logits or op, True)  # pyright: ignore
+    return kept(z, new, back, Op(on_logits or op))
 
 
-def _columns(z: LazyLogits, columns: slice) -> LazyLogits:
+def _columns(z: LazyLogits, columns: slice):
     recipe = z.recipe
+    if not recipe.head.weight.untyped_storage().size():  # FSDP has freed the weight
+        return NotImplemented
 
     def cut(t: Tensor) -> Tensor:
         return t[columns]
 
     _, *rows_of_v = recipe.head.tensors  # weight and bias
-    # Backward needs only their shapes.
+    # Backward needs only the shapes of weight and bias.
     likes = [None if t is None else t.new_empty(()).expand(t.shape) for t in rows_of_v]
 
     def back(parts):
@@ -80,11 +87,11 @@ def _columns(z: LazyLogits, columns: slice) -> LazyLogits:
 
     weight, bias = (None if t is None else cut(t) for t in rows_of_v)
     new = recipe._replace(head=recipe.head._replace(weight=weight, bias=bias))
-    return LazyOp.apply(z, new, back, lambda t: t[..., columns], True)  # pyright: ignore
+    return kept(z, new, back, Op(lambda t: t[..., columns]))
 
 
 def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:
-    """A dimension counted from the front; with new=1, the place of a new one."""
+    """The dimension `dim`, counted from the front. `new` is the number of added dimensions."""
     size = z.dim() + new
     if not -size <= dim < size:
         raise IndexError(f"dim must be in [{-size}, {size - 1}], got {dim}.")
@@ -99,12 +106,12 @@ def view(z: LazyLogits, *shape, **kwargs):
     *lead, last = shape
     rows = z.shape[:-1].numel()
     known = torch.Size([size for size in lead if size != -1]).numel()
-    if last == -1:  # the rest, which must be the vocabulary
+    if last == -1:  # the last dimension must then be the vocabulary
         last = z.shape[-1] if -1 not in lead and known == rows else None
     if last != z.shape[-1] or lead.count(-1) > 1 or z.numel() == 0:
         return NotImplemented
     lead = [rows // max(known, 1) if size == -1 else size for size in lead]
-    return _rows(z, lambda t: t.reshape(*lead, t.shape[-1]))
+    return _rows(z, lambda t: t.reshape(*lead, t.shape[-1]), lambda t: t.reshape(tuple(shape)))
 
 
 def flatten(z: LazyLogits, start_dim: int = 0, end_dim: int = -1):
@@ -126,7 +133,7 @@ def unsqueeze(z: LazyLogits, dim: int):
 
 
 def permute(z: LazyLogits, *dims):
-    """Dimensions in another order. The vocabulary may leave the last place, and come back."""
+    """Logits with their dimensions in another order, in which the vocabulary may not be last."""
     dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
     dims = [_dim(z, dim) for dim in dims]
     if sorted(dims) != list(range(z.dim())):
@@ -163,30 +170,40 @@ def movedim(z: LazyLogits, source: int | tuple[int, ...], destination: int | tup
 def getitem(z: LazyLogits, index: Any):
     """Selects rows by any index, or columns by a slice if all rows are kept."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    arrays = [isinstance(part, list) or type(part).__module__ == "numpy" for part in parts]
-    parts = [torch.as_tensor(p) if array else p for p, array in zip(parts, arrays, strict=True)]
     if any(isinstance(part, LazyLogits) for part in parts):
         return NotImplemented
+    arrays = [isinstance(part, list) or type(part).__module__ == "numpy" for part in parts]
+    parts = [_ids(p) if array else p for p, array in zip(parts, arrays, strict=True)]
+    parts = [own(p) if isinstance(p, Tensor) else p for p in parts]
     free = z.dim() - sum(_taken(part) for part in parts)
     at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
     parts[at : at + 1] = [slice(None)] * free
     *rows, last = parts
-    if not isinstance(last, slice) or (free < 0):  # a column, or a mask over all dimensions
+    if not isinstance(last, slice) or (free < 0):  # an index of columns, or a mask of values
         return NotImplemented
     size = z.shape[-1]
     if last.indices(size) == (0, size, 1):
         return _rows(z, lambda t: t[(*rows, slice(None))])
     whole = all(isinstance(part, slice) and part == slice(None) for part in rows)
-    if z.recipe.log or z.recipe.shard or not whole or last.step not in (None, 1):
+    if not z.recipe.of_logits or z.recipe.shard or not whole or last.step not in (None, 1):
         return NotImplemented
     return _columns(z, last)
 
 
 def _taken(part: Any) -> int:
-    """The number of dimensions that one item of an index consumes."""
-    if part is None or part is Ellipsis:
+    """The number of dimensions that one item of an index selects from."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
-    return part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
+    return part.dim() if isinstance(part, Tensor) and part.dtype in MASKS else 1
+
+
+MASKS = (torch.bool, torch.uint8)
+
+
+def _ids(part: Any) -> Tensor:
+    """A list or an array of an index as a tensor. An empty list becomes an int64 tensor."""
+    ids = torch.as_tensor(part)
+    return ids.long() if isinstance(part, list) and ids.numel() == 0 else ids
 
 
 def narrow(z: LazyLogits, dim: int, start: int, length: int):
@@ -197,7 +214,7 @@ def narrow(z: LazyLogits, dim: int, start: int, length: int):
 
 
 def index_select(z: LazyLogits, dim: int, index: Tensor):
-    dim = _dim(z, dim)
+    dim, index = _dim(z, dim), own(index)
     return NotImplemented if dim == z.dim() - 1 else _rows(z, lambda t: t.index_select(dim, index))
 
 
@@ -221,3 +238,55 @@ def unbind(z: LazyLogits, dim: int = 0):
     if dim == z.dim() - 1:
         return NotImplemented
     return tuple(_rows(z, lambda t, i=i: t.select(dim, i)) for i in range(z.shape[dim]))
+
+
+def cat(tensors, dim: int = 0):
+    """torch.cat of lazy logits of the same head, which joins their hidden states."""
+    first = tensors[0]
+    if not all(isinstance(z, LazyLogits) and z.from_head for z in tensors):
+        return NotImplemented
+    dim, recipes = _dim(first, dim), [z.recipe for z in tensors]
+    alike = all(_same_head(recipe, recipes[0]) for recipe in recipes)
+    # The first batch passes on the gradient of the weight for all batches.
+    alike = alike and all(r.needs[1:] == recipes[0].needs[1:] for r in recipes)
+    alike = alike and len({z.requires_grad for z in tensors}) == 1
+    ranks = {z.dim() for z in tensors}
+    watched = any(z._backward_hooks or z.retains_grad for z in tensors)
+    if not alike or len(ranks) > 1 or dim == first.dim() - 1 or watched:
+        return NotImplemented
+    for recipe in recipes:
+        recipe.check()
+    with torch.inference_mode(False), torch.no_grad():
+        hidden = torch.cat([recipe.head.hidden for recipe in recipes], dim)
+    needs = tuple(any(r.needs[i] for r in recipes) for i in range(3))
+    _, *of_weight = recipes[0].versions
+    recipe = recipes[0]._replace(
+        head=recipes[0].head._replace(hidden=hidden), needs=needs,
+        versions=(*versions(hidden), *of_weight), trains=any(r.trains for r in recipes),
+    )  # fmt: skip
+    return LazyCat.apply(recipe, dim, *tensors)
+
+
+def _same_head(a, b) -> bool:
+    """Whether two recipes differ only in their hidden states."""
+    blank = torch.empty(0)
+    rest = [
+        r._replace(
+            head=r.head._replace(hidden=blank, weight=blank, bias=None), versions=(), watch=None,
+            needs=(), trains=False,
+        )
+        for r in (a, b)
+    ]  # fmt: skip
+    pairs = zip(a.head.tensors[1:], b.head.tensors[1:], strict=True)
+    same = all(x is y or (x is not None and y is not None and _is_alias(x, y)) for x, y in pairs)
+    none = a.axis is None and a.shard is None and a.versions[1:] == b.versions[1:]
+    return same and none and rest[0] == rest[1]
+
+
+def _is_alias(x: Tensor, y: Tensor) -> bool:
+    """Whether both tensors have the same memory, shape, strides and dtype."""
+
+    def place(t: Tensor) -> tuple:
+        return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
+
+    return place(x) == place(y)

@@ -1,1 +1,1 @@
-"""What is computed: the functions that users call."""
+"""Losses and statistics: the public functions that users call."""

@@ -1,7 +1,7 @@
-"""The rules of each public function over logits; core/checks.py words the errors.
+"""Checks of the arguments of each public function. The error messages are in core/checks.py.
 
-`check_once` (core/call.py) calls these with the arguments of a call. The first argument is always
-the logits, because other ranks may share them.
+`check_once` (core/call.py) calls these functions with the arguments of a call. The first argument
+is always the logits, because `check_once` looks up the ranks that share the logits.
 """
 
 from torch import Tensor
@@ -16,7 +16,9 @@ def temperature_of(temperature, logits) -> None:
         options.temperature(temperature)
 
 
-def statistics(logits, ids, temperature, softcap, ignore_index=None, needs_ids=False) -> None:
+def statistics(
+    logits, ids, temperature, softcap, ignore_index=None, mask=None, needs_ids=False
+) -> None:
     checks.logits(logits)
     if ids is not None or needs_ids:
         checks.ids(ids, logits)
@@ -24,7 +26,7 @@ def statistics(logits, ids, temperature, softcap, ignore_index=None, needs_ids=F
     options.softcap(softcap)
     if ignore_index is not None:
         options.ignore_index(ignore_index)
-        checks.has_an_id(ids, logits)
+    checks.row_mask(mask, logits)
 
 
 def row_loss(logits, row_weight, reduction, *rows) -> None:
@@ -34,20 +36,22 @@ def row_loss(logits, row_weight, reduction, *rows) -> None:
         checks.beside_rows(f"rows[{i}]", t, logits)
 
 
-def score(logits, target, temperature, softcap, ignore_index) -> None:
+def score(logits, target, temperature, softcap, ignore_index, mask) -> None:
     checks.logits(logits)
     checks.target(target, logits)
     options.ignore_index(ignore_index)
+    checks.row_mask(mask, logits)
     temperature_of(temperature, logits)
     options.softcap(softcap)
 
 
 def cross_entropy(
     logits, target, weight, row_weight, temperature, softcap, ignore_index, reduction,
-    label_smoothing, z_loss,
+    label_smoothing, z_loss, mask,
 ) -> None:  # fmt: skip
     checks.logits(logits)
     checks.target(target, logits)
+    checks.row_mask(mask, logits)
     checks.class_weight(weight, logits)
     checks.row_weight(row_weight, logits)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
@@ -61,7 +65,7 @@ def cross_entropy(
 def dense_teacher(
     student, teacher, names, weight, blend, temperature, softcap, mask, row_weight, reduction
 ) -> None:  # fmt: skip
-    """`names` are those of the student, the teacher and the blend."""
+    """Checks a dense teacher. `names` are the argument names of student, teacher and blend."""
     checks.logits(student, names[0])
     checks.dense_teacher(names[1], teacher, names[0], student)
     checks.class_weight(weight, student)
@@ -74,7 +78,7 @@ def dense_teacher(
 
 
 def direction(student, direction) -> None:
-    """kl_div alone has a direction."""
+    """Checks the direction of kl_div."""
     checks.one_of("direction", direction, options.DIRECTIONS)
 
 
@@ -91,9 +95,10 @@ def gathered_kl(logits, teacher, mask, renormalise, temperature, row_weight, red
 
 def topk_distill(
     logits, ids, labels, row_weight, temperature, softcap, divergence, support, beta,
-    ignore_index, ce_weight, kd_weight, reduction,
+    ignore_index, ce_weight, kd_weight, reduction, mask,
 ) -> None:  # fmt: skip
     checks.logits(logits)
+    checks.row_mask(mask, logits)
     checks.targets(ids, logits)
     checks.one_of("divergence", divergence, options.DIVERGENCES)
     checks.one_of("support", support, options.SUPPORTS)

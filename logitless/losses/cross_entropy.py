@@ -19,7 +19,7 @@ from . import checks
 @operator("cross_entropy", saved=2)
 @dataclass(eq=False)
 class CrossEntropy(RowLoss):
-    """Cross-entropy with one class per row, the label."""
+    """Cross-entropy with one class per row. The class is the label of the reading."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -44,8 +44,8 @@ class CrossEntropy(RowLoss):
     def value_and_gradient(self, backend, x, factor, into):
         if self.label_smoothing or self.z_loss or backend.one_pass is None:
             return super().value_and_gradient(backend, x, factor, into)
-        # The coefficients of a loss that is linear in log p need no statistics. With class weights
-        # they are computed in vain if one_pass returns None, as it does for very long rows.
+        # The loss is linear in log p, so its coefficients need no statistics. With class weights,
+        # the coefficients are not used if one_pass returns None, for example for very long rows.
         if self.is_nll:
             coefficients = _nll_coefficients[x.device, torch.float32]
         else:
@@ -75,7 +75,7 @@ class CrossEntropy(RowLoss):
 
 @made_once
 def _nll_coefficients(device: torch.device, dtype: torch.dtype) -> Coefficients:
-    """d nll / dz_i = p_i - [i = label], the same for all rows."""
+    """Coefficients of d nll / dz_i = p_i - [i = label], which are the same for all rows."""
     rows = torch.zeros((1, contract.COEFFICIENTS), device=device, dtype=dtype)
     rows[0, contract.A], rows[0, contract.G_LABEL] = 1.0, -1.0
     return Coefficients(rows, ("a", "label"))
@@ -88,6 +88,7 @@ def cross_entropy(
     *,
     weight: Tensor | None = None,
     ignore_index: int = -100,
+    mask: Tensor | None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
@@ -98,35 +99,37 @@ def cross_entropy(
 ) -> Tensor:
     """Cross-entropy of softmax(z) against class ids: a scalar, or (...) for reduction="none".
 
-    Per row, with ε = label_smoothing and class weights v (1 without `weight`):
+    The loss of a row, with ε = label_smoothing and class weights v (1 without `weight`), is
 
         row_weight · [ (1-ε) v[target] (-log p[target]) + ε/V Σ_i v_i (-log p_i) + z_loss · lse² ]
 
-    "mean" divides the sum by the number of rows that count, or by Σ v[target] over them, as PyTorch
-    does. A row whose target is ignore_index is not read; its loss and gradient are 0. If all rows
-    are ignored, the mean is 0. A target outside [0, V) raises on a CPU and makes its row NaN on a
-    GPU (LOGITLESS_CHECK=1 raises there too).
+    "mean" divides the sum by the number of rows that count, or by the sum of their v[target] with
+    class weights, as PyTorch does. A row is ignored if its target is ignore_index or its mask is
+    False. An ignored row is not read, and its loss and gradient are 0. If all rows are ignored, the
+    mean is 0. A target outside [0, V) raises on a CPU. On a GPU, a target outside [0, V) makes its
+    row NaN, or raises with LOGITLESS_CHECK=1.
 
-    logits (..., V), target (...) of integers, weight (V,), row_weight (...). The loss is fp32 (fp64
-    for fp64 logits) whatever the dtype of the logits. The vocabulary is the last dimension, while
-    F.cross_entropy has it second: pass logits.movedim(1, -1) for its (N, V, ...). If V equals
-    another size, shapes do not show the mistake, and the loss would be wrong.
+    The shapes are logits (..., V), integer target (...), weight (V,), mask and row_weight (...).
+    The loss is fp32 (fp64 for fp64 logits). The vocabulary is always the last dimension. For logits
+    of shape (N, V, ...), as in F.cross_entropy, pass logits.movedim(1, -1). If V equals another
+    size, the shapes do not reveal a wrong order of dimensions, and the loss would be wrong.
 
-    temperature and softcap are in [1e-12, 1e12], z_loss at most 1e12: beyond these limits fp32
-    would overflow.
+    `temperature` and `softcap` must be in [1e-12, 1e12], and `z_loss` must be at most 1e12, because
+    fp32 would overflow outside these limits.
 
     inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
-    forward. If another operation saved the logits before this call, its backward raises. An
-    operation that uses the logits after this call raises in backward too, unless they are a leaf or
-    a slice of a larger tensor. A second backward raises. Without gradients nothing is overwritten.
-    Under torch.compile, which plans memory itself, inplace has no effect.
+    forward. If another operation saved the logits before this call, its backward raises. The
+    backward of an operation that uses the logits after this call raises too, unless the logits are
+    a leaf or a slice of a larger tensor. A second backward raises. If no gradient is needed, the
+    logits are not overwritten. Under torch.compile, which plans memory itself, inplace has no
+    effect.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
     """
     call.check_once(
         checks.cross_entropy, logits, target, weight, row_weight, temperature, softcap,
-        ignore_index, reduction, label_smoothing, z_loss,
+        ignore_index, reduction, label_smoothing, z_loss, mask,
     )  # fmt: skip
     wants = ("nll",)
     if label_smoothing:
@@ -134,7 +137,7 @@ def cross_entropy(
     if z_loss:
         wants += ("lse",)
     reading = call.reading_of(
-        logits, temperature, softcap, label=call.as_ids(target, ignore_index),
+        logits, temperature, softcap, label=call.as_ids(target, ignore_index, mask),
         class_weight=weight, ignore_index=ignore_index, wants=wants,
     )  # fmt: skip
     loss = CrossEntropy(reading, float(label_smoothing), float(z_loss))
@@ -158,10 +161,11 @@ def linear_cross_entropy(
     drop_ignored: bool = True,
     **options,
 ) -> Tensor:
-    """cross_entropy of hidden (..., D) @ weight (V, D).T + bias, whose logits never exist at once.
+    """Cross-entropy of the logits hidden (..., D) @ weight (V, D).T + bias.
 
-    class_weight is cross_entropy's `weight`, and the options are its own; workspace, logits_dtype,
-    accumulate, main_grad and drop_ignored are LinearLogits'.
+    The logits are never materialised as a whole. `class_weight` is the option `weight` of
+    cross_entropy, and `options` are other options of cross_entropy. The options workspace,
+    logits_dtype, accumulate, main_grad and drop_ignored are those of LinearLogits.
 
     >>> linear_cross_entropy(hidden, head.weight, target)
     """

@@ -1,7 +1,7 @@
-"""Losses against a dense teacher, a second row of logits or probabilities beside the student's.
+"""Losses against a dense teacher, which has logits or probabilities for the whole vocabulary.
 
-Each is one number per row, from one pass over student and teacher side by side (two passes for
-JSD). The gradient is the only tensor as wide as the vocabulary.
+Each loss is one number per row, computed in one pass over the logits of student and teacher (two
+passes for JSD). The gradient is the only new tensor with V columns.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from . import checks
 @operator("dense_teacher", saved=1)
 @dataclass(eq=False)
 class Dense(RowLoss):
-    """The student's whole rows against the teacher's."""
+    """A loss between whole rows of the student and of a teacher."""
 
     structs: ClassVar[tuple[str, ...]] = ("reading", "pair")
 
@@ -57,7 +57,8 @@ class Dense(RowLoss):
         loss = super().fold_scale(scale, softcap)
         if loss is None or scale == 1 or self.pair.kind == "soft":
             return loss
-        # The temperature, which takes the scale, is the teacher's too.
+        # The temperature now includes the scale. The temperature also applies to the teacher, so
+        # the teacher's logits are divided by the scale.
         teacher = scaled_teacher(self.pair.teacher, 1 / scale)
         if teacher is None:
             return None
@@ -82,18 +83,19 @@ def kl_div(
 ) -> Tensor:
     """KL divergence between the distributions of two rows of logits (..., V).
 
-    With p = softmax(teacher / T) and q = softmax(z), z = softcap · tanh(student / softcap) / T:
+    Let p = softmax(teacher / T) and q = softmax(z), with z = softcap · tanh(student / softcap) / T.
 
-        direction="forward"    Σ p log(p / q)    the student covers what the teacher does
-        direction="reverse"    Σ q log(q / p)    the student keeps to what the teacher does
+        direction="forward" computes Σ p log(p / q), which penalises small q where p is large.
+        direction="reverse" computes Σ q log(q / p), which penalises large q where p is small.
 
-    An entry of no probability under the first adds 0; one that only the second gives none makes the
-    loss +inf. The softcap is the student's alone. t_squared=True multiplies value and gradient by
-    T², which keeps the gradient's size as T grows.
+    A term with the factor p = 0 (forward) or q = 0 (reverse) is 0. If only the other probability of
+    a class is 0, the loss is +inf. The softcap applies only to the student. With `t_squared=True`,
+    value and gradient are multiplied by T², so that the gradient does not shrink as T grows.
 
-    temperature is a number or (...). Rows that `mask` (...) leaves out are not read, their loss and
-    gradient are 0; `row_weight` (...) multiplies a row's loss. "mean" divides the sum by the number
-    of rows that count. The teacher is a constant. The loss is fp32 (fp64 for an fp64 student).
+    `temperature` is a number or (...). Rows with a `mask` (...) of False are not read, and their
+    loss and gradient are 0. `row_weight` (...) multiplies the loss of each row. "mean" divides the
+    sum by the number of rows that count. The teacher gets no gradient. The loss is fp32 (fp64 for
+    an fp64 student).
 
     >>> kl_div(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]),
     ...        direction="forward")
@@ -121,13 +123,13 @@ def jsd(
 ) -> Tensor:
     """Generalised Jensen-Shannon divergence between two rows of logits (..., V).
 
-    With p of the teacher and q of the student as in `kl_div`, and M = βp + (1-β)q:
+    Let p be the teacher's and q the student's distribution as in `kl_div`, and M = βp + (1-β)q:
 
         β Σ p log(p / M) + (1-β) Σ q log(q / M)
 
-    Never negative, and finite wherever both are distributions. beta=0 is the forward KL divergence
-    and beta=1 the reverse one; in between it goes to 0 towards either end. The options are those of
-    `kl_div`.
+    The divergence is never negative, and finite if both rows are distributions. beta=0 selects the
+    forward KL divergence, and beta=1 the reverse KL divergence. For β in (0, 1), the divergence
+    approaches 0 as β approaches 0 or 1. The other options are those of `kl_div`.
 
     >>> jsd(torch.tensor([[0.0, -torch.inf]]), torch.tensor([[-torch.inf, 0.0]]))
     tensor(0.6931)
@@ -150,15 +152,15 @@ def soft_cross_entropy(
     row_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross-entropy of softmax(z) against class probabilities (..., V), as F.cross_entropy has it.
+    """Cross-entropy of softmax(z) against class probabilities (..., V), as in F.cross_entropy.
 
-    Per row, with ε = label_smoothing and class weights v (1 without `weight`):
+    The loss of a row, with ε = label_smoothing and class weights v (1 without `weight`), is
 
         row_weight · Σ_i v_i ((1-ε) probs_i + ε/V) (-log q_i)
 
-    A class of probability 0 adds 0, also where its logit is -inf. "mean" divides by the number of
-    rows that count, whatever the class weights. probs are a constant; weight is (V,), the other
-    options are those of `kl_div`.
+    A class of probability 0 adds 0, even if its logit is -inf. "mean" divides by the number of rows
+    that count, even with class weights. `probs` gets no gradient. `weight` has shape (V,). The
+    other options are those of `kl_div`.
 
     >>> soft_cross_entropy(torch.zeros(1, 4), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
     tensor(1.3863)
@@ -173,7 +175,7 @@ def _compared(
     student, teacher, kind, blend, temperature, softcap, t_squared, mask, row_weight, reduction,
     weight=None, names=("student", "teacher", "beta"),
 ) -> Tensor:  # fmt: skip
-    """The losses of the rows, scaled, weighted, and reduced over the rows that count."""
+    """Checks the arguments and computes the weighted and reduced loss."""
     call.check_once(
         checks.dense_teacher, student, teacher, names, weight, blend, temperature, softcap, mask,
         row_weight, reduction,

@@ -1,4 +1,4 @@
-"""`row_loss`: a user's own loss of the statistics of each row, at the speed of ours."""
+"""`row_loss`, a user's own loss over row statistics, as fast as the losses of logitless."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,42 +28,48 @@ def row_loss(
     entropy: bool = False,
     total: bool = False,
     argmax: bool = False,
-    ignore_index: int | None = None,
+    ignore_index: int | None = -100,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """Your own loss at the speed of ours: a scalar, or (...) for reduction="none".
+    """Computes a user's loss over row statistics, as fast as the losses of logitless.
 
-    `formula(stats, *rows)` gets the RowStats of some n rows, (n,) each or (n, K) for K ids per row,
-    and the same rows of the tensors in `rows`, (...) or (..., k), which may require gradients. The
-    formula returns one number per row, (n,). A tensor that it captures is a constant.
+    The result is a scalar, or (...) for reduction="none". `formula(stats, *rows)` gets the RowStats
+    of n rows, with shapes (n,), or (n, K) for K ids per row. The formula also gets the same n rows
+    of each tensor in `rows`. These tensors have shape (...) or (..., k), and may require gradients.
+    The formula returns one number per row, (n,). Tensors that the formula captures get no gradient.
 
-    The formula is called on any number of rows at once, so it must not mix rows (no means, sums or
-    sorting over rows). LOGITLESS_CHECK=1 compares two rows at once with one at a time, and raises
-    where they differ.
+    The formula is called for any number of rows at once. So the formula must not mix rows, for
+    example by means, sums or sorting over rows. LOGITLESS_CHECK=1 compares a call for two rows with
+    two calls for one row each, and raises if the results differ.
 
-    ids, the statistics and ignore_index are those of `row_stats`; "mean" divides the sum of the
-    rows' numbers, each times its row_weight (...), by the number of rows that are not ignored.
-    Over a LinearLogits a mean or a sum takes three GEMMs.
+    `ids`, the statistics, `ignore_index` and `mask` are those of `row_stats`. Each row's number is
+    multiplied by its row_weight (...). "mean" divides the sum by the number of rows that are not
+    ignored, whatever their row_weight. Over a LinearLogits, a mean or sum takes three GEMMs.
 
     >>> def grpo(stats, old, advantage):
     ...     ratio = (stats.logprob - old).exp()
     ...     return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
     >>> loss = row_loss(grpo, logits, tokens, rows=(old_logprobs, advantages))
     """
-    call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index)
+    call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index, mask)
     call.check_once(checks.row_loss, logits, row_weight, reduction, *rows)
-    reading = stats_reading(logits, ids, temperature, softcap, ignore_index, entropy, total, argmax)
-    return evaluate(logits, Formula(reading, formula, tuple(rows)), reduction, row_weight)
+    reading = stats_reading(
+        logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax
+    )
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (logits, *rows))
+    return evaluate(logits, Formula(reading, formula, tuple(rows), wanted), reduction, row_weight)
 
 
 @dataclass(eq=False)
 class Formula(RowLoss):
-    """Any function of the statistics of each row and of row_inputs, (...) or (..., k) each.
+    """A loss given by a function of row statistics and of row_inputs, (...) or (..., k).
 
-    The function gets n rows at a time as (n,), for any n and whatever the shape (...) of all rows.
+    The function gets flat tensors of n rows at a time, for any n.
     """
 
     function: Callable[..., Tensor]  # RowStats, *row_inputs -> (n,)
     row_inputs: tuple[Tensor, ...]
+    differentiable: bool = True  # whether the loss must have a gradient
 
     @property
     def names(self):
@@ -72,13 +78,19 @@ class Formula(RowLoss):
     def apply(
         self, statistics: dict[str, Tensor], row_inputs, lead: torch.Size, dtype: torch.dtype
     ) -> Tensor:
-        """One number per row that counts, (...); 0 for ignored rows."""
+        """Calls the function. Returns one number per row, (...), with 0 for ignored rows."""
         ignored = self.reading.ignored_rows()
         ignored = None if ignored is None else ignored.reshape(-1)
         flat = {name: flat_rows(t, lead) for name, t in statistics.items()}
         inputs = [_constant_where(ignored, flat_rows(t, lead)) for t in row_inputs]
-        value = self.function(RowStats(**flat), *inputs)
-        _check_value(value, rows_in(lead))
+        stats = RowStats(**flat)
+        try:
+            value = self.function(stats, *inputs)
+        except (AttributeError, TypeError) as error:
+            if "NoneType" in str(error):
+                raise TypeError(f"formula raised an error: {error}.{_hint(stats)}") from error
+            raise
+        _check_value(value, rows_in(lead), stats)
         if not call.under_transform() and call.thorough() and rows_in(lead) > 1:
             _check_row_by_row(self.function, flat, inputs)
         if ignored is not None:
@@ -87,7 +99,7 @@ class Formula(RowLoss):
 
     def value(self, backend, statistics):
         wants = self.reading.wants
-        lse = statistics.lse  # which is always read
+        lse = statistics.lse  # lse is always computed
         with torch.enable_grad():
             leaves = [getattr(statistics, name) for name in wants]
             leaves = [t.requires_grad_(t.is_floating_point()) for t in leaves]
@@ -96,30 +108,26 @@ class Formula(RowLoss):
             value = self.apply(by_name, inputs, lse.shape, lse.dtype)
             wanted = [t for t in (*leaves, *inputs) if t.requires_grad]
             gradients = (None,) * len(wanted)
+            if self.differentiable and not value.requires_grad:
+                raise RuntimeError(
+                    "formula must return numbers that have a gradient, got a tensor that does not "
+                    "require grad. For a metric, call row_loss under torch.no_grad()."
+                )
             if value.requires_grad:
-                # The value of a row depends on that row alone, so the gradient of the sum holds the
-                # gradient of each row.
+                # Each row's value depends only on its own row, so the gradient of the sum contains
+                # the gradient of each row.
                 gradients = torch.autograd.grad(value.sum(), wanted, allow_unused=True)
         gradients = iter(gradients)
         d_leaves = [next(gradients) if t.requires_grad else None for t in leaves]
         d_inputs = [next(gradients) if t.requires_grad else None for t in inputs]
         d_statistics = dict(zip(wants, d_leaves, strict=True))
         rows, _, ids = coefficients_of(self.reading, statistics.state, d_statistics)
-        # Cloned, because the formula may return one of the user's own tensors.
+        # The value is cloned, because the formula may return one of the user's own tensors.
         return (value.detach().clone(),), (statistics.state, rows, ids, *d_inputs)
 
     def coefficients(self, saved, upstream):
         _, rows, ids, *_ = saved
         return Coefficients(rows, fields_of(self.reading), ids), upstream[0]
-
-    def flatten(self, recompute=False):
-        tensors, loss = super().flatten()
-        blank = (None,) * len(self.row_inputs)
-        return (*tensors, *self.row_inputs), loss.replace(row_inputs=blank)
-
-    def rebuild(self, tensors):
-        count = len(tensors) - len(self.row_inputs)
-        return super().rebuild(tensors[:count]).replace(row_inputs=tuple(tensors[count:]))
 
     def traced(self, x, call=operators.call):
         statistics = Read(self.reading).traced(x, call)
@@ -137,14 +145,17 @@ class Formula(RowLoss):
 
 
 def _constant_where(ignored: Tensor | None, t: Tensor) -> Tensor:
-    """t (n,) or (n, k), without gradient in ignored rows, because 0 · inf is not 0."""
+    """Detaches the ignored rows of t (n,) or (n, k), whose gradient could be 0 · inf = NaN."""
     if ignored is None or not t.requires_grad:
         return t
     return torch.where(ignored if t.dim() == 1 else ignored.unsqueeze(-1), t.detach(), t)
 
 
 def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
-    """d (...) or (..., k) times one number, or one per row; 0 in ignored rows."""
+    """Multiplies d (...) or (..., k) by one number, or by one number per row.
+
+    Ignored rows become 0.
+    """
     rows = scale.numel() if scale.dim() else None
     rows = rows if ignored is None else ignored.numel()
     if rows is None:
@@ -155,9 +166,20 @@ def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
     return flat.view(d.shape)
 
 
-def _check_value(value, rows: int) -> None:
+def _hint(stats: RowStats) -> str:
+    """A hint for a formula that fails, because a statistic that was not requested is None."""
+    by = {"picked": "ids", "logprob": "ids"}
+    names = [name for name, t in stats._asdict().items() if t is None]
+    hints = [f"stats.{name} (pass {by.get(name, f'{name}=True')} to row_loss)" for name in names]
+    return f" Not requested are {', '.join(hints)}." if hints else ""
+
+
+def _check_value(value, rows: int, stats: RowStats) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"formula must return a Tensor, got {type(value).__name__}.")
+        hint = _hint(stats) if value is None else ""
+        raise TypeError(f"formula must return a Tensor, got {type(value).__name__}.{hint}")
+    if value.is_complex():
+        raise TypeError(f"formula must return real numbers, got {value.dtype}.")
     if value.shape != (rows,):
         raise ValueError(
             f"formula must return one number per row, shape ({rows},), got {tuple(value.shape)}."
@@ -165,7 +187,7 @@ def _check_value(value, rows: int) -> None:
 
 
 def _check_row_by_row(function: Callable, statistics: dict[str, Tensor], rows: list) -> None:
-    """Raises where two rows at once give other numbers than one at a time."""
+    """Raises if a call for two rows differs from two calls for one row each."""
     with torch.no_grad():
         first, second, both = (
             function(RowStats(**{name: t[at] for name, t in statistics.items()}),
@@ -175,6 +197,6 @@ def _check_row_by_row(function: Callable, statistics: dict[str, Tensor], rows: l
     apart = torch.cat([first, second])
     if not torch.allclose(both, apart, rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ValueError(
-            "formula must not look from one row to another: two rows at once must give what each "
-            f"gives alone, got {both.tolist()} and {apart.tolist()}."
+            "formula must not mix rows; a call for two rows must equal two calls for one row each, "
+            f"got {both.tolist()} and {apart.tolist()}."
         )

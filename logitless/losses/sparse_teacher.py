@@ -1,10 +1,10 @@
-"""Distillation from a teacher that is known on K ids per row.
+"""Distillation from a sparse teacher, which has probabilities for K ids per row.
 
-Teacher p on the ids, student q = softmax(z): a loss compares them slot by slot. `support` says
-which part of the vocabulary is compared, `divergence` how; neither has a default. The student's
-log-probabilities at the ids, the mass outside them and a label's cross-entropy at temperature 1 are
-statistics of the row. One pass computes them (rows with little mass outside the ids are read
-twice), and one pass computes their gradient.
+A loss compares the teacher's p at the ids with the student's q = softmax(z). `support` selects the
+compared masses, and `divergence` selects the divergence. Both are required. The student's
+log-probabilities at the ids, the mass outside the ids, and the label's cross-entropy at temperature
+1 are statistics of the row. One pass over the logits computes the statistics, and another pass
+computes the gradient. Rows with little mass outside the ids are read twice in the forward.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from . import checks
 @operator("sparse_teacher", saved=3)
 @dataclass(eq=False)
 class Sparse(RowLoss):
-    """The student's whole rows against a teacher known on K ids per row."""
+    """A loss between whole rows of the student and a teacher with K ids per row."""
 
     structs: ClassVar[tuple[str, ...]] = ("reading", "slots")
 
@@ -52,7 +52,7 @@ class Sparse(RowLoss):
     def flatten(self, recompute=False):
         tensors, loss = super().flatten()
         slots = self.slots
-        if recompute:  # backward reads no tensor of the slots, forward reads all
+        if recompute:  # only forward reads the tensors of the slots
             tensors = (*tensors, slots.teacher, slots.mask, slots.tail, slots.row_weight)
         blank = slots._replace(teacher=None, mask=None, tail=None, row_weight=None)
         return tensors, loss.replace(slots=blank)
@@ -75,7 +75,7 @@ class Sparse(RowLoss):
 @operator("sparse_teacher_at_ids", saved=2)
 @dataclass(eq=False)
 class AtIds(Sparse):
-    """The same with the student normalised over its slots: only logits at the ids are read."""
+    """Like Sparse, with the student normalised over the slots. Only logits at the ids are read."""
 
     def forward(self, backend, x):
         picked = backend.gather(x, self.reading)
@@ -95,7 +95,7 @@ class AtIds(Sparse):
 @operator("gathered_teacher", saved=1)
 @dataclass(eq=False)
 class Gathered(Sparse):
-    """The same for logits (..., K) that are already gathered."""
+    """Like AtIds, for logits (..., K) that are already gathered."""
 
     saves_gradient: ClassVar[bool] = True
 
@@ -118,10 +118,11 @@ class Gathered(Sparse):
 def capture_topk(
     logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
 ) -> SparseTargets:
-    """The k most probable ids of each row, exact log-probabilities and log tail mass, in one pass.
+    """Captures the k most probable ids, exact log-probabilities and log tail mass of each row.
 
-    Sorted by probability, ties to the lower id. Nothing is differentiable, because this is for a
-    teacher. On a GPU one pass serves k up to 256; a larger k is sorted in chunks.
+    The ids are sorted by descending probability, and equal probabilities by ascending id. The
+    results have no gradient. On a GPU, one pass is enough for k up to 256. A larger k is sorted in
+    chunks of rows.
 
     >>> capture_topk(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids
     tensor([[1, 2]])
@@ -148,12 +149,12 @@ def gathered_kl(
     row_weight: Tensor | None = None,
     reduction: str = "sum",
 ) -> Tensor:
-    """Σ p (log p - log q) over logits already gathered at the teacher's K ids, (..., K) each.
+    """Computes Σ p (log p - log q) from logits (..., K) gathered at the teacher's K ids.
 
-    q is the softmax over all K slots, p is taken as given. mask (..., K) is True, or 1, for the
-    slots that count: the other slots are left out of the sum, whatever the teacher holds there, and
-    with renormalise=True out of the softmax too. A row without a slot that counts is 0. "mean"
-    divides by the number of rows.
+    The student's q is the softmax over all K slots. The teacher's p is not normalised. `mask`
+    (..., K) is True, or 1, for the slots that count. Masked slots are left out of the sum. With
+    renormalise=True, masked slots are also left out of the softmax. The loss of a row whose slots
+    are all masked is 0. "mean" divides by the number of rows.
 
     >>> gathered_kl(logits.gather(-1, targets.ids), targets.logprobs, reduction="mean")
     """
@@ -165,10 +166,12 @@ def gathered_kl(
     full = PRECISION[student_logits.dtype]
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
     if reduction == "mean" and row_weight is None and not call.under_transform():
-        # All rows count, so a mean is the sum of shares, and its gradient needs no factor.
+        # All rows count, so each value is divided by the number of rows and summed. Then the
+        # gradient needs no further factor.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
-        _constant(teacher_logprobs), _as_bool(mask), None, by_row, "forward_kl",
+        _constant(teacher_logprobs), None if mask is None else call.as_bool(mask), None, by_row,
+        "forward_kl",
         "gathered_renorm" if renormalise else "gathered", 0.0, number, 0.0,
     )  # fmt: skip
     return evaluate(student_logits, Gathered(reading, slots), reduction, row_weight)
@@ -187,29 +190,31 @@ def topk_distill(
     softcap: float | None = None,
     labels: Tensor | None = None,
     ignore_index: int = -100,
+    mask: Tensor | None = None,
     ce_weight: float = 0.0,
     kd_weight: float = 1.0,
     row_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Divergence of the student from a teacher on K ids per row: a scalar, or (...) for "none".
+    """Divergence between the student and a teacher with K ids per row.
 
-    With q = softmax(z) at `temperature`, p the teacher's, and P, Q their sums over the slots that
-    count, `support` says what is compared:
+    The result is a scalar, or (...) for reduction="none". Let q = softmax(z) at `temperature`, and
+    let p be the teacher's probabilities. P and Q are the sums of p and q over the slots that count.
+    `support` selects the masses that are compared.
 
-        "truncate"        p and q at the ids, as they are
-        "renorm_teacher"  p/P and q
-        "renorm"          p/P and q/Q; without cross-entropy only the ids' logits are read
-        "tail"            p and q, and one bucket for all else: targets.tail, or 1 - P, with the
-                          student's mass outside the ids
+        "truncate" compares p and q at the ids.
+        "renorm_teacher" compares p/P and q.
+        "renorm" compares p/P and q/Q. Without cross-entropy, only logits at the ids are read.
+        "tail" compares p and q, and also the masses outside the ids. The teacher's mass outside
+        the ids is targets.tail, or 1 - P without a tail.
 
-    and `divergence` is "forward_kl" Σ p log(p/q), "reverse_kl" Σ q log(q/p), "jsd" with
+    `divergence` is "forward_kl" Σ p log(p/q), "reverse_kl" Σ q log(q/p), "jsd" with
     M = beta p + (1-beta) q, or "tvd" Σ |p - q| / 2. docs/distillation.md helps to choose.
 
-    t_squared multiplies it by temperature². With labels (...) the loss of a row is ce_weight times
-    the cross-entropy at temperature 1 plus kd_weight times the divergence, and a row whose label is
-    ignore_index counts for neither. A row with every slot masked adds 0 for its divergence. "mean"
-    divides by the number of rows that count.
+    t_squared=True multiplies the divergence by temperature². With labels (...), the loss of a row
+    is ce_weight times the cross-entropy at temperature 1 plus kd_weight times the divergence. A row
+    whose label is ignore_index, or whose mask (...) is False, does not count. The divergence of a
+    row whose slots are all masked is 0. "mean" divides by the number of rows that count.
 
     An id outside [0, V) in a slot that counts raises on a CPU and makes its row NaN on a GPU.
 
@@ -220,12 +225,16 @@ def topk_distill(
         rules.is_targets(targets, SparseTargets)
     call.check_once(
         checks.topk_distill, logits, targets.ids, labels, row_weight, temperature, softcap,
-        divergence, support, beta, ignore_index, ce_weight, kd_weight, reduction,
+        divergence, support, beta, ignore_index, ce_weight, kd_weight, reduction, mask,
     )  # fmt: skip
-    mask, ids = _as_bool(targets.mask), call.as_ids(targets.ids)
-    if mask is not None:
-        ids = torch.where(mask, ids, NO_ID)
-    label = None if labels is None else call.as_ids(labels, ignore_index)
+    real, ids = targets.mask, call.as_ids(targets.ids)
+    if real is not None:
+        real = call.as_bool(real)
+        ids = torch.where(real, ids, NO_ID)
+    if labels is not None:
+        label = call.as_ids(labels, ignore_index, mask)
+    else:
+        label, ignore_index = call.as_label(mask), 0
     with_ce = labels is not None and ce_weight != 0
     only_ids = support == "renorm" and not with_ce
     wants = () if only_ids else ("logprob",)
@@ -237,16 +246,12 @@ def topk_distill(
     )  # fmt: skip
     by_row, number = reading.squared(PRECISION[logits.dtype]) if t_squared else (None, 1.0)
     slots = Slots(
-        _constant(targets.logprobs), mask, _constant(targets.tail) if support == "tail" else None,
+        _constant(targets.logprobs), real, _constant(targets.tail) if support == "tail" else None,
         by_row, divergence, support, float(beta), kd_weight * number,
         float(ce_weight) if with_ce else 0.0,
     )  # fmt: skip
     loss = AtIds(reading, slots) if only_ids else Sparse(reading, slots)
     return evaluate(logits, loss, reduction, row_weight)
-
-
-def _as_bool(mask: Tensor | None) -> Tensor | None:
-    return mask if mask is None or mask.dtype == torch.bool else mask != 0
 
 
 def _constant(t: Tensor | None) -> Tensor | None:

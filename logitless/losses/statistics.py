@@ -1,15 +1,15 @@
-"""The one idea: a vocabulary loss needs five numbers per row, and parts of a row merge.
+"""Row statistics. A loss needs five numbers per row, which can be merged from sets of columns.
 
-    m = max z      s = Σ e^(z-m)      w = Σ (z-m) e^(z-m)      t = z[ids]      c = Σ z
+    m = max z,    s = Σ e^(z-m),    w = Σ (z-m) e^(z-m),    t = z[ids],    c = Σ z
 
-`Partial` holds (m, s, w) of some columns, `merge` joins two of them. `row_stats` computes the
-numbers of whole rows in one pass over the logits. It is differentiable, with one backward formula
-for every loss:
+`Partial` holds (m, s, w) of some columns, and `merge` merges two Partials. `row_stats` computes the
+statistics of whole rows in one pass over the logits. `row_stats` is differentiable. One backward
+formula serves every loss:
 
-    dz_i = p_i (a + b log p_i) + Σ_k g_k [i = id_k] + g_c        p_i = e^(z_i - lse)
+    dz_i = p_i (a + b log p_i) + Σ_k g_k [i = id_k] + g_c,    where p_i = e^(z_i - lse)
 
-where a, b, g_k, g_c come from the upstream gradients of the statistics: see RULES. row_loss.py
-turns any formula over the statistics into a loss.
+RULES computes a, b, g_k and g_c from the upstream gradients of the statistics. row_loss.py turns
+any formula over the statistics into a loss.
 """
 
 from collections.abc import Callable
@@ -29,15 +29,15 @@ from . import checks
 
 
 class Partial(NamedTuple):
-    """Statistics of some columns of each row, to be merged with those of the other columns."""
+    """Partial statistics of some columns of each row. `merge` merges two sets of columns."""
 
-    m: Tensor  # (...)  max z, -inf for no columns
+    m: Tensor  # (...)  max z, or -inf without columns
     s: Tensor  # (...)  Σ e^(z-m)
     w: Tensor  # (...)  Σ (z-m) e^(z-m)
 
     @property
     def lse(self) -> Tensor:
-        """log Σ e^z; -inf for no columns."""
+        """The logsumexp of these columns, log Σ e^z; -inf without columns."""
         return self.m + torch.where(self.s == 0, 0.0, self.s.log())
 
     @property
@@ -60,15 +60,17 @@ def partial(z: Tensor) -> Partial:
 
 
 def merge(left: Partial, right: Partial) -> Partial:
-    """The Partial of two disjoint sets of columns.
+    """Merges the Partials of two disjoint sets of columns.
 
-    Associative and commutative, with the empty part (-inf, 0, 0) as identity. m is detached, and
-    gradients flow only through s and w. This is also correct where the maxima tie.
+    `merge` is associative and commutative, with the empty Partial (-inf, 0, 0) as its identity. The
+    merged m is detached, and gradients flow only through s and w. The gradients are also correct if
+    both maxima are equal.
     """
     m = torch.maximum(left.m, right.m).detach()
     s, w = torch.zeros_like(m), torch.zeros_like(m)
     for part in (left, right):
-        # d is 0 for an empty part, and where both maxima are infinite: inf - inf is NaN.
+        # d is set to 0 for an empty Partial. d is also 0 if both maxima are infinite, because
+        # inf - inf would be NaN.
         stays = (part.s == 0) | (m.isinf() & (part.m == m))
         d = torch.where(stays, 0.0, part.m - m).clamp_min(-1e38)
         s = s + part.s * d.exp()
@@ -79,7 +81,7 @@ def merge(left: Partial, right: Partial) -> Partial:
 @operator("statistics", saved=1)
 @dataclass(eq=False)
 class Read(RowLoss):
-    """The statistics themselves, in the order of reading.wants."""
+    """A RowLoss whose outputs are the statistics in reading.wants."""
 
     multiple_outputs: ClassVar[bool] = True
 
@@ -106,7 +108,7 @@ class Read(RowLoss):
 
 
 class _Sums:
-    """Coefficients of the one backward formula, summed over the statistics of N rows."""
+    """Coefficients of the backward formula, summed over the statistics of each row."""
 
     def __init__(self, reading: Reading, state: Tensor):
         self.reading, self.state = reading, state
@@ -119,7 +121,7 @@ class _Sums:
         self.rows[field] = self.rows[field] + d
 
     def add_at(self, d: Tensor) -> Tensor:
-        """Adds the gradient d of z at the ids, or at the label; returns its sum per row, (N,)."""
+        """Adds the gradient d of z at the ids or at the label. Returns the sum per row, (N,)."""
         if self.ids is None:
             self.add(contract.G_LABEL, d)
             return d
@@ -130,8 +132,8 @@ class _Sums:
 class Rule(NamedTuple):
     """The gradient of one statistic."""
 
-    fields: tuple[str, ...]  # the coefficients that it uses
-    add: Callable[[_Sums, Tensor], None]  # adds them, from the gradient d of the statistic
+    fields: tuple[str, ...]  # the names of the coefficients that the gradient uses
+    add: Callable[[_Sums, Tensor], None]  # adds coefficients for the statistic's gradient d
 
 
 def _lse(sums: _Sums, d: Tensor) -> None:  # d lse / dz_i = p_i
@@ -167,7 +169,7 @@ def _log_total(sums: _Sums, d: Tensor) -> None:  # Σ v log p = Σ v z - lse Σ 
     sums.add(contract.A, -d * n)
 
 
-# Each differentiable statistic of row_stats, score and row_loss. A new statistic is one line here.
+# The gradient rule of each differentiable statistic. A new statistic needs one line in RULES.
 RULES = {
     "lse": Rule(("a",), _lse),
     "picked": Rule(("label",), _picked),
@@ -180,7 +182,7 @@ RULES = {
 
 
 def fields_of(reading: Reading) -> tuple[str, ...]:
-    """The coefficients that the gradients of reading.wants use."""
+    """The names of the coefficients for the gradients of the statistics in reading.wants."""
     used = {field for name in reading.wants if name in RULES for field in RULES[name].fields}
     if reading.ids is not None:
         used.discard("label")
@@ -190,7 +192,7 @@ def fields_of(reading: Reading) -> tuple[str, ...]:
 def coefficients_of(
     reading: Reading, state: Tensor, gradients: dict[str, Tensor | None]
 ) -> Coefficients:
-    """The coefficients of the one backward formula, from the gradient of each statistic."""
+    """Computes the coefficients of the backward formula from the gradient of each statistic."""
     sums = _Sums(reading, state)
     for name, d in gradients.items():
         if d is not None and name in RULES:
@@ -209,99 +211,134 @@ def row_stats(
     entropy: bool = False,
     total: bool = False,
     argmax: bool = False,
-    ignore_index: int | None = None,
+    ignore_index: int | None = -100,
+    mask: Tensor | None = None,
 ) -> RowStats:
-    """The statistics that every loss is computed from, in one pass over the logits.
+    """Computes the row statistics of logits (..., V) in one pass over the logits.
 
-    z = softcap · tanh(logits / softcap) / temperature; lse = log Σ e^z is always computed, the
-    others on request: `picked` = z[ids] and `logprob` = log softmax(z)[ids] for ids (...) or (...,
-    K), `entropy` in nats, `total` = Σ z, `argmax`.
+    z = softcap · tanh(logits / softcap) / temperature. The statistic lse = log Σ e^z is always
+    computed. With ids (...) or (..., K), `picked` = z[ids] and `logprob` = log softmax(z)[ids] are
+    computed. The flags request `entropy` in nats, `total` = Σ z and `argmax`.
 
-    logits (..., V) in fp16, bf16, fp32 or fp64; temperature a number or (...). Statistics are fp32
-    (fp64 for fp64), gradients in the dtype of the logits. A row whose id, or the first of its K
-    ids, is ignore_index is not read: its numbers and its gradient are 0, its argmax -1.
+    Logits are fp16, bf16, fp32 or fp64. The temperature is a number or (...). Statistics are fp32
+    (fp64 for fp64 logits), and gradients have the dtype of the logits. A row is ignored if its
+    mask (...) is False, or if its id, or the first of its K ids, is ignore_index. An ignored row is
+    not read. The statistics and the gradient of an ignored row are 0, and its argmax is -1.
 
     >>> stats = row_stats(logits, entropy=True)
     >>> (1e-4 * stats.lse.square() - 0.01 * stats.entropy).mean().backward()
     """
-    call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index)
-    reading = stats_reading(logits, ids, temperature, softcap, ignore_index, entropy, total, argmax)
+    call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index, mask)
+    reading = stats_reading(
+        logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax
+    )
     statistics = evaluate(logits, Read(reading))
     return RowStats(**dict(zip(reading.wants, statistics, strict=True)))
 
 
 def stats_reading(
-    logits, ids, temperature, softcap, ignore_index, entropy, total, argmax
+    logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax
 ) -> Reading:
-    """The Reading of row_stats. One id per row is its label; of K ids, the first may ignore it."""
+    """The Reading of row_stats."""
     optional = {"entropy": entropy, "total": total, "argmax": argmax}
     wants = ["lse", *(name for name, wanted in optional.items() if wanted)]
-    label = None
+    wants += [] if ids is None else ["picked", "logprob"]
+    fields = _label_and_ids(logits, ids, ignore_index, mask)
+    return call.reading_of(logits, temperature, softcap, wants=tuple(wants), **fields)
+
+
+NO_CLASS = -(2**31)  # no id that a user means has this value
+
+
+def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
+    """The fields of a Reading that say which ids are read, and which rows.
+
+    One id per row is the label. Otherwise the label is a mask of the rows that count.
+    """
+    if ids is not None and ids.dim() < len(logits.shape):
+        if ignore_index is None and mask is not None:
+            ignore_index = NO_CLASS
+        label = call.as_ids(ids, ignore_index, mask)
+        return {"label": label, "ignore_index": ignore_index}
     if ids is not None:
-        wants += ["picked", "logprob"]
         ids = call.as_ids(ids, ignore_index)
-        if ids.dim() < len(logits.shape):
-            label, ids = ids, None
-        elif ignore_index is not None:
-            label = ids[..., 0].contiguous()
-    return call.reading_of(
-        logits, temperature, softcap, label=label, ids=ids,
-        ignore_index=ignore_index if label is not None else None, wants=tuple(wants),
-    )  # fmt: skip
+        if ignore_index is not None and ids.shape[-1]:
+            counts = ids[..., 0] != ignore_index
+            mask = counts if mask is None else counts & call.as_bool(mask)
+    label = call.as_label(mask)
+    return {"label": label, "ids": ids, "ignore_index": None if label is None else 0}
 
 
 class Scores(NamedTuple):
-    """The numbers per token that RL, DPO and evaluation need, from one pass over the logits."""
+    """Scores per token for RL, DPO and evaluation, computed in one pass over the logits."""
 
     logprob: Tensor  # (...)  log p[target]
     entropy: Tensor  # (...)  -Σ p log p, in nats
     lse: Tensor  # (...)      log Σ e^z
-    argmax: Tensor  # (...)   int64; -1 where ignored
+    argmax: Tensor  # (...)   int64; -1 for ignored rows
 
 
 @call.named()
 def logsumexp(
-    logits: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None
+    logits: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """log Σ e^z over the last dimension: (..., V) to (...), in fp32 (fp64 for fp64).
+    """Returns log Σ e^z over the last dimension of logits (..., V), in fp32 (fp64 for fp64).
 
-    -inf for a row of -inf, with zero gradient; +inf where a logit is +inf.
+    For a row of -inf, the result is -inf and the gradient is 0. If a logit is +inf, the result is
+    +inf. A row whose mask (...) is False is not read, and its result and gradient are 0.
 
     >>> logsumexp(torch.tensor([[0.0, 0.0]]))
     tensor([0.6931])
     """
-    return row_stats(logits, temperature=temperature, softcap=softcap).lse
+    return row_stats(logits, temperature=temperature, softcap=softcap, mask=mask).lse
 
 
 @call.named()
 def token_logprobs(
-    logits: Tensor, ids: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int | None = -100,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """log softmax(z)[ids]: ids (...) to (...), or (..., K) to (..., K). Ids may repeat.
+    """Returns log softmax(z)[ids], with the shape of ids, (...) or (..., K). Ids may repeat.
+
+    A row is ignored if its mask (...) is False, or if its id, or the first of its K ids, is
+    ignore_index. The results and the gradient of an ignored row are 0.
 
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([2]))
     tensor([-1.3863])
     """
-    call.check_once(checks.statistics, logits, ids, temperature, softcap, None, True)
-    ids = call.as_ids(ids)
-    one = ids.dim() < len(logits.shape)
-    reading = call.reading_of(
-        logits, temperature, softcap, label=ids if one else None, ids=None if one else ids,
-        wants=("logprob",),
-    )  # fmt: skip
+    call.check_once(checks.statistics, logits, ids, temperature, softcap, ignore_index, mask, True)
+    fields = _label_and_ids(logits, ids, ignore_index, mask)
+    reading = call.reading_of(logits, temperature, softcap, wants=("logprob",), **fields)
     return evaluate(logits, Read(reading))[0]
 
 
 @call.named()
 def entropy(
-    logits: Tensor, *, temperature: float | Tensor = 1.0, softcap: float | None = None
+    logits: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """Entropy of softmax(z) in nats, (..., V) to (...): log s - w / s, exact under any offset.
+    """Entropy of softmax(z) in nats for logits (..., V), exact under any common offset.
+
+    A row whose mask (...) is False is not read, and its entropy and gradient are 0.
 
     >>> entropy(torch.zeros(1, 4))
     tensor([1.3863])
     """
-    return row_stats(logits, temperature=temperature, softcap=softcap, entropy=True).entropy
+    return row_stats(
+        logits, temperature=temperature, softcap=softcap, entropy=True, mask=mask
+    ).entropy
 
 
 @call.named()
@@ -312,17 +349,19 @@ def score(
     temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     ignore_index: int = -100,
+    mask: Tensor | None = None,
 ) -> Scores:
-    """log p[target], entropy, logsumexp and argmax of each row (..., V), in one pass.
+    """Computes log p[target], entropy, logsumexp and argmax of logits (..., V) in one pass.
 
-    A row whose target is ignore_index is not read: its numbers are 0 and its argmax -1.
+    A row is ignored if its target is ignore_index or its mask (...) is False. An ignored row is not
+    read. The scores of an ignored row are 0, and its argmax is -1.
 
     >>> new = score(logits, target).logprob
     >>> ratio = (new - old).exp()  # PPO, GRPO
     """
-    call.check_once(checks.score, logits, target, temperature, softcap, ignore_index)
+    call.check_once(checks.score, logits, target, temperature, softcap, ignore_index, mask)
     reading = call.reading_of(
-        logits, temperature, softcap, label=call.as_ids(target, ignore_index),
+        logits, temperature, softcap, label=call.as_ids(target, ignore_index, mask),
         ignore_index=ignore_index, wants=Scores._fields,
     )  # fmt: skip
     return Scores(*evaluate(logits, Read(reading, "target")))

@@ -1,1 +1,1 @@
-"""A vocabulary that is split over the ranks of a process group."""
+"""Losses over a vocabulary that is sharded over the ranks of a process group."""

@@ -1,19 +1,40 @@
-"""The rules of a vocabulary that is split over ranks; the wording is that of core/checks.py."""
+"""Checks for a vocabulary that is sharded over ranks, with errors as in core/checks.py."""
 
 from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from ..core import checks as _checks
 from ..core.source import Source
 
 
+def mean(loss_sum: Any, count: Any) -> None:
+    """The arguments of `global_mean`; a count on a GPU is not read."""
+    if not isinstance(loss_sum, Tensor) or not loss_sum.is_floating_point() or loss_sum.dim():
+        got = type(loss_sum).__name__
+        if isinstance(loss_sum, Tensor):
+            got = f"{loss_sum.dtype} of shape {tuple(loss_sum.shape)}"
+        raise TypeError(
+            "loss_sum must be one floating-point number as a tensor, such as a loss with"
+            f' reduction="sum", got {got}.'
+        )
+    is_number = isinstance(count, (int, float)) and not isinstance(count, bool)
+    if not is_number and not (isinstance(count, Tensor) and not count.dim()):
+        got = f"shape {tuple(count.shape)}" if isinstance(count, Tensor) else repr(count)[:50]
+        raise TypeError(f"count must be one number, or a tensor of one number, got {got}.")
+    on_host = not isinstance(count, Tensor) or count.device.type == "cpu"
+    if on_host and not 0 <= float(count) < float("inf"):
+        raise ValueError(f"count must be at least 0, got {float(count)}.")
+
+
 def shard(source: Any, start: Any, vocab: Any, sequence_parallel: Any) -> None:
-    """One rank's columns, and the first of them."""
+    """Checks the arguments of a VocabShard."""
     _checks.some_logits(source, "source")
     if has_all_columns(source):
         raise TypeError(
-            "source must be this rank's columns, got lazy logits of all ranks: give them to the"
-            " loss as they are."
+            "source must be this rank's columns, got lazy logits of all ranks; pass the lazy"
+            " logits to the loss without a VocabShard."
         )
     for name, value in (("start", start), ("vocab", vocab)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
@@ -37,11 +58,11 @@ def has_all_columns(source: Any) -> bool:
 
 def member(index: int) -> None:
     if index < 0:
-        raise ValueError("group must have this rank in it, got one without it.")
+        raise ValueError("group must contain this rank, got a group without this rank.")
 
 
 def tiles(starts: Sequence[int], widths: Sequence[int], vocab: int | None) -> None:
-    """The ranks' columns side by side are a vocabulary."""
+    """Checks that the columns of all ranks cover the vocabulary without gaps or overlaps."""
     end = 0
     for start, width, rank in sorted(zip(starts, widths, range(len(starts)), strict=True)):
         if start != end:
@@ -76,7 +97,7 @@ def replicated(t: Any) -> None:
 
 
 def same_call(said: Sequence[str]) -> None:
-    """All ranks call the same loss."""
+    """Raises unless the texts of all ranks are equal."""
     for rank, words in enumerate(said):
         if words != said[0]:
             raise ValueError(

@@ -1,8 +1,8 @@
-"""A backend for rows of which only some columns are on this rank: partial, gather, finish.
+"""A backend for logits whose columns are sharded over ranks.
 
-`ColumnBackend` has the functions of a backend (core/backend.py), so every RowLoss runs on it
-unchanged. A function that reads rows computes the partial statistics of this rank's columns,
-gathers those of the other ranks, and merges all of them into the statistics of whole rows. The
+`ColumnBackend` has the functions of a backend (core/backend.py), so every RowLoss works with it
+without changes. A function that reads rows computes the partial statistics of this rank's columns,
+gathers the partial statistics of all ranks, and merges them into statistics of whole rows. The
 underlying backend computes gradients from the state of whole rows, without communication.
 """
 
@@ -18,17 +18,17 @@ from ..eager.rows import capped, inverse_temperature, live_rows
 from ..heads.gradient_sums import put
 from ..heads.head import Rows
 
-BAD = -1  # an id outside the vocabulary; NO_ID is an id in another rank's columns
+BAD = -1  # marks an id outside the vocabulary; NO_ID marks an id in another rank's columns
 
 
 class ColumnBackend:
     """A backend for the columns [start, start + width) of a vocabulary.
 
-    gather(t) returns the tensors t (N, F) of all ranks as one tensor (ranks, N, F), the same on all
-    ranks. Each function here that reads logits calls gather once, JSD twice.
+    gather(t) returns the tensors t (N, F) of all ranks as one tensor (ranks, N, F), which is the
+    same on all ranks. A function that reads logits calls gather once, or twice for JSD.
     """
 
-    one_pass = None  # the gradient needs the statistics of the other columns first
+    one_pass = None  # one pass is not possible, because a gradient needs statistics of all ranks
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class ColumnBackend:
         widest: int = 0,  # the width of the widest rank
     ):
         self.backend, self.join = backend, gather
-        # Functions that start the all-reduce, or the reduce-scatter, of the gradient of hidden. At
-        # most one of them is set.
+        # `all_reduce` and `reduce_scatter` start a collective for the gradient of hidden. At most
+        # one of the two functions is set.
         self.all_reduce: Callable[[Tensor], Any] | None = None
         self.reduce_scatter: Callable[[Tensor], Any] | None = None
         self.start, self.width, self.vocab, self.widest = start, width, vocab, widest
 
-        # Functions that read no logits are those of the underlying backend.
+        # The underlying backend provides the functions that read no logits.
         self.slots, self.reduce, self.share = backend.slots, backend.reduce, backend.share
         self.scale_, self.merge = backend.scale_, backend.merge
         self.cross_entropy, self.label_mass = backend.cross_entropy, backend.label_mass
@@ -56,7 +56,10 @@ class ColumnBackend:
         self.accumulate = getattr(backend, "accumulate", None)
 
     def hidden_sum(self, total: Tensor, chunks: int) -> "AllRows | OwnRows | None":
-        """Sums the gradient of hidden, (N, D), over ranks into `total`; None if the caller does."""
+        """Returns an object that sums the gradient of hidden, (N, D), over ranks into `total`.
+
+        Returns None if the caller sums over ranks.
+        """
         if self.all_reduce is not None:
             return AllRows(self.all_reduce, total)
         if self.reduce_scatter is not None:
@@ -64,7 +67,7 @@ class ColumnBackend:
         return None
 
     def read(self, x: Tensor, reading: Reading) -> Statistics:
-        """The statistics of whole rows, from x (..., width) and the columns of the other ranks."""
+        """The statistics of whole rows, merged from x (..., width) of all ranks."""
         lead, wants = x.shape[:-1], reading.wants
         part = self.partial(x, reading)
         if "tail" not in wants:
@@ -78,14 +81,14 @@ class ColumnBackend:
         return found._replace(state=state, tail=tail.view(lead).clone())
 
     def finish(self, part: Partials, reading: Reading, shape=None) -> Statistics:
-        """The statistics of whole rows, from the parts of this rank and of the other ranks."""
+        """The statistics of whole rows, merged from the partial statistics of all ranks."""
         whole, _ = self._joined(part, reading)
         return self.backend.finish(whole, reading, shape)
 
     def _joined(
         self, part: Partials, reading: Reading, more: Tensor | None = None
     ) -> tuple[Partials, Tensor]:
-        """Gathers the parts of all ranks, and `more`, further numbers (N, k) of each rank."""
+        """Gathers the partial statistics and `more`, other numbers (N, k), of all ranks."""
         part = part if part.state.shape[1] == 1 else self.backend.merge([part], reading)
         fields, K = part_width(*reading.sums), 0 if part.picked is None else part.picked.shape[1]
         sent = [part.state[:, 0, :fields]]
@@ -93,27 +96,30 @@ class ColumnBackend:
         sent += [] if more is None else [more]
         got = self.join(torch.cat(sent, 1) if len(sent) > 1 else sent[0])
         state, rest = got[..., :fields], got[..., fields:]
-        picked = rest[..., :K].sum(0) if K else part.picked  # each id has one owner; others add 0
+        # Each id is owned by one rank. The other ranks contribute 0 to the sum.
+        picked = rest[..., :K].sum(0) if K else part.picked
         return Partials(state.transpose(0, 1), picked), rest[..., K:]
 
     def gradient(
         self, x, reading, state, coefficients, upstream, factor=None, into=None, start=0
     ) -> Tensor:
-        """The gradient of x, whose columns begin at `start` of this rank's. No communication."""
+        """The gradient of x, without communication.
+
+        The first column of x is column `start` of this rank's columns.
+        """
         if x.shape[-1] == 0:
             return torch.empty_like(x) if into is None else into
         start = self.start + (start or 0)
         return self.backend.gradient(x, reading, state, coefficients, upstream, factor, into, start)
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
-        """y at reading.ids, from whichever rank owns each id, (..., K)."""
+        """Returns y at reading.ids, (..., K), from the ranks that own the ids."""
         ids = self._columns(reading.ids)
         picked = torch.zeros(ids.shape, device=x.device, dtype=PRECISION[x.dtype])
         if self.width:
             picked = torch.where(ids >= 0, self.backend.gather(x, self.here(reading)), picked)
-        whole = (
-            self.join(picked.view(-1, 1)).sum(0).view(ids.shape)
-        )  # each id has one owner; the other ranks add 0
+        # Each id is owned by one rank. The other ranks contribute 0 to the sum.
+        whole = self.join(picked.view(-1, 1)).sum(0).view(ids.shape)
         whole = torch.where((ids == BAD) | (reading.ids == NO_ID), torch.nan, whole)
         live = live_rows(reading)
         return whole if live is None else torch.where(live.view(*x.shape[:-1], 1), whole, 0.0)
@@ -125,7 +131,7 @@ class ColumnBackend:
         return self.backend.gather_gradient(x, here, picked, g, upstream, factor, into)
 
     def pair_read(self, x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
-        """The loss of whole rows, (...), and their state. JSD gathers twice."""
+        """Returns the loss of whole rows, (...), and their state. JSD gathers twice."""
         lead, rows = x.shape[:-1], x.shape[:-1].numel()
         here = self._pair_reading(reading)
         part = torch.zeros((rows, PAIR_STATE), device=x.device, dtype=PRECISION[x.dtype])
@@ -154,13 +160,13 @@ class ColumnBackend:
         return self.backend.pair_gradient(x, here, pair, state, upstream, factor, into)
 
     def _pair_reading(self, reading: Reading) -> Reading:
-        """`here`, with the vocab of the whole rows, because label smoothing divides by it."""
+        """Returns here(reading) with the size V of the whole vocabulary, for label smoothing."""
         return self.here(reading)._replace(vocab=reading.vocab)
 
     def topk(
         self, x: Tensor, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The k largest of whole rows, from the k largest of each rank."""
+        """The k largest logits of whole rows, from the k largest logits of each rank."""
         lead, rows, own = x.shape[:-1], x.shape[:-1].numel(), min(k, self.width)
         part = torch.full((rows, 2 * k + 1), -torch.inf, device=x.device, dtype=PRECISION[x.dtype])
         nowhere = torch.full((rows, k), contract.NOWHERE, device=x.device)
@@ -170,7 +176,8 @@ class ColumnBackend:
             top = x.gather(-1, ids).view(rows, own)
             part[:, :own] = top
             part[:, k : k + own] = contract.as_bits(ids.view(rows, own) + self.start, part.dtype)
-            # log Σ e^z of the rest, relative to the largest logit, whose log p is -log s.
+            # `rest` is log Σ e^z of the other columns, relative to the largest logit. The log p of
+            # the largest logit is -log s.
             rest = (tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
@@ -178,7 +185,7 @@ class ColumnBackend:
         return ids.view(*lead, k), logprobs.view(*lead, k), tail.view(lead)
 
     def here(self, reading: Reading) -> Reading:
-        """The same reading, as if these columns were the vocabulary. The label is not changed."""
+        """Returns the reading for this rank's columns alone. The label is not changed."""
         weight = reading.class_weight
         if weight is not None:
             weight = weight[self.start : self.start + self.width]
@@ -186,13 +193,19 @@ class ColumnBackend:
         return reading._replace(vocab=self.width, ids=ids, class_weight=weight)
 
     def _columns(self, ids: Tensor) -> Tensor:
-        """ids as columns of this rank; NO_ID for ids of other ranks, BAD for ids of no rank."""
+        """Converts ids to columns of this rank.
+
+        Ids of other ranks become NO_ID. Ids outside the vocabulary become BAD.
+        """
         at = ids.long() - self.start
         elsewhere = ((ids >= 0) & (ids < self.vocab)) | (ids == NO_ID)
         return torch.where((at >= 0) & (at < self.width), at, torch.where(elsewhere, NO_ID, BAD))
 
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
-        """The partial statistics of x, whose columns begin at `start` of this rank's columns."""
+        """The partial statistics of x.
+
+        The first column of x is column `start` of this rank's columns.
+        """
         if x.shape[-1]:
             return self.backend.partial(x, reading, self.start + start)
         rows, dtype = x.shape[:-1].numel(), PRECISION[x.dtype]
@@ -205,7 +218,7 @@ class ColumnBackend:
         return Partials(state, state.new_zeros((rows, reading.ids.shape[-1])))
 
     def _tail(self, x: Tensor, reading: Reading, part: Partials) -> Tensor:
-        """(N, 2): the shift of these columns, and log Σ e^((y - shift) / T) outside the ids."""
+        """Returns shift and log Σ e^((y - shift) / T) of the columns outside the ids, (N, 2)."""
         if self.width == 0:
             empty = part.state[:, 0, :2].clone()
             empty[:, 0], empty[:, 1] = 0, -torch.inf
@@ -218,7 +231,7 @@ class ColumnBackend:
         return torch.stack((found.state[:, contract.SHIFT], tail), 1)
 
     def _joined_tail(self, tails: Tensor, reading: Reading, found: Statistics) -> Tensor:
-        """(N,): log of the mass outside the ids, from the tails (ranks, N, 2) of all ranks."""
+        """The log of the mass outside the ids, (N,), from the tails (ranks, N, 2) of all ranks."""
         state, ids = found.state, reading.ids
         shift, tail = tails.unbind(-1)
         moved = shift - state[:, contract.SHIFT]
@@ -233,9 +246,9 @@ class ColumnBackend:
 
 
 class AllRows:
-    """The gradient of hidden where every rank needs all rows: one all-reduce per chunk.
+    """Sums the gradient of hidden over ranks if every rank needs all rows.
 
-    The all-reduce runs while this rank computes the weight's gradient.
+    Each chunk starts one all-reduce, which runs while this rank computes the weight's gradient.
     """
 
     def __init__(self, all_reduce: Callable[[Tensor], Any], total: Tensor):
@@ -252,7 +265,7 @@ class AllRows:
 
 
 class OwnRows:
-    """The gradient of hidden where each rank needs only its slice of the rows.
+    """Sums the gradient of hidden over ranks if each rank needs only its slice of the rows.
 
     One reduce-scatter follows the last chunk.
     """
@@ -268,18 +281,18 @@ class OwnRows:
             self.local = self.reduce_scatter(self.total)
 
     def result(self) -> Tensor:
-        # Without any chunk, the reduce-scatter has not started yet.
+        # If there are no chunks, the reduce-scatter has not started yet.
         local = self.reduce_scatter(self.total) if self.local is None else self.local
         return local.wait()
 
 
 def _largest(
-    parts: Tensor,  # (ranks, N, 2 k + 1): logits, ids as bits, and log Σ e^z of the rest
+    parts: Tensor,  # (ranks, N, 2 k + 1): logits, bits of ids, and log Σ e^z of other columns
     k: int,
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ids and log-probabilities (N, k) and the log tail mass (N,), as `topk` returns them."""
+    """Returns ids (N, k), log-probabilities (N, k) and the log tail mass (N,)."""
     x, bits, rest = parts.transpose(0, 1).split((k, k, 1), -1)
     rest, first = rest.squeeze(-1), capped(x[..., 0], softcap)[0]
     x, ids = x.flatten(1), contract.of_bits(bits).flatten(1).long()

@@ -1,7 +1,7 @@
-"""DTensors as logits, and as the tensors of a head: what they are on this rank.
+"""Converts DTensor logits, and heads with DTensors, to sources on this rank.
 
-Logits that are sharded on the vocabulary are a VocabShard, replicated logits a plain tensor.
-Gradients come back as DTensors with the same placements. Any other placement raises, naming it.
+Logits that are sharded on the vocabulary become a VocabShard. Replicated logits become a plain
+tensor. Gradients are DTensors with the placements of the inputs. Other placements raise an error.
 """
 
 from typing import Any
@@ -25,13 +25,13 @@ from .shard import VocabShard
 
 
 def local(t, grad_placements=None) -> Tensor:
-    """This rank's shard of a DTensor, after any collective that still fills it."""
+    """This rank's shard of a DTensor. Waits for a pending collective that writes the shard."""
     shard = t.to_local(grad_placements=grad_placements)
     return _Arrived.apply(shard) if hasattr(shard, "wait") else shard  # pyright: ignore
 
 
 class _Arrived(Node):
-    """The tensor that a collective fills. Kernels read memory without waiting for it."""
+    """Waits for a pending collective, because kernels read memory without waiting."""
 
     @staticmethod
     def forward(ctx, pending):
@@ -48,7 +48,7 @@ def source_of_dtensor(logits: Any) -> Source:
 
 
 class DTensorLogits(Source):
-    """DTensor logits; tensors beside them may be plain, or replicated DTensors."""
+    """DTensor logits. Other tensors of a loss may be plain tensors or replicated DTensors."""
 
     def __init__(self, x: Any):
         self.x = x
@@ -56,7 +56,7 @@ class DTensorLogits(Source):
         self.requires_grad = x.requires_grad
 
     def local(self) -> "VocabShard | Tensor":
-        """The logits on this rank: its columns, or the whole."""
+        """This rank's columns as a VocabShard, or the whole logits if they are replicated."""
         x = self.x
         checks.placed("logits", x, x.dim() - 1)
         sharded = [dim for dim, place in enumerate(x.placements) if not place.is_replicate()]
@@ -82,7 +82,7 @@ class DTensorLogits(Source):
             plain = loss.map_tensors({PER_ROW: _whole, PER_CLASS: _whole, TEACHER: teacher})
             return evaluate(here, plain, reduction, _whole(row_weight))
 
-        if torch.compiler.is_compiling():  # torch.compile breaks the graph here
+        if torch.compiler.is_compiling():  # this call breaks the graph of torch.compile
             return torch.compiler.disable(run)()  # pyright: ignore[reportCallIssue]
         return run()
 
@@ -101,8 +101,12 @@ def _whole(t: Tensor | None) -> Tensor | None:
 
 
 def hidden_of_all(hidden, weight) -> Tensor:
-    """Hidden states of all tokens beside a weight's rows; their gradient is this rank's share."""
-    from torch.distributed.tensor import Partial, Replicate  # imported here: it takes half a second
+    """Gathers the hidden states of all tokens over the ranks that shard the weight.
+
+    The gradient of the hidden states is this rank's share of a sum over ranks.
+    """
+    # This import is local, because importing torch.distributed.tensor takes half a second.
+    from torch.distributed.tensor import Partial, Replicate
 
     def placed(kind: type) -> list:
         pairs = zip(hidden.placements, weight.placements, strict=True)
@@ -122,7 +126,7 @@ def shard_of_head(head: Any) -> VocabShard:
         hidden, weight_rows, bias_rows = map(cast_by_autocast, (hidden, weight_rows, bias_rows))
     check_once(
         head_rules.linear, hidden, weight_rows, bias_rows, head.main_grad, head.workspace,
-        head.logits_dtype, head.accumulate,
+        head.logits_dtype, head.accumulate, head.drop_ignored,
     )  # fmt: skip
     logits = of_head(head._replace(hidden=hidden, weight=weight_rows, bias=bias_rows))
     shard = VocabShard(logits, weight.device_mesh.get_group(dim), vocab=weight.shape[0])

@@ -1,9 +1,10 @@
-"""`global_mean`: the mean of a loss over ranks that have different rows."""
+"""`global_mean`, the mean of a loss over ranks that have different rows."""
 
 import torch
 from torch import Tensor
 
 from ..core.call import named
+from . import checks
 from .ranks import ranks_of
 
 
@@ -11,17 +12,18 @@ from .ranks import ranks_of
 def global_mean(
     loss_sum: Tensor, count: Tensor | int, group=None, *, averaged: bool = True
 ) -> Tensor:
-    """The mean of a loss over all ranks of a group, each with its own rows: (Σ sums) / Σ counts.
+    """The mean of a loss over the rows of all ranks of a group: (Σ loss_sum) / Σ count.
 
-    The average of each rank's mean gives every rank the same weight, however many of its tokens
-    count. This mean gives every token the same weight. loss_sum is this rank's sum
-    (reduction="sum"), count the number of its tokens that count. The result is the same on all
-    ranks. Its gradient is this rank's share: pass averaged=True if gradients are averaged over the
-    group afterwards, as DDP and FSDP do, and False if they are summed. If no token counts on any
-    rank, the mean is 0.
+    The average of the ranks' means would give every rank the same weight, even if ranks have
+    different numbers of tokens. `global_mean` gives every token the same weight. `loss_sum` is this
+    rank's sum (reduction="sum"), and `count` is this rank's number of tokens that count. The result
+    is the same on all ranks. The gradient on a rank covers only the rows of this rank. Pass
+    averaged=True if gradients are averaged over the group afterwards, as DDP and FSDP do. Pass
+    averaged=False if gradients are summed. If no token counts on any rank, the mean is 0.
 
     >>> loss = global_mean(cross_entropy(logits, target, reduction="sum"), (target != -100).sum())
     """
+    checks.mean(loss_sum, count)
     return _GlobalMean.apply(loss_sum, count, ranks_of(group), averaged)  # pyright: ignore
 
 

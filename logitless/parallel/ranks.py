@@ -10,7 +10,10 @@ from . import checks
 
 
 def _either(*names: str) -> Any:
-    """PyTorch's function under its newest name; None in a build without torch.distributed."""
+    """Returns the first function of torch.distributed with one of these names, or None.
+
+    The result is None in a build without torch.distributed.
+    """
     return next((getattr(dist, name) for name in names if hasattr(dist, name)), None)
 
 
@@ -21,18 +24,19 @@ _reduce_scatter = _either("reduce_scatter_single", "reduce_scatter_tensor")
 class Ranks:
     """The ranks that share a vocabulary, and the collectives between them."""
 
-    device = torch.device("cpu")  # for collectives of numbers that come from no tensor
+    device = torch.device("cpu")  # the device for collectives of Python numbers
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group = dist.group.WORLD if group is None else group
         self.index, self.count = dist.get_rank(group), dist.get_world_size(group)
         checks.member(self.index)
-        self.by_cpu = dist.get_backend(group) == "gloo"  # gloo has few collectives for GPU tensors
+        # gloo supports few collectives on a GPU, so GPU tensors are copied to the CPU.
+        self.by_cpu = dist.get_backend(group) == "gloo"
         if not self.by_cpu:
             self.device = torch.accelerator.current_accelerator() or self.device
 
     def gather(self, t: Tensor) -> Tensor:
-        """All-gathers t (...) of every rank into (ranks, ...)."""
+        """All-gathers the tensors t (...) of all ranks into one tensor (ranks, ...)."""
         gathered = torch.empty((self.count, *t.shape), device=t.device, dtype=t.dtype)
         if t.numel() == 0:
             return gathered
@@ -42,11 +46,11 @@ class Ranks:
         return gathered
 
     def all_reduce(self, t: Tensor) -> Any:
-        """Starts the sum of t over ranks, in place. It is complete after wait()."""
+        """Starts an all-reduce of t in place. The sum is complete after wait()."""
         return dist.all_reduce(t, group=self.group, async_op=True)
 
     def reduce_scatter(self, t: Tensor) -> "_Slice":
-        """Starts the sum of t over ranks; wait() returns this rank's slice of the rows."""
+        """Starts a reduce-scatter of t. wait() returns this rank's slice of the rows."""
         if t.is_cuda and self.by_cpu:
             return _Slice(self.reduce_scatter(t.cpu()).wait().to(t.device))
         local = t.new_empty((len(t) // self.count, *t.shape[1:]))
@@ -56,7 +60,7 @@ class Ranks:
 
 
 class Alone(Ranks):
-    """One process with all columns, where torch.distributed is not initialised."""
+    """A single process with all columns, for use without torch.distributed."""
 
     def __init__(self):
         self.group, self.index, self.count = None, 0, 1
@@ -88,7 +92,10 @@ class _Slice(NamedTuple):
 
 
 def ranks_of(group) -> Ranks:
-    """The ranks of a process group, of a DeviceMesh of one dimension, or of the world for None."""
+    """The ranks of a process group or of a DeviceMesh of one dimension.
+
+    None means the default process group, or a single process without torch.distributed.
+    """
     if isinstance(group, Ranks):
         return group
     if hasattr(group, "get_group"):  # a DeviceMesh

@@ -1,8 +1,8 @@
-"""LOGITLESS_CHECK=1 over ranks: raises on every rank unless all make the same call.
+"""With LOGITLESS_CHECK=1, raises on every rank unless all ranks make the same call.
 
-Before a collective of ours, the ranks exchange a text that describes the call. If the texts differ,
-all ranks raise, so that no rank waits for a collective that another rank does not start. A rank
-whose arguments are refused sends the error instead, and the other ranks raise too.
+Before a collective of logitless, the ranks exchange a text that describes the call. If the texts
+differ, all ranks raise, so that no rank waits for a collective that another rank does not start. If
+the arguments on a rank are invalid, this rank sends the error as its text, and all ranks raise.
 """
 
 import contextlib
@@ -28,15 +28,20 @@ def agree(ranks, text: str) -> None:
 
 
 def refuse(ranks, error: Exception) -> None:
-    """Sends an error that this rank raises to the other ranks, which are in `agree`."""
-    with contextlib.suppress(
-        ValueError
-    ):  # the other ranks raise it; here the error itself is raised
+    """Sends an error of this rank to the other ranks, which wait in `agree`.
+
+    `agree` raises on the other ranks. On this rank, its error is suppressed, because the caller
+    raises the original error.
+    """
+    with contextlib.suppress(ValueError):
         agree(ranks, f"{type(error).__name__}: {error}")
 
 
 def text_of_shard(source: Any, start: Any, vocab: Any, sequence_parallel: bool) -> str:
-    """Widths and starts may differ between ranks; whether a start is given may not."""
+    """Describes a VocabShard. Widths and starts may differ between ranks.
+
+    Either all ranks must pass a start, or none.
+    """
     options = {"start": start is not None, "vocab": vocab, "sequence_parallel": sequence_parallel}
     return f"VocabShard of {_of_source(source)}, {options}"
 
@@ -72,7 +77,7 @@ def _of_source(source: Any) -> str:
 
 
 def _of_option(value: Any) -> Any:
-    """A number or a name as it is, a formula by its name, a tuple item by item."""
+    """Describes an option by its value, a formula by its name, and a tuple by its items."""
     if isinstance(value, tuple):
         return [_of_option(one) for one in value]
     plain = isinstance(value, (str, int, float))
@@ -80,7 +85,10 @@ def _of_option(value: Any) -> Any:
 
 
 def _of_tensor(t: Any) -> Any:
-    """Shape, dtype and a checksum of the values; only the type of a teacher's shard or head."""
+    """Describes a tensor by shape, dtype and a checksum of its values.
+
+    A teacher's shard or head is described by its type.
+    """
     if not isinstance(t, Tensor):
         return None if t is None else type(t).__name__
     values = t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,14 +1,14 @@
-"""`VocabShard`: losses over a vocabulary that is split over the ranks of a process group.
+"""`VocabShard`, for losses over a vocabulary that is sharded over the ranks of a process group.
 
-`VocabShard(source, group)` is one rank's columns of the logits: a tensor of them, a LinearLogits
-over this rank's rows of the head's weight, or the lazy logits of a fused head. The statistics of a
-rank's columns merge with those of the other ranks as those of blocks do (columns.py), so every loss
-takes it. All ranks call the same loss with the same arguments, with ids of the whole vocabulary,
-and get the same result bit for bit.
+`VocabShard(source, group)` represents one rank's columns of the logits. The source is a tensor with
+these columns, a LinearLogits over this rank's rows of the head's weight, or the lazy logits of a
+fused head. The statistics of all ranks' columns can be merged (columns.py), so every loss accepts a
+VocabShard. All ranks call the same loss with the same arguments, with ids of the whole vocabulary,
+and get bitwise the same result.
 
-The forward of a loss gathers a few numbers per row from each rank: once (twice for JSD), and for a
-head once per chunk of rows. The backward of logits needs no communication. The backward of a head
-sums the gradient of the hidden states over ranks.
+The forward of a loss gathers a few numbers per row from each rank. For logits, there is one gather,
+or two gathers for JSD. For a head, there is one gather per chunk of rows. The backward of logits
+needs no communication. The backward of a head sums the gradient of the hidden states over ranks.
 """
 
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ _layouts: dict[tuple, Layout] = {}
 def layout_of(
     ranks: Ranks, width: int, start: int | None, vocab: int | None, device: torch.device
 ) -> Layout:
-    """The columns of all ranks, which ranks exchange once per (group, width, start, vocab)."""
+    """The columns of all ranks, exchanged once per (group, width, start, vocab)."""
     key = (ranks.group, width, start, vocab)
     if key not in _layouts or thorough():
         local = torch.tensor([width, -1 if start is None else start], device=device)
@@ -67,23 +67,25 @@ def layout_of(
 
 
 class VocabShard(Source):
-    """This rank's columns of logits (..., V), where V counts the columns of all ranks of a group.
+    """This rank's columns of logits (..., V), where V is the sum of the widths of all ranks.
 
-    source is this rank's logits (..., width), or a LinearLogits over its `width` rows of the head's
-    weight. Widths may differ between ranks, and may be 0. Logits may be the lazy logits of a fused
-    head; the gradient of its hidden states is then this rank's share, which the caller must sum.
+    `source` is this rank's logits (..., width), or a LinearLogits over this rank's rows of the
+    head's weight. Widths may differ between ranks, and may be 0. `source` may also be the lazy
+    logits of a fused head. The caller must then sum the gradient of the hidden states over ranks.
 
-    group is a process group or a DeviceMesh of one dimension. None is the world, or this process
-    alone if torch.distributed is not initialised. start is this rank's first column, by default the
-    sum of the earlier ranks' widths. Ranks exchange widths once per (group, width, start, vocab),
-    all in the same call. Pass vocab, which is V, if a process shards several vocabularies.
+    `group` is a process group or a DeviceMesh of one dimension. None means the default process
+    group, or a single process if torch.distributed is not initialised. `start` is this rank's first
+    column, by default the sum of the earlier ranks' widths. Ranks exchange their widths once per
+    (group, width, start, vocab), so all ranks must construct the shard together. Pass
+    `vocab`, the size V, if a process shards several vocabularies.
 
-    sequence_parallel=True: the hidden states of a LinearLogits are this rank's slice of the tokens,
-    along the first dimension, in equal slices. They are all-gathered here, and labels are those of
-    all tokens.
+    With sequence_parallel=True, the hidden states of a LinearLogits are this rank's slice of the
+    tokens along the first dimension. All slices must have the same size. VocabShard all-gathers the
+    hidden states. Labels must cover the tokens of all ranks.
 
-    Every loss takes a VocabShard instead of logits, with ids, labels and class weights of the whole
-    vocabulary, the same on all ranks. A dense teacher is a VocabShard of the same columns.
+    Every loss accepts a VocabShard instead of logits. Ids, labels and class weights refer to the
+    whole vocabulary and must be the same on all ranks. A dense teacher must be a VocabShard with
+    the same columns.
 
     >>> loss = cross_entropy(VocabShard(logits_of_this_rank, group), target)
     """
@@ -105,7 +107,7 @@ class VocabShard(Source):
         if sequence_parallel:
             source = source.over_all_tokens(ranks.gather)
         self.ranks = ranks
-        # Whether the gradient of hidden is summed over ranks; otherwise the caller sums it.
+        # Whether logitless sums the gradient of hidden over ranks, instead of the caller.
         self.sums_hidden = True
         self.width = source.shape[-1]
         self.layout = layout_of(ranks, self.width, start, vocab, source.device)
@@ -120,24 +122,24 @@ class VocabShard(Source):
             self.requires_grad = source.requires_grad
 
     def over(self, source: Any, **changed) -> "VocabShard":
-        """The same columns of other logits, or of none yet."""
+        """A copy of the shard with another source, which may be None."""
         copy = object.__new__(VocabShard)
         copy.__dict__.update(self.__dict__, **changed)
         copy._set_source(source)
         return copy
 
     def whole(self) -> Source:
-        """The logits of all ranks, of which this rank computes its columns."""
+        """A source of the logits of all ranks. This rank computes only its own columns."""
         return self.source.in_columns(self)
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """The loss of the rows, the same on all ranks."""
-        if torch.compiler.is_compiling():  # torch.compile breaks the graph here
+        """The weighted and reduced loss, which is the same on all ranks."""
+        if torch.compiler.is_compiling():  # this call breaks the graph of torch.compile
             return torch.compiler.disable(_evaluate)(self, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
         return _evaluate(self, loss, reduction, row_weight)
 
     def evaluate_in_place(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """The same, where the gradient overwrites this rank's logits."""
+        """Like `evaluate`, but the gradient overwrites this rank's logits."""
         if not self.requires_grad or not torch.is_grad_enabled() or under_transform():
             return self.evaluate(loss, reduction, row_weight)
         return self.whole().evaluate_in_place(loss, reduction, row_weight)
@@ -150,17 +152,17 @@ class VocabShard(Source):
         return whole.capture_topk(k, temperature, softcap)
 
     def backend(self, like: Tensor) -> ColumnBackend:
-        """The backend that merges this rank's columns with those of the other ranks."""
+        """The backend that merges the partial statistics of all ranks."""
         return ColumnBackend(
             backend_of(like), self.start, self.width, self.vocab, self.ranks.gather,
             max(self.layout.widths),
         )  # fmt: skip
 
     def head_backend(self, like: Tensor, gathered: bool) -> ColumnBackend:
-        """The same for a head, whose gradient of hidden is summed over ranks.
+        """The backend for a head, which also sums the gradient of hidden over ranks.
 
-        `gathered` says that hidden was gathered from all ranks. Each rank then needs only its slice
-        of the gradient.
+        If `gathered`, hidden was gathered from all ranks, and each rank needs only its slice of the
+        gradient.
         """
         backend = self.backend(like)
         if gathered:
@@ -170,7 +172,7 @@ class VocabShard(Source):
         return backend
 
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
-        """Gathers the logits of all ranks, (..., V), or some rows of them, (n, V), as constants."""
+        """Gathers the logits of all ranks without a gradient, (..., V), or of some rows, (n, V)."""
         local = self.local(rows).detach()
         padded = local.new_zeros((*local.shape[:-1], max(self.layout.widths)))
         padded[..., : self.width] = local
@@ -179,15 +181,15 @@ class VocabShard(Source):
         return torch.cat([gathered[rank, ..., :width] for _, width, rank in order], -1)
 
     def local(self, rows: slice | Tensor | None = None) -> Tensor:
-        """This rank's logits, (..., width), or those of some rows, (n, width)."""
+        """This rank's logits, (..., width). With `rows`, the logits of these rows, (n, width)."""
         return self.source.materialize(rows)
 
     def as_teacher(self) -> "VocabShard":
-        """The same logits as constants."""
+        """The same logits without a gradient."""
         return self.over(self.source.as_teacher())
 
     def times(self, factor: float) -> "VocabShard | None":
-        """A teacher's logits times a factor; None if that would copy a tensor."""
+        """A teacher's logits times a factor; None if a tensor would have to be copied."""
         scaled = self.source.times(factor)
         return None if scaled is None else self.over(scaled)
 
@@ -195,9 +197,10 @@ class VocabShard(Source):
         return self.ranks
 
     def checked(self, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> RowLoss:
-        """The same loss over this rank's columns, after its values are checked where that is free.
+        """Checks a loss, and returns the same loss with teachers cut to this rank's columns.
 
-        With LOGITLESS_CHECK=1 the call is also compared between ranks.
+        Values are checked if this needs no synchronisation. With LOGITLESS_CHECK=1, the call is
+        also compared between ranks.
         """
         if thorough():
             text = same_call.text_of_loss(self, loss, reduction, row_weight)
@@ -206,7 +209,7 @@ class VocabShard(Source):
         return loss.map_tensors({TEACHER: self.cut})
 
     def cut(self, teacher):
-        """A teacher's logits or probabilities in these columns, from a shard or from whole rows."""
+        """This rank's columns of a teacher, which is a shard or has whole rows."""
         if is_over_ranks(teacher):
             rules.same_columns(teacher.layout, self.layout)
             local = teacher.as_teacher().source
@@ -214,7 +217,7 @@ class VocabShard(Source):
             local = columns_of(teacher_columns(teacher, self.start, self.width))
         if local.exists:
             return local.x.detach()
-        # Where the student's logits exist as a whole, the teacher's may too.
+        # If the student's logits are in memory as a whole, the teacher's logits may be too.
         exist = self.source.exists
         return local.materialize(slice(None)).view(self.source.shape) if exist else local
 
@@ -235,10 +238,10 @@ class Columns(Source):
         return self.x if rows is None else teacher_rows(self.x, rows)
 
     def as_teacher(self) -> "Columns":
-        return self  # a constant where it is read
+        return self  # `cut` detaches the tensor
 
     def times(self, factor: float) -> None:
-        """None, because multiplying the tensor would copy it."""
+        """Returns None, because multiplying the tensor would copy it."""
 
     def in_columns(self, shard: VocabShard) -> Source:
         return LogitColumns(self.x, shard)
@@ -248,12 +251,12 @@ class Columns(Source):
 
 
 def columns_of(source: Any) -> Any:
-    """One rank's columns of logits, or of a teacher, in one form: a tensor is wrapped."""
+    """Wraps a tensor of one rank's columns as Columns. Other sources are returned unchanged."""
     return Columns(source) if is_dense(source) else source
 
 
 class LogitColumns(Source):
-    """The logits of all ranks, where this rank has a tensor of its columns."""
+    """The logits of all ranks. This rank holds a tensor of its own columns."""
 
     def __init__(self, x: Tensor, shard: VocabShard):
         self.shard, self.x = shard, x
@@ -274,7 +277,7 @@ class LogitColumns(Source):
 
 
 def _check(ranks: Ranks, *arguments: Any) -> None:
-    """Checks the arguments of a VocabShard; LOGITLESS_CHECK=1 also compares them between ranks."""
+    """Checks the arguments of a VocabShard, and with LOGITLESS_CHECK=1 compares all ranks."""
     try:
         rules.shard(*arguments)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A teacher's top-k distributions on disk: captured once, looked up by tokens, read as slices.
+"""A store of a teacher's top-k distributions on disk.
 
 writer.py writes documents. capture.py computes them with a model, and importers.py reads them from
 the output of an inference server. reader.py reads a store, and lookup.py finds documents by their

@@ -1,7 +1,7 @@
-"""Capturing documents into a store: runs a teacher without materialising its logits.
+"""Runs a teacher on documents and writes its distributions to a store.
 
-`capture` runs the model on one batch while the rows of the previous batch are written to the store
-(store/writer.py).
+The teacher's logits are not materialised. `capture` runs the model on one batch while the rows of
+the previous batch are written to the store (store/writer.py).
 """
 
 import contextlib
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core import call as _call
-from ..lazy.fuse import OPTIONS, fuse, lazy_logits, unfuse
+from ..lazy.fuse import fuse, guards_of, unfuse
+from ..lazy.fused_head import lazy_logits
 from ..losses.sparse_teacher import capture_topk
 from . import checks
-from .format import Table, encoded
+from .rows import Table, encoded
 from .writer import Writer
 
 Item = TypeVar("Item")
@@ -33,15 +34,16 @@ def capture(
     head: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """Stores a teacher's k most probable next tokens; returns the number of documents added.
+    """Stores a teacher's k most probable next tokens, and returns the number of added documents.
 
-    A batch is a list of documents, each given by its token ids; or input_ids (B, T) with one
-    document per row; or the keyword arguments of a Transformers model, whose attention_mask marks
-    padding. Documents that the writer already has are skipped before the model runs, so a run that
-    was killed is resumed by running it again. `k` is at most the writer's k, which is its default.
-    `head` is as in `fuse`. `progress` is called after each document with its number of tokens, and
-    once per batch with the number of skipped tokens. A padded head may have more logits than the
-    writer's vocab_size; the logits beyond vocab_size count as -inf.
+    A batch may be a list of documents, which are lists of token ids. A batch may be input_ids
+    (B, T) with one document per row. A batch may also be the keyword arguments of a Transformers
+    model, in which attention_mask marks padding. Documents that the writer already has are skipped
+    before the model runs, so the same command resumes a run that was killed. `k` must be at most
+    the writer's k, which is the default. `head` has the same meaning as in `fuse`. `progress` is
+    called after each document with its number of tokens, and once per batch with the number of
+    skipped tokens. A padded head may have more logits than the writer's vocab_size. The logits
+    beyond vocab_size count as -inf.
 
     Under torchrun each rank passes its own share of the batches:
 
@@ -86,11 +88,11 @@ def share(
 
 @contextlib.contextmanager
 def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
-    """Fuses the model's head inside the block, if it is not fused; unfuses it afterwards.
+    """Makes the model's logits lazy inside the block, although gradients are off.
 
-    The logits are lazy inside the block, although gradients are off.
+    A model that is not fused is fused inside the block and unfused afterwards.
     """
-    fused = OPTIONS in model.__dict__
+    fused = any(guards_of(model))
     if not fused:
         fuse(model, head=name)
     try:
@@ -102,10 +104,10 @@ def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
 
 
 class _Pending(NamedTuple):
-    """The documents of a batch whose rows may still be on their way to the host."""
+    """The documents of a batch whose rows are being copied to the host."""
 
-    documents: list[tuple[Tensor, Tensor]]  # tokens, and the numbers of their rows
-    rows: Table  # of all places of the batch, padding included
+    documents: list[tuple[Tensor, Tensor]]  # tokens and row numbers of each document
+    rows: Table  # rows of all tokens of the batch, including padding
     copied: Any  # an event that marks the end of the copy to the host; None on the CPU
 
 
@@ -116,7 +118,8 @@ def _inputs(batch: Any) -> tuple[dict[str, Any], Tensor]:
     elif isinstance(batch, Tensor):
         inputs = {"input_ids": batch}
     else:
-        inputs = _padded([torch.as_tensor(tokens) for tokens in batch])
+        checks.batch_of_documents(batch)
+        inputs = _padded([checks.one_document(tokens) for tokens in batch])
     checks.batch(inputs)
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     is_token = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
@@ -124,6 +127,8 @@ def _inputs(batch: Any) -> tuple[dict[str, Any], Tensor]:
 
 
 def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
+    if not documents:
+        return {"input_ids": torch.empty(0, 0, dtype=torch.int64)}
     pad = nn.utils.rnn.pad_sequence
     ids = pad(list(documents), batch_first=True)
     mask = pad([torch.ones_like(tokens) for tokens in documents], batch_first=True)
@@ -131,7 +136,7 @@ def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[int], int]:
-    """The rows whose documents the writer does not have, and the number of tokens in the others."""
+    """The rows whose documents are new to the writer, and the number of tokens in other rows."""
     new, skipped = [], 0
     for row, (tokens, kept) in enumerate(zip(ids.cpu(), is_token, strict=True)):
         tokens = tokens[kept]
@@ -143,7 +148,7 @@ def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[
 
 
 def _rows(t: Any, wanted: list[int], rows: int) -> Any:
-    """The wanted rows of a model argument; an argument without a batch dimension is kept whole."""
+    """The wanted rows of a model argument. An argument without a batch dimension is kept whole."""
     whole = not isinstance(t, Tensor) or t.dim() == 0 or len(t) != rows or len(wanted) == rows
     return t if whole else t[wanted]
 
@@ -153,8 +158,8 @@ def _launch(
 ) -> _Pending:
     """Runs the model without waiting for the device.
 
-    The tokens are copied to the CPU before the batch moves to the device, so that the copy does not
-    wait either.
+    The tokens are copied to the CPU before the batch is copied to the device, because a copy from
+    the device would wait for the device.
     """
     tokens, device = inputs["input_ids"].cpu(), next(model.parameters()).device
     inputs = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
@@ -164,7 +169,7 @@ def _launch(
     logits = getattr(output, "logits", output)
     header = writer.header
     checks.logits_of_batch(logits, ids, header.vocab_size)
-    if logits.shape[-1] > header.vocab_size:  # the last rows of a padded head belong to no token
+    if logits.shape[-1] > header.vocab_size:  # the last columns of a padded head belong to no token
         logits = logits[..., : header.vocab_size]
     targets = capture_topk(logits, k or header.k, temperature=header.temperature)
     rows = encoded(targets.reshape(-1), header, sorted_=True)

@@ -1,13 +1,10 @@
-"""All checks of store/: `<argument or file> must <rule>, got <value>.`
+"""Checks of the arguments of Writer, Store, capture and the training functions.
 
-Functions that take a path check files, which are never trusted. The other functions check the
-arguments of Writer, Store, capture, the importers and the training functions.
+The errors have the form `<argument> must <rule>, got <value>.` store/server_checks.py checks the
+output of inference servers, and store/file_checks.py checks files.
 """
 
-import dataclasses
-import json
-import os
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,13 +15,12 @@ from ..core import options as _options
 VALUES = ("u8", "f16")
 ALIGNMENTS = ("next",)
 SHOWN = 8  # number of tokens that an error message shows
-_HEADER_BYTES = 1 << 16
 
 
 def header(h: Any) -> None:
     """Checks the fields of a header."""
-    _whole("vocab_size", h.vocab_size, 1, 2**32)
-    _whole("k", h.k, 1, min(h.vocab_size, 2**16))
+    whole("vocab_size", h.vocab_size, 1, 2**32)
+    whole("k", h.k, 1, min(h.vocab_size, 2**16))
     _checks.one_of("values", h.values, VALUES)
     _checks.one_of("alignment", h.alignment, ALIGNMENTS)
     for name in ("teacher", "tokenizer"):
@@ -36,7 +32,7 @@ def header(h: Any) -> None:
     _options.temperature(h.temperature)
 
 
-def _whole(name: str, value: Any, least: int, most: int) -> None:
+def whole(name: str, value: Any, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, got {value!r}.")
     if not least <= value <= most:
@@ -44,114 +40,16 @@ def _whole(name: str, value: Any, least: int, most: int) -> None:
 
 
 def shard_bytes(value: Any) -> None:
-    _whole("shard_bytes", value, 1, 2**40)
+    whole("shard_bytes", value, 1, 2**40)
 
 
 def rank(value: Any) -> None:
-    _whole("part", value, 0, 10**6)
-
-
-def header_fields(where: object, text: str | bytes, kind: type) -> dict:
-    """The fields of a header in JSON; refuses missing, unknown and invalid fields."""
-    try:
-        fields = json.loads(text) if len(text) <= _HEADER_BYTES else None
-    except (ValueError, RecursionError):
-        fields = None
-    names = {field.name for field in dataclasses.fields(kind)}
-    if not isinstance(fields, dict) or fields.keys() != names:
-        refuse(where, f"hold a header with the fields {', '.join(sorted(names))}", f"{text!r:.100}")
-    try:
-        kind(**fields)
-    except (TypeError, ValueError) as error:
-        refuse(where, "hold a valid header", f"an error: {error}".removesuffix("."))
-    return fields
-
-
-def same_header(where: object, got: Any, want: Any, of: object, advice: str = "") -> None:
-    """Checks that a header equals `want`, which is the header of `of`."""
-    for field in dataclasses.fields(want):
-        expected, value = getattr(want, field.name), getattr(got, field.name)
-        if expected != value:
-            refuse(where, f"have {field.name} {expected!r} to match {of}", f"{value!r}{advice}")
-
-
-def folder(path: Any) -> None:
-    if os.path.exists(path) and not os.path.isdir(path):
-        refuse(path, "be a folder, or not exist yet", "a file")
-
-
-def same_tokenizer(where: object, stored: str, passed: str) -> None:
-    if stored and passed and stored != passed:
-        refuse(
-            where,
-            f"be used with the tokenizer it was made with, whose hash is {stored!r:.80}",
-            f"a tokenizer whose hash is {passed!r:.80}",
-        )
-
-
-def vocabulary(where: object, stored: int, of_student: int | None) -> None:
-    if of_student is not None and stored > of_student:
-        rule = f"have a vocabulary of at most the model's {of_student}"
-        refuse(where, rule, f"{stored}: capture it with vocab_size={of_student}")
-
-
-def is_store(path: Any) -> None:
-    if not os.path.isfile(os.path.join(path, "store.json")):
-        refuse(path, "be a folder with a store.json", "none")
-
-
-def shard_format(path: Any, metadata: dict, form: str, version: str) -> None:
-    stored = metadata.get("format"), metadata.get("version")
-    if stored != (form, version):
-        refuse(
-            path,
-            f"be a shard of format {form!r}, version {version!r}",
-            f"{stored[0]!r:.50}, {stored[1]!r:.50}",
-        )
-
-
-def shard_columns(path: Any, entries: dict, wanted: dict) -> None:
-    """Checks the names, dtypes and shapes of the columns in a shard."""
-    if entries.keys() != wanted.keys():
-        refuse(path, f"hold the columns {', '.join(sorted(wanted))}", repr(sorted(entries))[:200])
-    for name, (dtype, shape) in wanted.items():
-        entry = entries[name]
-        if entry.dtype != dtype or entry.shape != shape:
-            refuse(
-                path, f"have {name} of {dtype} and shape {shape}", f"{entry.dtype}, {entry.shape}"
-            )
-
-
-def shard_starts(path: Any, starts: Tensor, tokens: int) -> None:
-    right = int(starts[0]) == 0 and int(starts[-1]) == tokens
-    if not right or not bool((starts[1:] > starts[:-1]).all()):
-        refuse(
-            path,
-            f"have starts that increase from 0 to {tokens}, its number of tokens",
-            "other starts",
-        )
-
-
-def in_store(least: int, most: int, documents: int) -> None:
-    if least < 0 or most >= documents:
-        got = least if least < 0 else most
-        raise ValueError(
-            f"the index of a store must name its {documents} documents, got number {got}. A shard"
-            " is damaged."
-        )
-
-
-def ids_in_vocabulary(ids: Tensor, vocab_size: int) -> None:
-    if ids.numel() and not 0 <= int(ids.max()) < vocab_size:
-        raise ValueError(
-            f"ids of a store must be below its vocabulary of {vocab_size}, got {int(ids.max())}."
-            " A shard is damaged."
-        )
+    whole("part", value, 0, 10**6)
 
 
 def tokens(t: Any, vocab_size: int) -> Tensor:
-    """The tokens of one document, (T,), as int64 on the CPU; a list is accepted as well."""
-    t = torch.as_tensor(t)
+    """The tokens of one document, (T,), as int64 on the CPU. `t` may be a list or a tensor."""
+    t = one_document(t)
     _checks._integer("tokens", t)
     if t.dim() != 1 or t.numel() == 0:
         got = tuple(t.shape)
@@ -165,8 +63,20 @@ def tokens(t: Any, vocab_size: int) -> Tensor:
     return t
 
 
+def one_document(tokens: Any) -> Tensor:
+    """A document's token ids as a tensor. An empty list becomes an int64 tensor."""
+    if isinstance(tokens, Tensor):
+        return tokens
+    try:
+        return torch.as_tensor(tokens) if len(tokens) else torch.empty(0, dtype=torch.int64)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"a document must be a list or a tensor of token ids, got {tokens!r:.50}."
+        ) from None
+
+
 def document(targets: Any, tokens: Tensor, h: Any, kind: type) -> None:
-    """Checks the targets of one document: one row per token, ids and log-probabilities in range."""
+    """Checks the shape, the ids and the log-probabilities of the targets of one document."""
     _checks.is_targets(targets, kind)
     if tuple(targets.shape) != (len(tokens),):
         raise ValueError(
@@ -175,24 +85,24 @@ def document(targets: Any, tokens: Tensor, h: Any, kind: type) -> None:
         )
     if targets.k > h.k:
         raise ValueError(f"targets must have at most the store's {h.k} slots, got {targets.k}.")
-    valid = torch.ones_like(targets.ids).bool() if targets.mask is None else targets.mask != 0
-    bad = valid & ((targets.ids < 0) | (targets.ids >= h.vocab_size))
-    if bool(bad.any()):
-        got = int(targets.ids[bad][0])
+    ids, logprobs = targets.ids, targets.logprobs
+    if targets.mask is not None:
+        ids = ids.masked_fill(targets.mask == 0, 0)
+        logprobs = logprobs.masked_fill(targets.mask == 0, 0)
+    low, high = (int(n) for n in ids.aminmax()) if ids.numel() else (0, 0)
+    if low < 0 or high >= h.vocab_size:
+        got = low if low < 0 else high
         raise ValueError(f"targets.ids must be in the vocabulary of {h.vocab_size}, got {got}.")
-    bad = valid & ~(targets.logprobs <= 2**-7)  # allows for 16-bit rounding; NaN is bad
-    if bool(bad.any()):
-        got = float(targets.logprobs[bad][0])
-        raise ValueError(f"targets.logprobs must be logarithms of probabilities, got {got}.")
-    if targets.tail is not None and not bool((targets.tail <= 2**-7).all()):
-        raise ValueError(
-            "targets.tail must be the logarithm of a mass, "
-            f"got {float(targets.tail.max())}."
-        )  # fmt: skip
+    most = float(logprobs.detach().max()) if logprobs.numel() else 0.0
+    if not most <= 2**-7:  # 2^-7 allows 16-bit rounding; `not <=` also refuses NaN
+        raise ValueError(f"targets.logprobs must be logarithms of probabilities, got {most}.")
+    tail = 0.0 if targets.tail is None else float(targets.tail.detach().max())
+    if not tail <= 2**-7:
+        raise ValueError(f"targets.tail must be the logarithm of a mass, got {tail}.")
 
 
 def row_range(index: Any, n: int) -> tuple[int, int]:
-    """Begin and end of a slice of a document with n tokens."""
+    """The begin and end of a slice of a document with n tokens."""
     if not isinstance(index, slice) or index.step not in (None, 1):
         raise IndexError(f"a range of tokens must be a slice of step 1, got {index!r}.")
     begin, end, _ = index.indices(n)
@@ -218,20 +128,33 @@ def input_ids(t: Any) -> None:
 def lengths(value: Any, rows: int, width: int) -> list[list[int]]:
     """The lengths of the documents in each row, without zeros.
 
-    A row's entry may be one number or several. The only row of a batch may come without its list.
+    The entry of a row may be one number or several numbers. For a batch of one row, `value` may be
+    the entry itself.
     """
+    if not isinstance(value, (list, tuple, Tensor)) or (
+        isinstance(value, Tensor) and not value.dim()
+    ):
+        raise TypeError(
+            f"lengths must be a list or a tensor with an entry per row, got {value!r:.50}."
+        )
     entries = value.tolist() if isinstance(value, Tensor) else list(value)
     if rows == 1 and entries and not isinstance(entries[0], (list, tuple, Tensor)):
         entries = [entries]
     if len(entries) != rows:
         raise ValueError(f"lengths must have an entry for each of {rows} rows, got {len(entries)}.")
     lists = [e if isinstance(e, (list, tuple, Tensor)) else [e] for e in entries]
-    lists = [[int(n) for n in numbers] for numbers in lists]
+    lists = [[_length(n) for n in numbers] for numbers in lists]
     for numbers in lists:
         if min(numbers, default=0) < 0 or sum(numbers) > width:
             rule = f"add up to at most {width} tokens per row"
             raise ValueError(f"lengths must {rule}, got {numbers}.")
     return [[n for n in numbers if n] for numbers in lists]
+
+
+def _length(n: Any) -> int:
+    if isinstance(n, bool) or not hasattr(n, "__index__"):
+        raise TypeError(f"lengths must be whole numbers, got {n!r:.50}.")
+    return int(n)
 
 
 def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -> KeyError:
@@ -240,6 +163,7 @@ def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -
     `length` is the document's length if the caller passed lengths.
     """
     here = tokens[start : start + min(SHOWN, length or SHOWN)].tolist()
+    here = [token for token in here if token >= 0] or here  # negative ids are padding
     if start == 0 and length is None and len(here) > 1 and len(set(here)) == 1:
         advice = "Padding comes after the documents of a row."
     elif start and length is None:
@@ -262,14 +186,15 @@ def some_stores(stores: list) -> None:
         raise ValueError("stores must name at least one store, got none.")
 
 
-def is_journal(path: Any, start: bytes, magic: bytes) -> None:
-    if start[: len(magic)] != magic[: len(start)]:
-        refuse(path, f"begin with {magic!r}", repr(start))
-
-
 def capture(k: Any, most: int) -> None:
     if k is not None:
-        _whole("k", k, 1, most)
+        whole("k", k, 1, most)
+
+
+def batch_of_documents(batch: Any) -> None:
+    if isinstance(batch, (str, bytes)) or not hasattr(batch, "__iter__"):
+        rule = "be a list of documents, input_ids (B, T) or the arguments of a model"
+        raise TypeError(f"a batch must {rule}, got {type(batch).__name__}.")
 
 
 def batch(inputs: dict) -> None:
@@ -277,6 +202,7 @@ def batch(inputs: dict) -> None:
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"a batch must have input_ids of shape (B, T), got {got}.")
+    _checks._integer("input_ids", ids)
 
 
 def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
@@ -295,55 +221,6 @@ def rows_of_teacher(top: Tensor) -> None:
         raise ValueError("model must give logits that are finite somewhere in each row, got NaN.")
 
 
-def server_output(server: str, name: str, entries: Any, tokens: Any) -> None:
-    if not isinstance(entries, (list, tuple)):
-        raise ValueError(
-            f"output must have the {name} of {server}, got {type(entries).__name__}."
-            f" Request {name} from the server."
-        )
-    if tokens is None:
-        raise ValueError(
-            "output must have the prompt_token_ids of its prompt, got none. Pass them as tokens, or"
-            " add them to the JSON of the output."
-        )
-
-
-def entries(name: str, tokens: list[int], rows: list) -> None:
-    """Checks that every token has log-probabilities, except the first, which has None."""
-    if not tokens or len(rows) != len(tokens):
-        raise ValueError(
-            f"{name} must have an entry for each of {len(tokens)} tokens, got {len(rows)}."
-            " Request entries for the whole prompt, from its first token."
-        )
-    if rows[0] is not None:
-        raise ValueError(
-            f"{name} must begin with None, since nothing comes before the first token, got a"
-            " distribution. The entries are shifted by one token."
-        )
-    for place, (token, row) in enumerate(zip(tokens[1:], rows[1:], strict=True), start=1):
-        if row is None:
-            raise ValueError(f"{name} must have a distribution at place {place}, got None.")
-        if token not in row:
-            raise ValueError(
-                f"{name} must have the prompt's own token {token} at place {place}, got"
-                f" {list(row)[:5]}. The entries belong to another prompt, or are shifted."
-            )
-        if not all(p <= 1e-3 for p in row.values()):
-            raise ValueError(
-                f"{name} must hold logarithms of probabilities, got {max(row.values())} at place"
-                f" {place}."
-            )
-
-
-def masses(name: str, mass: Tensor) -> None:
-    if bool((mass > 1.01).any()):
-        place = int((mass > 1.01).nonzero()[0])
-        raise ValueError(
-            f"{name} must give every token a mass of at most 1, got {float(mass[place]):.4g} after"
-            f" token {place}. Are the entries probabilities instead of logarithms?"
-        )
-
-
 def labels_of(labels: Any, targets: Any) -> None:
     _checks._integer("labels", labels)
     if tuple(labels.shape) != tuple(targets.shape):
@@ -353,28 +230,52 @@ def labels_of(labels: Any, targets: Any) -> None:
         )
 
 
+def own_loss(compute_loss_func: Any) -> None:
+    if compute_loss_func is not None:
+        raise ValueError(
+            "compute_loss_func must be None, because DistillTrainer computes the loss itself, got"
+            f" {compute_loss_func!r:.80}. Use Trainer with ll.store.distill_loss for a loss of"
+            " your own."
+        )
+
+
+def trainer_arguments(args: Any) -> None:
+    """Refuses options of TrainingArguments that would have no effect or would replace the loss."""
+    if args is None:
+        return
+    if args.label_smoothing_factor:
+        raise ValueError(
+            "label_smoothing_factor must be 0, because DistillTrainer's cross-entropy has no label"
+            f" smoothing, got {args.label_smoothing_factor}. The teacher's distribution takes its"
+            " place."
+        )
+    if getattr(args, "use_liger_kernel", False):
+        raise ValueError(
+            "use_liger_kernel must be False, because Liger's models return no logits in training,"
+            " got True. DistillTrainer fuses the head itself."
+        )
+
+
+def batch_of_trainer(inputs: Any) -> None:
+    for name in ("input_ids", "labels"):
+        if inputs.get(name) is None:
+            raise ValueError(
+                f"a batch must have {name}, got {sorted(inputs)}. Use a data_collator that"
+                " returns both, such as DataCollatorForLanguageModeling(tokenizer, mlm=False)."
+            )
+
+
 def one_teacher(store: Any, teacher: Any) -> None:
     if (store is None) == (teacher is None):
         got = "neither" if store is None else "both"
         raise ValueError(f"a teacher must be given as store= or as teacher=, got {got}.")
 
 
-def same_temperature(where: object, stored: float, wanted: float) -> None:
-    if stored != wanted:
-        refuse(where, f"have been captured at the student's temperature {wanted}", str(stored))
-
-
-def not_locked(path: Any) -> None:
-    refuse(path, "have one writer at a time", "another open writer")
-
-
-def is_open(closed: bool) -> None:
+def is_open(closed: bool, is_mine: bool) -> None:
     if closed:
         raise ValueError("a writer must be open to add documents, got a closed writer.")
-
-
-def refuse(where: object, rule: str, got: str) -> NoReturn:
-    """Raises the error for the file or folder `where`."""
-    raise ValueError(
-        f"{os.fspath(where) if isinstance(where, os.PathLike) else where} must {rule}, got {got}."
-    )
+    if not is_mine:
+        raise ValueError(
+            "a writer must be used by the process that opened it, got a process that was forked"
+            " from it. Open a writer with another part= in each process."
+        )

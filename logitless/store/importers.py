@@ -1,115 +1,247 @@
-"""Documents whose teacher ran in an inference server: vLLM's prompt_logprobs, SGLang's JSON.
+"""Reads documents and targets from the output of the inference servers vLLM and SGLang.
 
-Both servers return, for each token of a prompt, the distribution of that token: entry t is the
-distribution after token t - 1, and entry 0 is None. Row i of a store is the distribution after
-token i, so row i is the server's entry i + 1. The row of the last token is known only if the
-server also returned the log-probabilities of the first generated token.
+Entry t of both servers is the distribution of token t, and entry 0 of a prompt is None. Row i of a
+store is the distribution of token i + 1, so row i is the server's entry i + 1. Rows that the server
+did not return are masked. These are the row of the last token, and the rows of a prompt without
+log-probabilities.
 
-If the prompt's own token is not among the k most probable, vLLM adds it to them. Every entry
-therefore contains the prompt's own token. An entry without it belongs to another token or to
+If a token is not among the k most probable tokens, vLLM adds the token to its entry. Every entry
+therefore contains its own token. An entry without its own token belongs to another token or to
 another prompt.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..targets.sparse import SparseTargets, unchecked
-from . import checks
+from . import server_checks as checks
 
-Entry = Mapping[int, float] | None  # log-probabilities by id, of one token of the prompt
+Entry = Mapping[int, float] | None  # log-probabilities of one token, by id; or None
+VLLM_ID = "token_id:"  # prefix of ids in vLLM's JSON with return_tokens_as_token_ids
+
+
+class Part(NamedTuple):
+    """The tokens and entries of a prompt or of a completion.
+
+    A field is None if the output does not have it.
+    """
+
+    name: str  # the name of the entries, for errors
+    tokens: Sequence[Any] | None
+    entries: list[Entry] | None
 
 
 def from_vllm(
-    output: Any, tokens: Sequence[int] | None = None, *, k: int
+    output: Any,
+    tokens: Sequence[int] | None = None,
+    *,
+    k: int,
+    completion: bool | None = None,
+    choice: int = 0,
 ) -> tuple[Tensor, SparseTargets]:
-    """The tokens of a prompt, and targets from vLLM's prompt_logprobs=k.
+    """The tokens of a prompt or of a prompt and its completion, and targets from vLLM.
 
-    output is a RequestOutput, or the JSON of a server. tokens are the prompt_token_ids, and may be
-    omitted if the output contains them.
+    `output` is a RequestOutput, or the JSON of a server. `tokens` are the prompt_token_ids, and
+    may be omitted if the output contains them.
+
+    If the output has `prompt_logprobs`, the document is the prompt. Otherwise the document is the
+    prompt and the completion, and the rows of the prompt before its last token are masked.
+    `completion=True` always includes the completion, and `completion=False` never includes it.
+    `choice` is the number of the completion, if there are several.
+
+    vLLM returns at most 20 log-probabilities per token, unless it is started with max_logprobs=k.
 
     >>> for output in llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=64)):
     ...     writer.add(*from_vllm(output, k=64))
+    >>> for output in llm.generate(prompts, SamplingParams(max_tokens=500, logprobs=64)):
+    ...     writer.add(*from_vllm(output, k=64))
     """
-    choice = _get(output, "choices")
-    inner = output if choice is None else choice[0]
-    entries = _get(inner, "prompt_logprobs") or _get(output, "prompt_logprobs")
+    inner = _chosen(output, choice)
+    entries = _first_of("prompt_logprobs", inner, output)
     if tokens is None:
-        tokens = _get(inner, "prompt_token_ids") or _get(output, "prompt_token_ids")
-    checks.server_output("vLLM", "prompt_logprobs", entries, tokens)
-    entries = [None if entry is None else _by_id(entry) for entry in entries]
-    generated = _get(_first(_get(inner, "outputs")), "logprobs")
-    after = _by_id(generated[0]) if generated and isinstance(generated[0], Mapping) else None
-    return _document(tokens, entries, after, k, "vLLM's prompt_logprobs")
+        tokens = _first_of("prompt_token_ids", inner, output)
+    prompt = Part("vLLM's prompt_logprobs", tokens, _entries("vLLM's prompt_logprobs", entries))
+    name = "vLLM's logprobs"
+    generated = _entries(name, _of_api(_get(inner, "logprobs")))
+    ids = _get(inner, "token_ids")
+    if ids is None and generated is not None:
+        ids = _ids_of_api(_get(inner, "logprobs"))
+    return _document(prompt, Part(name, ids, generated), k, completion)
 
 
 def from_sglang(
-    output: Any, tokens: Sequence[int] | None = None, *, k: int
+    output: Any,
+    tokens: Sequence[int] | None = None,
+    *,
+    k: int,
+    completion: bool | None = None,
+    choice: int = 0,
 ) -> tuple[Tensor, SparseTargets]:
-    """The tokens of a prompt, and targets from the JSON of SGLang.
+    """The tokens of a prompt or of a prompt and its completion, and targets from SGLang's JSON.
 
-    The request needs return_logprob, logprob_start_len=0 and top_logprobs_num=k. tokens are the
-    ids of the prompt, and may be omitted if the output has input_token_logprobs.
+    The request must set return_logprob and top_logprobs_num=k, and logprob_start_len=0 for the
+    prompt. `tokens` are the ids of the prompt. They may be omitted if the output has
+    input_token_logprobs. `completion` has the same meaning as in `from_vllm`. The completion's
+    entries are in output_top_logprobs. `choice` must be 0,
+    because SGLang returns several completions as several outputs.
     """
+    checks.is_choice(choice, 1)
     info = _get(output, "meta_info") or output
-    prompt, top = _get(info, "input_token_logprobs"), _get(info, "input_top_logprobs")
-    if tokens is None and prompt is not None:
-        tokens = [entry[1] for entry in prompt]
-    checks.server_output("SGLang", "input_top_logprobs", top, tokens)
-    entries: list[Entry] = []
-    for place, best in enumerate(top):
-        entry = {int(i): float(logprob) for logprob, i, *_ in best} if best else None
-        if entry is not None and prompt is not None and prompt[place][0] is not None:
-            entry.setdefault(int(prompt[place][1]), float(prompt[place][0]))
-        entries.append(entry)
-    generated = _first(_get(info, "output_top_logprobs"))
-    after = {int(i): float(logprob) for logprob, i, *_ in generated} if generated else None
-    return _document(tokens, entries, after, k, "SGLang's input_top_logprobs")
+    own, top = _get(info, "input_token_logprobs"), _get(info, "input_top_logprobs")
+    name = "SGLang's input_top_logprobs"
+    if tokens is None and own:
+        tokens = [_own(name, entry)[1] for entry in own]
+    prompt = Part(name, tokens, _of_sglang(name, own, top or None))
+    own, top = _get(info, "output_token_logprobs"), _get(info, "output_top_logprobs")
+    name = "SGLang's output_top_logprobs"
+    ids = [_own(name, entry)[1] for entry in own] if own else None
+    return _document(prompt, Part(name, ids, _of_sglang(name, own, top or None)), k, completion)
 
 
 READERS = {"vllm": from_vllm, "sglang": from_sglang}
+
+
+def choices_of(output: Any) -> int:
+    """The number of completions in an output, at least 1."""
+    several = _get(output, "choices") or _get(output, "outputs")
+    return max(1, len(several)) if isinstance(several, Sequence) else 1
 
 
 def _get(thing: Any, name: str) -> Any:
     return thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
 
 
-def _first(things: Any) -> Any:
-    return things[0] if isinstance(things, Sequence) and things else None
+def _first_of(name: str, *things: Any) -> Any:
+    return next((value for t in things if (value := _get(t, name))), None)
 
 
-def _by_id(entry: Mapping) -> dict[int, float]:
-    """An entry of vLLM, whose values are numbers, objects or JSON objects with a logprob."""
+def _chosen(output: Any, choice: int) -> Any:
+    """The chosen completion of a server's JSON or of a RequestOutput."""
+    name = "choices" if _get(output, "choices") is not None else "outputs"
+    several = _get(output, name)
+    if several is None:
+        return output
+    checks.completions(name, several)
+    checks.is_choice(choice, len(several))
+    return several[choice]
+
+
+def _of_api(logprobs: Any) -> Any:
+    """The entries in the `logprobs` of an OpenAI-compatible server, for completions or chats."""
+    if not isinstance(logprobs, Mapping):
+        return logprobs
+    content = logprobs.get("content")
+    if content is None:
+        return logprobs.get("top_logprobs")
+    return [
+        {
+            _get(c, "token"): _get(c, "logprob")
+            for c in [entry, *(_get(entry, "top_logprobs") or [])]
+        }
+        for entry in content
+    ]
+
+
+def _ids_of_api(logprobs: Any) -> list[int] | None:
+    """The ids of a completion in the `logprobs` of an OpenAI-compatible server."""
+    if not isinstance(logprobs, Mapping):
+        return None
+    content = logprobs.get("content")
+    tokens = logprobs.get("tokens") if content is None else [_get(c, "token") for c in content]
+    return tokens and [_id("vLLM's logprobs", token) for token in tokens]
+
+
+def _entries(name: str, entries: Any) -> list[Entry] | None:
+    """The entries of vLLM, whose values are numbers, objects or JSON objects with a logprob."""
+    if entries is None or (isinstance(entries, Sequence) and not entries):
+        return None
+    checks.is_list(name, entries)
+    return [None if e is None else _by_id(name, place, e) for place, e in enumerate(entries)]
+
+
+def _by_id(name: str, place: int, entry: Any) -> dict[int, float]:
+    checks.is_entry(name, place, entry)
     logprobs = {}
     for i, value in entry.items():
-        number = value if isinstance(value, (int, float)) else _get(value, "logprob")
-        logprobs[int(i)] = float(number)
+        p = value.get("logprob") if type(value) is dict else getattr(value, "logprob", value)
+        if type(i) is str and i.isdecimal():
+            i = int(i)
+        # Outputs have many of these numbers; functions are called for unusual ones only.
+        if type(i) is not int or i < 0:
+            i = _id(name, i)
+        if type(p) is not float or p != p:
+            p = checks.logprob(name, place, p)
+        logprobs[i] = p
     return logprobs
 
 
-def _document(
-    tokens: Sequence[int], entries: list[Entry], after: Entry, k: int, name: str
-) -> tuple[Tensor, SparseTargets]:
-    """Moves each entry to the row before it, and masks empty slots and unknown rows."""
-    tokens = [int(t) for t in tokens]
-    checks.entries(name, tokens, entries)
-    rows = [*entries[1:], after]
-    ids = torch.zeros(len(rows), k, dtype=torch.int64)
-    logprobs = torch.full((len(rows), k), -torch.inf, dtype=torch.float64)
-    mask = torch.zeros(len(rows), k, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        if row is None:
+def _id(name: str, value: Any) -> int:
+    if isinstance(value, str):
+        value = value.removeprefix(VLLM_ID)
+        value = int(value) if value.isdecimal() else value
+    return checks.token_id(name, value)
+
+
+def _of_sglang(name: str, own: Any, top: Any) -> list[Entry] | None:
+    """The entries of SGLang, which are lists of (logprob, id, text).
+
+    The entry's own token is added if the list does not contain it.
+    """
+    if top is None:
+        return None
+    checks.is_list(name, top)
+    if own is not None:
+        checks.same_number(name, len(top), len(own))
+    entries: list[Entry] = []
+    for place, best in enumerate(top):
+        if not best:
+            entries.append(None)
             continue
-        best = sorted(row.items(), key=lambda pair: -pair[1])[:k]
-        n = len(best)
-        ids[i, :n] = torch.tensor([token for token, _ in best])
-        logprobs[i, :n] = torch.tensor([max(p, -math.inf) for _, p in best], dtype=torch.float64)
-        mask[i, :n] = True
-    mass = logprobs.exp().sum(-1)
+        pairs = (_own(name, pair) for pair in checks.is_list(name, best))
+        entry = {checks.token_id(name, i): checks.logprob(name, place, p) for p, i in pairs}
+        if own is not None and (p := _own(name, own[place]))[0] is not None:
+            entry.setdefault(checks.token_id(name, p[1]), checks.logprob(name, place, p[0]))
+        entries.append(entry)
+    return entries
+
+
+def _own(name: str, pair: Any) -> tuple[Any, Any]:
+    checks.is_pair(name, pair)
+    return pair[0], pair[1]
+
+
+def _document(
+    prompt: Part, generated: Part, k: int, completion: bool | None
+) -> tuple[Tensor, SparseTargets]:
+    """Moves entry i + 1 to row i, and masks empty slots and rows without an entry."""
+    checks.slots(k)
+    completion = prompt.entries is None if completion is None else completion
+    checks.server_output(prompt, generated, completion)
+    tokens = [checks.token_id("prompt_token_ids", t) for t in prompt.tokens or ()]
+    checks.entries(prompt.name, tokens, prompt.entries, is_prompt=True)
+    entries = list(prompt.entries or [None] * len(tokens))
+    if completion:
+        more = [checks.token_id("token_ids", t) for t in generated.tokens or ()]
+        checks.entries(generated.name, more, generated.entries, is_prompt=False)
+        tokens, entries = tokens + more, entries + list(generated.entries or ())
+    after = None if completion else next(iter(generated.entries or ()), None)
+    return torch.tensor(tokens), _targets([*entries[1:], after], k, prompt.name)
+
+
+def _targets(rows: Iterable[Entry], k: int, name: str) -> SparseTargets:
+    ids, logprobs = [], []
+    for row in rows:
+        best = sorted((row or {}).items(), key=lambda pair: -pair[1])[:k]
+        ids.append([token for token, _ in best] + [-1] * (k - len(best)))
+        logprobs.append([p for _, p in best] + [-math.inf] * (k - len(best)))
+    id_, logprob = torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float64)
+    mask = id_ >= 0
+    mass = logprob.exp().sum(-1)
     checks.masses(name, mass)
     tail = torch.log1p(-mass.clamp_max(1 - 2.0**-40))
-    targets = unchecked(ids, logprobs.float(), tail.float(), None if bool(mask.all()) else mask)
-    return torch.tensor(tokens), targets
+    mask = None if bool(mask.all()) else mask
+    return unchecked(id_.clamp_min(0), logprob.float(), tail.float(), mask)

@@ -1,33 +1,55 @@
-"""The journal of a writer: documents that are not in a shard yet, appended one by one.
+"""The journal of a writer: a file of the documents that are not in a shard yet.
 
-    bytes 0-3     LLJ1
+    bytes 0-3     LLJ2
     bytes 4-7     the number of the shard that the documents will be in
     then one record per document:
-    8 bytes       n, the number of tokens
+    4 bytes       n, the number of tokens
+    4 bytes       k, the number of slots per token; 0 if the rows are encoded
     4 bytes       CRC-32 of the tokens and rows
     8 n bytes     the tokens
     ...           the rows, column by column, encoded as in a shard (store/format.py)
 
+Short documents are not encoded one by one. Their records have k > 0, and their rows are
+
+    8 n k bytes   ids; negative if the slot is masked
+    4 n k bytes   log-probabilities, fp32
+    4 n bytes     tails, fp32; NaN if they were not given
+
 A killed writer may leave a last record that is too short or has a wrong checksum. Recovery cuts
-such a record off. If the journal's shard exists, the writer was killed after writing the shard and
-before clearing the journal. Recovery then discards the documents, because the shard has them.
+such a record off. If a writer was killed after it wrote the shard and before it cleared the
+journal, the documents of the journal are in the shard too. Recovery omits these documents.
+
+A writer keeps only the places of its documents in the journal, so that its memory does not grow
+with the size of the documents.
 """
 
+import mmap
 import os
+import struct
+import weakref
 import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..targets.safetensors import buffer
-from . import checks
-from .format import Header, Table
-from .shard import shard_path
+from ..targets.sparse import SparseTargets, unchecked
+from . import file_checks
+from .folder import journals, shard_path
+from .format import Header
+from .rows import Table, encoded
 
-MAGIC = b"LLJ1"
+MAGIC = b"LLJ2"
 START = 8  # bytes before the first record
-RECORD = 12  # bytes before the tokens
+HEAD = struct.Struct("<III")  # n, k and CRC-32, before the tokens of a record
+RECORD = HEAD.size
+ROWS = 4096  # number of rows of short documents that are encoded at once
+AT_ONCE = 1 << 16  # number of tokens that recovery looks up in the store at once
 
 
 class Journal:
@@ -35,77 +57,194 @@ class Journal:
 
     def __init__(self, path: Path, header: Header, number: int):
         self.path, self.header, self.number = path, header, number
-        self.file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        self.size = 0
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self.close = weakref.finalize(self, os.close, self.file)
+        self.size, self.tokens = 0, 0
+        self.layout = {"tokens": (torch.int64, ()), **header.layout()}
+        self.sizes = {name: d.itemsize * (s[0] if s else 1) for name, (d, s) in self.layout.items()}
+        self.places = array("Q")  # places of the records that belong to the next shard
 
-    def recover(self) -> list[tuple[Tensor, Table]]:
-        """Returns the complete documents and cuts off anything after them."""
+    def __len__(self) -> int:
+        """The number of documents."""
+        return len(self.places)
+
+    def recover(
+        self, known: Callable[[Tensor, Tensor], Iterable[bool]], keep: Callable[[Tensor], None]
+    ) -> None:
+        """Reads the complete documents of the file, and cuts off all bytes after them.
+
+        `known(tokens, starts)` returns whether each document is in the store. The journal omits the
+        documents that are in the store. `keep` is called with the tokens of each other document.
+        """
         end = os.fstat(self.file).st_size
         start = os.pread(self.file, START, 0)
-        checks.is_journal(self.path, start, MAGIC)
-        number = int.from_bytes(start[len(MAGIC) :], "little")
-        if len(start) < START or number < self.number:
+        if len(start) < START or not any(start):  # zeros after a loss of power
             self.clear(self.number)
-            return []
-        self.number = number
-        documents, self.size = [], START
-        while (record := self._read(self.size, end)) is not None:
-            document, self.size = record
-            documents.append(document)
+            return
+        file_checks.is_journal(self.path, start, MAGIC)
+        self.size = START
+        for some in _in_groups(self._complete(end)):
+            starts = torch.tensor([0, *(len(tokens) for _, tokens in some)]).cumsum(0)
+            in_store = known(torch.cat([tokens for _, tokens in some]), starts)
+            for (place, tokens), is_known in zip(some, in_store, strict=True):
+                if not is_known:
+                    self._take(place, len(tokens))
+                    keep(tokens)
+        if not self.places:
+            self.clear(self.number)
+            return
         os.ftruncate(self.file, self.size)
-        return documents
+        _write(self.file, memoryview(self._start()), 0)
 
     def append(self, tokens: Tensor, rows: Table) -> None:
-        """Appends one document; if an error occurs, nothing of it stays in the file."""
-        buffers = [buffer(tokens)] + [buffer(rows[name]) for name in self.header.layout()]
-        checksum = 0
-        for data in buffers:
-            checksum = zlib.crc32(data, checksum)
-        head = len(tokens).to_bytes(8, "little") + checksum.to_bytes(4, "little")
+        """Appends one document. If an error occurs, the file does not change."""
+        self._append(tokens, 0, [rows[name] for name in self.layout if name != "tokens"])
+
+    def append_targets(self, tokens: Tensor, targets: SparseTargets) -> None:
+        """Appends a document whose rows are encoded later, on the CPU."""
+        ids = targets.ids.long()
+        if targets.mask is not None:
+            ids = ids.masked_fill(targets.mask == 0, -1)
+        tail = targets.tail
+        tail = torch.full((len(tokens),), torch.nan) if tail is None else tail.detach().float()
+        logprobs = targets.logprobs.detach().float()
+        self._append(tokens, targets.k, [t.contiguous() for t in (ids, logprobs, tail)])
+
+    def _append(self, tokens: Tensor, k: int, rows: list[Tensor]) -> None:
+        data = b"".join((buffer(tokens), *map(buffer, rows)))
+        head = HEAD.pack(len(tokens), k, zlib.crc32(data))
         place = self.size
         try:
-            for data in (head, *buffers):
-                place = _write(self.file, memoryview(data).cast("B"), place)
+            self.size = _write(self.file, memoryview(head + data), place)
         except BaseException:
-            os.ftruncate(self.file, self.size)
+            os.ftruncate(self.file, place)
             raise
-        self.size = place
+        self._take(place, len(tokens))
 
     def clear(self, number: int) -> None:
-        """Empties the journal, which then belongs to shard `number`."""
+        """Empties the journal, and assigns it to shard `number`."""
         self.number = number
         os.ftruncate(self.file, 0)
         self.size = _write(self.file, memoryview(self._start()), 0)
-
-    def close(self) -> None:
-        os.close(self.file)
+        self.places, self.tokens = array("Q"), 0
 
     def _start(self) -> bytes:
         return MAGIC + self.number.to_bytes(4, "little")
 
-    def _read(self, place: int, end: int) -> tuple[tuple[Tensor, Table], int] | None:
-        """The document at `place` and the end of its record; None if the record is damaged."""
-        head = os.pread(self.file, RECORD, place)
-        n = int.from_bytes(head[:8], "little")
-        length = n * (8 + self.header.row_bytes())
-        if len(head) < RECORD or n == 0 or length > end - place - RECORD:
-            return None
-        data = bytearray(_read(self.file, length, place + RECORD))
-        if len(data) < length or zlib.crc32(data) != int.from_bytes(head[8:], "little"):
-            return None
-        tokens, at, rows = torch.frombuffer(data, dtype=torch.int64, count=n).clone(), 8 * n, {}
-        for name, (dtype, shape) in self.header.layout().items():
-            rows[name] = torch.empty((n, *shape), dtype=dtype)
-            size = rows[name].numel() * dtype.itemsize
-            if size:
-                column = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=at)
-                rows[name].view(-1).view(torch.uint8).copy_(column)
-            at += size
-        return (tokens, rows), place + RECORD + length
+    def columns(self) -> tuple[Tensor, Tensor, Table]:
+        """The tokens, starts and rows of all documents, in the form of a shard's columns."""
+        columns = {name: bytearray(self.tokens * size) for name, size in self.sizes.items()}
+        starts, waiting, rows = [0], [], 0
+
+        def put(first: int, n: int, record: dict[str, Any]) -> None:
+            for name, data in record.items():
+                size = self.sizes[name]
+                columns[name][first * size : (first + n) * size] = data
+
+        with mmap.mmap(self.file, self.size, access=mmap.ACCESS_READ) as mapped:
+            for place in self.places:
+                n, k, checksum = HEAD.unpack(mapped[place : place + RECORD])
+                at, first = place + RECORD, starts[-1]
+                record = mapped[at : at + self._length(n, k)]
+                file_checks.same_record(self.path, zlib.crc32(record) == checksum)
+                starts.append(first + n)
+                if k == 0:
+                    put(first, n, _cut(record, {name: n * s for name, s in self.sizes.items()}))
+                    continue
+                put(first, n, {"tokens": record[: 8 * n]})
+                waiting.append((first, _targets(record, n, k)))
+                rows += n
+                if rows >= ROWS:
+                    self._encode(waiting, put)
+                    rows = 0
+            self._encode(waiting, put)
+        table = {
+            name: _tensor(data, starts[-1], *self.layout[name]) for name, data in columns.items()
+        }
+        return table.pop("tokens"), torch.tensor(starts), table
+
+    def _encode(self, waiting: list[tuple[int, SparseTargets]], put: Callable) -> None:
+        """Encodes the rows of several documents at once."""
+        if not waiting:
+            return
+        rows = encoded(SparseTargets.cat([targets for _, targets in waiting]), self.header)
+        a = 0
+        for first, targets in waiting:
+            b = a + len(targets)
+            of_document = {name: t[a:b].contiguous() for name, t in rows.items()}
+            put(first, b - a, {name: bytes(buffer(t)) for name, t in of_document.items()})
+            a = b
+        waiting.clear()
+
+    def _length(self, n: int, k: int) -> int:
+        """The number of bytes of a record without its head."""
+        return n * (8 + k * 12 + 4) if k else n * sum(self.sizes.values())
+
+    def _take(self, place: int, tokens: int) -> None:
+        self.places.append(place)
+        self.tokens += tokens
+
+    def _complete(self, end: int) -> Iterator[tuple[int, Tensor]]:
+        """The places and tokens of all records before the first damaged record."""
+        while True:
+            head = os.pread(self.file, RECORD, self.size)
+            if len(head) < RECORD:
+                return
+            n, k, checksum = HEAD.unpack(head)
+            length = self._length(n, k)
+            if n == 0 or k > self.header.k or length > end - self.size - RECORD:
+                return
+            data = _read(self.file, length, self.size + RECORD)
+            if len(data) < length or zlib.crc32(data) != checksum:
+                return
+            tokens = torch.frombuffer(bytearray(data[: 8 * n]), dtype=torch.int64)
+            if int(tokens.min()) < 0 or int(tokens.max()) >= self.header.vocab_size:
+                return
+            yield self.size, tokens
+            self.size += RECORD + length
+
+
+def _in_groups(records: Iterable[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
+    """The records in groups of about AT_ONCE tokens."""
+    group, tokens = [], 0
+    for record in records:
+        group.append(record)
+        tokens += len(record[1])
+        if tokens >= AT_ONCE:
+            yield group
+            group, tokens = [], 0
+    if group:
+        yield group
+
+
+def _cut(record: bytes, sizes: dict[str, int]) -> dict[str, bytes]:
+    ends = accumulate(sizes.values())
+    return {
+        name: record[end - size : end]
+        for (name, size), end in zip(sizes.items(), ends, strict=True)
+    }
+
+
+def _targets(record: bytes, n: int, k: int) -> SparseTargets:
+    """The targets of a record with k slots per token."""
+    part = _cut(record, {"tokens": 8 * n, "ids": 8 * n * k, "logprobs": 4 * n * k, "tail": 4 * n})
+    ids = torch.frombuffer(bytearray(part["ids"]), dtype=torch.int64).view(n, k)
+    logprobs = torch.frombuffer(bytearray(part["logprobs"]), dtype=torch.float32).view(n, k)
+    tail = torch.frombuffer(bytearray(part["tail"]), dtype=torch.float32)
+    if bool(tail.isnan().any()):  # topk_distill computes a missing tail in the same way
+        mass = logprobs.masked_fill(ids < 0, -torch.inf).double().exp().sum(-1)
+        tail = torch.log1p(-mass.clamp_max(1)).float()
+    return unchecked(ids.clamp_min(0), logprobs, tail, ids >= 0)
+
+
+def _tensor(data: bytearray, n: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not data:
+        return torch.empty((n, *shape), dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(n, *shape)
 
 
 def _write(file: int, data: memoryview, place: int) -> int:
-    """Writes all data and returns its end. A single call of pwrite may write less."""
+    """Writes all data, and returns the place after them. One call of pwrite may write less."""
     while data:
         done = os.pwrite(file, data, place)
         data, place = data[done:], place + done
@@ -128,9 +267,9 @@ def unfinished(path: Path) -> int:
     counts as well.
     """
     size = 0
-    for journal in path.glob("[0-9]*.journal"):
+    for journal, rank in journals(path):
         with open(journal, "rb") as file:
             number = int.from_bytes(file.read(START)[len(MAGIC) :], "little")
-        if not shard_path(path, journal.stem, number).exists():
+        if not shard_path(path, rank, number).exists():
             size += max(0, journal.stat().st_size - START)
     return size

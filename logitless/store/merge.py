@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from . import checks
+from . import checks, file_checks
 from .reader import Store
 from .writer import Writer
 
@@ -16,19 +16,23 @@ def merge(
     shard_bytes: int = 1 << 28,
     progress: Callable[[int], None] | None = None,
 ) -> int:
-    """Copies the documents of several stores into a new one; returns its number of documents.
+    """Copies the documents of several stores into a new store.
 
-    A document that is in several stores is copied once. All headers must be equal. Rows are copied
-    without another rounding. Merging a single store changes its shard size. A merge that was killed
-    is resumed by running it again.
+    Returns the number of documents in the new store. A document that is in several stores is copied
+    once. All headers must be equal. Before anything is copied, the SHA-256 of each file is checked.
+    Rows are copied without another rounding, except rows of version 1 (store/format.py). Merging a
+    single store changes the size of its shards. Running the same merge again resumes a merge that
+    was killed.
     """
     opened = [store if isinstance(store, Store) else Store(store) for store in stores]
     checks.some_stores(opened)
     header = opened[0].info
     for store in opened[1:]:
-        checks.same_header(store.path, store.info, header, opened[0].path)
+        file_checks.same_header(store.path, store.info, header, opened[0].path)
     fields = asdict(header)
     fields.pop("alignment")
+    for shard in (shard for store in opened for shard in store.shards):
+        file_checks.same_digest(shard.path, shard.is_intact())
     with Writer(path, part=0, shard_bytes=shard_bytes, **fields) as writer:
         for store in opened:
             for shard in store.shards:
@@ -36,8 +40,7 @@ def merge(
                     begin, end = shard.span(document)
                     tokens = shard.tokens(begin, end)
                     if tokens not in writer:
-                        rows = shard.rows_of(begin, end)
-                        writer.append(tokens, {name: t.clone() for name, t in rows.items()})
+                        writer.append(tokens, shard.rows_of(begin, end))
                     if progress is not None:
                         progress(end - begin)
         return len(writer)

@@ -1,13 +1,13 @@
 """Reading a store: documents by number or by tokens, and the targets of whole batches.
 
-store/lookup.py finds documents by tokens, store/shard.py maps the files, and store/training.py
+store/lookup.py finds documents by tokens, store/shard.py reads the files, and store/training.py
 combines the targets of a batch with a loss.
 """
 
 import bisect
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,20 @@ import torch
 from torch import Tensor
 
 from ..targets.sparse import SparseTargets
-from . import checks
-from .format import Header, Table, decoded, joined, without_slots
-from .lookup import Hashes, Index, Match
-from .shard import header_of, shards_of
+from . import checks, file_checks
+from .folder import header_of
+from .format import Header
+from .index import Hashes
+from .lookup import Index, Match
+from .rows import Table, decoded, joined, without_slots
+from .shard import shards_of
 from .verify import Report, verify
 
 
 class Store:
     """The documents of a store, and the teacher's distribution of each next token.
 
-    The files are mapped into memory, and rows are read when they are used. If `tokenizer` is the
+    Rows are read from the files when they are used. If `tokenizer` is the
     `tokenizer_hash` of your tokenizer, a store that was made with another tokenizer is refused.
 
     >>> store = Store("targets")
@@ -38,13 +41,13 @@ class Store:
     def __init__(self, path: str | os.PathLike, *, tokenizer: str = ""):
         self.path = Path(path)
         self.info: Header = header_of(self.path)
-        checks.same_tokenizer(self.path, self.info.tokenizer, tokenizer)
+        file_checks.same_tokenizer(self.path, self.info.tokenizer, tokenizer)
         self.shards = shards_of(self.path, self.info)
         self._first = list(accumulate(map(len, self.shards), initial=0))
 
     @functools.cached_property
     def index(self) -> Index:
-        """Built at the first lookup."""
+        """The index of all shards, which is built at the first lookup."""
         return Index(self.shards)
 
     def __len__(self) -> int:
@@ -110,7 +113,7 @@ class Store:
         return verify(self)
 
     def _of_lengths(self, flat: Tensor, lengths: list[list[int]], width: int) -> list["Span"]:
-        """Looks up all documents at once, because their lengths are known."""
+        """The spans of a batch whose documents have known lengths, found in one lookup."""
         starts, limits = [], []
         for row, of_row in enumerate(lengths):
             starts += list(accumulate(of_row, initial=row * width))[:-1]
@@ -123,27 +126,62 @@ class Store:
         return _with_padding(starts, matches, len(flat))
 
     def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
-        """Finds documents one after the other.
+        """The spans of a batch, found document after document.
 
-        The likely starts of all rows are looked up at once; other starts are looked up singly.
+        The likely starts of all rows are looked up at once; other starts are looked up one by one.
         """
         hashes = Hashes(flat)
         likely = self.index.likely_starts(hashes, len(flat))
         known = dict(zip(likely, self._longest(flat, hashes, likely, width), strict=True))
         starts, matches = [], []
         for row in range(rows):
-            at, end = row * width, (row + 1) * width
+            begin, end = row * width, (row + 1) * width
+            at, of_row = begin, []
             while at < end:
                 match = known.get(at) or self._longest(flat, hashes, [at], width)[0]
                 if match is None:
                     break
-                starts.append(at)
-                matches.append(match)
+                of_row.append(match)
                 at += match.length
-            no_document = at == row * width and int(flat[at]) >= 0
-            if no_document or bool((flat[at:end] != flat[at : at + 1]).any()):
-                raise checks.unknown_document(flat[row * width : end], row, at - row * width, None)
-        return _with_padding(starts, matches, len(flat))
+            rest = flat[at:end]
+            is_padding = bool((rest == rest[:1]).all()) and (at > begin or int(flat[at]) < 0)
+            if not is_padding or (len(rest) == 1 and int(rest[0]) >= 0):
+                # A single last token may be padding, or the last token of another document.
+                of_row = self._other_reading(flat, hashes, begin, end) or of_row
+                if not is_padding and sum(match.length for match in of_row) == at - begin:
+                    raise checks.unknown_document(flat[begin:end], row, at - begin, None)
+            starts += accumulate((match.length for match in of_row[:-1]), initial=begin)
+            matches += of_row
+        return _with_padding(starts[: len(matches)], matches, len(flat))
+
+    def _other_reading(self, flat: Tensor, hashes: Hashes, begin: int, end: int) -> list[Match]:
+        """Documents that fill a row up to its end or up to negative ids; [] if there are none.
+
+        Longer documents are tried first. Each start within the row is tried only once.
+        """
+        while end > begin and int(flat[end - 1]) < 0:
+            end -= 1
+        matches: list[Match] = []
+        options = [self._options(flat, hashes, begin, end)]
+        seen, at = {begin}, begin
+        while options and at < end:
+            match = next(options[-1], None)
+            if match is None:
+                options.pop()
+                at -= matches.pop().length if matches else 0
+            elif at + match.length not in seen:
+                at += match.length
+                seen.add(at)
+                matches.append(match)
+                options.append(self._options(flat, hashes, at, end))
+        return matches
+
+    def _options(self, flat: Tensor, hashes: Hashes, at: int, end: int) -> Iterator[Match]:
+        """All documents that match the tokens from `at` on, the longest document first."""
+        if at < end:
+            longest = self.index.match(flat, hashes, [at], [end - at], whole=True)[0]
+            yield from [] if longest is None else [longest]
+            yield from self.index.whole_documents(flat, hashes, at, end - at)
 
     def _longest(self, flat: Tensor, hashes: Hashes, starts: list[int], width: int):
         """The longest match at each start that ends within its row."""
@@ -161,7 +199,7 @@ class Store:
         return joined(tables or [without_slots(0, self.info)])
 
     def __reduce__(self):
-        """Pickles the path only, so that each DataLoader worker maps the files itself."""
+        """Pickles only the path, so that each DataLoader worker opens the files itself."""
         return Store, (self.path,)
 
     def __repr__(self) -> str:
@@ -170,7 +208,7 @@ class Store:
         )
 
 
-Span = tuple[Match | None, int]  # a match and its number of rows; None stands for padding
+Span = tuple[Match | None, int]  # a match, or None for padding, and a number of rows
 
 
 def _with_padding(starts: Sequence[int], matches: Sequence[Match], total: int) -> list[Span]:

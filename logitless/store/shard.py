@@ -1,51 +1,51 @@
-"""A shard: a file of finished documents, written once and then mapped into memory.
+"""Writes and reads shards. A shard is a file of finished documents that never changes.
 
-store/format.py describes the columns of the file, targets/safetensors.py reads and writes it.
+store/format.py describes the columns of the file. store/blocks.py reads the bytes of the file, and
+targets/safetensors.py reads the header.
 """
 
 import hashlib
-import os
+import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..targets import safetensors
-from . import checks
-from .format import (
-    FORMAT,
-    VERSION,
-    Header,
-    Table,
-    field_at,
-    joined,
-    pack,
-    packed_length,
-    unpack,
-    widths,
-)
-from .lookup import index_of
+from . import file_checks
+from .blocks import Blocks, checksum_bytes, checksums
+from .folder import shard_files
+from .format import FORMAT, OLDER, VERSION, Header, pack, packed_length, unpack, widths
+from .index import index_of
+from .rows import Table, recoded
+
+PIECE = 1 << 22  # number of bytes that are read at once for a digest
 
 
 class Shard:
-    """The columns of a shard, mapped into memory.
+    """The documents of a shard.
 
-    Opening a shard reads its header and the column `starts`.
+    Opening a shard reads its header and the column `starts`. Rows of other columns are read only
+    when they are used. All bytes that are read are compared with their checksums.
     """
 
     def __init__(self, path: Path, header: Header):
         self.path, self.header = path, header
         file = safetensors.read_header(path)
-        checks.shard_format(path, file.metadata, FORMAT, VERSION)
+        self.version = file_checks.shard_format(path, file.metadata, FORMAT, (*OLDER, VERSION))
         text = file.metadata.get("header", "")
-        checks.same_header(path, Header.from_json(path, text), header, "store.json")
+        file_checks.same_header(path, Header.from_json(path, text), header, "store.json")
         self.digest = file.metadata.get("sha256", "")
-        checks.shard_columns(path, file.entries, _wanted(header, file.entries))
-        self.columns: dict[str, Tensor] = safetensors.mapped(path, file)
-        self.starts = self.columns["starts"]
-        self.rows = {name: self.columns[name] for name in header.layout()}
-        checks.shard_starts(path, self.starts, len(self.rows["top"]))
+        self.entries = file.entries
+        checked = self.version == VERSION
+        size = sum(e.end - e.begin for name, e in self.entries.items() if name != "crc")
+        file_checks.shard_columns(path, self.entries, _wanted(header, self.entries, size, checked))
+        if checked:
+            file_checks.checksums_come_last(path, self.entries["crc"].begin, size)
+        self.blocks = Blocks(path, file.start, size, checked)
+        self.starts = self.column("starts")
+        file_checks.shard_starts(path, self.starts, self.entries["top"].shape[0])
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -54,55 +54,81 @@ class Shard:
         a, b = self.starts[document : document + 2].tolist()
         return a, b
 
+    def column(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
+        """The elements from `begin` to `end` of a column's first dimension."""
+        dtype, shape, offset, _ = self.entries[name]
+        end = shape[0] if end is None else end
+        size = dtype.itemsize * math.prod(shape[1:])
+        data = self.blocks.read(offset + begin * size, offset + end * size, dtype)
+        return data if len(shape) == 1 else data.view(end - begin, *shape[1:])
+
     def tokens(self, begin: int, end: int) -> Tensor:
-        first = begin - begin % 8  # a token whose fields all begin at a byte
+        first = begin - begin % 8  # all fields of this token begin at a byte
         fields = {
-            width: self.columns[f"tokens.{width}"][
-                packed_length(first, width) : packed_length(end, width)
-            ]
+            width: self.column(
+                f"tokens.{width}", packed_length(first, width), packed_length(end, width)
+            )
             for width, _ in widths(self.header.bits)
         }
         return unpack(fields, end - first, torch.int64)[begin - first :]
 
-    def tokens_at(self, places: Tensor) -> Tensor:
-        tokens, shift = torch.zeros_like(places), 0
-        for width, _ in widths(self.header.bits):
-            tokens |= field_at(self.columns[f"tokens.{width}"], width, places) << shift
-            shift += width
-        return tokens
-
     def rows_of(self, begin: int, end: int) -> Table:
-        return {name: column[begin:end] for name, column in self.rows.items()}
+        rows = {name: self.column(name, begin, end) for name in self.header.layout()}
+        return rows if self.version == VERSION else recoded(rows, self.header)
+
+    def index(self) -> tuple[Tensor, Tensor]:
+        """The columns index.hash and index.doc. For version 1, they are computed again."""
+        if self.version == VERSION:
+            return self.column("index.hash"), self.column("index.doc")
+        return index_of(self.tokens(0, int(self.starts[-1])), self.starts)
+
+    def is_intact(self) -> bool:
+        """Whether the tensors have the SHA-256 that the shard was written with."""
+        digest = hashlib.sha256()
+        for name in sorted(self.entries):
+            if name != "crc":
+                digest.update(f"{name}:".encode())
+                _, _, begin, end = self.entries[name]
+                for a in range(begin, end, PIECE):
+                    piece = self.blocks.read(a, min(a + PIECE, end))
+                    digest.update(safetensors.buffer(piece))
+        return digest.hexdigest() == self.digest
 
 
-def write_shard(path: Path, header: Header, documents: list[tuple[Tensor, Table]]) -> None:
+def write_shard(
+    path: Path, header: Header, tokens: Tensor, starts: Tensor, rows: Mapping[str, Tensor]
+) -> None:
     """Writes a whole shard or nothing. After the return, the shard survives a loss of power."""
-    tokens = torch.cat([tokens for tokens, _ in documents])
-    starts = torch.tensor([0, *(len(tokens) for tokens, _ in documents)]).cumsum(0)
-    columns = joined([rows for _, rows in documents])
+    columns = dict(rows)
     columns |= {f"tokens.{w}": field for w, field in pack(tokens, header.bits).items()}
     columns["starts"] = starts
     columns["index.hash"], columns["index.doc"] = index_of(tokens, starts)
+    columns = {name: t.contiguous() for name, t in columns.items()}
     metadata = {
         "format": FORMAT, "version": VERSION, "header": header.to_json(),
         "sha256": digest_of(columns),
     }  # fmt: skip
+    # The same order as in `safetensors.write`. Its sort is stable, so that the checksums come last.
+    columns = dict(sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize))
+    columns["crc"] = checksums(columns.values())
     safetensors.write(path, columns, metadata, durable=True)
 
 
-def digest_of(columns: dict[str, Tensor]) -> str:
-    """SHA-256 of the columns, sorted by name."""
+def digest_of(columns: Mapping[str, Tensor]) -> str:
+    """The SHA-256 of the columns, sorted by name."""
     digest = hashlib.sha256()
     for name in sorted(columns):
         digest.update(f"{name}:".encode())
-        digest.update(safetensors.buffer(columns[name].contiguous()))
+        digest.update(safetensors.buffer(columns[name]))
     return digest.hexdigest()
 
 
-def _wanted(header: Header, entries: dict) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Dtype and shape of every column of a shard.
+def _wanted(
+    header: Header, entries: dict, size: int, checked: bool
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The expected dtype and shape of every column of a shard.
 
-    The numbers of documents, tokens and index entries are taken from the file's own entries.
+    The numbers of documents, tokens and index entries are taken from `entries`.
     """
 
     def length(name: str) -> int:
@@ -114,33 +140,9 @@ def _wanted(header: Header, entries: dict) -> dict[str, tuple[torch.dtype, tuple
     for width, dtype in widths(header.bits):
         wanted[f"tokens.{width}"] = (dtype or torch.uint8, (packed_length(T, width),))
     wanted["starts"] = (torch.int64, (max(length("starts"), 2),))
-    return wanted | {"index.hash": (torch.int64, (E,)), "index.doc": (torch.int32, (E,))}
+    wanted |= {"index.hash": (torch.int64, (E,)), "index.doc": (torch.int32, (E,))}
+    return wanted | ({"crc": (torch.uint8, (checksum_bytes(size),))} if checked else {})
 
 
-def header_of(path: Path) -> Header:
-    """The header of the store in a folder."""
-    checks.is_store(path)
-    file = path / "store.json"
-    with open(file, "rb") as f:
-        return Header.from_json(file, f.read(1 << 17))
-
-
-def write_header(path: Path, header: Header) -> Header:
-    """Writes store.json unless it exists; returns the header that is in the folder afterwards."""
-    unfinished = path / f"store.json.{os.getpid()}.unfinished"
-    unfinished.write_text(header.to_json())
-    try:
-        os.link(unfinished, path / "store.json")  # fails if another writer was faster
-    except FileExistsError:
-        pass
-    finally:
-        unfinished.unlink()
-    return header_of(path)
-
-
-def shard_path(path: Path, rank: int | str, number: int) -> Path:
-    return path / f"{rank}-{number:06}.safetensors"
-
-
-def shards_of(path: Path, header: Header) -> list[Any]:
-    return [Shard(file, header) for file in sorted(path.glob("*-*.safetensors"))]
+def shards_of(path: Path, header: Header) -> list[Shard]:
+    return [Shard(file, header) for file in shard_files(path)]

@@ -1,6 +1,6 @@
-"""Statistics of the teacher in a store: mass in the slots, entropy, and rank of the next token.
+"""Statistics of a store: mass in the slots, entropy, and rank of the next token.
 
-`logitless teacher info` prints and plots them (cli/teacher.py).
+`logitless teacher info` prints and plots these statistics (cli/teacher.py).
 """
 
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from torch import Tensor
 
 from .reader import Store
 
-SAMPLE = 200_000  # tokens to read, from documents spread over the store
+SAMPLE = 200_000  # number of tokens to read, from documents spread over the store
 
 
 @dataclass
 class Summary:
-    """Statistics over those rows of a sample that have slots."""
+    """Statistics over the rows of a sample, except rows without slots."""
 
     rows: int
-    covered: Tensor  # (K,) mean mass of the 1, 2, ..., K most probable tokens
-    entropy: Tensor  # (rows,) nats; the tail counts as one token, which makes it a lower bound
-    rank: Tensor  # rank of each next token among the slots, from 0; K if it is in no slot
+    covered: Tensor  # (K,), mean mass of the 1, 2, ..., K most probable tokens
+    entropy: Tensor  # (rows,), a lower bound in nats; the tail counts as one token
+    rank: Tensor  # rank of each next token among the slots, from 0; K if no slot has the token
 
     def within(self, k: int) -> float:
-        """The share of next tokens that are among the k most probable."""
+        """The share of next tokens that are among the k most probable tokens."""
         return float((self.rank < k).double().mean()) if len(self.rank) else 0.0
 
 

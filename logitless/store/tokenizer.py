@@ -1,4 +1,4 @@
-"""The hash of a tokenizer: a store keeps it, because ids mean nothing without their tokenizer."""
+"""The hash of a tokenizer. A store keeps the hash, because ids depend on the tokenizer."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """Hash of a vocabulary, given by a Transformers tokenizer or by a dict from tokens to ids.
+    """The hash of a vocabulary, from a Transformers tokenizer or from a dict of tokens to ids.
 
     >>> Writer("targets", tokenizer=tokenizer_hash(tokenizer), ...)
     >>> Store("targets", tokenizer=tokenizer_hash(tokenizer))  # refuses another tokenizer

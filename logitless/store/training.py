@@ -19,7 +19,7 @@ from .reader import Store
 
 
 class DistillLosses(NamedTuple):
-    """The result of `distill_loss`; ce and kd have no gradient, and are None unless parts=True."""
+    """The result of `distill_loss`. Without parts=True, ce and kd are None."""
 
     loss: Tensor
     ce: Tensor | None = None
@@ -38,14 +38,14 @@ def distill_loss(
     parts: bool = False,
     **options,
 ) -> DistillLosses:
-    """ce_weight · cross-entropy + kd_weight · divergence of a causal model from its teacher.
+    """Returns (ce_weight · cross-entropy + kd_weight · divergence from the teacher).
 
-    logits (B, T, V) are a tensor, a head or the output of a fused model. labels (B, T) are
-    unshifted, as in Transformers: row t is compared with labels[:, t + 1]. Labels of -100 do not
-    count. targets (B, T) are those of `Store.targets_for`. The loss is the mean over the tokens
-    that count, or their sum divided by num_items. parts=True also returns both terms, for a log,
-    and reads the logits once more. Other options are those of `topk_distill`; divergence and
-    support have no default.
+    `logits` (B, T, V) of a causal model are a tensor, a head or the output of a fused model.
+    `labels` (B, T) are not shifted, as in Transformers. Row t is compared with labels[:, t + 1].
+    Labels of -100 do not count. `targets` (B, T) come from `Store.targets_for`. The loss is the
+    mean over the tokens that count, or their sum divided by num_items. parts=True also returns both
+    terms, for a log, and reads the logits once more. Other options are those of `topk_distill`.
+    `divergence` and `support` have no default.
 
     >>> targets = store.targets_for(input_ids)
     >>> options = {"divergence": "forward_kl", "support": "tail"}
@@ -70,7 +70,7 @@ def distill_loss(
 def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
     """The targets of a batch with input_ids (B, T).
 
-    Padding is where attention_mask is 0, on the left or on the right. A document begins where
+    Tokens whose attention_mask is 0 are padding, on either side of a row. A document begins where
     position_ids are 0. Without position_ids, `targets_for` finds where the documents of a row
     begin.
     """
@@ -79,14 +79,14 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
     if mask is not None and mask.shape != ids.shape:  # a mask (B, 1, T, T) does not mark padding
         mask = None
     is_token = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.cpu() != 0
-    order = torch.sort(~is_token, dim=-1, stable=True).indices  # padding last
+    order = torch.sort(~is_token, dim=-1, stable=True).indices  # places padding last
     tokens = ids.cpu().masked_fill(~is_token, -1).gather(-1, order)
     lengths = None
     if positions is not None:
         begins = (positions.expand_as(ids).cpu() == 0).gather(-1, order)
         lengths = [_lengths(row, int(n)) for row, n in zip(begins, is_token.sum(-1), strict=True)]
     if mask is not None:
-        # A last token of -1 in every row keeps repeated tokens from being taken for padding.
+        # With a last token of -1 in every row, repeated tokens do not count as padding.
         tokens = F.pad(tokens, (0, 1), value=-1)
     targets = store.targets_for(tokens, lengths)
     if mask is not None:
@@ -96,16 +96,16 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
 
 
 def _lengths(begins: Tensor, tokens: int) -> list[int]:
-    """Lengths of the documents in a row, from the places where they begin."""
+    """The lengths of the documents in a row. `begins` is True where a document begins."""
     starts = begins[1:tokens].nonzero()[:, 0] + 1
     return torch.diff(starts, prepend=torch.tensor([0]), append=torch.tensor([tokens])).tolist()
 
 
 class Collator:
-    """Wraps a collator and adds the teacher's targets of each batch under "targets".
+    """Wraps a collator, and adds the teacher's targets to each batch as "targets".
 
-    The lookup runs in the workers of the DataLoader, if it has workers. Each rank looks up its own
-    batches only.
+    The lookup runs in the workers of the DataLoader, if the DataLoader has workers. Each rank looks
+    up only its own batches.
 
     >>> DataLoader(documents, batch_size=8, collate_fn=Collator(store, pad_and_stack))
     """

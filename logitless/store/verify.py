@@ -12,23 +12,24 @@ import torch
 from torch import Tensor
 
 from ..targets.sparse import SparseTargets
-from .format import decoded
-from .shard import Shard, digest_of
+from . import file_checks
+from .rows import decoded
+from .shard import Shard
 
 ROWS = 8192  # number of rows that are decoded at once
 OFFSETS = (-1, 0, 1)
-CERTAIN = 5.0  # number of standard errors by which another offset must be better
+CERTAIN = 5.0  # another offset must be better by this number of standard errors
 MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))  # the same tolerance as in SparseTargets
 
 
 @dataclass
 class Report:
-    """The result of `verify`. It is false if there are problems."""
+    """The result of `verify`. Its truth value is False if there are problems."""
 
     documents: int = 0
     tokens: int = 0
     problems: list[str] = field(default_factory=list)
-    label_logprob: dict[int, float] = field(default_factory=dict)  # mean per offset, in nats
+    label_logprob: dict[int, float] = field(default_factory=dict)  # nats, by offset
 
     def __bool__(self) -> bool:
         return not self.problems
@@ -44,10 +45,11 @@ class Report:
 
 
 class _Shift:
-    """The shift test, which finds stores that were written one token off.
+    """The test for stores whose rows are shifted by one token.
 
-    Compares the mean log-probability of the next token (offset 0) with that of the token before it
-    (-1) and of the token after it (+1). In a correct store, offset 0 has the highest mean.
+    The test compares the mean log-probabilities of the next token (offset 0), of the token before
+    it (offset -1) and of the token after it (offset +1). In a correct store, offset 0 has the
+    highest mean.
     """
 
     def __init__(self):
@@ -57,7 +59,7 @@ class _Shift:
         """Adds the rows of one document."""
         if len(tokens) < 4:
             return
-        inner = slice(1, len(tokens) - 2)  # rows for which all three tokens exist
+        inner = slice(1, len(tokens) - 2)  # the rows for which all three tokens exist
         ids, logprobs = targets.ids[inner], targets.logprobs[inner]
         # A label outside the slots gets an equal share of the tail.
         rest = (targets.tail[inner] - math.log(max(vocab_size - targets.k, 1))).double()
@@ -101,14 +103,14 @@ def verify(store: Any, progress: Any = None) -> Report:
     """
     report, shift = Report(len(store), store.tokens), _Shift()
     for shard in store.shards:
-        if digest_of(shard.columns) != shard.digest:
-            report.problems.append(
-                f"{shard.path} must have the bytes it was written with (SHA-256)"
-            )
-        try:
-            _check_rows(shard, store.info.vocab_size, shift, report, progress)
-        except ValueError as error:
-            report.problems.append(f"{shard.path}: {error}")
+        for check in (
+            lambda shard=shard: file_checks.same_digest(shard.path, shard.is_intact()),
+            lambda shard=shard: _check_rows(shard, store.info.vocab_size, shift, report, progress),
+        ):
+            try:
+                check()
+            except ValueError as error:
+                report.problems.append(str(error))
     report.label_logprob = shift.means()
     if (problem := shift.problem()) is not None:
         report.problems.append(problem)

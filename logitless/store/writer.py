@@ -1,9 +1,9 @@
-"""Writing a store: documents are appended to a journal, and a full journal becomes a shard.
+"""Writes a store: documents are appended to a journal, and a full journal becomes a shard.
 
-store/journal.py describes the journal, store/shard.py the shard, store/format.py the whole layout.
+store/journal.py describes the journal, store/shard.py writes shards, and store/format.py describes
+the layout of a store.
 """
 
-import fcntl
 import hashlib
 import os
 from dataclasses import asdict
@@ -15,20 +15,31 @@ from torch import Tensor
 from ..core import call as _call
 from ..targets.safetensors import buffer
 from ..targets.sparse import SparseTargets
-from . import checks
-from .format import Header, Table, encoded
+from . import checks, file_checks
+from .folder import created, header_of, journals, last_number, shard_path, write_header
+from .format import Header
 from .journal import Journal
+from .lock import Lock
 from .lookup import Index
-from .shard import Shard, header_of, shard_path, shards_of, write_header, write_shard
+from .rows import Table, encoded
+from .shard import Shard, shards_of, write_shard
+
+# The bytes of memory per document while its shard is written, for index entries and their hashes.
+# They count like bytes of the file, so that a shard of very short documents takes no more memory
+# than a shard of long documents.
+PER_DOCUMENT = 512
+# Documents of up to SHORT tokens are encoded together when their shard is written, because encoding
+# a few rows takes PyTorch as long as encoding a few hundred rows.
+SHORT = 64
 
 
 class Writer:
-    """Appends documents to a store; creates the store if it does not exist.
+    """Appends documents to a store. The store is created if it does not exist.
 
-    After `add` returns, the document survives the death of the process: the next writer recovers
-    it. Readers see the document after its shard is full, after `flush`, or after the end of the
-    `with` block; from then on it also survives a loss of power. Adding a document again does
-    nothing, so a run that was killed is resumed by running it again.
+    After `add` returns, the document is not lost if the process is killed, because the next writer
+    recovers the document. Readers find the document after its shard is full, after `flush`, or
+    after the end of the `with` block. From then on, the document also survives a loss of power.
+    Adding a document again does nothing, so the same command resumes a run that was killed.
 
     Several processes may write to one store at the same time, each with its own `part`. The default
     of `part` is the process's RANK, as torchrun sets it. A second writer with the same `part` is
@@ -57,30 +68,19 @@ class Writer:
         checks.rank(rank)
         checks.shard_bytes(shard_bytes)
         self.path, self.rank, self.shard_bytes = Path(path), rank, shard_bytes
-        self.closed, self.lock = True, None
-        checks.folder(self.path)
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.closed = True
+        created(self.path)
         existing = write_header(self.path, header)
         advice = "; pass the store's value, or write to another folder"
-        checks.same_header(self.path, existing, header, "this writer", advice)
-        self.header = header
-        self._take_lock()
+        file_checks.same_header(self.path, existing, header, "this writer", advice)
+        self.header, self.row_bytes = header, header.row_bytes()
+        self.lock = Lock(self.path / f"{self.rank}.lock")
         try:
             self._resume()
         except BaseException:
-            os.close(self.lock)
+            self.lock.release()
             raise
         self.closed = False
-
-    def _take_lock(self) -> None:
-        """Locks the rank. The system releases the lock when the process ends, however it ends."""
-        path = self.path / f"{self.rank}.lock"
-        self.lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self.lock)
-            checks.not_locked(path)
 
     def _resume(self) -> None:
         """Opens the shards of all ranks, and recovers the documents in this rank's journal."""
@@ -88,76 +88,92 @@ class Writer:
             unfinished.unlink()
         self.shards = shards_of(self.path, self.header)
         self.index = Index(self.shards)
-        names = [s.path.stem for s in self.shards if s.path.stem.startswith(f"{self.rank}-")]
-        number = max((int(name.partition("-")[2]) for name in names), default=-1) + 1
+        number = last_number(self.path, self.rank) + 1
         self.journal = Journal(self.path / f"{self.rank}.journal", self.header, number)
-        self.pending: list[tuple[Tensor, Table]] = []
         self.digests: set[bytes] = set()
-        self.bytes = 0
-        for tokens, rows in self.journal.recover():
-            self._keep(tokens, rows)
+        self.journal.recover(
+            lambda tokens, starts: (m is not None for m in self.index.documents(tokens, starts)),
+            lambda tokens: self.digests.add(_digest(tokens)),
+        )
 
     def __len__(self) -> int:
-        """The number of documents, including those of other ranks when this writer was opened."""
-        return sum(map(len, self.shards)) + len(self.pending)
+        """The number of documents, including those that other ranks had written at the opening."""
+        return sum(map(len, self.shards)) + len(self.journal)
 
     def __contains__(self, tokens: Any) -> bool:
         """Whether the store has this document already."""
         return self._has(checks.tokens(tokens, self.header.vocab_size))
 
     def _has(self, tokens: Tensor) -> bool:
-        return _digest(tokens) in self.digests or self.index.document(tokens) is not None
+        if _digest(tokens) in self.digests:
+            return True
+        return bool(self.shards) and self.index.document(tokens) is not None
 
     def add(self, tokens: Any, targets: SparseTargets) -> bool:
-        """Adds one document: T token ids and T rows; row i describes the token after tokens[i].
+        """Adds a document of T token ids and T rows. Row i describes the token after tokens[i].
 
-        Returns False if the store has the document already. K may be smaller than the store's.
+        Returns False if the store has the document already. `targets` may have fewer slots than the
+        store.
         """
-        checks.is_open(self.closed)
+        checks.is_open(self.closed, self.lock.is_mine)
         tokens = checks.tokens(tokens, self.header.vocab_size)
         checks.document(targets, tokens, self.header, SparseTargets)
         if self._has(tokens):
             return False
-        rows = {name: t.cpu() for name, t in encoded(targets, self.header).items()}
-        self.append(tokens, rows)
+        if len(tokens) <= SHORT and targets.device.type == "cpu":
+            self.journal.append_targets(tokens, targets)
+            self._added(tokens)
+        else:
+            self.append(tokens, {n: t.cpu() for n, t in encoded(targets, self.header).items()})
         return True
 
     def append(self, tokens: Tensor, rows: Table) -> None:
-        """Adds a document that is encoded already and that the store does not have."""
-        rows = {name: t.contiguous() for name, t in rows.items()}
-        self.journal.append(tokens, rows)
-        self._keep(tokens, rows)
-        if self.bytes >= self.shard_bytes:
-            self.flush()
+        """Adds an encoded document that is not in the store."""
+        checks.is_open(self.closed, self.lock.is_mine)
+        self.journal.append(tokens, {name: t.contiguous() for name, t in rows.items()})
+        self._added(tokens)
 
-    def _keep(self, tokens: Tensor, rows: Table) -> None:
-        self.pending.append((tokens, rows))
+    def _added(self, tokens: Tensor) -> None:
         self.digests.add(_digest(tokens))
-        self.bytes += len(tokens) * (8 + self.header.row_bytes())
+        of_tokens = self.journal.tokens * (8 + self.row_bytes)
+        if of_tokens + len(self.journal) * PER_DOCUMENT >= self.shard_bytes:
+            self.flush()
 
     def flush(self) -> None:
         """Writes the pending documents to the store as a new shard."""
-        checks.is_open(self.closed)
-        if not self.pending:
+        checks.is_open(self.closed, self.lock.is_mine)
+        if not len(self.journal):
             return
         number = self.journal.number
         path = shard_path(self.path, self.rank, number)
-        write_shard(path, self.header, self.pending)
+        write_shard(path, self.header, *self.journal.columns())
+        # The shard and its name are on the disk now, so the journal can be cleared.
+        self.journal.clear(number + 1)
+        self.digests = set()
         self.shards.append(Shard(path, self.header))
         self.index = Index(self.shards)
-        self.pending, self.digests, self.bytes = [], set(), 0
-        self.journal.clear(number + 1)
 
     def close(self) -> None:
-        """Flushes, and releases the lock even if the flush fails."""
+        """Flushes the writer, and releases its lock even if the flush fails.
+
+        In a forked process, `close` writes nothing, because the parent process has the documents.
+        """
         if self.closed:
             return
         try:
-            self.flush()
+            if self.lock.is_mine:
+                self.flush()
         finally:
             self.closed = True
             self.journal.close()
-            os.close(self.lock)
+            if self.lock.is_mine:
+                self.lock.release()
+
+    def __reduce__(self):
+        raise TypeError(
+            "a writer must stay in its process, got a request to pickle it. Open a writer with"
+            " another part= in each process."
+        )
 
     def __enter__(self) -> "Writer":
         return self
@@ -166,7 +182,7 @@ class Writer:
         try:
             self.close()
         except OSError:
-            if error is None:  # otherwise the first error is raised; the journal has the documents
+            if error is None:  # an earlier error is raised instead; the journal has the documents
                 raise
 
 
@@ -175,14 +191,14 @@ def _digest(tokens: Tensor) -> bytes:
 
 
 def recover(path: str | os.PathLike) -> int:
-    """Moves documents of killed writers from journals to shards; returns the number of documents.
+    """Moves documents of killed writers from journals to shards.
 
-    This is needed only if these writers will not be opened again, because opening a writer recovers
-    its own documents.
+    Returns the number of documents in the store. `recover` is needed only if these writers will not
+    be opened again, because opening a writer recovers its own documents.
     """
     path = Path(path)
     fields = asdict(header_of(path))
     fields.pop("alignment")
-    for journal in sorted(path.glob("[0-9]*.journal")):
-        Writer(path, part=int(journal.stem), **fields).close()
+    for _, rank in journals(path):
+        Writer(path, part=rank, **fields).close()
     return sum(map(len, shards_of(path, header_of(path))))

@@ -1,4 +1,4 @@
-"""All checks of SparseTargets: `<argument> must <rule>, got <value>.`"""
+"""Checks of SparseTargets, with errors of the form `<argument> must <rule>, got <value>.`"""
 
 import math
 from collections.abc import Sequence
@@ -36,11 +36,11 @@ def tensors(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
 def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None) -> None:
     """Raises if the probabilities of a row add up to more than 1, and names the row.
 
-    Values on a GPU are read only with LOGITLESS_CHECK=1. The bound allows for rounding. If a
-    log-probability l has a relative error u, then p has an error of u |l| p. Over a row, these
-    errors add up to u times its entropy, which is at most u log(K + 1) for K slots and the tail.
-    The sums add another u. fp32 values may have been bfloat16 before, so that u is at least
-    bfloat16's 2⁻⁸. NaN passes, because it shows in the loss of its row.
+    Values on a GPU are read only with LOGITLESS_CHECK=1. The bound allows for rounding errors. If a
+    log-probability l has a relative error u, then p has an error of u |l| p. The errors of a row
+    add up to u times the row's entropy, which is at most u log(K + 1) for K slots and the tail. The
+    sums add another error of u. fp32 values may have been converted from bfloat16, so u is at least
+    2⁻⁸, the rounding error of bfloat16. NaN is not an error, because the loss of its row is NaN.
     """
     tensors = [t for t in (ids, logprobs, tail, mask) if t is not None]
     if (
@@ -61,7 +61,7 @@ def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None
     _at_most_0("logprobs", logprobs, p > most)
     if tail is not None:
         _at_most_0("tail", tail, rest > most)
-    total = _once_each(ids, p).sum(-1) + rest  # computed last, because it sorts
+    total = _once_each(ids, p).sum(-1) + rest  # computed last, because _once_each sorts
     over = total > most
     if bool(over.any()):
         place = tuple(over.nonzero()[0].tolist())
@@ -85,7 +85,7 @@ def _where(place: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def _once_each(ids: Tensor, p: Tensor) -> Tensor:
-    """The largest p of each id of a row, and 0 for its repetitions, in another order."""
+    """Keeps the largest p of each id of a row, and sets its other p to 0. Reorders the slots."""
     p, order = p.sort(dim=-1, descending=True)
     ids, order = ids.gather(-1, order).sort(dim=-1, stable=True)
     repeated = torch.zeros_like(ids, dtype=torch.bool)
@@ -93,11 +93,12 @@ def _once_each(ids: Tensor, p: Tensor) -> Tensor:
     return p.gather(-1, order).masked_fill(repeated, 0.0)
 
 
-_SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))  # other entries become tensors
+# Types of index entries that are used directly. All other entries are converted to tensors.
+_SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))
 
 
 def row_index(index: Any, ids: Tensor) -> tuple:
-    """An index of rows without Ellipsis; an index into the slots is refused."""
+    """Returns an index of rows without Ellipsis. Raises for an index into the slots."""
     entries = index if isinstance(index, tuple) else (index,)
     entries = [entry if isinstance(entry, _SIMPLE) else _array(entry) for entry in entries]
     used = sum(map(_dimensions, entries))
@@ -115,7 +116,7 @@ def row_index(index: Any, ids: Tensor) -> tuple:
 
 def _array(entry: Any) -> Tensor:
     array = torch.as_tensor(entry)
-    return array if array.numel() else array.long()  # [] would become a float tensor
+    return array if array.numel() else array.long()  # an empty list becomes a float tensor
 
 
 def _dimensions(entry: Any) -> int:
@@ -157,7 +158,7 @@ def same_rows(targets: Sequence[Any], except_dim: int | None) -> None:
 
 
 def row_dim(dim: Any, dims: int) -> int:
-    """The index of a dimension, counted from the front; `dims` is their number."""
+    """Converts a dimension to an index in [0, dims)."""
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"dim must be an int, got {dim!r}.")
     if not -dims <= dim < dims:
@@ -171,7 +172,7 @@ def float_dtype(dtype: Any) -> None:
 
 
 def saved(path: Any, header: Any, form: str, version: str) -> None:
-    """Checks that a file has the format of SparseTargets, and holds their tensors."""
+    """Checks that a file has the format and the tensors of SparseTargets."""
     stored = header.metadata.get("format"), header.metadata.get("version")
     if stored != (form, version):
         raise ValueError(

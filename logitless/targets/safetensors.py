@@ -1,9 +1,9 @@
-"""Reading and writing files in the safetensors format, which holds no code.
+"""Reads and writes files in the safetensors format, which contains no code.
 
 A file has eight bytes with the length of the header, a header in JSON, and the bytes of the
-tensors, little-endian and without gaps. The format is small enough to need no dependency. Files are
-not trusted: every size in the header is compared with the length of the file before memory of that
-size is allocated.
+tensors, little-endian and without gaps. The format is simple, so that this module needs no
+dependency. Files are not trusted. Every size in the header is compared with the length of the file
+before memory of this size is allocated.
 """
 
 import ctypes
@@ -23,13 +23,13 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_HEADER_BYTES = 1 << 20  # longest header accepted; a header has about 100 bytes per tensor
-_DIMENSIONS = 64  # most dimensions accepted, the limit of PyTorch's own kernels
+_HEADER_BYTES = 1 << 20  # maximum length of a header, which has about 100 bytes per tensor
+_DIMENSIONS = 64  # maximum number of dimensions, which is also the limit of PyTorch's kernels
 _METADATA = "__metadata__"
 
 
 class Entry(NamedTuple):
-    """The header's entry for one tensor; begin and end count bytes after the header."""
+    """The header's entry for one tensor. `begin` and `end` are bytes after the header."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -42,11 +42,11 @@ class Header(NamedTuple):
 
     metadata: dict[str, str]
     entries: dict[str, Entry]
-    start: int  # the first byte of the tensors in the file
+    start: int  # the position in the file of the first tensor's first byte
 
 
 def buffer(t: Tensor) -> Any:
-    """The memory of a contiguous CPU tensor without a copy; valid while the tensor lives."""
+    """The memory of a contiguous CPU tensor, without a copy, valid while the tensor lives."""
     return (ctypes.c_char * (t.numel() * t.itemsize)).from_address(t.data_ptr())
 
 
@@ -56,10 +56,10 @@ def write(
     metadata: dict[str, str],
     durable: bool = False,
 ) -> None:
-    """Writes a file of tensors; a failed write leaves the old file at `path` unchanged.
+    """Writes tensors to a file. A failed write leaves the old file at `path` unchanged.
 
-    The file is written under another name and then renamed. If `durable`, the file has reached the
-    disk when this function returns.
+    The file is written under another name and then renamed. If `durable`, the file is on the disk
+    when this function returns.
     """
     # Wide dtypes come first, so that each tensor is aligned to its dtype.
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
@@ -85,13 +85,13 @@ def write(
                 os.fsync(file.fileno())
         os.replace(unfinished, path)
         if durable:
-            _sync(Path(path).parent)
+            sync(Path(path).parent)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def _sync(folder: Path) -> None:
-    """Writes the names of the files in a folder to the disk."""
+def sync(folder: Path) -> None:
+    """Flushes the directory entries of a folder to the disk."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -100,7 +100,7 @@ def _sync(folder: Path) -> None:
 
 
 def mapped(path: str | os.PathLike, header: Header) -> dict[str, Tensor]:
-    """The tensors of a file, mapped into memory; `header` is that of `read_header`.
+    """Maps the tensors of a file into memory. `header` is the result of `read_header`.
 
     Writing to the tensors changes neither the file nor the memory of other processes.
     """
@@ -118,7 +118,7 @@ def mapped(path: str | os.PathLike, header: Header) -> dict[str, Tensor]:
 
 
 def read(path: str | os.PathLike, header: Header) -> dict[str, Tensor]:
-    """Reads the tensors of a file to the CPU; `header` is that of `read_header`."""
+    """Reads the tensors of a file to the CPU. `header` is the result of `read_header`."""
     tensors = {}
     with open(path, "rb") as file:
         for name, (dtype, shape, begin, end) in header.entries.items():
@@ -133,7 +133,7 @@ def read(path: str | os.PathLike, header: Header) -> dict[str, Tensor]:
 def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if not data:
         return torch.empty(shape, dtype=dtype)
-    if dtype == torch.bool:  # other bytes than 0 and 1 are not valid in a bool tensor
+    if dtype == torch.bool:  # only the bytes 0 and 1 are valid in a bool tensor
         return (torch.frombuffer(data, dtype=torch.uint8) != 0).view(shape)
     return torch.frombuffer(data, dtype=dtype).view(shape)
 

@@ -1,6 +1,6 @@
 """SparseTargets: a teacher's K most probable ids per row, which can be saved, batched and indexed.
 
-losses/sparse_teacher.py creates them (capture_topk) and computes losses from them (topk_distill).
+losses/sparse_teacher.py creates SparseTargets (capture_topk) and computes losses (topk_distill).
 """
 
 import os
@@ -15,23 +15,24 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from . import checks, safetensors
 
-FORMAT, VERSION = "logitless.SparseTargets", "1"  # in the metadata of a file
+FORMAT, VERSION = "logitless.SparseTargets", "1"  # stored in the metadata of a file
 _NAMES = ("ids", "logprobs", "tail", "mask")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SparseTargets:
-    """A teacher's distribution per row: K ids, their log-probabilities, and the mass of the rest.
+    """A teacher's distribution per row: K ids, their log-probabilities, and the mass of other ids.
 
-    ids (..., K) are int32 or int64. logprobs (..., K) are the teacher's, at its temperature. tail
-    (...) is the log mass outside the ids, or None if it is unknown. mask (..., K) is True, or 1,
-    for the slots that count. Ids may repeat: every slot has its own term, and the terms add up.
+    `ids` (..., K) is int32 or int64. `logprobs` (..., K) holds the teacher's log-probabilities at
+    the teacher's temperature. `tail` (...) is the log of the mass outside the ids, or None if it is
+    unknown. `mask` (..., K) is True, or 1, for the slots that count. Ids may repeat. Every slot
+    adds its own term to a loss.
 
     On a CPU, or with LOGITLESS_CHECK=1, a row whose probabilities add up to more than 1 raises an
-    error. For this sum, a repeated id counts once, with the largest of its probabilities. The bound
-    allows for rounding by 2⁻⁸ (1 + log(K + 1)).
+    error. In this sum, a repeated id counts once, with its largest probability. The bound allows
+    for a rounding error of 2⁻⁸ (1 + log(K + 1)).
 
-    An index selects rows: targets[:, 1:] drops the first position of each sequence.
+    An index selects rows. For example, targets[:, 1:] drops the first position of each sequence.
 
     >>> targets = capture_topk(teacher_logits, 64)
     >>> loss = topk_distill(logits, targets, divergence="forward_kl", support="tail")
@@ -48,7 +49,7 @@ class SparseTargets:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the rows, (...), without the slots."""
+        """The leading shape (...), without the slots."""
         return self.ids.shape[:-1]
 
     @property
@@ -89,12 +90,12 @@ class SparseTargets:
         return self.shape[0]
 
     def __getitem__(self, rows) -> "SparseTargets":
-        """Selects rows; the slots of a row stay together."""
+        """Selects rows. The slots of a row cannot be indexed."""
         index = checks.row_index(rows, self.ids)
         return self._map(lambda t: t[index])
 
     def reshape(self, *rows: int | Sequence[int]) -> "SparseTargets":
-        """The same rows in another shape, given as (2, -1) or as 2, -1."""
+        """Returns the same rows in another shape, given as (2, -1) or as 2, -1."""
         shape: Any = rows[0] if len(rows) == 1 and isinstance(rows[0], Sequence) else rows
         lead = len(self.shape)
         return self._map(lambda t: t.reshape((*shape, *t.shape[lead:])))
@@ -103,9 +104,9 @@ class SparseTargets:
     def cat(targets: Sequence["SparseTargets"], dim: int = 0) -> "SparseTargets":
         """Concatenates the rows of several targets along a dimension of rows.
 
-        Rows with fewer slots are padded to the largest K with masked slots, of id 0 and
-        log-probability -inf. The result has a mask if one of the targets has a mask or is padded.
-        Dtypes are promoted as by torch.cat. Either all targets have a tail, or none.
+        Rows with fewer slots are padded to the largest K. Padded slots are masked, with id 0 and
+        log-probability -inf. The result has a mask if a target has a mask or is padded. Dtypes are
+        promoted as by torch.cat. Either all targets must have a tail, or none.
         """
         checks.joined(targets, SparseTargets)
         dim = checks.row_dim(dim, len(targets[0].shape))
@@ -116,7 +117,7 @@ class SparseTargets:
     def stack(targets: Sequence["SparseTargets"], dim: int = 0) -> "SparseTargets":
         """Stacks the rows of several targets along a new dimension, and pads slots as `cat` does.
 
-        default_collate, the default of a DataLoader, stacks the targets of its samples.
+        default_collate, the default of a DataLoader, uses `stack` for the targets of a batch.
         """
         checks.joined(targets, SparseTargets)
         dim = checks.row_dim(dim, len(targets[0].shape) + 1)
@@ -129,7 +130,7 @@ class SparseTargets:
 
     @staticmethod
     def load(path: str | os.PathLike) -> "SparseTargets":
-        """Reads a file that `save` wrote, to the CPU; other files are refused."""
+        """Reads a file that `save` wrote, to the CPU. Raises for files of other formats."""
         header = safetensors.read_header(path)
         checks.saved(path, header, FORMAT, VERSION)
         return SparseTargets(**safetensors.read(path, header))
@@ -154,10 +155,10 @@ def _present(targets: SparseTargets) -> dict[str, Tensor]:
 
 
 def unchecked(ids, logprobs, tail=None, mask=None) -> SparseTargets:
-    """Targets without checks, for tensors that are known to be valid and for leaves of a pytree."""
+    """Builds SparseTargets without checks, from valid tensors or from leaves of a pytree."""
     targets = object.__new__(SparseTargets)
     for name, t in zip(_NAMES, (ids, logprobs, tail, mask), strict=True):
-        # A frozen dataclass sets its fields in this way, which older Dynamo can trace.
+        # object.__setattr__ works for a frozen dataclass, and older versions of Dynamo trace it.
         object.__setattr__(targets, name, t)
     return targets
 
@@ -176,7 +177,7 @@ def _join(targets: Sequence[SparseTargets], join: Callable) -> SparseTargets:
 
 
 def _padded(targets: SparseTargets, k: int, masked: bool) -> tuple:
-    """The tensors with k slots; if `masked`, with a mask."""
+    """Returns the tensors padded to k slots. If `masked`, the mask is not None."""
     ids, logprobs, tail, mask = _tensors(targets)
     if masked:
         mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
@@ -192,11 +193,11 @@ def _collate(batch: Sequence[SparseTargets], *, collate_fn_map=None) -> SparseTa
     return SparseTargets.stack(batch)
 
 
-SparseTargets.__module__ = "logitless"  # the name in a pickle, independent of the file
+SparseTargets.__module__ = "logitless"  # so that the name in a pickle does not depend on the file
 torch.serialization.add_safe_globals([SparseTargets])
 default_collate_fn_map[SparseTargets] = _collate
 pytree.register_pytree_node(
-    SparseTargets,  # the leaves are the tensors that are not None
+    SparseTargets,  # its leaves are the tensors that are not None
     lambda targets: (list(_present(targets).values()), tuple(_present(targets))),
     lambda tensors, names: unchecked(**dict(zip(names, tensors, strict=True))),
 )

@@ -251,6 +251,14 @@ def test_a_yardstick_is_timed_before_and_after_ours(gpu_clocks):
     assert (alone.contender, alone.value_error) == ("logitless", None)
 
 
+def test_the_fastest_of_several_references_sets_the_limit():
+    case = cases.PLAIN_HEAD.at("6×8×101", "fp32")
+    times = {("eager", case.name): 3.0, ("compile", case.name): 2.0}
+    text, ms = results.limit(case, "eager, compile", 1.1, None, times)
+    assert text == "≤ 1.10 × eager, compile"
+    assert ms == pytest.approx(2.2)
+
+
 def test_reference_is_the_mean_that_pytorch_takes():
     x, target = torch.randn(5, 17, dtype=torch.float64), torch.tensor([3, -100, 0, 16, 9])
     options = {"weight": torch.rand(17), "label_smoothing": 0.2}

@@ -29,3 +29,10 @@ def test_the_parts_of_a_rank():
     assert shared.products == alone.products / 4
     assert shared.gather == 0.5 + 3 * 1000 * 3 * 4
     assert shared.reduce == 0.5 + 2 * 3 / 4 * 1000 * 10 * 2
+
+
+def test_a_plot_without_matplotlib_names_the_extra(monkeypatch, tmp_path):
+    """NEWCOMER (f)."""
+    monkeypatch.setattr("logitless.cli.find_spec", lambda module: None)
+    with pytest.raises(SystemExit, match=r"scale --plot needs matplotlib.*'\.\[bench\]'"):
+        main(["scale", "--plot", str(tmp_path / "plot.png")])

@@ -1,4 +1,4 @@
-"""`logitless teacher`: import, verify, info, merge; capture, of a model, is in tests/test_hf.py."""
+"""`logitless teacher`: import, verify, info, merge, size."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 
 import logitless as ll
 from logitless import cli
-from logitless.cli import teacher
+from logitless.cli import teacher_data
 from logitless.store import Store, Writer
 from tests.support import stores
 from tests.support.stores import documents
@@ -64,9 +64,15 @@ def test_what_cannot_be_right_is_told_by_its_line(answers, tmp_path, capsys):
     one["choices"][0]["prompt_logprobs"].pop(0)
     path.write_text("\n".join([*lines[:2], json.dumps(one)]))
     assert imported(path, tmp_path / "s") == 1
-    assert "output 3: vLLM's prompt_logprobs must have an entry for" in capsys.readouterr().err
+    assert (
+        "answers.jsonl, line 3: vLLM's prompt_logprobs must have an entry for"
+        in capsys.readouterr().err
+    )
     assert len(Store(tmp_path / "s")) == 2  # those before it
-    for text, said in (("{", "must have JSON in line 1"), ("[1]", "must have a JSON object in")):
+    for text, said in (
+        ("{", "line 1: a line must be a JSON object, got Expecting"),
+        ("[1]", "[1]"),
+    ):
         path.write_text(text)
         assert imported(path, tmp_path / "t") == 1
         assert said in capsys.readouterr().err
@@ -98,15 +104,13 @@ def test_info_and_its_plot(tmp_path, capsys):
 
 
 def test_merge_takes_what_dead_workers_left(tmp_path, capsys):
-    import os
-
     found = documents(5, 6, 7)
     stores.write(tmp_path / "a", found[:1])
     dead = Writer(tmp_path / "b", vocab_size=stores.V, k=stores.K, part=3)
     dead.add(*found[1])
     dead.add(*found[2])
-    os.close(dead.lock)
-    os.close(dead.journal.file)
+    dead.lock.release()
+    dead.journal.close()
     for action in ("info", "verify"):
         assert cli.main(["teacher", action, str(tmp_path / "b")]) == 0
         assert "bytes of documents are not in the store yet" in capsys.readouterr().out
@@ -120,19 +124,111 @@ def test_ids_of_a_document():
     def tokenizer(text):
         return {"input_ids": [ord(c) for c in text]}
 
-    assert teacher._ids({"input_ids": [1, 2]}, tokenizer, 9) == [1, 2]  # given: as they are
-    assert teacher._ids({"text": "ab"}, tokenizer, None) == [97, 98]
-    assert teacher._ids({"input_ids": None, "text": "ab"}, tokenizer, None) == [97, 98]
-    assert teacher._ids({"text": "ab"}, tokenizer, 9) == [97, 98, 9]
-    assert teacher._ids({"text": "ab"}, tokenizer, 98) == [97, 98]  # it ends by it already
-    with pytest.raises(ValueError, match=r"must have text or input_ids, got \['prompt'\]"):
-        teacher._ids({"prompt": "ab"}, tokenizer, None)
+    def ids(fields, end=None, vocab_size=100):
+        return teacher_data.ids_of(
+            teacher_data.Line("f, line 1", fields, 0), tokenizer, end, vocab_size
+        )
+
+    assert ids({"input_ids": [1, 2]}, 9) == [1, 2]  # given: as they are
+    assert ids({"text": "ab"}) == [97, 98]
+    assert ids({"input_ids": None, "text": "ab"}) == [97, 98]
+    assert ids({"text": "ab"}, 9) == [97, 98, 9]
+    assert ids({"text": "ab"}, 98) == [97, 98]  # it ends by it already
+    with pytest.raises(ValueError, match=r"line 1: a document must .* got \['prompt'\]"):
+        ids({"prompt": "ab"})
+    with pytest.raises(
+        ValueError, match=r"line 1: tokens must be ids of a vocabulary of 98, got 98"
+    ):
+        ids({"text": "ab"}, vocab_size=98)
 
 
 def test_batches_have_like_lengths_and_few_tokens():
     drawn = []
     lengths = [5, 1, 9, 2, 9, 30]
     given = (([0] * n, 10 * n) for n in lengths)
-    found = list(teacher._batches(given, 20, drawn.append))
+    found = list(teacher_data.batches(given, 20, drawn.append))
     assert [[len(d) for d in batch] for batch in found] == [[1, 2, 5], [9, 9], [30]]
     assert sum(drawn) == 10 * sum(lengths)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [["--max-length", "-1"], ["--max-length", "0"], ["--vocab-size", "0"], ["--k", "0"],
+     ["--batch-tokens", "-5"], ["--max-length", "1.5"]],
+)  # fmt: skip
+def test_numbers_that_cannot_be(option, capsys):
+    """HUNT 9: -1 dropped the last token of every document, and 0 all of them."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["teacher", "capture", "--model", "m", "--data", "d", "--out", "o", *option])
+    assert ended.value.code == 2
+    assert f"{option[0]}: must be a whole number of at least 1, got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda o: o.update(choices=[]), "have a list of completions in its choices, got none"),
+        (lambda o: o["choices"][0]["prompt_logprobs"][1].update({"3": {"logprob": None}}),
+         "must hold logarithms of probabilities, got None at place 1"),
+        (lambda o: o["choices"][0]["prompt_logprobs"].__setitem__(1, [1]),
+         "must have an object of ids and log-probabilities, got list at place 1"),
+        (lambda o: o["choices"][0]["prompt_logprobs"][1].update(three={"logprob": -1.0}),
+         "must name tokens by their ids, got 'three'"),
+        (lambda o: o.update(prompt_token_ids=[1.5] * 5), "must have whole numbers as token ids"),
+        (lambda o: o.update(prompt_token_ids=[60] * 5), "must have the text's own token 60 at"),
+    ],
+)  # fmt: skip
+def test_bad_outputs_are_named_by_their_line(change, message, answers, tmp_path, capsys):
+    """HUNT 21: a traceback without the number of the line."""
+    path, _ = answers
+    first, *_ = path.read_text().splitlines()
+    output = json.loads(first)
+    change(output)
+    path.write_text(f"{first}\n\n{json.dumps(output)}\n")
+    assert imported(path, tmp_path / "s") == 1
+    error = capsys.readouterr().err
+    assert "answers.jsonl, line 3: " in error
+    assert message in error
+
+
+def test_import_of_missing_data_makes_no_folder(tmp_path, capsys):
+    """HUNT 21."""
+    assert imported(tmp_path / "missing.jsonl", tmp_path / "s") == 1
+    assert "--data must name files, got" in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+def test_import_of_completions(tmp_path):
+    """NEWCOMER B4: all completions of each output."""
+    rows = torch.randn(3, 50).log_softmax(-1)
+    choices = []
+    for tokens in ([4, 5], [6]):
+        entries = [
+            {f"token_id:{i}": float(row[i]) for i in {*row.topk(4).indices.tolist(), token}}
+            for row, token in zip(rows, tokens, strict=False)
+        ]
+        ids = [f"token_id:{i}" for i in tokens]
+        choices.append({"logprobs": {"tokens": ids, "top_logprobs": entries}})
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps({"prompt_token_ids": [1, 2, 3], "choices": choices}))
+    assert imported(path, tmp_path / "s") == 0
+    store = Store(tmp_path / "s")
+    assert [store[i][0].tolist() for i in range(2)] == [[1, 2, 3, 4, 5], [1, 2, 3, 6]]
+    assert store[1][1].mask.any(-1).tolist() == [False, False, True, False]
+
+
+def test_size(tmp_path, capsys):
+    """NEWCOMER (d): bytes per token of each K, as the files then have them."""
+    assert cli.main(["teacher", "size", "--tokens", "1e9", "--k", "64", "--vocab", "151936"]) == 0
+    assert "| 64 | 218.5 | 218 GB |" in capsys.readouterr().out
+    assert cli.main(["teacher", "size", "--tokens", "1e9", "--vocab", "32000"]) == 0
+    assert capsys.readouterr().out.count("GB") == 5
+    for k, values in ((8, "u8"), (5, "f16")):
+        path = tmp_path / values
+        store = stores.write(path, documents(9000, k=k), k=k, values=values)
+        (shard,) = path.glob("*.safetensors")
+        assert shard.stat().st_size / 9000 == pytest.approx(store.info.token_bytes(), rel=0.02)
+    with pytest.raises(SystemExit):
+        cli.main(["teacher", "size", "--tokens", "many", "--vocab", "5"])
+    assert cli.main(["teacher", "size", "--tokens", "5", "--vocab", "5", "--k", "9"]) == 1
+    assert "k must lie in [1, 5], got 9" in capsys.readouterr().err

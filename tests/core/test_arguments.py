@@ -80,7 +80,7 @@ def test_a_misspelt_option_is_answered_with_the_one_that_was_meant(name):
 
 
 def test_an_option_like_no_other_is_named_with_those_there_are():
-    want = "logsumexp must be given arguments among logits, temperature, softcap, got 'dim'."
+    want = "logsumexp must be given arguments among logits, temperature, softcap, mask, got 'dim'."
     assert refusal(lambda: ll.logsumexp(TEACHER, dim=-1)) == want
 
 
@@ -113,7 +113,7 @@ class TestCheck:
     @pytest.mark.parametrize("value", ["0", "1"])
     def test_a_cpu_is_always_asked(self, value, monkeypatch):
         monkeypatch.setenv("LOGITLESS_CHECK", value)
-        with refuses(IndexError, "ids must be in [0, 5), got 7 at row 1."):
+        with refuses(IndexError, "ids must be in [0, 5) or ignore_index (-100), got 7 at row 1."):
             ll.token_logprobs(X[0, :2], torch.tensor([0, 7]))
 
 

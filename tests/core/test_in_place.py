@@ -50,7 +50,7 @@ OPTIONS = {
     "z_loss": {"z_loss": 0.1, "softcap": 5.0, "temperature": 0.7},
     "row temperature": {"temperature": torch.linspace(0.5, 2, 5)},
     "row_weight": {"row_weight": torch.tensor([1.0, 2.0, -1.0, 0.0, 3.0])},
-    "mask": {"row_weight": torch.tensor([True, True, False, True, False])},
+    "mask": {"mask": torch.tensor([True, True, False, True, False])},
     "counts": {"row_weight": torch.tensor([1, 2, 0, 3, 1])},
 }
 

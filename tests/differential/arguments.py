@@ -112,14 +112,16 @@ ROW_WEIGHT = Argument(
         "all 0": lambda m: m.rows() * 0,
         "any sign": lambda m: m.rows(-1, 1),
         "integers": lambda m: m.integers(m.lead, 3),
-        "bool": lambda m: m.some(m.lead),
         "expanded": lambda m: m.rand(()).expand(m.lead),
         "wants a gradient": lambda m: m.rows().requires_grad_(),
         "wants a gradient, any sign": lambda m: m.rows(-1, 1, torch.float64).requires_grad_(),
     },
     NO_TENSOR
     | other_shapes(ones, rows)
-    | {"complex": lambda m: ones(m, m.lead).to(torch.complex64)},
+    | {
+        "complex": lambda m: ones(m, m.lead).to(torch.complex64),
+        "bool": lambda m: m.some(m.lead),
+    },
 )
 CLASS_WEIGHT = Argument(
     {

@@ -25,15 +25,27 @@ UNKNOWN = -(2**60)  # of a class that rounding decides
 # --- definitions
 
 
+def ignored_rows(x, ids=None, ignore_index=-100, mask=None) -> Tensor:
+    """True in rows whose mask is 0, or whose first id is ignore_index."""
+    none = torch.zeros(x.shape[:-1], dtype=torch.bool, device=x.device)
+    ignored = none if mask is None else mask == 0
+    if ids is not None and (ids.dim() < x.dim() or ids.shape[-1]):
+        ignored = ignored | ((ids if ids.dim() < x.dim() else ids[..., 0]) == ignore_index)
+    return ignored
+
+
+def cross_entropy(x, target, *, ignore_index=-100, mask=None, **how):
+    target = target.where(~ignored_rows(x, target, ignore_index, mask), -100)
+    return oracle.cross_entropy(x, target, **how)
+
+
 def stats(
-    x, ids=None, *, entropy=False, total=False, argmax=False, ignore_index=None, **how
+    x, ids=None, *, entropy=False, total=False, argmax=False, ignore_index=-100, mask=None, **how
 ) -> dict[str, Tensor]:
-    """What row_stats gives; 0 in rows whose first id is ignore_index, and argmax -1."""
+    """What row_stats gives; 0 in ignored rows, and argmax -1."""
     found = {"lse": oracle.logsumexp(x, **how)}
-    ignored = None
+    ignored = ignored_rows(x, ids, ignore_index, mask)
     if ids is not None:
-        first = ids if ids.dim() < x.dim() else ids[..., 0]
-        ignored = torch.zeros_like(first).bool() if ignore_index is None else first == ignore_index
         at = ids.masked_fill(ignored if ids.dim() < x.dim() else ignored.unsqueeze(-1), 0)
         found["picked"] = oracle.picked(x, at, **how)
         found["logprob"] = oracle.token_logprobs(x, at, **how)
@@ -43,8 +55,6 @@ def stats(
         found["total"] = oracle.total(x, **how)
     if argmax:
         found["argmax"] = argmax_of(x, **how)
-    if ignored is None:
-        return found
     return {name: without(ignored, t, -1 if name == "argmax" else 0) for name, t in found.items()}
 
 
@@ -69,14 +79,12 @@ def score(x, target, *, ignore_index=-100, **how):
 
 
 def row_loss(x, formula, *, ids=None, rows=(), reduction="mean", row_weight=None, **how):
-    found = stats(x, ids, **how)
-    lead, ignored = x.shape[:-1], None
-    if ids is not None and how.get("ignore_index") is not None:
-        ignored = (ids if ids.dim() < x.dim() else ids[..., 0]) == how["ignore_index"]
+    found, lead = stats(x, ids, **how), x.shape[:-1]
+    ignored = ignored_rows(x, ids, how.get("ignore_index", -100), how.get("mask"))
     flat = {name: t.reshape(lead.numel(), *t.shape[len(lead) :]) for name, t in found.items()}
     beside = [t.reshape(lead.numel(), *t.shape[len(lead) :]).to(x.dtype) for t in rows]
     value = formula(ll.RowStats(**flat), *beside).view(lead)
-    return oracle.over_rows(value, None if ignored is None else ~ignored, row_weight, reduction)
+    return oracle.over_rows(value, ~ignored, row_weight, reduction)
 
 
 def all_statistics(stats, *rows):
@@ -214,6 +222,7 @@ class Function(NamedTuple):
     impls: tuple[str, ...] = ("eager", "triton")
 
 
+MASK = {"mask": teachers.ROW_MASK}
 READ = {"temperature": args.TEMPERATURE, "softcap": args.SOFTCAP}
 REDUCED = {
     "reduction": args.choice("mean", "sum", "none"),
@@ -263,11 +272,11 @@ FUNCTIONS: dict[str, Function] = {
     "token_logprobs": Function(
         ll.token_logprobs, oracle.token_logprobs, READ | {"ids": args.NEEDED_IDS}
     ),
-    "row_stats": Function(ll.row_stats, stats, STATS),
-    "row_loss": Function(call_row_loss, row_loss, ROW_LOSS),
-    "score": Function(ll.score, score, SCORE),
-    "cross_entropy": Function(ll.cross_entropy, oracle.cross_entropy, CROSS_ENTROPY),
-    "linear_cross_entropy": Function(call_linear, oracle.cross_entropy, CROSS_ENTROPY),
+    "row_stats": Function(ll.row_stats, stats, STATS | MASK),
+    "row_loss": Function(call_row_loss, row_loss, ROW_LOSS | MASK),
+    "score": Function(ll.score, score, SCORE | MASK),
+    "cross_entropy": Function(ll.cross_entropy, cross_entropy, CROSS_ENTROPY | MASK),
+    "linear_cross_entropy": Function(call_linear, cross_entropy, CROSS_ENTROPY | MASK),
     "kl_div": Function(ll.kl_div, kl_div, KL_DIV),
     "jsd": Function(ll.jsd, jsd, JSD),
     "soft_cross_entropy": Function(ll.soft_cross_entropy, oracle.soft_cross_entropy, SOFT),
@@ -308,6 +317,7 @@ NOT_LOSSES = {  # public, and not called on logits: what they are tested by inst
     "Scores": "what score returns",
     "impl": "chosen by every case",
     "fuse": "of a model: tests/lazy/test_fuse.py; its logits are those of nn.FusedHead",
+    "is_fused": "of a model: tests/lazy/test_neighbours.py",
     "unfuse": "of a model: tests/lazy/test_fuse.py",
     "lazy_logits": "of fused heads: tests/lazy",
     "store": "targets on disk: tests/store",

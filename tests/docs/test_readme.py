@@ -28,7 +28,7 @@ def tables():
     return module
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/heads.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md", "docs/heads.md", "docs/masks.md"])
 def test_its_python_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

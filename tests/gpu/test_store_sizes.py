@@ -6,7 +6,7 @@ from torch import nn
 
 import logitless as ll
 from logitless.store import Header, Store, Writer, capture
-from logitless.store import format as _format
+from logitless.store import rows as _rows
 from tests.support.sizes import DEVICE, sized
 
 V, D, K = sized((151_936, 1024, 64), (150, 8, 16))
@@ -40,15 +40,13 @@ def test_captured_on_the_device(tmp_path):
 def test_encoded_as_on_a_cpu(values):
     header = Header(V, K, values)
     targets = ll.capture_topk(3 * torch.randn(ROWS, V, device=DEVICE), K)
-    found = _format.encoded(targets, header, sorted_=True)
-    want = _format.encoded(targets.to("cpu"), header)
+    found = _rows.encoded(targets, header, sorted_=True)
+    want = _rows.encoded(targets.to("cpu"), header)
     for name in header.layout():
         a, b = found[name].cpu(), want[name]
         if name.startswith("ids"):
             assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), name
-    got, plain = (
-        _format.decoded({n: t.cpu() for n, t in c.items()}, header) for c in (found, want)
-    )
+    got, plain = (_rows.decoded({n: t.cpu() for n, t in c.items()}, header) for c in (found, want))
     assert (got.logprobs - plain.logprobs).abs().max() < 0.1  # another step may be as good
     assert (got.logprobs - plain.logprobs).abs().mean() < 0.01
 
@@ -57,9 +55,9 @@ def test_encoded_as_on_a_cpu(values):
 def test_encoding_waits_for_nobody():
     targets = ll.capture_topk(torch.randn(ROWS, V, device=DEVICE), K)
     header = Header(V, K)
-    _format.encoded(targets, header, sorted_=True)
+    _rows.encoded(targets, header, sorted_=True)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _format.encoded(targets, header, sorted_=True)
+        _rows.encoded(targets, header, sorted_=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -84,10 +84,11 @@ def test_bug_04_softcap_comes_before_padding(V, device):
     x = torch.full((2, V), -100.0, device=device)
     want = torch.full((2,), -5 + math.log(V), device=device)
     torch.testing.assert_close(ll.logsumexp(x, softcap=5.0), want, rtol=0, atol=2e-6)
+    # Of logits far beyond the cap, 1 - tanh² would measure only the rounding of tanh.
     assert_is(
         lambda x: ll.logsumexp(x, softcap=5.0),
         lambda x: oracle.logsumexp(x, softcap=5.0),
-        x + torch.randn_like(x) * 95,
+        torch.randn_like(x) * 3 - 5,
     )
 
 

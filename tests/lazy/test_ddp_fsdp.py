@@ -1,7 +1,10 @@
-"""A model that ends in a fused head trains under DDP and FSDP2 exactly as one process without them.
+"""A model that ends in a fused head trains under DDP and FSDP exactly as one process without them.
 
 Two processes on one machine, by gloo; all cases in one run, for starting them takes a while.
 """
+
+import functools
+import warnings
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ V, D, STEPS = 11, 6, 5
 WRAPPERS = [
     "ddp", "ddp static_graph", "ddp find_unused_parameters",
     "fsdp root", "fsdp blocks", "fsdp head alone",
+    "fsdp1 root", "fsdp1 blocks", "fsdp1 head alone", "fsdp1 by size",
 ]  # fmt: skip
 CASES = [(wrapper, inside) for wrapper in WRAPPERS for inside in (False, True)]
 
@@ -53,6 +57,8 @@ def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
     kind, _, how = wrapper.partition(" ")
     if kind == "ddp":
         return DistributedDataParallel(model, **({how: True} if how else {}))
+    if kind == "fsdp1":
+        return wrapped_by_fsdp1(model, how)
     if how != "root":
         for block in model.body:
             fully_shard(block)
@@ -60,6 +66,36 @@ def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
         fully_shard(model.head)
     fully_shard(model)
     return model
+
+
+def wrapped_by_fsdp1(model: nn.Module, how: str) -> nn.Module:
+    """CLIENTS C5: FSDP1 around the head itself frees the weight, so that fuse steps aside."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+    def shard(module: nn.Module, **options) -> nn.Module:
+        here = torch.device("cpu")
+        return FullyShardedDataParallel(module, device_id=here, use_orig_params=True, **options)
+
+    if how == "by size":
+        policy = functools.partial(size_based_auto_wrap_policy, min_num_params=D * V)
+        return shard(model, auto_wrap_policy=policy)
+    if how == "blocks":
+        model.body = nn.ModuleList(map(shard, model.body))
+    if how == "head alone":
+        model.head = shard(model.head)
+    return shard(model)
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    """The parameters of a model that may be sharded."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return [p.detach().clone() for p in model.parameters()]
+    found = [p.detach() for p in model.parameters()]
+    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in found]
 
 
 def train(model: nn.Module, inside: bool, ranks: list[int]) -> list[torch.Tensor]:
@@ -73,18 +109,29 @@ def train(model: nn.Module, inside: bool, ranks: list[int]) -> list[torch.Tensor
             losses.append(model(x, target) if inside else loss_of(model(x), target))
         (sum(losses) / len(losses)).backward()
         optimizer.step()
-    found = [p.detach() for p in model.parameters()]
-    return [p.full_tensor() if hasattr(p, "full_tensor") else p for p in found]
+    return whole(model)
+
+
+def fused_model(wrapper: str) -> nn.Module:
+    """A FusedHead, or for FSDP1 a model that was fused before it was wrapped."""
+    if wrapper.startswith("fsdp1"):
+        return ll.fuse(Model(fused=False), head="head")
+    return Model(fused=True)
 
 
 def in_process(rank: int) -> dict[tuple[str, bool], float | str]:
     """What each of the two processes does: how far each case is from one process, or its error."""
     outcomes = {}
+    warnings.simplefilter("ignore")  # FSDP1 is deprecated; that fuse steps aside is in is_fused
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=PATIENCE)
     want = train(Model(fused=False), True, [0, 1])
     for wrapper, inside in CASES:
         try:
-            found = train(wrapped(Model(fused=True), wrapper), inside, [rank])
+            model = wrapped(fused_model(wrapper), wrapper)
+            found = train(model, inside, [rank])
+            if wrapper.startswith("fsdp1"):
+                aside = wrapper in ("fsdp1 head alone", "fsdp1 by size")
+                assert bool(ll.is_fused(model)) != aside, ll.is_fused(model)
             far = largest(float((a - b).abs().max()) for a, b in zip(found, want, strict=True))
         except Exception as error:
             far = f"{type(error).__name__}: {error}"

@@ -82,35 +82,35 @@ def test_pickled(ids, device):
     assert_fused_and_right(model, ids)
 
 
-class Quantised(nn.Linear):
-    def forward(self, input):
-        return super().forward(input) * 2
-
-
-def wrapped(model):
-    model.lm_head.forward = lambda input: input
-    return model
-
-
 def of_bytes():
     head = nn.Linear(D, V)
     head.weight = nn.Parameter(torch.zeros(V, D, dtype=torch.int8), requires_grad=False)
     return head
 
 
+class Sharded(nn.Module):
+    """A linear layer inside a module whose names are those of FSDP1."""
+
+    def __init__(self):
+        super().__init__()
+        self._fsdp_wrapped_module = nn.Linear(D, V)
+
+    def forward(self, x):
+        return self._fsdp_wrapped_module(x)
+
+
 @pytest.mark.parametrize(
     ("make", "how", "kind", "match"),
     [
-        (lambda: Model(Quantised(D, V)), {}, TypeError, "head must be an nn.Linear with its own"),
         (lambda: Model(nn.Conv1d(D, V, 1)), {}, TypeError, "got torch.nn.modules.conv.Conv1d"),
-        (lambda: nn.Sequential(nn.Linear(D, V)), {}, ValueError, "head must be named for Sequen"),
-        (Model, {"head": "nowhere"}, AttributeError, "nowhere"),
         (
-            lambda: wrapped(Model()),
+            lambda: Model(nn.ModuleList([nn.Linear(D, V)])),
             {},
             TypeError,
-            "head must not have a forward set on it by another wrapper, got one",
+            "head must be a linear layer or a wrapper of one, got torch.nn.modules.container.Mod",
         ),
+        (lambda: nn.Sequential(nn.Linear(D, V)), {}, ValueError, "head must be named for Sequen"),
+        (Model, {"head": "nowhere"}, AttributeError, "nowhere"),
         (
             Model,
             {"head": nn.Linear(D, V)},
@@ -120,7 +120,21 @@ def of_bytes():
         (Model, {"hidden": 3}, TypeError, "fuse must be given arguments among"),
         (Model, {"worksp": 3}, TypeError, "Did you mean 'workspace'"),
         (Model, {"main_grad": 3}, TypeError, "options must not name main_grad"),
+        # HUNT 18
+        (Model, {"head": 3}, TypeError, "head must be a module of the model or its name, got 3"),
+        (Model, {"workspace": -1}, ValueError, "workspace must be positive, got -1"),
+        (Model, {"workspace": "x"}, TypeError, "workspace must be an int, in bytes, got 'x'"),
+        (Model, {"accumulate": "foo"}, ValueError, "accumulate must be one of"),
+        (Model, {"logits_dtype": torch.int8}, ValueError, "logits_dtype must be one of"),
+        (Model, {"logits_dtype": "fp32"}, ValueError, "logits_dtype must be one of"),
+        (Model, {"drop_ignored": 3}, TypeError, "drop_ignored must be True or False, got 3"),
         (lambda: Model(of_bytes()), {}, TypeError, "head must have a floating-point weight, got"),
+        (
+            lambda: Model(Sharded()),
+            {},
+            TypeError,
+            "head must not be inside a FullyShardedDataParallel of its own",
+        ),
     ],
 )
 def test_refused(make, how, kind, match):
@@ -143,8 +157,9 @@ def test_a_replica_uses_its_own_weight(ids, device):
     replica._modules = {**model._modules, "lm_head": replica.lm_head}
     replica.lm_head.weight = model.lm_head.weight.detach().clone().requires_grad_()
     replica.lm_head.bias = None
-    replica(ids)
-    assert replica.lm_head.forward.__self__ is replica.lm_head
+    F.cross_entropy(replica(ids).view(-1, V), ids.view(-1)).backward()
+    assert replica.lm_head.weight.grad.abs().sum() > 0
+    assert model.lm_head.weight.grad is None
 
 
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])

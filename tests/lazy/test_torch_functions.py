@@ -8,7 +8,19 @@ import torch.nn.functional as F
 
 import logitless as ll
 from logitless.lazy.logits import LazyLogits
+from tests.support.laws import error
 from tests.support.lazy_models import T, V, assert_same, distilled, model
+
+
+def columns(z):
+    """One number per column."""
+    return torch.linspace(0, 1, V).to(z)
+
+
+def other(z):
+    """Other logits."""
+    return torch.linspace(-2, 1, z.numel()).sin().to(z).view(z.shape)
+
 
 ABSORBED = {
     "F.cross_entropy": lambda z, t: F.cross_entropy(z.view(-1, V), t.view(-1)),
@@ -99,6 +111,74 @@ ABSORBED = {
         + distilled(z * 0.3)
         + ll.soft_cross_entropy(z * 0.3, torch.full(z.shape, 1 / V).to(z))
     ),
+    # CLIENTS, the table of operations that were materialised
+    "bias": lambda z, t: F.cross_entropy((z + columns(z)).view(-1, V), t.view(-1)),
+    "biases": lambda z, t: F.cross_entropy(
+        (columns(z)[None] + z / 2 - 3 * columns(z).view(1, 1, V)).view(-1, V), t.view(-1)
+    ),
+    "a number more": lambda z, t: (z + 1.5).logsumexp(-1).square().sum(),
+    "mean": lambda z, t: (
+        z.mean() + z.mean(-1).square().sum() + z.mean((0, 2)).square().sum() + z.sum().square()
+    ),
+    "sums": lambda z, t: (
+        z.sum((1, 2), keepdim=True).square().sum() + z.log_softmax(-1).mean() + z.sum(axis=-1).sum()
+    ),
+    "take_along_dim": lambda z, t: torch.take_along_dim(
+        z.log_softmax(-1), t.clamp(min=0)[..., None], -1
+    ).sum(),
+    "F.kl_div": lambda z, t: (
+        F.kl_div(z.log_softmax(-1), other(z).softmax(-1), reduction="batchmean")
+        + F.kl_div(F.log_softmax(z / 2, -1), other(z), reduction="sum", log_target=True)
+        + F.kl_div(other(z).log_softmax(-1), z.log_softmax(-1), reduction="sum", log_target=True)
+    ),
+    "F.kl_div of two lazy ones": lambda z, t: (
+        F.kl_div(
+            F.log_softmax(z / 2, -1),
+            F.log_softmax(z.detach()[[1, 0]] / 3, -1),
+            reduction="batchmean",
+            log_target=True,
+        )
+        + F.kl_div(
+            z.detach()[[1, 0]].log_softmax(-1), z.log_softmax(-1), reduction="sum", log_target=True
+        )
+    ),
+    "soft labels": lambda z, t: (
+        F.cross_entropy(z.view(-1, V), other(z).softmax(-1).view(-1, V), label_smoothing=0.1)
+        + F.cross_entropy(z.mT, 2 * other(z).softmax(-1).mT, weight=1 + columns(z))
+        + F.cross_entropy((z * 3).view(-1, V), other(z).softmax(-1).view(-1, V), reduction="none")
+        .square()
+        .sum()
+    ),
+    "max": lambda z, t: (
+        z.max(-1).values.square().sum() + z.max(dim=-1, keepdim=True)[0].sum() + z.max() * 2
+    ),
+    "min": lambda z, t: (
+        z.min(-1)[0].square().sum()
+        + torch.amin(z, -1).sum()
+        + z.amax(-1, keepdim=True).sum()
+        + z.min().square()
+    ),
+    "topk": lambda z, t: z.topk(3, -1).values.square().sum() + torch.topk(z, 2)[0].sum(),
+    "softmax, gathered": lambda z, t: (
+        z.softmax(-1).gather(-1, t.clamp(min=0)[..., None]).square().sum()
+        + F.softmax(z / 2, dim=-1).max(-1)[0].sum()
+        + (3 * z.softmax(-1)).topk(2, -1)[0].sum(-1).square().sum()
+        + z.log_softmax(-1).exp().amax(-1).sum()
+        + z.softmax(-1).view(-1, V).mean()
+    ),
+    "masked columns": lambda z, t: (
+        F.cross_entropy(
+            z.masked_fill(columns(z) > 0.8, -torch.inf).view(-1, V), t.clamp(max=7).view(-1)
+        )
+        + z.masked_fill(columns(z)[None] > 0.8, 2.0).logsumexp(-1).sum()
+        + (z / 2).masked_fill(columns(z) > 0.8, 2.0).sum(-1).square().sum()
+    ),
+    "cat": lambda z, t: F.cross_entropy(
+        torch.cat([z, z[:1] * 1.0]).view(-1, V), torch.cat([t, t[:1]]).view(-1)
+    ),
+    "negative scale": lambda z, t: (
+        F.cross_entropy((-z).view(-1, V), t.view(-1)) + (-torch.tanh(z / 2) * 3).logsumexp(-1).sum()
+    ),
     "row_loss": lambda z, t: ll.row_loss(
         lambda s, a: -s.logprob * a, z, t, rows=(t.to(z.dtype),), ignore_index=-100
     ),
@@ -114,15 +194,31 @@ def test_absorbed(name, bias, x, t):
         z = model(True, x.device, bias)(x)
         ABSORBED[name](z, t).backward()
         assert z.dense_values is None
+        assert_gradient_of_logits(x, lambda z: ABSORBED[name](z, t), bias)
         assert_same(x, lambda z: ABSORBED[name](z, t), bias=bias)
+
+
+def assert_gradient_of_logits(x, loss, bias):
+    """CLIENTS C7: the gradient of the logits can be read."""
+    want, got = (model(fused, x.device, bias)(x) for fused in (False, True))
+    (want,), (got,) = (torch.autograd.grad(loss(z), z) for z in (want, got))
+    assert torch.allclose(got.double(), want, atol=1e-12)
+    assert error(got.norm(), want.norm()) < 1e-11
 
 
 MADE = {
     "on the host": lambda z, t: F.cross_entropy(z.cpu().view(-1, V), t.cpu().view(-1)),
-    "topk": lambda z, t: z.topk(3, -1).values.square().mean(),
     "with other arguments": lambda z, t: z.float(memory_format=torch.preserve_format).exp().sum(),
     "split columns": lambda z, t: z.split(4, -1)[1].sum(),
-    "exp": lambda z, t: z.exp().mean(),
+    "sin": lambda z, t: z.sin().mean(),
+    "exp of all": lambda z, t: z.exp().square().mean(),
+    "a mask of values": lambda z, t: z.masked_fill(other(z) > 0, 0.0).square().sum(),
+    "a bias per row": lambda z, t: F.cross_entropy((z + other(z)).view(-1, V), t.view(-1)),
+    "F.kl_div by value": lambda z, t: (
+        F.kl_div(z.log_softmax(-1), other(z).softmax(-1), reduction="none").square().sum()
+    ),
+    "joined with a plain one": lambda z, t: torch.cat([z, other(z)]).square().sum(),
+    "sum over rows": lambda z, t: z.sum(0).square().sum(),
     "classes second, as a sum": lambda z, t: z.transpose(1, 2).logsumexp(1).sum(),
     "classes last of three": lambda z, t: F.cross_entropy(z, t[:, :1].expand(-1, V) % T),
     "softmax": lambda z, t: (z.softmax(-1) * torch.arange(V).to(z)).sum(),
@@ -133,7 +229,6 @@ MADE = {
     ),
     "of a view": lambda z, t: F.cross_entropy(z[0], t[0]) + z[1].exp().mean(),
     "of a softcap": lambda z, t: (torch.tanh(z / 3) * 3).square().mean(),
-    "negative scale": lambda z, t: F.cross_entropy((-z).view(-1, V), t.view(-1)),
     "of log p": lambda z, t: (z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(),
     "plus dense": lambda z, t: F.cross_entropy((z + 0.1 * z.detach()).view(-1, V), t.view(-1)),
     "materialize": lambda z, t: getattr(z, "materialize", lambda: z)().square().sum(),
@@ -179,6 +274,12 @@ def test_other_forms_of_a_call(x, t):
     same(z.mul(other=2.0), plain.mul(other=2.0))
     same(z[:1].squeeze(), plain[:1].squeeze())
     same(z[(z > 0).cpu().numpy()], plain[(plain > 0).cpu().numpy()])
+    same(torch.isfinite(z).all(), torch.isfinite(plain).all())
+    same(z.isnan().any(-1), plain.isnan().any(-1))
+    same(torch.cat(tensors=[z, z], dim=1), torch.cat(tensors=[plain, plain], dim=1))
+    for found, want in ((z.max(-1), plain.max(-1)), (z.topk(2), plain.topk(2))):
+        assert type(found) is type(want)
+        same(found.indices, want.indices)
     same((z.log_softmax(-1) * 0).argmax(-1), (plain.log_softmax(-1) * 0).argmax(-1))
     tiny = (F.cross_entropy((logits * 1e-13)[1], t[1]) for logits in (z, plain))
     same(*tiny)

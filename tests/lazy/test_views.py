@@ -1,10 +1,12 @@
 """Operations that move rows of lazy logits, or slice their vocabulary."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.lazy_models import assert_same, model
+import logitless as ll
+from tests.support.lazy_models import V, assert_same, model
 
 
 @pytest.mark.parametrize(
@@ -58,10 +60,93 @@ def test_hidden_must_not_change_before_a_view(x, t):
         z[1:]
 
 
-def test_a_mask_must_not_change_before_backward(x, t):
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+def test_what_a_caller_writes_later_changes_nothing(x, t):
+    """An index, a mask or a bias is read when the operation is called."""
+    mask, order = t > 3, torch.tensor([1, 0], device=x.device)
+    columns, bias = torch.arange(V, device=x.device) > 5, torch.linspace(-1, 1, V).to(x)
+
+    def read(z):
+        return z[mask], z[order], z.index_select(0, order), z + bias, z.masked_fill(columns, -3.0)
+
+    want = [torch.sigmoid(part) for part in read(model(False, x.device)(x))]
+    got = read(model(True, x.device)(x))
+    for written in (mask, order, columns, bias):
+        written.zero_()
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(torch.sigmoid(a), b)
+
+
+def test_an_index_made_in_inference_mode(x):
+    with torch.inference_mode(), ll.lazy_logits():
+        z, index = model(True, x.device)(x), torch.tensor([1, 0], device=x.device)
+        assert torch.equal(z[index].materialize(), z.materialize()[index])
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+@pytest.mark.parametrize("first", [True, False])
+def test_cat_with_a_batch_without_gradient(first, x, t):
+    found = []
+    for fused in (True, False):
+        m = model(fused, x.device)
+        z = m(x)
+        parts = [z[:1].detach(), z[1:]] if first else [z[:1], z[1:].detach()]
+        F.cross_entropy(torch.cat(parts).view(-1, V), t.view(-1)).backward()
+        found.append([p.grad for p in m.parameters()])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_no_rows_and_bad_ids(x):
     z = model(True, x.device)(x)
-    mask = t > 3
-    loss = F.cross_entropy(z[mask], t[mask])
-    mask.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+    none = z[torch.zeros(x.shape[:-1], dtype=torch.bool, device=x.device)]
+    assert none.topk(2).values.shape == (0, 2)
+    assert none.amax(-1).shape == (0,)
+    z = model(True, "cpu")(x.cpu())
+    with pytest.raises((IndexError, RuntimeError)):
+        z.gather(-1, torch.full((*x.shape[:-1], 2), -100))
+
+
+INDICES = {
+    "uint8 mask": lambda z: z[(torch.arange(10).view(2, 5) > 3).to(torch.uint8)],
+    "no rows": lambda z: z[[]],
+    "no rows, second": lambda z: z[:, []],
+    "an array": lambda z: z[np.array([1, 0])],
+    "a list of booleans": lambda z: z[[True, False]],
+    "True": lambda z: z[True],
+    "None": lambda z: z[None, :, 1],
+    "a tensor of one": lambda z: z[torch.tensor(1)],
+    "negative": lambda z: z[-1, [-1, -2]],
+    "two lists": lambda z: z[[0, 1], [2, 3]],
+    "a mask of values": lambda z: z[z > 0],
+    "a mask of rows and a column": lambda z: z[torch.arange(2) > 0, :, 3],
+}
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("name", INDICES)
+def test_any_index(name, x):
+    """HUNT 14."""
+    z, plain = (INDICES[name](model(fused, x.device)(x)) for fused in (True, False))
+    assert z.shape == plain.shape
+    torch.testing.assert_close(z.detach().clone() + 0, plain.detach())
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda z: z.view(3, -1, 11), lambda z: z.reshape(7, 11), lambda z: z[torch.ones(3) > 0],
+        lambda z: z[5], lambda z: z.narrow(1, 4, 3), lambda z: z.index_select(0, torch.tensor(9)),
+        lambda z: z[:, torch.tensor([7])], lambda z: z.view(-1, -1, 11), lambda z: z.split([1, 2]),
+    ],
+)  # fmt: skip
+def test_errors_are_those_of_the_logits(op, x):
+    """HUNT 22: the message names the user's shapes, not those of the hidden states."""
+    said = []
+    for fused in (False, True):
+        with pytest.raises((RuntimeError, IndexError)) as raised:
+            op(model(fused, "cpu")(x.cpu()))
+        said.append(str(raised.value).split("\n")[0])
+    assert said[0] == said[1]

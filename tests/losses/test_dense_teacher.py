@@ -263,7 +263,9 @@ def test_functorch(impl, device):
     x, t = make(("jsd", 0.5), device=device)
     got = torch.func.grad(lambda x: jsd(x, t))(x)
     _, want = value_and_grad(lambda x: jsd(x, t), x, torch.ones((), device=device))
-    assert torch.equal(got, want)
+    # A GPU computes value and gradient in one kernel here, and in two under torch.func.
+    rounding = 4 * torch.finfo(want.dtype).eps
+    torch.testing.assert_close(got, want, rtol=rounding, atol=rounding * float(want.abs().max()))
 
 
 def test_results_may_be_written_to(impl, device):

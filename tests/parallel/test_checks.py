@@ -35,7 +35,7 @@ class TestRefused:
             z = ll.LinearLogits(torch.zeros(1, 3), torch.zeros(2, 3)) / 2
             ll.VocabShard(ll.VocabShard(z, ranks).whole().whole(), ranks)
 
-        words = "source must be this rank's columns, got lazy logits of all ranks: give them to"
+        words = "source must be this rank's columns, got lazy logits of all ranks; pass the lazy"
         self.refused(work, TypeError, words)
 
     def test_ranks_are_told_once(self, monkeypatch):
@@ -97,3 +97,26 @@ class TestRefused:
         want, d_want = plainly(call, x)
         torch.testing.assert_close((got[0], d_got), (want[0], d_want), equal_nan=True)
         assert got[0].isnan().tolist() == [False, True, False, False, True]
+
+
+NO_COUNT = "count must be one number, or a tensor of one number, got"
+NO_SUM = "loss_sum must be one floating-point number as a tensor, such as a loss with"
+
+
+@pytest.mark.parametrize(
+    ("loss_sum", "count", "error", "words"),
+    [
+        (torch.ones(()), None, TypeError, NO_COUNT),
+        (torch.ones(()), torch.ones(3), TypeError, NO_COUNT),
+        (torch.ones(()), True, TypeError, NO_COUNT),
+        (1.0, 3, TypeError, f"{NO_SUM} .* got float"),
+        (torch.ones(3), 3, TypeError, rf"{NO_SUM} .* got torch.float32 of shape \(3,\)"),
+        (torch.ones(()).long(), 3, TypeError, f"{NO_SUM} .* got torch.int64 of shape"),
+        (torch.ones(()), -1, ValueError, r"count must be at least 0, got -1\.0"),
+        (torch.ones(()), torch.tensor(-2), ValueError, r"count must be at least 0, got -2\.0"),
+    ],
+)
+def test_arguments_of_global_mean(loss_sum, count, error, words):
+    """HUNT 23."""
+    with pytest.raises(error, match=words):
+        ll.global_mean(loss_sum, count)

@@ -54,6 +54,24 @@ def assert_captured(store, model, documents, k=K, **how):
 
 
 class TestCapture:
+    def test_empty_documents_are_passed_over(self, tmp_path):
+        """HUNT 23: as a list and as a tensor, alone and beside others."""
+        model = Teacher()
+        empty = torch.empty(0, dtype=torch.int64)
+        with open_writer(tmp_path) as writer:
+            for batch in ([], [[]], [empty], [[], [1, 2]], [empty, [3]], torch.empty(2, 0).long()):
+                capture(model, [batch], writer, head="head")
+            assert len(writer) == 2
+            for batch, message in (
+                ([1, 2], "a document must be a list or a tensor of token ids, got 1"),
+                ("text", "a batch must be a list of documents, .* got str"),
+                (5, "a batch must be a list of documents, .* got int"),
+                ([["a"]], "a document must be a list or a tensor of token ids"),
+                ([[1.5]], "input_ids must hold integers"),
+            ):
+                with pytest.raises(TypeError, match=message):
+                    capture(model, [batch], writer, head="head")
+
     def test_documents(self, tmp_path):
         model, documents, seen = Teacher().train(), texts(5, 9, 1, 30), []
         with open_writer(tmp_path) as writer:

@@ -1,5 +1,6 @@
 """What inference servers tell of a prompt becomes targets."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -106,7 +107,8 @@ class TestServers:
         [
             (
                 lambda o: setattr(o, "prompt_logprobs", None),
-                "output must have the prompt_logprobs of vLLM, got NoneType",
+                "output must have vLLM's prompt_logprobs, or vLLM's logprobs and the ids of its .*"
+                "max_logprobs=k",
             ),
             (
                 lambda o: setattr(o, "prompt_token_ids", None),
@@ -124,7 +126,7 @@ class TestServers:
             (
                 lambda o: o.prompt_logprobs.reverse() or o.prompt_logprobs.insert(0, None) or
                 o.prompt_logprobs.pop(),
-                "must have the prompt's own token 3 at place 1, got .* prompt, or are shifted",
+                "must have the text's own token 3 at place 1, got .* another text, or are shifted",
             ),
             (
                 lambda o: o.prompt_logprobs[2].update({3: SimpleNamespace(logprob=0.9)}),
@@ -139,3 +141,126 @@ class TestServers:
     def test_what_cannot_be_right(self, change, message):
         with pytest.raises(ValueError, match=message):
             from_vllm(self.changed(change), k=4)
+
+
+class TestCompletions:
+    """NEWCOMER B4: a prompt of two tokens and a completion of three, with `logprobs`."""
+
+    PROMPT, TOKENS = [7, 3], [3, 9, 1]
+
+    def rows(self):
+        torch.manual_seed(0)
+        return torch.randn(5, V).mul(2).log_softmax(-1)
+
+    def entries(self, k=4):
+        """Of each generated token: the row before it, with the token itself."""
+        found = []
+        for row, token in zip(self.rows()[1:4], self.TOKENS, strict=True):
+            found.append({i: float(row[i]) for i in {*row.topk(k).indices.tolist(), token}})
+        return found
+
+    def assert_right(self, tokens, targets):
+        assert tokens.tolist() == self.PROMPT + self.TOKENS
+        want = ll.capture_topk(self.rows(), 4)
+        assert targets.mask.any(-1).tolist() == [False, True, True, True, False]
+        assert torch.equal(targets.ids[1:4], want.ids[1:4])
+        assert (targets.logprobs - want.logprobs)[1:4].abs().max() < 1e-6
+
+    def vllm(self, **more):
+        logprobs = [{i: SimpleNamespace(logprob=p) for i, p in e.items()} for e in self.entries()]
+        outputs = [SimpleNamespace(token_ids=tuple(self.TOKENS), logprobs=logprobs)]
+        about = {"prompt_token_ids": self.PROMPT, "prompt_logprobs": None, "outputs": outputs}
+        return SimpleNamespace(**(about | more))
+
+    def test_vllm(self, tmp_path):
+        tokens, targets = from_vllm(self.vllm(), k=4)
+        self.assert_right(tokens, targets)
+        with stores.open_writer(tmp_path, vocab_size=V) as writer:
+            writer.add(tokens, targets)
+        assert Store(tmp_path)[0][1].mask.any(-1).tolist() == [False, True, True, True, False]
+
+    def test_vllm_s_prompt_and_completion(self):
+        row = self.rows()[0]
+        prompt = [None, {i: SimpleNamespace(logprob=float(row[i])) for i in (3, 4)}]
+        output = self.vllm(prompt_logprobs=prompt)
+        tokens, targets = from_vllm(output, k=4, completion=True)
+        assert tokens.tolist() == self.PROMPT + self.TOKENS
+        assert targets.mask.any(-1).tolist() == [True] * 4 + [False]
+        tokens, targets = from_vllm(output, k=4)
+        assert tokens.tolist() == self.PROMPT
+        assert targets.mask.any(-1).tolist() == [True] * 2
+
+    def test_vllm_s_servers(self):
+        """Both forms of an OpenAI-compatible server, with return_tokens_as_token_ids."""
+        named = [{f"token_id:{i}": p for i, p in e.items()} for e in self.entries()]
+        tokens = [f"token_id:{i}" for i in self.TOKENS]
+        plain = {"tokens": tokens, "top_logprobs": named}
+        content = [
+            {"token": token, "logprob": e[token],
+             "top_logprobs": [{"token": i, "logprob": p} for i, p in e.items()]}
+            for token, e in zip(tokens, named, strict=True)
+        ]  # fmt: skip
+        for logprobs in (plain, {"content": content}):
+            choice = {"logprobs": logprobs}
+            output = {"prompt_token_ids": self.PROMPT, "choices": [{}, choice]}
+            self.assert_right(*from_vllm(output, k=4, choice=1))
+        words = {"tokens": [" a"] * 3, "top_logprobs": [{" a": -1.0}] * 3}
+        with pytest.raises(ValueError, match="name tokens by their ids, got ' a'"):
+            from_vllm({"choices": [{"logprobs": words}]}, self.PROMPT, k=4)
+
+    def test_sglang(self):
+        own = [[e[t], t, None] for e, t in zip(self.entries(), self.TOKENS, strict=True)]
+        top = [[[p, i, None] for i, p in e.items()] for e in self.entries()]
+        about = {"output_token_logprobs": own, "output_top_logprobs": top}
+        self.assert_right(*from_sglang({"meta_info": about}, self.PROMPT, k=4))
+
+    def test_the_limit_of_vllm_is_said(self):
+        """NEWCOMER B3."""
+        with pytest.raises(ValueError, match="at most 20 per token unless it is started with max_"):
+            from_vllm({"prompt_token_ids": [1]}, k=64)
+
+    @pytest.mark.parametrize(
+        ("output", "message"),
+        [
+            ({"choices": []}, "must have a list of completions in its choices, got none"),
+            ({"choices": 5}, "must have a list of completions in its choices, got int"),
+            ({"prompt_logprobs": [None, {"3": None}]}, "must hold logarithms of .*, got None"),
+            ({"prompt_logprobs": [None, {"3": "x"}]}, "must hold logarithms of prob.*, got 'x' at"),
+            ({"prompt_logprobs": [None, [3]]}, "must have an object of ids and .*, got list at pl"),
+            ({"prompt_logprobs": [None, {"three": -1.0}]}, "must name tokens by their ids, got"),
+            ({"prompt_logprobs": {"a": 1}}, "prompt_logprobs must be a list, got dict"),
+            ({"prompt_logprobs": [None, {"3": math.nan}]}, "must hold logarithms of .*, got nan"),
+            ({"prompt_token_ids": [7, 1.5]}, "must have whole numbers as token ids, got 1.5"),
+            ({"prompt_token_ids": [7, True]}, "must have whole numbers as token ids, got True"),
+        ],
+    )  # fmt: skip
+    def test_bad_outputs_of_vllm(self, output, message):
+        """HUNT 21."""
+        good = {"prompt_token_ids": [7, 3], "prompt_logprobs": [None, {"3": -1.0}]}
+        assert from_vllm(good, k=4)[0].tolist() == [7, 3]
+        with pytest.raises(ValueError, match=message):
+            from_vllm(good | output, k=4)
+
+    @pytest.mark.parametrize(
+        ("own", "top", "message"),
+        [
+            ([[None, 7]], [None, [[-1.0, 3]]], "must have an entry for each of 1 tokens, got 2"),
+            ([[None, 7], [-1.0]], [None, [[-1.0, 3]]], r"must have lists of \(logprob, id, text\)"),
+            (
+                [[None, 7], [-1.0, 3]],
+                [None, [3]],
+                r"must have lists of \(logprob, id, text\), got 3",
+            ),
+            ([[None, 7], [-1.0, 3]], [None, [[None, 3]]], "must hold logarithms of .*, got None"),
+        ],
+    )
+    def test_bad_outputs_of_sglang(self, own, top, message):
+        """HUNT 21."""
+        about = {"input_token_logprobs": own, "input_top_logprobs": top}
+        with pytest.raises(ValueError, match=message):
+            from_sglang({"meta_info": about}, k=4)
+
+    def test_no_slots(self):
+        """HUNT 21."""
+        with pytest.raises(ValueError, match=r"k must lie in \[1, 65536\], got 0"):
+            from_vllm(self.vllm(), k=0)

@@ -11,21 +11,14 @@ from logitless.store import journal as _journal
 from tests.support import stores
 from tests.support.forked import FORKED, start
 from tests.support.patience import HANG
-from tests.support.stores import assert_near, document, documents, open_writer
-
-
-def abandon(writer):
-    """As the system does to the files of a process that was killed."""
-    os.close(writer.journal.file)
-    os.close(writer.lock)
-    writer.closed = True
-
-
-def assert_holds(store, found):
-    assert len(store) == len(found)
-    for tokens, targets in found:
-        assert_near(store[store.find(tokens)][1], targets)
-    assert store.verify()
+from tests.support.stores import (
+    abandon,
+    assert_holds,
+    assert_near,
+    document,
+    documents,
+    open_writer,
+)
 
 
 def add_for_long(path, sender):

@@ -111,6 +111,17 @@ class TestFinding:
         with pytest.raises(ValueError, match="lengths must add up to at most 5 tokens per row"):
             store.targets_for(torch.zeros(2, 5).long(), [6, 1])
 
+    def test_lengths_that_are_none(self, some):
+        """HUNT 23."""
+        _, store = some
+        for lengths in (2, torch.tensor(2), "ab", 1.5):
+            with pytest.raises(
+                TypeError, match="lengths must be a list or a tensor with an entry per row, got"
+            ):
+                store.targets_for(torch.zeros(2, 5).long(), lengths)
+        with pytest.raises(TypeError, match=r"lengths must be whole numbers, got 1\.5"):
+            store.targets_for(torch.zeros(2, 5).long(), [1.5, 2])
+
     def test_numbers(self, some):
         _, store = some
         assert len(store) == 5

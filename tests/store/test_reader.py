@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from logitless.store import Header, Store, Writer
+from logitless.store import folder as _folder
 from logitless.store import format as _format
-from logitless.store import shard as _shard
+from logitless.store import rows as _rows
 from logitless.targets import safetensors as _safetensors
 from tests.support import stores
 
@@ -18,7 +19,7 @@ def packed(tmp_path_factory):
     """A store of a document of 2,048 tokens and of 16 that fill as many; the tokens of the 16."""
     path = tmp_path_factory.mktemp("packed") / "store"
     header = Header(151_936, 64)
-    rows = _format.encoded(stores.teacher(2048, 151_936, 64), header)
+    rows = _rows.encoded(stores.teacher(2048, 151_936, 64), header)
     parts = [torch.randint(0, 151_936, (128,)) for _ in range(16)]
     with Writer(path, vocab_size=151_936, k=64) as writer:
         writer.append(torch.randint(0, 151_936, (2048,)), rows)
@@ -42,7 +43,7 @@ def test_a_packed_batch(packed, rows, known):
 def test_opening_a_hundred_million_tokens_reads_where_documents_begin(tmp_path):
     """Their files are holes except for the starts of documents, and no index is made."""
     header = Header(151_936, 64)
-    _shard.write_header(tmp_path, header)
+    _folder.write_header(tmp_path, header)
     tokens, each = 1_200_000, 1000
     sparse_shard(tmp_path / "0-000000.safetensors", header, tokens, each)
     for i in range(1, 84):

@@ -1,1 +1,1 @@
-"""What tests of several rooms share: references, laws, random inputs, ranks and processes."""
+"""Helpers for the tests of several rooms: references, laws, random inputs, ranks and processes."""

@@ -1,10 +1,11 @@
-"""Compile every kernel variant for a GPU that isn't here, and say what each one costs.
+"""Compiles every kernel variant for a GPU without having this GPU, and prints its resources.
 
     python -m tests.support.aot cuda:90      (TRITON_INTERPRET unset)
 
-Launches are recorded from the real launchers, on CPU tensors, and compiled instead of run, so what
-is compiled is what a GPU would be given. Prints one JSON line a kernel variant: all of them for
-Hopper, where the numbers are looked at, and a dozen of the cases for each other GPU.
+The real launchers are called with CPU tensors. Their launches are recorded and compiled, but not
+run. So the compiled kernels are those that a GPU would run. The command prints one JSON line per
+kernel variant. For Hopper, all variants are compiled, because the tests check their resources. For
+each other GPU, a few variants are compiled.
 """
 
 import contextlib
@@ -49,7 +50,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def source_of(kernel, args, kwargs):
-    """What Triton would specialise a launch to: None and 1 are constants. And its arguments."""
+    """The source that Triton would compile for a launch, its options and its arguments.
+
+    Arguments that are None or 1 become constants.
+    """
     bound = dict(zip(kernel.arg_names, args, strict=False))
     options = {k: kwargs[k] for k in kwargs if k not in kernel.arg_names}
     bound.update({k: v for k, v in kwargs.items() if k in kernel.arg_names})
@@ -78,7 +82,7 @@ def source_of(kernel, args, kwargs):
 
 @contextlib.contextmanager
 def recording():
-    """Launches made in this block, recorded and not run."""
+    """Yields a list of the launches in this block. The launches are recorded but not run."""
     launches = []
 
     def record(self, *args, grid, warmup, **kwargs):
@@ -89,14 +93,14 @@ def recording():
 
 
 class Variant(NamedTuple):
-    """One way to call the launchers."""
+    """The arguments of one call of the launchers."""
 
     dtype: torch.dtype
-    V: int = 32768  # 50257: rows that are not 16-byte aligned
-    split: bool = False  # rows are too few to fill the GPU
+    V: int = 32768  # with V = 50257, rows are not 16-byte aligned
+    split: bool = False  # whether rows are split because few rows do not fill the GPU
     K: int = 1
     softcap: float | None = None
-    everything: bool = False  # every statistic, class weights, a temperature a row
+    everything: bool = False  # every statistic, class weights, one temperature per row
 
     def __str__(self) -> str:
         extras = " split" * self.split + " softcap" * bool(self.softcap)
@@ -105,7 +109,7 @@ class Variant(NamedTuple):
 
 
 def variants() -> list[Variant]:
-    """Every dtype by alignment and splits; every option at the extremes of both."""
+    """All combinations of dtype, alignment and splits, and each option for some of them."""
     dtypes = (BF16, FP16, FP32)
     plain = [Variant(*v) for v in itertools.product(dtypes, (32768, 50257), (False, True))]
     capped = [Variant(dtype, softcap=30.0) for dtype in dtypes]
@@ -128,20 +132,18 @@ def variants() -> list[Variant]:
 
 
 def few() -> list[Variant]:
-    """Every kernel, each dtype and each option once."""
+    """Few variants that launch every kernel, with each dtype and each option at least once."""
     return [
         Variant(BF16),
-        Variant(FP16, 50257),
-        Variant(FP32, 50257, split=True),
-        Variant(BF16, softcap=30.0, everything=True),
+        Variant(FP16, 50257, everything=True),
+        Variant(FP32, 50257, split=True, softcap=30.0, everything=True),
         Variant(BF16, 50257, K=8, softcap=30.0, everything=True),
-        Variant(FP32, 50257, split=True, K=8, everything=True),
         Variant(BF16, V=1, K=2),
     ]
 
 
 def reading_of(v: Variant) -> Reading:
-    """A label, ids where there are several, and what a loss over them wants."""
+    """A Reading with labels, with ids if K > 1, and with the statistics of the variant."""
     wants = ("nll",) if v.K == 1 else ("logprob",)
     if v.everything:
         wants += ("lse", "picked", "entropy", "total", "log_total", "argmax")
@@ -152,6 +154,7 @@ def reading_of(v: Variant) -> Reading:
         ids=None if v.K == 1 else torch.zeros(2, v.K, dtype=torch.int64),
         class_weight=torch.ones(v.V) if v.everything else None,
         row_temperature=torch.ones(2) if v.everything else None,
+        temperature=None if v.everything else 1.0,
         softcap=v.softcap,
         ignore_index=-100,
         wants=wants,
@@ -159,13 +162,14 @@ def reading_of(v: Variant) -> Reading:
 
 
 def launches_of(v: Variant):
-    """What the launchers launch for a variant, on tensors of two rows."""
+    """The launches of a variant, on tensors of two rows."""
     x, reading = torch.zeros(2, v.V, dtype=v.dtype), reading_of(v)
     with recording() as launches:
         with mock.patch.object(config, "processors", return_value=PROCESSORS if v.split else 1):
             found = kernels.read(x, reading)
         if not v.split:
-            with mock.patch.object(program_exchange, "may_wait", return_value=True):  # as on a GPU
+            # On a GPU, programs may wait for each other.
+            with mock.patch.object(program_exchange, "may_wait", return_value=True):
                 launch_gradients(x, reading, found, v)
             kernels.scale_(x, torch.zeros(2))
             if v.K == 1:
@@ -181,7 +185,7 @@ def launches_of(v: Variant):
 
 
 def launch_gradients(x, reading: Reading, found, v: Variant) -> None:
-    """Heads, and the gradient of their coefficients: fresh and in place."""
+    """Launches the kernels of values, coefficients and gradients, in new memory and in place."""
     row, one, full = torch.zeros(2), torch.zeros(()), v.everything
     if v.K == 1:
         value, coefficients = kernels.cross_entropy(
@@ -219,7 +223,7 @@ def launch_gradients(x, reading: Reading, found, v: Variant) -> None:
 
 
 def launch_of_a_head(x, reading: Reading, found, coefficients, one, v: Variant) -> None:
-    """Columns of longer rows; and logits in fp32, whose gradient has 16 bits."""
+    """Launches kernels on blocks of columns, and on fp32 logits with a 16-bit gradient."""
     if v.dtype == BF16:
         reading = reading._replace(vocab=4 * v.V)
         several = [kernels.partial(x, reading, 1024)] * 2
@@ -234,7 +238,7 @@ def launch_of_a_head(x, reading: Reading, found, coefficients, one, v: Variant) 
 
 
 def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
-    """Every loss against a dense teacher, and JSD's long rows as a GPU shares them."""
+    """Launches the losses against a dense teacher, and JSD with several programs per row."""
     state, row = torch.zeros(2, PAIR_STATE), torch.zeros(2)
     reading = reading._replace(ignore_index=None)
     if full:
@@ -249,7 +253,7 @@ def launch_pairs(x: torch.Tensor, reading: Reading, full: bool) -> None:
 
 
 def launch_shard(x: torch.Tensor, reading: Reading) -> None:
-    """What only some columns of each row need."""
+    """Launches the kernels for a shard of the columns."""
     wants = tuple({*reading.wants} - {"tail"})
     part = reading._replace(vocab=2 * x.shape[1], wants=wants)
     kernels.finish(kernels.partial(x, part, 100), part)
@@ -259,7 +263,7 @@ def launch_shard(x: torch.Tensor, reading: Reading) -> None:
 
 
 def launch_sums(dz: torch.Tensor) -> None:
-    """A weight's gradient over three chunks; and of such numbers in columns."""
+    """Launches the sum of a weight's gradient over three chunks, for both layouts of dz."""
     h, total = torch.zeros(2, 512, dtype=dz.dtype), torch.zeros(dz.shape[1], 512, dtype=dz.dtype)
     exponents = kernels.exponents(total)
     for chunk in range(3):
@@ -269,8 +273,10 @@ def launch_sums(dz: torch.Tensor) -> None:
 
 
 def resources(asm) -> dict:
-    """Of a compiled kernel: registers, bytes of the stack, where registers are spilled to, and
-    loads of one 16-bit number."""
+    """The registers, bytes of stack, and loads of single 16-bit numbers of a compiled kernel.
+
+    Registers are spilled to the stack.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(asm["cubin"])
         file.flush()
@@ -284,12 +290,12 @@ def resources(asm) -> dict:
 
 
 def profile_of(source, kernel, bound) -> dict:
-    """What a profiler is shown for a launch: its name and its bytes."""
+    """The name and the bytes that a profiler shows for a launch."""
     return source.fn.launch_metadata((1, 1, 1), kernel.metadata, bound)
 
 
 class Driver:
-    """What kernels ask about the GPU they are compiled for."""
+    """A Triton driver that reports the GPU for which kernels are compiled."""
 
     def __init__(self, target: GPUTarget):
         self.get_current_target = lambda: target

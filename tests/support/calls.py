@@ -1,4 +1,4 @@
-"""Every public function that reads logits, called in a few ways: what tests of all of them share.
+"""Calls of every public function that reads logits, for tests that cover all functions.
 
 Each call takes a source of logits (6, 37), a tensor or a head, and returns a tuple of tensors.
 """
@@ -32,7 +32,7 @@ def formula(stats, old):
 
 
 def calls_of(ll) -> dict[str, Callable]:
-    """By the functions of this library, or those of a namespace that has some by the same names."""
+    """Calls of the functions of `ll`, which is this library or a namespace with the same names."""
 
     def distill(divergence, support, **how):
         how |= {"divergence": divergence, "support": support}
@@ -94,7 +94,7 @@ SOURCES = ("tensor", "head", "head of two chunks")
 
 
 def leaves(source: str, dtype=torch.float32):
-    """The tensors that a source is made of."""
+    """The tensors from which a source is built."""
     if source == "tensor":
         return [normal(N, V, seed=1, dtype=dtype)]
     return [normal(*size, seed=i, dtype=dtype) for i, size in enumerate([(N, D), (V, D), (V,)])]
@@ -102,13 +102,13 @@ def leaves(source: str, dtype=torch.float32):
 
 def made(source: str, parts):
     if source == "tensor":
-        return parts[0] * 1  # no leaf: it may be overwritten
+        return parts[0] * 1  # not a leaf, because a loss in place must not overwrite a leaf
     chunk = None if source == "head" else 3 * V * parts[0].element_size()
     return ll.LinearLogits(*parts, workspace=chunk)
 
 
 def outcome(name: str, source: str, dtype=torch.float32) -> list[torch.Tensor]:
-    """What a call gives, and the gradients of what its source is made of."""
+    """The results of a call, and the gradients of the tensors of its source."""
     parts = [t.requires_grad_() for t in leaves(source, dtype)]
     found = CALLS[name](made(source, parts))
     if name in NOT_DIFFERENTIABLE:

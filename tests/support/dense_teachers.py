@@ -1,4 +1,4 @@
-"""Losses against a dense teacher, ours and by definition."""
+"""Losses against a dense teacher, by this library and by the definitions in oracle.py."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from logitless import jsd, kl_div, soft_cross_entropy
 from tests.support import oracle
 
-V = 75  # blocks of 32, a ragged last one, rows that are not 16-byte aligned
+V = 75  # two blocks of 32 and a shorter block; rows are not 16-byte aligned
 ROWS = 3
 
 

@@ -1,4 +1,4 @@
-"""Cases of DTensors for processes.py: logits, heads, fused models, and what is refused."""
+"""Cases of DTensors for rank_processes.py: logits, heads, PyTorch's loss, and errors."""
 
 import re
 
@@ -10,7 +10,7 @@ from tests.support.rank_processes import GROUPS, WORLD, Case, apart, calls, diff
 
 
 def logits(name: str, shape: tuple[int, ...]) -> float:
-    """DTensor logits, sharded over the last dimension of a mesh; their gradient is a DTensor."""
+    """DTensor logits, sharded over the last mesh dimension. The gradient must be a DTensor."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     c, mesh = calls(), mesh_of(*shape)
@@ -27,7 +27,7 @@ def logits(name: str, shape: tuple[int, ...]) -> float:
 
 
 def head(name: str, tokens_cut: bool) -> float:
-    """A head whose weight is a DTensor, as ColwiseParallel makes it."""
+    """A head whose weight is a DTensor, as with ColwiseParallel."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     import logitless as ll
@@ -51,7 +51,7 @@ def head(name: str, tokens_cut: bool) -> float:
 
 
 def as_loss_parallel(reduction: str) -> float:
-    """PyTorch's own loss over DTensor logits."""
+    """Our loss over DTensor logits must equal PyTorch's own loss."""
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel
 
@@ -73,7 +73,7 @@ def as_loss_parallel(reduction: str) -> float:
 
 
 def refused() -> float:
-    """Placements that are not understood, by name."""
+    """Unsupported placements must raise an error that names the placement."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
     import logitless as ll
@@ -105,7 +105,9 @@ def refused() -> float:
         with pytest.raises(TypeError, match=re.escape(words)):
             given()
     if dist.get_rank() == 3:
-        with pytest.raises(ValueError, match="group must have this rank in it, got one without it"):
+        with pytest.raises(
+            ValueError, match="group must contain this rank, got a group without this rank"
+        ):
             ll.VocabShard(x, GROUPS[2])
     whole = spread(x, Replicate()).requires_grad_()
     with_teacher = ll.kl_div(whole, spread(x + 1, Shard(1)), direction="forward")

@@ -1,11 +1,19 @@
-"""Every causal language model of Transformers, tiny and random: fused, it trains as it did before.
+"""Compares fused and plain training of every causal LM of Transformers, with tiny random models.
 
-    make test-families                               all, and the table in docs/fuse.md anew
-    make test-families ARGS="LlamaForCausalLM"       some, by the names of their classes
+    make test-families                               all classes; rewrites the table in docs/fuse.md
+    make test-families ARGS="LlamaForCausalLM"       the named classes only
 
-A family is *fused* if loss and gradients are those of the plain model and no logits were made,
-*materialised* if they are, but an operation made the logits, *refused* if `fuse` says that it
-cannot, *not built* if no tiny model of it trains here even without us, and *wrong* otherwise.
+Each class has one of five outcomes:
+
+- *fused*: loss and gradients equal those of the plain model, and no logits were materialised.
+
+- *materialised*: loss and gradients are equal, but an operation materialised the logits.
+
+- *refused*: `fuse` raises an error.
+
+- *not built*: no tiny model of the class can be trained on this machine, even without `fuse`.
+
+- *wrong*: any other outcome.
 """
 
 import re
@@ -21,16 +29,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import logitless as ll
 from logitless.lazy import logits as lazy
-from logitless.lazy.fuse import linear_head
+from logitless.lazy.fuse import head_of
 from logitless.lazy.logits import LazyLogits
 from tests.support.paths import ROOT
 from tests.support.tiny_models import V, batch, build
 
 PAGE = ROOT / "docs/fuse.md"
 BLOCK = re.compile(r"(<!-- families -->\n).*?(<!-- end -->)", re.DOTALL)
-LOSS, GRADIENT = 2e-6, 1e-5  # relative errors allowed in fp32
+LOSS, GRADIENT = 2e-6, 1e-5  # the largest allowed relative errors in fp32
 CALLS: tuple[dict, ...] = ({}, {"num_items_in_batch": torch.tensor(7)})
-WORKSPACE = 5 * V * 4  # five rows of logits at a time, so that chunks add up
+WORKSPACE = 5 * V * 4  # bytes of five rows of logits, so that each batch has several chunks
 KINDS = {
     "fused": "the same loss, gradients and generated tokens; no logits in training",
     "materialised": "the same, but the logits are made",
@@ -41,14 +49,14 @@ KINDS = {
 
 
 class Outcome(NamedTuple):
-    """What became of a family."""
+    """The outcome of one class of models, and the cause."""
 
     kind: str  # one of KINDS
     cause: str = ""
 
 
 def trained(model: nn.Module, **given):
-    """The loss and every parameter's gradient."""
+    """The loss and the gradients of all parameters."""
     torch.manual_seed(1)
     model.zero_grad()
     loss = model(**batch(model), **given).loss
@@ -58,14 +66,15 @@ def trained(model: nn.Module, **given):
 
 
 def apart(got, want) -> str:
-    """Where two steps differ by more than is allowed, in words."""
+    """A text about the first difference of two steps that is too large, or ""."""
     (loss, grads), (plain, others) = got, want
     far = float((loss - plain).abs() / plain.abs().clamp(min=1))
     if not far <= LOSS:
         return f"loss {far:.1e} apart"
     if grads.keys() != others.keys():
         return f"gradients of other parameters: {sorted(grads.keys() ^ others.keys())}"
-    top = max(g.abs().max() for g in others.values())
+    others = {name: g for name, g in others.items() if g.numel()}
+    top = max([torch.tensor(0.0), *(g.abs().max() for g in others.values())])
     for name, want in others.items():
         far = float((grads[name] - want).abs().max() / max(want.abs().max(), top / 1000))
         if not far <= GRADIENT:
@@ -74,7 +83,7 @@ def apart(got, want) -> str:
 
 
 def answers(model: nn.Module):
-    """What it generates, or why it cannot."""
+    """The tokens that a model generates, or the text of its error."""
     try:
         with torch.no_grad():
             ids = batch(model)["input_ids"][:, :4]
@@ -86,7 +95,7 @@ def answers(model: nn.Module):
 
 
 def refused(model: nn.Module) -> str:
-    """What `fuse` says against the model; nothing, if it takes it."""
+    """The error that `fuse` raises for a model, or ""."""
     try:
         ll.unfuse(ll.fuse(model))
     except (TypeError, ValueError) as error:
@@ -95,7 +104,7 @@ def refused(model: nn.Module) -> str:
 
 
 def checked(name: str) -> Outcome:
-    """Build one of the family, train it plain and fused, and compare."""
+    """Builds a model of the class, trains it plain and fused, and compares the results."""
     try:
         model = build(name)
         if refusal := refused(model):
@@ -105,7 +114,7 @@ def checked(name: str) -> Outcome:
         return Outcome("not built", f"{type(error).__name__}: {error}")
     said = answers(model)
     logits = kept_logits(ll.fuse(model, workspace=WORKSPACE))
-    lazy._warned.clear()  # which are told once in a process
+    lazy._warned.clear()  # so that warnings are given again, which are given once per process
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
@@ -129,9 +138,9 @@ def checked(name: str) -> Outcome:
 
 
 def kept_logits(model: nn.Module) -> list:
-    """What the head returns from now on."""
+    """A list to which every later training forward of the head appends its logits."""
     found = []
-    linear_head(model, None).register_forward_hook(
+    head_of(model, None).register_forward_hook(
         lambda head, given, z: found.append(z) if torch.is_grad_enabled() else None
     )
     return found
@@ -142,7 +151,7 @@ def same(a, b) -> bool:
 
 
 def table(found: dict[str, Outcome]) -> str:
-    """Markdown: how many of each kind, then each that is not fused, then the names of the rest."""
+    """Markdown tables of the outcomes and of classes that are not fused, and all fused classes."""
     count = {kind: sum(o.kind == kind for o in found.values()) for kind in KINDS}
     lines = [f"| of {len(found)} classes | | |", "|---|---|---|"]
     lines += [f"| {kind} | {count[kind]} | {KINDS[kind]} |" for kind in KINDS if count[kind]]

@@ -1,4 +1,4 @@
-"""Processes of their own, forked from one that has imported PyTorch: none imports it again."""
+"""Processes that start fast, because they are forked from a server that has imported PyTorch."""
 
 import contextlib
 import io
@@ -21,7 +21,7 @@ FORKED.set_forkserver_preload(["torch"])
 
 
 def start(work: Callable, *args, **environment: str):
-    """A process that does work(*args), with these variables of the environment."""
+    """Starts a process that runs work(*args), with these environment variables."""
     given = _of_a_user(environment)
     process = FORKED.Process(target=_in_process, args=(given, work, *args), daemon=True)
     process.start()
@@ -29,9 +29,10 @@ def start(work: Callable, *args, **environment: str):
 
 
 def together(ranks: int, work: Callable, *args) -> list[Any]:
-    """What work(rank, *args) returns of each rank, or the error of the rank that fails first.
+    """The results of work(rank, *args) on all ranks. The first error of a rank is raised.
 
-    Several know of each other what torchrun would tell them, and see no GPU if they have to share.
+    Several ranks get the environment variables of torchrun. If there are fewer GPUs than ranks, the
+    ranks see no GPU.
     """
     calls = [(rank, _of_a_user(own), work, args) for rank, own in enumerate(_environments(ranks))]
     with FORKED.Pool(ranks) as pool:
@@ -41,7 +42,7 @@ def together(ranks: int, work: Callable, *args) -> list[Any]:
 
 
 def _environments(ranks: int) -> list[dict[str, str]]:
-    """What each rank has beside the environment that all processes have."""
+    """The additional environment variables of each rank."""
     if ranks == 1:
         return [{}]
     with socket.socket() as free:
@@ -55,7 +56,7 @@ def _environments(ranks: int) -> list[dict[str, str]]:
 
 
 def printed_by(script: Path, *arguments: str, ranks: int = 1) -> str:
-    """What a script prints, on all ranks. Of a single one, a UserWarning is an error."""
+    """The text that a script prints on all ranks. With one rank, a UserWarning is an error."""
     return "".join(together(ranks, _script, ranks, str(script), arguments))
 
 
@@ -66,7 +67,7 @@ def _script(rank: int, ranks: int, path: str, arguments: tuple[str, ...]) -> str
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
             runpy.run_path(path, run_name="__main__")
-        except SystemExit as end:  # it would end the process of the pool, which then waits for it
+        except SystemExit as end:  # would end the worker process, and the pool would wait forever
             if end.code:
                 words = f"{path} ended with {end.code}, after {printed.getvalue()[-2000:]}"
                 raise RuntimeError(words) from end
@@ -74,7 +75,7 @@ def _script(rank: int, ranks: int, path: str, arguments: tuple[str, ...]) -> str
 
 
 def imported_by(code: str) -> list[str]:
-    """The modules that this code brings to a process that has imported PyTorch."""
+    """The modules that this code imports in a process that has imported only PyTorch."""
     return together(1, _imported_by, code)[0]
 
 
@@ -85,7 +86,10 @@ def _imported_by(rank: int, code: str) -> list[str]:
 
 
 def _of_a_user(own: dict[str, str]) -> dict[str, str]:
-    """The environment of this process, now, for one as a user's: the forkserver has an older."""
+    """The present environment variables, without TRITON_INTERPRET, plus `own`.
+
+    The environment of the fork server is older than the environment of this process.
+    """
     given = os.environ | own
     given.pop("TRITON_INTERPRET", None)
     return given
@@ -100,5 +104,5 @@ def _in_process(environment: dict[str, str], work: Callable, *args) -> Any:
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # PyTorch's, of gloo and of few processors
+    warnings.simplefilter("ignore")  # PyTorch warns about gloo and about few processors
     return work(*args)

@@ -1,6 +1,6 @@
-"""Cases of fused models whose head ColwiseParallel spreads, for processes.py.
+"""Cases of fused models whose head ColwiseParallel shards, for rank_processes.py.
 
-Each trains a small model, or asks for gradients, on a mesh and in one process.
+Each case trains a small model, or computes gradients, on a mesh and in one process.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from tests.support.rank_processes import Case, apart, mesh_of
 
 D, V, TOKENS = 6, 11, 8
 
-# What ColwiseParallel is asked for: output_layouts, and use_local_output.
+# The arguments output_layouts and use_local_output of ColwiseParallel.
 WAYS = {"whole rows": ("Replicate", True), "columns": ("Shard", True), "DTensor": ("Shard", False)}
 
 
@@ -28,7 +28,7 @@ def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
     g = torch.Generator().manual_seed(2)
     x = torch.randn(count, TOKENS, D, generator=g, dtype=torch.float64)
     target = torch.randint(V, (count, TOKENS), generator=g)
-    target[:, [1, TOKENS // 2 + 1]] = -100  # one of each half
+    target[:, [1, TOKENS // 2 + 1]] = -100  # one token of each half is ignored
     return list(zip(x, target, strict=True))
 
 
@@ -50,7 +50,7 @@ def fused(way: str, mesh, tokens_cut: bool = False, vocab: int = V, **options) -
 
 
 def loss_of(z: Tensor, target: Tensor, way: str, mesh, vocab: int = V) -> Tensor:
-    """As a model's own code has it; of columns, which such code cannot take, by ours."""
+    """The loss by PyTorch's function, as in a model. Columns of a rank need our function."""
     import logitless as ll
 
     if way == "columns":
@@ -74,7 +74,7 @@ def trained_in_one_process() -> list[Tensor]:
 
 
 def trained(way: str, shape: tuple[int, ...], tokens_cut: bool) -> float:
-    """Over the last dimension of a mesh; the tokens of a batch whole, or cut between the layers."""
+    """Training with a head over the last mesh dimension. Tokens may be sharded before the head."""
     mesh = mesh_of(*shape)["model"]
     one = fused(way, mesh, tokens_cut)
     optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
@@ -84,9 +84,9 @@ def trained(way: str, shape: tuple[int, ...], tokens_cut: bool) -> float:
         if tokens_cut:
             hidden = hidden.chunk(mesh.size())[mesh.get_local_rank()]
         z = one[2](hidden)
-        assert type(z.recipe.head.hidden) is Tensor  # and no longer on its way from other ranks
+        assert type(z.recipe.head.hidden) is Tensor  # the gather from other ranks has finished
         loss_of(z, target, way, mesh).backward()
-        if tokens_cut:  # each rank's tokens gave the body its part of the gradient
+        if tokens_cut:  # each rank has the gradient of its own tokens only
             for p in one[0].parameters():
                 dist.all_reduce(p.grad, group=mesh.get_group())
         assert one[2].weight.grad.placements == one[2].weight.placements
@@ -95,7 +95,7 @@ def trained(way: str, shape: tuple[int, ...], tokens_cut: bool) -> float:
 
 
 def with_fsdp(alone: bool) -> float:
-    """Under FSDP2 by tokens, whose head's weight is freed after its forward if it is `alone`."""
+    """Training under FSDP2. If `alone`, FSDP2 frees the head's weight after the head's forward."""
     from torch.distributed.fsdp import fully_shard
 
     mesh, way = mesh_of(2, 2), "whole rows"
@@ -113,7 +113,7 @@ def with_fsdp(alone: bool) -> float:
 
 
 def uses(z: Tensor, z_teacher: Tensor, target: Tensor) -> list[Tensor]:
-    """What models and trainers compute from logits; the last two make the numbers."""
+    """Losses that models and trainers compute from logits. The last two materialise the logits."""
     import logitless as ll
 
     log_p = z.log_softmax(-1)
@@ -151,14 +151,14 @@ def used(way: str) -> float:
 
 
 def compared(way: str) -> float:
-    """With LOGITLESS_CHECK=1."""
+    """Training with LOGITLESS_CHECK=1."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOGITLESS_CHECK", "1")
         return trained(way, (2, 2), tokens_cut=False)
 
 
 class Widest(TorchDispatchMode):
-    """The largest result that is as wide as the vocabulary, or as a rank's columns."""
+    """Records the largest number of rows among results with one of the given widths."""
 
     def __init__(self, *widths: int):
         super().__init__()
@@ -168,7 +168,7 @@ class Widest(TorchDispatchMode):
         found = func(*args, **(kwargs or {}))
         for t in tree_leaves(found):
             if type(t) is not Tensor or not t.dim() or func is torch.ops.aten.t.default:
-                continue  # which is the weight's
+                continue  # aten.t transposes the weight
             real = t.untyped_storage().size() >= t.numel() * t.element_size()  # not expanded
             if real and t.shape[-1] in self.widths:
                 self.rows = max(self.rows, t.shape[:-1].numel())
@@ -176,9 +176,9 @@ class Widest(TorchDispatchMode):
 
 
 def materialised(way: str) -> float:
-    """No more rows of logits than the workspace holds, in forward and backward."""
+    """Forward and backward must not compute more rows of logits than the workspace holds."""
     mesh, (x, target) = mesh_of(2, 2)["model"], batches(1)[0]
-    one = fused(way, mesh, vocab=2 * 24, workspace=2 * 24 * 8)  # of two rows in fp64
+    one = fused(way, mesh, vocab=2 * 24, workspace=2 * 24 * 8)  # holds two rows of a rank in fp64
     z = one(x)
     with Widest(24, 2 * 24) as made:
         loss_of(z, target, way, mesh, 2 * 24).backward()
@@ -187,7 +187,7 @@ def materialised(way: str) -> float:
 
 
 def layout_that_is_made() -> float:
-    """By tokens, logits are made, and a warning says so once."""
+    """An output sharded by tokens materialises the logits, and gives one warning."""
     from torch.distributed.tensor import Shard
 
     from logitless.lazy import logits as lazy
@@ -201,7 +201,7 @@ def layout_that_is_made() -> float:
 
 
 def made_exactly() -> float:
-    """Logits that are made have the head's logits_dtype, with gradients and without."""
+    """Materialised logits have the head's logits_dtype, with and without gradients."""
     from torch.distributed.tensor import Shard
 
     mesh, x = mesh_of(2, 2)["model"], batches(1)[0][0].bfloat16()
@@ -214,16 +214,16 @@ def made_exactly() -> float:
             z = one(x).redistribute(placements=[Shard(0)])
         assert z.dtype == torch.float32
         far = max(far, float((z.full_tensor() - want).abs().max()))
-    assert far < 1e-6  # of sums in fp32; of bf16, 1e-3
+    assert far < 1e-6  # the error of sums in fp32; bf16 logits would have an error of 1e-3
     return 0.0
 
 
 def columns_of_cut_tokens() -> float:
-    """A DTensor of this rank's tokens, given to the head itself: its columns are of all tokens."""
+    """A head that gets a DTensor sharded by tokens returns this rank's columns of all tokens."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     import logitless as ll
-    from logitless.lazy.fuse import head_logits
+    from logitless.lazy.fused_head import head_logits
 
     mesh, (x, target) = mesh_of(2, 2)["model"], batches(1)[0]
     head: nn.Linear = fused("DTensor", mesh)[2]  # pyright: ignore

@@ -1,4 +1,4 @@
-"""Heads at the sizes people train, or small ones, and their gradients."""
+"""Heads of realistic or small sizes, and their gradients."""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,10 @@ def make(rows, width, vocab, dtype):
 
 
 def gradients(f, hidden, weight, *others):
-    """f's value, and the gradients of hidden and weight, for an upstream that rounds nothing."""
+    """The value of f, and the gradients of hidden and weight for an upstream gradient of 0.5.
+
+    A factor of 0.5 causes no rounding.
+    """
     h, W = (t.detach().clone().requires_grad_() for t in (hidden, weight))
     out = f(h, W, *others)
     out.backward(torch.full_like(out, 0.5))

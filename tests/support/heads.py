@@ -74,7 +74,7 @@ def leaves(hidden, weight, bias, needs=(True, True, True)):
 
 
 def result(loss, parts, target, chunk=None, **how):
-    """A loss, with what it gave each part; materialised where no chunk is named."""
+    """A loss and the gradients of the head's tensors. Without `chunk`, logits are materialised."""
     if chunk is None:
         logits = F.linear(*parts)
     else:

@@ -1,4 +1,4 @@
-"""Logits to overwrite, and cross-entropy in fp64."""
+"""Inputs for tests of losses in place, and cross-entropy in fp64."""
 
 import torch
 

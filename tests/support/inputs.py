@@ -2,7 +2,7 @@
 
 import torch
 
-V = 75  # blocks of 32, a ragged last one, rows that are not 16-byte aligned
+V = 75  # two blocks of 32 and a shorter block; rows are not 16-byte aligned
 ROWS = 4
 
 

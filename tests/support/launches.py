@@ -1,4 +1,4 @@
-"""Which kernels there are, and which of them a piece of work launches."""
+"""The names of all kernels, and of the kernels that some code launches."""
 
 import contextlib
 import re
@@ -11,7 +11,7 @@ from logitless.kernels.launch import Launch
 
 
 def every_kernel() -> set[str]:
-    """What is launched anywhere in logitless/kernels."""
+    """The names of all kernels that logitless/kernels can launch."""
     folder = Path(kernels.__file__).parent
     text = "".join(path.read_text() for path in folder.glob("*.py"))
     return set(re.findall(r"Launch\(\s*(\w+_kernel)\b", text))
@@ -19,7 +19,7 @@ def every_kernel() -> set[str]:
 
 @contextlib.contextmanager
 def launched() -> Iterator[set[str]]:
-    """The kernels that are launched in this block, by name."""
+    """Yields a set with the names of the kernels that are launched in this block."""
     names, run = set(), Launch.__call__
 
     def recorded(self, *tensors):

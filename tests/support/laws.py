@@ -1,4 +1,4 @@
-"""What every computation here must satisfy, as helpers that tests on any device share."""
+"""Assertions that every result of the library must satisfy, for tests on any device."""
 
 import contextlib
 from collections.abc import Callable
@@ -7,22 +7,23 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-FLOOR = {  # of the error of one value relative to the largest: a few roundings of the accumulator
+# Errors that are always allowed, relative to the largest value: a few roundings of the accumulator.
+FLOOR = {
     torch.float64: 8 * torch.finfo(torch.float64).eps,
     torch.float32: 8 * torch.finfo(torch.float32).eps,
-    # Below, gradients are rounded to the logits' dtype once; values stay fp32.
+    # For 16-bit logits, values are fp32. The rounding of gradients is allowed for elsewhere.
     torch.bfloat16: 8 * torch.finfo(torch.float32).eps,
     torch.float16: 8 * torch.finfo(torch.float32).eps,
 }
 
 
-ROUNDING = 4e-6  # error allowed of an fp32 result against fp64, relative to the largest value
+ROUNDING = 4e-6  # allowed error of an fp32 result, relative to the largest value
 
 
 def value_and_grad(
     f: Callable[[Tensor], Tensor], x: Tensor, upstream: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """f(x) and the gradient of (f(x) · upstream).sum() on a fresh leaf."""
+    """f(x), and the gradient of (f(x) · upstream).sum() with respect to a new leaf."""
     leaf = x.detach().clone().requires_grad_()
     out = f(leaf)
     (grad,) = torch.autograd.grad(out, leaf, upstream.to(out.dtype).view(out.shape))
@@ -30,7 +31,7 @@ def value_and_grad(
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """Largest difference relative to the largest value; NaN and inf must agree exactly."""
+    """The largest difference relative to the largest value. NaN and inf must agree exactly."""
     got, want = got.double(), want.double()
     strange = ~want.isfinite()
     torch.testing.assert_close(got[strange], want[strange], rtol=0, atol=0, equal_nan=True)
@@ -50,12 +51,12 @@ def assert_as_good_as_torch(
     computed_in: torch.dtype | None = None,
     terms: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """Error against fp64, of value and gradient: at most `factor` times PyTorch's own.
+    """Asserts that our errors are at most `factor` times PyTorch's errors, plus a floor.
 
-    `naive` is the oracle's formula: in fp64 it is the truth, in the dtype of x, or in the one it is
-    said to be computed in, it is PyTorch. If a value is a sum of terms of both signs, `terms` gives
-    the sum of their magnitudes. The floor is relative to it, because roundings do not cancel where
-    terms do, and PyTorch's own error may be small by luck.
+    `naive` is the oracle's formula. Its results in fp64 are exact. Its results in the dtype of x,
+    or in `computed_in`, have PyTorch's errors. If a value is a sum of terms of both signs, `terms`
+    returns the sum of their magnitudes, and the floor is relative to this sum. Rounding errors do
+    not cancel where the terms cancel, and PyTorch's own error may be small by chance.
     """
     assert_each_as_good_as_torch(
         lambda x: {"": ours(x)}, {"": naive}, x, factor=factor, computed_in=computed_in,
@@ -72,13 +73,13 @@ def assert_each_as_good_as_torch(
     computed_in: torch.dtype | None = None,
     terms: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """The same of several results of one call, each differentiated for itself."""
+    """Like assert_as_good_as_torch, for several results of one call and their gradients."""
     leaf = x.detach().clone().requires_grad_()
     results = ours(leaf)
     assert results.keys() == naive.keys()
-    rounding = torch.finfo(x.dtype).eps / 2  # of a gradient written in the dtype of x
+    rounding = torch.finfo(x.dtype).eps / 2  # error of a gradient rounded to the dtype of x
     if computed_in is not None and x.dtype == torch.bfloat16 and x.device.type == "cpu":
-        rounding *= 2  # Triton's interpreter cuts bf16 off, which nothing else here allows for
+        rounding *= 2  # Triton's interpreter truncates to bf16 instead of rounding
     for which, f in naive.items():
         generator = torch.Generator().manual_seed(7)
         value = results[which]
@@ -100,14 +101,14 @@ def assert_each_as_good_as_torch(
 
 
 def error_or_inf(got: Tensor, want: Tensor) -> float:
-    """PyTorch's own error, which says nothing where PyTorch is not finite."""
+    """PyTorch's own error. Elements where PyTorch is not finite do not count."""
     keep = want.isfinite() & got.isfinite()
     if not keep.any():
         return 0.0
     return error(got[keep], want[keep])
 
 
-READS = (  # what makes the host wait for a GPU, as tensors' methods, and functions of the same name
+READS = (  # methods of tensors, and functions of torch, that make the host wait for a GPU
     "item", "tolist", "numpy", "cpu", "nonzero", "masked_select", "unique", "equal", "allclose",
     "__bool__", "__int__", "__float__", "__index__", "__contains__",
 )  # fmt: skip
@@ -115,9 +116,10 @@ READS = (  # what makes the host wait for a GPU, as tensors' methods, and functi
 
 @contextlib.contextmanager
 def host_reads_nothing():
-    """No value of a tensor is looked at in this block: a GPU's host waits for nothing.
+    """Raises if the host reads a value of a tensor in this block.
 
-    Without a GPU, whatever would look raises here.
+    On a GPU, such a read makes the host wait. Without a GPU, the functions that read values are
+    patched to raise.
     """
     if torch.cuda.is_available():
         torch.cuda.set_sync_debug_mode("error")
@@ -155,7 +157,7 @@ def host_reads_nothing():
 
 @contextlib.contextmanager
 def poisoned_memory():
-    """Every new tensor is NaN, or the largest int, until it is written."""
+    """Fills new tensors in this block with NaN or with the largest integer."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True

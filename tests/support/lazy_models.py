@@ -1,4 +1,4 @@
-"""A small model with a fused head or a plain one, and that both train alike."""
+"""A small model with a fused or a plain head, and an assertion that both train in the same way."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""What the calls of calls.py mean, by oracle.py: in fp64 the truth, in fp32 PyTorch."""
+"""The calls of calls.py by the functions of oracle.py: exact in fp64, PyTorch's errors in fp32."""
 
 import math
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def row_loss(formula, x, ids, **how):
 
 
 def squared_in(f):
-    """Where a temperature is squared: in the precision of the logits, as ours is."""
+    """f with the temperature in the dtype of the logits, in which the library squares it."""
 
     def call(x, teacher, *, temperature=1.0, **how):
         if isinstance(temperature, torch.Tensor):
@@ -45,7 +45,7 @@ MEANINGS = calls_of(
 
 
 def excess(got, torchs, truth) -> float:
-    """The error of one result in units of what is allowed: twice PyTorch's, and a few roundings."""
+    """The error of one result divided by the bound, which is twice PyTorch's error plus FLOOR."""
     if not got.numel():
         return 0.0
     if not got.is_floating_point():

@@ -1,11 +1,11 @@
-"""The arguments that operators of ours are called with."""
+"""Records the arguments of the operators of this library."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def detached(args, leaves=False):
-    """The arguments, out of the graph; as leaves, those that wanted a gradient do so again."""
+    """The arguments, detached. With `leaves`, tensors that required a gradient require it again."""
     return tuple(
         t.detach().requires_grad_(leaves and t.requires_grad) if isinstance(t, torch.Tensor) else t
         for t in args
@@ -13,7 +13,7 @@ def detached(args, leaves=False):
 
 
 class Calls(TorchDispatchMode):
-    """What operators of ours are called with, the last time each."""
+    """Records the arguments of the last call of each operator of this library."""
 
     def __init__(self):
         super().__init__()

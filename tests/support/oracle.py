@@ -1,7 +1,7 @@
-"""Every reference of the tests: naive, straight from the definitions, importing nothing of ours.
+"""The reference implementations of the tests, written from the definitions without the library.
 
-Each is computed in the dtype of its logits, with autograd: in fp64 it is the truth, in the dtype of
-a test it is what PyTorch makes of the same formula.
+Each function computes in the dtype of its logits, and is differentiated by autograd. In fp64, the
+results are taken as exact. In another dtype, the results have the errors of PyTorch.
 """
 
 import math
@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-# --- of one row
+# --- statistics of one row
 
 
 def z_of(x: Tensor, temperature=1.0, softcap=None) -> Tensor:
@@ -49,7 +49,7 @@ def picked(x, ids, **how):
 
 
 def topk(x, k, temperature=1.0, softcap=None):
-    """(ids, log p, log mass outside): rows sorted by (-logit, id), the tail summed by itself."""
+    """(ids, log p, log mass outside). Ids are sorted by (-logit, id). The mass is a direct sum."""
     ids = x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
     logp = torch.log_softmax(z_of(x, temperature, softcap), -1)
     tail = logp.scatter(-1, ids, -torch.inf).logsumexp(-1)
@@ -63,7 +63,7 @@ def cross_entropy(
     x, target, *, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0, z_loss=0.0,
     softcap=None, temperature=1.0, row_weight=None,
 ):  # fmt: skip
-    """Cross-entropy by its definition, one dense log_softmax, no shortcuts."""
+    """Cross-entropy by its definition, from one dense log_softmax."""
     z = z_of(x, temperature, softcap)
     V = z.shape[-1]
     logp = torch.log_softmax(z, -1)
@@ -87,19 +87,22 @@ def cross_entropy(
     return row.sum() / mass if mass > 0 else row.sum()
 
 
-# --- divergences: of two lists of masses, of whole rows, of a teacher known on K slots
+# --- divergences of two lists of masses, of whole rows, and of K slots
 
 
 def expected(p, h):
-    """Σ p h over the last dimension, where p = 0 adds 0 and no gradient."""
+    """Σ p h over the last dimension. Where p = 0, the term and its gradient are 0."""
     gone = p == 0
     return (p * torch.where(gone, torch.zeros_like(h), h)).sum(-1)
 
 
 def divergence(log_p, log_q, kind, beta=0.5):
-    """Of a teacher p and a student q, which need not sum to 1, over the last dimension."""
+    """The divergence of a teacher p and a student q over the last dimension.
+
+    The sums of p and q need not be 1.
+    """
     p, q = log_p.exp(), log_q.exp()
-    if kind == "terms":  # of forward_kl, without their signs: what its roundings are relative to
+    if kind == "terms":  # magnitudes of the terms of forward_kl, for bounds on rounding errors
         return expected(p, log_p.abs() + log_q.abs())
     if kind == "tvd":
         return (p - q).abs().sum(-1) / 2
@@ -117,7 +120,7 @@ def divergence(log_p, log_q, kind, beta=0.5):
 
 
 def over_rows(row, live, row_weight, reduction):
-    """Rows that count, weighed and reduced; a mean is over their number."""
+    """The weighted and reduced losses of rows that count. A mean divides by their number."""
     if row_weight is not None:
         row = row * row_weight.to(row.dtype)
     if live is not None:
@@ -132,7 +135,7 @@ def dense_divergence(
     x, teacher, kind, *, beta=0.5, temperature=1.0, softcap=None, t_squared=False, mask=None,
     row_weight=None, reduction="mean",
 ):  # fmt: skip
-    """Against the softmax of a teacher's logits (..., V): kl_div and jsd."""
+    """kl_div and jsd against the softmax of a teacher's logits (..., V)."""
     log_q = torch.log_softmax(z_of(x, temperature, softcap), -1)
     log_p = torch.log_softmax(z_of(teacher.to(x.dtype), temperature), -1)
     row = divergence(log_p, log_q, kind, beta)
@@ -145,7 +148,7 @@ def soft_cross_entropy(
     x, probs, *, weight=None, label_smoothing=0.0, temperature=1.0, softcap=None, mask=None,
     row_weight=None, reduction="mean",
 ):  # fmt: skip
-    """Against a teacher's probabilities (..., V)."""
+    """Soft cross-entropy against a teacher's probabilities (..., V)."""
     log_q = torch.log_softmax(z_of(x, temperature, softcap), -1)
     v = probs.to(x.dtype) * (1 - label_smoothing) + label_smoothing / x.shape[-1]
     row = -expected(v if weight is None else v * weight.to(x.dtype), log_q)
@@ -155,15 +158,16 @@ def soft_cross_entropy(
 def over_slots(
     student, teacher, mask=None, student_tail=None, teacher_tail=None, *, kind, support, beta=0.5
 ):
-    """Of K slots a row (..., K), of which those that are masked are not there at all.
+    """The divergence over K slots per row (..., K). Masked slots have no effect.
 
-    student is log q, but where the support normalises it: "renorm", and "gathered", which compares
-    q/Q with p as it is. Of a "tail", both sides have one more slot.
+    `student` is log q. For the supports "renorm" and "gathered", `student` may be any logits,
+    because q is normalised over the slots. "gathered" does not normalise p. "tail" adds one slot
+    for all other ids.
     """
     log_q, log_p = student, teacher.to(student.dtype)
     mask = torch.ones_like(log_q, dtype=torch.bool) if mask is None else mask.bool()
     some = mask.any(-1)
-    # A row of none is 0: what it is computed from, and is not read, is anything finite.
+    # The result of a row without slots is 0. Its inputs are replaced by finite numbers.
     absent = torch.where(some, -torch.inf, 0.0).to(log_q).unsqueeze(-1)
     log_q, log_p = torch.where(mask, log_q, absent), torch.where(mask, log_p, absent)
     if support == "tail":
@@ -186,7 +190,7 @@ def gathered_kl(
     z, teacher, mask=None, *, renormalise=False, temperature=1.0, t_squared=False, row_weight=None,
     reduction="sum", kind="forward_kl",
 ):  # fmt: skip
-    """The student over all slots, masked or not; unless it is to be renormalised."""
+    """KL with q over all slots, including masked slots. `renormalise` excludes masked slots."""
     z = z_of(z, temperature)
     support = "gathered" if renormalise else "truncate"
     if not renormalise:
@@ -196,7 +200,7 @@ def gathered_kl(
 
 
 def log_mass_outside(log_q, ids, mask):
-    """The log of the mass of q (..., V) on all but the ids (..., K) that count; -inf of none."""
+    """The log of the mass of q (..., V) outside the unmasked ids (..., K); -inf without mass."""
     V = log_q.shape[-1]
     taken = torch.zeros(*log_q.shape[:-1], V + 1, dtype=torch.bool, device=log_q.device)
     taken = taken.scatter(-1, torch.where(mask, ids, V).long(), True)[..., :V]
@@ -209,7 +213,7 @@ def topk_distill(
     x, targets, *, divergence, support, beta=0.5, temperature=1.0, t_squared=False, softcap=None,
     labels=None, ignore_index=-100, ce_weight=0.0, kd_weight=1.0, row_weight=None, reduction="mean",
 ):  # fmt: skip
-    """Against a teacher's ids, logprobs and, where it has them, tail and mask."""
+    """Distillation from SparseTargets: ids, logprobs, and an optional tail and mask."""
     live = None if labels is None else labels != ignore_index
     mask = torch.ones_like(targets.ids).bool() if targets.mask is None else targets.mask.bool()
     if live is not None:

@@ -1,4 +1,4 @@
-"""Few cases in place of a product: every two values of two parameters meet in one of them."""
+"""Few test cases instead of all combinations. Each pair of values of two parameters has a case."""
 
 import itertools
 from collections.abc import Iterable, Mapping
@@ -8,10 +8,10 @@ import pytest
 
 
 def pairwise(**factors: Mapping[str, Any] | Iterable[Any]) -> pytest.MarkDecorator:
-    """A parametrisation by cases that cover all pairs; a mapping's keys name its values.
+    """A parametrisation by cases that cover all pairs. The keys of a mapping name its values.
 
-    Always the same cases: the first pair that is missing, with values of the other parameters that
-    bring the most missing pairs along.
+    The cases are the same in every run. Each new case contains the first missing pair. The other
+    values of the case are those that cover the most missing pairs.
     """
     named = {
         name: dict(values) if isinstance(values, Mapping) else {str(v): v for v in values}
@@ -29,7 +29,7 @@ def pairwise(**factors: Mapping[str, Any] | Iterable[Any]) -> pytest.MarkDecorat
 
 
 def covering(sizes: list[int]) -> list[tuple[int, ...]]:
-    """Tuples of numbers below the sizes, among which every two of two places occur."""
+    """Tuples of numbers below `sizes` that contain all pairs of numbers at all pairs of places."""
     assert len(sizes) > 1, sizes
     places = range(len(sizes))
     missing = {
@@ -44,7 +44,7 @@ def covering(sizes: list[int]) -> list[tuple[int, ...]]:
         case = {i: a, j: b}
         for place in places:
             if place not in case:
-                # Of equals, one that the cases so far have had least often.
+                # Among equally good values, the value with the fewest cases so far is chosen.
                 case[place] = max(
                     range(sizes[place]),
                     key=lambda v: (

@@ -1,4 +1,4 @@
-"""Where things are in the repository."""
+"""Paths of the repository and of its tests."""
 
 from pathlib import Path
 

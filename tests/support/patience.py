@@ -1,7 +1,7 @@
-"""How long a test waits for another process that may hang.
+"""The time that a test waits for another process that may hang.
 
-The limit ends a hang. It decides nothing else, because no process here takes a tenth of it, also on
-one core that has other work.
+The limit only ends a hang. Processes of the tests take less than a tenth of the limit, even on one
+busy core.
 """
 
 HANG = 1800  # seconds

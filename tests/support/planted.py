@@ -2,13 +2,13 @@
 
     python -m tests.support.planted                  all bugs of planted_bugs.py
     python -m tests.support.planted --only NAME      one bug
-    python -m tests.support.planted --list           their names, rooms and files
+    python -m tests.support.planted --list           names, rooms and files of all bugs
 
-The bugs are planted in a temporary folder, so that no file of the working tree ever changes. Each
-bug's tests run in a process of their own, which is forked from one that has imported PyTorch and
-pytest. The processor seconds are those of that process and its children; they do not contain the
-import of PyTorch. At the end, the tests that failed run once more in the copy without any bug,
-because a test that fails without a bug has found nothing.
+The bugs are planted in a temporary folder, so that no file of the working tree ever changes. The
+tests of each bug run in a new process. This process is forked from a process that has imported
+PyTorch and pytest. So the processor seconds of a bug do not contain the import of PyTorch. At the
+end, the tests that failed run once more in the copy without any bug, because a test that fails
+without a bug has found nothing.
 """
 
 import argparse
@@ -29,17 +29,17 @@ from typing import NamedTuple
 from tests.support.paths import ROOT
 from tests.support.planted_bugs import BUGS, Bug
 
-LIMIT = 900  # seconds of wall time; a test that never ends has found its bug too
-IMPORTED = ("torch", "numpy", "pytest")  # before the first fork
+LIMIT = 900  # seconds of wall time; a bug that makes a test run longer counts as found
+IMPORTED = ("torch", "numpy", "pytest")  # modules that are imported before the first fork
 LEFT_OUT = (".git", ".venv*", "__pycache__", ".hypothesis", ".pytest_cache", ".ruff_cache")
 
 
 class Outcome(NamedTuple):
-    """What the tests of one bug found."""
+    """The outcome of the tests of one bug."""
 
     bug: Bug
-    failed: str  # the first test that failed, "" if all passed; or "no end in LIMIT s"
-    seconds: float  # of processor time
+    failed: str  # the first test that failed, "" if all passed, or "no end in LIMIT s"
+    seconds: float  # processor time
 
     @property
     def found(self) -> bool:
@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
 
 
 def occurrences(bug: Bug, root: Path) -> int:
-    """How often the right text is in its file. A bug can be planted where this is 1."""
+    """The number of times that the right text occurs in the file. It must be 1 to plant the bug."""
     return (root / bug.file).read_text().count(bug.right)
 
 
@@ -58,7 +58,8 @@ def outcomes(bugs: Iterable[Bug], root: Path = ROOT) -> Iterable[Outcome]:
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copy = Path(folder) / "tree"
         shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*LEFT_OUT), symlinks=True)
-        # By hash, because a planted file may have the time and the size of the right one.
+        # Bytecode is validated by hash, because a changed file may have the time and size of the
+        # original file.
         by_hash = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(copy / "logitless", quiet=1, invalidation_mode=by_hash)
         failed = []
@@ -88,9 +89,9 @@ def _run(tree: Path, tests: Iterable[str]) -> tuple[str, float]:
     if child == 0:
         code = -1
         try:
-            os.setsid()  # so that its own processes can be ended with it
+            os.setsid()  # so that killpg ends the child together with its own processes
             code = _test(tree, list(tests), report)
-        finally:  # never back into the code of the parent, which would remove the copy
+        finally:  # the child must not return to the parent's code, which would remove the copy
             os._exit(code)
     failed = _failure(child, report)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,8 +1,8 @@
-"""Processes of one machine that talk by gloo, and what each of them finds out.
+"""Runs test cases in several processes on one machine, which communicate by gloo.
 
-`run` starts them, and gives what each says of every case: how far it is from what it should be, in
-units of what is allowed, or its error. All cases run in the same processes, for starting them takes
-a while.
+`run` starts the processes and returns the outcome of every case on every rank. An outcome is the
+error of the result divided by the allowed error, or the text of an exception. All cases run in the
+same processes, because starting processes is slow.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ from tests.support.paths import ROOT
 from tests.support.patience import HANG
 
 WORLD = 4
-WIDTHS = {2: (20, 17), 3: (9, 0, 28), 4: (0, 5, 31, 1)}  # columns of each rank
-EXACT = 1e-9  # what is allowed in fp64
-PATIENCE = timedelta(seconds=HANG / 6)  # of a collective, with a rank that has failed
+WIDTHS = {2: (20, 17), 3: (9, 0, 28), 4: (0, 5, 31, 1)}  # number of columns of each rank
+EXACT = 1e-9  # the allowed error in fp64
+PATIENCE = timedelta(seconds=HANG / 6)  # timeout of a collective, in case a rank has failed
 
-GROUPS: dict[int, dist.ProcessGroup] = {}  # of the first so many ranks
+GROUPS: dict[int, dist.ProcessGroup] = {}  # GROUPS[n] contains the first n ranks
 MESHES: dict[tuple[int, ...], Any] = {}
 
 Case = Callable[[], float]
 
 
 def calls():
-    """Late: it imports what a process may not have set up yet."""
+    """The module `calls`. The import is late, because the process must be set up first."""
     from tests.support import calls
 
     return calls
@@ -61,18 +61,18 @@ def differentiated(call, source, leaves):
 
 
 def apart(got, want) -> float:
-    """The largest difference, in units of what fp64 allows."""
+    """The largest difference, divided by the allowed error in fp64."""
     pairs = [(a, b) for a, b in zip(got, want, strict=True) if a.numel()]
     return largest(float((a.double() - b.double()).abs().max()) for a, b in pairs) / EXACT
 
 
 def largest(numbers: Iterable[float]) -> float:
-    """NaN if one of them is, which Python's max may pass over."""
+    """The largest number, or NaN if a number is NaN. Python's max may ignore a NaN."""
     return torch.tensor(list(numbers), dtype=torch.float64).max().item()
 
 
 def in_process(rank: int, world: int, cases: dict[str, Case]) -> None:
-    """What each process does."""
+    """Runs all cases in the process of one rank, and prints the outcomes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=PATIENCE)
     for ranks in WIDTHS:
@@ -88,7 +88,7 @@ def in_process(rank: int, world: int, cases: dict[str, Case]) -> None:
 
 
 def started(world: int, code: str) -> list[tuple[str, str]]:
-    """What each of so many processes writes to stdout and stderr; `code` knows its `rank`."""
+    """The stdout and stderr of each of `world` processes that run `code`, which may use `rank`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -97,7 +97,7 @@ def started(world: int, code: str) -> list[tuple[str, str]]:
         "PYTHONPATH": str(ROOT),
     }  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
-    with contextlib.ExitStack() as stack:  # files: a rank would wait for the reader of a full pipe
+    with contextlib.ExitStack() as stack:  # ranks write to files, because a full pipe would block
         written = [
             [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in ("stdout", "stderr")]
             for _ in range(world)
@@ -116,7 +116,7 @@ def started(world: int, code: str) -> list[tuple[str, str]]:
 
 
 def all_ended(ranks: list[subprocess.Popen], files: list[IO[str]]) -> bool:
-    """Whether all end by themselves. They are killed if they write nothing for too long."""
+    """Whether all ranks end by themselves. Kills ranks that write nothing for HANG seconds."""
     written, since = 0, time.monotonic()
     try:
         for rank in ranks:
@@ -136,18 +136,18 @@ def all_ended(ranks: list[subprocess.Popen], files: list[IO[str]]) -> bool:
 
 
 def errors_of(said: list[tuple[str, str]]) -> str:
-    """The end of what each rank wrote to stderr."""
+    """The last part of each rank's stderr."""
     return "".join(f"\nrank {rank}: {error[-2000:]}" for rank, (_, error) in enumerate(said))
 
 
 def run(world: int, module: str, which: str) -> list[dict[str, float | str]]:
-    """What each of so many processes says of the cases that a function of a module gives."""
+    """The outcomes of the cases of `module` on each of `world` ranks."""
     code = (
         f"import {module} as cases\nfrom tests.support import rank_processes\n"
         f"rank_processes.in_process(rank, {world}, cases.{which})"
     )
     said = started(world, code)
-    # PyTorch 2.9 writes of its own to stdout.
+    # Lines of other formats are skipped, because PyTorch 2.9 writes to stdout too.
     lines = [[line for line in out.splitlines() if line.startswith('["')] for out, _ in said]
     found = [dict(map(json.loads, own)) for own in lines]
     assert all(own.keys() == found[0].keys() != set() for own in found), errors_of(said)
@@ -155,7 +155,7 @@ def run(world: int, module: str, which: str) -> list[dict[str, float | str]]:
 
 
 def passed(name: str, outcomes: list[dict[str, float | str]]) -> None:
-    """On every rank."""
+    """Asserts that a case passed on every rank."""
     for rank, found in enumerate(outcomes):
         far = found[name]
         assert not isinstance(far, str), f"rank {rank}: {far}"

@@ -1,7 +1,7 @@
 """Ranks that are threads of one process: collectives without a network, for tests of shards.
 
-One thread runs at a time, and hands over where it waits for the others: Triton's interpreter is not
-made for several at once.
+Only one thread runs at a time, because Triton's interpreter does not support several threads. A
+thread that waits for other ranks lets another thread run.
 """
 
 import threading
@@ -16,15 +16,15 @@ from logitless.parallel.ranks import Ranks
 
 
 class _World:
-    """What all ranks see."""
+    """The state that all ranks share."""
 
     def __init__(self, count: int):
         self.count, self.turn = count, threading.Condition()
-        self.given: list[dict[int, Tensor]] = []  # of each collective, what the ranks gave
+        self.given: list[dict[int, Tensor]] = []  # for each collective, the tensor of each rank
         self.failed: BaseException | None = None
 
     def exchange(self, rank: int, number: int, t: Tensor) -> list[Tensor]:
-        """What all ranks gave to the collective of this number. The caller has the turn."""
+        """The tensors of all ranks in the collective with this number. The caller holds `turn`."""
         while len(self.given) <= number:
             self.given.append({})
         given = self.given[number]
@@ -37,7 +37,7 @@ class _World:
 
 
 class Simulated(Ranks):
-    """One of several ranks. It counts its collectives and the numbers that it sends."""
+    """One of several ranks, which records its collectives and how many numbers it sends."""
 
     def __init__(self, world: _World, index: int):
         self.group, self.world = self, world
@@ -63,11 +63,11 @@ class Simulated(Ranks):
 
 
 def on_ranks(count: int, work: Callable[[Simulated], Any]) -> list[Any]:
-    """work(rank) of each rank, at the same time."""
+    """The results of work(rank) on all ranks."""
     world, results = _World(count), [None] * count
 
     def run(index: int) -> None:
-        # On a GPU a backward would run in a thread that all ranks share, and wait there for itself.
+        # Autograd's thread for a GPU would serve all ranks, and would wait for itself.
         with world.turn, torch.autograd.set_multithreading_enabled(False):
             try:
                 results[index] = work(Simulated(world, index))

@@ -1,4 +1,4 @@
-"""Calls with nothing wrong, and errors word for word."""
+"""Valid calls of public functions, and assertions on the exact text of errors."""
 
 import re
 
@@ -9,8 +9,8 @@ import logitless as ll
 
 X = torch.zeros(2, 3, 5)
 T = torch.zeros(2, 3, dtype=torch.int64)
-BAD_IDS = [37, -1, 41, -7, 2**31 + 3, -(2**40)]  # of 37 classes
-READERS = {  # every public function, called with the logits and nothing wrong
+BAD_IDS = [37, -1, 41, -7, 2**31 + 3, -(2**40)]  # out of range for 37 classes
+READERS = {  # valid calls of public functions, for tests that add one invalid argument
     "logsumexp": ll.logsumexp,
     "entropy": ll.entropy,
     "row_stats": ll.row_stats,
@@ -21,12 +21,12 @@ READERS = {  # every public function, called with the logits and nothing wrong
 
 
 def refuses(kind, message):
-    """The whole message, word for word."""
+    """Asserts that an error is raised, and that its whole message equals `message`."""
     return pytest.raises(kind, match=f"^{re.escape(message)}$")
 
 
 def refusal(f) -> str:
-    """The words of the error that f raises."""
+    """The message of the error that f raises."""
     with pytest.raises((TypeError, ValueError)) as refused:
         f()
     return str(refused.value)

@@ -1,13 +1,21 @@
-"""Every kernel under NVIDIA's compute-sanitizer: no access out of bounds, no race in shared memory.
+"""Runs every kernel under NVIDIA's compute-sanitizer, to find bad accesses and data races.
 
     make sanitize                    on a GPU, with the CUDA toolkit
-    make sanitize PY=python3         with an interpreter that has PyTorch already
+    make sanitize PY=python3         with an interpreter that already has PyTorch
 
-The work is what `logitless doctor` checks, forward and backward, at two small shapes in bf16 and in
-fp32. It runs three times: plain, in processes side by side, so that every kernel is compiled before
-a tool watches; under memcheck, each tensor in an allocation of its own so that its ends are seen;
-and under racecheck. The tools look at our kernels alone. That they do is seen first, from a kernel
-that writes out of bounds. Exit status 1 if anything is found, is not run, or takes too long.
+The command runs the checks of `logitless doctor`, forward and backward, at two small shapes in bf16
+and fp32. The checks run three times:
+
+- The first run uses no tool. Several processes compile all kernels at the same time.
+
+- The second run uses memcheck. Each tensor has its own allocation, so that memcheck sees accesses
+  beyond the end of a tensor.
+
+- The third run uses racecheck.
+
+The tools check only kernels of this library. A kernel that writes out of bounds first tests that
+memcheck works. The exit status is 1 if a tool finds an error, a kernel is not launched, or a run
+takes too long.
 """
 
 import os
@@ -26,20 +34,20 @@ import triton.language as tl
 from logitless.cli.selfcheck import CHECKS, Check
 from tests.support.launches import every_kernel, launched
 
-SHAPES = ((5, 48), (1, 16411))  # a row in one part, and a row in several
+SHAPES = ((5, 48), (1, 16411))  # rows with one split, and rows with several splits
 DTYPES = (torch.bfloat16, torch.float32)
 SIDE_BY_SIDE = 8
-LIMIT = 1800  # seconds for each tool, which ends a hang
+LIMIT = 1800  # seconds per tool, to end a hang
 NO_CACHE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 TOOLS = {"memcheck": (NO_CACHE, ("--padding", "512")), "racecheck": ({}, ())}
-# Under racecheck cuBLAS itself fails in some products of 16 bits: these checks, in fp32 alone.
+# These checks run only in fp32, because cuBLAS fails under racecheck in some 16-bit GEMMs.
 IN_FP32 = ("linear_cross_entropy, columns", "linear_cross_entropy, fp32", "fuse", "lazy_logits")
 CLEAN = re.compile(r"(ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards\b)")
 
 
 @triton.jit
 def logitless_beyond(X, N):
-    """One element past the end."""
+    """Writes one element past the end of X."""
     tl.store(X + N, 1.0)
 
 
@@ -50,7 +58,7 @@ def go_beyond() -> None:
 
 
 def run_once(check: Check, shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """Forward and backward, on inputs made by the CPU."""
+    """Runs forward and backward of one check on random inputs."""
     generator = torch.Generator().manual_seed(shape[1])
     x, other = (torch.randn(shape, generator=generator).to("cuda", dtype) for _ in range(2))
     ids = torch.randint(shape[1], shape[:1], generator=generator).cuda()
@@ -61,7 +69,7 @@ def run_once(check: Check, shape: tuple[int, int], dtype: torch.dtype) -> None:
 
 
 def work(part: int, of: int, in_fp32: Sequence[str] = ()) -> set[str]:
-    """Do a part of the checks, say what is done as it is done, and name the kernels launched."""
+    """Runs a part of the checks, prints their times, and returns the names of launched kernels."""
     with launched() as names:
         for check in CHECKS[part::of]:
             start = time.perf_counter()
@@ -84,7 +92,7 @@ def command(*arguments: object) -> list[str]:
 
 
 def compile_all() -> None:
-    """The work without a tool, in processes that compile side by side."""
+    """Runs the checks without a tool, in several processes, to compile all kernels."""
     start = time.perf_counter()
     running = [
         subprocess.Popen(command("part", i, SIDE_BY_SIDE), stdout=subprocess.DEVNULL)
@@ -95,7 +103,7 @@ def compile_all() -> None:
 
 
 def watch(tool: str, *what: str) -> tuple[bool, str]:
-    """Whether the command ended well under the tool, and what both said."""
+    """Whether the command succeeded under the tool, and the output of both."""
     environment, own = TOOLS[tool]
     ours = ["--kernel-name", "kernel_substring=logitless_"]  # see kernels/profiling.py
     options = ["--target-processes", "application-only", "--report-api-errors", "no", *ours]
@@ -108,7 +116,7 @@ def watch(tool: str, *what: str) -> tuple[bool, str]:
     try:
         said, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # what it watches holds the pipe open too
+        os.killpg(process.pid, signal.SIGKILL)  # the watched process keeps the pipe open too
         said = process.communicate()[0] + f"stopped after {LIMIT} s\n"
     print(f"{tool}, {what[0]}: {time.perf_counter() - start:.0f} s\n{said}", flush=True)
     return process.returncode == 0, said

@@ -1,4 +1,4 @@
-"""Cases of a vocabulary over 2, 3 and 4 processes, for rank_processes.py."""
+"""Cases of a vocabulary that is sharded over 2, 3 or 4 processes, for rank_processes.py."""
 
 import re
 from collections.abc import Callable
@@ -25,7 +25,7 @@ SHORT = ("cross_entropy", "cross_entropy, every option", "score", "kl_div", "top
 
 
 def logits(name: str, ranks: int, dtype: torch.dtype) -> float:
-    """A call over shards of logits: values and gradients."""
+    """The error of values and gradients of a call over shards of logits."""
     from logitless import VocabShard
 
     c, widths, index = calls(), WIDTHS[ranks], dist.get_rank()
@@ -39,7 +39,7 @@ def logits(name: str, ranks: int, dtype: torch.dtype) -> float:
 
 
 def heads(name: str, ranks: int, dtype: torch.dtype, sequence_parallel: bool = False) -> float:
-    """The same of shards of a head, several rows at a time."""
+    """The error of values and gradients of a call over shards of a head, in chunks of rows."""
     from logitless import LinearLogits, VocabShard
 
     c, widths, index = calls(), WIDTHS[ranks], dist.get_rank()
@@ -59,12 +59,12 @@ def heads(name: str, ranks: int, dtype: torch.dtype, sequence_parallel: bool = F
 
 def too_far(
     name: str,
-    got: list[Tensor],  # results, and gradients of what this rank has
-    parts: list[Tensor],  # of all ranks
-    source: Callable[..., Tensor],  # logits of the parts
-    mine: list[tuple[int, int, int]],  # what this rank has of each: a dimension, start and length
+    got: list[Tensor],  # results, and gradients of this rank's slices
+    parts: list[Tensor],  # the whole tensors
+    source: Callable[..., Tensor],  # computes logits from the whole tensors
+    mine: list[tuple[int, int, int]],  # dimension, start and length of this rank's slices
 ) -> float:
-    """From what a call means, computed in fp64 without ranks: in units of what is allowed."""
+    """The error relative to a computation in fp64 without ranks, divided by the allowed error."""
     from tests.support.meanings import MEANINGS, excess
 
     def plainly(dtype: torch.dtype) -> list[Tensor]:
@@ -88,7 +88,7 @@ def mesh_for_a_group() -> float:
 
 
 def global_mean() -> float:
-    """Each rank's tokens, of which not all count; gradients added up, or averaged as DDP does."""
+    """global_mean with different numbers of tokens per rank, for summed and averaged gradients."""
     import logitless as ll
 
     c = calls()
@@ -111,7 +111,7 @@ def global_mean() -> float:
 
 
 def differing_calls() -> float:
-    """With LOGITLESS_CHECK=1, every rank says what another calls, or why that is refused."""
+    """With LOGITLESS_CHECK=1, every rank raises if calls differ or one rank's call is invalid."""
     import logitless as ll
 
     with pytest.MonkeyPatch.context() as patch:
@@ -136,7 +136,7 @@ H, W = torch.zeros(2, 5), torch.zeros(3, 5)
 
 
 def differing(ll, differs: bool) -> list[Callable]:
-    """Calls that one rank makes otherwise."""
+    """Calls in which one rank passes different arguments."""
 
     def shard(source=X, **how):
         return ll.VocabShard(source, **how)
@@ -177,7 +177,7 @@ def differing(ll, differs: bool) -> list[Callable]:
 
 
 def refused_on_one(ll, differs: bool) -> list[tuple[type[Exception], str, Callable]]:
-    """Calls whose arguments one rank refuses: its error, and the words that all ranks raise."""
+    """Calls with invalid arguments on one rank, with the type and the text of the error."""
     start = -1 if differs else 3 * dist.get_rank()
     return [
         (ValueError, "z_loss must be",
@@ -194,7 +194,7 @@ def refused_on_one(ll, differs: bool) -> list[tuple[type[Exception], str, Callab
 
 
 def cases() -> dict[str, Case]:
-    """By name; each gives how far it is from one process."""
+    """All cases by name. A case returns its error relative to one process."""
     found: dict[str, Case] = {}
     for ranks in WIDTHS:
         for name in calls().CALLS:
@@ -215,7 +215,7 @@ def cases() -> dict[str, Case]:
 
 
 def on_the_device(names: tuple[str, ...]) -> dict[str, Case]:
-    """Those of two ranks in fp32, which run on a GPU where there is one."""
+    """The cases of two ranks in fp32. These cases run on a GPU if there is a GPU."""
     found: dict[str, Case] = {}
     for name in names:
         how = (name, 2, torch.float32)

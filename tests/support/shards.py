@@ -1,4 +1,4 @@
-"""Calls over columns of several ranks that are threads."""
+"""Calls over shards of logits on several ranks, which are threads of one process."""
 
 import torch
 
@@ -14,7 +14,7 @@ def shard_of(ranks: Simulated, x: torch.Tensor, widths) -> torch.Tensor:
 
 
 def differentiated(call, source, leaf):
-    """Results of a call, and the gradient of its leaf for random ones of the results."""
+    """The results of a call, and the gradient of its leaf for random upstream gradients."""
     found = [t for t in call(source) if t is not None]
     used = [t for t in found if t.requires_grad]
     upstream = [normal(t.numel(), seed=11, dtype=t.dtype).view(t.shape) for t in used]
@@ -23,7 +23,7 @@ def differentiated(call, source, leaf):
 
 
 def on_shards(call, x, widths):
-    """The same of each rank's columns: results of all ranks, and the gradient of all columns."""
+    """The results of a call over shards, the gradient of all columns, and the collectives."""
 
     def work(ranks):
         leaf = shard_of(ranks, x, widths)
@@ -46,7 +46,7 @@ def plainly(call, x):
 
 
 def close(got, want, torchs):
-    """fp64 to 1e-9; fp32 to twice PyTorch's own error and a few roundings."""
+    """Asserts that fp64 agrees to 1e-9, and fp32 to twice PyTorch's error plus a few roundings."""
     if not got.is_floating_point():
         assert torch.equal(got, want)
         return

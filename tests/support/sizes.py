@@ -1,4 +1,4 @@
-"""Real sizes where there is a GPU, and small ones, of the same shape, for Triton's interpreter."""
+"""Sizes of tests: realistic sizes on a GPU, and small sizes for Triton's interpreter."""
 
 from typing import TypeVar
 
@@ -6,11 +6,11 @@ import torch
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-BLOCK = 32  # columns in a block without a GPU: a row of 75 has two whole ones and a ragged one
+BLOCK = 32  # columns per block without a GPU; a row of 75 has two blocks and a shorter block
 
 T = TypeVar("T")
 
 
 def sized(real: T, small: T) -> T:
-    """What a GPU is given, or what stands for it here."""
+    """Returns `real` on a GPU, and `small` without a GPU."""
     return real if ON_GPU else small

@@ -1,4 +1,4 @@
-"""SparseTargets of random rows, and that two are the same bit for bit."""
+"""SparseTargets of random rows, and an assertion that two SparseTargets are equal bit for bit."""
 
 import torch
 
@@ -8,7 +8,7 @@ V, K = 53, 5
 
 
 def make(*rows, k=K, tail=True, masked=False, device="cpu"):
-    """A teacher's k largest of V."""
+    """The k most probable of V ids of a random teacher."""
     targets = ll.capture_topk(torch.randn(*rows, V), k)
     mask = torch.rand(*rows, k) < 0.7 if masked else None
     made = ll.SparseTargets(targets.ids, targets.logprobs, targets.tail if tail else None, mask)
@@ -20,7 +20,7 @@ def parts(targets):
 
 
 def assert_same(got, want):
-    """Bit for bit, dtype and absence included."""
+    """Asserts that values, dtypes and missing tensors are the same, bit for bit."""
     for a, b in zip(parts(got), parts(want), strict=True):
         assert (a is None) == (b is None)
         if a is not None:

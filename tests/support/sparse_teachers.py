@@ -29,7 +29,7 @@ def make(
     dtype=torch.float64, device="cpu", rows=ROWS, vocab=V, k=K, repeated=False, scale=2.0,
     teacher=torch.float32,
 ):  # fmt: skip
-    """Logits, and a teacher of its own that covers most of its mass."""
+    """Random logits, and the K most probable ids of another random distribution."""
     g = torch.Generator().manual_seed(3)
     x = (torch.randn(rows, vocab, generator=g, dtype=torch.float64) * scale).to(dtype)
     log_p = torch.log_softmax(torch.randn(rows, vocab, generator=g) * scale, -1)
@@ -42,7 +42,7 @@ def make(
 
 
 def masked(targets, kind):
-    """The targets with some slots masked: "partial", a "full" row, or "poison" in masked slots."""
+    """The targets with masked slots. `kind` is "none", "partial", "full" (a row) or "poison"."""
     if kind == "none":
         return targets
     mask = torch.ones_like(targets.ids).bool()
@@ -62,7 +62,7 @@ def mix(rows=ROWS, device="cpu"):
 
 
 def both(x, targets, **how):
-    """Value and gradient of a scalar loss: ours, and by the definitions in fp64."""
+    """Value and gradient of a loss, by the library and by the definitions in fp64."""
     upstream = torch.ones((), device=x.device)
     return (
         value_and_grad(lambda x: ll.topk_distill(x, targets, **how), x, upstream),
@@ -71,5 +71,5 @@ def both(x, targets, **how):
 
 
 def told(targets, tail):
-    """The targets, with the mass outside them or without."""
+    """The targets, with or without their tail."""
     return targets if tail else ll.SparseTargets(targets.ids, targets.logprobs, None, targets.mask)

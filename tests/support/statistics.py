@@ -6,7 +6,7 @@ WANTS = {"entropy": True, "total": True, "argmax": True}
 
 
 def grads(f, x, *args, **how):
-    """Each statistic of row_stats, and its gradient under an upstream that differs by row."""
+    """The statistics of row_stats, and the gradient of each for a random upstream gradient."""
     leaf = x.detach().requires_grad_()
     stats = f(leaf, *args, **how)
     out = {"argmax": stats.argmax}

@@ -1,20 +1,20 @@
-"""Stores and teachers for the tests: cheap, and the same from run to run."""
+"""Small stores and teachers for the tests, which are the same in every run."""
 
 import torch
 
 import logitless as ll
 
 V, K = 1000, 8
-LENGTHS = (100, 1, 37, 64, 3)  # of the documents that most tests write
+LENGTHS = (100, 1, 37, 64, 3)  # lengths of the documents that most tests write
 
 
 def teacher(n: int, vocab: int = V, k: int = K, seed: int = 0, steep: float = 1.5):
-    """Targets of n rows, sorted, as of a language model: p falls as a power of the rank."""
+    """Sorted targets of n rows. As in a language model, p falls as a power of the rank."""
     random = torch.Generator().manual_seed(seed)
     ids = torch.rand(n, vocab, generator=random).topk(k).indices if vocab <= 4096 else None
     if ids is None:
         ids = torch.randint(0, vocab // k, (n, k), generator=random)
-        ids = ids * k + torch.arange(k)  # no two alike
+        ids = ids * k + torch.arange(k)  # the ids of a row differ
     z = -steep * torch.arange(1, k + 1.0).log() + 0.3 * torch.randn(n, k, generator=random)
     inside = 0.5 + 0.49 * torch.rand(n, 1, generator=random)
     logprobs = z.log_softmax(-1).sort(-1, descending=True).values + inside.log()
@@ -42,7 +42,7 @@ def write(path, found, **how):
 
 
 def kl(want: ll.SparseTargets, got: ll.SparseTargets):
-    """Of each row, over its slots and the tail, in fp64; both in one order of slots."""
+    """KL of each row over slots and tail, in fp64. Both must have the same order of slots."""
     assert torch.equal(want.ids.long(), got.ids.long())
     logp, tail = want.logprobs.double(), want.tail.double()
     inside = (logp.exp() * (logp - got.logprobs.double())).sum(-1)
@@ -51,3 +51,17 @@ def kl(want: ll.SparseTargets, got: ll.SparseTargets):
 
 def assert_near(got: ll.SparseTargets, want: ll.SparseTargets, most: float = 1e-4):
     assert kl(want, got).abs().max() < most
+
+
+def abandon(writer):
+    """As the system does to the files of a process that was killed."""
+    writer.journal.close()
+    writer.lock.release()
+    writer.closed = True
+
+
+def assert_holds(store, found):
+    assert len(store) == len(found)
+    for tokens, targets in found:
+        assert_near(store[store.find(tokens)][1], targets)
+    assert store.verify()

@@ -1,4 +1,4 @@
-"""That cases which stand for a product have every pair of values in them, and each value."""
+"""Tests that the cases of pairwise.py contain every pair of values."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""That every planted bug can still be planted: `make planted` runs the tests that find them."""
+"""Tests that every bug of planted_bugs.py can be planted. `make planted` plants the bugs."""
 
 import pytest
 

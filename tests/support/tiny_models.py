@@ -1,4 +1,4 @@
-"""Random models of any causal LM class of Transformers, so small that one trains in no time."""
+"""Tiny random models of any causal LM class of Transformers, for fast tests."""
 
 import dataclasses
 
@@ -8,20 +8,20 @@ from torch import nn
 
 transformers.logging.set_verbosity_error()
 
-LARGE = 20_000_000  # parameters of a model that is not tiny: a field of its config is missing below
+LARGE = 20_000_000  # a model with more parameters needs further fields in TINY
 
 V, D = 97, 32
 TINY = {
     "vocab_size": V, "hidden_size": D, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "embedding_size": D,
     "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    # the same under other names
+    # the same sizes under other names
     "n_embd": D, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4, "d_model": D,
     "n_heads": 4, "n_layers": 2, "ffn_dim": 48, "word_embed_proj_dim": D, "emb_dim": D,
     "num_layers": 2, "ffn_hidden_size": 48, "max_seq_len": 64, "sliding_window": 16,
     "sliding_window_size": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48,
     "decoder_ffn_dim": 48, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
-    # no chance
+    # no dropout
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
     "embd_pdrop": 0.0, "dropout": 0.0, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
@@ -38,15 +38,15 @@ TINY = {
     "state_size": 8, "mamba_n_heads": 8, "mamba_d_state": 8, "mamba_chunk_size": 4,
     "chunk_size": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_head_dim": 8,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_num_heads": 4,
-    # pictures and sound
+    # images and audio
     "image_size": 16, "patch_size": 8, "depth": 1, "num_heads": 4, "out_hidden_size": D,
     "mlp_dim": 16, "output_channels": 8, "num_mel_bins": 8, "max_source_positions": 16,
 }  # fmt: skip
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
-SAME_HEADS = {"num_key_value_heads": 4}  # latent attention has as many keys as queries
+SAME_HEADS = {"num_key_value_heads": 4}  # latent attention needs as many key heads as query heads
 PER_LAYER = {"vocab_size_per_layer_input": V, "hidden_size_per_layer_input": 8}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-OWN: dict[str, dict] = {  # what a class needs beside TINY, or instead of it
+OWN: dict[str, dict] = {  # further fields of a class, which take precedence over TINY
     **dict.fromkeys(
         (
             "AXK1ForCausalLM", "AXK2ForCausalLM", "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM",
@@ -132,13 +132,13 @@ INPUTS = {"GitForCausalLM": {"pixel_values": torch.ones(2, 3, 16, 16)}}
 
 
 def config(name: str, **options):
-    """A configuration of a few thousand parameters for a class of models."""
+    """A configuration for a tiny model of this class."""
     kind = getattr(transformers, name).config_class
     return kind(**_sizes(kind, OWN.get(name, {}) | options))
 
 
 def _sizes(kind, own: dict) -> dict:
-    """Of TINY what the class has a field for, and so in the configurations within it."""
+    """The fields of TINY that a configuration class has, also for its inner configurations."""
     names = {f.name for f in dataclasses.fields(kind)}
     inner = {}
     for name, sub in (getattr(kind, "sub_configs", None) or {}).items():
@@ -150,7 +150,7 @@ def _sizes(kind, own: dict) -> dict:
 
 
 def build(name: str, **options) -> nn.Module:
-    """A model of the class; on no device first, to see that it is small."""
+    """A random model of the class. Its size is first checked on the meta device."""
     kind = getattr(transformers, name)
     with torch.device("meta"):
         size = sum(p.numel() for p in kind(config(name, **options)).parameters())
@@ -161,7 +161,7 @@ def build(name: str, **options) -> nn.Module:
 
 
 def batch(model: nn.Module) -> dict:
-    """Two rows of nine tokens; three labels are ignored."""
+    """A batch of two rows of nine tokens. Three labels are ignored."""
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(2))
     labels = ids.clone()
     labels[0, :3] = -100

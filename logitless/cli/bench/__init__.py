@@ -1,8 +1,9 @@
 """`logitless bench`: checks and times the library beside PyTorch and other libraries.
 
-Every contender's values and gradients are first compared with fp64. Then logitless, PyTorch eager,
-torch.compile and each other library that can be imported are timed. On a GPU, the copy bandwidth
-and the matrix products of the same run are the reference; on a CPU, PyTorch is.
+The contenders are logitless, PyTorch eager, torch.compile and each other library that can be
+imported. The values and gradients of every contender are compared with fp64 before any time is
+measured. On a GPU, times are compared with a memory copy or with GEMMs of the same run. On a CPU,
+times are compared with PyTorch.
 
     logitless bench                                  all cases: logits, teachers, heads
     logitless bench --family heads                   losses over a head only
@@ -10,13 +11,13 @@ and the matrix products of the same run are the reference; on a CPU, PyTorch is.
     logitless bench --against eager --against liger  logitless beside these two only
     logitless bench --from-json FILE                 report and plots of a stored result
 
-A long family can be run in several parts, with one commit on one kind of machine. Together the
-parts give one result:
+A long family can be run in several parts, with the same commit on the same kind of machine. The
+parts are joined into one result:
 
-    logitless bench --family heads --minutes 8       prints the FILE that it wrote
-    logitless bench --family heads --resume FILE     runs the cases that FILE lacks; reports both
+    logitless bench --family heads --minutes 8       writes a first part and prints its FILE
+    logitless bench --family heads --resume FILE     runs the missing cases; reports all cases
 
-The report is printed, and written with JSON and plots to the folder --out.
+The command prints a report, and writes the report, a JSON file and plots to the folder --out.
 """
 
 from __future__ import annotations
@@ -106,13 +107,14 @@ def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
         while left and (not rows or time.monotonic() < end):
             name, case = next(iter(left.items()))
             advance(0, name)
-            # A head takes tens of milliseconds; GPU clocks settle within a longer budget.
+            # A call of a head takes tens of milliseconds. The GPU clock settles in a longer run.
             longer = 5 if case.family == "heads" else 1
             rows += runner.run_case(left.pop(name), loaded, device, longer * budget)
             advance(1, name)
-    with contextlib.suppress(RuntimeError):  # a contender may have left the GPU unusable
+    with contextlib.suppress(RuntimeError):  # the GPU may be unusable after a contender's error
         ceilings.append(clocks.copy_bandwidth(device, budget))
     ceiling = max(ceilings) or None
-    # Rows of earlier parts are judged again, because the copy bandwidth may be higher now.
+    # The results of earlier parts are judged again, because this part may have measured a higher
+    # copy bandwidth.
     results.judge([*cases.choose(device, quick=args.quick), *chosen], rows, ceiling)
     return document | {"copy_tbps": ceiling, "rows": rows, "left": len(left)}

@@ -1,12 +1,12 @@
-"""The cases of the benchmark: what is run, the floor of its time, our targets, and the sizes.
+"""The cases of the benchmark: functions, sizes, floors of times, and our targets.
 
-B = rows · vocab · itemsize is the size of the logits. A forward reads them once (B), a forward +
-backward reads them twice and writes the gradient (3B), and in place each element is read once and
-written once (2B). The *floor* of a time is these bytes divided by C, the copy bandwidth measured in
-the same run. If bytes do not limit the work, a *yardstick* that is timed in the same run is the
-floor. For a head, the yardstick is the GEMMs that it needs, by cuBLAS at full size: three for a
-mean or sum, four for results per row. On a CPU there is no floor, and PyTorch's time is the
-reference.
+The size of the logits in bytes is B = rows · vocab · itemsize. A forward reads the logits once (B).
+A forward + backward reads the logits twice and writes the gradient (3B). In place, each logit is
+read once and overwritten once (2B). The *floor* of a time is the number of these bytes divided by
+C, the copy bandwidth measured in the same run. Some functions are not limited by bytes. Their floor
+is the time of a *yardstick*, measured in the same run. The yardstick of a head is the time of its
+GEMMs in cuBLAS: three GEMMs for a mean or sum, and four GEMMs for results per row. On a CPU, times
+have no floor and are compared with PyTorch's time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 OURS, EAGER, COMPILED = "logitless", "eager", "compile"
-OUR_PLAIN = "our cross_entropy"  # at the same shape and without options
+OUR_PLAIN = "our cross_entropy"  # our cross_entropy without options, at the shape of the case
 FAMILIES = ("logits", "teachers", "heads")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN = "plain"  # the variant without options
@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 class Mode:
-    """What is run, and how it is timed: by device time, unless the mode names another clock."""
+    """The passes that are timed, and the clock. Without another name, the clock is device time."""
 
     FORWARD, BACKWARD = "forward", "forward + backward"
     INPLACE = "forward + backward, in place"
@@ -60,15 +60,24 @@ class Work:
 class Case(Work):
     """One case of the benchmark, run by every contender that has the op.
 
-    Our time must be at most `targets[reference]` times the time of each reference. References are
-    "floor"; "start + floor", which adds 6 µs for starting the kernels; OUR_PLAIN; a list of
-    contenders, of which the fastest counts; or "cpu", which is PyTorch's time on a CPU.
+    Our time must be at most `targets[reference]` times the time of each reference. A reference is
+    one of these strings:
+
+    - "floor" is the floor of the case.
+
+    - "start + floor" is the floor plus 6 µs for the start of the kernels.
+
+    - OUR_PLAIN is the time of our cross_entropy without options.
+
+    - A list of contenders stands for the time of the fastest contender.
+
+    - "cpu" is PyTorch's time on a CPU.
     """
 
-    options: dict[str, Any] = field(default_factory=dict)  # for the inputs and for the op
+    options: dict[str, Any] = field(default_factory=dict)  # of the inputs and of the op
     targets: dict[str, float] = field(default_factory=dict)
-    passes: float = 0.0  # passes over the logits, for the floor in bytes
-    yardstick: str = ""  # floor of work that bytes do not limit: see runner.yardstick
+    passes: float = 0.0  # the floor in units of B / C
+    yardstick: str = ""  # name of the yardstick (runner.yardstick), if bytes do not limit the work
     spare_mib: float | None = None  # memory that may be allocated beyond the gradients
     alone: bool = False  # whether only logitless is run
     compiled: bool = True  # whether torch.compile, which starts slowly, is run
@@ -87,13 +96,13 @@ class Case(Work):
 
     def at(self, shape: str, dtype: str, device: str = "cuda") -> Case:
         case, floor = replace(self, shape=shape, dtype=dtype), self.targets.get("floor")
-        if device == "cpu":  # one clock, no floor, and little torch.compile, because it is slow
+        if device == "cpu":  # torch.compile runs in few cases, because compiling is slow
             case.mode = Mode.BACKWARD if case.mode in (Mode.WALL, Mode.REPLAY_BOTH) else case.mode
             case.compiled &= (case.family, case.mode) == ("logits", Mode.BACKWARD)
             case.targets = {EAGER: case.targets["cpu"]} if "cpu" in case.targets else {}
             case.passes, case.yardstick = 0.0, ""
         elif floor and case.family != "heads" and case.row_bytes % 16:
-            # Rows that do not all start at a multiple of 16 bytes are allowed more time.
+            # The target is less strict if some rows do not start at a multiple of 16 bytes.
             case.targets = case.targets | {"floor": max(1.15, floor)}
         return case
 
@@ -101,7 +110,8 @@ class Case(Work):
 FORWARD, BOTH, INPLACE, WALL = Mode.FORWARD, Mode.BACKWARD, Mode.INPLACE, Mode.WALL
 LOGITS, TEACHERS, HEADS = (partial(Case, family) for family in FAMILIES)
 NEAR, START, DENSE = {"floor": 1.06}, {"start + floor": 1.3}, {"floor": 1 / 0.75}
-# compiled=False, because both compile to nearly the same code, and compiling is slow.
+# torch.compile is not run for score and logsumexp, because compiling is slow. Both functions would
+# compile to nearly the same code.
 READ = [LOGITS(op, FORWARD, PLAIN, {}, NEAR, 1, compiled=False) for op in ("score", "logsumexp")]
 FEW = [replace(case, mode=Mode.REPLAY, targets=START) for case in READ]
 STREAM = [
@@ -116,7 +126,7 @@ SHORT = partial(LOGITS, "cross_entropy", WALL, PLAIN, {})
 HALF = partial(LOGITS, "cross_entropy", FORWARD, targets={OUR_PLAIN: 0.55}, passes=0.5, alone=True)
 MORE = partial(LOGITS, mode=BOTH, targets={OUR_PLAIN: 1.10}, passes=3, spare_mib=8.0, alone=True)
 OPTIONS = {"label_smoothing": 0.1, "z_loss": 1e-4, "softcap": 30.0, "temperature": 0.7}
-OPTIONS |= {"weight": True}  # class weights, which are drawn with the inputs
+OPTIONS |= {"weight": True}  # `contenders.inputs` replaces True by random class weights
 VARIANTS = [
     HALF("every other row ignored", options={"runs": 1}),
     HALF("runs of 256 rows ignored", options={"runs": 256}),
@@ -129,7 +139,7 @@ RENORM = {"divergence": "forward_kl", "support": "renorm"}
 SMALL_TAIL = TAIL | {"small_tail": True}  # the student's tail is as small as the teacher's
 DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
 CAPTURE = partial(TEACHERS, "capture_topk", FORWARD, passes=1, compiled=False)
-SPARSE = [  # topk_distill, the cross-entropy that its targets refer to, and capture_topk
+SPARSE = [  # cross_entropy is the reference in the targets of topk_distill
     LOGITS("cross_entropy", BOTH, passes=3, alone=True),
     DISTILL("tail, K=64", TAIL, {OUR_PLAIN: 1.10}, alone=False),
     DISTILL("tail and cross_entropy, K=64", MIXED, {OUR_PLAIN: 1.25}),
@@ -141,7 +151,7 @@ SPARSE = [  # topk_distill, the cross-entropy that its targets refer to, and cap
     CAPTURE("K=8", {"k": 8}, alone=True),
     CAPTURE("K=256", {"k": 256}, alone=True),
 ]
-GATHERED = [  # three passes: the student's and the teacher's logits at K ids, and the gradient
+GATHERED = [  # three passes: read the student, read the teacher, write the gradient
     TEACHERS("gathered_kl", WALL, targets={EAGER: 1.0}),
     TEACHERS("gathered_kl", Mode.REPLAY_BOTH, PLAIN, {}, {"start + floor": 4.0}, 3, compiled=False),
 ]
@@ -152,7 +162,7 @@ PAIRS = [
     TEACHERS("soft_cross_entropy", BOTH),
 ]
 ROOMY = {"floor": 1.25}
-LIGER = {"liger": 1.0}  # at most Liger's time, for workspaces of about Liger's memory
+LIGER = {"liger": 1.0}  # the target for a workspace as large as Liger's memory is Liger's time
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
@@ -169,12 +179,12 @@ OVER_A_HEAD = [
 
 
 def workspaces(targets: dict[int, dict]) -> list[Case]:
-    """Cross-entropy over a head: by default, by workspace in MiB, and by dtype of the sums."""
+    """Cases of cross_entropy over a head, one case per workspace in MiB and per `accumulate`."""
     small = [(f"{mib} MiB", {"workspace": mib * MIB}, limit) for mib, limit in targets.items()]
     return [PLAIN_HEAD, *(ALONE(*case, yardstick="3 GEMMs") for case in small), *OTHER_SUMS]
 
 
-SHAPES = (  # rows of the last two are not 16-byte aligned
+SHAPES = (  # rows of the last two shapes are not 16-byte aligned
     "8192×128256 bf16, 4096×151936 bf16, 16384×32000 bf16, 8192×128256 fp32, "
     "16384×50257 bf16, 8192×128255 bf16"
 )
@@ -196,8 +206,8 @@ GROUPS = (  # family, cases, shapes on a GPU, shapes on a CPU, kinds of --shape 
     ("heads", workspaces({128: ROOMY | LIGER, 64: {}}), "16384×2304×256000 bf16", "", ()),
     ("heads", OVER_A_HEAD, LARGE_HEAD, CPU_HEAD, ()),
 )
-FEW_ROWS = 256  # most rows of a case that is timed by graph replay on a GPU
-QUICK = {"cuda": (1024, 32000), "cpu": (64, 4001)}  # largest number of rows, and vocabulary
+FEW_ROWS = 256  # the largest number of rows that is timed by graph replay on a GPU
+QUICK = {"cuda": (1024, 32000), "cpu": (64, 4001)}  # largest rows and vocabulary with --quick
 
 
 def parse_shape(text: str) -> str:
@@ -209,14 +219,14 @@ def parse_shape(text: str) -> str:
 
 
 def smaller(shape: str, device: str) -> str:
-    """The shape cut to the sizes of --quick."""
+    """The shape, reduced to the sizes of --quick."""
     rows, vocab = QUICK[device]
     *others, last = map(int, shape.split("×"))
     return "×".join(map(str, [*(min(size, rows) for size in others), min(last, vocab)]))
 
 
 def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
-    """Whether a --shape has the dimensions of the family, and few or many rows as `kinds` say."""
+    """Whether a --shape has the dimensions of the family, and a number of rows in `kinds`."""
     rows, *width, _ = map(int, shape.split("×"))
     kind = "few" if device == "cuda" and rows <= FEW_ROWS else "many"
     return bool(width) == (family == "heads") and kind in kinds
@@ -225,7 +235,7 @@ def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
 def choose(
     device: str, *, quick=False, families=None, ops=None, shapes=None, dtypes=None
 ) -> list[Case]:
-    """The cases that pass all filters. If a case is in two groups, the first counts."""
+    """The cases that pass all filters. If a case is in two groups, the first group is used."""
     default = ["fp32" if device == "cpu" else "bf16"]
     requested = list(product(map(parse_shape, shapes or ()), dtypes or default))
     chosen: dict[str, Case] = {}

@@ -1,7 +1,7 @@
 """The inputs of a case, and its contenders: logitless, PyTorch, and other installed libraries.
 
-A contender is a function that takes a case and returns the function to call, or None if it does not
-have the op of the case.
+A contender is a function of a case. The contender returns the function to time, or None if the
+library does not have the op of the case.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def inputs(case: Case, device: str) -> Inputs:
         options["weight"] = torch.rand(V, device=device) + 0.5
     rows = (target,)
     if case.op == "policy_loss":
-        # Old log-probabilities are close to the new ones, because log Σ e^z is close to log V + 2.
+        # The old log-probabilities are close to the new log-probabilities, because log Σ e^z is
+        # close to log V + 2 for logits of variance 4.
         noise, advantage = torch.randn(2, N, device=device)
         picked = (leaves[0].float() * leaves[1][target].float()).sum(-1)
         rows += (picked - (log(V) + 2) + 0.03 * noise, advantage)
@@ -46,7 +47,7 @@ def inputs(case: Case, device: str) -> Inputs:
         small_tail, labels = options.pop("small_tail", False), options.pop("labels", False)
         sparse = sparse_teacher(N, V, min(options.pop("K", 64), V // 2), device)
         rows = (*sparse, target) if labels else sparse
-        if small_tail:  # the student's tail is as small as the teacher's
+        if small_tail:  # makes the student's mass outside the ids as small as the teacher's
             leaves[0].scatter_(1, rows[0], 20.0)
     elif case.op == "capture_topk":
         rows = ()
@@ -80,7 +81,7 @@ def clipped(stats, *rows) -> Tensor:
     return formulas.clipped(stats.logprob, *rows)
 
 
-OURS_BY_OP = {  # functions whose arguments differ from those in formulas.py
+OURS_BY_OP = {  # functions whose arguments differ from the arguments of formulas.py
     "in place": partial(ll.cross_entropy, inplace=True),
     "logsumexp": lambda x, target: ll.logsumexp(x),
     "topk_distill": lambda x, ids, logprobs, tail, labels=None, **options: ll.topk_distill(
@@ -93,7 +94,7 @@ OURS_BY_OP = {  # functions whose arguments differ from those in formulas.py
 
 
 def ours(case: Case) -> Callable:
-    """Calls logitless as a user does."""
+    """The function of logitless that a user would call for this case."""
     name = "in place" if case.mode == Mode.INPLACE else case.op
     op = OURS_BY_OP.get(name) or getattr(ll, name)
     if case.family != "heads":
@@ -103,7 +104,7 @@ def ours(case: Case) -> Callable:
 
 
 def eager(case: Case) -> Callable | None:
-    """The formula in PyTorch; None for cases in place, which PyTorch does not have."""
+    """The formula in PyTorch, or None for cases in place, because PyTorch has no such function."""
     formula = formulas.FORMULAS[case.op]
     op = formula if case.op in BY_ROW else lambda *x, **options: formula(*x, **options).mean()
     op = F.cross_entropy if case.op == "cross_entropy" else op
@@ -115,12 +116,12 @@ def eager(case: Case) -> Callable | None:
 def compiled(case: Case) -> Callable | None:
     if not case.compiled or not (op := eager(case)):
         return None
-    torch.compiler.reset()  # otherwise torch.compile soon reaches its limit on recompilations
+    torch.compiler.reset()  # avoids torch.compile's limit on recompilations
     return torch.compile(op, dynamic=False)
 
 
 def of_log_softmax(loss):
-    """For losses of log-probabilities; the time includes the log_softmax."""
+    """Applies log_softmax to logits before a loss of log-probabilities."""
     return lambda x, teacher, **_: loss(x.log_softmax(-1), teacher.log_softmax(-1))
 
 
@@ -129,7 +130,7 @@ def liger(module) -> dict:
     head = module.LigerFusedLinearCrossEntropyLoss()
     return {
         "logits: cross_entropy": loss,
-        "logits: in place": loss,  # the same function, because it always overwrites the logits
+        "logits: in place": loss,  # liger_cross_entropy always overwrites the logits
         "teachers: kl_div, forward": of_log_softmax(module.LigerKLDIVLoss(log_target=True)),
         "teachers: jsd": of_log_softmax(module.LigerJSD(beta=0.5)),
         "heads: cross_entropy": lambda hidden, weight, target: head(weight, hidden, target),
@@ -137,7 +138,7 @@ def liger(module) -> dict:
 
 
 def fla(module) -> dict:
-    """fla without its logsumexp, whose autotuned block of 65,536 takes minutes to compile."""
+    """The losses of fla, without fla's logsumexp, because its autotuning takes minutes."""
     head = module.FusedLinearCrossEntropyLoss()
     return {
         "heads: cross_entropy": lambda hidden, weight, target: head(hidden, target, weight),
@@ -146,7 +147,7 @@ def fla(module) -> dict:
 
 
 def both_ways(loss) -> dict:
-    """The loss by default and in place; `loss` is a class, or partial(partial, function)."""
+    """Ops for a loss that can overwrite. `loss` is a class, or partial(partial, function)."""
     return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
 
 
@@ -167,7 +168,7 @@ def rival(ops: dict[str, Callable], case: Case) -> Callable | None:
 
 
 def load(names: Iterable[str], device: str) -> tuple[dict[str, Finder], dict[str, str]]:
-    """The contenders that can run, and for each name its version or the reason for its absence."""
+    """The contenders that can run, and the version or the reason for absence of every contender."""
     loaded = {name: BUILT_IN[name] for name in names if name in BUILT_IN}
     versions = {name: ll.__version__ if name == OURS else torch.__version__ for name in loaded}
     for name in (name for name in names if name in RIVALS):
@@ -177,6 +178,6 @@ def load(names: Iterable[str], device: str) -> tuple[dict[str, Finder], dict[str
             try:
                 loaded[name] = partial(rival, find_ops(import_module(path)))
                 versions[name] = machine.installed(path.split(".")[0]) or "version unknown"
-            except Exception as error:  # imports fail with all kinds of errors
+            except Exception as error:  # an import can raise any error
                 versions[name] = f"absent: {short(error)}"
     return loaded, versions

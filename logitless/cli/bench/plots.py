@@ -1,4 +1,4 @@
-"""Plots of a result: speed and memory, one plot each per family of cases."""
+"""Draws the results of each family of cases: one plot of speed and one plot of memory."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def save(document: dict, folder: Path) -> list[Path]:
 def is_shown(r: Result, contenders: int) -> bool:
     """Whether a result is plotted.
 
-    The plots show ops with a teacher that several contenders have, plain cross_entropy, and heads
-    in other workspaces.
+    The plots show plain cross_entropy, heads in all workspaces, and ops with a teacher. An op with
+    a teacher is plotted only if several contenders have the op.
     """
     if r.family == "heads" and r.variant.endswith(" MiB"):
         return True
@@ -57,7 +57,7 @@ def is_shown(r: Result, contenders: int) -> bool:
 
 
 def place(r: Result, one_panel: bool = False) -> tuple[str, str, str]:
-    """Panel, group and name of a result; with one_panel, in place is beside the default."""
+    """Panel, group and name of a result. With one_panel, our results in place share a panel."""
     panel, name = r.mode, r.contender
     if r.family == "heads" and r.variant != PLAIN:
         name = f"{OURS}, {r.variant}"
@@ -68,7 +68,7 @@ def place(r: Result, one_panel: bool = False) -> tuple[str, str, str]:
 
 
 def draw(bars: Bars, title: str, line: float | None, path: Path) -> None:
-    """Draws bars in groups with their numbers; the scale is logarithmic if `line` is None."""
+    """Draws groups of bars, each with its number. The scale is logarithmic if `line` is None."""
     from matplotlib.figure import Figure  # pyplot would need a display and global state
 
     panels, present = (list(dict.fromkeys(place[i] for place in bars)) for i in (0, 2))

@@ -23,7 +23,7 @@ Times = dict[tuple[str, str], float]  # by contender and by name of the case
 
 @dataclass
 class Result(Work):
-    """The result of one contender in one case; None marks numbers that were not measured."""
+    """The result of one contender in one case. Numbers that were not measured are None."""
 
     rows: int = 0
     vocab: int = 0
@@ -35,7 +35,7 @@ class Result(Work):
     ms: float | None = None
     extra_mib: float | None = None  # peak memory beyond the inputs
     spare_mib: float | None = None  # peak memory beyond the inputs and the gradients
-    # `judge` sets the fields below, when the copy bandwidth and all times are known.
+    # `judge` sets the following fields after all cases, when the copy bandwidth is known.
     eager_x: float | None = None  # time divided by PyTorch's time
     floor_ms: float | None = None
     tbps: float | None = None
@@ -71,7 +71,7 @@ def read(path: Path) -> dict:
 
 
 def write(document: dict, text: str, stem: Path) -> list[Path]:
-    """Writes the document as JSON, and the report beside it; returns both paths."""
+    """Writes the document as JSON and the report as Markdown, and returns the paths of both."""
     stem.parent.mkdir(parents=True, exist_ok=True)
     stored, report = stem.with_suffix(".json"), stem.with_suffix(".md")
     data = json.dumps(document, indent=1, ensure_ascii=False, default=asdict)
@@ -81,7 +81,7 @@ def write(document: dict, text: str, stem: Path) -> list[Path]:
 
 
 def joined(first: dict, *others: dict) -> dict:
-    """One document with the rows of all parts, whose facts must be equal."""
+    """One document with the results of all parts. The facts of all parts must be equal."""
     for fact in ("device", "versions", "contenders", "commit"):
         if differs := [part[fact] for part in others if part[fact] != first[fact]]:
             raise ValueError(f"{fact} must be {first[fact]} in every part, got {differs[0]}.")
@@ -108,7 +108,8 @@ def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None)
 def check_targets(case: Case, r: Result, times: Times) -> None:
     """Sets whether our result reaches its targets.
 
-    The strictest limit on the time counts. A limit without a measured reference is ignored.
+    If a case has several limits on the time, our time must reach the strictest limit. A limit
+    without a measured reference is ignored.
     """
     limits = [limit(case, of, factor, r.floor_ms, times) for of, factor in case.targets.items()]
     r.limit_ms = min((ms for _, ms in limits if ms is not None), default=None)
@@ -123,14 +124,14 @@ def check_targets(case: Case, r: Result, times: Times) -> None:
 
 
 def limit(case: Case, of: str, factor: float, floor: float | None, times: Times):
-    """A target as text, and in milliseconds; None if its reference was not measured."""
+    """A target as text, and its limit in milliseconds, or None without a measured reference."""
     plain, start = replace(case, variant=PLAIN), KERNEL_START_MS if of == "start + floor" else 0.0
     if "floor" in of:
         passes = "" if case.passes == 1 else f"{case.passes:g}"
         references = {case.yardstick or f"{passes}B/C": floor}
     elif of == OUR_PLAIN:
         references = {of: times.get((OURS, replace(plain, op="cross_entropy").name))}
-    else:  # a contender that lacks this variant is represented by its plain variant
+    else:  # if a contender does not have this variant, the time of its plain variant counts
         names = of.split(", ")
         references = {x: times.get((x, case.name), times.get((x, plain.name))) for x in names}
     known = {name: ms for name, ms in references.items() if ms}
@@ -186,8 +187,8 @@ def outcome(results: list[Result]) -> list[str]:
 def target_row(r: Result, results: list[Result]) -> dict[str, str]:
     """A row of the table of targets, with the fastest other contender.
 
-    A contender that overwrites the logits is compared in place only, because elsewhere it does not
-    do the same work.
+    A contender that overwrites the logits is compared only with our results in place, because a
+    function that keeps the logits does more work.
     """
     rivals = [x for x in results if x.name == r.name and x.contender in NAMES[1:] and x.ms]
     fair = [x for x in rivals if x.mode == Mode.INPLACE or OVERWRITES not in x.note]

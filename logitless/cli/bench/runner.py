@@ -1,8 +1,8 @@
-"""Runs one case: checks every contender, then times it.
+"""Runs one case: first checks every contender, then times every contender.
 
-A contender that raises is reported as "failed", and a contender with wrong results as "wrong", each
-with the reason; neither is timed. A contender that overwrites its inputs is timed on a copy of the
-inputs. The copy is restored before each repetition, and restoring is not timed.
+A contender that raises is reported as "failed". A contender with wrong results is reported as
+"wrong". The report gives the reason, and no time. A contender that overwrites its inputs is timed
+on a copy of the inputs. The copy is restored before each repetition, outside the measured time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Entry:
         self.result = blank(case, name)
 
     def attempt(self, step: Callable, argument, when: str = "") -> None:
-        """Runs one step; an error becomes the contender's result and does not end the benchmark."""
+        """Runs one step. An error becomes the contender's result, and the benchmark continues."""
         try:
             step(argument)
         except Exception as error:
@@ -50,7 +50,7 @@ class Entry:
             result.value_error, result.grad_error = errors
             bound = formulas.TOLERANCE[self.case.dtype] * formulas.CLIPPED.get(self.case.op, 1)
             bound *= 1 if result.contender == OURS else 10
-            off = [x for x in errors if x is not None and not x <= bound]  # NaN is off as well
+            off = [x for x in errors if x is not None and not x <= bound]  # True for NaN too
             if off:
                 result.status, result.note = "wrong", f"error {off[-1]:.1e}, allowed {bound:.0e}"
         if not all(map(torch.equal, scratch, self.leaves)):
@@ -66,7 +66,7 @@ class Entry:
             result.note = "; ".join(filter(None, (result.note, SYNCHRONISES)))
 
     def fresh(self, leaves: Leaves) -> Leaves:
-        """Leaves on the same memory, without the gradient or graph of an earlier call."""
+        """Leaves that share the memory of `leaves`, without gradient or graph of earlier calls."""
         gradient = self.case.mode not in (Mode.FORWARD, Mode.REPLAY)
         return tuple(leaf.detach().requires_grad_(gradient) for leaf in leaves)
 
@@ -75,7 +75,7 @@ class Entry:
         return self.fresh(restored or self.leaves)
 
     def run(self, leaves: Leaves):
-        """Runs the op once; returns its output and the gradients of the leaves."""
+        """Runs the op once, and returns its output and the gradients of the leaves."""
         gradient = leaves[0].requires_grad
         with torch.set_grad_enabled(gradient):
             out = self.op(*leaves, *self.inputs.rows, **self.inputs.options)
@@ -89,7 +89,7 @@ class Entry:
         return out, tuple(leaf.grad for leaf in leaves)
 
     def clock(self, budget: float) -> None:
-        """Times the op on a GPU by the clock of its mode."""
+        """Times the op on a GPU with the clock of its mode."""
         if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
             # REPLAY_BOTH is warm, because logits that were just gathered are in the cache.
             cold = self.case.mode == Mode.REPLAY
@@ -105,7 +105,7 @@ class Entry:
 def run_case(
     case: Case, loaded: dict[str, Finder], device: str, budget: float, *, checked: bool = True
 ) -> list[Result]:
-    """The results of every contender that has the op; without `checked`, only times and memory."""
+    """The results of all contenders that have the op. Errors are measured if `checked`."""
     torch.manual_seed(case.rows * 1_000_003 + case.sizes[-1])
     finders = {name: f for name, f in loaded.items() if name == OURS or not case.alone}
     ops = {name: op for name, find in finders.items() if (op := find(case))}
@@ -127,7 +127,7 @@ def run_case(
     around = [measure()] if case.yardstick and checked and ready else []
     for entry in ready:
         entry.attempt(entry.clock, budget, "while timed: ")
-        if len(around) == 1:  # again after the first contender, usually ours, because clocks drift
+        if len(around) == 1:  # the yardstick is timed before and after us, because clocks drift
             around.append(measure())
     if not around:
         return results

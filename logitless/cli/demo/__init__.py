@@ -1,10 +1,10 @@
 """`logitless demo`: trains a teacher, captures it into a store, and distils students from it.
 
-Four students start from one seed and train on the same few documents. The first learns from the
-text only. The second learns from the teacher's whole logits, in plain PyTorch. The third learns
-from the teacher's K most probable tokens, and the fourth from the same tokens in the store; the
-logits of these two students are never materialised. The students are compared by their loss on
-held-out text.
+Four students start from the same seed and train on the same few documents. The first student learns
+from the text only. The second student learns from the teacher's whole logits, in plain PyTorch. The
+third student learns from the teacher's K most probable tokens. The fourth student learns from the
+same tokens in the store. The logits of the third and fourth student are never materialised. The
+students are compared by their loss on held-out text.
 
 The demo prints a table, and writes a plot and a report in one HTML file.
 """
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from logitless.cli import chosen_device, require
-from logitless.cli.demo.small import (  # examples and benchmarks import these names from here
+from logitless.cli.demo.small import (  # examples/ and benchmarks/ import these names
     MAX_CHARS,
     SCALES,
     VOCAB,

@@ -42,7 +42,7 @@ PAGE = """<!doctype html>
 
 
 def results(outcome: Outcome) -> list[tuple[str, ...]]:
-    """Rows of the table, headings first."""
+    """The rows of the table of results. The first row holds the headings."""
     head = ("", "teacher", *(student.name for student in outcome.students))
     loss = [f"{outcome.teacher_loss:.3f}", *(f"{s.curve[-1][1]:.3f}" for s in outcome.students)]
     seconds = ["", *(f"{s.seconds:.1f} s" for s in outcome.students)]
@@ -57,7 +57,7 @@ def results(outcome: Outcome) -> list[tuple[str, ...]]:
 
 
 def curves(outcome: Outcome) -> list[tuple[str, ...]]:
-    """Held-out losses by step, headings first."""
+    """The rows of a table of held-out losses per step. The first row holds the headings."""
     steps = [step for step, _ in outcome.students[0].curve]
     losses = [[f"{loss:.4f}" for _, loss in student.curve] for student in outcome.students]
     head = ("step", *(student.name for student in outcome.students))
@@ -127,15 +127,13 @@ def save_plot(outcome: Outcome, path: Path) -> None:
 
 
 def save_html(outcome: Outcome, plot: Path, path: Path) -> None:
-    losses = {student.name: student.curve[-1][1] for student in outcome.students}
     summary = (
         f"Four students with the same seed trained on the same {outcome.store['documents']:,}"
-        f" documents for {outcome.steps} steps. Their held-out losses in nats per token are"
-        f" {losses[ALONE]:.3f} with the text alone, {losses[WHOLE]:.3f} with the teacher's whole"
-        f" logits, {losses[LIVE]:.3f} with the teacher's {outcome.plan.k} most probable tokens, and"
-        f" {losses[STORED]:.3f} with the same tokens from the store. The last two train by {CE:g} ·"
-        f" cross-entropy + {KD:g} · KL divergence, and their logits are never materialised. The"
-        f" teacher's own loss is {outcome.teacher_loss:.3f}."
+        f" documents for {outcome.steps} steps. The table shows their losses on held-out text."
+        f' "The top K" are the teacher\'s {outcome.plan.k} most probable tokens per position. The'
+        " store holds the same tokens. The students with a teacher minimise"
+        f" {CE:g} · cross-entropy + {KD:g} · KL divergence. The logits of the students with the"
+        " top K and with the store are never materialised."
     )
     footer = f"{machine.device(outcome.device)['name']}, torch {machine.versions()['torch']}"
     page = PAGE.format(

@@ -28,7 +28,7 @@ NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 MAX_CHARS = 12_000_000
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Batch = tuple[Tensor, Tensor]  # tokens and the tokens that follow them, (batch, context) each
+Batch = tuple[Tensor, Tensor]  # tokens, and for each token the next token; both (batch, context)
 
 
 class Scale(NamedTuple):
@@ -63,12 +63,12 @@ def read_sources(limit: int) -> str:
 
 
 def vocabulary(text: str, size: int = VOCAB) -> list[str]:
-    """The most frequent tokens of a text, indexed by id; UNKNOWN stands for all others."""
+    """The most frequent tokens of a text, indexed by id. All other tokens have the id UNKNOWN."""
     return ["?"] + [token for token, _ in Counter(TOKEN.findall(text)).most_common(size - 1)]
 
 
 def encode(text: str, words: list[str] | None = None) -> Tensor:
-    """Token ids of a text, (T,); the default vocabulary is that of the text."""
+    """The token ids of a text, (T,). By default, the vocabulary is computed from the text."""
     words = vocabulary(text) if words is None else words
     index = {token: i for i, token in enumerate(words) if i != UNKNOWN}
     return torch.tensor([index.get(token, UNKNOWN) for token in TOKEN.findall(text)])
@@ -107,8 +107,8 @@ class Transformer(nn.Module):
             for _ in range(scale.layers)
         )
         self.norm = nn.LayerNorm(scale.width)
-        # Logits and (by `gain`) inputs have unit variance at the start. In a less well conditioned
-        # model, training amplifies rounding until the curves of equal losses differ.
+        # Initial logits have unit variance, and `gain` gives the inputs unit variance. Otherwise
+        # training amplifies rounding errors until the loss curves of equal losses differ.
         self.gain = scale.width**0.5
         nn.init.normal_(self.token.weight, std=1 / self.gain)
         self.head = nn.Linear(scale.width, vocab, bias=False, device="meta")
@@ -149,12 +149,12 @@ class Learner:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.curve.append(loss.item())  # waits for the device, so that the whole step is timed
+        self.curve.append(loss.item())  # `item` waits for the device, so the whole step is timed
         self.seconds += time.perf_counter() - start
 
 
 def train(learners: list[Learner], batches: Iterator[Batch], steps: int) -> Iterator[int]:
-    """Trains all learners on the same batches; yields the number of finished steps."""
+    """Trains all learners on the same batches, and yields the number of finished steps."""
     for done, batch in zip(range(1, steps + 1), batches, strict=False):
         for learner in learners:
             learner.step(batch)
@@ -168,7 +168,7 @@ def largest_difference(learners: list[Learner]) -> float:
 
 
 def loss_memory(loss: Loss, rows: int, device: str) -> int:
-    """Peak memory in bytes of the loss, forward and backward, beyond the logits."""
+    """The peak number of bytes that forward and backward of the loss allocate beyond the logits."""
     logits = torch.randn(rows, VOCAB, device=device, requires_grad=True)
     target = torch.randint(VOCAB, (rows,), device=device)
     return extra_memory(device, logits, lambda z: loss(z, target).backward())

@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     """The sizes of the models, the data and the measurements."""
 
     vocab: int
-    k: int  # 64 slots would hold too little mass, because this teacher is rarely certain
+    k: int  # 256; 64 slots would hold too little mass, because this teacher is rarely certain
     teacher: Scale
     student: Scale
     documents: int  # number of documents that the students train on
@@ -59,7 +59,7 @@ class Student:
     model: Transformer
     curve: list[tuple[int, float]] = field(default_factory=list)  # step, held-out loss
     seconds: float = 0.0
-    memory: int = 0  # peak bytes of a step's loss, beyond its inputs
+    memory: int = 0  # peak bytes of the loss in one step, without its inputs
 
 
 @dataclass
@@ -104,7 +104,7 @@ def run(path: Path, steps: int, device: str, seed: int) -> Outcome:
 
 
 def split(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The text to train on, and the held-out text: every tenth piece of 1,024 tokens."""
+    """The training text and the held-out text, which is every tenth piece of 1,024 tokens."""
     pieces = ids[: len(ids) // 1024 * 1024].view(-1, 1024)
     held_out = torch.arange(len(pieces)) % 10 == 9
     return pieces[~held_out].flatten(), pieces[held_out].flatten()
@@ -163,7 +163,7 @@ def train_teacher(
 
 
 def captured(model: Transformer, documents: Tensor, path: Path, plan: Plan) -> dict[str, Any]:
-    """Captures the teacher on the documents into a store; returns facts about the store."""
+    """Captures the teacher's predictions into a store, and returns facts about the store."""
     begin = time.perf_counter()
     header = {"vocab_size": plan.vocab, "k": plan.k, "teacher": "the demo's"}
     with Writer(path, **header) as writer, bar("2. capture ", documents.numel()) as advance:
@@ -183,7 +183,7 @@ def captured(model: Transformer, documents: Tensor, path: Path, plan: Plan) -> d
 
 @torch.no_grad()
 def targets_of(name: str, teacher: Transformer, store: Store, documents: Tensor) -> Any:
-    """What a student learns from, for documents (B, T): SparseTargets, whole logits or None."""
+    """The targets of a student for documents (B, T): SparseTargets, whole logits or None."""
     if name == STORED:
         return store.targets_for(documents)
     if name == LIVE:
@@ -210,7 +210,7 @@ def train_students(
     students: list[Student], teacher: Transformer, store: Store, documents: Tensor,
     held_out: Tensor, plan: Plan, steps: int, seed: int,
 ) -> None:  # fmt: skip
-    """Trains the students in turns, so that a slow machine affects all of them alike."""
+    """Trains all students step by step in turns, so a slow machine slows all of them equally."""
     optimizers = [Optimizer(s.model, plan.student.lr, steps) for s in students]
     for student in students[2:]:
         ll.fuse(student.model, head="head", workspace=WORKSPACE)
@@ -225,7 +225,7 @@ def train_students(
                 targets = targets_of(student.name, teacher, store, batch)
                 loss = student_loss(student.name, student.model(batch), batch, targets)
                 optimizer.step(loss)
-                loss.item()  # waits for the device
+                loss.item()  # waits for the device, so the whole step is timed
                 student.seconds += time.perf_counter() - begin
                 if step % every == 0 or step == steps:
                     student.curve.append((step, held_out_loss(student.model, held_out)))
@@ -234,7 +234,7 @@ def train_students(
 
 
 def loss_memory(name: str, plan: Plan, device: str) -> int:
-    """Peak memory in bytes of one step's loss, including student's and teacher's logits."""
+    """Peak memory of the loss of one step in bytes, with the logits of student and teacher."""
     rows, vocab, width = plan.memory_rows, plan.memory_vocab, plan.student.width
     hidden = torch.randn(1, rows, width, device=device, requires_grad=True)
     head = torch.nn.Linear(width, vocab, bias=False, device=device)
@@ -260,7 +260,7 @@ def loss_memory(name: str, plan: Plan, device: str) -> int:
 
 
 def predictions(store: Store, words: list[str], count: int = 6) -> list:
-    """Text, next word and the teacher's most probable words, in the middle of some documents."""
+    """Text, next word, and the teacher's five most probable words, from some documents."""
     rows = []
     for i in range(0, len(store), max(len(store) // count, 1)):
         tokens, targets = store[i]

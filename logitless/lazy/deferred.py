@@ -1,0 +1,204 @@
+"""`Deferred`: a tensor without memory of its own, which PyTorch can read but not write to.
+
+Lazy logits (logits.py), their gradient (gradient.py) and views of computed logits (`View` below)
+are Deferred tensors. They share one mechanism:
+
+- An operation of PyTorch gets the numbers, `numbers()`, instead of the Deferred tensor.
+- A result that shares memory with the numbers is wrapped in a `View`, so that no result can be used
+  to change the numbers.
+- An operation that writes to a Deferred tensor raises. PyTorch's schema of every operation says
+  which arguments it writes to.
+- A function that takes the address of a tensor's memory gets the address of the numbers, or raises.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from types import GetSetDescriptorType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+T = Tensor
+
+# --- functions of tensors that bypass __torch_dispatch__, because they use the memory directly
+
+READERS = {T.tolist, T.item, T.__reduce_ex__, T.__deepcopy__, T.is_shared}
+ARRAYS = {T.numpy, T.__array__}  # functions that return writable memory
+ADDRESSES = {
+    T.data_ptr, T.untyped_storage, T.storage, T._typed_storage,
+    T.__cuda_array_interface__.__get__,  # pyright: ignore
+}  # fmt: skip
+EXPORTS = {T.__dlpack__}
+WRITERS = {
+    T.__setitem__, T.data.__set__, T.share_memory_, T.apply_, T.map_, T.map2_,  # pyright: ignore
+}  # fmt: skip
+DIRECT = READERS | ARRAYS | ADDRESSES | EXPORTS | WRITERS
+
+
+class _Absent:
+    """Hides an attribute of Tensor from a subclass."""
+
+    def __get__(self, instance, owner):
+        raise AttributeError("a tensor without memory of its own has no such attribute")
+
+
+class Deferred(Tensor):
+    """A tensor without memory of its own; see the module's docstring."""
+
+    __dlpack_c_exchange_api__ = _Absent()  # hidden, because it would read missing memory
+
+    what = "lazy logits"  # the subject of error messages
+    copy = "logits.materialize()"  # an expression that returns a writable tensor
+
+    @classmethod
+    def blank(cls, like: Any, **layout) -> Any:
+        """A tensor with the shape, dtype and device of `like`."""
+        t = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls, like.shape, dtype=like.dtype, device=like.device, **layout
+        )
+        # Functions that bypass __torch_function__ and __torch_dispatch__ then raise if they write.
+        torch._C._set_throw_on_mutable_data_ptr(t)
+        return t
+
+    def numbers(self) -> Tensor:
+        """The values as a plain tensor, detached. The caller must not write to them."""
+        raise NotImplementedError
+
+    def expose(self) -> Tensor:
+        """The numbers for code that takes their address and may write to them."""
+        return self.numbers()
+
+    def write(self, func, args: tuple, kwargs: dict) -> Any:
+        """Replaces an operation that would write to this tensor. By default, it raises."""
+        raise RuntimeError(
+            f"{self.what} must not be written to, by {running(func)}, because their values are not"
+            f" in memory. Write to a copy instead: {self.copy}."
+        )
+
+    def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        kind = type(self).__name__
+        return f"{kind}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in DIRECT and args and isinstance(args[0], Deferred):
+            return _direct(func, args, kwargs)
+        with called(func), torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        target = written(func, args, kwargs)
+        if target is not None:
+            return target.write(func, args, kwargs)
+        return of_numbers(func, args, kwargs)
+
+
+class View(Deferred):
+    """A view of computed logits, for example one column."""
+
+    what, copy = "parts of lazy logits", "logits.materialize(), and take the part of the copy"
+
+    values: Tensor
+
+    @staticmethod
+    def of(values: Tensor) -> "View":
+        offset = values.storage_offset()
+        view = View.blank(values, strides=values.stride(), storage_offset=offset)
+        view.values = values
+        return view
+
+    def numbers(self) -> Tensor:
+        return self.values
+
+    def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return repr(self.values)
+
+
+def of_numbers(func, args: tuple, kwargs: dict) -> Any:
+    """Runs an operation on the numbers of its Deferred arguments."""
+    memories = []
+    name = func._schema.name
+    described = name.endswith("_like") or name.startswith("aten::new_")  # which read no values
+
+    def numbers(t: Deferred) -> Tensor:
+        if described:
+            return torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
+        values = t.numbers()
+        memories.append(values.untyped_storage()._cdata)
+        return values
+
+    def guarded(t: Tensor) -> Tensor:
+        strided = type(t) is Tensor and t.layout is torch.strided
+        shares = strided and t.untyped_storage()._cdata in memories
+        return View.of(t) if shares else t
+
+    with called(_called.get() or func):
+        args, kwargs = pytree.tree_map_only(Deferred, numbers, (args, kwargs))
+    return pytree.tree_map_only(Tensor, guarded, func(*args, **kwargs))
+
+
+def written(func, args: tuple, kwargs: dict) -> Deferred | None:
+    """The Deferred tensor that the operation writes to, or None."""
+    schema = func._schema
+    takes_memory = schema.name == "aten::set_"  # x.set_(t) makes x share the memory of t
+    for i, argument in enumerate(schema.arguments):
+        t = args[i] if i < len(args) else kwargs.get(argument.name)
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        if (writes or takes_memory) and t is not None:
+            for one in t if isinstance(t, (list, tuple)) else (t,):
+                if isinstance(one, Deferred):
+                    return one
+    return None
+
+
+def _direct(func, args: tuple, kwargs: dict) -> Any:
+    """Runs a function that uses the memory of its first argument."""
+    t, *rest = args
+    if func in WRITERS or (func in EXPORTS and not kwargs.get("copy")):
+        with called(func):
+            return t.write(func, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        if func in ARRAYS and t.requires_grad and not kwargs.get("force"):
+            return func(torch.empty(0).requires_grad_(), *rest, **kwargs)  # raises PyTorch's error
+        with called(func):
+            values = t.expose() if func in ADDRESSES else t.numbers()
+        if func in EXPORTS:
+            return func(values.clone(), *rest, **{**kwargs, "copy": None})
+        result = func(values, *rest, **kwargs)
+        if func in ARRAYS:
+            result.flags.writeable = False
+        return result
+
+
+# --- the function that the user called, for warnings and errors
+
+_called: ContextVar[Any] = ContextVar("called", default=None)
+
+
+@contextlib.contextmanager
+def called(func) -> Iterator[None]:
+    """Inside this block, warnings and errors name the PyTorch function `func`."""
+    before = _called.set(func)
+    try:
+        yield
+    finally:
+        _called.reset(before)
+
+
+def running(func=None) -> str:
+    """The name of the PyTorch function that the user called. The default is `func`."""
+    func = _called.get() or func
+    if isinstance(func, torch._ops.OpOverload):
+        return str(func)
+    if isinstance(getattr(func, "__self__", None), GetSetDescriptorType):  # a property
+        func = func.__self__  # pyright: ignore
+    name, module = getattr(func, "__name__", str(func)), getattr(func, "__module__", None)
+    if hasattr(func, "__objclass__") or getattr(func, "__qualname__", "").startswith("Tensor."):
+        return f"Tensor.{name}"
+    return f"F.{name}" if module == "torch.nn.functional" else f"torch.{name}"

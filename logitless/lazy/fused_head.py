@@ -1,0 +1,227 @@
+"""The forward of a fused head.
+
+A head is often not a plain linear layer, because accelerate sets hooks on the head, adapters wrap
+the head, quantisers replace the head, or users set their own forward. So a fused head still runs
+its own forward. Inside this forward, `torch.nn.functional.linear` of hidden states and a weight
+returns lazy logits. Operations before and after this product get the same numbers as in the plain
+model. A head without such a product returns the same result as in the plain model.
+"""
+
+import contextlib
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..core.call import in_func
+from ..core.options import LOGITS_DTYPES
+from ..core.source import is_dtensor
+from ..heads.linear import LinearLogits
+from ..heads.products import autocasts
+from .checks import has_own_products, name_of
+from .colwise import spread_dense_logits, spread_logits
+from .logits import lazy_logits_of, warn_once
+
+_lazy = ContextVar("lazy", default=False)
+
+
+@contextlib.contextmanager
+def lazy_logits():
+    """Inside this block, fused heads return lazy logits even without gradients, for a teacher.
+
+    >>> with torch.no_grad(), lazy_logits():
+    ...     teacher_logits = teacher(ids).logits
+    >>> loss = kl_div(student(ids).logits, teacher_logits, direction="forward")
+    """
+    before = _lazy.set(True)
+    try:
+        yield
+    finally:
+        _lazy.reset(before)
+
+
+class FusedForward:
+    """The forward of a fused head. It calls the head's earlier forward inside `Products`.
+
+    `below` is the earlier forward if some other code had set one on the head. If `below` is None,
+    the forward of the head's class is called. Other code may replace this forward later.
+    """
+
+    def __init__(self, head: nn.Module, below: Callable | None, guard: Any):
+        self.head, self.below, self.guard = head, below, guard
+
+    def forward(self, *args, **kwargs):
+        guard = self.guard
+        if not guard.active or guard.unfusable is not None:
+            return self.run(*args, **kwargs)
+        if torch.compiler.is_compiling() and wants_gradient(*args, *self.head.parameters()):
+            _say_how_to_compile()
+        if guard.options.get("logits_dtype") is None and not may_be_lazy():
+            return self.run(*args, **kwargs)
+        products = Products(self.head, guard.options)
+        with products:
+            logits = self.run(*args, **kwargs)
+        if may_be_lazy():
+            guard.called(logits, products)
+        return logits
+
+    def run(self, *args, **kwargs):
+        if self.below is None:
+            return type(self.head).forward(self.head, *args, **kwargs)
+        return self.below(*args, **kwargs)
+
+
+def forward_set_on(head: nn.Module) -> FusedForward | None:
+    """The head's current forward if it is a FusedForward, else None."""
+    forward = head.__dict__.get("forward")
+    ours = getattr(forward, "__func__", None) is FusedForward.forward
+    return forward.__self__ if ours else None  # pyright: ignore
+
+
+def set_forward(head: nn.Module, guard: Any) -> None:
+    """Sets a FusedForward on a head. An earlier forward that was set on the head stays below it."""
+    ours = forward_set_on(head)
+    if ours is not None and ours.head is head and ours.guard is guard:
+        return
+    # A replica of DataParallel has the FusedForward of the original head.
+    below = head.__dict__.get("forward") if ours is None else ours.below
+    head.__dict__["forward"] = FusedForward(head, below, guard).forward
+
+
+def remove_forward(head: nn.Module) -> None:
+    ours = forward_set_on(head)
+    if ours is None:
+        return
+    if ours.below is None:
+        del head.__dict__["forward"]
+    else:
+        head.__dict__["forward"] = ours.below
+
+
+class Products(TorchFunctionMode):
+    """Inside the forward of a head, products with a weight as wide as the vocabulary are lazy."""
+
+    def __init__(self, head: nn.Module, options: dict):
+        super().__init__()
+        self.head, self.options = head, options
+        self.width = width_of(head)
+        self.found = False  # whether the head computed a product as wide as the vocabulary
+        self.obstacle: str | None = None  # the reason why this product was not lazy
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not nn.functional.linear:
+            return func(*args, **kwargs)
+        hidden, weight, bias = _tensors(*args, **kwargs)
+        if weight.shape[0] != self.width and weight is not self.head._parameters.get("weight"):
+            return func(*args, **kwargs)
+        self.found, self.obstacle = True, obstacle_of(hidden, weight, bias)
+        if self.obstacle is not None:
+            return func(*args, **kwargs)
+        return lazy_product((hidden, weight, bias), self.options, owner_of(weight, self.head))
+
+    def why_plain(self) -> str:
+        """Why the head returned plain logits: a phrase that follows the name of the head."""
+        if self.obstacle is not None:
+            return f"computes plain logits, because {self.obstacle}"
+        if self.found:
+            return "computes with its logits after the product, which needs their values"
+        return "does not compute its logits by torch.nn.functional.linear"
+
+
+def _tensors(input: Tensor, weight: Tensor, bias: Tensor | None = None):
+    """The arguments of torch.nn.functional.linear."""
+    return input, weight, bias
+
+
+def width_of(head: nn.Module) -> int:
+    """The width of a head's logits, which is the largest width of its linear layers.
+
+    Only the dictionaries of modules are read, because the attributes of adapters may run code.
+    """
+    return max([0, *(m.__dict__.get("out_features", 0) for m in head.modules())])
+
+
+def owner_of(weight: Tensor, head: nn.Module) -> nn.Module:
+    """The module that gathers and frees this weight, if FSDP shards a part of the head."""
+    sharded = [m for m in head.modules() if hasattr(type(m), "unshard")]
+    owners = [m for m in sharded if any(p is weight for p in m.parameters())]
+    return owners[-1] if owners else head
+
+
+def obstacle_of(hidden: Any, weight: Any, bias: Any) -> str | None:
+    """The reason why the product of these tensors cannot be lazy; None if it can be lazy."""
+    given = {"input": hidden, "weight": weight, "bias": bias}
+    tensors = {name: t for name, t in given.items() if t is not None}
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor) or is_lazy(t) or (name != "input" and has_own_products(t)):
+            return f"its {name} is a {name_of(t)}"
+        if t.dtype not in LOGITS_DTYPES:
+            return f"its {name} has {t.dtype}"
+    if weight.dim() != 2:
+        return f"its weight has {weight.dim()} dimensions"
+    if is_dtensor(hidden) != is_dtensor(weight):
+        return "only one of its input and weight is a DTensor"
+    dtypes = sorted({str(t.dtype) for t in tensors.values()})
+    if len(dtypes) > 1 and not autocasts(hidden.device):
+        return f"its tensors have {' and '.join(dtypes)}"
+    return None
+
+
+def wants_gradient(*tensors: Any) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in tensors
+    )
+
+
+def may_be_lazy() -> bool:
+    """Whether logits may be lazy: with gradients or for a teacher, but not under a compiler."""
+    if torch.compiler.is_compiling() or in_func() or torch._C._is_tracing():
+        return False
+    return torch.is_grad_enabled() or _lazy.get()
+
+
+def head_logits(module: nn.Linear, hidden: Tensor, options: dict) -> Tensor:
+    """The logits of a linear layer, lazy if gradients are needed or inside `lazy_logits()`."""
+    tensors = (hidden, module.weight, module.bias)
+    if torch.compiler.is_compiling() and wants_gradient(*tensors):
+        _say_how_to_compile()
+    return lazy_product(tensors, options, module)
+
+
+def lazy_product(tensors: tuple, options: dict, module: nn.Module) -> Tensor:
+    """Returns hidden @ weight.T + bias, lazy if gradients are needed or inside `lazy_logits()`.
+
+    Under a compiler, a tracer or torch.func, the result is the plain product.
+    """
+    hidden, weight, _ = tensors
+    spread = is_dtensor(hidden) and is_dtensor(weight)
+    if not may_be_lazy() or not (wants_gradient(*tensors) or _lazy.get()):
+        if options.get("logits_dtype") is None:
+            return nn.functional.linear(*tensors)
+        if spread:
+            return spread_dense_logits(tensors, options)
+        return LinearLogits(*tensors, **options).materialize()
+    if spread:
+        return spread_logits(tensors, options, module)
+    # LinearLogits checks the tensors and casts them under autocast.
+    return lazy_logits_of(LinearLogits(*tensors, **options).head._replace(module=module))
+
+
+def is_lazy(logits: Any) -> bool:
+    return not getattr(logits, "exists", True)
+
+
+def _say_how_to_compile() -> None:
+    """Warns while a graph is traced. The warning is not part of the graph."""
+    warn_once(
+        "torch.compile(model) sees the head of a fused model as a plain product, and makes its"
+        " logits. Compile what comes before the head instead, such as model.model.compile()."
+    )
+
+
+# torch.compiler.assume_constant_result sets the same mark, but it would import the compiler.
+_say_how_to_compile._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

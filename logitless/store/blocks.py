@@ -1,0 +1,116 @@
+"""Reading the tensors of a shard block by block, and comparing every block with its checksum.
+
+The checksums follow the tensors in the same file, one CRC-32 per BLOCK bytes (store/format.py). A
+read copies the blocks into memory and then compares the copy. So reading a byte that has changed
+since the shard was written raises an error. Reading a file that was cut off after it was opened
+raises an error too. If the file were mapped instead, a signal would end the process.
+"""
+
+import os
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..targets.safetensors import buffer
+from . import file_checks
+from .format import BLOCK
+
+KEPT_OPEN = 128  # open files; the limit of a process is often 1,024, and a store may have more
+_recent: deque["weakref.ref[Blocks]"] = deque()
+
+
+class Blocks:
+    """Bytes 0 to `size` of a file's tensors, which begin at byte `start` of the file."""
+
+    def __init__(self, path: Path, start: int, size: int, checked: bool):
+        self.path, self.start, self.size, self.checked = path, start, size, checked
+        # Absolute, because the process may change its folder before it opens the file again.
+        self._absolute = path.absolute()
+        self._file: _File | None = None
+
+    def read(self, begin: int, end: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """A copy of the bytes from `begin` to `end`, as a tensor."""
+        if begin == end:
+            return torch.empty(0, dtype=dtype)
+        file = self._file or self._opened()
+        if not self.checked:
+            data = file.read(self.start + begin, end - begin)
+            return torch.frombuffer(data, dtype=dtype)
+        first, last = begin // BLOCK, -(-end // BLOCK)
+        place = first * BLOCK
+        data = file.read(self.start + place, min(last * BLOCK, self.size) - place)
+        view = memoryview(data)
+        for i in range(last - first):
+            block = view[i * BLOCK : (i + 1) * BLOCK]
+            if zlib.crc32(block) != file.checksums[first + i]:
+                file_checks.changed_block(self.path, self.start + place + i * BLOCK)
+        count = (end - begin) // dtype.itemsize
+        return torch.frombuffer(data, dtype=dtype, count=count, offset=begin - place)
+
+    def _opened(self) -> "_File":
+        file = _File(self._absolute)
+        if self.checked:
+            stored = file.read(self.start + self.size, checksum_bytes(self.size))
+            file.checksums = memoryview(stored).cast("I")
+        self._file = file
+        _recent.append(weakref.ref(self))
+        while len(_recent) > KEPT_OPEN:
+            oldest = _recent.popleft()()
+            if oldest is not None and oldest is not self:
+                oldest._file = None
+        return file
+
+
+class _File:
+    """An open file. It is closed with its last reference, so that other threads can finish."""
+
+    def __init__(self, path: Path):
+        self.path, self.checksums = path, memoryview(b"")
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, place: int, length: int) -> bytearray:
+        data = bytearray(length)
+        view = memoryview(data)
+        while view:
+            done = os.preadv(self.number, [view], place)
+            if not done:
+                file_checks.shorter(self.path)
+            view, place = view[done:], place + done
+        return data
+
+    def __del__(self):
+        if hasattr(self, "number"):  # there is no number if the file could not be opened
+            os.close(self.number)
+
+
+def checksums(tensors: Iterable[Tensor]) -> Tensor:
+    """The checksums, as bytes, of tensors that follow each other in a file."""
+    found, checksum, room = [], 0, BLOCK
+    for t in tensors:
+        view = memoryview(buffer(t)).cast("B")
+        while view:
+            piece, view = view[:room], view[room:]
+            checksum, room = zlib.crc32(piece, checksum), room - len(piece)
+            if not room:
+                found.append(checksum)
+                checksum, room = 0, BLOCK
+    if room < BLOCK:
+        found.append(checksum)
+    return _as_bytes(found)
+
+
+def _as_bytes(numbers: list[Any]) -> Tensor:
+    """The bytes of 32-bit numbers, little-endian."""
+    data = bytearray().join(n.to_bytes(4, "little") for n in numbers)
+    return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0).byte()
+
+
+def checksum_bytes(size: int) -> int:
+    """The size in bytes of the checksums for tensors of `size` bytes in total."""
+    return 4 * -(-size // BLOCK)

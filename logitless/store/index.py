@@ -1,0 +1,129 @@
+"""The index of a shard: hashes of the beginnings of its documents.
+
+Each entry is the hash of a document's first n tokens, and names one document that begins with these
+tokens. The lengths n of a document's entries are
+
+    the whole length of the document,
+    1, 4, 16, 64, ..., if they are below the length of the document,
+    l + 1 for each other document of the shard that shares exactly the first l tokens.
+
+All documents with the same beginning share one entry for this beginning, so that the index does not
+grow with the number of these documents. If one of these documents has no more tokens, the entry
+names this document. An entry of the third kind ends at the first token where documents with a
+shared beginning differ. A search follows these entries without reading tokens (store/lookup.py).
+
+The hash of tokens[a:b] is the sum of ((tokens[i] + 1) · B^(i - a)) for i from a to b - 1, mod 2^64,
+mixed with the length. The hash is computed from prefix sums, so that one pass over the tokens is
+enough for all a and b.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..targets.safetensors import buffer
+
+BASE = 0x9E3779B97F4A7C15 - 2**64  # odd, so that it has an inverse mod 2^64
+INVERSE = pow(BASE, -1, 2**64)
+INVERSE -= 2**64 if INVERSE >= 2**63 else 0
+MIX = 0x2545F4914F6CDD1D
+
+
+class Hashes:
+    """Computes the hashes of ranges of one sequence of tokens."""
+
+    def __init__(self, tokens: Tensor):
+        n = len(tokens)
+        powers, inverse = _powers(1 << n.bit_length())
+        self.sums = torch.zeros(n + 1, dtype=torch.int64)
+        torch.cumsum((tokens + 1) * powers[:n], 0, out=self.sums[1:])
+        self.inverse = inverse
+
+    def __call__(self, begin: Tensor, length: Tensor) -> Tensor:
+        h = (self.sums[begin + length] - self.sums[begin]) * self.inverse[begin]
+        h = (h ^ h >> 29) * MIX + length
+        return (h ^ h >> 32) * MIX
+
+
+def hash_of(tokens: list[int]) -> int:
+    """The same hash of all tokens as from `Hashes`. This function is faster for a few tokens."""
+    h = 0
+    for token in reversed(tokens):
+        h = h * BASE + token + 1 & 2**64 - 1
+    h = _signed(h)
+    h = _signed((h ^ h >> 29) * MIX + len(tokens))
+    return _signed((h ^ h >> 32) * MIX)
+
+
+def _signed(h: int) -> int:
+    """The number in [-2^63, 2^63) that equals h mod 2^64."""
+    return (h + 2**63 & 2**64 - 1) - 2**63
+
+
+@functools.lru_cache(maxsize=4)
+def _powers(n: int) -> tuple[Tensor, Tensor]:
+    """B^0, ..., B^n and their inverses, mod 2^64."""
+    powers = torch.tensor([[BASE], [INVERSE]]).repeat(1, n + 1)
+    powers[:, 0] = 1
+    first, second = powers.cumprod(-1)
+    return first, second
+
+
+def beginnings(longest: int) -> list[int]:
+    """The lengths 1, 4, 16, ... below `longest`, longest first. The list always includes 1."""
+    lengths = [1]
+    while lengths[-1] * 4 < longest:
+        lengths.append(lengths[-1] * 4)
+    return lengths[::-1]
+
+
+def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns index.hash and index.doc of a shard."""
+    hashed = Hashes(tokens)
+    order = _sorted(tokens, starts)
+    begin, lengths = starts[:-1][order], starts.diff()[order]
+    shared = _shared(hashed, begin, lengths)
+    before, after = torch.zeros_like(lengths), torch.zeros_like(lengths)
+    before[1:], after[:-1] = shared, shared
+    places = torch.arange(len(order))  # places of the documents in `order`
+    entries = [(places, lengths)]
+    for n in beginnings(int(lengths.max())):
+        first = places[(lengths > n) & (before < n)]
+        entries.append((first, torch.full_like(first, n)))
+    entries += [(places[1:], shared + 1), (places[:-1], shared + 1)]
+    place, length = (torch.cat(column) for column in zip(*entries, strict=True))
+    # For a document that is the beginning of another document, shared + 1 exceeds its length.
+    within = length <= lengths[place]
+    place, length = place[within], length[within]
+    hashes, by_hash = hashed(begin[place], length).sort(stable=True)
+    place, length = place[by_hash], length[by_hash]
+    # Whole documents come first in `entries`, so that the stable sort keeps their entries.
+    kept = torch.ones(len(hashes), dtype=torch.bool)
+    kept[1:] = hashes[1:] != hashes[:-1]
+    place, length = place[kept], length[kept]
+    document = order[place]
+    several = torch.maximum(before[place], after[place]) >= length
+    return hashes[kept], torch.where(several, -1 - document, document).int()
+
+
+def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
+    """The documents sorted by their tokens, so that documents with the same beginning adjoin."""
+    # The bytes are big-endian, because such bytes have the same order as the tokens.
+    digits = tokens[:, None] >> torch.tensor([24, 16, 8, 0]) & 255
+    digits = digits.to(torch.uint8)  # a variable, because a buffer does not keep its tensor alive
+    data = bytes(buffer(digits))
+    ends = (4 * starts).tolist()
+    order = sorted(range(len(ends) - 1), key=lambda d: data[ends[d] : ends[d + 1]])
+    return torch.tensor(order)
+
+
+def _shared(hashed: Hashes, begin: Tensor, lengths: Tensor) -> Tensor:
+    """The number of first tokens that each document shares with the next, found by bisection."""
+    low = torch.zeros(len(begin) - 1, dtype=torch.int64)
+    high = torch.minimum(lengths[:-1], lengths[1:])
+    while bool((low < high).any()):
+        middle = (low + high + 1) // 2
+        same = hashed(begin[:-1], middle) == hashed(begin[1:], middle)
+        low, high = torch.where(same, middle, low), torch.where(same, high, middle - 1)
+    return low

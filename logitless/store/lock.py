@@ -1,0 +1,72 @@
+"""An exclusive lock on a file, which the system releases when its owner ends."""
+
+import fcntl
+import os
+import weakref
+from pathlib import Path
+
+from . import file_checks
+
+
+class Lock:
+    """Holds a file locked until `release`, the end of a with block, or the end of the object.
+
+    The system releases the lock when the process ends, even if the process is killed. A forked
+    process does not inherit the lock. Its copy of the descriptor is closed immediately, because a
+    lock exists as long as any copy of its descriptor. If `wait` is true, the constructor waits
+    until another owner releases the lock. Otherwise the constructor raises if there is another
+    owner.
+    """
+
+    def __init__(self, path: Path, wait: bool = False):
+        self.owner = os.getpid()
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            owner = os.pread(file, 20, 0).decode(errors="replace")
+            os.close(file)
+            file_checks.not_locked(path, owner, self.owner)
+        except OSError as error:
+            os.close(file)
+            raise OSError(error.errno, f"{error.strerror} (flock)", os.fspath(path)) from None
+        self.file = file
+        self._end = weakref.finalize(self, _unlock, file)
+        _held.add(self)
+        os.ftruncate(file, 0)
+        os.pwrite(file, str(self.owner).encode(), 0)
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this process took the lock. A forked process did not."""
+        return self.owner == os.getpid()
+
+    def release(self) -> None:
+        self._end()
+
+    def __enter__(self) -> "Lock":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.release()
+
+    def leave(self) -> None:
+        """Closes this process's copy of the descriptor. The parent process keeps the lock."""
+        if self._end.detach() is not None:
+            os.close(self.file)
+
+
+_held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
+
+
+def _unlock(file: int) -> None:
+    fcntl.flock(file, fcntl.LOCK_UN)  # also releases copies from a fork outside Python
+    os.close(file)
+
+
+def _leave_all() -> None:
+    for lock in list(_held):
+        lock.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)

@@ -1,0 +1,205 @@
+"""Encodes targets as the columns of a shard, and decodes them.
+
+store/format.py describes the columns. With `values="u8"`, each row has its own unit, in nats. A
+slot is stored by its distance below the row's `top`. Distances of up to NEAR units are rounded to
+whole units. Above NEAR units, each code means a distance that is a third larger than the code
+before, so that slots with almost no probability do not make the unit larger.
+
+Rounding keeps the mass of a row, because `top` is chosen so that the rounded probabilities have the
+same sum. The remaining error is in the proportions between slots and is of second order in the
+unit.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..targets.sparse import SparseTargets, unchecked
+from . import file_checks
+from .format import Header, pack, unpack, widths
+
+CODES = 253  # the largest code of a positive probability
+ZERO, EMPTY = 254, 255
+NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - NEAR))) units
+PER_OCTAVE, LOWEST = 32, -288  # units are 2^((0 + LOWEST) / 32), ..., 2^((255 + LOWEST) / 32)
+TRIED = 8  # number of units that are tried per row, in steps of 2 %
+AT_ONCE = 1 << 16  # elements per tensor up to which one pass tries several units
+FAR_MASS = 2.0**-17  # the largest share of a row's mass in slots beyond NEAR units
+NEGLIGIBLE = 2.0**-20  # a divergence of a row that is small enough, in nats
+
+Table = dict[str, Tensor]  # one tensor per column; all columns have the same rows
+
+
+def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Table:
+    """Encodes the rows of targets, (T,), on their device.
+
+    `sorted_` may only be true if the slots are sorted, as `capture_topk` returns them. Then the
+    host does not wait for the device.
+    """
+    ids, logprobs, valid = _ordered(targets, header.k, sorted_)
+    top, logprobs = logprobs[:, 0], logprobs.masked_fill(~valid, -torch.inf)
+    below = torch.where(logprobs == -torch.inf, 0.0, top[:, None] - logprobs)
+    mass = logprobs.logsumexp(-1)
+    zero = valid & (logprobs == -torch.inf)
+    encode = _in_halves if header.values == "f16" else _in_bytes
+    table, rounded = encode(below, logprobs, zero, valid)
+    rounded_mass = torch.where(logprobs == -torch.inf, -torch.inf, -rounded).logsumexp(-1)
+    top = torch.where(top == -torch.inf, top, mass - rounded_mass)
+    table["top"] = torch.where(valid[:, 0], top, torch.nan)
+    tail = targets.tail
+    if tail is None:  # topk_distill computes a missing tail in the same way
+        tail = torch.log1p(-mass.double().exp().clamp_max(1))
+    table["tail"] = torch.where(valid[:, 0], tail.float(), 0.0)
+    packed = pack(torch.where(valid, ids, 0), header.bits)
+    return table | {f"ids.{width}": field for width, field in packed.items()}
+
+
+def _ordered(targets: SparseTargets, k: int, sorted_: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, log-probabilities and a mask of valid slots, (T, k), the most probable slot first."""
+    ids, logprobs = targets.ids.long(), targets.logprobs.detach().float()
+    valid = torch.ones_like(ids, dtype=torch.bool) if targets.mask is None else targets.mask != 0
+    if targets.k < k:
+        padding = (0, k - targets.k)
+        ids, logprobs, valid = pad(ids, padding), pad(logprobs, padding), pad(valid, padding)
+    if sorted_:
+        return ids, logprobs, valid
+    key = torch.where(valid, logprobs.clamp_min(torch.finfo(torch.float32).min), -torch.inf)
+    if bool((key[:, 1:] > key[:, :-1]).any()):
+        order = key.sort(dim=-1, descending=True, stable=True).indices
+        ids, logprobs, valid = (t.gather(-1, order) for t in (ids, logprobs, valid))
+    return ids, logprobs, valid
+
+
+def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
+    """Codes in fp16, and the distances below `top` that the codes mean."""
+    codes = below.clamp_max(torch.finfo(torch.float16).max).half()
+    rounded = codes.float()
+    codes = codes.masked_fill(zero, torch.inf).masked_fill(~valid, torch.nan)
+    return {"codes": codes[:, 1:].contiguous()}, rounded
+
+
+def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
+    """Codes in 8 bits, and the distances below `top` that the codes mean.
+
+    A row uses the smallest unit for which all slots are within NEAR units, if the divergence is at
+    most NEGLIGIBLE. Otherwise the row uses the best of TRIED units. For the smallest of these
+    units, all slots are within NEAR units, except last slots with a mass of at most FAR_MASS. Most
+    of a row's mass is in a few slots, and some units round all of these slots well.
+    """
+    p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
+    beyond = p.flip(-1).cumsum(-1).flip(-1) <= FAR_MASS
+    widest = torch.stack((below, below.masked_fill(beyond, 0.0))).amax(-1)
+    whole, least = torch.log2(widest / NEAR).mul_(PER_OCTAVE).ceil_().sub_(LOWEST)[..., None]
+    steps = torch.cat((whole, least + torch.arange(TRIED, device=p.device)), -1).clamp_(0, 255)
+    together = max(1, AT_ONCE // max(p.numel(), 1))
+    errors = torch.cat([_divergence(below, p, some) for some in steps.split(together, -1)], -1)
+    errors[:, 0].masked_fill_(errors[:, 0] <= NEGLIGIBLE, -torch.inf)
+    step = steps.gather(-1, errors.argmin(-1, keepdim=True))
+    codes, rounded = _codes(below, _unit(step))
+    codes = codes.masked_fill_(zero, ZERO).masked_fill_(~valid, EMPTY).to(torch.uint8)
+    return {"codes": codes[:, 1:].contiguous(), "step": step[:, 0].to(torch.uint8)}, rounded
+
+
+def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
+    """The KL divergence (T, n) from rows p (T, K) to the rows decoded with each of n units."""
+    below, p = below[:, None], p[:, None]
+    off = below - _codes(below, _unit(steps)[..., None])[1]
+    # The decoded row is log p̂ = log p + off - log Σ p e^off. `off` is limited to 80, because e^off
+    # would overflow. The limit changes no choice of a unit: for such a slot, p is 0, or the error
+    # of this unit is larger than the errors of all other units.
+    return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
+
+
+def _codes(below: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """The codes of the distances from the largest value, and the distances after decoding."""
+    units = below / unit
+    far = torch.log2(units.clamp_min(NEAR) / NEAR).div_(GROWTH).round_().clamp_max_(CODES - NEAR)
+    near = units.round_().clamp_max_(NEAR)
+    return near + far, near.mul(torch.exp2(far * GROWTH)).mul_(unit)
+
+
+def _unit(step: Tensor) -> Tensor:
+    """The unit of a row's codes, in nats."""
+    return torch.exp2((step.float() + LOWEST) / PER_OCTAVE)
+
+
+def decoded(table: Table, header: Header) -> SparseTargets:
+    """Decodes rows into targets, (T,), on the CPU."""
+    codes = table["codes"]
+    most = int(codes.max()) if header.values == "u8" and codes.numel() else 0
+    if most > NEAR:
+        units = _units_of_codes().index_select(0, codes.flatten().int()).view(codes.shape)
+    else:
+        units = codes.float()
+    all_slots = header.values == "u8" and most < EMPTY and not bool(table["top"].isnan().any())
+    return _with_units(table, header, units, all_slots)
+
+
+def recoded(table: Table, header: Header) -> Table:
+    """Encodes rows of version 1 again. In version 1, every code up to CODES means `code` units."""
+    if header.values == "f16":
+        return table
+    units = table["codes"].float()
+    units = units.masked_fill(units == ZERO, torch.inf).masked_fill(units == EMPTY, torch.nan)
+    return encoded(_with_units(table, header, units), header)
+
+
+def _with_units(
+    table: Table, header: Header, units: Tensor, all_slots: bool = False
+) -> SparseTargets:
+    """Targets from the distances `units` below `top`, in units for u8 and in nats for f16.
+
+    `all_slots` must only be true if no slot is empty.
+    """
+    top, k = table["top"], header.k
+    fields = {width: table[f"ids.{width}"] for width, _ in widths(header.bits)}
+    ids = unpack(fields, k, header.id_dtype)
+    file_checks.ids_in_vocabulary(ids, header.vocab_size)
+    logprobs = torch.empty(ids.shape)
+    logprobs[:, 0] = top
+    if header.values == "f16":
+        torch.sub(top[:, None], units, out=logprobs[:, 1:])
+    else:
+        unit = _all_units()[table["step"].int()]
+        torch.addcmul(top[:, None], units, unit[:, None], value=-1, out=logprobs[:, 1:])
+    tail = table["tail"].clone()
+    if all_slots or not bool(logprobs.isnan().any()):
+        return unchecked(ids, logprobs, tail)
+    mask = ~logprobs.isnan()
+    mask = mask & mask[:, :1]
+    logprobs = logprobs.masked_fill(~mask, -torch.inf)
+    return unchecked(ids, logprobs, tail, None if bool(mask.all()) else mask)
+
+
+@functools.lru_cache
+def _all_units() -> Tensor:
+    return _unit(torch.arange(256))
+
+
+@functools.lru_cache
+def _units_of_codes() -> Tensor:
+    """The number of units that each code means. It is inf for ZERO and NaN for EMPTY."""
+    codes = torch.arange(256.0)
+    units = codes.clamp_max(NEAR) * torch.exp2((codes - NEAR).clamp_min(0) * GROWTH)
+    units[ZERO], units[EMPTY] = torch.inf, torch.nan
+    return units
+
+
+def without_slots(n: int, header: Header) -> Table:
+    """n rows whose slots are all empty."""
+    table = {
+        name: torch.zeros((n, *shape), dtype=dtype)
+        for name, (dtype, shape) in header.layout().items()
+    }
+    table["top"].fill_(torch.nan)
+    table["codes"].fill_(torch.nan if header.values == "f16" else EMPTY)
+    return table
+
+
+def joined(tables: list[Table]) -> Table:
+    """One table with the rows of all tables."""
+    if len(tables) == 1:
+        return tables[0]
+    return {name: torch.cat([table[name] for table in tables]) for name in tables[0]}

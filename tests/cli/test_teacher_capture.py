@@ -1,0 +1,131 @@
+"""`logitless teacher capture`: a model over documents in files."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
+
+import logitless as ll
+from logitless import cli
+from logitless.store import Store
+from tests.support import stores
+from tests.support.tiny_models import V, build
+
+pytestmark = pytest.mark.filterwarnings("default")  # those of Transformers are theirs
+
+
+def saved(path):
+    """A model and its tokenizer, also in a folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(V - 1)} | {"[UNK]": V - 1}
+    plain = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, unk_token="[UNK]")
+    tokenizer.save_pretrained(path)
+    torch.manual_seed(1)
+    teacher = build("LlamaForCausalLM").eval()
+    teacher.save_pretrained(path)
+    return teacher, tokenizer
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"input_ids": "abc"}', "line 2: input_ids must be a list of ids, got 'abc'"),
+        ('{"input_ids": 5}', "line 2: input_ids must be a list of ids, got 5"),
+        ('{"input_ids": {"a": 1}}', "line 2: input_ids must be a list of ids, got {'a': 1}"),
+        ('{"input_ids": [1, 6.5]}', "line 2: input_ids must be whole numbers from 0 below"),
+        ('{"input_ids": [1, true]}', "line 2: input_ids must be whole numbers from 0 below"),
+        ('{"input_ids": [1, -1]}', "line 2: input_ids must be whole numbers from 0 below"),
+        (f'{{"input_ids": [{V}]}}', f"line 2: input_ids must be whole numbers from 0 below {V}"),
+        ('{"text": 5}', "line 2: a document must have text, as a string, or input_ids, got text 5"),
+        ('{"prompt": "a"}', "line 2: a document must have text, as a string, or input_ids, got ["),
+        ('{"text": "\\udcff"', "line 2: a line must be a JSON object, got"),
+        (b'{"text": "\xff"}', "line 2: text must be in UTF-8, got"),
+    ],
+)  # fmt: skip
+def test_bad_documents_are_refused_before_the_model_is_loaded(line, message, tmp_path, capsys):
+    """HUNT 21: the file and the line are named, and no folder is made."""
+    from transformers import AutoModelForCausalLM
+
+    saved(tmp_path / "model")
+    data = tmp_path / "data.jsonl"
+    line = line if isinstance(line, bytes) else line.encode()
+    data.write_bytes(b"\xef\xbb\xbf" + b'{"text": "w1 w2"}\n' + line + b"\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+        command = ["teacher", "capture", "--model", str(tmp_path / "model"), "--device", "cpu"]
+        assert cli.main([*command, "--data", str(data), "--out", str(tmp_path / "s")]) == 1
+    assert f"data.jsonl, {message}" in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--device", "bogus"], "--device must be a device that PyTorch can use here, got 'bogus'"),
+        (["--device", "cuda:99"], "--device must be a device that PyTorch can use here, got 'cuda"),
+        (["--device", "meta"], "--device must be a device that PyTorch can use here, got 'meta'"),
+        (["--dtype", "bogus"], "--dtype must be auto, bfloat16, float16 or float32, got 'bogus'"),
+        (["--dtype", "int8"], "--dtype must be auto, bfloat16, float16 or float32, got 'int8'"),
+        (["--data", "missing.jsonl"], "--data must name files, got missing.jsonl: no such file"),
+        (["--data", "."], "--data must name files, got .: a folder"),
+        (["--temperature", "0"], "temperature must"),
+        (["--k", "1000000"], "k must lie in"),
+        (["--eos"], "--eos must have a tokenizer with an end-of-text token, got none"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused_before_the_model_is_loaded(option, message, tmp_path, capsys):
+    """HUNT 21."""
+    from transformers import AutoModelForCausalLM
+
+    saved(tmp_path / "model")
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "w1 w2"}')
+    command = ["teacher", "capture", "--model", str(tmp_path / "model"), "--out",
+               str(tmp_path / "s"), "--device", "cpu", "--data", str(data)]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+        assert cli.main(command + option) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+def test_lines_of_text_keep_their_blanks(tmp_path):
+    """HUNT 21: a tokenizer sees leading blanks."""
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf  one \r\n   \n\ttwo\n")
+    found = [line.fields["text"] for line in cli.teacher._data.lines([tmp_path / "a.txt"])]
+    assert found == ["  one ", "\ttwo"]
+
+
+def test_capture_from_the_command_line(tmp_path, capsys, monkeypatch):
+    """A model and its tokenizer in a folder, documents as text and as ids; then again: resumed."""
+    teacher, tokenizer = saved(tmp_path / "model")
+    random = torch.Generator().manual_seed(5)
+    documents = [torch.randint(3, V, (5 + i,), generator=random).tolist() for i in range(6)]
+    (tmp_path / "a.txt").write_text("\n".join(" ".join(f"w{i}" for i in d) for d in documents[:3]))
+    lines = [json.dumps({"input_ids": d}) for d in documents[3:]]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    command = [
+        "teacher", "capture", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "s"),
+        "--data", str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl"), "--k", "8", "--device", "cpu",
+        "--batch-tokens", "16", "--max-length", "9",
+    ]  # fmt: skip
+    assert cli.main(command) == 0
+    assert "6 documents added, 0 were already in" in capsys.readouterr().out
+    monkeypatch.setenv("WORLD_SIZE", "2")  # without a RANK
+    assert cli.main(command) == 0
+    assert "rank 0: 0 documents added, 6 were already in" in capsys.readouterr().out
+    assert cli.main([*command, "--eos"]) == 1
+    assert "--eos must have a tokenizer with an end-of-text" in capsys.readouterr().err
+    store = Store(tmp_path / "s", tokenizer=ll.store.tokenizer_hash(tokenizer))
+    assert cli.teacher._tokenizer_hash(str(tmp_path / "model")) == store.info.tokenizer
+    assert store.info.teacher == str(tmp_path / "model")
+    for tokens in documents:
+        with torch.no_grad():
+            want = ll.capture_topk(teacher(torch.tensor([tokens[:9]])).logits, 8)[0]
+        stores.assert_near(store[store.find(tokens[:9])][1], want)

@@ -1,0 +1,1 @@
+"""What others test, with logitless underneath: `make test-clients`."""

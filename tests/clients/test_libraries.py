@@ -1,0 +1,178 @@
+"""torchao, TRL and Lightning beside a fused model: the plain model's numbers."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import logitless as ll
+from logitless.lazy import logits as lazy
+from logitless.lazy.logits import LazyLogits
+from tests.support.families import apart, trained
+from tests.support.tiny_models import V, batch, build
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+@pytest.fixture(autouse=True)
+def warns_anew(monkeypatch):
+    monkeypatch.setattr(lazy, "_warned", set())
+
+
+def llama() -> nn.Module:
+    return build("LlamaForCausalLM", tie_word_embeddings=False)
+
+
+def assert_as_plain(plain: nn.Module, fused: nn.Module, is_lazy: bool) -> None:
+    given = batch(plain)
+    with torch.no_grad():
+        assert torch.equal(fused(**given).logits, plain(**given).logits)
+    assert apart(trained(fused), trained(plain)) == ""
+    assert (type(fused(**given).logits) is LazyLogits) == is_lazy
+    assert bool(ll.is_fused(fused)) == is_lazy, ll.is_fused(fused)
+
+
+# --- torchao
+
+
+def int8(model: nn.Module) -> nn.Module:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+def int8_body(model: nn.Module) -> nn.Module:
+    int8(model.model)
+    return model
+
+
+def qat(model: nn.Module) -> nn.Module:
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
+
+    activations = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+    weights = IntxFakeQuantizeConfig(torch.int4, group_size=16)
+    quantize_(model, QATConfig(activation_config=activations, weight_config=weights))
+    return model
+
+
+def test_int8_weights():
+    """CLIENTS C3."""
+    with pytest.raises(TypeError, match="head must have a plain weight, got torchao"):
+        ll.fuse(int8(llama()))
+    with pytest.warns(UserWarning, match="fuse has no effect here"):
+        assert_as_plain(int8(llama()), int8(ll.fuse(llama())), is_lazy=False)
+
+
+@pytest.mark.parametrize("first", ["fuse", "change"])
+@pytest.mark.parametrize("change", [int8_body, qat], ids=lambda change: change.__name__)
+def test_heads_that_stay_lazy(change, first):
+    """CLIENTS C2: a model that was fused before QAT could not run."""
+    fused = change(ll.fuse(llama())) if first == "fuse" else ll.fuse(change(llama()))
+    assert_as_plain(change(llama()), fused, is_lazy=True)
+
+
+# --- TRL
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(V)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w2", pad_token="w1", unk_token="w0"
+    )
+
+
+def text(start: int, length: int = 6) -> str:
+    return " ".join(f"w{3 + (7 * start + i) % (V - 3)}" for i in range(length))
+
+
+def losses(trainer) -> list[float]:
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+ARGUMENTS = {
+    "max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "bf16": False,
+    "save_strategy": "no", "logging_steps": 1, "per_device_train_batch_size": 2,
+}  # fmt: skip
+
+
+def sft(model: nn.Module, folder, **options):
+    import datasets
+    import trl
+
+    data = datasets.Dataset.from_list([{"text": text(i)} for i in range(8)])
+    arguments = trl.SFTConfig(output_dir=str(folder), **ARGUMENTS, **options)
+    return trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer())
+
+
+def dpo(model: nn.Module, folder, **options):
+    import datasets
+    import trl
+
+    rows = [{"prompt": text(i), "chosen": text(i + 1), "rejected": text(i + 2)} for i in range(8)]
+    arguments = trl.DPOConfig(output_dir=str(folder), **ARGUMENTS, **options)
+    data = datasets.Dataset.from_list(rows)
+    reference = copy.deepcopy(model)
+    return trl.DPOTrainer(
+        model, reference, args=arguments, train_dataset=data, processing_class=tokenizer()
+    )
+
+
+@pytest.mark.parametrize("make", [sft, dpo], ids=lambda make: make.__name__)
+def test_trainers_of_trl_never_call_the_head(make, tmp_path):
+    """CLIENTS M4, NEWCOMER B2."""
+    plain = llama()
+    fused = ll.fuse(copy.deepcopy(plain))
+    with pytest.warns(UserWarning, match="LlamaForCausalLM did not call its head"):
+        got = losses(make(fused, tmp_path))
+    assert got == losses(make(plain, tmp_path))
+    assert not ll.is_fused(fused)
+
+
+def test_sft_with_label_smoothing_calls_the_head(tmp_path):
+    plain = llama()
+    fused = ll.fuse(copy.deepcopy(plain))
+    how = {"label_smoothing_factor": 0.1}
+    got, want = losses(sft(fused, tmp_path, **how)), losses(sft(plain, tmp_path, **how))
+    assert got == pytest.approx(want, rel=1e-4)
+    assert ll.is_fused(fused)
+
+
+# --- Lightning
+
+
+def test_lightning():
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self, model):
+            super().__init__()
+            self.model, self.losses = model, []
+
+        def training_step(self, given, _):
+            loss = self.model(**given).loss
+            self.losses.append(float(loss))
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def trained_losses(model):
+        module = Module(model)
+        trainer = lightning.Trainer(
+            max_steps=3, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader([batch(model)] * 3, batch_size=None))
+        return module
+
+    got, want = trained_losses(ll.fuse(llama())), trained_losses(llama())
+    assert got.losses == pytest.approx(want.losses, rel=1e-5)
+    assert ll.is_fused(got)

@@ -1,0 +1,126 @@
+"""The steps of programs over lazy logits (lazy_programs.py), as Python texts of a tensor `t`.
+
+Each text is drawn from the shape of a plain tensor, and is the same for plain and lazy logits.
+"""
+
+import random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import logitless as ll
+
+
+def index(r: random.Random, shape) -> str:
+    parts = []
+    for size in shape[: r.randint(1, len(shape))]:
+        choice = r.randint(0, 6)
+        low = r.randint(0, max(size - 1, 0))
+        parts.append(
+            [
+                ":", f"{low}:", f":{low + 1}", str(low - r.choice((0, size))), "None",
+                f"[{low}, {size - 1}]", f"torch.arange({size}) >= {low}",
+            ][choice]
+        )  # fmt: skip
+    if r.random() < 0.2 and "None" not in parts:
+        parts = ["...", parts[-1]]
+    return ", ".join(parts)
+
+
+def views(r: random.Random, shape) -> list[str]:
+    dims, d = len(shape), r.randrange(len(shape))
+    e = r.randrange(dims)
+    order = list(range(dims))
+    r.shuffle(order)
+    size = shape[d]
+    return [
+        f"t[{index(r, shape)}]", f"t[{index(r, shape)}]", f"t.view(-1, {shape[-1]})",
+        "t.reshape(-1)", f"t.transpose({d}, {e})", f"t.permute({order})", "t.contiguous()",
+        "t.flatten(0, -2)" if dims > 1 else "t.flatten()", f"t.unsqueeze({d})", "t.squeeze()",
+        f"t.narrow({d}, 0, {max(size - 1, 0)})", f"t.split({max(size // 2, 1)}, {d})[0]",
+        f"t.chunk(2, {d})[-1]", f"t.unbind({d})[0]", "t.detach()", "t.clone()", "t.data",
+        f"t.index_select({d}, torch.tensor([0, {size - 1}]))", "t.expand(2, *t.shape)",
+        f"t.movedim({d}, {e})", f"t.select({d}, 0)", "t.view_as(t)", "t.double()", "t.cpu()",
+        "t.mT" if dims > 1 else "t.T",
+    ]  # fmt: skip
+
+
+def values(r: random.Random, shape) -> list[str]:
+    n, c = shape[-1], r.choice(("0.5", "-2.0", "3", "torch.tensor(1.5)"))
+    return [
+        f"t * {c}", f"{c} * t", f"t / {c}", "-t", "torch.tanh(t)", "t.log_softmax(-1)",
+        "F.softmax(t, dim=-1)", "t.exp().clamp(max=50)", "t.sin()",
+        f"t + torch.linspace(0, 1, {n})",
+        f"torch.linspace(0, 1, {n}).view(1, -1) + t", "t - 0.5", "t * t.detach()",
+        f"t.masked_fill(torch.arange({n}) < {n // 2}, {r.choice(('2.0', '-3.0'))})",
+        "torch.cat([t, t])", "torch.cat([t, t[:1]])", "torch.where(t > 0, t, 0.1)",
+        "torch.cat([t.detach(), t], -1)", "ll_materialize(t)", "torch.stack([t, t])",
+        "t.clamp(max=1.0)", "3 * torch.tanh(t / 3)", "t.relu()", "t.float().double()",
+    ]  # fmt: skip
+
+
+def reductions(r: random.Random, shape) -> list[str]:
+    n, d = shape[-1], r.choice(("-1", "-1", "-1", "0"))
+    keep = r.choice(("", ", keepdim=True"))
+    ids = f"ids({list(shape[:-1])}, {n})"
+    labels = f"ids([{rows(shape)}], {n}).view(-1)"
+    flat = f"t.reshape(-1, {n})"
+    probs = "probs(t.shape)"
+    return [
+        f"t.sum({d}{keep})", f"t.mean({d}{keep})", "t.sum()", "t.mean()", f"t.logsumexp({d}{keep})",
+        f"t.max({d}{keep})[0]", f"t.min({d})[0]", f"t.amax({d})", "t.max()", "t.min()",
+        f"t.topk({min(2, n)}, -1)[0]", f"t.argmax({d}).double()",
+        "torch.isfinite(t).all().double()",
+        f"t.gather(-1, {ids}[..., None])", f"torch.take_along_dim(t, {ids}[..., None], -1)",
+        f"t.softmax(-1).gather(-1, {ids}[..., None])", "t.softmax(-1).amax(-1)",
+        f"F.cross_entropy({flat}, {labels})",
+        f"F.cross_entropy({flat}, {labels}, reduction='none')",
+        f"F.nll_loss({flat}.log_softmax(-1), {labels}, reduction='sum')",
+        f"F.cross_entropy({flat}, probs([{rows(shape)}, {n}]))",
+        f"F.kl_div(t.log_softmax(-1), {probs}, reduction='sum')",
+        f"F.kl_div(t.log_softmax(-1), {probs}.log(), reduction='batchmean', log_target=True)",
+        f"ll.cross_entropy(t, {ids})", "ll.entropy(t)", f"ll.score(t, {ids}).logprob",
+        f"ll.kl_div(t, {probs}.log(), direction='forward', reduction='none')",
+        "t.std(-1)", "t.norm()", "t[..., 0]", "t.isnan().any(-1).double()",
+    ]  # fmt: skip
+
+
+def rows(shape) -> int:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows
+
+
+def writes(r: random.Random, shape) -> list[str]:
+    i = index(r, shape)
+    return [
+        f"write(t).__setitem__(({i},), -3.0)", f"write(t)[{i}].zero_()", "write(t).mul_(2)",
+        "write(t).add_(1)", "write(t).view(-1)[0] += 1", "write(t).data.fill_(2.0)",
+        "write(t).detach().numpy().fill(1.0)", "torch.mul(t.detach(), 2, out=write(t.detach()))",
+        "write(t).clamp_(max=0.1)", "write(t).copy_(torch.ones(t.shape))",
+        "torch._foreach_add_([write(t)], 1.0)", "write(t).transpose(0, -1).mul_(3)",
+        "write(t).masked_fill_(torch.ones(t.shape) > 0, 0.5)", "write(t).data.__setitem__(0, 1.0)",
+        "torch.from_dlpack(write(t.detach())).fill_(3.0)", "write(t).unsqueeze_(0)",
+    ]  # fmt: skip
+
+
+def ids(shape, n: int) -> Tensor:
+    return torch.arange(rows([*shape, 1])).mul(7).add(3).remainder(max(n, 1)).view(shape)
+
+
+def probs(shape) -> Tensor:
+    size = rows([*shape, 1])
+    return torch.linspace(0.3, 4, size).sin().view(shape).double().softmax(-1)
+
+
+NAMES: dict[str, Any] = {
+    "torch": torch, "F": F, "ll": ll, "ids": ids, "probs": probs, "write": lambda t: t,
+    "ll_materialize": lambda t: t.materialize() if hasattr(t, "materialize") else t.clone(),
+}  # fmt: skip
+
+
+def run(text: str, t: Tensor) -> Any:
+    return eval(text, {**NAMES, "t": t})  # the texts are those above

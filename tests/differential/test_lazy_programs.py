@@ -1,0 +1,40 @@
+"""Programs over lazy logits: a pinned number of them, and bugs put in on purpose."""
+
+from collections import Counter
+
+import pytest
+
+from .lazy_bugs import BUGS, planted
+from .lazy_programs import difference, drawn, search
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_programs_over_lazy_logits():
+    """HUNT 1, 2, 3, 4, 14; CLIENTS C7: as plain logits, or refused."""
+    tally = Counter()
+    found = search(0, 100, 60.0, tally)
+    assert found is None, f"{found.program}\n{found.difference}"
+    assert tally["programs that write"] > 15
+
+
+# A program that finds each bug, from `python -m tests.differential.lazy_programs --mutations`.
+FINDS = {
+    "a column can be written to": 100,
+    "out= and lists are not seen as writes": 12,
+    "-logits loses the sign of a gradient": 21,
+    "a second derivative in silence": 3,
+    "the gradient that is read is one of several": 20,
+}
+
+
+def test_every_bug_has_its_program():
+    assert FINDS.keys() == BUGS.keys()
+
+
+@pytest.mark.parametrize("bug", FINDS)
+def test_bugs_put_in_on_purpose_are_found(bug):
+    program = drawn(FINDS[bug])
+    assert difference(program) is None
+    with planted(bug):
+        assert difference(program) is not None

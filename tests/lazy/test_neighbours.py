@@ -1,0 +1,334 @@
+"""Fused heads that others wrap, hook or replace: the plain model's numbers, lazy where possible."""
+
+import copy
+import warnings
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import logitless as ll
+from logitless.lazy import logits as lazy
+from logitless.lazy.logits import LazyLogits
+
+V, D = 23, 6
+
+
+@pytest.fixture(autouse=True)
+def warns_anew(monkeypatch):
+    monkeypatch.setattr(lazy, "_warned", set())
+
+
+class Model(nn.Module):
+    def __init__(self, head=None):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(V, D)
+        self.lm_head = nn.Linear(D, V) if head is None else head
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def forward(self, ids):
+        return self.lm_head(self.embed(ids))
+
+
+@pytest.fixture
+def ids(device):
+    return torch.randint(0, V, (2, 5), device=device)
+
+
+class Step(NamedTuple):
+    logits: Tensor
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    told: list[str]  # warnings of ours
+
+
+def step(model: nn.Module, ids: Tensor) -> Step:
+    model.zero_grad()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        z = model(ids)
+        loss = F.cross_entropy(z.view(-1, V), ids.view(-1))
+        loss.backward()
+    gradients = {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+    return Step(z, loss.detach(), gradients, [str(w.message) for w in seen])
+
+
+def assert_as_plain(plain: nn.Module, fused: nn.Module, ids: Tensor, is_lazy: bool = True) -> None:
+    """The same numbers in inference and training; lazy, or told once and known to is_fused."""
+    with torch.no_grad():
+        torch.testing.assert_close(fused(ids), plain(ids), rtol=0, atol=0)
+    got, want = step(fused, ids), step(plain, ids)
+    torch.testing.assert_close(got.loss, want.loss)
+    torch.testing.assert_close(got.gradients, want.gradients)
+    assert (type(got.logits) is LazyLogits) == is_lazy
+    assert bool(ll.is_fused(fused)) == is_lazy, ll.is_fused(fused)
+    told = [said for said in got.told if said.startswith("fuse has no effect here")]
+    assert len(told) == (not is_lazy)
+    if not is_lazy:
+        assert str(ll.is_fused(fused)) in told[0]
+    assert step(fused, ids).told == []
+
+
+# --- forwards that others set on a head (CLIENTS W1)
+
+
+def tripled(model):
+    inner = model.lm_head.forward
+    model.lm_head.forward = lambda x: 3 * inner(x)
+    return model
+
+
+def by_hand(model):
+    model.lm_head.forward = lambda x: x @ model.lm_head.weight.t()
+    return model
+
+
+class Doubled(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+def replaced(model):
+    head = Doubled(D, V, device=model.lm_head.weight.device)
+    head.load_state_dict(model.lm_head.state_dict())
+    model.lm_head = head
+    return model
+
+
+class Rounded(nn.Linear):
+    """A head whose weight is rounded in forward, as in training for quantisation."""
+
+    def forward(self, input):
+        rounded = self.weight + ((self.weight * 8).round() / 8 - self.weight).detach()
+        return F.linear(input, rounded, self.bias)
+
+
+def rounded(model):
+    head = Rounded(D, V, device=model.lm_head.weight.device)
+    head.load_state_dict(model.lm_head.state_dict())
+    model.lm_head = head
+    return model
+
+
+def noisy(model):
+    """A head that needs the values of its logits."""
+    inner = model.lm_head.forward
+    model.lm_head.forward = lambda x: inner(x).sin()
+    return model
+
+
+def inside(model):
+    model.lm_head = nn.Sequential(nn.Tanh(), model.lm_head)
+    return model
+
+
+@pytest.mark.parametrize("first", ["fuse", "change"])
+@pytest.mark.parametrize(
+    ("change", "is_lazy"),
+    [
+        (tripled, True), (replaced, True), (rounded, True), (inside, True), (by_hand, False),
+        (noisy, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)  # fmt: skip
+def test_another_forward(change, is_lazy, first, ids, device):
+    """CLIENTS W1: a forward that was set on a fused head was thrown away."""
+    fused = ll.fuse(Model().to(device)) if first == "fuse" else Model().to(device)
+    fused = change(fused) if first == "fuse" else ll.fuse(change(fused))
+    assert_as_plain(change(Model().to(device)), fused, ids, is_lazy)
+
+
+def test_forwards_on_forwards(ids, device):
+    """CLIENTS W1: ours, theirs, ours again, theirs again; unfuse leaves theirs."""
+    fused = tripled(ll.fuse(tripled(ll.fuse(Model().to(device)))))
+    plain = tripled(tripled(Model().to(device)))
+    assert_as_plain(plain, fused, ids)
+    ll.unfuse(fused)
+    assert type(fused(ids)) is torch.Tensor
+    torch.testing.assert_close(fused(ids), plain(ids))
+    ll.fuse(fused)
+    assert_as_plain(plain, fused, ids)
+
+
+# --- weights that are not plain tensors (CLIENTS C3)
+
+
+class Int8(Tensor):
+    """A quantised weight: it claims to be fp32, and knows linear alone, as torchao's do."""
+
+    @staticmethod
+    def __new__(cls, t):
+        made = Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype, device=t.device)
+        made.values, made.scale = (t / t.abs().max() * 127).round().to(torch.int8), t.abs().max()
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            x, w, *bias = args
+            return F.linear(x, w.values * (w.scale / 127), *bias)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"Int8 dispatch {func}")
+
+
+def quantised(model):
+    weight = nn.Parameter(Int8(model.lm_head.weight.detach()), requires_grad=False)
+    model.lm_head.weight = weight
+    return model
+
+
+def test_a_quantised_head(ids, device):
+    """CLIENTS C3: refused by fuse; quantised after fuse, plain."""
+    with pytest.raises(TypeError, match=r"head must have a plain weight, got .*Int8: leave the he"):
+        ll.fuse(quantised(Model().to(device)))
+    fused = quantised(ll.fuse(Model().to(device)))
+    assert_as_plain(quantised(Model().to(device)), fused, ids, is_lazy=False)
+
+
+@pytest.mark.parametrize("other", [nn.Identity(), nn.Embedding(D, V), None])
+def test_in_inference_the_guard_never_raises(other, ids, device):
+    """CLIENTS C2: another head that cannot be fused, or none."""
+    model = ll.fuse(Model().to(device))
+    model.lm_head = other
+    model.forward = lambda ids: model.embed(ids)
+    with torch.no_grad():
+        assert model(ids).shape == (2, 5, D)
+    assert not ll.is_fused(model)
+    with pytest.warns(UserWarning, match="Model has a head that cannot be fused"):
+        model(ids)
+
+
+# --- heads that are never called (CLIENTS M4, NEWCOMER B2)
+
+
+class ByWeight(Model):
+    """A model that multiplies by the weight of its head, as MobileBERT and TRL's trainers do."""
+
+    def forward(self, ids):
+        return self.embed(ids) @ self.lm_head.weight.t()
+
+
+def test_a_head_that_is_never_called(ids, device):
+    model = ll.fuse(ByWeight().to(device))
+    assert ll.is_fused(model)  # nothing is known before the first forward
+    with torch.no_grad():
+        model(ids)
+    model.eval()(ids)
+    assert ll.is_fused(model)
+    with pytest.warns(UserWarning, match="A training forward of ByWeight did not call its head"):
+        model.train()(ids)
+    found = ll.is_fused(model)
+    assert not found
+    assert "did not call its head" in found.reason == str(found)
+    assert step(model, ids).told == []
+    model.forward = lambda ids: Model.forward(model, ids)
+    step(model, ids)
+    assert ll.is_fused(model)
+
+
+# --- is_fused, and unfuse of models inside models (CLIENTS X2)
+
+
+class Around(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def get_output_embeddings(self):
+        return self.model.get_output_embeddings()
+
+    def forward(self, ids):
+        return self.model(ids)
+
+
+@pytest.mark.parametrize("fused", ["inner", "middle", "outer"])
+@pytest.mark.parametrize("undone", ["inner", "middle", "outer"])
+def test_unfuse_of_any_of_the_models(fused, undone, ids, device):
+    """CLIENTS X2: a guard of another of the nested models fused the head again."""
+    models = {"inner": Model().to(device)}
+    models["middle"] = Around(models["inner"])
+    models["outer"] = Around(models["middle"])
+    ll.fuse(models[fused])
+    assert type(models["outer"](ids)) is LazyLogits
+    assert all(map(ll.is_fused, models.values()))
+    ll.unfuse(models[undone])
+    for model in models.values():
+        assert type(model(ids)) is torch.Tensor
+        assert not ll.is_fused(model)
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+    assert "forward" not in models["inner"].lm_head.__dict__
+
+
+def test_the_last_fuse_counts(ids, device):
+    inner = Model().to(device)
+    outer = ll.fuse(Around(inner), workspace=2 * V * 4)
+    ll.fuse(inner, workspace=3 * V * 4)
+    assert outer(ids).recipe.head.workspace == 3 * V * 4
+    ll.fuse(outer, workspace=4 * V * 4)
+    assert outer(ids).recipe.head.workspace == 4 * V * 4
+    assert inner(ids).recipe.head.workspace == 4 * V * 4
+
+
+def test_is_fused_of_a_copy_is_its_own(ids, device):
+    model = ll.fuse(Model().to(device))
+    other = copy.deepcopy(model)
+    ll.unfuse(model)
+    assert not ll.is_fused(model)
+    assert ll.is_fused(other)
+    assert type(other(ids)) is LazyLogits
+
+
+def test_is_fused_of_a_compiled_model(device):
+    model = ll.fuse(Model().to(device))
+    compiled = torch.compile(model, backend="eager")
+    assert ll.is_fused(model)
+    assert "torch.compile" in str(ll.is_fused(compiled))
+    model.compile(backend="eager")
+    assert not ll.is_fused(model)
+
+
+def test_the_dictionary_of_a_fused_model_is_the_plain_one(ids, device):
+    plain, fused = Model().to(device), ll.fuse(Model().to(device))
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(fused.state_dict())
+
+
+def test_options_of_a_head_are_checked_when_it_is_made():
+    """HUNT 18, for the module and for LinearLogits."""
+    for how in ({"workspace": -1}, {"logits_dtype": torch.int8}):
+        with pytest.raises(ValueError, match=f"{next(iter(how))} must be"):
+            ll.nn.FusedHead(D, V, **how)
+    with pytest.raises(TypeError, match="drop_ignored must be True or False"):
+        ll.nn.FusedHead(D, V, drop_ignored=3)
+    with pytest.raises(TypeError, match="drop_ignored must be True or False"):
+        ll.LinearLogits(torch.randn(2, D), torch.randn(V, D), drop_ignored=3)
+
+
+def test_a_traced_model_is_plain(ids, device):
+    model = ll.fuse(Model().to(device))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tracing is deprecated
+        traced = torch.jit.trace(model, ids)
+    torch.testing.assert_close(traced(ids), ll.unfuse(model)(ids))
+
+
+def test_logits_dtype_is_kept_under_a_compiler(device):
+    model = ll.fuse(Model().to(device).bfloat16(), logits_dtype=torch.float32)
+    ids = torch.arange(5, device=device)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        got, want = compiled(ids), model(ids)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want)

@@ -1,0 +1,78 @@
+"""Second derivatives through lazy logits are right, or raise."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import logitless as ll
+from tests.support.laws import error
+from tests.support.lazy_models import V
+
+pytestmark = pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+
+LOSSES = {
+    "log_softmax": lambda z, t: z.log_softmax(-1).square().sum(),
+    "tanh": lambda z, t: torch.tanh(z).square().sum(),
+    "tanh, a sum": lambda z, t: torch.tanh(z).sin().sum(),
+    "softmax": lambda z, t: z.softmax(-1).square().sum(),
+    "exp": lambda z, t: (z.exp() * 2).sin().sum(),
+    "entropy": lambda z, t: -(z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(),
+    "views": lambda z, t: (z[1:] * 2).transpose(0, 1).square().sum(),
+    "a square": lambda z, t: (z * z).sum(),
+    "a bias": lambda z, t: (z + torch.linspace(0, 1, V).to(z)).square().sum(),
+    "negative": lambda z, t: (-z / 3).square().sum(),
+    "masked": lambda z, t: z.masked_fill(torch.arange(V) < 2, 0.5).square().sum(),
+    "joined": lambda z, t: torch.cat([z, z]).square().sum(),
+    "materialised": lambda z, t: getattr(z, "materialize", z.clone)().square().sum(),
+    "a column": lambda z, t: z[:, 3].square().sum(),
+    "cross_entropy": lambda z, t: F.cross_entropy(z, t),
+    "by row": lambda z, t: F.cross_entropy(z, t, reduction="none").square().sum(),
+    "ours": lambda z, t: (F if type(z) is torch.Tensor else ll).cross_entropy(z, t),
+    "gather": lambda z, t: z.log_softmax(-1).gather(-1, t[:, None]).square().sum(),
+    "logsumexp": lambda z, t: z.logsumexp(-1).square().sum(),
+    "topk": lambda z, t: z.topk(2, -1).values.square().sum(),
+    "softmax, gathered": lambda z, t: z.softmax(-1).gather(-1, t[:, None]).square().sum(),
+    "kl_div": lambda z, t: F.kl_div(
+        z.log_softmax(-1), torch.full(z.shape, 0.1).to(z), reduction="sum"
+    ),
+}
+
+
+REFUSED = {
+    "log_softmax", "tanh", "tanh, a sum", "softmax", "exp", "entropy", "cross_entropy", "by row",
+    "ours", "gather", "logsumexp", "topk", "softmax, gathered", "kl_div",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_second_derivatives(name, beside, t):
+    """HUNT 3: right or an error, also if another term gives the inputs a second derivative."""
+    torch.manual_seed(0)
+    h, w = (torch.randn(size, 6, dtype=torch.float64, requires_grad=True) for size in (4, V))
+    target = t.flatten()[2:6].clamp(min=0).cpu()
+
+    def second(z):
+        loss = LOSSES[name](z, target)
+        loss = loss + (h**3).sum() + (w**3).sum() if beside else loss
+        (g,) = torch.autograd.grad(loss, h, create_graph=True)
+        return torch.autograd.grad(g.square().sum(), (h, w))
+
+    want = second(F.linear(h, w))
+    if name in REFUSED:
+        with pytest.raises(RuntimeError, match="twice"):
+            second(ll.LinearLogits(h, w).lazy())
+        return
+    for a, b in zip(second(ll.LinearLogits(h, w).lazy()), want, strict=True):
+        assert error(a, b) < 1e-9
+
+
+def test_of_the_gradient_of_the_logits(t):
+    """HUNT 3, CLIENTS C7: a gradient that can be read cannot be differentiated again in silence."""
+    h = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    z = ll.LinearLogits(h, torch.randn(V, 6, dtype=torch.float64)).lazy()
+    for logits in (z, z[:2], z * 2):
+        loss = F.cross_entropy(logits, t.flatten()[2 : 2 + len(logits)].clamp(min=0).cpu())
+        (g,) = torch.autograd.grad(loss + logits.square().sum(), logits, create_graph=True)
+        with pytest.raises(RuntimeError, match="twice"):
+            torch.autograd.grad(g.square().sum(), (logits, h), allow_unused=True)

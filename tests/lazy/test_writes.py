@@ -1,0 +1,193 @@
+"""Writing to lazy logits raises at once, and no function reaches memory that does not exist."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import logitless as ll
+from logitless.lazy.logits import LazyLogits
+from tests.support.lazy_models import V, model
+
+pytestmark = pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+
+
+def teacher(x):
+    """Lazy logits without history, and the same logits as a plain tensor."""
+    with torch.no_grad(), ll.lazy_logits():
+        return model(True, x.device)(x), model(False, x.device)(x)
+
+
+WHERE = {
+    "the logits": lambda z: z,
+    "a clone": lambda z: z.clone(),
+    "scaled": lambda z: z * 2,
+    "some rows": lambda z: z[:, :-1],
+    "the last row": lambda z: z[:, -1],
+    "a view": lambda z: z.detach().view(-1, V),
+    "data": lambda z: z.data,
+    "a column": lambda z: z[..., 3],
+    "a column of rows": lambda z: z[:, 1:][..., 3],
+    "a diagonal": lambda z: z.diagonal(dim1=0, dim2=1),
+    "all values": lambda z: z.view(-1),
+    "an expansion": lambda z: z.expand(3, *z.shape),
+    "a strided view": lambda z: torch.as_strided(z, (2, 2), (1, 2)),
+    "a piece": lambda z: z.unbind(-1)[2],
+    "pieces of columns": lambda z: z.split(4, -1)[1],
+    "probabilities": lambda z: z.softmax(-1),
+    "log-probabilities": lambda z: z.log_softmax(-1),
+    "transposed": lambda z: z.transpose(0, -1),
+    "view of a view": lambda z: z[..., 3].view(-1)[2:],
+    "bits": lambda z: z.view(torch.int64) if z.dtype == torch.float64 else z.view(torch.int32),
+}
+WRITES = {
+    "[...]": lambda z: z.__setitem__(..., 0),
+    "[0]": lambda z: z.__setitem__(0, -30),
+    "add_": lambda z: z.add_(1),
+    "+=": lambda z: z.__iadd__(1),
+    "copy_": lambda z: z.copy_(torch.zeros_like(z)),
+    "fill_": lambda z: z.fill_(1),
+    "masked_fill_": lambda z: z.masked_fill_(torch.ones(z.shape, dtype=torch.bool), 1),
+    "index_fill_": lambda z: z.index_fill_(0, torch.tensor([0]), 1),
+    "data =": lambda z: setattr(z, "data", torch.zeros_like(z)),
+    "data +=": lambda z: z.data.add_(1),
+    "out=": lambda z: torch.add(torch.ones(()), 1, out=z),
+    "_foreach": lambda z: torch._foreach_mul_([z], 2),
+    "set_": lambda z: z.set_(torch.zeros_like(z)),
+    "resize_": lambda z: z.resize_(1),
+    "unsqueeze_": lambda z: z.unsqueeze_(0),
+    "share_memory_": lambda z: z.share_memory_(),
+    "apply_": lambda z: z.apply_(float),
+    "map_": lambda z: z.map_(torch.zeros(z.shape), lambda a, b: b),
+    "taken by set_": lambda z: torch.zeros_like(z).set_(z),
+    "from_dlpack": lambda z: torch.from_dlpack(z),
+    "nn.init": lambda z: nn.init.zeros_(z),
+    "inplace=": lambda z: F.threshold(z, 0, 0, inplace=True),
+}
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_every_write_raises_at_once(where, x, t):
+    """HUNT 1, 2, 4; CLIENTS C8."""
+    z, plain = teacher(x)
+    part = WHERE[where](z)
+    for write in WRITES.values():
+        with pytest.raises(RuntimeError, match=r"must not be written to.*materialize\(\)"):
+            write(part)
+    assert torch.equal(z.materialize(), plain)
+
+
+@pytest.mark.parametrize("where", ["the logits", "the last row", "a column", "a view"])
+def test_a_write_in_training_raises_too(where, x, t):
+    """HUNT 1, 2: with a history, under no_grad or not."""
+    z = model(True, x.device)(x)
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled), pytest.raises(RuntimeError, match="written to"):
+            WHERE[where](z)[..., 0] = -20.0
+    assert torch.isfinite(ll.cross_entropy(z, t))
+
+
+def test_an_array_is_read_only(x):
+    """HUNT 2, 4: numpy's view of the logits cannot change them."""
+    x = x.cpu()
+    z, plain = teacher(x)
+    for array in (z.numpy(), z.__array__(), z[..., 3].numpy(), z.view(-1, V).numpy()):
+        with pytest.raises(ValueError, match="read-only"):
+            array[..., 0] = 1
+    assert np.array_equal(z.numpy(), plain.numpy())
+    assert np.array_equal(z[..., 3].numpy(), plain[..., 3].numpy())
+    assert torch.equal(torch.from_dlpack(z, copy=True), plain)
+    with pytest.raises(RuntimeError, match="written to"):
+        np.from_dlpack(z)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        model(True, x.device)(x).numpy()
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(z)
+    with pytest.raises(ValueError, match="read-only"):
+        z.as_subclass(torch.Tensor).numpy()[..., 0] = 1
+
+
+def test_no_function_reads_memory_that_is_not_there(x):
+    """HUNT 4: functions that read the memory itself get the values."""
+    z, plain = teacher(x)
+    for lazy, want in ((z, plain), (z[..., 3], plain[..., 3])):
+        same = [lazy.clone(), torch.asarray(lazy), torch.stack([lazy])[0]]
+        same += [lazy.cpu(), torch.zeros_like(want).copy_(lazy)]
+        for found in same:
+            assert torch.equal(found.to(want.device) + 0, want)
+        assert lazy.tolist() == want.tolist()
+        assert lazy.is_shared() == want.is_shared()  # which is True on a GPU
+        assert not hasattr(type(lazy), "__dlpack_c_exchange_api__")
+        assert lazy.stride() == want.stride()
+
+
+def test_a_kernel_that_overwrites_the_logits(x, t):
+    """CLIENTS M2: whoever has the address of the logits may change them, and losses see it."""
+    x, t = x.cpu(), t.cpu()  # whose memory ctypes can reach
+    z, plain = teacher(x)
+    with warnings.catch_warnings(record=True):
+        address = z.data_ptr()
+    assert address == z.detach().data_ptr()  # as Liger's backward has it
+    view = np.ctypeslib.as_array(
+        (np.ctypeslib.ctypes.c_double * z.numel()).from_address(address)
+    ).reshape(z.shape)
+    view[..., 3] = -30.0
+    plain[..., 3] = -30.0
+    assert torch.equal(z.materialize(), plain)
+    assert torch.equal(z.clone().materialize(), plain)
+    torch.testing.assert_close(ll.cross_entropy(z, t), ll.cross_entropy(plain, t))
+    torch.testing.assert_close(
+        F.cross_entropy(z.view(-1, V), t.view(-1)), F.cross_entropy(plain.view(-1, V), t.view(-1))
+    )
+
+
+def test_a_hook_that_writes_is_told_what_to_do(x):
+    """CLIENTS C8."""
+    m = model(True, x.device)
+    m[1].register_forward_hook(lambda module, args, out: out.mul_(2))
+    with pytest.raises(RuntimeError, match=r"by Tensor.mul_, .* Write to a copy instead: logits"):
+        m(x)
+
+
+# --- what lazy logits are computed from
+
+
+def test_logits_after_a_step(x, t):
+    """CLIENTS C6, W2: they raise and say what to do, also if the step writes through .data."""
+    for through_data in (False, True):
+        m = model(True, x.device)
+        z = m(x)
+        kept, loss = z.detach().materialize(), F.cross_entropy(z.view(-1, V), t.view(-1))
+        loss.backward()
+        assert torch.equal(kept, z.materialize())  # before the step they can be read
+        z = m(x)
+        F.cross_entropy(z.view(-1, V), t.view(-1)).backward()
+        with torch.no_grad():
+            for p in m.parameters():
+                (p.data if through_data else p).sub_(p.grad)
+        for read in (lambda z: z.argmax(-1), lambda z: z.materialize(), lambda z: ll.entropy(z)):
+            with pytest.raises(RuntimeError, match="before the step, or keep a copy"):
+                read(z.detach())
+
+
+def test_logits_that_are_known_outlive_a_step(x, t):
+    """CLIENTS C6: computed values do not change."""
+    m = model(True, x.device)
+    z = m(x)
+    want = z.detach().tolist()
+    F.cross_entropy(z.view(-1, V), t.view(-1)).backward()
+    with torch.no_grad():
+        m[1].weight.zero_()
+    assert z.tolist() == z.materialize().tolist() == want
+    assert torch.equal(z.argmax(-1), torch.tensor(want, device=x.device).argmax(-1))
+    assert z[1:].tolist() == want[1:]
+
+
+def test_a_weight_with_nan_is_not_a_changed_weight(x):
+    m = model(True, x.device)
+    with torch.no_grad():
+        m[1].weight[0] = torch.nan
+    assert type(m(x)[1:]) is LazyLogits

@@ -1,0 +1,219 @@
+"""A writer takes little memory and time, leaves its lock, and writes files that outlive power."""
+
+import gc
+import os
+import pickle
+import tracemalloc
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.store import journal as _journal
+from logitless.store import rows as _rows
+from logitless.store import writer as _writer
+from tests.support import store_kills, stores
+from tests.support.stores import abandon, assert_holds, document, documents, open_writer
+
+
+class TestMemory:
+    def test_of_many_short_documents(self, tmp_path):
+        """HUNT 8: a pending document cost about 5 KB. The journal has it, and not the writer."""
+        tokens, targets = torch.randint(0, stores.V, (600, 6)), stores.teacher(6)
+        with open_writer(tmp_path) as writer:
+            for document_ in tokens[:100]:
+                writer.add(document_, targets)
+            before = tensors()
+            tracemalloc.start()
+            for document_ in tokens[100:]:
+                writer.add(document_, targets)
+            grown, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert tensors() <= before + 5
+            assert grown < 500 * 300
+
+    def test_documents_count_towards_the_size_of_a_file(self, tmp_path):
+        """HUNT 8: two million documents of six tokens were pending before the first file."""
+        tokens, targets = torch.randint(0, stores.V, (200, 2)), stores.teacher(2)
+        with open_writer(tmp_path, shard_bytes=50_000) as writer:
+            for document_ in tokens:
+                writer.add(document_, targets)
+                assert len(writer.journal) * 500 < 50_000
+
+    def test_of_recovery(self, tmp_path):
+        """HUNT 8."""
+        writer = open_writer(tmp_path)
+        for i in range(300):
+            writer.add(*document(6, i))
+        abandon(writer)
+        before = tensors()
+        with open_writer(tmp_path) as writer:
+            assert len(writer) == 300
+            assert tensors() <= before + 10
+
+
+class TestSpeed:
+    def test_short_documents_are_encoded_together(self, tmp_path, monkeypatch):
+        """HUNT 24: 3 ms per document. benchmarks/store_writes.py measures it."""
+        calls, real = [], _journal.encoded
+        monkeypatch.setattr(_writer, "encoded", lambda *args: calls.append(1) or real(*args))
+        monkeypatch.setattr(_journal, "encoded", lambda *args: calls.append(1) or real(*args))
+        found = [document(6, i) for i in range(200)]
+        store = stores.write(tmp_path, found)
+        assert len(calls) == 1
+        assert_holds(store, found)
+
+    def test_short_documents_of_every_kind(self, tmp_path):
+        """Rows without a tail, with masks, of fewer slots: as if encoded one by one."""
+        full = stores.teacher(5)
+        mask = torch.ones(5, stores.K, dtype=torch.bool)
+        mask[1, 3:], mask[2] = False, False
+        kinds = [
+            full, ll.SparseTargets(full.ids, full.logprobs),
+            ll.SparseTargets(full.ids, full.logprobs, full.tail, mask),
+            ll.SparseTargets(full.ids[:, :3], full.logprobs[:, :3]),
+            ll.SparseTargets(full.ids.int(), full.logprobs.half(), full.tail),
+        ]  # fmt: skip
+        found = [(document(5, i)[0], targets) for i, targets in enumerate(kinds)]
+        together = stores.write(tmp_path / "together", found)
+        for tokens, targets in found:
+            want = _rows.decoded(_rows.encoded(targets, together.info), together.info)
+            _, got = together[together.find(tokens)]
+            for name in ("ids", "logprobs", "tail"):
+                torch.testing.assert_close(getattr(got, name), getattr(want, name))
+            assert (got.mask is None) == (want.mask is None)
+            assert got.mask is None or torch.equal(got.mask, want.mask)
+
+
+def tensors():
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+class TestPower:
+    def test_a_shard_reaches_the_disk_before_its_journal_is_cleared(self, tmp_path, monkeypatch):
+        """File, then folder, then the journal: a loss of power leaves one of the two."""
+        calls = []
+        writer = open_writer(tmp_path)
+        writer.add(*document(3))
+        for name in ("fsync", "replace", "ftruncate"):
+            real = getattr(os, name)
+
+            def recorded(*args, name=name, real=real):
+                is_folder = name == "fsync" and os.path.isdir(f"/proc/self/fd/{args[0]}")
+                calls.append("folder" if is_folder else name)
+                return real(*args)
+
+            monkeypatch.setattr(os, name, recorded)
+        writer.flush()
+        assert calls == ["fsync", "replace", "folder", "ftruncate"]
+        calls.clear()
+        open_writer(tmp_path / "new").close()
+        assert calls[:4] == ["folder", "fsync", "replace", "folder"] or calls[:5] == [
+            "folder", "ftruncate", "fsync", "replace", "folder",
+        ]  # fmt: skip
+
+    def test_a_start_that_never_reached_the_disk(self, tmp_path):
+        open_writer(tmp_path).close()
+        (tmp_path / "0.journal").write_bytes(bytes(8))
+        with open_writer(tmp_path) as writer:
+            assert len(writer) == 0
+
+
+class TestHeader:
+    def test_a_full_disk_leaves_no_file(self, tmp_path, monkeypatch):
+        """HUNT 20."""
+
+        def full(file):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(OSError, match="No space left"):
+                open_writer(tmp_path)
+        assert [f.name for f in tmp_path.iterdir() if "json" in f.name] == []
+        open_writer(tmp_path).close()
+
+    def test_a_file_system_without_hard_links(self, tmp_path, monkeypatch):
+        """HUNT 20."""
+
+        def no_links(*_, **__):
+            raise PermissionError(1, "Operation not permitted")
+
+        monkeypatch.setattr(os, "link", no_links)
+        store = stores.write(tmp_path, documents(3))
+        assert len(store) == 1
+
+    def test_what_a_killed_writer_left(self, tmp_path):
+        """HUNT 20."""
+        (tmp_path / "store.json.123.unfinished").write_text("{")
+        open_writer(tmp_path).close()
+        assert not list(tmp_path.glob("*.unfinished"))
+
+
+class TestLock:
+    def test_its_lock_ends_with_it(self, tmp_path):
+        """HUNT 10."""
+        writer = open_writer(tmp_path)
+        writer.add(*document(3))
+        del writer
+        gc.collect()
+        with open_writer(tmp_path) as writer:
+            assert len(writer) == 1
+
+    def test_its_lock_ends_with_an_error(self, tmp_path):
+        """HUNT 10: as in a cell of a notebook that raised."""
+
+        def fails():
+            writer = open_writer(tmp_path)
+            writer.add([10**6], None)
+
+        with pytest.raises(ValueError, match="tokens must be ids"):
+            fails()
+        gc.collect()
+        open_writer(tmp_path).close()
+
+    @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+    def test_its_lock_is_not_inherited(self, tmp_path):
+        """HUNT 10: the lock stayed while a forked process lived."""
+        writer, one = open_writer(tmp_path), document(3)  # PyTorch may hang in a forked process
+        answers, answer = os.pipe()
+        asked, ask = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                writer.add(*one)
+            except ValueError as error:
+                writer.close()
+                os.write(answer, str(error).encode())
+            finally:
+                os.close(answer)
+                os.read(asked, 1)
+                os._exit(0)
+        os.close(answer)
+        try:
+            said = os.read(answers, 1000).decode()
+            assert (
+                "must be used by the process that opened it, got a process that was forked" in said
+            )
+            writer.add(*document(4))  # the other process has closed its copy, and not the lock
+            message = "got another open writer in this process: call its close"
+            with pytest.raises(ValueError, match=message):
+                open_writer(tmp_path)
+            writer.close()
+            with open_writer(tmp_path) as again:  # the other process still lives
+                assert len(again) == 1
+        finally:
+            os.write(ask, b"x")
+            os.waitpid(child, 0)
+            for file in (answers, asked, ask):
+                os.close(file)
+
+    def test_it_is_not_pickled(self, tmp_path):
+        with open_writer(tmp_path) as writer, pytest.raises(TypeError, match="stay in its process"):
+            pickle.dumps(writer)
+
+
+def test_kill_9(tmp_path):
+    """benchmarks/results/store-kills.txt has 60 rounds."""
+    assert store_kills.rounds(2, 1, tmp_path / "store") > 0
