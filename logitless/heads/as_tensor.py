@@ -1,5 +1,6 @@
 """Makes a head usable as a tensor. PyTorch's functions get lazy logits (lazy/logits.py)."""
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch.utils import _pytree as pytree
 
 from . import checks
 from .head import Head
+
+_FIELDS = frozenset(field.name for field in fields(Head))
 
 
 class AsTensor:
@@ -32,7 +35,7 @@ class AsTensor:
 
     def __getattr__(self, name: str) -> Any:
         """Returns an option of the head, or a public attribute or method of a tensor."""
-        if name in Head._fields:
+        if name in _FIELDS:
             return getattr(self.head, name)
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")

@@ -8,7 +8,8 @@ without gradients. `flatten` separates the tensors, which autograd saves, from t
 import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,8 @@ from .unshard import in_memory
 Rows = slice | Tensor  # some rows, as a range or as a tensor of indices
 
 
-class Head(NamedTuple):
+@dataclass(frozen=True)
+class Head:
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,)."""
 
     hidden: Tensor
@@ -84,15 +86,19 @@ class Head(NamedTuple):
         hidden = (*self.hidden.shape, str(self.hidden.dtype))
         return f"hidden {hidden}, {needs}, {options}"
 
+    def replace(self, **changed) -> "Head":
+        """A copy of the head with changed fields."""
+        return replace(self, **changed)
+
     def flatten(self) -> tuple[tuple[Tensor | None, ...], "Head"]:
         """Returns the tensors that backward reads, and the same head without tensors."""
         tensors = (self.hidden, self.weight, self.bias, self.own_hidden)
         blank: Any = None
-        return tensors, self._replace(hidden=blank, weight=blank, bias=None, own_hidden=None)
+        return tensors, self.replace(hidden=blank, weight=blank, bias=None, own_hidden=None)
 
     def rebuild(self, tensors: Sequence[Any]) -> "Head":
         hidden, weight, bias, own_hidden = tensors
-        return self._replace(hidden=hidden, weight=weight, bias=bias, own_hidden=own_hidden)
+        return self.replace(hidden=hidden, weight=weight, bias=bias, own_hidden=own_hidden)
 
     def backend(self) -> Backend:
         return backend_of(self.hidden) if self.columns is None else self.columns
@@ -149,15 +155,16 @@ class Head(NamedTuple):
             yield
 
 
-class ScaledHead(NamedTuple):
+@dataclass(frozen=True)
+class ScaledHead:
     """A teacher's logits without gradients: scale · z, or cap · tanh(scale · z) with a cap."""
 
     head: Head
     scale: float = 1.0
     cap: float | None = None
 
-    requires_grad = False
-    exists = False
+    requires_grad: ClassVar[bool] = False
+    exists: ClassVar[bool] = False
 
     @property
     def shape(self) -> torch.Size:
@@ -182,24 +189,28 @@ class ScaledHead(NamedTuple):
     def times(self, factor: float) -> "ScaledHead":
         """The logits times a factor."""
         if self.cap is None:
-            return self._replace(scale=self.scale * factor)
-        return self._replace(cap=self.cap * factor)
+            return self.replace(scale=self.scale * factor)
+        return self.replace(cap=self.cap * factor)
 
     def narrow(self, dim: int, start: int, width: int) -> "ScaledHead":
         """The columns [start, start + width), like Tensor.narrow(-1, start, width)."""
         assert dim == -1
         columns, bias = slice(start, start + width), self.head.bias
-        head = self.head._replace(
+        head = self.head.replace(
             weight=self.head.weight[columns], bias=None if bias is None else bias[columns]
         )
-        return self._replace(head=head)
+        return self.replace(head=head)
 
     def as_teacher(self) -> "ScaledHead":
         return self
 
+    def replace(self, **changed) -> "ScaledHead":
+        """A copy with changed fields."""
+        return replace(self, **changed)
+
     def flatten(self) -> tuple[tuple[Tensor | None, ...], "ScaledHead"]:
         tensors, head = self.head.flatten()
-        return tensors, self._replace(head=head)
+        return tensors, self.replace(head=head)
 
     def rebuild(self, tensors: Sequence[Any]) -> "ScaledHead":
-        return self._replace(head=self.head.rebuild(tensors))
+        return self.replace(head=self.head.rebuild(tensors))

@@ -139,7 +139,7 @@ class LinearLogits(AsTensor, Source):
         """The same head over the hidden states of all ranks, gathered by `gather`."""
         own = self.head.hidden
         hidden = gather(own.detach()).flatten(0, 1)
-        return of_head(self.head._replace(hidden=hidden, own_hidden=own))
+        return of_head(self.head.replace(hidden=hidden, own_hidden=own))
 
     def describe(self) -> str:
         return f"a head of {self.head.describe()}"
@@ -153,7 +153,7 @@ class HeadColumns(Source):
 
     def __init__(self, head: Head, shard: Any):
         backend = shard.head_backend(head.hidden, head.own_hidden is not None)
-        self.head, self.shard = head._replace(columns=backend), shard
+        self.head, self.shard = head.replace(columns=backend), shard
         self.shape, self.dtype, self.device = shard.shape, shard.dtype, shard.device
         self.requires_grad = shard.requires_grad
 

@@ -25,7 +25,7 @@ class SpreadHead(NamedTuple):
 
     def whole(self, kind: type[LazyLogits] = LazyLogits) -> LazyLogits:
         """Logits with all columns on every rank. Losses are computed as for a VocabShard."""
-        head = LinearLogits(*self.tensors, **self.options).head._replace(module=self.module)
+        head = LinearLogits(*self.tensors, **self.options).head.replace(module=self.module)
         shard = shard_of_head(head)
         return lazy_logits_of(shard.source.head, shard.over(None), kind)
 
@@ -34,7 +34,7 @@ class SpreadHead(NamedTuple):
         hidden, weight, bias = self.tensors
         rows = (None if t is None else t.to_local() for t in (weight, bias))
         head = LinearLogits(hidden_of_all(hidden, weight), *rows, **self.options).head
-        return lazy_logits_of(head._replace(module=self.module))
+        return lazy_logits_of(head.replace(module=self.module))
 
 
 class SpreadLogits(LazyLogits):

@@ -208,7 +208,7 @@ def lazy_product(tensors: tuple, options: dict, module: nn.Module) -> Tensor:
     if spread:
         return spread_logits(tensors, options, module)
     # LinearLogits checks the tensors and casts them under autocast.
-    return lazy_logits_of(LinearLogits(*tensors, **options).head._replace(module=module))
+    return lazy_logits_of(LinearLogits(*tensors, **options).head.replace(module=module))
 
 
 def is_lazy(logits: Any) -> bool:

@@ -98,7 +98,7 @@ class LazyHead(Node):
         tensors = (hidden, weight, bias)
         ctx.save_for_backward(*tensors)
         needs = tuple(t is not None and t.requires_grad for t in tensors)
-        detached = head._replace(
+        detached = head.replace(
             hidden=hidden.detach(), weight=weight.detach(),
             bias=None if bias is None else bias.detach(),
         )  # fmt: skip

@@ -148,10 +148,10 @@ class Recipe(NamedTuple):
             None if t is None else constant(t).requires_grad_(need and grad)
             for t, need in zip(self.head.tensors, self.needs, strict=True)
         )
-        head = self.head._replace(hidden=hidden, weight=weight, bias=bias)
+        head = self.head.replace(hidden=hidden, weight=weight, bias=bias)
         if self.shard is None:
             return head
-        return head._replace(columns=self.shard.head_backend(head.hidden, False))
+        return head.replace(columns=self.shard.head_backend(head.hidden, False))
 
     def teacher(self) -> Any:
         """The same logits as constants. `obstacle(None)` must be None."""
@@ -161,7 +161,7 @@ class Recipe(NamedTuple):
 
     def with_tensors(self, hidden: Any, weight: Any, bias: Any) -> "Recipe":
         """The same recipe over other tensors. Autograd nodes save a recipe without its tensors."""
-        return self._replace(head=self.head._replace(hidden=hidden, weight=weight, bias=bias))
+        return self._replace(head=self.head.replace(hidden=hidden, weight=weight, bias=bias))
 
 
 def constant(t: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def negated(z: LazyLogits, op: Op, **fields) -> LazyLogits:
     _, of_weight, _ = recipe.versions
     (of_hidden, of_bias) = versions(hidden, bias)
     new = recipe._replace(
-        head=recipe.head._replace(hidden=hidden, bias=bias),
+        head=recipe.head.replace(hidden=hidden, bias=bias),
         versions=(of_hidden, of_weight, of_bias),
     )
 
@@ -198,7 +198,7 @@ def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
     if dtype == head.dtype:
         return head
     narrow = head.hidden.dtype in (torch.float16, torch.bfloat16)
-    return head._replace(logits_dtype=dtype) if narrow and dtype == torch.float32 else None
+    return head.replace(logits_dtype=dtype) if narrow and dtype == torch.float32 else None
 
 
 def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
@@ -219,7 +219,7 @@ def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
         total = total if head.bias is None else head.bias + total
     needs = (*recipe.needs[:2], recipe.needs[2] or bias.requires_grad)
     new = recipe._replace(
-        head=head._replace(bias=total), needs=needs, dtype=dtype,
+        head=head.replace(bias=total), needs=needs, dtype=dtype,
         versions=(*recipe.versions[:2], *versions(total)),
     )  # fmt: skip
     return LazyBias.apply(z, other, new, sign)  # pyright: ignore
@@ -251,7 +251,7 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
         bias = weight.new_zeros(len(weight)) if bias is None else bias
         bias = bias.to(head.dtype).masked_fill(columns, value / recipe.pre)
     new = recipe._replace(
-        head=head._replace(weight=weight, bias=bias), watch=Watch(weight),
+        head=head.replace(weight=weight, bias=bias), watch=Watch(weight),
         versions=(recipe.versions[0], *versions(weight, bias)),
     )  # fmt: skip
 

@@ -63,7 +63,7 @@ def _rows(
 
     _, *of_weight = recipe.versions
     new = recipe._replace(
-        head=recipe.head._replace(hidden=hidden), versions=(hidden._version, *of_weight), **changed
+        head=recipe.head.replace(hidden=hidden), versions=(hidden._version, *of_weight), **changed
     )
     return kept(z, new, back, Op(on_logits or op))
 
@@ -86,7 +86,7 @@ def _columns(z: LazyLogits, columns: slice):
         return d_hidden, *(None if d is None else pulled_back(cut, t, d) for t, d in pairs)
 
     weight, bias = (None if t is None else cut(t) for t in rows_of_v)
-    new = recipe._replace(head=recipe.head._replace(weight=weight, bias=bias))
+    new = recipe._replace(head=recipe.head.replace(weight=weight, bias=bias))
     return kept(z, new, back, Op(lambda t: t[..., columns]))
 
 
@@ -261,7 +261,7 @@ def cat(tensors, dim: int = 0):
     needs = tuple(any(r.needs[i] for r in recipes) for i in range(3))
     _, *of_weight = recipes[0].versions
     recipe = recipes[0]._replace(
-        head=recipes[0].head._replace(hidden=hidden), needs=needs,
+        head=recipes[0].head.replace(hidden=hidden), needs=needs,
         versions=(*versions(hidden), *of_weight), trains=any(r.trains for r in recipes),
     )  # fmt: skip
     return LazyCat.apply(recipe, dim, *tensors)
@@ -272,7 +272,7 @@ def _same_head(a, b) -> bool:
     blank = torch.empty(0)
     rest = [
         r._replace(
-            head=r.head._replace(hidden=blank, weight=blank, bias=None), versions=(), watch=None,
+            head=r.head.replace(hidden=blank, weight=blank, bias=None), versions=(), watch=None,
             needs=(), trains=False,
         )
         for r in (a, b)

@@ -128,7 +128,7 @@ def shard_of_head(head: Any) -> VocabShard:
         head_rules.linear, hidden, weight_rows, bias_rows, head.main_grad, head.workspace,
         head.logits_dtype, head.accumulate, head.drop_ignored,
     )  # fmt: skip
-    logits = of_head(head._replace(hidden=hidden, weight=weight_rows, bias=bias_rows))
+    logits = of_head(head.replace(hidden=hidden, weight=weight_rows, bias=bias_rows))
     shard = VocabShard(logits, weight.device_mesh.get_group(dim), vocab=weight.shape[0])
     shard.sums_hidden = not tokens
     return shard
