@@ -21,7 +21,7 @@ READY := .venv/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-newest test-oldest test-gpu test-families test-clients sanitize fuzz planted bench tables demo lint types format clean
+.PHONY: help test test-newest test-oldest test-gpu test-families test-clients sanitize compile fuzz planted bench tables demo lint types format clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ test-clients: .venv-clients/sources/tests  ## other libraries' tests over fused 
 
 sanitize: $(READY)  ## run every kernel under compute-sanitizer (memcheck, racecheck), on a GPU
 	$(PY) -m tests.support.sanitizer
+
+compile: $(READY)  ## compile every kernel variant for Hopper, and print registers and spills, without a GPU
+	$(PY) -m tests.support.aot cuda:90 --all
 
 fuzz: $(READY)  ## test random cases of every function, for example with ARGS="--minutes 10"
 	OMP_NUM_THREADS=1 $(PY) -m tests.differential $(ARGS)

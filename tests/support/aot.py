@@ -1,11 +1,12 @@
 """Compiles every kernel variant for a GPU without having this GPU, and prints its resources.
 
-    python -m tests.support.aot cuda:90      (TRITON_INTERPRET unset)
+    python -m tests.support.aot cuda:90 [--all]      (TRITON_INTERPRET unset)
 
 The real launchers are called with CPU tensors. Their launches are recorded and compiled, but not
 run. So the compiled kernels are those that a GPU would run. The command prints one JSON line per
-kernel variant. For Hopper, all variants are compiled, because the tests check their resources. For
-each other GPU, a few variants are compiled.
+compiled kernel. With --all, all variants are compiled. Otherwise, only the main variants are
+compiled, in all their forms for Hopper, whose resources the tests check, and in one form per kernel
+for the other GPUs.
 """
 
 import contextlib
@@ -131,10 +132,11 @@ def variants() -> list[Variant]:
     return plain + capped + full + sparse
 
 
-def few() -> list[Variant]:
+def main_variants() -> list[Variant]:
     """Few variants that launch every kernel, with each dtype and each option at least once."""
     return [
         Variant(BF16),
+        Variant(FP32, softcap=30.0),
         Variant(FP16, 50257, everything=True),
         Variant(FP32, 50257, split=True, softcap=30.0, everything=True),
         Variant(BF16, 50257, K=8, softcap=30.0, everything=True),
@@ -301,22 +303,23 @@ class Driver:
         self.get_current_target = lambda: target
 
 
-def main(target: str) -> None:
+def main(target: str, everything: bool) -> None:
     triton.runtime.driver.set_active(Driver(TARGETS[target]))
-    seen = set()
-    for variant in variants() if target == "cuda:90" else few():
+    every_form, seen = everything or target == "cuda:90", set()
+    for variant in variants() if everything else main_variants():
         for source, options, bound in launches_of(variant):
-            key = (source.hash(), *sorted(options.items()))
+            form = (source.hash(), *sorted(options.items()))
+            key = form if every_form else (source.name, variant)
             if key in seen:
                 continue
             seen.add(key)
             kernel = triton.compile(source, target=TARGETS[target], options=options)
             row = {"target": target, "kernel": f"{source.name} {variant}"}
             row |= {"compiled": kernel.metadata.name, "profile": profile_of(source, kernel, bound)}
-            if target == "cuda:90":
+            if target.startswith("cuda"):
                 row |= resources(kernel.asm)
             print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], "--all" in sys.argv)
