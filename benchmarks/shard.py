@@ -69,13 +69,13 @@ def eighth(rows: int, vocab: int, width: int, device: str, dtype: torch.dtype) -
     rows_of_rank = weight[: vocab // RANKS].clone().requires_grad_()
     weight.requires_grad_()
     target = torch.randint(vocab, (rows,), device=device)
-    ranks = SimulatedRanks(RANKS)
+    shard_of_rank = ll.VocabShard(ll.LinearLogits(hidden, rows_of_rank), SimulatedRanks(RANKS))
     whole, shard = compared(
         device,
         target,
         (lambda: ll.LinearLogits(hidden, weight), [hidden, weight]),
         (
-            lambda: ll.VocabShard(ll.LinearLogits(hidden, rows_of_rank), ranks, vocab=vocab),
+            lambda: shard_of_rank.over(ll.LinearLogits(hidden, rows_of_rank)),  # no exchange
             [hidden, rows_of_rank],
         ),
     )
