@@ -9,6 +9,7 @@ and get bitwise the same result.
 The forward of a loss gathers a few numbers per row from each rank. For logits, there is one gather,
 or two gathers for JSD. For a head, there is one gather per chunk of rows. The backward of logits
 needs no communication. The backward of a head sums the gradient of the hidden states over ranks.
+Before the forward, the ranks exchange their columns, unless `start` and `vocab` are given.
 """
 
 from typing import Any, NamedTuple
