@@ -35,7 +35,10 @@ class SimulatedRanks(Alone):
         self.group, self.index, self.count = self, 0, count
 
     def gather(self, t: Tensor) -> Tensor:
-        return t.detach().expand(self.count, *t.shape).contiguous()
+        gathered = t.detach().expand(self.count, *t.shape).contiguous()
+        if not t.is_floating_point():  # width and start, which differs between ranks
+            gathered[:, 1] += gathered[:, 0] * torch.arange(self.count, device=t.device)
+        return gathered
 
 
 def compared(device: str, target: Tensor, *sources: tuple[Callable, list[Tensor]]) -> list[float]:
@@ -75,7 +78,7 @@ def eighth(rows: int, vocab: int, width: int, device: str, dtype: torch.dtype) -
         target,
         (lambda: ll.LinearLogits(hidden, weight), [hidden, weight]),
         (
-            lambda: ll.VocabShard(ll.LinearLogits(hidden, rows_of_rank), ranks, vocab=vocab),
+            lambda: ll.VocabShard(ll.LinearLogits(hidden, rows_of_rank), ranks, 0, vocab=vocab),
             [hidden, rows_of_rank],
         ),
     )

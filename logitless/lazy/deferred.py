@@ -14,7 +14,6 @@ are Deferred tensors. They share one mechanism:
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from types import GetSetDescriptorType
 from typing import Any
 
 import torch
@@ -194,11 +193,13 @@ def called(func) -> Iterator[None]:
 def running(func=None) -> str:
     """The name of the PyTorch function that the user called. The default is `func`."""
     func = _called.get() or func
-    if isinstance(func, torch._ops.OpOverload):
-        return str(func)
-    if isinstance(getattr(func, "__self__", None), GetSetDescriptorType):  # a property
-        func = func.__self__  # pyright: ignore
-    name, module = getattr(func, "__name__", str(func)), getattr(func, "__module__", None)
-    if hasattr(func, "__objclass__") or getattr(func, "__qualname__", "").startswith("Tensor."):
-        return f"Tensor.{name}"
-    return f"F.{name}" if module == "torch.nn.functional" else f"torch.{name}"
+    name = torch.overrides.resolve_name(func)
+    if name is None:
+        of_tensor = getattr(func, "__qualname__", "").startswith(("Tensor.", "TensorBase."))
+        name = f"torch.{'Tensor.' * of_tensor}{getattr(func, '__name__', func)}"
+    for module, short in MODULES.items():
+        name = short + name.removeprefix(module) if name.startswith(module) else name
+    return name.removesuffix(".__get__")  # of a property
+
+
+MODULES = {"torch.nn.functional.": "F.", "torch.functional.": "torch.", "torch.Tensor.": "Tensor."}

@@ -217,6 +217,13 @@ def is_lazy(logits: Any) -> bool:
 
 def _say_how_to_compile() -> None:
     """Warns while a graph is traced. The warning is not part of the graph."""
+    if torch.compiler.is_exporting():
+        warn_once(
+            "torch.export records the head of a fused model as a plain product, and the exported"
+            " program materialises its logits. If the program does not train, export it under"
+            " torch.no_grad(), which gives no warning."
+        )
+        return
     warn_once(
         "torch.compile(model) sees the head of a fused model as a plain product, and makes its"
         " logits. Compile what comes before the head instead, such as model.model.compile()."

@@ -13,9 +13,12 @@ it. So hooks run, DDP and FSDP get the output that they expect, and no tensor as
 exists.
 """
 
+import os
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -226,6 +229,12 @@ class LazyLogits(Deferred, Source):
 
 
 _warned: set[str] = set()
+# Files of logitless and of PyTorch, and the name of code that PyTorch generates.
+INSIDE = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    f"{Path(torch.__file__).parent}{os.sep}",
+    "<string>",
+)
 
 INSTEAD = (
     "A loss computed from them keeps them lazy; for anything else, call the model under"
@@ -240,9 +249,14 @@ def warn_materialised(by: str | None = None) -> None:
 
 
 def warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=5)
+    """Warns at the line of the caller, which is in neither logitless nor PyTorch."""
+    if message in _warned:
+        return
+    _warned.add(message)
+    frame, level = sys._getframe(), 1
+    while frame.f_back and frame.f_code.co_filename.startswith(INSIDE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def kept(z: LazyLogits, recipe: Recipe, back: Callable | None, op: Op) -> LazyLogits:

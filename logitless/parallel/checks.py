@@ -79,6 +79,24 @@ def tiles(starts: Sequence[int], widths: Sequence[int], vocab: int | None) -> No
         raise ValueError("source must have at least one column on one of the ranks, got none.")
 
 
+def inside(start: int, width: int, vocab: int) -> None:
+    """Checks this rank's columns alone."""
+    if start + width > vocab:
+        raise ValueError(
+            f"start must be at most {vocab - width}, so that {width} columns end within vocab"
+            f" {vocab}, got {start}."
+        )
+
+
+def chunk(width: int, chunk: int) -> None:
+    """Checks that a DTensor's shard has the columns that DTensor's own rule gives to this rank."""
+    if width != chunk:
+        raise ValueError(
+            f"a sharded DTensor must have {chunk} columns on this rank, as torch.chunk cuts them,"
+            f" got {width}; pass other columns as ll.VocabShard(logits, group)."
+        )
+
+
 def same_columns(teacher: Any, student: Any) -> None:
     if teacher != student:
         raise ValueError(

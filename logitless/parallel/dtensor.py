@@ -42,6 +42,17 @@ class _Arrived(Node):
         return g
 
 
+def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> VocabShard:
+    """The shard of a vocabulary that a DTensor shards over dimension `dim` of its mesh.
+
+    DTensor gives each rank the columns that `torch.chunk` would, so that ranks need no exchange.
+    """
+    most = -(-vocab // mesh.size(dim))
+    start = min(mesh.get_local_rank(dim) * most, vocab)
+    rules.chunk(source.shape[-1], min(most, vocab - start))
+    return VocabShard(source, mesh.get_group(dim), start, vocab=vocab)
+
+
 def source_of_dtensor(logits: Any) -> Source:
     """The source for DTensor logits, or for a LinearLogits of DTensors."""
     return DTensorLogits(logits) if is_dtensor(logits) else shard_of_head(logits.head)
@@ -62,7 +73,7 @@ class DTensorLogits(Source):
         sharded = [dim for dim, place in enumerate(x.placements) if not place.is_replicate()]
         if not sharded:
             return local(x)
-        return VocabShard(local(x), x.device_mesh.get_group(sharded[0]), vocab=x.shape[-1])
+        return shard_of(local(x), x.device_mesh, sharded[0], x.shape[-1])
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         return self._call(evaluate, loss, reduction, row_weight)
@@ -129,6 +140,6 @@ def shard_of_head(head: Any) -> VocabShard:
         head.logits_dtype, head.accumulate, head.drop_ignored,
     )  # fmt: skip
     logits = of_head(head.replace(hidden=hidden, weight=weight_rows, bias=bias_rows))
-    shard = VocabShard(logits, weight.device_mesh.get_group(dim), vocab=weight.shape[0])
+    shard = shard_of(logits, weight.device_mesh, dim, weight.shape[0])
     shard.sums_hidden = not tokens
     return shard

@@ -9,6 +9,7 @@ and get bitwise the same result.
 The forward of a loss gathers a few numbers per row from each rank. For logits, there is one gather,
 or two gathers for JSD. For a head, there is one gather per chunk of rows. The backward of logits
 needs no communication. The backward of a head sums the gradient of the hidden states over ranks.
+Before the forward, the ranks exchange their columns, unless `start` and `vocab` are given.
 """
 
 from typing import Any, NamedTuple
@@ -46,24 +47,27 @@ class Layout(NamedTuple):
         return sum(self.widths)
 
 
-_layouts: dict[tuple, Layout] = {}
+# The width of the widest rank, by group and vocabulary size, for shards with `start` and `vocab`.
+# The key must be the same on all ranks, so that all ranks exchange their columns or none does. A
+# key with this rank's columns would not be the same: one vocabulary can be sharded in two ways that
+# differ on some ranks only.
+_widest: dict[tuple, int] = {}
 
 
-def layout_of(
+def exchanged(
     ranks: Ranks, width: int, start: int | None, vocab: int | None, device: torch.device
 ) -> Layout:
-    """The columns of all ranks, exchanged once per (group, width, start, vocab)."""
-    key = (ranks.group, width, start, vocab)
-    if key not in _layouts or thorough():
-        local = torch.tensor([width, -1 if start is None else start], device=device)
-        gathered = ranks.gather(local).tolist()
-        widths = tuple(width for width, _ in gathered)
-        before = [sum(widths[:rank]) for rank in range(len(widths))]
-        starts = (first if at < 0 else at for (_, at), first in zip(gathered, before, strict=True))
-        layout = Layout(tuple(starts), widths)
-        rules.tiles(layout.starts, layout.widths, vocab)
-        _layouts[key] = layout
-    return _layouts[key]
+    """The columns of all ranks. Each rank sends its own width and start, and the host waits."""
+    own = [width, -1 if start is None else start]
+    gathered = (
+        [own] if ranks.count == 1 else ranks.gather(torch.tensor(own, device=device)).tolist()
+    )
+    widths = tuple(width for width, _ in gathered)
+    before = [sum(widths[:rank]) for rank in range(len(widths))]
+    starts = (first if at < 0 else at for (_, at), first in zip(gathered, before, strict=True))
+    layout = Layout(tuple(starts), widths)
+    rules.tiles(layout.starts, layout.widths, vocab)
+    return layout
 
 
 class VocabShard(Source):
@@ -74,10 +78,12 @@ class VocabShard(Source):
     logits of a fused head. The caller must then sum the gradient of the hidden states over ranks.
 
     `group` is a process group or a DeviceMesh of one dimension. None means the default process
-    group, or a single process if torch.distributed is not initialised. `start` is this rank's first
-    column, by default the sum of the earlier ranks' widths. Ranks exchange their widths once per
-    (group, width, start, vocab), so all ranks must construct the shard together. Pass
-    `vocab`, the size V, if a process shards several vocabularies.
+    group, or a single process if torch.distributed is not initialised. All ranks must construct the
+    shard together, because the ranks exchange their widths. The host waits for this exchange.
+
+    `start` is this rank's first column, by default the sum of the earlier ranks' widths. `vocab` is
+    the size V. If all ranks pass both, the ranks exchange their columns once per group and
+    `vocab`, and the host does not wait again.
 
     With sequence_parallel=True, the hidden states of a LinearLogits are this rank's slice of the
     tokens along the first dimension. All slices must have the same size. VocabShard all-gathers the
@@ -110,9 +116,24 @@ class VocabShard(Source):
         # Whether logitless sums the gradient of hidden over ranks, instead of the caller.
         self.sums_hidden = True
         self.width = source.shape[-1]
-        self.layout = layout_of(ranks, self.width, start, vocab, source.device)
-        self.start, self.vocab = self.layout.starts[ranks.index], self.layout.vocab
+        self._set_columns(start, vocab, source.device)
         self._set_source(source)
+
+    def _set_columns(self, start: int | None, vocab: int | None, device: torch.device) -> None:
+        """Sets this rank's columns, and the width of the widest rank."""
+        self.layout: Layout | None = None  # None if the caller gave this rank's columns
+        key, given = (self.ranks.group, vocab), start is not None and vocab is not None
+        if given and key in _widest and self.ranks.count > 1 and not thorough():
+            rules.inside(start, self.width, vocab)
+            self.start, self.vocab, self.widest = start, vocab, _widest[key]
+            return
+        layout = exchanged(self.ranks, self.width, start, vocab, device)
+        self.start, self.vocab = layout.starts[self.ranks.index], layout.vocab
+        self.widest = max(layout.widths)
+        if given:
+            _widest[key] = self.widest
+        if not given or thorough():
+            self.layout = layout
 
     def _set_source(self, source: Any) -> None:
         self.source = source = columns_of(source)
@@ -155,7 +176,7 @@ class VocabShard(Source):
         """The backend that merges the partial statistics of all ranks."""
         return ColumnBackend(
             backend_of(like), self.start, self.width, self.vocab, self.ranks.gather,
-            max(self.layout.widths),
+            self.widest,
         )  # fmt: skip
 
     def head_backend(self, like: Tensor, gathered: bool) -> ColumnBackend:
@@ -174,10 +195,13 @@ class VocabShard(Source):
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
         """Gathers the logits of all ranks without a gradient, (..., V), or of some rows, (n, V)."""
         local = self.local(rows).detach()
-        padded = local.new_zeros((*local.shape[:-1], max(self.layout.widths)))
+        layout = self.layout
+        if layout is None:
+            layout = exchanged(self.ranks, self.width, self.start, self.vocab, self.device)
+        padded = local.new_zeros((*local.shape[:-1], max(layout.widths)))
         padded[..., : self.width] = local
         gathered = self.ranks.gather(padded)
-        order = sorted(zip(*self.layout, range(self.ranks.count), strict=True))
+        order = sorted(zip(*layout, range(self.ranks.count), strict=True))
         return torch.cat([gathered[rank, ..., :width] for _, width, rank in order], -1)
 
     def local(self, rows: slice | Tensor | None = None) -> Tensor:
@@ -211,7 +235,7 @@ class VocabShard(Source):
     def cut(self, teacher):
         """This rank's columns of a teacher, which is a shard or has whole rows."""
         if is_over_ranks(teacher):
-            rules.same_columns(teacher.layout, self.layout)
+            rules.same_columns(teacher.columns_beside(self), self.columns_beside(teacher))
             local = teacher.as_teacher().source
         else:
             local = columns_of(teacher_columns(teacher, self.start, self.width))
@@ -220,6 +244,12 @@ class VocabShard(Source):
         # If the student's logits are in memory as a whole, the teacher's logits may be too.
         exist = self.source.exists
         return local.materialize(slice(None)).view(self.source.shape) if exist else local
+
+    def columns_beside(self, other: "VocabShard") -> Layout:
+        """The columns of all ranks if both shards have them, and otherwise those of this rank."""
+        if self.layout is None or other.layout is None:
+            return Layout((self.start,), (self.width,))
+        return self.layout
 
     def __repr__(self) -> str:
         return f"VocabShard({self.source!r}, columns {self.start} to {self.start + self.width})"

@@ -72,6 +72,26 @@ class TestRefused:
 
         self.refused(work, ValueError, "teacher must have the columns of the student, (2, 2) from")
 
+    def test_a_teacher_of_other_columns_that_were_not_exchanged(self):
+        def work(ranks):
+            def shard(widths):
+                start, width = (0, widths[0])[ranks.index], widths[ranks.index]
+                return ll.VocabShard(torch.zeros(1, width), ranks, start, vocab=4)
+
+            ll.kl_div(shard((2, 2)), shard((1, 3)), direction="forward")
+
+        self.refused(work, ValueError, "teacher must have the columns of the student, (2,) from")
+
+    def test_columns_beyond_the_vocabulary(self):
+        """Also where the ranks exchange nothing, because they did so before."""
+
+        def work(ranks):
+            for start in (0, 1):
+                ll.VocabShard(torch.zeros(1, 2), ranks, 2 * ranks.index + start, vocab=4)
+
+        words = "start must be at most 2, so that 2 columns end within vocab 4, got 3."
+        self.refused(work, ValueError, words)
+
     def test_gathered_logits(self):
         def work(ranks):
             ll.gathered_kl(ll.VocabShard(torch.zeros(1, 2), ranks), torch.zeros(1, 4))

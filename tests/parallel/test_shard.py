@@ -59,26 +59,85 @@ def test_what_is_sent(name):
         assert of_rank == [exchange, *(("gather", N * count) for count in SENT[name])]
 
 
-def test_widths_are_exchanged_once():
+def starts_of(widths) -> list[int]:
+    return [sum(widths[:rank]) for rank in range(len(widths))]
+
+
+@pytest.mark.parametrize(("given", "sent"), [
+    ((), [2, 3] * 3),
+    (("vocab",), [2, 3] * 3),
+    (("start",), [2, 3] * 3),
+    (("start", "vocab"), [2, 3, 3, 3]),
+])  # fmt: skip
+def test_widths_are_exchanged(given, sent):
+    """In every call, or in the first call if `start` and `vocab` are given."""
+    widths = (2, 3)
+
     def work(ranks):
+        known = {"start": starts_of(widths)[ranks.index], "vocab": 5}
+        known = {name: known[name] for name in given}
         for _ in range(3):
-            ll.logsumexp(ll.VocabShard(torch.zeros(1, 2 + ranks.index), ranks))
+            ll.logsumexp(ll.VocabShard(torch.zeros(1, widths[ranks.index]), ranks, **known))
         return [numbers for _, numbers in ranks.calls]
 
-    assert on_ranks(2, work) == [[2, 3, 3, 3]] * 2
+    assert on_ranks(2, work) == [sent] * 2
+
+
+def test_one_process_exchanges_nothing():
+    def work(ranks):
+        for width in (3, 4):
+            shard = ll.VocabShard(torch.zeros(1, width), ranks, 0, vocab=width)
+            assert shard.vocab == ll.VocabShard(torch.zeros(1, width), ranks).vocab == width
+        with pytest.raises(ValueError, match="vocab must be the columns of all ranks, 5 of"):
+            ll.VocabShard(torch.zeros(1, 5), ranks, 0, vocab=4)
+        return ranks.calls
+
+    assert on_ranks(1, work) == [[]]
 
 
 def test_two_vocabularies():
-    """Of which the first ranks have as many columns, and only the last knows more."""
+    """The first ranks have as many columns of the second vocabulary as of the first."""
 
     def work(ranks):
         for vocab in (5, 6, 5):
             width = 2 if ranks.index < 2 else vocab - 4
-            shard = ll.VocabShard(torch.zeros(1, width), ranks, vocab=vocab)
+            shard = ll.VocabShard(torch.zeros(1, width), ranks)
             torch.testing.assert_close(ll.entropy(shard), torch.tensor([vocab]).log())
-        return len(ranks.calls)
 
-    assert on_ranks(3, work) == [2 + 3] * 3
+    on_ranks(3, work)
+
+
+# Ways to shard one vocabulary of 6. Of the fourth, every rank has had its width before.
+CUTS = [(1, 2, 3), (2, 3, 1), (3, 1, 2), (1, 3, 2), (3, 2, 1), (0, 6, 0), (1, 2, 3)]
+
+
+@pytest.mark.parametrize("source", ["logits", "head"])
+@pytest.mark.parametrize("given", [(), ("vocab",), ("start",), ("start", "vocab")], ids=str)
+def test_one_vocabulary_cut_in_several_ways(given, source):
+    """HUNT 5: widths were cached per rank, so that a rank took one layout for another."""
+    hidden, weight = normal(N, 3, seed=1), normal(6, 3, seed=2)
+    x, other, target = hidden @ weight.T, normal(N, 6, seed=3), torch.arange(N) % 6
+    want = (ll.cross_entropy(x, target), ll.capture_topk(x, 4).ids, x)
+    d_want = ll.kl_div(x, other, direction="forward")
+
+    def work(ranks):
+        for widths in CUTS:
+            start, width = starts_of(widths)[ranks.index], widths[ranks.index]
+            known = {"start": start, "vocab": 6}
+            known = {name: known[name] for name in given}
+            rows = weight.narrow(0, start, width)
+            own = hidden @ rows.T
+            if source == "head":
+                own = ll.LinearLogits(hidden, rows, workspace=3 * 8 * 4)
+            shard = ll.VocabShard(own, ranks, **known)
+            teacher = ll.VocabShard(other.narrow(1, start, width), ranks, **known)
+            ids = ll.capture_topk(shard, 4).ids
+            got = (ll.cross_entropy(shard, target), ids, shard.materialize())
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b)
+            torch.testing.assert_close(ll.kl_div(shard, teacher, direction="forward"), d_want)
+
+    on_ranks(3, work)
 
 
 def test_a_start_of_its_own():

@@ -72,6 +72,23 @@ def as_loss_parallel(reduction: str) -> float:
     return apart(*found)
 
 
+def exchanged_once() -> float:
+    """The columns of DTensor logits follow from their placement, so that ranks send only states."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    import logitless as ll
+    from logitless.parallel.ranks import Ranks
+
+    sent, gather = [], Ranks.gather
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "gather", lambda self, t: sent.append(t.shape) or gather(self, t))
+        for vocab in (10, 11, 10, 11):
+            x = distribute_tensor(torch.zeros(3, vocab), mesh_of(WORLD), [Shard(1)])
+            torch.testing.assert_close(ll.entropy(x), torch.full((3,), float(vocab)).log())
+    assert len(sent) == 2 + 4, sent
+    return 0.0
+
+
 def refused() -> float:
     """Unsupported placements must raise an error that names the placement."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -104,6 +121,9 @@ def refused() -> float:
     ):  # fmt: skip
         with pytest.raises(TypeError, match=re.escape(words)):
             given()
+    uneven = DTensor.from_local(x, mesh, [Shard(1)], run_check=False, shape=(4, 36), stride=(36, 1))
+    with pytest.raises(ValueError, match="a sharded DTensor must have 9 columns on this rank, as"):
+        ll.logsumexp(uneven)
     if dist.get_rank() == 3:
         with pytest.raises(
             ValueError, match="group must contain this rank, got a group without this rank"
@@ -126,5 +146,6 @@ def cases(short: tuple[str, ...]) -> dict[str, Case]:
             found[at] = lambda name=name, cut=cut: head(name, cut)
     for reduction in ("mean", "sum", "none"):
         found[f"loss_parallel, {reduction}"] = lambda how=reduction: as_loss_parallel(how)
+    found["DTensor, columns exchanged once"] = exchanged_once
     found["placements refused"] = refused
     return found

@@ -1,7 +1,9 @@
-"""Compares fused and plain training of every causal LM of Transformers, with tiny random models.
+"""Compares fused and plain training of the language models of Transformers, tiny and random.
 
-    make test-families                               all classes; rewrites the table in docs/fuse.md
-    make test-families ARGS="LlamaForCausalLM"       the named classes only
+    make test-families                           all causal LMs; rewrites the table in docs/fuse.md
+    make test-families ARGS=--others             masked, seq2seq and speech models; rewrites the
+                                                 tables in tests/clients/results.md
+    make test-families ARGS="LlamaForCausalLM"   the named classes only
 
 Each class has one of five outcomes:
 
@@ -20,21 +22,29 @@ import re
 import sys
 import textwrap
 import warnings
+from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import transformers
 from torch import nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto
 
 import logitless as ll
 from logitless.lazy import logits as lazy
 from logitless.lazy.fuse import head_of
 from logitless.lazy.logits import LazyLogits
-from tests.support.paths import ROOT
+from tests.support.paths import ROOT, TESTS
 from tests.support.tiny_models import V, batch, build
 
-PAGE = ROOT / "docs/fuse.md"
+PAGE, OTHERS_PAGE = ROOT / "docs/fuse.md", TESTS / "clients/results.md"
+CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+OTHERS = {  # a class counts in the first mapping that has it
+    "masked LM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+}
 BLOCK = re.compile(r"(<!-- families -->\n).*?(<!-- end -->)", re.DOTALL)
 LOSS, GRADIENT = 2e-6, 1e-5  # the largest allowed relative errors in fp32
 CALLS: tuple[dict, ...] = ({}, {"num_items_in_batch": torch.tensor(7)})
@@ -86,8 +96,10 @@ def answers(model: nn.Module):
     """The tokens that a model generates, or the text of its error."""
     try:
         with torch.no_grad():
-            ids = batch(model)["input_ids"][:, :4]
-            return model.eval().generate(ids, max_new_tokens=4, do_sample=False)
+            given = {name: t for name, t in batch(model).items() if name != "labels"}
+            if "input_ids" in given:
+                given["input_ids"] = given["input_ids"][:, :4]
+            return model.eval().generate(**given, max_new_tokens=4, do_sample=False)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -155,29 +167,61 @@ def table(found: dict[str, Outcome]) -> str:
     count = {kind: sum(o.kind == kind for o in found.values()) for kind in KINDS}
     lines = [f"| of {len(found)} classes | | |", "|---|---|---|"]
     lines += [f"| {kind} | {count[kind]} | {KINDS[kind]} |" for kind in KINDS if count[kind]]
-    lines += ["", "| not fused | | cause |", "|---|---|---|"]
-    lines += [
+    lines += ["", *not_fused(found)]
+    fused = [re.sub("ForCausalLM$", "", name) for name, o in found.items() if o.kind == "fused"]
+    return "\n".join([*lines, "", *textwrap.wrap(f"Fused: {', '.join(fused)}.", 140), ""])
+
+
+def not_fused(found: dict[str, Outcome]) -> list[str]:
+    """The lines of a Markdown table of the classes that are not fused, and why."""
+    return ["| not fused | | cause |", "|---|---|---|"] + [
         f"| {name} | {o.kind} | {' '.join(o.cause.split()).split('. ')[0].rstrip('.')} |"
         for name, o in found.items()
         if o.kind != "fused"
     ]
-    fused = [re.sub("ForCausalLM$", "", name) for name, o in found.items() if o.kind == "fused"]
-    return "\n".join([*lines, "", *textwrap.wrap(f"Fused: {', '.join(fused)}.", 140), ""])
+
+
+def counted(found: dict[str, dict[str, Outcome]]) -> str:
+    """A Markdown table of the number of outcomes per mapping, and one of all that is not fused."""
+    lines = [f"| mapping | classes | {' | '.join(KINDS)} |", "|---|---|" + "---|" * len(KINDS)]
+    for mapping, outcomes in found.items():
+        count = [sum(o.kind == kind for o in outcomes.values()) for kind in KINDS]
+        lines.append(f"| {mapping} | {len(outcomes)} | {' | '.join(map(str, count))} |")
+    return "\n".join([*lines, "", *not_fused({k: v for o in found.values() for k, v in o.items()})])
+
+
+def checked_all(names: Iterable[str]) -> dict[str, Outcome]:
+    found = {}
+    for name in names:
+        found[name] = checked(name)
+        print(f"{name:50} {found[name].kind:13} {found[name].cause[:200]}", flush=True)
+    return found
+
+
+def in_order(mapping: dict) -> list[str]:
+    return sorted(set(mapping.values()), key=str.lower)
+
+
+def write(page: Path, text: str) -> None:
+    """Replaces the tables of a page."""
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+    page.write_text(BLOCK.sub(lambda m: f"{m[1]}{text}\n{versions}.\n{m[2]}", page.read_text()))
 
 
 def main(names: list[str]) -> int:
     torch.set_num_threads(1)
     found = {}
-    for name in names or sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()), key=str.lower):
-        found[name] = checked(name)
-        print(f"{name:50} {found[name].kind:13} {found[name].cause[:200]}", flush=True)
-    if not names:
-        versions = (
-            f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
-        )
-        PAGE.write_text(
-            BLOCK.sub(lambda m: f"{m[1]}{table(found)}\n{versions}.\n{m[2]}", PAGE.read_text())
-        )
+    if names == ["--others"]:
+        of_mapping, seen = {}, set(CAUSAL.values())
+        for mapping, classes in OTHERS.items():
+            of_mapping[mapping] = checked_all(c for c in in_order(classes) if c not in seen)
+            found |= of_mapping[mapping]
+            seen |= set(found)
+        write(OTHERS_PAGE, counted(of_mapping) + "\n")
+    else:
+        found = checked_all(names or in_order(CAUSAL))
+        if not names:
+            write(PAGE, table(found))
     return int(any(o.kind == "wrong" for o in found.values()))
 
 

@@ -1,4 +1,4 @@
-"""Tiny random models of any causal LM class of Transformers, for fast tests."""
+"""Tiny random models of the language models of Transformers, for fast tests."""
 
 import dataclasses
 
@@ -45,7 +45,23 @@ TINY = {
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 SAME_HEADS = {"num_key_value_heads": 4}  # latent attention needs as many key heads as query heads
 PER_LAYER = {"vocab_size_per_layer_input": V, "hidden_size_per_layer_input": 8}
+PARAKEET = {"model_type": "parakeet_encoder", "layerdrop": 0.0, "activation_dropout": 0.0}
+ENGLISH = {"default_language": "en_XX"}
+DECODER = {"decoder_start_token_id": 0}  # some configurations have no default
+T5 = DECODER | {"d_kv": 8, "d_ff": 48, "dropout_rate": 0.0}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+REFORMER = {
+    "attn_layers": ["local", "lsh"],
+    "axial_pos_shape": [3, 3],
+    "axial_pos_embds_dim": [8, 24],
+    "num_buckets": 2,
+    "hash_seed": 0,
+    "local_attention_probs_dropout_prob": 0.0,
+    "feed_forward_size": 48,
+    "attention_head_size": 8,
+    "local_attn_chunk_length": 16,
+    "lsh_attn_chunk_length": 16,
+}
 OWN: dict[str, dict] = {  # further fields of a class, which take precedence over TINY
     **dict.fromkeys(
         (
@@ -59,6 +75,17 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
     **dict.fromkeys(
         ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"), HYBRID
     ),
+    **dict.fromkeys(
+        (
+            "LongT5ForConditionalGeneration", "Pop2PianoForConditionalGeneration",
+            "SwitchTransformersForConditionalGeneration", "T5ForConditionalGeneration",
+        ),
+        T5,
+    ),
+    "AudioFlamingo3ForConditionalGeneration": {
+        "audio_token_id": 91, "text_config": {"model_type": "qwen2"},
+        "audio_config": {"model_type": "audioflamingo3_encoder"},
+    },
     "BambaForCausalLM": {"attn_layer_indices": [1]},
     "BltForCausalLM": {
         "num_hidden_layers": 2, "encoder_hash_byte_group_vocab": 50,
@@ -68,9 +95,15 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"sliding_attention": ROPE, "full_attention": ROPE},
     },
+    "CanaryForConditionalGeneration": DECODER | {"encoder_config": PARAKEET},
+    "CohereAsrForConditionalGeneration": DECODER | {"encoder_config": PARAKEET},
     "DbrxForCausalLM": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4}},
     "Dots1ForCausalLM": {"n_shared_experts": 1},
+    "EncoderDecoderModel": DECODER | {
+        "pad_token_id": 0, "encoder": {"model_type": "bert"}, "decoder": {"model_type": "bert"},
+    },
     "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 64},
+    "EsmcForMaskedLM": SAME_HEADS,
     "FuyuForCausalLM": {"text_config": {"model_type": "persimmon"}, "image_token_id": 91},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
     "Gemma3ForConditionalGeneration": {
@@ -94,31 +127,74 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
         "backbone_hidden_size": D, "num_centroids": 8,
         "text_config": {"model_type": "gemma4_unified_text"},
     },
+    "GlmAsrForConditionalGeneration": {
+        "audio_token_id": 91, "text_config": {"model_type": "llama"},
+        "audio_config": {"model_type": "glmasr_encoder"},
+    },
     "GotOcr2ForConditionalGeneration": {
         "image_token_index": 91, "text_config": {"model_type": "qwen2"},
     },
     "GraniteMoeHybridForCausalLM": {"layer_types": ["mamba", "attention"]},
     "JambaForCausalLM": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "LukeForMaskedLM": {"entity_vocab_size": 11, "entity_emb_size": 8},
     "Mamba2ForCausalLM": {"num_heads": 8},
+    "MarianMTModel": DECODER,
+    "ModernVBertForMaskedLM": {
+        "image_token_id": 91, "text_config": {"model_type": "modernbert"},
+        "vision_config": {"model_type": "siglip_vision_model"},
+    },
+    "MoonshineForConditionalGeneration": DECODER,
     "MoshiForCausalLM": {"audio_vocab_size": 16},
     "MossTranscribeDiarizeForConditionalGeneration": {
         "audio_token_id": 91, "text_config": {"model_type": "qwen3"},
         "audio_config": {"model_type": "whisper"},
     },
     "MptForCausalLM": {"attn_config": {"attn_pdrop": 0}},
+    "MusicFlamingoForConditionalGeneration": {
+        "audio_token_id": 91, "audio_bos_token_id": 92, "audio_eos_token_id": 93,
+        "text_config": {"model_type": "qwen2"},
+        "audio_config": {"model_type": "audioflamingo3_encoder"},
+    },
+    "NeoMMEForMaskedLM": {"head_dim": 16},
+    "PerceiverForMaskedLM": {
+        "num_latents": 4, "d_latents": D, "num_blocks": 1, "num_self_attends_per_block": 1,
+        "num_self_attention_heads": 4, "num_cross_attention_heads": 4, "qk_channels": D,
+        "v_channels": D,
+    },
+    "Qwen2AudioForConditionalGeneration": {
+        "audio_token_index": 91, "text_config": {"model_type": "qwen2"},
+        "audio_config": {"model_type": "qwen2_audio_encoder"},
+    },
+    "Qwen3ASRForConditionalGeneration": {
+        "audio_token_id": 91, "text_config": {"model_type": "qwen3"},
+        "audio_config": {"model_type": "qwen3_asr_encoder"},
+    },
     "Qwen4ExpForCausalLM": HYBRID | {
         "ngram_vocab_size_base": 100, "hc_lowrank": 8, "split_ngram_parts": 1,
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
-    "ReformerModelWithLMHead": {
-        "is_decoder": True, "attn_layers": ["local", "lsh"], "axial_pos_shape": [3, 3],
-        "axial_pos_embds_dim": [8, 24], "num_buckets": 2, "hash_seed": 0,
-        "local_attention_probs_dropout_prob": 0.0, "feed_forward_size": 48,
-        "attention_head_size": 8, "local_attn_chunk_length": 16, "lsh_attn_chunk_length": 16,
+    "ReformerForMaskedLM": REFORMER,
+    "ReformerModelWithLMHead": REFORMER | {"is_decoder": True},
+    "Speech2TextForConditionalGeneration": DECODER | {
+        "input_feat_per_channel": 8, "conv_channels": 16, "max_target_positions": 64,
     },
-    "XmodForCausalLM": {"default_language": "en_XX"},
+    "SpeechEncoderDecoderModel": DECODER | {
+        "pad_token_id": 0, "encoder": {"model_type": "wav2vec2"}, "decoder": {"model_type": "bert"},
+    },
+    "SpeechT5ForSpeechToText": DECODER | {"apply_spec_augment": False},
+    "UltraVBertForMaskedLM": {
+        "image_token_id": 91, "text_config": {"model_type": "ultrabert"},
+        "vision_config": {"model_type": "siglip_vision_model"},
+    },
+    "VoxtralForConditionalGeneration": {
+        "audio_token_id": 91, "text_config": {"model_type": "llama"},
+        "audio_config": {"model_type": "voxtral_encoder"},
+    },
+    "WhisperForConditionalGeneration": DECODER | {"max_target_positions": 64},
+    "XmodForCausalLM": ENGLISH,
+    "XmodForMaskedLM": ENGLISH,
     "Zamba2ForCausalLM": {
         "layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "n_mamba_heads": 8,
     },
@@ -128,7 +204,25 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
     "xLSTMForCausalLM": {"hidden_size": 128, "chunk_size": 16},
 }  # fmt: skip
-INPUTS = {"GitForCausalLM": {"pixel_values": torch.ones(2, 3, 16, 16)}}
+
+
+def _noise(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+# Further inputs of a class. None leaves an input out.
+INPUTS: dict[str, dict] = {
+    "CanaryForConditionalGeneration": {"input_ids": None, "input_features": _noise(2, 40, 8)},
+    "CohereAsrForConditionalGeneration": {"input_ids": None, "input_features": _noise(2, 40, 8)},
+    "GitForCausalLM": {"pixel_values": torch.ones(2, 3, 16, 16)},
+    "MoonshineForConditionalGeneration": {"input_ids": None, "input_values": _noise(2, 4000)},
+    "SeamlessM4TForSpeechToText": {"input_ids": None, "input_features": _noise(2, 10, 160)},
+    "SeamlessM4Tv2ForSpeechToText": {"input_ids": None, "input_features": _noise(2, 10, 160)},
+    "Speech2TextForConditionalGeneration": {"input_ids": None, "input_features": _noise(2, 32, 8)},
+    "SpeechEncoderDecoderModel": {"input_ids": None, "input_values": _noise(2, 8000)},
+    "SpeechT5ForSpeechToText": {"input_ids": None, "input_values": _noise(2, 2000)},
+    "WhisperForConditionalGeneration": {"input_ids": None, "input_features": _noise(2, 8, 32)},
+}
 
 
 def config(name: str, **options):
@@ -157,7 +251,12 @@ def build(name: str, **options) -> nn.Module:
     if size > LARGE:
         raise ValueError(f"{size:,} parameters are not tiny")
     torch.manual_seed(0)
-    return kind(config(name, **options)).float().train()
+    model = kind(config(name, **options)).float().train()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            # A bias before a batch norm in training has the gradient 0, which is noise in fp32.
+            module.eval().train = lambda mode=True, module=module: module
+    return model
 
 
 def batch(model: nn.Module) -> dict:
@@ -165,4 +264,5 @@ def batch(model: nn.Module) -> dict:
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(2))
     labels = ids.clone()
     labels[0, :3] = -100
-    return {"input_ids": ids, "labels": labels, **INPUTS.get(type(model).__name__, {})}
+    given = {"input_ids": ids, "labels": labels, **INPUTS.get(type(model).__name__, {})}
+    return {name: t for name, t in given.items() if t is not None}

@@ -1,0 +1,63 @@
+"""Warnings name the function that the caller wrote, and point at the caller's line."""
+
+import inspect
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import logitless as ll
+from logitless.lazy import logits as lazy
+from tests.support.lazy_models import V, model
+
+
+@pytest.fixture(autouse=True)
+def warns_anew(monkeypatch):
+    monkeypatch.setattr(lazy, "_warned", set())
+
+
+NAMES = {
+    "Tensor.sub": lambda z: z - torch.ones(z.shape),
+    "Tensor.__rtruediv__": lambda z: 1 / z,
+    "torch.sort": lambda z: torch.sort(z),
+    "torch.linalg.vector_norm": lambda z: torch.linalg.vector_norm(z),
+    "F.cosine_similarity": lambda z: F.cosine_similarity(z, torch.ones(z.shape), -1),
+    "F.mse_loss": lambda z: F.mse_loss(z, torch.ones(z.shape)),
+    "torch.einsum": lambda z: torch.einsum("btv,v->bt", z, torch.ones(V)),
+    "Tensor.numpy": lambda z: z.detach().numpy(),
+    "Tensor.tolist": lambda z: z.tolist(),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_function_and_the_line_of_the_caller(name):
+    """CLIENTS X3: aten.sub.Tensor, in a file of PyTorch."""
+    z = model(True, dtype=torch.float32)(torch.randn(2, 5, 4))
+    with pytest.warns(UserWarning, match=f"materialised by {name}\\. ") as seen:
+        NAMES[name](z)
+    (at,) = [(w.filename, w.lineno) for w in seen if "materialised" in str(w.message)]
+    assert at == (__file__, inspect.getsourcelines(NAMES[name])[1])
+
+
+def fused():
+    torch.manual_seed(0)
+    return ll.fuse(torch.nn.Sequential(torch.nn.Embedding(V, 6), torch.nn.Linear(6, V)), head="1")
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.filterwarnings("ignore:.*is deprecated")
+def test_export(strict):
+    """CLIENTS X4: the advice was how to use torch.compile."""
+    torch._dynamo.reset()
+    m, ids = fused(), torch.arange(8).view(2, 4)
+    with pytest.warns(UserWarning, match="torch.export records the head .* torch.no_grad") as seen:
+        program = torch.export.export(m, (ids,), strict=strict).module()
+    said = [w for w in seen if "fused" in str(w.message)]
+    assert [w.filename for w in said] == [__file__]
+    assert "compile" not in str(said[0].message)
+    with torch.no_grad(), warnings.catch_warnings():
+        assert torch.equal(program(ids), m(ids))
+        warnings.filterwarnings("error", message="torch.export records")
+        lazy._warned.clear()
+        torch.export.export(m, (ids,), strict=strict)  # as the warning advises
