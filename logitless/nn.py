@@ -18,6 +18,23 @@ from .losses import dense_teacher as pair
 from .losses import sparse_teacher as distill
 from .losses import statistics
 
+__all__ = [
+    "CrossEntropyLoss",
+    "Entropy",
+    "FusedHead",
+    "JSDLoss",
+    "KLDivLoss",
+    "LinearCrossEntropyLoss",
+    "LogSumExp",
+    "Score",
+    "TokenLogprobs",
+    "TopKDistillLoss",
+]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]
+
 
 class _LogitsModule(nn.Module):
     """Base class of all modules, which stores temperature and softcap."""
@@ -180,7 +197,7 @@ class TopKDistillLoss(_LossModule):
 class _PairLoss(_LossModule):
     """Base class of loss modules that take the logits of a student and of a teacher."""
 
-    function: Callable
+    _function: Callable
 
     def forward(
         self,
@@ -189,14 +206,14 @@ class _PairLoss(_LossModule):
         mask: Tensor | None = None,
         row_weight: Tensor | None = None,
     ) -> Tensor:
-        loss = type(self).function
+        loss = type(self)._function
         return loss(student, teacher, mask=mask, row_weight=row_weight, **self._arguments())
 
 
 class KLDivLoss(_PairLoss):
     """`logitless.kl_div` of two tensors of logits as a module. `direction` is required."""
 
-    function = staticmethod(pair.kl_div)
+    _function = staticmethod(pair.kl_div)
 
     @_call.named(_LogitsModule)
     def __init__(
@@ -210,7 +227,7 @@ class KLDivLoss(_PairLoss):
 class JSDLoss(_PairLoss):
     """`logitless.jsd` of two tensors of logits as a module."""
 
-    function = staticmethod(pair.jsd)
+    _function = staticmethod(pair.jsd)
 
     @_call.named(_LogitsModule)
     def __init__(

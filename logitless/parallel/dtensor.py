@@ -18,10 +18,10 @@ from ..core.in_place import evaluate_in_place
 from ..core.loss import RowLoss
 from ..core.source import Source, TopK, is_dtensor
 from ..heads import checks as head_rules
-from ..heads.linear import of_head
+from ..heads.linear import HeadLogits
 from ..heads.products import autocasts, cast_by_autocast
 from . import checks as rules
-from .shard import VocabShard
+from .shard import Shard
 
 
 def local(t, grad_placements=None) -> Tensor:
@@ -55,14 +55,14 @@ class DTensorLogits(Source):
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.requires_grad = x.requires_grad
 
-    def local(self) -> "VocabShard | Tensor":
-        """This rank's columns as a VocabShard, or the whole logits if they are replicated."""
+    def local(self) -> "Shard | Tensor":
+        """This rank's columns, or the whole logits if they are replicated."""
         x = self.x
         checks.placed("logits", x, x.dim() - 1)
         sharded = [dim for dim, place in enumerate(x.placements) if not place.is_replicate()]
         if not sharded:
             return local(x)
-        return VocabShard(local(x), x.device_mesh.get_group(sharded[0]), vocab=x.shape[-1])
+        return Shard.of(local(x), x.device_mesh.get_group(sharded[0]), vocab=x.shape[-1])
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         return self._call(evaluate, loss, reduction, row_weight)
@@ -77,7 +77,7 @@ class DTensorLogits(Source):
             def teacher(t: Any) -> Any:
                 if not is_dtensor(t):
                     return t
-                return DTensorLogits(t).local() if isinstance(here, VocabShard) else t.full_tensor()
+                return DTensorLogits(t).local() if isinstance(here, Shard) else t.full_tensor()
 
             plain = loss.map_tensors({PER_ROW: _whole, PER_CLASS: _whole, TEACHER: teacher})
             return evaluate(here, plain, reduction, _whole(row_weight))
@@ -115,8 +115,8 @@ def hidden_of_all(hidden, weight) -> Tensor:
     return local(hidden.redistribute(placements=placed(Replicate)), placed(Partial))
 
 
-def shard_of_head(head: Any) -> VocabShard:
-    """The VocabShard of a head of DTensors, whose weight and bias are sharded by rows."""
+def shard_of_head(head: Any) -> Shard:
+    """The columns of a head of DTensors, whose weight and bias are sharded by rows."""
     hidden, weight, bias = head.tensors
     (dim,) = [i for i, place in enumerate(weight.placements) if not place.is_replicate()]
     tokens = not hidden.placements[dim].is_replicate()
@@ -128,7 +128,7 @@ def shard_of_head(head: Any) -> VocabShard:
         head_rules.linear, hidden, weight_rows, bias_rows, head.main_grad, head.workspace,
         head.logits_dtype, head.accumulate, head.drop_ignored,
     )  # fmt: skip
-    logits = of_head(head._replace(hidden=hidden, weight=weight_rows, bias=bias_rows))
-    shard = VocabShard(logits, weight.device_mesh.get_group(dim), vocab=weight.shape[0])
+    logits = HeadLogits(head._replace(hidden=hidden, weight=weight_rows, bias=bias_rows))
+    shard = Shard.of(logits, weight.device_mesh.get_group(dim), vocab=weight.shape[0])
     shard.sums_hidden = not tokens
     return shard

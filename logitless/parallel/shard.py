@@ -22,12 +22,14 @@ from ..core.call import backend_of, check_values, in_func, named, thorough, unde
 from ..core.in_place import overwrite_on
 from ..core.loss import RowLoss
 from ..core.source import (
+    Logits,
     Source,
     TopK,
     is_dense,
     is_over_ranks,
     teacher_columns,
     teacher_rows,
+    without_wrapper,
 )
 from . import checks as rules
 from . import same_call
@@ -66,7 +68,7 @@ def layout_of(
     return _layouts[key]
 
 
-class VocabShard(Source):
+class VocabShard(Logits):
     """This rank's columns of logits (..., V), where V is the sum of the widths of all ranks.
 
     `source` is this rank's logits (..., width), or a LinearLogits over this rank's rows of the
@@ -90,8 +92,6 @@ class VocabShard(Source):
     >>> loss = cross_entropy(VocabShard(logits_of_this_rank, group), target)
     """
 
-    over_ranks = True
-
     @named()
     def __init__(
         self,
@@ -102,17 +102,50 @@ class VocabShard(Source):
         vocab: int | None = None,
         sequence_parallel: bool = False,
     ):
-        ranks = ranks_of(group)
+        self._source = Shard.of(source, group, start, vocab, sequence_parallel)
+
+    @property
+    def start(self) -> int:
+        """This rank's first column."""
+        return self._source.start
+
+    @property
+    def width(self) -> int:
+        """The number of this rank's columns."""
+        return self._source.width
+
+    def materialize(self) -> Tensor:
+        """Gathers the logits of all ranks, (..., V), without a gradient."""
+        return self._source.materialize()
+
+
+class Shard(Source):
+    """One rank's columns of the logits, and the ranks that hold the other columns."""
+
+    over_ranks = True
+    sums_hidden = True  # whether logitless sums the gradient of hidden over ranks, not the caller
+
+    def __init__(self, source: Any, ranks: Ranks, layout: Layout):
+        self.ranks, self.layout = ranks, layout
+        self.start, self.width = layout.starts[ranks.index], layout.widths[ranks.index]
+        self.vocab = layout.vocab
+        self._set_source(source)
+
+    @staticmethod
+    def of(
+        source: Any,
+        group: Any = None,
+        start: int | None = None,
+        vocab: int | None = None,
+        sequence_parallel: bool = False,
+    ) -> "Shard":
+        """Checks the arguments of a VocabShard, and exchanges the widths of all ranks."""
+        ranks, source = ranks_of(group), without_wrapper(source)
         _check(ranks, source, start, vocab, sequence_parallel)
         if sequence_parallel:
             source = source.over_all_tokens(ranks.gather)
-        self.ranks = ranks
-        # Whether logitless sums the gradient of hidden over ranks, instead of the caller.
-        self.sums_hidden = True
-        self.width = source.shape[-1]
-        self.layout = layout_of(ranks, self.width, start, vocab, source.device)
-        self.start, self.vocab = self.layout.starts[ranks.index], self.layout.vocab
-        self._set_source(source)
+        layout = layout_of(ranks, source.shape[-1], start, vocab, source.device)
+        return Shard(source, ranks, layout)
 
     def _set_source(self, source: Any) -> None:
         self.source = source = columns_of(source)
@@ -121,9 +154,9 @@ class VocabShard(Source):
             self.dtype, self.device = source.dtype, source.device
             self.requires_grad = source.requires_grad
 
-    def over(self, source: Any, **changed) -> "VocabShard":
+    def over(self, source: Any, **changed) -> "Shard":
         """A copy of the shard with another source, which may be None."""
-        copy = object.__new__(VocabShard)
+        copy = object.__new__(Shard)
         copy.__dict__.update(self.__dict__, **changed)
         copy._set_source(source)
         return copy
@@ -184,11 +217,11 @@ class VocabShard(Source):
         """This rank's logits, (..., width). With `rows`, the logits of these rows, (n, width)."""
         return self.source.materialize(rows)
 
-    def as_teacher(self) -> "VocabShard":
+    def as_teacher(self) -> "Shard":
         """The same logits without a gradient."""
         return self.over(self.source.as_teacher())
 
-    def times(self, factor: float) -> "VocabShard | None":
+    def times(self, factor: float) -> "Shard | None":
         """A teacher's logits times a factor; None if a tensor would have to be copied."""
         scaled = self.source.times(factor)
         return None if scaled is None else self.over(scaled)
@@ -243,7 +276,7 @@ class Columns(Source):
     def times(self, factor: float) -> None:
         """Returns None, because multiplying the tensor would copy it."""
 
-    def in_columns(self, shard: VocabShard) -> Source:
+    def in_columns(self, shard: Shard) -> Source:
         return LogitColumns(self.x, shard)
 
     def describe(self) -> str:
@@ -258,7 +291,7 @@ def columns_of(source: Any) -> Any:
 class LogitColumns(Source):
     """The logits of all ranks. This rank holds a tensor of its own columns."""
 
-    def __init__(self, x: Tensor, shard: VocabShard):
+    def __init__(self, x: Tensor, shard: Shard):
         self.shard, self.x = shard, x
         self.shape, self.dtype, self.device = shard.shape, shard.dtype, shard.device
         self.requires_grad = shard.requires_grad
@@ -288,7 +321,7 @@ def _check(ranks: Ranks, *arguments: Any) -> None:
         same_call.agree(ranks, same_call.text_of_shard(*arguments))
 
 
-def _evaluate(shard: VocabShard, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+def _evaluate(shard: Shard, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     if in_func():
         checks.no_head_in_func()
     return shard.whole().evaluate(loss, reduction, row_weight)
