@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .core import call as _call
 from .core import checks as _checks
-from .core import options as _options
+from .core import option_checks as _option_checks
 from .heads.linear import LinearLogits
 from .lazy.fused_head import head_logits
 from .losses import cross_entropy as losses
@@ -42,7 +42,7 @@ class _LogitsModule(nn.Module):
     @_call.named()
     def __init__(self, temperature: float | Tensor = 1.0, softcap: float | None = None):
         super().__init__()
-        _options.check(temperature=temperature, softcap=softcap)
+        _option_checks.check(temperature=temperature, softcap=softcap)
         if isinstance(temperature, Tensor):
             self.register_buffer("temperature", temperature, persistent=False)
         else:
@@ -83,7 +83,7 @@ class Score(_LogitsModule):
     @_call.named(_LogitsModule)
     def __init__(self, *, ignore_index: int = -100, **reading):
         super().__init__(**reading)
-        _options.check(ignore_index=ignore_index)
+        _option_checks.check(ignore_index=ignore_index)
         self.ignore_index = ignore_index
 
     def _arguments(self) -> dict:
@@ -117,7 +117,7 @@ class CrossEntropyLoss(_LogitsModule):
     ):
         super().__init__(**reading)
         _checks.is_class_weight(weight)
-        _options.check(
+        _option_checks.check(
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
             z_loss=z_loss,
         )  # fmt: skip
@@ -151,7 +151,7 @@ class _LossModule(_LogitsModule):
 
     def __init__(self, options: dict, reading: dict):
         super().__init__(**reading)
-        _options.check(**options)
+        _option_checks.check(**options)
         self.options = options
 
     def _arguments(self) -> dict:
@@ -272,7 +272,7 @@ class FusedHead(nn.Linear):
             "workspace": workspace, "logits_dtype": logits_dtype, "accumulate": accumulate,
             "drop_ignored": drop_ignored,
         }  # fmt: skip
-        _options.check(**self.head_options)
+        _option_checks.check(**self.head_options)
 
     def forward(self, input: Tensor) -> Tensor:
         return head_logits(self, input, self.head_options)

@@ -2,7 +2,7 @@
 
 `VocabShard(source, group)` represents one rank's columns of the logits. The source is a tensor with
 these columns, a LinearLogits over this rank's rows of the head's weight, or the lazy logits of a
-fused head. The statistics of all ranks' columns can be merged (columns.py), so every loss accepts a
+fused head. rank_merge.py merges the statistics of all ranks' columns, so every loss accepts a
 VocabShard. All ranks call the same loss with the same arguments, with ids of the whole vocabulary,
 and get bitwise the same result.
 
@@ -33,7 +33,7 @@ from ..core.source import (
 )
 from . import checks as rules
 from . import same_call
-from .columns import ColumnBackend
+from .rank_merge import ColumnBackend
 from .ranks import Ranks, ranks_of
 
 
