@@ -19,16 +19,16 @@ import argparse
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from logitless.cli.bench import contenders, results, runner
-from logitless.cli.bench.cases import EAGER, MIB, OURS, Case, Mode
+from logitless.cli.bench import contenders, plots, results, runner
+from logitless.cli.bench.cases import COMPILED, EAGER, MIB, OURS, PLAIN, Case, Mode
 from logitless.cli.bench.results import Result
-from logitless.cli.report import table
+from logitless.cli.report import sizes, table
 from logitless.heads import plan
 
 SHAPES = ("8192×4096×128256", "8192×2048×151936", "16384×2304×256000")
@@ -39,7 +39,8 @@ UNFUSED = "beside an unfused head"
 FP32 = {"logits_dtype": torch.float32}
 SMALL = {"workspace": 64 * MIB}
 BUDGET = 200.0  # milliseconds of timing per case and contender
-COLORS = {OURS: "#d1495b", "liger": "#33658a", "cce": "#86a873"}
+COLORS = {EAGER: "#7d8793", COMPILED: "#b9c0c8", OURS: "#d1495b"}
+COLORS |= {"liger": "#33658a", "cce": "#86a873"}
 
 
 def head(op: str, variant: str, options: dict, mode: str = Mode.BACKWARD) -> Case:
@@ -115,30 +116,51 @@ def measure(study: str, both: bool, loaded: dict) -> list[Result]:
     return rows
 
 
-def draw(document: dict, path: Path) -> None:
-    """Draws milliseconds over MiB, with a panel per shape, a curve for us, a dot per rival."""
+def draw(document: dict, path: Path, others: Iterable[Result] = ()) -> None:
+    """Draws milliseconds over MiB, with a panel per shape, a curve for us, a dot per rival.
+
+    `others` are results of another run: those of contenders that this run did not measure.
+    """
     from matplotlib.figure import Figure
 
-    plain = [r for r in document["rows"] if r.op == "cross_entropy" and r.ms]
-    shapes = list(dict.fromkeys(r.shape for r in plain))
-    figure = Figure(figsize=(4.2 * len(shapes), 3.6), layout="constrained")
+    plain = [r for r in (*document["rows"], *others) if r.op == "cross_entropy" and r.ms]
+    shapes = list(dict.fromkeys(r.shape for r in document["rows"]))
+    figure = Figure(figsize=(4.6 * len(shapes), 4.2), layout="constrained")
     for axes, shape in zip(figure.subplots(1, len(shapes), squeeze=False)[0], shapes, strict=True):
         for name, color in COLORS.items():
-            ours = [f"{mib} MiB" for mib in WORKSPACES]
-            wanted = ours if name == OURS else [OWN_MEMORY]
+            variants = [f"{mib} MiB" for mib in WORKSPACES] if name == OURS else [OWN_MEMORY, PLAIN]
             at = [r for r in plain if (r.shape, r.contender) == (shape, name)]
-            at = [r for r in at if r.variant in wanted]
+            at = [r for r in at if r.variant in variants]
             memory = [max(r.spare_mib or 0.0, 1.0) for r in at]
-            axes.plot(memory, [r.ms for r in at], "o-", color=color, label=name)
+            label = plots.LABELS.get(name, name)
+            axes.plot(memory, [r.ms for r in at], "o-", color=color, label=label)
+            if name == OURS:
+                label_workspaces(axes, at)
         axes.set(
-            title=shape, xscale="log", xlabel="MiB beyond inputs and gradients", ylim=(0, None)
-        )
-    first = figure.axes[0]
-    first.set(ylabel="ms, forward + backward")
-    first.legend()
+            title=sizes(shape), xscale="log", xlim=(1, 50_000), ylim=(0, None),
+            xlabel="MiB beyond inputs and gradients",
+        )  # fmt: skip
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set(ylabel="ms, forward + backward")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=len(COLORS), loc="outside lower center", frameon=False)
     where = f"{document['device']['name']}, torch {document['versions']['torch']}"
-    figure.suptitle(f"cross-entropy over a head, bf16: {where}")
+    figure.suptitle(
+        f"Cross-entropy over a head in bf16: time against memory, lower left is better\n{where}."
+        " The numbers at the points are workspaces in MiB."
+    )
     figure.savefig(path, format="png", dpi=120)
+
+
+def label_workspaces(axes, ours: list[Result]) -> None:
+    """Writes the workspace in MiB below every point, or above the right one of two near points."""
+    for r, smaller in zip(ours, [*ours[1:], None], strict=True):
+        near = smaller is not None and smaller.spare_mib > 0.7 * r.spare_mib
+        axes.annotate(
+            f"{int(r.variant.removesuffix(' MiB')):,}", (r.spare_mib, r.ms), fontsize=7,
+            xytext=(0, 6 if near else -14), textcoords="offset points", ha="center",
+        )  # fmt: skip
 
 
 def main() -> int:

@@ -1,13 +1,14 @@
-"""Measures on one GPU the cost of sharding a vocabulary over ranks.
+"""Measures, on one GPU, how much longer a loss takes if its vocabulary is sharded over ranks.
 
     python benchmarks/shard.py
 
 1. The overhead of VocabShard. The script compares cross_entropy over a VocabShard with the plain
    call, in a group of one process with NCCL. The target is at most 1.03 times the plain time.
 
-2. A simulated shard. The script compares a head of V/8 rows with an eighth of the time of the whole
-   head. The states of seven other ranks are available without waiting. The target is at most 1.10
-   times an eighth. The times do not include collectives, which `logitless scale` counts.
+2. The time of one of eight shards of a head. The script compares this time with an eighth of the
+   time of the whole head. The target is at most 1.10 times an eighth. The statistics of the other
+   seven ranks are copies in memory, so the times include no collectives. `logitless scale` computes
+   the times of collectives.
 
 Times are medians of several batches of calls. The two calls of a pair alternate. Without a GPU, the
 script runs small sizes on the CPU with gloo, and the numbers have no meaning.

@@ -16,11 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import heads_memory
+from benchmarks import heads_memory, pictures
 from logitless.cli.bench import cases, plots, results
 from logitless.cli.bench.cases import COMPILED, EAGER, FAMILIES, OURS, PLAIN, Mode
 from logitless.cli.bench.results import OVERWRITES, Result
-from logitless.cli.report import NOTHING, number, table, time_text
+from logitless.cli.report import NOTHING, number, sizes, table, time_text
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -91,10 +91,6 @@ def newest(source: str) -> Run:
         return len(wanted & measured), run.document["date"]
 
     return max(runs, key=worth)
-
-
-def sizes(shape: str) -> str:
-    return " × ".join(f"{int(n):,}" for n in shape.split("×"))
 
 
 def ms(value: float | None) -> str:
@@ -264,7 +260,21 @@ def targets(*runs: Run) -> str:
     return f"Reached: {', '.join(counts)}.\n\n{missed}\n\n{origin(*runs)}"
 
 
+def training_step() -> str:
+    """The table at the top of README."""
+    rows = [
+        {
+            "model": s.name,
+            "peak memory beyond the weights": f"{s.gib} GiB",
+            "tokens per second": s.tokens,
+        }
+        for s in pictures.training_step()
+    ]
+    return table(rows)
+
+
 TABLES: dict[str, tuple[Callable, tuple[str, ...]]] = {  # functions, and the families of their runs
+    "training-step": (training_step, ()),
     "summary": (summary, ("logits", "heads")),
     "heads": (heads, ("heads",)),
     "workspaces": (workspaces, ("heads",)),
@@ -297,7 +307,9 @@ def main() -> None:
         page.write_text(rewritten(page))
     for run in map(newest, FAMILIES):
         plots.save(run.document, RESULTS)
-    heads_memory.draw(newest(MEMORY).document, RESULTS / "heads-memory.png")
+    pytorch = [r for r in newest("heads").rows if r.contender in (EAGER, COMPILED)]
+    pictures.draw()
+    heads_memory.draw(newest(MEMORY).document, RESULTS / "heads-memory.png", pytorch)
 
 
 if __name__ == "__main__":

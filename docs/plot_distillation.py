@@ -1,10 +1,10 @@
-"""Draws docs/distillation.png: what each divergence and support asks of a student.
+"""Draws docs/distillation.png: loss, gradient and fitted student of each divergence and support.
 
     python docs/plot_distillation.py
 
-A toy vocabulary, one teacher, its top K. Above, a row of logits moves the student's mass Q between
-the K ids and the rest and leaves the proportions of each as the teacher has them: all that differs
-is how much mass is outside. Below, a student that can only have one peak meets a teacher of two.
+The vocabulary has 40 tokens. In the upper two rows, the student has the teacher's proportions among
+the K ids, and the teacher's proportions among the other tokens. Only the student's mass Q on the K
+ids varies. In the lowest row, a student with one peak is fitted to a teacher with two peaks.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ import logitless as ll
 
 OUT = Path(__file__).with_name("distillation.png")
 DIVERGENCES = {"forward_kl": "forward KL", "reverse_kl": "reverse KL", "jsd": "JSD", "tvd": "TVD"}
-SUPPORTS = {  # how each is drawn: where two agree, the dashes let the other be seen
+SUPPORTS = {  # styles of the curves; two equal curves are both visible because of the dashes
     "truncate": {"color": "C1", "linewidth": 1.4},
     "renorm_teacher": {"color": "C3", "linewidth": 1.4, "linestyle": (0, (5, 2))},
     "renorm": {"color": "0.55", "linewidth": 1.4, "linestyle": (0, (1, 1))},
@@ -78,7 +78,8 @@ def draw_mass(above, below, teacher: torch.Tensor, divergence: str) -> None:
         axes.set_xticks([0, 0.5, 1], ["0", ".5", "1"])
     above.annotate("P", (P, 1), xycoords=("data", "axes fraction"), xytext=(3, -11),
                    textcoords="offset points", color="0.3")  # fmt: skip
-    below.set_xlabel("Q, student's mass on the ids")
+    for axes in (above, below):
+        axes.set_xlabel("Q, student's mass on the ids")
 
 
 def draw_peaks(axes, teacher: torch.Tensor, divergence: str) -> None:
@@ -91,14 +92,16 @@ def draw_peaks(axes, teacher: torch.Tensor, divergence: str) -> None:
 
 def main() -> None:
     teacher = two_peaks()
-    figure = Figure(figsize=(10, 7), layout="constrained")
+    figure = Figure(figsize=(10, 7.4), layout="constrained")
     rows = figure.subplots(3, 4, sharey="row", height_ratios=(1.1, 1.1, 0.9))
     for column, (divergence, title) in enumerate(DIVERGENCES.items()):
         draw_mass(rows[0, column], rows[1, column], teacher, divergence)
         draw_peaks(rows[2, column], teacher, divergence)
         rows[0, column].set_title(title)
     rows[0, 0].set(ylabel="loss", ylim=(-0.45, 1.4))
-    rows[1, 0].set(ylabel="gradient: < 0 draws mass\nto the ids, > 0 out of them", ylim=(-1.0, 0.4))
+    rows[1, 0].set(
+        ylabel="gradient: < 0 moves mass to\nthe ids, > 0 away from the ids", ylim=(-1.0, 0.4)
+    )
     rows[2, 0].set(ylabel="probability", yticks=[])
     handles, labels = rows[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)

@@ -53,7 +53,7 @@ class Reading(NamedTuple):
     vocab: int  # V, the size of the whole vocabulary, even if the logits are only a shard
     label: Tensor | None = None  # (...), int8, int32 or int64
     ids: Tensor | None = None  # (..., K), int32 or int64; an empty slot holds NO_ID
-    class_weight: Tensor | None = None  # (V,), the weights v of "total" and "log_total"
+    class_weight: Tensor | None = None  # (V,), multiplies each class in "total" and "log_total"
     row_temperature: Tensor | None = None  # (...), replaces temperature
     temperature: float | None = 1.0  # None if row_temperature is given
     softcap: float | None = None

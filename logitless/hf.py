@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
         "Run pip install 'logitless[teacher]', or in a clone pip install '.[teacher]'."
     ) from error
 
-from .core import options as _options
+from .core import option_checks as _option_checks
 from .lazy.fuse import fuse, guards_of
 from .losses.cross_entropy import cross_entropy
 from .losses.sparse_teacher import capture_topk
@@ -68,7 +68,7 @@ class DistillTrainer(Trainer):
             "divergence": divergence, "support": support, "ce_weight": ce_weight,
             "kd_weight": kd_weight, "temperature": temperature, "beta": beta,
         }  # fmt: skip
-        _options.check(**self.loss_options)
+        _option_checks.check(**self.loss_options)
         self.loss_options["t_squared"] = t_squared
         self.teacher, self.k, self.eval_teacher = teacher, k, eval_teacher
         checks.own_loss(kwargs.pop("compute_loss_func", None))

@@ -10,13 +10,30 @@ from torch import Tensor, nn
 
 from .core import call as _call
 from .core import checks as _checks
-from .core import options as _options
+from .core import option_checks as _option_checks
 from .heads.linear import LinearLogits
 from .lazy.fused_head import head_logits
 from .losses import cross_entropy as losses
 from .losses import dense_teacher as pair
 from .losses import sparse_teacher as distill
 from .losses import statistics
+
+__all__ = [
+    "CrossEntropyLoss",
+    "Entropy",
+    "FusedHead",
+    "JSDLoss",
+    "KLDivLoss",
+    "LinearCrossEntropyLoss",
+    "LogSumExp",
+    "Score",
+    "TokenLogprobs",
+    "TopKDistillLoss",
+]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]
 
 
 class _LogitsModule(nn.Module):
@@ -25,7 +42,7 @@ class _LogitsModule(nn.Module):
     @_call.named()
     def __init__(self, temperature: float | Tensor = 1.0, softcap: float | None = None):
         super().__init__()
-        _options.check(temperature=temperature, softcap=softcap)
+        _option_checks.check(temperature=temperature, softcap=softcap)
         if isinstance(temperature, Tensor):
             self.register_buffer("temperature", temperature, persistent=False)
         else:
@@ -66,7 +83,7 @@ class Score(_LogitsModule):
     @_call.named(_LogitsModule)
     def __init__(self, *, ignore_index: int = -100, **reading):
         super().__init__(**reading)
-        _options.check(ignore_index=ignore_index)
+        _option_checks.check(ignore_index=ignore_index)
         self.ignore_index = ignore_index
 
     def _arguments(self) -> dict:
@@ -100,7 +117,7 @@ class CrossEntropyLoss(_LogitsModule):
     ):
         super().__init__(**reading)
         _checks.is_class_weight(weight)
-        _options.check(
+        _option_checks.check(
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
             z_loss=z_loss,
         )  # fmt: skip
@@ -134,7 +151,7 @@ class _LossModule(_LogitsModule):
 
     def __init__(self, options: dict, reading: dict):
         super().__init__(**reading)
-        _options.check(**options)
+        _option_checks.check(**options)
         self.options = options
 
     def _arguments(self) -> dict:
@@ -180,7 +197,7 @@ class TopKDistillLoss(_LossModule):
 class _PairLoss(_LossModule):
     """Base class of loss modules that take the logits of a student and of a teacher."""
 
-    function: Callable
+    _function: Callable
 
     def forward(
         self,
@@ -189,14 +206,14 @@ class _PairLoss(_LossModule):
         mask: Tensor | None = None,
         row_weight: Tensor | None = None,
     ) -> Tensor:
-        loss = type(self).function
+        loss = type(self)._function
         return loss(student, teacher, mask=mask, row_weight=row_weight, **self._arguments())
 
 
 class KLDivLoss(_PairLoss):
     """`logitless.kl_div` of two tensors of logits as a module. `direction` is required."""
 
-    function = staticmethod(pair.kl_div)
+    _function = staticmethod(pair.kl_div)
 
     @_call.named(_LogitsModule)
     def __init__(
@@ -210,7 +227,7 @@ class KLDivLoss(_PairLoss):
 class JSDLoss(_PairLoss):
     """`logitless.jsd` of two tensors of logits as a module."""
 
-    function = staticmethod(pair.jsd)
+    _function = staticmethod(pair.jsd)
 
     @_call.named(_LogitsModule)
     def __init__(
@@ -255,7 +272,7 @@ class FusedHead(nn.Linear):
             "workspace": workspace, "logits_dtype": logits_dtype, "accumulate": accumulate,
             "drop_ignored": drop_ignored,
         }  # fmt: skip
-        _options.check(**self.head_options)
+        _option_checks.check(**self.head_options)
 
     def forward(self, input: Tensor) -> Tensor:
         return head_logits(self, input, self.head_options)

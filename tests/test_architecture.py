@@ -155,7 +155,9 @@ def test_inner_rooms_export_nothing():
 
 # --- what kind of logits something is
 
-KINDS = {"LinearLogits", "VocabShard", "LazyLogits", "DTensor", "Source", "Head"}
+KINDS = {
+    "LinearLogits", "VocabShard", "LazyLogits", "DTensor", "Logits", "Source", "Head", "Shard",
+}  # fmt: skip
 TRAITS = {  # attributes that one kind of logits has
     "evaluate", "evaluate_in_place", "capture_topk", "as_teacher", "materialize", "placements",
     "recipe", "hidden", "ranks",

@@ -110,7 +110,7 @@ def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
 
 
 def synchronises(run: Run, argument: Any) -> bool:
-    """Whether the host waits for the GPU during a call."""
+    """Whether a call makes the host wait for the GPU."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         run(argument)

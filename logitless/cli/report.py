@@ -14,6 +14,11 @@ def time_text(ms: float | None) -> str:
     return number(ms and ms * 1e3, ".1f", " µs") if ms and ms < 0.2 else number(ms, ".3f", " ms")
 
 
+def sizes(shape: str) -> str:
+    """A shape such as "8192×128256" with spaces and commas: 8,192 × 128,256."""
+    return " × ".join(f"{int(n):,}" for n in shape.split("×"))
+
+
 def short(error: BaseException) -> str:
     """An exception as one line, cut off at 120 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:120]

@@ -1,7 +1,7 @@
 """The protocol of a backend: functions that read logits and write gradients.
 
 `eager` (plain PyTorch) and `kernels` (Triton) are modules with these functions. ColumnBackend
-(parallel/columns.py) and BlockBackend (heads/blocks.py) use one of these modules, and merge the
+(parallel/rank_merge.py) and BlockBackend (heads/blocks.py) use one of these modules, and merge the
 partial statistics of several sets of columns. The structs are defined in contract.py. call.py
 chooses the backend of a tensor.
 """
@@ -35,7 +35,10 @@ class Backend(Protocol):
         into: Tensor | None = None,
         start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
     ) -> Tensor:
-        """The gradient of the logits, (..., V), in the dtype of `into` or else of x."""
+        """The gradient of the logits, (..., V).
+
+        The gradient is written to `into`, or to a new tensor in the dtype of x if `into` is None.
+        """
         ...
 
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
@@ -174,5 +177,5 @@ class Backend(Protocol):
     # --- sums of GEMMs
 
     def can_accumulate(self, hidden: Tensor, weight: Tensor) -> bool:
-        """Whether `accumulate` can sum products for this weight in 16 bits per number."""
+        """Whether `accumulate` supports the gradient of this weight on this device."""
         ...

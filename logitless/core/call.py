@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import eager
 from ..contract import NO_ID, Reading
-from . import checks, options
+from . import checks, option_checks
 from .backend import Backend
 from .source import ranks_of_call
 
@@ -86,16 +86,18 @@ def named(*others: Callable) -> Callable[[F], F]:
         most = None if any(p.kind is p.VAR_POSITIONAL for p in own) else len(first)
         names = first + [p.name for p in own if p.kind is p.KEYWORD_ONLY]
         for other in others:
-            names += [name for name in options.taken_from(other) if name not in names]
+            names += [name for name in option_checks.taken_from(other) if name not in names]
         legal = frozenset(names)
 
         @functools.wraps(function)
         def call(*args, **kwargs):
             if most is not None and len(args) > most:
-                options.refuse_position(options.called(function, args), first, names, len(args))
+                option_checks.refuse_position(
+                    option_checks.called(function, args), first, names, len(args)
+                )
             for name in kwargs:
                 if name not in legal:
-                    options.refuse_name(options.called(function, args), names, name)
+                    option_checks.refuse_name(option_checks.called(function, args), names, name)
             return function(*args, **kwargs)
 
         return call  # pyright: ignore[reportReturnType]
@@ -104,9 +106,9 @@ def named(*others: Callable) -> Callable[[F], F]:
 
 
 def as_ids(ids: Tensor, ignore_index: int | None = None, mask: Tensor | None = None) -> Tensor:
-    """Returns ids as int64, except that int32 ids stay int32 if ignore_index fits into int32.
+    """Converts ids to int64. If ignore_index fits into int32, int32 ids are not converted.
 
-    With a mask of rows, the id of a row outside the mask is replaced by ignore_index.
+    If there is a mask of rows, rows whose mask is False get the id ignore_index.
     """
     fits = ignore_index is None or -(2**31) <= ignore_index < 2**31
     if ids.dtype == torch.uint64:
@@ -143,12 +145,16 @@ def reading_of(logits, temperature: float | Tensor, softcap: float | None, **fie
 
 
 def thorough() -> bool:
-    """Whether LOGITLESS_CHECK=1 turns on checks that cost time."""
+    """Whether LOGITLESS_CHECK=1 is set, which adds slow checks."""
     return os.environ.get("LOGITLESS_CHECK", "0") not in ("", "0")
 
 
 def reads_values(ids: Tensor) -> bool:
-    """Whether values are checked, always on a CPU and with LOGITLESS_CHECK=1 on a GPU."""
+    """Whether the values of `ids` are checked.
+
+    Values on a CPU are always checked. Values on a GPU are checked only with LOGITLESS_CHECK=1,
+    because the host waits for them.
+    """
     return ids.device.type == "cpu" or (thorough() and ids.device.type != "meta")
 
 
@@ -167,7 +173,7 @@ def check_values(loss) -> None:
     if reading.ignore_index is not None:
         live = reading.label != reading.ignore_index
     if reading.row_temperature is not None:
-        checks.in_bounds(reading.row_temperature, live, options.LEAST, options.MOST)
+        checks.in_bounds(reading.row_temperature, live, option_checks.LEAST, option_checks.MOST)
     if reads_label(loss):
         checks.in_range(reading.label, vocab, live, loss.names[0], reading.ignore_index)
     if reading.ids is not None:
@@ -177,7 +183,7 @@ def check_values(loss) -> None:
 
 
 def reads_label(loss) -> bool:
-    """Whether the label is a class id instead of a mask of rows."""
+    """Whether the loss reads labels as class ids. Other losses use labels only as a mask."""
     wants = loss.reading.wants
     if "nll" in wants or "logprob_t1" in wants:
         return True

@@ -1,8 +1,8 @@
 """Checks of arguments, with error messages of the form `<argument> must <rule>, got <value>.`
 
 All checks read only shapes and dtypes, except `in_range` and `in_bounds`, which read values. The
-rules for numbers are in core/options.py, and the rules for SparseTargets are in targets/checks.py.
-core/call.py decides when the checks run.
+rules for numbers are in option_checks.py, and the rules for SparseTargets are in targets/checks.py.
+call.py decides when the checks run.
 """
 
 import os

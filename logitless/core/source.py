@@ -6,6 +6,9 @@ is a `Source`. Examples are a head whose logits are not materialised (heads/line
 The public functions check shape, dtype and device of their arguments, build a RowLoss, and pass the
 loss to `evaluate` of the source. No other code of the library depends on the kind of source.
 
+LinearLogits and VocabShard, which users construct, are subclasses of `Logits`. A `Logits` has only
+the members that users need, and its `_source` is the Source.
+
 A source computes logits for some rows at a time, and calls `forward` and `backward` of the loss for
 these rows. `loss.rows(rows, lead)` is the loss of some rows. The source reduces the values per row
 by `loss.reduce`. A source that has only some columns of each row computes `Partials` with the
@@ -22,6 +25,39 @@ if TYPE_CHECKING:
     from .loss import RowLoss
 
 TopK = tuple[Tensor, Tensor, Tensor]  # ids and log-probabilities (..., k), log tail mass (...)
+
+
+class Logits:
+    """Base class of the public classes that represent logits (..., V)."""
+
+    _source: Any  # the Source that evaluates losses over these logits
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape (..., V) of the logits."""
+        return self._source.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the logits."""
+        return self._source.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the logits are computed."""
+        return self._source.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a loss over these logits has a gradient."""
+        return self._source.requires_grad
+
+    def dim(self) -> int:
+        """The number of dimensions of the logits."""
+        return len(self.shape)
+
+    def __repr__(self) -> str:
+        return repr(self._source)
 
 
 class Source:
@@ -86,10 +122,16 @@ def is_dtensor(t: Any) -> bool:
     return t.__class__ is not Tensor and hasattr(t, "placements")
 
 
+def without_wrapper(logits: Any) -> Any:
+    """Returns the Source of a LinearLogits or a VocabShard, and other logits unchanged."""
+    return logits._source if isinstance(logits, Logits) else logits
+
+
 def source_of(logits: Any) -> "Source | None":
     """Returns the Source that evaluates a loss over these logits, or None for a plain tensor."""
     if logits.__class__ is Tensor:
         return None
+    logits = without_wrapper(logits)
     if isinstance(logits, Source) and not logits.spread:
         return logits
     if isinstance(logits, Source) or is_dtensor(logits):
@@ -101,17 +143,19 @@ def source_of(logits: Any) -> "Source | None":
 
 
 def is_source(logits: Any) -> bool:
-    """Whether `logits` is a Tensor, a DTensor or a Source."""
-    return isinstance(logits, (Tensor, Source))
+    """Whether `logits` is a Tensor, a DTensor, a Logits or a Source."""
+    return isinstance(logits, (Tensor, Logits, Source))
 
 
 def ranks_of_call(logits: Any) -> Any:
     """Returns the ranks that must make the same call over these logits, or None."""
+    logits = without_wrapper(logits)
     return logits.ranks_of_call() if isinstance(logits, Source) else None
 
 
 def is_over_ranks(logits: Any) -> bool:
     """Whether the logits are sharded over ranks, as in a VocabShard or a DTensor."""
+    logits = without_wrapper(logits)
     over_ranks = isinstance(logits, Source) and logits.over_ranks
     return over_ranks or is_dtensor(logits)
 
@@ -126,10 +170,10 @@ def is_dense(t: Any) -> bool:
 
 def teacher_of(teacher: Any, student: Any) -> Any:
     """A dense teacher without gradients: a Tensor, or an object that computes some rows."""
-    if not isinstance(teacher, Source):
+    if not isinstance(teacher, (Logits, Source)):
         return teacher.detach()
     source: Any = source_of(teacher)
-    if isinstance(student, Source):
+    if isinstance(student, (Logits, Source)):
         return source.as_teacher()
     # The student's logits are in memory as a whole, so the teacher's logits may be in memory too.
     return source.materialize(slice(None)).view(student.shape)

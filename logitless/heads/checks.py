@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import options
+from ..core import option_checks
 from ..core.checks import _floating, _same_device, _shape, logits, placed
 from ..core.source import is_dtensor
 
@@ -18,7 +18,7 @@ def linear(
     head(hidden, weight, bias, workspace)
     logits_dtype(dtype, hidden)
     main_grad(grad, weight)
-    options.check(accumulate=accumulate, drop_ignored=drop_ignored)
+    option_checks.check(accumulate=accumulate, drop_ignored=drop_ignored)
 
 
 def head(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
@@ -43,7 +43,7 @@ def head(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
         if t.dtype != hidden.dtype:
             raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {t.dtype}.")
         _same_device(name, t, hidden, "hidden")
-    options.check(workspace=workspace)
+    option_checks.check(workspace=workspace)
 
 
 def logits_dtype(dtype: Any, hidden: Tensor) -> None:

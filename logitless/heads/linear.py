@@ -19,7 +19,7 @@ from torch import Tensor
 from ..contract import Reading
 from ..core import call, checks
 from ..core.loss import RowLoss
-from ..core.source import Source, TopK, is_dtensor
+from ..core.source import Logits, Source, TopK, is_dtensor
 from . import checks as rules
 from .as_tensor import AsTensor
 from .blocks import chunks_of
@@ -30,7 +30,7 @@ from .products import autocasts, cast_by_autocast, without_autocast
 from .total import ReducedLoss
 
 
-class LinearLogits(AsTensor, Source):
+class LinearLogits(AsTensor, Logits):
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,) for every loss of logitless.
 
     `workspace` limits the bytes of logits in memory at once. The logits of a teacher need
@@ -83,7 +83,6 @@ class LinearLogits(AsTensor, Source):
     ):
         if is_dtensor(weight):  # shard_of_head checks the local tensors later
             rules.head_placements(hidden, weight, bias)
-            self.spread = True
         else:
             if isinstance(hidden, Tensor) and autocasts(hidden.device):
                 hidden, weight, bias = map(cast_by_autocast, (hidden, weight, bias))
@@ -94,25 +93,36 @@ class LinearLogits(AsTensor, Source):
         self.head = Head(
             hidden, weight, bias, None, workspace, logits_dtype, accumulate, main_grad, drop_ignored
         )
-        self.shape = torch.Size((*hidden.shape[:-1], weight.shape[0]))
-        self.dtype, self.device = logits_dtype or hidden.dtype, hidden.device
-        tensors = (hidden, weight, bias)
-        self.requires_grad = any(t is not None and t.requires_grad for t in tensors)
+        self._source = HeadLogits(self.head)
 
     @property
     def hidden(self) -> Tensor:
+        """The hidden states (..., D)."""
         return self.head.hidden
 
     @property
     def weight(self) -> Tensor:
+        """The weight (V, D)."""
         return self.head.weight
 
     @property
     def bias(self) -> Tensor | None:
+        """The bias (V,), or None."""
         return self.head.bias
 
-    def dim(self) -> int:
-        return len(self.shape)
+    def materialize(self) -> Tensor:
+        """The logits as a tensor (..., V), differentiable."""
+        return self.head.logits()
+
+
+class HeadLogits(Source):
+    """The logits of a head whose tensors and options are already checked."""
+
+    def __init__(self, head: Head):
+        self.head = head
+        self.shape, self.dtype, self.device = head.shape, head.dtype, head.device
+        self.requires_grad = any(t is not None and t.requires_grad for t in head.inputs)
+        self.hidden, self.spread = head.hidden, is_dtensor(head.weight)
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         """The weighted and reduced loss, computed from one chunk of logits at a time."""
@@ -135,11 +145,11 @@ class LinearLogits(AsTensor, Source):
         """A source of the logits of all ranks, where this head has the columns of `shard`."""
         return HeadColumns(self.head, shard)
 
-    def over_all_tokens(self, gather: Callable[[Tensor], Tensor]) -> "LinearLogits":
+    def over_all_tokens(self, gather: Callable[[Tensor], Tensor]) -> "HeadLogits":
         """The same head over the hidden states of all ranks, gathered by `gather`."""
         own = self.head.hidden
         hidden = gather(own.detach()).flatten(0, 1)
-        return of_head(self.head.replace(hidden=hidden, own_hidden=own))
+        return HeadLogits(self.head.replace(hidden=hidden, own_hidden=own))
 
     def describe(self) -> str:
         return f"a head of {self.head.describe()}"
@@ -163,15 +173,6 @@ class HeadColumns(Source):
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
         return topk_of_head(self.head, k, temperature, softcap)
-
-
-def of_head(head: Head) -> LinearLogits:
-    """The LinearLogits of a head whose tensors and options are already checked."""
-    logits = object.__new__(LinearLogits)
-    logits.head = head
-    logits.shape, logits.dtype, logits.device = head.shape, head.dtype, head.device
-    logits.requires_grad = any(t is not None and t.requires_grad for t in head.inputs)
-    return logits
 
 
 def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):

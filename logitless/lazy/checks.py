@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..core import options
+from ..core import option_checks
 from ..core.source import is_dtensor
 
 
@@ -28,7 +28,7 @@ def has_head(head: Any, model: Any) -> None:
 def options_of_fuse(given: dict) -> None:
     if "main_grad" in given:
         raise TypeError("options must not name main_grad, which belongs to one weight; got one.")
-    options.check(**given)
+    option_checks.check(**given)
 
 
 def is_head(head: Any) -> None:

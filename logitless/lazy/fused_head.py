@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..core.call import in_func
-from ..core.options import LOGITS_DTYPES
+from ..core.option_checks import LOGITS_DTYPES
 from ..core.source import is_dtensor
 from ..heads.linear import LinearLogits
 from ..heads.products import autocasts

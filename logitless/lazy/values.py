@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.options import LEAST, MOST
+from ..core.option_checks import LEAST, MOST
 from ..heads.head import Head
 from . import views
 from .gradient import PROJECTED

@@ -6,14 +6,14 @@ is always the logits, because `check_once` looks up the ranks that share the log
 
 from torch import Tensor
 
-from ..core import checks, options
+from ..core import checks, option_checks
 
 
 def temperature_of(temperature, logits) -> None:
     if isinstance(temperature, Tensor):
         checks.row_temperature(temperature, logits)
     else:
-        options.temperature(temperature)
+        option_checks.temperature(temperature)
 
 
 def statistics(
@@ -23,9 +23,9 @@ def statistics(
     if ids is not None or needs_ids:
         checks.ids(ids, logits)
     temperature_of(temperature, logits)
-    options.softcap(softcap)
+    option_checks.softcap(softcap)
     if ignore_index is not None:
-        options.ignore_index(ignore_index)
+        option_checks.ignore_index(ignore_index)
     checks.row_mask(mask, logits)
 
 
@@ -39,10 +39,10 @@ def row_loss(logits, row_weight, reduction, *rows) -> None:
 def score(logits, target, temperature, softcap, ignore_index, mask) -> None:
     checks.logits(logits)
     checks.target(target, logits)
-    options.ignore_index(ignore_index)
+    option_checks.ignore_index(ignore_index)
     checks.row_mask(mask, logits)
     temperature_of(temperature, logits)
-    options.softcap(softcap)
+    option_checks.softcap(softcap)
 
 
 def cross_entropy(
@@ -55,11 +55,11 @@ def cross_entropy(
     checks.class_weight(weight, logits)
     checks.row_weight(row_weight, logits)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
-    options.fraction("label_smoothing", label_smoothing)
-    options.z_loss(z_loss)
-    options.ignore_index(ignore_index)
+    option_checks.fraction("label_smoothing", label_smoothing)
+    option_checks.z_loss(z_loss)
+    option_checks.ignore_index(ignore_index)
     temperature_of(temperature, logits)
-    options.softcap(softcap)
+    option_checks.softcap(softcap)
 
 
 def dense_teacher(
@@ -69,17 +69,17 @@ def dense_teacher(
     checks.logits(student, names[0])
     checks.dense_teacher(names[1], teacher, names[0], student)
     checks.class_weight(weight, student)
-    options.fraction(names[2], blend)
+    option_checks.fraction(names[2], blend)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
     checks.row_weight(row_weight, student)
     checks.row_mask(mask, student)
     temperature_of(temperature, student)
-    options.softcap(softcap)
+    option_checks.softcap(softcap)
 
 
 def direction(student, direction) -> None:
     """Checks the direction of kl_div."""
-    checks.one_of("direction", direction, options.DIRECTIONS)
+    checks.one_of("direction", direction, option_checks.DIRECTIONS)
 
 
 def gathered_kl(logits, teacher, mask, renormalise, temperature, row_weight, reduction) -> None:
@@ -100,21 +100,21 @@ def topk_distill(
     checks.logits(logits)
     checks.row_mask(mask, logits)
     checks.targets(ids, logits)
-    checks.one_of("divergence", divergence, options.DIVERGENCES)
-    checks.one_of("support", support, options.SUPPORTS)
-    options.fraction("beta", beta)
+    checks.one_of("divergence", divergence, option_checks.DIVERGENCES)
+    checks.one_of("support", support, option_checks.SUPPORTS)
+    option_checks.fraction("beta", beta)
     checks.row_weight(row_weight, logits)
     checks.one_of("reduction", reduction, checks.REDUCTIONS)
-    options.factor("ce_weight", ce_weight)
-    options.factor("kd_weight", kd_weight)
+    option_checks.factor("ce_weight", ce_weight)
+    option_checks.factor("kd_weight", kd_weight)
     checks.labels(labels, logits, ce_weight)
-    options.ignore_index(ignore_index)
+    option_checks.ignore_index(ignore_index)
     temperature_of(temperature, logits)
-    options.softcap(softcap)
+    option_checks.softcap(softcap)
 
 
 def capture_topk(logits, k, temperature, softcap) -> None:
     checks.logits(logits)
     checks.how_many(k, logits)
-    options.temperature(temperature)
-    options.softcap(softcap)
+    option_checks.temperature(temperature)
+    option_checks.softcap(softcap)

@@ -18,10 +18,10 @@ from ..core.in_place import evaluate_in_place
 from ..core.loss import RowLoss
 from ..core.source import Source, TopK, is_dtensor
 from ..heads import checks as head_rules
-from ..heads.linear import of_head
+from ..heads.linear import HeadLogits
 from ..heads.products import autocasts, cast_by_autocast
 from . import checks as rules
-from .shard import VocabShard
+from .shard import Shard
 
 
 def local(t, grad_placements=None) -> Tensor:
@@ -42,7 +42,7 @@ class _Arrived(Node):
         return g
 
 
-def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> VocabShard:
+def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> Shard:
     """The shard of a vocabulary that a DTensor shards over dimension `dim` of its mesh.
 
     DTensor gives each rank the columns that `torch.chunk` would, so that ranks need no exchange.
@@ -50,7 +50,7 @@ def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> VocabShard:
     most = -(-vocab // mesh.size(dim))
     start = min(mesh.get_local_rank(dim) * most, vocab)
     rules.chunk(source.shape[-1], min(most, vocab - start))
-    return VocabShard(source, mesh.get_group(dim), start, vocab=vocab)
+    return Shard.of(source, mesh.get_group(dim), start, vocab)
 
 
 def source_of_dtensor(logits: Any) -> Source:
@@ -66,8 +66,8 @@ class DTensorLogits(Source):
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.requires_grad = x.requires_grad
 
-    def local(self) -> "VocabShard | Tensor":
-        """This rank's columns as a VocabShard, or the whole logits if they are replicated."""
+    def local(self) -> "Shard | Tensor":
+        """This rank's columns, or the whole logits if they are replicated."""
         x = self.x
         checks.placed("logits", x, x.dim() - 1)
         sharded = [dim for dim, place in enumerate(x.placements) if not place.is_replicate()]
@@ -88,7 +88,7 @@ class DTensorLogits(Source):
             def teacher(t: Any) -> Any:
                 if not is_dtensor(t):
                     return t
-                return DTensorLogits(t).local() if isinstance(here, VocabShard) else t.full_tensor()
+                return DTensorLogits(t).local() if isinstance(here, Shard) else t.full_tensor()
 
             plain = loss.map_tensors({PER_ROW: _whole, PER_CLASS: _whole, TEACHER: teacher})
             return evaluate(here, plain, reduction, _whole(row_weight))
@@ -126,8 +126,8 @@ def hidden_of_all(hidden, weight) -> Tensor:
     return local(hidden.redistribute(placements=placed(Replicate)), placed(Partial))
 
 
-def shard_of_head(head: Any) -> VocabShard:
-    """The VocabShard of a head of DTensors, whose weight and bias are sharded by rows."""
+def shard_of_head(head: Any) -> Shard:
+    """The columns of a head of DTensors, whose weight and bias are sharded by rows."""
     hidden, weight, bias = head.tensors
     (dim,) = [i for i, place in enumerate(weight.placements) if not place.is_replicate()]
     tokens = not hidden.placements[dim].is_replicate()
@@ -139,7 +139,7 @@ def shard_of_head(head: Any) -> VocabShard:
         head_rules.linear, hidden, weight_rows, bias_rows, head.main_grad, head.workspace,
         head.logits_dtype, head.accumulate, head.drop_ignored,
     )  # fmt: skip
-    logits = of_head(head.replace(hidden=hidden, weight=weight_rows, bias=bias_rows))
+    logits = HeadLogits(head.replace(hidden=hidden, weight=weight_rows, bias=bias_rows))
     shard = shard_of(logits, weight.device_mesh, dim, weight.shape[0])
     shard.sums_hidden = not tokens
     return shard

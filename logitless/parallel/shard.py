@@ -2,7 +2,7 @@
 
 `VocabShard(source, group)` represents one rank's columns of the logits. The source is a tensor with
 these columns, a LinearLogits over this rank's rows of the head's weight, or the lazy logits of a
-fused head. The statistics of all ranks' columns can be merged (columns.py), so every loss accepts a
+fused head. rank_merge.py merges the statistics of all ranks' columns, so every loss accepts a
 VocabShard. All ranks call the same loss with the same arguments, with ids of the whole vocabulary,
 and get bitwise the same result.
 
@@ -23,16 +23,18 @@ from ..core.call import backend_of, check_values, in_func, named, thorough, unde
 from ..core.in_place import overwrite_on
 from ..core.loss import RowLoss
 from ..core.source import (
+    Logits,
     Source,
     TopK,
     is_dense,
     is_over_ranks,
     teacher_columns,
     teacher_rows,
+    without_wrapper,
 )
 from . import checks as rules
 from . import same_call
-from .columns import ColumnBackend
+from .rank_merge import ColumnBackend
 from .ranks import Ranks, ranks_of
 
 
@@ -70,7 +72,7 @@ def exchanged(
     return layout
 
 
-class VocabShard(Source):
+class VocabShard(Logits):
     """This rank's columns of logits (..., V), where V is the sum of the widths of all ranks.
 
     `source` is this rank's logits (..., width), or a LinearLogits over this rank's rows of the
@@ -96,8 +98,6 @@ class VocabShard(Source):
     >>> loss = cross_entropy(VocabShard(logits_of_this_rank, group), target)
     """
 
-    over_ranks = True
-
     @named()
     def __init__(
         self,
@@ -108,16 +108,48 @@ class VocabShard(Source):
         vocab: int | None = None,
         sequence_parallel: bool = False,
     ):
-        ranks = ranks_of(group)
+        self._source = Shard.of(source, group, start, vocab, sequence_parallel)
+
+    @property
+    def start(self) -> int:
+        """This rank's first column."""
+        return self._source.start
+
+    @property
+    def width(self) -> int:
+        """The number of this rank's columns."""
+        return self._source.width
+
+    def materialize(self) -> Tensor:
+        """Gathers the logits of all ranks, (..., V), without a gradient."""
+        return self._source.materialize()
+
+
+class Shard(Source):
+    """One rank's columns of the logits, and the ranks that hold the other columns."""
+
+    over_ranks = True
+    sums_hidden = True  # whether logitless sums the gradient of hidden over ranks, not the caller
+
+    def __init__(self, source: Any, ranks: Ranks, start: int | None, vocab: int | None):
+        self.ranks, self.width = ranks, source.shape[-1]
+        self._set_columns(start, vocab, source.device)
+        self._set_source(source)
+
+    @staticmethod
+    def of(
+        source: Any,
+        group: Any = None,
+        start: int | None = None,
+        vocab: int | None = None,
+        sequence_parallel: bool = False,
+    ) -> "Shard":
+        """The shard of a VocabShard, from its checked arguments."""
+        ranks, source = ranks_of(group), without_wrapper(source)
         _check(ranks, source, start, vocab, sequence_parallel)
         if sequence_parallel:
             source = source.over_all_tokens(ranks.gather)
-        self.ranks = ranks
-        # Whether logitless sums the gradient of hidden over ranks, instead of the caller.
-        self.sums_hidden = True
-        self.width = source.shape[-1]
-        self._set_columns(start, vocab, source.device)
-        self._set_source(source)
+        return Shard(source, ranks, start, vocab)
 
     def _set_columns(self, start: int | None, vocab: int | None, device: torch.device) -> None:
         """Sets this rank's columns, and the width of the widest rank."""
@@ -142,9 +174,9 @@ class VocabShard(Source):
             self.dtype, self.device = source.dtype, source.device
             self.requires_grad = source.requires_grad
 
-    def over(self, source: Any, **changed) -> "VocabShard":
+    def over(self, source: Any, **changed) -> "Shard":
         """A copy of the shard with another source, which may be None."""
-        copy = object.__new__(VocabShard)
+        copy = object.__new__(Shard)
         copy.__dict__.update(self.__dict__, **changed)
         copy._set_source(source)
         return copy
@@ -208,11 +240,11 @@ class VocabShard(Source):
         """This rank's logits, (..., width). With `rows`, the logits of these rows, (n, width)."""
         return self.source.materialize(rows)
 
-    def as_teacher(self) -> "VocabShard":
+    def as_teacher(self) -> "Shard":
         """The same logits without a gradient."""
         return self.over(self.source.as_teacher())
 
-    def times(self, factor: float) -> "VocabShard | None":
+    def times(self, factor: float) -> "Shard | None":
         """A teacher's logits times a factor; None if a tensor would have to be copied."""
         scaled = self.source.times(factor)
         return None if scaled is None else self.over(scaled)
@@ -245,7 +277,7 @@ class VocabShard(Source):
         exist = self.source.exists
         return local.materialize(slice(None)).view(self.source.shape) if exist else local
 
-    def columns_beside(self, other: "VocabShard") -> Layout:
+    def columns_beside(self, other: "Shard") -> Layout:
         """The columns of all ranks if both shards have them, and otherwise those of this rank."""
         if self.layout is None or other.layout is None:
             return Layout((self.start,), (self.width,))
@@ -273,7 +305,7 @@ class Columns(Source):
     def times(self, factor: float) -> None:
         """Returns None, because multiplying the tensor would copy it."""
 
-    def in_columns(self, shard: VocabShard) -> Source:
+    def in_columns(self, shard: Shard) -> Source:
         return LogitColumns(self.x, shard)
 
     def describe(self) -> str:
@@ -288,7 +320,7 @@ def columns_of(source: Any) -> Any:
 class LogitColumns(Source):
     """The logits of all ranks. This rank holds a tensor of its own columns."""
 
-    def __init__(self, x: Tensor, shard: VocabShard):
+    def __init__(self, x: Tensor, shard: Shard):
         self.shard, self.x = shard, x
         self.shape, self.dtype, self.device = shard.shape, shard.dtype, shard.device
         self.requires_grad = shard.requires_grad
@@ -318,7 +350,7 @@ def _check(ranks: Ranks, *arguments: Any) -> None:
         same_call.agree(ranks, same_call.text_of_shard(*arguments))
 
 
-def _evaluate(shard: VocabShard, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+def _evaluate(shard: Shard, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     if in_func():
         checks.no_head_in_func()
     return shard.whole().evaluate(loss, reduction, row_weight)

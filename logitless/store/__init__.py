@@ -32,3 +32,7 @@ __all__ = [
     "share",
     "tokenizer_hash",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__doc__"]

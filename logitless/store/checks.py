@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..core import checks as _checks
-from ..core import options as _options
+from ..core import option_checks as _option_checks
 
 VALUES = ("u8", "f16")
 ALIGNMENTS = ("next",)
@@ -29,7 +29,7 @@ def header(h: Any) -> None:
             raise TypeError(
                 f"{name} must be a string of at most 1000 characters, got {value!r:.100}."
             )
-    _options.temperature(h.temperature)
+    _option_checks.temperature(h.temperature)
 
 
 def whole(name: str, value: Any, least: int, most: int) -> None:

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 import logitless as ll
 from logitless.cli import clocks as _clocks
 from logitless.cli import formulas, main
-from logitless.cli.bench import cases, contenders, results, runner
+from logitless.cli.bench import cases, contenders, plots, results, runner
 from logitless.cli.bench.cases import Case, Mode
+from logitless.cli.bench.contenders import NAMES
+from tests.support.paths import ROOT
 
 CASE = Case("logits", "cross_entropy", Mode.BACKWARD, shape="6×101", dtype="fp32")
 BRIEF = 1.0  # milliseconds
@@ -368,3 +370,24 @@ def test_memory_beyond_the_gradients_is_a_target():
 def test_shapes_are_read_as_people_write_them():
     assert cases.parse_shape("8192x128256") == "8192×128256"
     assert cases.parse_shape("8192×4096×128256") == "8192×4096×128256"
+
+
+STORED = sorted((ROOT / "benchmarks/results/h200").glob("bench-*.json"))
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_every_group_of_bars_has_pytorch(path):
+    rows = [r for r in results.read(path)["rows"] if r.ms and r.contender in NAMES]
+    together = Counter(r.name for r in rows)
+    shown = [r for r in rows if plots.is_shown(r, together[r.name])]
+    for bars in (plots.speeds(shown), plots.memory(shown)):
+        assert bars
+        groups = {(bar.panel, bar.group) for bar in bars}
+        assert {(bar.panel, bar.group) for bar in bars if bar.name == "eager"} == groups
+    assert {bar.value for bar in plots.speeds(shown) if bar.name == "eager"} == {1.0}
+
+
+def test_numbers_at_bars():
+    numbers = (0.004, 0.0867, 1.0, 0.9, 12.34, 99.96, 2004.4, 22803.1)
+    texts = ["0", "0.09", "1", "0.9", "12.3", "100", "2,004", "22,803"]
+    assert [plots.amount(value) for value in numbers] == texts

@@ -7,7 +7,7 @@ import pytest
 from logitless import eager, kernels
 from logitless.core.backend import Backend
 from logitless.heads.blocks import BlockBackend
-from logitless.parallel.columns import ColumnBackend
+from logitless.parallel.rank_merge import ColumnBackend
 
 FUNCTIONS = {
     name: list(inspect.signature(function).parameters.values())[1:]

@@ -8,7 +8,7 @@ import torch
 
 import logitless as ll
 from logitless.core import checks as _checks
-from logitless.core import options as _options
+from logitless.core import option_checks as _option_checks
 from logitless.heads import checks as _head_checks
 from logitless.lazy import checks as _model_checks
 from logitless.parallel import checks as _shard_checks
@@ -163,7 +163,7 @@ def test_ids(function, x, bad, kind, message):
 
 def test_every_check_is_reached():
     """Each rule of the files that hold them is broken in some test."""
-    files = (_checks, _head_checks, _model_checks, _options, _safetensors, _shard_checks)
+    files = (_checks, _head_checks, _model_checks, _option_checks, _safetensors, _shard_checks)
     files += (_target_checks, _rules)
     source = "".join(Path(file.__file__).read_text() for file in files)
     rules = re.findall(r" must ([a-z][a-z ,\-]*[a-z])", source)

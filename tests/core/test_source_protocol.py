@@ -7,10 +7,10 @@ import torch
 
 import logitless as ll
 from logitless.core.source import Source, source_of
-from logitless.heads.linear import HeadColumns
+from logitless.heads.linear import HeadColumns, HeadLogits
 from logitless.lazy.logits import LazyColumns, LazyLogits, UnscaledLogits
 from logitless.parallel.dtensor import DTensorLogits
-from logitless.parallel.shard import Columns, LogitColumns
+from logitless.parallel.shard import Columns, LogitColumns, Shard
 
 MEMBERS = {
     name: list(inspect.signature(function).parameters)
@@ -18,7 +18,7 @@ MEMBERS = {
     if inspect.isfunction(function) and not name.startswith("_")
 }
 SOURCES = [
-    ll.LinearLogits, ll.VocabShard, LazyLogits, UnscaledLogits, LazyColumns, HeadColumns, Columns,
+    HeadLogits, Shard, LazyLogits, UnscaledLogits, LazyColumns, HeadColumns, Columns,
     LogitColumns, DTensorLogits,
 ]  # fmt: skip
 ATTRIBUTES = ("shape", "dtype", "device", "requires_grad")
@@ -47,8 +47,12 @@ def test_attributes(device):
     h, w = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device)
     head = ll.LinearLogits(h, w)
     lazy = ll.fuse(torch.nn.Sequential(torch.nn.Linear(4, 5, device=device)), head="0")(h)
-    for source in (head, lazy, ll.VocabShard(h @ w.T), ll.VocabShard(head), UnscaledLogits(lazy)):
+    wrapped = (head, ll.VocabShard(h @ w.T), ll.VocabShard(head))
+    for source in (*map(source_of, wrapped), lazy, UnscaledLogits(lazy)):
         assert tuple(source.shape) == (3, 5)
         assert all(hasattr(source, name) for name in ATTRIBUTES)
         assert source_of(source) is source
+    for logits in wrapped:
+        source = source_of(logits)
+        assert [getattr(logits, n) for n in ATTRIBUTES] == [getattr(source, n) for n in ATTRIBUTES]
     assert source_of(h) is None

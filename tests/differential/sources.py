@@ -124,7 +124,7 @@ class _CutHead(Head):
 def _by_columns(g: Given):
     """A head cut along its vocabulary, and in groups of two rows."""
     head, leaves = _head(1, drop_ignored=DEVICE == "cpu")(g)
-    head.head = _CutHead(**vars(head.head))
+    head._source.head = _CutHead(**vars(head.head))
     return head, leaves
 
 

@@ -8,6 +8,7 @@ import torch
 
 import logitless as ll
 from tests.support import oracle
+from tests.support.pages import run
 from tests.support.paths import ROOT
 
 PAGE = (ROOT / "docs/distillation.md").read_text()
@@ -17,9 +18,8 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
 class TestPage:
     def test_its_python_runs(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)  # it writes a file
-        names: dict = {}
-        for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-            exec(block, names)
+        pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
+        *_, (_, names) = run("docs/distillation.md")
         assert names["logits"].grad.abs().sum() > 0
         assert (names["batch"].shape, names["stacked"].shape) == ((16,), (2, 4))
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import logitless as ll
+from logitless.parallel.shard import Shard
 from tests.support.calls import normal
 from tests.support.rank_threads import on_ranks
 from tests.support.shards import on_shards, plainly
@@ -33,7 +34,7 @@ class TestRefused:
     def test_lazy_logits_of_all_ranks(self):
         def work(ranks):
             z = ll.LinearLogits(torch.zeros(1, 3), torch.zeros(2, 3)) / 2
-            ll.VocabShard(ll.VocabShard(z, ranks).whole().whole(), ranks)
+            ll.VocabShard(Shard.of(z, ranks).whole().whole(), ranks)
 
         words = "source must be this rank's columns, got lazy logits of all ranks; pass the lazy"
         self.refused(work, TypeError, words)

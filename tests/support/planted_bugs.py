@@ -197,12 +197,12 @@ BUGS = (
         (ROW_LOSS,)),
 
     # parallel/
-    Bug("class weights from column 0", "parallel", "logitless/parallel/columns.py",
+    Bug("class weights from column 0", "parallel", "logitless/parallel/rank_merge.py",
         "weight = weight[self.start : self.start + self.width]", "weight = weight[: self.width]",
         (SHARD,)),
-    Bug("rank's start of the top k", "parallel", "logitless/parallel/columns.py",
+    Bug("rank's start of the top k", "parallel", "logitless/parallel/rank_merge.py",
         "ids.view(rows, own) + self.start", "ids.view(rows, own)", (SHARD,)),
-    Bug("tail moved the wrong way", "parallel", "logitless/parallel/columns.py",
+    Bug("tail moved the wrong way", "parallel", "logitless/parallel/rank_merge.py",
         "moved = shift - state[:, contract.SHIFT]", "moved = state[:, contract.SHIFT] - shift",
         (SHARD,)),
     Bug("d_hidden not all-reduced", "parallel", "logitless/parallel/shard.py",

@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 class Mode:
-    """The passes that are timed, and the clock. Without another name, the clock is device time."""
+    """What is timed. A mode measures device time, unless its text names another clock."""
 
     FORWARD, BACKWARD = "forward", "forward + backward"
     INPLACE = "forward + backward, in place"
@@ -226,7 +226,11 @@ def smaller(shape: str, device: str) -> str:
 
 
 def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
-    """Whether a --shape has the dimensions of the family, and a number of rows in `kinds`."""
+    """Whether a --shape can be used for the cases of a group.
+
+    Shapes of heads have three dimensions, and other shapes have two. `kinds` holds "few" if the
+    group has cases with few rows, and "many" if the group has cases with many rows.
+    """
     rows, *width, _ = map(int, shape.split("×"))
     kind = "few" if device == "cuda" and rows <= FEW_ROWS else "many"
     return bool(width) == (family == "heads") and kind in kinds

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
+from ..report import sizes
 from .cases import COMPILED, EAGER, OURS, PLAIN, Mode
 from .contenders import NAMES
 from .results import Result
 
-GREYS = ("#c9ced6", "#9aa5b1", "#7fb7be", "#4f7cac", "#33658a", "#2f4858", "#86a873")  # rivals
-REDS = ("#d1495b", "#7d1d3f", "#edae49", "#a26769")  # ours: the default, and variants
-LABELS = {EAGER: "PyTorch eager", COMPILED: "torch.compile", "liger": "Liger"}
-PATCH = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # background of the numbers
-LEAST_MIB = 0.1  # smaller values are drawn as this, because the scale is logarithmic
-Bars = dict[tuple[str, str, str], float]  # heights by panel, group and name
+RIVALS = (EAGER, *(name for name in NAMES if name not in (EAGER, OURS)))  # PyTorch comes first
+GREYS = ("#c9ced6", "#9aa5b1", "#7fb7be", "#4f7cac", "#33658a", "#2f4858", "#86a873")
+REDS = ("#d1495b", "#dc7683", "#e8a4ad", "#f3d1d6")  # ours: the default, and variants
+LABELS = {EAGER: "PyTorch", COMPILED: "torch.compile", "liger": "Liger"}
+LABELS |= {"cce": "cut-cross-entropy", "fla": "flash-linear-attention"}
+TITLES = {"logits": "Cross-entropy over logits", "heads": "Cross-entropy over a head"}
+TITLES |= {"teachers": "Losses with a teacher"}
+IN_PLACE = f"{OURS}, in place"
+GAP = 1.2  # between groups, in bars
+LEAST_WIDTH = 4  # of a group, in bars, so that its label has room
+
+
+class Bar(NamedTuple):
+    """One bar, its height, and the height of a line that shows the limit of our bars."""
+
+    panel: str
+    group: str
+    name: str  # a contender, or a variant of ours
+    value: float
+    limit: float | None = None
 
 
 def save(document: dict, folder: Path) -> list[Path]:
@@ -25,89 +41,135 @@ def save(document: dict, folder: Path) -> list[Path]:
     for family in dict.fromkeys(r.family for r in timed):
         shown = [r for r in timed if r.family == family and is_shown(r, together[r.name])]
         heads, suffix = family == "heads", "" if family == "logits" else f"-{family}"
-        if document["copy_tbps"]:
-            best = "its GEMMs alone" if heads else "its bytes at the bandwidth of a copy"
-            unit = f"% of the fastest possible, higher is better: 100 is {best}"
-            shares = {place(r): 100 * r.floor_ms / r.ms for r in shown if r.floor_ms}
-            speed = ("share-of-ceiling", unit, 100, shares)
-        else:
-            times = {place(r): 1 / r.eager_x for r in shown if r.eager_x}
-            speed = ("speed", "speed, PyTorch eager = 1, higher is better", 1, times)
+        line = "the GEMMs alone" if heads else "the same bytes at the speed of a copy"
         beyond = "inputs and the gradients" if heads else "inputs"
-        unit = f"memory allocated beyond the {beyond}, MiB, lower is better"
-        taken = {place(r, True): r.spare_mib if heads else r.extra_mib for r in shown}
-        taken = {k: mib for k, mib in taken.items() if k[0] == Mode.BACKWARD and mib is not None}
-        for file, label, line, bars in (speed, ("memory", unit, None, taken)):
+        drawn = (
+            ("speed", "speed, PyTorch = 1, higher is better", speeds(shown), line),
+            ("memory", f"MiB allocated beyond the {beyond}, lower is better", memory(shown), None),
+        )
+        for file, unit, bars, line in drawn:
             if bars:
                 paths.append(folder / f"{file}{suffix}.png")
-                draw(bars, f"{family}: {label}\n{where}", line, paths[-1])
+                draw(bars, f"{TITLES[family]}: {unit}\n{where}", line, paths[-1])
     return paths
 
 
 def is_shown(r: Result, contenders: int) -> bool:
-    """Whether a result is plotted.
+    """Whether a result is plotted. `contenders` is the number of contenders with this case.
 
-    The plots show plain cross_entropy, heads in all workspaces, and ops with a teacher. An op with
-    a teacher is plotted only if several contenders have the op.
+    The plots of logits and heads show cross_entropy without options. The plots of heads also show
+    every workspace. The plots of teachers show the functions that PyTorch has too.
     """
     if r.family == "heads" and r.variant.endswith(" MiB"):
         return True
+    if r.mode == Mode.INPLACE and r.contender != OURS:
+        return False
     chosen = r.family == "teachers" or (r.op, r.variant) == ("cross_entropy", PLAIN)
     return chosen and r.mode != Mode.WALL and (contenders > 1 or r.mode == Mode.INPLACE)
 
 
-def place(r: Result, one_panel: bool = False) -> tuple[str, str, str]:
-    """Panel, group and name of a result. With one_panel, our results in place share a panel."""
-    panel, name = r.mode, r.contender
-    if r.family == "heads" and r.variant != PLAIN:
-        name = f"{OURS}, {r.variant}"
-    if one_panel and (panel, name) == (Mode.INPLACE, OURS):
-        panel, name = Mode.BACKWARD, f"{OURS}, in place"
-    work = f"{r.work}\n" if r.family == "teachers" else ""
-    return panel, f"{work}{r.shape}\n{r.dtype}", name
+def place(r: Result) -> tuple[str, str, str]:
+    """Panel, group and name of a result. Our results in place are beside the others."""
+    mode = Mode.BACKWARD if r.mode == Mode.INPLACE else r.mode
+    shape = f"{sizes(r.shape)}\n{r.dtype}"
+    if r.family == "teachers":  # few results, so that one panel holds all modes
+        work = "\n".join(f"{r.work}, {mode}".split(", "))
+        return "", f"{work}\n{shape}", r.contender
+    if r.mode == Mode.INPLACE:
+        return mode, shape, IN_PLACE
+    variant = "" if r.family == "logits" or r.variant == PLAIN else f", {r.variant}"
+    return mode, shape, r.contender + variant
 
 
-def draw(bars: Bars, title: str, line: float | None, path: Path) -> None:
-    """Draws groups of bars, each with its number. The scale is logarithmic if `line` is None."""
+def speeds(shown: list[Result]) -> list[Bar]:
+    """PyTorch's time divided by each time. PyTorch has no results in place."""
+    eager = {place(r)[:2]: r.ms for r in shown if r.contender == EAGER}
+    bars = []
+    for r in shown:
+        panel, group, name = place(r)
+        if plain := eager.get((panel, group)):
+            drawn = r.floor_ms and r.contender == OURS and r.family != "teachers"
+            limit = plain / r.floor_ms if drawn else None
+            bars.append(Bar(panel, group, name, plain / r.ms, limit))
+    return bars
+
+
+def memory(shown: list[Result]) -> list[Bar]:
+    """The MiB of forward + backward."""
+    both = [r for r in shown if r.mode in (Mode.BACKWARD, Mode.INPLACE)]
+    taken = [(place(r), r.spare_mib if r.family == "heads" else r.extra_mib) for r in both]
+    return [Bar(*where, max(mib, 0.0)) for where, mib in taken if mib is not None]
+
+
+def draw(bars: list[Bar], title: str, line: str | None, path: Path) -> None:
+    """Draws a panel per mode, with groups of bars on a linear scale. `line` names the limits."""
     from matplotlib.figure import Figure  # pyplot would need a display and global state
 
-    panels, present = (list(dict.fromkeys(place[i] for place in bars)) for i in (0, 2))
+    panels = list(dict.fromkeys(bar.panel for bar in bars))
+    present = dict.fromkeys(bar.name for bar in bars)
     ours = [name for name in present if name.startswith(OURS)]
-    names = [name for name in NAMES[1:] if name in present] + ours
-    colors = dict(zip((*NAMES[1:], *ours), (*GREYS, *REDS), strict=False))
-    base, width = 0.0 if line else LEAST_MIB / 2, 0.84 / len(names)
-    figure = Figure(figsize=(11, 2.7 * len(panels) + 1.1))
+    colors = dict(zip((*RIVALS, *ours), (*GREYS, *REDS), strict=False))
+    names = [name for name in colors if name in present]
+    figure = Figure(figsize=(11, 2.9 * len(panels) + 1.3))
+    handles, ends = {}, []
     for axis, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
-        groups = list(dict.fromkeys(place[1] for place in bars if place[0] == panel))
-        for i, name in enumerate(names):  # a contender that failed leaves a gap
-            at = [j + (i - (len(names) - 1) / 2) * width for j in range(len(groups))]
-            values = [bars.get((panel, group, name)) for group in groups]
-            tall = [0.0 if v is None else max(v, 2 * base) - base for v in values]
-            drawn = axis.bar(at, tall, width * 0.94, bottom=base, color=colors[name])
-            labels = ["" if v is None else amount(v) for v in values]
-            weight = "bold" if name in ours else "normal"
-            style = {"fontsize": 7, "padding": 2, "rotation": 90, "bbox": PATCH, "weight": weight}
-            axis.bar_label(drawn, labels, **style)
-        if line:
-            axis.axhline(line, color="#333333", linewidth=0.8, linestyle="--", zorder=0)
-            axis.margins(y=0.25)
-        else:
-            axis.set_yscale("log")
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.set_ylim(base, max(bars.values()) * 12)
-        axis.set_xticks(range(len(groups)), groups, fontsize=8)
-        axis.spines[["top", "right"]].set_visible(False)
+        here = [bar for bar in bars if bar.panel == panel]
+        ends.append(draw_groups(axis, here, names, colors, handles))
         axis.set_title(panel, fontsize=10, loc="left")
-    handles = [drawn[0] for drawn in figure.axes[0].containers]  # one set of bars per name
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
-    labels = [LABELS.get(name, name) for name in names]
-    figure.legend(handles, labels, ncols=5, loc="lower center", frameon=False, fontsize=8)
-    figure.tight_layout(rect=(0, 0.4 / figure.get_figheight(), 1, 1))
+        axis.set_ylim(0, 1.2 * max(max(bar.value, bar.limit or 0.0) for bar in here))
+        axis.yaxis.set_major_formatter("{x:,g}")
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in figure.axes:  # bars are equally wide in all panels
+        axis.set_xlim(-1.5, max(ends))
+    labels = [label_of(name) for name in names]
+    lines = [handles["limit"]] if "limit" in handles else []
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    figure.legend(
+        [*(handles[name] for name in names), *lines], [*labels, *([line] if lines else [])],
+        ncols=5, loc="lower center", frameon=False, fontsize=9,
+    )  # fmt: skip
+    figure.tight_layout(rect=(0, 0.55 / figure.get_figheight(), 1, 1))
     figure.savefig(path, dpi=160)
 
 
+def draw_groups(axis, bars: list[Bar], names: list[str], colors: dict, handles: dict) -> float:
+    """Draws the groups of one panel side by side, and returns the right end of the last group."""
+    at, ticks, highest = 0.0, {}, max(bar.value for bar in bars)
+    crowded = len(bars) > 30 and highest >= 1000  # numbers are then wider than their bars
+    for group in dict.fromkeys(bar.group for bar in bars):
+        members = sorted((b for b in bars if b.group == group), key=lambda b: names.index(b.name))
+        width = max(len(members), LEAST_WIDTH)
+        left = at + (width - len(members)) / 2
+        for i, bar in enumerate(members):
+            x, ours = left + i, bar.name.startswith(OURS)
+            handles.setdefault(
+                bar.name, axis.bar([x], [bar.value], 0.94, color=colors[bar.name])[0]
+            )
+            # A number inside its bar cannot collide with the line of the limit.
+            inside = bar.limit is not None and bar.value > 0.2 * highest
+            axis.annotate(
+                amount(bar.value), (x, bar.value), (0, -14 if inside else 3), fontsize=7,
+                textcoords="offset points", ha="center", va="top" if inside else "bottom",
+                weight="bold" if ours else "normal", rotation=90 if crowded else 0,
+                color="white" if inside and bar.name == OURS else "black",
+            )  # fmt: skip
+            if bar.limit is not None:
+                (limit,) = axis.plot([x - 0.47, x + 0.47], [bar.limit] * 2, "k--", lw=1.2)
+                handles.setdefault("limit", limit)
+        ticks[at + (width - 1) / 2] = group
+        at += width + GAP
+    axis.set_xticks([*ticks], [*ticks.values()], fontsize=8)
+    return at - GAP + 0.5
+
+
+def label_of(name: str) -> str:
+    """The label of a contender, or of a variant such as "logitless, 64 MiB"."""
+    contender, comma, variant = name.partition(", ")
+    return LABELS.get(contender, contender) + comma + variant
+
+
 def amount(value: float) -> str:
-    """A number in two or three digits, or as a whole number from 100 on: 0.09, 12.3, 2004."""
-    if value < 0.01:
-        return "0"
-    return f"{value:.2g}" if value < 1 else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+    """A number in three digits or less, and with commas: 0.09, 1, 12.3, 2,004."""
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    text = f"{value:,.{digits}f}"
+    return text.rstrip("0").rstrip(".") if digits else text

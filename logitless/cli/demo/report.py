@@ -18,6 +18,7 @@ PAGE = """<!doctype html>
 <style>
  body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
         color: #222; background: #fff }}
+ .wide {{ overflow-x: auto }}
  table {{ border-collapse: collapse; margin: 1rem 0; width: 100% }}
  th, td {{ text-align: left; padding: .35rem .8rem; border-bottom: 1px solid #ddd }}
  td.number, th.number {{ text-align: right; font-variant-numeric: tabular-nums }}
@@ -26,6 +27,9 @@ PAGE = """<!doctype html>
  .hit {{ font-weight: bold; color: #1a7f37 }} small {{ color: #666 }}
 </style></head><body>
 <h1>A student that learns from a store</h1>
+<p>logitless is a PyTorch library. It computes the losses of language models without storing all
+logits in memory, and keeps the predictions of a teacher on disk. This report shows a small teacher,
+a store of its predictions, and four students.</p>
 <p>{summary}</p>
 {results}
 <img alt="Held-out loss of the students over their steps, and the memory of a step's loss"
@@ -36,6 +40,10 @@ PAGE = """<!doctype html>
 <h2>Predictions of the teacher</h2>
 <p>Some beginnings of documents, the next word, and the teacher's five most probable words.</p>
 {words}
+<h2>Next</h2>
+<p>To distil your own models, capture your teacher with
+<code>logitless teacher capture --model NAME --data documents.jsonl --out targets</code>, and train
+from the store as docs/store.md shows.</p>
 <p><small>{machine}</small></p>
 </body></html>
 """
@@ -100,7 +108,10 @@ def save_plot(outcome: Outcome, path: Path) -> None:
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     curves, memory = figure.subplots(1, 2, width_ratios=(2, 1))
-    for student in outcome.students:
+    k = f"top {outcome.plan.k:,}"
+    names = [student.name.replace("top K", k) for student in outcome.students]
+    names = [f"{name}, {k}" if name == STORED else name for name in names]
+    for student, name in zip(outcome.students, names, strict=True):
         steps, losses = zip(*student.curve, strict=True)
         style = ":" if student.name == LIVE else "-"
         curves.plot(
@@ -108,17 +119,24 @@ def save_plot(outcome: Outcome, path: Path) -> None:
             losses,
             style,
             color=COLORS[student.name],
-            label=student.name,
+            label=name,
             marker=".",
             linewidth=4 if student.name == LIVE else 1.5,
         )
     curves.axhline(outcome.teacher_loss, color="0.8", label="the teacher itself")
-    curves.set(xlabel="step", ylabel="held-out loss, nats per token", title="A student learns from")
+    curves.set(
+        xlabel="step",
+        ylabel="held-out loss, nats per token",
+        title="A student that learns from ...",
+    )
     curves.legend()
     sizes = [student.memory / 2**20 for student in outcome.students]
-    names = [student.name.replace("teacher's ", "teacher's\n") for student in outcome.students]
+    for i, student in enumerate(outcome.students):
+        by = "PyTorch's loss" if student.name in (ALONE, WHOLE) else "logitless"
+        names[i] = f"{names[i]}\n({by})"
     bars = memory.barh(names, sizes, color=[COLORS[student.name] for student in outcome.students])
     memory.bar_label(bars, [f" {size:,.0f}" for size in sizes])
+    memory.xaxis.set_major_formatter("{x:,g}")
     memory.invert_yaxis()
     memory.margins(x=0.2)
     rows, vocab = outcome.plan.memory_rows, outcome.plan.memory_vocab
@@ -157,7 +175,7 @@ def _html_table(rows: list, numbers: bool = False) -> str:
             cells = [f"<{tag}>{escape(row[0])}</{tag}>"]
             cells += [f"<{tag}{kind}>{escape(cell)}</{tag}>" for cell in row[1:]]
             lines.append(f"<tr>{''.join(cells)}</tr>")
-    return f"<table>{''.join(lines)}</table>"
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
 def _words(outcome: Outcome) -> str:
@@ -173,4 +191,5 @@ def _words(outcome: Outcome) -> str:
             f"<tr><td><pre>{escape(text[-160:])}</pre></td>"
             f"<td><pre>{escape(repr(next_word))}</pre></td><td>{predictions}</td></tr>"
         )
-    return f"<table><tr><th>text</th><th>next</th><th>teacher</th></tr>{''.join(lines)}</table>"
+    head = "<tr><th>text</th><th>next</th><th>teacher</th></tr>"
+    return f'<div class="wide"><table>{head}{"".join(lines)}</table></div>'

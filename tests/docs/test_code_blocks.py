@@ -1,0 +1,77 @@
+"""Every code block of every page: Python runs when it is pasted, and commands exist."""
+
+import argparse
+import re
+from importlib import import_module
+
+import pytest
+import torch
+
+from logitless.cli import COMMANDS
+from tests.support.pages import PAGES, blocks_of, python_of, run
+from tests.support.paths import ROOT
+
+EXCERPTS = {"docs/store.md": 2}  # blocks of "py": one needs a server, one a dataset
+WITH_PYTHON = [page for page in PAGES if python_of(page)]
+COMMAND_LINES = [
+    (page, line)
+    for page in PAGES
+    for language, text in blocks_of(page)
+    if language in ("bash", "")
+    for line in text.splitlines()
+    if re.match(r"logitless|make|python|torchrun", line)
+]
+
+
+def test_the_pages_with_python():
+    assert len(WITH_PYTHON) >= 8
+    assert {"README.md", "docs/fuse.md", "docs/distillation.md"} <= {*WITH_PYTHON}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_languages(page):
+    """A block of another language would be run by no test."""
+    languages = [language for language, _ in blocks_of(page)]
+    assert {*languages} <= {"python", "bash", "py", ""}
+    assert languages.count("py") <= EXCERPTS.get(page, 0)
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_python_runs(page, tmp_path, monkeypatch):
+    if "transformers" in "".join(python_of(page)):
+        pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
+    monkeypatch.chdir(tmp_path)
+    count = 0
+    for block, names in run(page):
+        count += 1
+        numbers = [t for t in names.values() if isinstance(t, torch.Tensor) and not t.dim()]
+        assert all(t.isfinite() for t in numbers), block
+    assert count == len(python_of(page))
+
+
+def parser() -> argparse.ArgumentParser:
+    whole = argparse.ArgumentParser()
+    subparsers = whole.add_subparsers()
+    for name in COMMANDS:
+        import_module(f"logitless.cli.{name}").add_parser(subparsers)
+    return whole
+
+
+@pytest.mark.parametrize(("page", "line"), COMMAND_LINES)
+def test_commands_exist(page, line):
+    """The options of `logitless`, the targets of make, and the files of examples and benchmarks."""
+    words = re.split(r"\s{2,}|#", line)[0].split()  # without the explanation behind a command
+    if "logitless" in words[:1] or words[3:5] == ["-m", "logitless"]:
+        parser().parse_args(words[words.index("logitless") + 1 :])
+    if words[:1] == ["make"]:
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for word in words:
+        if re.fullmatch(r"(examples|benchmarks|tests|docs)/[\w/.-]+\.py", word):
+            assert (ROOT / word).exists()
+
+
+def test_extras_of_the_readme_are_those_of_the_package():
+    text = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1]
+    extras = re.findall(r"^(\w+) = \[", text.split("[project.scripts]")[0], re.MULTILINE)
+    table = (ROOT / "README.md").read_text().split("| extra |")[1].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == extras
