@@ -42,7 +42,7 @@ from ..targets.sparse import SparseTargets, unchecked
 from . import file_checks
 from .folder import journals, shard_path
 from .format import Header
-from .rows import Table, encoded
+from .rows import Table, encoded, tensor_of
 
 MAGIC = b"LLJ2"
 START = 8  # bytes before the first record
@@ -159,7 +159,7 @@ class Journal:
                     rows = 0
             self._encode(waiting, put)
         table = {
-            name: _tensor(data, starts[-1], *self.layout[name]) for name, data in columns.items()
+            name: tensor_of(data, starts[-1], *self.layout[name]) for name, data in columns.items()
         }
         return table.pop("tokens"), torch.tensor(starts), table
 
@@ -235,12 +235,6 @@ def _targets(record: bytes, n: int, k: int) -> SparseTargets:
         mass = logprobs.masked_fill(ids < 0, -torch.inf).double().exp().sum(-1)
         tail = torch.log1p(-mass.clamp_max(1)).float()
     return unchecked(ids.clamp_min(0), logprobs, tail, ids >= 0)
-
-
-def _tensor(data: bytearray, n: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if not data:
-        return torch.empty((n, *shape), dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).view(n, *shape)
 
 
 def _write(file: int, data: memoryview, place: int) -> int:
