@@ -98,7 +98,7 @@ class Store:
         Raises KeyError if tokens match no document of the store.
         """
         checks.input_ids(input_ids)
-        flat = input_ids.detach().to("cpu", torch.int64).reshape(-1)
+        flat = input_ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
         width = input_ids.shape[-1]
         rows = len(flat) // width if width else 0
         if lengths is None:
