@@ -219,29 +219,19 @@ def _dtype(name: str) -> str | torch.dtype:
 
 def import_(args: argparse.Namespace) -> None:
     from logitless import store
-    from logitless.store.importers import READERS, choices_of
+
+    from .teacher_import import add_outputs
 
     _data.are_files(args.data)
     header = {"vocab_size": args.vocab_size, "k": args.k, "values": args.values}
     header |= {"teacher": args.teacher, "tokenizer": _tokenizer_hash(args.tokenizer)}
     store.Header(**header)
-    read, completion = READERS[args.format], True if args.completions else None
     with (
         store.Writer(args.out, **header) as writer,
         bar("import", _data.size(args.data)) as advance,
     ):
-        for line in _data.lines(args.data):
-            output, tokens = line.fields, ()
-            for choice in range(choices_of(output)):
-                try:
-                    tokens, targets = read(
-                        output, output.get("prompt_token_ids"), k=args.k,
-                        completion=completion, choice=choice,
-                    )  # fmt: skip
-                    writer.add(tokens, targets)
-                except (TypeError, ValueError) as error:
-                    raise ValueError(f"{line.where}: {error}") from None
-            advance(line.size, tokens=len(tokens))
+        completion = True if args.completions else None
+        add_outputs(writer, _data.lines(args.data), args.format, completion, advance)
         text = f"{len(writer)} documents in {args.out}"
     print(text)
 

@@ -10,7 +10,7 @@ import os
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +38,48 @@ class Blocks:
         """A copy of the bytes from `begin` to `end`, as a tensor."""
         if begin == end:
             return torch.empty(0, dtype=dtype)
-        file = self._file or self._opened()
-        if not self.checked:
-            data = file.read(self.start + begin, end - begin)
-            return torch.frombuffer(data, dtype=dtype)
-        first, last = begin // BLOCK, -(-end // BLOCK)
-        place = first * BLOCK
-        data = file.read(self.start + place, min(last * BLOCK, self.size) - place)
-        view = memoryview(data)
-        for i in range(last - first):
-            block = view[i * BLOCK : (i + 1) * BLOCK]
-            if zlib.crc32(block) != file.checksums[first + i]:
-                file_checks.changed_block(self.path, self.start + place + i * BLOCK)
-        count = (end - begin) // dtype.itemsize
-        return torch.frombuffer(data, dtype=dtype, count=count, offset=begin - place)
+        (piece,) = self.pieces([(begin, end)])
+        return torch.frombuffer(piece, dtype=dtype)
+
+    def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """A copy of the bytes of each range.
+
+        Ranges in the same blocks or in adjacent blocks are read together, so that one call reads
+        and compares each block once.
+        """
+        file, unit = self._file or self._opened(), BLOCK if self.checked else 1
+        pieces = [memoryview(b"")] * len(ranges)
+        order = sorted(range(len(ranges)), key=ranges.__getitem__)
+        i = 0
+        while i < len(order):
+            begin, end = ranges[order[i]]
+            first, last, j = begin // unit, -(-end // unit), i + 1
+            while j < len(order) and ranges[order[j]][0] // unit <= last:
+                last, j = max(last, -(-ranges[order[j]][1] // unit)), j + 1
+            place = first * unit
+            data = file.read(self.start + place, min(last * unit, self.size) - place)
+            if self.checked:
+                self._compare(data, file.checksums, first)
+            for number in order[i:j]:
+                begin, end = ranges[number]
+                pieces[number] = data[begin - place : end - place]
+            i = j
+        return pieces
+
+    def _compare(self, data: memoryview, checksums: memoryview, first: int) -> None:
+        """Compares blocks with their checksums. Block number `first` is the first of them."""
+        crc32 = zlib.crc32
+        found = [crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+        wanted = checksums[first : first + len(found)].tolist()
+        if found != wanted:
+            number = next(i for i, checksum in enumerate(found) if checksum != wanted[i])
+            file_checks.changed_block(self.path, self.start + (first + number) * BLOCK)
 
     def _opened(self) -> "_File":
         file = _File(self._absolute)
         if self.checked:
             stored = file.read(self.start + self.size, checksum_bytes(self.size))
-            file.checksums = memoryview(stored).cast("I")
+            file.checksums = stored.cast("I")
         self._file = file
         _recent.append(weakref.ref(self))
         while len(_recent) > KEPT_OPEN:
@@ -74,9 +96,8 @@ class _File:
         self.path, self.checksums = path, memoryview(b"")
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def read(self, place: int, length: int) -> bytearray:
-        data = bytearray(length)
-        view = memoryview(data)
+    def read(self, place: int, length: int) -> memoryview:
+        data = view = memoryview(bytearray(length))
         while view:
             done = os.preadv(self.number, [view], place)
             if not done:

@@ -4,6 +4,7 @@ The errors have the form `<argument> must <rule>, got <value>.` store/server_che
 output of inference servers, and store/file_checks.py checks files.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,19 +49,33 @@ def rank(value: Any) -> None:
 
 
 def tokens(t: Any, vocab_size: int) -> Tensor:
-    """The tokens of one document, (T,), as int64 on the CPU. `t` may be a list or a tensor."""
+    """The tokens of one document, (T,), as contiguous int64 on the CPU.
+
+    `t` may be a list or a tensor.
+    """
     t = one_document(t)
     _checks._integer("tokens", t)
     if t.dim() != 1 or t.numel() == 0:
         got = tuple(t.shape)
         raise ValueError(f"tokens must be those of one document, of shape (T,), got {got}.")
-    t = t.detach().to("cpu", torch.int64)
+    t = t.detach().to("cpu", torch.int64).contiguous()
     low, high = (int(n) for n in t.aminmax())
     if low < 0 or high >= vocab_size:
         raise ValueError(
             f"tokens must be ids of a vocabulary of {vocab_size}, got {low if low < 0 else high}."
         )
     return t
+
+
+def starts(value: Any, n: int) -> None:
+    """Checks the starts of several documents with n tokens together."""
+    if not isinstance(value, (list, tuple)) or len(value) < 2:
+        raise TypeError(f"starts must be a list of at least two numbers, got {value!r:.50}.")
+    increase = all(type(b) is int and a < b for a, b in pairwise(value))
+    if type(value[0]) is not int or value[0] != 0 or value[-1] != n or not increase:
+        raise ValueError(
+            f"starts must increase from 0 to {n}, the number of tokens, got {value!r:.50}."
+        )
 
 
 def one_document(tokens: Any) -> Tensor:

@@ -30,9 +30,9 @@ A shard of D documents with T tokens in total, K slots per token and ids of b bi
     crc         U8  (4 · B)       CRC-32 of each block of 4,096 bytes of the tensors above, as
                                   they lie in the file                            (store/blocks.py)
 
-For codes up to 223, units(code) is the code itself. For codes from 223 to 253, units(code) is
-(223 · 2^(0.4 · (code - 223))). Code 254 means p = 0, and code 255 means an empty slot
-(store/rows.py).
+The codes of a row do not decrease. For codes up to 223, units(code) is the code itself. For codes
+from 223 to 253, units(code) is (223 · 2^(0.4 · (code - 223))). Code 254 means p = 0, and code 255
+means an empty slot (store/rows.py).
 
 With values="f16" there is no `step`, and `codes` is
 
@@ -69,6 +69,7 @@ BLOCK = 4096  # bytes per checksum
 WIDTHS = {32: torch.uint32, 16: torch.uint16, 8: torch.uint8, 4: None, 2: None, 1: None}
 # Fields are computed in signed dtypes, because PyTorch lacks many operations on uint32 and uint16.
 SIGNED = {32: torch.int32, 16: torch.int16}
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -101,25 +102,40 @@ class Header:
     def id_dtype(self) -> torch.dtype:
         return torch.int32 if self.bits < 32 else torch.int64
 
-    def layout(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def layout(self) -> Layout:
         """The dtype of each column, and the shape of one row in the column."""
-        columns = {
-            f"ids.{width}": (dtype or torch.uint8, (packed_length(self.k, width),))
-            for width, dtype in widths(self.bits)
-        }
-        columns |= {"top": (torch.float32, ()), "tail": (torch.float32, ())}
-        if self.values == "f16":
-            return columns | {"codes": (torch.float16, (self.k - 1,))}
-        return columns | {"codes": (torch.uint8, (self.k - 1,)), "step": (torch.uint8, ())}
+        return _layout(self)
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of one row in each column."""
+        return _sizes(self)
 
     def row_bytes(self) -> int:
-        return sum(
-            dtype.itemsize * (shape[0] if shape else 1) for dtype, shape in self.layout().values()
-        )
+        return sum(self.sizes().values())
 
     def token_bytes(self) -> float:
         """The bytes per token in a shard, without the index."""
         return (self.row_bytes() + self.bits / 8) * (1 + 4 / BLOCK)
+
+
+@functools.lru_cache
+def _layout(header: Header) -> Layout:
+    columns = {
+        f"ids.{width}": (dtype or torch.uint8, (packed_length(header.k, width),))
+        for width, dtype in widths(header.bits)
+    }
+    columns |= {"top": (torch.float32, ()), "tail": (torch.float32, ())}
+    if header.values == "f16":
+        return columns | {"codes": (torch.float16, (header.k - 1,))}
+    return columns | {"codes": (torch.uint8, (header.k - 1,)), "step": (torch.uint8, ())}
+
+
+@functools.lru_cache
+def _sizes(header: Header) -> dict[str, int]:
+    return {
+        name: dtype.itemsize * (shape[0] if shape else 1)
+        for name, (dtype, shape) in _layout(header).items()
+    }
 
 
 # Packing of integers
@@ -152,23 +168,36 @@ def pack(x: Tensor, bits: int) -> dict[int, Tensor]:
     return fields
 
 
-def unpack(fields: Mapping[int, Tensor], n: int, dtype: torch.dtype) -> Tensor:
-    """The inverse of `pack`: integers (..., n) of the given dtype."""
-    integers, shift = None, 0
+def unpack(fields: Mapping[int, Tensor], integers: Tensor) -> None:
+    """The inverse of `pack`, which writes all `integers` (..., n)."""
+    shift = 0
     for width, field in fields.items():
-        if width >= 8:
-            shifted = field.to(dtype) << shift if shift else field.to(dtype)
+        if width < 8:
+            field = _of_bytes(field, width, shift, integers.dtype)[..., : integers.shape[-1]]
+        elif shift:
+            field = field.to(integers.dtype) << shift
+        if shift:
+            integers.bitwise_or_(field)
         else:
-            fields_of_byte = _fields_of_byte(width, shift, dtype)
-            shifted = fields_of_byte.index_select(0, field.reshape(-1).int())
-            shifted = shifted.view(*field.shape[:-1], field.shape[-1] * (8 // width))[..., :n]
-        integers = shifted if integers is None else integers.bitwise_or_(shifted)
+            integers.copy_(field)
         shift += width
-    return integers
+
+
+def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tensor:
+    """The fields in bytes (..., n), shifted left by `shift`, (..., n * 8 / width)."""
+    fields = _fields_of_byte(width, shift, dtype)
+    found = fields.index_select(0, field.flatten().int())
+    return found.view(dtype).view(*field.shape[:-1], field.shape[-1] * (8 // width))
 
 
 @functools.lru_cache
 def _fields_of_byte(width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """The fields in each of the 256 bytes, shifted left by `shift`, (256, 8 / width)."""
+    """The fields in each of the 256 bytes, shifted left by `shift`, (256, 8 / width).
+
+    If the fields of a byte have the size of a number, the result has one number per byte, because
+    selecting numbers is twice as fast as selecting rows.
+    """
     fields = torch.arange(256)[:, None] >> torch.arange(0, 8, width) & (1 << width) - 1
-    return (fields << shift).to(dtype)
+    fields = (fields << shift).to(dtype)
+    number = {8: torch.int64, 16: torch.complex128}.get(fields[0].nbytes)
+    return fields if number is None else fields.view(number)[:, 0]

@@ -11,7 +11,9 @@ another prompt.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +62,14 @@ def from_vllm(
     >>> for output in llm.generate(prompts, SamplingParams(max_tokens=500, logprobs=64)):
     ...     writer.add(*from_vllm(output, k=64))
     """
+    checks.slots(k)
+    return _tensors(vllm_document(output, tokens, completion, choice), k)
+
+
+def vllm_document(
+    output: Any, tokens: Sequence[int] | None, completion: bool | None, choice: int
+) -> "Document":
+    """The document of `from_vllm`, in lists."""
     inner = _chosen(output, choice)
     entries = _first_of("prompt_logprobs", inner, output)
     if tokens is None:
@@ -70,7 +80,7 @@ def from_vllm(
     ids = _get(inner, "token_ids")
     if ids is None and generated is not None:
         ids = _ids_of_api(_get(inner, "logprobs"))
-    return _document(prompt, Part(name, ids, generated), k, completion)
+    return _document(prompt, Part(name, ids, generated), completion)
 
 
 def from_sglang(
@@ -86,9 +96,17 @@ def from_sglang(
     The request must set return_logprob and top_logprobs_num=k, and logprob_start_len=0 for the
     prompt. `tokens` are the ids of the prompt. They may be omitted if the output has
     input_token_logprobs. `completion` has the same meaning as in `from_vllm`. The completion's
-    entries are in output_top_logprobs. `choice` must be 0,
-    because SGLang returns several completions as several outputs.
+    entries are in output_top_logprobs. `choice` must be 0, because SGLang returns several
+    completions as several outputs.
     """
+    checks.slots(k)
+    return _tensors(sglang_document(output, tokens, completion, choice), k)
+
+
+def sglang_document(
+    output: Any, tokens: Sequence[int] | None, completion: bool | None, choice: int
+) -> "Document":
+    """The document of `from_sglang`, in lists."""
     checks.is_choice(choice, 1)
     info = _get(output, "meta_info") or output
     own, top = _get(info, "input_token_logprobs"), _get(info, "input_top_logprobs")
@@ -99,10 +117,10 @@ def from_sglang(
     own, top = _get(info, "output_token_logprobs"), _get(info, "output_top_logprobs")
     name = "SGLang's output_top_logprobs"
     ids = [_own(name, entry)[1] for entry in own] if own else None
-    return _document(prompt, Part(name, ids, _of_sglang(name, own, top or None)), k, completion)
+    return _document(prompt, Part(name, ids, _of_sglang(name, own, top or None)), completion)
 
 
-READERS = {"vllm": from_vllm, "sglang": from_sglang}
+READERS = {"vllm": vllm_document, "sglang": sglang_document}
 
 
 def choices_of(output: Any) -> int:
@@ -165,18 +183,42 @@ def _entries(name: str, entries: Any) -> list[Entry] | None:
 
 def _by_id(name: str, place: int, entry: Any) -> dict[int, float]:
     checks.is_entry(name, place, entry)
+    logprobs = _by_id_in_json(entry) if type(entry) is dict else None
+    if logprobs is not None:
+        return logprobs
     logprobs = {}
     for i, value in entry.items():
         p = value.get("logprob") if type(value) is dict else getattr(value, "logprob", value)
-        if type(i) is str and i.isdecimal():
-            i = int(i)
-        # Outputs have many of these numbers; functions are called for unusual ones only.
-        if type(i) is not int or i < 0:
-            i = _id(name, i)
-        if type(p) is not float or p != p:
-            p = checks.logprob(name, place, p)
-        logprobs[i] = p
+        logprobs[_id(name, i)] = checks.logprob(name, place, p)
     return logprobs
+
+
+def _by_id_in_json(entry: dict) -> dict[int, float] | None:
+    """The same result for an entry as servers write them, checked as a whole.
+
+    Returns None for any other entry. Outputs have many entries, and checking each number takes
+    several times as long.
+    """
+    try:
+        ids, logprobs = list(entry), list(entry.values())
+        if ids and ids[0].startswith(VLLM_ID):
+            ids = [i.removeprefix(VLLM_ID) for i in ids]
+        if logprobs and type(logprobs[0]) is dict:
+            logprobs = [value["logprob"] for value in logprobs]
+        if not "".join(ids).isdecimal() or not _are_logprobs(logprobs):
+            return None
+        return dict(zip(map(int, ids), logprobs, strict=True))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _are_logprobs(values: list) -> bool:
+    """Whether all values are floats and no value is NaN. The sum may be NaN for other values."""
+    return set(map(type, values)) == {float} and not math.isnan(sum(values))
+
+
+def _are_ids(values: Any) -> bool:
+    return type(values) is list and set(map(type, values)) == {int} and min(values) >= 0
 
 
 def _id(name: str, value: Any) -> int:
@@ -201,8 +243,11 @@ def _of_sglang(name: str, own: Any, top: Any) -> list[Entry] | None:
         if not best:
             entries.append(None)
             continue
-        pairs = (_own(name, pair) for pair in checks.is_list(name, best))
-        entry = {checks.token_id(name, i): checks.logprob(name, place, p) for p, i in pairs}
+        pairs = [_own(name, pair) for pair in checks.is_list(name, best)]
+        if _are_ids([i for _, i in pairs]) and _are_logprobs([p for p, _ in pairs]):
+            entry = {i: p for p, i in pairs}
+        else:
+            entry = {checks.token_id(name, i): checks.logprob(name, place, p) for p, i in pairs}
         if own is not None and (p := _own(name, own[place]))[0] is not None:
             entry.setdefault(checks.token_id(name, p[1]), checks.logprob(name, place, p[0]))
         entries.append(entry)
@@ -214,34 +259,66 @@ def _own(name: str, pair: Any) -> tuple[Any, Any]:
     return pair[0], pair[1]
 
 
-def _document(
-    prompt: Part, generated: Part, k: int, completion: bool | None
-) -> tuple[Tensor, SparseTargets]:
-    """Moves entry i + 1 to row i, and masks empty slots and rows without an entry."""
-    checks.slots(k)
+class Document(NamedTuple):
+    """The tokens of a document, and the entry that each row of the store keeps."""
+
+    name: str  # the name of the entries, for errors
+    tokens: list[int]
+    rows: list[Entry]
+
+
+def _document(prompt: Part, generated: Part, completion: bool | None) -> Document:
+    """Moves entry i + 1 to row i."""
     completion = prompt.entries is None if completion is None else completion
     checks.server_output(prompt, generated, completion)
-    tokens = [checks.token_id("prompt_token_ids", t) for t in prompt.tokens or ()]
+    tokens = _ids("prompt_token_ids", prompt.tokens)
     checks.entries(prompt.name, tokens, prompt.entries, is_prompt=True)
     entries = list(prompt.entries or [None] * len(tokens))
     if completion:
-        more = [checks.token_id("token_ids", t) for t in generated.tokens or ()]
+        more = _ids("token_ids", generated.tokens)
         checks.entries(generated.name, more, generated.entries, is_prompt=False)
         tokens, entries = tokens + more, entries + list(generated.entries or ())
     after = None if completion else next(iter(generated.entries or ()), None)
-    return torch.tensor(tokens), _targets([*entries[1:], after], k, prompt.name)
+    return Document(prompt.name, tokens, [*entries[1:], after])
 
 
-def _targets(rows: Iterable[Entry], k: int, name: str) -> SparseTargets:
-    ids, logprobs = [], []
-    for row in rows:
-        best = sorted((row or {}).items(), key=lambda pair: -pair[1])[:k]
-        ids.append([token for token, _ in best] + [-1] * (k - len(best)))
-        logprobs.append([p for _, p in best] + [-math.inf] * (k - len(best)))
-    id_, logprob = torch.tensor(ids), torch.tensor(logprobs, dtype=torch.float64)
+def _ids(name: str, tokens: Sequence[Any] | None) -> list[int]:
+    if isinstance(tokens, list) and _are_ids(tokens):
+        return tokens
+    return [checks.token_id(name, t) for t in tokens or ()]
+
+
+def _tensors(document: Document, k: int) -> tuple[Tensor, SparseTargets]:
+    tokens, _, targets = tensors_of([document], k)
+    return tokens, targets
+
+
+def tensors_of(documents: Sequence[Document], k: int) -> tuple[Tensor, list[int], SparseTargets]:
+    """The tokens, starts and targets of several documents, as `Writer.extend` takes them.
+
+    Empty slots and rows without an entry are masked.
+    """
+    tokens, ids, logprobs = array("q"), array("q"), array("d")
+    try:
+        for document in documents:
+            tokens.extend(document.tokens)
+            for row in document.rows:
+                row = row or {}
+                best = sorted(row, key=row.__getitem__, reverse=True)[:k]
+                ids.extend(best)
+                logprobs.extend([row[i] for i in best])
+                if empty := k - len(best):
+                    ids.extend([-1] * empty)
+                    logprobs.extend([-math.inf] * empty)
+    except OverflowError:
+        checks.below_2_63(documents[0].name)
+    id_ = torch.frombuffer(ids, dtype=torch.int64).view(-1, k)
+    logprob = torch.frombuffer(logprobs, dtype=torch.float64).view(-1, k)
     mask = id_ >= 0
     mass = logprob.exp().sum(-1)
-    checks.masses(name, mass)
+    checks.masses(documents[0].name, mass)
     tail = torch.log1p(-mass.clamp_max(1 - 2.0**-40))
     mask = None if bool(mask.all()) else mask
-    return unchecked(id_.clamp_min(0), logprob.float(), tail.float(), mask)
+    starts = list(accumulate((len(document.tokens) for document in documents), initial=0))
+    targets = unchecked(id_.clamp_min(0), logprob.float(), tail.float(), mask)
+    return torch.frombuffer(tokens, dtype=torch.int64), starts, targets

@@ -29,10 +29,10 @@ import struct
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ from ..targets.sparse import SparseTargets, unchecked
 from . import file_checks
 from .folder import journals, shard_path
 from .format import Header
-from .rows import Table, encoded
+from .rows import Table, encoded, tensor_of
 
 MAGIC = b"LLJ2"
 START = 8  # bytes before the first record
@@ -88,7 +88,8 @@ class Journal:
             in_store = known(torch.cat([tokens for _, tokens in some]), starts)
             for (place, tokens), is_known in zip(some, in_store, strict=True):
                 if not is_known:
-                    self._take(place, len(tokens))
+                    self.places.append(place)
+                    self.tokens += len(tokens)
                     keep(tokens)
         if not self.places:
             self.clear(self.number)
@@ -96,9 +97,13 @@ class Journal:
         os.ftruncate(self.file, self.size)
         _write(self.file, memoryview(self._start()), 0)
 
-    def append(self, tokens: Tensor, rows: Table) -> None:
-        """Appends one document. If an error occurs, the file does not change."""
-        self._append(tokens, 0, [rows[name] for name in self.layout if name != "tokens"])
+    def append(self, tokens: Tensor, starts: Sequence[int], rows: Table) -> None:
+        """Appends the documents between the starts. If an error occurs, the file does not change.
+
+        `rows` are the encoded rows of all tokens.
+        """
+        parts = [rows[name] for name in self.layout if name != "tokens"]
+        self._append(tokens, starts, 0, parts)
 
     def append_targets(self, tokens: Tensor, targets: SparseTargets) -> None:
         """Appends a document whose rows are encoded later, on the CPU."""
@@ -107,19 +112,28 @@ class Journal:
             ids = ids.masked_fill(targets.mask == 0, -1)
         tail = targets.tail
         tail = torch.full((len(tokens),), torch.nan) if tail is None else tail.detach().float()
-        logprobs = targets.logprobs.detach().float()
-        self._append(tokens, targets.k, [t.contiguous() for t in (ids, logprobs, tail)])
+        parts = [ids, targets.logprobs.detach().float(), tail]
+        self._append(tokens, (0, len(tokens)), targets.k, parts)
 
-    def _append(self, tokens: Tensor, k: int, rows: list[Tensor]) -> None:
-        data = b"".join((buffer(tokens), *map(buffer, rows)))
-        head = HEAD.pack(len(tokens), k, zlib.crc32(data))
-        place = self.size
+    def _append(
+        self, tokens: Tensor, starts: Sequence[int], k: int, rows: Sequence[Tensor]
+    ) -> None:
+        parts = [t.contiguous() for t in (tokens, *rows)]  # kept, because the views need them
+        views = [memoryview(buffer(t)).cast("B") for t in parts]
+        sizes = [len(view) // len(tokens) for view in views]
+        records, places, end = [], [], self.size
+        for a, b in pairwise(starts):
+            record = b"".join([v[a * n : b * n] for v, n in zip(views, sizes, strict=True)])
+            records += HEAD.pack(b - a, k, zlib.crc32(record)), record
+            places.append(end)
+            end += RECORD + len(record)
         try:
-            self.size = _write(self.file, memoryview(head + data), place)
+            self.size = _write(self.file, memoryview(b"".join(records)), self.size)
         except BaseException:
-            os.ftruncate(self.file, place)
+            os.ftruncate(self.file, self.size)
             raise
-        self._take(place, len(tokens))
+        self.places.extend(places)
+        self.tokens += starts[-1] - starts[0]
 
     def clear(self, number: int) -> None:
         """Empties the journal, and assigns it to shard `number`."""
@@ -136,14 +150,14 @@ class Journal:
         columns = {name: bytearray(self.tokens * size) for name, size in self.sizes.items()}
         starts, waiting, rows = [0], [], 0
 
-        def put(first: int, n: int, record: dict[str, Any]) -> None:
-            for name, data in record.items():
+        def put(first: int, n: int, part: Mapping[str, Any]) -> None:
+            for name, data in part.items():
                 size = self.sizes[name]
                 columns[name][first * size : (first + n) * size] = data
 
         with mmap.mmap(self.file, self.size, access=mmap.ACCESS_READ) as mapped:
             for place in self.places:
-                n, k, checksum = HEAD.unpack(mapped[place : place + RECORD])
+                n, k, checksum = HEAD.unpack_from(mapped, place)
                 at, first = place + RECORD, starts[-1]
                 record = mapped[at : at + self._length(n, k)]
                 file_checks.same_record(self.path, zlib.crc32(record) == checksum)
@@ -151,38 +165,34 @@ class Journal:
                 if k == 0:
                     put(first, n, _cut(record, {name: n * s for name, s in self.sizes.items()}))
                     continue
-                put(first, n, {"tokens": record[: 8 * n]})
-                waiting.append((first, _targets(record, n, k)))
-                rows += n
-                if rows >= ROWS:
+                if rows >= ROWS or (waiting and waiting[0].k != k):
                     self._encode(waiting, put)
-                    rows = 0
+                    waiting, rows = [], 0
+                waiting.append(_Waiting(first, n, k, record))
+                rows += n
             self._encode(waiting, put)
         table = {
-            name: _tensor(data, starts[-1], *self.layout[name]) for name, data in columns.items()
+            name: tensor_of(data, starts[-1], *self.layout[name]) for name, data in columns.items()
         }
         return table.pop("tokens"), torch.tensor(starts), table
 
-    def _encode(self, waiting: list[tuple[int, SparseTargets]], put: Callable) -> None:
-        """Encodes the rows of several documents at once."""
+    def _encode(self, waiting: "list[_Waiting]", put: Callable) -> None:
+        """Encodes the rows of several documents with the same number of slots at once."""
         if not waiting:
             return
-        rows = encoded(SparseTargets.cat([targets for _, targets in waiting]), self.header)
+        rows = encoded(_targets(waiting), self.header)
+        views = {name: memoryview(buffer(t)).cast("B") for name, t in rows.items()}
         a = 0
-        for first, targets in waiting:
-            b = a + len(targets)
-            of_document = {name: t[a:b].contiguous() for name, t in rows.items()}
-            put(first, b - a, {name: bytes(buffer(t)) for name, t in of_document.items()})
-            a = b
-        waiting.clear()
+        for first, n, records in _runs(waiting):
+            parts = {name: view[a * self.sizes[name] :][: n * self.sizes[name]]
+                     for name, view in views.items()}  # fmt: skip
+            tokens = b"".join([w.record[: 8 * w.n] for w in records])
+            put(first, n, {"tokens": tokens, **parts})
+            a += n
 
     def _length(self, n: int, k: int) -> int:
         """The number of bytes of a record without its head."""
         return n * (8 + k * 12 + 4) if k else n * sum(self.sizes.values())
-
-    def _take(self, place: int, tokens: int) -> None:
-        self.places.append(place)
-        self.tokens += tokens
 
     def _complete(self, end: int) -> Iterator[tuple[int, Tensor]]:
         """The places and tokens of all records before the first damaged record."""
@@ -225,22 +235,44 @@ def _cut(record: bytes, sizes: dict[str, int]) -> dict[str, bytes]:
     }
 
 
-def _targets(record: bytes, n: int, k: int) -> SparseTargets:
-    """The targets of a record with k slots per token."""
-    part = _cut(record, {"tokens": 8 * n, "ids": 8 * n * k, "logprobs": 4 * n * k, "tail": 4 * n})
-    ids = torch.frombuffer(bytearray(part["ids"]), dtype=torch.int64).view(n, k)
-    logprobs = torch.frombuffer(bytearray(part["logprobs"]), dtype=torch.float32).view(n, k)
-    tail = torch.frombuffer(bytearray(part["tail"]), dtype=torch.float32)
-    if bool(tail.isnan().any()):  # topk_distill computes a missing tail in the same way
+class _Waiting(NamedTuple):
+    """A document whose rows are not encoded yet."""
+
+    first: int  # the document's first row in the shard
+    n: int
+    k: int
+    record: bytes
+
+
+def _runs(waiting: list[_Waiting]) -> Iterator[tuple[int, int, list[_Waiting]]]:
+    """The first row, number of rows and documents of each group of adjacent documents."""
+    group: list[_Waiting] = []
+    for one in [*waiting, None]:
+        if group and (one is None or one.first != group[-1].first + group[-1].n):
+            yield group[0].first, sum(w.n for w in group), group
+            group = []
+        if one is not None:
+            group.append(one)
+
+
+def _targets(waiting: list[_Waiting]) -> SparseTargets:
+    """The targets of documents with the same number of slots."""
+    k = waiting[0].k
+    parts = [
+        _cut(w.record, {"tokens": 8 * w.n, "ids": 8 * w.n * k, "logprobs": 4 * w.n * k,
+                        "tail": 4 * w.n})
+        for w in waiting
+    ]  # fmt: skip
+    data = {name: bytearray().join([p[name] for p in parts]) for name in parts[0]}
+    rows = sum(w.n for w in waiting)
+    ids = tensor_of(data["ids"], rows, torch.int64, (k,))
+    logprobs = tensor_of(data["logprobs"], rows, torch.float32, (k,))
+    tail = tensor_of(data["tail"], rows, torch.float32, ())
+    missing = tail.isnan()
+    if bool(missing.any()):  # topk_distill computes a missing tail in the same way
         mass = logprobs.masked_fill(ids < 0, -torch.inf).double().exp().sum(-1)
-        tail = torch.log1p(-mass.clamp_max(1)).float()
+        tail = torch.where(missing, torch.log1p(-mass.clamp_max(1)).float(), tail)
     return unchecked(ids.clamp_min(0), logprobs, tail, ids >= 0)
-
-
-def _tensor(data: bytearray, n: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if not data:
-        return torch.empty((n, *shape), dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).view(n, *shape)
 
 
 def _write(file: int, data: memoryview, place: int) -> int:

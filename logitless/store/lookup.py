@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..targets.safetensors import buffer
 from . import file_checks
 from .index import Hashes, beginnings, hash_of
 
@@ -40,7 +41,7 @@ class _Search(NamedTuple):
     at: int  # position in the list of starts
     length: int  # length of a hashed beginning that is in the index
     upper: int  # the largest length to search
-    entries: list[int]  # index entries of the hashed beginning
+    entries: range  # index entries of the hashed beginning
 
 
 class Index:
@@ -56,24 +57,26 @@ class Index:
             documents = documents.long()
             numbers.append(torch.where(documents < 0, documents - first, documents + first))
         self.hashes, order = torch.cat(hashes).sort()
-        self.numbers = torch.cat(numbers)[order]
+        self._numbers = torch.cat(numbers)[order]
+        # Reading single elements is faster by a memoryview than by a tensor.
+        self.numbers = memoryview(buffer(self._numbers)).cast("B").cast("q")
 
     def document(self, tokens: Tensor) -> Match | None:
         """The document that has exactly these tokens, or None."""
         if len(tokens) > FEW:
             return self.documents(tokens, torch.tensor([0, len(tokens)]))[0]
         wanted = torch.tensor([hash_of(tokens.tolist())])
-        return self._exact((entry for _, entry in self._hits(wanted)), tokens)
+        return next(self._exact(tokens, 0, len(tokens), self._hits(wanted)), None)
 
     def documents(self, tokens: Tensor, starts: Tensor) -> list[Match | None]:
         """The documents that have exactly the tokens between two starts; None if not found."""
-        lengths = starts.diff()
-        matches: list[Match | None] = [None] * len(lengths)
-        for at, entry in self._hits(Hashes(tokens)(starts[:-1], lengths)):
-            a, b = starts[at : at + 2].tolist()
-            if matches[at] is None:
-                matches[at] = self._exact([entry], tokens[a:b])
-        return matches
+        lengths, begins = starts.diff(), starts.tolist()
+        proposed: list[tuple[int, list[Match]]] = [(begin, []) for begin in begins[:-1]]
+        for at, entries in self._hits(Hashes(tokens)(starts[:-1], lengths)):
+            length = begins[at + 1] - begins[at]
+            candidates = map(self._candidate, entries)
+            proposed[at][1].extend(c for c in candidates if c.length == length)
+        return _first_that_agree(tokens, proposed)
 
     def match(
         self, tokens: Tensor, hashes: Hashes, starts: list[int], limits: list[int], whole: bool
@@ -87,16 +90,18 @@ class Index:
         waiting = self._searches(hashes, starts, limits)
         while waiting:
             # One search per start and pass. Shorter beginnings follow if no document was found.
-            proposed = self._proposed(hashes, starts, [searches[0] for searches in waiting])
-            left = []
-            for searches, hits in zip(waiting, proposed, strict=True):
-                at = searches[0].at
-                here = tokens[starts[at] : starts[at] + limits[at]]
+            now = [searches[0] for searches in waiting]
+            proposed = []
+            for search, hits in zip(now, self._proposed(hashes, starts, now), strict=True):
+                limit = limits[search.at]
                 # A document longer than the limit has every hashed beginning up to the limit.
-                may_be_cut_off = 4 * searches[0].length > limits[at]
-                candidates = self._in_order(hits, limits[at], whole, may_be_cut_off)
-                matches[at] = _first_that_agrees(candidates, here)
-                if matches[at] is None and len(searches) > 1:
+                may_be_cut_off = 4 * search.length > limit
+                candidates = self._in_order(hits, limit, whole, may_be_cut_off)
+                proposed.append((starts[search.at], candidates))
+            left = []
+            for searches, match in zip(waiting, _first_that_agree(tokens, proposed), strict=True):
+                matches[searches[0].at] = match
+                if match is None and len(searches) > 1:
                     left.append(searches[1:])
             waiting = left
         return matches
@@ -106,16 +111,14 @@ class Index:
     ) -> Iterator[Match]:
         """Matches of documents that end at most `limit` tokens after a start, longest first."""
         lengths = torch.arange(limit, 0, -1)
-        for place, entry in self._hits(hashes(torch.full_like(lengths, start), lengths)):
-            match = self._exact([entry], tokens[start : start + limit - place])
-            if match is not None:
-                yield match
+        for place, entries in self._hits(hashes(torch.full_like(lengths, start), lengths)):
+            yield from self._exact(tokens, start, limit - place, [(place, entries)])
 
     def likely_starts(self, hashes: Hashes, total: int) -> list[int]:
         """Places where a document of at least NOTICED tokens may begin."""
         places = torch.arange(max(total - NOTICED + 1, 0))
         wanted = hashes(places, torch.full_like(places, NOTICED))
-        return list(dict.fromkeys(place for place, _ in self._hits(wanted)))
+        return [place for place, _ in self._hits(wanted)]
 
     def _searches(
         self, hashes: Hashes, starts: list[int], limits: list[int]
@@ -124,44 +127,38 @@ class Index:
         if not starts:
             return []
         begin, limit = torch.tensor(starts)[:, None], torch.tensor(limits)[:, None]
-        tried = [0, *beginnings(max(limits))]
-        lengths = torch.tensor(tried).repeat(len(starts), 1)
-        lengths[:, :1] = limit  # the whole range comes before shorter beginnings
-        lengths = lengths.clamp_max(limit)
-        found: dict[int, dict[int, list[int]]] = {}
-        for place, entry in self._hits(hashes(begin, lengths).flatten()):
+        # The whole range comes before shorter beginnings.
+        tried = [max(limits), *beginnings(max(limits))]
+        lengths = torch.tensor(tried).minimum(limit)
+        found: dict[int, list[_Search]] = {}
+        for place, entries in self._hits(hashes(begin, lengths).flatten()):
             at, column = divmod(place, len(tried))
-            length = limits[at] if column == 0 else min(tried[column], limits[at])
-            entries = found.setdefault(at, {}).setdefault(length, [])
-            if entry not in entries:
-                entries.append(entry)
-        searches = []
-        for at, by_length in found.items():
-            descending = sorted(by_length, reverse=True)
-            uppers = [limits[at], *descending]
-            searches.append([
-                _Search(at, length, min(upper, 4 * length), by_length[length])
-                for length, upper in zip(descending, uppers, strict=False)
-            ])  # fmt: skip
-        return searches
+            length = min(tried[column], limits[at])
+            searches = found.setdefault(at, [])
+            upper = searches[-1].length if searches else limits[at]
+            if not searches or length < upper:
+                searches.append(_Search(at, length, min(upper, 4 * length), entries))
+        return list(found.values())
 
     def _proposed(
         self, hashes: Hashes, starts: list[int], searches: list[_Search]
     ) -> list[list["_Hit"]]:
         """Searches the index once for each start, and returns the entries."""
-        proposed, begin, length, owner = [], [], [], []
+        proposed, shared = [], []
         for number, search in enumerate(searches):
-            several = min(self.numbers[search.entries].tolist()) < 0  # share the beginning
+            several = any(self.numbers[entry] < 0 for entry in search.entries)  # share it
             proposed.append([(search.length, entry, not several) for entry in search.entries])
-            if several:
-                more = torch.arange(search.length + 1, search.upper + 1)
-                begin.append(torch.full_like(more, starts[search.at]))
-                length.append(more)
-                owner.append(torch.full_like(more, number))
-        if begin:
-            lengths, owners = torch.cat(length), torch.cat(owner)
-            for place, entry in self._hits(hashes(torch.cat(begin), lengths)):
-                proposed[int(owners[place])].append((int(lengths[place]), entry, False))
+            if several and search.upper > search.length:
+                shared.append((number, starts[search.at], search.length + 1, search.upper + 1))
+        if shared:
+            owner, begin, least, end = torch.tensor(shared).unbind(-1)
+            counts = end - least
+            of_range = torch.repeat_interleave(counts)
+            lengths = torch.arange(len(of_range)) + (end - counts.cumsum(0))[of_range]
+            owners = owner[of_range]
+            for place, entries in self._hits(hashes(begin[of_range], lengths)):
+                length, hits = int(lengths[place]), proposed[int(owners[place])]
+                hits.extend((length, entry, False) for entry in entries)
         return proposed
 
     def _in_order(
@@ -183,8 +180,8 @@ class Index:
                 ending[candidate.shard, candidate.document] = candidate
         return [*cut_off.values(), *sorted(ending.values(), key=lambda c: -c.length)]
 
-    def _hits(self, wanted: Tensor) -> list[tuple[int, int]]:
-        """Pairs of a place in `wanted` and an index entry with the hash at this place."""
+    def _hits(self, wanted: Tensor) -> list[tuple[int, range]]:
+        """The places in `wanted` whose hash is in the index, and the entries with this hash."""
         if not len(self.hashes):
             return []
         low = torch.searchsorted(self.hashes, wanted)
@@ -193,12 +190,11 @@ class Index:
         if not len(places):
             return []
         low, high = low[places], torch.searchsorted(self.hashes, wanted[places], right=True)
-        ranges = zip(places.tolist(), low.tolist(), high.tolist(), strict=True)
-        return [(place, entry) for place, a, b in ranges for entry in range(a, b)]
+        return list(zip(places.tolist(), map(range, low.tolist(), high.tolist()), strict=True))
 
     def _candidate(self, entry: int) -> Match:
         """The document of an index entry, with its whole length."""
-        number = int(self.numbers[entry])
+        number = self.numbers[entry]
         number = -1 - number if number < 0 else number
         file_checks.in_store(number, self.first[-1])
         which = bisect.bisect_right(self.first, number) - 1
@@ -206,18 +202,46 @@ class Index:
         begin, end = shard.span(document)
         return Match(shard, document, end - begin)
 
-    def _exact(self, entries: Iterable[int], tokens: Tensor) -> Match | None:
-        """The document of one of the index entries that has exactly these tokens, or None."""
-        candidates = (self._candidate(entry) for entry in entries)
-        return _first_that_agrees((c for c in candidates if c.length == len(tokens)), tokens)
+    def _exact(
+        self, tokens: Tensor, start: int, length: int, hits: Iterable[tuple[int, range]]
+    ) -> Iterator[Match]:
+        """The documents of the hits that have exactly the `length` tokens after `start`."""
+        for _, entries in hits:
+            for candidate in map(self._candidate, entries):
+                if candidate.length == length:
+                    (match,) = _first_that_agree(tokens, [(start, [candidate])])
+                    yield from [] if match is None else [match]
 
 
 _Hit = tuple[int, int, bool]  # length, index entry, and whether only one document has it
 
 
-def _first_that_agrees(candidates: Iterable[Match], here: Tensor) -> Match | None:
-    for match in candidates:
-        begin, _ = match.shard.span(match.document)
-        if torch.equal(match.shard.tokens(begin, begin + match.length), here[: match.length]):
-            return match
-    return None
+def _first_that_agree(
+    tokens: Tensor, proposed: Sequence[tuple[int, list[Match]]]
+) -> list[Match | None]:
+    """For each start, the first of its candidates whose tokens follow at the start, or None.
+
+    The first candidates of all starts are compared together, then the second candidates of the
+    starts that are left, and so on.
+    """
+    here = memoryview(buffer(tokens)).cast("B")
+    first: list[Match | None] = [None] * len(proposed)
+    waiting, turn = [i for i, (_, candidates) in enumerate(proposed) if candidates], 0
+    while waiting:
+        by_shard: dict[Any, list[int]] = {}
+        for i in waiting:
+            by_shard.setdefault(proposed[i][1][turn].shard, []).append(i)
+        for shard, of_shard in by_shard.items():
+            tried = [proposed[i][1][turn] for i in of_shard]
+            begins = [shard.span(match.document)[0] for match in tried]
+            spans = [(a, a + match.length) for a, match in zip(begins, tried, strict=True)]
+            stored, places = shard.tokens_of(spans)
+            there = memoryview(buffer(stored)).cast("B")
+            for i, match, place in zip(of_shard, tried, places, strict=True):
+                start, size = 8 * proposed[i][0], 8 * match.length
+                place *= 8
+                if bytes(there[place : place + size]) == bytes(here[start : start + size]):
+                    first[i] = match
+        turn += 1
+        waiting = [i for i in waiting if first[i] is None and len(proposed[i][1]) > turn]
+    return first

@@ -21,9 +21,11 @@ from .folder import header_of
 from .format import Header
 from .index import Hashes
 from .lookup import Index, Match
-from .rows import Table, decoded, joined, without_slots
-from .shard import shards_of
+from .rows import Decoding, Pieces, empty_pieces, table_of
+from .shard import Shard, shards_of
 from .verify import Report, verify
+
+SLOTS = 1 << 18  # number of slots that are read and decoded at once
 
 
 class Store:
@@ -73,8 +75,8 @@ class Store:
         shard = self.shards[number]
         begin, end = shard.span(i - self._first[number])
         a, b = checks.row_range(tokens, end - begin)
-        rows = decoded(shard.rows_of(begin + a, begin + b), self.info)
-        return shard.tokens(begin + a, begin + b), rows
+        targets = self._decoded([(shard, begin + a, b - a)])
+        return shard.tokens(begin + a, begin + b), targets
 
     def find(self, tokens: Any) -> int:
         """The number of the document that has exactly these tokens; KeyError if there is none."""
@@ -96,14 +98,14 @@ class Store:
         Raises KeyError if tokens match no document of the store.
         """
         checks.input_ids(input_ids)
-        flat = input_ids.detach().to("cpu", torch.int64).reshape(-1)
+        flat = input_ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
         width = input_ids.shape[-1]
         rows = len(flat) // width if width else 0
         if lengths is None:
             spans = self._packed(flat, rows, width)
         else:
             spans = self._of_lengths(flat, checks.lengths(lengths, rows, width), width)
-        targets = decoded(self._rows(spans), self.info).reshape(*input_ids.shape)
+        targets = self._decoded(spans).reshape(*input_ids.shape)
         return targets if input_ids.device.type == "cpu" else targets.to(input_ids.device)
 
     for_tokens = targets_for  # another name of the same method
@@ -126,33 +128,51 @@ class Store:
         return _with_padding(starts, matches, len(flat))
 
     def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
-        """The spans of a batch, found document after document.
+        """The spans of a batch, found document after document in all rows at once.
 
-        The likely starts of all rows are looked up at once; other starts are looked up one by one.
+        The starts of rows and other likely starts are looked up in advance.
         """
         hashes = Hashes(flat)
-        likely = self.index.likely_starts(hashes, len(flat))
-        known = dict(zip(likely, self._longest(flat, hashes, likely, width), strict=True))
+        known: dict[int, Match | None] = {}
+        ends = [row * width for row in range(rows)]  # ends of the documents that were found
+        found: list[list[Match]] = [[] for _ in range(rows)]
+        wanted = {*ends, *self.index.likely_starts(hashes, len(flat))}
+        while wanted:
+            new = sorted(wanted)
+            known.update(zip(new, self._longest(flat, hashes, new, width), strict=True))
+            wanted = set()
+            for row, of_row in enumerate(found):
+                while (match := known.get(ends[row])) and ends[row] < (row + 1) * width:
+                    of_row.append(match)
+                    ends[row] += match.length
+                if ends[row] < (row + 1) * width and ends[row] not in known:
+                    wanted.add(ends[row])
         starts, matches = [], []
-        for row in range(rows):
-            begin, end = row * width, (row + 1) * width
-            at, of_row = begin, []
-            while at < end:
-                match = known.get(at) or self._longest(flat, hashes, [at], width)[0]
-                if match is None:
-                    break
-                of_row.append(match)
-                at += match.length
-            rest = flat[at:end]
-            is_padding = bool((rest == rest[:1]).all()) and (at > begin or int(flat[at]) < 0)
-            if not is_padding or (len(rest) == 1 and int(rest[0]) >= 0):
-                # A single last token may be padding, or the last token of another document.
-                of_row = self._other_reading(flat, hashes, begin, end) or of_row
-                if not is_padding and sum(match.length for match in of_row) == at - begin:
-                    raise checks.unknown_document(flat[begin:end], row, at - begin, None)
-            starts += accumulate((match.length for match in of_row[:-1]), initial=begin)
-            matches += of_row
-        return _with_padding(starts[: len(matches)], matches, len(flat))
+        for row, of_row in enumerate(found):
+            if of_row := self._with_rest(flat, hashes, row, width, of_row):
+                starts += accumulate((match.length for match in of_row[:-1]), initial=row * width)
+                matches += of_row
+        return _with_padding(starts, matches, len(flat))
+
+    def _with_rest(
+        self, flat: Tensor, hashes: Hashes, row: int, width: int, matches: list[Match]
+    ) -> list[Match]:
+        """The documents of a row, if all tokens after the documents are padding.
+
+        Otherwise other documents are tried. Raises if the tokens match no document.
+        """
+        begin, end = row * width, (row + 1) * width
+        at = begin + sum(match.length for match in matches)
+        if at == end:
+            return matches
+        rest = flat[at:end]
+        is_padding = bool((rest == rest[0]).all()) and (at > begin or int(rest[0]) < 0)
+        if not is_padding or (len(rest) == 1 and int(rest[0]) >= 0):
+            # A single last token may be padding, or the last token of another document.
+            matches = self._other_reading(flat, hashes, begin, end) or matches
+            if not is_padding and sum(match.length for match in matches) == at - begin:
+                raise checks.unknown_document(flat[begin:end], row, at - begin, None)
+        return matches
 
     def _other_reading(self, flat: Tensor, hashes: Hashes, begin: int, end: int) -> list[Match]:
         """Documents that fill a row up to its end or up to negative ids; [] if there are none.
@@ -188,15 +208,30 @@ class Store:
         limits = [width - at % width for at in starts]
         return self.index.match(flat, hashes, starts, limits, whole=False)
 
-    def _rows(self, spans: list["Span"]) -> Table:
-        tables = []
-        for match, n in spans:
-            if match is None:
-                tables.append(without_slots(n, self.info))
+    def _decoded(self, spans: list["Span"]) -> SparseTargets:
+        """The targets of several spans, which are read and decoded in portions."""
+        decoding = Decoding(sum(n for _, _, n in spans), self.info)
+        for portion in _portions(spans, max(1, SLOTS // self.info.k)):
+            decoding.add(table_of(self._pieces(portion), self.info))
+        return decoding.targets()
+
+    def _pieces(self, spans: list["Span"]) -> Pieces:
+        """The bytes of all rows of the spans, in the order of the spans."""
+        by_shard: dict[Shard | None, list[int]] = {}
+        for i, (shard, _, _) in enumerate(spans):
+            by_shard.setdefault(shard, []).append(i)
+        pieces: dict[str, list] = {name: [None] * len(spans) for name in self.info.layout()}
+        for shard, places in by_shard.items():
+            if shard is None:
+                of_shard = [empty_pieces(spans[i][2], self.info) for i in places]
+                found = {name: [piece[name] for piece in of_shard] for name in pieces}
             else:
-                begin, _ = match.shard.span(match.document)
-                tables.append(match.shard.rows_of(begin, begin + n))
-        return joined(tables or [without_slots(0, self.info)])
+                found = shard.pieces_of([(begin, begin + n) for _, begin, n in
+                                         (spans[i] for i in places)])  # fmt: skip
+            for name, of_column in found.items():
+                for i, piece in zip(places, of_column, strict=True):
+                    pieces[name][i] = piece
+        return pieces
 
     def __reduce__(self):
         """Pickles only the path, so that each DataLoader worker opens the files itself."""
@@ -208,18 +243,33 @@ class Store:
         )
 
 
-Span = tuple[Match | None, int]  # a match, or None for padding, and a number of rows
+Span = tuple[Shard | None, int, int]  # rows: shard (None for padding), first row, number of rows
 
 
 def _with_padding(starts: Sequence[int], matches: Sequence[Match], total: int) -> list[Span]:
-    """The matches in the order of the batch, with spans of padding in the gaps."""
+    """The rows of the matches in the order of the batch, with spans of padding in the gaps."""
     spans: list[Span] = []
     place = 0
     for start, match in sorted(zip(starts, matches, strict=True), key=lambda pair: pair[0]):
         if start > place:
-            spans.append((None, start - place))
-        spans.append((match, match.length))
+            spans.append((None, 0, start - place))
+        spans.append((match.shard, match.shard.span(match.document)[0], match.length))
         place = start + match.length
     if place < total:
-        spans.append((None, total - place))
+        spans.append((None, 0, total - place))
     return spans
+
+
+def _portions(spans: list[Span], rows: int) -> Iterator[list[Span]]:
+    """The spans in groups of the given number of rows. A long span is cut."""
+    portion, room = [], rows
+    for shard, begin, n in spans:
+        while n:
+            taken = min(n, room)
+            portion.append((shard, begin, taken))
+            begin, n, room = begin + taken, n - taken, room - taken
+            if not room:
+                yield portion
+                portion, room = [], rows
+    if portion:
+        yield portion

@@ -11,6 +11,10 @@ unit.
 """
 
 import functools
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +34,7 @@ FAR_MASS = 2.0**-17  # the largest share of a row's mass in slots beyond NEAR un
 NEGLIGIBLE = 2.0**-20  # a divergence of a row that is small enough, in nats
 
 Table = dict[str, Tensor]  # one tensor per column; all columns have the same rows
+Pieces = Mapping[str, Sequence[Any]]  # the bytes of a column, in one or several parts
 
 
 def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Table:
@@ -127,50 +132,79 @@ def _unit(step: Tensor) -> Tensor:
 
 def decoded(table: Table, header: Header) -> SparseTargets:
     """Decodes rows into targets, (T,), on the CPU."""
-    codes = table["codes"]
-    most = int(codes.max()) if header.values == "u8" and codes.numel() else 0
-    if most > NEAR:
-        units = _units_of_codes().index_select(0, codes.flatten().int()).view(codes.shape)
-    else:
-        units = codes.float()
-    all_slots = header.values == "u8" and most < EMPTY and not bool(table["top"].isnan().any())
-    return _with_units(table, header, units, all_slots)
+    decoding = Decoding(len(table["top"]), header)
+    decoding.add(table)
+    return decoding.targets()
 
 
 def recoded(table: Table, header: Header) -> Table:
     """Encodes rows of version 1 again. In version 1, every code up to CODES means `code` units."""
     if header.values == "f16":
         return table
-    units = table["codes"].float()
-    units = units.masked_fill(units == ZERO, torch.inf).masked_fill(units == EMPTY, torch.nan)
-    return encoded(_with_units(table, header, units), header)
+    decoding = Decoding(len(table["top"]), header, near=CODES)
+    decoding.add(table)
+    return encoded(decoding.targets(), header)
 
 
-def _with_units(
-    table: Table, header: Header, units: Tensor, all_slots: bool = False
-) -> SparseTargets:
-    """Targets from the distances `units` below `top`, in units for u8 and in nats for f16.
+class Decoding:
+    """Targets of a number of rows, which `add` decodes part by part.
 
-    `all_slots` must only be true if no slot is empty.
+    Only the targets have the size of all rows. All other tensors have the size of a part, because
+    memory that the process gets from the system takes longer to obtain than to fill.
     """
-    top, k = table["top"], header.k
-    fields = {width: table[f"ids.{width}"] for width, _ in widths(header.bits)}
-    ids = unpack(fields, k, header.id_dtype)
-    file_checks.ids_in_vocabulary(ids, header.vocab_size)
-    logprobs = torch.empty(ids.shape)
-    logprobs[:, 0] = top
-    if header.values == "f16":
-        torch.sub(top[:, None], units, out=logprobs[:, 1:])
-    else:
-        unit = _all_units()[table["step"].int()]
-        torch.addcmul(top[:, None], units, unit[:, None], value=-1, out=logprobs[:, 1:])
-    tail = table["tail"].clone()
-    if all_slots or not bool(logprobs.isnan().any()):
-        return unchecked(ids, logprobs, tail)
-    mask = ~logprobs.isnan()
-    mask = mask & mask[:, :1]
-    logprobs = logprobs.masked_fill(~mask, -torch.inf)
-    return unchecked(ids, logprobs, tail, None if bool(mask.all()) else mask)
+
+    def __init__(self, rows: int, header: Header, near: int = NEAR):
+        self.header, self.near, self.rows = header, near, 0
+        self.ids = torch.empty(rows, header.k, dtype=header.id_dtype)
+        self.logprobs, self.tail = torch.empty(rows, header.k), torch.empty(rows)
+        self.mask: Tensor | None = None
+
+    def add(self, table: Table) -> None:
+        """Decodes the next rows."""
+        begin, end = self.rows, self.rows + len(table["top"])
+        self.rows = end
+        if begin == end:
+            return
+        ids, logprobs = self.ids[begin:end], self.logprobs[begin:end]
+        unpack({w: table[f"ids.{w}"] for w, _ in widths(self.header.bits)}, ids)
+        file_checks.ids_in_vocabulary(ids, self.header.vocab_size)
+        self.tail[begin:end] = table["tail"]
+        top, codes = table["top"], table["codes"]
+        codes = pad(codes, (1, 0))  # the distances from `top`; 0 for the first slot
+        logprobs.copy_(codes)
+        all_slots = False
+        if self.header.values == "u8":
+            most = self._far(logprobs, codes)
+            all_slots = most < EMPTY and not bool(top.isnan().any())
+            logprobs.mul_(_all_units().index_select(0, table["step"].int())[:, None])
+        torch.sub(top[:, None], logprobs, out=logprobs)
+        if not all_slots:
+            self._masked(begin, logprobs)
+
+    def _far(self, units: Tensor, codes: Tensor) -> int:
+        """Replaces codes in `units` that are not numbers of units. Returns the largest code."""
+        last = codes[:, -1]  # the codes of a row do not decrease
+        most = int(last.max())
+        if most > self.near:
+            rows = (last > self.near).nonzero()[:, 0]
+            of_rows = codes.index_select(0, rows)
+            far = _units_of_codes(self.near).index_select(0, of_rows.flatten().int())
+            units.index_copy_(0, rows, far.view(of_rows.shape))
+        return most
+
+    def _masked(self, begin: int, logprobs: Tensor) -> None:
+        """Masks empty slots, whose log-probability is NaN, and rows whose first slot is empty."""
+        mask = ~logprobs.isnan()
+        mask &= mask[:, :1].clone()
+        if bool(mask.all()):
+            return
+        logprobs.masked_fill_(~mask, -torch.inf)
+        if self.mask is None:
+            self.mask = torch.ones(self.ids.shape, dtype=torch.bool)
+        self.mask[begin : begin + len(mask)] = mask
+
+    def targets(self) -> SparseTargets:
+        return unchecked(self.ids, self.logprobs, self.tail, self.mask)
 
 
 @functools.lru_cache
@@ -179,27 +213,33 @@ def _all_units() -> Tensor:
 
 
 @functools.lru_cache
-def _units_of_codes() -> Tensor:
+def _units_of_codes(near: int) -> Tensor:
     """The number of units that each code means. It is inf for ZERO and NaN for EMPTY."""
     codes = torch.arange(256.0)
-    units = codes.clamp_max(NEAR) * torch.exp2((codes - NEAR).clamp_min(0) * GROWTH)
+    units = codes.clamp_max(near) * torch.exp2((codes - near).clamp_min(0) * GROWTH)
     units[ZERO], units[EMPTY] = torch.inf, torch.nan
     return units
 
 
-def without_slots(n: int, header: Header) -> Table:
-    """n rows whose slots are all empty."""
-    table = {
-        name: torch.zeros((n, *shape), dtype=dtype)
-        for name, (dtype, shape) in header.layout().items()
-    }
-    table["top"].fill_(torch.nan)
-    table["codes"].fill_(torch.nan if header.values == "f16" else EMPTY)
+def empty_pieces(n: int, header: Header) -> dict[str, bytearray]:
+    """The bytes of n rows without slots. A row whose `top` is NaN has no slots."""
+    pieces = {name: bytearray(n * size) for name, size in header.sizes().items()}
+    return pieces | {"top": bytearray(struct.pack("<f", math.nan) * n)}
+
+
+def table_of(pieces: Pieces, header: Header) -> Table:
+    """The rows in pieces of columns, which follow each other."""
+    sizes, table = header.sizes(), {}
+    rows = sum(map(len, pieces["top"])) // sizes["top"]
+    for name, (dtype, shape) in header.layout().items():
+        parts = pieces[name]
+        data = parts[0] if len(parts) == 1 else bytearray().join(parts)
+        table[name] = tensor_of(data, rows, dtype, shape)
     return table
 
 
-def joined(tables: list[Table]) -> Table:
-    """One table with the rows of all tables."""
-    if len(tables) == 1:
-        return tables[0]
-    return {name: torch.cat([table[name] for table in tables]) for name in tables[0]}
+def tensor_of(data: Any, rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of `rows` rows in the memory of `data`."""
+    if not len(data):
+        return torch.empty((rows, *shape), dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(rows, *shape)

@@ -1,7 +1,7 @@
 """Checks of an inference server's output, with errors `<field> must <rule>, got <value>.`"""
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -53,6 +53,10 @@ def token_id(name: str, value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or int(value) < 0:
         raise ValueError(f"{name} must have whole numbers as token ids, got {value!r:.50}.")
     return int(value)
+
+
+def below_2_63(name: str) -> NoReturn:
+    raise ValueError(f"{name} must have token ids below 2^63, got a larger number.")
 
 
 def logprob(name: str, place: int, value: Any) -> float:

@@ -5,8 +5,8 @@ targets/safetensors.py reads the header.
 """
 
 import hashlib
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
 import torch
@@ -18,8 +18,9 @@ from .blocks import Blocks, checksum_bytes, checksums
 from .folder import shard_files
 from .format import FORMAT, OLDER, VERSION, Header, pack, packed_length, unpack, widths
 from .index import index_of
-from .rows import Table, recoded
+from .rows import Pieces, Table, recoded, table_of, tensor_of
 
+Span = tuple[int, int]  # the first row and the end of some rows of a shard
 PIECE = 1 << 22  # number of bytes that are read at once for a digest
 
 
@@ -45,36 +46,66 @@ class Shard:
             file_checks.checksums_come_last(path, self.entries["crc"].begin, size)
         self.blocks = Blocks(path, file.start, size, checked)
         self.starts = self.column("starts")
+        self._spans = memoryview(safetensors.buffer(self.starts)).cast("B").cast("q")
         file_checks.shard_starts(path, self.starts, self.entries["top"].shape[0])
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def span(self, document: int) -> tuple[int, int]:
-        a, b = self.starts[document : document + 2].tolist()
-        return a, b
+    def span(self, document: int) -> Span:
+        return self._spans[document], self._spans[document + 1]
 
-    def column(self, name: str, begin: int = 0, end: int | None = None) -> Tensor:
-        """The elements from `begin` to `end` of a column's first dimension."""
-        dtype, shape, offset, _ = self.entries[name]
-        end = shape[0] if end is None else end
-        size = dtype.itemsize * math.prod(shape[1:])
-        data = self.blocks.read(offset + begin * size, offset + end * size, dtype)
-        return data if len(shape) == 1 else data.view(end - begin, *shape[1:])
+    def column(self, name: str) -> Tensor:
+        """A whole column."""
+        dtype, shape, begin, end = self.entries[name]
+        return self.blocks.read(begin, end, dtype).view(shape)
 
     def tokens(self, begin: int, end: int) -> Tensor:
-        first = begin - begin % 8  # all fields of this token begin at a byte
-        fields = {
-            width: self.column(
-                f"tokens.{width}", packed_length(first, width), packed_length(end, width)
-            )
-            for width, _ in widths(self.header.bits)
+        tokens, (first,) = self.tokens_of([(begin, end)])
+        return tokens[first : first + end - begin]
+
+    def tokens_of(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
+        """The tokens of several spans in one tensor, and the place in it where each span begins.
+
+        The tensor has up to 7 other tokens before and after each span, because only the fields of
+        every eighth token begin at a byte.
+        """
+        whole = [(begin - begin % 8, end + -end % 8) for begin, end in spans]
+        counts = [b - a for a, b in whole]
+        fields = {}
+        for width, dtype in widths(self.header.bits):
+            _, _, offset, last = self.entries[f"tokens.{width}"]
+            pieces = self.blocks.pieces([
+                (offset + a * width // 8, min(offset + b * width // 8, last)) for a, b in whole
+            ])  # fmt: skip
+            # The last span of a shard may need padding up to a multiple of eight tokens.
+            padding = (bytes(n * width // 8 - len(p)) for n, p in zip(counts, pieces, strict=True))
+            data = bytearray().join(chain.from_iterable(zip(pieces, padding, strict=True)))
+            fields[width] = tensor_of(data, -1, dtype or torch.uint8, ())
+        places = accumulate(counts[:-1], initial=0)
+        first = [at + begin % 8 for at, (begin, _) in zip(places, spans, strict=True)]
+        tokens = torch.empty(sum(counts), dtype=torch.int64)
+        unpack(fields, tokens)
+        return tokens, first
+
+    def pieces_of(self, spans: Sequence[Span]) -> Pieces:
+        """The bytes of several spans of rows, column by column, encoded as in version 2."""
+        columns = {}
+        for name, size in self.header.sizes().items():
+            begin = self.entries[name].begin
+            ranges = [(begin + a * size, begin + b * size) for a, b in spans]
+            columns[name] = self.blocks.pieces(ranges)
+        if self.version == VERSION:
+            return columns
+        rows = recoded(table_of(columns, self.header), self.header)
+        cuts = list(pairwise(accumulate((b - a for a, b in spans), initial=0)))
+        return {
+            name: [bytearray(safetensors.buffer(t[a:b])) for a, b in cuts]
+            for name, t in rows.items()
         }
-        return unpack(fields, end - first, torch.int64)[begin - first :]
 
     def rows_of(self, begin: int, end: int) -> Table:
-        rows = {name: self.column(name, begin, end) for name in self.header.layout()}
-        return rows if self.version == VERSION else recoded(rows, self.header)
+        return table_of(self.pieces_of([(begin, end)]), self.header)
 
     def index(self) -> tuple[Tensor, Tensor]:
         """The columns index.hash and index.doc. For version 1, they are computed again."""

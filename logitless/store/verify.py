@@ -124,10 +124,17 @@ def _check_rows(
         begin, end = shard.span(document)
         for a in range(begin, end, ROWS):
             b = min(a + ROWS, end)
-            tokens, targets = shard.tokens(a, b), decoded(shard.rows_of(a, b), shard.header)
+            rows = shard.rows_of(a, b)
+            tokens, targets = shard.tokens(a, b), decoded(rows, shard.header)
             if int(tokens.max()) >= vocab_size:
                 report.problems.append(
                     f"{shard.path} must have tokens below {vocab_size}, got {int(tokens.max())}"
+                    f" in document {document}"
+                )
+            codes = rows["codes"]
+            if bool((codes[:, 1:] < codes[:, :-1]).any()):
+                report.problems.append(
+                    f"{shard.path} must have the most probable slots first, got other slots first"
                     f" in document {document}"
                 )
             logprobs = targets.logprobs

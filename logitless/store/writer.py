@@ -6,10 +6,13 @@ the layout of a store.
 
 import hashlib
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..core import call as _call
@@ -122,19 +125,46 @@ class Writer:
             return False
         if len(tokens) <= SHORT and targets.device.type == "cpu":
             self.journal.append_targets(tokens, targets)
-            self._added(tokens)
+            self._added([_digest(tokens)])
         else:
             self.append(tokens, {n: t.cpu() for n, t in encoded(targets, self.header).items()})
         return True
 
+    def extend(self, tokens: Any, starts: Sequence[int], targets: SparseTargets) -> int:
+        """Adds several documents at once, which is faster than `add` for short documents.
+
+        `tokens` and `targets` are those of all documents, one after the other. `starts` are the
+        places of the first tokens, and the number of all tokens. Returns the number of documents
+        that were added. If a document is refused, no document is added.
+        """
+        checks.is_open(self.closed, self.lock.is_mine)
+        tokens = checks.tokens(tokens, self.header.vocab_size)
+        checks.starts(starts, len(tokens))
+        checks.document(targets, tokens, self.header, SparseTargets)
+        data, new = memoryview(buffer(tokens)).cast("B"), {}
+        known = self.index.documents(tokens, torch.tensor(starts)) if self.shards else ()
+        for span, match in zip_longest(pairwise(starts), known):
+            digest = _digest_of(data[8 * span[0] : 8 * span[1]])
+            if match is None and digest not in self.digests:
+                new.setdefault(digest, span)
+        if len(new) < len(starts) - 1:
+            places = torch.cat([torch.arange(a, b) for a, b in [(0, 0), *new.values()]])
+            tokens, targets = tokens[places], targets[places]
+            starts = list(accumulate((b - a for a, b in new.values()), initial=0))
+        if new:
+            rows = {n: t.cpu() for n, t in encoded(targets, self.header).items()}
+            self.journal.append(tokens, starts, rows)
+            self._added(new)
+        return len(new)
+
     def append(self, tokens: Tensor, rows: Table) -> None:
         """Adds an encoded document that is not in the store."""
         checks.is_open(self.closed, self.lock.is_mine)
-        self.journal.append(tokens, {name: t.contiguous() for name, t in rows.items()})
-        self._added(tokens)
+        self.journal.append(tokens, (0, len(tokens)), rows)
+        self._added([_digest(tokens)])
 
-    def _added(self, tokens: Tensor) -> None:
-        self.digests.add(_digest(tokens))
+    def _added(self, digests: Iterable[bytes]) -> None:
+        self.digests.update(digests)
         of_tokens = self.journal.tokens * (8 + self.row_bytes)
         if of_tokens + len(self.journal) * PER_DOCUMENT >= self.shard_bytes:
             self.flush()
@@ -187,7 +217,11 @@ class Writer:
 
 
 def _digest(tokens: Tensor) -> bytes:
-    return hashlib.blake2b(buffer(tokens), digest_size=16).digest()
+    return _digest_of(buffer(tokens))
+
+
+def _digest_of(tokens: Any) -> bytes:
+    return hashlib.blake2b(tokens, digest_size=16).digest()
 
 
 def recover(path: str | os.PathLike) -> int:

@@ -7,7 +7,7 @@ import torch
 
 import logitless as ll
 from logitless import cli
-from logitless.cli import teacher_data
+from logitless.cli import teacher_data, teacher_import
 from logitless.store import Store, Writer
 from tests.support import stores
 from tests.support.stores import documents
@@ -76,6 +76,31 @@ def test_what_cannot_be_right_is_told_by_its_line(answers, tmp_path, capsys):
         path.write_text(text)
         assert imported(path, tmp_path / "t") == 1
         assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("at_once", [1, 12, 4096])
+def test_documents_are_added_in_groups(at_once, answers, tmp_path, capsys, monkeypatch):
+    """An output that only the writer refuses is named by its line, wherever its group begins."""
+    monkeypatch.setattr(teacher_import, "AT_ONCE", at_once)
+    path, found = answers
+    lines = [json.dumps(answer(*one)) for one in found]
+    bad = json.loads(lines[4])
+    own = str(bad["prompt_token_ids"][1])
+    entry = {own: {"logprob": -0.5}, "50": {"logprob": -2.0}}
+    bad["choices"][0]["prompt_logprobs"][1] = entry
+    path.write_text("\n".join([*lines[:4], lines[0], json.dumps(bad), lines[5]]))
+    assert imported(path, tmp_path / "s") == 1
+    error = capsys.readouterr().err
+    assert "line 6: targets.ids must be in the vocabulary of 50, got 50" in error
+    assert len(Store(tmp_path / "s")) == 4
+    heavy = json.loads(lines[4])
+    heavy["choices"][0]["prompt_logprobs"][2] |= {"1": {"logprob": 0.0}, "2": {"logprob": 0.0}}
+    path.write_text("\n".join([*lines[:4], json.dumps(heavy)]))
+    assert imported(path, tmp_path / "s") == 1
+    assert "line 5: vLLM's prompt_logprobs must give every token a mass" in capsys.readouterr().err
+    path.write_text("\n".join(lines))
+    assert imported(path, tmp_path / "s") == 0
+    assert len(Store(tmp_path / "s")) == 6
 
 
 def test_a_bad_store_ends_in_an_error(tmp_path, capsys):

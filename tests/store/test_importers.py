@@ -232,6 +232,14 @@ class TestCompletions:
             ({"prompt_logprobs": [None, {"3": math.nan}]}, "must hold logarithms of .*, got nan"),
             ({"prompt_token_ids": [7, 1.5]}, "must have whole numbers as token ids, got 1.5"),
             ({"prompt_token_ids": [7, True]}, "must have whole numbers as token ids, got True"),
+            ({"prompt_token_ids": [7, -3]}, "must have whole numbers as token ids, got -3"),
+            ({"prompt_logprobs": [None, {"3": -1.0, "-4": -2.0}]}, "by their ids, got '-4'"),
+            ({"prompt_logprobs": [None, {"3": -1.0, "1_0": -2.0}]}, "by their ids, got '1_0'"),
+            ({"prompt_logprobs": [None, {"3": -1.0, "": -2.0}]}, "by their ids, got ''"),
+            ({"prompt_logprobs": [None, {"3": -1.0, "4": True}]}, "logarithms of .*, got True"),
+            ({"prompt_logprobs": [None, {"3": -1.0, "4": math.nan}]}, "logarithms of .*, got nan"),
+            ({"prompt_logprobs": [None, {"3": {"logprob": -1.0}, "4": {}}]}, "of .*, got None"),
+            ({"prompt_logprobs": [None, {"3": -1.0, str(2**70): -2.0}]}, "below 2\\^63, got a"),
         ],
     )  # fmt: skip
     def test_bad_outputs_of_vllm(self, output, message):
@@ -259,6 +267,28 @@ class TestCompletions:
         about = {"input_token_logprobs": own, "input_top_logprobs": top}
         with pytest.raises(ValueError, match=message):
             from_sglang({"meta_info": about}, k=4)
+
+    @pytest.mark.parametrize(
+        "entry",
+        [
+            {"3": {"logprob": -1.0, "rank": 1}, "12": {"logprob": -2.5}},
+            {"3": -1.0, "12": -2.5},
+            {3: -1.0, 12: -2.5},
+            {"token_id:3": -1.0, "token_id:12": -2.5},
+            {"token_id:3": {"logprob": -1.0}, "12": {"logprob": -2.5}},
+            {"3": -1, "12": -2.5},
+            {"3": SimpleNamespace(logprob=-1.0), 12: {"logprob": -2.5}},
+            {"03": -1.0, "12": {"logprob": -2.5}},
+        ],
+    )
+    def test_entries_of_every_form(self, entry):
+        """Usual entries are checked as a whole, and other entries number by number."""
+        output = {"prompt_token_ids": [7, 3], "prompt_logprobs": [None, entry]}
+        tokens, targets = from_vllm(output, k=3)
+        assert tokens.tolist() == [7, 3]
+        assert targets.ids[0].tolist() == [3, 12, 0]
+        assert targets.logprobs[0].tolist() == [-1.0, -2.5, -math.inf]
+        assert targets.mask.tolist() == [[True, True, False], [False] * 3]
 
     def test_no_slots(self):
         """HUNT 21."""

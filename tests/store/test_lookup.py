@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import logitless as ll
+from logitless.store import batch_targets
 from tests.support import stores
 from tests.support.forked import FORKED
 from tests.support.stores import LENGTHS, assert_near, document
@@ -57,6 +58,21 @@ class TestFinding:
             assert not got.mask[1, 0, 103:].any()
         assert store.for_tokens(one).shape == (150,)
         assert_near(store.targets_for(one, [37, 100, 13]), want)
+
+    def test_a_row_of_padding_before_other_rows(self, some):
+        """The targets of the next row were returned for the row of padding."""
+        found, store = some
+        batch = torch.full((4, 100), -1)
+        batch[1, :37], batch[3] = found[2][0], found[0][0]
+        mask = (batch >= 0).int()
+        for got in (
+            store.targets_for(batch),
+            store.targets_for(batch, [0, 37, 0, 100]),
+            batch_targets(store, {"input_ids": batch.clamp_min(0), "attention_mask": mask}),
+        ):
+            assert torch.equal(got.mask.any(-1), mask.bool())
+            assert_near(got[1, :37], found[2][1])
+            assert_near(got[3], found[0][1])
 
     def test_any_beginning(self, some):
         found, store = some

@@ -21,16 +21,16 @@ def prompted(n, shared=70, total=76, **how):
 
 
 class Count:
-    """How often tokens of documents are read while the block runs."""
+    """How many documents are compared with tokens of a batch while the block runs."""
 
     def __init__(self, monkeypatch):
-        self.reads, real = 0, _shard.Shard.tokens
+        self.reads, real = 0, _shard.Shard.tokens_of
 
-        def counted(shard, begin, end):
-            self.reads += 1
-            return real(shard, begin, end)
+        def counted(shard, spans):
+            self.reads += len(spans)
+            return real(shard, spans)
 
-        monkeypatch.setattr(_shard.Shard, "tokens", counted)
+        monkeypatch.setattr(_shard.Shard, "tokens_of", counted)
 
 
 class TestShared:

@@ -63,6 +63,16 @@ class TestVerify:
         report = Store(tmp_path / "b").verify()
         assert any("must have tokens below 1000, got 1023" in p for p in report.problems)
 
+    def test_slots_that_are_not_sorted(self, tmp_path):
+        """The reader finds the codes above 223 of a row by its last slot."""
+        tokens, targets = document(10)
+        with Writer(tmp_path, vocab_size=V, k=K) as writer:
+            rows = _rows.encoded(targets, writer.header)
+            rows["codes"] = rows["codes"].flip(-1).contiguous()
+            writer.append(tokens, rows)
+        report = Store(tmp_path).verify()
+        assert any("must have the most probable slots first" in p for p in report.problems)
+
     def test_an_empty_one(self, tmp_path):
         store = stores.write(tmp_path, [])
         assert store.verify()

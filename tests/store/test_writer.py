@@ -4,16 +4,25 @@ import gc
 import os
 import pickle
 import tracemalloc
+from itertools import accumulate
 
 import pytest
 import torch
 
 import logitless as ll
+from logitless.store import Store
 from logitless.store import journal as _journal
 from logitless.store import rows as _rows
 from logitless.store import writer as _writer
 from tests.support import store_kills, stores
-from tests.support.stores import abandon, assert_holds, document, documents, open_writer
+from tests.support.stores import (
+    abandon,
+    assert_holds,
+    assert_near,
+    document,
+    documents,
+    open_writer,
+)
 
 
 class TestMemory:
@@ -83,6 +92,86 @@ class TestSpeed:
                 torch.testing.assert_close(getattr(got, name), getattr(want, name))
             assert (got.mask is None) == (want.mask is None)
             assert got.mask is None or torch.equal(got.mask, want.mask)
+
+
+class TestExtend:
+    def joined(self, found):
+        starts = [0, *accumulate(len(tokens) for tokens, _ in found)]
+        targets = ll.SparseTargets.cat([targets for _, targets in found])
+        return torch.cat([tokens for tokens, _ in found]), starts, targets
+
+    def test_is_the_same_as_add(self, tmp_path):
+        """Short and long documents, documents that are known, pending or repeated."""
+        found = documents(6, 3, 100, 1, 64, 65, 7)
+        with open_writer(tmp_path) as writer:
+            writer.add(*found[1])
+            writer.flush()
+            writer.add(*found[3])
+            assert writer.extend(*self.joined([*found, found[0]])) == 5
+            assert writer.extend(*self.joined(found)) == 0
+            writer.flush()
+            assert writer.extend(*self.joined(found)) == 0
+            assert len(writer) == 7
+        store = Store(tmp_path)
+        assert_holds(store, found)
+        one_by_one = stores.write(tmp_path / "one by one", found)
+        for tokens, _ in found:
+            for got, want in zip(
+                vars(store[store.find(tokens)][1]).values(),
+                vars(one_by_one[one_by_one.find(tokens)][1]).values(),
+                strict=True,
+            ):
+                assert got is want is None or torch.equal(got, want)
+
+    def test_survives_kill_and_fills_shards(self, tmp_path):
+        found = documents(*[6] * 50)
+        writer = open_writer(tmp_path, shard_bytes=10_000)
+        for i in range(0, 50, 10):
+            writer.extend(*self.joined(found[i : i + 10]))
+        assert writer.shards
+        abandon(writer)
+        open_writer(tmp_path).close()
+        assert_holds(Store(tmp_path), found)
+
+    def test_adds_nothing_if_a_document_is_refused(self, tmp_path):
+        tokens, starts, targets = self.joined(documents(3, 4))
+        with open_writer(tmp_path) as writer:
+            for bad, kind, message in (
+                ([0, 3], ValueError, "starts must increase from 0 to 7, the number of tokens, got"),
+                ([0, 3, 3, 7], ValueError, "starts must increase from 0 to 7"),
+                ([1, 7], ValueError, "starts must increase from 0 to 7"),
+                ([0, 3.5, 7], ValueError, "starts must increase from 0 to 7"),
+                ([0], TypeError, "starts must be a list of at least two numbers"),
+                (7, TypeError, "starts must be a list of at least two numbers, got 7"),
+            ):
+                with pytest.raises(kind, match=message):
+                    writer.extend(tokens, bad, targets)
+            with pytest.raises(ValueError, match="one row for each of the 7 tokens"):
+                writer.extend(tokens, starts, targets[:-1])
+            tokens[5] = stores.V
+            with pytest.raises(ValueError, match="tokens must be ids of a vocabulary of"):
+                writer.extend(tokens, starts, targets)
+            assert len(writer) == 0
+
+
+@pytest.mark.parametrize("how", ["every second", "a column", "one repeated"])
+def test_tokens_that_are_not_contiguous(how, tmp_path):
+    """The memory after the first token was stored instead of the tokens."""
+    tokens = {
+        "every second": torch.arange(80)[::2],
+        "a column": torch.arange(80).view(40, 2)[:, 1],
+        "one repeated": torch.tensor([7]).expand(40),
+    }[how]
+    targets = stores.teacher(40)
+    with open_writer(tmp_path) as writer:
+        assert writer.add(tokens, targets)
+        assert not writer.add(tokens.contiguous(), targets)
+        assert tokens in writer
+    store = Store(tmp_path)
+    assert torch.equal(store[0][0], tokens)
+    assert store.find(tokens) == 0
+    assert_near(store.targets_for(tokens), targets)
+    assert_near(store.targets_for(tokens, [40]), targets)
 
 
 def tensors():

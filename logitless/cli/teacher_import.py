@@ -1,0 +1,80 @@
+"""Adds the output of an inference server to a store, for `logitless teacher import`.
+
+Documents are added in groups, because a tensor operation takes as long for one short document as
+for hundreds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from logitless.store import Writer
+from logitless.store.importers import READERS, Document, choices_of, tensors_of
+
+from .teacher_data import Line
+
+AT_ONCE = 4096  # number of tokens per group
+
+
+class Group(NamedTuple):
+    """Documents that are added together, each with the file and line of its output."""
+
+    documents: list[tuple[str, Document]]
+    size: int  # bytes of the lines
+    tokens: int
+
+
+def add_outputs(
+    writer: Writer,
+    lines: Iterable[Line],
+    form: str,
+    completion: bool | None,
+    progress: Callable[..., None],
+) -> None:
+    """Adds the documents of all lines. All documents before a line with an error are added too."""
+    for group in _groups(lines, form, completion):
+        _add(writer, group.documents)
+        progress(group.size, tokens=group.tokens)
+
+
+def _groups(lines: Iterable[Line], form: str, completion: bool | None) -> Iterator[Group]:
+    documents, size, tokens = [], 0, 0
+    try:
+        for line in lines:
+            for document in _documents(line, form, completion):
+                documents.append((line.where, document))
+                tokens += len(document.tokens)
+            size += line.size
+            if tokens >= AT_ONCE:
+                yield Group(documents, size, tokens)
+                documents, size, tokens = [], 0, 0
+    except Exception:
+        yield Group(documents, size, tokens)
+        raise
+    yield Group(documents, size, tokens)
+
+
+def _documents(line: Line, form: str, completion: bool | None) -> Iterator[Document]:
+    """The documents of one output. Each completion is a document."""
+    output: dict[str, Any] = line.fields
+    try:
+        for choice in range(choices_of(output)):
+            yield READERS[form](output, output.get("prompt_token_ids"), completion, choice)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{line.where}: {error}") from None
+
+
+def _add(writer: Writer, documents: list[tuple[str, Document]]) -> None:
+    """Adds documents together. If one of them is refused, they are added one by one."""
+    k = writer.header.k
+    if not documents:
+        return
+    try:
+        writer.extend(*tensors_of([document for _, document in documents], k))
+    except (TypeError, ValueError):
+        for where, document in documents:
+            try:
+                writer.extend(*tensors_of([document], k))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{where}: {error}") from None
