@@ -1,4 +1,4 @@
-"""Every loss over a vocabulary, without paying for the vocabulary."""
+"""Losses of language models, computed without storing all logits."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -132,7 +132,7 @@ def denominator(target: Tensor, weight: Tensor | None = None, **_) -> Tensor | i
 
 
 def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[float, float | None]:
-    """The errors of a contender's output and gradients. Without gradients, the second is None."""
+    """The errors of the output and of the gradients. The second error is None without gradients."""
     x, *head = (leaf.detach() for leaf in inputs.leaves)
     rows = [t.flatten(0, x.dim() - 2) for t in inputs.rows]
     x, grads = x.flatten(0, -2), tuple(grad.flatten(0, -2) for grad in grads)

@@ -156,8 +156,8 @@ BUGS = (
     Bug("fp16 summed in fp16", "heads", "logitless/heads/gradient_sums.py",
         "if dtype == torch.float16 or (dtype", "if (dtype", (SUMS,)),
     Bug("capped teacher scaled inside", "heads", "logitless/heads/head.py",
-        "return self._replace(cap=self.cap * factor)",
-        "return self._replace(scale=self.scale * factor)", (FUNCTIONS,)),
+        "return self.replace(cap=self.cap * factor)",
+        "return self.replace(scale=self.scale * factor)", (FUNCTIONS,)),
 
     # targets/
     Bug("padding has probability 1", "targets", "logitless/targets/sparse.py",
