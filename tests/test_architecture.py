@@ -36,7 +36,8 @@ INSIDE_FUNCTIONS = {
 BOUNDARY = {
     "parallel/checks.py": "arguments of VocabShard",
     "parallel/dtensor.py": "arguments beside logits may be DTensors too",
-    "lazy/reductions.py": "arguments beside lazy logits may be lazy too",
+    "lazy/elementwise.py": "arguments beside lazy logits may be lazy too",
+    "lazy/losses.py": "arguments beside lazy logits may be lazy too",
     "lazy/torch_functions.py": "PyTorch calls its functions with anything",
     "lazy/values.py": "arguments beside lazy logits may be lazy too",
     "lazy/views.py": "an index may be anything",

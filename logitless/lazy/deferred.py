@@ -3,12 +3,12 @@
 Lazy logits (logits.py), their gradient (gradient.py) and views of computed logits (`View` below)
 are Deferred tensors. They share one mechanism:
 
-- An operation of PyTorch gets the numbers, `numbers()`, instead of the Deferred tensor.
-- A result that shares memory with the numbers is wrapped in a `View`, so that no result can be used
-  to change the numbers.
+- An operation of PyTorch gets the values, `plain_values()`, instead of the Deferred tensor.
+- A result that shares memory with the values is wrapped in a `View`, so that no result can be used
+  to change the values.
 - An operation that writes to a Deferred tensor raises. PyTorch's schema of every operation says
   which arguments it writes to.
-- A function that takes the address of a tensor's memory gets the address of the numbers, or raises.
+- A function that takes the address of a tensor's memory gets the address of the values, or raises.
 """
 
 import contextlib
@@ -62,13 +62,13 @@ class Deferred(Tensor):
         torch._C._set_throw_on_mutable_data_ptr(t)
         return t
 
-    def numbers(self) -> Tensor:
+    def plain_values(self) -> Tensor:
         """The values as a plain tensor, detached. The caller must not write to them."""
         raise NotImplementedError
 
     def expose(self) -> Tensor:
-        """The numbers for code that takes their address and may write to them."""
-        return self.numbers()
+        """The values for code that takes their address and may write to them."""
+        return self.plain_values()
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
         """Replaces an operation that would write to this tensor. By default, it raises."""
@@ -95,7 +95,7 @@ class Deferred(Tensor):
         target = written(func, args, kwargs)
         if target is not None:
             return target.write(func, args, kwargs)
-        return of_numbers(func, args, kwargs)
+        return on_values(func, args, kwargs)
 
 
 class View(Deferred):
@@ -112,23 +112,23 @@ class View(Deferred):
         view.values = values
         return view
 
-    def numbers(self) -> Tensor:
+    def plain_values(self) -> Tensor:
         return self.values
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return repr(self.values)
 
 
-def of_numbers(func, args: tuple, kwargs: dict) -> Any:
-    """Runs an operation on the numbers of its Deferred arguments."""
+def on_values(func, args: tuple, kwargs: dict) -> Any:
+    """Runs an operation on the values of its Deferred arguments."""
     memories = []
     name = func._schema.name
     described = name.endswith("_like") or name.startswith("aten::new_")  # which read no values
 
-    def numbers(t: Deferred) -> Tensor:
+    def values_of(t: Deferred) -> Tensor:
         if described:
             return torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
-        values = t.numbers()
+        values = t.plain_values()
         memories.append(values.untyped_storage()._cdata)
         return values
 
@@ -138,7 +138,7 @@ def of_numbers(func, args: tuple, kwargs: dict) -> Any:
         return View.of(t) if shares else t
 
     with called(_called.get() or func):
-        args, kwargs = pytree.tree_map_only(Deferred, numbers, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Deferred, values_of, (args, kwargs))
     return pytree.tree_map_only(Tensor, guarded, func(*args, **kwargs))
 
 
@@ -166,7 +166,7 @@ def _direct(func, args: tuple, kwargs: dict) -> Any:
         if func in ARRAYS and t.requires_grad and not kwargs.get("force"):
             return func(torch.empty(0).requires_grad_(), *rest, **kwargs)  # raises PyTorch's error
         with called(func):
-            values = t.expose() if func in ADDRESSES else t.numbers()
+            values = t.expose() if func in ADDRESSES else t.plain_values()
         if func in EXPORTS:
             return func(values.clone(), *rest, **{**kwargs, "copy": None})
         result = func(values, *rest, **kwargs)

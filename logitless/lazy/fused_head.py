@@ -121,7 +121,10 @@ class Products(TorchFunctionMode):
         self.found, self.obstacle = True, obstacle_of(hidden, weight, bias)
         if self.obstacle is not None:
             return func(*args, **kwargs)
-        return lazy_product((hidden, weight, bias), self.options, owner_of(weight, self.head))
+        # An adapter of the head may train beside a frozen product.
+        wanted = wants_gradient(*self.head.parameters())
+        owner = owner_of(weight, self.head)
+        return lazy_product((hidden, weight, bias), self.options, owner, wanted)
 
     def why_plain(self) -> str:
         """Why the head returned plain logits: a phrase that follows the name of the head."""
@@ -192,14 +195,15 @@ def head_logits(module: nn.Linear, hidden: Tensor, options: dict) -> Tensor:
     return lazy_product(tensors, options, module)
 
 
-def lazy_product(tensors: tuple, options: dict, module: nn.Module) -> Tensor:
+def lazy_product(tensors: tuple, options: dict, module: nn.Module, wanted: bool = False) -> Tensor:
     """Returns hidden @ weight.T + bias, lazy if gradients are needed or inside `lazy_logits()`.
 
-    Under a compiler, a tracer or torch.func, the result is the plain product.
+    With `wanted`, gradients are needed even if no tensor of this product needs one. Under a
+    compiler, a tracer or torch.func, the result is the plain product.
     """
     hidden, weight, _ = tensors
     spread = is_dtensor(hidden) and is_dtensor(weight)
-    if not may_be_lazy() or not (wants_gradient(*tensors) or _lazy.get()):
+    if not may_be_lazy() or not (wanted or wants_gradient(*tensors) or _lazy.get()):
         if options.get("logits_dtype") is None:
             return nn.functional.linear(*tensors)
         if spread:

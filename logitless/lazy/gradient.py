@@ -1,13 +1,14 @@
 """The gradient of lazy logits that backward passes from a loss to the head (see logits.py)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..core.autograd import refuse_second
-from .deferred import Deferred, of_numbers, written
+from .deferred import Deferred, on_values, written
 
 Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of hidden, weight and bias
 Compute = Callable[[], Tensor]  # computes a gradient of the values
@@ -19,6 +20,16 @@ with torch.inference_mode(False):  # this module may be imported under inference
         torch._C._dispatch_tls_local_include_set(),
         torch._C._dispatch_tls_local_exclude_set(),
     )
+
+
+def outside() -> Any:
+    """Returns a context manager in which autograd records operations.
+
+    An operation's __torch_dispatch__ runs without autograd.
+    """
+    return torch._C._ForceDispatchKeyGuard(*OUTSIDE)
+
+
 COPIES = (aten.detach.default, aten.clone.default, aten.alias.default)
 PRODUCTS = (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar)
 
@@ -28,10 +39,26 @@ def is_copy(func, args: tuple) -> bool:
     return func in COPIES or (func is aten.view.default and tuple(args[1]) == args[0].shape)
 
 
+class Joint:
+    """An operation that joined several lazy logits, as torch.cat or a product does.
+
+    The gradients of weight and bias, and for a product also of hidden, belong to all of the logits
+    together. Only one of their gradients holds them. A gradient that holds a share of less than 1
+    must not be changed. The shares of all gradients that have the same sum in autograd are added.
+    """
+
+    def __init__(self, name: str, root: Any = None):
+        self.name = name
+        self.root = root  # the Watch of the logits if all of them derive from one call of a head
+
+
+Shares = Mapping[Joint, Fraction]
+
+
 class LazyGradient(Deferred):
     """The gradient of lazy logits, in the form of the gradients of hidden, weight and bias.
 
-    `dense` is the gradient of the values, from operations that materialised the logits. `parts`
+    `of_values` is the gradient of the values, from operations that materialised the logits. `parts`
     are the gradients of hidden, weight and bias from losses over lazy logits. The functions in
     `computes` return the gradients of the values from the same losses. An operation that reads the
     gradient, such as `norm`, calls these functions. Scaling and adding do not call them.
@@ -40,42 +67,45 @@ class LazyGradient(Deferred):
     what, copy = "gradients of lazy logits", "gradient.clone()"
 
     parts: Parts
-    dense: Tensor | None
+    of_values: Tensor | None
     computes: tuple[Compute, ...]
     known: Tensor | None  # the gradient of the values, once it is computed
-    limits: frozenset[str]  # some of SHARED and PROJECTED
+    projected: bool  # whether the gradient of log p lacks the part that log_softmax removes
+    shares: Shares  # shares below 1 of operations that joined several logits
 
     @staticmethod
     def of(
         like,
         parts: Parts,
-        dense: Tensor | None,
+        of_values: Tensor | None,
         computes: tuple[Compute, ...],
-        limits: frozenset[str] = frozenset(),
+        projected: bool = False,
+        shares: Shares | None = None,
     ) -> "LazyGradient":
         g = LazyGradient.blank(like)
-        g.parts, g.dense, g.computes, g.known, g.limits = parts, dense, computes, None, limits
+        g.parts, g.of_values, g.computes, g.known = parts, of_values, computes, None
+        g.projected, g.shares = projected, shares or {}
         return g
 
     def each(self, f: Callable[[Tensor], Tensor], like=None) -> "LazyGradient":
-        """Applies a linear function to `parts`, to `dense` and to the results of `computes`."""
+        """Applies a linear function to `parts`, `of_values` and the results of `computes`."""
         parts: Any = tuple(None if t is None else f(t) for t in self.parts)
-        dense = None if self.dense is None else f(self.dense)
+        of_values = None if self.of_values is None else f(self.of_values)
         computes = tuple(lambda compute=compute: f(compute()) for compute in self.computes)
-        return LazyGradient.of(self if like is None else like, parts, dense, computes, self.limits)
+        like = self if like is None else like
+        return LazyGradient.of(like, parts, of_values, computes, self.projected, self.shares)
 
-    def numbers(self) -> Tensor:
-        if PROJECTED in self.limits:
+    def plain_values(self) -> Tensor:
+        if self.projected:
             raise RuntimeError(
                 "the gradient of log-probabilities of lazy logits must not be read, because it is"
                 " known up to a part that log_softmax removes. Read the gradient of the logits, or"
                 " use logits.materialize() before log_softmax."
             )
         if self.known is None:
-            # An operation's __torch_dispatch__ runs without autograd, which the loss needs here.
-            with torch._C._ForceDispatchKeyGuard(*OUTSIDE), torch.no_grad():
+            with outside(), torch.no_grad():
                 terms = [compute() for compute in self.computes]
-                terms += [] if self.dense is None else [self.dense.detach()]
+                terms += [] if self.of_values is None else [self.of_values.detach()]
                 total = terms[0] if len(terms) == 1 else sum(terms[1:], terms[0])
                 self.known = total.to(self.dtype).expand(self.shape).contiguous()
         return self.known
@@ -88,8 +118,8 @@ class LazyGradient(Deferred):
             return super().write(func, args, kwargs)
         lazy = [t for t in targets if isinstance(t, LazyGradient)]
         for t in lazy:
-            t._refuse_shared()
-        values = [t.numbers().clone() if isinstance(t, LazyGradient) else t for t in targets]
+            t.refuse_shared()
+        values = [t.plain_values().clone() if isinstance(t, LazyGradient) else t for t in targets]
         func(values if targets is first else values[0], *args[1:], **kwargs)
         for t, new in zip(targets, values, strict=True):
             if isinstance(t, LazyGradient):
@@ -99,12 +129,13 @@ class LazyGradient(Deferred):
     def _become(self, other: "LazyGradient") -> None:
         vars(self).update(vars(other))
 
-    def _refuse_shared(self) -> None:
-        if SHARED in self.limits:
+    def refuse_shared(self) -> None:
+        """Raises if the gradient must not be changed."""
+        for joint in self.shares:
             raise RuntimeError(
-                "the gradient of lazy logits that torch.cat joined must not be changed, because the"
-                " gradient of the weight belongs to all of them. Use logits.materialize() before"
-                " torch.cat."
+                f"the gradient of lazy logits that {joint.name} joined must not be changed, because"
+                f" a part of it belongs to all of them. Use logits.materialize() before"
+                f" {joint.name}, or change the gradient of the logits that the head returned."
             )
 
     @classmethod
@@ -126,18 +157,19 @@ class LazyGradient(Deferred):
             g._become(added(*args))
             return g
         if func is aten.isnan.default and torch.is_anomaly_enabled():  # anomaly mode calls it
-            known = [t for t in (*g.parts, g.dense) if t is not None]
-            return torch.stack([t.isnan().any() for t in known]).any().expand(g.shape)
+            known = [t.isnan().any() for t in (*g.parts, g.of_values) if t is not None]
+            known = known or [torch.zeros((), dtype=torch.bool, device=g.device)]
+            return torch.stack(known).any().expand(g.shape)
         if func in PRODUCTS and isinstance(g, LazyGradient) and _is_number(rest[0]):
-            g._refuse_shared()
+            g.refuse_shared()
             return g.each(lambda t: func(t, rest[0]))
         if func is aten.neg.default:
-            g._refuse_shared()
+            g.refuse_shared()
             return g.each(torch.neg)
         target = written(func, args, kwargs)
         if target is not None:
             return target.write(func, args, kwargs)
-        return of_numbers(func, args, kwargs)
+        return on_values(func, args, kwargs)
 
 
 class Like(NamedTuple):
@@ -145,12 +177,16 @@ class Like(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    def blank(self) -> Tensor:
+        """An expanded tensor of one number, where values do not matter."""
+        return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+
+def described(t: Tensor) -> Like:
+    return Like(t.shape, t.dtype, t.device)
+
 
 NO_PARTS: Parts = (None, None, None)
-
-# Limits of a lazy gradient.
-SHARED = "shared"  # the gradient of the weight is that of all logits that torch.cat joined
-PROJECTED = "projected"  # the gradient of log p lacks the part that log_softmax removes
 
 
 def _is_number(t: Any) -> bool:
@@ -164,11 +200,25 @@ def _addable(a: Any, b: Any) -> bool:
 
 
 def added(a: Tensor, b: Tensor) -> LazyGradient:
-    (parts, dense), (others, more) = split(a), split(b)
+    (parts, of_values), (others, more) = split(a), split(b)
     both = added_parts(parts, others)
-    dense = more if dense is None else dense if more is None else dense + more
+    of_values = more if of_values is None else of_values if more is None else of_values + more
     computes = (*computes_of(a), *computes_of(b))
-    return LazyGradient.of(a, both, dense, computes, limits_of(a) | limits_of(b))
+    shares = added_shares(shares_of(a), shares_of(b))
+    return LazyGradient.of(a, both, of_values, computes, is_projected(a) or is_projected(b), shares)
+
+
+def added_shares(a: Shares, b: Shares) -> Shares:
+    """The sums of the shares. A share of 1 is left out, because nothing is missing then."""
+    sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
+    return {joint: share for joint, share in sums.items() if share != 1}
+
+
+def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
+    """The shares of each of `count` gradients into which `joint` divides the gradient g."""
+    if count == 1:
+        return shares_of(g)
+    return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}
 
 
 def added_parts(parts: Parts, others: Parts) -> Parts:
@@ -182,17 +232,21 @@ def split(g: Tensor) -> tuple[Parts, Tensor | None]:
     if not isinstance(g, LazyGradient):
         return NO_PARTS, g
     if torch.is_grad_enabled() and g.requires_grad:  # the parts have no history, but g has one
-        *parts, dense = refuse_second((*g.parts, g.dense), (g,))
-        return tuple(parts), dense  # pyright: ignore
-    return g.parts, g.dense
+        *parts, of_values = refuse_second((*g.parts, g.of_values), (g,))
+        return tuple(parts), of_values  # pyright: ignore
+    return g.parts, g.of_values
 
 
 def computes_of(g: Tensor) -> tuple[Compute, ...]:
     return g.computes if isinstance(g, LazyGradient) else ()
 
 
-def limits_of(g: Tensor) -> frozenset[str]:
-    return g.limits if isinstance(g, LazyGradient) else frozenset()
+def is_projected(g: Tensor) -> bool:
+    return isinstance(g, LazyGradient) and g.projected
+
+
+def shares_of(g: Tensor) -> Shares:
+    return g.shares if isinstance(g, LazyGradient) else {}
 
 
 def pulled_back(function: Callable[[Tensor], Any], x: Tensor, *d: Tensor | None) -> Tensor:
@@ -205,8 +259,13 @@ def pulled_back(function: Callable[[Tensor], Any], x: Tensor, *d: Tensor | None)
         out = function(leaf)
         outs = out if isinstance(out, tuple) else (out,)
     pairs = [
-        (o, g.to(o.dtype).expand(o.shape)) for o, g in zip(outs, d, strict=True) if g is not None
+        (o, g.to(o.dtype).expand(o.shape))
+        for o, g in zip(outs, d, strict=True)
+        if g is not None and o.requires_grad
     ]
+    if not pairs:
+        return torch.zeros_like(x)
     outs, upstream = zip(*pairs, strict=True)
     again = torch.is_grad_enabled()
-    return torch.autograd.grad(outs, leaf, upstream, create_graph=again)[0]
+    (found,) = torch.autograd.grad(outs, leaf, upstream, create_graph=again, allow_unused=True)
+    return torch.zeros_like(x) if found is None else found

@@ -13,12 +13,13 @@ it. So hooks run, DDP and FSDP get the output that they expect, and no tensor as
 exists.
 """
 
+import functools
 import os
 import sys
 import warnings
-import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,98 +34,50 @@ from ..core.source import Source, TopK, teacher_rows
 from ..heads.head import Head
 from ..heads.linear import topk_of_head
 from ..heads.unshard import in_memory
-from .deferred import Deferred, called, of_numbers, running, written
-from .gradient import Like, aten, is_copy
-from .nodes import (
-    LazyHead,
-    LazyOp,
-    LazyPerRowLoss,
-    LazyReducedLoss,
-    Materialize,
-    Op,
-    anchor_of,
-)
+from .deferred import Deferred, called, on_values, running, written
+from .gradient import LazyGradient, Like, aten, is_copy
+from .loss_nodes import LazyPerRowLoss, LazyReducedLoss
+from .nodes import LazyHead, LazyOp, Materialize, Op, anchor_of
+from .origin import Cell, Origin
 from .recipe import Recipe
-
-
-class Cell:
-    """The values of lazy logits, or None until they are computed. Aliases share one cell."""
-
-    def __init__(self):
-        self.values: Tensor | None = None
-        # Whether code outside PyTorch has the address of the values and may have changed them.
-        self.exposed = False
-
-
-class Origin:
-    """Computes the values of lazy logits from the values of other lazy logits, or from the head.
-
-    Values stay in the cell of the logits as long as a tensor or a node needs them. So the head's
-    product is computed only once if several functions of the same logits are materialised.
-    """
-
-    def __init__(self, recipe: Recipe, cell: Cell):
-        self.recipe, self.cell = recipe, weakref.ref(cell)
-        self.base: Origin | None = None
-        self.function: Callable[[Tensor], Tensor] | None = None  # of the base's values
-
-    def after(self, base: "Origin", function: Callable[[Tensor], Tensor]) -> None:
-        self.base, self.function = base, function
-
-    @property
-    def known(self) -> bool:
-        """Whether the values follow from values that exist."""
-        cell = self.cell()
-        if cell is not None and cell.values is not None:
-            return True
-        return self.base is not None and self.function is not None and self.base.known
-
-    def values(self) -> Tensor:
-        cell, base = self.cell(), self.base
-        if cell is not None and cell.values is not None:
-            return cell.values
-        if base is not None and self.function is not None and (base.known or self.is_whole(base)):
-            with torch.inference_mode(False), torch.no_grad():
-                values = self.function(base.values()).contiguous()
-        else:
-            values = self.recipe.dense()
-        if cell is not None:
-            cell.values = values
-        return values
-
-    def is_whole(self, base: "Origin") -> bool:
-        """Whether all values of the base are needed."""
-        sizes = (torch.Size(origin.recipe.shape).numel() for origin in (self, base))
-        return len(set(sizes)) == 1
 
 
 class LazyLogits(Deferred, Source):
     """Logits (..., V) of a head, which can be used as any tensor; see the module's docstring."""
 
-    recipe: Recipe
     cell: Cell
     origin: Origin
 
     @classmethod
     def of(cls, recipe: Recipe) -> "LazyLogits":
         """Lazy logits without autograd history."""
-        z = cls.blank(Like(recipe.shape, recipe.after_dtype or recipe.dtype, recipe.device))
-        z.recipe, z.cell = recipe, Cell()
-        z.origin = Origin(recipe, z.cell)
+        z = cls.blank(Like(recipe.shape, recipe.formula.dtype, recipe.device))
+        z.cell = Cell(recipe)
+        z.origin = Origin(z.cell)
         return z
 
-    def derived(self, recipe: Recipe, function: Callable | None = None) -> "LazyLogits":
+    def derived(
+        self,
+        recipe: Recipe,
+        function: Callable[..., Tensor] | None = None,
+        arguments: "tuple[LazyLogits, ...]" = (),
+    ) -> "LazyLogits":
         """Lazy logits of another recipe, without history.
 
-        Their values are function(values of self), if a function is given.
+        Their values are function(*values of arguments), if a function is given. The default for
+        `arguments` is self.
         """
         z = LazyLogits.of(recipe)
         if function is not None:
-            z.origin.after(self.origin, function)
+            z.origin.after(tuple(t.origin for t in arguments or (self,)), function)
         return z
 
     @property
-    def dense_values(self) -> Tensor | None:
+    def recipe(self) -> Recipe:
+        return self.cell.recipe
+
+    @property
+    def known_values(self) -> Tensor | None:
         """The values if they have been computed, else None."""
         return self.cell.values
 
@@ -133,18 +86,14 @@ class LazyLogits(Deferred, Source):
         """Whether a loss may be computed from the head, instead of from values that exist."""
         return not self.cell.exposed and not (self.origin.known and self.recipe.stale())
 
-    def numbers(self) -> Tensor:
+    def plain_values(self) -> Tensor:
         if self.cell.values is None and self.recipe.trains:
             warn_materialised()
-        return self.dense()
-
-    def dense(self) -> Tensor:
-        """The values as a plain, detached tensor. They are computed only once."""
         return self.origin.values()
 
     def expose(self) -> Tensor:
         """The values, for code that may overwrite them. Later losses use the values in memory."""
-        values = self.numbers()
+        values = self.plain_values()
         self.cell.exposed = True
         return values
 
@@ -152,7 +101,7 @@ class LazyLogits(Deferred, Source):
         """The logits as a plain, differentiable tensor; with `rows`, some rows as constants."""
         if rows is None:
             return Materialize.apply(self)  # pyright: ignore[reportReturnType]
-        with in_memory(self.recipe.head.weight, self.recipe.head.module):
+        with self.recipe.in_memory():
             return teacher_rows(self.as_teacher(), rows).clone()
 
     def over(self, shard) -> "LazyLogits":
@@ -165,31 +114,38 @@ class LazyLogits(Deferred, Source):
         of_head = self.loss_of_head(loss) if self.from_head else None
         if of_head is None:
             return evaluate(self.materialize(), loss, reduction, row_weight)
-        return UnscaledLogits(self).evaluate(of_head, reduction, row_weight)
+        result = UnscaledLogits(self).evaluate(of_head, reduction, row_weight)
+        if self.recipe.head.dtype != torch.float64 or self.dtype == torch.float64:
+            return result
+        # Losses over an fp64 head are fp64, but losses over its logits in fp32 are fp32.
+        outputs = result if isinstance(result, tuple) else (result,)
+        outputs = tuple(t.float() if t.is_floating_point() else t for t in outputs)
+        return outputs if isinstance(result, tuple) else outputs[0]
 
     def loss_of_head(self, loss: RowLoss) -> RowLoss | None:
         """The loss as a function of the head's own logits; None, with a warning, if impossible."""
         recipe, softcap = self.recipe, loss.reading.softcap
         cause, of_head = recipe.obstacle(softcap), None
         if cause is None:
-            of_head = loss.fold_scale(recipe.scale, recipe.cap or softcap)
+            direct = recipe.formula
+            of_head = loss.fold_scale(direct.scale, direct.cap or softcap)  # pyright: ignore
             cause = "scaled logits, beside labels at temperature 1 or a teacher that is a tensor"
         if of_head is None and recipe.trains:
             warn_materialised(f"a loss of logitless over {cause}")
         return of_head
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
-        recipe = self.recipe
-        if recipe.obstacle(softcap) or not self.from_head:
-            return backend_of(self).topk(self.dense(), k, temperature, softcap)
+        direct = self.recipe.direct
+        if direct is None or self.recipe.obstacle(softcap) or not self.from_head:
+            return backend_of(self).topk(self.origin.values(), k, temperature, softcap)
         reading = Reading(self.shape[-1], temperature=temperature)
-        reading = reading.fold_scale(recipe.scale, recipe.cap or softcap)
+        reading = reading.fold_scale(direct.scale, direct.cap or softcap)
         return UnscaledLogits(self).capture_topk(k, reading.temperature, reading.softcap)
 
     def as_teacher(self):
         """The same logits as constants."""
         constant = self.recipe.obstacle(None) or not self.from_head
-        return self.dense() if constant else self.recipe.teacher()
+        return self.origin.values() if constant else self.recipe.teacher()
 
     def in_columns(self, shard) -> Source:
         return LazyColumns(self, shard)
@@ -205,6 +161,9 @@ class LazyLogits(Deferred, Source):
         # Imported here, because torch_functions.py imports this class.
         from .torch_functions import kept_lazy
 
+        if func is Tensor.register_hook:
+            z, hook = args
+            args = (z, checked_hook(hook))
         with called(func):
             result = kept_lazy(func, args, kwargs or {})
         if result is not NotImplemented:
@@ -225,7 +184,20 @@ class LazyLogits(Deferred, Source):
         target = written(func, args, kwargs)
         if target is not None:
             return target.write(func, args, kwargs)
-        return of_numbers(func, args, kwargs)
+        return on_values(func, args, kwargs)
+
+
+def checked_hook(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """The hook of a gradient; it raises if the hook replaces a gradient that is shared."""
+
+    @functools.wraps(hook)
+    def checked(g: Tensor) -> Any:
+        new = hook(g)
+        if new is not None and new is not g and isinstance(g, LazyGradient):
+            g.refuse_shared()
+        return new
+
+    return checked
 
 
 _warned: set[str] = set()
@@ -261,8 +233,8 @@ def warn_once(message: str) -> None:
 
 def kept(z: LazyLogits, recipe: Recipe, back: Callable | None, op: Op) -> LazyLogits:
     """Lazy logits of `recipe`, the result of the operation `op` on z; see LazyOp."""
-    anchor = None if op.pull is None else anchor_of(z)
-    return LazyOp.apply(z, recipe, back, op, anchor)  # pyright: ignore[reportReturnType]
+    anchor = None if op.linear else anchor_of(z)
+    return LazyOp.apply(recipe, back, op, anchor, z)  # pyright: ignore[reportReturnType]
 
 
 class UnscaledLogits(Source):
@@ -295,9 +267,6 @@ class UnscaledLogits(Source):
         with in_memory(head.weight, head.module):
             return topk_of_head(head, k, temperature, softcap)
 
-    def materialize(self, rows=None) -> Tensor:
-        return self.z.materialize(rows)
-
     def ranks_of_call(self):
         return self.z.ranks_of_call()
 
@@ -324,7 +293,7 @@ class LazyColumns(Source):
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
         if self.z.recipe.obstacle(softcap) or not self.z.from_head:
-            columns = self.shard.over(self.z.dense()).whole()
+            columns = self.shard.over(self.z.origin.values()).whole()
             return columns.capture_topk(k, temperature, softcap)
         return self.whole().capture_topk(k, temperature, softcap)
 

@@ -1,7 +1,7 @@
-"""The recipe of lazy logits: a head, operations on the head's logits, and an axis."""
+"""The recipe of lazy logits: a head, a formula of the head's logits, and an axis."""
 
-import math
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,30 +10,69 @@ from torch import Tensor
 from ..heads.head import Head, ScaledHead
 from ..heads.products import without_autocast
 from ..heads.unshard import in_memory
+from .formula import Direct, Formula, Input, Rows
+from .watch import Watch, versions
+
+Tensors = tuple[Tensor | None, ...]
+
+
+class RowInput(NamedTuple):
+    """The tensor of an input of a formula, (..., 1) or (..., V), or the head that computes it."""
+
+    input: Input
+    source: Tensor | Head
+    versions: tuple[int, ...]  # versions of the tensors when the recipe was created
+
+    @staticmethod
+    def of(input: Input, source: Tensor | Head) -> "RowInput":
+        return RowInput(input, source, versions(*tensors_of(source)))
+
+    def changed(self) -> bool:
+        """Whether the version of a tensor has changed. A compiler skips this."""
+        compiles = torch.compiler.is_compiling()
+        return not compiles and self.versions != versions(*tensors_of(self.source))
+
+    def check(self) -> None:
+        if self.changed():
+            raise RuntimeError(
+                "a tensor that was combined with lazy logits, such as a teacher's probabilities,"
+                " must not be modified in place before the result is used, because the result is"
+                " not computed until then. Use the result before, or combine the logits with a"
+                " copy of the tensor."
+            )
+
+    def moved(self, op: Callable[[Tensor], Tensor]) -> "RowInput":
+        """The same input with other rows. `op` rearranges rows and keeps the last dimension."""
+        if isinstance(self.source, Tensor):
+            return RowInput.of(self.input, op(self.source))
+        return RowInput.of(self.input, self.source.replace(hidden=op(self.source.hidden)))
+
+    def values(self) -> Tensor:
+        """The tensor, or the logits of the other head, (..., V)."""
+        if isinstance(self.source, Tensor):
+            return self.source
+        with torch.no_grad(), without_autocast(self.source.device):
+            return self.source.logits()
+
+
+def tensors_of(source: Tensor | Head) -> Tensors:
+    return (source,) if isinstance(source, Tensor) else source.tensors
 
 
 class Recipe(NamedTuple):
-    """The formula that computes the values of lazy logits.
+    """The data that determines the values of lazy logits.
 
-    The logits are z = hidden @ weight.T + bias. With `capped`, the values are
-    y = post · tanh(pre · z). Without `capped`, the values are y = pre · z. With `log`, the values
-    are factor · log_softmax(y). Then each function in `after`, such as a softmax, is applied to
-    whole rows. The values have the dtype `dtype` before the functions in `after`.
+    The head computes the logits z = hidden @ weight.T + bias. The values are `formula` of z.
     """
 
     head: Head  # its tensors are detached
     needs: tuple[bool, bool, bool]  # whether hidden, weight and bias need a gradient
-    dtype: torch.dtype
+    formula: Formula
     versions: tuple[int, ...]  # versions of hidden, weight and bias when the logits were created
-    watch: "Watch"  # detects writes to the weight
+    # Detects writes to the weight. All logits derived from one call of a head share one Watch.
+    watch: Watch
     trains: bool = False  # whether the logits were created in a training forward
-    pre: float = 1.0
-    capped: bool = False
-    post: float = 1.0
-    log: bool = False
-    factor: float = 1.0
-    after: tuple[Callable[[Tensor], Tensor], ...] = ()
-    after_dtype: torch.dtype | None = None  # dtype after `after`; None if `after` is empty
+    inputs: tuple[RowInput, ...] = ()  # of the formula
     axis: int | None = None  # the dimension of the vocabulary; None for the last dimension
     shard: Any = None  # a VocabShard if weight and bias hold only the rows of this rank
 
@@ -51,9 +90,14 @@ class Recipe(NamedTuple):
         return self.head.device
 
     @property
-    def of_logits(self) -> bool:
-        """Whether the values are logits, up to a scale and a softcap."""
-        return not self.log and not self.after
+    def direct(self) -> Direct | None:
+        """The formula if our losses can take it over, else None."""
+        return self.formula if isinstance(self.formula, Direct) else None
+
+    @property
+    def logits(self) -> Direct | None:
+        """The formula if the values are logits, up to a scale and a softcap, else None."""
+        return None if self.direct is None or self.direct.log else self.direct
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -61,40 +105,70 @@ class Recipe(NamedTuple):
         at = len(lead) if self.axis is None else self.axis
         return (*lead[:at], self.vocab, *lead[at:])
 
-    @property
-    def scale(self) -> float:
-        """The factor of the head's logits before a softcap with the limit `post`."""
-        scale = self.pre * self.post
-        return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
-
-    @property
-    def cap(self) -> float | None:
-        return self.post if self.capped else None
-
     def obstacle(self, softcap: float | None) -> str | None:
         """The reason why a loss with this softcap needs plain logits, or None."""
-        if self.after:
+        if self.direct is None:
             return "probabilities or other functions of logits"
-        if self.log:
+        if self.direct.log:
             return "log-probabilities"
         if self.axis is not None:
             return "transposed logits"
-        return "logits capped twice" if self.capped and softcap is not None else None
+        return "logits capped twice" if self.direct.capped and softcap is not None else None
 
-    @property
-    def reads(self) -> dict[str, float]:
-        """The temperature and softcap of our losses that replace `pre`, `post` and `capped`."""
-        if self.capped:
-            return {"softcap": 1 / self.pre, "temperature": 1 / (self.pre * self.post)}
-        return {"temperature": 1 / self.pre}
+    # --- other recipes
+
+    def with_head(self, **tensors: Tensor | None) -> "Recipe":
+        """The same recipe with another hidden, weight or bias, or other fields of the head."""
+        head = self.head.replace(**tensors)  # pyright: ignore[reportArgumentType]
+        names = ("hidden", "weight", "bias")
+        pairs = zip(names, head.tensors, self.versions, strict=True)
+        known = tuple(versions(t)[0] if name in tensors else v for name, t, v in pairs)
+        return self._replace(head=head, versions=known)
+
+    def with_rows(self, op: Callable[[Tensor], Tensor], hidden: Tensor) -> "Recipe":
+        """The same recipe for rows that `op` rearranges; `hidden` is op of the hidden states."""
+        with torch.inference_mode(False), torch.no_grad():
+            inputs = tuple(row_input.moved(op) for row_input in self.inputs)
+        return self.with_head(hidden=hidden)._replace(inputs=inputs)
+
+    def flatten(self) -> tuple[Tensors, "Recipe"]:
+        """Returns all tensors, for autograd to save, and the same recipe without tensors."""
+        blank: Any = None
+        tensors = [*self.head.tensors]
+        for row_input in self.inputs:
+            tensors += tensors_of(row_input.source)
+        inputs = tuple(
+            r._replace(source=blank if isinstance(r.source, Tensor) else _blank(r.source))
+            for r in self.inputs
+        )
+        return tuple(tensors), self._replace(head=_blank(self.head), inputs=inputs)
+
+    def rebuild(self, tensors: Sequence[Any]) -> "Recipe":
+        """The inverse of `flatten`, for tensors whose versions autograd has checked."""
+        left = iter(tensors)
+
+        def filled(head: Head) -> Head:
+            return head.replace(hidden=next(left), weight=next(left), bias=next(left))
+
+        head = filled(self.head)
+        inputs = tuple(
+            RowInput.of(r.input, next(left) if r.source is None else filled(r.source))
+            for r in self.inputs
+        )
+        return self._replace(head=head, inputs=inputs, versions=versions(*head.tensors))
+
+    # --- checks
 
     def stale(self) -> bool:
-        """Whether hidden, weight or bias was written to since. A compiler skips this."""
+        """Whether a tensor was written to since. A compiler skips this."""
         return self.changed() or (not torch.compiler.is_compiling() and self.watch.differs())
 
     def changed(self) -> bool:
-        """Whether the version of hidden, weight or bias has changed."""
-        return not torch.compiler.is_compiling() and self.versions != versions(*self.head.tensors)
+        """Whether the version of hidden, weight, bias or an input has changed."""
+        if torch.compiler.is_compiling():
+            return False
+        own = self.versions != versions(*self.head.tensors)
+        return own or any(row_input.changed() for row_input in self.inputs)
 
     def check(self, numbers: bool = True) -> None:
         """Raises if the values can no longer be computed.
@@ -102,6 +176,8 @@ class Recipe(NamedTuple):
         Without `numbers`, only versions are compared, which is enough before an operation whose
         result is checked again when its values are computed.
         """
+        for row_input in self.inputs:
+            row_input.check()
         if self.stale() if numbers else self.changed():
             raise RuntimeError(
                 "hidden, weight and bias of lazy logits must not be modified in place before the"
@@ -110,32 +186,39 @@ class Recipe(NamedTuple):
                 " logits.detach().materialize()."
             )
 
-    def dense(self) -> Tensor:
-        """The logits as a plain tensor, detached."""
+    # --- values
+
+    def values(self) -> Tensor:
+        """The values as a plain tensor, detached."""
+        return self.values_of(self.formula)[0]
+
+    def values_of(self, *formulas: Formula) -> list[Tensor]:
+        """The values of several formulas over the same logits, as plain tensors, detached."""
         self.check()
         head = self.head
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            without_autocast(head.device),
-            in_memory(head.weight, head.module),
-        ):
-            z = head.logits()
-            z = z if self.shard is None else self.shard.over(z).materialize()
-            z = self.values_of(z)
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(head.device):
+            with self.in_memory():
+                z = head.logits()
+                z = z if self.shard is None else self.shard.over(z).materialize()
+                rows = self.rows(z)
+            results = [rows.values(formula) for formula in formulas]
+            if self.axis is None:
+                return results
             # Contiguous, because LazyLogits has the strides of contiguous memory.
-            return z if self.axis is None else z.movedim(-1, self.axis).contiguous()
+            return [t.movedim(-1, self.axis).contiguous() for t in results]
 
-    def values_of(self, z: Tensor) -> Tensor:
-        """Computes the values, differentiably, from the head's logits z (..., V)."""
-        z = z.to(self.dtype)
-        z = z if self.pre == 1 else z * self.pre
-        z = torch.tanh(z) * self.post if self.capped else z
-        z = torch.log_softmax(z, -1) if self.log else z
-        z = z if self.factor == 1 else z * self.factor
-        for function in self.after:
-            z = function(z)
-        return z
+    def rows(self, z: Tensor) -> Rows:
+        """The head's logits z (..., V) with the inputs of the formula, for a computation."""
+        return Rows(z, {r.input: r.values() for r in self.inputs})
+
+    @contextlib.contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Keeps the weights of all heads in memory inside the block."""
+        heads = [self.head, *(r.source for r in self.inputs if not isinstance(r.source, Tensor))]
+        with contextlib.ExitStack() as stack:
+            for head in heads:
+                stack.enter_context(in_memory(head.weight, head.module))
+            yield
 
     def constant_head(self, grad: bool = False) -> Head:
         """The head over detached tensors.
@@ -156,12 +239,14 @@ class Recipe(NamedTuple):
     def teacher(self) -> Any:
         """The same logits as constants. `obstacle(None)` must be None."""
         if self.shard is None:
-            return ScaledHead(self.constant_head(), self.pre, self.cap)
+            assert self.direct is not None
+            return ScaledHead(self.constant_head(), self.direct.pre, self.direct.cap)
         return self.shard.over(self._replace(shard=None).teacher())
 
-    def with_tensors(self, hidden: Any, weight: Any, bias: Any) -> "Recipe":
-        """The same recipe over other tensors. Autograd nodes save a recipe without its tensors."""
-        return self._replace(head=self.head.replace(hidden=hidden, weight=weight, bias=bias))
+
+def _blank(head: Head) -> Head:
+    blank: Any = None
+    return head.replace(hidden=blank, weight=blank, bias=None)
 
 
 def constant(t: Tensor) -> Tensor:
@@ -178,42 +263,3 @@ def own(t: Tensor) -> Tensor:
     """
     with torch.inference_mode(False):
         return t.clone()
-
-
-class Watch:
-    """Detects writes to a weight that do not change its version.
-
-    Some optimisers write through `.data` or through an address. Such a write does not change the
-    version of the tensor. So about 32 x 32 numbers of the weight are copied when the logits are
-    created. On a CPU, these numbers are compared with the weight before each use of the logits. On
-    other devices, they are compared only after a backward, because the host waits for the
-    comparison.
-    """
-
-    def __init__(self, weight: Tensor):
-        self.weight = weight
-        self.passed: list[bool] = []  # not empty once a backward has passed the head
-        known = type(weight) is Tensor and weight.device.type != "meta" and weight.dim() == 2
-        known = known and not torch.compiler.is_compiling()
-        in_memory = known and weight.untyped_storage().size() > 0  # FSDP may have freed the weight
-        self.sample = self.read() if in_memory else None
-
-    def read(self) -> Tensor:
-        """The bits of some numbers of the weight."""
-        rows, columns = (max(size // 32, 1) for size in self.weight.shape)
-        some = self.weight[::rows, ::columns].clone(memory_format=torch.contiguous_format)
-        return some.view(-1).view(torch.uint8)
-
-    def differs(self) -> bool:
-        weight, sample = self.weight, self.sample
-        freed = not weight.untyped_storage().size() if sample is not None else True  # by FSDP
-        if freed or not (weight.is_cpu or self.passed):
-            return False
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
-        with torch.no_grad():
-            return not torch.equal(self.read(), sample)  # pyright: ignore
-
-
-def versions(*tensors: Tensor | None) -> tuple[int, ...]:
-    return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)

@@ -5,7 +5,7 @@ this library, are computed in this way. Values and gradients are the same as PyT
 function runs on plain logits and autograd differentiates the function.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,10 +14,16 @@ from torch import Tensor
 
 from ..contract import Reading
 from ..core.loss import RowLoss
+from ..heads.head import ScaledHead
 from .gradient import pulled_back
 from .logits import LazyLogits, UnscaledLogits
-from .nodes import OfValues
-from .recipe import Recipe
+from .loss_nodes import OfValues
+from .recipe import Recipe, RowInput
+
+# Bytes of logits that a function takes at once. A function of a function has several temporary
+# tensors of the size of its argument, so it must take less than the logits of a chunk.
+PIECE = {"cpu": 4 << 20}
+PIECE_ON_GPU = 128 << 20
 
 
 def by_rows(z: LazyLogits, function: Callable[..., Any], *rows: Tensor) -> tuple[Tensor, ...]:
@@ -29,12 +35,12 @@ def by_rows(z: LazyLogits, function: Callable[..., Any], *rows: Tensor) -> tuple
     return _evaluated(RowFunction, "none", z, function, rows)
 
 
-def summed_by_rows(z: LazyLogits, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """The sum over all rows of the numbers (n,) that function(values (n, V), *rows) returns.
+def mean_by_rows(z: LazyLogits, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+    """The mean over all rows of the numbers (n,) that function(values (n, V), *rows) returns.
 
     It takes three GEMMs, including the gradient.
     """
-    return _evaluated(RowTerm, "sum", z, function, rows)
+    return _evaluated(RowTerm, "mean", z, function, rows)
 
 
 def _evaluated(kind: "type[RowFunction]", reduction: str, z: LazyLogits, function, rows) -> Any:
@@ -42,10 +48,17 @@ def _evaluated(kind: "type[RowFunction]", reduction: str, z: LazyLogits, functio
     needed = torch.is_grad_enabled() and any(t.requires_grad for t in rows)
     if recipe.shard is not None or needed:
         return NotImplemented
-    blank = recipe.with_tensors(None, None, None)._replace(watch=None)
+    _, blank = recipe.flatten()
+    inputs = tuple(r.moved(in_rows_of(recipe.lead)) for r in recipe.inputs)
+    blank = blank._replace(watch=None, inputs=inputs)
     constants = tuple(t.detach() for t in rows)
     loss = kind(Reading(z.shape[-1]), function, blank, constants)
     return UnscaledLogits(z).evaluate(loss, reduction, None)
+
+
+def in_rows_of(lead: torch.Size) -> Callable[[Tensor], Tensor]:
+    """Returns a function that copies a tensor (..., k) if its rows are not a view (N, k)."""
+    return lambda t: t.reshape(-1, t.shape[-1]).view(*lead, t.shape[-1])
 
 
 @dataclass(eq=False)
@@ -58,22 +71,56 @@ class RowFunction(RowLoss, OfValues):
     recipe: Recipe | None  # None if x holds the values instead of the head's logits
     row_inputs: tuple[Tensor, ...]
 
+    @property
+    def inputs(self) -> tuple[RowInput, ...]:  # pyright: ignore
+        return () if self.recipe is None else self.recipe.inputs
+
+    @property
+    def teachers(self):
+        """The heads among the inputs, whose weights must be in memory."""
+        heads = (r.source for r in self.inputs if not isinstance(r.source, Tensor))
+        return tuple(map(ScaledHead, heads))
+
     def apply(self, x: Tensor) -> tuple[Tensor, ...]:
-        values = x if self.recipe is None else self.recipe.values_of(x)
-        lead = values.shape[:-1]
-        flat = [t.reshape((lead.numel(), *t.shape[len(lead) :])) for t in self.row_inputs]
-        results = self.function(values.reshape(lead.numel(), values.shape[-1]), *flat)
-        results = results if isinstance(results, tuple) else (results,)
-        return tuple(t.reshape((*lead, *t.shape[1:])) for t in results)
+        """The results of some rows x (n, V), differentiable."""
+        if self.recipe is not None:
+            x = self.recipe.rows(x).values(self.recipe.formula)
+        results = self.function(x, *self.row_inputs)
+        return results if isinstance(results, tuple) else (results,)
+
+    def pieces(self, x: Tensor) -> "Iterator[tuple[slice, RowFunction]]":
+        """Yields ranges of rows of x (n, V), and the loss of these rows."""
+        size = x.element_size() * max(x.shape[-1], 1)
+        step = max(PIECE.get(x.device.type, PIECE_ON_GPU) // size, 1)
+        whole: Any = self
+        if self.recipe is not None:  # other heads compute the logits of all rows at once
+            inputs = tuple(r._replace(source=r.values()) for r in self.inputs)
+            whole = self.replace(recipe=self.recipe._replace(inputs=inputs))
+        for start in range(0, len(x), step) if len(x) else (0,):
+            piece = slice(start, start + step)
+            yield piece, whole.rows(piece, x.shape[:1])
 
     def forward(self, backend, x):
-        return self.apply(x), (None,)
+        lead, loss = x.shape[:-1], self.rows(slice(None), x.shape[:-1])
+        x = x.reshape(lead.numel(), x.shape[-1])
+        results = zip(*(piece.apply(x[at]) for at, piece in loss.pieces(x)), strict=True)
+        joined = (ts[0] if len(ts) == 1 else torch.cat(ts) for ts in results)
+        return tuple(t.reshape((*lead, *t.shape[1:])) for t in joined), (None,)
 
     def backward(self, backend, x, saved, upstream, factor=None, into=None):
-        with torch.inference_mode(False):
-            d = pulled_back(self.apply, x, *upstream)
-        d = d if factor is None else d * factor.reshape(-1, 1).to(d.dtype)
-        return d if into is None else into.copy_(d)
+        lead, loss = x.shape[:-1], self.rows(slice(None), x.shape[:-1])
+        if into is None:
+            into = torch.empty_like(x, memory_format=torch.contiguous_format)
+        x, out = (t.reshape(lead.numel(), t.shape[-1]) for t in (x, into))
+        upstream = [
+            g if g is None or not g.dim() else g.reshape(len(x), *g.shape[len(lead) :])
+            for g in upstream
+        ]
+        with torch.inference_mode(False), torch.no_grad():
+            for at, piece in loss.pieces(x):
+                d = pulled_back(piece.apply, x[at], *(sliced(g, at) for g in upstream))
+                out[at] = scaled(d, factor, at)
+        return into
 
     def of_values(self):
         return self.replace(recipe=None)
@@ -81,18 +128,61 @@ class RowFunction(RowLoss, OfValues):
     def d_row_inputs(self, saved, scale):
         return (None,) * len(self.row_inputs)
 
+    # --- access to the tensors of the formula's inputs
+
+    def rows(self, rows, lead):
+        loss: Any = super().rows(rows, lead)
+        if self.recipe is None or not self.recipe.inputs:
+            return loss
+        chunk = [r.moved(lambda t: t.reshape(lead.numel(), -1)[rows]) for r in self.inputs]
+        return loss.replace(recipe=self.recipe._replace(inputs=tuple(chunk)))
+
+    def flatten(self, recompute=False):
+        tensors, loss = super().flatten(recompute)
+        if self.recipe is None:
+            return tensors, loss
+        more, blank = self.recipe.flatten()
+        return (*tensors, *more), loss.replace(recipe=blank)
+
+    def rebuild(self, tensors):
+        label, ids, class_weight, row_temperature, *rest = tensors
+        count = len(self.row_inputs)
+        loss: Any = super().rebuild((label, ids, class_weight, row_temperature, *rest[:count]))
+        if self.recipe is None:
+            return loss
+        return loss.replace(recipe=self.recipe.rebuild(rest[count:]))
+
+
+def sliced(t: Tensor | None, at: slice) -> Tensor | None:
+    """Some rows of t (n, ...). One number for all rows stays as it is."""
+    return t if t is None or not t.dim() else t[at]
+
+
+def scaled(d: Tensor, factor: Tensor | None, at: slice) -> Tensor:
+    """The gradient of some rows times a factor, which is one number or one number per row."""
+    if factor is None:
+        return d
+    factor = factor.reshape(-1, 1).to(d.dtype)
+    return d * (factor if len(factor) == 1 else factor[at])
+
 
 class RowTerm(RowFunction):
-    """A function with one result per row, for a sum whose gradient is computed in forward."""
+    """A function with one result per row, for a mean whose gradient is computed in forward."""
 
     multiple_outputs: ClassVar[bool] = False
 
     def value_and_gradient(self, backend, x, factor, into):
-        with torch.inference_mode(False), torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            (value,) = self.apply(leaf)
-            (d,) = torch.autograd.grad(value.sum(), leaf)
-        if factor is not None:
-            d = d * factor.reshape(-1, 1).to(d.dtype)
-        into.copy_(d)
-        return value.detach(), into, (None,)
+        values = []
+        with torch.inference_mode(False), torch.no_grad():
+            for at, piece in self.pieces(x):
+                leaf = x[at].detach().requires_grad_()
+                with torch.enable_grad():
+                    (value,) = piece.apply(leaf)
+                if value.requires_grad:
+                    (d,) = torch.autograd.grad(value, leaf, torch.ones_like(value))
+                    into[at] = scaled(d, factor, at)
+                else:
+                    into[at] = 0
+                values.append(value.detach())
+                del value
+        return torch.cat(values), into, (None,)

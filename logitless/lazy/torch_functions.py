@@ -18,7 +18,8 @@ from torch.return_types import max as Max
 from torch.return_types import min as Min
 from torch.return_types import topk as TopK
 
-from . import reductions, values, views
+from . import losses, reductions, values, views
+from .elementwise import applied
 from .logits import LazyLogits
 
 T = Tensor
@@ -26,6 +27,14 @@ T = Tensor
 
 def kept_lazy(func: Callable, args: tuple, kwargs: dict) -> Any:
     """The result of func, computed without materialising logits, or NotImplemented."""
+    result = _operation(func, args, kwargs)
+    writes = "out" in kwargs or "inplace" in kwargs or (func is F.relu and len(args) > 1)
+    if result is NotImplemented and func in ELEMENTWISE and not writes:
+        return applied(func, args, kwargs)
+    return result
+
+
+def _operation(func: Callable, args: tuple, kwargs: dict) -> Any:
     args, kwargs = _with_first(func, args, kwargs)
     first = args[0] if args else None
     if func in LISTS and isinstance(first, (list, tuple)):
@@ -66,7 +75,10 @@ def _fits(operation: Callable, args: tuple, kwargs: dict) -> bool:
 def _log_softmax(z: LazyLogits, dim, dtype=None):
     if not reductions.is_vocabulary(z, dim):
         return NotImplemented
-    return values.log_softmax(z, dtype or reductions.dtype_of(z))
+    lazy = values.log_softmax(z, dtype or reductions.dtype_of(z))
+    if lazy is not NotImplemented:
+        return lazy
+    return applied(torch.log_softmax, (z, -1), {"dtype": dtype}, whole_rows=True)
 
 
 def _log_softmax_of_nn(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
@@ -76,7 +88,7 @@ def _log_softmax_of_nn(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
 def _softmax(z: LazyLogits, dim, dtype=None):
     if not reductions.is_vocabulary(z, dim):
         return NotImplemented
-    return values.softmax(z, dtype or reductions.dtype_of(z))
+    return applied(torch.softmax, (z, -1), {"dtype": dtype}, whole_rows=True)
 
 
 def _softmax_of_nn(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
@@ -88,20 +100,64 @@ def _second(operation: Callable) -> Callable:
     return lambda other, z, **kwargs: operation(z, other, **kwargs)
 
 
+# Functions of each value by itself, by their names in torch, Tensor, torch.special and
+# torch.nn.functional. None of these functions is random or writes to its arguments.
+NAMES = [
+    "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "asin", "asinh", "atan",
+    "atan2", "atanh", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "copysign", "cos",
+    "cosh", "deg2rad", "digamma", "div", "divide", "entr", "eq", "erf", "erfc", "erfinv", "exp",
+    "exp2", "expit", "expm1", "fix", "float_power", "floor", "floor_divide", "fmax", "fmin",
+    "fmod", "frac", "ge", "gelu", "greater", "greater_equal", "gt", "hardshrink", "heaviside",
+    "hypot", "i0", "isfinite", "isinf", "isnan", "isneginf", "isposinf", "ldexp", "le", "lerp",
+    "less", "less_equal", "lgamma", "log", "log10", "log1p", "log2", "log_sigmoid", "logaddexp",
+    "logaddexp2", "logical_and", "logical_not", "logical_or", "logical_xor", "logit",
+    "logsigmoid", "lt", "masked_fill", "maximum", "minimum", "mul", "multiply", "nan_to_num",
+    "ne", "neg", "negative", "nextafter", "not_equal", "polygamma", "positive", "pow",
+    "rad2deg", "reciprocal", "relu", "remainder", "round", "rsqrt", "rsub", "sgn", "sigmoid",
+    "sign", "signbit", "sin", "sinc", "sinh", "softplus", "softshrink", "softsign", "sqrt",
+    "square", "sub", "subtract", "tan", "tanh", "tanhshrink", "true_divide", "trunc", "where",
+    "xlog1py", "xlogy",
+]  # fmt: skip
+OPERATORS = [
+    "abs", "add", "and", "eq", "floordiv", "ge", "gt", "invert", "le", "lt", "mod", "mul", "ne",
+    "neg", "or", "pos", "pow", "radd", "rmod", "rmul", "rpow", "rsub", "rtruediv", "sub",
+    "truediv", "xor",
+]  # fmt: skip
+ELEMENTWISE = {
+    getattr(place, name)
+    for place in (torch, T, torch.special, F)
+    for name in NAMES
+    if hasattr(place, name)
+}
+ELEMENTWISE |= {getattr(T, f"__{name}__") for name in OPERATORS if hasattr(T, f"__{name}__")}
+
 _amax, _amin = reductions.reduced(torch.amax), reductions.reduced(torch.amin)
 _any, _all = reductions.reduced(torch.any), reductions.reduced(torch.all)
 
 PRODUCTS = {T.mul, T.__mul__, T.__rmul__, torch.mul}
 SUMS = {T.add, T.__add__, T.__radd__, torch.add}
+LOSSES_OF_VALUES = {
+    function: losses.loss_of_values(function)
+    for function in (
+        F.kl_div, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+        F.binary_cross_entropy_with_logits,
+    )
+}  # fmt: skip
 LISTS = {torch.cat, torch.concat, torch.concatenate}
 SECOND: dict[Any, Callable] = {
     **dict.fromkeys(PRODUCTS, _second(values.times)),
     **dict.fromkeys(SUMS, _second(values.plus)),
-    F.kl_div: reductions.kl_div_loss,
+    **LOSSES_OF_VALUES,
 }
 OPERATIONS: dict[Any, Callable] = {
     # values
     T.float: lambda z: values.to(z, torch.float32),
+    T.double: lambda z: values.to(z, torch.float64),
+    T.half: lambda z: values.to(z, torch.float16),
+    T.bfloat16: lambda z: values.to(z, torch.bfloat16),
+    T.bool: lambda z: values.to(z, torch.bool),
+    T.int: lambda z: values.to(z, torch.int32),
+    T.long: lambda z: values.to(z, torch.int64),
     T.to: values.to,
     T.type_as: lambda z, other: values.to(z, other),
     T.contiguous: values.same,
@@ -113,14 +169,10 @@ OPERATIONS: dict[Any, Callable] = {
     **dict.fromkeys(SUMS, values.plus),
     **dict.fromkeys((T.sub, T.__sub__, torch.sub), values.minus),
     **dict.fromkeys((T.tanh, torch.tanh, F.tanh), values.tanh),
-    **dict.fromkeys((T.exp, torch.exp), lambda z: values.exp(z, reductions.dtype_of(z))),
     F.log_softmax: _log_softmax_of_nn,
     **dict.fromkeys((T.log_softmax, torch.log_softmax), _log_softmax),
     F.softmax: _softmax_of_nn,
     **dict.fromkeys((T.softmax, torch.softmax), _softmax),
-    **dict.fromkeys((T.isnan, torch.isnan), values.question(torch.isnan)),
-    **dict.fromkeys((T.isinf, torch.isinf), values.question(torch.isinf)),
-    **dict.fromkeys((T.isfinite, torch.isfinite), values.question(torch.isfinite)),
     **dict.fromkeys((T.masked_fill, torch.masked_fill), values.masked_fill),
     # rows and columns
     **dict.fromkeys((T.view, T.reshape, torch.reshape), views.view),
@@ -140,9 +192,9 @@ OPERATIONS: dict[Any, Callable] = {
     **dict.fromkeys((T.unbind, torch.unbind), views.unbind),
     **dict.fromkeys(LISTS, views.cat),
     # losses
-    F.cross_entropy: reductions.cross_entropy_loss,
-    F.nll_loss: reductions.nll_loss,
-    F.kl_div: reductions.kl_div_loss,
+    F.cross_entropy: losses.cross_entropy_loss,
+    F.nll_loss: losses.nll_loss,
+    **LOSSES_OF_VALUES,
     # statistics
     **dict.fromkeys((T.logsumexp, torch.logsumexp), reductions.log_sum_exp),
     **dict.fromkeys((T.gather, torch.gather), reductions.gather),

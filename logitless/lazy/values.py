@@ -1,6 +1,6 @@
 """Operations on each value of lazy logits, or on whole rows, whose result is lazy again."""
 
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,27 +10,19 @@ from torch import Tensor
 from ..core.option_checks import LEAST, MOST
 from ..heads.head import Head
 from . import views
-from .gradient import PROJECTED
+from .elementwise import applied
 from .logits import LazyLogits, kept
 from .nodes import LazyBias, Op
-from .recipe import Watch, own, versions
-
-aten = torch.ops.aten
+from .recipe import own
+from .watch import Watch
 
 
 def changed(z: LazyLogits, op: Op, **fields) -> LazyLogits:
-    """Lazy logits of a recipe with other fields, but the same hidden, weight and bias."""
-    recipe = z.recipe._replace(**fields)
-    if not all(LEAST <= number <= MOST for number in recipe.reads.values()):
+    """Lazy logits with other fields of their direct formula. Else NotImplemented."""
+    formula = replace(z.recipe.formula, **fields)  # pyright: ignore[reportArgumentType]
+    if not all(LEAST <= number <= MOST for number in formula.reads.values()):
         return NotImplemented  # outside the range of temperature and softcap of our losses
-    return kept(z, recipe, None, op)
-
-
-def followed(z: LazyLogits, op: Op, dtype: torch.dtype | None = None) -> LazyLogits:
-    """Appends the function of `op`, which takes whole rows, to the functions of the recipe."""
-    after = (*z.recipe.after, op.function)
-    dtype = dtype or z.dtype
-    return kept(z, z.recipe._replace(after=after, after_dtype=dtype), None, op)
+    return kept(z, z.recipe._replace(formula=formula), None, op)
 
 
 def same(z: LazyLogits, **kwargs):
@@ -38,7 +30,7 @@ def same(z: LazyLogits, **kwargs):
 
 
 def to(z: LazyLogits, *args, **kwargs):
-    """A cast from fp16 or bf16 to fp32, or to the same dtype. Else NotImplemented."""
+    """A cast to another dtype, on the same device. Else NotImplemented."""
     arguments = []
     for a in (*args, *kwargs.values()):
         arguments += [a.device, a.dtype] if isinstance(a, Tensor) else [a]
@@ -51,8 +43,8 @@ def to(z: LazyLogits, *args, **kwargs):
     dtype = dtypes[0] if dtypes else z.dtype
     if dtype == z.dtype:
         return z
-    if dtype != torch.float32 or z.dtype not in (torch.float16, torch.bfloat16) or z.recipe.after:
-        return NotImplemented
+    if dtype != torch.float32 or z.recipe.logits is None or not z.is_floating_point():
+        return applied(Tensor.to, (z, dtype), {})
     return changed(z, Op(lambda t: t.to(dtype)), dtype=dtype)
 
 
@@ -71,18 +63,16 @@ def _product(t: Tensor, by: float) -> Tensor:
 
 
 def times(z: LazyLogits, by: Any, **kwargs):
-    factor = number(by)
-    if kwargs or factor is None or not z.is_floating_point():
+    factor, direct = number(by), z.recipe.direct
+    if kwargs or factor is None or direct is None:
         return NotImplemented
-    recipe, op = z.recipe, Op(partial(_product, by=factor))
-    if recipe.after:
-        return followed(z, op)
-    if recipe.log:
-        return changed(z, op, factor=recipe.factor * factor)
+    op = Op(partial(_product, by=factor))
+    if direct.log:
+        return changed(z, op, factor=direct.factor * factor)
     if factor == 0 or factor != factor:
         return NotImplemented
-    field = "post" if recipe.capped else "pre"
-    scaled = {field: getattr(recipe, field) * abs(factor)}
+    field = "post" if direct.capped else "pre"
+    scaled = {field: getattr(direct, field) * abs(factor)}
     return changed(z, op, **scaled) if factor > 0 else negated(z, op, **scaled)
 
 
@@ -97,12 +87,6 @@ def negated(z: LazyLogits, op: Op, **fields) -> LazyLogits:
     hidden, _, bias = recipe.head.tensors
     with torch.inference_mode(False), torch.no_grad():
         hidden, bias = -hidden, None if bias is None else -bias
-    _, of_weight, _ = recipe.versions
-    (of_hidden, of_bias) = versions(hidden, bias)
-    new = recipe._replace(
-        head=recipe.head.replace(hidden=hidden, bias=bias),
-        versions=(of_hidden, of_weight, of_bias),
-    )
 
     def back(parts):
         d_hidden, d_weight, d_bias = parts
@@ -114,64 +98,26 @@ def negated(z: LazyLogits, op: Op, **fields) -> LazyLogits:
 
     # The gradient of the weight is Σ d_logits · hidden. Its sign stays the same, because both
     # factors change their sign.
-    flipped = kept(z, new, back, Op(torch.neg))
+    flipped = kept(z, recipe.with_head(hidden=hidden, bias=bias), back, Op(torch.neg))
     return changed(flipped, Op(lambda t: -op.function(t)), **fields)
 
 
 def tanh(z: LazyLogits):
-    if z.recipe.capped or not z.recipe.of_logits:
+    if z.recipe.logits is None or z.recipe.logits.capped:
         return NotImplemented
-    return changed(z, Op(torch.tanh, lambda d, y: aten.tanh_backward(d, y)), capped=True)
+    return changed(z, Op(torch.tanh, linear=False, name="torch.tanh"), capped=True)
 
 
 def log_softmax(z: LazyLogits, dtype: torch.dtype | None):
     """Log-probabilities in `dtype`; None keeps the dtype of z."""
-    if not z.recipe.of_logits or dtype not in (None, z.dtype, torch.float32):
+    if z.recipe.logits is None or dtype not in (None, z.dtype, torch.float32):
         return NotImplemented
-    if dtype == torch.float32 and z.dtype == torch.float64:
-        return NotImplemented
-    axis, before, dtype = views.axis_of(z), z.dtype, dtype or z.dtype
-
-    def pull(d: Tensor, y: Tensor) -> Tensor:
-        return aten._log_softmax_backward_data(d.to(y.dtype), y, axis, y.dtype).to(before)
-
-    op = Op(lambda t: t.log_softmax(axis, dtype=dtype), pull, removes=frozenset({PROJECTED}))
+    axis, dtype = views.axis_of(z), dtype or z.dtype
+    op = Op(
+        lambda t: t.log_softmax(axis, dtype=dtype), linear=False, projects=False,
+        name="log_softmax",
+    )  # fmt: skip
     return changed(z, op, log=True, dtype=dtype)
-
-
-def softmax(z: LazyLogits, dtype: torch.dtype | None):
-    """Probabilities, which stay lazy for functions that reduce the vocabulary."""
-    if not z.recipe.of_logits or z.recipe.axis is not None:
-        return NotImplemented
-    before, dtype = z.dtype, dtype or z.dtype
-
-    def pull(d: Tensor, y: Tensor) -> Tensor:
-        return aten._softmax_backward_data(d.to(y.dtype), y, -1, y.dtype).to(before)
-
-    return followed(z, Op(partial(torch.softmax, dim=-1, dtype=dtype), pull), dtype)
-
-
-def exp(z: LazyLogits, dtype: torch.dtype):
-    if z.recipe.axis is not None or not z.is_floating_point():
-        return NotImplemented
-    before = z.dtype
-    op = Op(partial(_exp, dtype=dtype), lambda d, y: (d * y).to(before))
-    return followed(z, op, dtype)
-
-
-def _exp(t: Tensor, dtype: torch.dtype) -> Tensor:
-    return t.to(dtype).exp()
-
-
-def question(function: Callable[[Tensor], Tensor]):
-    """A function such as isnan: its result, one boolean per value, is lazy for `any` and `all`."""
-
-    def asked(z: LazyLogits):
-        if z.recipe.axis is not None:
-            return NotImplemented
-        return followed(z.detach(), Op(function), torch.bool)  # pyright: ignore
-
-    return asked
 
 
 # --- operations with one number per column
@@ -186,8 +132,9 @@ def _per_column(t: Any, z: LazyLogits) -> Tensor | None:
 
 
 def _takes_columns(z: LazyLogits) -> bool:
-    recipe = z.recipe
-    return recipe.of_logits and not recipe.capped and recipe.axis is None and recipe.shard is None
+    recipe, logits = z.recipe, z.recipe.logits
+    of_columns = recipe.axis is None and recipe.shard is None
+    return of_columns and logits is not None and not logits.capped
 
 
 def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
@@ -202,26 +149,30 @@ def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
 
 
 def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
-    """logits + other, if `other` has one number per column; the head gets another bias."""
+    """logits + other, if `other` has one number per column; the head gets another bias.
+
+    The head's bias is other / pre, which may overflow if the scale `pre` of the logits is below 1.
+    """
+    if alpha != 1 or not _takes_columns(z) or z.recipe.logits.pre < 1:
+        return NotImplemented
     if type(other) in (int, float):
         if abs(other) > torch.finfo(z.dtype).max:
             return NotImplemented
         other = torch.full((z.shape[-1],), other, dtype=z.dtype, device=z.device)
     bias = _per_column(other, z)
-    if bias is None or alpha != 1 or not _takes_columns(z) or not bias.is_floating_point():
+    if bias is None or not bias.is_floating_point():
         return NotImplemented
     recipe, dtype = z.recipe, torch.promote_types(z.dtype, bias.dtype)
     head = _head_in(recipe.head, dtype)
     if head is None:
         return NotImplemented
     with torch.inference_mode(False), torch.no_grad():
-        total = bias.detach().to(head.dtype) * (sign / recipe.pre)
+        total = bias.detach().to(head.dtype) * (sign / recipe.logits.pre)
         total = total if head.bias is None else head.bias + total
-    needs = (*recipe.needs[:2], recipe.needs[2] or bias.requires_grad)
-    new = recipe._replace(
-        head=head.replace(bias=total), needs=needs, dtype=dtype,
-        versions=(*recipe.versions[:2], *versions(total)),
-    )  # fmt: skip
+    new = recipe.with_head(bias=total, logits_dtype=head.logits_dtype)._replace(
+        needs=(*recipe.needs[:2], recipe.needs[2] or bias.requires_grad),
+        formula=replace(recipe.logits, dtype=dtype),
+    )
     return LazyBias.apply(z, other, new, sign)  # pyright: ignore
 
 
@@ -233,27 +184,27 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     """Logits with `value` in the masked columns.
 
     For these columns, the rows of the weight become 0, and the bias becomes value / pre. The weight
-    is copied. So if the logits are smaller than the weight, the logits are materialised instead.
+    is copied. So if the logits are smaller than the weight, the mask becomes part of the formula.
     """
     columns, recipe, value = _per_column(mask, z), z.recipe, number(value)
-    head = _head_in(recipe.head, z.dtype)
-    if columns is None or value is None or head is None or not _takes_columns(z):
+    if columns is None or value is None or not _takes_columns(z):
+        return NotImplemented
+    head, pre = _head_in(recipe.head, z.dtype), recipe.logits.pre
+    if columns.dtype != torch.bool or head is None:
         return NotImplemented
     _, weight, bias = head.tensors
-    inside = abs(value / recipe.pre) <= torch.finfo(z.dtype).max or abs(value) == torch.inf
+    inside = abs(value / pre) <= torch.finfo(z.dtype).max or abs(value) == torch.inf
     freed = not weight.untyped_storage().size()  # by FSDP
-    if columns.dtype != torch.bool or not inside or freed or weight.numel() > z.numel():
+    if not inside or freed or weight.numel() > z.numel():
         return NotImplemented
     recipe.check()
     with torch.inference_mode(False), torch.no_grad():
         columns = own(columns)
         weight = weight.masked_fill(columns[:, None], 0)
         bias = weight.new_zeros(len(weight)) if bias is None else bias
-        bias = bias.to(head.dtype).masked_fill(columns, value / recipe.pre)
-    new = recipe._replace(
-        head=head.replace(weight=weight, bias=bias), watch=Watch(weight),
-        versions=(recipe.versions[0], *versions(weight, bias)),
-    )  # fmt: skip
+        bias = bias.to(head.dtype).masked_fill(columns, value / pre)
+    new = recipe.with_head(weight=weight, bias=bias, logits_dtype=head.logits_dtype)
+    new = new._replace(watch=Watch(weight))
 
     def back(parts):
         d_hidden, d_weight, d_bias = parts

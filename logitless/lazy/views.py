@@ -7,27 +7,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from ..heads.head import Head
 from .gradient import pulled_back
 from .logits import LazyLogits, kept
 from .nodes import LazyCat, Op
-from .recipe import constant, own, versions
+from .origin import Filled
+from .recipe import Recipe, constant, own
 
 
 def axis_of(z: LazyLogits) -> int:
     """The dimension of the vocabulary, counted from the front."""
     return z.dim() - 1 if z.recipe.axis is None else z.recipe.axis
-
-
-class _Filled(torch.autograd.Function):
-    """Returns the values of a tensor. The gradient goes to `blank`, a leaf without memory."""
-
-    @staticmethod
-    def forward(ctx, blank, values):
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
-        return g, None
 
 
 def _rows(
@@ -45,7 +35,7 @@ def _rows(
         before = recipe.head.hidden
         leaf = before.new_empty(()).expand(before.shape).requires_grad_()
         try:
-            moved = op(_Filled.apply(leaf, constant(before)))  # pyright: ignore
+            moved = op(Filled.apply(leaf, constant(before)))  # pyright: ignore
         except (IndexError, RuntimeError):
             (on_logits or op)(before.new_empty(()).expand(z.shape))  # raises for the logits
             raise
@@ -61,10 +51,7 @@ def _rows(
             )  # fmt: skip
         return d_hidden, *rest
 
-    _, *of_weight = recipe.versions
-    new = recipe._replace(
-        head=recipe.head.replace(hidden=hidden), versions=(hidden._version, *of_weight), **changed
-    )
+    new = recipe.with_rows(op, hidden)._replace(**changed)
     return kept(z, new, back, Op(on_logits or op))
 
 
@@ -86,8 +73,7 @@ def _columns(z: LazyLogits, columns: slice):
         return d_hidden, *(None if d is None else pulled_back(cut, t, d) for t, d in pairs)
 
     weight, bias = (None if t is None else cut(t) for t in rows_of_v)
-    new = recipe._replace(head=recipe.head.replace(weight=weight, bias=bias))
-    return kept(z, new, back, Op(lambda t: t[..., columns]))
+    return kept(z, recipe.with_head(weight=weight, bias=bias), back, Op(lambda t: t[..., columns]))
 
 
 def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:
@@ -185,7 +171,7 @@ def getitem(z: LazyLogits, index: Any):
     if last.indices(size) == (0, size, 1):
         return _rows(z, lambda t: t[(*rows, slice(None))])
     whole = all(isinstance(part, slice) and part == slice(None) for part in rows)
-    if not z.recipe.of_logits or z.recipe.shard or not whole or last.step not in (None, 1):
+    if z.recipe.logits is None or z.recipe.shard or not whole or last.step not in (None, 1):
         return NotImplemented
     return _columns(z, last)
 
@@ -259,34 +245,30 @@ def cat(tensors, dim: int = 0):
     with torch.inference_mode(False), torch.no_grad():
         hidden = torch.cat([recipe.head.hidden for recipe in recipes], dim)
     needs = tuple(any(r.needs[i] for r in recipes) for i in range(3))
-    _, *of_weight = recipes[0].versions
-    recipe = recipes[0]._replace(
-        head=recipes[0].head.replace(hidden=hidden), needs=needs,
-        versions=(*versions(hidden), *of_weight), trains=any(r.trains for r in recipes),
-    )  # fmt: skip
+    trains = any(r.trains for r in recipes)
+    recipe = recipes[0].with_head(hidden=hidden)._replace(needs=needs, trains=trains)
     return LazyCat.apply(recipe, dim, *tensors)
 
 
-def _same_head(a, b) -> bool:
+def _same_head(a: Recipe, b: Recipe) -> bool:
     """Whether two recipes differ only in their hidden states."""
-    blank = torch.empty(0)
-    rest = [
-        r._replace(
-            head=r.head.replace(hidden=blank, weight=blank, bias=None), versions=(), watch=None,
-            needs=(), trains=False,
-        )
-        for r in (a, b)
-    ]  # fmt: skip
-    pairs = zip(a.head.tensors[1:], b.head.tensors[1:], strict=True)
-    same = all(x is y or (x is not None and y is not None and _is_alias(x, y)) for x, y in pairs)
-    none = a.axis is None and a.shard is None and a.versions[1:] == b.versions[1:]
-    return same and none and rest[0] == rest[1]
+    plain = all(r.axis is None and r.shard is None and r.direct is not None for r in (a, b))
+    same = plain and a.formula == b.formula and a.versions[1:] == b.versions[1:]
+    same = same and all(map(is_alias, a.head.tensors[1:], b.head.tensors[1:]))
+    return same and options_of(a.head) == options_of(b.head)
 
 
-def _is_alias(x: Tensor, y: Tensor) -> bool:
-    """Whether both tensors have the same memory, shape, strides and dtype."""
+def options_of(head: Head) -> Head:
+    """The head without its tensors, for a comparison."""
+    return head.replace(hidden=None, weight=None, bias=None)  # pyright: ignore[reportArgumentType]
+
+
+def is_alias(x: Tensor | None, y: Tensor | None) -> bool:
+    """Whether both tensors have the same memory, shape, strides and dtype, or both are None."""
+    if x is None or y is None:
+        return x is y
 
     def place(t: Tensor) -> tuple:
         return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
 
-    return place(x) == place(y)
+    return x is y or place(x) == place(y)

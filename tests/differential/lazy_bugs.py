@@ -1,9 +1,9 @@
 """Bugs put into lazy logits on purpose, for lazy_programs.py: a tester must find them."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from unittest import mock
 
-from logitless.lazy import deferred, gradient, logits, nodes, values
+from logitless.lazy import deferred, gradient, logits, loss_nodes, nodes, values
 
 
 def unguarded_views() -> AbstractContextManager:
@@ -34,7 +34,10 @@ def lost_sign() -> AbstractContextManager:
 
 def second_in_silence() -> AbstractContextManager:
     """A second derivative leaves out what depends on the values."""
-    return mock.patch.object(nodes, "final", lambda gradient, *inputs: gradient)
+    stack = ExitStack()
+    for module in (nodes, loss_nodes):
+        stack.enter_context(mock.patch.object(module, "final", lambda gradient, *inputs: gradient))
+    return stack
 
 
 def gradient_of_one() -> AbstractContextManager:

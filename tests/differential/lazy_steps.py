@@ -58,6 +58,27 @@ def values(r: random.Random, shape) -> list[str]:
         "torch.cat([t, t])", "torch.cat([t, t[:1]])", "torch.where(t > 0, t, 0.1)",
         "torch.cat([t.detach(), t], -1)", "ll_materialize(t)", "torch.stack([t, t])",
         "t.clamp(max=1.0)", "3 * torch.tanh(t / 3)", "t.relu()", "t.float().double()",
+        *expressions(r, shape),
+    ]  # fmt: skip
+
+
+def expressions(r: random.Random, shape) -> list[str]:
+    """Functions of each value, of whole rows, and of several tensors."""
+    mask = f"(probs({list(shape[:-1])} + [1]) > 0.5)"
+    other = r.choice(("t.detach()", "t.softmax(-1)", "t.log_softmax(-1)", "t.flip(0)", "t * 2"))
+    return [
+        f"t * {mask}", f"t.masked_fill({mask}, 0.3)", "t.masked_fill(probs(t.shape) > 0.2, -1.0)",
+        f"torch.where({mask}, t, {other})", f"torch.where(t > 0, {other}, t)", f"t * {other}",
+        f"t - {other}", f"torch.maximum(t, {other})", f"torch.logaddexp({other}, t)",
+        f"torch.addcmul(t, t.tanh(), {other})", "torch.lerp(t, probs(t.shape), 0.3)",
+        "t - t.max(-1, keepdim=True)[0]", "t - t.logsumexp(-1, keepdim=True)", "t / (1 + t.abs())",
+        "1 - t", "1 / (1 + t.square())", "2 ** t.clamp(max=3)", "t.sigmoid()", "F.softplus(t)",
+        "F.logsigmoid(t)", "t.square()", "torch.special.entr(t.softmax(-1))", "t.exp() - 1",
+        "torch.xlogy(t.softmax(-1), t.softmax(-1))", "t.nan_to_num()", "t.abs().sqrt()",
+        "F.kl_div(t.log_softmax(-1), probs(t.shape), reduction='none')",
+        "F.kl_div(t.log_softmax(-1), t.detach().exp(), reduction='none')",
+        "F.mse_loss(t, probs(t.shape), reduction='none')", "(t + probs(t.shape)).log_softmax(-1)",
+        "t.double() * (t > 0)", "-t.softmax(-1) * t.log_softmax(-1)", "t.cos().softmax(-1)",
     ]  # fmt: skip
 
 
@@ -83,6 +104,15 @@ def reductions(r: random.Random, shape) -> list[str]:
         f"F.kl_div(t.log_softmax(-1), {probs}.log(), reduction='batchmean', log_target=True)",
         f"ll.cross_entropy(t, {ids})", "ll.entropy(t)", f"ll.score(t, {ids}).logprob",
         f"ll.kl_div(t, {probs}.log(), direction='forward', reduction='none')",
+        "-(t.softmax(-1) * t.log_softmax(-1)).sum(-1)", "(t.exp() * t).mean()",
+        "-(t.log_softmax(-1).exp() * t.log_softmax(-1)).sum()",
+        f"(F.kl_div(t.log_softmax(-1), {probs}, reduction='none').sum(-1) * {ids}).sum()",
+        f"F.kl_div({probs}.log(), t.log_softmax(-1), reduction='none', log_target=True)[:1].sum()",
+        f"F.mse_loss(t, {probs})", f"F.binary_cross_entropy_with_logits(t, {probs})",
+        f"((t - {probs}).square() * {probs}).sum(-1)", "(t > t.mean(-1, keepdim=True)).sum(-1)",
+        f"F.cross_entropy({flat}.sin(), {labels})", f"t.sin().gather(-1, {ids}[..., None])",
+        f"F.nll_loss({flat}.sin().log_softmax(-1), {labels}, reduction='none')",
+        "t.cos().logsumexp(-1)", "t.sin().argmax(-1).double()", "(t * t.detach()).topk(1, -1)[0]",
         "t.std(-1)", "t.norm()", "t[..., 0]", "t.isnan().any(-1).double()",
     ]  # fmt: skip
 

@@ -122,11 +122,44 @@ def test_limits_of_reading_are_told(x, t):
     F.nll_loss(p.view(-1, V), t.view(-1)).backward()
     with pytest.raises(RuntimeError, match="log-probabilities of lazy logits must not be read"):
         p.grad.norm()
-    z = model(True, x.device)(x)
-    both = torch.cat([z, z[:1]])
-    z.register_hook(lambda g: g * 2)
-    with pytest.raises(RuntimeError, match=r"joined must not be changed.*before torch.cat"):
-        F.cross_entropy(both.flatten(0, 1), torch.cat([t, t[:1]]).flatten()).backward()
+
+
+JOINS = {
+    "torch.cat": (lambda z: [z[1:] * 2, z[:1] * 2], lambda a, b: torch.cat([a, b])),
+    "Tensor.mul": (lambda z: [z.softmax(-1), z.log_softmax(-1)], lambda a, b: a * b),
+    "F.kl_div": (
+        lambda z: [z.log_softmax(-1), z.softmax(-1)],
+        lambda a, b: F.kl_div(a, b, reduction="none"),
+    ),
+}
+CHANGES = {
+    "scaled": lambda g: g * 2,
+    "clipped": lambda g: g.clamp(-0.01, 0.01),
+    "in place": lambda g: g.mul_(2),
+    "another": lambda g: torch.ones_like(g),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", JOINS)
+def test_the_gradient_of_joined_logits_must_not_be_changed(name, change, x):
+    """A part of the gradient belongs to all of the logits. Logits before the join are complete."""
+    pieces, join = JOINS[name]
+    for at in (0, 1):
+        parts = pieces(model(True, x.device)(x))
+        loss = join(*parts).sum(-1).square().sum()
+        parts[at].register_hook(CHANGES[change])
+        with pytest.raises(RuntimeError, match=f"that {name} joined must not be changed"):
+            loss.backward()
+    found = []
+    for fused in (True, False):
+        m = model(fused, x.device)
+        z = m(x)
+        z.register_hook(CHANGES[change])
+        join(*pieces(z)).sum(-1).square().sum().backward()
+        found.append([p.grad for p in m.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert error(a, b) < 1e-11
 
 
 class Sink(torch.autograd.Function):
@@ -157,7 +190,7 @@ def test_a_branch_without_gradient_costs_nothing(branch, x, t, monkeypatch):
     loss, _ = Sink.apply(F.cross_entropy(z.view(-1, V), t.view(-1)), branch(z))
     gradients = []
     kept = total.Kept.gradients_of
-    monkeypatch.setattr(Recipe, "dense", None)
+    monkeypatch.setattr(Recipe, "values", None)
     monkeypatch.setattr(per_row, "backward", None)
     monkeypatch.setattr(
         total.Kept, "gradients_of", lambda *args: gradients.append(kept(*args)) or gradients[-1]

@@ -115,10 +115,17 @@ def rounded(model):
     return model
 
 
-def noisy(model):
+def flipped(model):
     """A head that needs the values of its logits."""
     inner = model.lm_head.forward
-    model.lm_head.forward = lambda x: inner(x).sin()
+    model.lm_head.forward = lambda x: inner(x).flip(-1)
+    return model
+
+
+def softened(model):
+    """A head with a function of each of its logits."""
+    inner = model.lm_head.forward
+    model.lm_head.forward = lambda x: (lambda z: F.softplus(z) - 0.1 * z.sin())(inner(x))
     return model
 
 
@@ -132,7 +139,7 @@ def inside(model):
     ("change", "is_lazy"),
     [
         (tripled, True), (replaced, True), (rounded, True), (inside, True), (by_hand, False),
-        (noisy, False),
+        (flipped, False), (softened, True),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )  # fmt: skip

@@ -126,10 +126,10 @@ LAZY = {  # options, and whether the embeddings are tied
     "tokens, tied": (BODY | {"trainable_token_indices": [5, 6]}, True),
     "tokens of the head": (BODY | {"trainable_token_indices": {"lm_head": [5, 6]}}, False),
     "parameter": (BODY | {"target_parameters": ["lm_head.weight"]}, False),
+    "lora alone": (HEAD, False),
 }
 PLAIN = {
     "lora": {"target_modules": ["q_proj", "lm_head"]},
-    "lora alone": HEAD,
     "dora alone": HEAD | {"use_dora": True},
     "ia3 alone": HEAD
     | {"kind": peft.IA3Config, "feedforward_modules": [], "init_ia3_weights": False},

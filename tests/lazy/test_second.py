@@ -10,19 +10,27 @@ from tests.support.lazy_models import V
 
 pytestmark = pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
 
+
+def squares(z):
+    """The sum of squares of plain values, because no lazy logits can be flipped."""
+    return z.flip(-1).square().sum()
+
+
 LOSSES = {
-    "log_softmax": lambda z, t: z.log_softmax(-1).square().sum(),
-    "tanh": lambda z, t: torch.tanh(z).square().sum(),
+    "log_softmax": lambda z, t: squares(z.log_softmax(-1)),
+    "tanh": lambda z, t: squares(torch.tanh(z)),
     "tanh, a sum": lambda z, t: torch.tanh(z).sin().sum(),
-    "softmax": lambda z, t: z.softmax(-1).square().sum(),
+    "softmax": lambda z, t: squares(z.softmax(-1)),
     "exp": lambda z, t: (z.exp() * 2).sin().sum(),
     "entropy": lambda z, t: -(z.log_softmax(-1).exp() * z.log_softmax(-1)).sum(),
-    "views": lambda z, t: (z[1:] * 2).transpose(0, 1).square().sum(),
+    "entropy, materialised": lambda z, t: squares(z.log_softmax(-1).exp() * z.log_softmax(-1)),
+    "views": lambda z, t: squares((z[1:] * 2).transpose(0, 1)),
     "a square": lambda z, t: (z * z).sum(),
-    "a bias": lambda z, t: (z + torch.linspace(0, 1, V).to(z)).square().sum(),
-    "negative": lambda z, t: (-z / 3).square().sum(),
-    "masked": lambda z, t: z.masked_fill(torch.arange(V) < 2, 0.5).square().sum(),
-    "joined": lambda z, t: torch.cat([z, z]).square().sum(),
+    "a square, materialised": lambda z, t: squares(z),
+    "a bias": lambda z, t: squares(z + torch.linspace(0, 1, V).to(z)),
+    "negative": lambda z, t: squares(-z / 3),
+    "masked": lambda z, t: squares(z.masked_fill(torch.arange(V) < 2, 0.5)),
+    "joined": lambda z, t: squares(torch.cat([z, z])),
     "materialised": lambda z, t: getattr(z, "materialize", z.clone)().square().sum(),
     "a column": lambda z, t: z[:, 3].square().sum(),
     "cross_entropy": lambda z, t: F.cross_entropy(z, t),
@@ -35,12 +43,16 @@ LOSSES = {
     "kl_div": lambda z, t: F.kl_div(
         z.log_softmax(-1), torch.full(z.shape, 0.1).to(z), reduction="sum"
     ),
+    "kl_div by value": lambda z, t: squares(
+        F.kl_div(z.log_softmax(-1), torch.full(z.shape, 0.1).to(z), reduction="none")
+    ),
 }
 
 
 REFUSED = {
-    "log_softmax", "tanh", "tanh, a sum", "softmax", "exp", "entropy", "cross_entropy", "by row",
-    "ours", "gather", "logsumexp", "topk", "softmax, gathered", "kl_div",
+    "log_softmax", "tanh", "tanh, a sum", "softmax", "exp", "entropy", "entropy, materialised",
+    "a square", "cross_entropy", "by row", "ours", "gather", "logsumexp", "topk",
+    "softmax, gathered", "kl_div", "kl_div by value", "masked",
 }  # fmt: skip
 
 

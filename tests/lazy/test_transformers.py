@@ -70,7 +70,7 @@ def assert_trains_as_plain(plain: nn.Module, given: dict | None = None, change=N
     got, want = steps(fused, given), steps(plain, given)
     assert_same_parameters(got, want)
     assert logits
-    assert all(type(z) is LazyLogits and z.dense_values is None for z in logits)
+    assert all(type(z) is LazyLogits and z.known_values is None for z in logits)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -109,7 +109,7 @@ def test_logits_to_keep():
     want = step(copy.deepcopy(model))
     logits = kept_logits(ll.fuse(model))
     assert apart(step(model), want) == ""
-    assert logits[0].dense_values is None
+    assert logits[0].known_values is None
 
 
 def test_a_compiled_backbone_keeps_the_head_fused():
@@ -142,7 +142,7 @@ def test_the_page_runs():
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
         exec(code, names)
     assert names["model"].lm_head.weight.grad.abs().sum() > 0
-    assert names["teacher_logits"].dense_values is None
+    assert names["teacher_logits"].known_values is None
     assert names["loss"].requires_grad
 
 
@@ -260,7 +260,7 @@ def test_trainer(options, tmp_path):
     assert_logged(got, want, lambda key, i, number: 1e-5 * abs(number))
     assert_same_parameters(got.parameters, want.parameters)
     assert logits
-    assert all(z.dense_values is None for z in logits)
+    assert all(z.known_values is None for z in logits)
 
 
 def test_trainer_in_bf16(tmp_path):
@@ -286,7 +286,7 @@ def test_trainer_in_bf16(tmp_path):
     bounds = {"eval_largest": largest, "eval_loss": 2 * largest, "loss": 2 * largest}
     assert_logged(fused, exact, lambda key, i, number: bounds.get(key, allowed[i]))
     assert logits
-    assert all(z.dense_values is None for z in logits)
+    assert all(z.known_values is None for z in logits)
 
 
 # --- PEFT

@@ -18,12 +18,12 @@ def warns_anew(monkeypatch):
 
 
 NAMES = {
-    "Tensor.sub": lambda z: z - torch.ones(z.shape),
-    "Tensor.__rtruediv__": lambda z: 1 / z,
+    "Tensor.cumsum": lambda z: z.cumsum(-1),
+    "Tensor.matmul": lambda z: z @ torch.ones(V),
     "torch.sort": lambda z: torch.sort(z),
     "torch.linalg.vector_norm": lambda z: torch.linalg.vector_norm(z),
     "F.cosine_similarity": lambda z: F.cosine_similarity(z, torch.ones(z.shape), -1),
-    "F.mse_loss": lambda z: F.mse_loss(z, torch.ones(z.shape)),
+    "F.pad": lambda z: F.pad(z, (1, 1)),
     "torch.einsum": lambda z: torch.einsum("btv,v->bt", z, torch.ones(V)),
     "Tensor.numpy": lambda z: z.detach().numpy(),
     "Tensor.tolist": lambda z: z.tolist(),

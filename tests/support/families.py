@@ -143,7 +143,7 @@ def checked(name: str) -> Outcome:
     if (
         by
         or not logits
-        or any(type(z) is not LazyLogits or z.dense_values is not None for z in logits)
+        or any(type(z) is not LazyLogits or z.known_values is not None for z in logits)
     ):
         return Outcome("materialised", ", ".join(by) or "the head is not called")
     return Outcome("fused", "" if torch.is_tensor(said) else f"does not generate: {said}")

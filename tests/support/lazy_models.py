@@ -1,4 +1,6 @@
-"""A small model with a fused or a plain head, and an assertion that both train in the same way."""
+"""A small model with a fused or a plain head, and assertions that both train in the same way."""
+
+import warnings
 
 import torch
 from torch import nn
@@ -25,6 +27,30 @@ def assert_same(x, loss, **how):
     want, got = (trained(model(fused, x.device, **how), x, loss) for fused in (False, True))
     for a, b in zip(got, want, strict=True):
         assert error(a, b) < 1e-11
+
+
+def assert_stays_lazy(x, loss, bias=True):
+    """The same loss and gradients, also of the logits, and the values are never computed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        z = model(True, x.device, bias)(x)
+        loss(z).backward()
+        assert z.known_values is None
+        want, got = (model(fused, x.device, bias)(x) for fused in (False, True))
+        (want,), (got,) = (torch.autograd.grad(loss(z), z) for z in (want, got))
+        assert torch.allclose(got.double(), want, atol=1e-12)  # CLIENTS C7
+        assert error(got.norm(), want.norm()) < 1e-11
+        assert_same(x, loss, bias=bias)
+
+
+def columns(z):
+    """One number per column."""
+    return torch.linspace(0, 1, V).to(z)
+
+
+def other(z):
+    """Other logits."""
+    return torch.linspace(-2, 1, z.numel()).sin().to(z).view(z.shape)
 
 
 def distilled(z, **how):

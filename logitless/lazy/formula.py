@@ -1,0 +1,174 @@
+"""Formulas of lazy logits: functions of the head's logits, computed for some rows at a time.
+
+The formula of logits that a head returns is `Direct`. Our losses take over a scale, a softcap and a
+log_softmax, so these stay in a `Direct`. Any other function, such as the product of probabilities
+and log-probabilities, is an `Applied` formula. An `Applied` formula is computed by PyTorch's own
+function when a later operation reduces the vocabulary (row_function.py).
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class Rows:
+    """The head's logits x (..., V) of some rows, and the tensors beside them (see Input)."""
+
+    def __init__(self, x: Tensor, inputs: "dict[Input, Tensor]"):
+        self.x, self.inputs = x, inputs
+        self.results: dict[Formula, Tensor] = {}
+
+    def values(self, formula: "Formula") -> Tensor:
+        """The values of a formula, (..., V), differentiable. Each formula is computed once."""
+        if formula not in self.results:
+            self.results[formula] = formula.compute(self)
+        return self.results[formula]
+
+
+class Formula:
+    """A function from the head's logits of some rows to values of the same shape."""
+
+    dtype: torch.dtype
+
+    def compute(self, rows: Rows) -> Tensor:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Direct(Formula):
+    """The logits z up to a scale, a softcap and a log_softmax.
+
+    With `capped`, the values are y = post · tanh(pre · z). Without `capped`, the values are
+    y = pre · z. With `log`, the values are factor · log_softmax(y).
+    """
+
+    dtype: torch.dtype
+    pre: float = 1.0
+    capped: bool = False
+    post: float = 1.0
+    log: bool = False
+    factor: float = 1.0
+
+    @property
+    def scale(self) -> float:
+        """The factor of the head's logits before a softcap with the limit `post`."""
+        scale = self.pre * self.post
+        return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
+
+    @property
+    def cap(self) -> float | None:
+        return self.post if self.capped else None
+
+    @property
+    def reads(self) -> dict[str, float]:
+        """The temperature and softcap of our losses that replace `pre`, `post` and `capped`."""
+        if self.capped:
+            return {"softcap": 1 / self.pre, "temperature": 1 / (self.pre * self.post)}
+        return {"temperature": 1 / self.pre}
+
+    def compute(self, rows: Rows) -> Tensor:
+        z = rows.x.to(self.dtype)
+        z = z if self.pre == 1 else z * self.pre
+        z = torch.tanh(z) * self.post if self.capped else z
+        z = torch.log_softmax(z, -1) if self.log else z
+        return z if self.factor == 1 else z * self.factor
+
+
+class Input(Formula):
+    """A tensor beside the logits, such as a mask or a teacher's probabilities.
+
+    The tensor has one row per row of the logits. A recipe holds the tensors of its inputs
+    (`Recipe.inputs`), because views of lazy logits rearrange these rows too.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def compute(self, rows: Rows) -> Tensor:
+        return rows.inputs[self]
+
+
+@dataclass(frozen=True)
+class Elsewhere(Formula):
+    """A formula of the logits of another head, such as a teacher's. Its logits are an input."""
+
+    formula: Formula
+    logits: Input
+
+    @property
+    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.formula.dtype
+
+    def compute(self, rows: Rows) -> Tensor:
+        return Rows(rows.inputs[self.logits], rows.inputs).values(self.formula)
+
+
+@dataclass(frozen=True)
+class Constant(Formula):
+    """The values of a formula without a gradient, as after detach()."""
+
+    formula: Formula
+
+    @property
+    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.formula.dtype
+
+    def compute(self, rows: Rows) -> Tensor:
+        return rows.values(self.formula).detach()
+
+
+@dataclass(eq=False, frozen=True)
+class Applied(Formula):
+    """The result of a function of PyTorch whose arguments are formulas, numbers and tensors.
+
+    The function takes whole rows and returns whole rows. It must give the same result for rows in
+    any other number of dimensions.
+    """
+
+    function: Callable[..., Tensor]
+    args: tuple
+    kwargs: dict
+    dtype: torch.dtype
+    autocast: "Autocast"
+
+    @cached_property
+    def depth(self) -> int:
+        return 1 + max(map(depth_of, pytree.tree_leaves((self.args, self.kwargs))))
+
+    def compute(self, rows: Rows) -> Tensor:
+        args, kwargs = pytree.tree_map_only(Formula, rows.values, (self.args, self.kwargs))
+        with self.autocast.on():
+            return self.function(*args, **kwargs)
+
+
+def depth_of(formula: Any) -> int:
+    """The largest number of functions of functions in a formula; 0 for a constant."""
+    if isinstance(formula, (Constant, Elsewhere)):
+        return depth_of(formula.formula)
+    return formula.depth if isinstance(formula, Applied) else 0
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The state of autocast when a function was called. A formula is computed in this state."""
+
+    kind: str  # of device
+    dtype: torch.dtype | None  # None if autocast was off
+
+    @staticmethod
+    def of(device: torch.device) -> "Autocast":
+        kind = device.type
+        active = kind != "meta" and torch.is_autocast_enabled(kind)
+        return Autocast(kind, torch.get_autocast_dtype(kind) if active else None)
+
+    def on(self) -> Any:
+        if self.dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.kind, self.dtype, cache_enabled=False)

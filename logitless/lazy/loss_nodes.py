@@ -1,0 +1,123 @@
+"""The autograd nodes of losses over lazy logits. Their gradient is lazy too (gradient.py)."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..contract import TEACHER
+from ..core.autograd import Node
+from ..core.evaluate import evaluate
+from ..core.loss import RowLoss
+from ..core.source import teacher_rows
+from ..heads import per_row, total
+from ..heads.total import Call, needs_of
+from .gradient import described, pulled_back
+from .nodes import final, gradient_of
+from .recipe import Recipe, RowInput
+
+if TYPE_CHECKING:
+    from .logits import LazyLogits
+
+
+def _start(ctx, z: "LazyLogits", loss, row_weight, reduction, grad, row_inputs, anchor) -> Call:
+    ctx.like, ctx.anchor = described(z), anchor
+    _, ctx.recipe = z.recipe.flatten()
+    head = z.recipe.constant_head(ctx.needs_input_grad[0])
+    needs = needs_of(head.tensors, row_weight, row_inputs, grad)
+    return Call(head, loss, row_weight, reduction, needs)
+
+
+def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
+    """The gradient of lazy logits, which holds the gradients d of hidden, weight and bias."""
+    if not ctx.needs_input_grad[0]:
+        return None
+    parts, loss = (d.hidden, d.weight, d.bias), call.loss
+    hidden, weight, bias = call.head.tensors
+    recipe: Recipe = ctx.recipe
+    recipe = recipe._replace(head=recipe.head.replace(hidden=hidden, weight=weight, bias=bias))
+    if isinstance(loss, OfValues):
+        recipe = recipe._replace(inputs=loss.inputs)
+
+    def compute() -> Tensor:
+        axis = -1 if recipe.axis is None else recipe.axis
+        loss, factor = of_values(call.loss, recipe)
+
+        def function(z: Tensor):
+            z = z.movedim(axis, -1) / factor
+            return evaluate(z, loss, call.reduction, call.row_weight)
+
+        return pulled_back(function, recipe.values(), *upstream)
+
+    # A loss of log p may be computed as a loss of the logits. Its gradient of the logits is then
+    # exact, but its gradient of log p is not.
+    projected = recipe.logits is None and not isinstance(loss, OfValues)
+    gradient = gradient_of(ctx.like, parts, None, (compute,), None, projected)
+    return final(gradient, ctx.anchor, *upstream)
+
+
+def of_values(loss: RowLoss, recipe: Recipe) -> tuple[RowLoss, float]:
+    """A loss of the head's logits as a loss of the recipe's values, and the values' factor."""
+    if isinstance(loss, OfValues):
+        return loss.of_values(), 1.0
+    if recipe.shard is not None:
+        raise RuntimeError(
+            "the gradient of lazy logits of several ranks must not be read, because each rank"
+            " computes its columns only. Use logits.materialize() before the loss."
+        )
+    direct = recipe.direct
+    assert direct is not None
+    softcap = None if direct.capped else loss.reading.softcap
+    unscaled = loss.fold_scale(1 / direct.scale, softcap)
+    assert unscaled is not None
+    lead = recipe.lead
+    teachers = {TEACHER: lambda t: teacher_rows(t, slice(None)).view(*lead, -1)}
+    return unscaled.map_tensors(teachers), direct.factor
+
+
+class OfValues:
+    """A loss that computes the values of a recipe from the head's logits."""
+
+    inputs: tuple[RowInput, ...]  # of the recipe
+
+    def of_values(self) -> Any:
+        """The same loss as a function of the values."""
+        raise NotImplementedError
+
+
+class LazyReducedLoss(Node):
+    """The node of a loss with a mean or sum over lazy logits. Its gradient is lazy too."""
+
+    @staticmethod
+    def forward(ctx, z, row_weight, loss, reduction, grad, anchor, *row_inputs):
+        ctx.set_materialize_grads(False)
+        call = _start(ctx, z, loss, row_weight, reduction, grad, row_inputs, anchor)
+        value, ctx.kept = total.Kept.of(ctx, call)
+        return value
+
+    @staticmethod
+    def backward(ctx, upstream):  # pyright: ignore[reportIncompatibleMethodOverride]
+        # The saved tensors are read once, because activation checkpointing unpacks them only once.
+        tensors = ctx.saved_tensors
+        call = ctx.kept.call.rebuild(tensors)
+        if upstream is None:
+            return (None,) * (6 + len(call.loss.row_inputs))
+        d = ctx.kept.gradients_of(tensors, upstream)
+        d_z = _finish(ctx, call, d, upstream)
+        return d_z, d.row_weight, None, None, None, None, *d.row_inputs
+
+
+class LazyPerRowLoss(Node):
+    """The node of a loss with one result per row of lazy logits. Its gradient is lazy too."""
+
+    @staticmethod
+    def forward(ctx, z, loss, anchor, *row_inputs):
+        call = _start(ctx, z, loss, None, "none", True, row_inputs, anchor)
+        outputs, ctx.kept = per_row.Kept.of(ctx, call)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *upstream):  # pyright: ignore[reportIncompatibleMethodOverride]
+        tensors = ctx.saved_tensors
+        d = ctx.kept.gradients_of(tensors, upstream)
+        call = ctx.kept.call.rebuild(tensors)
+        return _finish(ctx, call, d, *upstream), None, None, *d.row_inputs

@@ -1,0 +1,156 @@
+"""Losses of torch.nn.functional over lazy logits. Each result has the dtype of PyTorch's result."""
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..losses.cross_entropy import cross_entropy
+from ..losses.dense_teacher import kl_div, soft_cross_entropy
+from . import values, views
+from .elementwise import applied
+from .logits import LazyLogits, UnscaledLogits
+from .nodes import Op
+from .reductions import dtype_of, sum
+from .row_function import by_rows, mean_by_rows
+
+signature = functools.cache(inspect.signature)
+
+
+def cross_entropy_loss(
+    z: LazyLogits, target, weight=None, size_average=None, ignore_index=-100, reduce=None,
+    reduction="mean", label_smoothing=0.0,
+):  # fmt: skip
+    deprecated = size_average is not None or reduce is not None
+    second = views.axis_of(z) == min(z.dim() - 1, 1)  # PyTorch expects the classes in dimension 1
+    if not second or deprecated or not isinstance(target, Tensor) or type(target) is LazyLogits:
+        return NotImplemented
+    options = {"weight": weight, "reduction": reduction, "label_smoothing": label_smoothing}
+    if z.recipe.logits is None:
+        return _of_targets(F.cross_entropy, z, target, ignore_index=ignore_index, **options)
+    if target.is_floating_point():
+        return _soft_cross_entropy(z, target, **options)
+    if target.dim() != z.dim() - 1:
+        return NotImplemented
+    loss = cross_entropy(
+        UnscaledLogits(z), target, ignore_index=ignore_index, **options, **z.recipe.logits.reads
+    )
+    if reduction == "mean":  # PyTorch's mean of no rows, or of no weight, is NaN
+        loss = torch.where(_mass(target, weight, ignore_index) == 0, torch.nan, loss)
+    return loss.to(dtype_of(z, ("cuda", "cpu")))
+
+
+def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """The divisor of PyTorch's mean: the number of targets that count, or their weight."""
+    mass = target != ignore_index
+    if weight is not None:
+        mass = torch.where(mass, weight[target.clamp(0, len(weight) - 1)], 0.0)
+    return mass.sum()
+
+
+def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction, **options):
+    """F.cross_entropy or F.nll_loss of values that are not logits, computed by PyTorch."""
+    plain = z.dim() == 2 and target.shape == z.shape[:1] and not target.is_floating_point()
+    weight = options["weight"]
+    needed = weight is not None and weight.requires_grad
+    if not plain or needed or reduction not in ("none", "sum", "mean"):
+        return NotImplemented
+
+    def of_rows(values: Tensor, labels: Tensor) -> Tensor:
+        return function(values, labels, reduction="none", **options)
+
+    kinds = ("cuda", "cpu") if function is F.cross_entropy else ("cuda",)
+    dtype = dtype_of(z, kinds)
+    if reduction == "none":
+        losses = by_rows(z, of_rows, target)
+        return losses if losses is NotImplemented else losses[0].to(dtype)
+    loss = mean_by_rows(z, of_rows, target)
+    if loss is NotImplemented:
+        return loss
+    rows = len(target)
+    mass = 1 if reduction == "sum" else _mass(target, weight, options["ignore_index"])
+    return (loss * rows / mass).to(dtype)
+
+
+def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
+    """F.cross_entropy with class probabilities. Its mean divides by the number of rows."""
+    known = type(probs) is Tensor and probs.shape == z.shape and probs.dtype == z.dtype
+    if not known or probs.requires_grad or z.recipe.shard is not None or not probs.numel():
+        return NotImplemented
+    if z.recipe.axis is not None:
+        probs = probs.movedim(z.recipe.axis, -1)
+    loss = soft_cross_entropy(UnscaledLogits(z), probs, **options, **z.recipe.logits.reads)
+    return loss.to(dtype_of(z, ("cuda", "cpu")))
+
+
+def unlogged(z: LazyLogits) -> LazyLogits:
+    """The logits of which z is the log_softmax. Their values may be z, as log_softmax(z) = z."""
+    return values.changed(z, Op(lambda t: t, projects=True), log=False)
+
+
+def nll_loss(
+    z: LazyLogits, target, weight=None, size_average=None, ignore_index=-100, reduce=None,
+    reduction="mean",
+):  # fmt: skip
+    if isinstance(target, Tensor) and target.is_floating_point():
+        return NotImplemented  # PyTorch raises
+    direct = z.recipe.direct
+    if direct is not None and direct.log and direct.factor == 1:
+        return cross_entropy_loss(
+            unlogged(z), target, weight, size_average, ignore_index, reduce, reduction
+        )
+    if z.recipe.axis is not None or size_average is not None or reduce is not None:
+        return NotImplemented
+    options = {"weight": weight, "ignore_index": ignore_index, "reduction": reduction}
+    return _of_targets(F.nll_loss, z, target, **options)
+
+
+def loss_of_values(function: Callable):
+    """A loss of F with one number per value, such as F.kl_div, and its sum or mean."""
+
+    def loss(*args, **kwargs):
+        bound = signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        pair = (given["input"], given["target"])
+        known = all(isinstance(t, Tensor) for t in pair) and pair[0].shape == pair[1].shape
+        known = known and given.get("size_average") is None and given.get("reduce") is None
+        reduction = given["reduction"]
+        divisor = {"none": 1, "sum": 1, "mean": pair[0].numel(), "batchmean": len(pair[0])}
+        if not known or not divisor.get(reduction):
+            return NotImplemented
+        if function is F.kl_div and reduction != "none":
+            total = _lazy_kl_div(*pair, given["log_target"])
+            if total is not NotImplemented:
+                return total / divisor[reduction]
+        each = applied(function, (), {**given, "reduction": "none"})
+        if reduction == "none" or each is NotImplemented:
+            return each
+        total = sum(each)
+        return total if total is NotImplemented else total / divisor[reduction]
+
+    return loss
+
+
+def _lazy_kl_div(input: Tensor, target: Tensor, log_target: bool):
+    """The sum of F.kl_div of two lazy log_softmax, if at most one of them needs a gradient."""
+    if not (isinstance(input, LazyLogits) and isinstance(target, LazyLogits)):
+        return NotImplemented
+    recipes = [input.recipe, target.recipe]
+    plain = all(r.direct is not None and r.direct.log and r.direct.factor == 1 for r in recipes)
+    plain = plain and all(r.axis is None and r.shard is None for r in recipes)
+    usable = input.from_head and target.from_head and input.dtype == target.dtype
+    if not plain or not usable or not log_target or input.dim() < 2:
+        return NotImplemented
+    grad = torch.is_grad_enabled()
+    student, teacher, direction = input, target, "forward"
+    if grad and target.requires_grad:
+        student, teacher, direction = target, input, "reverse"
+    if grad and teacher.requires_grad:
+        return NotImplemented
+    student, teacher = unlogged(student), unlogged(teacher)
+    total = kl_div(student, teacher, direction=direction, reduction="sum")
+    return total.to(dtype_of(input, ("cuda", "cpu")))

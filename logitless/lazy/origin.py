@@ -1,0 +1,127 @@
+"""Where the values of lazy logits come from: from a recipe, or from the values of other logits."""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..heads.products import without_autocast
+from .gradient import described, outside
+from .recipe import Recipe
+
+
+class Cell:
+    """The recipe of lazy logits, and their values once they are computed. Aliases share a cell.
+
+    Tensors and nodes hold cells. So a recipe, with its hidden states, lives only as long as a
+    tensor or a node needs it.
+    """
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self.values: Tensor | None = None
+        # Whether code outside PyTorch has the address of the values and may have changed them.
+        self.exposed = False
+        # Whether each argument of the operation needs a gradient; empty if no node needs a graph.
+        self.needs: tuple[bool, ...] = ()
+        self.graph: Graph | None = None  # of the operation that computed the values
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.recipe.shape).numel()
+
+
+class Graph:
+    """The autograd graph of one operation. It holds only the tensors that its backward needs."""
+
+    def __init__(self, result: Tensor, blanks: list[Tensor]):
+        self.edge: GradientEdge | None = None
+        if result.requires_grad:
+            self.edge = get_gradient_edge(result)
+        self.dtype, self.blanks = result.dtype, blanks
+
+    def gradients(self, d: Tensor) -> list[Tensor | None]:
+        """The gradients of the arguments, from the gradient of the result. Can be called once."""
+        needed = [t for t in self.blanks if t.requires_grad]
+        if self.edge is None:
+            return [None] * len(self.blanks)
+        found = torch.autograd.grad(self.edge, needed, d.to(self.dtype), allow_unused=True)
+        left = iter(found)
+        return [next(left) if t.requires_grad else None for t in self.blanks]
+
+
+def recorded(
+    function: Callable[..., Tensor], values: Sequence[Tensor], needs: Sequence[bool]
+) -> tuple[Tensor, Graph]:
+    """Returns function(*values), detached, and its graph."""
+    with outside(), torch.enable_grad():
+        pairs = zip(values, needs, strict=True)
+        blanks = [described(t).blank().requires_grad_(need) for t, need in pairs]
+        result = function(*map(Filled.apply, blanks, values))
+    return result.detach(), Graph(result, blanks)
+
+
+class Filled(torch.autograd.Function):
+    """Returns the values of a tensor. The gradient goes to `blank`, a leaf without memory."""
+
+    @staticmethod
+    def forward(ctx, blank, values):
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return g, None
+
+
+class Origin:
+    """Computes the values of lazy logits from the values of other lazy logits, or from the head.
+
+    Values stay in the cell of the logits as long as a tensor or a node needs them. So the head's
+    product is computed only once if several functions of the same logits are materialised.
+    """
+
+    def __init__(self, cell: Cell):
+        self.cell = weakref.ref(cell)
+        self.bases: tuple[Origin, ...] = ()
+        self.function: Callable[..., Tensor] | None = None  # of the values of the bases
+
+    def after(self, bases: "tuple[Origin, ...]", function: Callable[..., Tensor]) -> None:
+        self.bases, self.function = bases, function
+
+    @property
+    def known(self) -> bool:
+        """Whether the values follow from values that exist."""
+        return self.reachable(None)
+
+    def reachable(self, size: int | None) -> bool:
+        """Whether the values follow from values that exist, or from recipes of as many values.
+
+        A recipe of more values would compute values that are not needed.
+        """
+        cell = self.cell()
+        if cell is not None and (cell.values is not None or cell.size == size):
+            return True
+        return bool(self.bases) and all(base.reachable(size) for base in self.bases)
+
+    def values(self, size: int | None = None) -> Tensor:
+        """The values. `size` is the number of values that the caller needs."""
+        cell, function = self.cell(), self.function
+        if cell is not None and cell.values is not None:
+            return cell.values
+        size = size if cell is None else cell.size
+        if function is None or not all(base.reachable(size) for base in self.bases):
+            assert cell is not None  # because an origin without a cell is reachable from its bases
+            cell.values = cell.recipe.values()
+            return cell.values
+        bases = [base.values(size) for base in self.bases]
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(bases[0].device):
+            if cell is not None and cell.needs:
+                values, cell.graph = recorded(function, bases, cell.needs)
+            else:
+                values = function(*bases)
+            values = values.contiguous()
+        if cell is not None:
+            cell.values = values
+        return values

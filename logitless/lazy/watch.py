@@ -1,0 +1,43 @@
+"""Detects writes to the tensors of lazy logits before the logits are computed."""
+
+import torch
+from torch import Tensor
+
+
+class Watch:
+    """Detects writes to a weight that do not change its version.
+
+    Some optimisers write through `.data` or through an address. Such a write does not change the
+    version of the tensor. So about 32 x 32 numbers of the weight are copied when the logits are
+    created. On a CPU, these numbers are compared with the weight before each use of the logits. On
+    other devices, they are compared only after a backward, because the host waits for the
+    comparison.
+    """
+
+    def __init__(self, weight: Tensor):
+        self.weight = weight
+        self.passed: list[bool] = []  # not empty once a backward has passed the head
+        known = type(weight) is Tensor and weight.device.type != "meta" and weight.dim() == 2
+        known = known and not torch.compiler.is_compiling()
+        in_memory = known and weight.untyped_storage().size() > 0  # FSDP may have freed the weight
+        self.sample = self.read() if in_memory else None
+
+    def read(self) -> Tensor:
+        """The bits of some numbers of the weight."""
+        rows, columns = (max(size // 32, 1) for size in self.weight.shape)
+        some = self.weight[::rows, ::columns].clone(memory_format=torch.contiguous_format)
+        return some.view(-1).view(torch.uint8)
+
+    def differs(self) -> bool:
+        weight, sample = self.weight, self.sample
+        freed = not weight.untyped_storage().size() if sample is not None else True  # by FSDP
+        if freed or not (weight.is_cpu or self.passed):
+            return False
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        with torch.no_grad():
+            return not torch.equal(self.read(), sample)  # pyright: ignore
+
+
+def versions(*tensors: Tensor | None) -> tuple[int, ...]:
+    return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)
