@@ -106,7 +106,7 @@ class LazyLogits(Deferred, Source):
 
     def over(self, shard) -> "LazyLogits":
         """The lazy logits of all ranks, if `self` holds the columns of `shard`."""
-        recipe = self.recipe._replace(shard=shard.over(None))
+        recipe = self.recipe.replace(shard=shard.over(None))
         sides = (shard.start, shard.vocab - shard.start - shard.width)
         return kept(self, recipe, None, Op(lambda t: pad(t, sides)))
 

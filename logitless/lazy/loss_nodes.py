@@ -34,9 +34,9 @@ def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
     parts, loss = (d.hidden, d.weight, d.bias), call.loss
     hidden, weight, bias = call.head.tensors
     recipe: Recipe = ctx.recipe
-    recipe = recipe._replace(head=recipe.head.replace(hidden=hidden, weight=weight, bias=bias))
+    recipe = recipe.replace(head=recipe.head.replace(hidden=hidden, weight=weight, bias=bias))
     if isinstance(loss, OfValues):
-        recipe = recipe._replace(inputs=loss.inputs)
+        recipe = recipe.replace(inputs=loss.inputs)
 
     def compute() -> Tensor:
         axis = -1 if recipe.axis is None else recipe.axis

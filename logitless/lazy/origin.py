@@ -103,7 +103,7 @@ class Origin:
         cell = self.cell()
         if cell is not None and (cell.values is not None or cell.size == size):
             return True
-        return bool(self.bases) and all(base.reachable(size) for base in self.bases)
+        return len(self.bases) > 0 and all(base.reachable(size) for base in self.bases)
 
     def values(self, size: int | None = None) -> Tensor:
         """The values. `size` is the number of values that the caller needs."""

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,8 @@ def tensors_of(source: Tensor | Head) -> Tensors:
     return (source,) if isinstance(source, Tensor) else source.tensors
 
 
-class Recipe(NamedTuple):
+@dataclass(frozen=True)
+class Recipe:
     """The data that determines the values of lazy logits.
 
     The head computes the logits z = hidden @ weight.T + bias. The values are `formula` of z.
@@ -75,6 +77,10 @@ class Recipe(NamedTuple):
     inputs: tuple[RowInput, ...] = ()  # of the formula
     axis: int | None = None  # the dimension of the vocabulary; None for the last dimension
     shard: Any = None  # a VocabShard if weight and bias hold only the rows of this rank
+
+    def replace(self, **changed) -> "Recipe":
+        """A copy of the recipe with changed fields."""
+        return replace(self, **changed)
 
     @property
     def vocab(self) -> int:
@@ -123,13 +129,13 @@ class Recipe(NamedTuple):
         names = ("hidden", "weight", "bias")
         pairs = zip(names, head.tensors, self.versions, strict=True)
         known = tuple(versions(t)[0] if name in tensors else v for name, t, v in pairs)
-        return self._replace(head=head, versions=known)
+        return self.replace(head=head, versions=known)
 
     def with_rows(self, op: Callable[[Tensor], Tensor], hidden: Tensor) -> "Recipe":
         """The same recipe for rows that `op` rearranges; `hidden` is op of the hidden states."""
         with torch.inference_mode(False), torch.no_grad():
             inputs = tuple(row_input.moved(op) for row_input in self.inputs)
-        return self.with_head(hidden=hidden)._replace(inputs=inputs)
+        return self.with_head(hidden=hidden).replace(inputs=inputs)
 
     def flatten(self) -> tuple[Tensors, "Recipe"]:
         """Returns all tensors, for autograd to save, and the same recipe without tensors."""
@@ -141,7 +147,7 @@ class Recipe(NamedTuple):
             r._replace(source=blank if isinstance(r.source, Tensor) else _blank(r.source))
             for r in self.inputs
         )
-        return tuple(tensors), self._replace(head=_blank(self.head), inputs=inputs)
+        return tuple(tensors), self.replace(head=_blank(self.head), inputs=inputs)
 
     def rebuild(self, tensors: Sequence[Any]) -> "Recipe":
         """The inverse of `flatten`, for tensors whose versions autograd has checked."""
@@ -155,7 +161,7 @@ class Recipe(NamedTuple):
             RowInput.of(r.input, next(left) if r.source is None else filled(r.source))
             for r in self.inputs
         )
-        return self._replace(head=head, inputs=inputs, versions=versions(*head.tensors))
+        return self.replace(head=head, inputs=inputs, versions=versions(*head.tensors))
 
     # --- checks
 
@@ -241,7 +247,7 @@ class Recipe(NamedTuple):
         if self.shard is None:
             assert self.direct is not None
             return ScaledHead(self.constant_head(), self.direct.pre, self.direct.cap)
-        return self.shard.over(self._replace(shard=None).teacher())
+        return self.shard.over(self.replace(shard=None).teacher())
 
 
 def _blank(head: Head) -> Head:

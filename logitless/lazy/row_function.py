@@ -50,7 +50,7 @@ def _evaluated(kind: "type[RowFunction]", reduction: str, z: LazyLogits, functio
         return NotImplemented
     _, blank = recipe.flatten()
     inputs = tuple(r.moved(in_rows_of(recipe.lead)) for r in recipe.inputs)
-    blank = blank._replace(watch=None, inputs=inputs)
+    blank = blank.replace(watch=None, inputs=inputs)
     constants = tuple(t.detach() for t in rows)
     loss = kind(Reading(z.shape[-1]), function, blank, constants)
     return UnscaledLogits(z).evaluate(loss, reduction, None)
@@ -95,7 +95,7 @@ class RowFunction(RowLoss, OfValues):
         whole: Any = self
         if self.recipe is not None:  # other heads compute the logits of all rows at once
             inputs = tuple(r._replace(source=r.values()) for r in self.inputs)
-            whole = self.replace(recipe=self.recipe._replace(inputs=inputs))
+            whole = self.replace(recipe=self.recipe.replace(inputs=inputs))
         for start in range(0, len(x), step) if len(x) else (0,):
             piece = slice(start, start + step)
             yield piece, whole.rows(piece, x.shape[:1])
@@ -135,7 +135,7 @@ class RowFunction(RowLoss, OfValues):
         if self.recipe is None or not self.recipe.inputs:
             return loss
         chunk = [r.moved(lambda t: t.reshape(lead.numel(), -1)[rows]) for r in self.inputs]
-        return loss.replace(recipe=self.recipe._replace(inputs=tuple(chunk)))
+        return loss.replace(recipe=self.recipe.replace(inputs=tuple(chunk)))
 
     def flatten(self, recompute=False):
         tensors, loss = super().flatten(recompute)

@@ -22,7 +22,7 @@ def changed(z: LazyLogits, op: Op, **fields) -> LazyLogits:
     formula = replace(z.recipe.formula, **fields)  # pyright: ignore[reportArgumentType]
     if not all(LEAST <= number <= MOST for number in formula.reads.values()):
         return NotImplemented  # outside the range of temperature and softcap of our losses
-    return kept(z, z.recipe._replace(formula=formula), None, op)
+    return kept(z, z.recipe.replace(formula=formula), None, op)
 
 
 def same(z: LazyLogits, **kwargs):
@@ -169,7 +169,7 @@ def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
     with torch.inference_mode(False), torch.no_grad():
         total = bias.detach().to(head.dtype) * (sign / recipe.logits.pre)
         total = total if head.bias is None else head.bias + total
-    new = recipe.with_head(bias=total, logits_dtype=head.logits_dtype)._replace(
+    new = recipe.with_head(bias=total, logits_dtype=head.logits_dtype).replace(
         needs=(*recipe.needs[:2], recipe.needs[2] or bias.requires_grad),
         formula=replace(recipe.logits, dtype=dtype),
     )
@@ -204,7 +204,7 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
         bias = weight.new_zeros(len(weight)) if bias is None else bias
         bias = bias.to(head.dtype).masked_fill(columns, value / pre)
     new = recipe.with_head(weight=weight, bias=bias, logits_dtype=head.logits_dtype)
-    new = new._replace(watch=Watch(weight))
+    new = new.replace(watch=Watch(weight))
 
     def back(parts):
         d_hidden, d_weight, d_bias = parts

@@ -51,7 +51,7 @@ def _rows(
             )  # fmt: skip
         return d_hidden, *rest
 
-    new = recipe.with_rows(op, hidden)._replace(**changed)
+    new = recipe.with_rows(op, hidden).replace(**changed)
     return kept(z, new, back, Op(on_logits or op))
 
 
@@ -246,7 +246,7 @@ def cat(tensors, dim: int = 0):
         hidden = torch.cat([recipe.head.hidden for recipe in recipes], dim)
     needs = tuple(any(r.needs[i] for r in recipes) for i in range(3))
     trains = any(r.trains for r in recipes)
-    recipe = recipes[0].with_head(hidden=hidden)._replace(needs=needs, trains=trains)
+    recipe = recipes[0].with_head(hidden=hidden).replace(needs=needs, trains=trains)
     return LazyCat.apply(recipe, dim, *tensors)
 
 
