@@ -70,8 +70,8 @@ class Backend(Protocol):
         """A function that computes -log p of the label and writes the gradient, or None.
 
         The signature is (x, reading, coefficients, factor, into, mean=False). The function returns
-        -log p, (...), or None if one pass over these logits is not possible. The property is None
-        if the backend does not have the function.
+        -log p, (...), or None if -log p cannot be computed in one pass over these logits. The
+        property is None if the backend does not have the function.
         """
         ...
 

@@ -187,7 +187,7 @@ def teacher_rows(teacher: Any, rows: slice | Tensor) -> Tensor:
 
 
 def teacher_columns(teacher: Any, start: int, width: int) -> Any:
-    """The columns [start, start + width) of a dense teacher of whole rows."""
+    """The columns [start, start + width) of a dense teacher with whole rows."""
     return teacher.narrow(-1, start, width)
 
 

@@ -72,7 +72,7 @@ def pair_read(
     x: Tensor,  # (..., V)
     reading: Reading,
     pair: Pair,
-    # (N, PAIR_STATE), shift and s of whole rows, for "jsd" of logits that are sharded over ranks
+    # (N, PAIR_STATE), shift and s of whole rows. "jsd" needs norms if ranks shard the logits.
     norms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the loss of each row, (...), and the state for the backward, (N, PAIR_STATE)."""

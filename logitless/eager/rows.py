@@ -133,7 +133,7 @@ def written_back(flat: Tensor, into: Tensor) -> Tensor:
 
 
 def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
-    """Whether e^y is as exact as e^(y - m). Without the subtraction, one pass less is needed.
+    """Whether e^y is as exact as e^(y - m). Without the subtraction, a pass is saved.
 
     The result is always False on a GPU, because the host would have to wait for the values of m.
     """

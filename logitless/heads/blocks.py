@@ -4,8 +4,8 @@
 statistics can be merged works without changes. The logits of a block are computed twice, once for
 the statistics and once for the gradient, unless the logits of the block are kept. Statistics are
 computed from the first block to the last. Gradients are computed from the last block to the first.
-The weight's gradient of the first blocks is written last. Before it is written, its memory holds
-the logits of later blocks (kept_blocks in plan.py).
+The weight's gradient of the first blocks is written last. Until then, the memory of this gradient
+holds the logits of later blocks (kept_blocks in plan.py).
 """
 
 from collections.abc import Iterable, Iterator

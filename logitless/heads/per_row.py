@@ -68,7 +68,7 @@ def _chunks(call: Call, keep: bool) -> Chunks:
 
 
 def _ignored(t: Tensor, rows: int) -> Tensor:
-    """Returns the output for ignored rows, 0 or -1 for integers."""
+    """Returns the output for ignored rows: -1 for integers, and otherwise 0."""
     fill = 0.0 if t.is_floating_point() else -1
     return torch.full((rows, *t.shape[1:]), fill, device=t.device, dtype=t.dtype)
 

@@ -112,7 +112,7 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
 
 
 def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, int]:
-    """Blocks whose logits stay in memory of the weight's gradient, and the slot of each block.
+    """Blocks whose logits are kept in the memory of the weight's gradient, and each block's slot.
 
     Gradients are computed from the last block to the first. A slot holds rows · columns numbers.
     The gradient of a block's weight rows takes columns · width numbers. The memory of a slot must

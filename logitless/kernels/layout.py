@@ -172,10 +172,10 @@ def walk(
     """Folds f over the columns [lo, hi) of a row's body, and over the fringe if lo = 0.
 
     f(state, args, start, offs, mask) returns the state after the columns start + offs where `mask`
-    is True. A mask of None selects all columns. In the body, args are `body_args`, and columns
-    count from `head`. In the fringe, args are `row_args`, and columns count from the start of the
-    row. If MASKED, every block is masked, and the compiled code is shorter. Without MASKED, only
-    the last block is masked, and the kernel is faster.
+    is True. A mask of None selects all columns. In the body, args are `body_args`, and column 0
+    is column `head` of the row. In the fringe, args are `row_args`, and column 0 is the first
+    column of the row. If MASKED, every block is masked, and the compiled code is shorter. Without
+    MASKED, only the last block is masked, and the kernel is faster.
     """
     offs = tl.arange(0, BLOCK_V)
     hi = tl.multiple_of(tl.minimum(hi, body), PACK)

@@ -7,9 +7,9 @@ continues with (m, s) of the whole row, while its split is still in the L1 cache
 The exchange is free of deadlocks if programs start in the order of their ids, and if all programs
 of one row, at most MAX_PROGRAMS, fit on the GPU together. Then all programs of the oldest
 unfinished row are always running, and no program waits forever. Triton's interpreter runs one
-program after another, so that programs must not share a row in the interpreter. On a GPU that is
-partitioned or shared with other processes, the two conditions may be false. For such a GPU,
-LOGITLESS_WAITING=0 makes the kernels read every row twice instead.
+program after another, so there programs must not share a row. On a GPU that is partitioned or
+shared with other processes, the two conditions may be false. For such a GPU, LOGITLESS_WAITING=0
+makes the kernels read every row twice instead.
 """
 
 import os

@@ -31,7 +31,7 @@ RESIDENT = 32  # number of programs that a multiprocessor runs at once
 
 @triton.jit
 def _fill(Xrow, Ids, count, V, k, BLOCK_V: tl.constexpr):
-    """Writes the first columns with a logit of -inf to Ids[count:k]. Returns the new count."""
+    """Fills Ids[count:k] with the first columns whose logit is -inf. Returns the new count."""
     offs_v = tl.arange(0, BLOCK_V)
     start = tl.full((), 0, tl.int32)
     while (count < k) & (start < V):

@@ -86,7 +86,7 @@ def set_forward(head: nn.Module, guard: Any) -> None:
     ours = forward_set_on(head)
     if ours is not None and ours.head is head and ours.guard is guard:
         return
-    # A replica of DataParallel has the FusedForward of the original head.
+    # A replica that DataParallel creates shares the FusedForward of the original head.
     below = head.__dict__.get("forward") if ours is None else ours.below
     head.__dict__["forward"] = FusedForward(head, below, guard).forward
 

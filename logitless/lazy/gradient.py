@@ -178,7 +178,7 @@ class Like(NamedTuple):
     device: torch.device
 
     def blank(self) -> Tensor:
-        """An expanded tensor of one number, where values do not matter."""
+        """One number expanded to the shape, for callers that read only shape, dtype and device."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 

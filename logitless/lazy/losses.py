@@ -44,7 +44,7 @@ def cross_entropy_loss(
 
 
 def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The divisor of PyTorch's mean: the number of targets that count, or their weight."""
+    """The divisor of PyTorch's mean: the number, or the class weights, of targets that count."""
     mass = target != ignore_index
     if weight is not None:
         mass = torch.where(mass, weight[target.clamp(0, len(weight) - 1)], 0.0)

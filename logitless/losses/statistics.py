@@ -47,7 +47,7 @@ class Partial(NamedTuple):
 
 
 def partial(z: Tensor) -> Partial:
-    """The Partial of a block of logits (..., V), in fp32 (fp64 for fp64)."""
+    """The Partial of a block of logits (..., V), in fp32, or in fp64 for fp64 logits."""
     z = z.to(PRECISION[z.dtype])
     if z.shape[-1] == 0:
         empty = z.new_zeros(z.shape[:-1])
@@ -253,7 +253,7 @@ NO_CLASS = -(2**31)  # no id that a user means has this value
 def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
     """The fields of a Reading that say which ids are read, and which rows.
 
-    One id per row is the label. Otherwise the label is a mask of the rows that count.
+    One id per row is the label. Otherwise the label only marks the rows that count.
     """
     if ids is not None and ids.dim() < len(logits.shape):
         if ignore_index is None and mask is not None:

@@ -45,7 +45,12 @@ def fused():
     return ll.fuse(torch.nn.Sequential(torch.nn.Embedding(V, 6), torch.nn.Linear(6, V)), head="1")
 
 
-@pytest.mark.parametrize("strict", [False, True])
+REFUSED = pytest.mark.skipif(
+    torch.__version__ < "2.10", reason="PyTorch 2.9 exports no fused model in strict mode"
+)
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=REFUSED)])
 @pytest.mark.filterwarnings("ignore:.*is deprecated")
 def test_export(strict):
     """CLIENTS X4: the advice was how to use torch.compile."""

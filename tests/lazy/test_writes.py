@@ -106,7 +106,8 @@ def test_an_array_is_read_only(x):
         model(True, x.device)(x).numpy()
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
         torch.utils.dlpack.to_dlpack(z)
-    with pytest.raises(ValueError, match="read-only"):
+    # PyTorch 2.9 has no as_subclass of such tensors. Later versions return the values.
+    with pytest.raises((ValueError, RuntimeError), match="read-only|already associated"):
         z.as_subclass(torch.Tensor).numpy()[..., 0] = 1
 
 
