@@ -35,6 +35,13 @@ class Match(NamedTuple):
     length: int  # number of the document's first tokens that agree
 
 
+class _Beginning(NamedTuple):
+    """A hashed beginning that is in the index."""
+
+    length: int
+    entries: range  # its index entries
+
+
 class _Search(NamedTuple):
     """A search for documents at one start of the batch, in a range of lengths."""
 
@@ -87,23 +94,31 @@ class Index:
         by its beginning. With `whole`, a document shorter than the limit does not match.
         """
         matches: list[Match | None] = [None] * len(starts)
-        waiting = self._searches(hashes, starts, limits)
+        waiting, turn = self._beginnings(hashes, starts, limits), 0
         while waiting:
-            # One search per start and pass. Shorter beginnings follow if no document was found.
-            now = [searches[0] for searches in waiting]
+            # One beginning per start and turn. Shorter beginnings follow if no document was found.
+            searches = []
+            for at, found in waiting.items():
+                length, entries = found[turn]
+                upper = found[turn - 1].length if turn else limits[at]
+                searches.append(_Search(at, length, min(upper, 4 * length), entries))
             proposed = []
-            for search, hits in zip(now, self._proposed(hashes, starts, now), strict=True):
+            for search, hits in zip(
+                searches, self._proposed(hashes, starts, searches), strict=True
+            ):
                 limit = limits[search.at]
                 # A document longer than the limit has every hashed beginning up to the limit.
                 may_be_cut_off = 4 * search.length > limit
                 candidates = self._in_order(hits, limit, whole, may_be_cut_off)
                 proposed.append((starts[search.at], candidates))
-            left = []
-            for searches, match in zip(waiting, _first_that_agree(tokens, proposed), strict=True):
-                matches[searches[0].at] = match
-                if match is None and len(searches) > 1:
-                    left.append(searches[1:])
-            waiting = left
+            for at, match in zip(waiting, _first_that_agree(tokens, proposed), strict=True):
+                matches[at] = match
+            turn += 1
+            waiting = {
+                at: found
+                for at, found in waiting.items()
+                if matches[at] is None and len(found) > turn
+            }
         return matches
 
     def whole_documents(
@@ -120,25 +135,23 @@ class Index:
         wanted = hashes(places, torch.full_like(places, NOTICED))
         return [place for place, _ in self._hits(wanted)]
 
-    def _searches(
+    def _beginnings(
         self, hashes: Hashes, starts: list[int], limits: list[int]
-    ) -> list[list[_Search]]:
-        """The searches of each start that has hashed beginnings in the index, longest first."""
+    ) -> dict[int, list["_Beginning"]]:
+        """The hashed beginnings in the index, longest first, of each start that has any."""
         if not starts:
-            return []
+            return {}
         begin, limit = torch.tensor(starts)[:, None], torch.tensor(limits)[:, None]
         # The whole range comes before shorter beginnings.
         tried = [max(limits), *beginnings(max(limits))]
         lengths = torch.tensor(tried).minimum(limit)
-        found: dict[int, list[_Search]] = {}
+        found: dict[int, list[_Beginning]] = {}
         for place, entries in self._hits(hashes(begin, lengths).flatten()):
             at, column = divmod(place, len(tried))
-            length = min(tried[column], limits[at])
-            searches = found.setdefault(at, [])
-            upper = searches[-1].length if searches else limits[at]
-            if not searches or length < upper:
-                searches.append(_Search(at, length, min(upper, 4 * length), entries))
-        return list(found.values())
+            length, of_start = min(tried[column], limits[at]), found.setdefault(at, [])
+            if not of_start or length < of_start[-1].length:
+                of_start.append(_Beginning(length, entries))
+        return found
 
     def _proposed(
         self, hashes: Hashes, starts: list[int], searches: list[_Search]

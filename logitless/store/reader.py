@@ -25,7 +25,7 @@ from .rows import Decoding, Pieces, empty_pieces, table_of
 from .shard import Shard, shards_of
 from .verify import Report, verify
 
-SLOTS = 1 << 18  # number of slots that are read and decoded at once
+SLOTS = 1 << 19  # number of slots that are read and decoded at once
 
 
 class Store:

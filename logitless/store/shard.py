@@ -90,11 +90,12 @@ class Shard:
 
     def pieces_of(self, spans: Sequence[Span]) -> Pieces:
         """The bytes of several spans of rows, column by column, encoded as in version 2."""
-        columns = {}
-        for name, size in self.header.sizes().items():
+        sizes, ranges = self.header.sizes(), []
+        for name, size in sizes.items():
             begin = self.entries[name].begin
-            ranges = [(begin + a * size, begin + b * size) for a, b in spans]
-            columns[name] = self.blocks.pieces(ranges)
+            ranges += [(begin + a * size, begin + b * size) for a, b in spans]
+        pieces, n = self.blocks.pieces(ranges), len(spans)
+        columns = {name: pieces[i * n : (i + 1) * n] for i, name in enumerate(sizes)}
         if self.version == VERSION:
             return columns
         rows = recoded(table_of(columns, self.header), self.header)
