@@ -13,7 +13,6 @@ with the number of shards, but not with the number of documents that share a beg
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ from . import file_checks
 from .index import Hashes, beginnings, hash_of
 
 FEW = 64  # number of tokens up to which Python computes a hash faster than PyTorch
-NOTICED = 16  # number of tokens that `likely_starts` hashes at each place
 
 
 class Match(NamedTuple):
@@ -55,14 +53,21 @@ class Index:
     """The indices of all shards of a store, merged."""
 
     def __init__(self, shards: Sequence[Any]):
-        self.shards = shards
-        self.first = list(accumulate(map(len, shards), initial=0))
-        hashes, numbers = [torch.empty(0).long()], [torch.empty(0).long()]
-        for first, shard in zip(self.first, shards, strict=False):
+        self.shards: list[Any] = []
+        self.first = [0]  # number of the first document of each shard, and of all documents
+        self.hashes = self._numbers = torch.empty(0, dtype=torch.int64)
+        self.add(shards)
+
+    def add(self, shards: Sequence[Any]) -> None:
+        """Adds the indices of more shards."""
+        hashes, numbers = [self.hashes], [self._numbers]
+        for shard in shards:
             of_shard, documents = shard.index()
+            first, documents = self.first[-1], documents.long()
             hashes.append(of_shard)
-            documents = documents.long()
             numbers.append(torch.where(documents < 0, documents - first, documents + first))
+            self.shards.append(shard)
+            self.first.append(first + len(shard))
         self.hashes, order = torch.cat(hashes).sort()
         self._numbers = torch.cat(numbers)[order]
         # Reading single elements is faster by a memoryview than by a tensor.
@@ -98,9 +103,9 @@ class Index:
         while waiting:
             # One beginning per start and turn. Shorter beginnings follow if no document was found.
             searches = []
-            for at, found in waiting.items():
-                length, entries = found[turn]
-                upper = found[turn - 1].length if turn else limits[at]
+            for at, of_start in waiting.items():
+                length, entries = of_start[turn]
+                upper = of_start[turn - 1].length if turn else limits[at]
                 searches.append(_Search(at, length, min(upper, 4 * length), entries))
             proposed = []
             for search, hits in zip(
@@ -115,9 +120,9 @@ class Index:
                 matches[at] = match
             turn += 1
             waiting = {
-                at: found
-                for at, found in waiting.items()
-                if matches[at] is None and len(found) > turn
+                at: of_start
+                for at, of_start in waiting.items()
+                if matches[at] is None and len(of_start) > turn
             }
         return matches
 
@@ -129,10 +134,10 @@ class Index:
         for place, entries in self._hits(hashes(torch.full_like(lengths, start), lengths)):
             yield from self._exact(tokens, start, limit - place, [(place, entries)])
 
-    def likely_starts(self, hashes: Hashes, total: int) -> list[int]:
-        """Places where a document of at least NOTICED tokens may begin."""
-        places = torch.arange(max(total - NOTICED + 1, 0))
-        wanted = hashes(places, torch.full_like(places, NOTICED))
+    def likely_starts(self, hashes: Hashes, total: int, length: int) -> list[int]:
+        """Places where a document begins with the next `length` tokens, which is 4 or 16."""
+        places = torch.arange(max(total - length + 1, 0))
+        wanted = hashes(places, torch.full_like(places, length))
         return [place for place, _ in self._hits(wanted)]
 
     def _beginnings(
