@@ -1,50 +1,52 @@
-"""How long a padded batch is looked up in, among documents with and without a shared beginning.
+"""Measures the lookup of padded batches, for documents with and without a shared beginning.
 
     python -m benchmarks.store_lookup --out FOLDER
 
-100,000 documents of 80 tokens, in one store without a shared beginning and in one whose documents
-all begin with the same 70 tokens. `batch_targets` of 8 rows padded to 96: with an attention mask,
-as `Collator` calls it, and `targets_for` without lengths; whole documents, and documents cut off at
-76 tokens. Every time is a median of calls that alternate between the two stores. Writes
-store-lookup.md. The aim is at most 3 times the time without a shared beginning.
+Each store has 100,000 documents of 80 tokens. In one store, all documents begin with the same 70
+tokens. In the other store, the documents are random. The batches have 8 rows. The script times
+`batch_targets` with an attention mask, as `Collator` calls it, and `targets_for` without lengths.
+The rows hold whole documents, padded to 96 tokens, or documents that are cut off at 76 tokens. The
+calls for the two stores alternate. The script writes store-lookup.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import logitless as ll
-from logitless.cli import machine as _machine
-from logitless.cli.clocks import wall_times
-from logitless.cli.report import table
+from benchmarks.store_timing import Call, arguments, medians, write
 from logitless.store import Store, Writer, batch_targets
-from logitless.store.rows import encoded
 
-VOCAB, K, DOCUMENTS, TOKENS, SHARED, AIM = 32_000, 4, 100_000, 80, 70, 3.0
+VOCAB, K, DOCUMENTS, TOKENS, SHARED = 32_000, 4, 100_000, 80, 70
 ROWS, WIDTH, CUT = 8, 96, 76
+AIM = 3.0  # largest allowed ratio of the time with a shared beginning to the time without
+AT_ONCE = 1000  # number of documents that are written at once
 
 
 def store_of(path: Path, shared: int, shard_bytes: int) -> tuple[Store, Tensor]:
+    """A store of documents that share their first tokens, and the tokens of all documents."""
     torch.manual_seed(0)
     tokens = torch.randint(0, VOCAB, (DOCUMENTS, TOKENS))
     tokens[:, :shared] = tokens[0, :shared]
-    ids = torch.arange(K).expand(TOKENS, K)
-    logprobs = torch.randn(TOKENS, K).log_softmax(-1).sort(-1, descending=True).values - 0.1
-    targets = ll.SparseTargets(ids, logprobs, torch.full((TOKENS,), 0.09).log())
+    rows = AT_ONCE * TOKENS
+    logprobs = torch.randn(rows, K).log_softmax(-1).sort(-1, descending=True).values - 0.1
+    targets = ll.SparseTargets(
+        torch.arange(K).expand(rows, K), logprobs, torch.full((rows,), 0.09).log()
+    )
+    starts = list(range(0, rows + 1, TOKENS))
     with Writer(path, vocab_size=VOCAB, k=K, shard_bytes=shard_bytes) as writer:
-        rows = encoded(targets, writer.header)
-        for document in tokens:
-            writer.append(document, rows)
+        for documents in tokens.split(AT_ONCE):
+            writer.extend(documents.flatten(), starts, targets)
     return Store(path), tokens
 
 
-def calls(store: Store, tokens: Tensor):
-    """What is timed, by name."""
+def calls(store: Store, tokens: Tensor) -> Mapping[str, Call]:
+    """The calls that are timed, by name."""
     chosen = tokens[torch.randint(0, DOCUMENTS, (ROWS,))]
     padded = torch.nn.functional.pad(chosen, (0, WIDTH - TOKENS))
     mask = torch.zeros_like(padded)
@@ -60,12 +62,8 @@ def calls(store: Store, tokens: Tensor):
 
 
 def main() -> int:
-    """Exit status: 1 if a ratio is above its aim."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="a folder")
-    parser.add_argument("--budget", type=float, default=3000.0, help="milliseconds for each line")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    """Returns the exit status, which is 1 if a ratio is above the aim."""
+    args = arguments(__doc__)
     rows, missed = [], 0
     with tempfile.TemporaryDirectory() as folder:
         for files, shard_bytes in (("one file", 1 << 30), ("several files", 1 << 25)):
@@ -73,23 +71,17 @@ def main() -> int:
                 store_of(Path(folder) / f"{files}-{shared}", shared, shard_bytes)
                 for shared in (0, SHARED)
             ]
-            names = f"{files} ({len(stores[0][0].shards)})"
             without, with_ = (calls(*one) for one in stores)
             for name in without:
-                works = [(lambda: None, lambda _, f=f: f()) for f in (without[name], with_[name])]
-                base, shared = wall_times("cpu", works, args.budget)
+                base, shared = medians([without[name], with_[name]], args.budget)
                 missed += shared > AIM * base
                 rows.append({
-                    "": name, "files": names, "ms without": f"{base:.2f}",
-                    "ms with": f"{shared:.2f}", "ratio": f"{shared / base:.2f}",
+                    "": name, "files": f"{files} ({len(stores[0][0].shards)})",
+                    "ms without": f"{base:.2f}", "ms with": f"{shared:.2f}",
+                    "ratio": f"{shared / base:.2f}", "aim": f"{AIM:.1f}",
                 })  # fmt: skip
-    about = f"{_machine.device('cpu')['name']}, torch {torch.__version__}"
-    text = f"# Looking up documents that share {SHARED} of {TOKENS} tokens\n\n"
-    text += f"{DOCUMENTS:,} documents; {about}, commit {_machine.commit()}; one thread.\n\n"
-    text += table(rows) + "\n"
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "store-lookup.md").write_text(text)
-    print(text)
+    title = f"Looking up documents that share {SHARED} of {TOKENS} tokens"
+    write(args.out / "store-lookup.md", title, f"{DOCUMENTS:,} documents per store.", rows)
     return int(missed > 0)
 
 

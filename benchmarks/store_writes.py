@@ -1,34 +1,39 @@
-"""How many short documents per second a writer takes, and what they cost in memory.
+"""Measures how many short documents per second a writer and an import add to a store.
 
     python -m benchmarks.store_writes --out FOLDER
 
-Documents of 6 tokens: `Writer.add` of K = 2 and K = 64, and `logitless teacher import` of outputs
-of vLLM with K = 20, all on one thread. Memory is the growth of the process per document, before the
-first file is written. Writes store-writes.md. The aim of `Writer.add` is 2,000 documents per
-second. The import also parses JSON and checks every number of it.
+The documents have 6 tokens. The script measures `Writer.add` with K = 2 and K = 64, including the
+writing of the shard, and the growth of the process's memory per document before the shard is
+written. It also measures `logitless teacher import` of vLLM's JSON with 20 log-probabilities per
+token, and each stage of the import on its own. The script writes store-writes.md.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import logitless as ll
+from benchmarks.store_timing import arguments, write
 from logitless import cli
-from logitless.cli import machine as _machine
-from logitless.cli.report import table
+from logitless.cli import teacher_data, teacher_import
 from logitless.store import Writer
+from logitless.store.importers import tensors_of
 
-VOCAB, TOKENS, DOCUMENTS, AIM = 151_936, 6, 20_000, 2000
+VOCAB, TOKENS, DOCUMENTS = 151_936, 6, 20_000
+OF_SERVER = 20  # log-probabilities per token of vLLM's JSON
+AIM = 2000  # documents per second of CPU time
 
 
-def documents(k: int):
+def documents(k: int) -> tuple[torch.Tensor, ll.SparseTargets]:
+    """The tokens of all documents, and the targets that every document has."""
     torch.manual_seed(0)
     tokens = torch.randint(0, VOCAB, (DOCUMENTS, TOKENS))
     ids = torch.randint(0, VOCAB // k, (TOKENS, k)) * k + torch.arange(k)
@@ -36,41 +41,69 @@ def documents(k: int):
     return tokens, ll.SparseTargets(ids, logprobs, torch.full((TOKENS,), 0.09).log())
 
 
-def added(path: Path, k: int) -> dict[str, str]:
+def added(path: Path, k: int) -> tuple[float, float]:
+    """The number of documents per second, and the bytes of memory per document."""
     tokens, targets = documents(k)
     with Writer(path, vocab_size=VOCAB, k=k) as writer:
-        for document in tokens[:100]:  # the first ones also load code
+        for document in tokens[:100]:  # the first calls also load code
             writer.add(document, targets)
-        before, start = _resident(), time.perf_counter()
+        before, start = _resident(), time.process_time()
         for document in tokens[100:]:
             writer.add(document, targets)
-        seconds = time.perf_counter() - start
         grown = _resident() - before
-    n = DOCUMENTS - 100
-    return _row(f"Writer.add, K = {k}", n / seconds, f"{grown / n:,.0f}")
+        writer.flush()
+        seconds = time.process_time() - start
+    return (DOCUMENTS - 100) / seconds, grown / (DOCUMENTS - 100)
 
 
-def imported(path: Path) -> dict[str, str]:
-    tokens, targets = documents(20)
-    data = path.with_suffix(".jsonl")
-    with open(data, "w") as file:
+def write_json(file: Path) -> None:
+    """Writes outputs as vLLM's server returns them, one per line."""
+    tokens, targets = documents(OF_SERVER)
+    with open(file, "w") as lines:
         for document in tokens.tolist():
             rows = zip(targets.ids.tolist(), targets.logprobs.tolist(), document[1:], strict=False)
-            entries = [None]
+            entries: list[Any] = [None]
             for ids, logprobs, own in rows:
                 entry = {str(i): {"logprob": p} for i, p in zip(ids, logprobs, strict=True)}
                 entries.append({**entry, str(own): {"logprob": -9.0}})
             output = {"prompt_token_ids": document, "choices": [{"prompt_logprobs": entries}]}
-            file.write(json.dumps(output) + "\n")
-    how = ["--format", "vllm", "--vocab-size", str(VOCAB), "--k", "21"]
-    start = time.perf_counter()
+            lines.write(json.dumps(output) + "\n")
+
+
+def imported(data: Path, path: Path) -> float:
+    """The number of documents per second of the whole command."""
+    how = ["--format", "vllm", "--vocab-size", str(VOCAB), "--k", str(OF_SERVER + 1)]
+    start = time.process_time()
     status = cli.main(["teacher", "import", "--data", str(data), "--out", str(path), *how])
     assert status == 0
-    return _row("teacher import, K = 20", DOCUMENTS / (time.perf_counter() - start), "")
+    return DOCUMENTS / (time.process_time() - start)
 
 
-def _row(name: str, rate: float, grown: str) -> dict[str, str]:
-    return {"": name, "documents per second": f"{rate:,.0f}", "bytes of memory each": grown}
+def stages(data: Path, path: Path) -> list[dict[str, str]]:
+    """The microseconds per document of each stage of an import."""
+    rows = []
+
+    def timed(name: str, work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        start = time.process_time()
+        results = [work(item) for item in items]
+        each = 1e6 * (time.process_time() - start) / DOCUMENTS
+        rows.append({"stage": name, "µs per document": f"{each:.0f}"})
+        return results
+
+    lines = timed("read and parse JSON", lambda line: line, teacher_data.lines([data]))
+    found = timed(
+        "check entries, move them to rows",
+        lambda line: next(teacher_import._documents(line, "vllm", None)),
+        lines,
+    )
+    size = teacher_import.AT_ONCE // TOKENS
+    groups = [found[i : i + size] for i in range(0, len(found), size)]
+    k = OF_SERVER + 1
+    tensors = timed("sort slots, create tensors", lambda group: tensors_of(group, k), groups)
+    with Writer(path, vocab_size=VOCAB, k=k) as writer:
+        timed("check, encode, append to the journal", lambda t: writer.extend(*t), tensors)
+        timed("write the shard and its index", lambda _: writer.flush(), [None])
+    return rows
 
 
 def _resident() -> int:
@@ -80,21 +113,27 @@ def _resident() -> int:
 
 
 def main() -> int:
-    """Exit status: 1 if a rate is below its aim."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="a folder")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    """Returns the exit status, which is 1 if a rate is below the aim."""
+    args = arguments(__doc__)
+    rates, rows = [], []
+
+    def row(name: str, rate: float, grown: str) -> None:
+        rates.append(rate)
+        rows.append({
+            "": name, "documents per second": f"{rate:,.0f}", "aim": f"{AIM:,}",
+            "bytes of memory per document": grown,
+        })  # fmt: skip
+
     with tempfile.TemporaryDirectory() as folder:
-        rows = [added(Path(folder) / f"{k}", k) for k in (2, 64)]
-        rows.append(imported(Path(folder) / "imported"))
-    about = f"{_machine.device('cpu')['name']}, torch {torch.__version__}"
-    text = f"# Writing {DOCUMENTS:,} documents of {TOKENS} tokens\n\n"
-    text += f"{about}, commit {_machine.commit()}; one thread.\n\n{table(rows)}\n"
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "store-writes.md").write_text(text)
-    print(text)
-    rates = [float(row["documents per second"].replace(",", "")) for row in rows[:2]]
+        for k in (2, 64):
+            rate, grown = added(Path(folder) / f"{k}", k)
+            row(f"Writer.add, K = {k}", rate, f"{grown:,.0f}")
+        data = Path(folder) / "answers.jsonl"
+        write_json(data)
+        row(f"teacher import, K = {OF_SERVER}", imported(data, Path(folder) / "imported"), "")
+        of_stages = stages(data, Path(folder) / "stages")
+    title = f"Writing {DOCUMENTS:,} documents of {TOKENS} tokens"
+    write(args.out / "store-writes.md", title, "", rows, of_stages)
     return int(min(rates) < AIM)
 
 

@@ -11,6 +11,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -42,43 +43,48 @@ class Blocks:
         return torch.frombuffer(piece, dtype=dtype)
 
     def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """A copy of the bytes of each range.
-
-        Ranges in the same blocks or in adjacent blocks are read together, so that one call reads
-        and compares each block once.
-        """
+        """A copy of the bytes of each range. One call reads and compares each block once."""
         file, unit = self._file or self._opened(), BLOCK if self.checked else 1
-        pieces = [memoryview(b"")] * len(ranges)
-        order = sorted(range(len(ranges)), key=ranges.__getitem__)
-        i = 0
-        while i < len(order):
-            begin, end = ranges[order[i]]
-            first, last, j = begin // unit, -(-end // unit), i + 1
-            while j < len(order) and ranges[order[j]][0] // unit <= last:
-                last, j = max(last, -(-ranges[order[j]][1] // unit)), j + 1
-            place = first * unit
-            data = file.read(self.start + place, min(last * unit, self.size) - place)
-            if self.checked:
-                self._compare(data, file.checksums, first)
-            for number in order[i:j]:
-                begin, end = ranges[number]
-                pieces[number] = data[begin - place : end - place]
-            i = j
-        return pieces
+        runs: list[list[int]] = []  # first block and end of adjacent blocks, in ascending order
+        complete, shift, places = 0, 0, [0] * len(ranges)
+        for number in sorted(range(len(ranges)), key=ranges.__getitem__):
+            begin, end = ranges[number]
+            first, last = begin // unit, -(-end // unit)
+            if not runs or first > runs[-1][1]:
+                complete += runs[-1][1] - runs[-1][0] if runs else 0
+                shift = (first - complete) * unit
+                runs.append([first, last])
+            elif last > runs[-1][1]:
+                runs[-1][1] = last
+            places[number] = begin - shift
+        sizes = [min(last * unit, self.size) - first * unit for first, last in runs]
+        data, at = memoryview(bytearray(sum(sizes))), 0
+        for (first, _), size in zip(runs, sizes, strict=True):
+            file.read(self.start + first * unit, data[at : at + size])
+            at += size
+        if self.checked:
+            self._compare(data, file.checksums, runs)
+        return [data[p : p + b - a] for p, (a, b) in zip(places, ranges, strict=True)]
 
-    def _compare(self, data: memoryview, checksums: memoryview, first: int) -> None:
-        """Compares blocks with their checksums. Block number `first` is the first of them."""
-        crc32 = zlib.crc32
+    def _compare(self, data: memoryview, checksums: memoryview, runs: list[list[int]]) -> None:
+        """Compares the blocks of the runs with their checksums.
+
+        All blocks have BLOCK bytes, except the last block of the file, which comes last.
+        """
+        crc32, wanted = zlib.crc32, []
+        for first, last in runs:
+            wanted += checksums[first:last]
         found = [crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
-        wanted = checksums[first : first + len(found)].tolist()
         if found != wanted:
-            number = next(i for i, checksum in enumerate(found) if checksum != wanted[i])
-            file_checks.changed_block(self.path, self.start + (first + number) * BLOCK)
+            blocks = chain.from_iterable(range(*run) for run in runs)
+            block = next(b for b, a, c in zip(blocks, found, wanted, strict=True) if a != c)
+            file_checks.changed_block(self.path, self.start + block * BLOCK)
 
     def _opened(self) -> "_File":
         file = _File(self._absolute)
         if self.checked:
-            stored = file.read(self.start + self.size, checksum_bytes(self.size))
+            stored = memoryview(bytearray(checksum_bytes(self.size)))
+            file.read(self.start + self.size, stored)
             file.checksums = stored.cast("I")
         self._file = file
         _recent.append(weakref.ref(self))
@@ -96,14 +102,13 @@ class _File:
         self.path, self.checksums = path, memoryview(b"")
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def read(self, place: int, length: int) -> memoryview:
-        data = view = memoryview(bytearray(length))
-        while view:
-            done = os.preadv(self.number, [view], place)
+    def read(self, place: int, into: memoryview) -> None:
+        """Fills `into` with the bytes from `place` on. One call of preadv may read less."""
+        while into:
+            done = os.preadv(self.number, [into], place)
             if not done:
                 file_checks.shorter(self.path)
-            view, place = view[done:], place + done
-        return data
+            into, place = into[done:], place + done
 
     def __del__(self):
         if hasattr(self, "number"):  # there is no number if the file could not be opened

@@ -191,13 +191,12 @@ def _write(pending: _Pending | None, writer: Writer, progress: Callable | None) 
         pending.copied.synchronize()
     added = 0
     for tokens, places in pending.documents:
-        if tokens not in writer:  # a document may repeat within a batch or in the previous batch
-            contiguous = int(places[-1] - places[0]) + 1 == len(places)
-            where = slice(int(places[0]), int(places[-1]) + 1) if contiguous else places
-            rows = {name: t[where].clone() for name, t in pending.rows.items()}
-            checks.rows_of_teacher(rows["top"])
-            writer.append(checks.tokens(tokens, writer.header.vocab_size), rows)
-            added += 1
+        contiguous = int(places[-1] - places[0]) + 1 == len(places)
+        where = slice(int(places[0]), int(places[-1]) + 1) if contiguous else places
+        rows = {name: t[where] for name, t in pending.rows.items()}
+        checks.rows_of_teacher(rows["top"])
+        # A document that repeats in this batch or in the previous batch is added once.
+        added += writer.append(checks.tokens(tokens, writer.header.vocab_size), rows)
         if progress is not None:
             progress(len(tokens))
     return added

@@ -110,8 +110,10 @@ class Journal:
         ids = targets.ids.long()
         if targets.mask is not None:
             ids = ids.masked_fill(targets.mask == 0, -1)
-        tail = targets.tail
-        tail = torch.full((len(tokens),), torch.nan) if tail is None else tail.detach().float()
+        if targets.tail is None:
+            tail = torch.full((len(tokens),), torch.nan, dtype=torch.float32)
+        else:
+            tail = targets.tail.detach().float()
         parts = [ids, targets.logprobs.detach().float(), tail]
         self._append(tokens, (0, len(tokens)), targets.k, parts)
 

@@ -13,7 +13,6 @@ with the number of shards, but not with the number of documents that share a beg
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ from . import file_checks
 from .index import Hashes, beginnings, hash_of
 
 FEW = 64  # number of tokens up to which Python computes a hash faster than PyTorch
-NOTICED = 16  # number of tokens that `likely_starts` hashes at each place
 
 
 class Match(NamedTuple):
@@ -33,6 +31,13 @@ class Match(NamedTuple):
     shard: Any  # the shard.Shard that holds the document
     document: int  # number of the document within its shard
     length: int  # number of the document's first tokens that agree
+
+
+class _Beginning(NamedTuple):
+    """A hashed beginning that is in the index."""
+
+    length: int
+    entries: range  # its index entries
 
 
 class _Search(NamedTuple):
@@ -48,14 +53,21 @@ class Index:
     """The indices of all shards of a store, merged."""
 
     def __init__(self, shards: Sequence[Any]):
-        self.shards = shards
-        self.first = list(accumulate(map(len, shards), initial=0))
-        hashes, numbers = [torch.empty(0).long()], [torch.empty(0).long()]
-        for first, shard in zip(self.first, shards, strict=False):
+        self.shards: list[Any] = []
+        self.first = [0]  # number of the first document of each shard, and of all documents
+        self.hashes = self._numbers = torch.empty(0, dtype=torch.int64)
+        self.add(shards)
+
+    def add(self, shards: Sequence[Any]) -> None:
+        """Adds the indices of more shards."""
+        hashes, numbers = [self.hashes], [self._numbers]
+        for shard in shards:
             of_shard, documents = shard.index()
+            first, documents = self.first[-1], documents.long()
             hashes.append(of_shard)
-            documents = documents.long()
             numbers.append(torch.where(documents < 0, documents - first, documents + first))
+            self.shards.append(shard)
+            self.first.append(first + len(shard))
         self.hashes, order = torch.cat(hashes).sort()
         self._numbers = torch.cat(numbers)[order]
         # Reading single elements is faster by a memoryview than by a tensor.
@@ -87,23 +99,31 @@ class Index:
         by its beginning. With `whole`, a document shorter than the limit does not match.
         """
         matches: list[Match | None] = [None] * len(starts)
-        waiting = self._searches(hashes, starts, limits)
+        waiting, turn = self._beginnings(hashes, starts, limits), 0
         while waiting:
-            # One search per start and pass. Shorter beginnings follow if no document was found.
-            now = [searches[0] for searches in waiting]
+            # One beginning per start and turn. Shorter beginnings follow if no document was found.
+            searches = []
+            for at, of_start in waiting.items():
+                length, entries = of_start[turn]
+                upper = of_start[turn - 1].length if turn else limits[at]
+                searches.append(_Search(at, length, min(upper, 4 * length), entries))
             proposed = []
-            for search, hits in zip(now, self._proposed(hashes, starts, now), strict=True):
+            for search, hits in zip(
+                searches, self._proposed(hashes, starts, searches), strict=True
+            ):
                 limit = limits[search.at]
                 # A document longer than the limit has every hashed beginning up to the limit.
                 may_be_cut_off = 4 * search.length > limit
                 candidates = self._in_order(hits, limit, whole, may_be_cut_off)
                 proposed.append((starts[search.at], candidates))
-            left = []
-            for searches, match in zip(waiting, _first_that_agree(tokens, proposed), strict=True):
-                matches[searches[0].at] = match
-                if match is None and len(searches) > 1:
-                    left.append(searches[1:])
-            waiting = left
+            for at, match in zip(waiting, _first_that_agree(tokens, proposed), strict=True):
+                matches[at] = match
+            turn += 1
+            waiting = {
+                at: of_start
+                for at, of_start in waiting.items()
+                if matches[at] is None and len(of_start) > turn
+            }
         return matches
 
     def whole_documents(
@@ -114,31 +134,29 @@ class Index:
         for place, entries in self._hits(hashes(torch.full_like(lengths, start), lengths)):
             yield from self._exact(tokens, start, limit - place, [(place, entries)])
 
-    def likely_starts(self, hashes: Hashes, total: int) -> list[int]:
-        """Places where a document of at least NOTICED tokens may begin."""
-        places = torch.arange(max(total - NOTICED + 1, 0))
-        wanted = hashes(places, torch.full_like(places, NOTICED))
+    def likely_starts(self, hashes: Hashes, total: int, length: int) -> list[int]:
+        """Places where a document begins with the next `length` tokens, which is 4 or 16."""
+        places = torch.arange(max(total - length + 1, 0))
+        wanted = hashes(places, torch.full_like(places, length))
         return [place for place, _ in self._hits(wanted)]
 
-    def _searches(
+    def _beginnings(
         self, hashes: Hashes, starts: list[int], limits: list[int]
-    ) -> list[list[_Search]]:
-        """The searches of each start that has hashed beginnings in the index, longest first."""
+    ) -> dict[int, list["_Beginning"]]:
+        """The hashed beginnings in the index, longest first, of each start that has any."""
         if not starts:
-            return []
+            return {}
         begin, limit = torch.tensor(starts)[:, None], torch.tensor(limits)[:, None]
         # The whole range comes before shorter beginnings.
         tried = [max(limits), *beginnings(max(limits))]
         lengths = torch.tensor(tried).minimum(limit)
-        found: dict[int, list[_Search]] = {}
+        found: dict[int, list[_Beginning]] = {}
         for place, entries in self._hits(hashes(begin, lengths).flatten()):
             at, column = divmod(place, len(tried))
-            length = min(tried[column], limits[at])
-            searches = found.setdefault(at, [])
-            upper = searches[-1].length if searches else limits[at]
-            if not searches or length < upper:
-                searches.append(_Search(at, length, min(upper, 4 * length), entries))
-        return list(found.values())
+            length, of_start = min(tried[column], limits[at]), found.setdefault(at, [])
+            if not of_start or length < of_start[-1].length:
+                of_start.append(_Beginning(length, entries))
+        return found
 
     def _proposed(
         self, hashes: Hashes, starts: list[int], searches: list[_Search]

@@ -36,11 +36,8 @@ def merge(
     with Writer(path, part=0, shard_bytes=shard_bytes, **fields) as writer:
         for store in opened:
             for shard in store.shards:
-                for document in range(len(shard)):
-                    begin, end = shard.span(document)
-                    tokens = shard.tokens(begin, end)
-                    if tokens not in writer:
-                        writer.append(tokens, shard.rows_of(begin, end))
+                for tokens, starts, rows in shard.groups(list(map(shard.span, range(len(shard))))):
+                    writer.append(tokens, rows, starts)
                     if progress is not None:
-                        progress(end - begin)
+                        progress(len(tokens))
         return len(writer)

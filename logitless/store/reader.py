@@ -25,7 +25,8 @@ from .rows import Decoding, Pieces, empty_pieces, table_of
 from .shard import Shard, shards_of
 from .verify import Report, verify
 
-SLOTS = 1 << 18  # number of slots that are read and decoded at once
+LIKELY = (16, 4)  # numbers of tokens that must be those of a document at a likely start
+SLOTS = 1 << 19  # number of slots that are read and decoded at once
 
 
 class Store:
@@ -130,13 +131,14 @@ class Store:
     def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
         """The spans of a batch, found document after document in all rows at once.
 
-        The starts of rows and other likely starts are looked up in advance.
+        The starts of rows and other likely starts are looked up in advance. If a row has documents
+        at other starts, starts that are less likely are looked up too.
         """
         hashes = Hashes(flat)
         known: dict[int, Match | None] = {}
         ends = [row * width for row in range(rows)]  # ends of the documents that were found
         found: list[list[Match]] = [[] for _ in range(rows)]
-        wanted = {*ends, *self.index.likely_starts(hashes, len(flat))}
+        wanted, turn = {*ends, *self.index.likely_starts(hashes, len(flat), LIKELY[0])}, 0
         while wanted:
             new = sorted(wanted)
             known.update(zip(new, self._longest(flat, hashes, new, width), strict=True))
@@ -147,6 +149,10 @@ class Store:
                     ends[row] += match.length
                 if ends[row] < (row + 1) * width and ends[row] not in known:
                     wanted.add(ends[row])
+            turn += 1
+            if wanted and turn == 2:
+                wanted.update(self.index.likely_starts(hashes, len(flat), LIKELY[1]))
+                wanted -= known.keys()
         starts, matches = [], []
         for row, of_row in enumerate(found):
             if of_row := self._with_rest(flat, hashes, row, width, of_row):

@@ -156,7 +156,8 @@ class Decoding:
     def __init__(self, rows: int, header: Header, near: int = NEAR):
         self.header, self.near, self.rows = header, near, 0
         self.ids = torch.empty(rows, header.k, dtype=header.id_dtype)
-        self.logprobs, self.tail = torch.empty(rows, header.k), torch.empty(rows)
+        self.logprobs = torch.empty(rows, header.k, dtype=torch.float32)
+        self.tail = torch.empty(rows, dtype=torch.float32)
         self.mask: Tensor | None = None
 
     def add(self, table: Table) -> None:
@@ -175,7 +176,7 @@ class Decoding:
         all_slots = False
         if self.header.values == "u8":
             most = self._far(logprobs, codes)
-            all_slots = most < EMPTY and not bool(top.isnan().any())
+            all_slots = most < EMPTY and not math.isnan(float(top.sum()))  # no `top` is +inf
             logprobs.mul_(_all_units().index_select(0, table["step"].int())[:, None])
         torch.sub(top[:, None], logprobs, out=logprobs)
         if not all_slots:
@@ -215,7 +216,7 @@ def _all_units() -> Tensor:
 @functools.lru_cache
 def _units_of_codes(near: int) -> Tensor:
     """The number of units that each code means. It is inf for ZERO and NaN for EMPTY."""
-    codes = torch.arange(256.0)
+    codes = torch.arange(256, dtype=torch.float32)
     units = codes.clamp_max(near) * torch.exp2((codes - near).clamp_min(0) * GROWTH)
     units[ZERO], units[EMPTY] = torch.inf, torch.nan
     return units
@@ -242,4 +243,5 @@ def tensor_of(data: Any, rows: int, dtype: torch.dtype, shape: tuple[int, ...]) 
     """A tensor of `rows` rows in the memory of `data`."""
     if not len(data):
         return torch.empty((rows, *shape), dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).view(rows, *shape)
+    column = torch.frombuffer(data, dtype=dtype)
+    return column.view(rows, *shape) if shape else column

@@ -4,8 +4,9 @@ store/format.py describes the columns of the file. store/blocks.py reads the byt
 targets/safetensors.py reads the header.
 """
 
+import bisect
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from .index import index_of
 from .rows import Pieces, Table, recoded, table_of, tensor_of
 
 Span = tuple[int, int]  # the first row and the end of some rows of a shard
+ROWS = 8192  # number of rows that `groups` reads at once
 PIECE = 1 << 22  # number of bytes that are read at once for a digest
 
 
@@ -90,11 +92,12 @@ class Shard:
 
     def pieces_of(self, spans: Sequence[Span]) -> Pieces:
         """The bytes of several spans of rows, column by column, encoded as in version 2."""
-        columns = {}
-        for name, size in self.header.sizes().items():
+        sizes, ranges = self.header.sizes(), []
+        for name, size in sizes.items():
             begin = self.entries[name].begin
-            ranges = [(begin + a * size, begin + b * size) for a, b in spans]
-            columns[name] = self.blocks.pieces(ranges)
+            ranges += [(begin + a * size, begin + b * size) for a, b in spans]
+        pieces, n = self.blocks.pieces(ranges), len(spans)
+        columns = {name: pieces[i * n : (i + 1) * n] for i, name in enumerate(sizes)}
         if self.version == VERSION:
             return columns
         rows = recoded(table_of(columns, self.header), self.header)
@@ -106,6 +109,19 @@ class Shard:
 
     def rows_of(self, begin: int, end: int) -> Table:
         return table_of(self.pieces_of([(begin, end)]), self.header)
+
+    def groups(self, spans: Sequence[Span]) -> Iterator[tuple[Tensor, list[int], Table]]:
+        """The tokens, starts and rows of documents, in groups of about ROWS rows."""
+        sizes = list(accumulate((b - a for a, b in spans), initial=0))
+        first = 0
+        while first < len(spans):
+            last = bisect.bisect_left(sizes, sizes[first] + ROWS, first + 1, len(spans))
+            group = spans[first:last]
+            tokens, places = self.tokens_of(group)
+            parts = [tokens[p : p + b - a] for p, (a, b) in zip(places, group, strict=True)]
+            starts = [size - sizes[first] for size in sizes[first : last + 1]]
+            yield torch.cat(parts), starts, table_of(self.pieces_of(group), self.header)
+            first = last
 
     def index(self) -> tuple[Tensor, Tensor]:
         """The columns index.hash and index.doc. For version 1, they are computed again."""

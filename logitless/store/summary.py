@@ -3,12 +3,15 @@
 `logitless teacher info` prints and plots these statistics (cli/teacher.py).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..targets.sparse import SparseTargets
 from .reader import Store
+from .rows import decoded
 
 SAMPLE = 200_000  # number of tokens to read, from documents spread over the store
 
@@ -27,25 +30,36 @@ class Summary:
         return float((self.rank < k).double().mean()) if len(self.rank) else 0.0
 
 
+def _sample(store: Store, most: int) -> Iterator[tuple[Tensor, Tensor, SparseTargets]]:
+    """Tokens, ends and targets of documents that are spread over the store, in groups."""
+    every, skipped = max(1, store.tokens // most), 0
+    for shard in store.shards:
+        numbers = range(skipped, len(shard), every)
+        skipped = (skipped - len(shard)) % every
+        spans = [(a, min(b, a + most)) for a, b in map(shard.span, numbers)]
+        for tokens, starts, rows in shard.groups(spans):
+            yield tokens, torch.tensor(starts[1:]), decoded(rows, shard.header)
+
+
 def summary(store: Store, most: int = SAMPLE) -> Summary:
     """Reads about `most` tokens and returns their statistics."""
     k = store.info.k
-    covered, entropies, ranks, rows = torch.zeros(k).double(), [], [], 0
-    every = max(1, store.tokens // most)
-    for i in range(0, len(store), every):
-        tokens, targets = store[i, 0:most]
+    covered, entropies, ranks, rows = torch.zeros(k, dtype=torch.float64), [], [], 0
+    for tokens, ends, targets in _sample(store, most):
         p = targets.logprobs.double().exp()
         has_slots = p.sum(-1) > 0
+        has_next = torch.ones_like(has_slots)
+        has_next[ends - 1] = False  # the last tokens of documents
+        hit = targets.ids[:-1] == tokens[1:, None]
+        if targets.mask is not None:
+            hit &= targets.mask[:-1]
+        hit = hit[(has_slots & has_next)[:-1]]
+        ranks.append(torch.where(hit.any(-1), hit.int().argmax(-1), k))
         p, tail = p[has_slots], targets.tail[has_slots].double().exp()
         covered += p.cumsum(-1).sum(0)
         rows += len(p)
         with_tail = torch.cat([p, tail[:, None]], -1)
         entropies.append(torch.special.entr(with_tail).sum(-1))
-        hit = targets.ids[:-1] == tokens[1:, None]
-        if targets.mask is not None:
-            hit &= targets.mask[:-1]
-        hit = hit[has_slots[:-1]]
-        ranks.append(torch.where(hit.any(-1), hit.int().argmax(-1), k))
         if rows >= most:
             break
     empty = [torch.empty(0)]

@@ -55,26 +55,22 @@ class _Shift:
     def __init__(self):
         self.n, self.sums, self.squares = 0, torch.zeros(3).double(), torch.zeros(3).double()
 
-    def add(self, tokens: Tensor, targets: SparseTargets, vocab_size: int) -> None:
-        """Adds the rows of one document."""
-        if len(tokens) < 4:
-            return
-        inner = slice(1, len(tokens) - 2)  # the rows for which all three tokens exist
+    def add(self, tokens: Tensor, targets: SparseTargets, inner: Tensor, vocab_size: int) -> None:
+        """Adds the rows at the places `inner`, for which all three tokens exist."""
         ids, logprobs = targets.ids[inner], targets.logprobs[inner]
         # A label outside the slots gets an equal share of the tail.
-        rest = (targets.tail[inner] - math.log(max(vocab_size - targets.k, 1))).double()
+        rest = targets.tail[inner].double() - math.log(max(vocab_size - targets.k, 1))
         rest = rest.clamp_min(-50)
         by_offset = []
         for offset in OFFSETS:
-            label = tokens[2 + offset : len(tokens) - 1 + offset]
-            here = ids == label[:, None]
+            here = ids == tokens[inner + 1 + offset, None]
             if targets.mask is not None:
-                here &= targets.mask[inner] != 0
+                here &= targets.mask[inner]
             inside = logprobs.masked_fill(~here, -torch.inf).amax(-1).double()
             by_offset.append(torch.where(here.any(-1), inside, rest).clamp_min(-50))
         labels = torch.stack(by_offset)
         if targets.mask is not None:
-            labels = labels[:, (targets.mask[inner] != 0).any(-1)]
+            labels = labels[:, targets.mask[inner].any(-1)]
         self.n += labels.shape[1]
         self.sums += labels.sum(-1)
         self.squares += ((labels - labels[1]) ** 2).sum(-1)
@@ -120,32 +116,33 @@ def verify(store: Any, progress: Any = None) -> Report:
 def _check_rows(
     shard: Shard, vocab_size: int, shift: _Shift, report: Report, progress: Any
 ) -> None:
-    for document in range(len(shard)):
-        begin, end = shard.span(document)
-        for a in range(begin, end, ROWS):
-            b = min(a + ROWS, end)
-            rows = shard.rows_of(a, b)
-            tokens, targets = shard.tokens(a, b), decoded(rows, shard.header)
-            if int(tokens.max()) >= vocab_size:
-                report.problems.append(
-                    f"{shard.path} must have tokens below {vocab_size}, got {int(tokens.max())}"
-                    f" in document {document}"
-                )
-            codes = rows["codes"]
-            if bool((codes[:, 1:] < codes[:, :-1]).any()):
-                report.problems.append(
-                    f"{shard.path} must have the most probable slots first, got other slots first"
-                    f" in document {document}"
-                )
-            logprobs = targets.logprobs
-            if targets.mask is not None:
-                logprobs = logprobs.masked_fill(~targets.mask, -torch.inf)
-            mass = float((logprobs.logsumexp(-1).exp() + targets.tail.exp()).max())
-            if not mass <= MOST_MASS:
-                report.problems.append(
-                    f"{shard.path} must have masses of at most 1, got {mass:.4g} in document"
-                    f" {document}"
-                )
-            shift.add(tokens, targets, vocab_size)
-            if progress is not None:
-                progress(b - a)
+    """Checks all rows of a shard, ROWS rows at once."""
+    total = int(shard.starts[-1])
+    for a in range(0, total, ROWS):
+        b = min(a + ROWS, total)
+        rows, tokens = shard.rows_of(a, b), shard.tokens(a, min(b + 2, total))
+        targets = decoded(rows, shard.header)
+        logprobs = targets.logprobs
+        if targets.mask is not None:
+            logprobs = logprobs.masked_fill(~targets.mask, -torch.inf)
+        mass = logprobs.logsumexp(-1).exp() + targets.tail.exp()
+        codes = rows["codes"]
+        unsorted = (codes[:, 1:] < codes[:, :-1]).any(-1)
+        place = torch.arange(a, b)
+        document = torch.searchsorted(shard.starts, place, right=True) - 1
+
+        def add(rule: str, bad: Tensor, got: str, document: Tensor = document) -> None:
+            if bool(bad.any()):
+                where = f"in document {int(document[bad][0])}"
+                report.problems.append(f"{shard.path} must have {rule}, got {got} {where}")
+
+        of_rows = tokens[: b - a]
+        add(f"tokens below {vocab_size}", of_rows >= vocab_size, str(int(of_rows.max())))
+        add("masses of at most 1", ~(mass <= MOST_MASS), f"{float(mass.max()):.4g}")
+        add("the most probable slots first", unsorted, "other slots first")
+        begin, end = shard.starts[document], shard.starts[document + 1]
+        inner = ((place > begin) & (place + 2 < end)).nonzero()[:, 0]
+        if len(inner):
+            shift.add(tokens, targets, inner, vocab_size)
+        if progress is not None:
+            progress(b - a)

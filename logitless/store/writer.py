@@ -127,7 +127,8 @@ class Writer:
             self.journal.append_targets(tokens, targets)
             self._added([_digest(tokens)])
         else:
-            self.append(tokens, {n: t.cpu() for n, t in encoded(targets, self.header).items()})
+            rows = {n: t.cpu() for n, t in encoded(targets, self.header).items()}
+            self._write(tokens, (0, len(tokens)), rows, [_digest(tokens)])
         return True
 
     def extend(self, tokens: Any, starts: Sequence[int], targets: SparseTargets) -> int:
@@ -141,33 +142,63 @@ class Writer:
         tokens = checks.tokens(tokens, self.header.vocab_size)
         checks.starts(starts, len(tokens))
         checks.document(targets, tokens, self.header, SparseTargets)
-        data, new = memoryview(buffer(tokens)).cast("B"), {}
-        known = self.index.documents(tokens, torch.tensor(starts)) if self.shards else ()
-        for span, match in zip_longest(pairwise(starts), known):
-            digest = _digest_of(data[8 * span[0] : 8 * span[1]])
-            if match is None and digest not in self.digests:
-                new.setdefault(digest, span)
-        if len(new) < len(starts) - 1:
-            places = torch.cat([torch.arange(a, b) for a, b in [(0, 0), *new.values()]])
-            tokens, targets = tokens[places], targets[places]
-            starts = list(accumulate((b - a for a, b in new.values()), initial=0))
+        new, where, starts = self._new(tokens, starts)
         if new:
-            rows = {n: t.cpu() for n, t in encoded(targets, self.header).items()}
-            self.journal.append(tokens, starts, rows)
-            self._added(new)
+            rows = encoded(targets[where], self.header)
+            self._write(tokens[where], starts, {n: t.cpu() for n, t in rows.items()}, new)
         return len(new)
 
-    def append(self, tokens: Tensor, rows: Table) -> None:
-        """Adds an encoded document that is not in the store."""
+    def append(self, tokens: Tensor, rows: Table, starts: Sequence[int] | None = None) -> int:
+        """Adds an encoded document, or the encoded documents between the starts.
+
+        Returns the number of documents that were added, which is smaller if the store has some of
+        them already.
+        """
         checks.is_open(self.closed, self.lock.is_mine)
-        self.journal.append(tokens, (0, len(tokens)), rows)
-        self._added([_digest(tokens)])
+        new, where, starts = self._new(tokens, starts or (0, len(tokens)))
+        if new:
+            self._write(tokens[where], starts, {n: t[where] for n, t in rows.items()}, new)
+        return len(new)
+
+    def _new(
+        self, tokens: Tensor, starts: Sequence[int]
+    ) -> tuple[list[bytes], slice | Tensor, Sequence[int]]:
+        """The digests, rows and starts of the documents that the store does not have."""
+        data, new = memoryview(buffer(tokens)).cast("B"), {}
+        known = self.index.documents(tokens, torch.tensor(starts)) if self.shards else ()
+        for (a, b), match in zip_longest(pairwise(starts), known):
+            digest = _digest_of(data[8 * a : 8 * b])
+            if match is None and digest not in self.digests:
+                new.setdefault(digest, (a, b))
+        if len(new) == len(starts) - 1:
+            return list(new), slice(None), starts
+        rows = torch.cat([torch.arange(a, b) for a, b in [(0, 0), *new.values()]])
+        return list(new), rows, list(accumulate((b - a for a, b in new.values()), initial=0))
+
+    def _write(
+        self, tokens: Tensor, starts: Sequence[int], rows: Table, digests: list[bytes]
+    ) -> None:
+        """Appends the documents between the starts, and writes a shard whenever it is full."""
+        first = 0
+        while first < len(digests):
+            room = self.shard_bytes - self._bytes(self.journal.tokens, len(self.journal))
+            last = first + 1
+            while last < len(digests):
+                if self._bytes(starts[last] - starts[first], last - first) >= room:
+                    break
+                last += 1
+            self.journal.append(tokens, starts[first : last + 1], rows)
+            self._added(digests[first:last])
+            first = last
 
     def _added(self, digests: Iterable[bytes]) -> None:
         self.digests.update(digests)
-        of_tokens = self.journal.tokens * (8 + self.row_bytes)
-        if of_tokens + len(self.journal) * PER_DOCUMENT >= self.shard_bytes:
+        if self._bytes(self.journal.tokens, len(self.journal)) >= self.shard_bytes:
             self.flush()
+
+    def _bytes(self, tokens: int, documents: int) -> int:
+        """The number of bytes that count towards `shard_bytes`."""
+        return tokens * (8 + self.row_bytes) + documents * PER_DOCUMENT
 
     def flush(self) -> None:
         """Writes the pending documents to the store as a new shard."""
@@ -181,7 +212,7 @@ class Writer:
         self.journal.clear(number + 1)
         self.digests = set()
         self.shards.append(Shard(path, self.header))
-        self.index = Index(self.shards)
+        self.index.add(self.shards[-1:])
 
     def close(self) -> None:
         """Flushes the writer, and releases its lock even if the flush fails.

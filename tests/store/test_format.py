@@ -98,6 +98,26 @@ class TestRoundTrip:
         assert store.verify()
 
 
+def test_the_default_dtype_has_no_effect(tmp_path):
+    """Documents without a tail could not be recovered, and targets were read in fp64."""
+    full = stores.teacher(100)
+    found = [
+        (document(n, n)[0], ll.SparseTargets(full.ids[:n], full.logprobs[:n])) for n in (5, 100)
+    ]
+    want = stores.write(tmp_path / "want", found)
+    torch.set_default_dtype(torch.float64)
+    _rows._units_of_codes.cache_clear()
+    try:
+        got = stores.write(tmp_path / "got", found)
+        for (_, a), (_, b) in zip((got[0], got[1]), (want[0], want[1]), strict=True):
+            assert a.logprobs.dtype == a.tail.dtype == torch.float32
+            assert torch.equal(a.logprobs, b.logprobs)
+            assert torch.equal(a.tail, b.tail)
+        assert got.verify()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_bytes_a_token(tmp_path):
     store = stores.write(
         tmp_path, documents(512, 100, 1000, vocab=151_936, k=64), vocab_size=151_936, k=64

@@ -10,10 +10,13 @@ import pytest
 import torch
 
 import logitless as ll
-from logitless.store import Store
+from logitless.store import Store, merge
+from logitless.store import blocks as _blocks
 from logitless.store import journal as _journal
 from logitless.store import rows as _rows
+from logitless.store import shard as _shard
 from logitless.store import writer as _writer
+from logitless.store.summary import summary
 from tests.support import store_kills, stores
 from tests.support.stores import (
     abandon,
@@ -94,6 +97,40 @@ class TestSpeed:
             assert got.mask is None or torch.equal(got.mask, want.mask)
 
 
+class TestCost:
+    """Work that must not grow with the number of documents or files (HUNT 24)."""
+
+    def test_a_flush_reads_the_index_of_one_file(self, tmp_path, monkeypatch):
+        """A flush read the indices of all files again."""
+        reads, real = [], _shard.Shard.index
+        monkeypatch.setattr(_shard.Shard, "index", lambda s: reads.append(s.path) or real(s))
+        found = documents(*[3] * 12)
+        with open_writer(tmp_path, shard_bytes=1) as writer:
+            for one in found:
+                writer.add(*one)
+            assert len(writer.shards) == 12
+            assert len(reads) == 12
+            assert not any(writer.add(*one) for one in found)
+
+    def test_short_documents_are_read_together(self, tmp_path, monkeypatch):
+        """verify, summary, merge and targets_for read short documents one by one."""
+        found = documents(*[5] * 300)
+        store = stores.write(tmp_path / "a", found)
+        reads, real = [], _blocks.Blocks.pieces
+        monkeypatch.setattr(_blocks.Blocks, "pieces", lambda b, r: reads.append(1) or real(b, r))
+        batch = torch.cat([tokens for tokens, _ in found])
+        for work in (
+            store.verify,
+            lambda: summary(store),
+            lambda: merge(tmp_path / "b", [store]),
+            lambda: store.targets_for(batch),
+            lambda: store.targets_for(batch, [5] * 300),
+        ):
+            reads.clear()
+            work()
+            assert len(reads) < 40
+
+
 class TestExtend:
     def joined(self, found):
         starts = [0, *accumulate(len(tokens) for tokens, _ in found)]
@@ -132,6 +169,18 @@ class TestExtend:
         abandon(writer)
         open_writer(tmp_path).close()
         assert_holds(Store(tmp_path), found)
+
+    def test_files_are_as_large_as_by_add(self, tmp_path):
+        found = documents(*[6, 90] * 20)
+        for path, how in ((tmp_path / "a", "add"), (tmp_path / "b", "extend")):
+            with open_writer(path, shard_bytes=10_000) as writer:
+                if how == "extend":
+                    writer.extend(*self.joined(found))
+                for one in found:
+                    assert writer.add(*one) == (how == "add")
+        a, b = ([len(shard) for shard in Store(tmp_path / name).shards] for name in "ab")
+        assert a == b
+        assert len(a) > 3
 
     def test_adds_nothing_if_a_document_is_refused(self, tmp_path):
         tokens, starts, targets = self.joined(documents(3, 4))
