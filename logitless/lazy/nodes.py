@@ -190,7 +190,7 @@ class LazyOp(Node):
             gradients = pulled(of_values)
             if not ctx.op.linear:
                 gradients = [final(d, ctx.anchor, g) for d in gradients]
-                ctx.cell = None  # a second backward computes the values again
+        ctx.cell = None  # as autograd frees saved tensors; a second backward computes values again
         projected = is_projected(g) if ctx.op.projects is None else ctx.op.projects
         needed = [i for i in range(count) if ctx.needs_input_grad[4 + i]]
         shares = divided_shares(g, ctx.joint, len(needed)) if isinstance(g, LazyGradient) else {}

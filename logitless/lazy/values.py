@@ -205,12 +205,13 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
         bias = bias.to(head.dtype).masked_fill(columns, value / pre)
     new = recipe.with_head(weight=weight, bias=bias, logits_dtype=head.logits_dtype)
     new = new._replace(watch=Watch(weight))
+    before = None if recipe.head.bias is None else recipe.head.bias.dtype
 
     def back(parts):
         d_hidden, d_weight, d_bias = parts
         d_weight = None if d_weight is None else d_weight.masked_fill(columns[:, None], 0)
         if d_bias is not None:
-            d_bias = d_bias.masked_fill(columns, 0).to(recipe.head.bias.dtype)  # pyright: ignore
+            d_bias = d_bias.masked_fill(columns, 0).to(before)
         return d_hidden, d_weight, d_bias
 
     return kept(z, new, back, Op(lambda t: t.masked_fill(columns, value)))
