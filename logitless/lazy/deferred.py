@@ -100,17 +100,18 @@ class Deferred(Tensor):
 
 
 class View(Deferred):
-    """A view of computed logits, for example one column."""
-
-    what, copy = "parts of lazy logits", "logits.materialize(), and take the part of the copy"
+    """A view of the values of another Deferred tensor, for example one column."""
 
     values: Tensor
 
     @staticmethod
-    def of(values: Tensor) -> "View":
+    def of(values: Tensor, owner: Deferred) -> "View":
         offset = values.storage_offset()
         view = View.blank(values, strides=values.stride(), storage_offset=offset)
         view.values = values
+        part = isinstance(owner, View)
+        view.what = owner.what if part else f"parts of {owner.what}"
+        view.copy = owner.copy if part else f"{owner.copy}, and take the part of the copy"
         return view
 
     def plain_values(self) -> Tensor:
@@ -122,7 +123,7 @@ class View(Deferred):
 
 def on_values(func, args: tuple, kwargs: dict) -> Any:
     """Runs an operation on the values of its Deferred arguments."""
-    memories = []
+    owners: dict[int, Deferred] = {}  # by the memory of their values
     name = func._schema.name
     described = name.endswith("_like") or name.startswith("aten::new_")  # which read no values
 
@@ -130,17 +131,22 @@ def on_values(func, args: tuple, kwargs: dict) -> Any:
         if described:
             return torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
         values = t.plain_values()
-        memories.append(values.untyped_storage()._cdata)
+        owners[memory_of(values)] = t
         return values
 
     def guarded(t: Tensor) -> Tensor:
         strided = type(t) is Tensor and t.layout is torch.strided
-        shares = strided and t.untyped_storage()._cdata in memories
-        return View.of(t) if shares else t
+        owner = owners.get(memory_of(t)) if strided else None
+        return t if owner is None else View.of(t, owner)
 
     with called(_called.get() or func):
         args, kwargs = pytree.tree_map_only(Deferred, values_of, (args, kwargs))
     return pytree.tree_map_only(Tensor, guarded, func(*args, **kwargs))
+
+
+def memory_of(t: Tensor) -> int:
+    """The identity of a tensor's memory, which its views share."""
+    return t.untyped_storage()._cdata
 
 
 def written(func, args: tuple, kwargs: dict) -> Deferred | None:

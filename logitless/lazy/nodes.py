@@ -142,6 +142,7 @@ class Op(NamedTuple):
 
     function: Callable[..., Tensor]  # of the values of the arguments
     linear: bool = True  # whether the gradient does not depend on the values
+    is_view: bool = False  # whether the result may share the memory of the argument
     # Whether the gradient of the result lacks the part that log_softmax removes. None if the
     # operation does not change this.
     projects: bool | None = None
@@ -167,7 +168,8 @@ class LazyOp(Node):
         first = arguments[0].recipe
         ctx.joint = Joint(op.name, first.watch)
         same_ranks = recipe.shard is first.shard  # whether both recipes have the same columns
-        new = arguments[0].derived(recipe, op.function if same_ranks else None, arguments)
+        function = op.function if same_ranks else None
+        new = arguments[0].derived(recipe, function, arguments, op.is_view)
         if anchor is not None:  # the result needs a gradient that depends on values
             tensors, ctx.recipe = recipe.flatten()
             ctx.save_for_backward(*tensors)
