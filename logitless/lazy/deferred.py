@@ -25,7 +25,8 @@ T = Tensor
 
 # --- functions of tensors that bypass __torch_dispatch__, because they use the memory directly
 
-READERS = {T.tolist, T.item, T.__reduce_ex__, T.__deepcopy__, T.is_shared}
+COPIERS = {T.__reduce_ex__, T.__deepcopy__}
+READERS = {T.tolist, T.item, T.is_shared} | COPIERS
 ARRAYS = {T.numpy, T.__array__}  # functions that return writable memory
 ADDRESSES = {
     T.data_ptr, T.untyped_storage, T.storage, T._typed_storage,
@@ -172,8 +173,12 @@ def _direct(func, args: tuple, kwargs: dict) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if func in ARRAYS and t.requires_grad and not kwargs.get("force"):
             return func(torch.empty(0).requires_grad_(), *rest, **kwargs)  # raises PyTorch's error
+        if func is T.__deepcopy__ and not t.is_leaf:
+            return func(torch.empty(0).requires_grad_() * 1, *rest)  # raises PyTorch's error
         with called(func):
             values = t.expose() if func in ADDRESSES else t.plain_values()
+        if func in COPIERS:
+            values = values.detach().requires_grad_(t.requires_grad)
         if func in EXPORTS:
             return func(values.clone(), *rest, **{**kwargs, "copy": None})
         result = func(values, *rest, **kwargs)

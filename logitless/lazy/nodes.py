@@ -300,7 +300,7 @@ class LazyBias(Node):
         ctx.set_materialize_grads(False)
         old = z.recipe.head.bias
         ctx.like, ctx.of_bias = described(z), described(bias)
-        ctx.sign, ctx.pre, ctx.old = sign, z.recipe.formula.pre, None if old is None else old.dtype
+        ctx.sign, ctx.old = sign, None if old is None else old.dtype
         ctx.kept_bias = z.recipe.needs[2]
         constant = own(bias.detach())
         return z.derived(recipe, lambda t: t + sign * constant)
@@ -312,7 +312,7 @@ class LazyBias(Node):
         (d_hidden, d_weight, d_total), of_values = split(g)
         like, d_bias = ctx.like, None
         if ctx.needs_input_grad[1]:
-            terms = [] if d_total is None else [d_total * (ctx.sign / ctx.pre)]
+            terms = [] if d_total is None else [d_total * ctx.sign]
             if of_values is not None:
                 terms.append(of_values.reshape(-1, of_values.shape[-1]).sum(0) * ctx.sign)
             if terms:
