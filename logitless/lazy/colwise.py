@@ -57,8 +57,8 @@ class SpreadLogits(LazyLogits):
             f"logits of a fused head are materialised: output_layouts {places} must be"
             " Replicate() or Shard(-1) for them to stay lazy."
         )
-        dense: Any = spread_dense_logits(self.head.tensors, self.head.options)
-        return dense.redistribute(device_mesh, placements, **options)
+        plain: Any = spread_plain_logits(self.head.tensors, self.head.options)
+        return plain.redistribute(device_mesh, placements, **options)
 
     def to_local(self, **_) -> LazyLogits:
         whole = all(p.is_replicate() for p in self.placements)
@@ -84,7 +84,7 @@ def spread(head: SpreadHead, placements: tuple) -> SpreadLogits:
     return z
 
 
-def spread_dense_logits(tensors: tuple, options: dict) -> Tensor:
+def spread_plain_logits(tensors: tuple, options: dict) -> Tensor:
     """The materialised logits of a head as a DTensor, in the option logits_dtype."""
     dtype = options.get("logits_dtype")
     if dtype is None:
@@ -99,5 +99,5 @@ def spread_logits(tensors: tuple, options: dict, module: nn.Module) -> Tensor:
     hidden, weight, _ = tensors
     sharded = [p for p in weight.placements if not p.is_replicate()]
     if len(sharded) != 1 or not checks.is_shard(sharded[0], 0):
-        return spread_dense_logits(tensors, options)
+        return spread_plain_logits(tensors, options)
     return spread(SpreadHead(tensors, options, module), placements_of(weight, hidden.dim() - 1))

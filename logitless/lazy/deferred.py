@@ -24,7 +24,8 @@ T = Tensor
 
 # --- functions of tensors that bypass __torch_dispatch__, because they use the memory directly
 
-READERS = {T.tolist, T.item, T.__reduce_ex__, T.__deepcopy__, T.is_shared}
+COPIERS = {T.__reduce_ex__, T.__deepcopy__}
+READERS = {T.tolist, T.item, T.is_shared} | COPIERS
 ARRAYS = {T.numpy, T.__array__}  # functions that return writable memory
 ADDRESSES = {
     T.data_ptr, T.untyped_storage, T.storage, T._typed_storage,
@@ -99,17 +100,18 @@ class Deferred(Tensor):
 
 
 class View(Deferred):
-    """A view of computed logits, for example one column."""
-
-    what, copy = "parts of lazy logits", "logits.materialize(), and take the part of the copy"
+    """A view of the values of another Deferred tensor, for example one column."""
 
     values: Tensor
 
     @staticmethod
-    def of(values: Tensor) -> "View":
+    def of(values: Tensor, owner: Deferred) -> "View":
         offset = values.storage_offset()
         view = View.blank(values, strides=values.stride(), storage_offset=offset)
         view.values = values
+        part = isinstance(owner, View)
+        view.what = owner.what if part else f"parts of {owner.what}"
+        view.copy = owner.copy if part else f"{owner.copy}, and take the part of the copy"
         return view
 
     def plain_values(self) -> Tensor:
@@ -121,7 +123,7 @@ class View(Deferred):
 
 def on_values(func, args: tuple, kwargs: dict) -> Any:
     """Runs an operation on the values of its Deferred arguments."""
-    memories = []
+    owners: dict[int, Deferred] = {}  # by the memory of their values
     name = func._schema.name
     described = name.endswith("_like") or name.startswith("aten::new_")  # which read no values
 
@@ -129,17 +131,22 @@ def on_values(func, args: tuple, kwargs: dict) -> Any:
         if described:
             return torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
         values = t.plain_values()
-        memories.append(values.untyped_storage()._cdata)
+        owners[memory_of(values)] = t
         return values
 
     def guarded(t: Tensor) -> Tensor:
         strided = type(t) is Tensor and t.layout is torch.strided
-        shares = strided and t.untyped_storage()._cdata in memories
-        return View.of(t) if shares else t
+        owner = owners.get(memory_of(t)) if strided else None
+        return t if owner is None else View.of(t, owner)
 
     with called(_called.get() or func):
         args, kwargs = pytree.tree_map_only(Deferred, values_of, (args, kwargs))
     return pytree.tree_map_only(Tensor, guarded, func(*args, **kwargs))
+
+
+def memory_of(t: Tensor) -> int:
+    """The identity of a tensor's memory, which its views share."""
+    return t.untyped_storage()._cdata
 
 
 def written(func, args: tuple, kwargs: dict) -> Deferred | None:
@@ -165,8 +172,12 @@ def _direct(func, args: tuple, kwargs: dict) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         if func in ARRAYS and t.requires_grad and not kwargs.get("force"):
             return func(torch.empty(0).requires_grad_(), *rest, **kwargs)  # raises PyTorch's error
+        if func is T.__deepcopy__ and not t.is_leaf:
+            return func(torch.empty(0).requires_grad_() * 1, *rest)  # raises PyTorch's error
         with called(func):
             values = t.expose() if func in ADDRESSES else t.plain_values()
+        if func in COPIERS:
+            values = values.detach().requires_grad_(t.requires_grad)
         if func in EXPORTS:
             return func(values.clone(), *rest, **{**kwargs, "copy": None})
         result = func(values, *rest, **kwargs)

@@ -22,7 +22,7 @@ from ..core.source import is_dtensor
 from ..heads.linear import LinearLogits
 from ..heads.products import autocasts
 from .checks import has_own_products, name_of
-from .colwise import spread_dense_logits, spread_logits
+from .colwise import spread_logits, spread_plain_logits
 from .logits import lazy_logits_of, warn_once
 
 _lazy = ContextVar("lazy", default=False)
@@ -207,7 +207,7 @@ def lazy_product(tensors: tuple, options: dict, module: nn.Module, wanted: bool 
         if options.get("logits_dtype") is None:
             return nn.functional.linear(*tensors)
         if spread:
-            return spread_dense_logits(tensors, options)
+            return spread_plain_logits(tensors, options)
         return LinearLogits(*tensors, **options).materialize()
     if spread:
         return spread_logits(tensors, options, module)

@@ -64,7 +64,7 @@ class LazyGradient(Deferred):
     gradient, such as `norm`, calls these functions. Scaling and adding do not call them.
     """
 
-    what, copy = "gradients of lazy logits", "gradient.clone()"
+    what, copy = "gradients of lazy logits", "gradient.materialize()"
 
     parts: Parts
     of_values: Tensor | None
@@ -114,7 +114,8 @@ class LazyGradient(Deferred):
         """Applies the write to the gradient of the values, which replaces `parts`."""
         first = args[0] if args else None
         targets = first if isinstance(first, (list, tuple)) else [first]
-        if not isinstance(func, torch._ops.OpOverload) or all(t is not self for t in targets):
+        known = isinstance(func, torch._ops.OpOverload) or func is Tensor.__setitem__
+        if not known or all(t is not self for t in targets):
             return super().write(func, args, kwargs)
         lazy = [t for t in targets if isinstance(t, LazyGradient)]
         for t in lazy:
@@ -125,6 +126,10 @@ class LazyGradient(Deferred):
             if isinstance(t, LazyGradient):
                 t._become(LazyGradient.of(t, NO_PARTS, new, ()))
         return None if targets is first else first
+
+    def materialize(self) -> Tensor:
+        """The gradient of the values as a plain tensor, which may be written to."""
+        return self.plain_values().clone()
 
     def _become(self, other: "LazyGradient") -> None:
         vars(self).update(vars(other))

@@ -61,15 +61,16 @@ class LazyLogits(Deferred, Source):
         recipe: Recipe,
         function: Callable[..., Tensor] | None = None,
         arguments: "tuple[LazyLogits, ...]" = (),
+        is_view: bool = False,
     ) -> "LazyLogits":
         """Lazy logits of another recipe, without history.
 
         Their values are function(*values of arguments), if a function is given. The default for
-        `arguments` is self.
+        `arguments` is self. If `is_view` is true, the values may share the memory of the argument.
         """
         z = LazyLogits.of(recipe)
         if function is not None:
-            z.origin.after(tuple(t.origin for t in arguments or (self,)), function)
+            z.origin.after(tuple(t.origin for t in arguments or (self,)), function, is_view)
         return z
 
     @property
@@ -84,7 +85,7 @@ class LazyLogits(Deferred, Source):
     @property
     def from_head(self) -> bool:
         """Whether a loss may be computed from the head, instead of from values that exist."""
-        return not self.cell.exposed and not (self.origin.known and self.recipe.stale())
+        return not self.origin.exposed and not (self.origin.known and self.recipe.stale())
 
     def plain_values(self) -> Tensor:
         if self.cell.values is None and self.recipe.trains:
@@ -93,9 +94,9 @@ class LazyLogits(Deferred, Source):
 
     def expose(self) -> Tensor:
         """The values, for code that may overwrite them. Later losses use the values in memory."""
-        values = self.plain_values()
-        self.cell.exposed = True
-        return values
+        if self.cell.values is None and self.recipe.trains:
+            warn_materialised()
+        return self.origin.expose()
 
     def materialize(self, rows=None) -> Tensor:
         """The logits as a plain, differentiable tensor; with `rows`, some rows as constants."""
@@ -178,8 +179,8 @@ class LazyLogits(Deferred, Source):
             copy = z.derived(z.recipe, torch.clone)
             if func is not aten.clone.default:
                 copy.cell, copy.origin = z.cell, z.origin
-            elif z.cell.exposed:
-                copy.cell.values, copy.cell.exposed = z.cell.values.clone(), True
+            elif z.origin.exposed:
+                copy.cell.values, copy.cell.exposed = z.origin.values().clone(), True
             return copy
         target = written(func, args, kwargs)
         if target is not None:

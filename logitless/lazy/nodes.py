@@ -142,6 +142,7 @@ class Op(NamedTuple):
 
     function: Callable[..., Tensor]  # of the values of the arguments
     linear: bool = True  # whether the gradient does not depend on the values
+    is_view: bool = False  # whether the result may share the memory of the argument
     # Whether the gradient of the result lacks the part that log_softmax removes. None if the
     # operation does not change this.
     projects: bool | None = None
@@ -161,13 +162,14 @@ class LazyOp(Node):
     @staticmethod
     def forward(ctx, recipe, back, op, anchor, *arguments):
         for z in arguments:
-            z.recipe.check(numbers=False)
+            z.recipe.check_versions()
         ctx.set_materialize_grads(False)
         ctx.likes, ctx.back, ctx.op, ctx.anchor = [*map(described, arguments)], back, op, anchor
         first = arguments[0].recipe
         ctx.joint = Joint(op.name, first.watch)
         same_ranks = recipe.shard is first.shard  # whether both recipes have the same columns
-        new = arguments[0].derived(recipe, op.function if same_ranks else None, arguments)
+        function = op.function if same_ranks else None
+        new = arguments[0].derived(recipe, function, arguments, op.is_view)
         if anchor is not None:  # the result needs a gradient that depends on values
             tensors, ctx.recipe = recipe.flatten()
             ctx.save_for_backward(*tensors)
@@ -190,7 +192,7 @@ class LazyOp(Node):
             gradients = pulled(of_values)
             if not ctx.op.linear:
                 gradients = [final(d, ctx.anchor, g) for d in gradients]
-                ctx.cell = None  # a second backward computes the values again
+        ctx.cell = None  # as autograd frees saved tensors; a second backward computes values again
         projected = is_projected(g) if ctx.op.projects is None else ctx.op.projects
         needed = [i for i in range(count) if ctx.needs_input_grad[4 + i]]
         shares = divided_shares(g, ctx.joint, len(needed)) if isinstance(g, LazyGradient) else {}
@@ -294,11 +296,11 @@ class LazyBias(Node):
 
     @staticmethod
     def forward(ctx, z, bias, recipe, sign):
-        z.recipe.check(numbers=False)
+        z.recipe.check_versions()
         ctx.set_materialize_grads(False)
         old = z.recipe.head.bias
         ctx.like, ctx.of_bias = described(z), described(bias)
-        ctx.sign, ctx.pre, ctx.old = sign, z.recipe.formula.pre, None if old is None else old.dtype
+        ctx.sign, ctx.old = sign, None if old is None else old.dtype
         ctx.kept_bias = z.recipe.needs[2]
         constant = own(bias.detach())
         return z.derived(recipe, lambda t: t + sign * constant)
@@ -310,7 +312,7 @@ class LazyBias(Node):
         (d_hidden, d_weight, d_total), of_values = split(g)
         like, d_bias = ctx.like, None
         if ctx.needs_input_grad[1]:
-            terms = [] if d_total is None else [d_total * (ctx.sign / ctx.pre)]
+            terms = [] if d_total is None else [d_total * ctx.sign]
             if of_values is not None:
                 terms.append(of_values.reshape(-1, of_values.shape[-1]).sum(0) * ctx.sign)
             if terms:

@@ -2,12 +2,14 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..heads.products import without_autocast
+from .deferred import memory_of
 from .gradient import described, outside
 from .recipe import Recipe
 
@@ -80,15 +82,30 @@ class Origin:
 
     Values stay in the cell of the logits as long as a tensor or a node needs them. So the head's
     product is computed only once if several functions of the same logits are materialised.
+
+    Views share memory. If code outside PyTorch has the address of this memory (`exposed`), all
+    views of these logits read the memory. Other functions of the logits do not, because the values
+    in memory may have changed since the functions were called.
     """
 
     def __init__(self, cell: Cell):
         self.cell = weakref.ref(cell)
         self.bases: tuple[Origin, ...] = ()
         self.function: Callable[..., Tensor] | None = None  # of the values of the bases
+        self.is_view = False
 
-    def after(self, bases: "tuple[Origin, ...]", function: Callable[..., Tensor]) -> None:
-        self.bases, self.function = bases, function
+    def after(self, bases: "tuple[Origin, ...]", function: Callable[..., Tensor], is_view: bool):
+        self.bases, self.function, self.is_view = bases, function, is_view
+
+    @property
+    def exposed(self) -> bool:
+        cell = self.cell()
+        return (cell is not None and cell.exposed) or self.reads_exposed
+
+    @property
+    def reads_exposed(self) -> bool:
+        """Whether these logits are a view of logits whose memory counts."""
+        return self.is_view and self.bases[0].exposed
 
     @property
     def known(self) -> bool:
@@ -103,25 +120,62 @@ class Origin:
         cell = self.cell()
         if cell is not None and (cell.values is not None or cell.size == size):
             return True
-        return len(self.bases) > 0 and all(base.reachable(size) for base in self.bases)
+        return self.has_bases(size)
+
+    def has_bases(self, size: int | None) -> bool:
+        """Whether the values follow from the values of the bases."""
+        usable = self.is_view or not any(base.exposed for base in self.bases)
+        return len(self.bases) > 0 and usable and all(base.reachable(size) for base in self.bases)
 
     def values(self, size: int | None = None) -> Tensor:
         """The values. `size` is the number of values that the caller needs."""
-        cell, function = self.cell(), self.function
+        cell = self.cell()
+        if self.reads_exposed:
+            return self.computed(None, size)
         if cell is not None and cell.values is not None:
             return cell.values
         size = size if cell is None else cell.size
-        if function is None or not all(base.reachable(size) for base in self.bases):
+        if self.has_bases(size):
+            values = self.computed(cell, size)
+        else:
             assert cell is not None  # because an origin without a cell is reachable from its bases
-            cell.values = cell.recipe.values()
-            return cell.values
+            values = cell.recipe.values()
+        if cell is not None:
+            cell.values = values
+        return values
+
+    def computed(self, cell: Cell | None, size: int | None) -> Tensor:
+        """The values from those of the bases. Their graph is stored in `cell` if it is needed."""
+        function: Any = self.function
         bases = [base.values(size) for base in self.bases]
         with torch.inference_mode(False), torch.no_grad(), without_autocast(bases[0].device):
             if cell is not None and cell.needs:
                 values, cell.graph = recorded(function, bases, cell.needs)
             else:
                 values = function(*bases)
-            values = values.contiguous()
+            return values.contiguous()
+
+    def expose(self) -> Tensor:
+        """The values in the memory that all views share, for code that may overwrite them.
+
+        A view that is not contiguous gets memory of its own, because lazy logits are contiguous.
+        """
+        owner = self.viewed()
+        if owner is not None:
+            whole, part = owner.values(), self.computed(None, None)
+            if memory_of(part) == memory_of(whole):
+                owner.expose()
+                return part
+        cell, values = self.cell(), self.values()
+        if owner is not None and memory_of(values) == memory_of(owner.values()):
+            values = values.clone()
         if cell is not None:
-            cell.values = values
+            cell.values, cell.exposed = values, True
         return values
+
+    def viewed(self) -> "Origin | None":
+        """The nearest logits that these logits are a view of, and that a tensor or a node holds."""
+        if not self.is_view:
+            return None
+        base = self.bases[0]
+        return base if base.cell() is not None else base.viewed()

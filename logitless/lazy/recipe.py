@@ -176,21 +176,21 @@ class Recipe:
         own = self.versions != versions(*self.head.tensors)
         return own or any(row_input.changed() for row_input in self.inputs)
 
-    def check(self, numbers: bool = True) -> None:
-        """Raises if the values can no longer be computed.
+    def check(self) -> None:
+        """Raises if the values can no longer be computed."""
+        self.check_versions()
+        if self.stale():
+            raise_changed()
 
-        Without `numbers`, only versions are compared, which is enough before an operation whose
-        result is checked again when its values are computed.
+    def check_versions(self) -> None:
+        """Like `check`, but only versions are compared.
+
+        This is enough before an operation whose result is checked when its values are computed.
         """
         for row_input in self.inputs:
             row_input.check()
-        if self.stale() if numbers else self.changed():
-            raise RuntimeError(
-                "hidden, weight and bias of lazy logits must not be modified in place before the"
-                " logits are used, as optimizer.step() modifies them, because the logits are not"
-                " computed until then. Use the logits before the step, or keep a copy of them:"
-                " logits.detach().materialize()."
-            )
+        if self.changed():
+            raise_changed()
 
     # --- values
 
@@ -248,6 +248,14 @@ class Recipe:
             assert self.direct is not None
             return ScaledHead(self.constant_head(), self.direct.pre, self.direct.cap)
         return self.shard.over(self.replace(shard=None).teacher())
+
+
+def raise_changed() -> None:
+    raise RuntimeError(
+        "hidden, weight and bias of lazy logits must not be modified in place before the logits are"
+        " used, as optimizer.step() modifies them, because the logits are not computed until then."
+        " Use the logits before the step, or keep a copy of them: logits.detach().materialize()."
+    )
 
 
 def _blank(head: Head) -> Head:

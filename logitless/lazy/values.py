@@ -151,9 +151,10 @@ def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
 def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
     """logits + other, if `other` has one number per column; the head gets another bias.
 
-    The head's bias is other / pre, which may overflow if the scale `pre` of the logits is below 1.
+    The logits must not be scaled before, because the head's bias would then be other / scale. In 16
+    bits, this bias may overflow, and its product with the scale may overflow by rounding.
     """
-    if alpha != 1 or not _takes_columns(z) or z.recipe.logits.pre < 1:
+    if alpha != 1 or not _takes_columns(z) or z.recipe.logits.pre != 1:
         return NotImplemented
     if type(other) in (int, float):
         if abs(other) > torch.finfo(z.dtype).max:
@@ -167,7 +168,7 @@ def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
     if head is None:
         return NotImplemented
     with torch.inference_mode(False), torch.no_grad():
-        total = bias.detach().to(head.dtype) * (sign / recipe.logits.pre)
+        total = bias.detach().to(head.dtype) * sign
         total = total if head.bias is None else head.bias + total
     new = recipe.with_head(bias=total, logits_dtype=head.logits_dtype).replace(
         needs=(*recipe.needs[:2], recipe.needs[2] or bias.requires_grad),
@@ -193,7 +194,9 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     if columns.dtype != torch.bool or head is None:
         return NotImplemented
     _, weight, bias = head.tensors
-    inside = abs(value / pre) <= torch.finfo(z.dtype).max or abs(value) == torch.inf
+    # In 16 bits, value / pre may overflow, and its product with pre may overflow by rounding.
+    most = torch.finfo(z.dtype).max * (1 if pre == 1 else 0.5 * min(pre, 1))
+    inside = abs(value) <= most or abs(value) == torch.inf
     freed = not weight.untyped_storage().size()  # by FSDP
     if not inside or freed or weight.numel() > z.numel():
         return NotImplemented
@@ -205,12 +208,13 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
         bias = bias.to(head.dtype).masked_fill(columns, value / pre)
     new = recipe.with_head(weight=weight, bias=bias, logits_dtype=head.logits_dtype)
     new = new.replace(watch=Watch(weight))
+    before = None if recipe.head.bias is None else recipe.head.bias.dtype
 
     def back(parts):
         d_hidden, d_weight, d_bias = parts
         d_weight = None if d_weight is None else d_weight.masked_fill(columns[:, None], 0)
         if d_bias is not None:
-            d_bias = d_bias.masked_fill(columns, 0).to(recipe.head.bias.dtype)  # pyright: ignore
+            d_bias = d_bias.masked_fill(columns, 0).to(before)
         return d_hidden, d_weight, d_bias
 
     return kept(z, new, back, Op(lambda t: t.masked_fill(columns, value)))

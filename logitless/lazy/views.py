@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..heads.head import Head
+from .deferred import memory_of
 from .gradient import pulled_back
 from .logits import LazyLogits, kept
 from .nodes import LazyCat, Op
@@ -41,6 +42,8 @@ def _rows(
             raise
         edge, hidden = get_gradient_edge(moved), moved.detach()
     shape = hidden.shape
+    # The logits share memory where the hidden states do. An index by a tensor copies both.
+    is_view = memory_of(hidden) == memory_of(before)
 
     def back(parts):
         d_hidden, *rest = parts
@@ -52,7 +55,7 @@ def _rows(
         return d_hidden, *rest
 
     new = recipe.with_rows(op, hidden).replace(**changed)
-    return kept(z, new, back, Op(on_logits or op))
+    return kept(z, new, back, Op(on_logits or op, is_view=is_view))
 
 
 def _columns(z: LazyLogits, columns: slice):
@@ -73,7 +76,8 @@ def _columns(z: LazyLogits, columns: slice):
         return d_hidden, *(None if d is None else pulled_back(cut, t, d) for t, d in pairs)
 
     weight, bias = (None if t is None else cut(t) for t in rows_of_v)
-    return kept(z, recipe.with_head(weight=weight, bias=bias), back, Op(lambda t: t[..., columns]))
+    op = Op(lambda t: t[..., columns], is_view=True)
+    return kept(z, recipe.with_head(weight=weight, bias=bias), back, op)
 
 
 def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:

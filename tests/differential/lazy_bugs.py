@@ -8,7 +8,7 @@ from logitless.lazy import deferred, gradient, logits, loss_nodes, nodes, values
 
 def unguarded_views() -> AbstractContextManager:
     """A column of computed logits is a plain tensor, which can be written to."""
-    return mock.patch.object(deferred.View, "of", staticmethod(lambda values: values))
+    return mock.patch.object(deferred.View, "of", staticmethod(lambda values, owner: values))
 
 
 def writes_by_name() -> AbstractContextManager:

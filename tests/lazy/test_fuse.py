@@ -11,22 +11,7 @@ from torch import nn
 import logitless as ll
 from logitless.lazy import logits as lazy
 from logitless.lazy.logits import LazyLogits
-
-V, D = 11, 6
-
-
-class Model(nn.Module):
-    def __init__(self, head=None):
-        super().__init__()
-        torch.manual_seed(1)
-        self.embed = nn.Embedding(V, D)
-        self.lm_head = nn.Linear(D, V, bias=False) if head is None else head
-
-    def get_output_embeddings(self):
-        return self.lm_head
-
-    def forward(self, ids):
-        return self.lm_head(self.embed(ids))
+from tests.support.fusable_models import D, Model, V
 
 
 @pytest.fixture

@@ -203,3 +203,25 @@ def test_anomaly_detection(x, t):
         z = model(True, x.device)(x * torch.nan)
         with pytest.raises(RuntimeError, match="returned nan values"):
             F.cross_entropy(z.view(-1, V), t.view(-1)).backward()
+
+
+def test_copies_are_those_of_plain_logits(x):
+    """A deep copy of logits with a history raises. A copy of a leaf needs a gradient if it does."""
+    for fused in (True, False):
+        z = model(fused, x.device)(x)
+        with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
+            copy.deepcopy(z)
+        with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
+            copy.deepcopy({"logits": z[1:]})
+    want = model(False, x.device)(x).detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for needs in (True, False):
+            leaf = model(True, x.device)(x).detach().requires_grad_(needs)
+            file = io.BytesIO()
+            torch.save(leaf, file)
+            file.seek(0)
+            for found in (copy.deepcopy(leaf), torch.load(file), copy.deepcopy([leaf])[0]):
+                assert type(found) is torch.Tensor
+                assert found.requires_grad == needs
+                assert torch.equal(found.detach(), want)

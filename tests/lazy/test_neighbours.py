@@ -12,27 +12,12 @@ from torch import Tensor, nn
 import logitless as ll
 from logitless.lazy import logits as lazy
 from logitless.lazy.logits import LazyLogits
-
-V, D = 23, 6
+from tests.support.fusable_models import D, Model, V
 
 
 @pytest.fixture(autouse=True)
 def warns_anew(monkeypatch):
     monkeypatch.setattr(lazy, "_warned", set())
-
-
-class Model(nn.Module):
-    def __init__(self, head=None):
-        super().__init__()
-        torch.manual_seed(1)
-        self.embed = nn.Embedding(V, D)
-        self.lm_head = nn.Linear(D, V) if head is None else head
-
-    def get_output_embeddings(self):
-        return self.lm_head
-
-    def forward(self, ids):
-        return self.lm_head(self.embed(ids))
 
 
 @pytest.fixture

@@ -275,3 +275,57 @@ def test_other_forms_of_a_call(x, t):
     none = torch.zeros(V, device=x.device, dtype=x.dtype)
     assert F.cross_entropy(z[1], t[1], weight=none).isnan()
     assert F.cross_entropy(z[1], torch.full_like(t[1], -100)).isnan()
+
+
+EXTREMES = {
+    "max": lambda z: z.max(),
+    "min": lambda z: z.min(),
+    "of negative ones": lambda z: (-z).max() + (-z).min(),
+    "amax": lambda z: z.amax(-1).sum(),
+    "amin of rows": lambda z: z.amin(-1).sum(),
+    "max of rows": lambda z: z.max(-1)[0].sum(),
+    "of a function": lambda z: z.tanh().tanh().max() + (z * 1.5).exp().min(),
+}
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf])
+@pytest.mark.parametrize("count", [1, 3, V])
+@pytest.mark.parametrize("name", EXTREMES)
+def test_ties_of_infinite_values_share_the_gradient(name, count, value, x):
+    """As PyTorch divides the gradient among all values that are equal to the extreme value."""
+    found = []
+    for fused in (True, False):
+        m = model(fused, x.device)
+        bias = torch.zeros(V).to(x)
+        bias[:count] = value
+        loss = EXTREMES[name](m(x) + bias)
+        found.append([loss.detach(), *torch.autograd.grad(loss, list(m.parameters()))])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [0.5, 1e-3, 30.0])
+def test_a_bias_overflows_only_where_plain_logits_do(scale, dtype, x):
+    """A scale below 1 is absorbed; the bias divided by this scale may be infinite."""
+    most = torch.finfo(dtype).max
+    bias = torch.tensor([0.0, most, -most, most / 2, 1, 2, 3, -1, 1e-3, 0, 0], device=x.device)
+    z, plain = (model(fused, x.device, dtype=dtype)(x.to(dtype)) for fused in (True, False))
+    for change in (
+        lambda z: z * scale + bias.to(z), lambda z: bias.to(z) + z * scale,
+        lambda z: z * scale - bias.to(z), lambda z: z * scale + most / 2,
+        lambda z: (z * scale).masked_fill(torch.arange(V, device=z.device) < 3, -most),
+    ):  # fmt: skip
+        got, want = change(z), change(plain)
+        assert type(got) is LazyLogits
+        for function in (lambda z: z.amax(-1), lambda z: z.amin(-1), lambda z: z.mT.mT):
+            found, exact = function(got), function(want)
+            found = found.materialize() if type(found) is LazyLogits else found
+            assert torch.equal(found.isfinite(), exact.isfinite())
+            torch.testing.assert_close(found, exact, rtol=0.02, atol=0.02)
+    labels = torch.full((10,), 4, device=x.device)
+    found, exact = (
+        F.cross_entropy((z * scale + bias.to(z).clamp(max=3)).view(-1, V), labels)
+        for z in (z, plain)
+    )
+    torch.testing.assert_close(found, exact, rtol=0.02, atol=0.02)

@@ -1,6 +1,6 @@
 """Writing to lazy logits raises at once, and no function reaches memory that does not exist."""
 
-import warnings
+import ctypes
 
 import numpy as np
 import pytest
@@ -125,24 +125,89 @@ def test_no_function_reads_memory_that_is_not_there(x):
         assert lazy.stride() == want.stride()
 
 
+def overwritten(t):
+    """What a kernel of another library does: it takes the address of t, and writes to it."""
+    size = t.numel()
+    memory = np.ctypeslib.as_array((ctypes.c_double * size).from_address(t.data_ptr()))
+    memory.reshape(t.shape)[..., 3] = -30.0
+
+
 def test_a_kernel_that_overwrites_the_logits(x, t):
     """CLIENTS M2: whoever has the address of the logits may change them, and losses see it."""
     x, t = x.cpu(), t.cpu()  # whose memory ctypes can reach
     z, plain = teacher(x)
-    with warnings.catch_warnings(record=True):
-        address = z.data_ptr()
-    assert address == z.detach().data_ptr()  # as Liger's backward has it
-    view = np.ctypeslib.as_array(
-        (np.ctypeslib.ctypes.c_double * z.numel()).from_address(address)
-    ).reshape(z.shape)
-    view[..., 3] = -30.0
-    plain[..., 3] = -30.0
+    assert z.data_ptr() == z.detach().data_ptr()  # as Liger's backward has it
+    overwritten(z)
+    overwritten(plain)
     assert torch.equal(z.materialize(), plain)
     assert torch.equal(z.clone().materialize(), plain)
     torch.testing.assert_close(ll.cross_entropy(z, t), ll.cross_entropy(plain, t))
     torch.testing.assert_close(
         F.cross_entropy(z.view(-1, V), t.view(-1)), F.cross_entropy(plain.view(-1, V), t.view(-1))
     )
+
+
+VIEWS = {
+    "the logits": lambda z: z,
+    "detached": lambda z: z.detach(),
+    "rows": lambda z: z.view(-1, V),
+    "one sequence": lambda z: z[1:],
+    "rows of a view": lambda z: z.flatten(0, 1)[2:7],
+    "the last sequence": lambda z: z.unbind(0)[-1],
+    "one more dimension": lambda z: z[:, None],
+    "some steps": lambda z: z[:, 1:],
+    "transposed": lambda z: z.transpose(0, 1),
+    "some columns": lambda z: z[..., 2:7],
+    "a copy": lambda z: z.clone(),
+    "rows by index": lambda z: z[[1, 0]],
+    "rows by mask": lambda z: z[torch.arange(2) > 0],
+    "probabilities": lambda z: z.softmax(-1),
+    "scaled": lambda z: z / 2,
+    "a view of scaled ones": lambda z: (z / 2)[1:],
+    "a copy of a view": lambda z: z[1:].clone(),
+}
+CONTIGUOUS = [*VIEWS][:7]
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("through", CONTIGUOUS)
+def test_views_share_what_a_kernel_overwrites(through, known, x, t):
+    """Views made before see the change, as plain views do. Copies and functions do not."""
+    x, t = x.cpu(), t.cpu()
+    z, plain = teacher(x)
+    lazy, want = ({name: view(logits) for name, view in VIEWS.items()} for logits in (z, plain))
+    if known:
+        z.tolist()
+        lazy["some steps"].tolist()
+    overwritten(VIEWS[through](z))
+    overwritten(VIEWS[through](plain))
+    for name in VIEWS:
+        assert torch.equal(lazy[name].materialize(), want[name]), name
+        torch.testing.assert_close(ll.entropy(lazy[name]), ll.entropy(want[name]))
+        torch.testing.assert_close(lazy[name].exp().sum(), want[name].exp().sum())
+
+
+@pytest.mark.parametrize("through", ["some steps", "transposed", "some columns"])
+def test_a_part_that_is_not_contiguous_is_a_copy(through, x):
+    """Its strides say so, and code that takes addresses copies such a part itself."""
+    z, plain = teacher(x.cpu())
+    part = VIEWS[through](z)
+    assert part.is_contiguous()
+    overwritten(part)
+    assert torch.equal(z.materialize(), plain)
+    want = VIEWS[through](plain).contiguous()
+    overwritten(want)
+    assert torch.equal(part.materialize(), want)
+
+
+def test_a_view_keeps_no_logits_in_memory_for_its_address(x):
+    """If no other tensor can read the logits, an address of some rows computes only these."""
+    z, plain = teacher(x.cpu())
+    rows = z[1:]
+    del z
+    rows.data_ptr()
+    assert rows.known_values.untyped_storage().nbytes() == rows.nbytes
+    assert torch.equal(rows.materialize(), plain[1:])
 
 
 def test_a_hook_that_writes_is_told_what_to_do(x):
@@ -192,3 +257,24 @@ def test_a_weight_with_nan_is_not_a_changed_weight(x):
     with torch.no_grad():
         m[1].weight[0] = torch.nan
     assert type(m(x)[1:]) is LazyLogits
+
+
+# --- gradients
+
+
+def test_a_part_of_a_gradient_says_how_to_copy_it(x, t):
+    """A write to a part of the gradient raises, and names the gradient instead of the logits."""
+    z = model(True, x.device)(x)
+    (g,) = torch.autograd.grad(F.cross_entropy(z.view(-1, V), t.view(-1)), z)
+    told = "^parts of gradients of lazy logits must not .*copy instead: gradient.materialize.., and"
+    for part in (g[..., 3], g.view(-1), g[:1][..., 2:], g.transpose(0, 1)):
+        with pytest.raises(RuntimeError, match=told):
+            part.zero_()
+    with pytest.raises(RuntimeError, match=r"^parts of lazy logits .*: logits.materialize\(\), "):
+        z.detach()[..., 3].zero_()
+    before, copy, part = g.tolist(), g.materialize(), g[..., 3].clone()
+    for plain in (copy[..., 3], part):
+        assert torch.equal(plain.zero_(), torch.zeros(z.shape[:-1]).to(x))
+    assert g.tolist() == before
+    g[..., 3] = 0
+    assert torch.equal(g + 0, copy)
