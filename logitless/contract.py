@@ -41,13 +41,13 @@ STATISTICS = (
 
 
 class Reading(NamedTuple):
-    """The statistics to compute for each row x of logits, and the options of z.
+    """The statistics to compute for each row x of logits, and the options that turn x into z.
 
     z = softcap · tanh(x / softcap) / temperature
 
-    The label is one integer per row. A label is a class, or a mask if ignore_index is 0. A row
-    whose label is ignore_index is not read. The statistics and the gradient of such a row are 0,
-    and its argmax is -1.
+    The label is one integer per row. Usually the labels are classes. If ignore_index is 0, the
+    labels are a mask of rows. A row whose label is ignore_index is not read. The statistics and the
+    gradient of such a row are 0, and its argmax is -1.
     """
 
     vocab: int  # V, the size of the whole vocabulary, even if the logits are only a shard
@@ -76,7 +76,7 @@ class Reading(NamedTuple):
         return sums_of(self.wants, self.at_temperature_1)
 
     def fold_scale(self, scale: float, softcap: float | None) -> "Reading":
-        """Returns a Reading of x whose statistics are those of `self` for the logits scale · x.
+        """Returns a Reading of x that gives the statistics that `self` gives for logits scale · x.
 
         `softcap` replaces the softcap of `self`.
         """
@@ -97,9 +97,10 @@ class Reading(NamedTuple):
         return None if self.temperature == 1 else self.temperature
 
     def squared(self, dtype: torch.dtype) -> tuple[Tensor | None, float]:
-        """Two factors whose product is T²: one number per row or None, and one number for all rows.
+        """Returns T² as a product of two factors.
 
-        The first factor is squared in `dtype`.
+        The first factor is a tensor with one number per row, squared in `dtype`, or None. The
+        second factor is one number for all rows.
         """
         if self.row_temperature is not None:
             return self.row_temperature.to(dtype).square(), 1.0
@@ -129,7 +130,7 @@ class RowStats(NamedTuple):
 class Statistics(NamedTuple):
     """The statistics that a Reading requests; all others are None.
 
-    The backward pass reads `state` again.
+    `state` holds the numbers that the backward reads.
     """
 
     state: Tensor  # (N, STATE), with the fields SHIFT to REPEATS
@@ -145,14 +146,14 @@ class Statistics(NamedTuple):
     logprob_t1: Tensor | None = None
 
 
-# Fields of Statistics.state. A field marked with the name of a statistic is written only if the
-# Reading requests this statistic.
+# Fields of Statistics.state, one number per row. "Only with" names the statistic that the Reading
+# must request. Without this statistic, the field is not written.
 SHIFT = 0  # max y, where y = z · temperature; 0 if the max is infinite
 LOG_S = 1  # log Σ e^((y - shift) / temperature)
-LOG_S1 = 2  # log Σ e^(y - shift), for "logprob_t1"
-ENTROPY = 3  # for "entropy"
-TAIL = 4  # for "tail"
-REPEATS = 5  # 1 if two slots of the row hold the same id, for "tail"
+LOG_S1 = 2  # log Σ e^(y - shift); only with "logprob_t1"
+ENTROPY = 3  # the entropy of the row; only with "entropy"
+TAIL = 4  # the log of the softmax mass outside the ids; only with "tail"
+REPEATS = 5  # 1 if two slots of the row hold the same id, otherwise 0; only with "tail"
 STATE = 6
 
 
@@ -168,22 +169,22 @@ class Partials(NamedTuple):
 
 
 # Fields of Partials.state, where y = z · temperature and d = y - m. The fields that most losses
-# need come first. The tensor ends with the last field that is needed. Fields before the last needed
-# field are undefined if no statistic needs them.
+# need come first. The tensor ends with the last field that a requested statistic needs. An earlier
+# field is undefined if no requested statistic needs the field.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
 Y_LABEL = 2  # y at the label; 0 if the label is outside these columns
-W = 3  # Σ d e^(d / temperature), for "entropy"
-ARG = 4  # bits of the lowest column whose y is m (see as_bits), for "argmax"
-S1 = 5  # Σ e^d, for "logprob_t1" at a temperature other than 1
-C = 6  # Σ v (y - ref), for "total" or "log_total"
-N = 7  # Σ v, for "total" or "log_total"
-REF = 8  # a number near the mean of y, subtracted to avoid cancellation in C
+W = 3  # Σ d e^(d / temperature); needed by "entropy"
+ARG = 4  # the lowest column whose y is m, stored as bits (see as_bits); needed by "argmax"
+S1 = 5  # Σ e^d; needed by "logprob_t1" at a temperature other than 1
+C = 6  # Σ v (y - ref); needed by "total" and "log_total"
+N = 7  # Σ v; needed by "total" and "log_total"
+REF = 8  # a number near the mean of y, subtracted in C to avoid cancellation
 PART = 9
 
 
 class Sums(NamedTuple):
-    """Flags of the sums that partial statistics hold besides M, S and Y_LABEL."""
+    """Flags that say which sums partial statistics hold besides M, S and Y_LABEL."""
 
     entropy: bool
     argmax: bool
@@ -198,7 +199,7 @@ def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
 
 
 def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
-    """The number of fields of partial statistics with these Sums.
+    """Returns the number of fields of Partials.state. The arguments are the flags of Sums.
 
     Ranks also send the undefined fields before the last needed field, so that gathered partial
     statistics need no repacking.
@@ -214,7 +215,7 @@ NOWHERE = 2**31 - 1  # ARG of an empty set of columns
 
 
 def as_bits(whole: Tensor, dtype: torch.dtype) -> Tensor:
-    """Stores the bits of 32-bit integers in a tensor of this dtype, which is not for arithmetic."""
+    """Returns a tensor of this dtype that holds the bits of 32-bit integers, not their values."""
     return whole.to(torch.int32 if dtype == torch.float32 else torch.int64).view(dtype)
 
 
@@ -236,7 +237,7 @@ A = 0  # a
 B = 1  # b
 G_LABEL = 2  # g_label
 G_TOTAL = 3  # g_c
-A_IDS = 4  # replaces `a` for columns among the ids, if the loss has a tail; never used with B
+A_IDS = 4  # for a loss with a tail: replaces `a` in the columns of the ids; never used with B
 D_LOGPROB_T1 = 5  # d, the gradient of logprob_t1
 COEFFICIENTS = 6
 FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
@@ -255,7 +256,7 @@ class Slots(NamedTuple):
 
     teacher: Tensor  # (..., K), log p
     mask: Tensor | None  # (..., K), bool, True for slots that count
-    # (...), the log of the teacher's mass outside the slots. If it is None, the mass is (1 - Σ p).
+    # (...), the log of the teacher's mass outside the slots. If None, this mass is (1 - Σ p).
     tail: Tensor | None
     row_weight: Tensor | None  # (...), factor of each row's divergence
     divergence: str  # "forward_kl", "reverse_kl", "jsd" or "tvd"
@@ -280,14 +281,14 @@ RENORM_TEACHER = ("renorm_teacher", "renorm")
 # Supports that divide the student's q by its sum over the slots.
 RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")
 
-# Rounding the teacher's p to 16 bits may leave a mass of up to 2^-6 in a tail that is empty.
+# If the teacher's p is rounded to 16 bits, an empty tail may seem to have a mass of up to 2^-6.
 LOG_ROUNDING = math.log(2.0**-6)
 
 
 def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
-    """Returns the divergence to compute, and β for JSD or None for other divergences.
+    """Returns the divergence to compute, and its β. The β is None for every divergence except JSD.
 
-    JSD is forward KL at β = 0 and reverse KL at β = 1.
+    JSD is replaced by forward KL at β = 0, and by reverse KL at β = 1.
     """
     if divergence == "jsd":
         return {0.0: ("forward_kl", None), 1.0: ("reverse_kl", None)}.get(beta, (divergence, beta))
@@ -297,7 +298,7 @@ def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
 class Pair(NamedTuple):
     """A teacher of whole rows, and the options for comparing the student with it."""
 
-    # A Tensor or a ScaledHead with logits (..., V), or with probabilities for "soft".
+    # The teacher's logits (..., V), or its probabilities for "soft", as a Tensor or a ScaledHead.
     teacher: Any
     kind: str  # "forward", "reverse", "jsd" or "soft"
     blend: float  # β for "jsd", the label smoothing for "soft"
@@ -305,7 +306,8 @@ class Pair(NamedTuple):
     TENSORS = (("teacher", TEACHER),)
 
 
-# Numbers saved per row for a Pair: shift and s of the student, shift and s of the teacher, a mean.
+# The count of numbers saved per row for a Pair: shift and s of the student, shift and s of the
+# teacher, and a mean.
 PAIR_STATE = 5
 
 # The dtype of statistics and losses for each dtype of logits.

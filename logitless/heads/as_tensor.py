@@ -1,4 +1,4 @@
-"""Makes a head usable as a tensor. PyTorch's functions get lazy logits (lazy/logits.py)."""
+"""Lets PyTorch's functions accept a head. The functions get lazy logits (lazy/logits.py)."""
 
 from dataclasses import fields
 from typing import Any
@@ -19,7 +19,7 @@ class AsTensor:
     head: Head
 
     def lazy(self) -> Tensor:
-        """The same logits as a lazy tensor, or as a plain tensor under a compiler."""
+        """Returns the same logits as a lazy tensor, or as a plain tensor under a compiler."""
         if torch.compiler.is_compiling():
             return self.head.logits()
         checks.no_main_grad(self.head.main_grad)

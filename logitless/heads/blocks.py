@@ -4,8 +4,8 @@
 statistics can be merged works without changes. The logits of a block are computed twice, once for
 the statistics and once for the gradient, unless the logits of the block are kept. Statistics are
 computed from the first block to the last. Gradients are computed from the last block to the first.
-The weight's gradient of the first blocks is written last. Until then, the memory of this gradient
-holds the logits of later blocks (kept_blocks in plan.py).
+So the rows of the weight's gradient that belong to the first blocks are written last. Until then,
+the memory of these rows holds the logits of later blocks (kept_blocks in plan.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,11 +34,15 @@ def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
 class BlockChunks(Chunks):
     """Computes the logits of groups of rows in blocks of columns.
 
-    If all rows fit, they form one group. No GEMM is queued before the number of rows is known.
+    If all rows fit into the workspace, all rows form one group. No GEMM is queued before the number
+    of rows is known.
     """
 
     def begin(self, dtype: torch.dtype) -> Any:
-        """Allocates memory for the logits of a block, in this dtype, and for their gradient."""
+        """Allocates memory for the logits of a block, in this dtype, and for their gradient.
+
+        Returns the BlockBackend.
+        """
         hidden, vocab, columns = self.hidden, len(self.weight), self.cut.columns
         assert columns is not None
         starts = range(0, max(vocab, 1), columns)  # a rank without columns has one empty block
@@ -82,7 +86,7 @@ class Blocks:
         self.holds: dict[int | None, int] = {}  # the block in each slot; the workspace is slot None
 
     def keep(self) -> None:
-        """Starts to keep logits in unused memory of the weight's gradient."""
+        """Starts to keep logits in the memory of the weight's gradient that is not yet written."""
         chunks, (rows, vocab) = self.chunks, self.shape
         if self.sums is not None and chunks.cut.kept:
             self.kept_in = self.sums.free_memory()
@@ -90,7 +94,7 @@ class Blocks:
             self.kept = kept_blocks(rows, vocab, self.h.shape[1], chunks.cut.columns)
 
     def logits(self, index: int) -> Tensor:
-        """The logits of a block, (n, c), computed unless the logits are kept.
+        """Returns the logits of a block, (n, c). The logits are computed unless they are kept.
 
         This method must not be called after the gradient has overwritten the logits.
         """
@@ -110,7 +114,7 @@ class Blocks:
 class BlockBackend:
     """A backend for Blocks, for losses that need only statistics of each row.
 
-    Functions that read no logits are those of the underlying backend.
+    Functions that read no logits are taken from the underlying backend.
     """
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of all blocks
@@ -124,7 +128,7 @@ class BlockBackend:
         self.can_accumulate = backend.can_accumulate
 
     def read(self, x: Blocks, reading: Reading) -> Statistics:
-        """The statistics of whole rows. Blocks are merged WAITING at a time to save memory."""
+        """Returns the statistics of whole rows. Merging WAITING blocks at a time saves memory."""
         x.keep()
         waiting = []
         for index, columns in enumerate(x.chunks.blocks):
@@ -175,7 +179,7 @@ class BlockSums(GradientSums):
         self.hidden_sum: Sum | SumInPlace | None = None
 
     def free_memory(self) -> Tensor | None:
-        """Memory that may hold logits until the weight's gradient is written to it."""
+        """Returns memory that may hold logits until the weight's gradient is written there."""
         d = self.d_weight
         free = d is not None and self.written_once and d.dtype == self.weight.dtype
         return d.view(-1) if free else None

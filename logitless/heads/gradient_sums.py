@@ -21,7 +21,7 @@ from .products import SLAB
 
 
 class Needs(NamedTuple):
-    """Flags for the tensors that need a gradient."""
+    """One flag per tensor: whether the tensor needs a gradient."""
 
     hidden: bool
     weight: bool
@@ -44,7 +44,7 @@ class HeadGradients(NamedTuple):
     row_inputs: tuple[Tensor | None, ...] = ()
 
     def like(self, tensors: tuple) -> "HeadGradients":
-        """Converts the gradients to the shapes and dtypes of hidden, weight and bias."""
+        """Returns the gradients in the shapes and dtypes of `tensors`: hidden, weight and bias."""
         hidden, weight, bias = (
             None if d is None else d.view(t.shape).to(t.dtype)
             for d, t in zip((self.hidden, self.weight, self.bias), tensors, strict=True)
@@ -52,14 +52,14 @@ class HeadGradients(NamedTuple):
         return self._replace(hidden=hidden, weight=weight, bias=bias)
 
     def through(self, f: Callable[[tuple], tuple]) -> "HeadGradients":
-        """Applies f, for example refuse_second, to all gradients as one flat tuple."""
+        """Applies f, for example refuse_second, to a flat tuple of all gradients."""
         head = (self.hidden, self.weight, self.bias, self.row_weight)
         hidden, weight, bias, row_weight, *row_inputs = f((*head, *self.row_inputs))
         return HeadGradients(hidden, weight, bias, row_weight, tuple(row_inputs))
 
 
 class GradientSums:
-    """The gradients of hidden, weight and bias, summed over chunks if they are needed."""
+    """The gradients of hidden, weight and bias, summed over chunks. Unneeded gradients are None."""
 
     def __init__(
         self,
@@ -108,13 +108,13 @@ class GradientSums:
             self.weight_sums[0].add(dz, h)
 
     def result(self) -> HeadGradients:
-        """Returns the sums. The gradients of weight and bias may be fp32 for 16-bit tensors."""
+        """Returns the sums. Even for a 16-bit weight and bias, their gradients may be fp32."""
         d_hidden = self.d_hidden if self.over_ranks is None else self.over_ranks.result()
         return HeadGradients(d_hidden, self.d_weight, self.d_bias)
 
 
 class RowInputGradients:
-    """Gradients of a loss's row_inputs, written one chunk at a time; None if not needed."""
+    """Gradients of a loss's row_inputs, written one chunk at a time. Unneeded gradients are None."""
 
     def __init__(self, loss: RowLoss, needs: Sequence[bool]):
         self.gradients = [
@@ -130,7 +130,7 @@ class RowInputGradients:
 
 
 def put(total: Tensor, rows: Rows, chunk: Tensor) -> None:
-    """Copies `chunk` to total[rows], unless `chunk` is already this memory."""
+    """Copies `chunk` to total[rows], unless `chunk` already is the memory of total[rows]."""
     if not isinstance(rows, slice) or chunk.data_ptr() != total[rows].data_ptr():
         total[rows] = chunk
 
@@ -146,8 +146,8 @@ def clear_padding(dz: Tensor) -> None:
         dz.as_strided((len(dz), step), (step, 1))[:, width:] = 0
 
 
-# Sum and SumInPlace take the same arguments: the backend, the total, the number of products, and
-# whether the total is new memory without a sum.
+# Sum and SumInPlace take the same arguments: the backend, the total, the number of products, and a
+# flag that says whether the total is new memory, which holds no sum yet.
 
 
 class Sum:
@@ -173,9 +173,9 @@ class Sum:
 
 
 class SumInPlace:
-    """The sum Σ dz.T @ h over chunks, with 14 bits between chunks and bf16 at the end.
+    """The sum Σ dz.T @ h over chunks. The sum takes 16 bits of memory per number.
 
-    The sum takes 16 bits per number.
+    Between chunks, the sum is exact to 14 bits. At the end, the sum is rounded to bf16.
     """
 
     def __init__(self, backend: Any, total: Tensor, count: int, fresh: bool = True):

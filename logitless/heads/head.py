@@ -80,7 +80,7 @@ class Head:
         return self.hidden.device
 
     def describe(self) -> str:
-        """Shapes and options in one line. The line is equal on all ranks."""
+        """Returns the shapes and options as one line of text, which is equal on all ranks."""
         needs = tuple(t is not None and t.requires_grad for t in self.inputs)
         options = (self.workspace, self.logits_dtype, self.accumulate, self.drop_ignored)
         hidden = (*self.hidden.shape, str(self.hidden.dtype))
@@ -104,7 +104,7 @@ class Head:
         return backend_of(self.hidden) if self.columns is None else self.columns
 
     def logits(self, rows: Rows | None = None) -> Tensor:
-        """The logits (..., width), differentiable. `width` is the number of rows of the weight.
+        """Returns differentiable logits (..., width), where the weight has shape (width, D).
 
         With `rows`, the result is the logits of these rows, (n, width), without a gradient.
         """
@@ -117,7 +117,7 @@ class Head:
     def work(
         self, merges: bool = False, *, gemms: int = 0, sums: bool = False, keeps: bool = False
     ) -> Work:
-        """The size of a computation over this head. The arguments are fields of Work."""
+        """Returns the size of a computation over this head. The arguments are fields of Work."""
         own, wide = self.hidden.dtype, self.dtype
         keeps = keeps and own == wide and own != torch.float16 and self.accumulate != "fp32"
         sums = sums and self.accumulate != "weight"
@@ -157,7 +157,7 @@ class Head:
 
 @dataclass(frozen=True)
 class ScaledHead:
-    """A teacher's logits without gradients: scale · z, or cap · tanh(scale · z) with a cap."""
+    """A teacher's logits without gradients: scale · z, or cap · tanh(scale · z) if a cap is set."""
 
     head: Head
     scale: float = 1.0
@@ -187,13 +187,13 @@ class ScaledHead:
         return z if self.cap is None else self.cap * torch.tanh(z)
 
     def times(self, factor: float) -> "ScaledHead":
-        """The logits times a factor."""
+        """Returns a ScaledHead of these logits times `factor`."""
         if self.cap is None:
             return self.replace(scale=self.scale * factor)
         return self.replace(cap=self.cap * factor)
 
     def narrow(self, dim: int, start: int, width: int) -> "ScaledHead":
-        """The columns [start, start + width), like Tensor.narrow(-1, start, width)."""
+        """Returns the columns [start, start + width), like Tensor.narrow(-1, start, width)."""
         assert dim == -1
         columns, bias = slice(start, start + width), self.head.bias
         head = self.head.replace(

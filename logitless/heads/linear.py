@@ -3,8 +3,8 @@
 `LinearLogits(hidden, weight, bias)` represents hidden @ weight.T + bias. A loss is computed from
 the logits of one chunk of rows at a time (chunks.py), or of one block of columns at a time
 (blocks.py). plan.py chooses between rows and columns. A mean or sum computes its gradients in
-forward, with three GEMMs, or up to four GEMMs by columns (total.py). Results per row take four
-GEMMs (per_row.py).
+forward, with three GEMMs, or with up to four GEMMs if the head is split by columns (total.py).
+Results per row take four GEMMs (per_row.py).
 
 No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
 gradients from the logits of a chunk.
@@ -35,8 +35,9 @@ class LinearLogits(AsTensor, Logits):
 
     `workspace` limits the bytes of logits in memory at once. The logits of a teacher need
     additional memory. The default is 1 GiB on a GPU and 64 MiB on a CPU, and 1.5 times as much with
-    logits_dtype. A smaller workspace saves memory and costs time. A GPU computes whole rows at a
-    time if many rows fit, and otherwise some columns of all rows.
+    logits_dtype. A smaller workspace saves memory and costs time. If many rows fit into the
+    workspace, a GPU computes some whole rows at a time. Otherwise a GPU computes some columns of
+    all rows at a time.
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
     to 16 bits. Log-probabilities are then hundreds of times more exact. The gradient of the logits
@@ -56,14 +57,14 @@ class LinearLogits(AsTensor, Logits):
 
     Rows that a loss ignores are dropped before the GEMMs. The number of rows that count is on the
     GPU, and the host waits for this number once, after the first GEMM is queued. With
-    `drop_ignored=False`, the host never waits, as a CUDA graph requires, and ignored rows cost as
-    much as other rows.
+    `drop_ignored=False`, the host never waits, and ignored rows cost as much time as other rows. A
+    CUDA graph requires that the host never waits.
 
     If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. Every loss is
     then computed as for a VocabShard.
 
-    PyTorch's own functions, methods and indexing accept a LinearLogits as a tensor that is computed
-    when needed.
+    PyTorch's own functions, methods and indexing accept a LinearLogits as a tensor. The values of
+    this tensor are computed when an operation reads them.
 
     >>> loss = cross_entropy(LinearLogits(hidden, head.weight), target)
     """
@@ -142,11 +143,11 @@ class HeadLogits(Source):
         return ScaledHead(self.head)
 
     def in_columns(self, shard: Any) -> Source:
-        """A source of the logits of all ranks, where this head has the columns of `shard`."""
+        """Returns a source of all ranks' logits. This head computes the columns of `shard`."""
         return HeadColumns(self.head, shard)
 
     def over_all_tokens(self, gather: Callable[[Tensor], Tensor]) -> "HeadLogits":
-        """The same head over the hidden states of all ranks, gathered by `gather`."""
+        """Returns the same head over the hidden states of all ranks, gathered by `gather`."""
         own = self.head.hidden
         hidden = gather(own.detach()).flatten(0, 1)
         return HeadLogits(self.head.replace(hidden=hidden, own_hidden=own))

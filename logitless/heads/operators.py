@@ -128,7 +128,7 @@ class HeadOperator:
         torch.library.register_fake(f"logitless::{name}", fake, lib=library)
 
     def total(self, *arguments) -> list[Tensor]:
-        """Returns the loss, the share, and the gradients. Unneeded tensors are empty."""
+        """Returns the loss, the share, and the gradients. A tensor that is not needed is empty."""
         *arguments, row_weight, reduction, needs = arguments
         call = _call_of(
             self.kind, arguments, row_weight=row_weight, reduction=reduction, needs=Needs(*needs)
@@ -292,7 +292,7 @@ def call_rows(loss: RowLoss, head: Head) -> tuple[Tensor, ...]:
 
 
 def evaluate_compiled(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> Any:
-    """The weighted and reduced loss over a head, through operators, for a compiler."""
+    """Returns the weighted and reduced loss over a head. Under a compiler, operators compute it."""
     if in_func():
         checks.no_head_in_func()
     operator = HEAD_OPERATORS.get(type(loss))

@@ -59,7 +59,7 @@ def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGrad
 
 
 def _chunks(call: Call, keep: bool) -> Chunks:
-    """Splits the head in the same way in forward and backward.
+    """Returns the chunks of the head, which are the same in forward and backward.
 
     If backward has no saved statistics, the chunks have whole rows.
     """
@@ -68,7 +68,7 @@ def _chunks(call: Call, keep: bool) -> Chunks:
 
 
 def _ignored(t: Tensor, rows: int) -> Tensor:
-    """Returns the output for ignored rows: -1 for integers, and otherwise 0."""
+    """Returns an output like t for `rows` ignored rows, filled with -1 (integers) or 0 (floats)."""
     fill = 0.0 if t.is_floating_point() else -1
     return torch.full((rows, *t.shape[1:]), fill, device=t.device, dtype=t.dtype)
 
@@ -92,7 +92,7 @@ class Kept:
         return outputs, Kept(blank, known)
 
     def gradients_of(self, tensors: tuple, upstream: tuple) -> HeadGradients:
-        """The gradients of the node, from its saved tensors."""
+        """Returns the gradients of the autograd function's inputs, from its saved tensors."""
         Node.refuse_vmap(upstream)
         call = self.call.rebuild(tensors)
         if all(g is None for g in upstream):

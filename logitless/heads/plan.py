@@ -1,11 +1,11 @@
-"""The split of a head's logits into chunks that fit a workspace: by rows, by columns, or both.
+"""Chooses how a head's logits are split to fit a workspace: by rows, by columns, or by both.
 
 A split by rows computes loss and gradients of some whole rows at once, in three GEMMs. Every chunk
 reads and writes the sum of the weight's gradient (V, D). A split by columns first computes the
 statistics of all rows, block by block, and then computes the logits of every block again. A split
 by columns takes four GEMMs, but writes each row of the weight's gradient only once. Only the
-gradient of hidden (N, D), which is smaller, is summed over blocks. The unit of costs is one GEMM
-over all logits.
+gradient of hidden (N, D), which is smaller, is summed over blocks. The costs below are in units of
+one GEMM over all logits.
 
     Chunks of n whole rows cost 3 + s / n.
     Blocks of c columns of all rows cost 3 + 1 + r - kept + s / c.
@@ -13,8 +13,8 @@ over all logits.
 
 The number s is SUM_ROWS. A GEMM over s rows takes as long as reading and writing the sum of the
 weight's gradient. The number r is STATISTICS_COST, the cost of reading the logits a second time.
-`kept` is the fraction of the logits that are not computed twice, because memory of the weight's
-gradient holds them (blocks.py).
+`kept` is the fraction of the logits that are not computed twice, because these logits are kept in
+the memory of the weight's gradient (blocks.py).
 """
 
 import contextlib
@@ -80,7 +80,7 @@ def override(cut: Callable[[Work], Cut]):
 
 @functools.lru_cache(1024)
 def choose(work: Work, workspace: int | None, device: str) -> Cut:
-    """The split with the least estimated time. Without a workspace, the split has whole rows."""
+    """Returns the split with the least estimated time. Without a workspace, rows stay whole."""
     limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"]) * (3 if work.wide else 2) // 2
     room = limit // (-(-work.vocab // PACK) * PACK * work.itemsize)
     if work.wide:
@@ -112,12 +112,13 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
 
 
 def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, int]:
-    """Blocks whose logits are kept in the memory of the weight's gradient, and each block's slot.
+    """Returns {block: slot} for the blocks whose logits are kept.
 
-    Gradients are computed from the last block to the first. A slot holds rows · columns numbers.
-    The gradient of a block's weight rows takes columns · width numbers. The memory of a slot must
-    not be written before the block's own gradient is computed. So the slot must end before the
-    block's own weight rows begin.
+    A slot is a part of the memory of the weight's gradient, and holds the rows · columns logits of
+    one block. The gradient of a block's weight rows takes columns · width numbers. Gradients are
+    computed from the last block to the first. The memory of a slot must not be overwritten before
+    the gradient of the slot's block is computed. So the slot must end before the block's own weight
+    rows begin.
     """
     kept: dict[int, int] = {}
     for block in range(1, -(-vocab // columns)):
@@ -129,9 +130,9 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
 def even_chunk(rows: int, room: int) -> int:
     """The number of rows per chunk, in a workspace with room for `room` rows.
 
-    The number is a multiple of TILE if one tile fits, and a power of two if eight tiles fit. Most
-    batches have a power of two rows, so that no short chunk is left over. All chunks have the same
-    size, because even a short last chunk would read the whole weight.
+    The number is a multiple of TILE if one tile fits, and a power of two if eight tiles fit. In
+    most batches, the number of rows is a power of two too, so no short chunk is left over. All
+    chunks have the same size, because even a short last chunk would read the whole weight.
     """
     most = max(room, 1)
     if most >= 8 * TILE:

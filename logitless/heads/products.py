@@ -1,4 +1,4 @@
-"""The GEMMs of a head, and the control of their dtypes."""
+"""The GEMMs of a head, and the functions that choose the dtypes of these GEMMs."""
 
 import contextlib
 

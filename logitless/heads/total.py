@@ -46,9 +46,9 @@ class Call(NamedTuple):
 
     @property
     def divides_in_backward(self) -> bool:
-        """Whether backward multiplies by the share, instead of forward.
+        """Whether backward, instead of forward, multiplies the gradients by the share.
 
-        True for fp16, because gradients that are divided in forward could underflow.
+        The result is True for fp16, because gradients that are divided in forward could underflow.
         """
         return self.reduction == "mean" and self.head.hidden.dtype == torch.float16
 
@@ -60,7 +60,7 @@ class Result(NamedTuple):
 
 
 def needs_of(inputs: tuple, row_weight: Any, row_inputs: Sequence[Tensor], grad: bool) -> Needs:
-    """Returns flags for the tensors that need a gradient."""
+    """Returns one flag per tensor: whether the tensor needs a gradient."""
     hidden, weight, bias, rows = (
         grad and t is not None and t.requires_grad for t in (*inputs, row_weight)
     )
@@ -158,7 +158,7 @@ class Kept:
         return value, Kept(blank, share, gradients)
 
     def gradients_of(self, tensors: tuple, upstream: Tensor) -> HeadGradients:
-        """The gradients of the node's inputs, from its saved tensors.
+        """Returns the gradients of the autograd function's inputs, from its saved tensors.
 
         A second backward computes the gradients again.
         """

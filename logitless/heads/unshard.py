@@ -8,7 +8,10 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def in_memory(weight: Tensor, module: torch.nn.Module | None):
-    """Keeps the weight in memory inside the block. `module` shards the weight, or is None."""
+    """Keeps the weight in memory inside the block.
+
+    `module` is the module that shards the weight, or None.
+    """
     if weight.untyped_storage().size() or not weight.numel() or weight.device.type == "meta":
         yield
     elif hasattr(module, "unshard"):
