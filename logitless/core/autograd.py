@@ -23,7 +23,7 @@ class Node(torch.autograd.Function):
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
-    """Returns the gradients unchanged, but a second differentiation by `inputs` raises an error."""
+    """Returns the same gradients. Differentiating them with respect to `inputs` raises an error."""
     present = [t for t in gradients if t is not None]
     needed = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
     if not present or not needed:

@@ -21,7 +21,7 @@ class Backend(Protocol):
     # --- statistics of rows, and the backward formula
 
     def read(self, x: Any, reading: Reading) -> Statistics:
-        """The statistics in reading.wants, and the state that the backward needs."""
+        """Returns the statistics in reading.wants, and the state that the backward needs."""
         ...
 
     def gradient(
@@ -35,7 +35,7 @@ class Backend(Protocol):
         into: Tensor | None = None,
         start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
     ) -> Tensor:
-        """The gradient of the logits, (..., V).
+        """Returns the gradient of the logits, (..., V).
 
         The gradient is written to `into`, or to a new tensor in the dtype of x if `into` is None.
         """
@@ -52,7 +52,7 @@ class Backend(Protocol):
     def finish(
         self, parts: Partials, reading: Reading, shape: tuple[int, ...] | None = None
     ) -> Statistics:
-        """Statistics of whole rows, except the tail, from partial statistics of all columns."""
+        """Returns statistics of whole rows, without the tail, from partials of all columns."""
         ...
 
     def outside(self, x: Tensor, reading: Reading, found: Statistics) -> Tensor:
@@ -60,7 +60,7 @@ class Backend(Protocol):
         ...
 
     def with_repeats(self, state: Tensor, ids: Tensor) -> Tensor:
-        """Returns the state with the field REPEATS set to whether ids of the row repeat."""
+        """Returns the state with the field REPEATS set: 1 if ids of the row repeat, otherwise 0."""
         ...
 
     # --- cross-entropy
@@ -111,7 +111,7 @@ class Backend(Protocol):
         mass: Tensor | None = None,
         mean: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum or mean of the rows, and the factor of each row's gradient or None."""
+        """Returns the sum or mean of the rows, and the factor of each row's gradient (or None)."""
         ...
 
     def scale_(self, x: Tensor, g: Tensor) -> None:

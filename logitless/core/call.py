@@ -74,7 +74,7 @@ def _refuse_on_ranks(logits: Any, error: Exception) -> None:
 
 
 def named(*others: Callable) -> Callable[[F], F]:
-    """Decorates a function that takes its own keyword-only options and those of `others`.
+    """Decorates a function whose keyword-only options are its own and the options of `others`.
 
     The error for an unknown option suggests the closest option name. The error for too many
     positional arguments lists the allowed positional arguments.
@@ -153,7 +153,7 @@ def reads_values(ids: Tensor) -> bool:
     """Whether the values of `ids` are checked.
 
     Values on a CPU are always checked. Values on a GPU are checked only with LOGITLESS_CHECK=1,
-    because the host waits for them.
+    because the check makes the host wait.
     """
     return ids.device.type == "cpu" or (thorough() and ids.device.type != "meta")
 

@@ -205,7 +205,7 @@ def row_weight(t: Any, x: Tensor) -> None:
 def overwritable(x: Tensor, owner: Tensor) -> None:
     """Checks that inplace=True can overwrite x.
 
-    x is refused if it retains its gradient, or if two of its elements share memory.
+    The check raises if x retains its gradient, or if two elements of x share memory.
     """
     if any(t.retains_grad and not t.is_leaf for t in (x, owner)):
         raise ValueError(
@@ -275,7 +275,7 @@ def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
 
 
 def _mask(t: Any) -> None:
-    """Checks a mask of rows or slots that count, which is bool, or 0 and 1."""
+    """Checks a mask of the rows or slots that count. The mask is bool, or holds 0 and 1."""
     if not isinstance(t, Tensor):
         raise TypeError(f"mask must be a Tensor, got {type(t).__name__}.")
     if t.is_complex():

@@ -117,7 +117,7 @@ def scaled(
 
 
 class GradientInForward(Node):
-    """Computes the gradient in forward, for an upstream gradient of 1. Backward only scales it."""
+    """Computes the gradient for an upstream gradient of 1 in forward, and scales it in backward."""
 
     @staticmethod
     def forward(ctx, x, backend, loss, row_weight, reduction):

@@ -23,7 +23,7 @@ from .source import source_of
 def evaluate_in_place(
     logits, loss: RowLoss, reduction: str = "none", row_weight: Tensor | None = None
 ) -> Tensor:
-    """Like `evaluate`, but a gradient, if one is needed, overwrites the logits."""
+    """Like `evaluate`, but if a gradient is needed, the gradient overwrites the logits."""
     source = source_of(logits)
     if source is not None:
         return source.evaluate_in_place(loss, reduction, row_weight)

@@ -1,4 +1,4 @@
-"""A loss as data: the statistics it needs, and the computation of its values and gradients.
+"""A loss as data: the statistics that the loss needs, and the methods that compute the loss.
 
 evaluate.py evaluates a `RowLoss` over a tensor. A source (source.py) evaluates the loss over logits
 that are not a tensor. Both call two methods of the loss, which do not use autograd:
@@ -108,9 +108,10 @@ class RowLoss:
         return value, gradient, saved
 
     def mean_and_gradient(self, backend: Backend, x: Tensor, into: Tensor) -> Tensor | None:
-        """Computes the mean over rows and its gradient in one launch; None if not possible.
+        """Returns the mean over rows, and writes its gradient to `into`, in one launch.
 
-        This method is for small tensors, where a launch takes longer than reading the logits.
+        The result is None if one launch is not possible. This method is for small tensors, where a
+        launch takes longer than reading the logits.
         """
         return None
 

@@ -61,7 +61,7 @@ def ignore_index(value: Any) -> None:
 
 
 def workspace(value: Any) -> None:
-    """Bytes of logits that a head holds at once."""
+    """Checks the number of bytes of logits that a head holds at once."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise TypeError(f"workspace must be an int, in bytes, got {value!r}.")
     if value is not None and value <= 0:
@@ -69,7 +69,7 @@ def workspace(value: Any) -> None:
 
 
 def logits_dtype(value: Any) -> None:
-    """A dtype that the logits of some head can have."""
+    """Checks that the logits of some head can have this dtype."""
     if value is not None and value not in LOGITS_DTYPES:
         names = ", ".join(map(str, LOGITS_DTYPES))
         raise ValueError(f"logits_dtype must be one of {names} or None, got {value!r}.")

@@ -103,7 +103,7 @@ class Source:
         return self.materialize(slice(None)).view(self.shape)
 
     def in_columns(self, shard: Any) -> "Source":
-        """A source of the logits of all ranks, where this source holds the columns of `shard`.
+        """Returns a source of the logits of all ranks. This source holds the columns of `shard`.
 
         `shard` is a VocabShard.
         """
@@ -160,7 +160,7 @@ def is_over_ranks(logits: Any) -> bool:
     return over_ranks or is_dtensor(logits)
 
 
-# --- dense teachers, each a Tensor or an object that computes some rows at a time (ScaledHead)
+# --- dense teachers; a teacher is a Tensor, or an object that computes some rows (ScaledHead)
 
 
 def is_dense(t: Any) -> bool:
@@ -200,5 +200,5 @@ def flat_teacher(teacher: Any) -> tuple[tuple[Tensor | None, ...], Any]:
 
 
 def scaled_teacher(teacher: Any, factor: float) -> Any:
-    """A dense teacher times a factor; None for a Tensor, which would have to be copied."""
+    """Returns a dense teacher times a factor, or None for a Tensor, which would need a copy."""
     return None if is_dense(teacher) else teacher.times(factor)

@@ -114,7 +114,7 @@ class GradientSums:
 
 
 class RowInputGradients:
-    """Gradients of a loss's row_inputs, written one chunk at a time. Unneeded gradients are None."""
+    """Gradients of a loss's row_inputs, written chunk by chunk. Unneeded gradients are None."""
 
     def __init__(self, loss: RowLoss, needs: Sequence[bool]):
         self.gradients = [

@@ -97,17 +97,18 @@ def cross_entropy(
     row_weight: Tensor | None = None,
     inplace: bool = False,
 ) -> Tensor:
-    """Cross-entropy of softmax(z) against class ids: a scalar, or (...) for reduction="none".
+    """Computes the cross-entropy of softmax(z) against class ids.
 
-    The loss of a row, with ε = label_smoothing and class weights v (1 without `weight`), is
+    The result is a scalar, or (...) for reduction="none". The loss of a row, with
+    ε = label_smoothing and class weights v (1 without `weight`), is
 
         row_weight · [ (1-ε) v[target] (-log p[target]) + ε/V Σ_i v_i (-log p_i) + z_loss · lse² ]
 
-    "mean" divides the sum by the number of rows that count, or by the sum of their v[target] with
-    class weights, as PyTorch does. A row is ignored if its target is ignore_index or its mask is
-    False. An ignored row is not read, and its loss and gradient are 0. If all rows are ignored, the
-    mean is 0. A target outside [0, V) raises on a CPU. On a GPU, a target outside [0, V) makes its
-    row NaN, or raises with LOGITLESS_CHECK=1.
+    "mean" divides the sum by the number of rows that count. With class weights, "mean" divides by
+    the sum of v[target] over these rows, as PyTorch does. A row is ignored if its target is
+    ignore_index or its mask is False. An ignored row is not read, and its loss and gradient are 0.
+    If all rows are ignored, the mean is 0. A target outside [0, V) raises on a CPU. On a GPU, a
+    target outside [0, V) makes its row NaN, or raises with LOGITLESS_CHECK=1.
 
     The shapes are logits (..., V), integer target (...), weight (V,), mask and row_weight (...).
     The loss is fp32 (fp64 for fp64 logits). The vocabulary is always the last dimension. For logits
@@ -165,7 +166,7 @@ def linear_cross_entropy(
 
     The logits are never materialised as a whole. `class_weight` is the option `weight` of
     cross_entropy, and `options` are other options of cross_entropy. The options workspace,
-    logits_dtype, accumulate, main_grad and drop_ignored are those of LinearLogits.
+    logits_dtype, accumulate, main_grad and drop_ignored have the same meaning as in LinearLogits.
 
     >>> linear_cross_entropy(hidden, head.weight, target)
     """

@@ -88,9 +88,10 @@ def kl_div(
         direction="forward" computes Σ p log(p / q), which penalises small q where p is large.
         direction="reverse" computes Σ q log(q / p), which penalises large q where p is small.
 
-    A term with the factor p = 0 (forward) or q = 0 (reverse) is 0. If only the other probability of
-    a class is 0, the loss is +inf. The softcap applies only to the student. With `t_squared=True`,
-    value and gradient are multiplied by T², so that the gradient does not shrink as T grows.
+    A class with p = 0 (forward) or q = 0 (reverse) adds 0 to the loss. If a class has q = 0 and
+    p > 0 (forward), or p = 0 and q > 0 (reverse), the loss is +inf. The softcap applies only to the
+    student. With `t_squared=True`, value and gradient are multiplied by T², so that the gradient
+    does not shrink as T grows.
 
     `temperature` is a number or (...). Rows with a `mask` (...) of False are not read, and their
     loss and gradient are 0. `row_weight` (...) multiplies the loss of each row. "mean" divides the
@@ -129,7 +130,7 @@ def jsd(
 
     The divergence is never negative, and finite if both rows are distributions. beta=0 selects the
     forward KL divergence, and beta=1 the reverse KL divergence. For β in (0, 1), the divergence
-    approaches 0 as β approaches 0 or 1. The other options are those of `kl_div`.
+    approaches 0 as β approaches 0 or 1. The other options are the same as in `kl_div`.
 
     >>> jsd(torch.tensor([[0.0, -torch.inf]]), torch.tensor([[-torch.inf, 0.0]]))
     tensor(0.6931)
@@ -160,7 +161,7 @@ def soft_cross_entropy(
 
     A class of probability 0 adds 0, even if its logit is -inf. "mean" divides by the number of rows
     that count, even with class weights. `probs` gets no gradient. `weight` has shape (V,). The
-    other options are those of `kl_div`.
+    other options are the same as in `kl_div`.
 
     >>> soft_cross_entropy(torch.zeros(1, 4), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
     tensor(1.3863)

@@ -42,9 +42,10 @@ def row_loss(
     example by means, sums or sorting over rows. LOGITLESS_CHECK=1 compares a call for two rows with
     two calls for one row each, and raises if the results differ.
 
-    `ids`, the statistics, `ignore_index` and `mask` are those of `row_stats`. Each row's number is
-    multiplied by its row_weight (...). "mean" divides the sum by the number of rows that are not
-    ignored, whatever their row_weight. Over a LinearLogits, a mean or sum takes three GEMMs.
+    `ids`, the flags of statistics, `ignore_index` and `mask` are the same as in `row_stats`. Each
+    row's number is multiplied by its row_weight (...). "mean" divides the sum by the number of rows
+    that are not ignored. The row_weight does not change this divisor. Over a LinearLogits, a mean
+    or sum takes three GEMMs.
 
     >>> def grpo(stats, old, advantage):
     ...     ratio = (stats.logprob - old).exp()
@@ -167,7 +168,7 @@ def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
 
 
 def _hint(stats: RowStats) -> str:
-    """A hint for a formula that fails, because a statistic that was not requested is None."""
+    """Returns a hint for a formula that failed, in case it read a statistic that is None."""
     by = {"picked": "ids", "logprob": "ids"}
     names = [name for name, t in stats._asdict().items() if t is None]
     hints = [f"stats.{name} (pass {by.get(name, f'{name}=True')} to row_loss)" for name in names]

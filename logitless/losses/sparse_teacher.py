@@ -1,7 +1,7 @@
 """Distillation from a sparse teacher, which has probabilities for K ids per row.
 
 A loss compares the teacher's p at the ids with the student's q = softmax(z). `support` selects the
-compared masses, and `divergence` selects the divergence. Both are required. The student's
+compared masses, and `divergence` selects the divergence. Both arguments are required. The student's
 log-probabilities at the ids, the mass outside the ids, and the label's cross-entropy at temperature
 1 are statistics of the row. One pass over the logits computes the statistics, and another pass
 computes the gradient. Rows with little mass outside the ids are read twice in the forward.
@@ -196,7 +196,7 @@ def topk_distill(
     row_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Divergence between the student and a teacher with K ids per row.
+    """Computes the divergence between the student and a teacher with K ids per row.
 
     The result is a scalar, or (...) for reduction="none". Let q = softmax(z) at `temperature`, and
     let p be the teacher's probabilities. P and Q are the sums of p and q over the slots that count.

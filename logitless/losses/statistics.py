@@ -1,8 +1,9 @@
-"""Row statistics. A loss needs five numbers per row, which can be merged from sets of columns.
+"""Row statistics. A loss needs these five numbers per row, or a few of them:
 
     m = max z,    s = Σ e^(z-m),    w = Σ (z-m) e^(z-m),    t = z[ids],    c = Σ z
 
-`Partial` holds (m, s, w) of some columns, and `merge` merges two Partials. `row_stats` computes the
+The numbers of a row can be merged from the numbers of disjoint sets of columns. `Partial` holds
+(m, s, w) of some columns, and `merge` merges two Partials. `row_stats` computes the
 statistics of whole rows in one pass over the logits. `row_stats` is differentiable. One backward
 formula serves every loss:
 
@@ -47,7 +48,7 @@ class Partial(NamedTuple):
 
 
 def partial(z: Tensor) -> Partial:
-    """The Partial of a block of logits (..., V), in fp32, or in fp64 for fp64 logits."""
+    """Computes m, s and w of each row of z (..., V), in fp32, or in fp64 for fp64 logits."""
     z = z.to(PRECISION[z.dtype])
     if z.shape[-1] == 0:
         empty = z.new_zeros(z.shape[:-1])
@@ -247,11 +248,11 @@ def stats_reading(
     return call.reading_of(logits, temperature, softcap, wants=tuple(wants), **fields)
 
 
-NO_CLASS = -(2**31)  # no id that a user means has this value
+NO_CLASS = -(2**31)  # a value that no valid id has
 
 
 def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
-    """The fields of a Reading that say which ids are read, and which rows.
+    """Returns the fields of a Reading that select the ids and the rows to read.
 
     One id per row is the label. Otherwise the label only marks the rows that count.
     """

@@ -45,7 +45,7 @@ class _Arrived(Node):
 def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> Shard:
     """The shard of a vocabulary that a DTensor shards over dimension `dim` of its mesh.
 
-    DTensor gives each rank the columns that `torch.chunk` would, so that ranks need no exchange.
+    DTensor shards like `torch.chunk`, so each rank's columns are known without an exchange.
     """
     most = -(-vocab // mesh.size(dim))
     start = min(mesh.get_local_rank(dim) * most, vocab)

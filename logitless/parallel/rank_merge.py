@@ -1,7 +1,7 @@
 """A backend for logits whose columns are sharded over ranks.
 
-`ColumnBackend` has the functions of a backend (core/backend.py), so every RowLoss works with it
-without changes. A function that reads rows computes the partial statistics of this rank's columns,
+`ColumnBackend` has the functions of a backend (core/backend.py), so every RowLoss works without
+changes. A function that reads rows computes the partial statistics of this rank's columns,
 gathers the partial statistics of all ranks, and merges them into statistics of whole rows. The
 underlying backend computes gradients from the state of whole rows, without communication.
 """
@@ -67,7 +67,7 @@ class ColumnBackend:
         return None
 
     def read(self, x: Tensor, reading: Reading) -> Statistics:
-        """The statistics of whole rows, merged from x (..., width) of all ranks."""
+        """Returns statistics of whole rows. Each rank passes its own columns x (..., width)."""
         lead, wants = x.shape[:-1], reading.wants
         part = self.partial(x, reading)
         if "tail" not in wants:
@@ -88,7 +88,7 @@ class ColumnBackend:
     def _joined(
         self, part: Partials, reading: Reading, more: Tensor | None = None
     ) -> tuple[Partials, Tensor]:
-        """Gathers the partial statistics and `more`, other numbers (N, k), of all ranks."""
+        """Gathers the partial statistics and the further numbers `more` (N, k) of all ranks."""
         part = part if part.state.shape[1] == 1 else self.backend.merge([part], reading)
         fields, K = part_width(*reading.sums), 0 if part.picked is None else part.picked.shape[1]
         sent = [part.state[:, 0, :fields]]
@@ -131,7 +131,7 @@ class ColumnBackend:
         return self.backend.gather_gradient(x, here, picked, g, upstream, factor, into)
 
     def pair_read(self, x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
-        """Returns the loss of whole rows, (...), and their state. JSD gathers twice."""
+        """Returns the loss of whole rows, (...), and the state of the rows. JSD gathers twice."""
         lead, rows = x.shape[:-1], x.shape[:-1].numel()
         here = self._pair_reading(reading)
         part = torch.zeros((rows, PAIR_STATE), device=x.device, dtype=PRECISION[x.dtype])

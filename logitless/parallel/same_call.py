@@ -18,7 +18,7 @@ from . import checks
 
 
 def agree(ranks, text: str) -> None:
-    """Raises on all ranks unless all send the same text."""
+    """Raises on all ranks unless all ranks send the same text."""
     local = torch.tensor(list(text.encode()), device=ranks.device)
     sizes = ranks.gather(local.new_tensor([len(local)])).flatten().tolist()
     padded = local.new_zeros(max(sizes))
@@ -30,8 +30,8 @@ def agree(ranks, text: str) -> None:
 def refuse(ranks, error: Exception) -> None:
     """Sends an error of this rank to the other ranks, which wait in `agree`.
 
-    `agree` raises on the other ranks. On this rank, its error is suppressed, because the caller
-    raises the original error.
+    `agree` raises on the other ranks. On this rank, the error of `agree` is suppressed, because the
+    caller raises the original error.
     """
     with contextlib.suppress(ValueError):
         agree(ranks, f"{type(error).__name__}: {error}")

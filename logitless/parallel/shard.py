@@ -50,16 +50,16 @@ class Layout(NamedTuple):
 
 
 # The width of the widest rank, by group and vocabulary size, for shards with `start` and `vocab`.
-# The key must be the same on all ranks, so that all ranks exchange their columns or none does. A
-# key with this rank's columns would not be the same: one vocabulary can be sharded in two ways that
-# differ on some ranks only.
+# The key must be the same on all ranks, so that either all ranks exchange their columns, or no rank
+# does. The key must not contain this rank's columns, because one vocabulary can be sharded in two
+# ways that differ only on some ranks.
 _widest: dict[tuple, int] = {}
 
 
 def exchanged(
     ranks: Ranks, width: int, start: int | None, vocab: int | None, device: torch.device
 ) -> Layout:
-    """The columns of all ranks. Each rank sends its own width and start, and the host waits."""
+    """Returns the columns of all ranks. Each rank sends its width and start, and the host waits."""
     own = [width, -1 if start is None else start]
     gathered = (
         [own] if ranks.count == 1 else ranks.gather(torch.tensor(own, device=device)).tolist()
@@ -84,8 +84,8 @@ class VocabShard(Logits):
     shard together, because the ranks exchange their widths. The host waits for this exchange.
 
     `start` is this rank's first column, by default the sum of the earlier ranks' widths. `vocab` is
-    the size V. If all ranks pass both, the ranks exchange their columns once per group and
-    `vocab`, and the host does not wait again.
+    the size V. If all ranks pass `start` and `vocab`, the ranks exchange their columns only once
+    per group and `vocab`. The host then does not wait again.
 
     With sequence_parallel=True, the hidden states of a LinearLogits are this rank's slice of the
     tokens along the first dimension. All slices must have the same size. VocabShard all-gathers the
@@ -129,7 +129,7 @@ class Shard(Source):
     """One rank's columns of the logits, and the ranks that hold the other columns."""
 
     over_ranks = True
-    sums_hidden = True  # whether logitless sums the gradient of hidden over ranks, not the caller
+    sums_hidden = True  # True: logitless sums the gradient of hidden over ranks; False: the caller
 
     def __init__(self, source: Any, ranks: Ranks, start: int | None, vocab: int | None):
         self.ranks, self.width = ranks, source.shape[-1]
@@ -255,8 +255,8 @@ class Shard(Source):
     def checked(self, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> RowLoss:
         """Checks a loss, and returns the same loss with teachers cut to this rank's columns.
 
-        Values are checked if this needs no synchronisation. With LOGITLESS_CHECK=1, the call is
-        also compared between ranks.
+        Values are checked if the check needs no synchronisation. With LOGITLESS_CHECK=1, the call
+        is also compared between ranks.
         """
         if thorough():
             text = same_call.text_of_loss(self, loss, reduction, row_weight)
@@ -265,7 +265,7 @@ class Shard(Source):
         return loss.map_tensors({TEACHER: self.cut})
 
     def cut(self, teacher):
-        """This rank's columns of a teacher, which is a shard or has whole rows."""
+        """Returns this rank's columns of a teacher. The teacher is a shard, or has whole rows."""
         if is_over_ranks(teacher):
             rules.same_columns(teacher.columns_beside(self), self.columns_beside(teacher))
             local = teacher.as_teacher().source
@@ -278,7 +278,7 @@ class Shard(Source):
         return local.materialize(slice(None)).view(self.source.shape) if exist else local
 
     def columns_beside(self, other: "Shard") -> Layout:
-        """The columns of all ranks if both shards have them, and otherwise those of this rank."""
+        """Returns all ranks' columns if both shards have them, otherwise this rank's columns."""
         if self.layout is None or other.layout is None:
             return Layout((self.start,), (self.width,))
         return self.layout

@@ -85,7 +85,7 @@ def _where(place: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def _once_each(ids: Tensor, p: Tensor) -> Tensor:
-    """Keeps the largest p of each id of a row, and sets its other p to 0. Reorders the slots."""
+    """Returns p with reordered slots. Among equal ids, all p except the largest become 0."""
     p, order = p.sort(dim=-1, descending=True)
     ids, order = ids.gather(-1, order).sort(dim=-1, stable=True)
     repeated = torch.zeros_like(ids, dtype=torch.bool)

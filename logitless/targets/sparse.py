@@ -24,9 +24,9 @@ class SparseTargets:
     """A teacher's distribution per row: K ids, their log-probabilities, and the mass of other ids.
 
     `ids` (..., K) is int32 or int64. `logprobs` (..., K) holds the teacher's log-probabilities at
-    the teacher's temperature. `tail` (...) is the log of the mass outside the ids, or None if it is
-    unknown. `mask` (..., K) is True, or 1, for the slots that count. Ids may repeat. Every slot
-    adds its own term to a loss.
+    the teacher's temperature. `tail` (...) is the log of the mass outside the ids, or None if this
+    mass is unknown. `mask` (..., K) is True, or 1, for the slots that count. Ids may repeat. Every
+    slot adds its own term to a loss.
 
     On a CPU, or with LOGITLESS_CHECK=1, a row whose probabilities add up to more than 1 raises an
     error. In this sum, a repeated id counts once, with its largest probability. The bound allows
