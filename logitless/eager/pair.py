@@ -143,7 +143,7 @@ def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tupl
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
     For "jsd", the loss and the mean in the state are 0, because JSD needs another pass. inv_t
-    (N, 1) is 1 / temperature. Eager ignores inv_t, but the kernels need it for the mean's unit.
+    (N, 1) is 1 / temperature. Eager ignores inv_t. The kernels use inv_t to convert the mean.
     """
     m_q, s_q, m_p, s_p, c = partial.split(1, 1)
     shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))

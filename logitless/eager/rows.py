@@ -60,7 +60,7 @@ def lift_of(tail: Tensor) -> Tensor:
 
 
 def capped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Returns y = softcap · tanh(x / softcap) in fp32 (fp64 for fp64), and dy/dx or None for 1."""
+    """Returns y = softcap · tanh(x / softcap) in fp32 (fp64 for fp64), and dy/dx (None means 1)."""
     y = x.to(PRECISION[x.dtype])
     if softcap is None:
         return y, None
@@ -133,7 +133,7 @@ def written_back(flat: Tensor, into: Tensor) -> Tensor:
 
 
 def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
-    """Whether e^y is as exact as e^(y - m). Without the subtraction, a pass is saved.
+    """Whether e^y is as exact as e^(y - m). If so, leaving out the subtraction saves a pass.
 
     The result is always False on a GPU, because the host would have to wait for the values of m.
     """
@@ -164,7 +164,7 @@ def reduce(
     mass: Tensor | None = None,  # (N,)
     mean: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum or mean over the rows, and the factor of each row's gradient or None for 1.
+    """Returns the sum or mean over the rows, and the factor of each row's gradient (None means 1).
 
     The mean is the sum times `share`. An ignored row adds 0, even if its value or weight is NaN.
     """

@@ -150,7 +150,7 @@ def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
 def _finish(
     sums: _Sums, reading: Reading, live: Tensor | None, inv_t: Tensor | None, shape
 ) -> Statistics:
-    """Statistics from sums over whole rows. The statistics of ignored rows are always 0."""
+    """Returns statistics from sums over whole rows. The statistics of ignored rows are always 0."""
     wants, shift, s = reading.wants, sums.shift, sums.s
     rate = torch.ones_like(s) if inv_t is None else inv_t
     log_s = s.log()
@@ -249,9 +249,9 @@ def partial(x: Tensor, reading: Reading, start: int = 0) -> Partials:
 
 
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
-    """Merges the partial statistics of several splits of the same rows into those of one split.
+    """Merges the partial statistics of several splits of the same rows into one split.
 
-    `picked` is added, because it is 0 in every split that does not hold the id.
+    The `picked` of all splits are added, because only one split holds an id and the others have 0.
     """
     state = torch.cat([partials.state for partials in several], 1)
     state = torch.nn.functional.pad(state, (0, fields.PART - state.shape[2]))
@@ -286,7 +286,7 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
 def finish(
     partials: Partials, reading: Reading, shape: tuple[int, ...] | None = None
 ) -> Statistics:
-    """Statistics of whole rows. The splits of each row are along dim 1 of partials.state.
+    """Returns statistics of whole rows. The splits of each row are along dim 1 of partials.state.
 
     `shape` is the shape (...) of the results. If `shape` is None, the results have the shape of the
     reading's label or ids, or (N,) without label and ids.

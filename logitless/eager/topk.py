@@ -1,6 +1,6 @@
 """The k largest logits of each row, and the mass of the other columns, in plain PyTorch.
 
-The contract is that of kernels/topk.py. torch.topk guarantees no order among equal numbers.
+The contract is the same as in kernels/topk.py. torch.topk guarantees no order among equal numbers.
 Therefore each logit becomes a distinct 64-bit integer key. The high 32 bits sort the keys by logit.
 The low 32 bits break ties, and are larger for lower column indices. fp64 logits need all 64 bits,
 so their rows are sorted instead.

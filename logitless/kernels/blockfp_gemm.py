@@ -146,7 +146,7 @@ def accumulate(
     first: bool,
     last: bool,
 ) -> None:
-    """Adds dz.T @ h to `total`. The first call sets `total`, and the last converts it to bf16."""
+    """Adds dz.T @ h to `total`. The first call sets `total`. The last call converts it to bf16."""
     (R, V), D = dz.shape, h.shape[1]
     cut = config.blockfp_gemm()
     transposed = dz.stride(0) == 1 and dz.stride(1) >= R

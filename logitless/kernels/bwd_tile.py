@@ -31,7 +31,7 @@ COEF_D_LOGPROB_T1 = tl.constexpr(_contract.D_LOGPROB_T1)
 
 
 class Coefs(NamedTuple):
-    """The coefficients of a row times its upstream gradient; 0 if the loss does not use them."""
+    """A row's coefficients times its upstream gradient. A coefficient that is not used is 0."""
 
     a: tl.tensor
     b: tl.tensor

@@ -134,7 +134,7 @@ def pair_fwd(vocab: int) -> Config:
 def jsd_split_fwd(vocab: int, itemsize: int) -> Config:
     """Splits of a student's and a teacher's row, at most 64 per row.
 
-    A split is so small that it stays in the cache until the kernel reads it again.
+    A split is small enough to stay in the cache until the kernel reads the split again.
     """
     block, span = (256, 4096) if itemsize == 2 else (512, 2048)
     span = max(span, ceil_pow2(ceil_div(vocab, 64)))

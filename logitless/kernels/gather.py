@@ -1,4 +1,4 @@
-"""Logits y at K ids per row, and their gradient, which is 0 except at the ids.
+"""Logits y at K ids per row, and the gradient of the logits x, which is 0 except at the ids.
 
 y = softcap · tanh(x / softcap), or y = x without a softcap. The caller applies the temperature.
 """
@@ -130,7 +130,10 @@ def gather_gradient(
     factor: Tensor | None = None,  # () or N numbers
     into: Tensor | None = None,  # like x; may be x
 ) -> Tensor:
-    """The gradient of gather by x. Gradients of repeated ids are added before rounding."""
+    """Returns the gradient of x, from the gradient g of the result of `gather`.
+
+    Gradients of repeated ids are added before rounding.
+    """
     if into is None:
         into = torch.zeros_like(x, memory_format=torch.contiguous_format)
     else:

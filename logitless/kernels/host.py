@@ -50,7 +50,8 @@ class _ReadPlan(NamedTuple):
     second: Launch | None  # the launch that merges the splits; None if rows are not split
 
 
-# What a plan depends on besides shapes. The temperature is None where each row has its own.
+# Options that a plan depends on, besides shapes. The temperature is None if each row has its own
+# temperature.
 options_of = attrgetter("temperature", "softcap", "ignore_index")
 
 
@@ -254,7 +255,7 @@ def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
 
 
 def _by_copy(x, reading, state, coefficients, upstream, factor, into, start) -> Tensor:
-    """The gradient of logits that two row strides cannot describe. Works on a copy."""
+    """Returns the gradient of logits that two row strides cannot describe, from a copy of x."""
     over_logits = into is not None and into.data_ptr() == x.data_ptr()
     place = None if over_logits else into
     dx = gradient(x.contiguous(), reading, state, coefficients, upstream, factor, place, start)

@@ -4,9 +4,9 @@ A kernel finds its rows by the two row strides of a (B, T, V) view. Logits that 
 are copied.
 
 A row may start between two 16-byte boundaries. A kernel reads such a row as a `body` of whole
-16-byte packs and a `fringe`. The fringe is less than one pack before the body, and less than one
-pack after the body. So a kernel loads the body 16 bytes at a time for any row stride. The fringe is
-loaded as one tile of two packs.
+16-byte packs and a `fringe`. The fringe is the columns before and after the body. There is less
+than one pack of columns on each side. So a kernel loads the body 16 bytes at a time for any row
+stride. The fringe is loaded as one tile of two packs.
 """
 
 import functools
@@ -157,7 +157,10 @@ def split_row(offset, V, lead, PACK: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def fringe_tile(head, body, V, PACK: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns and mask of the fringe, as one tile of WIDTH ≥ 2 PACK columns."""
+    """Returns the columns of a row's fringe, and their mask, as one tile of WIDTH ≥ 2 PACK columns.
+
+    The fringe is the columns before and after the body, fewer than PACK columns on each side.
+    """
     j = tl.arange(0, WIDTH)
     cols = tl.where(j < PACK, j, head + body + j - PACK)
     return cols, tl.where(j < PACK, j < head, cols < V)

@@ -111,5 +111,5 @@ def finite(m):
 
 @triton.jit
 def move(m, m_new, s):
-    """Returns m - m_new, for rescaling a state from max m to max m_new; 0 for the empty state."""
+    """Returns m - m_new, which rescales a state from max m to max m_new; 0 for an empty state."""
     return tl.where((m == m_new) | (s == 0), 0.0, tl.maximum(m - m_new, -1e38))

@@ -1,7 +1,7 @@
 """Backward pass of losses against a dense teacher, in one pass over both rows.
 
-The backward needs only the five numbers per row that the forward saved. The symbols are those of
-pair_state.py.
+The backward needs only the five numbers per row that the forward saved. pair_state.py defines the
+symbols.
 
     Forward KL has dz = (e_q ratio - e_p) gain.
     Cross-entropy has dz = (e_q ratio - v) gain, where v is the target.

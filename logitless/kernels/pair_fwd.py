@@ -1,7 +1,7 @@
 """Forward pass of losses against a dense teacher: divergences and soft cross-entropy.
 
-Kernels accumulate a sum c and compute the loss from c. The symbols are those of pair_state.py. T is
-the temperature.
+Kernels accumulate a sum c and compute the loss from c. pair_state.py defines the symbols. T is the
+temperature.
 
     Forward KL is Σ p log(p/q) = c/s_p/T + log(s_q/s_p), with c = Σ e_p (d_p - d_q).
     Reverse KL is Σ q log(q/p) = c/s_q/T + log(s_p/s_q), with c = Σ e_q (d_q - d_p).

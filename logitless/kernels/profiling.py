@@ -7,7 +7,7 @@
   `repr` once per compilation.
 - `launch_metadata` names one launch and counts its bytes for Proton, for example
   `ids_bwd[bf16, K=64]`. Triton calls `launch_metadata` only while a profiler is active (see
-  launch.py), so that it costs nothing without a profiler.
+  launch.py), so `launch_metadata` costs no time without a profiler.
 """
 
 import math
@@ -82,5 +82,5 @@ def nothing(args: Arguments) -> int:
 
 
 def in_place(args: Arguments) -> int:
-    """Elements of X, counted twice if the gradient is written over X."""
+    """Returns the number of elements of X, doubled if the gradient is written over X."""
     return elements(args["X"]) * (2 if args.get("DX") is None else 1)

@@ -108,7 +108,7 @@ def _terms(log_p, p, log_q, q, beta, DIVERGENCE: tl.constexpr):
         return f, f + q
     elif DIVERGENCE == "jsd":
         u = log_q - log_p
-        lesser = tl.where(u > 0, beta, 1.0 - beta)  # the weight in M of the smaller one of p and q
+        lesser = tl.where(u > 0, beta, 1.0 - beta)  # the weight of min(p, q) in M
         log_m = tl.log(1.0 - lesser * (1.0 - tl.exp(-tl.abs(u))))
         f_p = tl.where(p == 0, 0.0, p * (-tl.maximum(u, 0.0) - log_m))
         f_q = tl.where(q == 0, 0.0, q * (tl.minimum(u, 0.0) - log_m))

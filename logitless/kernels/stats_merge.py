@@ -122,9 +122,9 @@ def _stats_merge_kernel(
 
 
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
-    """Merges the partial statistics of several splits of the same rows into those of one split.
+    """Merges the partial statistics of several splits of the same rows into one split.
 
-    `picked` is added, because it is 0 in every split that does not hold the id.
+    The `picked` of all splits are added, because only one split holds an id and the others have 0.
     """
     splits = several[0].state
     if len(several) > 1:
@@ -209,7 +209,7 @@ def _stats_finish_kernel(
 def finish(
     partials: Partials, reading: Reading, shape: tuple[int, ...] | None = None
 ) -> Statistics:
-    """Statistics of whole rows. The splits of each row are along dim 1 of partials.state.
+    """Returns statistics of whole rows. The splits of each row are along dim 1 of partials.state.
 
     `shape` is the shape (...) of the results. If `shape` is None, the results have the leading
     shape of the reading's label, row_temperature or ids, or else (N,).

@@ -132,7 +132,7 @@ def partial(
     reading: Reading,
     start: int = 0,
 ) -> Partials:
-    """Partial statistics of each row of x, with as many splits per row as fill the GPU.
+    """Returns partial statistics of each row of x. The number of splits per row fills the GPU.
 
     Label, ids, class weights and argmax refer to columns of the whole vocabulary. `picked` is 0 for
     an id outside the columns of x.

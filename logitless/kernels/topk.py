@@ -142,7 +142,7 @@ def _log_k(k: int) -> int:
 
 
 def _cut(rows: int, vocab: int, processors: int, narrow: bool) -> config.Config:
-    """A program has one warp, so that it needs no barrier. A split has at least four blocks.
+    """Returns a Config. Programs of one warp need no barrier. A split has at least four blocks.
 
     Block sizes are chosen by register use on sm_90. `narrow` selects smaller blocks for programs
     that need more registers.
