@@ -1,1 +1,1 @@
-"""Logits as a tensor that is computed only when its values are read, and fused models."""
+"""Lazy logits, a tensor that is computed only when its values are read; and fused models."""

@@ -13,7 +13,7 @@ def kind_of(x: Any) -> str:
 
 
 def name_of(x: Any) -> str:
-    """The class of a module or tensor, with the library that it belongs to."""
+    """The class name of a module or tensor, with the Python module that defines the class."""
     return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
@@ -72,13 +72,13 @@ def floating_point(weight: Tensor) -> None:
 
 
 def has_own_products(t: Tensor) -> bool:
-    """Whether the tensor's class computes its own products, as quantised weights do."""
+    """Whether the tensor's class implements its own matrix products, as quantised weights do."""
     plain = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
     return not (plain or is_dtensor(t) or hasattr(t, "fake_mode"))
 
 
 def kept_in_memory(model: nn.Module, name: str) -> None:
-    """Checks that FSDP1 shards no module between the model and the head."""
+    """Raises if FSDP1 shards a module between the model and the head."""
     parts = name.split(".")
     for i in range(1, len(parts)):
         sharded_by_fsdp1(model.get_submodule(".".join(parts[:i])))

@@ -30,7 +30,7 @@ class SpreadHead(NamedTuple):
         return lazy_logits_of(shard.source.head, shard.over(None), kind)
 
     def own_columns(self) -> LazyLogits:
-        """Logits of this rank's columns. Their gradient of hidden is not summed over ranks."""
+        """Logits of this rank's columns. The gradient of hidden is not summed over ranks."""
         hidden, weight, bias = self.tensors
         rows = (None if t is None else t.to_local() for t in (weight, bias))
         head = LinearLogits(hidden_of_all(hidden, weight), *rows, **self.options).head
@@ -48,7 +48,7 @@ class SpreadLogits(LazyLogits):
         return self.head.tensors[1].device_mesh
 
     def redistribute(self, device_mesh=None, placements=None, **options) -> Tensor:
-        """The logits with other placements. They are lazy if replicated or sharded by columns."""
+        """The logits with other placements. Replicated or column-sharded logits stay lazy."""
         places = from_the_front(placements, self.dim() - 1)
         columns = placements_of(self.head.tensors[1], self.dim() - 1)
         if places == columns or all(p.is_replicate() for p in places):
@@ -95,7 +95,7 @@ def spread_plain_logits(tensors: tuple, options: dict) -> Tensor:
 
 
 def spread_logits(tensors: tuple, options: dict, module: nn.Module) -> Tensor:
-    """The logits of a head of DTensors. They are lazy if the weight is sharded by rows."""
+    """The logits of a head whose tensors are DTensors; lazy if the weight is sharded by rows."""
     hidden, weight, _ = tensors
     sharded = [p for p in weight.placements if not p.is_replicate()]
     if len(sharded) != 1 or not checks.is_shard(sharded[0], 0):

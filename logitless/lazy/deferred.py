@@ -6,8 +6,8 @@ are Deferred tensors. They share one mechanism:
 - An operation of PyTorch gets the values, `plain_values()`, instead of the Deferred tensor.
 - A result that shares memory with the values is wrapped in a `View`, so that no result can be used
   to change the values.
-- An operation that writes to a Deferred tensor raises. PyTorch's schema of every operation says
-  which arguments it writes to.
+- An operation that writes to a Deferred tensor raises. The operation's schema in PyTorch lists the
+  arguments that the operation writes to.
 - A function that takes the address of a tensor's memory gets the address of the values, or raises.
 """
 
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 T = Tensor
 
-# --- functions of tensors that bypass __torch_dispatch__, because they use the memory directly
+# --- tensor functions that access memory directly, and so bypass __torch_dispatch__
 
 COPIERS = {T.__reduce_ex__, T.__deepcopy__}
 READERS = {T.tolist, T.item, T.is_shared} | COPIERS
@@ -48,7 +48,7 @@ class _Absent:
 class Deferred(Tensor):
     """A tensor without memory of its own; see the module's docstring."""
 
-    __dlpack_c_exchange_api__ = _Absent()  # hidden, because it would read missing memory
+    __dlpack_c_exchange_api__ = _Absent()  # hidden, because the tensor has no memory to read
 
     what = "lazy logits"  # the subject of error messages
     copy = "logits.materialize()"  # an expression that returns a writable tensor
@@ -59,7 +59,8 @@ class Deferred(Tensor):
         t = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls, like.shape, dtype=like.dtype, device=like.device, **layout
         )
-        # Functions that bypass __torch_function__ and __torch_dispatch__ then raise if they write.
+        # After this call, a function that bypasses __torch_function__ and __torch_dispatch__ raises
+        # if it writes to t.
         torch._C._set_throw_on_mutable_data_ptr(t)
         return t
 
@@ -68,11 +69,11 @@ class Deferred(Tensor):
         raise NotImplementedError
 
     def expose(self) -> Tensor:
-        """The values for code that takes their address and may write to them."""
+        """The values, for code that takes the address of the values and may write there."""
         return self.plain_values()
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Replaces an operation that would write to this tensor. By default, it raises."""
+        """Runs instead of an operation that would write to this tensor. By default, it raises."""
         raise RuntimeError(
             f"{self.what} must not be written to, by {running(func)}, because their values are not"
             f" in memory. Write to a copy instead: {self.copy}."
@@ -123,9 +124,9 @@ class View(Deferred):
 
 def on_values(func, args: tuple, kwargs: dict) -> Any:
     """Runs an operation on the values of its Deferred arguments."""
-    owners: dict[int, Deferred] = {}  # by the memory of their values
+    owners: dict[int, Deferred] = {}  # Deferred tensors, by the memory of their values
     name = func._schema.name
-    described = name.endswith("_like") or name.startswith("aten::new_")  # which read no values
+    described = name.endswith("_like") or name.startswith("aten::new_")  # these read no values
 
     def values_of(t: Deferred) -> Tensor:
         if described:
@@ -145,12 +146,12 @@ def on_values(func, args: tuple, kwargs: dict) -> Any:
 
 
 def memory_of(t: Tensor) -> int:
-    """The identity of a tensor's memory, which its views share."""
+    """The identity of a tensor's memory. A tensor and its views have the same identity."""
     return t.untyped_storage()._cdata
 
 
 def written(func, args: tuple, kwargs: dict) -> Deferred | None:
-    """The Deferred tensor that the operation writes to, or None."""
+    """The first Deferred tensor that the operation writes to, or None."""
     schema = func._schema
     takes_memory = schema.name == "aten::set_"  # x.set_(t) makes x share the memory of t
     for i, argument in enumerate(schema.arguments):
@@ -202,7 +203,7 @@ def called(func) -> Iterator[None]:
 
 
 def running(func=None) -> str:
-    """The name of the PyTorch function that the user called. The default is `func`."""
+    """The name of the PyTorch function that the user called. If it is unknown, `func`'s name."""
     func = _called.get() or func
     name = torch.overrides.resolve_name(func)
     if name is None:
@@ -210,7 +211,7 @@ def running(func=None) -> str:
         name = f"torch.{'Tensor.' * of_tensor}{getattr(func, '__name__', func)}"
     for module, short in MODULES.items():
         name = short + name.removeprefix(module) if name.startswith(module) else name
-    return name.removesuffix(".__get__")  # of a property
+    return name.removesuffix(".__get__")  # the getter of a property
 
 
 MODULES = {"torch.nn.functional.": "F.", "torch.functional.": "torch.", "torch.Tensor.": "Tensor."}

@@ -1,8 +1,8 @@
-"""Functions of each value of lazy logits, or of whole rows, whose result is lazy again.
+"""Applies functions to each value, or to whole rows, of lazy logits. The result is lazy again.
 
-The result has an `Applied` formula. An operation that reduces the vocabulary later computes the
-formula for some rows at a time. An operation that needs all values computes them by the same
-functions.
+The result has an `Applied` formula. If a later operation reduces the vocabulary, the operation
+computes the formula for some rows at a time. If a later operation needs all values, the same
+functions compute all values at once.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ from .recipe import Recipe, RowInput, own
 from .row_function import by_rows
 from .views import is_alias
 
-DEEPEST = 64  # the largest number of functions of functions, because Python limits recursion
-# Functions with a lazy mask as their result, because callers reduce the mask by any() or all().
+DEEPEST = 64  # the largest depth of nested functions, because Python limits recursion
+# Functions whose result is a mask that stays lazy, because callers reduce it by any() or all().
 QUESTIONS = {getattr(T, name) for T in (torch, Tensor) for name in ("isnan", "isinf", "isfinite")}
 CONSTANTS = (int, float, str, torch.dtype, type(None))
 
@@ -30,8 +30,8 @@ CONSTANTS = (int, float, str, torch.dtype, type(None))
 def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = False) -> Any:
     """Lazy logits with the values function(*args, **kwargs), or NotImplemented.
 
-    At least one of the arguments is lazy. The function takes each value by itself, or whole rows in
-    the last dimension if `whole_rows` is true.
+    At least one of the arguments is lazy. By default, the function is elementwise. If `whole_rows`
+    is true, the function takes whole rows, which are in the last dimension.
     """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     lazy = list({id(t): t for t in leaves if isinstance(t, LazyLogits)}.values())
@@ -77,7 +77,7 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
 
 
 def in_memory(z: LazyLogits) -> Tensor:
-    """A mask or integers as a plain tensor, computed without the logits as a whole.
+    """A lazy mask or lazy integers as a plain tensor, computed without materialising the logits.
 
     A mask is smaller than the logits, and callers often write to masks.
     """
@@ -91,12 +91,15 @@ class Argument(NamedTuple):
     """An argument of a function of lazy logits."""
 
     formula: Any  # a Formula, or a constant
-    blank: Any  # a tensor of no rows for lazy logits and inputs, or the constant
+    blank: Any  # a tensor with no rows in place of lazy logits or an input; else the constant
     inputs: tuple[RowInput, ...] = ()
 
 
 def argument_of(t: Any, first: LazyLogits) -> Argument | None:
-    """The argument t beside the lazy logits `first`; None if the result cannot be lazy."""
+    """The argument t of a function that also takes the lazy logits `first`.
+
+    None if the result of the function cannot be lazy.
+    """
     if not isinstance(t, Tensor):
         return Argument(t, t) if isinstance(t, CONSTANTS) else None
     if isinstance(t, LazyLogits):
@@ -148,7 +151,7 @@ def is_constant(t: Any) -> bool:
 
 
 def as_constant(a: Argument) -> Argument:
-    """The argument without a gradient, beside arguments that have one."""
+    """The argument as a constant, for a function whose other arguments have a gradient."""
     known = isinstance(a.formula, Input) or not isinstance(a.formula, Formula)
     return a if known else a._replace(formula=Constant(a.formula))
 
@@ -159,7 +162,7 @@ def is_differentiable(t: Any, first: LazyLogits, lazy: list[LazyLogits]) -> bool
         return True
     if not isinstance(t, LazyLogits) or not have_same_rows(t.recipe, first.recipe):
         return False
-    # Hooks must not change the gradient of one of several logits, because it is shared.
+    # If several logits need a gradient, they share it. A hook of one of them must not change it.
     alone = all(z is t or is_constant(z) for z in lazy)
     return alone or not (t._backward_hooks or t.retains_grad)
 
@@ -168,7 +171,7 @@ class Call(NamedTuple):
     """A call of a function, without its arguments."""
 
     function: Callable[..., Tensor]
-    tree: Any  # the structure of its arguments
+    tree: Any  # the pytree structure of the arguments
     autocast: Autocast
 
     def run(self, leaves: list) -> Tensor:
@@ -189,7 +192,7 @@ class Call(NamedTuple):
     def of_values(
         self, leaves: list, arguments: list[Argument], lazy: list[LazyLogits]
     ) -> Callable[..., Tensor]:
-        """Returns the function of the values of the lazy arguments."""
+        """Returns a function that maps the values of the lazy arguments to the result."""
         places = [next((i for i, z in enumerate(lazy) if z is t), None) for t in leaves]
         fixed = [a.inputs[0] if isinstance(a.formula, Input) else a.formula for a in arguments]
         fixed = [None if at is not None else a for at, a in zip(places, fixed, strict=True)]

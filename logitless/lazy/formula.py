@@ -19,14 +19,14 @@ from torch.utils import _pytree as pytree
 
 
 class Rows:
-    """The head's logits x (..., V) of some rows, and the tensors beside them (see Input)."""
+    """The head's logits x (..., V) for some rows, and the input tensors of a formula (`Input`)."""
 
     def __init__(self, x: Tensor, inputs: "dict[Input, Tensor]"):
         self.x, self.inputs = x, inputs
         self.results: dict[Formula, Tensor] = {}
 
     def values(self, formula: "Formula") -> Tensor:
-        """The values of a formula, (..., V), differentiable. Each formula is computed once."""
+        """The differentiable values (..., V) of a formula. Each formula is computed once."""
         if formula not in self.results:
             self.results[formula] = formula.compute(self)
         return self.results[formula]
@@ -58,7 +58,7 @@ class Direct(Formula):
 
     @property
     def scale(self) -> float:
-        """The factor of the head's logits before a softcap with the limit `post`."""
+        """The factor by which the head's logits are multiplied before a softcap of limit `post`."""
         scale = self.pre * self.post
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
 
@@ -68,7 +68,7 @@ class Direct(Formula):
 
     @property
     def reads(self) -> dict[str, float]:
-        """The temperature and softcap of our losses that replace `pre`, `post` and `capped`."""
+        """The temperature and softcap that express `pre`, `post` and `capped` in our losses."""
         if self.capped:
             return {"softcap": 1 / self.pre, "temperature": 1 / (self.pre * self.post)}
         return {"temperature": 1 / self.pre}
@@ -82,10 +82,10 @@ class Direct(Formula):
 
 
 class Input(Formula):
-    """A tensor beside the logits, such as a mask or a teacher's probabilities.
+    """A tensor that a function takes besides the logits: a mask or a teacher's probabilities.
 
-    The tensor has one row per row of the logits. A recipe holds the tensors of its inputs
-    (`Recipe.inputs`), because views of lazy logits rearrange these rows too.
+    The tensor has one row per row of the logits. The recipe holds the tensors (`Recipe.inputs`),
+    because views of lazy logits rearrange the rows of the inputs too.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -97,7 +97,7 @@ class Input(Formula):
 
 @dataclass(frozen=True)
 class Elsewhere(Formula):
-    """A formula of the logits of another head, such as a teacher's. Its logits are an input."""
+    """A formula over the logits of another head, such as a teacher's. Those logits are an input."""
 
     formula: Formula
     logits: Input
@@ -112,7 +112,7 @@ class Elsewhere(Formula):
 
 @dataclass(frozen=True)
 class Constant(Formula):
-    """The values of a formula without a gradient, as after detach()."""
+    """The values of a formula, without their gradient, as after detach()."""
 
     formula: Formula
 
@@ -126,10 +126,10 @@ class Constant(Formula):
 
 @dataclass(eq=False, frozen=True)
 class Applied(Formula):
-    """The result of a function of PyTorch whose arguments are formulas, numbers and tensors.
+    """The result of a PyTorch function whose arguments are formulas, numbers and tensors.
 
-    The function takes whole rows and returns whole rows. It must give the same result for rows in
-    any other number of dimensions.
+    The function takes whole rows and returns whole rows. Its result for a row must not depend on
+    the number of leading dimensions.
     """
 
     function: Callable[..., Tensor]
@@ -149,7 +149,7 @@ class Applied(Formula):
 
 
 def depth_of(formula: Any) -> int:
-    """The largest number of functions of functions in a formula; 0 for a constant."""
+    """The depth of nested functions in a formula; 0 for a constant."""
     if isinstance(formula, (Constant, Elsewhere)):
         return depth_of(formula.formula)
     return formula.depth if isinstance(formula, Applied) else 0
@@ -159,7 +159,7 @@ def depth_of(formula: Any) -> int:
 class Autocast:
     """The state of autocast when a function was called. A formula is computed in this state."""
 
-    kind: str  # of device
+    kind: str  # the type of device
     dtype: torch.dtype | None  # None if autocast was off
 
     @staticmethod

@@ -19,8 +19,8 @@ from .logits import warn_once
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Keys in the dictionaries of modules. The hooks are on the model that was fused. The guard is on
-# this model, on its head and on the modules between them, so that unfuse finds it from any of them.
+# Keys in the __dict__ of modules. The hooks are on the model that was fused. The guard is on this
+# model, on its head and on the modules between them, so that unfuse can start from any of them.
 GUARD, HOOKS, CALLS = "_logitless_guard", "_logitless_hooks", "_logitless_calls"
 
 
@@ -29,10 +29,10 @@ def fuse(model: Model, *, head: nn.Module | str | None = None, **options) -> Mod
     """Changes the model's head to return lazy logits in training, and returns the same model.
 
     `head` is a module of the model, or the module's name. By default, the head is the model's
-    output embeddings, which every causal language model of Transformers has. `options` are those of
-    LinearLogits. Without gradients, as in evaluation and sampling, the head returns plain logits.
-    Calling `fuse` again changes the options. `unfuse` undoes `fuse`, and `is_fused` returns whether
-    `fuse` has an effect.
+    output embeddings, which every causal language model of Transformers has. `options` are options
+    of LinearLogits. Without gradients, as in evaluation and sampling, the head returns plain
+    logits. Calling `fuse` again changes the options. `unfuse` undoes `fuse`, and `is_fused` returns
+    whether `fuse` has an effect.
 
     >>> model = fuse(AutoModelForCausalLM.from_pretrained(...))
     >>> model(input_ids=ids, labels=ids).loss.backward()
@@ -107,7 +107,7 @@ COMPILED = "torch.compile computes the logits of the head as a plain product."
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile compiles the module, and a fused head inside it."""
+    """Whether torch.compile compiles the module, including a fused head inside it."""
     compiled = module._compiled_call_impl is not None or "_orig_mod" in module._modules
     return compiled and any(guards_of(module))
 
@@ -119,7 +119,7 @@ def guards_of(model: nn.Module) -> Iterator["Guard"]:
 
 
 def head_of(model: nn.Module, name: str | None) -> nn.Module:
-    """The head of the model, with its wrappers. Raises if the head cannot be fused."""
+    """The model's head, including modules that wrap it. Raises if the head cannot be fused."""
     if name is None:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         checks.has_head(head, model)
@@ -131,7 +131,7 @@ def head_of(model: nn.Module, name: str | None) -> nn.Module:
 
 
 def between(model: nn.Module, head: nn.Module) -> list[nn.Module]:
-    """The model, its head, and the modules that contain the head."""
+    """The model, its head, and all modules of the model that contain the head."""
     name = next((name for name, module in model.named_modules() if module is head), "")
     parts = name.split(".") if name else []
     return [model, *(model.get_submodule(".".join(parts[: i + 1])) for i in range(len(parts)))]
@@ -152,7 +152,7 @@ class Guard:
     def __init__(self, head: str | None, options: dict):
         self.head, self.options = head, options
         self.active = True  # False after unfuse
-        self.calls = 0  # number of calls of the head whose logits may be lazy
+        self.calls = 0  # number of calls of the head that may return lazy logits
         self.unfusable: str | None = None  # the reason why the head cannot be fused
         self.obstacle: str | None = None  # why the last training forward had plain logits
 
@@ -180,14 +180,14 @@ class Guard:
             set_forward(head, self)
 
     def called(self, logits: Any, products: Products) -> None:
-        """Runs after each call of the head whose logits may be lazy."""
+        """Runs after each call of the head that may return lazy logits."""
         self.calls += 1
         self.obstacle = None
         if wants_gradient(logits) and not is_lazy(logits):
             self.obstacle = f"The head, {name_of(products.head)}, {products.why_plain()}."
 
     def after(self, model: nn.Module, *_) -> None:
-        """Runs after each forward of the model. Warns once if training has plain logits."""
+        """Runs after each forward of the model. Warns once if logits are plain in training."""
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and model.training):
             return
         if self.unfusable is None and model.__dict__.get(CALLS) == self.calls:

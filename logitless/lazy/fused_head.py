@@ -46,8 +46,8 @@ def lazy_logits():
 class FusedForward:
     """The forward of a fused head. It calls the head's earlier forward inside `Products`.
 
-    `below` is the earlier forward if some other code had set one on the head. If `below` is None,
-    the forward of the head's class is called. Other code may replace this forward later.
+    `below` is the forward that other code had set on the head earlier. If `below` is None, the
+    forward of the head's class is called. Other code may replace the FusedForward later.
     """
 
     def __init__(self, head: nn.Module, below: Callable | None, guard: Any):
@@ -82,7 +82,7 @@ def forward_set_on(head: nn.Module) -> FusedForward | None:
 
 
 def set_forward(head: nn.Module, guard: Any) -> None:
-    """Sets a FusedForward on a head. An earlier forward that was set on the head stays below it."""
+    """Sets a FusedForward on a head. It calls the forward that was set on the head before."""
     ours = forward_set_on(head)
     if ours is not None and ours.head is head and ours.guard is guard:
         return
@@ -121,13 +121,13 @@ class Products(TorchFunctionMode):
         self.found, self.obstacle = True, obstacle_of(hidden, weight, bias)
         if self.obstacle is not None:
             return func(*args, **kwargs)
-        # An adapter of the head may train beside a frozen product.
+        # The product's own weight may be frozen while an adapter of the head trains.
         wanted = wants_gradient(*self.head.parameters())
         owner = owner_of(weight, self.head)
         return lazy_product((hidden, weight, bias), self.options, owner, wanted)
 
     def why_plain(self) -> str:
-        """Why the head returned plain logits: a phrase that follows the name of the head."""
+        """The reason why the head returned plain logits, as a phrase to put after its name."""
         if self.obstacle is not None:
             return f"computes plain logits, because {self.obstacle}"
         if self.found:
@@ -143,7 +143,7 @@ def _tensors(input: Tensor, weight: Tensor, bias: Tensor | None = None):
 def width_of(head: nn.Module) -> int:
     """The width of a head's logits, which is the largest width of its linear layers.
 
-    Only the dictionaries of modules are read, because the attributes of adapters may run code.
+    Only the __dict__ of each module is read, because reading attributes of adapters may run code.
     """
     return max([0, *(m.__dict__.get("out_features", 0) for m in head.modules())])
 
@@ -181,7 +181,7 @@ def wants_gradient(*tensors: Any) -> bool:
 
 
 def may_be_lazy() -> bool:
-    """Whether logits may be lazy: with gradients or for a teacher, but not under a compiler."""
+    """Whether logits may be lazy. They may with gradients or for a teacher, unless compiled."""
     if torch.compiler.is_compiling() or in_func() or torch._C._is_tracing():
         return False
     return torch.is_grad_enabled() or _lazy.get()
@@ -198,8 +198,8 @@ def head_logits(module: nn.Linear, hidden: Tensor, options: dict) -> Tensor:
 def lazy_product(tensors: tuple, options: dict, module: nn.Module, wanted: bool = False) -> Tensor:
     """Returns hidden @ weight.T + bias, lazy if gradients are needed or inside `lazy_logits()`.
 
-    With `wanted`, gradients are needed even if no tensor of this product needs one. Under a
-    compiler, a tracer or torch.func, the result is the plain product.
+    With `wanted`, gradients count as needed even if no tensor of this product requires one. Under
+    a compiler, a tracer or torch.func, the result is the plain product.
     """
     hidden, weight, _ = tensors
     spread = is_dtensor(hidden) and is_dtensor(weight)
@@ -220,7 +220,7 @@ def is_lazy(logits: Any) -> bool:
 
 
 def _say_how_to_compile() -> None:
-    """Warns while a graph is traced. The warning is not part of the graph."""
+    """Warns while torch.compile traces a graph. The warning is not part of the graph."""
     if torch.compiler.is_exporting():
         warn_once(
             "torch.export records the head of a fused model as a plain product, and the exported"

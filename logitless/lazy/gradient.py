@@ -1,4 +1,4 @@
-"""The gradient of lazy logits that backward passes from a loss to the head (see logits.py)."""
+"""The gradient of lazy logits. Backward passes it from a loss to the head (see logits.py)."""
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -23,9 +23,9 @@ with torch.inference_mode(False):  # this module may be imported under inference
 
 
 def outside() -> Any:
-    """Returns a context manager in which autograd records operations.
+    """Returns a context manager inside which autograd records operations.
 
-    An operation's __torch_dispatch__ runs without autograd.
+    It is needed inside __torch_dispatch__, which PyTorch calls with autograd switched off.
     """
     return torch._C._ForceDispatchKeyGuard(*OUTSIDE)
 
@@ -42,26 +42,27 @@ def is_copy(func, args: tuple) -> bool:
 class Joint:
     """An operation that joined several lazy logits, as torch.cat or a product does.
 
-    The gradients of weight and bias, and for a product also of hidden, belong to all of the logits
-    together. Only one of their gradients holds them. A gradient that holds a share of less than 1
-    must not be changed. The shares of all gradients that have the same sum in autograd are added.
+    The joined logits have one common gradient of weight and bias, and for a product also of hidden.
+    Only one LazyGradient holds this common gradient, but each LazyGradient gets an equal share.
+    A LazyGradient whose share is below 1 must not be changed. Where autograd adds gradients, their
+    shares are added too.
     """
 
     def __init__(self, name: str, root: Any = None):
         self.name = name
-        self.root = root  # the Watch of the logits if all of them derive from one call of a head
+        self.root = root  # the Watch of the logits, if one call of a head created all of them
 
 
 Shares = Mapping[Joint, Fraction]
 
 
 class LazyGradient(Deferred):
-    """The gradient of lazy logits, in the form of the gradients of hidden, weight and bias.
+    """The gradient of lazy logits, stored as the gradients of hidden, weight and bias.
 
     `of_values` is the gradient of the values, from operations that materialised the logits. `parts`
     are the gradients of hidden, weight and bias from losses over lazy logits. The functions in
     `computes` return the gradients of the values from the same losses. An operation that reads the
-    gradient, such as `norm`, calls these functions. Scaling and adding do not call them.
+    gradient, such as `norm`, calls these functions. Scaling and adding gradients does not.
     """
 
     what, copy = "gradients of lazy logits", "gradient.materialize()"
@@ -71,7 +72,7 @@ class LazyGradient(Deferred):
     computes: tuple[Compute, ...]
     known: Tensor | None  # the gradient of the values, once it is computed
     projected: bool  # whether the gradient of log p lacks the part that log_softmax removes
-    shares: Shares  # shares below 1 of operations that joined several logits
+    shares: Shares  # for each operation that joined several logits, a share below 1 (see Joint)
 
     @staticmethod
     def of(
@@ -135,7 +136,7 @@ class LazyGradient(Deferred):
         vars(self).update(vars(other))
 
     def refuse_shared(self) -> None:
-        """Raises if the gradient must not be changed."""
+        """Raises if the gradient must not be changed, because it holds a share below 1."""
         for joint in self.shares:
             raise RuntimeError(
                 f"the gradient of lazy logits that {joint.name} joined must not be changed, because"
@@ -151,7 +152,7 @@ class LazyGradient(Deferred):
             g, rest = rest[0], [g]
         if is_copy(func, args):
             copy = g.each(lambda t: t)
-            if func is not aten.clone.default:  # a view, which later writes to g change too
+            if func is not aten.clone.default:  # a view, so that later writes to g change it too
                 copy.__dict__ = g.__dict__  # pyright: ignore[reportAttributeAccessIssue]
             return copy
         if func is aten._to_copy.default and not kwargs.keys() - {"dtype"}:
@@ -183,7 +184,10 @@ class Like(NamedTuple):
     device: torch.device
 
     def blank(self) -> Tensor:
-        """One number expanded to the shape, for callers that read only shape, dtype and device."""
+        """A stand-in tensor, for callers that read only shape, dtype and device.
+
+        It is one number expanded to the shape.
+        """
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
@@ -199,7 +203,7 @@ def _is_number(t: Any) -> bool:
 
 
 def _addable(a: Any, b: Any) -> bool:
-    """Whether both are tensors of the same shape and dtype, lazy or plain."""
+    """Whether a and b are tensors, lazy or plain, of the same shape and dtype."""
     tensors = isinstance(a, Tensor) and isinstance(b, Tensor)
     return tensors and a.shape == b.shape and a.dtype == b.dtype
 
@@ -214,13 +218,13 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 
 
 def added_shares(a: Shares, b: Shares) -> Shares:
-    """The sums of the shares. A share of 1 is left out, because nothing is missing then."""
+    """The sum of the shares per Joint. A sum of 1 is left out, because no share is missing."""
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """The shares of each of `count` gradients into which `joint` divides the gradient g."""
+    """The shares of one gradient, if `joint` divides the gradient g into `count` gradients."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}
@@ -233,10 +237,10 @@ def added_parts(parts: Parts, others: Parts) -> Parts:
 
 
 def split(g: Tensor) -> tuple[Parts, Tensor | None]:
-    """The gradients of hidden, weight and bias, and the gradient of the values."""
+    """Returns the gradients of hidden, weight and bias in g, and the gradient of the values."""
     if not isinstance(g, LazyGradient):
         return NO_PARTS, g
-    if torch.is_grad_enabled() and g.requires_grad:  # the parts have no history, but g has one
+    if torch.is_grad_enabled() and g.requires_grad:  # the parts have no history, but g has
         *parts, of_values = refuse_second((*g.parts, g.of_values), (g,))
         return tuple(parts), of_values  # pyright: ignore
     return g.parts, g.of_values
@@ -255,9 +259,9 @@ def shares_of(g: Tensor) -> Shares:
 
 
 def pulled_back(function: Callable[[Tensor], Any], x: Tensor, *d: Tensor | None) -> Tensor:
-    """The gradient of x, from the gradients d of the results of function(x).
+    """The gradient of x. `d` holds the gradient of each result of function(x).
 
-    The gradient in d is None for a result that has no gradient.
+    An entry of `d` is None if the result has no gradient.
     """
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()

@@ -10,7 +10,7 @@ Autograd's graph is the ordinary one, with nodes for the head, the views and the
 of the gradient is unusual. A loss computes the gradients of hidden and weight, and passes them to
 its logits as a `LazyGradient`. Views and slices re-index the `LazyGradient`, and the head unpacks
 it. So hooks run, DDP and FSDP get the output that they expect, and no tensor as large as the logits
-exists.
+is ever allocated.
 """
 
 import functools
@@ -43,7 +43,7 @@ from .recipe import Recipe
 
 
 class LazyLogits(Deferred, Source):
-    """Logits (..., V) of a head, which can be used as any tensor; see the module's docstring."""
+    """Logits (..., V) of a head, usable like any other tensor; see the module's docstring."""
 
     cell: Cell
     origin: Origin
@@ -63,10 +63,11 @@ class LazyLogits(Deferred, Source):
         arguments: "tuple[LazyLogits, ...]" = (),
         is_view: bool = False,
     ) -> "LazyLogits":
-        """Lazy logits of another recipe, without history.
+        """Lazy logits with another recipe, without autograd history.
 
-        Their values are function(*values of arguments), if a function is given. The default for
-        `arguments` is self. If `is_view` is true, the values may share the memory of the argument.
+        If `function` is given, the values of the result are `function` of the values of
+        `arguments`, which are (self,) by default. If `is_view` is true, the values of the result
+        may share the memory of the argument's values.
         """
         z = LazyLogits.of(recipe)
         if function is not None:
@@ -84,7 +85,7 @@ class LazyLogits(Deferred, Source):
 
     @property
     def from_head(self) -> bool:
-        """Whether a loss may be computed from the head, instead of from values that exist."""
+        """Whether a loss may be computed from the head. If not, it must use the existing values."""
         return not self.origin.exposed and not (self.origin.known and self.recipe.stale())
 
     def plain_values(self) -> Tensor:
@@ -93,20 +94,20 @@ class LazyLogits(Deferred, Source):
         return self.origin.values()
 
     def expose(self) -> Tensor:
-        """The values, for code that may overwrite them. Later losses use the values in memory."""
+        """The values, for code that may overwrite them. Later losses read the values in memory."""
         if self.cell.values is None and self.recipe.trains:
             warn_materialised()
         return self.origin.expose()
 
     def materialize(self, rows=None) -> Tensor:
-        """The logits as a plain, differentiable tensor; with `rows`, some rows as constants."""
+        """The logits as a plain, differentiable tensor. With `rows`, only these rows, detached."""
         if rows is None:
             return Materialize.apply(self)  # pyright: ignore[reportReturnType]
         with self.recipe.in_memory():
             return teacher_rows(self.as_teacher(), rows).clone()
 
     def over(self, shard) -> "LazyLogits":
-        """The lazy logits of all ranks, if `self` holds the columns of `shard`."""
+        """The lazy logits with the columns of all ranks. `self` holds the columns of `shard`."""
         recipe = self.recipe.replace(shard=shard.over(None))
         sides = (shard.start, shard.vocab - shard.start - shard.width)
         return kept(self, recipe, None, Op(lambda t: pad(t, sides)))
@@ -124,7 +125,10 @@ class LazyLogits(Deferred, Source):
         return outputs if isinstance(result, tuple) else outputs[0]
 
     def loss_of_head(self, loss: RowLoss) -> RowLoss | None:
-        """The loss as a function of the head's own logits; None, with a warning, if impossible."""
+        """The loss as a function of the head's own logits.
+
+        If this is not possible, returns None, and warns in training.
+        """
         recipe, softcap = self.recipe, loss.reading.softcap
         cause, of_head = recipe.obstacle(softcap), None
         if cause is None:
@@ -144,7 +148,7 @@ class LazyLogits(Deferred, Source):
         return UnscaledLogits(self).capture_topk(k, reading.temperature, reading.softcap)
 
     def as_teacher(self):
-        """The same logits as constants."""
+        """The same logits as constants, for the teacher's side of a loss."""
         constant = self.recipe.obstacle(None) or not self.from_head
         return self.origin.values() if constant else self.recipe.teacher()
 
@@ -189,7 +193,7 @@ class LazyLogits(Deferred, Source):
 
 
 def checked_hook(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """The hook of a gradient; it raises if the hook replaces a gradient that is shared."""
+    """Returns the gradient hook with a check. It raises if the hook replaces a shared gradient."""
 
     @functools.wraps(hook)
     def checked(g: Tensor) -> Any:
@@ -202,7 +206,7 @@ def checked_hook(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 
 _warned: set[str] = set()
-# Files of logitless and of PyTorch, and the name of code that PyTorch generates.
+# File names of code that belongs to logitless or PyTorch, or that PyTorch generates.
 INSIDE = (
     f"{Path(__file__).parents[1]}{os.sep}",
     f"{Path(torch.__file__).parent}{os.sep}",
@@ -222,7 +226,7 @@ def warn_materialised(by: str | None = None) -> None:
 
 
 def warn_once(message: str) -> None:
-    """Warns at the line of the caller, which is in neither logitless nor PyTorch."""
+    """Warns at the innermost line of the call stack outside of logitless and PyTorch."""
     if message in _warned:
         return
     _warned.add(message)
@@ -233,13 +237,13 @@ def warn_once(message: str) -> None:
 
 
 def kept(z: LazyLogits, recipe: Recipe, back: Callable | None, op: Op) -> LazyLogits:
-    """Lazy logits of `recipe`, the result of the operation `op` on z; see LazyOp."""
+    """The result of the operation `op` on z, as lazy logits with this recipe. See LazyOp."""
     anchor = None if op.linear else anchor_of(z)
     return LazyOp.apply(recipe, back, op, anchor, z)  # pyright: ignore[reportReturnType]
 
 
 class UnscaledLogits(Source):
-    """The logits that the head of lazy logits computes, before any scale and softcap."""
+    """The logits that the head computes, before the scale and softcap of the lazy logits."""
 
     def __init__(self, z: LazyLogits):
         self.z, self.recipe = z, z.recipe
@@ -273,7 +277,7 @@ class UnscaledLogits(Source):
 
 
 class LazyColumns(Source):
-    """The logits of all ranks, if this rank holds the lazy logits of its columns.
+    """The logits of all ranks, where each rank holds lazy logits of its own columns.
 
     A loss that cannot be computed from the head materialises only the columns of this rank. The
     caller sums the gradient of hidden over the ranks.
@@ -302,7 +306,7 @@ class LazyColumns(Source):
 def lazy_logits_of(head: Head, shard=None, kind: type[LazyLogits] = LazyLogits) -> LazyLogits:
     """The lazy logits of a head.
 
-    With a shard, `head` has this rank's rows of the weight, and the logits have all columns.
+    With a shard, `head` holds only this rank's rows of the weight, but the logits have all columns.
     """
     trains = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in head.tensors

@@ -1,4 +1,4 @@
-"""The autograd nodes of losses over lazy logits. Their gradient is lazy too (gradient.py)."""
+"""The autograd nodes of losses over lazy logits. Backward returns a LazyGradient (gradient.py)."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ def _start(ctx, z: "LazyLogits", loss, row_weight, reduction, grad, row_inputs, 
 
 
 def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
-    """The gradient of lazy logits, which holds the gradients d of hidden, weight and bias."""
+    """The gradient of lazy logits. It holds `d`, the gradients of hidden, weight and bias."""
     if not ctx.needs_input_grad[0]:
         return None
     parts, loss = (d.hidden, d.weight, d.bias), call.loss
@@ -56,7 +56,10 @@ def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
 
 
 def of_values(loss: RowLoss, recipe: Recipe) -> tuple[RowLoss, float]:
-    """A loss of the head's logits as a loss of the recipe's values, and the values' factor."""
+    """Rewrites a loss of the head's logits as a loss of the recipe's values.
+
+    Returns the loss, and the factor to divide the values by.
+    """
     if isinstance(loss, OfValues):
         return loss.of_values(), 1.0
     if recipe.shard is not None:
@@ -77,7 +80,7 @@ def of_values(loss: RowLoss, recipe: Recipe) -> tuple[RowLoss, float]:
 class OfValues:
     """A loss that computes the values of a recipe from the head's logits."""
 
-    inputs: tuple[RowInput, ...]  # of the recipe
+    inputs: tuple[RowInput, ...]  # the recipe's inputs
 
     def of_values(self) -> Any:
         """The same loss as a function of the values."""
@@ -85,7 +88,7 @@ class OfValues:
 
 
 class LazyReducedLoss(Node):
-    """The node of a loss with a mean or sum over lazy logits. Its gradient is lazy too."""
+    """The node of a mean or sum of losses over lazy logits. Backward returns a LazyGradient."""
 
     @staticmethod
     def forward(ctx, z, row_weight, loss, reduction, grad, anchor, *row_inputs):
@@ -107,7 +110,7 @@ class LazyReducedLoss(Node):
 
 
 class LazyPerRowLoss(Node):
-    """The node of a loss with one result per row of lazy logits. Its gradient is lazy too."""
+    """The node of a loss per row of lazy logits. Backward returns a LazyGradient."""
 
     @staticmethod
     def forward(ctx, z, loss, anchor, *row_inputs):

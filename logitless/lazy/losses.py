@@ -44,7 +44,7 @@ def cross_entropy_loss(
 
 
 def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The divisor of PyTorch's mean: the number, or the class weights, of targets that count."""
+    """The divisor of PyTorch's mean: the number of targets that count, or their class weights."""
     mass = target != ignore_index
     if weight is not None:
         mass = torch.where(mass, weight[target.clamp(0, len(weight) - 1)], 0.0)
@@ -52,7 +52,10 @@ def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
 
 
 def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction, **options):
-    """F.cross_entropy or F.nll_loss of values that are not logits, computed by PyTorch."""
+    """F.cross_entropy or F.nll_loss of lazy values that are not logits.
+
+    PyTorch's function computes the result for some rows at a time.
+    """
     plain = z.dim() == 2 and target.shape == z.shape[:1] and not target.is_floating_point()
     weight = options["weight"]
     needed = weight is not None and weight.requires_grad
@@ -76,7 +79,7 @@ def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction,
 
 
 def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
-    """F.cross_entropy with class probabilities. Its mean divides by the number of rows."""
+    """Returns F.cross_entropy with class probabilities. A mean divides by the number of rows."""
     known = type(probs) is Tensor and probs.shape == z.shape and probs.dtype == z.dtype
     if not known or probs.requires_grad or z.recipe.shard is not None or not probs.numel():
         return NotImplemented
@@ -87,7 +90,7 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 
 
 def unlogged(z: LazyLogits) -> LazyLogits:
-    """The logits of which z is the log_softmax. Their values may be z, as log_softmax(z) = z."""
+    """Logits whose log_softmax is z. If materialised, they equal z, because log_softmax(z) = z."""
     return values.changed(z, Op(lambda t: t, projects=True), log=False)
 
 
@@ -109,7 +112,7 @@ def nll_loss(
 
 
 def loss_of_values(function: Callable):
-    """A loss of F with one number per value, such as F.kl_div, and its sum or mean."""
+    """Returns a lazy version of an elementwise loss such as F.kl_div, with any reduction."""
 
     def loss(*args, **kwargs):
         bound = signature(function).bind(*args, **kwargs)
@@ -136,7 +139,10 @@ def loss_of_values(function: Callable):
 
 
 def _lazy_kl_div(input: Tensor, target: Tensor, log_target: bool):
-    """The sum of F.kl_div of two lazy log_softmax, if at most one of them needs a gradient."""
+    """The sum of F.kl_div over two lazy results of log_softmax, or NotImplemented.
+
+    At most one of the two may need a gradient.
+    """
     if not (isinstance(input, LazyLogits) and isinstance(target, LazyLogits)):
         return NotImplemented
     recipes = [input.recipe, target.recipe]

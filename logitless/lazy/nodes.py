@@ -1,7 +1,7 @@
-"""The autograd nodes of lazy logits, for heads and for operations. Losses are in loss_nodes.py.
+"""The autograd nodes of heads and of operations on lazy logits. Losses are in loss_nodes.py.
 
 Backward passes a LazyGradient (gradient.py) from node to node. An operation that materialised the
-logits passes a plain tensor. A node without a gradient computes nothing in backward.
+logits passes a plain tensor instead. A node that gets no gradient computes nothing in backward.
 """
 
 from collections.abc import Callable
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 class Anchor(Node):
     """Maps lazy logits to an empty tensor that depends on them in the graph.
 
-    A node keeps this tensor, because the tensor holds no memory. A gradient that cannot be
-    differentiated again depends on this tensor (refuse_second), so that a second differentiation
-    raises.
+    A node keeps this tensor instead of the logits, because this tensor holds no memory. A gradient
+    that cannot be differentiated again is made to depend on this tensor (refuse_second). So a
+    second differentiation raises.
     """
 
     @staticmethod
@@ -62,7 +62,7 @@ def anchor_of(z: "LazyLogits") -> Tensor | None:
 
 
 def final(gradient: Tensor | None, *inputs: Any) -> Tensor | None:
-    """The same gradient. If backward records a graph, a second differentiation raises."""
+    """Returns the same gradient. If backward records a graph, differentiating it again raises."""
     if gradient is None or not torch.is_grad_enabled():
         return gradient
     if isinstance(gradient, LazyGradient):
@@ -79,7 +79,7 @@ def gradient_of(
     projected: bool = False,
     shares: Shares | None = None,
 ) -> Tensor | None:
-    """The gradient with these parts, as `split` returns them.
+    """Returns a gradient with these parts. This is the inverse of `split`.
 
     `source` is the upstream gradient that the result depends on.
     """
@@ -117,7 +117,7 @@ class LazyHead(Node):
         if g is None:
             return (None,) * 7
         if any(joint.root is ctx.watch for joint in shares_of(g)):
-            g.refuse_shared()  # a node or a hook has dropped a share
+            g.refuse_shared()  # raises if a node or a hook has dropped a share
         parts, of_values = split(g)
         if of_values is not None:
             hidden, weight, bias = ctx.saved_tensors
@@ -140,14 +140,15 @@ class LazyHead(Node):
 class Op(NamedTuple):
     """An operation on plain logits."""
 
-    function: Callable[..., Tensor]  # of the values of the arguments
-    linear: bool = True  # whether the gradient does not depend on the values
+    function: Callable[..., Tensor]  # maps the values of the arguments to the values of the result
+    linear: bool = True  # True if the gradient does not depend on the values
     is_view: bool = False  # whether the result may share the memory of the argument
-    # Whether the gradient of the result lacks the part that log_softmax removes. None if the
-    # operation does not change this.
+    # Whether the gradient that backward returns lacks the part that log_softmax removes. If None,
+    # the returned gradient lacks this part only if the upstream gradient lacks it.
     projects: bool | None = None
-    name: str = "a function"  # in error messages
-    # Formulas of the arguments over the result's head; empty if they are those of the arguments.
+    name: str = "a function"  # the operation's name in error messages
+    # The arguments' formulas, rewritten over the result's head. Empty if the arguments' own
+    # formulas already apply.
     formulas: tuple[Formula, ...] = ()
 
 
@@ -155,8 +156,8 @@ class LazyOp(Node):
     """The node of an operation on lazy logits whose result is lazy too.
 
     `back` maps the gradients of the new hidden, weight and bias to the gradients of the old hidden,
-    weight and bias. `op` is the same operation on plain logits, for a gradient of the values. If
-    there are several arguments, they have the same hidden, weight and bias.
+    weight and bias. `op` is the same operation on plain logits. It is used in backward if there is
+    a gradient of the values. Several arguments must have the same hidden, weight and bias.
     """
 
     @staticmethod
@@ -192,7 +193,7 @@ class LazyOp(Node):
             gradients = pulled(of_values)
             if not ctx.op.linear:
                 gradients = [final(d, ctx.anchor, g) for d in gradients]
-        ctx.cell = None  # as autograd frees saved tensors; a second backward computes values again
+        ctx.cell = None  # freed like saved tensors; a second backward computes the values again
         projected = is_projected(g) if ctx.op.projects is None else ctx.op.projects
         needed = [i for i in range(count) if ctx.needs_input_grad[4 + i]]
         shares = divided_shares(g, ctx.joint, len(needed)) if isinstance(g, LazyGradient) else {}
@@ -226,7 +227,7 @@ class LazyOp(Node):
                 with torch.no_grad(), without_autocast(d.device):
                     _, graph = recorded(function, values, needs)
             else:
-                cell.graph = None  # as autograd frees saved tensors
+                cell.graph = None  # freed after its first use, like saved tensors
             gradients = graph.gradients(d)
             return [
                 None if t is None else t.to(like.dtype)
@@ -256,7 +257,7 @@ class Materialize(Node):
 
 
 class LazyCat(Node):
-    """Lazy logits of several batches of the same head, joined along their rows."""
+    """The node that joins lazy logits of the same head along their rows, as torch.cat does."""
 
     @staticmethod
     def forward(ctx, recipe, dim, *batches):
@@ -279,7 +280,7 @@ class LazyCat(Node):
 
         gradients = []
         for i, like in enumerate(ctx.likes):
-            # The gradient of the weight is the sum over all batches. Only the first batch gets it.
+            # Only the first batch gets the gradient of the weight, which is a sum over all batches.
             parts = (pieces(d_hidden)[i], *(of_weight if i == 0 else (None, None)))
             computes = tuple(
                 lambda compute=compute, i=i: pieces(compute())[i] for compute in computes_of(g)
@@ -292,7 +293,7 @@ class LazyCat(Node):
 
 
 class LazyBias(Node):
-    """The node that adds a bias, with one number per column, to the bias of the recipe."""
+    """The node that adds one number per column to lazy logits, by changing the head's bias."""
 
     @staticmethod
     def forward(ctx, z, bias, recipe, sign):

@@ -1,4 +1,4 @@
-"""Where the values of lazy logits come from: from a recipe, or from the values of other logits."""
+"""Computes the values of lazy logits from a recipe, or from the values of other lazy logits."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ from .recipe import Recipe
 
 
 class Cell:
-    """The recipe of lazy logits, and their values once they are computed. Aliases share a cell.
+    """Holds the recipe of lazy logits, and the values after they are computed.
 
-    Tensors and nodes hold cells. So a recipe, with its hidden states, lives only as long as a
-    tensor or a node needs it.
+    Aliases share a cell. Only tensors and nodes hold cells. So a recipe and its hidden states are
+    freed when no tensor and no node needs them.
     """
 
     def __init__(self, recipe: Recipe):
@@ -26,9 +26,10 @@ class Cell:
         self.values: Tensor | None = None
         # Whether code outside PyTorch has the address of the values and may have changed them.
         self.exposed = False
-        # Whether each argument of the operation needs a gradient; empty if no node needs a graph.
+        # For each argument of the operation that computes the values, whether the argument needs a
+        # gradient. Empty if no node needs the operation's graph.
         self.needs: tuple[bool, ...] = ()
-        self.graph: Graph | None = None  # of the operation that computed the values
+        self.graph: Graph | None = None  # the graph of this operation
 
     @property
     def size(self) -> int:
@@ -36,7 +37,7 @@ class Cell:
 
 
 class Graph:
-    """The autograd graph of one operation. It holds only the tensors that its backward needs."""
+    """The autograd graph of one operation. It holds only the tensors that backward needs."""
 
     def __init__(self, result: Tensor, blanks: list[Tensor]):
         self.edge: GradientEdge | None = None
@@ -45,7 +46,7 @@ class Graph:
         self.dtype, self.blanks = result.dtype, blanks
 
     def gradients(self, d: Tensor) -> list[Tensor | None]:
-        """The gradients of the arguments, from the gradient of the result. Can be called once."""
+        """The gradients of the arguments, from the result's gradient d. May be called only once."""
         needed = [t for t in self.blanks if t.requires_grad]
         if self.edge is None:
             return [None] * len(self.blanks)
@@ -66,7 +67,7 @@ def recorded(
 
 
 class Filled(torch.autograd.Function):
-    """Returns the values of a tensor. The gradient goes to `blank`, a leaf without memory."""
+    """Returns the values of a tensor, but passes the gradient to `blank`, a leaf without memory."""
 
     @staticmethod
     def forward(ctx, blank, values):
@@ -84,14 +85,14 @@ class Origin:
     product is computed only once if several functions of the same logits are materialised.
 
     Views share memory. If code outside PyTorch has the address of this memory (`exposed`), all
-    views of these logits read the memory. Other functions of the logits do not, because the values
-    in memory may have changed since the functions were called.
+    views of these logits read the memory. Other functions of the logits do not read this memory,
+    because its values may have changed since the functions were called.
     """
 
     def __init__(self, cell: Cell):
         self.cell = weakref.ref(cell)
         self.bases: tuple[Origin, ...] = ()
-        self.function: Callable[..., Tensor] | None = None  # of the values of the bases
+        self.function: Callable[..., Tensor] | None = None  # takes the values of the bases
         self.is_view = False
 
     def after(self, bases: "tuple[Origin, ...]", function: Callable[..., Tensor], is_view: bool):
@@ -104,18 +105,19 @@ class Origin:
 
     @property
     def reads_exposed(self) -> bool:
-        """Whether these logits are a view of logits whose memory counts."""
+        """Whether these logits are a view of exposed logits, and so must be read from memory."""
         return self.is_view and self.bases[0].exposed
 
     @property
     def known(self) -> bool:
-        """Whether the values follow from values that exist."""
+        """Whether the values can be computed from values that are already in memory."""
         return self.reachable(None)
 
     def reachable(self, size: int | None) -> bool:
-        """Whether the values follow from values that exist, or from recipes of as many values.
+        """Whether the values can be computed without computing more than `size` values.
 
-        A recipe of more values would compute values that are not needed.
+        The values are computed from values in memory, or from recipes of exactly `size` values. A
+        larger recipe would compute values that are not needed.
         """
         cell = self.cell()
         if cell is not None and (cell.values is not None or cell.size == size):
@@ -123,7 +125,7 @@ class Origin:
         return self.has_bases(size)
 
     def has_bases(self, size: int | None) -> bool:
-        """Whether the values follow from the values of the bases."""
+        """Whether the values can be computed from the values of the bases; see `reachable`."""
         usable = self.is_view or not any(base.exposed for base in self.bases)
         return len(self.bases) > 0 and usable and all(base.reachable(size) for base in self.bases)
 
@@ -138,14 +140,17 @@ class Origin:
         if self.has_bases(size):
             values = self.computed(cell, size)
         else:
-            assert cell is not None  # because an origin without a cell is reachable from its bases
+            assert cell is not None  # an origin without a cell always has reachable bases
             values = cell.recipe.values()
         if cell is not None:
             cell.values = values
         return values
 
     def computed(self, cell: Cell | None, size: int | None) -> Tensor:
-        """The values from those of the bases. Their graph is stored in `cell` if it is needed."""
+        """Computes the values from the values of the bases.
+
+        If a node needs the graph of this computation, the graph is stored in `cell`.
+        """
         function: Any = self.function
         bases = [base.values(size) for base in self.bases]
         with torch.inference_mode(False), torch.no_grad(), without_autocast(bases[0].device):
@@ -174,7 +179,10 @@ class Origin:
         return values
 
     def viewed(self) -> "Origin | None":
-        """The nearest logits that these logits are a view of, and that a tensor or a node holds."""
+        """The nearest logits that these logits are a view of and that are still held, or None.
+
+        Logits are held by a tensor or by a node.
+        """
         if not self.is_view:
             return None
         base = self.bases[0]

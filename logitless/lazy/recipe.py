@@ -18,7 +18,7 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class RowInput(NamedTuple):
-    """The tensor of an input of a formula, (..., 1) or (..., V), or the head that computes it."""
+    """The tensor (..., 1) or (..., V) for an input of a formula, or a head that computes it."""
 
     input: Input
     source: Tensor | Head
@@ -29,7 +29,7 @@ class RowInput(NamedTuple):
         return RowInput(input, source, versions(*tensors_of(source)))
 
     def changed(self) -> bool:
-        """Whether the version of a tensor has changed. A compiler skips this."""
+        """Whether the version of a tensor has changed. Under a compiler, this is not checked."""
         compiles = torch.compiler.is_compiling()
         return not compiles and self.versions != versions(*tensors_of(self.source))
 
@@ -49,7 +49,7 @@ class RowInput(NamedTuple):
         return RowInput.of(self.input, self.source.replace(hidden=op(self.source.hidden)))
 
     def values(self) -> Tensor:
-        """The tensor, or the logits of the other head, (..., V)."""
+        """The tensor, or the logits (..., V) that the other head computes."""
         if isinstance(self.source, Tensor):
             return self.source
         with torch.no_grad(), without_autocast(self.source.device):
@@ -64,7 +64,7 @@ def tensors_of(source: Tensor | Head) -> Tensors:
 class Recipe:
     """The data that determines the values of lazy logits.
 
-    The head computes the logits z = hidden @ weight.T + bias. The values are `formula` of z.
+    The head computes the logits z = hidden @ weight.T + bias. The values are formula(z).
     """
 
     head: Head  # its tensors are detached
@@ -74,7 +74,7 @@ class Recipe:
     # Detects writes to the weight. All logits derived from one call of a head share one Watch.
     watch: Watch
     trains: bool = False  # whether the logits were created in a training forward
-    inputs: tuple[RowInput, ...] = ()  # of the formula
+    inputs: tuple[RowInput, ...] = ()  # the formula's inputs
     axis: int | None = None  # the dimension of the vocabulary; None for the last dimension
     shard: Any = None  # a VocabShard if weight and bias hold only the rows of this rank
 
@@ -88,7 +88,7 @@ class Recipe:
 
     @property
     def lead(self) -> torch.Size:
-        """The shape of the rows."""
+        """The shape of the leading dimensions, which hold the rows."""
         return self.head.lead
 
     @property
@@ -97,7 +97,7 @@ class Recipe:
 
     @property
     def direct(self) -> Direct | None:
-        """The formula if our losses can take it over, else None."""
+        """The formula if our losses can compute it themselves, else None."""
         return self.formula if isinstance(self.formula, Direct) else None
 
     @property
@@ -132,7 +132,7 @@ class Recipe:
         return self.replace(head=head, versions=known)
 
     def with_rows(self, op: Callable[[Tensor], Tensor], hidden: Tensor) -> "Recipe":
-        """The same recipe for rows that `op` rearranges; `hidden` is op of the hidden states."""
+        """The same recipe with rows rearranged by `op`. `hidden` is op(hidden states)."""
         with torch.inference_mode(False), torch.no_grad():
             inputs = tuple(row_input.moved(op) for row_input in self.inputs)
         return self.with_head(hidden=hidden).replace(inputs=inputs)
@@ -166,7 +166,10 @@ class Recipe:
     # --- checks
 
     def stale(self) -> bool:
-        """Whether a tensor was written to since. A compiler skips this."""
+        """Whether a tensor was written to after the logits were created.
+
+        Under a compiler, this is not checked.
+        """
         return self.changed() or (not torch.compiler.is_compiling() and self.watch.differs())
 
     def changed(self) -> bool:
@@ -183,9 +186,10 @@ class Recipe:
             raise_changed()
 
     def check_versions(self) -> None:
-        """Like `check`, but only versions are compared.
+        """Like `check`, but compares only the versions of tensors.
 
-        This is enough before an operation whose result is checked when its values are computed.
+        This is enough before a lazy operation, because its result calls `check` when its values are
+        computed.
         """
         for row_input in self.inputs:
             row_input.check()
@@ -199,7 +203,7 @@ class Recipe:
         return self.values_of(self.formula)[0]
 
     def values_of(self, *formulas: Formula) -> list[Tensor]:
-        """The values of several formulas over the same logits, as plain tensors, detached."""
+        """The values of several formulas over the same logits, as plain, detached tensors."""
         self.check()
         head = self.head
         with torch.inference_mode(False), torch.no_grad(), without_autocast(head.device):
@@ -210,11 +214,11 @@ class Recipe:
             results = [rows.values(formula) for formula in formulas]
             if self.axis is None:
                 return results
-            # Contiguous, because LazyLogits has the strides of contiguous memory.
+            # The result is contiguous, because LazyLogits has the strides of contiguous memory.
             return [t.movedim(-1, self.axis).contiguous() for t in results]
 
     def rows(self, z: Tensor) -> Rows:
-        """The head's logits z (..., V) with the inputs of the formula, for a computation."""
+        """The head's logits z (..., V) together with the inputs of the formula."""
         return Rows(z, {r.input: r.values() for r in self.inputs})
 
     @contextlib.contextmanager
@@ -227,7 +231,7 @@ class Recipe:
             yield
 
     def constant_head(self, grad: bool = False) -> Head:
-        """The head over detached tensors.
+        """The head with detached tensors.
 
         With `grad`, the tensors in `needs` require a gradient. If the vocabulary is sharded, the
         head computes the columns of this rank.
@@ -243,7 +247,7 @@ class Recipe:
         return head.replace(columns=self.shard.head_backend(head.hidden, False))
 
     def teacher(self) -> Any:
-        """The same logits as constants. `obstacle(None)` must be None."""
+        """The same logits as a teacher, without gradients. `obstacle(None)` must be None."""
         if self.shard is None:
             assert self.direct is not None
             return ScaledHead(self.constant_head(), self.direct.pre, self.direct.cap)
@@ -264,16 +268,17 @@ def _blank(head: Head) -> Head:
 
 
 def constant(t: Tensor) -> Tensor:
-    """t detached. Inference tensors are cloned, because autograd cannot save them."""
+    """Returns t, detached. Inference tensors are cloned, because autograd cannot save them."""
     if torch.compiler.is_compiling():  # a compiler cannot call is_inference
         return t.detach()
     return t.clone() if t.is_inference() else t.detach()
 
 
 def own(t: Tensor) -> Tensor:
-    """A copy of a caller's tensor, because the caller may write to it before values are computed.
+    """Returns a copy of a caller's tensor.
 
-    A copy of an inference tensor is a plain tensor, which autograd can save.
+    A copy is needed because the caller may write to the tensor before the values are computed. The
+    copy of an inference tensor is a plain tensor, which autograd can save.
     """
     with torch.inference_mode(False):
         return t.clone()

@@ -1,7 +1,7 @@
-"""Functions of lazy logits that reduce the vocabulary: statistics. Losses are in losses.py.
+"""Statistics of lazy logits: functions that reduce the vocabulary. Losses are in losses.py.
 
 Each result has the dtype that PyTorch would return. Some functions are computed from the statistics
-of our own losses. For the other functions, PyTorch's function runs on some rows at a time
+that our losses also use. For the others, PyTorch's function runs on some rows at a time
 (row_function.py).
 """
 
@@ -73,14 +73,14 @@ def argmax(z: LazyLogits, dim=None, keepdim=False):
 
 
 def _total(z: LazyLogits, direct: Direct) -> Tensor:
-    """The sum over the vocabulary, (...), in the precision of statistics."""
+    """The sum (...) over the vocabulary, in the same precision as our statistics."""
     stats = row_stats(UnscaledLogits(z), total=True, **direct.reads)
     total: Any = stats.total - z.shape[-1] * stats.lse if direct.log else stats.total
     return direct.factor * total
 
 
 def _over(z: LazyLogits, dim: Any) -> tuple[int, ...] | None:
-    """The dimensions in `dim` except the vocabulary.
+    """The dimensions in `dim`, without the dimension of the vocabulary.
 
     None if `dim` is invalid or does not include the vocabulary.
     """
@@ -126,7 +126,7 @@ def _summed(z: LazyLogits, dim, keepdim, dtype, mean: bool):
         total = total.sum(rows, keepdim) if rows else total
     if total is NotImplemented or counts:
         return total
-    # Autocast casts sums to fp32, and no means.
+    # Autocast casts sums to fp32, but does not cast means.
     return (total / count).to(dtype or z.dtype) if mean else total.to(dtype or dtype_of(z))
 
 
@@ -162,7 +162,10 @@ def reduced(function: Callable, outputs: type | None = None):
 
 
 def of_all(function: Callable, by_dim: Callable):
-    """any or all. Without a dimension, they reduce the vocabulary first, and then the rows."""
+    """Returns `any` or `all` for lazy logits.
+
+    Without a dimension, the vocabulary is reduced first, and then the rows.
+    """
 
     def reduction(z: LazyLogits, *args, **kwargs):
         if args or kwargs:
@@ -174,7 +177,7 @@ def of_all(function: Callable, by_dim: Callable):
 
 
 class Attached(torch.autograd.Function):
-    """Returns `value`. Its gradient, times `shares`, goes to `rows`."""
+    """Returns `value`. Backward passes the gradient of `value`, times `shares`, to `rows`."""
 
     @staticmethod
     def forward(ctx, rows, value, shares):
@@ -188,7 +191,7 @@ class Attached(torch.autograd.Function):
 
 
 def extreme(function: Callable, amax: Callable, by_dim: Callable):
-    """max or min, of one dimension or of all values."""
+    """Returns `max` or `min` for lazy logits, over one dimension or over all values."""
 
     def reduction(z: LazyLogits, *args, **kwargs):
         if args or kwargs:

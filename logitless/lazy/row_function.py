@@ -1,8 +1,8 @@
-"""Runs a function of PyTorch on lazy logits, chunk of rows by chunk of rows.
+"""Runs a PyTorch function on lazy logits, one chunk of rows at a time.
 
-`topk`, `amax`, `F.kl_div` and other functions that reduce the vocabulary, but have no kernel in
-this library, are computed in this way. Values and gradients are the same as PyTorch's, because the
-function runs on plain logits and autograd differentiates the function.
+This is how functions that reduce the vocabulary are computed if this library has no kernel for
+them, for example `topk`, `amax` and `F.kl_div`. Values and gradients are the same as PyTorch's,
+because the function runs on plain logits and autograd differentiates the function.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,25 +20,25 @@ from .logits import LazyLogits, UnscaledLogits
 from .loss_nodes import OfValues
 from .recipe import Recipe, RowInput
 
-# Bytes of logits that a function takes at once. A function of a function has several temporary
-# tensors of the size of its argument, so it must take less than the logits of a chunk.
+# Bytes of logits that a function takes at once. Nested functions allocate several temporary tensors
+# of the size of their argument. So the argument must be smaller than the logits of a whole chunk.
 PIECE = {"cpu": 4 << 20}
 PIECE_ON_GPU = 128 << 20
 
 
 def by_rows(z: LazyLogits, function: Callable[..., Any], *rows: Tensor) -> tuple[Tensor, ...]:
-    """Calls function(values (n, V), *rows (n, ...)) on n rows at a time; joins the results.
+    """Calls function(values (n, V), *rows (n, ...)) on n rows at a time, and joins the results.
 
-    NotImplemented is returned if a rank has only some columns, or if a tensor in `rows` needs a
+    Returns NotImplemented if each rank has only some columns, or if a tensor in `rows` needs a
     gradient.
     """
     return _evaluated(RowFunction, "none", z, function, rows)
 
 
 def mean_by_rows(z: LazyLogits, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """The mean over all rows of the numbers (n,) that function(values (n, V), *rows) returns.
+    """The mean over all rows of function(values (n, V), *rows), which returns numbers (n,).
 
-    It takes three GEMMs, including the gradient.
+    The mean and its gradient together take three GEMMs.
     """
     return _evaluated(RowTerm, "mean", z, function, rows)
 
@@ -57,13 +57,13 @@ def _evaluated(kind: "type[RowFunction]", reduction: str, z: LazyLogits, functio
 
 
 def in_rows_of(lead: torch.Size) -> Callable[[Tensor], Tensor]:
-    """Returns a function that copies a tensor (..., k) if its rows are not a view (N, k)."""
+    """Returns a function that copies a tensor (..., k) if it cannot be viewed as (N, k)."""
     return lambda t: t.reshape(-1, t.shape[-1]).view(*lead, t.shape[-1])
 
 
 @dataclass(eq=False)
 class RowFunction(RowLoss, OfValues):
-    """A loss that is any function of whole rows of values and of row_inputs (...) or (..., k)."""
+    """Any function of whole rows as a loss. It takes values and row_inputs, (...) or (..., k)."""
 
     multiple_outputs: ClassVar[bool] = True
 
@@ -82,14 +82,14 @@ class RowFunction(RowLoss, OfValues):
         return tuple(map(ScaledHead, heads))
 
     def apply(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The results of some rows x (n, V), differentiable."""
+        """The differentiable results for some rows x (n, V)."""
         if self.recipe is not None:
             x = self.recipe.rows(x).values(self.recipe.formula)
         results = self.function(x, *self.row_inputs)
         return results if isinstance(results, tuple) else (results,)
 
     def pieces(self, x: Tensor) -> "Iterator[tuple[slice, RowFunction]]":
-        """Yields ranges of rows of x (n, V), and the loss of these rows."""
+        """Yields ranges of rows of x (n, V), each with the loss restricted to these rows."""
         size = x.element_size() * max(x.shape[-1], 1)
         step = max(PIECE.get(x.device.type, PIECE_ON_GPU) // size, 1)
         whole: Any = self
@@ -159,7 +159,7 @@ def sliced(t: Tensor | None, at: slice) -> Tensor | None:
 
 
 def scaled(d: Tensor, factor: Tensor | None, at: slice) -> Tensor:
-    """The gradient of some rows times a factor, which is one number or one number per row."""
+    """The gradient d of the rows `at`, times a factor: one number, or one number per row."""
     if factor is None:
         return d
     factor = factor.reshape(-1, 1).to(d.dtype)

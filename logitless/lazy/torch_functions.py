@@ -1,8 +1,8 @@
 """The functions of PyTorch that keep logits lazy.
 
 Models call these functions between their head and their loss. OPERATIONS maps each function of
-PyTorch to an operation of this folder, which takes the lazy logits and the same arguments. The
-operation returns lazy logits, a loss or NotImplemented. For NotImplemented, the logits are
+PyTorch to an operation of this folder. The operation takes the lazy logits and the function's other
+arguments, and returns lazy logits, a loss or NotImplemented. After NotImplemented, the logits are
 materialised and PyTorch's function is called.
 """
 
@@ -51,7 +51,10 @@ def _operation(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _with_first(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments with the first one by position; callers may name it `input` or `tensors`."""
+    """The arguments, with the first one passed by position.
+
+    Callers may pass the first argument by the name `input` or `tensors`.
+    """
     if "axis" in kwargs:  # numpy's name for dim
         kwargs = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
     name = "tensors" if func in LISTS else "input"
@@ -64,7 +67,7 @@ _signature = functools.cache(inspect.signature)
 
 
 def _fits(operation: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether `operation` accepts these arguments. PyTorch accepts more, for example `out`."""
+    """Whether `operation` accepts these arguments. PyTorch's function may accept more, as `out`."""
     try:
         _signature(operation).bind(*args, **kwargs)
     except TypeError:
@@ -96,12 +99,12 @@ def _softmax_of_nn(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
 
 
 def _second(operation: Callable) -> Callable:
-    """The operation for lazy logits as the second argument, for example in 30 * logits."""
+    """The operation with its arguments swapped, for lazy logits that come second: 30 * logits."""
     return lambda other, z, **kwargs: operation(z, other, **kwargs)
 
 
-# Functions of each value by itself, by their names in torch, Tensor, torch.special and
-# torch.nn.functional. None of these functions is random or writes to its arguments.
+# Names of elementwise functions in torch, Tensor, torch.special and torch.nn.functional. None of
+# these functions is random or writes to its arguments.
 NAMES = [
     "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "asin", "asinh", "atan",
     "atan2", "atanh", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "copysign", "cos",

@@ -1,4 +1,4 @@
-"""Operations on each value of lazy logits, or on whole rows, whose result is lazy again."""
+"""Operations on each value, or on whole rows, of lazy logits. The results are lazy again."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ from .watch import Watch
 
 
 def changed(z: LazyLogits, op: Op, **fields) -> LazyLogits:
-    """Lazy logits with other fields of their direct formula. Else NotImplemented."""
+    """Lazy logits whose direct formula has changed fields; NotImplemented if out of range."""
     formula = replace(z.recipe.formula, **fields)  # pyright: ignore[reportArgumentType]
     if not all(LEAST <= number <= MOST for number in formula.reads.values()):
         return NotImplemented  # outside the range of temperature and softcap of our losses
@@ -30,7 +30,7 @@ def same(z: LazyLogits, **kwargs):
 
 
 def to(z: LazyLogits, *args, **kwargs):
-    """A cast to another dtype, on the same device. Else NotImplemented."""
+    """The logits cast to another dtype on the same device. NotImplemented for other arguments."""
     arguments = []
     for a in (*args, *kwargs.values()):
         arguments += [a.device, a.dtype] if isinstance(a, Tensor) else [a]
@@ -49,7 +49,7 @@ def to(z: LazyLogits, *args, **kwargs):
 
 
 def number(by: Any) -> float | None:
-    """`by` as a float if it is a number or a 0-d tensor on the CPU, else None.
+    """Returns `by` as a float if `by` is a number or a 0-d tensor on the CPU, else None.
 
     A tensor on a GPU is not read, because the host would wait for the GPU.
     """
@@ -82,7 +82,7 @@ def divided(z: LazyLogits, by: Any, **kwargs):
 
 
 def negated(z: LazyLogits, op: Op, **fields) -> LazyLogits:
-    """The logits -z, which the head computes from -hidden and -bias."""
+    """The lazy logits -z. The head computes them from -hidden and -bias."""
     recipe = z.recipe
     hidden, _, bias = recipe.head.tensors
     with torch.inference_mode(False), torch.no_grad():
@@ -109,7 +109,7 @@ def tanh(z: LazyLogits):
 
 
 def log_softmax(z: LazyLogits, dtype: torch.dtype | None):
-    """Log-probabilities in `dtype`; None keeps the dtype of z."""
+    """The lazy log-probabilities of z in `dtype`. If `dtype` is None, they have the dtype of z."""
     if z.recipe.logits is None or dtype not in (None, z.dtype, torch.float32):
         return NotImplemented
     axis, dtype = views.axis_of(z), dtype or z.dtype
@@ -149,9 +149,9 @@ def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
 
 
 def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
-    """logits + other, if `other` has one number per column; the head gets another bias.
+    """Returns logits + other, if `other` has one number per column, by changing the head's bias.
 
-    The logits must not be scaled before, because the head's bias would then be other / scale. In 16
+    The logits must not have been scaled, because the head's bias would then be other / scale. In 16
     bits, this bias may overflow, and its product with the scale may overflow by rounding.
     """
     if alpha != 1 or not _takes_columns(z) or z.recipe.logits.pre != 1:
@@ -184,8 +184,9 @@ def minus(z: LazyLogits, other: Any, *, alpha: Any = 1):
 def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     """Logits with `value` in the masked columns.
 
-    For these columns, the rows of the weight become 0, and the bias becomes value / pre. The weight
-    is copied. So if the logits are smaller than the weight, the mask becomes part of the formula.
+    For the masked columns, the rows of the weight become 0, and the bias becomes value / pre. This
+    copies the weight. So if the logits are smaller than the weight, the mask becomes part of the
+    formula instead.
     """
     columns, recipe, value = _per_column(mask, z), z.recipe, number(value)
     if columns is None or value is None or not _takes_columns(z):

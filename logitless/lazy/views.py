@@ -24,12 +24,12 @@ def axis_of(z: LazyLogits) -> int:
 def _rows(
     z: LazyLogits, op: Callable[[Tensor], Tensor], on_logits: Callable | None = None, **changed
 ) -> LazyLogits:
-    """Lazy logits whose leading dimensions `op` rearranges.
+    """Lazy logits whose leading dimensions are rearranged by `op`.
 
-    `op` rearranges the hidden states and does not change their last dimension. `on_logits` does the
-    same with the logits; by default it is `op`. `op` is applied to the hidden states immediately,
-    under autograd. Backward uses this graph. The graph holds no hidden states, because `leaf` has
-    no memory of its own.
+    `op` rearranges the hidden states and does not change their last dimension. `on_logits`
+    rearranges plain logits in the same way, and is `op` by default. `op` is applied to the hidden
+    states immediately, and autograd records a graph for backward. The graph holds no hidden states,
+    because `leaf` has no memory of its own.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():
@@ -38,11 +38,12 @@ def _rows(
         try:
             moved = op(Filled.apply(leaf, constant(before)))  # pyright: ignore
         except (IndexError, RuntimeError):
-            (on_logits or op)(before.new_empty(()).expand(z.shape))  # raises for the logits
+            (on_logits or op)(before.new_empty(()).expand(z.shape))  # raises for the logits' shape
             raise
         edge, hidden = get_gradient_edge(moved), moved.detach()
     shape = hidden.shape
-    # The logits share memory where the hidden states do. An index by a tensor copies both.
+    # The result is a view of the logits if the new hidden states are a view of the old ones.
+    # Indexing by a tensor copies both.
     is_view = memory_of(hidden) == memory_of(before)
 
     def back(parts):
@@ -81,7 +82,7 @@ def _columns(z: LazyLogits, columns: slice):
 
 
 def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:
-    """The dimension `dim`, counted from the front. `new` is the number of added dimensions."""
+    """Returns `dim` counted from the front. `new` is the number of dimensions to be added."""
     size = z.dim() + new
     if not -size <= dim < size:
         raise IndexError(f"dim must be in [{-size}, {size - 1}], got {dim}.")
@@ -96,7 +97,7 @@ def view(z: LazyLogits, *shape, **kwargs):
     *lead, last = shape
     rows = z.shape[:-1].numel()
     known = torch.Size([size for size in lead if size != -1]).numel()
-    if last == -1:  # the last dimension must then be the vocabulary
+    if last == -1:  # allowed only if it can be the vocabulary
         last = z.shape[-1] if -1 not in lead and known == rows else None
     if last != z.shape[-1] or lead.count(-1) > 1 or z.numel() == 0:
         return NotImplemented
@@ -191,7 +192,7 @@ MASKS = (torch.bool, torch.uint8)
 
 
 def _ids(part: Any) -> Tensor:
-    """A list or an array of an index as a tensor. An empty list becomes an int64 tensor."""
+    """Returns a list or an array in an index as a tensor. An empty list becomes int64."""
     ids = torch.as_tensor(part)
     return ids.long() if isinstance(part, list) and ids.numel() == 0 else ids
 
@@ -237,7 +238,7 @@ def cat(tensors, dim: int = 0):
         return NotImplemented
     dim, recipes = _dim(first, dim), [z.recipe for z in tensors]
     alike = all(_same_head(recipe, recipes[0]) for recipe in recipes)
-    # The first batch passes on the gradient of the weight for all batches.
+    # Backward passes the gradient of the weight for all batches to the first batch only.
     alike = alike and all(r.needs[1:] == recipes[0].needs[1:] for r in recipes)
     alike = alike and len({z.requires_grad for z in tensors}) == 1
     ranks = {z.dim() for z in tensors}
@@ -263,7 +264,7 @@ def _same_head(a: Recipe, b: Recipe) -> bool:
 
 
 def options_of(head: Head) -> Head:
-    """The head without its tensors, for a comparison."""
+    """The head without its tensors, so that the options of two heads can be compared."""
     return head.replace(hidden=None, weight=None, bias=None)  # pyright: ignore[reportArgumentType]
 
 

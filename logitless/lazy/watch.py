@@ -16,7 +16,7 @@ class Watch:
 
     def __init__(self, weight: Tensor):
         self.weight = weight
-        self.passed: list[bool] = []  # not empty once a backward has passed the head
+        self.passed: list[bool] = []  # not empty after a backward has reached the head
         known = type(weight) is Tensor and weight.device.type != "meta" and weight.dim() == 2
         known = known and not torch.compiler.is_compiling()
         in_memory = known and weight.untyped_storage().size() > 0  # FSDP may have freed the weight
