@@ -34,6 +34,7 @@ class Blocks:
         # Absolute, because the process may change its folder before it opens the file again.
         self._absolute = path.absolute()
         self._file: _File | None = None
+        self._header: bytes | None = None  # the bytes before the tensors
 
     def read(self, begin: int, end: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """A copy of the bytes from `begin` to `end`, as a tensor."""
@@ -82,6 +83,11 @@ class Blocks:
 
     def _opened(self) -> "_File":
         file = _File(self._absolute)
+        header = bytearray(self.start)
+        file.read(0, memoryview(header))
+        if self._header is not None and self._header != header:
+            file_checks.replaced(self.path)
+        self._header = bytes(header)
         if self.checked:
             stored = memoryview(bytearray(checksum_bytes(self.size)))
             file.read(self.start + self.size, stored)

@@ -119,6 +119,10 @@ def shorter(path: Any) -> NoReturn:
     refuse(path, "keep its length while it is read", "a shorter file")
 
 
+def replaced(path: Any) -> NoReturn:
+    refuse(path, "stay the same file while its store is open", "another file. Open the store again")
+
+
 def shard_starts(path: Any, starts: Tensor, tokens: int) -> None:
     right = int(starts[0]) == 0 and int(starts[-1]) == tokens
     if not right or not bool((starts[1:] > starts[:-1]).all()):

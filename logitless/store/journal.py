@@ -16,8 +16,9 @@ Short documents are not encoded one by one. Their records have k > 0, and their 
     4 n bytes     tails, fp32; NaN if they were not given
 
 A killed writer may leave a last record that is too short or has a wrong checksum. Recovery cuts
-such a record off. If a writer was killed after it wrote the shard and before it cleared the
-journal, the documents of the journal are in the shard too. Recovery omits these documents.
+such a record off, and omits any other record with a wrong checksum. If a writer was killed after it
+wrote the shard and before it cleared the journal, the documents of the journal are in the shard
+too. Recovery omits these documents.
 
 A writer keeps only the places of its documents in the journal, so that its memory does not grow
 with the size of the documents.
@@ -71,7 +72,7 @@ class Journal:
     def recover(
         self, known: Callable[[Tensor, Tensor], Iterable[bool]], keep: Callable[[Tensor], None]
     ) -> None:
-        """Reads the complete documents of the file, and cuts off all bytes after them.
+        """Reads the complete documents of the file, and cuts off all bytes after the last of them.
 
         `known(tokens, starts)` returns whether each document is in the store. The journal omits the
         documents that are in the store. `keep` is called with the tokens of each other document.
@@ -197,23 +198,20 @@ class Journal:
         return n * (8 + k * 12 + 4) if k else n * sum(self.sizes.values())
 
     def _complete(self, end: int) -> Iterator[tuple[int, Tensor]]:
-        """The places and tokens of all records before the first damaged record."""
-        while True:
-            head = os.pread(self.file, RECORD, self.size)
-            if len(head) < RECORD:
-                return
+        """The places and tokens of all complete records. `size` is the end of the last one."""
+        place = self.size
+        while len(head := os.pread(self.file, RECORD, place)) == RECORD:
             n, k, checksum = HEAD.unpack(head)
             length = self._length(n, k)
-            if n == 0 or k > self.header.k or length > end - self.size - RECORD:
+            if n == 0 or k > self.header.k or length > end - place - RECORD:
                 return
-            data = _read(self.file, length, self.size + RECORD)
-            if len(data) < length or zlib.crc32(data) != checksum:
-                return
-            tokens = torch.frombuffer(bytearray(data[: 8 * n]), dtype=torch.int64)
-            if int(tokens.min()) < 0 or int(tokens.max()) >= self.header.vocab_size:
-                return
-            yield self.size, tokens
-            self.size += RECORD + length
+            data = _read(self.file, length, place + RECORD)
+            if len(data) == length and zlib.crc32(data) == checksum:
+                tokens = torch.frombuffer(bytearray(data[: 8 * n]), dtype=torch.int64)
+                if int(tokens.min()) >= 0 and int(tokens.max()) < self.header.vocab_size:
+                    yield place, tokens
+                    self.size = place + RECORD + length
+            place += RECORD + length
 
 
 def _in_groups(records: Iterable[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:

@@ -12,7 +12,8 @@ with the number of shards, but not with the number of documents that share a beg
 """
 
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -77,8 +78,10 @@ class Index:
         """The document that has exactly these tokens, or None."""
         if len(tokens) > FEW:
             return self.documents(tokens, torch.tensor([0, len(tokens)]))[0]
-        wanted = torch.tensor([hash_of(tokens.tolist())])
-        return next(self._exact(tokens, 0, len(tokens), self._hits(wanted)), None)
+        candidates = []
+        for _, entries in self._hits(torch.tensor([hash_of(tokens.tolist())])):
+            candidates += (c for c in map(self._candidate, entries) if c.length == len(tokens))
+        return _first_that_agree(tokens, [(0, candidates)])[0]
 
     def documents(self, tokens: Tensor, starts: Tensor) -> list[Match | None]:
         """The documents that have exactly the tokens between two starts; None if not found."""
@@ -126,19 +129,32 @@ class Index:
             }
         return matches
 
-    def whole_documents(
-        self, tokens: Tensor, hashes: Hashes, start: int, limit: int
-    ) -> Iterator[Match]:
-        """Matches of documents that end at most `limit` tokens after a start, longest first."""
+    def whole_documents(self, hashes: Hashes, start: int, limit: int) -> Iterator[Match]:
+        """Documents that end at most `limit` tokens after a start, by their hashes, longest first.
+
+        Their tokens are not compared yet; see `agree`.
+        """
         lengths = torch.arange(limit, 0, -1)
         for place, entries in self._hits(hashes(torch.full_like(lengths, start), lengths)):
-            yield from self._exact(tokens, start, limit - place, [(place, entries)])
+            candidates = map(self._candidate, entries)
+            yield from (c for c in candidates if c.length == limit - place)
+
+    def agree(self, tokens: Tensor, start: int, matches: Sequence[Match]) -> bool:
+        """Whether documents that follow each other from a start on have the tokens there."""
+        starts = accumulate((match.length for match in matches), initial=start)
+        proposed = [(at, [match]) for at, match in zip(starts, matches, strict=False)]
+        return None not in _first_that_agree(tokens, proposed)
 
     def likely_starts(self, hashes: Hashes, total: int, length: int) -> list[int]:
-        """Places where a document begins with the next `length` tokens, which is 4 or 16."""
+        """Places where a document begins with the next `length` tokens, which is 4 or 16.
+
+        Returns no places if documents of this length would overlap at most places, as in a
+        repetitive text.
+        """
         places = torch.arange(max(total - length + 1, 0))
         wanted = hashes(places, torch.full_like(places, length))
-        return [place for place, _ in self._hits(wanted)]
+        likely = [place for place, _ in self._hits(wanted)]
+        return likely if len(likely) <= total // length else []
 
     def _beginnings(
         self, hashes: Hashes, starts: list[int], limits: list[int]
@@ -219,16 +235,6 @@ class Index:
         shard, document = self.shards[which], number - self.first[which]
         begin, end = shard.span(document)
         return Match(shard, document, end - begin)
-
-    def _exact(
-        self, tokens: Tensor, start: int, length: int, hits: Iterable[tuple[int, range]]
-    ) -> Iterator[Match]:
-        """The documents of the hits that have exactly the `length` tokens after `start`."""
-        for _, entries in hits:
-            for candidate in map(self._candidate, entries):
-                if candidate.length == length:
-                    (match,) = _first_that_agree(tokens, [(start, [candidate])])
-                    yield from [] if match is None else [match]
 
 
 _Hit = tuple[int, int, bool]  # length, index entry, and whether only one document has it

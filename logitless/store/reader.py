@@ -200,14 +200,14 @@ class Store:
                 seen.add(at)
                 matches.append(match)
                 options.append(self._options(flat, hashes, at, end))
-        return matches
+        return matches if self.index.agree(flat, begin, matches) else []
 
     def _options(self, flat: Tensor, hashes: Hashes, at: int, end: int) -> Iterator[Match]:
-        """All documents that match the tokens from `at` on, the longest document first."""
+        """All documents that may match the tokens from `at` on, the longest document first."""
         if at < end:
             longest = self.index.match(flat, hashes, [at], [end - at], whole=True)[0]
             yield from [] if longest is None else [longest]
-            yield from self.index.whole_documents(flat, hashes, at, end - at)
+            yield from self.index.whole_documents(hashes, at, end - at)
 
     def _longest(self, flat: Tensor, hashes: Hashes, starts: list[int], width: int):
         """The longest match at each start that ends within its row."""

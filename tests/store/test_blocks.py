@@ -72,6 +72,18 @@ class TestDamage:
         with pytest.raises(ValueError, match=r"must keep its length while it is read|the bytes it"):
             long[0]
 
+    def test_a_file_that_is_replaced_while_it_is_open(self, tmp_path, monkeypatch):
+        """HUNT 11: a store that had closed the file in between read the rows of the other file."""
+        monkeypatch.setattr(_blocks, "KEPT_OPEN", 1)
+        store = stores.write(tmp_path / "a", documents(40, 50), shard_bytes=1)
+        other = stores.write(tmp_path / "b", [document(40, 7)])
+        want = store[0][1]
+        os.replace(other.shards[0].path, store.shards[0].path)
+        assert torch.equal(store[0][1].logprobs, want.logprobs)
+        store[1]  # closes the first file
+        with pytest.raises(ValueError, match="must stay the same file while its store is open"):
+            store[0]
+
 
 class TestFiles:
     def test_more_files_than_are_kept_open(self, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+from itertools import pairwise
 
 import pytest
 
@@ -116,15 +117,31 @@ class TestKilled:
                 assert_holds(Store(path), found)
 
     def test_bytes_that_never_reached_the_disk(self, journal, tmp_path):
+        """HUNT 6: a damaged document does not take the documents after it with it."""
         data, ends = journal
+        starts = [8, *ends]
         for place in range(8, len(data), 7):
             bad = bytearray(data)
             bad[place : place + 5] = bytes(5)
             if bad == data:
                 continue
             writer = self.resumed(tmp_path, bad)
-            assert len(writer) == sum(end <= place for end in ends)
+            intact = [bad[a:b] == data[a:b] for a, b in pairwise(starts)]
+            lost = [a for a in starts[:-1] if bad[a : a + 8] != data[a : a + 8]]  # n or k changed
+            readable = starts.index(lost[0]) if lost else 3
+            assert len(writer) == sum(intact[:readable])
             abandon(writer)
+
+    def test_a_changed_byte_between_documents_that_are_kept(self, journal, tmp_path):
+        """HUNT 6."""
+        data, ends = journal
+        bad = bytearray(data)
+        bad[ends[1] - 1] ^= 1
+        found = documents(3, 1, 2)
+        with self.resumed(tmp_path, bad) as writer:
+            assert [one[0] in writer for one in found] == [True, False, True]
+            assert [writer.add(*one) for one in found] == [False, True, False]
+        assert_holds(Store(tmp_path), found)
 
     def test_between_the_shard_and_its_journal_s_end(self, tmp_path):
         found = documents(3, 4)

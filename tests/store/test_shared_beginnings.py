@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from logitless.store import Store, batch_targets
+from logitless.store import lookup as _lookup
 from logitless.store import shard as _shard
 from logitless.store.index import Hashes
 from tests.support import stores
@@ -86,6 +87,26 @@ class TestShared:
             for tokens, targets in (one[3], two[3]):
                 assert_near(store.targets_for(tokens[:n], [n]), targets[:n])
                 assert_near(store.targets_for(tokens[:n]), targets[:n])
+
+    def test_documents_of_one_repeated_token(self, tmp_path, monkeypatch):
+        """HUNT 7: every place of a row was taken for a start, and every reading was compared."""
+        targets = stores.teacher(120)
+        store = stores.write(tmp_path, [(torch.full((n,), 5), targets[:n]) for n in range(1, 121)])
+        candidates, real = [], _lookup.Index._candidate
+        monkeypatch.setattr(
+            _lookup.Index, "_candidate", lambda i, e: candidates.append(e) or real(i, e)
+        )
+        count = Count(monkeypatch)
+        rows = torch.full((4, 130), -1)
+        rows[:, :110] = 5
+        got = store.targets_for(rows)
+        assert torch.equal(got.mask.any(-1), rows == 5)
+        assert len(candidates) < 4 * 130
+        rows[:, 110:113] = torch.tensor([7, 8, 9])
+        count.reads = 0
+        with pytest.raises(KeyError, match=r"got \[7, 8, 9\], at token 110 of row 0"):
+            store.targets_for(rows)
+        assert count.reads < 2 * 130
 
 
 class TestLongest:
