@@ -40,8 +40,8 @@ class DistillTrainer(Trainer):
     have been captured at the same temperature.
 
     Training steps log `ce_loss` and `kd_loss`. Evaluations log `eval_ce_loss` and `eval_kd_loss`.
-    With `eval_teacher=False`, evaluation computes only the cross-entropy, so that it can use
-    documents that are not in the store.
+    With `eval_teacher=False`, evaluation computes only the cross-entropy, so that the evaluation
+    dataset may have documents that are not in the store.
 
     >>> DistillTrainer(model, arguments, train_dataset=data, data_collator=collator,
     ...                store="targets", divergence="forward_kl", support="tail").train()
@@ -81,7 +81,7 @@ class DistillTrainer(Trainer):
         if teacher is not None:
             teacher.to(self.args.device).eval().requires_grad_(False)
         self._targets: SparseTargets | None = None
-        # Each entry belongs to one batch and holds the sums of ce and kd over the tokens, and the
+        # Each list has one tensor per batch: the sums of ce and of kd over the tokens, and the
         # number of tokens. The key is True for training and False for evaluation.
         self._sums: dict[bool, list[Tensor]] = {True: [], False: []}
 
@@ -90,7 +90,7 @@ class DistillTrainer(Trainer):
             fuse(self.model)
 
     def call_model_init(self, trial: Any = None):
-        """Fuses each model from model_init, which Trainer calls again when training starts."""
+        """Fuses each model that model_init returns. Trainer calls it again when training starts."""
         model = super().call_model_init(trial)
         return model if any(guards_of(model)) else fuse(model)
 

@@ -1,4 +1,4 @@
-"""Modules for the functions of losses/. Each module stores options and calls its function.
+"""Modules for the functions in losses/. Each module stores options and calls one function.
 
 FusedHead is a linear head with lazy logits (lazy/).
 """
@@ -37,7 +37,7 @@ def __dir__() -> list[str]:
 
 
 class _LogitsModule(nn.Module):
-    """Base class of all modules, which stores temperature and softcap."""
+    """The base class of all modules. It stores temperature and softcap."""
 
     @_call.named()
     def __init__(self, temperature: float | Tensor = 1.0, softcap: float | None = None):
@@ -96,9 +96,9 @@ class Score(_LogitsModule):
 class CrossEntropyLoss(_LogitsModule):
     """Drop-in for `torch.nn.CrossEntropyLoss` on logits (N, V) and class ids.
 
-    The options are those of `logitless.cross_entropy`. Unlike in PyTorch, the vocabulary is always
-    the last dimension, for example logits (B, T, V) with targets (B, T). Pass logits.movedim(1, -1)
-    for logits of shape (B, V, T). The module cannot detect this shape, because V may equal T.
+    It takes the options of `logitless.cross_entropy`. Unlike in PyTorch, the vocabulary is always
+    the last dimension, for example logits (B, T, V) with targets (B, T). For logits (B, V, T), pass
+    logits.movedim(1, -1). The module cannot detect the shape (B, V, T), because V may equal T.
     """
 
     weight: Tensor | None
@@ -211,7 +211,7 @@ class _PairLoss(_LossModule):
 
 
 class KLDivLoss(_PairLoss):
-    """`logitless.kl_div` of two tensors of logits as a module. `direction` is required."""
+    """`logitless.kl_div` as a module, for two tensors of logits. `direction` is required."""
 
     _function = staticmethod(pair.kl_div)
 
@@ -225,7 +225,7 @@ class KLDivLoss(_PairLoss):
 
 
 class JSDLoss(_PairLoss):
-    """`logitless.jsd` of two tensors of logits as a module."""
+    """`logitless.jsd` as a module, for two tensors of logits."""
 
     _function = staticmethod(pair.jsd)
 
@@ -251,12 +251,12 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
 
 
 class FusedHead(nn.Linear):
-    """A linear head whose logits are not materialised by the losses of logitless and PyTorch.
+    """A linear head. The losses of logitless and PyTorch do not materialise its logits.
 
     If gradients are needed, the head returns LazyLogits. A loss of LazyLogits is computed from the
     hidden states and the weight. Without gradients, as in evaluation and sampling, the head returns
-    plain logits. The options workspace, logits_dtype, accumulate and drop_ignored are those of
-    LinearLogits.
+    plain logits. The options workspace, logits_dtype, accumulate and drop_ignored have the same
+    meaning as in LinearLogits.
 
     >>> head = FusedHead(4096, 128256, bias=False)
     >>> loss = cross_entropy(head(hidden), target)  # or torch.nn.functional.cross_entropy

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def chosen_device(name: str | None) -> str:
-    """The device with this name; without a name, "cuda" if PyTorch can use a GPU, or "cpu"."""
+    """Returns `name`. Without a name, returns "cuda" if PyTorch can use a GPU, else "cpu"."""
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -45,7 +45,7 @@ def chosen_device(name: str | None) -> str:
 
 
 def require(extra: str, *modules: str, command: str | None = None) -> None:
-    """Exits if one of the modules is missing. The message names the extra to install."""
+    """Exits if one of the modules is missing, with a message that names the extra to install."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         needs = " and ".join(missing)

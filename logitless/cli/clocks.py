@@ -1,4 +1,4 @@
-"""Clocks by device events, graph replay and wall time. All times are in milliseconds.
+"""Clocks that use device events, graph replay or wall time. All times are in milliseconds.
 
 A clock takes two functions. `prepare` is called before each repetition and is not timed. `run` is
 called with the result of `prepare` and is timed. The clock repeats `run` for about `budget`
@@ -22,17 +22,17 @@ Run = Callable[[Any], Any]
 
 
 def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> int:
-    """The number of repetitions of `one` milliseconds that fill the budget, within two bounds."""
+    """The number of repetitions, of `one` ms each, that fill the budget; from `least` to `most`."""
     return max(least, min(most, int(budget / max(one, 1e-3))))
 
 
 def device_time(prepare: Prepare, run: Run, budget: float) -> float:
-    """Device time of a call with a cold L2 cache, measured by events around the call.
+    """Device time of a call with a cold L2 cache, measured by events before and after the call.
 
     The cache is flushed by *reading* a large buffer. Zeroing a buffer would leave dirty lines in
     the cache (60 MB on an H200). Writing these lines back would take part of the measured time.
     Reading the buffer takes a quarter of a millisecond. During this time the host queues the call,
-    so the result does not contain host time. `host_time` measures the host.
+    so the result does not include host time. `host_time` measures host time.
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
@@ -55,7 +55,8 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
 def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
     """Time per call in a replayed CUDA graph of many calls, with x in the cache.
 
-    If `cold`, each call reads a different copy of x. The copies are twice as large as the L2 cache.
+    If `cold` is true, each call reads a different copy of x, so that x is not in the cache. All
+    copies together are twice as large as the L2 cache.
     """
     copies = x.expand(10, *x.shape)
     if cold:
@@ -86,7 +87,7 @@ def wall_time(device: str, run: Run, argument: Any = None) -> float:
 
 
 def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> list[float]:
-    """Wall times of several calls. The calls alternate, so a slow machine slows all of them."""
+    """Wall times of several calls. The calls alternate, so a slow machine slows all calls alike."""
 
     def once(prepare: Prepare, run: Run) -> float:
         return wall_time(device, run, prepare())
@@ -98,7 +99,7 @@ def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> 
 
 
 def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
-    """Wall time per call of many successive calls, without waiting for the GPU between calls."""
+    """Wall time per call, over many successive calls that do not wait for the GPU in between."""
 
     def batch(leaves: tuple[Tensor, ...]) -> None:
         for _ in range(calls):

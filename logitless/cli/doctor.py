@@ -1,9 +1,9 @@
-"""`logitless doctor`: describes the machine and the backend, and checks the results.
+"""`logitless doctor`: describes the machine and the backend, and checks the library's results.
 
 The output is plain text without host name or paths, so that users can paste the output into a bug
 report. The self-check (selfcheck.py) runs every public function and every kernel that this device
-can run, on a few error-prone shapes. The values, and the gradients under a random upstream
-gradient, are compared with a naive formula in fp64. The exit status is 1 if a check fails.
+can run, on a few error-prone shapes. Values, and gradients for a random upstream gradient, are
+compared with a naive formula in fp64. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VARIABLES = (
     "LOGITLESS_IMPL", "LOGITLESS_CHECK", "LOGITLESS_WAITING", "TRITON_INTERPRET",
     "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
-# The four vocabularies are: one column, odd, 16-byte aligned, large enough for several splits.
+# (N, V) with four kinds of V: one column, odd, 16-byte aligned, large enough for several splits.
 SHAPES = ((3, 1), (5, 33), (4, 1000), (1, 16411))
 # Bounds on the errors of values and of gradients. Losses are returned in fp32 or fp64, whatever the
 # dtype of the logits. Gradients are rounded to the dtype of the logits.
@@ -61,7 +61,7 @@ class Error(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The errors of one check that are nearest to their bounds, and the problem, if any."""
+    """For one check, the errors that are nearest to their bounds, and the problem, if any."""
 
     value: Error = Error()
     gradient: Error = Error()
@@ -155,7 +155,7 @@ def self_check(kinds: tuple[str, ...]) -> int:
 
 
 def examine(check: Check, device: str) -> Outcome:
-    """The worst errors over all dtypes and shapes, or the first problem and its shape."""
+    """Runs a check. Returns the worst errors over all dtypes and shapes, or the first problem."""
     worst = Outcome()
     dtypes = [d for d in BOUNDS if d != torch.float64 or device == "cpu"]
     if torch.float64 in dtypes and _call.chosen() == "triton":
@@ -180,7 +180,7 @@ def examine(check: Check, device: str) -> Outcome:
 
 
 def errors(check: Check, shape, dtype: torch.dtype, device: str) -> tuple[float, float]:
-    """The error of the values relative to max(1, |value|), and the relative error of gradients."""
+    """The error of values, relative to max(1, |value|), and the relative error of gradients."""
     generator = torch.Generator().manual_seed(shape[1])
     x, other = ((2 * torch.randn(shape, generator=generator)).to(device, dtype) for _ in range(2))
     x.requires_grad_()

@@ -24,13 +24,13 @@ ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # number of fp64 logits in memory at o
 # gradients is ‖d - ref‖ / ‖ref‖. The bounds of other libraries are ten times as large, because some
 # libraries compute or return the loss in the dtype of the logits.
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4}
-# The bounds of an op are multiplied by this factor. If a ratio is near its clip, the rounding of
-# 16-bit logits decides whether a gradient is zero. The error of PyTorch's own policy_loss is 4e-2.
+# Factors by which the bounds of an op are multiplied. If a ratio is near its clip, the rounding of
+# 16-bit logits decides whether a gradient is zero. The error of policy_loss in PyTorch is 4e-2.
 CLIPPED = {"policy_loss": 5}
 
 
 class Inputs(NamedTuple):
-    """The arguments of a contender, which is called as f(*leaves, *rows, **options)."""
+    """The arguments of a contender f, for the call f(*leaves, *rows, **options)."""
 
     leaves: tuple[Tensor, ...]  # (rows, vocab) logits; or hidden states and the weight of a head
     rows: tuple[Tensor, ...]  # tensors with one entry per row of logits
@@ -38,7 +38,7 @@ class Inputs(NamedTuple):
 
 
 def wide(x: Tensor) -> Tensor:
-    """16-bit numbers converted to fp32. Tensors of other dtypes are unchanged."""
+    """Converts 16-bit tensors to fp32. Returns tensors of other dtypes unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -78,7 +78,7 @@ def topk_distill(
     x, ids, logprobs, tail, labels=None, *, divergence, support, temperature=1.0,
     ce_weight=0.0, kd_weight=1.0,
 ):  # fmt: skip
-    """forward_kl with support "tail" or "renorm"."""
+    """The loss topk_distill with divergence "forward_kl" and support "tail" or "renorm"."""
     if support == "renorm":
         return kl(log_softmax(logprobs), log_softmax(x.gather(-1, ids)))
     logq = log_softmax(x if temperature == 1 else x / temperature).gather(-1, ids)
@@ -170,10 +170,11 @@ def as_tuple(out) -> tuple[Tensor, ...]:
 
 
 def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
-    """The largest error of a result. The error of an id is the difference of the logits at the ids.
+    """The largest error of a result that holds numbers or ids.
 
-    So ids of equal logits may have any order. If `exact_logits`, rounding cannot change the order
-    of unequal logits, and a wrong id has an infinite error.
+    The error of an id is the difference between its logit and the logit of the right id. So ids of
+    equal logits may have any order. If `exact_logits` is true, rounding cannot change the order of
+    unequal logits, and a wrong id has an infinite error.
     """
     if got.is_floating_point():
         return distance(got, right)

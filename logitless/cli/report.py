@@ -10,7 +10,7 @@ def number(value: float | None, spec: str, unit: str = "") -> str:
 
 
 def time_text(ms: float | None) -> str:
-    """A time in milliseconds, or in microseconds below 0.2 ms."""
+    """A time as text, in milliseconds. Times below 0.2 ms are given in microseconds."""
     return number(ms and ms * 1e3, ".1f", " µs") if ms and ms < 0.2 else number(ms, ".3f", " ms")
 
 
@@ -25,7 +25,7 @@ def short(error: BaseException) -> str:
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """A Markdown table of rows. A row maps columns to cells. Empty columns are left out."""
+    """A Markdown table. Each row maps column names to cells. Empty columns are left out."""
     columns = [c for c in rows[0] if any(row[c] not in ("", NOTHING) for row in rows)]
     lines = [columns, ["---"] * len(columns), *([row[c] for c in columns] for row in rows)]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

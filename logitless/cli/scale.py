@@ -51,7 +51,7 @@ WORKSPACE = 1 << 30
 
 
 class Cost(NamedTuple):
-    """Seconds and bytes of memory of one rank, forward and backward."""
+    """Seconds and bytes of memory that forward and backward take on one rank."""
 
     tp: int
     products: float  # seconds of the three GEMMs
@@ -85,7 +85,7 @@ def cost(tokens: int, vocab: int, hidden: int, tp: int, gpu: Gpu) -> Cost:
     return Cost(
         tp,
         products=3 * 2.0 * tokens * hidden * columns / gpu.flops,
-        loss=3 * logits / gpu.copy,  # read for the state, read and write for the gradient
+        loss=3 * logits / gpu.copy,  # one read for the state; a read and a write for the gradient
         gather=latency + (tp - 1) * tokens * STATE * FULL / link,
         reduce=latency + 2 * (tp - 1) / tp * rows / link,
         weight=2.0 * columns * hidden * BYTES,
@@ -105,7 +105,7 @@ def short(x: float) -> str:
 
 
 def table(tokens: int, vocab: int, hidden: int, tps: list[int], gpu: Gpu) -> str:
-    """A Markdown table of the costs of a rank, in milliseconds and GiB."""
+    """A Markdown table of the costs per rank, in milliseconds and GiB."""
     times = "products | loss | gather | d_hidden | all, ms"
     lines = [
         f"| TP | {times} | limit | weight | hidden | logits | all, GiB |",
@@ -123,7 +123,7 @@ def table(tokens: int, vocab: int, hidden: int, tps: list[int], gpu: Gpu) -> str
 
 
 def plot(path: Path, tokens: int, vocab: int, hidden: int, tps: list[int], gpu: Gpu) -> None:
-    """Draws the milliseconds of each number of ranks, as stacked bars with their sum."""
+    """Draws one stacked bar per number of ranks, in milliseconds, labelled with the sum."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.4), layout="constrained")
@@ -176,7 +176,7 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"Computed, not measured: each of TP ranks, forward and backward of {args.tokens:,} tokens,"
         f" vocabulary {args.vocab:,}, width {args.hidden:,}, bf16, {args.gpu.upper()}\n",
-        file=sys.stderr,  # so that a redirected stdout holds the table only
+        file=sys.stderr,  # so that a redirected stdout holds only the table
     )
     print(table(*shape, sizes(args.tp), gpu))
     if args.plot is not None:

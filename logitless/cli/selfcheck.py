@@ -1,7 +1,7 @@
-"""The checks of `logitless doctor`: each public function and a naive formula for the same result.
+"""The checks of `logitless doctor`. Each check is a public function with its naive formula.
 
-Together, the checks launch every kernel. The test tests/cli/test_doctor.py verifies that the checks
-call every public function and launch every kernel.
+Together, the checks call every public function and launch every kernel, and
+tests/cli/test_doctor.py verifies this.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def teacher(x: Tensor, ids: Tensor) -> ll.SparseTargets:
 
 
 def naive_tail(x, ids, _):
-    """KL divergence over three ids and a bucket for all other ids, plus a cross-entropy."""
+    """The KL divergence over three ids and one bucket for all other ids, plus a cross-entropy."""
     log_q = (x / 2).log_softmax(-1)
     picked = three_ids(ids, x.shape[1])
     logp = x.new_tensor(LOGP)
@@ -151,7 +151,7 @@ def as_a_weight(x, _, other):
 
 
 def row_stats(x, ids, _):
-    """lse, picked, entropy and the mean logit. The sum of the logits would be less exact."""
+    """Returns lse, picked, entropy and mean logit. The sum of the logits would be less exact."""
     stats = ll.row_stats(x, ids, entropy=True, total=True, argmax=True)
     statistics = (stats.lse, stats.picked, stats.entropy, stats.total)
     columns = torch.stack([t for t in statistics if t is not None], -1)

@@ -2,8 +2,8 @@
 
 capture runs a Transformers model over documents. import reads the output of vLLM or SGLang. verify
 checks a store, info describes it, and merge joins several stores into one. size computes how large
-a store will be. Under torchrun, capture runs on every rank. If a capture was stopped, the same
-command resumes it.
+a store will be. Under torchrun, capture runs on every rank. Running the same command again resumes
+a capture that was stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads the input files of `logitless teacher`, with one document per line, as text or JSON.
+"""Reads the input files of `logitless teacher`. Each line is one document, as text or JSON.
 
 Every error names the file and the line.
 """
@@ -34,7 +34,7 @@ def size(paths: list[Path]) -> int:
 
 
 def lines(paths: list[Path]) -> Iterator[Line]:
-    """The documents in files. Lines of .txt files are text. Other files have JSON objects."""
+    """Yields the lines of files. Lines of .txt files are text. Other lines are JSON objects."""
     for path in paths:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
@@ -96,9 +96,10 @@ def ids_of(line: Line, tokenizer: Any, end: int | None, vocab_size: int) -> list
 def batches(
     documents: Iterator[tuple[list[int], int]], most: int, progress: Callable[[int], None]
 ) -> Iterator[list[list[int]]]:
-    """Batches of documents of similar lengths. A batch has at most `most` tokens with padding.
+    """Yields batches of documents of similar lengths.
 
-    `documents` yields tokens and sizes in bytes. `progress` is called with each size.
+    A batch has at most `most` tokens, including padding. `documents` yields the tokens of each
+    document and its size in bytes. `progress` is called with each size.
     """
     while window := _window(documents, progress):
         window.sort(key=len)

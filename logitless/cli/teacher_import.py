@@ -1,7 +1,7 @@
 """Adds the output of an inference server to a store, for `logitless teacher import`.
 
 Documents are added in groups, because a tensor operation takes as long for one short document as
-for hundreds.
+for hundreds of short documents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_outputs(
     completion: bool | None,
     progress: Callable[..., None],
 ) -> None:
-    """Adds the documents of all lines. All documents before a line with an error are added too."""
+    """Adds the documents of all lines. If a line has an error, all earlier documents are added."""
     for group in _groups(lines, form, completion):
         _add(writer, group.documents)
         progress(group.size, tokens=group.tokens)
@@ -66,7 +66,7 @@ def _documents(line: Line, form: str, completion: bool | None) -> Iterator[Docum
 
 
 def _add(writer: Writer, documents: list[tuple[str, Document]]) -> None:
-    """Adds documents together. If one of them is refused, they are added one by one."""
+    """Adds documents in one call. If a document is refused, the documents are added one by one."""
     k = writer.header.k
     if not documents:
         return

@@ -1,9 +1,9 @@
-"""Reading the tensors of a shard block by block, and comparing every block with its checksum.
+"""Reads the tensors of a shard block by block, and compares every block with its checksum.
 
 The checksums follow the tensors in the same file, one CRC-32 per BLOCK bytes (store/format.py). A
-read copies the blocks into memory and then compares the copy. So reading a byte that has changed
-since the shard was written raises an error. Reading a file that was cut off after it was opened
-raises an error too. If the file were mapped instead, a signal would end the process.
+read copies the blocks into memory and then compares the copy with the checksums. So reading a byte
+that has changed since the shard was written raises an error. Reading a file that was cut off after
+it was opened raises an error too. If the file were memory-mapped, a signal would end the process.
 """
 
 import os
@@ -22,16 +22,17 @@ from ..targets.safetensors import buffer
 from . import file_checks
 from .format import BLOCK
 
-KEPT_OPEN = 128  # open files; the limit of a process is often 1,024, and a store may have more
+KEPT_OPEN = 128  # open files; a process may often open only 1,024, and a store may have more
 _recent: deque["weakref.ref[Blocks]"] = deque()
 
 
 class Blocks:
-    """Bytes 0 to `size` of a file's tensors, which begin at byte `start` of the file."""
+    """Reads the tensors of a file, which are `size` bytes that begin at byte `start`."""
 
     def __init__(self, path: Path, start: int, size: int, checked: bool):
         self.path, self.start, self.size, self.checked = path, start, size, checked
-        # Absolute, because the process may change its folder before it opens the file again.
+        # The path is absolute, because the process may change its working folder before it opens
+        # the file again.
         self._absolute = path.absolute()
         self._file: _File | None = None
         self._header: bytes | None = None  # the bytes before the tensors
@@ -44,9 +45,9 @@ class Blocks:
         return torch.frombuffer(piece, dtype=dtype)
 
     def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """A copy of the bytes of each range. One call reads and compares each block once."""
+        """Copies of the bytes of each range. One call reads and compares each block only once."""
         file, unit = self._file or self._opened(), BLOCK if self.checked else 1
-        runs: list[list[int]] = []  # first block and end of adjacent blocks, in ascending order
+        runs: list[list[int]] = []  # [first, end) of each run of adjacent blocks, ascending
         complete, shift, places = 0, 0, [0] * len(ranges)
         for number in sorted(range(len(ranges)), key=ranges.__getitem__):
             begin, end = ranges[number]
@@ -102,14 +103,14 @@ class Blocks:
 
 
 class _File:
-    """An open file. It is closed with its last reference, so that other threads can finish."""
+    """An open file. It is closed when no thread holds a reference, so that all reads can finish."""
 
     def __init__(self, path: Path):
         self.path, self.checksums = path, memoryview(b"")
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, place: int, into: memoryview) -> None:
-        """Fills `into` with the bytes from `place` on. One call of preadv may read less."""
+        """Fills `into` with the bytes from `place` on. This may take several calls of preadv."""
         while into:
             done = os.preadv(self.number, [into], place)
             if not done:

@@ -36,11 +36,11 @@ def capture(
 ) -> int:
     """Stores a teacher's k most probable next tokens, and returns the number of added documents.
 
-    A batch may be a list of documents, which are lists of token ids. A batch may be input_ids
-    (B, T) with one document per row. A batch may also be the keyword arguments of a Transformers
+    A batch may be a list of documents, each a list of token ids. A batch may be input_ids (B, T)
+    with one document per row. A batch may also be a dict of keyword arguments of a Transformers
     model, in which attention_mask marks padding. Documents that the writer already has are skipped
-    before the model runs, so the same command resumes a run that was killed. `k` must be at most
-    the writer's k, which is the default. `head` has the same meaning as in `fuse`. `progress` is
+    before the model runs, so the same command resumes a run that was killed. `k` is at most the
+    writer's k, which is also the default. `head` has the same meaning as in `fuse`. `progress` is
     called after each document with its number of tokens, and once per batch with the number of
     skipped tokens. A padded head may have more logits than the writer's vocab_size. The logits
     beyond vocab_size count as -inf.
@@ -65,7 +65,7 @@ def capture(
                 if len(new):
                     inputs = {name: _rows(t, new, len(is_token)) for name, t in inputs.items()}
                     launched = _launch(model, inputs, is_token[new], writer, k)
-                # The previous batch is written while the GPU works on this one.
+                # The previous batch is written while the GPU works on the current batch.
                 added += _write(pending, writer, progress)
                 pending = launched
             added += _write(pending, writer, progress)
@@ -77,9 +77,9 @@ def capture(
 def share(
     items: Iterable[Item], rank: int | None = None, world: int | None = None
 ) -> Iterator[Item]:
-    """Every world-th item, starting at item `rank`.
+    """Yields this rank's share of the items: every world-th item, starting at item `rank`.
 
-    The defaults are RANK and WORLD_SIZE, as torchrun sets them.
+    The defaults of `rank` and `world` are RANK and WORLD_SIZE, as torchrun sets them.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
@@ -112,7 +112,7 @@ class _Pending(NamedTuple):
 
 
 def _inputs(batch: Any) -> tuple[dict[str, Any], Tensor]:
-    """The model's keyword arguments, and a mask (B, T) that is False at padding."""
+    """Returns the model's keyword arguments, and a mask (B, T) that is False at padding."""
     if isinstance(batch, Mapping):
         inputs = {name: t for name, t in batch.items() if name != "labels"}
     elif isinstance(batch, Tensor):
@@ -136,7 +136,7 @@ def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[int], int]:
-    """The rows whose documents are new to the writer, and the number of tokens in other rows."""
+    """Returns the rows of documents that the writer lacks, and the number of other tokens."""
     new, skipped = [], 0
     for row, (tokens, kept) in enumerate(zip(ids.cpu(), is_token, strict=True)):
         tokens = tokens[kept]
@@ -156,10 +156,10 @@ def _rows(t: Any, wanted: list[int], rows: int) -> Any:
 def _launch(
     model: nn.Module, inputs: dict, is_token: Tensor, writer: Writer, k: int | None
 ) -> _Pending:
-    """Runs the model without waiting for the device.
+    """Starts the model on a batch without waiting for the device.
 
-    The tokens are copied to the CPU before the batch is copied to the device, because a copy from
-    the device would wait for the device.
+    The CPU copy of the tokens is made before the batch is copied to the device, because a copy back
+    from the device would wait for the device.
     """
     tokens, device = inputs["input_ids"].cpu(), next(model.parameters()).device
     inputs = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}

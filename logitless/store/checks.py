@@ -68,7 +68,7 @@ def tokens(t: Any, vocab_size: int) -> Tensor:
 
 
 def starts(value: Any, n: int) -> None:
-    """Checks the starts of several documents with n tokens together."""
+    """Checks the starts of several documents that have n tokens in total."""
     if not isinstance(value, (list, tuple)) or len(value) < 2:
         raise TypeError(f"starts must be a list of at least two numbers, got {value!r:.50}.")
     increase = all(type(b) is int and a < b for a, b in pairwise(value))
@@ -117,7 +117,7 @@ def document(targets: Any, tokens: Tensor, h: Any, kind: type) -> None:
 
 
 def row_range(index: Any, n: int) -> tuple[int, int]:
-    """The begin and end of a slice of a document with n tokens."""
+    """Returns the begin and end of the slice `index` of a document with n tokens."""
     if not isinstance(index, slice) or index.step not in (None, 1):
         raise IndexError(f"a range of tokens must be a slice of step 1, got {index!r}.")
     begin, end, _ = index.indices(n)
@@ -141,10 +141,10 @@ def input_ids(t: Any) -> None:
 
 
 def lengths(value: Any, rows: int, width: int) -> list[list[int]]:
-    """The lengths of the documents in each row, without zeros.
+    """Returns the lengths of the documents in each row, without zeros.
 
-    The entry of a row may be one number or several numbers. For a batch of one row, `value` may be
-    the entry itself.
+    `value` has one entry per row, which may be one number or several numbers. For a batch of one
+    row, `value` may be this row's entry itself.
     """
     if not isinstance(value, (list, tuple, Tensor)) or (
         isinstance(value, Tensor) and not value.dim()

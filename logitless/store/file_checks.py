@@ -18,7 +18,7 @@ def refuse(where: object, rule: str, got: str) -> NoReturn:
 
 
 def header_fields(where: object, text: str | bytes, kind: type) -> dict:
-    """The fields of a header in JSON; refuses missing, unknown and invalid fields."""
+    """Returns the fields of a JSON header. Refuses missing, unknown and invalid fields."""
     try:
         fields = json.loads(text) if len(text) <= _HEADER_BYTES else None
     except (ValueError, RecursionError):
@@ -34,7 +34,7 @@ def header_fields(where: object, text: str | bytes, kind: type) -> dict:
 
 
 def same_header(where: object, got: Any, want: Any, of: object, advice: str = "") -> None:
-    """Checks that a header equals `want`, which is the header of `of`."""
+    """Checks that the header `got` equals `want`, the header of the file or store `of`."""
     for field in dataclasses.fields(want):
         expected, value = getattr(want, field.name), getattr(got, field.name)
         if expected != value:
@@ -67,7 +67,7 @@ def is_store(path: Any) -> None:
 
 
 def shard_format(path: Any, metadata: dict, form: str, versions: tuple[str, ...]) -> str:
-    """The version of a shard's format."""
+    """Returns the version of a shard's format. Refuses other formats and versions."""
     stored = metadata.get("format"), metadata.get("version")
     if stored[0] != form or stored[1] not in versions:
         known = " or ".join(map(repr, versions))

@@ -42,7 +42,7 @@ def write_header(path: Path, header: Header) -> Header:
 
 
 def _write(file: Path, text: str) -> None:
-    """Writes a whole file or nothing. After the return, the file survives a loss of power."""
+    """Writes a whole file or nothing. After this returns, the file survives a loss of power."""
     unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
     try:
         with open(unfinished, "w") as f:
@@ -56,7 +56,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def created(path: Path) -> None:
-    """Creates the folder of a store. After the return, the folder survives a loss of power."""
+    """Creates the folder of a store. After this returns, the folder survives a loss of power."""
     file_checks.folder(path)
     if not path.exists():
         path.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def last_number(path: Path, rank: int) -> int:
 
 
 def journals(path: Path) -> list[tuple[Path, int]]:
-    """The journals in a folder, and their ranks. Refuses .journal files with other names."""
+    """Each journal in a folder, with its rank. Refuses .journal files with other names."""
     found = _named(path, "*.journal", JOURNAL, "RANK.journal")
     return [(file, int(name[1])) for file, name in found]
 

@@ -19,16 +19,16 @@ A shard of D documents with T tokens in total, K slots per token and ids of b bi
 
     starts      I64 (D + 1)       first token of each document; the last entry is T
     index.hash  I64 (E)           sorted hashes of the documents' beginnings      (store/index.py)
-    index.doc   I32 (E)           a document that begins so: its number d, or -1 - d if
-                                  several documents of the shard begin so
+    index.doc   I32 (E)           number d of a document with this beginning, or -1 - d if
+                                  several documents of the shard have this beginning
     tokens.W    (T · W / 8)       the tokens, packed as described below
     ids.W       (T, K · W / 8)    ids of the slots, packed; the most probable slot comes first
     top         F32 (T)           log p of the first slot; NaN if the row has no slots
-    tail        F32 (T)           log mass outside the ids, as it was given
+    tail        F32 (T)           log of the mass outside the ids, as given in the targets
     step        U8  (T)           unit of the row's codes: 2^((step - 288) / 32) nats
     codes       U8  (T, K - 1)    log p of the other slots is top - units(code) · unit
-    crc         U8  (4 · B)       CRC-32 of each block of 4,096 bytes of the tensors above, as
-                                  they lie in the file                            (store/blocks.py)
+    crc         U8  (4 · B)       CRC-32 of each block of 4,096 bytes of the tensors above, in
+                                  the order of the file                           (store/blocks.py)
 
 The codes of a row do not decrease. For codes up to 223, units(code) is the code itself. For codes
 from 223 to 253, units(code) is (223 · 2^(0.4 · (code - 223))). Code 254 means p = 0, and code 255
@@ -48,9 +48,9 @@ At K = 64 and V = 151,936, each token takes 218.25 bytes: 128 + 16 for ids, 63 f
 top, tail and step, and 2.25 for the token itself. Checksums add 1 byte per 1,024 bytes. Each
 document takes 8 bytes for its start and 12 bytes per index entry.
 
-Shards of version 1 can be read too. Version 1 has no `crc`, so that only `verify` and `merge`
-detect a changed byte. In version 1, every code up to 253 means `code` units, and the index has
-other entries. `merge` writes shards of version 1 again as version 2.
+Shards of version 1 can be read too. Version 1 has no `crc`, so only `verify` and `merge` detect a
+changed byte. In version 1, every code up to 253 means `code` units, and the index has other
+entries. `merge` rewrites shards of version 1 as version 2.
 """
 
 import functools
@@ -107,14 +107,14 @@ class Header:
         return _layout(self)
 
     def sizes(self) -> dict[str, int]:
-        """The bytes of one row in each column."""
+        """The number of bytes that one row takes in each column."""
         return _sizes(self)
 
     def row_bytes(self) -> int:
         return sum(self.sizes().values())
 
     def token_bytes(self) -> float:
-        """The bytes per token in a shard, without the index."""
+        """The number of bytes per token in a shard, without the index."""
         return (self.row_bytes() + self.bits / 8) * (1 + 4 / BLOCK)
 
 
@@ -150,7 +150,7 @@ def widths(bits: int) -> list[tuple[int, torch.dtype | None]]:
 
 
 def packed_length(n: int, width: int) -> int:
-    """The number of tensor elements that hold n fields."""
+    """The number of tensor elements that hold n fields of `width` bits."""
     return n if width >= 8 else -(-n * width // 8)
 
 
@@ -169,7 +169,7 @@ def pack(x: Tensor, bits: int) -> dict[int, Tensor]:
 
 
 def unpack(fields: Mapping[int, Tensor], integers: Tensor) -> None:
-    """The inverse of `pack`, which writes all `integers` (..., n)."""
+    """The inverse of `pack`. Writes the result into `integers` (..., n)."""
     shift = 0
     for width, field in fields.items():
         if width < 8:
@@ -184,7 +184,7 @@ def unpack(fields: Mapping[int, Tensor], integers: Tensor) -> None:
 
 
 def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """The fields in bytes (..., n), shifted left by `shift`, (..., n * 8 / width)."""
+    """Extracts fields (..., n * 8 / width) from bytes (..., n), and shifts them left by `shift`."""
     fields = _fields_of_byte(width, shift, dtype)
     found = fields.index_select(0, field.flatten().int())
     return found.view(dtype).view(*field.shape[:-1], field.shape[-1] * (8 // width))
@@ -192,10 +192,10 @@ def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tens
 
 @functools.lru_cache
 def _fields_of_byte(width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """The fields in each of the 256 bytes, shifted left by `shift`, (256, 8 / width).
+    """A table (256, 8 / width) of the fields in each possible byte, shifted left by `shift`.
 
-    If the fields of a byte have the size of a number, the result has one number per byte, because
-    selecting numbers is twice as fast as selecting rows.
+    If the fields of one byte together have the size of one number, the table has one number per
+    byte, because selecting numbers is twice as fast as selecting rows.
     """
     fields = torch.arange(256)[:, None] >> torch.arange(0, 8, width) & (1 << width) - 1
     fields = (fields << shift).to(dtype)

@@ -1,9 +1,9 @@
 """Reads documents and targets from the output of the inference servers vLLM and SGLang.
 
-Entry t of both servers is the distribution of token t, and entry 0 of a prompt is None. Row i of a
-store is the distribution of token i + 1, so row i is the server's entry i + 1. Rows that the server
-did not return are masked. These are the row of the last token, and the rows of a prompt without
-log-probabilities.
+In the output of both servers, entry t is the distribution of token t, and entry 0 of a prompt is
+None. Row i of a store is the distribution of token i + 1, so row i is the server's entry i + 1.
+Rows that the server did not return are masked. These are the row of the last token, and the rows of
+a prompt without log-probabilities.
 
 If a token is not among the k most probable tokens, vLLM adds the token to its entry. Every entry
 therefore contains its own token. An entry without its own token belongs to another token or to
@@ -45,7 +45,7 @@ def from_vllm(
     completion: bool | None = None,
     choice: int = 0,
 ) -> tuple[Tensor, SparseTargets]:
-    """The tokens of a prompt or of a prompt and its completion, and targets from vLLM.
+    """Returns the tokens and targets of a document from vLLM's output.
 
     `output` is a RequestOutput, or the JSON of a server. `tokens` are the prompt_token_ids, and
     may be omitted if the output contains them.
@@ -53,7 +53,7 @@ def from_vllm(
     If the output has `prompt_logprobs`, the document is the prompt. Otherwise the document is the
     prompt and the completion, and the rows of the prompt before its last token are masked.
     `completion=True` always includes the completion, and `completion=False` never includes it.
-    `choice` is the number of the completion, if there are several.
+    If there are several completions, `choice` is the number of the completion to use.
 
     vLLM returns at most 20 log-probabilities per token, unless it is started with max_logprobs=k.
 
@@ -69,7 +69,7 @@ def from_vllm(
 def vllm_document(
     output: Any, tokens: Sequence[int] | None, completion: bool | None, choice: int
 ) -> "Document":
-    """The document of `from_vllm`, in lists."""
+    """The document that `from_vllm` returns, as lists instead of tensors."""
     inner = _chosen(output, choice)
     entries = _first_of("prompt_logprobs", inner, output)
     if tokens is None:
@@ -91,7 +91,7 @@ def from_sglang(
     completion: bool | None = None,
     choice: int = 0,
 ) -> tuple[Tensor, SparseTargets]:
-    """The tokens of a prompt or of a prompt and its completion, and targets from SGLang's JSON.
+    """Returns the tokens and targets of a document from SGLang's JSON, in the form of `from_vllm`.
 
     The request must set return_logprob and top_logprobs_num=k, and logprob_start_len=0 for the
     prompt. `tokens` are the ids of the prompt. They may be omitted if the output has
@@ -106,7 +106,7 @@ def from_sglang(
 def sglang_document(
     output: Any, tokens: Sequence[int] | None, completion: bool | None, choice: int
 ) -> "Document":
-    """The document of `from_sglang`, in lists."""
+    """The document that `from_sglang` returns, as lists instead of tensors."""
     checks.is_choice(choice, 1)
     info = _get(output, "meta_info") or output
     own, top = _get(info, "input_token_logprobs"), _get(info, "input_top_logprobs")
@@ -174,7 +174,10 @@ def _ids_of_api(logprobs: Any) -> list[int] | None:
 
 
 def _entries(name: str, entries: Any) -> list[Entry] | None:
-    """The entries of vLLM, whose values are numbers, objects or JSON objects with a logprob."""
+    """Returns vLLM's entries as {id: logprob}.
+
+    In the output, each value is a number, an object or a JSON object with a logprob.
+    """
     if entries is None or (isinstance(entries, Sequence) and not entries):
         return None
     checks.is_list(name, entries)
@@ -194,10 +197,10 @@ def _by_id(name: str, place: int, entry: Any) -> dict[int, float]:
 
 
 def _by_id_in_json(entry: dict) -> dict[int, float] | None:
-    """The same result for an entry as servers write them, checked as a whole.
+    """The log-probabilities by id of an entry in the usual JSON form, which is checked as a whole.
 
-    Returns None for any other entry. Outputs have many entries, and checking each number takes
-    several times as long.
+    Returns None for any other entry. This fast path exists because outputs have many entries, and
+    checking each number separately takes several times as long.
     """
     try:
         ids, logprobs = list(entry), list(entry.values())
@@ -213,7 +216,7 @@ def _by_id_in_json(entry: dict) -> dict[int, float] | None:
 
 
 def _are_logprobs(values: list) -> bool:
-    """Whether all values are floats and no value is NaN. The sum may be NaN for other values."""
+    """Whether all values are floats and none is NaN. Also False for inf and -inf together."""
     return set(map(type, values)) == {float} and not math.isnan(sum(values))
 
 
@@ -229,9 +232,10 @@ def _id(name: str, value: Any) -> int:
 
 
 def _of_sglang(name: str, own: Any, top: Any) -> list[Entry] | None:
-    """The entries of SGLang, which are lists of (logprob, id, text).
+    """Returns SGLang's entries as {id: logprob}.
 
-    The entry's own token is added if the list does not contain it.
+    In the output, an entry is a list of (logprob, id, text). An entry's own token is added if the
+    list does not contain this token.
     """
     if top is None:
         return None
@@ -268,7 +272,7 @@ class Document(NamedTuple):
 
 
 def _document(prompt: Part, generated: Part, completion: bool | None) -> Document:
-    """Moves entry i + 1 to row i."""
+    """Builds a document from its parts, with the server's entry i + 1 as row i."""
     completion = prompt.entries is None if completion is None else completion
     checks.server_output(prompt, generated, completion)
     tokens = _ids("prompt_token_ids", prompt.tokens)
@@ -294,7 +298,7 @@ def _tensors(document: Document, k: int) -> tuple[Tensor, SparseTargets]:
 
 
 def tensors_of(documents: Sequence[Document], k: int) -> tuple[Tensor, list[int], SparseTargets]:
-    """The tokens, starts and targets of several documents, as `Writer.extend` takes them.
+    """The tokens, starts and targets of several documents, in the form that `Writer.extend` takes.
 
     Empty slots and rows without an entry are masked.
     """

@@ -4,12 +4,12 @@ Each entry is the hash of a document's first n tokens, and names one document th
 tokens. The lengths n of a document's entries are
 
     the whole length of the document,
-    1, 4, 16, 64, ..., if they are below the length of the document,
+    those of 1, 4, 16, 64, ... that are below the length of the document,
     l + 1 for each other document of the shard that shares exactly the first l tokens.
 
 All documents with the same beginning share one entry for this beginning, so that the index does not
-grow with the number of these documents. If one of these documents has no more tokens, the entry
-names this document. An entry of the third kind ends at the first token where documents with a
+grow with the number of these documents. If one of these documents is exactly the beginning, the
+entry names this document. An entry of the third kind ends at the first token where documents with a
 shared beginning differ. A search follows these entries without reading tokens (store/lookup.py).
 
 The hash of tokens[a:b] is the sum of ((tokens[i] + 1) · B^(i - a)) for i from a to b - 1, mod 2^64,
@@ -47,7 +47,7 @@ class Hashes:
 
 
 def hash_of(tokens: list[int]) -> int:
-    """The same hash of all tokens as from `Hashes`. This function is faster for a few tokens."""
+    """The hash of all tokens. It equals the hash from `Hashes`, but is faster for a few tokens."""
     h = 0
     for token in reversed(tokens):
         h = h * BASE + token + 1 & 2**64 - 1
@@ -93,7 +93,7 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         entries.append((first, torch.full_like(first, n)))
     entries += [(places[1:], shared + 1), (places[:-1], shared + 1)]
     place, length = (torch.cat(column) for column in zip(*entries, strict=True))
-    # For a document that is the beginning of another document, shared + 1 exceeds its length.
+    # If a document is the beginning of another document, shared + 1 exceeds the document's length.
     within = length <= lengths[place]
     place, length = place[within], length[within]
     hashes, by_hash = hashed(begin[place], length).sort(stable=True)
@@ -108,8 +108,8 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
-    """The documents sorted by their tokens, so that documents with the same beginning adjoin."""
-    # The bytes are big-endian, because such bytes have the same order as the tokens.
+    """The documents sorted by their tokens. Documents with the same beginning are adjacent."""
+    # The bytes are big-endian, because big-endian bytes sort in the same order as the tokens.
     digits = tokens[:, None] >> torch.tensor([24, 16, 8, 0]) & 255
     digits = digits.to(torch.uint8)  # a variable, because a buffer does not keep its tensor alive
     data = bytes(buffer(digits))
@@ -119,7 +119,10 @@ def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
 
 
 def _shared(hashed: Hashes, begin: Tensor, lengths: Tensor) -> Tensor:
-    """The number of first tokens that each document shares with the next, found by bisection."""
+    """For each document, the number of first tokens that it shares with the next document.
+
+    The number is found by bisection.
+    """
     low = torch.zeros(len(begin) - 1, dtype=torch.int64)
     high = torch.minimum(lengths[:-1], lengths[1:])
     while bool((low < high).any()):

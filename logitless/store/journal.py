@@ -54,7 +54,7 @@ AT_ONCE = 1 << 16  # number of tokens that recovery looks up in the store at onc
 
 
 class Journal:
-    """The journal for shard `number`. Call `recover` before `append`."""
+    """The journal of the documents for shard `number`. Call `recover` before `append`."""
 
     def __init__(self, path: Path, header: Header, number: int):
         self.path, self.header, self.number = path, header, number
@@ -79,7 +79,7 @@ class Journal:
         """
         end = os.fstat(self.file).st_size
         start = os.pread(self.file, START, 0)
-        if len(start) < START or not any(start):  # zeros after a loss of power
+        if len(start) < START or not any(start):  # a loss of power may leave zeros
             self.clear(self.number)
             return
         file_checks.is_journal(self.path, start, MAGIC)
@@ -99,7 +99,7 @@ class Journal:
         _write(self.file, memoryview(self._start()), 0)
 
     def append(self, tokens: Tensor, starts: Sequence[int], rows: Table) -> None:
-        """Appends the documents between the starts. If an error occurs, the file does not change.
+        """Appends the documents between the starts. If an error occurs, the file stays unchanged.
 
         `rows` are the encoded rows of all tokens.
         """
@@ -121,7 +121,7 @@ class Journal:
     def _append(
         self, tokens: Tensor, starts: Sequence[int], k: int, rows: Sequence[Tensor]
     ) -> None:
-        parts = [t.contiguous() for t in (tokens, *rows)]  # kept, because the views need them
+        parts = [t.contiguous() for t in (tokens, *rows)]  # a variable keeps them alive for `views`
         views = [memoryview(buffer(t)).cast("B") for t in parts]
         sizes = [len(view) // len(tokens) for view in views]
         records, places, end = [], [], self.size
@@ -180,7 +180,7 @@ class Journal:
         return table.pop("tokens"), torch.tensor(starts), table
 
     def _encode(self, waiting: "list[_Waiting]", put: Callable) -> None:
-        """Encodes the rows of several documents with the same number of slots at once."""
+        """Encodes the rows of several documents at once. All have the same number of slots."""
         if not waiting:
             return
         rows = encoded(_targets(waiting), self.header)
@@ -198,7 +198,7 @@ class Journal:
         return n * (8 + k * 12 + 4) if k else n * sum(self.sizes.values())
 
     def _complete(self, end: int) -> Iterator[tuple[int, Tensor]]:
-        """The places and tokens of all complete records. `size` is the end of the last one."""
+        """Yields the place and tokens of each undamaged record. `size` is the end of the last one."""
         place = self.size
         while len(head := os.pread(self.file, RECORD, place)) == RECORD:
             n, k, checksum = HEAD.unpack(head)
@@ -245,7 +245,7 @@ class _Waiting(NamedTuple):
 
 
 def _runs(waiting: list[_Waiting]) -> Iterator[tuple[int, int, list[_Waiting]]]:
-    """The first row, number of rows and documents of each group of adjacent documents."""
+    """Yields each group of adjacent documents, as its first row, number of rows and documents."""
     group: list[_Waiting] = []
     for one in [*waiting, None]:
         if group and (one is None or one.first != group[-1].first + group[-1].n):
@@ -276,7 +276,7 @@ def _targets(waiting: list[_Waiting]) -> SparseTargets:
 
 
 def _write(file: int, data: memoryview, place: int) -> int:
-    """Writes all data, and returns the place after them. One call of pwrite may write less."""
+    """Writes all data, and returns the place after the data. It may call pwrite several times."""
     while data:
         done = os.pwrite(file, data, place)
         data, place = data[done:], place + done
@@ -293,7 +293,7 @@ def _read(file: int, length: int, place: int) -> bytes:
 
 
 def unfinished(path: Path) -> int:
-    """The number of bytes in the journals of a store that are not in a shard yet.
+    """The number of bytes in a store's journals that are not in a shard yet.
 
     The journals belong to open writers or to writers that were killed. A damaged last record
     counts as well.

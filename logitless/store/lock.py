@@ -12,10 +12,10 @@ class Lock:
     """Holds a file locked until `release`, the end of a with block, or the end of the object.
 
     The system releases the lock when the process ends, even if the process is killed. A forked
-    process does not inherit the lock. Its copy of the descriptor is closed immediately, because a
-    lock exists as long as any copy of its descriptor. If `wait` is true, the constructor waits
-    until another owner releases the lock. Otherwise the constructor raises if there is another
-    owner.
+    process does not inherit the lock. The forked process closes its copy of the descriptor
+    immediately, because a lock is held as long as any copy of its descriptor is open. If another
+    owner holds the lock and `wait` is true, the constructor waits for the release. If `wait` is
+    false, the constructor raises.
     """
 
     def __init__(self, path: Path, wait: bool = False):
@@ -60,7 +60,7 @@ _held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def _unlock(file: int) -> None:
-    fcntl.flock(file, fcntl.LOCK_UN)  # also releases copies from a fork outside Python
+    fcntl.flock(file, fcntl.LOCK_UN)  # also for copies in a process forked outside Python
     os.close(file)
 
 

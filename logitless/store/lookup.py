@@ -1,13 +1,13 @@
 """Finds documents by their tokens.
 
-A document matches at a place of a batch if all its tokens follow there. A document also matches if
-the end of the searched range cuts it off. The index proposes documents by their hashes, and then
-the tokens of each proposed document are compared.
+A document matches at a place of a batch if all its tokens follow at this place. If the searched
+range ends first, only the tokens up to this end must match. The index proposes documents by their
+hashes, and then the tokens of each proposed document are compared with the batch.
 
 The search at a place begins with the longest beginning of 1, 4, 16, 64, ... tokens whose hash is in
 the index (store/index.py). If several documents of a shard have this beginning, the hashes of all
-longer ranges are looked up, up to the next hashed beginning. These lookups find whole documents,
-and the first tokens where documents with a shared beginning differ. The number of comparisons grows
+longer ranges are looked up, up to the next hashed beginning. These lookups find whole documents and
+the points where documents with a shared beginning start to differ. The number of comparisons grows
 with the number of shards, but not with the number of documents that share a beginning.
 """
 
@@ -71,7 +71,7 @@ class Index:
             self.first.append(first + len(shard))
         self.hashes, order = torch.cat(hashes).sort()
         self._numbers = torch.cat(numbers)[order]
-        # Reading single elements is faster by a memoryview than by a tensor.
+        # Reading single elements is faster from a memoryview than from a tensor.
         self.numbers = memoryview(buffer(self._numbers)).cast("B").cast("q")
 
     def document(self, tokens: Tensor) -> Match | None:
@@ -84,7 +84,7 @@ class Index:
         return _first_that_agree(tokens, [(0, candidates)])[0]
 
     def documents(self, tokens: Tensor, starts: Tensor) -> list[Match | None]:
-        """The documents that have exactly the tokens between two starts; None if not found."""
+        """For each range between two starts, the document with exactly these tokens, or None."""
         lengths, begins = starts.diff(), starts.tolist()
         proposed: list[tuple[int, list[Match]]] = [(begin, []) for begin in begins[:-1]]
         for at, entries in self._hits(Hashes(tokens)(starts[:-1], lengths)):
@@ -104,7 +104,8 @@ class Index:
         matches: list[Match | None] = [None] * len(starts)
         waiting, turn = self._beginnings(hashes, starts, limits), 0
         while waiting:
-            # One beginning per start and turn. Shorter beginnings follow if no document was found.
+            # Each turn tries one beginning per start. If it finds no document, the next turn tries
+            # a shorter beginning.
             searches = []
             for at, of_start in waiting.items():
                 length, entries = of_start[turn]
@@ -130,9 +131,9 @@ class Index:
         return matches
 
     def whole_documents(self, hashes: Hashes, start: int, limit: int) -> Iterator[Match]:
-        """Documents that end at most `limit` tokens after a start, by their hashes, longest first.
+        """Yields documents whose hashes match at a start, longest first.
 
-        Their tokens are not compared yet; see `agree`.
+        A document ends at most `limit` tokens after the start. `agree` compares its tokens.
         """
         lengths = torch.arange(limit, 0, -1)
         for place, entries in self._hits(hashes(torch.full_like(lengths, start), lengths)):
@@ -146,7 +147,7 @@ class Index:
         return None not in _first_that_agree(tokens, proposed)
 
     def likely_starts(self, hashes: Hashes, total: int, length: int) -> list[int]:
-        """Places where a document begins with the next `length` tokens, which is 4 or 16.
+        """Places where the next `length` tokens are the beginning of a document. `length` is 4 or 16.
 
         Returns no places if documents of this length would overlap at most places, as in a
         repetitive text.
@@ -159,7 +160,10 @@ class Index:
     def _beginnings(
         self, hashes: Hashes, starts: list[int], limits: list[int]
     ) -> dict[int, list["_Beginning"]]:
-        """The hashed beginnings in the index, longest first, of each start that has any."""
+        """For each start, its hashed beginnings that are in the index, longest first.
+
+        Starts without such a beginning are left out.
+        """
         if not starts:
             return {}
         begin, limit = torch.tensor(starts)[:, None], torch.tensor(limits)[:, None]
@@ -177,10 +181,10 @@ class Index:
     def _proposed(
         self, hashes: Hashes, starts: list[int], searches: list[_Search]
     ) -> list[list["_Hit"]]:
-        """Searches the index once for each start, and returns the entries."""
+        """Returns the index entries that each search finds."""
         proposed, shared = [], []
         for number, search in enumerate(searches):
-            several = any(self.numbers[entry] < 0 for entry in search.entries)  # share it
+            several = any(self.numbers[entry] < 0 for entry in search.entries)  # shared beginning
             proposed.append([(search.length, entry, not several) for entry in search.entries])
             if several and search.upper > search.length:
                 shared.append((number, starts[search.at], search.length + 1, search.upper + 1))
@@ -201,8 +205,8 @@ class Index:
         """The candidates, sorted from the longest match to the shortest match.
 
         Of the documents that the limit cuts off, one candidate per shard is enough. This candidate
-        is the document whose index entry has the longest hash. All documents of the shard with this
-        beginning agree up to the next longer entry, and no longer entry was found.
+        is the document whose index entry has the longest beginning. All documents of the shard with
+        this beginning agree up to the next longer entry, and no longer entry was found.
         """
         cut_off, ending = {}, {}
         for length, entry, alone in sorted(hits, key=lambda hit: -hit[0]):
@@ -215,7 +219,7 @@ class Index:
         return [*cut_off.values(), *sorted(ending.values(), key=lambda c: -c.length)]
 
     def _hits(self, wanted: Tensor) -> list[tuple[int, range]]:
-        """The places in `wanted` whose hash is in the index, and the entries with this hash."""
+        """Each place in `wanted` whose hash is in the index, with the entries of this hash."""
         if not len(self.hashes):
             return []
         low = torch.searchsorted(self.hashes, wanted)
@@ -237,7 +241,7 @@ class Index:
         return Match(shard, document, end - begin)
 
 
-_Hit = tuple[int, int, bool]  # length, index entry, and whether only one document has it
+_Hit = tuple[int, int, bool]  # length of a beginning, index entry, whether one document has it
 
 
 def _first_that_agree(

@@ -1,4 +1,4 @@
-"""Merging several stores into one, for example the stores of several machines."""
+"""Merges several stores into one, for example the stores of several machines."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ def merge(
 
     Returns the number of documents in the new store. A document that is in several stores is copied
     once. All headers must be equal. Before anything is copied, the SHA-256 of each file is checked.
-    Rows are copied without another rounding, except rows of version 1 (store/format.py). Merging a
-    single store changes the size of its shards. Running the same merge again resumes a merge that
-    was killed.
+    Rows are copied without being rounded again, except rows of version 1 (store/format.py). Merging
+    a single store into a new one changes the size of the shards. Running the same merge again
+    resumes a merge that was killed.
     """
     opened = [store if isinstance(store, Store) else Store(store) for store in stores]
     checks.some_stores(opened)

@@ -1,4 +1,4 @@
-"""Reading a store: documents by number or by tokens, and the targets of whole batches.
+"""Reads documents of a store by number or by tokens, and the targets of whole batches.
 
 store/lookup.py finds documents by tokens, store/shard.py reads the files, and store/training.py
 combines the targets of a batch with a loss.
@@ -25,15 +25,15 @@ from .rows import Decoding, Pieces, empty_pieces, table_of
 from .shard import Shard, shards_of
 from .verify import Report, verify
 
-LIKELY = (16, 4)  # numbers of tokens that must be those of a document at a likely start
+LIKELY = (16, 4)  # at a likely start, this number of tokens is the beginning of a document
 SLOTS = 1 << 19  # number of slots that are read and decoded at once
 
 
 class Store:
     """The documents of a store, and the teacher's distribution of each next token.
 
-    Rows are read from the files when they are used. If `tokenizer` is the
-    `tokenizer_hash` of your tokenizer, a store that was made with another tokenizer is refused.
+    Rows are read from the files when they are used. If `tokenizer` is the `tokenizer_hash` of your
+    tokenizer, a store that was captured with another tokenizer is refused.
 
     >>> store = Store("targets")
     >>> tokens, targets = store[0]  # targets[i] describes the token after tokens[i]
@@ -69,7 +69,7 @@ class Store:
         return torch.cat(lengths) if lengths else torch.empty(0, dtype=torch.int64)
 
     def __getitem__(self, index: Any) -> tuple[Tensor, SparseTargets]:
-        """Tokens and targets of a document, store[i], or of a range of tokens, store[i, a:b]."""
+        """store[i] returns tokens and targets of a document; store[i, a:b] of a range of tokens."""
         i, tokens = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
         i = checks.document_number(i, len(self))
         number = bisect.bisect_right(self._first, i) - 1
@@ -80,7 +80,7 @@ class Store:
         return shard.tokens(begin + a, begin + b), targets
 
     def find(self, tokens: Any) -> int:
-        """The number of the document that has exactly these tokens; KeyError if there is none."""
+        """The number of the document with exactly these tokens. Raises KeyError if not found."""
         tokens = checks.tokens(tokens, self.info.vocab_size)
         match = self.index.document(tokens)
         if match is None:
@@ -89,14 +89,14 @@ class Store:
         return self._first[self.shards.index(match.shard)] + match.document
 
     def targets_for(self, input_ids: Tensor, lengths: Any = None) -> SparseTargets:
-        """The targets of a batch; row t describes the token after input_ids[..., t].
+        """The targets of a batch. The target at position t describes the token after position t.
 
         A row of the batch holds documents of the store, one after the other, and then padding. Each
         document is whole or cut off at its end. The slots of padding are masked. `lengths` gives
-        the lengths of the documents in each row: one number per row, or several for packed rows;
-        tokens after the last document are padding. Without `lengths`, documents are found one by
-        one, and the rest of a row must be one repeated token; a row of negative ids is all padding.
-        Raises KeyError if tokens match no document of the store.
+        the lengths of the documents in each row: one number per row, or several for packed rows.
+        Then all tokens after the last document are padding. Without `lengths`, documents are found
+        one by one, and the rest of a row must be one repeated token. A row of negative ids is all
+        padding. Raises KeyError if tokens match no document of the store.
         """
         checks.input_ids(input_ids)
         flat = input_ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
@@ -112,7 +112,7 @@ class Store:
     for_tokens = targets_for  # another name of the same method
 
     def verify(self) -> Report:
-        """Checks that the store is intact and plausible. The report is false if it has problems."""
+        """Checks that the store is intact and plausible. The report is falsy if it has problems."""
         return verify(self)
 
     def _of_lengths(self, flat: Tensor, lengths: list[list[int]], width: int) -> list["Span"]:
@@ -129,10 +129,10 @@ class Store:
         return _with_padding(starts, matches, len(flat))
 
     def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
-        """The spans of a batch, found document after document in all rows at once.
+        """The spans of a batch. In all rows at once, one document after the other is found.
 
         The starts of rows and other likely starts are looked up in advance. If a row has documents
-        at other starts, starts that are less likely are looked up too.
+        at other starts, less likely starts are looked up too.
         """
         hashes = Hashes(flat)
         known: dict[int, Match | None] = {}
@@ -163,9 +163,9 @@ class Store:
     def _with_rest(
         self, flat: Tensor, hashes: Hashes, row: int, width: int, matches: list[Match]
     ) -> list[Match]:
-        """The documents of a row, if all tokens after the documents are padding.
+        """Returns the matches of a row, if all tokens after the matched documents are padding.
 
-        Otherwise other documents are tried. Raises if the tokens match no document.
+        Otherwise tries other documents. Raises if the tokens match no document.
         """
         begin, end = row * width, (row + 1) * width
         at = begin + sum(match.length for match in matches)
@@ -181,7 +181,7 @@ class Store:
         return matches
 
     def _other_reading(self, flat: Tensor, hashes: Hashes, begin: int, end: int) -> list[Match]:
-        """Documents that fill a row up to its end or up to negative ids; [] if there are none.
+        """Documents that fill a row up to its end or up to negative ids. Returns [] if not found.
 
         Longer documents are tried first. Each start within the row is tried only once.
         """
@@ -210,7 +210,7 @@ class Store:
             yield from self.index.whole_documents(hashes, at, end - at)
 
     def _longest(self, flat: Tensor, hashes: Hashes, starts: list[int], width: int):
-        """The longest match at each start that ends within its row."""
+        """For each start, the longest match that ends within the row of the start."""
         limits = [width - at % width for at in starts]
         return self.index.match(flat, hashes, starts, limits, whole=False)
 
@@ -249,7 +249,7 @@ class Store:
         )
 
 
-Span = tuple[Shard | None, int, int]  # rows: shard (None for padding), first row, number of rows
+Span = tuple[Shard | None, int, int]  # shard (None for padding), first row, number of rows
 
 
 def _with_padding(starts: Sequence[int], matches: Sequence[Match], total: int) -> list[Span]:
@@ -267,7 +267,7 @@ def _with_padding(starts: Sequence[int], matches: Sequence[Match], total: int) -
 
 
 def _portions(spans: list[Span], rows: int) -> Iterator[list[Span]]:
-    """The spans in groups of the given number of rows. A long span is cut."""
+    """Yields the spans in groups of `rows` rows. A long span is cut into several spans."""
     portion, room = [], rows
     for shard, begin, n in spans:
         while n:

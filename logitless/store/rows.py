@@ -1,13 +1,12 @@
 """Encodes targets as the columns of a shard, and decodes them.
 
 store/format.py describes the columns. With `values="u8"`, each row has its own unit, in nats. A
-slot is stored by its distance below the row's `top`. Distances of up to NEAR units are rounded to
-whole units. Above NEAR units, each code means a distance that is a third larger than the code
-before, so that slots with almost no probability do not make the unit larger.
+slot is stored as its distance below the row's `top`. Distances of up to NEAR units are rounded to
+whole units. Above NEAR units, each code means a distance that is a third larger than the distance
+of the previous code. So slots with almost no probability do not make the unit larger.
 
 Rounding keeps the mass of a row, because `top` is chosen so that the rounded probabilities have the
-same sum. The remaining error is in the proportions between slots and is of second order in the
-unit.
+same sum. The remaining error is in the ratios between slots and is of second order in the unit.
 """
 
 import functools
@@ -40,8 +39,8 @@ Pieces = Mapping[str, Sequence[Any]]  # the bytes of a column, in one or several
 def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Table:
     """Encodes the rows of targets, (T,), on their device.
 
-    `sorted_` may only be true if the slots are sorted, as `capture_topk` returns them. Then the
-    host does not wait for the device.
+    `sorted_` may be true only if the slots are sorted, as `capture_topk` returns them. If it is
+    true, the host does not wait for the device.
     """
     ids, logprobs, valid = _ordered(targets, header.k, sorted_)
     top, logprobs = logprobs[:, 0], logprobs.masked_fill(~valid, -torch.inf)
@@ -89,9 +88,10 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
     """Codes in 8 bits, and the distances below `top` that the codes mean.
 
     A row uses the smallest unit for which all slots are within NEAR units, if the divergence is at
-    most NEGLIGIBLE. Otherwise the row uses the best of TRIED units. For the smallest of these
-    units, all slots are within NEAR units, except last slots with a mass of at most FAR_MASS. Most
-    of a row's mass is in a few slots, and some units round all of these slots well.
+    most NEGLIGIBLE. Otherwise the row uses the best of TRIED units. The smallest of these units is
+    chosen so that all slots are within NEAR units, except last slots whose total mass is at most
+    FAR_MASS. Trying several units helps, because most of a row's mass is in a few slots, and some
+    units round all of these slots well.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
     beyond = p.flip(-1).cumsum(-1).flip(-1) <= FAR_MASS
@@ -108,12 +108,12 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 
 
 def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
-    """The KL divergence (T, n) from rows p (T, K) to the rows decoded with each of n units."""
+    """The divergence KL(p ‖ p̂), (T, n), of rows p (T, K) and the rows p̂ decoded with n units."""
     below, p = below[:, None], p[:, None]
     off = below - _codes(below, _unit(steps)[..., None])[1]
     # The decoded row is log p̂ = log p + off - log Σ p e^off. `off` is limited to 80, because e^off
-    # would overflow. The limit changes no choice of a unit: for such a slot, p is 0, or the error
-    # of this unit is larger than the errors of all other units.
+    # would overflow. The limit does not change which unit is chosen, because for such a slot p is
+    # 0, or the error of this unit is larger than the errors of all other units.
     return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
 
 
@@ -138,7 +138,7 @@ def decoded(table: Table, header: Header) -> SparseTargets:
 
 
 def recoded(table: Table, header: Header) -> Table:
-    """Encodes rows of version 1 again. In version 1, every code up to CODES means `code` units."""
+    """Converts rows of version 1, in which every code up to CODES means `code` units."""
     if header.values == "f16":
         return table
     decoding = Decoding(len(table["top"]), header, near=CODES)
@@ -149,8 +149,8 @@ def recoded(table: Table, header: Header) -> Table:
 class Decoding:
     """Targets of a number of rows, which `add` decodes part by part.
 
-    Only the targets have the size of all rows. All other tensors have the size of a part, because
-    memory that the process gets from the system takes longer to obtain than to fill.
+    Only the targets have the size of all rows. All other tensors have the size of one part, because
+    obtaining new memory from the system takes longer than filling it.
     """
 
     def __init__(self, rows: int, header: Header, near: int = NEAR):
@@ -183,7 +183,10 @@ class Decoding:
             self._masked(begin, logprobs)
 
     def _far(self, units: Tensor, codes: Tensor) -> int:
-        """Replaces codes in `units` that are not numbers of units. Returns the largest code."""
+        """Replaces each code in `units` above `near` by its number of units.
+
+        Returns the largest code.
+        """
         last = codes[:, -1]  # the codes of a row do not decrease
         most = int(last.max())
         if most > self.near:
@@ -229,7 +232,7 @@ def empty_pieces(n: int, header: Header) -> dict[str, bytearray]:
 
 
 def table_of(pieces: Pieces, header: Header) -> Table:
-    """The rows in pieces of columns, which follow each other."""
+    """The table of rows whose columns are given as consecutive pieces of bytes."""
     sizes, table = header.sizes(), {}
     rows = sum(map(len, pieces["top"])) // sizes["top"]
     for name, (dtype, shape) in header.layout().items():

@@ -1,4 +1,4 @@
-"""Checks of an inference server's output, with errors `<field> must <rule>, got <value>.`"""
+"""Checks of an inference server's output. Errors read `<field> must <rule>, got <value>.`"""
 
 import math
 from typing import Any, NoReturn

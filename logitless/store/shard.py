@@ -21,7 +21,7 @@ from .format import FORMAT, OLDER, VERSION, Header, pack, packed_length, unpack,
 from .index import index_of
 from .rows import Pieces, Table, recoded, table_of, tensor_of
 
-Span = tuple[int, int]  # the first row and the end of some rows of a shard
+Span = tuple[int, int]  # a range [begin, end) of rows of a shard
 ROWS = 8192  # number of rows that `groups` reads at once
 PIECE = 1 << 22  # number of bytes that are read at once for a digest
 
@@ -67,10 +67,10 @@ class Shard:
         return tokens[first : first + end - begin]
 
     def tokens_of(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
-        """The tokens of several spans in one tensor, and the place in it where each span begins.
+        """Returns a tensor with the tokens of several spans, and the place where each span begins.
 
         The tensor has up to 7 other tokens before and after each span, because only the fields of
-        every eighth token begin at a byte.
+        every eighth token begin at a byte boundary.
         """
         whole = [(begin - begin % 8, end + -end % 8) for begin, end in spans]
         counts = [b - a for a, b in whole]
@@ -124,13 +124,13 @@ class Shard:
             first = last
 
     def index(self) -> tuple[Tensor, Tensor]:
-        """The columns index.hash and index.doc. For version 1, they are computed again."""
+        """The columns index.hash and index.doc. For version 1, they are computed from tokens."""
         if self.version == VERSION:
             return self.column("index.hash"), self.column("index.doc")
         return index_of(self.tokens(0, int(self.starts[-1])), self.starts)
 
     def is_intact(self) -> bool:
-        """Whether the tensors have the SHA-256 that the shard was written with."""
+        """Whether the SHA-256 of the tensors equals the SHA-256 in the shard's metadata."""
         digest = hashlib.sha256()
         for name in sorted(self.entries):
             if name != "crc":
@@ -145,7 +145,7 @@ class Shard:
 def write_shard(
     path: Path, header: Header, tokens: Tensor, starts: Tensor, rows: Mapping[str, Tensor]
 ) -> None:
-    """Writes a whole shard or nothing. After the return, the shard survives a loss of power."""
+    """Writes a whole shard or nothing. After this returns, the shard survives a loss of power."""
     columns = dict(rows)
     columns |= {f"tokens.{w}": field for w, field in pack(tokens, header.bits).items()}
     columns["starts"] = starts
@@ -155,7 +155,7 @@ def write_shard(
         "format": FORMAT, "version": VERSION, "header": header.to_json(),
         "sha256": digest_of(columns),
     }  # fmt: skip
-    # The same order as in `safetensors.write`. Its sort is stable, so that the checksums come last.
+    # This is the order that `safetensors.write` uses. The sort is stable, so checksums come last.
     columns = dict(sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize))
     columns["crc"] = checksums(columns.values())
     safetensors.write(path, columns, metadata, durable=True)

@@ -31,7 +31,7 @@ class Summary:
 
 
 def _sample(store: Store, most: int) -> Iterator[tuple[Tensor, Tensor, SparseTargets]]:
-    """Tokens, ends and targets of documents that are spread over the store, in groups."""
+    """Yields tokens, ends and targets of groups of documents that are spread over the store."""
     every, skipped = max(1, store.tokens // most), 0
     for shard in store.shards:
         numbers = range(skipped, len(shard), every)

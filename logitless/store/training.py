@@ -1,4 +1,4 @@
-"""Training a student from a store: the targets of a batch, and the loss of a causal model.
+"""Trains a student from a store: the targets of a batch, and the loss of a causal model.
 
 logitless/hf.py uses these functions in a Trainer of Transformers.
 """
@@ -43,9 +43,9 @@ def distill_loss(
     `logits` (B, T, V) of a causal model are a tensor, a head or the output of a fused model.
     `labels` (B, T) are not shifted, as in Transformers. Row t is compared with labels[:, t + 1].
     Labels of -100 do not count. `targets` (B, T) come from `Store.targets_for`. The loss is the
-    mean over the tokens that count, or their sum divided by num_items. parts=True also returns both
-    terms, for a log, and reads the logits once more. Other options are those of `topk_distill`.
-    `divergence` and `support` have no default.
+    mean over the tokens that count. With num_items, it is the sum divided by num_items. parts=True
+    also returns both terms, for logging, and reads the logits once more. Other options are passed
+    to `topk_distill`. `divergence` and `support` have no default.
 
     >>> targets = store.targets_for(input_ids)
     >>> options = {"divergence": "forward_kl", "support": "tail"}
@@ -104,8 +104,8 @@ def _lengths(begins: Tensor, tokens: int) -> list[int]:
 class Collator:
     """Wraps a collator, and adds the teacher's targets to each batch as "targets".
 
-    The lookup runs in the workers of the DataLoader, if the DataLoader has workers. Each rank looks
-    up only its own batches.
+    If the DataLoader has workers, the lookup runs in the workers. Each rank looks up only its own
+    batches.
 
     >>> DataLoader(documents, batch_size=8, collate_fn=Collator(store, pad_and_stack))
     """

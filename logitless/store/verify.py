@@ -45,7 +45,7 @@ class Report:
 
 
 class _Shift:
-    """The test for stores whose rows are shifted by one token.
+    """Tests whether the rows of a store are shifted by one token.
 
     The test compares the mean log-probabilities of the next token (offset 0), of the token before
     it (offset -1) and of the token after it (offset +1). In a correct store, offset 0 has the
@@ -95,7 +95,7 @@ class _Shift:
 def verify(store: Any, progress: Any = None) -> Report:
     """Checks the checksums, ids, masses and alignment of all rows.
 
-    `progress` is called with the number of tokens that were read, every ROWS rows.
+    After every ROWS rows, `progress` is called with the number of tokens that were read.
     """
     report, shift = Report(len(store), store.tokens), _Shift()
     for shard in store.shards:
@@ -116,7 +116,7 @@ def verify(store: Any, progress: Any = None) -> Report:
 def _check_rows(
     shard: Shard, vocab_size: int, shift: _Shift, report: Report, progress: Any
 ) -> None:
-    """Checks all rows of a shard, ROWS rows at once."""
+    """Checks all rows of a shard, ROWS rows at a time."""
     total = int(shard.starts[-1])
     for a in range(0, total, ROWS):
         b = min(a + ROWS, total)

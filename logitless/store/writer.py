@@ -27,9 +27,9 @@ from .lookup import Index
 from .rows import Table, encoded
 from .shard import Shard, shards_of, write_shard
 
-# The bytes of memory per document while its shard is written, for index entries and their hashes.
-# They count like bytes of the file, so that a shard of very short documents takes no more memory
-# than a shard of long documents.
+# The bytes of memory that index entries and their hashes take per document while a shard is
+# written. These bytes count towards the size of the shard, so that writing a shard of very short
+# documents takes no more memory than writing a shard of long documents.
 PER_DOCUMENT = 512
 # Documents of up to SHORT tokens are encoded together when their shard is written, because encoding
 # a few rows takes PyTorch as long as encoding a few hundred rows.
@@ -100,7 +100,7 @@ class Writer:
         )
 
     def __len__(self) -> int:
-        """The number of documents, including those that other ranks had written at the opening."""
+        """The number of documents, including documents of other ranks in the store when opened."""
         return sum(map(len, self.shards)) + len(self.journal)
 
     def __contains__(self, tokens: Any) -> bool:
@@ -134,9 +134,9 @@ class Writer:
     def extend(self, tokens: Any, starts: Sequence[int], targets: SparseTargets) -> int:
         """Adds several documents at once, which is faster than `add` for short documents.
 
-        `tokens` and `targets` are those of all documents, one after the other. `starts` are the
-        places of the first tokens, and the number of all tokens. Returns the number of documents
-        that were added. If a document is refused, no document is added.
+        `tokens` and `targets` hold all documents, one after the other. `starts` holds the place of
+        each document's first token, followed by the number of all tokens. Returns the number of
+        documents that were added. If a document is refused, no document is added.
         """
         checks.is_open(self.closed, self.lock.is_mine)
         tokens = checks.tokens(tokens, self.header.vocab_size)
@@ -151,8 +151,8 @@ class Writer:
     def append(self, tokens: Tensor, rows: Table, starts: Sequence[int] | None = None) -> int:
         """Adds an encoded document, or the encoded documents between the starts.
 
-        Returns the number of documents that were added, which is smaller if the store has some of
-        them already.
+        Returns the number of documents that were added. Documents that the store has already are
+        not added.
         """
         checks.is_open(self.closed, self.lock.is_mine)
         new, where, starts = self._new(tokens, starts or (0, len(tokens)))
@@ -178,7 +178,7 @@ class Writer:
     def _write(
         self, tokens: Tensor, starts: Sequence[int], rows: Table, digests: list[bytes]
     ) -> None:
-        """Appends the documents between the starts, and writes a shard whenever it is full."""
+        """Appends the documents between the starts. Writes a shard whenever the journal is full."""
         first = 0
         while first < len(digests):
             room = self.shard_bytes - self._bytes(self.journal.tokens, len(self.journal))
@@ -243,7 +243,7 @@ class Writer:
         try:
             self.close()
         except OSError:
-            if error is None:  # an earlier error is raised instead; the journal has the documents
+            if error is None:  # an earlier error takes precedence; the journal has the documents
                 raise
 
 

@@ -1,4 +1,4 @@
-"""`logitless bench`: checks and times the library beside PyTorch and other libraries.
+"""`logitless bench`: checks and times this library, PyTorch and other libraries.
 
 The contenders are logitless, PyTorch eager, torch.compile and each other library that can be
 imported. The values and gradients of every contender are compared with fp64 before any time is
@@ -11,8 +11,8 @@ times are compared with PyTorch.
     logitless bench --against eager --against liger  logitless beside these two only
     logitless bench --from-json FILE                 report and plots of a stored result
 
-A long family can be run in several parts, with the same commit on the same kind of machine. The
-parts are joined into one result:
+A family that takes long can be run in several parts, from the same commit and on the same kind of
+machine. The parts are joined into one result:
 
     logitless bench --family heads --minutes 8       writes a first part and prints its FILE
     logitless bench --family heads --resume FILE     runs the missing cases; reports all cases
@@ -68,7 +68,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 1 if a result of logitless is wrong or missing, 2 for invalid arguments."""
+    """Returns the exit status: 1 if our result is wrong or missing, 2 for invalid arguments."""
     require("bench", "rich", "matplotlib")
     from rich.console import Console
     from rich.markdown import Markdown
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
-    """Runs the cases that the stored parts lack, and returns the document of all cases."""
+    """Runs the cases that the stored parts lack, and returns a document with all cases."""
     end, device = time.monotonic() + 60 * args.minutes, chosen_device(args.device)
     filters = {"families": args.family, "ops": args.op, "shapes": args.shape, "dtypes": args.dtype}
     chosen = cases.choose(device, quick=args.quick, **filters)

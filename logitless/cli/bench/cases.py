@@ -1,11 +1,11 @@
-"""The cases of the benchmark: functions, sizes, floors of times, and our targets.
+"""The cases of the benchmark: functions, sizes, lower bounds on times (floors), and our targets.
 
 The size of the logits in bytes is B = rows · vocab · itemsize. A forward reads the logits once (B).
 A forward + backward reads the logits twice and writes the gradient (3B). In place, each logit is
 read once and overwritten once (2B). The *floor* of a time is the number of these bytes divided by
-C, the copy bandwidth measured in the same run. Some functions are not limited by bytes. Their floor
-is the time of a *yardstick*, measured in the same run. The yardstick of a head is the time of its
-GEMMs in cuBLAS: three GEMMs for a mean or sum, and four GEMMs for results per row. On a CPU, times
+C, the copy bandwidth measured in the same run. Some functions are not limited by bandwidth. For
+them, the floor is the time of a *yardstick*, measured in the same run. A head's yardstick is its
+GEMMs in cuBLAS, which are three for a mean or sum, and four for results per row. On a CPU, times
 have no floor and are compared with PyTorch's time.
 """
 
@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 class Mode:
-    """What is timed. A mode measures device time, unless its text names another clock."""
+    """The passes that are timed. The clock is device time, unless the text names another clock."""
 
     FORWARD, BACKWARD = "forward", "forward + backward"
     INPLACE = "forward + backward, in place"
@@ -58,10 +58,10 @@ class Work:
 
 @dataclass
 class Case(Work):
-    """One case of the benchmark, run by every contender that has the op.
+    """One case of the benchmark. It is run for every contender that has the op.
 
-    Our time must be at most `targets[reference]` times the time of each reference. A reference is
-    one of these strings:
+    For each reference, our time must be at most `targets[reference]` times the reference's time. A
+    reference is one of these strings:
 
     - "floor" is the floor of the case.
 
@@ -74,9 +74,9 @@ class Case(Work):
     - "cpu" is PyTorch's time on a CPU.
     """
 
-    options: dict[str, Any] = field(default_factory=dict)  # of the inputs and of the op
+    options: dict[str, Any] = field(default_factory=dict)  # options of inputs and op
     targets: dict[str, float] = field(default_factory=dict)
-    passes: float = 0.0  # the floor in units of B / C
+    passes: float = 0.0  # the floor, as a multiple of B / C
     yardstick: str = ""  # name of the yardstick (runner.yardstick), if bytes do not limit the work
     spare_mib: float | None = None  # memory that may be allocated beyond the gradients
     alone: bool = False  # whether only logitless is run
@@ -162,7 +162,7 @@ PAIRS = [
     TEACHERS("soft_cross_entropy", BOTH),
 ]
 ROOMY = {"floor": 1.25}
-LIGER = {"liger": 1.0}  # the target for a workspace as large as Liger's memory is Liger's time
+LIGER = {"liger": 1.0}  # with a workspace as large as Liger's memory, our target is Liger's time
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
@@ -179,7 +179,7 @@ OVER_A_HEAD = [
 
 
 def workspaces(targets: dict[int, dict]) -> list[Case]:
-    """Cases of cross_entropy over a head, one case per workspace in MiB and per `accumulate`."""
+    """Cases of cross_entropy over a head: one per workspace, in MiB, and value of `accumulate`."""
     small = [(f"{mib} MiB", {"workspace": mib * MIB}, limit) for mib, limit in targets.items()]
     return [PLAIN_HEAD, *(ALONE(*case, yardstick="3 GEMMs") for case in small), *OTHER_SUMS]
 
@@ -219,7 +219,7 @@ def parse_shape(text: str) -> str:
 
 
 def smaller(shape: str, device: str) -> str:
-    """The shape, reduced to the sizes of --quick."""
+    """The shape, reduced to at most the sizes of --quick."""
     rows, vocab = QUICK[device]
     *others, last = map(int, shape.split("×"))
     return "×".join(map(str, [*(min(size, rows) for size in others), min(last, vocab)]))

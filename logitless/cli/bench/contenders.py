@@ -1,6 +1,6 @@
 """The inputs of a case, and its contenders: logitless, PyTorch, and other installed libraries.
 
-A contender is a function of a case. The contender returns the function to time, or None if the
+A contender is a function that takes a case. It returns the function to time, or None if the
 library does not have the op of the case.
 """
 
@@ -28,7 +28,7 @@ Finder = Callable[[Case], Callable | None]
 
 
 def inputs(case: Case, device: str) -> Inputs:
-    """Logits, uniform targets, and the other arguments of a case's op."""
+    """The arguments of a case's op: logits, uniformly random targets, and others."""
     N, V, leaves = case.rows, case.sizes[-1], leaves_of(case, device)
     options = {name: x for name, x in case.options.items() if name not in OF_A_HEAD}
     target = torch.randint(V, (N,), device=device)
@@ -70,7 +70,7 @@ def leaves_of(case: Case, device: str) -> tuple[Tensor, ...]:
 
 
 def sparse_teacher(N: int, V: int, K: int, device: str) -> tuple[Tensor, ...]:
-    """ids, log-probabilities and tail of a teacher with K random ids per row."""
+    """Returns ids, log-probabilities and tail of a teacher with K random ids per row."""
     logprobs = (2 * torch.randn(N, 4096, device=device)).log_softmax(-1).topk(K).values
     ids = torch.stack([torch.randperm(V, device=device)[:K] for _ in range(min(N, 64))])
     ids = ids.repeat(-(-N // len(ids)), 1)[:N]
@@ -104,7 +104,7 @@ def ours(case: Case) -> Callable:
 
 
 def eager(case: Case) -> Callable | None:
-    """The formula in PyTorch, or None for cases in place, because PyTorch has no such function."""
+    """The formula in PyTorch. None for cases in place, because PyTorch has no in-place losses."""
     formula = formulas.FORMULAS[case.op]
     op = formula if case.op in BY_ROW else lambda *x, **options: formula(*x, **options).mean()
     op = F.cross_entropy if case.op == "cross_entropy" else op
@@ -121,7 +121,7 @@ def compiled(case: Case) -> Callable | None:
 
 
 def of_log_softmax(loss):
-    """Applies log_softmax to logits before a loss of log-probabilities."""
+    """Returns a loss of logits, which passes their log_softmax to a loss of log-probabilities."""
     return lambda x, teacher, **_: loss(x.log_softmax(-1), teacher.log_softmax(-1))
 
 
@@ -138,7 +138,7 @@ def liger(module) -> dict:
 
 
 def fla(module) -> dict:
-    """The losses of fla, without fla's logsumexp, because its autotuning takes minutes."""
+    """The losses of fla. Its logsumexp is left out, because autotuning it takes minutes."""
     head = module.FusedLinearCrossEntropyLoss()
     return {
         "heads: cross_entropy": lambda hidden, weight, target: head(hidden, target, weight),
@@ -147,7 +147,10 @@ def fla(module) -> dict:
 
 
 def both_ways(loss) -> dict:
-    """Ops for a loss that can overwrite. `loss` is a class, or partial(partial, function)."""
+    """Ops with and without overwriting the logits, for a loss that has both.
+
+    `loss` is a class, or partial(partial, function).
+    """
     return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
 
 
@@ -168,7 +171,10 @@ def rival(ops: dict[str, Callable], case: Case) -> Callable | None:
 
 
 def load(names: Iterable[str], device: str) -> tuple[dict[str, Finder], dict[str, str]]:
-    """The contenders that can run, and the version or the reason for absence of every contender."""
+    """Returns the contenders that can run, and a text for every contender.
+
+    The text is the contender's version, or the reason why the contender is absent.
+    """
     loaded = {name: BUILT_IN[name] for name in names if name in BUILT_IN}
     versions = {name: ll.__version__ if name == OURS else torch.__version__ for name in loaded}
     for name in (name for name in names if name in RIVALS):

@@ -13,18 +13,18 @@ from .results import Result
 
 RIVALS = (EAGER, *(name for name in NAMES if name not in (EAGER, OURS)))  # PyTorch comes first
 GREYS = ("#c9ced6", "#9aa5b1", "#7fb7be", "#4f7cac", "#33658a", "#2f4858", "#86a873")
-REDS = ("#d1495b", "#dc7683", "#e8a4ad", "#f3d1d6")  # ours: the default, and variants
+REDS = ("#d1495b", "#dc7683", "#e8a4ad", "#f3d1d6")  # our default and our variants
 LABELS = {EAGER: "PyTorch", COMPILED: "torch.compile", "liger": "Liger"}
 LABELS |= {"cce": "cut-cross-entropy", "fla": "flash-linear-attention"}
 TITLES = {"logits": "Cross-entropy over logits", "heads": "Cross-entropy over a head"}
 TITLES |= {"teachers": "Losses with a teacher"}
 IN_PLACE = f"{OURS}, in place"
-GAP = 1.2  # between groups, in bars
-LEAST_WIDTH = 4  # of a group, in bars, so that its label has room
+GAP = 1.2  # width between groups, in bars
+LEAST_WIDTH = 4  # smallest width of a group, in bars, so that its label has room
 
 
 class Bar(NamedTuple):
-    """One bar, its height, and the height of a line that shows the limit of our bars."""
+    """One bar: its place, its height, and for our bars the height of a line at the limit."""
 
     panel: str
     group: str
@@ -55,7 +55,7 @@ def save(document: dict, folder: Path) -> list[Path]:
 
 
 def is_shown(r: Result, contenders: int) -> bool:
-    """Whether a result is plotted. `contenders` is the number of contenders with this case.
+    """Whether a result is plotted. `contenders` is the number of contenders that ran this case.
 
     The plots of logits and heads show cross_entropy without options. The plots of heads also show
     every workspace. The plots of teachers show the functions that PyTorch has too.
@@ -69,10 +69,10 @@ def is_shown(r: Result, contenders: int) -> bool:
 
 
 def place(r: Result) -> tuple[str, str, str]:
-    """Panel, group and name of a result. Our results in place are beside the others."""
+    """The panel, group and name of a result. In-place results are drawn beside the others."""
     mode = Mode.BACKWARD if r.mode == Mode.INPLACE else r.mode
     shape = f"{sizes(r.shape)}\n{r.dtype}"
-    if r.family == "teachers":  # few results, so that one panel holds all modes
+    if r.family == "teachers":  # one panel holds all modes, because results are few
         work = "\n".join(f"{r.work}, {mode}".split(", "))
         return "", f"{work}\n{shape}", r.contender
     if r.mode == Mode.INPLACE:
@@ -82,7 +82,7 @@ def place(r: Result) -> tuple[str, str, str]:
 
 
 def speeds(shown: list[Result]) -> list[Bar]:
-    """PyTorch's time divided by each time. PyTorch has no results in place."""
+    """Bars of PyTorch's time divided by each result's time. PyTorch has no results in place."""
     eager = {place(r)[:2]: r.ms for r in shown if r.contender == EAGER}
     bars = []
     for r in shown:
@@ -95,14 +95,14 @@ def speeds(shown: list[Result]) -> list[Bar]:
 
 
 def memory(shown: list[Result]) -> list[Bar]:
-    """The MiB of forward + backward."""
+    """Bars of the memory that forward + backward take, in MiB."""
     both = [r for r in shown if r.mode in (Mode.BACKWARD, Mode.INPLACE)]
     taken = [(place(r), r.spare_mib if r.family == "heads" else r.extra_mib) for r in both]
     return [Bar(*where, max(mib, 0.0)) for where, mib in taken if mib is not None]
 
 
 def draw(bars: list[Bar], title: str, line: str | None, path: Path) -> None:
-    """Draws a panel per mode, with groups of bars on a linear scale. `line` names the limits."""
+    """Draws one panel per mode, with groups of bars on a linear scale. `line` labels the limits."""
     from matplotlib.figure import Figure  # pyplot would need a display and global state
 
     panels = list(dict.fromkeys(bar.panel for bar in bars))
@@ -169,7 +169,7 @@ def label_of(name: str) -> str:
 
 
 def amount(value: float) -> str:
-    """A number in three digits or less, and with commas: 0.09, 1, 12.3, 2,004."""
+    """A number as text, with commas, and at most three digits below 1,000: 0.09, 12.3, 2,004."""
     digits = 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if digits else text

@@ -1,7 +1,7 @@
-"""The stored form of a run, the judgement of its targets, and the report.
+"""Stores a run, checks whether our results reach their targets, and writes the report.
 
-A run is a document: a dictionary of facts, with the results as "rows". The report depends on the
-document only, so that an old run can be reported again on any machine.
+A run is stored as a document: a dictionary of facts, with the results under "rows". The report
+depends only on the document, so that an old run can be reported again on any machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .contenders import NAMES
 
 OVERWRITES, SYNCHRONISES = "overwrites its input", "synchronises with the host"
 KERNEL_START_MS = 0.006  # time that a call on few rows may take beyond the floor
-Times = dict[tuple[str, str], float]  # by contender and by name of the case
+Times = dict[tuple[str, str], float]  # times by contender and case name
 
 
 @dataclass
@@ -50,7 +50,7 @@ def blank(case: Case, contender: str, **known) -> Result:
 
 
 def new_document(device: str, contenders: dict[str, str], commit: str | None) -> dict:
-    """The document of a run without results."""
+    """The document of a new run, without results."""
     return {
         "device": machine.device(device),
         "versions": machine.versions(),
@@ -124,7 +124,10 @@ def check_targets(case: Case, r: Result, times: Times) -> None:
 
 
 def limit(case: Case, of: str, factor: float, floor: float | None, times: Times):
-    """A target as text, and its limit in milliseconds, or None without a measured reference."""
+    """Returns a target as text, and its limit in milliseconds.
+
+    The limit is None without a measured reference.
+    """
     plain, start = replace(case, variant=PLAIN), KERNEL_START_MS if of == "start + floor" else 0.0
     if "floor" in of:
         passes = "" if case.passes == 1 else f"{case.passes:g}"

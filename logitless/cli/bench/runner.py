@@ -1,8 +1,9 @@
 """Runs one case: first checks every contender, then times every contender.
 
 A contender that raises is reported as "failed". A contender with wrong results is reported as
-"wrong". The report gives the reason, and no time. A contender that overwrites its inputs is timed
-on a copy of the inputs. The copy is restored before each repetition, outside the measured time.
+"wrong". In both cases, the report gives the reason instead of a time. A contender that overwrites
+its inputs is timed on a copy of the inputs. The copy is restored before each repetition, and the
+time of restoring is not measured.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Leaves = tuple[Tensor, ...]
 
 
 class Entry:
-    """One contender in one case."""
+    """Runs one contender in one case."""
 
     def __init__(self, case: Case, name: str, op: Callable, inputs: Inputs):
         self.case, self.op, self.inputs, self.leaves = case, op, inputs, inputs.leaves
@@ -66,7 +67,7 @@ class Entry:
             result.note = "; ".join(filter(None, (result.note, SYNCHRONISES)))
 
     def fresh(self, leaves: Leaves) -> Leaves:
-        """Leaves that share the memory of `leaves`, without gradient or graph of earlier calls."""
+        """Leaves that share the memory of `leaves`, but no gradient or graph of earlier calls."""
         gradient = self.case.mode not in (Mode.FORWARD, Mode.REPLAY)
         return tuple(leaf.detach().requires_grad_(gradient) for leaf in leaves)
 
@@ -105,7 +106,7 @@ class Entry:
 def run_case(
     case: Case, loaded: dict[str, Finder], device: str, budget: float, *, checked: bool = True
 ) -> list[Result]:
-    """The results of all contenders that have the op. Errors are measured if `checked`."""
+    """The results of all contenders that have the op. If `checked`, errors are measured too."""
     torch.manual_seed(case.rows * 1_000_003 + case.sizes[-1])
     finders = {name: f for name, f in loaded.items() if name == OURS or not case.alone}
     ops = {name: op for name, find in finders.items() if (op := find(case))}

@@ -3,8 +3,8 @@
 Four students start from the same seed and train on the same few documents. The first student learns
 from the text only. The second student learns from the teacher's whole logits, in plain PyTorch. The
 third student learns from the teacher's K most probable tokens. The fourth student learns from the
-same tokens in the store. The logits of the third and fourth student are never materialised. The
-students are compared by their loss on held-out text.
+same tokens, read from the store. The logits of the third and fourth student are never materialised.
+The students are compared by their loss on held-out text.
 
 The demo prints a table, and writes a plot and a report in one HTML file.
 """

@@ -39,7 +39,7 @@ class Scale(NamedTuple):
     width: int
     layers: int
     lr: float
-    loss_rows: int  # rows of logits in `loss_memory`
+    loss_rows: int  # number of rows of logits for `loss_memory`
 
 
 SCALES = {
@@ -108,7 +108,7 @@ class Transformer(nn.Module):
         )
         self.norm = nn.LayerNorm(scale.width)
         # Initial logits have unit variance, and `gain` gives the inputs unit variance. Otherwise
-        # training amplifies rounding errors until the loss curves of equal losses differ.
+        # training would amplify rounding errors until equal losses have different loss curves.
         self.gain = scale.width**0.5
         nn.init.normal_(self.token.weight, std=1 / self.gain)
         self.head = nn.Linear(scale.width, vocab, bias=False, device="meta")

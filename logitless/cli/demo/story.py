@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     student: Scale
     documents: int  # number of documents that the students train on
     held_out: int  # number of held-out batches
-    memory_rows: int  # number of tokens in `loss_memory`
+    memory_rows: int  # number of tokens for `loss_memory`
     memory_vocab: int
 
 
@@ -68,7 +68,7 @@ class Outcome:
 
     device: str
     steps: int
-    tokens: int  # per step
+    tokens: int  # number of tokens per step
     teacher_loss: float
     students: list[Student]
     store: dict[str, Any]
@@ -125,7 +125,7 @@ def seeded(scale: Scale, vocab: int, device: str, seed: int) -> Transformer:
 
 @torch.no_grad()
 def held_out_loss(model: Transformer, documents: Tensor) -> float:
-    """Cross-entropy in nats per token."""
+    """The model's mean cross-entropy on the documents, in nats per token."""
     losses = [
         F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         for batch in documents.split(8)
@@ -210,7 +210,7 @@ def train_students(
     students: list[Student], teacher: Transformer, store: Store, documents: Tensor,
     held_out: Tensor, plan: Plan, steps: int, seed: int,
 ) -> None:  # fmt: skip
-    """Trains all students step by step in turns, so a slow machine slows all of them equally."""
+    """Trains the students in turns, one step each, so a slow machine slows all of them equally."""
     optimizers = [Optimizer(s.model, plan.student.lr, steps) for s in students]
     for student in students[2:]:
         ll.fuse(student.model, head="head", workspace=WORKSPACE)
@@ -234,7 +234,7 @@ def train_students(
 
 
 def loss_memory(name: str, plan: Plan, device: str) -> int:
-    """Peak memory of the loss of one step in bytes, with the logits of student and teacher."""
+    """Peak memory of one step's loss in bytes, including the logits of student and teacher."""
     rows, vocab, width = plan.memory_rows, plan.memory_vocab, plan.student.width
     hidden = torch.randn(1, rows, width, device=device, requires_grad=True)
     head = torch.nn.Linear(width, vocab, bias=False, device=device)
@@ -260,7 +260,7 @@ def loss_memory(name: str, plan: Plan, device: str) -> int:
 
 
 def predictions(store: Store, words: list[str], count: int = 6) -> list:
-    """Text, next word, and the teacher's five most probable words, from some documents."""
+    """For some documents, the text, the next word and the teacher's five most probable words."""
     rows = []
     for i in range(0, len(store), max(len(store) // count, 1)):
         tokens, targets = store[i]
