@@ -178,7 +178,7 @@ def _launch(
     if ids.is_cuda:
         copied = torch.cuda.Event()
         copied.record()
-    places = torch.arange(is_token.numel()).view(is_token.shape)
+    places = torch.arange(is_token.numel(), device="cpu").view(is_token.shape)
     documents = [(t[kept], at[kept]) for t, at, kept in zip(tokens, places, is_token, strict=True)]
     return _Pending(documents, rows, copied)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..targets.sparse import SparseTargets, unchecked
 from . import server_checks as checks
+from .device import on_cpu
 
 Entry = Mapping[int, float] | None  # log-probabilities of one token, by id; or None
 VLLM_ID = "token_id:"  # prefix of ids in vLLM's JSON with return_tokens_as_token_ids
@@ -37,6 +38,7 @@ class Part(NamedTuple):
     entries: list[Entry] | None
 
 
+@on_cpu
 def from_vllm(
     output: Any,
     tokens: Sequence[int] | None = None,
@@ -83,6 +85,7 @@ def vllm_document(
     return _document(prompt, Part(name, ids, generated), completion)
 
 
+@on_cpu
 def from_sglang(
     output: Any,
     tokens: Sequence[int] | None = None,

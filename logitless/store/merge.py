@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from . import checks, file_checks
+from .device import on_cpu
 from .reader import Store
 from .writer import Writer
 
 
+@on_cpu
 def merge(
     path: str | os.PathLike,
     stores: Sequence[str | os.PathLike | Store],

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..targets.sparse import SparseTargets
 from . import checks, file_checks
+from .device import on_cpu
 from .folder import header_of
 from .format import Header
 from .index import Hashes
@@ -41,6 +42,7 @@ class Store:
     >>> targets = store.targets_for(input_ids)  # a batch; targets have the shape of input_ids
     """
 
+    @on_cpu
     def __init__(self, path: str | os.PathLike, *, tokenizer: str = ""):
         self.path = Path(path)
         self.info: Header = header_of(self.path)
@@ -63,11 +65,13 @@ class Store:
         return sum(int(shard.starts[-1]) for shard in self.shards)
 
     @property
+    @on_cpu
     def lengths(self) -> Tensor:
         """The number of tokens in each document."""
         lengths = [shard.starts.diff() for shard in self.shards]
         return torch.cat(lengths) if lengths else torch.empty(0, dtype=torch.int64)
 
+    @on_cpu
     def __getitem__(self, index: Any) -> tuple[Tensor, SparseTargets]:
         """store[i] returns tokens and targets of a document; store[i, a:b] of a range of tokens."""
         i, tokens = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
@@ -79,6 +83,7 @@ class Store:
         targets = self._decoded([(shard, begin + a, b - a)])
         return shard.tokens(begin + a, begin + b), targets
 
+    @on_cpu
     def find(self, tokens: Any) -> int:
         """The number of the document with exactly these tokens. Raises KeyError if not found."""
         tokens = checks.tokens(tokens, self.info.vocab_size)
@@ -88,6 +93,7 @@ class Store:
             raise KeyError(f"tokens must be those of a document, got {got}.")
         return self._first[self.shards.index(match.shard)] + match.document
 
+    @on_cpu
     def targets_for(self, input_ids: Tensor, lengths: Any = None) -> SparseTargets:
         """The targets of a batch. The target at position t describes the token after position t.
 
@@ -111,6 +117,7 @@ class Store:
 
     for_tokens = targets_for  # another name of the same method
 
+    @on_cpu
     def verify(self) -> Report:
         """Checks that the store is intact and plausible. The report is falsy if it has problems."""
         return verify(self)

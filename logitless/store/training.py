@@ -15,6 +15,7 @@ from ..losses.cross_entropy import cross_entropy
 from ..losses.sparse_teacher import topk_distill
 from ..targets.sparse import SparseTargets
 from . import checks
+from .device import on_cpu
 from .reader import Store
 
 
@@ -67,6 +68,7 @@ def distill_loss(
     return DistillLosses(*(None if t is None else t / num_items for t in (loss, ce, kd)))
 
 
+@on_cpu
 def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
     """The targets of a batch with input_ids (B, T).
 

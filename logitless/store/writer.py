@@ -19,6 +19,7 @@ from ..core import call as _call
 from ..targets.safetensors import buffer
 from ..targets.sparse import SparseTargets
 from . import checks, file_checks
+from .device import on_cpu
 from .folder import created, header_of, journals, last_number, shard_path, write_header
 from .format import Header
 from .journal import Journal
@@ -53,6 +54,7 @@ class Writer:
     """
 
     @_call.named()
+    @on_cpu
     def __init__(
         self,
         path: str | os.PathLike,
@@ -103,6 +105,7 @@ class Writer:
         """The number of documents, including documents of other ranks in the store when opened."""
         return sum(map(len, self.shards)) + len(self.journal)
 
+    @on_cpu
     def __contains__(self, tokens: Any) -> bool:
         """Whether the store has this document already."""
         return self._has(checks.tokens(tokens, self.header.vocab_size))
@@ -112,6 +115,7 @@ class Writer:
             return True
         return bool(self.shards) and self.index.document(tokens) is not None
 
+    @on_cpu
     def add(self, tokens: Any, targets: SparseTargets) -> bool:
         """Adds a document of T token ids and T rows. Row i describes the token after tokens[i].
 
@@ -131,6 +135,7 @@ class Writer:
             self._write(tokens, (0, len(tokens)), rows, [_digest(tokens)])
         return True
 
+    @on_cpu
     def extend(self, tokens: Any, starts: Sequence[int], targets: SparseTargets) -> int:
         """Adds several documents at once, which is faster than `add` for short documents.
 
@@ -148,6 +153,7 @@ class Writer:
             self._write(tokens[where], starts, {n: t.cpu() for n, t in rows.items()}, new)
         return len(new)
 
+    @on_cpu
     def append(self, tokens: Tensor, rows: Table, starts: Sequence[int] | None = None) -> int:
         """Adds an encoded document, or the encoded documents between the starts.
 
@@ -200,6 +206,7 @@ class Writer:
         """The number of bytes that count towards `shard_bytes`."""
         return tokens * (8 + self.row_bytes) + documents * PER_DOCUMENT
 
+    @on_cpu
     def flush(self) -> None:
         """Writes the pending documents to the store as a new shard."""
         checks.is_open(self.closed, self.lock.is_mine)
@@ -214,6 +221,7 @@ class Writer:
         self.shards.append(Shard(path, self.header))
         self.index.add(self.shards[-1:])
 
+    @on_cpu
     def close(self) -> None:
         """Flushes the writer, and releases its lock even if the flush fails.
 

@@ -118,6 +118,24 @@ def test_the_default_dtype_has_no_effect(tmp_path):
         torch.set_default_dtype(torch.float32)
 
 
+def test_the_default_device_has_no_effect(tmp_path):
+    """Reading raised errors of PyTorch about two devices."""
+    found = documents(5, 100, 30)
+    batch = torch.cat([tokens for tokens, _ in found])
+    stores.write(tmp_path / "a", found[:2])
+    with torch.device("meta"):  # as torch.set_default_device("cuda") on a machine with a GPU
+        with stores.open_writer(tmp_path / "b") as writer:
+            assert writer.add(*found[2])
+            assert found[2][0].tolist() in writer
+        assert merge(tmp_path / "c", [tmp_path / "a", tmp_path / "b"]) == 3
+        store = Store(tmp_path / "c")
+        assert store.verify()
+        assert [store.find(tokens) for tokens, _ in found] == [0, 1, 2]
+        got = store.targets_for(batch)
+        assert store.lengths.tolist() == [5, 100, 30]
+    assert_near(got, ll.SparseTargets.cat([targets for _, targets in found]))
+
+
 def test_bytes_a_token(tmp_path):
     store = stores.write(
         tmp_path, documents(512, 100, 1000, vocab=151_936, k=64), vocab_size=151_936, k=64

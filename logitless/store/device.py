@@ -1,0 +1,23 @@
+"""The tensors of a store are on the CPU, even if the default device is another one."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def on_cpu(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Runs a function with the CPU as the default device of new tensors."""
+
+    @functools.wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if torch.get_default_device().type == "cpu":  # the context slows every operation down
+            return function(*args, **kwargs)
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return run
