@@ -106,7 +106,9 @@ class LazyLogits(Deferred, Source):
         """The lazy logits of all ranks, if `self` holds the columns of `shard`."""
         recipe = self.recipe._replace(shard=shard.over(None))
         sides = (shard.start, shard.vocab - shard.start - shard.width)
-        return kept(self, recipe, None, Op(lambda t: pad(t, sides)))
+        columns = slice(shard.start, shard.start + shard.width)
+        op = Op(lambda t: pad(t, sides), pull=lambda d: d[..., columns])
+        return kept(self, recipe, None, op)
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         of_head = self.loss_of_head(loss) if self.from_head else None

@@ -88,7 +88,7 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 
 def unlogged(z: LazyLogits) -> LazyLogits:
     """The logits of which z is the log_softmax. Their values may be z, as log_softmax(z) = z."""
-    return values.changed(z, Op(lambda t: t, projects=True), log=False)
+    return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)
 
 
 def nll_loss(
