@@ -1,4 +1,6 @@
-"""Time and memory of a head's step where lazy logits are materialised, against plain logits.
+"""Time and memory of a head's step over lazy logits, against plain logits.
+
+Lazy logits are materialised in the last cases, and stay lazy in the others.
 
     python benchmarks/lazy_materialised.py [--rows 1024] [--hidden 64] [--vocab 50000]
 
@@ -40,6 +42,23 @@ CASES = {
     "exp of scaled, squared": lambda z, t, q: (z / 10).exp().square().mean(),
     "relu of a view": lambda z, t, q: z.view(2, -1, z.shape[-1]).relu().mean(),
     "a mask of values": lambda z, t, q: F.cross_entropy(z.masked_fill(q > 0.5, -1e4), t),
+    # The cases below need all values at once, so both kinds of logits are materialised.
+    "flip": lambda z, t, q: z.flip(-1).mean(),
+    "flip of sin": lambda z, t, q: z.sin().flip(-1).mean(),
+    "flip of square": lambda z, t, q: z.square().flip(-1).mean(),
+    "flip of a scaled view": lambda z, t, q: (z / 3).view(2, -1, z.shape[-1]).flip(-1).mean(),
+    "cumsum of softmax": lambda z, t, q: z.softmax(-1).cumsum(-1).mean(),
+    "cumsum of a softcap": lambda z, t, q: (torch.tanh(z / 30) * 30).cumsum(-1).mean(),
+    "cumsum of p log p": lambda z, t, q: (
+        (z.log_softmax(-1).exp() * z.log_softmax(-1)).cumsum(-1).mean()
+    ),
+    "cumsum of F.kl_div": lambda z, t, q: (
+        F.kl_div(z.log_softmax(-1), q, reduction="none").cumsum(-1).mean()
+    ),
+    "a column": lambda z, t, q: z[..., 3].square().mean(),
+    "materialize": lambda z, t, q: (
+        (z if type(z) is torch.Tensor else z.materialize()).square().mean()
+    ),
 }
 
 
@@ -56,7 +75,7 @@ def one(case: str, fused: bool, given) -> None:
     t = torch.randint(0, vocab, (rows,))
     needs_q = case not in ("cross-entropy", "take_along_dim(log_softmax)")
     q = torch.rand(rows, vocab) if needs_q else torch.zeros(1)
-    ll.LinearLogits(torch.zeros(1, 1), torch.zeros(1, 1)).lazy().sin()
+    ll.LinearLogits(torch.zeros(1, 1), torch.zeros(1, 1)).lazy().flip(-1)
     before, times = peak(), []
     for _ in range(1 + given.steps):
         begin = time.process_time()
@@ -74,6 +93,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--case", choices=CASES)
+    parser.add_argument("--only", default="", help="a part of the names of cases")
     parser.add_argument("--fused", action="store_true")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -86,7 +106,7 @@ def main() -> None:
         "| case | plain | lazy | memory | time |\n|---|---|---|---|---|"
     )
     sizes = [f"--{name}={getattr(given, name)}" for name in ("rows", "hidden", "vocab", "steps")]
-    for case in CASES:
+    for case in (name for name in CASES if given.only in name):
         found = []
         for kind in ((), ("--fused",)):
             command = [sys.executable, __file__, f"--case={case}", *sizes, *kind]

@@ -110,7 +110,9 @@ class LazyLogits(Deferred, Source):
         """The lazy logits with the columns of all ranks. `self` holds the columns of `shard`."""
         recipe = self.recipe.replace(shard=shard.over(None))
         sides = (shard.start, shard.vocab - shard.start - shard.width)
-        return kept(self, recipe, None, Op(lambda t: pad(t, sides)))
+        columns = slice(shard.start, shard.start + shard.width)
+        op = Op(lambda t: pad(t, sides), pull=lambda d: d[..., columns])
+        return kept(self, recipe, None, op)
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         of_head = self.loss_of_head(loss) if self.from_head else None

@@ -91,7 +91,7 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 
 def unlogged(z: LazyLogits) -> LazyLogits:
     """Logits whose log_softmax is z. If materialised, they equal z, because log_softmax(z) = z."""
-    return values.changed(z, Op(lambda t: t, projects=True), log=False)
+    return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)
 
 
 def nll_loss(

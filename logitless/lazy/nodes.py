@@ -31,8 +31,8 @@ from .gradient import (
     shares_of,
     split,
 )
-from .origin import Cell, recorded
-from .recipe import Recipe, own
+from .origin import Record, recorded
+from .recipe import Computation, Recipe, own
 from .watch import Watch, versions
 
 if TYPE_CHECKING:
@@ -142,6 +142,8 @@ class Op(NamedTuple):
 
     function: Callable[..., Tensor]  # maps the values of the arguments to the values of the result
     linear: bool = True  # True if the gradient does not depend on the values
+    # The gradient of a linear function. None if autograd derives the gradient at low cost.
+    pull: Callable[[Tensor], Tensor] | None = None
     is_view: bool = False  # whether the result may share the memory of the argument
     # Whether the gradient that backward returns lacks the part that log_softmax removes. If None,
     # the returned gradient lacks this part only if the upstream gradient lacks it.
@@ -174,10 +176,9 @@ class LazyOp(Node):
         if anchor is not None:  # the result needs a gradient that depends on values
             tensors, ctx.recipe = recipe.flatten()
             ctx.save_for_backward(*tensors)
-            ctx.formulas = op.formulas or [z.recipe.formula for z in arguments]
-            _, _, _, _, *ctx.needs = ctx.needs_input_grad
-            ctx.cell = new.cell
-            ctx.cell.needs = tuple(ctx.needs)
+            _, _, _, _, *needs = ctx.needs_input_grad
+            ctx.record = Record(needs, op.formulas or [z.recipe.formula for z in arguments])
+            new.origin.record = ctx.record
         return new
 
     @staticmethod
@@ -193,7 +194,6 @@ class LazyOp(Node):
             gradients = pulled(of_values)
             if not ctx.op.linear:
                 gradients = [final(d, ctx.anchor, g) for d in gradients]
-        ctx.cell = None  # freed like saved tensors; a second backward computes the values again
         projected = is_projected(g) if ctx.op.projects is None else ctx.op.projects
         needed = [i for i in range(count) if ctx.needs_input_grad[4 + i]]
         shares = divided_shares(g, ctx.joint, len(needed)) if isinstance(g, LazyGradient) else {}
@@ -216,18 +216,17 @@ class LazyOp(Node):
         likes, function = ctx.likes, ctx.op.function
         if ctx.op.linear:
             (like,) = likes
-            return lambda d: [pulled_back(function, like.blank(), d)]
-        saved, recipe, formulas, needs = ctx.saved_tensors, ctx.recipe, ctx.formulas, ctx.needs
-        cell: Cell | None = ctx.cell
+            pull = ctx.op.pull or (lambda d: pulled_back(function, like.blank(), d))
+            return lambda d: [pull(d).to(like.dtype)]
+        saved, recipe, record = ctx.saved_tensors, ctx.recipe, ctx.record
 
         def pulled(d: Tensor) -> list[Tensor | None]:
-            graph = None if cell is None else cell.graph
+            graph, record.graph = record.graph, None  # as autograd frees saved tensors
             if graph is None:
-                values = recipe.rebuild(saved).values_of(*formulas)
+                computation = Computation(recipe.rebuild(saved))
+                values = [computation.values(formula) for formula in record.formulas]
                 with torch.no_grad(), without_autocast(d.device):
-                    _, graph = recorded(function, values, needs)
-            else:
-                cell.graph = None  # freed after its first use, like saved tensors
+                    _, graph = recorded(function, values, record.needs)
             gradients = graph.gradients(d)
             return [
                 None if t is None else t.to(like.dtype)

@@ -10,8 +10,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..heads.products import without_autocast
 from .deferred import memory_of
+from .formula import Formula
 from .gradient import described, outside
-from .recipe import Recipe
+from .recipe import Computation, Recipe
 
 
 class Cell:
@@ -26,14 +27,22 @@ class Cell:
         self.values: Tensor | None = None
         # Whether code outside PyTorch has the address of the values and may have changed them.
         self.exposed = False
-        # For each argument of the operation that computes the values, whether the argument needs a
-        # gradient. Empty if no node needs the operation's graph.
-        self.needs: tuple[bool, ...] = ()
-        self.graph: Graph | None = None  # the graph of this operation
 
     @property
     def size(self) -> int:
         return torch.Size(self.recipe.shape).numel()
+
+
+class Record:
+    """The graph of an operation for its node, once the result of the operation is computed.
+
+    The node and the origin of the result hold the record, which holds no values by itself.
+    """
+
+    def __init__(self, needs: Sequence[bool], formulas: Sequence[Formula]):
+        self.needs = needs  # whether each argument needs a gradient
+        self.formulas = formulas  # of the arguments, over the head of the result
+        self.graph: Graph | None = None
 
 
 class Graph:
@@ -94,6 +103,7 @@ class Origin:
         self.bases: tuple[Origin, ...] = ()
         self.function: Callable[..., Tensor] | None = None  # takes the values of the bases
         self.is_view = False
+        self.record: Record | None = None  # if a node needs the graph of the function
 
     def after(self, bases: "tuple[Origin, ...]", function: Callable[..., Tensor], is_view: bool):
         self.bases, self.function, self.is_view = bases, function, is_view
@@ -129,35 +139,49 @@ class Origin:
         usable = self.is_view or not any(base.exposed for base in self.bases)
         return len(self.bases) > 0 and usable and all(base.reachable(size) for base in self.bases)
 
-    def values(self, size: int | None = None) -> Tensor:
-        """The values. `size` is the number of values that the caller needs."""
+    def values(
+        self,
+        size: int | None = None,
+        computation: Computation | None = None,
+        formula: Formula | None = None,
+    ) -> Tensor:
+        """The values.
+
+        `size` is the number of values that the caller needs. `computation` can compute the values
+        by `formula` if these logits have no cell any more.
+        """
         cell = self.cell()
         if self.reads_exposed:
-            return self.computed(None, size)
+            return self.computed([base.values() for base in self.bases])
         if cell is not None and cell.values is not None:
             return cell.values
-        size = size if cell is None else cell.size
+        if cell is not None:
+            size, formula = cell.size, cell.recipe.formula
+            computation = computation or Computation(cell.recipe)
         if self.has_bases(size):
-            values = self.computed(cell, size)
+            values = self.computed([base.values(size) for base in self.bases])
+        elif self.record is not None:  # the arguments have the same rows of the same head
+            pairs = zip(self.bases, self.record.formulas, strict=True)
+            values = self.computed(
+                [
+                    computation.values(f) if base.exposed else base.values(size, computation, f)
+                    for base, f in pairs
+                ]
+            )
         else:
-            assert cell is not None  # an origin without a cell always has reachable bases
-            values = cell.recipe.values()
+            values = computation.values(formula)
         if cell is not None:
             cell.values = values
         return values
 
-    def computed(self, cell: Cell | None, size: int | None) -> Tensor:
-        """Computes the values from the values of the bases.
-
-        If a node needs the graph of this computation, the graph is stored in `cell`.
-        """
+    def computed(self, bases: list[Tensor]) -> Tensor:
+        """The values from those of the bases. A node may need the graph of the function."""
         function: Any = self.function
-        bases = [base.values(size) for base in self.bases]
         with torch.inference_mode(False), torch.no_grad(), without_autocast(bases[0].device):
-            if cell is not None and cell.needs:
-                values, cell.graph = recorded(function, bases, cell.needs)
-            else:
+            if self.record is None:
                 values = function(*bases)
+            else:
+                values, self.record.graph = recorded(function, bases, self.record.needs)
             return values.contiguous()
 
     def expose(self) -> Tensor:
@@ -167,7 +191,7 @@ class Origin:
         """
         owner = self.viewed()
         if owner is not None:
-            whole, part = owner.values(), self.computed(None, None)
+            whole, part = owner.values(), self.from_bases()
             if memory_of(part) == memory_of(whole):
                 owner.expose()
                 return part
@@ -177,6 +201,11 @@ class Origin:
         if cell is not None:
             cell.values, cell.exposed = values, True
         return values
+
+    def from_bases(self) -> Tensor:
+        """The values of a view, from memory that exists."""
+        base = self.bases[0]
+        return self.computed([base.values() if base.cell() is not None else base.from_bases()])
 
     def viewed(self) -> "Origin | None":
         """The nearest logits that these logits are a view of and that are still held, or None.

@@ -200,22 +200,7 @@ class Recipe:
 
     def values(self) -> Tensor:
         """The values as a plain tensor, detached."""
-        return self.values_of(self.formula)[0]
-
-    def values_of(self, *formulas: Formula) -> list[Tensor]:
-        """The values of several formulas over the same logits, as plain, detached tensors."""
-        self.check()
-        head = self.head
-        with torch.inference_mode(False), torch.no_grad(), without_autocast(head.device):
-            with self.in_memory():
-                z = head.logits()
-                z = z if self.shard is None else self.shard.over(z).materialize()
-                rows = self.rows(z)
-            results = [rows.values(formula) for formula in formulas]
-            if self.axis is None:
-                return results
-            # The result is contiguous, because LazyLogits has the strides of contiguous memory.
-            return [t.movedim(-1, self.axis).contiguous() for t in results]
+        return Computation(self).values(self.formula)
 
     def rows(self, z: Tensor) -> Rows:
         """The head's logits z (..., V) together with the inputs of the formula."""
@@ -252,6 +237,32 @@ class Recipe:
             assert self.direct is not None
             return ScaledHead(self.constant_head(), self.direct.pre, self.direct.cap)
         return self.shard.over(self.replace(shard=None).teacher())
+
+
+class Computation:
+    """The values of formulas over the same head, from one product of the head."""
+
+    def __init__(self, recipe: Recipe):
+        self.recipe = recipe
+        self.rows: Rows | None = None
+
+    def values(self, formula: Formula) -> Tensor:
+        """The values of a formula as a plain tensor, detached."""
+        recipe = self.recipe
+        with torch.inference_mode(False), torch.no_grad(), without_autocast(recipe.device):
+            if self.rows is None:
+                self.rows = self.start()
+            values = self.rows.values(formula)
+            # Contiguous, because LazyLogits has the strides of contiguous memory.
+            return values if recipe.axis is None else values.movedim(-1, recipe.axis).contiguous()
+
+    def start(self) -> Rows:
+        recipe = self.recipe
+        recipe.check()
+        with recipe.in_memory():
+            z = recipe.head.logits()
+            z = z if recipe.shard is None else recipe.shard.over(z).materialize()
+            return recipe.rows(z)
 
 
 def raise_changed() -> None:

@@ -1,7 +1,6 @@
 """Operations on each value, or on whole rows, of lazy logits. The results are lazy again."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ def to(z: LazyLogits, *args, **kwargs):
         return z
     if dtype != torch.float32 or z.recipe.logits is None or not z.is_floating_point():
         return applied(Tensor.to, (z, dtype), {})
-    return changed(z, Op(lambda t: t.to(dtype)), dtype=dtype)
+    return changed(z, Op(lambda t: t.to(dtype), pull=lambda d: d), dtype=dtype)
 
 
 def number(by: Any) -> float | None:
@@ -58,22 +57,22 @@ def number(by: Any) -> float | None:
     return float(by) if isinstance(by, (int, float)) and not isinstance(by, bool) else None
 
 
-def _product(t: Tensor, by: float) -> Tensor:
-    return t * by
+def scaling(factor: float) -> Op:
+    """The multiplication by a number, which is its own gradient."""
+    return Op(lambda t: t * factor, pull=lambda d: d * factor)
 
 
 def times(z: LazyLogits, by: Any, **kwargs):
     factor, direct = number(by), z.recipe.direct
     if kwargs or factor is None or direct is None:
         return NotImplemented
-    op = Op(partial(_product, by=factor))
     if direct.log:
-        return changed(z, op, factor=direct.factor * factor)
+        return changed(z, scaling(factor), factor=direct.factor * factor)
     if factor == 0 or factor != factor:
         return NotImplemented
     field = "post" if direct.capped else "pre"
-    scaled = {field: getattr(direct, field) * abs(factor)}
-    return changed(z, op, **scaled) if factor > 0 else negated(z, op, **scaled)
+    positive = z if factor > 0 else negated(z)
+    return changed(positive, scaling(abs(factor)), **{field: getattr(direct, field) * abs(factor)})
 
 
 def divided(z: LazyLogits, by: Any, **kwargs):
@@ -81,8 +80,8 @@ def divided(z: LazyLogits, by: Any, **kwargs):
     return NotImplemented if by is None or by == 0 else times(z, 1 / by, **kwargs)
 
 
-def negated(z: LazyLogits, op: Op, **fields) -> LazyLogits:
-    """The lazy logits -z. The head computes them from -hidden and -bias."""
+def negated(z: LazyLogits) -> LazyLogits:
+    """The logits -z, which the head computes from -hidden and -bias."""
     recipe = z.recipe
     hidden, _, bias = recipe.head.tensors
     with torch.inference_mode(False), torch.no_grad():
@@ -98,8 +97,7 @@ def negated(z: LazyLogits, op: Op, **fields) -> LazyLogits:
 
     # The gradient of the weight is Σ d_logits · hidden. Its sign stays the same, because both
     # factors change their sign.
-    flipped = kept(z, recipe.with_head(hidden=hidden, bias=bias), back, Op(torch.neg))
-    return changed(flipped, Op(lambda t: -op.function(t)), **fields)
+    return kept(z, recipe.with_head(hidden=hidden, bias=bias), back, scaling(-1.0))
 
 
 def tanh(z: LazyLogits):
@@ -218,4 +216,5 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
             d_bias = d_bias.masked_fill(columns, 0).to(before)
         return d_hidden, d_weight, d_bias
 
-    return kept(z, new, back, Op(lambda t: t.masked_fill(columns, value)))
+    op = Op(lambda t: t.masked_fill(columns, value), pull=lambda d: d.masked_fill(columns, 0))
+    return kept(z, new, back, op)

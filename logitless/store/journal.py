@@ -198,7 +198,7 @@ class Journal:
         return n * (8 + k * 12 + 4) if k else n * sum(self.sizes.values())
 
     def _complete(self, end: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields the place and tokens of each undamaged record. `size` is the end of the last one."""
+        """Yields the place and tokens of each undamaged record. Moves `size` to their end."""
         place = self.size
         while len(head := os.pread(self.file, RECORD, place)) == RECORD:
             n, k, checksum = HEAD.unpack(head)

@@ -147,7 +147,7 @@ class Index:
         return None not in _first_that_agree(tokens, proposed)
 
     def likely_starts(self, hashes: Hashes, total: int, length: int) -> list[int]:
-        """Places where the next `length` tokens are the beginning of a document. `length` is 4 or 16.
+        """Places where the next `length` tokens, 4 or 16, are the beginning of a document.
 
         Returns no places if documents of this length would overlap at most places, as in a
         repetitive text.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import logitless as ll
 from logitless.heads import per_row, total
 from logitless.lazy.gradient import LazyGradient
-from logitless.lazy.recipe import Recipe
+from logitless.lazy.recipe import Computation
 from tests.support.laws import error
 from tests.support.lazy_models import V, model
 
@@ -190,7 +190,7 @@ def test_a_branch_without_gradient_costs_nothing(branch, x, t, monkeypatch):
     loss, _ = Sink.apply(F.cross_entropy(z.view(-1, V), t.view(-1)), branch(z))
     gradients = []
     kept = total.Kept.gradients_of
-    monkeypatch.setattr(Recipe, "values", None)
+    monkeypatch.setattr(Computation, "start", None)
     monkeypatch.setattr(per_row, "backward", None)
     monkeypatch.setattr(
         total.Kept, "gradients_of", lambda *args: gradients.append(kept(*args)) or gradients[-1]

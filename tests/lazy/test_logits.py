@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import logitless as ll
 from logitless.lazy import logits as lazy
 from logitless.lazy.logits import LazyLogits
-from logitless.lazy.recipe import Recipe
+from logitless.lazy.recipe import Computation
 from tests.support.laws import error
 from tests.support.lazy_models import B, T, V, assert_same, model
 
@@ -68,19 +68,35 @@ def test_functions_of_the_shape_read_no_values(x):
     assert torch.equal(made[2], torch.full(z.shape, 2.0).to(z))
 
 
-@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
-def test_values_are_computed_once(x, monkeypatch):
-    """CLIENTS X1: one product in forward, none in backward."""
-    products = []
-    values = Recipe.values
-    monkeypatch.setattr(Recipe, "values", lambda self: products.append(1) or values(self))
-    z, mask = model(True, x.device)(x), torch.rand(B, T, 1).to(x)
+def several(z, mask):
+    """Several functions of the same logits that need all values."""
     log_p = z.log_softmax(-1)
     entropy = -(log_p.exp() * log_p.view(-1, V).view(z.shape)).cumsum(-1).sum()
     loss = entropy + torch.tanh(z / 2).sin().flip(-1).sum() + (z * mask).flip(-1).sum()
-    loss = loss + z.softmax(-1).square().flip(-1).sum() + z.sin().flip(-1).sum()
-    loss.backward()
+    return loss + z.softmax(-1).square().flip(-1).sum() + z.sin().flip(-1).sum()
+
+
+def chained(z, mask):
+    """Functions of functions, whose arguments no variable holds when the values are computed."""
+
+    def entropy(z):
+        return (z / 2).softmax(-1).square() * (z / 2).log_softmax(-1).sin()
+
+    each = entropy(z)
+    del z
+    return each.flip(-1).exp().sum()
+
+
+@pytest.mark.filterwarnings("ignore:logits of a fused head are materialised")
+@pytest.mark.parametrize("loss", [several, chained])
+def test_values_are_computed_once(loss, x, monkeypatch):
+    """CLIENTS X1: one product in forward, none in backward."""
+    products, mask = [], torch.rand(B, T, 1).to(x)
+    start = Computation.start
+    monkeypatch.setattr(Computation, "start", lambda self: products.append(1) or start(self))
+    loss(model(True, x.device)(x), mask).backward()
     assert len(products) == 1
+    assert_same(x, lambda z: loss(z, mask))
 
 
 def test_without_gradients_it_is_a_plain_tensor(x):
