@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from logitless.cli import machine
 from logitless.store import Store, recover
 from tests.support.forked import FORKED, start
 from tests.support.stores import assert_near, document, open_writer
@@ -68,5 +69,6 @@ def rounds(n: int, seed: int, path: Path) -> int:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
         number = rounds(int(sys.argv[1]), 0, Path(temporary) / "store")
-    print(f"{sys.argv[1]} rounds of kill -9: {number} documents were reported as added;")
+    print(f"{sys.argv[1]} rounds of kill -9, commit {machine.commit()}")
+    print(f"{number} documents were reported as added;")
     print("none is missing, none is different, none is there twice, verify is right")
