@@ -29,9 +29,13 @@ SLICE, CHECKED, PACKED, OPENING = 5.0, 1.5, 2.5, 3.0
 
 
 def targets(rows: int) -> ll.SparseTargets:
-    """Targets of random rows. No row repeats an id."""
+    """Targets of random rows, without repeated ids.
+
+    The probability falls with a power of the rank, as in language models.
+    """
     ids = torch.randint(0, VOCAB // K, (rows, K)) * K + torch.arange(K)
-    logprobs = torch.randn(rows, K).mul_(2).log_softmax(-1).sort(-1, descending=True).values
+    logits = 0.3 * torch.randn(rows, K) - 1.5 * torch.arange(1, K + 1.0).log()
+    logprobs = logits.log_softmax(-1).sort(-1, descending=True).values
     return ll.SparseTargets(ids, logprobs - 0.1, torch.full((rows,), 0.09).log())
 
 

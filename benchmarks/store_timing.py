@@ -1,4 +1,4 @@
-"""Timing and result files of the benchmarks store_speed, store_lookup and store_writes.
+"""Timing and result files of the benchmarks of stores, benchmarks/store_*.py.
 
 All times are CPU times of this thread, because other processes on the machine do not change CPU
 time much. The files of the stores are in the page cache, so that no call waits for a disk.
@@ -44,10 +44,12 @@ def arguments(description: str | None) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write(file: Path, title: str, text: str, *tables: list[dict[str, str]]) -> None:
+def write(
+    file: Path, title: str, text: str, *tables: list[dict[str, str]], times: bool = True
+) -> None:
     """Writes a result file with the machine and the commit, and prints it."""
     about = f"{_machine.device('cpu')['name']}, torch {torch.__version__}"
-    about = f"{about}, commit {_machine.commit()}; CPU times of one thread."
+    about = f"{about}, commit {_machine.commit()}{'; CPU times of one thread' * times}."
     parts = [f"# {title}", about, text, *map(table, tables)]
     content = "\n\n".join(part for part in parts if part) + "\n"
     file.parent.mkdir(parents=True, exist_ok=True)

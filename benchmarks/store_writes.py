@@ -5,7 +5,8 @@
 The documents have 6 tokens. The script measures `Writer.add` with K = 2 and K = 64, including the
 writing of the shard, and the growth of the process's memory per document before the shard is
 written. It also measures `logitless teacher import` of vLLM's JSON with 20 log-probabilities per
-token, and each stage of the import on its own. The script writes store-writes.md.
+token, and each stage of the import on its own. The last table has the peak of the memory that
+writing a shard takes. The script writes store-writes.md.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from logitless.store.importers import tensors_of
 
 VOCAB, TOKENS, DOCUMENTS = 151_936, 6, 20_000
 OF_SERVER = 20  # log-probabilities per token of vLLM's JSON
+SHARD = 1 << 26  # bytes per shard, for the measurement of memory
 AIM = 2000  # documents per second of CPU time
 
 
@@ -106,6 +108,24 @@ def stages(data: Path, path: Path) -> list[dict[str, str]]:
     return rows
 
 
+def shard_memory(path: Path, tokens: int, k: int) -> dict[str, str]:
+    """The peak of the memory that writing a shard takes, relative to its shard_bytes."""
+    logprobs = torch.randn(tokens, k).log_softmax(-1) - 0.1
+    targets = ll.SparseTargets(torch.arange(k).expand(tokens, k), logprobs)
+    before = peak = 0
+    with Writer(path, vocab_size=VOCAB, k=k, shard_bytes=SHARD) as writer:
+        while not writer.shards:
+            before = _resident()
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+            writer.add(torch.randint(0, VOCAB, (tokens,)), targets)
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (peak,) = (1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+    return {
+        "documents": f"{tokens} tokens, K = {k}", "shard_bytes": f"{SHARD >> 20} MiB",
+        "peak of memory": f"{(peak - before) / SHARD:.1f} × shard_bytes",
+    }  # fmt: skip
+
+
 def _resident() -> int:
     """Bytes of memory that the process holds now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -132,8 +152,12 @@ def main() -> int:
         write_json(data)
         row(f"teacher import, K = {OF_SERVER}", imported(data, Path(folder) / "imported"), "")
         of_stages = stages(data, Path(folder) / "stages")
+        memory = [
+            shard_memory(Path(folder) / f"{tokens} {k}", tokens, k)
+            for tokens, k in ((512, 64), (6, 64), (6, 2))
+        ]
     title = f"Writing {DOCUMENTS:,} documents of {TOKENS} tokens"
-    write(args.out / "store-writes.md", title, "", rows, of_stages)
+    write(args.out / "store-writes.md", title, "", rows, of_stages, memory)
     return int(min(rates) < AIM)
 
 

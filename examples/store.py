@@ -1,12 +1,12 @@
-"""Distils your own student from your own teacher, which is captured once into a store.
+"""Captures a teacher into a store once, and trains a student from the store.
 
     python examples/store.py --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data my.jsonl
     python examples/store.py
 
-Each line of the data is a JSON object with `text`; every tenth line is held out. The models are
-names or folders for Transformers, and share one tokenizer. Without arguments, the script first
-creates a small pair of models and a text, which needs neither a network nor a GPU. Needs
-transformers and accelerate.
+Each line of the data is a JSON object with `text`. Every tenth line is held out. The models are
+names or folders for Transformers, and share one tokenizer. If there are no arguments, the script
+first creates a small pair of models and a text, and needs neither a network nor a GPU. The script
+needs the packages transformers and accelerate.
 """
 
 import argparse

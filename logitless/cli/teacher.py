@@ -247,7 +247,7 @@ def size(args: argparse.Namespace) -> None:
             f"{args.tokens:.3g} tokens": _bytes(per_token * args.tokens),
         })  # fmt: skip
     print(table(rows))
-    print(f"V = {args.vocab:,}, values = {args.values}; and about 60 bytes per document")
+    print(f"V = {args.vocab:,}, values = {args.values}; and 60 to 100 bytes per document")
 
 
 def _bytes(n: float) -> str:

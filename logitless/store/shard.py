@@ -7,7 +7,7 @@ targets/safetensors.py reads the header.
 import bisect
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -74,20 +74,26 @@ class Shard:
         """
         whole = [(begin - begin % 8, end + -end % 8) for begin, end in spans]
         counts = [b - a for a, b in whole]
-        fields = {}
-        for width, dtype in widths(self.header.bits):
+        fields, ranges = widths(self.header.bits), []
+        for width, _ in fields:
             _, _, offset, last = self.entries[f"tokens.{width}"]
-            pieces = self.blocks.pieces([
+            ranges += [
                 (offset + a * width // 8, min(offset + b * width // 8, last)) for a, b in whole
-            ])  # fmt: skip
-            # The last span of a shard may need padding up to a multiple of eight tokens.
-            padding = (bytes(n * width // 8 - len(p)) for n, p in zip(counts, pieces, strict=True))
-            data = bytearray().join(chain.from_iterable(zip(pieces, padding, strict=True)))
-            fields[width] = tensor_of(data, -1, dtype or torch.uint8, ())
+            ]
+        pieces, columns = self.blocks.pieces(ranges), {}
+        for i, (width, dtype) in enumerate(fields):
+            parts = []
+            for n, piece in zip(counts, pieces[i * len(spans) :], strict=False):
+                parts.append(piece)
+                if missing := n * width // 8 - len(piece):
+                    # The last tokens of a shard are padded to a multiple of eight tokens.
+                    parts.append(bytes(missing))
+            data = parts[0] if len(parts) == 1 else bytearray().join(parts)
+            columns[width] = tensor_of(data, -1, dtype or torch.uint8, ())
         places = accumulate(counts[:-1], initial=0)
         first = [at + begin % 8 for at, (begin, _) in zip(places, spans, strict=True)]
         tokens = torch.empty(sum(counts), dtype=torch.int64)
-        unpack(fields, tokens)
+        unpack(columns, tokens)
         return tokens, first
 
     def pieces_of(self, spans: Sequence[Span]) -> Pieces:

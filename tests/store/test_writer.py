@@ -4,7 +4,6 @@ import gc
 import os
 import pickle
 import tracemalloc
-from itertools import accumulate
 
 import pytest
 import torch
@@ -132,11 +131,6 @@ class TestCost:
 
 
 class TestExtend:
-    def joined(self, found):
-        starts = [0, *accumulate(len(tokens) for tokens, _ in found)]
-        targets = ll.SparseTargets.cat([targets for _, targets in found])
-        return torch.cat([tokens for tokens, _ in found]), starts, targets
-
     def test_is_the_same_as_add(self, tmp_path):
         """Short and long documents, documents that are known, pending or repeated."""
         found = documents(6, 3, 100, 1, 64, 65, 7)
@@ -144,10 +138,10 @@ class TestExtend:
             writer.add(*found[1])
             writer.flush()
             writer.add(*found[3])
-            assert writer.extend(*self.joined([*found, found[0]])) == 5
-            assert writer.extend(*self.joined(found)) == 0
+            assert writer.extend(*stores.joined([*found, found[0]])) == 5
+            assert writer.extend(*stores.joined(found)) == 0
             writer.flush()
-            assert writer.extend(*self.joined(found)) == 0
+            assert writer.extend(*stores.joined(found)) == 0
             assert len(writer) == 7
         store = Store(tmp_path)
         assert_holds(store, found)
@@ -164,7 +158,7 @@ class TestExtend:
         found = documents(*[6] * 50)
         writer = open_writer(tmp_path, shard_bytes=10_000)
         for i in range(0, 50, 10):
-            writer.extend(*self.joined(found[i : i + 10]))
+            writer.extend(*stores.joined(found[i : i + 10]))
         assert writer.shards
         abandon(writer)
         open_writer(tmp_path).close()
@@ -175,7 +169,7 @@ class TestExtend:
         for path, how in ((tmp_path / "a", "add"), (tmp_path / "b", "extend")):
             with open_writer(path, shard_bytes=10_000) as writer:
                 if how == "extend":
-                    writer.extend(*self.joined(found))
+                    writer.extend(*stores.joined(found))
                 for one in found:
                     assert writer.add(*one) == (how == "add")
         a, b = ([len(shard) for shard in Store(tmp_path / name).shards] for name in "ab")
@@ -183,7 +177,7 @@ class TestExtend:
         assert len(a) > 3
 
     def test_adds_nothing_if_a_document_is_refused(self, tmp_path):
-        tokens, starts, targets = self.joined(documents(3, 4))
+        tokens, starts, targets = stores.joined(documents(3, 4))
         with open_writer(tmp_path) as writer:
             for bad, kind, message in (
                 ([0, 3], ValueError, "starts must increase from 0 to 7, the number of tokens, got"),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from logitless.cli import machine
 from logitless.store import Store, merge
 from tests.support import stores
 from tests.support.stores import document
@@ -89,7 +90,7 @@ def merged(path: Path, to: Path) -> list[tuple]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
         total = rounds(int(sys.argv[1]), 0, Path(temporary))
-    print(f"{sys.argv[1]} random changes to files of a store")
+    print(f"{sys.argv[1]} random changes to files of a store, commit {machine.commit()}")
     for outcome, times in sorted(total.items()):
         print(f"{times:6}  {outcome}")
     raise SystemExit(any(word in outcome for outcome in total for word in ("OTHER", "REFUSED")))

@@ -14,9 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from logitless.cli import machine
 from logitless.store import Store, recover
 from tests.support.forked import FORKED, start
-from tests.support.stores import assert_near, document, open_writer
+from tests.support.stores import assert_near, document, joined, open_writer
 
 
 def length(i: int) -> int:
@@ -25,11 +26,16 @@ def length(i: int) -> int:
 
 
 def add(path: Path, part: int, shard_bytes: int, sender) -> None:
-    """In a process: adds documents and sends the number of each, until it is killed."""
+    """In a process: adds one to four documents at once and sends their numbers, until killed."""
     with contextlib.suppress(BrokenPipeError):
         writer = open_writer(path, part=part, shard_bytes=shard_bytes)
-        for i in range(part, 10**9, 2):
-            if writer.add(*document(length(i), i)):
+        for turn in range(10**9):
+            count = 1 + turn % 4
+            first = 10 * (turn // 4) + count * (count - 1) // 2
+            numbers = [part + 2 * i for i in range(first, first + count)]
+            found = [document(length(i), i) for i in numbers]
+            added = writer.add(*found[0]) if count == 1 else writer.extend(*joined(found))
+            for i in numbers if added else ():
                 sender.send(i)
 
 
@@ -68,5 +74,6 @@ def rounds(n: int, seed: int, path: Path) -> int:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
         number = rounds(int(sys.argv[1]), 0, Path(temporary) / "store")
-    print(f"{sys.argv[1]} rounds of kill -9: {number} documents were reported as added;")
+    print(f"{sys.argv[1]} rounds of kill -9, commit {machine.commit()}")
+    print(f"{number} documents were reported as added;")
     print("none is missing, none is different, none is there twice, verify is right")

@@ -1,5 +1,7 @@
 """Small stores and teachers for the tests, which are the same in every run."""
 
+from itertools import accumulate
+
 import torch
 
 import logitless as ll
@@ -28,6 +30,13 @@ def document(n: int, seed: int = 0, vocab: int = V, k: int = K):
 
 def documents(*lengths: int, **how):
     return [document(n, seed, **how) for seed, n in enumerate(lengths)]
+
+
+def joined(found):
+    """The tokens, starts and targets of several documents, as `Writer.extend` takes them."""
+    starts = [0, *accumulate(len(tokens) for tokens, _ in found)]
+    targets = ll.SparseTargets.cat([targets for _, targets in found])
+    return torch.cat([tokens for tokens, _ in found]), starts, targets
 
 
 def open_writer(path, **how):
