@@ -5,9 +5,10 @@ A `Reading` lists the statistics to compute for each row of logits. `Statistics`
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-In this formula, p = softmax(z), and v are the class weights. The log-probability of the label at
-temperature 1 adds d ([i = label] - p1_i) to dz_i · temperature, where p1 = softmax(z · temperature)
-and d is a coefficient. The whole gradient is multiplied by an upstream gradient.
+In this formula, p = softmax(z), and v are the class weights. If a loss uses the log-probability of
+the label at temperature 1, the term d ([i = label] - p1_i) is added to dz_i / temperature. Here, d
+is a coefficient, and p1 = softmax(z · temperature). The whole gradient is multiplied by an upstream
+gradient.
 """
 
 import math
@@ -45,9 +46,9 @@ class Reading(NamedTuple):
 
     z = softcap · tanh(x / softcap) / temperature
 
-    The label is one integer per row. Usually the labels are classes. If ignore_index is 0, the
-    labels are a mask of rows. A row whose label is ignore_index is not read. The statistics and the
-    gradient of such a row are 0, and its argmax is -1.
+    The label is one integer per row. The labels are classes, or a mask of rows. A mask has the
+    labels 0 and 1, and its ignore_index is 0. A row whose label is ignore_index is not read. The
+    statistics and the gradient of such a row are 0, and its argmax is -1.
     """
 
     vocab: int  # V, the size of the whole vocabulary, even if the logits are only a shard
@@ -184,12 +185,15 @@ PART = 9
 
 
 class Sums(NamedTuple):
-    """Flags that say which sums partial statistics hold besides M, S and Y_LABEL."""
+    """Flags for fields of Partials.state: whether a requested statistic needs the fields.
 
-    entropy: bool
-    argmax: bool
-    second: bool
-    total: bool
+    The fields M, S and Y_LABEL have no flag.
+    """
+
+    entropy: bool  # W
+    argmax: bool  # ARG
+    second: bool  # S1
+    total: bool  # C, N and REF
 
 
 def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
@@ -227,7 +231,7 @@ def of_bits(t: Tensor) -> Tensor:
 class Coefficients(NamedTuple):
     """The factors of the backward formula, for an upstream gradient of 1."""
 
-    rows: Tensor | None  # (N, COEFFICIENTS), or (1, COEFFICIENTS) for all rows together
+    rows: Tensor | None  # (N, COEFFICIENTS), or (1, COEFFICIENTS) if all rows share them
     has: tuple[str, ...]  # the names from FIELDS that the loss uses
     ids: Tensor | None = None  # g_k, (N, K) or (..., K)
 
@@ -252,7 +256,7 @@ NO_ID = -(2**31)  # marks an empty slot, which is not read and has no gradient
 
 
 class Slots(NamedTuple):
-    """A teacher with K slots per row, and the options for comparing the student with it."""
+    """A teacher with K slots per row, and the options of the comparison with the student."""
 
     teacher: Tensor  # (..., K), log p
     mask: Tensor | None  # (..., K), bool, True for slots that count
@@ -296,9 +300,11 @@ def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
 
 
 class Pair(NamedTuple):
-    """A teacher of whole rows, and the options for comparing the student with it."""
+    """A dense teacher, and the options of the comparison with the student."""
 
-    # The teacher's logits (..., V), or its probabilities for "soft", as a Tensor or a ScaledHead.
+    # The teacher's logits (..., V), or the teacher's probabilities if `kind` is "soft". The teacher
+    # is a Tensor or a ScaledHead. If the student's logits are sharded over ranks, the teacher may
+    # also be a Shard. parallel/shard.py replaces a Shard by this rank's columns.
     teacher: Any
     kind: str  # "forward", "reverse", "jsd" or "soft"
     blend: float  # β for "jsd", the label smoothing for "soft"
@@ -306,7 +312,7 @@ class Pair(NamedTuple):
     TENSORS = (("teacher", TEACHER),)
 
 
-# The count of numbers saved per row for a Pair: shift and s of the student, shift and s of the
+# The number of values saved per row for a Pair: shift and s of the student, shift and s of the
 # teacher, and a mean.
 PAIR_STATE = 5
 

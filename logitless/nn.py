@@ -94,9 +94,9 @@ class Score(_LogitsModule):
 
 
 class CrossEntropyLoss(_LogitsModule):
-    """Drop-in for `torch.nn.CrossEntropyLoss` on logits (N, V) and class ids.
+    """Drop-in replacement for `torch.nn.CrossEntropyLoss` on logits (N, V) and class ids.
 
-    It takes the options of `logitless.cross_entropy`. Unlike in PyTorch, the vocabulary is always
+    The options are those of `logitless.cross_entropy`. Unlike in PyTorch, the vocabulary is always
     the last dimension, for example logits (B, T, V) with targets (B, T). For logits (B, V, T), pass
     logits.movedim(1, -1). The module cannot detect the shape (B, V, T), because V may equal T.
     """
@@ -147,7 +147,7 @@ class CrossEntropyLoss(_LogitsModule):
 
 
 class _LossModule(_LogitsModule):
-    """Base class of loss modules that store their other options in a dict."""
+    """Base class of loss modules. A dict stores all options except temperature and softcap."""
 
     def __init__(self, options: dict, reading: dict):
         super().__init__(**reading)

@@ -98,8 +98,8 @@ class Backend(Protocol):
     def share(self, reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
         """The factor () that turns a sum over rows into a mean.
 
-        The factor is 1 / the sum of `mass`, or 1 / the number of rows that count if `mass` is None.
-        If the divisor is 0, the factor is 1.
+        The factor is 1 / Σ mass. If `mass` is None, the factor is 1 divided by the number of rows
+        that count. If the divisor is 0, the factor is 1.
         """
         ...
 

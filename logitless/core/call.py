@@ -2,9 +2,9 @@
 
 Checks read shapes, dtypes, devices and Python numbers, which are the same in every step of a
 training loop. Therefore `check_once` remembers signatures that passed, and checks each signature
-only once. The rules of each function are in the checks.py of its folder. Only `check_values` reads
-the values of tensors. Values are read on a CPU, where no synchronisation is needed, and on a GPU
-with LOGITLESS_CHECK=1.
+only once. The rules for the arguments of a public function are in checks.py of the function's
+folder. Only `check_values` reads the values of tensors. Values are read on a CPU, where no
+synchronisation is needed, and on a GPU with LOGITLESS_CHECK=1.
 
 Triton kernels run on a GPU, and plain PyTorch runs on a CPU, unless `impl` makes another choice.
 """
@@ -74,7 +74,7 @@ def _refuse_on_ranks(logits: Any, error: Exception) -> None:
 
 
 def named(*others: Callable) -> Callable[[F], F]:
-    """Decorates a function whose keyword-only options are its own and the options of `others`.
+    """Decorates a function that takes its own keyword-only options and the options of `others`.
 
     The error for an unknown option suggests the closest option name. The error for too many
     positional arguments lists the allowed positional arguments.

@@ -50,8 +50,8 @@ def placed(name: str, x: Any, dim: int) -> None:
     sharded = [p for p in x.placements if not p.is_replicate()]
     if sharded and (len(sharded) > 1 or not is_shard(sharded[0], dim)):
         raise TypeError(
-            f"{name} must be replicated, or sharded once and on dimension {dim}, where the"
-            f" vocabulary is, got a DTensor of placements {x.placements}; redistribute the DTensor."
+            f"{name} must be replicated, or sharded once, on dimension {dim} (the vocabulary),"
+            f" got a DTensor of placements {x.placements}; redistribute the DTensor."
         )
 
 
@@ -99,7 +99,10 @@ def target(t: Any, x: Tensor) -> None:
 
 
 def classes(name: str, t: Any, x: Tensor) -> None:
-    """Checks one class per row. The errors also explain differences to F.cross_entropy."""
+    """Checks the dtype, shape and device of t, which has one class per row.
+
+    The error messages also explain differences to F.cross_entropy.
+    """
     if isinstance(t, Tensor) and t.is_floating_point():
         raise TypeError(
             f"{name} must hold integers, got {t.dtype}; soft_cross_entropy takes probabilities."
@@ -109,7 +112,8 @@ def classes(name: str, t: Any, x: Tensor) -> None:
     if t.shape != lead and len(lead) > 1 and t.shape == (*lead[:1], *lead[2:], x.shape[-1]):
         raise ValueError(
             f"{name} must have shape {_shape(lead)} to match logits {_shape(x)}, got {_shape(t)}; "
-            "the vocabulary comes last: from (N, V, ...) it does by logits.movedim(1, -1)."
+            "the vocabulary must be the last dimension; for logits of shape (N, V, ...), pass "
+            "logits.movedim(1, -1)."
         )
     _rows(name, t, x)
 
@@ -158,7 +162,9 @@ def in_bounds(temperature: Tensor, live: Tensor | None, least: float, most: floa
 
 def row_temperature(t: Tensor, x: Tensor) -> None:
     if t.requires_grad:
-        raise ValueError("temperature must not require grad: it is taken as a constant.")
+        raise ValueError(
+            "temperature must not require grad, because losses compute no gradient for temperature."
+        )
     if not t.is_floating_point():
         raise TypeError(f"temperature must be a floating-point tensor, got {t.dtype}.")
     if t.dim() != 0:
@@ -178,7 +184,9 @@ def class_weight(t: Any, x: Tensor, name: str = "weight") -> None:
     if not t.is_floating_point():
         raise TypeError(f"{name} must be a floating-point tensor, got {t.dtype}.")
     if t.requires_grad:
-        raise ValueError(f"{name} must not require grad: it is taken as a constant.")
+        raise ValueError(
+            f"{name} must not require grad, because losses compute no gradient for {name}."
+        )
     if t.shape != x.shape[-1:]:
         raise ValueError(
             f"{name} must have shape {_shape(x.shape[-1:])} to match logits {_shape(x)}, "
@@ -196,7 +204,7 @@ def row_weight(t: Any, x: Tensor) -> None:
         raise TypeError(f"row_weight must be real, got {t.dtype}.")
     if t.dtype == torch.bool:  # a mean would divide by all rows
         raise TypeError(
-            "row_weight must multiply the losses by numbers, got torch.bool. "
+            "row_weight must hold numbers that multiply the losses, got torch.bool. "
             "Pass a mask of the rows that count as `mask`."
         )
     _rows("row_weight", t, x)
@@ -218,7 +226,7 @@ def overwritable(x: Tensor, owner: Tensor) -> None:
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:
             raise ValueError(
-                "logits must not share memory among themselves for inplace=True, "
+                "logits must not have elements that share memory for inplace=True, "
                 f"got shape {_shape(x)} with strides {tuple(x.stride())}."
             )
         reach += (size - 1) * stride
@@ -238,8 +246,8 @@ def triton_can_run(x: Tensor) -> None:
 
 def only_in_reverse(*_: Any) -> None:
     raise RuntimeError(
-        "logits must be differentiated in reverse, by torch.autograd.grad or torch.func.grad: "
-        "losses have no forward-mode derivative (jvp, jacfwd, forward_ad)."
+        "logits must be differentiated in reverse mode, by torch.autograd.grad or torch.func.grad, "
+        "because losses have no forward-mode derivative (jvp, jacfwd, forward_ad)."
     )
 
 
@@ -271,7 +279,10 @@ def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
     _same_shape(name, t, x, of)
     # The logits of a teacher's head are always computed without a gradient.
     if isinstance(t, Tensor) and t.requires_grad:
-        raise ValueError(f"{name} must not require grad: it is taken as a constant; detach it.")
+        raise ValueError(
+            f"{name} must not require grad, because losses compute no gradient for {name}; pass "
+            f"{name}.detach()."
+        )
 
 
 def _mask(t: Any) -> None:

@@ -34,8 +34,8 @@ from .loss import RowLoss
 from .source import source_of
 
 # For at most SMALL logits on a GPU, the gradient is computed in forward and saved in fp32. Reading
-# and writing so few logits takes less time than a launch. A backward that only scales takes half as
-# much host time.
+# and writing so few logits takes less time than a launch. A backward that only scales a saved
+# gradient takes half the host time of a backward that computes the gradient.
 SMALL = 1 << 20
 
 

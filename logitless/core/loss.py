@@ -67,7 +67,7 @@ class RowLoss:
         raise NotImplementedError
 
     def coefficients(self, saved: Saved, upstream: Upstream) -> tuple[Coefficients, Tensor]:
-        """Returns the factors of the backward formula, and a gain () or (...) for all factors."""
+        """Returns the factors of the backward formula, and their common gain, () or (...)."""
         raise NotImplementedError
 
     def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
@@ -206,7 +206,7 @@ class RowLoss:
         return self.replace(**changed)
 
     def rows(self, rows: slice | Tensor, lead: torch.Size) -> "RowLoss":
-        """Returns the loss of some rows. `lead` is the leading shape (...) of all rows."""
+        """Returns a RowLoss for some of the rows. `lead` is the leading shape (...) of all rows."""
 
         def chunk(t: Tensor) -> Tensor:
             some = t.reshape(lead.numel(), *t.shape[len(lead) :])[rows]

@@ -57,7 +57,7 @@ def ignore_index(value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"ignore_index must be an int, got {value!r}.")
     if not -(2**63) <= value < 2**63:
-        raise ValueError(f"ignore_index must fit 64 bits, got {value}.")
+        raise ValueError(f"ignore_index must fit into 64 bits, got {value}.")
 
 
 def workspace(value: Any) -> None:
@@ -69,7 +69,7 @@ def workspace(value: Any) -> None:
 
 
 def logits_dtype(value: Any) -> None:
-    """Checks that the logits of some head can have this dtype."""
+    """Checks that at least one kind of head supports this dtype of logits."""
     if value is not None and value not in LOGITS_DTYPES:
         names = ", ".join(map(str, LOGITS_DTYPES))
         raise ValueError(f"logits_dtype must be one of {names} or None, got {value!r}.")
@@ -81,7 +81,7 @@ SUPPORTS = ("truncate", "renorm_teacher", "renorm", "tail")
 DIRECTIONS = ("forward", "reverse")
 ACCUMULATE = ("auto", "fp32", "weight")
 
-# The checks of options that a module can make in its constructor, without logits.
+# The checks that need no logits. A module runs these checks in its constructor.
 RULES: dict[str, Callable[[Any], Any]] = {
     "temperature": lambda value: isinstance(value, Tensor) or temperature(value),
     "softcap": softcap,
@@ -129,10 +129,10 @@ def called(function: Callable, args: tuple) -> str:
 def refuse_position(called: str, first: list[str], names: list[str], got: int) -> None:
     own = int(first[:1] == ["self"])
     free, rest = ", ".join(first[own:]), names[len(first) :]
-    but = f" but {free}" if free else ""
+    but = f" except {free}" if free else ""
     such = f", such as {rest[0]}=...," if rest else ""
     raise TypeError(
-        f"{called} must be given all arguments{but} by name{such} got {got - own} without one."
+        f"{called} must be given all arguments{but} by name{such} got {got - own} by position."
     )
 
 

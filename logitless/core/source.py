@@ -70,7 +70,7 @@ class Source:
     hidden: Tensor | None = None  # the hidden states (..., D), if the source is a head
     over_ranks = False  # whether the source is one rank's shard of the logits
     exists = False  # whether the logits are in memory as a whole
-    spread = False  # whether the source holds DTensors, so that source_of replaces the source
+    spread = False  # whether the source holds DTensors; source_of then returns this rank's Shard
 
     def dim(self) -> int:
         return len(self.shape)
@@ -103,14 +103,17 @@ class Source:
         return self.materialize(slice(None)).view(self.shape)
 
     def in_columns(self, shard: Any) -> "Source":
-        """Returns a source of the logits of all ranks. This source holds the columns of `shard`.
+        """Returns a source of the logits of all ranks. This rank computes the columns of `shard`.
 
-        `shard` is a VocabShard.
+        `shard` is the Shard (parallel/shard.py) that holds this source.
         """
         raise TypeError(f"source must be logits or a LinearLogits, got {type(self).__name__}.")
 
     def ranks_of_call(self) -> Any:
-        """Returns the ranks that must make the same call, or None."""
+        """Returns the ranks that share these logits; None if the logits are not sharded.
+
+        All of these ranks must make the same calls.
+        """
         return None
 
     def describe(self) -> str:
@@ -148,7 +151,7 @@ def is_source(logits: Any) -> bool:
 
 
 def ranks_of_call(logits: Any) -> Any:
-    """Returns the ranks that must make the same call over these logits, or None."""
+    """Returns the ranks that share these logits; None if the logits are not sharded."""
     logits = without_wrapper(logits)
     return logits.ranks_of_call() if isinstance(logits, Source) else None
 

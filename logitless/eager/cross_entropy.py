@@ -55,7 +55,7 @@ def label_mass(reading: Reading, dtype: torch.dtype) -> Tensor:
 def _label_weight(reading: Reading, dtype: torch.dtype) -> Tensor:
     """The class weight v[label] of each row, (N,); 1 without class weights.
 
-    The result has the dtype of statistics for logits of `dtype`.
+    The result is fp32, or fp64 if `dtype` is fp64.
     """
     label, weight = reading.label.reshape(-1), reading.class_weight
     full = torch.promote_types(dtype, torch.float32)

@@ -43,7 +43,10 @@ def _target(t: Tensor, reading: Reading, pair: Pair) -> Tensor:
 
 
 def _log(s: Tensor) -> Tensor:
-    """Returns log s for log p = d - log s, or inf for a row of -inf, so that p = 0."""
+    """Returns log s. Callers compute log p = d - log s.
+
+    A row of -inf has s = 0. The result for such a row is inf, so that p = 0.
+    """
     return torch.where(s == 0, torch.inf, s).log()
 
 
@@ -143,7 +146,8 @@ def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tupl
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
     For "jsd", the loss and the mean in the state are 0, because JSD needs another pass. inv_t
-    (N, 1) is 1 / temperature. Eager ignores inv_t. The kernels use inv_t to convert the mean.
+    (N, 1) is 1 / temperature. This function does not use inv_t. `pair_finish` of the kernels uses
+    inv_t to convert the mean from nats to units of y.
     """
     m_q, s_q, m_p, s_p, c = partial.split(1, 1)
     shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))

@@ -103,8 +103,8 @@ def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
     """Writes zeros to the ignored rows of a gradient.
 
     On a CPU, the zeros are written before the other rows, and `chunks` leaves ignored rows out. On
-    a GPU, the zeros are written last. On a GPU, `chunks` yields all rows, because the host would
-    have to wait for the mask.
+    a GPU, `chunks` yields all rows, because the host would have to wait for the mask to leave rows
+    out. Therefore the zeros are written last.
     """
     if live is None or before != (dx.device.type == "cpu"):
         return
@@ -143,8 +143,8 @@ def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
     """The factor () that turns a sum over rows into a mean, in fp32 (fp64 for fp64).
 
-    The factor is 1 / the sum of `mass`, or 1 / the number of rows that count if `mass` is None. If
-    the divisor is 0, the factor is 1.
+    The factor is 1 / Σ mass. If `mass` is None, the factor is 1 divided by the number of rows that
+    count. If the divisor is 0, the factor is 1.
     """
     full = torch.promote_types(like.dtype, torch.float32)
     live = live_rows(reading)

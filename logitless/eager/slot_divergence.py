@@ -82,7 +82,7 @@ def _compare(
     sparse: Slots,
     temperature: float | Tensor | None,  # a number or (N, 1)
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the divergence of each row, (N,), and its gradients by log_q and log_q_tail."""
+    """Returns the divergence of each row, (N,), and the gradients of log_q and log_q_tail."""
     if log_q.shape[1] == 0:  # rows without slots have a divergence of 0
         value = log_q.new_zeros(log_q.shape[0])
         return value, log_q.clone(), None if log_q_tail is None else torch.zeros_like(value)
@@ -108,7 +108,7 @@ def _compare(
         return value, g, None
 
     log_p = _rest(log_p) if sparse.tail is None else sparse.tail.reshape(-1).to(log_q.dtype)
-    # If the student's tail is empty, a teacher's tail that 16-bit rounding can explain is also
+    # If the student's tail is empty, a teacher's tail that may be a 16-bit rounding error is also
     # treated as empty.
     no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
     log_p = torch.where(no_tail, -torch.inf, log_p)
@@ -144,7 +144,7 @@ def _rest(log_p: Tensor) -> Tensor:
 
 
 def _terms(log_p, p, log_q, q, divergence, beta):
-    """Returns f, the divergence's term of each slot, and g, the derivative of f by log q."""
+    """Returns the term f of each slot, and the derivative g = ∂f / ∂log q."""
     if divergence == "forward_kl":
         return torch.where(p == 0, 0.0, p * (log_p - log_q)), -p
     if divergence == "reverse_kl":

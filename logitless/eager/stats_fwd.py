@@ -135,7 +135,10 @@ def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
 
 
 def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
-    """Returns the state unchanged. `gradient` adds repeated ids by scatter_add_ without REPEATS."""
+    """Returns the state unchanged.
+
+    The field REPEATS is not needed, because `gradient` adds repeated ids with scatter_add_.
+    """
     return state
 
 
@@ -251,7 +254,8 @@ def partial(x: Tensor, reading: Reading, start: int = 0) -> Partials:
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     """Merges the partial statistics of several splits of the same rows into one split.
 
-    The `picked` of all splits are added, because only one split holds an id and the others have 0.
+    The `picked` of all splits are added. Each id is in one split, and `picked` is 0 in the other
+    splits.
     """
     state = torch.cat([partials.state for partials in several], 1)
     state = torch.nn.functional.pad(state, (0, fields.PART - state.shape[2]))

@@ -1,7 +1,7 @@
 """Checks of the arguments of each public function. The error messages are in core/checks.py.
 
 `check_once` (core/call.py) calls these functions with the arguments of a call. The first argument
-is always the logits, because `check_once` looks up the ranks that share the logits.
+is always the logits, because `check_once` finds the ranks that share the logits by this argument.
 """
 
 from torch import Tensor

@@ -44,8 +44,8 @@ class CrossEntropy(RowLoss):
     def value_and_gradient(self, backend, x, factor, into):
         if self.label_smoothing or self.z_loss or backend.one_pass is None:
             return super().value_and_gradient(backend, x, factor, into)
-        # The loss is linear in log p, so its coefficients need no statistics. With class weights,
-        # the coefficients are not used if one_pass returns None, for example for very long rows.
+        # The loss is linear in log p, so its coefficients need no statistics. If one_pass returns
+        # None, for example for very long rows, the coefficients are not used.
         if self.is_nll:
             coefficients = _nll_coefficients[x.device, torch.float32]
         else:
@@ -97,10 +97,11 @@ def cross_entropy(
     row_weight: Tensor | None = None,
     inplace: bool = False,
 ) -> Tensor:
-    """Computes the cross-entropy of softmax(z) against class ids.
+    """Computes the cross-entropy of p = softmax(z) against class ids.
 
-    The result is a scalar, or (...) for reduction="none". The loss of a row, with
-    ε = label_smoothing and class weights v (1 without `weight`), is
+    The logits of the softmax are z = softcap · tanh(logits / softcap) / temperature. The result is
+    a scalar, or (...) for reduction="none". The loss of a row, with ε = label_smoothing,
+    lse = log Σ e^z and class weights v (1 without `weight`), is
 
         row_weight · [ (1-ε) v[target] (-log p[target]) + ε/V Σ_i v_i (-log p_i) + z_loss · lse² ]
 
@@ -113,17 +114,17 @@ def cross_entropy(
     The shapes are logits (..., V), integer target (...), weight (V,), mask and row_weight (...).
     The loss is fp32 (fp64 for fp64 logits). The vocabulary is always the last dimension. For logits
     of shape (N, V, ...), as in F.cross_entropy, pass logits.movedim(1, -1). If V equals another
-    size, the shapes do not reveal a wrong order of dimensions, and the loss would be wrong.
+    size, a wrong order of dimensions is not detected, and the loss is wrong.
 
     `temperature` and `softcap` must be in [1e-12, 1e12], and `z_loss` must be at most 1e12, because
     fp32 would overflow outside these limits.
 
     inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
-    forward. If another operation saved the logits before this call, its backward raises. The
-    backward of an operation that uses the logits after this call raises too, unless the logits are
-    a leaf or a slice of a larger tensor. A second backward raises. If no gradient is needed, the
-    logits are not overwritten. Under torch.compile, which plans memory itself, inplace has no
-    effect.
+    forward. If another operation saved the logits before this call, the backward of that operation
+    raises. The backward of an operation that uses the logits after this call raises too, unless the
+    logits are a leaf or a slice of a larger tensor. A second backward raises. If no gradient is
+    needed, the logits are not overwritten. Under torch.compile, which plans memory itself, inplace
+    has no effect.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)

@@ -88,10 +88,10 @@ def kl_div(
         direction="forward" computes Σ p log(p / q), which penalises small q where p is large.
         direction="reverse" computes Σ q log(q / p), which penalises large q where p is small.
 
-    A class with p = 0 (forward) or q = 0 (reverse) adds 0 to the loss. If a class has q = 0 and
-    p > 0 (forward), or p = 0 and q > 0 (reverse), the loss is +inf. The softcap applies only to the
-    student. With `t_squared=True`, value and gradient are multiplied by T², so that the gradient
-    does not shrink as T grows.
+    For forward KL, a class with p = 0 adds 0 to the loss, and a class with p > 0 and q = 0 makes
+    the loss +inf. For reverse KL, a class with q = 0 adds 0, and a class with q > 0 and p = 0 makes
+    the loss +inf. The softcap applies only to the student. With `t_squared=True`, value and
+    gradient are multiplied by T², so that the gradient does not shrink as T grows.
 
     `temperature` is a number or (...). Rows with a `mask` (...) of False are not read, and their
     loss and gradient are 0. `row_weight` (...) multiplies the loss of each row. "mean" divides the
@@ -124,7 +124,8 @@ def jsd(
 ) -> Tensor:
     """Generalised Jensen-Shannon divergence between two rows of logits (..., V).
 
-    Let p be the teacher's and q the student's distribution as in `kl_div`, and M = βp + (1-β)q:
+    Let p and q be the distributions of teacher and student as in `kl_div`, and M = βp + (1-β)q. The
+    divergence is
 
         β Σ p log(p / M) + (1-β) Σ q log(q / M)
 
@@ -155,7 +156,8 @@ def soft_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of softmax(z) against class probabilities (..., V), as in F.cross_entropy.
 
-    The loss of a row, with ε = label_smoothing and class weights v (1 without `weight`), is
+    The loss of a row, with q = softmax(z), ε = label_smoothing and class weights v (1 without
+    `weight`), is
 
         row_weight · Σ_i v_i ((1-ε) probs_i + ε/V) (-log q_i)
 

@@ -168,11 +168,11 @@ def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
 
 
 def _hint(stats: RowStats) -> str:
-    """Returns a hint for a formula that failed, in case it read a statistic that is None."""
+    """Lists the statistics that are None, as a hint for a formula that failed."""
     by = {"picked": "ids", "logprob": "ids"}
     names = [name for name, t in stats._asdict().items() if t is None]
     hints = [f"stats.{name} (pass {by.get(name, f'{name}=True')} to row_loss)" for name in names]
-    return f" Not requested are {', '.join(hints)}." if hints else ""
+    return f" These statistics were not requested: {', '.join(hints)}." if hints else ""
 
 
 def _check_value(value, rows: int, stats: RowStats) -> None:

@@ -166,8 +166,8 @@ def gathered_kl(
     full = PRECISION[student_logits.dtype]
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
     if reduction == "mean" and row_weight is None and not call.under_transform():
-        # All rows count, so each value is divided by the number of rows and summed. Then the
-        # gradient needs no further factor.
+        # All rows count, so kd_weight includes the factor 1 / rows, and the values are summed. The
+        # gradient then needs no further factor.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
         _constant(teacher_logprobs), None if mask is None else call.as_bool(mask), None, by_row,

@@ -254,7 +254,8 @@ NO_CLASS = -(2**31)  # a value that no valid id has
 def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
     """Returns the fields of a Reading that select the ids and the rows to read.
 
-    One id per row is the label. Otherwise the label only marks the rows that count.
+    If there is one id per row, the ids are the labels. Otherwise the labels only mark the rows that
+    count.
     """
     if ids is not None and ids.dim() < len(logits.shape):
         if ignore_index is None and mask is not None:
@@ -330,7 +331,9 @@ def entropy(
     softcap: float | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Entropy of softmax(z) in nats for logits (..., V), exact under any common offset.
+    """Entropy of softmax(z) in nats for logits (..., V).
+
+    The entropy stays exact if all logits have a large common offset.
 
     A row whose mask (...) is False is not read, and its entropy and gradient are 0.
 

@@ -17,17 +17,17 @@ def head():
 
 POSITIONS = {
     "cross_entropy": (lambda: ll.cross_entropy(TEACHER, TARGET, torch.ones(V)),
-                      "cross_entropy must be given all arguments but logits, target by name, "
-                      "such as weight=..., got 3 without one."),
+                      "cross_entropy must be given all arguments except logits, target by name, "
+                      "such as weight=..., got 3 by position."),
     "linear_cross_entropy": (lambda: ll.linear_cross_entropy(*head(), TARGET, None),
-                             "linear_cross_entropy must be given all arguments but hidden, weight, "
-                             "target by name, such as bias=..., got 4 without one."),
+                             "linear_cross_entropy must be given all arguments except hidden, "
+                             "weight, target by name, such as bias=..., got 4 by position."),
     "a head": (lambda: ll.LinearLogits(*head(), None, 1 << 20),
-               "LinearLogits must be given all arguments but hidden, weight, bias by name, "
-               "such as workspace=..., got 4 without one."),
+               "LinearLogits must be given all arguments except hidden, weight, bias by name, "
+               "such as workspace=..., got 4 by position."),
     "a module": (lambda: ll.nn.KLDivLoss("forward"),
                  "KLDivLoss must be given all arguments by name, such as direction=..., "
-                 "got 1 without one."),
+                 "got 1 by position."),
 }  # fmt: skip
 
 

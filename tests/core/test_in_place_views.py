@@ -164,7 +164,7 @@ def test_expanded_logits_cannot_be_overwritten():
     x = torch.zeros(1, 5, requires_grad=True).expand(3, 5)
     with refuses(
         ValueError,
-        "logits must not share memory among themselves for inplace=True, "
+        "logits must not have elements that share memory for inplace=True, "
         "got shape (3, 5) with strides (0, 1).",
     ):
         ll.cross_entropy(x, T[0], inplace=True)

@@ -50,7 +50,7 @@ BAD_TEMPERATURES = {
     "gradient": (
         torch.ones(2, 3, requires_grad=True),
         ValueError,
-        "temperature must not require grad: it is taken as a constant.",
+        "temperature must not require grad, because losses compute no gradient for temperature.",
     ),
 }
 
@@ -175,7 +175,7 @@ def test_cross_entropy_options(options, kind, message):
 def test_score_ignore_index():
     with refuses(TypeError, "ignore_index must be an int, got 'pad'."):
         ll.score(X, T, ignore_index="pad")
-    with refuses(ValueError, f"ignore_index must fit 64 bits, got {2**70}."):
+    with refuses(ValueError, f"ignore_index must fit into 64 bits, got {2**70}."):
         ll.score(X, T, ignore_index=2**70)
 
 

@@ -31,7 +31,7 @@ FUNC = {
 
 WORDS = "|".join((
     "logits must be a Tensor under torch.func", "logits must not be mapped over by torch.func.vmap",
-    "logits must be differentiated in reverse, by torch.autograd.grad or torch.func.grad",
+    "logits must be differentiated in reverse mode, by torch.autograd.grad or torch.func.grad",
 ))  # fmt: skip
 
 

@@ -25,7 +25,7 @@ FACTOR = 2.0
 FLOOR = {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 1e-10}
 ROUNDED = 2  # roundings to its own dtype of a gradient of logits: Triton's interpreter cuts bf16
 SUMMED = 4  # the same of the gradients of a head, which are sums of such
-RULE = re.compile(r"^.+ must .+(, got .*|: it is taken as a constant.*)\.$", re.DOTALL)
+RULE = re.compile(r"^.+ must .+(, got .*|, because .*)\.$", re.DOTALL)
 
 
 class Outcome(NamedTuple):
