@@ -14,7 +14,7 @@ _FIELDS = frozenset(field.name for field in fields(Head))
 
 
 class AsTensor:
-    """Base class with the functions, methods, operators and indexing of a tensor."""
+    """Base class that gives a head the functions, methods, operators and indexing of a tensor."""
 
     head: Head
 

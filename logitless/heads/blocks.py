@@ -34,8 +34,8 @@ def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
 class BlockChunks(Chunks):
     """Computes the logits of groups of rows in blocks of columns.
 
-    If all rows fit into the workspace, all rows form one group. No GEMM is queued before the number
-    of rows is known.
+    plan.py chooses the number of rows per group. A group may contain all rows. No GEMM is queued
+    before the number of rows that count is known.
     """
 
     def begin(self, dtype: torch.dtype) -> Any:
@@ -86,7 +86,10 @@ class Blocks:
         self.holds: dict[int | None, int] = {}  # the block in each slot; the workspace is slot None
 
     def keep(self) -> None:
-        """Starts to keep logits in the memory of the weight's gradient that is not yet written."""
+        """Chooses the blocks whose logits are kept until their gradient is computed.
+
+        The logits are kept in memory of the weight's gradient that is not yet written.
+        """
         chunks, (rows, vocab) = self.chunks, self.shape
         if self.sums is not None and chunks.cut.kept:
             self.kept_in = self.sums.free_memory()
@@ -149,7 +152,10 @@ class BlockBackend:
         into: Tensor | None = None,
         start: int | None = None,
     ) -> None:
-        """Adds the gradient of the logits to the sums of x, from the last block to the first."""
+        """Adds the gradients of hidden, weight and bias to x.sums. Returns nothing.
+
+        The gradient of the logits is computed block by block, from the last block to the first.
+        """
         sums, rows = x.sums, len(x.h)
         assert sums is not None
         sums.start(x.rows, x.h)

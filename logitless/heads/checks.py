@@ -72,7 +72,7 @@ def main_grad(t: Any, weight: Tensor) -> None:
 def no_main_grad(t: Tensor | None) -> None:
     if t is not None:
         raise ValueError(
-            "main_grad must be None where PyTorch's own functions take a LinearLogits, got a "
+            "main_grad must be None if a LinearLogits is passed to PyTorch's own functions, got a "
             "Tensor; only losses of logitless add to main_grad."
         )
 
@@ -83,7 +83,7 @@ def head_placements(hidden: Any, weight: Any, bias: Any) -> None:
     if all(placement.is_replicate() for placement in weight.placements):
         raise TypeError(
             f"weight must be sharded on dimension 0, got a DTensor of placements "
-            f"{weight.placements}; for a head that is whole on every rank, pass weight.to_local()."
+            f"{weight.placements}; for a replicated weight, pass weight.to_local()."
         )
     for name, t in (("hidden", hidden), ("bias", bias)):
         if t is None:
@@ -102,6 +102,6 @@ def head_placements(hidden: Any, weight: Any, bias: Any) -> None:
         tokens = not own.is_replicate() and other.is_shard() and other.dim < hidden.dim() - 1
         if not (other.is_replicate() or tokens):
             raise TypeError(
-                "hidden must be replicated, or sharded by tokens over the ranks that share weight,"
+                "hidden must be replicated, or sharded by tokens over the ranks that shard weight,"
                 f" got a DTensor of placements {hidden.placements}."
             )

@@ -135,7 +135,10 @@ class Chunks:
                 sums.add(rows, h, dz)
 
     def _step(self, whole: Tile, at: slice, count: int) -> Tile:
-        """Returns a Tile with some rows of `whole`, whose gradient overwrites no unread row."""
+        """Returns a Tile with the rows `at` of `whole`.
+
+        The gradient of these rows overwrites only logits that have been read.
+        """
         saved = whole.saved
         if saved is not None:  # a tensor that all rows share is not sliced
             saved = tuple(t if t is None or len(t) != count else t[at] for t in saved)

@@ -1,4 +1,4 @@
-"""Gradients of a head's tensors, summed over chunks of rows.
+"""Gradients of hidden, weight and bias of a head that is computed in chunks of rows.
 
 The gradient of a bf16 weight can be summed in three formats. A sum in bf16, which has 8 bits, is
 rounded after every chunk. Over many chunks, this sum drifts away from the result of one large GEMM.
@@ -59,7 +59,11 @@ class HeadGradients(NamedTuple):
 
 
 class GradientSums:
-    """The gradients of hidden, weight and bias, summed over chunks. Unneeded gradients are None."""
+    """The gradients of hidden, weight and bias over all chunks of rows.
+
+    Each chunk writes its own rows of the gradient of hidden. The gradients of weight and bias are
+    summed over chunks. A gradient that is not needed is None, but d_weight is `into` if given.
+    """
 
     def __init__(
         self,
@@ -114,7 +118,10 @@ class GradientSums:
 
 
 class RowInputGradients:
-    """Gradients of a loss's row_inputs, written chunk by chunk. Unneeded gradients are None."""
+    """Gradients of the row_inputs of a loss. Each chunk writes its own rows.
+
+    A gradient that is not needed is None.
+    """
 
     def __init__(self, loss: RowLoss, needs: Sequence[bool]):
         self.gradients = [

@@ -157,7 +157,10 @@ class Head:
 
 @dataclass(frozen=True)
 class ScaledHead:
-    """A teacher's logits without gradients: scale · z, or cap · tanh(scale · z) if a cap is set."""
+    """A teacher's logits without gradients, computed from the logits z of a head.
+
+    The logits are scale · z, or cap · tanh(scale · z) if `cap` is not None.
+    """
 
     head: Head
     scale: float = 1.0

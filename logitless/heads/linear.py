@@ -46,9 +46,9 @@ class LinearLogits(AsTensor, Logits):
     `accumulate` selects the precision of the sum of a bf16 weight's gradient over chunks. "auto"
     sums up to two chunks in bf16. For more chunks, "auto" sums in block floating point on Hopper
     and data-center Blackwell, and in fp32 on other devices. Block floating point uses the memory of
-    the gradient and keeps 14 bits of the largest of 128 neighbours. "fp32" sums in fp32, which
-    takes additional memory of the gradient's size. "weight" rounds to bf16 after every chunk.
-    The gradient of an fp16 weight is always summed in fp32.
+    the gradient. Among 128 neighbouring numbers, which share one exponent, the largest keeps 14
+    bits. "fp32" sums in fp32, which takes additional memory of the gradient's size. "weight" rounds
+    to bf16 after every chunk. The gradient of an fp16 weight is always summed in fp32.
 
     `main_grad` is an fp32 tensor of the weight's shape. Every backward adds the weight's gradient
     to main_grad instead of weight.grad. For a mean or sum, the gradient is added once, rounded to

@@ -80,7 +80,7 @@ def override(cut: Callable[[Work], Cut]):
 
 @functools.lru_cache(1024)
 def choose(work: Work, workspace: int | None, device: str) -> Cut:
-    """Returns the split with the least estimated time. Without a workspace, rows stay whole."""
+    """Returns the split with the least estimated time. If `workspace` is None, rows stay whole."""
     limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"]) * (3 if work.wide else 2) // 2
     room = limit // (-(-work.vocab // PACK) * PACK * work.itemsize)
     if work.wide:

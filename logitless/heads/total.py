@@ -46,9 +46,10 @@ class Call(NamedTuple):
 
     @property
     def divides_in_backward(self) -> bool:
-        """Whether backward, instead of forward, multiplies the gradients by the share.
+        """Whether backward, instead of forward, multiplies the gradients of a mean by the share.
 
-        The result is True for fp16, because gradients that are divided in forward could underflow.
+        The share is the factor that turns a sum into a mean. The result is True for fp16, because
+        gradients that are multiplied by the share in forward could underflow.
         """
         return self.reduction == "mean" and self.head.hidden.dtype == torch.float16
 

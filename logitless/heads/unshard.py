@@ -22,8 +22,8 @@ def in_memory(weight: Tensor, module: torch.nn.Module | None):
             module.reshard()  # pyright: ignore
     else:
         raise RuntimeError(
-            "weight of a head must still be in memory when its loss is computed, but the module"
-            " that shards the weight has freed it; compute the loss inside the forward of this"
-            " module, shard the head separately (fully_shard(head)), or pass"
+            "weight of a head must still be in memory when the loss is computed, but the module"
+            " that shards the weight has freed the weight; compute the loss inside the forward of"
+            " that module, shard the head separately (fully_shard(head)), or pass"
             " reshard_after_forward=False."
         )

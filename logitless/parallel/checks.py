@@ -67,20 +67,20 @@ def tiles(starts: Sequence[int], widths: Sequence[int], vocab: int | None) -> No
     for start, width, rank in sorted(zip(starts, widths, range(len(starts)), strict=True)):
         if start != end:
             raise ValueError(
-                f"start must be {end} on rank {rank}, where the columns before it end, got {start};"
-                f" the ranks have {list(widths)} columns."
+                f"start must be {end} on rank {rank}, because the preceding columns end at {end},"
+                f" got {start}; the ranks have {list(widths)} columns."
             )
         end += width
     if vocab is not None and end != vocab:
         raise ValueError(
-            f"vocab must be the columns of all ranks, {end} of {list(widths)}, got {vocab}."
+            f"vocab must be {end}, the sum of the ranks' columns {list(widths)}, got {vocab}."
         )
     if end == 0:
         raise ValueError("source must have at least one column on one of the ranks, got none.")
 
 
 def inside(start: int, width: int, vocab: int) -> None:
-    """Checks that this rank's columns are inside the vocabulary, without other ranks' columns."""
+    """Checks that this rank's columns are inside the vocabulary. Needs no data of other ranks."""
     if start + width > vocab:
         raise ValueError(
             f"start must be at most {vocab - width}, so that {width} columns end within vocab"
@@ -89,19 +89,19 @@ def inside(start: int, width: int, vocab: int) -> None:
 
 
 def chunk(width: int, chunk: int) -> None:
-    """Checks that a DTensor's shard has the columns that DTensor's own rule gives to this rank."""
+    """Checks that this rank's shard of a DTensor has the width that torch.chunk gives."""
     if width != chunk:
         raise ValueError(
-            f"a sharded DTensor must have {chunk} columns on this rank, as torch.chunk cuts them,"
-            f" got {width}; pass other columns as ll.VocabShard(logits, group)."
+            f"a sharded DTensor must have {chunk} columns on this rank, as torch.chunk splits the"
+            f" vocabulary, got {width}; pass other columns as ll.VocabShard(logits, group)."
         )
 
 
 def same_columns(teacher: Any, student: Any) -> None:
     if teacher != student:
         raise ValueError(
-            f"teacher must have the columns of the student, {student.widths} from {student.starts},"
-            f" got {teacher.widths} from {teacher.starts}."
+            f"teacher must have the columns of the student, with widths {student.widths} and starts"
+            f" {student.starts}, got widths {teacher.widths} and starts {teacher.starts}."
         )
 
 
@@ -109,8 +109,8 @@ def replicated(t: Any) -> None:
     """Checks that a DTensor passed beside the logits, such as labels, is replicated."""
     if not all(p.is_replicate() for p in t.placements):
         raise TypeError(
-            "what is given beside logits must be plain tensors, or replicated, got a DTensor of "
-            f"placements {t.placements}."
+            "labels, weights and other tensors beside the logits must be plain tensors or "
+            f"replicated DTensors, got a DTensor of placements {t.placements}."
         )
 
 

@@ -43,7 +43,7 @@ class _Arrived(Node):
 
 
 def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> Shard:
-    """The shard of a vocabulary that a DTensor shards over dimension `dim` of its mesh.
+    """Returns this rank's Shard of a vocabulary that is sharded over dimension `dim` of a mesh.
 
     DTensor shards like `torch.chunk`, so each rank's columns are known without an exchange.
     """
@@ -114,7 +114,8 @@ def _whole(t: Tensor | None) -> Tensor | None:
 def hidden_of_all(hidden, weight) -> Tensor:
     """Gathers the hidden states of all tokens over the ranks that shard the weight.
 
-    The gradient of the hidden states is this rank's share of a sum over ranks.
+    The gradient of the result has the placement Partial, so DTensor sums the gradients of all
+    ranks.
     """
     # This import is local, because importing torch.distributed.tensor takes half a second.
     from torch.distributed.tensor import Partial, Replicate
@@ -127,7 +128,7 @@ def hidden_of_all(hidden, weight) -> Tensor:
 
 
 def shard_of_head(head: Any) -> Shard:
-    """The columns of a head of DTensors, whose weight and bias are sharded by rows."""
+    """Returns this rank's Shard of a head of DTensors. Weight and bias are sharded by rows."""
     hidden, weight, bias = head.tensors
     (dim,) = [i for i, place in enumerate(weight.placements) if not place.is_replicate()]
     tokens = not hidden.placements[dim].is_replicate()

@@ -176,8 +176,8 @@ class ColumnBackend:
             top = x.gather(-1, ids).view(rows, own)
             part[:, :own] = top
             part[:, k : k + own] = contract.as_bits(ids.view(rows, own) + self.start, part.dtype)
-            # `rest` is log Σ e^z of the other columns, relative to the largest logit. The log p of
-            # the largest logit is -log s.
+            # `rest` is log Σ e^(z - max z) over the other columns of this rank. Subtracting log p
+            # of the largest logit from the tail gives `rest`, because this log p is -log s.
             rest = (tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)

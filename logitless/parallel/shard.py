@@ -144,7 +144,7 @@ class Shard(Source):
         vocab: int | None = None,
         sequence_parallel: bool = False,
     ) -> "Shard":
-        """The shard of a VocabShard, from its checked arguments."""
+        """Checks the arguments of a VocabShard, and returns its Shard."""
         ranks, source = ranks_of(group), without_wrapper(source)
         _check(ranks, source, start, vocab, sequence_parallel)
         if sequence_parallel:
@@ -153,7 +153,8 @@ class Shard(Source):
 
     def _set_columns(self, start: int | None, vocab: int | None, device: torch.device) -> None:
         """Sets this rank's columns, and the width of the widest rank."""
-        self.layout: Layout | None = None  # None if the caller gave this rank's columns
+        # None if start and vocab are given, except with LOGITLESS_CHECK=1.
+        self.layout: Layout | None = None
         key, given = (self.ranks.group, vocab), start is not None and vocab is not None
         if given and key in _widest and self.ranks.count > 1 and not thorough():
             rules.inside(start, self.width, vocab)
@@ -225,7 +226,10 @@ class Shard(Source):
         return backend
 
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
-        """Gathers the logits of all ranks without a gradient, (..., V), or of some rows, (n, V)."""
+        """Gathers the logits of all ranks, (..., V), without a gradient.
+
+        With `rows`, the result is the logits of these rows, (n, V).
+        """
         local = self.local(rows).detach()
         layout = self.layout
         if layout is None:
@@ -278,7 +282,11 @@ class Shard(Source):
         return local.materialize(slice(None)).view(self.source.shape) if exist else local
 
     def columns_beside(self, other: "Shard") -> Layout:
-        """Returns all ranks' columns if both shards have them, otherwise this rank's columns."""
+        """Returns the columns to compare with the columns of `other`.
+
+        If both shards have a layout, the result is the columns of all ranks. Otherwise the result
+        is this rank's columns.
+        """
         if self.layout is None or other.layout is None:
             return Layout((self.start,), (self.width,))
         return self.layout

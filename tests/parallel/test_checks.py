@@ -52,12 +52,12 @@ class TestRefused:
         on_ranks(2, work)
 
     def test_columns_with_a_gap(self):
-        words = "start must be 2 on rank 1, where the columns before it end, got 3; the ranks have"
+        words = "start must be 2 on rank 1, because the preceding columns end at 2, got 3; the"
         work = lambda r: ll.VocabShard(torch.zeros(1, 2), r, 3 * r.index)  # noqa: E731
         self.refused(work, ValueError, words)
 
     def test_another_vocabulary(self):
-        words = "vocab must be the columns of all ranks, 4 of [2, 2], got 5."
+        words = "vocab must be 4, the sum of the ranks' columns [2, 2], got 5."
         work = lambda r: ll.VocabShard(torch.zeros(1, 2), r, vocab=5)  # noqa: E731
         self.refused(work, ValueError, words)
 
@@ -71,7 +71,8 @@ class TestRefused:
             teacher = ll.VocabShard(torch.zeros(1, 1 + 2 * ranks.index), ranks)
             ll.kl_div(student, teacher, direction="forward")
 
-        self.refused(work, ValueError, "teacher must have the columns of the student, (2, 2) from")
+        words = "teacher must have the columns of the student, with widths (2, 2) and starts"
+        self.refused(work, ValueError, words)
 
     def test_a_teacher_of_other_columns_that_were_not_exchanged(self):
         def work(ranks):
@@ -81,7 +82,8 @@ class TestRefused:
 
             ll.kl_div(shard((2, 2)), shard((1, 3)), direction="forward")
 
-        self.refused(work, ValueError, "teacher must have the columns of the student, (2,) from")
+        words = "teacher must have the columns of the student, with widths (2,) and starts"
+        self.refused(work, ValueError, words)
 
     def test_columns_beyond_the_vocabulary(self):
         """Also where the ranks exchange nothing, because they did so before."""

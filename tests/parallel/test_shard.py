@@ -88,7 +88,7 @@ def test_one_process_exchanges_nothing():
         for width in (3, 4):
             shard = ll.VocabShard(torch.zeros(1, width), ranks, 0, vocab=width)
             assert shard.shape == ll.VocabShard(torch.zeros(1, width), ranks).shape == (1, width)
-        with pytest.raises(ValueError, match="vocab must be the columns of all ranks, 5 of"):
+        with pytest.raises(ValueError, match="vocab must be 5, the sum of the ranks' columns"):
             ll.VocabShard(torch.zeros(1, 5), ranks, 0, vocab=4)
         return ranks.calls
 
