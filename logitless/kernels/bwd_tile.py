@@ -2,11 +2,12 @@
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-The coefficients a, b and g_c have one value per row, and dx_i = dz_i dz/dx_i. Kernels compute
-log p_i as ((y_i - shift) / temperature) - log_s, which is exact under any common offset. The
-log-probability of the label at temperature 1 adds d ([i = label] - p1_i) to dy_i.
+The coefficients a, b and g_c have one value per row. Kernels compute log p_i as
+((y_i - shift) / T) - log_s, which is exact under any common offset. T is the temperature.
 
-Kernels compute dz / T. Let d = (y - shift) rate and e = 2^d. Then p = e / s and
+Kernels compute dy_i = dz_i / T, and then dx_i = dy_i · ∂y_i/∂x_i. If a loss uses the
+log-probability of the label at temperature 1, the term d_logprob_t1 ([i = label] - p1_i) is added
+to dy_i, where p1 = softmax(y). Let d = (y - shift) rate and e = 2^d. Then p = e / s and
 log p = d ln 2 - log s, and
 
     dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of label and ids
@@ -150,7 +151,7 @@ def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
 def write_tile(state, tile, start, offs, mask):
     """Reads a tile of logits and writes its gradient, without the terms of label and ids.
 
-    `state` can be any number, because tiles are independent.
+    `state` is not used and returned unchanged, because tiles are independent.
     """
     at = start + offs
     y, slope = capped(load(tile.X, at, mask), tile.terms.softcap)

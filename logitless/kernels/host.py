@@ -297,8 +297,8 @@ def reduce(
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
     """The factor () that turns a sum over rows into a mean, in fp32.
 
-    The factor is 1 / the sum of `mass`, or 1 / the number of rows that count if `mass` is None. If
-    the divisor is 0, the factor is 1.
+    The factor is 1 / Σ mass. If `mass` is None, the factor is 1 divided by the number of rows that
+    count. If the divisor is 0, the factor is 1.
     """
     if mass is None and reading.ignore_index is None:
         return torch.full((), 1.0 / max(rows, 1), device=like.device, dtype=torch.float32)

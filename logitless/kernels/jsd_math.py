@@ -9,7 +9,10 @@ from .numerics import INF
 
 @triton.jit
 def bits(s):
-    """Returns log2 s for log2 p = d·rate - log2 s, or inf for a row of -inf, so that p = 0."""
+    """Returns log2 s. Callers compute log2 p = d·rate - log2 s.
+
+    A row of -inf has s = 0. The result for such a row is inf, so that p = 0.
+    """
     return tl.log2(tl.where(s == 0, INF, s))
 
 

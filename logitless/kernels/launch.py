@@ -1,10 +1,10 @@
 """Kernel launches with little host overhead, on the GPU of the tensors.
 
-Triton inspects every argument of a launch to find the matching compiled kernel. This inspection
-takes as much host time as many kernels take on the GPU. A `Launch` holds the arguments that are the
-same in every call: the kernel, its grid, its sizes and its constants. A cached function of shapes
-and options builds each Launch once. A Launch also keeps the compiled kernel and calls the entry
-point of the compiled kernel with bare addresses.
+Triton inspects every argument of a launch to find the matching compiled kernel. For many kernels,
+this inspection takes as much time on the host as the kernel takes on the GPU. A `Launch` holds the
+arguments that are the same in every call: the kernel, its grid, its sizes and its constants. A
+cached function of shapes and options builds each Launch once. A Launch also keeps the compiled
+kernel and calls the entry point of the compiled kernel with bare addresses.
 
 A compiled kernel depends on the dtypes of its tensors, and on which addresses are multiples of 16
 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore every pointer must follow

@@ -1,12 +1,12 @@
 """Backward pass of losses against a dense teacher, in one pass over both rows.
 
-The backward needs only the five numbers per row that the forward saved. pair_state.py defines the
-symbols.
+The backward needs only the five numbers per row that the forward saved. pair_state.py defines d,
+e, s, p and q. T is the temperature, and the gain is one factor per row (`_row_terms`).
 
-    Forward KL has dz = (e_q ratio - e_p) gain.
-    Cross-entropy has dz = (e_q ratio - v) gain, where v is the target.
-    Reverse KL has dz = e_q (d_q - d_p - mean) gain.
-    JSD has dz = q (log2(q/M) - mean) gain.
+    Forward KL has dz / T = (e_q s_p / s_q - e_p) gain.
+    Cross-entropy has dz / T = (e_q s_p / s_q - v) gain, where v is the target, and s_p = Σ v.
+    Reverse KL has dz / T = e_q (d_q - d_p - mean) gain.
+    JSD has dz / T = q (log2(q/M) - mean) gain.
 
 If student and teacher are equal, the gradient is exactly 0.
 """

@@ -19,9 +19,9 @@ over the slots that count, and Q is the sum of q.
     "gathered_renorm" compares p and q/Q.
     "gathered" compares p and q/Q, where Q is the sum over all slots.
 
-If the support divides q by Q, the kernel reads the student's logits, and their gradient is
-g_k - q_k Σ g. For the other supports, log q is a log-probability of the whole row, and the
-coefficient a of the row is -Σ g.
+If the support divides q by Q, the kernel reads the student's logits at the slots. The gradient of
+the logit at slot k is then g_k - q_k Σ g, divided by the temperature. For the other supports, the
+kernel reads log q of the softmax over the whole row, and the coefficient a of the row is -Σ g.
 
 Every term is a mass times a difference of logarithms. The term is 0 if the mass is 0. For example,
 the term of forward KL is 0 if p = 0, for every q. log M is computed relative to the larger of p and
@@ -130,7 +130,7 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
         log_p_tail = load(TEACHER_TAIL, row, counts).to(tl.float32)
     else:
         log_p_tail = _rest(log_p, p, k)
-    # If the student's tail is empty, a teacher's tail that 16-bit rounding can explain is also
+    # If the student's tail is empty, a teacher's tail that may be a 16-bit rounding error is also
     # treated as empty.
     no_tail = (log_q_tail == -INF) & (log_p_tail < LOG_ROUNDING)
     log_p_tail = tl.where(no_tail, -INF, log_p_tail)

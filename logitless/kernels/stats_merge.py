@@ -124,7 +124,8 @@ def _stats_merge_kernel(
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     """Merges the partial statistics of several splits of the same rows into one split.
 
-    The `picked` of all splits are added, because only one split holds an id and the others have 0.
+    The `picked` of all splits are added. Each id is in one split, and `picked` is 0 in the other
+    splits.
     """
     splits = several[0].state
     if len(several) > 1:

@@ -94,7 +94,8 @@ def _stats_split_fwd_kernel(
     Xrow = X + offset
     inv_t = inverse_temperature(temperature, row)
     ref = reference(Xrow, columns, softcap, TOTAL)
-    lo = tl.multiple_of(split * span, BLOCK_V)  # Triton does not keep a hint across a product
+    # Triton cannot derive that the product is a multiple of BLOCK_V.
+    lo = tl.multiple_of(split * span, BLOCK_V)
     head, body = split_row(offset, columns, lead, PACK, ALIGNED)
     if W is not None:
         W += start

@@ -3,7 +3,7 @@
 If the tail is at least ENOUGH, the tail is computed as 1 minus the mass of the ids. For a smaller
 tail, this subtraction would lose too many bits. Therefore the kernel reads a row with a smaller
 tail again, and sums the columns outside the ids relative to the max of these columns. A repeated id
-counts once. Only rows with repeated ids do the extra work of counting copies.
+counts once. The kernel counts copies of ids only in rows with repeated ids.
 """
 
 import functools
@@ -58,7 +58,7 @@ def _rank(IDS, ids, offs_k, K, repeated):
 
 @triton.jit
 def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
-    """Returns (max, sum) over the columns that are not in SORTED.
+    """Returns m = max y and s = Σ e^((y - m)/T) over the columns that are not in SORTED.
 
     The last element of SORTED is at least V.
     """

@@ -24,7 +24,10 @@ from .topk_keys import EMPTY, key_of, logit_of, sort, sort_bitonic
 
 @triton.jit
 def _leave_out(m, s, y, top, rate):
-    """Adds a block y with max `top` to the tail. Returns m = max y and s = Σ e^((y - m)/T)."""
+    """Adds a block y with max `top` to the tail. Returns the new m and s of the tail.
+
+    The tail has m = max y and s = Σ e^((y - m)/T).
+    """
     m_new = tl.maximum(m, top)
     scale = tl.exp2(move(m, m_new, s) * rate)
     return m_new, s * scale + tl.sum(tl.exp2((y - finite(m_new)) * rate), axis=0)
