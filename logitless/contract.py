@@ -77,7 +77,7 @@ class Reading(NamedTuple):
         return sums_of(self.wants, self.at_temperature_1)
 
     def fold_scale(self, scale: float, softcap: float | None) -> "Reading":
-        """Returns a Reading of x that gives the statistics that `self` gives for logits scale · x.
+        """Returns a Reading for x. The statistics equal those of `self` for the logits scale · x.
 
         `softcap` replaces the softcap of `self`.
         """

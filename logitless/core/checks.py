@@ -327,8 +327,8 @@ def of_ids(name: str, x: Any) -> None:
     """Checks that logits of K ids are not sharded over ranks."""
     if is_over_ranks(x):
         raise TypeError(
-            f"{name} must be the logits of K ids per row, all on every rank, got "
-            f"{type(x).__name__}; topk_distill takes a vocabulary that is sharded over ranks."
+            f"{name} must be logits of K ids per row that are not sharded over ranks, got "
+            f"{type(x).__name__}; for a vocabulary that is sharded over ranks, use topk_distill."
         )
 
 

@@ -9,9 +9,9 @@ A call takes the first of these routes that applies. `evaluate` chooses the rout
 - "In place" applies if inplace=True and a gradient is needed. Forward overwrites the logits with
   the gradient (in_place.py).
 - "Values alone" applies if no gradient is needed.
-- "Gradient in forward" applies if the loss saves its gradient. This route also applies to at most
-  SMALL logits on a GPU that are reduced to one number, if the loss has no row_inputs. Forward
-  computes the gradient for an upstream gradient of 1, and backward scales this gradient.
+- "Gradient in forward" applies if the loss saves its gradient. On a GPU, this route also applies if
+  there are at most SMALL logits, the loss is reduced to one number, and the loss has no row_inputs.
+  Forward computes the gradient for an upstream gradient of 1, and backward scales this gradient.
 - "Gradient in backward" applies in all other cases. Backward computes the gradient from the saved
   state of each row.
 

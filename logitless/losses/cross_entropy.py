@@ -44,8 +44,8 @@ class CrossEntropy(RowLoss):
     def value_and_gradient(self, backend, x, factor, into):
         if self.label_smoothing or self.z_loss or backend.one_pass is None:
             return super().value_and_gradient(backend, x, factor, into)
-        # The loss is linear in log p, so its coefficients need no statistics. If one_pass returns
-        # None, for example for very long rows, the coefficients are not used.
+        # The loss is linear in log p, so its coefficients need no statistics. The coefficients are
+        # not used if one_pass returns None, for example for very long rows.
         if self.is_nll:
             coefficients = _nll_coefficients[x.device, torch.float32]
         else:

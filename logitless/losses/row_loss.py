@@ -42,10 +42,10 @@ def row_loss(
     example by means, sums or sorting over rows. LOGITLESS_CHECK=1 compares a call for two rows with
     two calls for one row each, and raises if the results differ.
 
-    `ids`, the flags of statistics, `ignore_index` and `mask` are the same as in `row_stats`. Each
-    row's number is multiplied by its row_weight (...). "mean" divides the sum by the number of rows
-    that are not ignored. The row_weight does not change this divisor. Over a LinearLogits, a mean
-    or sum takes three GEMMs.
+    `ids`, `entropy`, `total`, `argmax`, `ignore_index` and `mask` have the same meaning as in
+    `row_stats`. Each row's number is multiplied by its row_weight (...). "mean" divides the sum by
+    the number of rows that are not ignored. The row_weight does not change this divisor. Over a
+    LinearLogits, a mean or sum takes three GEMMs.
 
     >>> def grpo(stats, old, advantage):
     ...     ratio = (stats.logprob - old).exp()

@@ -1,4 +1,4 @@
-"""With LOGITLESS_CHECK=1, raises on every rank unless all ranks make the same call.
+"""Checks for LOGITLESS_CHECK=1, which raise on every rank unless all ranks make the same call.
 
 Before a collective of logitless, the ranks exchange a text that describes the call. If the texts
 differ, all ranks raise, so that no rank waits for a collective that another rank does not start. If

@@ -129,7 +129,8 @@ class Shard(Source):
     """One rank's columns of the logits, and the ranks that hold the other columns."""
 
     over_ranks = True
-    sums_hidden = True  # True: logitless sums the gradient of hidden over ranks; False: the caller
+    # Whether logitless sums the gradient of hidden over ranks. If False, the caller must sum.
+    sums_hidden = True
 
     def __init__(self, source: Any, ranks: Ranks, start: int | None, vocab: int | None):
         self.ranks, self.width = ranks, source.shape[-1]
