@@ -17,7 +17,7 @@ from .watch import Watch
 
 
 def changed(z: LazyLogits, op: Op, **fields) -> LazyLogits:
-    """Lazy logits whose direct formula has changed fields; NotImplemented if out of range."""
+    """Lazy logits whose direct formula has changed fields, or NotImplemented."""
     formula = replace(z.recipe.formula, **fields)  # pyright: ignore[reportArgumentType]
     if not all(LEAST <= number <= MOST for number in formula.reads.values()):
         return NotImplemented  # outside the range of temperature and softcap of our losses
@@ -58,7 +58,7 @@ def number(by: Any) -> float | None:
 
 
 def scaling(factor: float) -> Op:
-    """The multiplication by a number, which is its own gradient."""
+    """The multiplication by a number. Its backward is the same multiplication."""
     return Op(lambda t: t * factor, pull=lambda d: d * factor)
 
 
