@@ -182,9 +182,9 @@ def minus(z: LazyLogits, other: Any, *, alpha: Any = 1):
 def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     """Logits with `value` in the masked columns.
 
-    For the masked columns, the rows of the weight become 0, and the bias becomes value / pre. This
-    copies the weight. So if the logits are smaller than the weight, the mask becomes part of the
-    formula instead.
+    For the masked columns, the rows of the weight become 0. The bias becomes value / pre, because
+    the formula multiplies the head's logits by `pre`. This copies the weight. So if the logits are
+    smaller than the weight, the mask becomes part of the formula instead.
     """
     columns, recipe, value = _per_column(mask, z), z.recipe, number(value)
     if columns is None or value is None or not _takes_columns(z):
