@@ -2,11 +2,12 @@
 
     python examples/distill.py
 
-A teacher is trained on the sources of Python's standard library, as in `logitless demo`. On a few
-windows of that text, its 32 most probable tokens are captured, with their log-probabilities and the
-mass of all other tokens. The teacher itself is not needed afterwards. Two students with the same
-initial weights are then trained on these windows: one on the text alone, one on the text and the
-captured targets. The three models are compared by their loss on held-out text.
+A teacher is trained on the sources of Python's standard library, as in `logitless demo`. The script
+captures the teacher's 32 most probable tokens on a few windows of this text, with their
+log-probabilities and the mass of all other tokens. The teacher itself is not needed afterwards. Two
+students with the same initial weights are then trained on these windows. One student learns from
+the text alone, and the other student from the text and the captured targets. The three models are
+compared by their loss on held-out text.
 """
 
 import argparse

@@ -27,14 +27,14 @@ VOCABULARY, LENGTH, BATCH = 2048, 64, 8  # BATCH rows of LENGTH tokens per proce
 
 
 def tokens_of(text: str) -> Tensor:
-    """Trains a tokenizer on the text, the same in every process, and encodes the text."""
+    """Trains a tokenizer on the text, and encodes the text. All processes get the same tokens."""
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(text.splitlines(), VOCABULARY, show_progress=False)
     return torch.tensor(tokenizer.encode(text).ids)
 
 
 def batches(tokens: Tensor, rank: int) -> Iterator[Tensor]:
-    """Windows at random places of the text, which differ between processes."""
+    """Windows at random places of the text. The places differ between processes."""
     random = torch.Generator().manual_seed(rank)
     while True:
         starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1), generator=random)

@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 4 examples/tensor_parallel.py      also over 2 x 2 ranks, with FSDP2
 
 The ranks use GPUs and NCCL, or the CPU and gloo if there is no GPU. Every rank has the whole body
-of the model. The head's weight, and thus the logits, are sharded along the vocabulary. The script
-prints the largest difference between these weights and those of a single process after some steps.
+of the model. The head's weight, and thus the logits, are sharded along the vocabulary. A single
+process trains the same model for comparison. The script prints the largest difference between the
+weights of the two models after some steps.
 """
 
 import argparse
@@ -24,7 +25,7 @@ VOCAB, WIDTH, LENGTH, BATCH = 1000, 32, 16, 8
 
 
 class Model(nn.Module):
-    """Embeddings, a layer, and a head whose whole logits are on no rank."""
+    """Embeddings, a layer, and a head. With a mesh, the rows of the head are sharded over ranks."""
 
     def __init__(self, mesh: DeviceMesh | None = None):
         super().__init__()
@@ -51,7 +52,7 @@ def batches(steps: int, device: str):
 
 
 def train(model: nn.Module, steps: int, device: str, data: DeviceMesh | None) -> list[Tensor]:
-    """The weights after training; each rank of `data` trains on its rows of every batch."""
+    """Returns the trained weights. Each rank of `data` trains on its own rows of every batch."""
     ranks, rank = (1, 0) if data is None else (data.size(), data.get_local_rank())
     group = None if data is None else data.get_group()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

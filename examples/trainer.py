@@ -24,7 +24,7 @@ VOCABULARY, LENGTH = 1024, 16
 
 
 class Counting(Dataset):
-    """Rows of numbers; the labels of the first two are ignored."""
+    """Rows of numbers. The labels of the first two numbers of a row are ignored."""
 
     def __init__(self, direction: int):
         self.direction = direction

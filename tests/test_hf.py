@@ -228,7 +228,7 @@ class TestTrainer:
             def get_vocab(self):
                 return {"a": 1}
 
-        with pytest.raises(ValueError, match="the tokenizer it was made with, whose hash is 'ano"):
+        with pytest.raises(ValueError, match="the tokenizer of its capture, whose hash is 'ano"):
             ll.hf.DistillTrainer(
                 student_model(), arguments(tmp_path), train_dataset=data(), data_collator=collate,
                 processing_class=Tokenizer(), store=tmp_path / "t", **HOW,

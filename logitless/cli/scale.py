@@ -174,8 +174,9 @@ def run(args: argparse.Namespace) -> int:
             raise SystemExit(f"--{name} must be at least 1, got {getattr(args, name)}.")
     shape, gpu = (args.tokens, args.vocab, args.hidden), GPUS[args.gpu]
     print(
-        f"Computed, not measured: each of TP ranks, forward and backward of {args.tokens:,} tokens,"
-        f" vocabulary {args.vocab:,}, width {args.hidden:,}, bf16, {args.gpu.upper()}\n",
+        "Computed, not measured: the cost of forward and backward on each of TP ranks, for"
+        f" {args.tokens:,} tokens, vocabulary {args.vocab:,}, width {args.hidden:,}, bf16,"
+        f" {args.gpu.upper()}\n",
         file=sys.stderr,  # so that a redirected stdout holds only the table
     )
     print(table(*shape, sizes(args.tp), gpu))

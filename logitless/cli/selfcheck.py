@@ -151,7 +151,7 @@ def as_a_weight(x, _, other):
 
 
 def row_stats(x, ids, _):
-    """Returns lse, picked, entropy and mean logit. The sum of the logits would be less exact."""
+    """Returns lse, picked, entropy and the mean logit, which is more exact than the sum."""
     stats = ll.row_stats(x, ids, entropy=True, total=True, argmax=True)
     statistics = (stats.lse, stats.picked, stats.entropy, stats.total)
     columns = torch.stack([t for t in statistics if t is not None], -1)

@@ -52,29 +52,29 @@ def add_parser(subparsers) -> None:
         "--batch-tokens",
         type=_positive,
         default=16_384,
-        help="per batch, with padding; default: 16384",
+        help="most tokens per batch, including padding; default: 16384",
     )
     add(
         "--vocab-size",
         type=_positive,
-        help="the student's, if the teacher's head is padded; default:"
+        help="size of the student's head, if the teacher's head is larger; default:"
         " the size of the teacher's head",
     )
     add("--temperature", type=float, default=1.0, help="temperature of the training; default: 1")
     add("--device", help="default: a GPU if there is one")
-    add("--dtype", default="auto", help="of the model: auto, bfloat16, float32, ...")
+    add("--dtype", default="auto", help="dtype of the model: auto, bfloat16, float32, ...")
 
     import_ = commands.add_parser("import", help="read the output of vLLM or SGLang")
     add = import_.add_argument
     add("--format", required=True, choices=("vllm", "sglang"))
     _add_input(
-        import_, "files with one JSON output per line; `prompt_token_ids` may be added to it"
+        import_, "files with one JSON output per line; you may add `prompt_token_ids` to an output"
     )
     _add_output(import_)
     add(
         "--completions", action="store_true",
-        help="the documents are prompts with their completions; default: only where an output has"
-        " no log-probabilities of its prompt",
+        help="a document is a prompt with its completion; default: only if an output has no"
+        " log-probabilities of its prompt",
     )  # fmt: skip
     add("--vocab-size", type=_positive, required=True, help="all ids are below this number")
     add("--teacher", default="", help="name of the teacher")
@@ -307,8 +307,8 @@ def _print_unfinished(path: Path) -> None:
     from ..store.journal import unfinished
 
     if size := unfinished(path):
-        print(f"up to {size:,} bytes of documents are not in the store yet: a writer is open,")
-        print("or was stopped; run the capture again to add these documents")
+        print(f"up to {size:,} bytes of documents are not in the store yet, because a writer is")
+        print("open or was stopped; run the capture again to add these documents")
 
 
 def merge(args: argparse.Namespace) -> None:

@@ -20,14 +20,16 @@ def name_of(x: Any) -> str:
 def has_head(head: Any, model: Any) -> None:
     if head is None:
         raise ValueError(
-            f"head must be named for {kind_of(model)}, which has no output embeddings: pass"
+            f"head must be given for {kind_of(model)}, which has no output embeddings: pass"
             " head=, a module or its name."
         )
 
 
 def options_of_fuse(given: dict) -> None:
     if "main_grad" in given:
-        raise TypeError("options must not name main_grad, which belongs to one weight; got one.")
+        raise TypeError(
+            "options must not include main_grad, because main_grad belongs to one weight, got one."
+        )
     option_checks.check(**given)
 
 
@@ -88,6 +90,6 @@ def sharded_by_fsdp1(module: nn.Module) -> None:
     if "_fsdp_wrapped_module" in module._modules:
         raise TypeError(
             "head must not be inside a FullyShardedDataParallel of its own, which frees the weight"
-            " before the loss is computed, got one: leave the head to the outermost"
-            " FullyShardedDataParallel (ignored by its auto_wrap_policy), or use fully_shard."
+            " before the loss is computed, got one: exclude the head from auto_wrap_policy, so that"
+            " the outermost FullyShardedDataParallel holds the head, or use fully_shard."
         )

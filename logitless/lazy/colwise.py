@@ -54,8 +54,8 @@ class SpreadLogits(LazyLogits):
         if places == columns or all(p.is_replicate() for p in places):
             return spread(self.head, places)
         warn_once(
-            f"logits of a fused head are materialised: output_layouts {places} must be"
-            " Replicate() or Shard(-1) for them to stay lazy."
+            f"logits of a fused head are materialised, because output_layouts is {places}. With"
+            " Replicate() or Shard(-1), the logits stay lazy."
         )
         plain: Any = spread_plain_logits(self.head.tensors, self.head.options)
         return plain.redistribute(device_mesh, placements, **options)
@@ -85,7 +85,7 @@ def spread(head: SpreadHead, placements: tuple) -> SpreadLogits:
 
 
 def spread_plain_logits(tensors: tuple, options: dict) -> Tensor:
-    """The materialised logits of a head as a DTensor, in the option logits_dtype."""
+    """The materialised logits of a head as a DTensor, in the dtype that logits_dtype selects."""
     dtype = options.get("logits_dtype")
     if dtype is None:
         return nn.functional.linear(*tensors)

@@ -42,7 +42,7 @@ class _Absent:
     """Hides an attribute of Tensor from a subclass."""
 
     def __get__(self, instance, owner):
-        raise AttributeError("a tensor without memory of its own has no such attribute")
+        raise AttributeError("a tensor without memory of its own does not have this attribute")
 
 
 class Deferred(Tensor):

@@ -79,7 +79,8 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
 def in_memory(z: LazyLogits) -> Tensor:
     """A lazy mask or lazy integers as a plain tensor, computed without materialising the logits.
 
-    A mask is smaller than the logits, and callers often write to masks.
+    The result is not lazy, because a mask is smaller than the logits, and callers often write to
+    masks.
     """
     if z.recipe.axis is not None:
         return NotImplemented
@@ -91,7 +92,7 @@ class Argument(NamedTuple):
     """An argument of a function of lazy logits."""
 
     formula: Any  # a Formula, or a constant
-    blank: Any  # a tensor with no rows in place of lazy logits or an input; else the constant
+    blank: Any  # for lazy logits or an input, a tensor with no rows; otherwise the constant
     inputs: tuple[RowInput, ...] = ()
 
 
@@ -162,7 +163,7 @@ def is_differentiable(t: Any, first: LazyLogits, lazy: list[LazyLogits]) -> bool
         return True
     if not isinstance(t, LazyLogits) or not have_same_rows(t.recipe, first.recipe):
         return False
-    # If several logits need a gradient, they share it. A hook of one of them must not change it.
+    # If several logits need a gradient, they share one gradient, and no hook may change it.
     alone = all(z is t or is_constant(z) for z in lazy)
     return alone or not (t._backward_hooks or t.retains_grad)
 
@@ -184,7 +185,7 @@ class Call(NamedTuple):
         try:
             with torch.no_grad():
                 result = self.run(blanks)
-        except Exception:  # PyTorch's function raises its own error for the values later
+        except Exception:  # the function is called again on the values, and raises its own error
             return None
         fits = isinstance(result, Tensor) and result.shape == (0, vocab)
         return result.dtype if fits and not result.is_complex() else None

@@ -1,9 +1,10 @@
 """Formulas of lazy logits: functions of the head's logits, computed for some rows at a time.
 
-The formula of logits that a head returns is `Direct`. Our losses take over a scale, a softcap and a
-log_softmax, so these stay in a `Direct`. Any other function, such as the product of probabilities
-and log-probabilities, is an `Applied` formula. An `Applied` formula is computed by PyTorch's own
-function when a later operation reduces the vocabulary (row_function.py).
+The formula of logits that a head returns is `Direct`. A `Direct` formula also holds a scale, a
+softcap and a log_softmax, because our losses can compute these three themselves. Any other
+function, such as the product of probabilities and log-probabilities, is an `Applied` formula. An
+`Applied` formula is computed by PyTorch's own function when a later operation reduces the
+vocabulary (row_function.py).
 """
 
 import contextlib
@@ -97,7 +98,10 @@ class Input(Formula):
 
 @dataclass(frozen=True)
 class Elsewhere(Formula):
-    """A formula over the logits of another head, such as a teacher's. Those logits are an input."""
+    """A formula over the logits of another head, such as a teacher's head.
+
+    The logits of the other head are an input.
+    """
 
     formula: Formula
     logits: Input

@@ -131,7 +131,7 @@ class Products(TorchFunctionMode):
         if self.obstacle is not None:
             return f"computes plain logits, because {self.obstacle}"
         if self.found:
-            return "computes with its logits after the product, which needs their values"
+            return "applies an operation to its logits that materialises them"
         return "does not compute its logits by torch.nn.functional.linear"
 
 
@@ -181,7 +181,10 @@ def wants_gradient(*tensors: Any) -> bool:
 
 
 def may_be_lazy() -> bool:
-    """Whether logits may be lazy. They may with gradients or for a teacher, unless compiled."""
+    """Whether logits may be lazy: with gradients, or inside `lazy_logits()`.
+
+    Logits are never lazy under a compiler, a tracer or torch.func.
+    """
     if torch.compiler.is_compiling() or in_func() or torch._C._is_tracing():
         return False
     return torch.is_grad_enabled() or _lazy.get()
@@ -229,8 +232,9 @@ def _say_how_to_compile() -> None:
         )
         return
     warn_once(
-        "torch.compile(model) sees the head of a fused model as a plain product, and makes its"
-        " logits. Compile what comes before the head instead, such as model.model.compile()."
+        "torch.compile(model) compiles the head of a fused model as a plain product, which"
+        " materialises the logits. Compile only the modules before the head instead, for example by"
+        " model.model.compile()."
     )
 
 

@@ -40,12 +40,13 @@ def is_copy(func, args: tuple) -> bool:
 
 
 class Joint:
-    """An operation that joined several lazy logits, as torch.cat or a product does.
+    """An operation with several lazy logits as arguments, such as torch.cat or a product.
 
-    The joined logits have one common gradient of weight and bias, and for a product also of hidden.
-    Only one LazyGradient holds this common gradient, but each LazyGradient gets an equal share.
-    A LazyGradient whose share is below 1 must not be changed. Where autograd adds gradients, their
-    shares are added too.
+    In backward, each argument gets its own LazyGradient. The gradients of weight and bias are sums
+    over all arguments, and only the first LazyGradient holds them. Except for torch.cat, the same
+    holds for the gradient of hidden. So a single LazyGradient is incomplete, and must not be
+    changed. To record this, each of n LazyGradients has the share 1 / n of the Joint. If autograd
+    adds LazyGradients, their shares are added too. The sum is complete if its share is 1.
     """
 
     def __init__(self, name: str, root: Any = None):
@@ -71,8 +72,10 @@ class LazyGradient(Deferred):
     of_values: Tensor | None
     computes: tuple[Compute, ...]
     known: Tensor | None  # the gradient of the values, once it is computed
-    projected: bool  # whether the gradient of log p lacks the part that log_softmax removes
-    shares: Shares  # for each operation that joined several logits, a share below 1 (see Joint)
+    # Whether this is a gradient of log p that is known only up to a part that the backward of
+    # log_softmax removes.
+    projected: bool
+    shares: Shares  # the shares below 1; see Joint
 
     @staticmethod
     def of(
@@ -100,8 +103,8 @@ class LazyGradient(Deferred):
         if self.projected:
             raise RuntimeError(
                 "the gradient of log-probabilities of lazy logits must not be read, because it is"
-                " known up to a part that log_softmax removes. Read the gradient of the logits, or"
-                " use logits.materialize() before log_softmax."
+                " known only up to a part that the backward of log_softmax removes. Read the"
+                " gradient of the logits, or use logits.materialize() before log_softmax."
             )
         if self.known is None:
             with outside(), torch.no_grad():
@@ -136,11 +139,11 @@ class LazyGradient(Deferred):
         vars(self).update(vars(other))
 
     def refuse_shared(self) -> None:
-        """Raises if the gradient must not be changed, because it holds a share below 1."""
+        """Raises if the gradient must not be changed, because it is incomplete (see Joint)."""
         for joint in self.shares:
             raise RuntimeError(
                 f"the gradient of lazy logits that {joint.name} joined must not be changed, because"
-                f" a part of it belongs to all of them. Use logits.materialize() before"
+                f" all joined logits share a part of it. Use logits.materialize() before"
                 f" {joint.name}, or change the gradient of the logits that the head returned."
             )
 
@@ -162,7 +165,7 @@ class LazyGradient(Deferred):
         if func is aten.add_.Tensor and not kwargs and _addable(*args) and isinstance(g, cls):
             g._become(added(*args))
             return g
-        if func is aten.isnan.default and torch.is_anomaly_enabled():  # anomaly mode calls it
+        if func is aten.isnan.default and torch.is_anomaly_enabled():  # called by anomaly mode
             known = [t.isnan().any() for t in (*g.parts, g.of_values) if t is not None]
             known = known or [torch.zeros((), dtype=torch.bool, device=g.device)]
             return torch.stack(known).any().expand(g.shape)
@@ -218,13 +221,13 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 
 
 def added_shares(a: Shares, b: Shares) -> Shares:
-    """The sum of the shares per Joint. A sum of 1 is left out, because no share is missing."""
+    """The sum of the shares per Joint. A Joint with the sum 1 is left out: it is complete."""
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """The shares of one gradient, if `joint` divides the gradient g into `count` gradients."""
+    """The shares of each of the `count` gradients into which `joint` divides the gradient g."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}

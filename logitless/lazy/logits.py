@@ -85,7 +85,7 @@ class LazyLogits(Deferred, Source):
 
     @property
     def from_head(self) -> bool:
-        """Whether a loss may be computed from the head. If not, it must use the existing values."""
+        """Whether a loss may be computed from the head. If not, it must read the known values."""
         return not self.origin.exposed and not (self.origin.known and self.recipe.stale())
 
     def plain_values(self) -> Tensor:
@@ -136,7 +136,7 @@ class LazyLogits(Deferred, Source):
         if cause is None:
             direct = recipe.formula
             of_head = loss.fold_scale(direct.scale, direct.cap or softcap)  # pyright: ignore
-            cause = "scaled logits, beside labels at temperature 1 or a teacher that is a tensor"
+            cause = "scaled logits, with labels at temperature 1 or a teacher that is a tensor"
         if of_head is None and recipe.trains:
             warn_materialised(f"a loss of logitless over {cause}")
         return of_head
@@ -195,7 +195,7 @@ class LazyLogits(Deferred, Source):
 
 
 def checked_hook(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Returns the gradient hook with a check. It raises if the hook replaces a shared gradient."""
+    """Returns a hook that calls `hook`, and raises if `hook` replaces a shared gradient."""
 
     @functools.wraps(hook)
     def checked(g: Tensor) -> Any:

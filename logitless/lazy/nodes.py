@@ -62,7 +62,7 @@ def anchor_of(z: "LazyLogits") -> Tensor | None:
 
 
 def final(gradient: Tensor | None, *inputs: Any) -> Tensor | None:
-    """Returns the same gradient. If backward records a graph, differentiating it again raises."""
+    """Returns the same gradient. A second differentiation through this gradient raises."""
     if gradient is None or not torch.is_grad_enabled():
         return gradient
     if isinstance(gradient, LazyGradient):
@@ -145,8 +145,8 @@ class Op(NamedTuple):
     # The gradient of a linear function. None if autograd derives the gradient at low cost.
     pull: Callable[[Tensor], Tensor] | None = None
     is_view: bool = False  # whether the result may share the memory of the argument
-    # Whether the gradient that backward returns lacks the part that log_softmax removes. If None,
-    # the returned gradient lacks this part only if the upstream gradient lacks it.
+    # The field `projected` of the LazyGradient that backward returns. If None, the field is copied
+    # from the upstream gradient.
     projects: bool | None = None
     name: str = "a function"  # the operation's name in error messages
     # The arguments' formulas, rewritten over the result's head. Empty if the arguments' own
@@ -158,8 +158,8 @@ class LazyOp(Node):
     """The node of an operation on lazy logits whose result is lazy too.
 
     `back` maps the gradients of the new hidden, weight and bias to the gradients of the old hidden,
-    weight and bias. `op` is the same operation on plain logits. It is used in backward if there is
-    a gradient of the values. Several arguments must have the same hidden, weight and bias.
+    weight and bias. `op` is the same operation on plain logits. Backward uses `op` for a gradient
+    of the values. If there are several arguments, all must have the same hidden, weight and bias.
     """
 
     @staticmethod
@@ -221,7 +221,7 @@ class LazyOp(Node):
         saved, recipe, record = ctx.saved_tensors, ctx.recipe, ctx.record
 
         def pulled(d: Tensor) -> list[Tensor | None]:
-            graph, record.graph = record.graph, None  # as autograd frees saved tensors
+            graph, record.graph = record.graph, None  # freed after one use, as in autograd
             if graph is None:
                 computation = Computation(recipe.rebuild(saved))
                 values = [computation.values(formula) for formula in record.formulas]

@@ -34,9 +34,10 @@ class Cell:
 
 
 class Record:
-    """The graph of an operation for its node, once the result of the operation is computed.
+    """Holds the autograd graph of an operation, after the result of the operation is computed.
 
-    The node and the origin of the result hold the record, which holds no values by itself.
+    The operation's node and the origin of the result refer to the same record. The record itself
+    holds no values.
     """
 
     def __init__(self, needs: Sequence[bool], formulas: Sequence[Formula]):
@@ -115,7 +116,7 @@ class Origin:
 
     @property
     def reads_exposed(self) -> bool:
-        """Whether these logits are a view of exposed logits, and so must be read from memory."""
+        """Whether these logits are a view of exposed logits. They are then read from memory."""
         return self.is_view and self.bases[0].exposed
 
     @property
@@ -124,10 +125,10 @@ class Origin:
         return self.reachable(None)
 
     def reachable(self, size: int | None) -> bool:
-        """Whether the values can be computed without computing more than `size` values.
+        """Whether the values follow from values in memory, or from recipes of `size` values.
 
-        The values are computed from values in memory, or from recipes of exactly `size` values. A
-        larger recipe would compute values that are not needed.
+        If `size` is None, only values in memory are used. A recipe of more than `size` values is
+        not used, because it would compute values that are not needed.
         """
         cell = self.cell()
         if cell is not None and (cell.values is not None or cell.size == size):
@@ -175,7 +176,7 @@ class Origin:
         return values
 
     def computed(self, bases: list[Tensor]) -> Tensor:
-        """The values from those of the bases. A node may need the graph of the function."""
+        """Computes the values from the values of the bases, and the graph if a node needs it."""
         function: Any = self.function
         with torch.inference_mode(False), torch.no_grad(), without_autocast(bases[0].device):
             if self.record is None:
@@ -203,7 +204,7 @@ class Origin:
         return values
 
     def from_bases(self) -> Tensor:
-        """The values of a view, from memory that exists."""
+        """The values of a view, computed from the values of its base."""
         base = self.bases[0]
         return self.computed([base.values() if base.cell() is not None else base.from_bases()])
 

@@ -67,7 +67,7 @@ _signature = functools.cache(inspect.signature)
 
 
 def _fits(operation: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether `operation` accepts these arguments. PyTorch's function may accept more, as `out`."""
+    """Whether `operation` accepts these arguments. PyTorch's may accept others, such as out."""
     try:
         _signature(operation).bind(*args, **kwargs)
     except TypeError:

@@ -17,7 +17,7 @@ from .watch import Watch
 
 
 def changed(z: LazyLogits, op: Op, **fields) -> LazyLogits:
-    """Lazy logits whose direct formula has changed fields; NotImplemented if out of range."""
+    """Lazy logits whose direct formula has changed fields, or NotImplemented."""
     formula = replace(z.recipe.formula, **fields)  # pyright: ignore[reportArgumentType]
     if not all(LEAST <= number <= MOST for number in formula.reads.values()):
         return NotImplemented  # outside the range of temperature and softcap of our losses
@@ -58,7 +58,7 @@ def number(by: Any) -> float | None:
 
 
 def scaling(factor: float) -> Op:
-    """The multiplication by a number, which is its own gradient."""
+    """The multiplication by a number. Its backward is the same multiplication."""
     return Op(lambda t: t * factor, pull=lambda d: d * factor)
 
 
@@ -182,9 +182,9 @@ def minus(z: LazyLogits, other: Any, *, alpha: Any = 1):
 def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     """Logits with `value` in the masked columns.
 
-    For the masked columns, the rows of the weight become 0, and the bias becomes value / pre. This
-    copies the weight. So if the logits are smaller than the weight, the mask becomes part of the
-    formula instead.
+    For the masked columns, the rows of the weight become 0. The bias becomes value / pre, because
+    the formula multiplies the head's logits by `pre`. This copies the weight. So if the logits are
+    smaller than the weight, the mask becomes part of the formula instead.
     """
     columns, recipe, value = _per_column(mask, z), z.recipe, number(value)
     if columns is None or value is None or not _takes_columns(z):

@@ -57,7 +57,7 @@ def tokens(t: Any, vocab_size: int) -> Tensor:
     _checks._integer("tokens", t)
     if t.dim() != 1 or t.numel() == 0:
         got = tuple(t.shape)
-        raise ValueError(f"tokens must be those of one document, of shape (T,), got {got}.")
+        raise ValueError(f"tokens must be one document, of shape (T,), got {got}.")
     t = t.detach().to("cpu", torch.int64).contiguous()
     low, high = (int(n) for n in t.aminmax())
     if low < 0 or high >= vocab_size:
@@ -182,7 +182,7 @@ def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -
     if start == 0 and length is None and len(here) > 1 and len(set(here)) == 1:
         advice = "Padding comes after the documents of a row."
     elif start and length is None:
-        advice = "Separators, and whatever else is between documents, are captured with them."
+        advice = "Capture separators and other tokens between documents as part of a document."
     else:
         advice = (
             "Tokenise as the capture did, including special tokens, and begin at a document's"
@@ -192,7 +192,7 @@ def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -
     return KeyError(
         "input_ids must hold documents of the store, whole or cut off at their end, got"
         f" {here},{extent} at token {start} of row {row}. {advice} A document that was not captured"
-        " has no targets; DistillTrainer(eval_teacher=False) evaluates such documents without them."
+        " has no targets. DistillTrainer(eval_teacher=False) evaluates documents without targets."
     )
 
 
@@ -261,8 +261,8 @@ def trainer_arguments(args: Any) -> None:
     if args.label_smoothing_factor:
         raise ValueError(
             "label_smoothing_factor must be 0, because DistillTrainer's cross-entropy has no label"
-            f" smoothing, got {args.label_smoothing_factor}. The teacher's distribution takes its"
-            " place."
+            f" smoothing, got {args.label_smoothing_factor}. The teacher's distribution replaces"
+            " label smoothing."
         )
     if getattr(args, "use_liger_kernel", False):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The tensors of a store are on the CPU, even if the default device is another one."""
+"""Keeps the tensors of a store on the CPU, even if the default device is a GPU."""
 
 import functools
 from collections.abc import Callable

@@ -50,7 +50,7 @@ def same_tokenizer(where: object, stored: str, passed: str) -> None:
     if stored and passed and stored != passed:
         refuse(
             where,
-            f"be used with the tokenizer it was made with, whose hash is {stored!r:.80}",
+            f"be used with the tokenizer of its capture, whose hash is {stored!r:.80}",
             f"a tokenizer whose hash is {passed!r:.80}",
         )
 
@@ -95,7 +95,7 @@ def shard_columns(path: Any, entries: dict, wanted: dict) -> None:
 
 def checksums_come_last(path: Any, begin: int, size: int) -> None:
     if begin != size:
-        refuse(path, f"have the column crc after the {size} bytes of the others", str(begin))
+        refuse(path, f"have the column crc after the {size} bytes of the other columns", str(begin))
 
 
 def changed_block(path: Any, place: int) -> NoReturn:

@@ -219,7 +219,10 @@ def _by_id_in_json(entry: dict) -> dict[int, float] | None:
 
 
 def _are_logprobs(values: list) -> bool:
-    """Whether all values are floats and none is NaN. Also False for inf and -inf together."""
+    """Whether all values are floats, and their sum is not NaN.
+
+    The sum is NaN if a value is NaN, and also if the values include both inf and -inf.
+    """
     return set(map(type, values)) == {float} and not math.isnan(sum(values))
 
 

@@ -198,7 +198,7 @@ class Journal:
         return n * (8 + k * 12 + 4) if k else n * sum(self.sizes.values())
 
     def _complete(self, end: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields the place and tokens of each undamaged record. Moves `size` to their end."""
+        """Yields the place and tokens of each undamaged record, and sets `size` to its end."""
         place = self.size
         while len(head := os.pread(self.file, RECORD, place)) == RECORD:
             n, k, checksum = HEAD.unpack(head)
@@ -276,7 +276,10 @@ def _targets(waiting: list[_Waiting]) -> SparseTargets:
 
 
 def _write(file: int, data: memoryview, place: int) -> int:
-    """Writes all data, and returns the place after the data. It may call pwrite several times."""
+    """Writes all data, and returns the place after the data.
+
+    One call of pwrite may write only a part of the data.
+    """
     while data:
         done = os.pwrite(file, data, place)
         data, place = data[done:], place + done

@@ -55,7 +55,7 @@ class Index:
 
     def __init__(self, shards: Sequence[Any]):
         self.shards: list[Any] = []
-        self.first = [0]  # number of the first document of each shard, and of all documents
+        self.first = [0]  # first document of each shard, then the number of all documents
         self.hashes = self._numbers = torch.empty(0, dtype=torch.int64)
         self.add(shards)
 
@@ -133,7 +133,8 @@ class Index:
     def whole_documents(self, hashes: Hashes, start: int, limit: int) -> Iterator[Match]:
         """Yields documents whose hashes match at a start, longest first.
 
-        A document ends at most `limit` tokens after the start. `agree` compares its tokens.
+        A document ends at most `limit` tokens after the start. Tokens are not compared here, but in
+        `agree`.
         """
         lengths = torch.arange(limit, 0, -1)
         for place, entries in self._hits(hashes(torch.full_like(lengths, start), lengths)):
@@ -141,7 +142,7 @@ class Index:
             yield from (c for c in candidates if c.length == limit - place)
 
     def agree(self, tokens: Tensor, start: int, matches: Sequence[Match]) -> bool:
-        """Whether documents that follow each other from a start on have the tokens there."""
+        """Whether the matches, placed one after the other from `start` on, have these tokens."""
         starts = accumulate((match.length for match in matches), initial=start)
         proposed = [(at, [match]) for at, match in zip(starts, matches, strict=False)]
         return None not in _first_that_agree(tokens, proposed)
@@ -247,10 +248,10 @@ _Hit = tuple[int, int, bool]  # length of a beginning, index entry, whether one 
 def _first_that_agree(
     tokens: Tensor, proposed: Sequence[tuple[int, list[Match]]]
 ) -> list[Match | None]:
-    """For each start, the first of its candidates whose tokens follow at the start, or None.
+    """For each start, the first candidate whose tokens equal the tokens from the start on, or None.
 
-    The first candidates of all starts are compared together, then the second candidates of the
-    starts that are left, and so on.
+    The first candidates of all starts are compared together. Then the second candidates of the
+    remaining starts are compared, and so on.
     """
     here = memoryview(buffer(tokens)).cast("B")
     first: list[Match | None] = [None] * len(proposed)

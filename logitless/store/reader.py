@@ -90,7 +90,7 @@ class Store:
         match = self.index.document(tokens)
         if match is None:
             got = f"{len(tokens)} tokens that match no document"
-            raise KeyError(f"tokens must be those of a document, got {got}.")
+            raise KeyError(f"tokens must be a document of the store, got {got}.")
         return self._first[self.shards.index(match.shard)] + match.document
 
     @on_cpu
@@ -100,9 +100,9 @@ class Store:
         A row of the batch holds documents of the store, one after the other, and then padding. Each
         document is whole or cut off at its end. The slots of padding are masked. `lengths` gives
         the lengths of the documents in each row: one number per row, or several for packed rows.
-        Then all tokens after the last document are padding. Without `lengths`, documents are found
-        one by one, and the rest of a row must be one repeated token. A row of negative ids is all
-        padding. Raises KeyError if tokens match no document of the store.
+        With `lengths`, all tokens after the last document are padding. Without `lengths`, documents
+        are found one by one, and the rest of a row must be one repeated token. A row of negative
+        ids is all padding. Raises KeyError if tokens match no document of the store.
         """
         checks.input_ids(input_ids)
         flat = input_ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
@@ -136,7 +136,7 @@ class Store:
         return _with_padding(starts, matches, len(flat))
 
     def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
-        """The spans of a batch. In all rows at once, one document after the other is found.
+        """The spans of a batch. The documents of a row are found in order, for all rows at once.
 
         The starts of rows and other likely starts are looked up in advance. If a row has documents
         at other starts, less likely starts are looked up too.

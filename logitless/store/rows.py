@@ -112,8 +112,8 @@ def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
     below, p = below[:, None], p[:, None]
     off = below - _codes(below, _unit(steps)[..., None])[1]
     # The decoded row is log p̂ = log p + off - log Σ p e^off. `off` is limited to 80, because e^off
-    # would overflow. The limit does not change which unit is chosen, because for such a slot p is
-    # 0, or the error of this unit is larger than the errors of all other units.
+    # would overflow. The limit does not change the choice of a unit. If `off` is above 80, p is 0,
+    # or the error of this unit is larger than the errors of all other units.
     return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
 
 
@@ -176,7 +176,8 @@ class Decoding:
         all_slots = False
         if self.header.values == "u8":
             most = self._far(logprobs, codes)
-            all_slots = most < EMPTY and not math.isnan(float(top.sum()))  # no `top` is +inf
+            # No `top` is +inf, so the sum is NaN only if a `top` is NaN, as in a row without slots.
+            all_slots = most < EMPTY and not math.isnan(float(top.sum()))
             logprobs.mul_(_all_units().index_select(0, table["step"].int())[:, None])
         torch.sub(top[:, None], logprobs, out=logprobs)
         if not all_slots:

@@ -102,7 +102,10 @@ class Writer:
         )
 
     def __len__(self) -> int:
-        """The number of documents, including documents of other ranks in the store when opened."""
+        """The number of documents in the store.
+
+        Documents that other ranks added after this writer was opened do not count.
+        """
         return sum(map(len, self.shards)) + len(self.journal)
 
     @on_cpu

@@ -1,9 +1,9 @@
 """Reads and writes files in the safetensors format, which contains no code.
 
 A file has eight bytes with the length of the header, a header in JSON, and the bytes of the
-tensors, little-endian and without gaps. The format is simple, so that this module needs no
-dependency. Files are not trusted. Every size in the header is compared with the length of the file
-before memory of this size is allocated.
+tensors, little-endian and without gaps. The format is simple, so this module does not use the
+package safetensors. Files are not trusted. Every size in the header is compared with the length of
+the file before memory of this size is allocated.
 """
 
 import ctypes

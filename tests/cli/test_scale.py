@@ -11,7 +11,8 @@ def test_a_plot(tmp_path, capsys):
     assert out.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()) == 2 + 5  # 1, 2, 4, 8 and 12 ranks
-    assert "Computed, not measured: each of TP ranks, forward and backward of 8,192" in printed.err
+    assert "Computed, not measured: the cost of forward and backward on each of" in printed.err
+    assert " 8,192 tokens, vocabulary 128,256, " in printed.err
 
 
 def test_what_it_refuses():

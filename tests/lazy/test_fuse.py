@@ -94,7 +94,7 @@ class Sharded(nn.Module):
             TypeError,
             "head must be a linear layer or a wrapper of one, got torch.nn.modules.container.Mod",
         ),
-        (lambda: nn.Sequential(nn.Linear(D, V)), {}, ValueError, "head must be named for Sequen"),
+        (lambda: nn.Sequential(nn.Linear(D, V)), {}, ValueError, "head must be given for Sequen"),
         (Model, {"head": "nowhere"}, AttributeError, "nowhere"),
         (
             Model,
@@ -104,7 +104,7 @@ class Sharded(nn.Module):
         ),
         (Model, {"hidden": 3}, TypeError, "fuse must be given arguments among"),
         (Model, {"worksp": 3}, TypeError, "Did you mean 'workspace'"),
-        (Model, {"main_grad": 3}, TypeError, "options must not name main_grad"),
+        (Model, {"main_grad": 3}, TypeError, "options must not include main_grad"),
         # HUNT 18
         (Model, {"head": 3}, TypeError, "head must be a module of the model or its name, got 3"),
         (Model, {"workspace": -1}, ValueError, "workspace must be positive, got -1"),

@@ -156,7 +156,7 @@ def test_adapters_that_stay_lazy(how, first):
 def test_adapters_that_compute_with_the_logits(how, first):
     """CLIENTS M5: with a frozen body, nothing said that fuse has no effect."""
     told = assert_as_plain(*both_orders(first, False, PLAIN[how]), is_lazy=False)
-    assert "computes with its logits after the product" in told[0]
+    assert "applies an operation to its logits" in told[0]
     assert "peft.tuners" in told[0]
 
 

@@ -56,7 +56,7 @@ def test_a_teacher_stays_lazy_where_asked(without, x, t):
         (lambda z, t: ll.cross_entropy(z.log_softmax(-1), t), "log-probabilities"),
         (lambda z, t: ll.entropy(z.mT), "transposed logits"),
         (lambda z, t: ll.entropy(z.tanh(), softcap=2.0), "logits capped twice"),
-        (lambda z, t: distilled(z / 3, labels=t, ce_weight=0.5), "scaled logits, beside labels"),
+        (lambda z, t: distilled(z / 3, labels=t, ce_weight=0.5), "scaled logits, with labels"),
     ],
 )
 def test_our_losses_say_why_they_materialise(loss, cause, x, t, monkeypatch):

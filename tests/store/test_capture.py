@@ -163,7 +163,7 @@ class TestCapture:
                 capture(model, [[[1, 2, 3]]], writer, head="head")
             with pytest.raises(ValueError, match=r"a batch must have input_ids of shape \(B, T\)"):
                 capture(model, [torch.arange(3)], writer, head="head")
-            with pytest.raises(ValueError, match="head must be named for Teacher"):
+            with pytest.raises(ValueError, match="head must be given for Teacher"):
                 capture(model, [[[1]]], writer)
             with pytest.raises(TypeError, match="capture must be given arguments among"):
                 capture(model, [], writer, softcap=1.0)

@@ -35,8 +35,8 @@ class TestArguments:
         with Writer(tmp_path, vocab_size=V, k=K) as writer:
             for bad, good, message in [
                 (tokens[:3], targets, "targets must have one row for each of the 3 tokens"),
-                (tokens[:0], targets[:0], "tokens must be those of one document, of shape"),
-                (tokens.view(2, 2), targets, "tokens must be those of one document"),
+                (tokens[:0], targets[:0], "tokens must be one document, of shape"),
+                (tokens.view(2, 2), targets, "tokens must be one document"),
                 (tokens + V, targets, "tokens must be ids of a vocabulary of 1000"),
                 (tokens, stores.teacher(4, k=9), "targets must have at most the store's 8 slots"),
                 (
@@ -71,7 +71,7 @@ class TestArguments:
         stores.write(tmp_path, documents(3), tokenizer="abc")
         assert Store(tmp_path, tokenizer="abc").info.tokenizer == "abc"
         assert len(Store(tmp_path)) == 1
-        with pytest.raises(ValueError, match="the tokenizer it was made with, whose hash is 'abc'"):
+        with pytest.raises(ValueError, match="the tokenizer of its capture, whose hash is 'abc'"):
             Store(tmp_path, tokenizer="abd")
         with pytest.raises(
             ValueError, match="must have tokenizer 'xyz' to match this writer, got 'abc'"

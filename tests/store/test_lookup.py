@@ -19,7 +19,7 @@ class TestFinding:
         assert [store.find(tokens) for tokens, _ in found] == list(range(len(found)))
         assert store.find(found[2][0].tolist()) == 2
         for other in (found[0][0][:50], torch.cat([found[0][0], found[1][0]]), [5]):
-            with pytest.raises(KeyError, match="tokens must be those of a document"):
+            with pytest.raises(KeyError, match="tokens must be a document of the store"):
                 store.find(other)
 
     def test_a_beginning_is_another_document(self, tmp_path):

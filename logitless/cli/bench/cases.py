@@ -65,7 +65,7 @@ class Case(Work):
 
     - "floor" is the floor of the case.
 
-    - "start + floor" is the floor plus 6 µs for the start of the kernels.
+    - "start + floor" is the floor, but 6 µs for the start of the kernels are added to the limit.
 
     - OUR_PLAIN is the time of our cross_entropy without options.
 
@@ -179,7 +179,7 @@ OVER_A_HEAD = [
 
 
 def workspaces(targets: dict[int, dict]) -> list[Case]:
-    """Cases of cross_entropy over a head: one per workspace, in MiB, and value of `accumulate`."""
+    """Cases of cross_entropy over a head: one per workspace (in MiB) and per `accumulate`."""
     small = [(f"{mib} MiB", {"workspace": mib * MIB}, limit) for mib, limit in targets.items()]
     return [PLAIN_HEAD, *(ALONE(*case, yardstick="3 GEMMs") for case in small), *OTHER_SUMS]
 

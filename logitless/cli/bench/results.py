@@ -108,8 +108,8 @@ def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None)
 def check_targets(case: Case, r: Result, times: Times) -> None:
     """Sets whether our result reaches its targets.
 
-    If a case has several limits on the time, our time must reach the strictest limit. A limit
-    without a measured reference is ignored.
+    If a case has several limits on the time, our time must be within the strictest limit. A limit
+    is ignored if its reference was not measured.
     """
     limits = [limit(case, of, factor, r.floor_ms, times) for of, factor in case.targets.items()]
     r.limit_ms = min((ms for _, ms in limits if ms is not None), default=None)
@@ -126,7 +126,9 @@ def check_targets(case: Case, r: Result, times: Times) -> None:
 def limit(case: Case, of: str, factor: float, floor: float | None, times: Times):
     """Returns a target as text, and its limit in milliseconds.
 
-    The limit is None without a measured reference.
+    The limit is `factor` times the time of the reference `of` (see Case), plus 6 µs for
+    "start + floor". If `of` names several contenders, the fastest contender counts. The limit is
+    None if no time of `of` was measured.
     """
     plain, start = replace(case, variant=PLAIN), KERNEL_START_MS if of == "start + floor" else 0.0
     if "floor" in of:
