@@ -51,6 +51,14 @@ def seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def in_chunks(monkeypatch):
+    """Heads are computed in chunks, also the small heads of tests, which would be materialised."""
+    from logitless.heads import plan
+
+    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, 0))
+
+
 @pytest.fixture
 def small_blocks(impl):
     """Several blocks in a short row, so that blocks merge."""

@@ -18,6 +18,7 @@ from ..contract import PRECISION
 from ..core.backend import Backend
 from ..core.call import backend_of
 from ..core.loss import RowLoss
+from ..core.source import is_dense
 from . import plan
 from .plan import Cut, Work
 from .products import dense_logits, without_autocast
@@ -130,6 +131,23 @@ class Head:
     def cut(self, work: Work) -> Cut:
         """The numbers of rows and columns of logits to compute at once."""
         return (plan.forced or plan.choose)(work, self.workspace, self.hidden.device.type)
+
+    def is_small(self, loss: RowLoss) -> bool:
+        """Whether the logits are materialised, because they are few (plan.SMALL).
+
+        The logits and their gradient must fit into the workspace. Some heads are always computed in
+        chunks: those with an fp16 gradient or a main_grad, which chunks sum in fp32, those with
+        fp32 logits, those of one rank or under FSDP, and those beside a teacher's head.
+        """
+        size = self.rows * len(self.weight) * self.hidden.dtype.itemsize
+        limit = plan.SMALL.get(self.hidden.device.type, plan.SMALL["cuda"])
+        if self.workspace is not None:
+            limit = min(limit, self.workspace // 2)
+        if size > limit or plan.forced is not None:
+            return False
+        plain = self.main_grad is None and self.columns is None and self.module is None
+        plain = plain and self.hidden.dtype == self.dtype != torch.float16
+        return plain and all(is_dense(t) for t in loss.teachers)
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
         """A bool mask (N,) of the rows that count, or None if no rows are dropped.

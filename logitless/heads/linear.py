@@ -2,7 +2,8 @@
 
 `LinearLogits(hidden, weight, bias)` represents hidden @ weight.T + bias. A loss is computed from
 the logits of one chunk of rows at a time (chunks.py), or of one block of columns at a time
-(blocks.py). plan.py chooses between rows and columns. A mean or sum computes its gradients in
+(blocks.py). plan.py chooses between rows and columns. Logits that are few (plan.SMALL) are
+materialised, because chunks would take longer. A mean or sum computes its gradients in
 forward, with three GEMMs, or with up to four GEMMs if the head is split by columns (total.py).
 Results per row take four GEMMs (per_row.py).
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from ..contract import Reading
 from ..core import call, checks
+from ..core.evaluate import evaluate
 from ..core.loss import RowLoss
 from ..core.source import Logits, Source, TopK, is_dtensor
 from . import checks as rules
@@ -185,6 +187,10 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
         return torch.compiler.disable(evaluate_head)(head, loss, reduction, row_weight)  # pyright: ignore
     if call.in_func():
         checks.no_head_in_func()
+    if head.is_small(loss):
+        with head.ready(loss):
+            logits = head.logits()
+        return evaluate(logits, loss, reduction, row_weight)
     call.check_values(loss)
     if reduction != "none":
         grad = torch.is_grad_enabled()

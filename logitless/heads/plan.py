@@ -38,6 +38,11 @@ STATISTICS_COST = 0.15
 # A split by columns is chosen only if it saves at least this fraction of one GEMM.
 MIN_GAIN = 0.1
 
+# A head materialises logits of at most SMALL bytes. For such sizes, the host needs more time than
+# the device. PyTorch's own GEMMs, with the gradients that autograd records, take the least time on
+# the host.
+SMALL = {"cuda": 128 << 20, "cpu": 1 << 20}
+
 SPARE_EVERY = 64  # memory for n rows of fp32 logits has n // 64 + 2 spare rows
 
 

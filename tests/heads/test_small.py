@@ -1,0 +1,97 @@
+"""A small head materialises its logits, and gives the same as a head in chunks."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import logitless as ll
+from logitless.contract import Reading
+from logitless.heads import plan
+from logitless.heads.chunks import Chunks
+from logitless.losses.cross_entropy import CrossEntropy
+from tests.support.heads import LOSSES, D, N, V, assert_same, leaves, make, result
+
+
+@pytest.fixture
+def in_chunks():
+    """Overrides the fixture of all tests: small heads are materialised."""
+
+
+@pytest.fixture
+def no_chunks(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("This head is computed in chunks.")
+
+    monkeypatch.setattr(Chunks, "__init__", refuse)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_same_as_materialised(name, reduction, no_chunks, device):
+    for bias, lead in ((True, (N,)), (False, (N, 1))):
+        hidden, weight, b, target = make(bias=bias, lead=lead, device=device)
+        got = result(LOSSES[name], leaves(hidden, weight, b), target, 100, reduction=reduction)
+        want = result(LOSSES[name], leaves(hidden, weight, b), target, reduction=reduction)
+        assert_same(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_errors_of_bf16_are_those_of_pytorch(reduction, impl, no_chunks, device):
+    hidden, weight, b, target = make(torch.bfloat16, device)
+    exact = [t.double() for t in (hidden, weight, b)]
+    torch_loss = functools.partial(F.cross_entropy, reduction=reduction)
+    _, want = result(torch_loss, leaves(*exact), target)
+    _, theirs = result(torch_loss, leaves(hidden, weight, b), target)
+    loss = LOSSES["cross_entropy"]
+    _, ours = result(loss, leaves(hidden, weight, b), target, 100, reduction=reduction)
+    for a, b, truth in zip(ours, theirs, want, strict=True):
+        assert (a - truth).abs().max() <= 2 * (b - truth).abs().max()
+
+
+def test_a_second_backward_and_a_second_derivative(no_chunks, device):
+    hidden, weight, bias, target = make(device=device)
+    parts = leaves(hidden, weight, bias)
+    loss = ll.cross_entropy(ll.LinearLogits(*parts), target)
+    first = torch.autograd.grad(loss, parts, retain_graph=True)
+    second = torch.autograd.grad(loss * 2, parts, retain_graph=True)
+    for a, b in zip(first, second, strict=True):
+        torch.testing.assert_close(2 * a, b)
+    (d_hidden,) = torch.autograd.grad(loss, parts[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        d_hidden.sum().backward()
+
+
+def is_small(device="cpu", dtype=torch.float32, lead=(N,), teacher=None, **how):
+    hidden, weight, _, target = make(dtype, device, lead=lead)
+    source = ll.LinearLogits(hidden, weight, **how)
+    loss = CrossEntropy(Reading(V, label=target))
+    return source.head.is_small(loss)
+
+
+def test_which_heads_are_small(device, monkeypatch):
+    assert is_small(device)
+    assert is_small(device, torch.bfloat16)
+    assert is_small(device, workspace=2 * N * V * 4)
+    assert not is_small(device, workspace=2 * N * V * 4 - 1)
+    assert not is_small(device, torch.float16)
+    assert not is_small(device, torch.bfloat16, logits_dtype=torch.float32)
+    assert not is_small(device, main_grad=torch.zeros(V, D, device=device))
+    with plan.override(lambda work: plan.Cut(2)):
+        assert not is_small(device)
+    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, N * V * 4))
+    assert is_small(device)
+    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, N * V * 4 - 1))
+    assert not is_small(device)
+
+
+def test_two_heads_are_computed_in_chunks(device):
+    hidden, weight, b, _ = make(device=device)
+    teacher = ll.LinearLogits(hidden * 0.5, weight)
+    ours, plain = leaves(hidden, weight, b), leaves(hidden, weight, b)
+    ll.kl_div(ll.LinearLogits(*ours), teacher, direction="forward").backward()
+    dense = F.linear(hidden * 0.5, weight)
+    ll.kl_div(F.linear(*plain), dense, direction="forward").backward()
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
