@@ -240,10 +240,7 @@ def impl(name: str):
 
 def chosen() -> str | None:
     """The backend chosen by `impl` or LOGITLESS_IMPL, or None."""
-    name = _chosen or os.environ.get("LOGITLESS_IMPL") or None
-    if name is not None:
-        checks.one_of("LOGITLESS_IMPL", name, CHOICES)
-    return name
+    return _chosen or os.environ.get("LOGITLESS_IMPL") or None
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -252,10 +249,12 @@ def on_gpu(x: Tensor) -> bool:
 
 def backend_of(x: Tensor) -> Backend:
     """Returns the backend of this tensor, the module `kernels` or `eager`."""
-    if _chosen is None and not os.environ.get("LOGITLESS_IMPL"):
+    name = _chosen or os.environ.get("LOGITLESS_IMPL")
+    if not name:
         return _kernels() if on_gpu(x) and x.dtype != torch.float64 else eager
-    if chosen() == "eager":
+    if name == "eager":
         return eager
+    checks.one_of("LOGITLESS_IMPL", name, CHOICES)
     checks.triton_can_run(x)
     return _kernels()
 

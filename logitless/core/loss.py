@@ -48,12 +48,9 @@ class RowLoss:
     saves_gradient: ClassVar[bool] = False
     # The names of the fields that are structs of contract.py.
     structs: ClassVar[tuple[str, ...]] = ("reading",)
+    # The names of the label and of the ids in error messages. A subclass may compute the names.
+    names: ClassVar[Any] = ("target", "ids")
     row_inputs = ()  # tensors per row, besides the logits, that may require a gradient
-
-    @property
-    def names(self) -> tuple[str, str]:
-        """The names of the label and of the ids in error messages."""
-        return "target", "ids"
 
     @property
     def teachers(self) -> tuple:

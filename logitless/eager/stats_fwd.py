@@ -48,24 +48,23 @@ class _Sums(NamedTuple):
 
 def _empty_sums(reading: Reading, rows: int, dtype: torch.dtype, device) -> _Sums:
     """Allocates the sums that the reading needs."""
-    wants = reading.wants
+    wants, ids = reading.wants, reading.ids
     at_label = reading.label is not None and {"nll", "logprob_t1", "picked", "logprob"} & {*wants}
-
-    def column(needed: object, width: int = 1) -> Tensor | None:
-        return torch.zeros((rows, width), dtype=dtype, device=device) if needed else None
-
-    ids = reading.ids
+    needed = {
+        "shift": True,
+        "s": True,
+        "s1": "logprob_t1" in wants and not reading.at_temperature_1,
+        "w": "entropy" in wants,
+        "total": "total" in wants,
+        "log_total": "log_total" in wants,
+        "tail": "tail" in wants,
+        "y_label": at_label,
+    }
+    like = {"dtype": dtype, "device": device}
     return _Sums(
-        torch.zeros((rows, 1), dtype=dtype, device=device),
-        torch.zeros((rows, 1), dtype=dtype, device=device),
-        s1=column("logprob_t1" in wants and not reading.at_temperature_1),
-        w=column("entropy" in wants),
-        total=column("total" in wants),
-        log_total=column("log_total" in wants),
-        tail=column("tail" in wants),
+        **{name: torch.zeros((rows, 1), **like) for name, need in needed.items() if need},
         argmax=torch.full((rows,), -1, device=device) if "argmax" in wants else None,
-        y_label=column(at_label),
-        y_ids=None if ids is None else column(True, ids.shape[-1]),
+        y_ids=None if ids is None else torch.zeros((rows, ids.shape[-1]), **like),
     )
 
 

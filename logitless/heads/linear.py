@@ -39,7 +39,8 @@ class LinearLogits(AsTensor, Logits):
     additional memory. The default is 1 GiB on a GPU and 64 MiB on a CPU, and 1.5 times as much with
     logits_dtype. A smaller workspace saves memory and costs time. If many rows fit into the
     workspace, a GPU computes some whole rows at a time. Otherwise a GPU computes some columns of
-    all rows at a time.
+    all rows at a time. Logits of at most 128 MiB on a GPU, or 1 MiB on a CPU, are materialised if
+    two copies of them fit into the workspace, because then a step takes less time.
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
     to 16 bits. Log-probabilities are then hundreds of times more exact. The gradient of the logits
@@ -57,10 +58,10 @@ class LinearLogits(AsTensor, Logits):
     the weight's dtype unless accumulate is "fp32". For results per row, the gradient of each chunk
     is added separately.
 
-    Rows that a loss ignores are dropped before the GEMMs. The number of rows that count is on the
-    GPU, and the host waits for this number once, after the first GEMM is queued. With
-    `drop_ignored=False`, the host never waits, and ignored rows cost as much time as other rows. A
-    CUDA graph requires that the host never waits.
+    Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
+    number of rows that count is on the GPU, and the host waits for this number once, after the
+    first GEMM is queued. With `drop_ignored=False`, the host never waits, and ignored rows cost as
+    much time as other rows. A CUDA graph requires that the host never waits.
 
     If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. Every loss is
     then computed as for a VocabShard.

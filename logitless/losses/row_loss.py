@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -68,13 +69,11 @@ class Formula(RowLoss):
     The function gets flat tensors of n rows at a time, for any n.
     """
 
+    names: ClassVar[tuple[str, str]] = ("ids", "ids")
+
     function: Callable[..., Tensor]  # RowStats, *row_inputs -> (n,)
     row_inputs: tuple[Tensor, ...]
     differentiable: bool = True  # whether the loss must have a gradient
-
-    @property
-    def names(self):
-        return "ids", "ids"
 
     def apply(
         self, statistics: dict[str, Tensor], row_inputs, lead: torch.Size, dtype: torch.dtype

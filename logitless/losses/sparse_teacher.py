@@ -30,12 +30,9 @@ class Sparse(RowLoss):
     """A loss between whole rows of the student and a teacher with K ids per row."""
 
     structs: ClassVar[tuple[str, ...]] = ("reading", "slots")
+    names: ClassVar[tuple[str, str]] = ("labels", "targets.ids")
 
     slots: Slots
-
-    @property
-    def names(self):
-        return "labels", "targets.ids"
 
     def value(self, backend, statistics):
         value, coefficients = backend.slots(
