@@ -17,7 +17,7 @@ from ..contract import PRECISION
 from ..core.backend import Backend
 from ..core.loss import RowLoss, Saved
 from .head import Head, Rows
-from .products import SLAB
+from .products import SLAB, gemm
 
 
 class Needs(NamedTuple):
@@ -104,8 +104,8 @@ class GradientSums:
         if dz.device.type == "cpu":
             clear_padding(dz)
         if self.d_hidden is not None:
-            out = self.d_hidden[rows] if isinstance(rows, slice) else None
-            self.put(rows, torch.mm(dz, self.weight, out=out))
+            out = self.d_hidden[rows] if isinstance(rows, slice) else torch.empty_like(h)
+            self.put(rows, gemm(dz, self.weight, out))
         if self.d_bias is not None:
             self.d_bias += dz.sum(0, dtype=self.d_bias.dtype)
         if self.weight_sums:
@@ -164,13 +164,11 @@ class Sum:
         self.total, self.fresh = total, fresh
 
     def add(self, dz: Tensor, h: Tensor) -> None:
-        total, beta = self.total, 0 if self.fresh else 1
-        if dz.dtype == total.dtype:
-            torch.addmm(total, dz.t(), h, beta=beta, out=total)
-        elif dz.is_cuda:
-            torch.addmm(total, dz.t(), h, out_dtype=total.dtype, beta=beta, out=total)
+        total, add = self.total, None if self.fresh else self.total
+        if dz.dtype == total.dtype or dz.is_cuda:
+            gemm(dz.t(), h, total, add)
         else:
-            h = h.to(total.dtype)
+            h, beta = h.to(total.dtype), 0 if self.fresh else 1
             step = max(SLAB // (total.element_size() * h.shape[1]), 1)
             for start in range(0, len(total), step):
                 columns = slice(start, start + step)

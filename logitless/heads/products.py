@@ -8,19 +8,15 @@ from torch import Tensor
 from ..core.source import is_dtensor
 
 SLAB = 64 << 20  # bytes of fp32 numbers that a CPU converts at once
+UNIT = 64  # an aligned GEMM has a multiple of UNIT rows or columns
 
 
 def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """Writes h @ weight.T + bias to `out`, in the dtype of h or in fp32 without rounding."""
     if out.dtype == h.dtype:
-        if bias is None:
-            return torch.mm(h, weight.t(), out=out)
-        return torch.addmm(bias, h, weight.t(), out=out)
-    if h.is_cuda and bias is None:
-        return torch.mm(h, weight.t(), out_dtype=out.dtype, out=out)
+        return gemm(h, weight.t(), out, bias)
     if h.is_cuda:
-        out.copy_(bias)
-        return torch.addmm(out, h, weight.t(), out_dtype=out.dtype, out=out)
+        return gemm(h, weight.t(), out, None if bias is None else out.copy_(bias))
     h = h.to(out.dtype)
     step = max(SLAB // (out.element_size() * max(h.shape[1], 1)), 1)
     for start in range(0, len(weight), step):
@@ -33,18 +29,73 @@ def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
     return out
 
 
+def gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor:
+    """Writes a @ b + add to `out`. `add` may be `out`, or one row for all rows.
+
+    If a GPU would read or write single numbers instead of 16 bytes (`whole`), the GEMM is split
+    into a large aligned GEMM and a GEMM of fewer than UNIT rows or columns.
+    """
+    if not reads_vectors(a):
+        return plain_gemm(a, b, out, add)
+    split = whole(out, 1)
+    if split < out.shape[1]:
+        for n in (slice(0, split), slice(split, None)):
+            gemm(a, b[:, n], out[:, n], None if add is None else add[..., n])
+        return out
+    split = whole(a, 0)
+    if split < len(a):
+        for m in (slice(0, split), slice(split, None)):
+            gemm(a[m], b, out[m], add if add is None or add.dim() == 1 else add[m])
+        return out
+    split = whole(a, 1)
+    if split < len(b):  # the small sum is rounded first, and the large sum is rounded once
+        plain_gemm(a[:, split:], b[split:], out, add)
+        a, b, add = a[:, :split], b[:split], out
+    return plain_gemm(a, b, out, add)
+
+
+def whole(t: Tensor, dim: int) -> int:
+    """The part of t.shape[dim] for one GEMM: a multiple of UNIT if t is padded along `dim`.
+
+    A tensor is padded if its rows start on 16-byte boundaries, and end between such boundaries.
+    """
+    size, pack = t.shape[dim], 16 // t.element_size()
+    padded = size % pack and t.stride(dim) == 1 and t.stride(1 - dim) % pack == 0
+    return size - size % UNIT if padded and size > UNIT else size
+
+
+def reads_vectors(t: Tensor) -> bool:
+    """Whether a GEMM of this tensor takes several times as long if rows are not aligned."""
+    return t.is_cuda
+
+
+def plain_gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> Tensor:
+    """Writes a @ b + add to `out` in one GEMM. 16-bit products may be summed into an fp32 `out`."""
+    wide = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    if add is None:
+        return torch.mm(a, b, out=out, **wide)
+    return torch.addmm(add, a, b, out=out, **wide)
+
+
+def aligned_rows(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Allocates (rows, columns). The rows start on 16-byte boundaries."""
+    pack = 16 // dtype.itemsize
+    return torch.empty((rows, -(-columns // pack) * pack), device=device, dtype=dtype)[:, :columns]
+
+
 def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The materialised logits, (..., V), differentiable."""
-    if dtype == hidden.dtype:
-        return torch.nn.functional.linear(hidden, weight, bias)
     wanted = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     differentiable = torch.compiler.is_compiling() or (torch.is_grad_enabled() and wanted)
-    if differentiable or is_dtensor(weight):  # for a DTensor, torch.mm has no out_dtype
-        tensors = (None if t is None else t.to(dtype) for t in (hidden, weight, bias))
-        with without_autocast(hidden.device):
+    same = dtype == hidden.dtype
+    if differentiable or is_dtensor(weight) or (same and not reads_vectors(hidden)):
+        tensors = (hidden, weight, bias)
+        if not same:  # torch.mm with out_dtype has no gradient, and does not accept a DTensor
+            tensors = tuple(None if t is None else t.to(dtype) for t in tensors)
+        with contextlib.nullcontext() if same else without_autocast(hidden.device):
             return torch.nn.functional.linear(*tensors)  # pyright: ignore[reportArgumentType]
     flat = hidden.reshape(-1, hidden.shape[-1])
-    out = torch.empty((len(flat), len(weight)), device=flat.device, dtype=dtype)
+    out = aligned_rows(len(flat), len(weight), flat.device, dtype)
     with without_autocast(hidden.device):
         return product(flat, weight, bias, out).view(*hidden.shape[:-1], len(weight))
 

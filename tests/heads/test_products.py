@@ -1,0 +1,72 @@
+"""GEMMs over an odd vocabulary are split into an aligned GEMM and a small one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import logitless as ll
+from logitless.heads import plan, products
+from logitless.heads.plan import Cut
+
+N, D = 24, 16
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    """Splits GEMMs on a CPU too. The fixture is a list of the shapes (M, K, N) of all GEMMs."""
+    seen, plain = [], products.plain_gemm
+
+    def record(a, b, out, add):
+        seen.append((a, b, out))
+        return plain(a, b, out, add)
+
+    monkeypatch.setattr(products, "reads_vectors", lambda t: True)
+    monkeypatch.setattr(products, "plain_gemm", record)
+    return seen
+
+
+def is_aligned(t: torch.Tensor) -> bool:
+    """Whether every row of t has a multiple of 16 bytes."""
+    return t.shape[1] * t.element_size() % 16 == 0
+
+
+def results(source, target, reduction):
+    leaves = [t for t in (source.hidden, source.weight, source.bias) if t is not None]
+    loss = ll.cross_entropy(source, target, label_smoothing=0.1, reduction=reduction)
+    upstream = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype).view(loss.shape)
+    return loss.detach(), *torch.autograd.grad(loss, leaves, upstream.to(loss.device))
+
+
+@pytest.mark.parametrize("cut", [Cut(N), Cut(5), Cut(N, 72), Cut(8, 72)], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("vocab", [65, 127, 150, 191])
+def test_odd_vocabularies(vocab, reduction, cut, shapes):
+    hidden = torch.randn(N, D, dtype=torch.float64, requires_grad=True)
+    weight, bias = (torch.randn(*s, dtype=torch.float64) for s in ((vocab, D), (vocab,)))
+    weight.requires_grad_()
+    bias.requires_grad_()
+    target = torch.randint(0, vocab, (N,))
+    target[::5] = -100
+    with plan.override(lambda work: cut if work.merges else Cut(cut.rows)):
+        got = results(ll.LinearLogits(hidden, weight, bias), target, reduction)
+    logits = F.linear(hidden, weight, bias)
+    want = F.cross_entropy(logits, target, label_smoothing=0.1, reduction=reduction)
+    upstream = torch.linspace(0.5, 2, want.numel(), dtype=want.dtype).view(want.shape)
+    want = (want.detach(), *torch.autograd.grad(want, (hidden, weight, bias), upstream))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    rows = [t if t.stride(1) == 1 else t.t() for tensors in shapes for t in tensors]
+    assert any(t.shape[1] >= products.UNIT for t in rows)
+    assert all(is_aligned(t) for t in rows if t.shape[1] >= products.UNIT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_sum_over_an_odd_vocabulary_is_rounded_once(dtype, shapes):
+    """d_hidden sums over the vocabulary: the sum of the small GEMM must not add a large error."""
+    dz = torch.randn(N, 1032).to(dtype)[:, :1031]
+    weight = torch.randn(1031, D).to(dtype)
+    want = dz.double() @ weight.double()
+    got = products.gemm(dz, weight, torch.empty(N, D, dtype=dtype))
+    assert len(shapes) == 2
+    error, theirs = ((t - want).abs().max() for t in (got, dz @ weight))
+    assert error <= 1.2 * theirs
