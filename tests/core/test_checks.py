@@ -305,5 +305,6 @@ def test_classes_in_dimension_1_are_answered_with_movedim(shape):
     x = torch.zeros(shape, device=DEVICE)
     labels = torch.zeros((2, *shape[2:]), dtype=torch.int64, device=DEVICE)
     words = refusal(lambda: ll.cross_entropy(x, labels))
+    assert "the vocabulary must be the last dimension" in words
     assert words.endswith("for logits of shape (N, V, ...), pass logits.movedim(1, -1).")
     assert ll.cross_entropy(x.movedim(1, -1), labels).isfinite()

@@ -16,7 +16,7 @@ from .mutations import MUTATIONS, mutated
 from .search import Tally
 from .strategies import cases
 
-EXAMPLES = 40  # of each function
+EXAMPLES = 25  # of each function
 
 
 def test_every_public_function_is_tested():

@@ -110,7 +110,7 @@ class TestFinding:
             with pytest.raises(KeyError, match=message):
                 store.targets_for(batch, lengths)
         row = torch.cat([found[1][0], torch.tensor([1]), found[2][0]])
-        message = rf"at token {len(found[1][0])} of row 1\. Separators, and whatever"
+        message = rf"at token {len(found[1][0])} of row 1\. Capture separators"
         with pytest.raises(KeyError, match=message):
             store.targets_for(torch.stack([torch.full_like(row, -1), row]))
 

@@ -309,7 +309,7 @@ def main(target: str, everything: bool) -> None:
     for variant in variants() if everything else main_variants():
         for source, options, bound in launches_of(variant):
             form = (source.hash(), *sorted(options.items()))
-            key = form if every_form else (source.name, variant)
+            key = form if every_form else source.name
             if key in seen:
                 continue
             seen.add(key)
