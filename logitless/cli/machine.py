@@ -60,7 +60,7 @@ def installed(module: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with a mark if files of the package have uncommitted changes."""
+    """The commit of this checkout, with a note if the package has uncommitted changes."""
     git = ("git", "-C", str(Path(__file__).parent))
     if not output_of(*git, "ls-files", Path(__file__).name):  # an installed package
         return None

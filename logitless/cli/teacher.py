@@ -1,8 +1,13 @@
 """`logitless teacher`: captures a teacher's top-k distributions into a store.
 
-capture runs a Transformers model over documents. import reads the output of vLLM or SGLang. verify
-checks a store, info describes it, and merge joins several stores into one. size computes how large
-a store will be. Under torchrun, capture runs on every rank. Running the same command again resumes
+    capture    runs a Transformers model over documents
+    import     reads the output of vLLM or SGLang
+    verify     checks a store
+    info       describes a store
+    merge      joins several stores into one
+    size       computes how large a store will be
+
+Under torchrun, every rank captures a part of the documents. Running the same command again resumes
 a capture that was stopped.
 """
 
@@ -23,7 +28,7 @@ from . import teacher_data as _data
 from .progress import bar
 from .report import table
 
-SIZES = (16, 32, 64, 128, 256)  # values of K that `size` shows
+SIZES = (16, 32, 64, 128, 256)  # values of K in the table of the command `size`
 
 
 def add_parser(subparsers) -> None:
@@ -315,7 +320,7 @@ def merge(args: argparse.Namespace) -> None:
     from logitless import store
 
     for path in args.stores:
-        store.recover(path)  # adds the documents that killed writers left
+        store.recover(path)  # adds the documents of writers that were killed
     stores = [store.Store(path) for path in args.stores]
     with bar("merge", sum(s.tokens for s in stores)) as advance:
         documents = store.merge(
