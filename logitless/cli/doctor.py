@@ -77,7 +77,7 @@ If only jsd and the checks "in place" are wrong or hang, try LOGITLESS_WAITING=0
 def add_parser(subparsers) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "doctor",
-        help="describe this machine and check the results on it",
+        help="describe this machine and check the library's results",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -160,7 +160,7 @@ def add_parser(subparsers) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--tokens", type=int, default=8192, help="rows per step, over all ranks")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per step of the group")
     parser.add_argument("--vocab", type=int, default=128256, help="size of the vocabulary")
     parser.add_argument("--hidden", type=int, default=4096, help="width of the hidden states")
     parser.add_argument(

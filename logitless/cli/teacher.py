@@ -78,12 +78,12 @@ def add_parser(subparsers) -> None:
     _add_output(import_)
     add(
         "--completions", action="store_true",
-        help="a document is a prompt with its completion; default: only if an output has no"
-        " log-probabilities of its prompt",
+        help="import each prompt with its completion; default: only if an output has no"
+        " log-probabilities of the prompt",
     )  # fmt: skip
     add("--vocab-size", type=_positive, required=True, help="all ids are below this number")
     add("--teacher", default="", help="name of the teacher")
-    add("--tokenizer", help="name or folder; training with another tokenizer is then refused")
+    add("--tokenizer", help="name or folder; training must use the same tokenizer")
 
     verify = commands.add_parser("verify", help="check checksums, ids, masses and alignment")
     verify.add_argument("store", type=Path)
@@ -107,7 +107,7 @@ def add_parser(subparsers) -> None:
     add = size.add_argument
     add("--tokens", type=_tokens, required=True, help="number of tokens, such as 1e9")
     add("--vocab", "--vocab-size", type=_positive, required=True, help="size of the vocabulary")
-    add("--k", type=_positive, nargs="+", default=SIZES, help="slots per token; default: a table")
+    add("--k", type=_positive, nargs="+", default=SIZES, help="values of K; default: a table")
     _add_values(size)
 
 
@@ -252,7 +252,7 @@ def size(args: argparse.Namespace) -> None:
             f"{args.tokens:.3g} tokens": _bytes(per_token * args.tokens),
         })  # fmt: skip
     print(table(rows))
-    print(f"V = {args.vocab:,}, values = {args.values}; and 60 to 100 bytes per document")
+    print(f"V = {args.vocab:,}, values = {args.values}; plus 60 to 100 bytes per document")
 
 
 def _bytes(n: float) -> str:

@@ -53,15 +53,15 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
     add("--quick", action="store_true", help="small shapes, short timing, no torch.compile")
     add("--minutes", type=float, default=float("inf"), help="begin no new case after this time")
-    add("--resume", type=Path, metavar="FILE", help="add missing and failed cases to FILE")
+    add("--resume", type=Path, metavar="FILE", help="run the missing and failed cases of FILE")
     add(
         "--out",
         type=Path,
         metavar="DIR",
         help="default: the folder of FILE, or benchmarks/results/<device>",
     )
-    add("--commit", help="commit to record as the code under test, if git cannot name it")
-    from_json = "report a stored result, or several as one (repeatable), without timing"
+    add("--commit", help="commit to record in the result, if git cannot find the commit")
+    from_json = "report stored results without timing; several files are joined (repeatable)"
     add("--from-json", type=Path, action="append", metavar="FILE", help=from_json)
     parser.set_defaults(run=run)
     return parser
