@@ -39,7 +39,7 @@ def crossed(f) -> tuple[object, set[tuple[str, str]]]:
     def look(frame, event, _):
         code = frame.f_code
         ours = event == "call" and code.co_filename.startswith(ROOT) and code.co_name[0] != "<"
-        if ours and not hasattr(frame.f_globals.get(code.co_name), "fn"):  # kernels have `fn`
+        if ours and not hasattr(frame.f_globals.get(code.co_name), "fn"):  # not a kernel
             name = getattr(code, "co_qualname", code.co_name)
             seen.add((os.path.relpath(code.co_filename, ROOT), name))
 

@@ -4,9 +4,9 @@ Three processes load the library of OLD, of NEW, and of OLD again. Each case run
 processes before the next case begins. The code of the benchmark is from the checkout of this
 script. Other libraries are not measured, and results are not checked. The difference of the two
 times of OLD is the noise of a case. A case is "slower" or "faster" if the times of OLD and NEW
-differ by more than 2 % plus the noise. If the median noise of all cases is larger, the median is
-used. A case that is slower is measured once more. The script writes FOLDER/compare.md. The exit
-status is 1 if a case is slower or fails.
+differ by more than 2 % plus the noise. For this comparison, the noise of a case is at least the
+median noise of all cases. A case that is slower is measured once more. The script writes
+FOLDER/compare.md. The exit status is 1 if a case is slower or fails.
 """
 
 import argparse

@@ -58,7 +58,7 @@ learners = [
     InBf16("logits, weights nudged by a bit", *options),
 ]
 with torch.no_grad():
-    for weight in learners[2].model.parameters():  # changes the last bit of bf16 weights
+    for weight in learners[2].model.parameters():  # changes about the last bit of bf16
         weight.mul_(1 + 2.0**-9 * torch.randn_like(weight))
 text = demo.encode(demo.read_sources(demo.MAX_CHARS))
 demo.train_with_progress(learners, demo.draw_batches(text, scale, args.device, 0), args.steps)

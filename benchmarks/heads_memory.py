@@ -6,9 +6,9 @@
     python -m benchmarks.heads_memory --study growing                   memory by number of rows
 
 The first command measures forward + backward of cross-entropy at three shapes. At the first shape,
-it also measures fp32 logits. Every result is compared with fp64 before the timing. Each command
-writes JSON and a report. The first command also writes a plot. The option --both measures each
-workspace with a split by rows and with a split by columns, if both splits are possible. The
+the command also measures fp32 logits. Every result is compared with fp64 before the timing. Each
+command writes JSON and a report. The first command also writes a plot. The option --both measures
+each workspace with a split by rows and with a split by columns, if both splits are possible. The
 constants in logitless/heads/plan.py were chosen from the results of --both. The study "exactness"
 measures the errors of the weight's gradient. The study "growing" measures peak memory.
 """
@@ -156,7 +156,7 @@ def draw(document: dict, path: Path, others: Iterable[Result] = ()) -> None:
 def label_workspaces(axes, ours: list[Result]) -> None:
     """Labels each point with its workspace in MiB.
 
-    The labels are below the points. If two points are close, the label of the right point is above.
+    The labels are below the points. If two points are close, the right label is above its point.
     """
     for r, smaller in zip(ours, [*ours[1:], None], strict=True):
         near = smaller is not None and smaller.spare_mib > 0.7 * r.spare_mib

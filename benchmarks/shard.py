@@ -5,10 +5,10 @@
 1. The overhead of VocabShard. The script compares cross_entropy over a VocabShard with the plain
    call, in a group of one process with NCCL. The target is at most 1.03 times the plain time.
 
-2. The time of one of eight shards of a head. The script compares this time with an eighth of the
-   time of the whole head. The target is at most 1.10 times an eighth of that time. The statistics
-   of the other seven ranks are copies in memory, so the times include no collectives.
-   `logitless scale` computes the times of collectives.
+2. The time of one of eight shards of a head. The script compares the time of one shard with an
+   eighth of the time of the whole head. The target is at most 1.10 times an eighth of the whole
+   time. The statistics of the other seven ranks are copies in memory, so the times include no
+   collectives. `logitless scale` computes the times of collectives.
 
 Times are medians of several batches of calls. Two calls that are compared alternate. Without a
 GPU, the script runs small sizes on the CPU with gloo, and the numbers have no meaning.

@@ -4,10 +4,10 @@
 
 All stores have V = 151,936. The script measures the bytes per token of files with one document of
 8,192 tokens, and the bytes per document of the index. The precision is the mean KL
-divergence from the written rows to the rows that are read, in nats, over slots and tail. It is
-measured for two kinds of rows. In rows of the first kind, the probability falls with a power of the
-rank, as in language models. In rows of the second kind, the log-probabilities are spread evenly.
-The script writes store-format.md.
+divergence from the written rows to the rows that are read, in nats, over slots and tail. The
+precision is measured for two kinds of rows. In rows of the first kind, the probability falls with a
+power of the rank, as in language models. In rows of the second kind, the log-probabilities are
+spread evenly. The script writes store-format.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks.store_speed --out FOLDER
 
 The store has K = 64 and V = 151,936. The script times a slice of 8,192 tokens of one document, with
-and without checksums. It also times packed batches of 64 documents, with and without their lengths.
+and without checksums. Packed batches of 64 documents are timed with and without their lengths.
 The documents of a batch are adjacent in the store, or chosen from 4,096 documents in several files.
 The script also times the opening of a store of 100,800 documents. Each call alternates with its
 simpler work. The script writes store-speed.md.

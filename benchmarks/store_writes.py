@@ -3,10 +3,10 @@
     python -m benchmarks.store_writes --out FOLDER
 
 The documents have 6 tokens. The script measures `Writer.add` with K = 2 and K = 64, including the
-writing of the shard. It also measures by how many bytes per document the process grows before the
-shard is written. `logitless teacher import` reads vLLM's JSON with 20 log-probabilities per token.
-The script measures the whole import and each stage of the import. The last table shows the peak
-memory of writing a shard. The script writes store-writes.md.
+writing of the shard. The script also measures by how many bytes per document the process grows,
+before the shard is written. `logitless teacher import` reads vLLM's JSON with 20 log-probabilities
+per token. The script measures the whole import and each stage of the import. The last table shows
+the peak memory of writing a shard. The script writes store-writes.md.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ same for all implementations and is left out. Every implementation is first comp
 model in fp32 on one short batch. The errors of loss and gradients may be at most twice the errors
 of the plain bf16 model plus 1e-3. Then all implementations alternate, so a drift of the GPU's clock
 changes all times alike. The option --seconds limits the time of the whole run. Measurements after
-this limit are reported as "no time left". The script writes FOLDER/training-step.md.
+this time are reported as "no time left". The script writes FOLDER/training-step.md.
 
 The option --quick runs a small model for a short time, on a CPU or a GPU.
 """

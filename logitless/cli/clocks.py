@@ -104,7 +104,7 @@ def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> 
 
 
 def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
-    """Wall time per call, over many calls. The host does not wait for the GPU between the calls."""
+    """Wall time per call in a batch of many calls, which do not wait for the GPU in between."""
 
     def batch(leaves: tuple[Tensor, ...]) -> None:
         for _ in range(calls):

@@ -2,8 +2,8 @@
 
 The output is plain text without host name or paths, so that users can paste the output into a bug
 report. The self-check (selfcheck.py) calls every public function on a few error-prone shapes. The
-calls launch every kernel that this device can run. Values and gradients are compared with a naive
-formula in fp64. The upstream gradients are random. The exit status is 1 if a check fails.
+self-check launches every kernel that this device can run. Values and gradients are compared with a
+naive formula in fp64. The upstream gradients are random. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations

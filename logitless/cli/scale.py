@@ -20,8 +20,8 @@ class Gpu(NamedTuple):
 
     flops: float  # FLOP per second of the three GEMMs of a head in bf16
     copy: float  # bytes read plus bytes written per second
-    link: float  # bytes per second and direction within a node
-    network: float  # bytes per second and direction between nodes
+    link: float  # bytes per second in each direction, within a node
+    network: float  # bytes per second in each direction, between nodes
     node: int  # GPUs in a node
     latency: float  # seconds that an empty collective takes
 
@@ -60,8 +60,8 @@ class Cost(NamedTuple):
     loss: float  # seconds of reading and writing logits
     gather: float  # seconds of the all-gather of statistics
     reduce: float  # seconds of the all-reduce of d_hidden, which does not overlap with other work
-    weight: float  # bytes of the rank's rows of the head and their gradient
-    hidden: float  # bytes of all tokens' hidden states and their gradient
+    weight: float  # bytes of the head's rows on one rank, and of their gradient
+    hidden: float  # bytes of the hidden states of all tokens, and of their gradient
     logits: float  # bytes of logits in memory at once
 
     @property

@@ -41,7 +41,7 @@ def naive_entropy(x: Tensor) -> Tensor:
 
 
 def ignoring(ids: Tensor) -> Tensor:
-    """The ids as targets. If there are several rows, the first row is ignored."""
+    """The ids as targets. The first row is ignored, unless it is the only row."""
     return ids if len(ids) == 1 else ids.index_fill(0, ids.new_zeros(1), -100)
 
 

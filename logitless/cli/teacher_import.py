@@ -21,7 +21,7 @@ class Group(NamedTuple):
     """Documents that are added together, each with the file and line of its output."""
 
     documents: list[tuple[str, Document]]
-    size: int  # bytes of the lines
+    size: int  # size of the lines in bytes
     tokens: int
 
 

@@ -6,10 +6,10 @@ twice and writes a gradient of the same size. An in-place forward + backward mov
 it reads and overwrites each logit once. The *floor* of a case is a lower bound on its time: the
 number of moved bytes divided by C. The copy bandwidth C is measured in the same run.
 
-Some functions are not limited by bandwidth. The floor of such a function is the time of a
-*yardstick*: simpler work that is measured in the same run. The yardstick of a head is its GEMMs in
-cuBLAS: three GEMMs for a mean or sum, and four GEMMs for results per row. On a CPU, cases have no
-floor, and times are compared with PyTorch's time.
+If bandwidth does not limit a function, its floor is the time of a *yardstick*: simpler work that is
+measured in the same run. The yardstick of a head is its GEMMs in cuBLAS: three GEMMs for a mean or
+sum, and four GEMMs for results per row. On a CPU, cases have no floor, and times are compared with
+PyTorch's time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MIB = 2**20
 
 
 class Mode:
-    """Names of the timed passes and of their clock. The default clock is device time."""
+    """A mode names the timed passes and the clock. The default clock is device time."""
 
     FORWARD, BACKWARD = "forward", "forward + backward"
     INPLACE = "forward + backward, in place"
@@ -68,12 +68,12 @@ class Case(Work):
 
     - "floor" is the lower bound on the time of the case, as defined at the top of this file.
 
-    - "start + floor" is the lower bound on the time of a small call. This reference adds 6 µs to
-      the limit, because starting the kernels takes time.
+    - "start + floor" is the lower bound on the time of a small call. With "start + floor", 6 µs are
+      added to the limit, because starting the kernels takes time.
 
     - OUR_PLAIN is the time of our cross_entropy without options.
 
-    - A comma-separated list of contenders is the time of the fastest contender in the list.
+    - A comma-separated list of contenders means the time of the fastest contender in the list.
 
     - "cpu" is PyTorch's time on a CPU.
     """

@@ -147,9 +147,9 @@ def fla(module) -> dict:
 
 
 def both_ways(loss) -> dict:
-    """The op that keeps the logits, and the op that overwrites the logits in backward.
+    """Returns an op that keeps the logits, and an op that overwrites the logits in backward.
 
-    `loss(**options)` must return a function. So `loss` is a class, or partial(partial, function).
+    `loss(**options)` must return a function. `loss` may be a class or partial(partial, function).
     """
     return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
 
@@ -173,7 +173,7 @@ def rival(ops: dict[str, Callable], case: Case) -> Callable | None:
 def load(names: Iterable[str], device: str) -> tuple[dict[str, Finder], dict[str, str]]:
     """Returns the contenders that can run, and the version of every contender.
 
-    If a contender cannot run, the reason takes the place of its version.
+    If a contender cannot run, the reason is returned instead of the version.
     """
     loaded = {name: BUILT_IN[name] for name in names if name in BUILT_IN}
     versions = {name: ll.__version__ if name == OURS else torch.__version__ for name in loaded}

@@ -11,7 +11,7 @@ from .cases import COMPILED, EAGER, OURS, PLAIN, Mode
 from .contenders import NAMES
 from .results import Result
 
-RIVALS = (EAGER, *(name for name in NAMES if name not in (EAGER, OURS)))  # PyTorch comes first
+RIVALS = (EAGER, *(name for name in NAMES if name not in (EAGER, OURS)))  # PyTorch is drawn first
 GREYS = ("#c9ced6", "#9aa5b1", "#7fb7be", "#4f7cac", "#33658a", "#2f4858", "#86a873")
 REDS = ("#d1495b", "#dc7683", "#e8a4ad", "#f3d1d6")  # colors of our default and of our variants
 LABELS = {EAGER: "PyTorch", COMPILED: "torch.compile", "liger": "Liger"}
@@ -24,7 +24,7 @@ LEAST_WIDTH = 4  # smallest width of a group, in widths of a bar, so that the gr
 
 
 class Bar(NamedTuple):
-    """One bar. A bar of logitless may have a dashed line at the height `limit`."""
+    """One bar of a plot. A bar of logitless may have a dashed line at the height `limit`."""
 
     panel: str
     group: str

@@ -51,7 +51,7 @@ class Entry:
             result.value_error, result.grad_error = errors
             bound = formulas.TOLERANCE[self.case.dtype] * formulas.CLIPPED.get(self.case.op, 1)
             bound *= 1 if result.contender == OURS else 10
-            off = [x for x in errors if x is not None and not x <= bound]  # True for NaN too
+            off = [x for x in errors if x is not None and not x <= bound]  # NaN is off too
             if off:
                 result.status, result.note = "wrong", f"error {off[-1]:.1e}, allowed {bound:.0e}"
         if not all(map(torch.equal, scratch, self.leaves)):

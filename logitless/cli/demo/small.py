@@ -22,7 +22,7 @@ from ..progress import bar
 
 VOCAB = 32_768
 UNKNOWN = 0
-# A token is a word or symbols with a leading space, or a line break with the next indentation.
+# A token is a word, several symbols, or whitespace. Words and symbols include one leading space.
 TOKEN = re.compile(r" ?\w+| ?[^\w\s]+|\n\s*|\s+")
 NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 MAX_CHARS = 12_000_000
@@ -63,12 +63,12 @@ def read_sources(limit: int) -> str:
 
 
 def vocabulary(text: str, size: int = VOCAB) -> list[str]:
-    """The most frequent tokens of a text, indexed by id. Other tokens have the id UNKNOWN."""
+    """The most frequent tokens of a text, indexed by id. Rare tokens have the id UNKNOWN."""
     return ["?"] + [token for token, _ in Counter(TOKEN.findall(text)).most_common(size - 1)]
 
 
 def encode(text: str, words: list[str] | None = None) -> Tensor:
-    """The token ids of a text, of shape (T,). By default, the vocabulary is that of the text."""
+    """The token ids (T,) of a text. By default, the vocabulary is computed from the text."""
     words = vocabulary(text) if words is None else words
     index = {token: i for i, token in enumerate(words) if i != UNKNOWN}
     return torch.tensor([index.get(token, UNKNOWN) for token in TOKEN.findall(text)])
