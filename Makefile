@@ -1,4 +1,4 @@
-# Every target works on a fresh machine, because it first installs its requirements into .venv.
+# Every target works on a fresh machine, because the target first installs what it needs into .venv.
 #
 #   make test                   lint, types, tests (kernels under Triton's interpreter)
 #   make test-newest            tests with the newest versions, in .venv-newest
@@ -6,13 +6,14 @@
 #   make test-clients           tests of other libraries over fused models, in .venv-clients
 #   make test-gpu PY=python3    GPU tests with an interpreter that has PyTorch, without .venv
 #
-# PYTHON creates the environments. ARGS are passed to the command: make demo ARGS="--steps 50".
+# The interpreter PYTHON creates the environments. ARGS are passed to the command, for example:
+# make demo ARGS="--steps 50".
 
 PYTHON ?= python3
 PYTHON_OLDEST ?= python3.10
 ARGS ?=
-# Each worker starts with one half of the tests in their order, so that the fixtures of a file are
-# mostly set up once. A worker that finishes takes tests from the other.
+# Each of two pytest workers starts with one half of the tests, in their order. So the fixtures of a
+# file are mostly set up once. A worker that has finished takes tests from the other worker.
 TWO_WORKERS := -n 2 --dist worksteal
 
 ifndef PY
@@ -55,7 +56,7 @@ compile: $(READY)  ## compile every kernel variant for Hopper, and print registe
 fuzz: $(READY)  ## test random cases of every function, for example with ARGS="--minutes 10"
 	OMP_NUM_THREADS=1 $(PY) -m tests.differential $(ARGS)
 
-planted: $(READY)  ## plant bugs in a copy of the library, and run the tests that find each
+planted: $(READY)  ## plant bugs in a copy of the library, and run the tests that must find the bugs
 	OMP_NUM_THREADS=1 $(PY) -m tests.support.planted $(ARGS)
 
 bench: $(READY)  ## check and time logitless beside PyTorch and other libraries
@@ -104,7 +105,7 @@ endef
 .venv-clients/.ready: requirements/clients.txt requirements/tests.txt pyproject.toml
 	$(call install,$(PYTHON))
 
-# The source archive of the same release of Transformers has its tests.
+# The tests of Transformers are in the source archive of the installed release.
 .venv-clients/sources/tests: .venv-clients/.ready
 	.venv-clients/bin/python -m pip download --quiet --no-deps --no-build-isolation --no-binary :all: \
 		--dest $(@D) "$$(.venv-clients/bin/python -m pip freeze | grep '^transformers==')"

@@ -3,9 +3,9 @@
     python benchmarks/call_path.py [CHECKOUT] [--names]
 
 The script counts the distinct Python functions of the package that run in forward and in backward.
-Comprehensions are not counted. Three earlier calls fill the caches. Code that runs on the GPU is
-not counted. Without a GPU, the script counts both backends, and the kernels run under Triton's
-interpreter. CHECKOUT is the checkout to measure. The default is the checkout of this script.
+Comprehensions and code that runs on the GPU are not counted. Three calls before the count fill the
+caches. Without a GPU, the script counts both backends, and the kernels run under Triton's
+interpreter. CHECKOUT is the checkout to measure, by default the checkout of this script.
 """
 
 import argparse
@@ -33,13 +33,13 @@ ROOT = str(Path(ll.__file__).parent)
 
 
 def crossed(f) -> tuple[object, set[tuple[str, str]]]:
-    """Returns f() and the (file, function) pairs of the package that f called."""
+    """Returns the result of f(), and the (file, function) pairs of the package that f called."""
     seen: set[tuple[str, str]] = set()
 
     def look(frame, event, _):
         code = frame.f_code
         ours = event == "call" and code.co_filename.startswith(ROOT) and code.co_name[0] != "<"
-        if ours and not hasattr(frame.f_globals.get(code.co_name), "fn"):  # "fn": a Triton kernel
+        if ours and not hasattr(frame.f_globals.get(code.co_name), "fn"):  # not a kernel
             name = getattr(code, "co_qualname", code.co_name)
             seen.add((os.path.relpath(code.co_filename, ROOT), name))
 
@@ -53,7 +53,7 @@ def crossed(f) -> tuple[object, set[tuple[str, str]]]:
 
 
 def calls():
-    """Yields the name and the forward function of each call."""
+    """Yields the name and the forward function of each measured call."""
     x = torch.randn(64, 1024, device=device, requires_grad=True)
     target = torch.randint(0, 1024, (64,), device=device)
     hidden = torch.randn(64, 32, device=device, requires_grad=True)

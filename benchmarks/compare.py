@@ -3,9 +3,10 @@
 Three processes load the library of OLD, of NEW, and of OLD again. Each case runs in all three
 processes before the next case begins. The code of the benchmark is from the checkout of this
 script. Other libraries are not measured, and results are not checked. The difference of the two
-times of OLD is the noise of a case. A case is "slower" or "faster" if its times differ by 2 % more
-than this noise and than the median noise of all cases. A slower case is measured once more. The
-script writes FOLDER/compare.md. The exit status is 1 if a case is slower or fails.
+times of OLD is the noise of a case. A case is "slower" or "faster" if the times of OLD and NEW
+differ by more than 2 % plus the noise. For this comparison, the noise of a case is at least the
+median noise of all cases. A case that is slower is measured once more. The script writes
+FOLDER/compare.md. The exit status is 1 if a case is slower or fails.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def worker(checkout: Path) -> ProcessPoolExecutor:
 
 
 def set_path(checkout: str) -> None:
-    """In a worker: imports `logitless` from `checkout`, and `cli` from this script's checkout."""
+    """Runs in a worker. Imports `logitless` from `checkout`, and `cli` from this checkout."""
     sys.path[:] = [checkout, *sys.path, str(PACKAGE)]
     import logitless
 
@@ -41,14 +42,14 @@ def set_path(checkout: str) -> None:
 
 
 def names(device: str, filters: dict) -> list[str]:
-    """In a worker: the names of the cases."""
+    """Runs in a worker. Returns the names of the cases."""
     from cli.bench import cases
 
     return [case.name for case in cases.choose(device, **filters)]
 
 
 def measure(device: str, filters: dict, name: str, ms: float) -> dict:
-    """In a worker: the result of one case, timed for `ms` milliseconds."""
+    """Runs in a worker. Returns the result of one case, timed for `ms` milliseconds."""
     from cli.bench import cases, contenders, runner
 
     case = next(case for case in cases.choose(device, **filters) if case.name == name)
@@ -65,7 +66,7 @@ def noise(old: dict, new: dict, again: dict) -> float | None:
 
 
 def row(case: str, results: list[dict], typical: float) -> list[str]:
-    """The cells of a case. The last cell is the verdict."""
+    """The cells of a case in the table. The last cell is the verdict."""
 
     def cell(value: float | None, spec: str) -> str:
         return "–" if value is None else f"{value:{spec}}"

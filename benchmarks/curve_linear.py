@@ -1,10 +1,10 @@
-"""Compares the loss curves of a model trained in bf16 with and without its logits, on a GPU.
+"""Compares the loss curves of a model trained in bf16 with and without materialised logits.
 
 The demo's transformer is trained three times from the same seed on the same batches. The first
 training uses logits and PyTorch's loss in fp32. The second training uses a LinearLogits in 16
 chunks. The third training repeats the first with initial weights that differ in their last bits.
-The third curve shows how much rounding alone changes a curve. Writes a plot
-and prints the largest differences.
+The third curve shows how much rounding alone changes a curve. The script writes a plot and prints
+the largest differences.
 """
 
 import argparse
@@ -58,7 +58,7 @@ learners = [
     InBf16("logits, weights nudged by a bit", *options),
 ]
 with torch.no_grad():
-    for weight in learners[2].model.parameters():  # changes about the last bit in bf16
+    for weight in learners[2].model.parameters():  # changes about the last bit of bf16
         weight.mul_(1 + 2.0**-9 * torch.randn_like(weight))
 text = demo.encode(demo.read_sources(demo.MAX_CHARS))
 demo.train_with_progress(learners, demo.draw_batches(text, scale, args.device, 0), args.steps)

@@ -1,16 +1,16 @@
-"""Measures time and memory of losses over a head, in several workspaces and in other libraries.
+"""Measures time and memory of losses over a head, with several workspaces and in other libraries.
 
     python -m benchmarks.heads_memory --out benchmarks/results/h200     about two minutes on a GPU
     python -m benchmarks.heads_memory --both                            both splits per workspace
     python -m benchmarks.heads_memory --study exactness                 errors of sums over chunks
     python -m benchmarks.heads_memory --study growing                   memory by number of rows
 
-The first command measures forward + backward of cross-entropy at three shapes, and logits in fp32
-at the first shape. Every result is compared with fp64 before the timing. Each command writes JSON
-and a report. The first command also writes a plot. The option --both measures a split by rows and a
-split by columns, if both are possible. The constants in logitless/heads/plan.py were chosen with
---both. The study "exactness" measures the errors of the weight's gradient. The study "growing"
-measures peak memory.
+The first command measures forward + backward of cross-entropy at three shapes. At the first shape,
+the command also measures fp32 logits. Every result is compared with fp64 before the timing. Each
+command writes JSON and a report. The first command also writes a plot. The option --both measures
+each workspace with a split by rows and with a split by columns, if both splits are possible. The
+constants in logitless/heads/plan.py were chosen from the results of --both. The study "exactness"
+measures the errors of the weight's gradient. The study "growing" measures peak memory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def workspaces(shape: str) -> list[Case]:
 
 
 def exactness(shape: str) -> list[Case]:
-    """Cases for the weight's gradient, summed over 1 to 64 chunks or without chunks."""
+    """Cases in which the weight's gradient is summed over 1 to 64 chunks, or computed at once."""
     rows, _, vocab = map(int, shape.split("×"))
     cases = [head("cross_entropy", UNFUSED, {})]
     for chunks, dtype in product((1, 2, 4, 8, 16, 64), ("auto", "fp32", "weight")):
@@ -74,7 +74,7 @@ def exactness(shape: str) -> list[Case]:
 
 
 def growing(_: str) -> list[Case]:
-    """Cases of two workspaces. The shapes of this study have different numbers of rows."""
+    """Cases with two workspaces. The shapes of the study "growing" differ in the number of rows."""
     variants = {"default workspace": {}, "128 MiB": {"workspace": 128 * MIB}}
     return [head("cross_entropy", name, options) for name, options in variants.items()]
 
@@ -88,7 +88,7 @@ STUDIES = {  # for each study, a function that maps a shape to cases, and the sh
 
 @contextlib.contextmanager
 def forced(gain: float) -> Iterator[None]:
-    """Splits by columns only if this saves at least the fraction `gain` of a GEMM's time."""
+    """Sets MIN_GAIN, the fraction of a GEMM's time that a split by columns must save."""
     before, plan.MIN_GAIN = plan.MIN_GAIN, gain
     plan.choose.cache_clear()
     try:
@@ -117,9 +117,9 @@ def measure(study: str, both: bool, loaded: dict) -> list[Result]:
 
 
 def draw(document: dict, path: Path, others: Iterable[Result] = ()) -> None:
-    """Draws milliseconds over MiB, with a panel per shape, a curve for us, a dot per rival.
+    """Draws time against memory: a panel per shape, a curve for logitless, a dot per other library.
 
-    `others` are results of another run: those of contenders that this run did not measure.
+    `others` are results of contenders that the run `document` did not measure.
     """
     from matplotlib.figure import Figure
 
@@ -154,7 +154,10 @@ def draw(document: dict, path: Path, others: Iterable[Result] = ()) -> None:
 
 
 def label_workspaces(axes, ours: list[Result]) -> None:
-    """Writes the workspace in MiB below every point, or above the right one of two near points."""
+    """Labels each point with its workspace in MiB.
+
+    The labels are below the points. If two points are close, the right label is above its point.
+    """
     for r, smaller in zip(ours, [*ours[1:], None], strict=True):
         near = smaller is not None and smaller.spare_mib > 0.7 * r.spare_mib
         axes.annotate(
@@ -170,10 +173,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--study", choices=STUDIES, default="workspaces")
     parser.add_argument(
-        "--both", action="store_true", help="force a cut by rows, then a cut by columns"
+        "--both", action="store_true", help="force a split by rows, then a split by columns"
     )
     parser.add_argument(
-        "--commit", help="commit to record as the code under test, if git cannot name it"
+        "--commit", help="commit to record in the result, if git cannot find the commit"
     )
     args = parser.parse_args()
     loaded, versions = contenders.load((OURS, EAGER, *RIVALS), "cuda")

@@ -1,15 +1,15 @@
-"""Time and memory of a head's step over lazy logits, against plain logits.
+"""Compares time and memory of a head's forward + backward with lazy logits and with plain logits.
 
-Lazy logits are materialised in the last cases, and stay lazy in the others.
+In the last cases, lazy logits are materialised. In the other cases, lazy logits stay lazy.
 
     python benchmarks/lazy_materialised.py [--rows 1024] [--hidden 64] [--vocab 50000]
 
-Each case runs in a process of its own, with one thread: one step to warm up, then `--steps` steps.
-Memory is the peak of the process beyond its size before the first step. Time is the least processor
-time of a step, which other processes on the machine change little.
+Each case runs in a process of its own, with one thread. A case has one step to warm up, and then
+`--steps` steps. Memory is the peak of the process beyond its size before the first step. Time is
+the smallest CPU time of a step, because other processes on the machine hardly change CPU time.
 
-At the first operation on a tensor subclass of any kind, PyTorch 2.13 imports its distributed
-tensors, which takes 44 MiB once per process. That happens before the first step here.
+At the first operation on any tensor subclass, PyTorch 2.13 imports its distributed tensors. This
+import takes 44 MiB once per process. The script triggers the import before the first step.
 """
 
 import argparse
@@ -63,7 +63,7 @@ CASES = {
 
 
 def peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MiB, as Linux counts
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MiB; Linux reports KiB
 
 
 def one(case: str, fused: bool, given) -> None:
@@ -93,7 +93,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--case", choices=CASES)
-    parser.add_argument("--only", default="", help="a part of the names of cases")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this text")
     parser.add_argument("--fused", action="store_true")
     given = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -28,9 +28,9 @@ GREY, RED, BLUE = "#9aa5b1", "#d1495b", "#7fb7be"
 class Step(NamedTuple):
     """One implementation of the training step."""
 
-    name: str  # as in README
-    tokens: str  # per second
-    gib: str  # peak memory beyond the weights
+    name: str  # name in README
+    tokens: str  # tokens per second
+    gib: str  # peak memory beyond the weights, in GiB
 
 
 def tables_of(report: Path) -> list[list[list[str]]]:

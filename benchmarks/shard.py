@@ -5,13 +5,13 @@
 1. The overhead of VocabShard. The script compares cross_entropy over a VocabShard with the plain
    call, in a group of one process with NCCL. The target is at most 1.03 times the plain time.
 
-2. The time of one of eight shards of a head. The script compares this time with an eighth of the
-   time of the whole head. The target is at most 1.10 times an eighth. The statistics of the other
-   seven ranks are copies in memory, so the times include no collectives. `logitless scale` computes
-   the times of collectives.
+2. The time of one of eight shards of a head. The script compares the time of one shard with an
+   eighth of the time of the whole head. The target is at most 1.10 times an eighth of the whole
+   time. The statistics of the other seven ranks are copies in memory, so the times include no
+   collectives. `logitless scale` computes the times of collectives.
 
-Times are medians of several batches of calls. The two calls of a pair alternate. Without a GPU, the
-script runs small sizes on the CPU with gloo, and the numbers have no meaning.
+Times are medians of several batches of calls. Two calls that are compared alternate. Without a
+GPU, the script runs small sizes on the CPU with gloo, and the numbers have no meaning.
 """
 
 import os
@@ -30,21 +30,24 @@ RANKS = 8
 
 
 class SimulatedRanks(Alone):
-    """Several ranks, of which only one rank runs. The other ranks have copies of its states."""
+    """Simulates several ranks with one process. All ranks have copies of the same statistics."""
 
     def __init__(self, count: int):
         self.group, self.index, self.count = self, 0, count
 
     def gather(self, t: Tensor) -> Tensor:
         gathered = t.detach().expand(self.count, *t.shape).contiguous()
-        if not t.is_floating_point():  # width and start, which differs between ranks
+        if not t.is_floating_point():  # t is (width, start), and start differs between ranks
             gathered[:, 1] += gathered[:, 0] * torch.arange(self.count, device=t.device)
         return gathered
 
 
 def compared(device: str, target: Tensor, *sources: tuple[Callable, list[Tensor]]) -> list[float]:
-    """Milliseconds per cross_entropy call over each source. A source comes with its leaves."""
-    calls, budget = (40, 1000.0) if device == "cuda" else (1, 0.0)  # calls between two waits
+    """Milliseconds per call of cross_entropy, for several sources of logits.
+
+    A source is a function that returns logits, together with its leaves.
+    """
+    calls, budget = (40, 1000.0) if device == "cuda" else (1, 0.0)  # calls per timed batch
 
     def work(source: Callable, leaves: list[Tensor]):
         def run(_) -> None:

@@ -4,9 +4,10 @@
 
 All stores have V = 151,936. The script measures the bytes per token of files with one document of
 8,192 tokens, and the bytes per document of the index. The precision is the mean KL
-divergence from the written rows to the rows that are read, in nats, over slots and tail. In the
-first rows, the probability falls with a power of the rank, as in language models. In the last rows,
-the log-probabilities are spread evenly. The script writes store-format.md.
+divergence from the written rows to the rows that are read, in nats, over slots and tail. The
+precision is measured for two kinds of rows. In rows of the first kind, the probability falls with a
+power of the rank, as in language models. In rows of the second kind, the log-probabilities are
+spread evenly. The script writes store-format.md.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ AIMS = {64: (2e-5, 5e-5), 256: (4e-5, 1e-4), 1024: (6e-5, 1.5e-4)}
 
 
 def targets(logits: Tensor, inside: float = 0.9) -> ll.SparseTargets:
-    """Sorted targets of rows of logits, whose slots have the mass `inside`."""
+    """Targets with sorted slots, from rows of logits. The slots of a row have the mass `inside`."""
     n, k = logits.shape
     ids = torch.randint(0, VOCAB // k, (n, k)) * k + torch.arange(k)
     logprobs = logits.log_softmax(-1).sort(-1, descending=True).values
@@ -39,7 +40,7 @@ def targets(logits: Tensor, inside: float = 0.9) -> ll.SparseTargets:
 
 
 def divergence(logits: Tensor, values: str) -> float:
-    """The mean KL divergence of rows that are encoded and decoded, in fp64."""
+    """The mean KL divergence from rows to their encoded and decoded copies, in fp64."""
     want = targets(logits)
     header = Header(VOCAB, want.k, values)
     got = decoded(encoded(want, header), header)
@@ -57,7 +58,7 @@ def precision(k: int, values: str) -> tuple[float, float]:
 
 
 def bytes_per_token(path: Path, k: int, values: str, length: int, documents: int = 1) -> float:
-    """The bytes of all shards per token, without the index if there is one document."""
+    """The bytes of all shards per token. The index of a single document is negligible."""
     rows = targets(torch.randn(length, k))
     with Writer(path, vocab_size=VOCAB, k=k, values=values) as writer:
         for _ in range(documents):

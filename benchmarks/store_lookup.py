@@ -3,10 +3,10 @@
     python -m benchmarks.store_lookup --out FOLDER
 
 Each store has 100,000 documents of 80 tokens. In one store, all documents begin with the same 70
-tokens. In the other store, the documents are random. The batches have 8 rows. The script times
-`batch_targets` with an attention mask, as `Collator` calls it, and `targets_for` without lengths.
-The rows hold whole documents, padded to 96 tokens, or documents that are cut off at 76 tokens. The
-calls for the two stores alternate. The script writes store-lookup.md.
+tokens. In the other store, the documents are random. The batches have 8 rows. Each row holds a
+whole document that is padded to 96 tokens, or a document that is cut off after 76 tokens. The
+script times `batch_targets` with an attention mask, as in `Collator`, and `targets_for` with and
+without lengths. The calls for the two stores alternate. The script writes store-lookup.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AT_ONCE = 1000  # number of documents that are written at once
 
 
 def store_of(path: Path, shared: int, shard_bytes: int) -> tuple[Store, Tensor]:
-    """A store of documents that share their first tokens, and the tokens of all documents."""
+    """A store of documents that share `shared` first tokens, and the tokens of all documents."""
     torch.manual_seed(0)
     tokens = torch.randint(0, VOCAB, (DOCUMENTS, TOKENS))
     tokens[:, :shared] = tokens[0, :shared]

@@ -3,10 +3,10 @@
     python -m benchmarks.store_speed --out FOLDER
 
 The store has K = 64 and V = 151,936. The script times a slice of 8,192 tokens of one document, with
-and without checksums. It also times packed batches of 64 documents, with and without their lengths.
-These documents are adjacent in the store, or spread over 4,096 documents in several files. The
-script also times the opening of a store of 100,800 documents. The calls alternate with the simpler
-work. The script writes store-speed.md.
+and without checksums. Packed batches of 64 documents are timed with and without their lengths.
+The documents of a batch are adjacent in the store, or chosen from 4,096 documents in several files.
+The script also times the opening of a store of 100,800 documents. Each call alternates with its
+simpler work. The script writes store-speed.md.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def targets(rows: int) -> ll.SparseTargets:
 
 
 def packed_store(path: Path) -> tuple[Store, Tensor]:
-    """A store of one document of 8,192 tokens and 64 short documents, and the short tokens.
+    """A store, and the tokens of its 64 short documents.
 
-    The short documents have 8,192 tokens together and the same targets as the long document.
+    The store also has one long document of 8,192 tokens. The short documents together have 8,192
+    tokens and the targets of the long document.
     """
     tokens, rows = torch.randint(0, VOCAB, (TOKENS,)), targets(TOKENS)
     with Writer(path, vocab_size=VOCAB, k=K) as writer:
@@ -52,7 +53,7 @@ def packed_store(path: Path) -> tuple[Store, Tensor]:
 
 
 def spread_store(path: Path) -> tuple[Store, Tensor]:
-    """A store of many short documents in several files, and the tokens of 64 of them."""
+    """A store of many short documents in several files, and the tokens of 64 documents."""
     n = TOKENS // DOCUMENTS
     tokens, rows = torch.randint(0, VOCAB, (SPREAD, n)), targets(TOKENS)
     with Writer(path, vocab_size=VOCAB, k=K, shard_bytes=1 << 24) as writer:
@@ -73,7 +74,7 @@ def long_store(path: Path) -> Path:
 
 
 def headers(path: Path) -> None:
-    """Reads the header and the starts of documents of each file, which opening must read too."""
+    """Reads the header and the document starts of each file, as opening a store does."""
     from safetensors import safe_open
 
     for file in path.glob("*.safetensors"):

@@ -1,4 +1,4 @@
-"""Timing and result files of the benchmarks of stores, benchmarks/store_*.py.
+"""Functions that time calls and write result files, for benchmarks/store_*.py.
 
 All times are CPU times of this thread, because other processes on the machine do not change CPU
 time much. The files of the stores are in the page cache, so that no call waits for a disk.
@@ -35,10 +35,10 @@ def medians(calls: Sequence[Call], budget: float) -> list[float]:
 
 
 def arguments(description: str | None) -> argparse.Namespace:
-    """The arguments of a benchmark. PyTorch uses one thread from now on."""
+    """Parses the arguments of a benchmark, and limits PyTorch to one thread."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the result file")
-    parser.add_argument("--budget", type=float, default=3000.0, help="milliseconds per row")
+    parser.add_argument("--budget", type=float, default=3000.0, help="milliseconds per table row")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     return parser.parse_args()
@@ -47,7 +47,7 @@ def arguments(description: str | None) -> argparse.Namespace:
 def write(
     file: Path, title: str, text: str, *tables: list[dict[str, str]], times: bool = True
 ) -> None:
-    """Writes a result file with the machine and the commit, and prints it."""
+    """Writes and prints a result file, which names the machine and the commit."""
     about = f"{_machine.device('cpu')['name']}, torch {torch.__version__}"
     about = f"{about}, commit {_machine.commit()}{'; CPU times of one thread' * times}."
     parts = [f"# {title}", about, text, *map(table, tables)]

@@ -3,10 +3,10 @@
     python -m benchmarks.store_writes --out FOLDER
 
 The documents have 6 tokens. The script measures `Writer.add` with K = 2 and K = 64, including the
-writing of the shard, and the growth of the process's memory per document before the shard is
-written. It also measures `logitless teacher import` of vLLM's JSON with 20 log-probabilities per
-token, and each stage of the import on its own. The last table has the peak of the memory that
-writing a shard takes. The script writes store-writes.md.
+writing of the shard. The script also measures by how many bytes per document the process grows,
+before the shard is written. `logitless teacher import` reads vLLM's JSON with 20 log-probabilities
+per token. The script measures the whole import and each stage of the import. The last table shows
+the peak memory of writing a shard. The script writes store-writes.md.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from logitless.store import Writer
 from logitless.store.importers import tensors_of
 
 VOCAB, TOKENS, DOCUMENTS = 151_936, 6, 20_000
-OF_SERVER = 20  # log-probabilities per token of vLLM's JSON
+OF_SERVER = 20  # log-probabilities per token in vLLM's JSON
 SHARD = 1 << 26  # bytes per shard, for the measurement of memory
 AIM = 2000  # documents per second of CPU time
 
 
 def documents(k: int) -> tuple[torch.Tensor, ll.SparseTargets]:
-    """The tokens of all documents, and the targets that every document has."""
+    """The tokens of all documents, and the targets. All documents have the same targets."""
     torch.manual_seed(0)
     tokens = torch.randint(0, VOCAB, (DOCUMENTS, TOKENS))
     ids = torch.randint(0, VOCAB // k, (TOKENS, k)) * k + torch.arange(k)
@@ -44,7 +44,7 @@ def documents(k: int) -> tuple[torch.Tensor, ll.SparseTargets]:
 
 
 def added(path: Path, k: int) -> tuple[float, float]:
-    """The number of documents per second, and the bytes of memory per document."""
+    """Adds documents to a store. Returns documents per second, and bytes of memory per document."""
     tokens, targets = documents(k)
     with Writer(path, vocab_size=VOCAB, k=k) as writer:
         for document in tokens[:100]:  # the first calls also load code
@@ -73,7 +73,7 @@ def write_json(file: Path) -> None:
 
 
 def imported(data: Path, path: Path) -> float:
-    """The number of documents per second of the whole command."""
+    """Runs `logitless teacher import`, and returns the number of documents per second."""
     how = ["--format", "vllm", "--vocab-size", str(VOCAB), "--k", str(OF_SERVER + 1)]
     start = time.process_time()
     status = cli.main(["teacher", "import", "--data", str(data), "--out", str(path), *how])
@@ -116,7 +116,7 @@ def shard_memory(path: Path, tokens: int, k: int) -> dict[str, str]:
     with Writer(path, vocab_size=VOCAB, k=k, shard_bytes=SHARD) as writer:
         while not writer.shards:
             before = _resident()
-            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory
             writer.add(torch.randint(0, VOCAB, (tokens,)), targets)
         lines = Path("/proc/self/status").read_text().splitlines()
         (peak,) = (1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

@@ -2,9 +2,9 @@
 
     python -m benchmarks.tables            `make tables`
 
-A table is in a page between <!-- table NAME --> and <!-- end -->. The numbers of a table come from
-one run in benchmarks/results/h200, which is named below the table. This run is the newest of the
-runs that measured the most cases of the table's family.
+In a page, each table stands between <!-- table NAME --> and <!-- end -->. The numbers of a table
+come from one run in benchmarks/results/h200. The run is named below the table. Of all runs that
+measured the most cases of the table's family, the newest run is used.
 """
 
 from __future__ import annotations
@@ -67,19 +67,19 @@ class Run(NamedTuple):
         return list(dict.fromkeys(r.shape for r in self.all(**wanted)))
 
     def title(self, contender: str) -> str:
-        """The title of a contender: its name, and the version of a library."""
+        """The name of a contender. Other libraries are named with their version."""
         version = self.document["contenders"].get(contender, "")
         known = contender not in (EAGER, COMPILED, OURS) and not version.startswith("absent")
         return f"{TITLES.get(contender, contender)} {version if known else ''}".strip()
 
     def cells(self, names: Iterable[str], memory: str = "", **wanted: str) -> dict[str, str]:
-        """The cells of several contenders, by title."""
+        """The cells of several contenders, as a dictionary with their titles as keys."""
         return {self.title(n): cell(self.find(**wanted, contender=n), memory) for n in names}
 
 
 @cache
 def newest(source: str) -> Run:
-    """The run that the tables of a family, or of MEMORY, are written from."""
+    """The run whose numbers are in the tables of a family or of MEMORY."""
     if source == MEMORY:
         path = max(RESULTS.glob("heads-memory-[0-9]*.json"))
         return Run(path, results.read(path))
@@ -98,7 +98,7 @@ def ms(value: float | None) -> str:
 
 
 def cell(r: Result | None, memory: str = "") -> str:
-    """Milliseconds, and in brackets the MiB of the field `memory`."""
+    """The text of a cell: milliseconds, and in brackets the MiB of the field `memory`."""
     if r is None:
         return NOTHING
     mib = getattr(r, memory) if memory else None
@@ -111,7 +111,10 @@ def where(r: Result) -> str:
 
 
 def origin(*runs: Run) -> str:
-    """The line below a table that names its runs. {up} is the path from the page to the root."""
+    """The line below a table, which names the runs of the table.
+
+    In the line, {up} stands for the path from the page to the root of the repository.
+    """
     sources = []
     for run in runs:
         report_of = run.path.with_suffix(".md").relative_to(ROOT)
@@ -127,7 +130,7 @@ def in_liger_memory(run: Run, shape: str) -> tuple[Result, Result | None]:
     ours = run.all(family="heads", op="cross_entropy", contender=OURS, shape=shape)
 
     def ratio(r: Result) -> float:
-        """|log| of the ratio of our memory to Liger's."""
+        """The absolute logarithm of the ratio of our memory to Liger's memory."""
         return abs(math.log((r.spare_mib or 1.0) / (liger.spare_mib or 1.0)))
 
     near = [r for r in ours if WORKSPACE.fullmatch(r.variant) and ratio(r) < math.log(1.25)]
@@ -135,7 +138,7 @@ def in_liger_memory(run: Run, shape: str) -> tuple[Result, Result | None]:
 
 
 def summary(logits: Run, heads: Run) -> str:
-    """The table of README: the defaults of all contenders, and our results in Liger's memory."""
+    """README's table of all contenders with their defaults, and of logitless in Liger's memory."""
     rows, notes, untried, equal = [], [], [], f"{OURS} in Liger's memory"
     for shape in (LARGE, UNALIGNED):
         at = PLAIN_LOGITS | {"shape": shape, "dtype": "bf16"}
@@ -189,7 +192,7 @@ def workspaces(run: Run) -> Rows:
 
 
 def head_memory(run: Run) -> Rows:
-    """Our times in every workspace, and the times of other libraries."""
+    """Our times with every workspace, and the times of other libraries."""
     rows = []
     for shape in run.shapes():
         at = {"op": "cross_entropy", "shape": shape}
@@ -202,7 +205,7 @@ def head_memory(run: Run) -> Rows:
 
 
 def fp32_logits(run: Run) -> Rows:
-    """Time, memory and errors of logits in fp32 and in 16 bits."""
+    """Time, memory and errors of losses with fp32 logits and with 16-bit logits."""
     rows = []
     for op in ("cross_entropy", "score"):
         plain = run.find(op=op, variant="1024 MiB", shape=heads_memory.SHAPES[0])
@@ -273,7 +276,7 @@ def training_step() -> str:
     return table(rows)
 
 
-TABLES: dict[str, tuple[Callable, tuple[str, ...]]] = {  # functions, and the families of their runs
+TABLES: dict[str, tuple[Callable, tuple[str, ...]]] = {  # name: (function, families of its runs)
     "training-step": (training_step, ()),
     "summary": (summary, ("logits", "heads")),
     "heads": (heads, ("heads",)),

@@ -29,7 +29,10 @@ Example = tuple[Tensor, Tensor, ll.SparseTargets]  # tokens, next tokens, the te
 
 
 def split(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The text to train on, and the held-out text: every tenth piece of 1,024 tokens."""
+    """Splits tokens into training text and held-out text.
+
+    The held-out text is every tenth piece of 1,024 tokens.
+    """
     pieces = ids[: len(ids) // 1024 * 1024].view(-1, 1024)
     held_out = torch.arange(len(pieces)) % 10 == 9
     return pieces[~held_out].flatten(), pieces[held_out].flatten()

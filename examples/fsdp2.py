@@ -3,10 +3,11 @@
     torchrun --nproc-per-node gpu examples/fsdp2.py     one process per GPU
     torchrun --nproc-per-node 2 examples/fsdp2.py       without a GPU
 
-Needs transformers, but neither a network nor a GPU: the text is the source code of Python's
-standard library, a tokenizer is trained on it, and the model is small and random. `fuse` comes
-first. Then `fully_shard` is called as for any model: for each layer, for the head, and for the
-rest. The weight of the head is gathered when the loss is computed, and freed afterwards.
+The script needs the package transformers, but neither a network nor a GPU. The text is the source
+code of Python's standard library. The tokenizer is trained on this text. The model is small and
+random. `fuse` is called first. Then `fully_shard` is called as for any model: for each layer, for
+the head, and for the rest of the model. The weight of the head is gathered when the loss is
+computed, and freed afterwards.
 """
 
 import argparse

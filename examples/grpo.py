@@ -2,11 +2,12 @@
 
     python examples/grpo.py
 
-Needs transformers, but neither a network nor a GPU: the model is small and random, every letter is
-a token, and the task is to repeat a letter. Each step samples several answers to each prompt. The
-sampling runs under no_grad, where a fused head returns plain logits. The advantage of an answer is
-its reward relative to the rewards of the other answers to the same prompt. Two updates follow.
-`row_loss` computes their policy loss, including the entropy, without materialising the logits.
+The script needs the package transformers, but neither a network nor a GPU. The model is small and
+random. Every letter is a token, and the task is to repeat a letter. Each step samples several
+answers to each prompt. The sampling runs under no_grad, where a fused head returns plain logits.
+The advantage of an answer is its reward relative to the rewards of the other answers to the same
+prompt. After the sampling, each step updates the weights twice. `row_loss` computes the policy loss
+of an update, including the entropy, without materialising the logits.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def small_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def reward(prompt: str, answer: str) -> float:
-    """The share of the answer's tokens that equal the prompt's letter."""
+    """The fraction of the answer's tokens that equal the prompt's letter."""
     return answer.count(prompt[0]) / LENGTH
 
 
@@ -53,7 +54,7 @@ def policy_loss(stats: ll.RowStats, old: Tensor, advantage: Tensor) -> Tensor:
 
 
 def answer_logits(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
-    """Logits (B, LENGTH, V) that predict the tokens of the answers, from one position before."""
+    """Logits (B, LENGTH, V) that predict the tokens of the answers."""
     return model(input_ids=ids).logits[:, -LENGTH - 1 : -1]
 
 
@@ -82,7 +83,7 @@ def main() -> None:
         groups = rewards.view(PROMPTS, ANSWERS)
         advantage = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
         advantage = advantage.view(-1, 1).expand(tokens.shape)
-        with torch.no_grad(), ll.lazy_logits():  # these logits are not materialised either
+        with torch.no_grad(), ll.lazy_logits():  # lazy logits are not materialised
             old = ll.token_logprobs(answer_logits(model, ids), tokens)
         for _ in range(UPDATES):
             loss = ll.row_loss(

@@ -3,10 +3,10 @@
     python examples/store.py --teacher Qwen/Qwen3-8B --student Qwen/Qwen3-0.6B --data my.jsonl
     python examples/store.py
 
-Each line of the data is a JSON object with `text`. Every tenth line is held out. The models are
-names or folders for Transformers, and share one tokenizer. If there are no arguments, the script
-first creates a small pair of models and a text, and needs neither a network nor a GPU. The script
-needs the packages transformers and accelerate.
+Each line of the data is a JSON object with the field `text`. Every tenth line is held out. Teacher
+and student are names or folders of Transformers models that share one tokenizer. Without arguments,
+the script first creates a text and a small pair of models, and needs neither a network nor a GPU.
+The script needs the packages transformers and accelerate.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from transformers.trainer_callback import PrinterCallback
 
 import logitless as ll
 
-K, MOST = 64, 1024  # slots per row, and most tokens per document
+K, MOST = 64, 1024  # stored tokens per position, most tokens per document
 SMALL_LR = 3e-3
 
 
@@ -125,7 +125,7 @@ def arguments(folder: str, steps: int, lr: float) -> TrainingArguments:
 
 
 def small_pair(folder: Path) -> tuple[str, str, str]:
-    """Creates sentences, a tokenizer, a teacher trained on them, and a random student.
+    """Creates a text, a tokenizer, a teacher that is trained on the text, and a random student.
 
     Returns the folders of teacher and student, and the file of the data.
     """

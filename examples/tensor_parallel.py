@@ -1,4 +1,4 @@
-"""Trains a model whose head and loss are sharded over ranks, and compares with one process.
+"""Trains with head and loss sharded over ranks, and compares the weights with one process.
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py      head and loss over two ranks
     torchrun --nproc-per-node 4 examples/tensor_parallel.py      also over 2 x 2 ranks, with FSDP2
@@ -47,7 +47,7 @@ def batches(steps: int, device: str):
     g = torch.Generator().manual_seed(1)
     for _ in range(steps):
         tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=g)
-        tokens[:, -1] = tokens[:, 0]  # so that there is something to learn
+        tokens[:, -1] = tokens[:, 0]  # gives the model something to learn
         yield tokens[:, :-1].to(device), tokens[:, 1:].to(device)
 
 

@@ -1,11 +1,12 @@
-"""Trains a fused Transformers model with its Trainer: first all weights, then a LoRA adapter.
+"""Trains a fused model with Transformers' Trainer: first all weights, then a LoRA adapter.
 
     python examples/trainer.py
 
-Needs transformers, accelerate and peft, but neither a network nor a GPU: the model is small and
-random, and its tokens are numbers. Each row starts at some number and counts in steps of 1, 2 or 3,
-so that its first two numbers determine all others. First the model learns to count. Then an
-adapter learns to count backwards, while the model's own weights are frozen.
+The script needs the packages transformers, accelerate and peft, but neither a network nor a GPU.
+The model is small and random, and its tokens are numbers. Each row of tokens starts at some number
+and counts in steps of 1, 2 or 3. So the first two numbers of a row determine all other numbers.
+First the model learns to count. Then an adapter learns to count backwards, while the model's own
+weights are frozen.
 """
 
 import argparse

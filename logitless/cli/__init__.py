@@ -1,7 +1,7 @@
 """The `logitless` command.
 
 COMMANDS lists the subcommands. Each subcommand is a module or package of this folder with the
-functions `add_parser` and `run`. The other modules of this folder are tools that several
+functions `add_parser` and `run`. Modules that are not subcommands hold functions that several
 subcommands and benchmarks/ share.
 """
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def chosen_device(name: str | None) -> str:
-    """Returns `name`. Without a name, returns "cuda" if PyTorch can use a GPU, else "cpu"."""
+    """Returns `name`. The default is "cuda" if PyTorch can use a GPU, else "cpu"."""
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -45,7 +45,7 @@ def chosen_device(name: str | None) -> str:
 
 
 def require(extra: str, *modules: str, command: str | None = None) -> None:
-    """Exits if one of the modules is missing, with a message that names the extra to install."""
+    """Exits if a module is missing. The message names the pip extra that installs the module."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         needs = " and ".join(missing)

@@ -2,7 +2,8 @@
 
 A clock takes two functions. `prepare` is called before each repetition and is not timed. `run` is
 called with the result of `prepare` and is timed. The clock repeats `run` for about `budget`
-milliseconds and returns the median time. On a GPU, the clock first warms up for 0.4 · `budget`.
+milliseconds and returns the median time. On a GPU, the clock first repeats `run` for 0.4 · `budget`
+milliseconds as a warm-up.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Run = Callable[[Any], Any]
 
 
 def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> int:
-    """The number of repetitions, of `one` ms each, that fill the budget; from `least` to `most`."""
+    """The number of repetitions of `one` ms that fill `budget` ms, between `least` and `most`."""
     return max(least, min(most, int(budget / max(one, 1e-3))))
 
 
@@ -30,9 +31,9 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
     """Device time of a call with a cold L2 cache, measured by events before and after the call.
 
     The cache is flushed by *reading* a large buffer. Zeroing a buffer would leave dirty lines in
-    the cache (60 MB on an H200). Writing these lines back would take part of the measured time.
-    Reading the buffer takes a quarter of a millisecond. During this time the host queues the call,
-    so the result does not include host time. `host_time` measures host time.
+    the cache (60 MB on an H200). Writing the dirty lines back would add to the measured time.
+    Reading the buffer takes a quarter of a millisecond. While the GPU reads the buffer, the host
+    queues the call, so the result does not include host time. `host_time` measures host time.
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
@@ -53,10 +54,11 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
 
 
 def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
-    """Time per call in a replayed CUDA graph of many calls, with x in the cache.
+    """Time per call in a replayed CUDA graph of many calls of `run`.
 
-    If `cold` is true, each call reads a different copy of x, so that x is not in the cache. All
-    copies together are twice as large as the L2 cache.
+    If `cold` is false, x is in the L2 cache. If `cold` is true, each call reads a different copy of
+    x that is not in the L2 cache. All copies (4 to 512) together are about twice as large as the L2
+    cache.
     """
     copies = x.expand(10, *x.shape)
     if cold:
@@ -87,7 +89,10 @@ def wall_time(device: str, run: Run, argument: Any = None) -> float:
 
 
 def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> list[float]:
-    """Wall times of several calls. The calls alternate, so a slow machine slows all calls alike."""
+    """Median wall times of several calls.
+
+    The calls alternate, so a slow machine slows all calls alike.
+    """
 
     def once(prepare: Prepare, run: Run) -> float:
         return wall_time(device, run, prepare())
@@ -99,7 +104,7 @@ def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> 
 
 
 def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
-    """Wall time per call, over many successive calls that do not wait for the GPU in between."""
+    """Wall time per call in a batch of many calls, which do not wait for the GPU in between."""
 
     def batch(leaves: tuple[Tensor, ...]) -> None:
         for _ in range(calls):
@@ -125,7 +130,7 @@ def synchronises(run: Run, argument: Any) -> bool:
 
 
 def copy_bandwidth(device: str, budget: float) -> float:
-    """Bandwidth of a large copy in TB/s, counting reads and writes. The result is 0 on a CPU."""
+    """Bandwidth of a large copy in TB/s, counting reads and writes. Returns 0 on a CPU."""
     if device == "cpu":
         return 0.0
     size = min(2**32, torch.cuda.mem_get_info()[0] // 4)

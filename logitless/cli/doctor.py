@@ -1,9 +1,9 @@
 """`logitless doctor`: describes the machine and the backend, and checks the library's results.
 
 The output is plain text without host name or paths, so that users can paste the output into a bug
-report. The self-check (selfcheck.py) runs every public function and every kernel that this device
-can run, on a few error-prone shapes. Values, and gradients for a random upstream gradient, are
-compared with a naive formula in fp64. The exit status is 1 if a check fails.
+report. The self-check (selfcheck.py) calls every public function on a few error-prone shapes. The
+self-check launches every kernel that this device can run. Values and gradients are compared with a
+naive formula in fp64. The upstream gradients are random. The exit status is 1 if a check fails.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ VARIABLES = (
     "LOGITLESS_IMPL", "LOGITLESS_CHECK", "LOGITLESS_WAITING", "TRITON_INTERPRET",
     "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
-# (N, V) with four kinds of V: one column, odd, 16-byte aligned, large enough for several splits.
+# Shapes (N, V) of logits. V is 1, odd, 16-byte aligned, or so large that kernels split the row.
 SHAPES = ((3, 1), (5, 33), (4, 1000), (1, 16411))
-# Bounds on the errors of values and of gradients. Losses are returned in fp32 or fp64, whatever the
-# dtype of the logits. Gradients are rounded to the dtype of the logits.
+# Bounds on the errors of values and of gradients. Losses are returned in fp32 or fp64, even for
+# 16-bit logits. Gradients are rounded to the dtype of the logits.
 BOUNDS = {
     torch.bfloat16: (2e-5, 1e-2),
     torch.float16: (2e-5, 2e-3),
@@ -43,7 +43,7 @@ NO_PATH = "none"
 
 
 class Error(NamedTuple):
-    """An error, its bound, and the dtype of the logits."""
+    """The error of a result, the bound on this error, and the dtype of the logits."""
 
     size: float = 0.0
     bound: float = 1.0
@@ -61,7 +61,7 @@ class Error(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """For one check, the errors that are nearest to their bounds, and the problem, if any."""
+    """The errors of one check that are nearest to their bounds, and the text of a problem."""
 
     value: Error = Error()
     gradient: Error = Error()
@@ -77,7 +77,7 @@ If only jsd and the checks "in place" are wrong or hang, try LOGITLESS_WAITING=0
 def add_parser(subparsers) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "doctor",
-        help="describe this machine and check the results on it",
+        help="describe this machine and check the library's results",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -127,7 +127,7 @@ def path(kind: str) -> str:
 
 
 def ways(kinds: tuple[str, ...]) -> Iterator[tuple[str, str, contextlib.AbstractContextManager]]:
-    """Yields (name, device, context) for each backend and device of this machine."""
+    """Yields (name, device, context manager) for each backend that this machine can run."""
     for kind in kinds:
         if (kind == "cpu" or torch.cuda.is_available()) and not path(kind).startswith(NO_PATH):
             yield kind, kind, contextlib.nullcontext()
@@ -155,7 +155,10 @@ def self_check(kinds: tuple[str, ...]) -> int:
 
 
 def examine(check: Check, device: str) -> Outcome:
-    """Runs a check. Returns the worst errors over all dtypes and shapes, or the first problem."""
+    """Runs a check with all dtypes and shapes, until a problem occurs.
+
+    Returns the errors nearest to their bounds, and the problem.
+    """
     worst = Outcome()
     dtypes = [d for d in BOUNDS if d != torch.float64 or device == "cpu"]
     if torch.float64 in dtypes and _call.chosen() == "triton":

@@ -1,4 +1,4 @@
-"""A naive formula in PyTorch for each function, and the errors of results against fp64.
+"""Naive PyTorch formulas of the library's functions, and errors of results against fp64.
 
 A formula takes logits (n, V) and tensors with one entry per row, and returns numbers or ids per
 row. `doctor` compares the library with these formulas. `bench` times the mean of each formula, in
@@ -20,17 +20,18 @@ CLIP = 0.2  # ratios of new to old probabilities are clipped to [1 - CLIP, 1 + C
 ENTROPY_BONUS = 0.01  # `score` is differentiated through -(logprob + 0.01 · entropy)
 ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # number of fp64 logits in memory at once
 
-# Bounds on our errors. The error of values is relative to max(1, |value|), and the error of
-# gradients is ‖d - ref‖ / ‖ref‖. The bounds of other libraries are ten times as large, because some
-# libraries compute or return the loss in the dtype of the logits.
+# Bounds on our errors. The error of a value is relative to max(1, |value|). The error of a gradient
+# d against its fp64 reference r is ‖d - r‖ / ‖r‖. The bounds of other libraries are ten times as
+# large, because some libraries compute or return the loss in the dtype of the logits.
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4}
-# Factors by which the bounds of an op are multiplied. If a ratio is near its clip, the rounding of
-# 16-bit logits decides whether a gradient is zero. The error of policy_loss in PyTorch is 4e-2.
+# Factors for the bounds of ops that clip. If the probability ratio of a token is near the clipping
+# limit, the rounding of 16-bit logits decides whether the token's gradient is zero. PyTorch's own
+# error of policy_loss is 4e-2.
 CLIPPED = {"policy_loss": 5}
 
 
 class Inputs(NamedTuple):
-    """The arguments of a contender f, for the call f(*leaves, *rows, **options)."""
+    """The arguments of an op, which is called as op(*leaves, *rows, **options)."""
 
     leaves: tuple[Tensor, ...]  # (rows, vocab) logits; or hidden states and the weight of a head
     rows: tuple[Tensor, ...]  # tensors with one entry per row of logits
@@ -38,7 +39,7 @@ class Inputs(NamedTuple):
 
 
 def wide(x: Tensor) -> Tensor:
-    """Converts 16-bit tensors to fp32. Returns tensors of other dtypes unchanged."""
+    """Converts 16-bit tensors to fp32, and returns tensors of other dtypes unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -117,7 +118,7 @@ FORMULAS = {
     "jsd": jsd,
     "soft_cross_entropy": lambda x, p: F.cross_entropy(x.to(p), p, reduction="none"),
 }
-BY_ROW = {"logsumexp", "score", "capture_topk"}  # results per row; the other ops return a mean
+BY_ROW = {"logsumexp", "score", "capture_topk"}  # ops with results per row; other ops return a mean
 
 
 def objective(op: str, out) -> Tensor:
@@ -126,13 +127,16 @@ def objective(op: str, out) -> Tensor:
 
 
 def denominator(target: Tensor, weight: Tensor | None = None, **_) -> Tensor | int:
-    """The divisor of a mean: the number of rows that count, or the sum of their class weights."""
+    """The divisor of a mean loss: the number of rows that are not ignored.
+
+    With class weights, the divisor is the sum of the weights of all targets that are not ignored.
+    """
     kept = target[target != IGNORED]
     return len(kept) if weight is None else weight.double()[kept].sum()
 
 
 def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[float, float | None]:
-    """The errors of the output and of the gradients. The second error is None without gradients."""
+    """The error of the output and the error of the gradients, which is None without gradients."""
     x, *head = (leaf.detach() for leaf in inputs.leaves)
     rows = [t.flatten(0, x.dim() - 2) for t in inputs.rows]
     x, grads = x.flatten(0, -2), tuple(grad.flatten(0, -2) for grad in grads)
@@ -170,11 +174,11 @@ def as_tuple(out) -> tuple[Tensor, ...]:
 
 
 def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
-    """The largest error of a result that holds numbers or ids.
+    """The largest error of a result, which holds numbers or ids.
 
-    The error of an id is the difference between its logit and the logit of the right id. So ids of
-    equal logits may have any order. If `exact_logits` is true, rounding cannot change the order of
-    unequal logits, and a wrong id has an infinite error.
+    The error of an id is the difference between its logit and the logit of the right id. So two ids
+    with equal logits may be exchanged. If `exact_logits` is true, the logits have no rounding
+    errors, and an id with a wrong logit has an infinite error.
     """
     if got.is_floating_point():
         return distance(got, right)
@@ -183,6 +187,6 @@ def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
 
 
 def distance(got: Tensor, right: Tensor) -> Tensor:
-    """The largest error, relative to max(1, |value|)."""
+    """The largest error of `got`, relative to max(1, |right|)."""
     right = right.detach()
     return ((got.detach().double() - right).abs() / right.abs().clamp(min=1.0)).max()

@@ -60,9 +60,9 @@ def installed(module: str) -> str | None:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with a mark if files of the package have uncommitted changes."""
+    """The commit of this checkout, with a note if the package has uncommitted changes."""
     git = ("git", "-C", str(Path(__file__).parent))
-    if not output_of(*git, "ls-files", Path(__file__).name):  # an installed package
+    if not output_of(*git, "ls-files", Path(__file__).name):  # the package is installed, not cloned
         return None
     head = output_of(*git, "rev-parse", "--short=12", "HEAD")
     changed = output_of(*git, "status", "--porcelain", "--untracked-files=no", "..")

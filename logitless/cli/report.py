@@ -1,4 +1,4 @@
-"""Numbers, errors and tables as text and Markdown."""
+"""Formats numbers, times, exceptions and tables as text or Markdown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def number(value: float | None, spec: str, unit: str = "") -> str:
 
 
 def time_text(ms: float | None) -> str:
-    """A time as text, in milliseconds. Times below 0.2 ms are given in microseconds."""
+    """A time as text, in milliseconds. A time below 0.2 ms is shown in microseconds."""
     return number(ms and ms * 1e3, ".1f", " µs") if ms and ms < 0.2 else number(ms, ".3f", " ms")
 
 

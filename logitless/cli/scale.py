@@ -1,7 +1,8 @@
 """`logitless scale`: the cost of a head and its loss on each rank of a tensor-parallel group.
 
 The cost is computed, not measured. The command counts bytes, FLOPs and collectives, and divides the
-counts by speeds. The speeds were measured on one GPU (benchmarks/results), or stated by NVIDIA.
+counts by speeds. Some speeds were measured on one H200 (benchmarks/results). The other speeds are
+published or assumed, as the source code of this command states.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ class Gpu(NamedTuple):
 
     flops: float  # FLOP per second of the three GEMMs of a head in bf16
     copy: float  # bytes read plus bytes written per second
-    link: float  # bytes per second and direction within a node
-    network: float  # bytes per second and direction between nodes
+    link: float  # bytes per second in each direction, within a node
+    network: float  # bytes per second in each direction, between nodes
     node: int  # GPUs in a node
     latency: float  # seconds that an empty collective takes
 
 
 # NVLink of the 4th generation (18 links) moves 900 GB/s per GPU, both directions together. A node
-# of 8 GPUs has ten InfiniBand adapters of 400 Gb/s. The source of both speeds is NVIDIA's system
-# description "H200-SXM-141GBx8_TRT_MaxQ" (MLCommons, MLPerf Inference v4.1 results). NVLink of the
-# 5th generation moves 1.8 TB/s according to "NVLink and NVLink Switch" (NVIDIA, product page).
+# of 8 GPUs has ten InfiniBand adapters of 400 Gb/s. NVIDIA states these speeds of NVLink and
+# InfiniBand in the system description "H200-SXM-141GBx8_TRT_MaxQ" (MLCommons, MLPerf Inference v4.1
+# results). NVLink of the 5th generation moves 1.8 TB/s according to "NVLink and NVLink Switch"
+# (NVIDIA, product page).
 NVLINK_4, NVLINK_5, NDR = 900e9 / 2, 1800e9 / 2, 400e9 / 8
 LATENCY = 15e-6  # an assumption; nccl-tests prints times of this order within a node
 
-# Each pair is FLOP/s and bytes/s. H200 was measured (docs/heads.md, docs/performance.md). The peaks
-# of dense bf16 and of HBM are from "When Is It Worth Upgrading GPUs?" in the book "Machine Learning
-# Engineering" by Stas Bekman.
+# Each pair holds the FLOP/s and the bytes/s of a GPU. The speeds of an H200 were measured
+# (docs/heads.md, docs/performance.md). The peak speeds of dense bf16 GEMMs and of HBM are from
+# "When Is It Worth Upgrading GPUs?" in the book "Machine Learning Engineering" by Stas Bekman.
 H200, H200_PEAK, B200_PEAK = (674e12, 4.23e12), (989e12, 4.8e12), (2250e12, 8.0e12)
 SHARE = H200[0] / H200_PEAK[0], H200[1] / H200_PEAK[1]
 # No B200 was measured. We assume that a B200 reaches the same fractions of its peaks as an H200.
@@ -45,21 +47,21 @@ GPUS = {
     "b200": Gpu(*B200, NVLINK_5, NDR, 8, LATENCY),
 }
 
-STATE = 3  # numbers per row that ranks gather for cross-entropy, in fp32
-BYTES, FULL = 2, 4  # bytes of a bf16 and of an fp32 number
+STATE = 3  # fp32 numbers per row that ranks gather for cross-entropy
+BYTES, FULL = 2, 4  # bytes of a bf16 number and of an fp32 number
 WORKSPACE = 1 << 30
 
 
 class Cost(NamedTuple):
-    """Seconds and bytes of memory that forward and backward take on one rank."""
+    """Time in seconds and memory in bytes of forward and backward on one rank."""
 
     tp: int
     products: float  # seconds of the three GEMMs
     loss: float  # seconds of reading and writing logits
-    gather: float  # seconds of the all-gather of states
-    reduce: float  # seconds of the all-reduce of d_hidden, without any overlap
-    weight: float  # bytes of the rank's rows of the head and their gradient
-    hidden: float  # bytes of all tokens' hidden states and their gradient
+    gather: float  # seconds of the all-gather of statistics
+    reduce: float  # seconds of the all-reduce of d_hidden, which does not overlap with other work
+    weight: float  # bytes of the head's rows on one rank, and of their gradient
+    hidden: float  # bytes of the hidden states of all tokens, and of their gradient
     logits: float  # bytes of logits in memory at once
 
     @property
@@ -85,7 +87,7 @@ def cost(tokens: int, vocab: int, hidden: int, tp: int, gpu: Gpu) -> Cost:
     return Cost(
         tp,
         products=3 * 2.0 * tokens * hidden * columns / gpu.flops,
-        loss=3 * logits / gpu.copy,  # one read for the state; a read and a write for the gradient
+        loss=3 * logits / gpu.copy,  # two reads of the logits and one write of their gradient
         gather=latency + (tp - 1) * tokens * STATE * FULL / link,
         reduce=latency + 2 * (tp - 1) / tp * rows / link,
         weight=2.0 * columns * hidden * BYTES,
@@ -123,7 +125,7 @@ def table(tokens: int, vocab: int, hidden: int, tps: list[int], gpu: Gpu) -> str
 
 
 def plot(path: Path, tokens: int, vocab: int, hidden: int, tps: list[int], gpu: Gpu) -> None:
-    """Draws one stacked bar per number of ranks, in milliseconds, labelled with the sum."""
+    """Draws a stacked bar of milliseconds for each number of ranks, labelled with the sum."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.4), layout="constrained")
@@ -137,7 +139,7 @@ def plot(path: Path, tokens: int, vocab: int, hidden: int, tps: list[int], gpu: 
         ms = [1e3 * getattr(c, name) for c in costs]
         bars = axes.bar(names, ms, bottom=bottom, label=label)
         bottom = [low + high for low, high in zip(bottom, ms, strict=True)]
-    axes.bar_label(bars, [short(ms) for ms in bottom], padding=2)  # the sum, above the last part
+    axes.bar_label(bars, [short(ms) for ms in bottom], padding=2)  # the sum, above the bar
     axes.set_ylim(0, 1.1 * max(bottom))
     axes.set(
         xlabel="ranks that share the head", ylabel="ms per step and rank",
@@ -158,7 +160,7 @@ def add_parser(subparsers) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--tokens", type=int, default=8192, help="rows per step, over all ranks")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per step of the group")
     parser.add_argument("--vocab", type=int, default=128256, help="size of the vocabulary")
     parser.add_argument("--hidden", type=int, default=4096, help="width of the hidden states")
     parser.add_argument(

@@ -1,7 +1,7 @@
-"""The checks of `logitless doctor`. Each check is a public function with its naive formula.
+"""The checks of `logitless doctor`. Each check compares a public function with a naive formula.
 
-Together, the checks call every public function and launch every kernel, and
-tests/cli/test_doctor.py verifies this.
+tests/cli/test_doctor.py verifies that the checks call every public function and launch every
+kernel.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def naive_entropy(x: Tensor) -> Tensor:
 
 
 def ignoring(ids: Tensor) -> Tensor:
-    """The ids as targets. If there are several rows, the first row is ignored."""
+    """The ids as targets. The first row is ignored, unless it is the only row."""
     return ids if len(ids) == 1 else ids.index_fill(0, ids.new_zeros(1), -100)
 
 
@@ -60,7 +60,7 @@ def cross_entropy(name: str, **options) -> Check:
 
 
 def three_ids(ids: Tensor, vocab: int) -> Tensor:
-    """Three ids per row, of which two ids are equal."""
+    """Three ids per row. The first two ids of a row are equal."""
     return torch.stack((ids, ids, (ids + 1) % vocab), -1)
 
 
@@ -93,7 +93,7 @@ def naive_renorm(x, ids, _):
 
 
 def head_of(other: Tensor) -> Tensor:
-    """A weight (16, D) with one power of two per row, so that logits are exact in every dtype."""
+    """A weight (16, D) with one nonzero entry per row, 1 or -0.5, so that logits are exact."""
     rows = torch.arange(16, device=other.device)
     weight = other.new_zeros((16, other.shape[1]))
     weight[rows, rows % other.shape[1]] = torch.where(rows % 2 == 0, 1.0, -0.5).to(other.dtype)
@@ -102,7 +102,7 @@ def head_of(other: Tensor) -> Tensor:
 
 def over_a_head(x, ids, other):
     weight = head_of(other).requires_grad_()
-    row_bytes = 16 * x.element_size()  # a workspace of one row makes several chunks
+    row_bytes = 16 * x.element_size()  # the workspace holds one row, so there are several chunks
     return ll.linear_cross_entropy(x, weight, ids % 16, workspace=row_bytes)
 
 
@@ -141,7 +141,7 @@ def naive_over_a_head(x, ids, other):
 
 
 def labels_of(x: Tensor) -> Tensor:
-    """Labels of 16 rows, for the case in which x is the weight of the head."""
+    """Labels of 16 rows, for the check that uses x as the weight of a head."""
     return torch.arange(16, device=x.device) % len(x)
 
 
@@ -151,7 +151,10 @@ def as_a_weight(x, _, other):
 
 
 def row_stats(x, ids, _):
-    """Returns lse, picked, entropy and the mean logit, which is more exact than the sum."""
+    """Returns lse, picked, entropy and the mean logit.
+
+    The mean has a smaller rounding error than the sum of the logits.
+    """
     stats = ll.row_stats(x, ids, entropy=True, total=True, argmax=True)
     statistics = (stats.lse, stats.picked, stats.entropy, stats.total)
     columns = torch.stack([t for t in statistics if t is not None], -1)

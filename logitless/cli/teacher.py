@@ -1,8 +1,13 @@
 """`logitless teacher`: captures a teacher's top-k distributions into a store.
 
-capture runs a Transformers model over documents. import reads the output of vLLM or SGLang. verify
-checks a store, info describes it, and merge joins several stores into one. size computes how large
-a store will be. Under torchrun, capture runs on every rank. Running the same command again resumes
+    capture    runs a Transformers model over documents
+    import     reads the output of vLLM or SGLang
+    verify     checks a store
+    info       describes a store
+    merge      joins several stores into one
+    size       computes how large a store will be
+
+Under torchrun, every rank captures a part of the documents. Running the same command again resumes
 a capture that was stopped.
 """
 
@@ -23,7 +28,7 @@ from . import teacher_data as _data
 from .progress import bar
 from .report import table
 
-SIZES = (16, 32, 64, 128, 256)  # values of K that `size` shows
+SIZES = (16, 32, 64, 128, 256)  # values of K in the table of the command `size`
 
 
 def add_parser(subparsers) -> None:
@@ -73,12 +78,12 @@ def add_parser(subparsers) -> None:
     _add_output(import_)
     add(
         "--completions", action="store_true",
-        help="a document is a prompt with its completion; default: only if an output has no"
-        " log-probabilities of its prompt",
+        help="import each prompt with its completion; default: only if an output has no"
+        " log-probabilities of the prompt",
     )  # fmt: skip
     add("--vocab-size", type=_positive, required=True, help="all ids are below this number")
     add("--teacher", default="", help="name of the teacher")
-    add("--tokenizer", help="name or folder; training with another tokenizer is then refused")
+    add("--tokenizer", help="name or folder; training must use the same tokenizer")
 
     verify = commands.add_parser("verify", help="check checksums, ids, masses and alignment")
     verify.add_argument("store", type=Path)
@@ -102,7 +107,7 @@ def add_parser(subparsers) -> None:
     add = size.add_argument
     add("--tokens", type=_tokens, required=True, help="number of tokens, such as 1e9")
     add("--vocab", "--vocab-size", type=_positive, required=True, help="size of the vocabulary")
-    add("--k", type=_positive, nargs="+", default=SIZES, help="slots per token; default: a table")
+    add("--k", type=_positive, nargs="+", default=SIZES, help="values of K; default: a table")
     _add_values(size)
 
 
@@ -247,7 +252,7 @@ def size(args: argparse.Namespace) -> None:
             f"{args.tokens:.3g} tokens": _bytes(per_token * args.tokens),
         })  # fmt: skip
     print(table(rows))
-    print(f"V = {args.vocab:,}, values = {args.values}; and 60 to 100 bytes per document")
+    print(f"V = {args.vocab:,}, values = {args.values}; plus 60 to 100 bytes per document")
 
 
 def _bytes(n: float) -> str:
@@ -315,7 +320,7 @@ def merge(args: argparse.Namespace) -> None:
     from logitless import store
 
     for path in args.stores:
-        store.recover(path)  # adds the documents that killed writers left
+        store.recover(path)  # adds the documents of writers that were killed
     stores = [store.Store(path) for path in args.stores]
     with bar("merge", sum(s.tokens for s in stores)) as advance:
         documents = store.merge(

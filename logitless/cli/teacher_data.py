@@ -1,6 +1,6 @@
-"""Reads the input files of `logitless teacher`. Each line is one document, as text or JSON.
+"""Reads the input files of `logitless teacher`. Each line of a file is a document, as text or JSON.
 
-Every error names the file and the line.
+Every error message names the file and the line.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 WINDOW = 512  # number of documents that are sorted by length, so that batches have little padding
-SHOWN = 60  # number of characters of a line that an error shows
+SHOWN = 60  # number of characters of a line that an error message shows
 
 
 class Line(NamedTuple):
@@ -34,7 +34,7 @@ def size(paths: list[Path]) -> int:
 
 
 def lines(paths: list[Path]) -> Iterator[Line]:
-    """Yields the lines of files. Lines of .txt files are text. Other lines are JSON objects."""
+    """Yields the lines of files. Lines of .txt files are text. Lines of other files are JSON."""
     for path in paths:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
@@ -60,7 +60,7 @@ def _object(where: str, text: str) -> dict[str, Any]:
 
 
 def check(line: Line, vocab_size: int | None) -> None:
-    """Checks that a line has a text or token ids. If vocab_size is known, ids must be below it."""
+    """Checks that a line has a text or token ids. Ids must be below vocab_size, if it is known."""
     ids, text = line.fields.get("input_ids"), line.fields.get("text")
     if ids is None and not isinstance(text, str):
         got = sorted(line.fields) if text is None else f"text {text!r:.{SHOWN}}"
@@ -80,7 +80,7 @@ def check(line: Line, vocab_size: int | None) -> None:
 
 
 def ids_of(line: Line, tokenizer: Any, end: int | None, vocab_size: int) -> list[int]:
-    """The input_ids of a document, or the ids of its text followed by `end`."""
+    """The input_ids of a document, or the token ids of its text followed by the id `end`."""
     check(line, vocab_size)
     if line.fields.get("input_ids") is not None:
         return line.fields["input_ids"]
@@ -98,8 +98,9 @@ def batches(
 ) -> Iterator[list[list[int]]]:
     """Yields batches of documents of similar lengths.
 
-    A batch has at most `most` tokens, including padding. `documents` yields the tokens of each
-    document and its size in bytes. `progress` is called with each size.
+    A batch of several documents has at most `most` tokens, including padding. `documents` yields
+    the tokens of each document and its size in bytes. `progress` is called with the size of each
+    document.
     """
     while window := _window(documents, progress):
         window.sort(key=len)

@@ -14,14 +14,14 @@ from logitless.store.importers import READERS, Document, choices_of, tensors_of
 
 from .teacher_data import Line
 
-AT_ONCE = 4096  # number of tokens per group
+AT_ONCE = 4096  # number of tokens at which a group is added to the store
 
 
 class Group(NamedTuple):
     """Documents that are added together, each with the file and line of its output."""
 
     documents: list[tuple[str, Document]]
-    size: int  # bytes of the lines
+    size: int  # size of the lines in bytes
     tokens: int
 
 
@@ -32,7 +32,10 @@ def add_outputs(
     completion: bool | None,
     progress: Callable[..., None],
 ) -> None:
-    """Adds the documents of all lines. If a line has an error, all earlier documents are added."""
+    """Adds the documents of all lines to the store.
+
+    If a line has an error, the documents of all earlier lines are added before the error is raised.
+    """
     for group in _groups(lines, form, completion):
         _add(writer, group.documents)
         progress(group.size, tokens=group.tokens)
@@ -56,7 +59,7 @@ def _groups(lines: Iterable[Line], form: str, completion: bool | None) -> Iterat
 
 
 def _documents(line: Line, form: str, completion: bool | None) -> Iterator[Document]:
-    """The documents of one output. Each completion is a document."""
+    """The documents of one server output. Each completion in the output is a document."""
     output: dict[str, Any] = line.fields
     try:
         for choice in range(choices_of(output)):
@@ -66,7 +69,10 @@ def _documents(line: Line, form: str, completion: bool | None) -> Iterator[Docum
 
 
 def _add(writer: Writer, documents: list[tuple[str, Document]]) -> None:
-    """Adds documents in one call. If a document is refused, the documents are added one by one."""
+    """Adds documents to the store in one call.
+
+    If the call raises, the documents are added one by one, so that the error names a line.
+    """
     k = writer.header.k
     if not documents:
         return

@@ -1,9 +1,9 @@
 """`logitless bench`: checks and times this library, PyTorch and other libraries.
 
-The contenders are logitless, PyTorch eager, torch.compile and each other library that can be
+The contenders are logitless, PyTorch eager, torch.compile, and other libraries if they can be
 imported. The values and gradients of every contender are compared with fp64 before any time is
-measured. On a GPU, times are compared with a memory copy or with GEMMs of the same run. On a CPU,
-times are compared with PyTorch.
+measured. On a GPU, each time is compared with the time of a memory copy or of GEMMs, measured in
+the same run. On a CPU, each time is compared with PyTorch's time.
 
     logitless bench                                  all cases: logits, teachers, heads
     logitless bench --family heads                   losses over a head only
@@ -11,13 +11,13 @@ times are compared with PyTorch.
     logitless bench --against eager --against liger  logitless beside these two only
     logitless bench --from-json FILE                 report and plots of a stored result
 
-A family that takes long can be run in several parts, from the same commit and on the same kind of
-machine. The parts are joined into one result:
+A family of cases that takes long can be run in several parts. All parts must have the same commit
+and the same kind of machine. The parts are joined into one result:
 
     logitless bench --family heads --minutes 8       writes a first part and prints its FILE
     logitless bench --family heads --resume FILE     runs the missing cases; reports all cases
 
-The command prints a report, and writes the report, a JSON file and plots to the folder --out.
+The command prints a report, and writes the report, a JSON file and plots to the folder of --out.
 """
 
 from __future__ import annotations
@@ -52,23 +52,23 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     add("--against", action="append", choices=rivals, help="only this other library (repeatable)")
     add("--device", choices=("cuda", "cpu"), help="default: a GPU if there is one")
     add("--quick", action="store_true", help="small shapes, short timing, no torch.compile")
-    add("--minutes", type=float, default=float("inf"), help="begin no further case after this time")
-    add("--resume", type=Path, metavar="FILE", help="add missing and failed cases to FILE")
+    add("--minutes", type=float, default=float("inf"), help="begin no new case after this time")
+    add("--resume", type=Path, metavar="FILE", help="run the missing and failed cases of FILE")
     add(
         "--out",
         type=Path,
         metavar="DIR",
         help="default: the folder of FILE, or benchmarks/results/<device>",
     )
-    add("--commit", help="commit to record as the code under test, if git cannot name it")
-    from_json = "report a stored result, or several as one (repeatable), without timing"
+    add("--commit", help="commit to record in the result, if git cannot find the commit")
+    from_json = "report stored results without timing; several files are joined (repeatable)"
     add("--from-json", type=Path, action="append", metavar="FILE", help=from_json)
     parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status: 1 if our result is wrong or missing, 2 for invalid arguments."""
+    """Returns the exit status: 1 if logitless is wrong or fails in a case, 2 for bad arguments."""
     require("bench", "rich", "matplotlib")
     from rich.console import Console
     from rich.markdown import Markdown
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
-    """Runs the cases that the stored parts lack, and returns a document with all cases."""
+    """Runs the cases without a correct result in `stored`. Returns one document of all results."""
     end, device = time.monotonic() + 60 * args.minutes, chosen_device(args.device)
     filters = {"families": args.family, "ops": args.op, "shapes": args.shape, "dtypes": args.dtype}
     chosen = cases.choose(device, quick=args.quick, **filters)
@@ -107,14 +107,15 @@ def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
         while left and (not rows or time.monotonic() < end):
             name, case = next(iter(left.items()))
             advance(0, name)
-            # A call of a head takes tens of milliseconds. The GPU clock settles in a longer run.
+            # Losses over a head are timed five times as long as other losses. One call takes tens
+            # of milliseconds, and the GPU's clock rate becomes stable only in a longer run.
             longer = 5 if case.family == "heads" else 1
             rows += runner.run_case(left.pop(name), loaded, device, longer * budget)
             advance(1, name)
     with contextlib.suppress(RuntimeError):  # the GPU may be unusable after a contender's error
         ceilings.append(clocks.copy_bandwidth(device, budget))
     ceiling = max(ceilings) or None
-    # The results of earlier parts are judged again, because this part may have measured a higher
+    # The targets of stored results are checked again, because this run may have measured a higher
     # copy bandwidth.
     results.judge([*cases.choose(device, quick=args.quick), *chosen], rows, ceiling)
     return document | {"copy_tbps": ceiling, "rows": rows, "left": len(left)}

@@ -1,12 +1,15 @@
 """The cases of the benchmark: functions, sizes, lower bounds on times (floors), and our targets.
 
-The size of the logits in bytes is B = rows · vocab · itemsize. A forward reads the logits once (B).
-A forward + backward reads the logits twice and writes the gradient (3B). In place, each logit is
-read once and overwritten once (2B). The *floor* of a time is the number of these bytes divided by
-C, the copy bandwidth measured in the same run. Some functions are not limited by bandwidth. For
-them, the floor is the time of a *yardstick*, measured in the same run. A head's yardstick is its
-GEMMs in cuBLAS, which are three for a mean or sum, and four for results per row. On a CPU, times
-have no floor and are compared with PyTorch's time.
+The size of the logits in bytes is B = rows · vocab · itemsize. A forward moves B bytes,
+because it reads the logits once. A forward + backward moves 3B bytes, because it reads the logits
+twice and writes a gradient of the same size. An in-place forward + backward moves 2B bytes, because
+it reads and overwrites each logit once. The *floor* of a case is a lower bound on its time: the
+number of moved bytes divided by C. The copy bandwidth C is measured in the same run.
+
+If bandwidth does not limit a function, its floor is the time of a *yardstick*: simpler work that is
+measured in the same run. The yardstick of a head is its GEMMs in cuBLAS: three GEMMs for a mean or
+sum, and four GEMMs for results per row. On a CPU, cases have no floor, and times are compared with
+PyTorch's time.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ MIB = 2**20
 
 
 class Mode:
-    """The passes that are timed. The clock is device time, unless the text names another clock."""
+    """A mode names the timed passes and the clock. The default clock is device time."""
 
     FORWARD, BACKWARD = "forward", "forward + backward"
     INPLACE = "forward + backward, in place"
@@ -58,27 +61,28 @@ class Work:
 
 @dataclass
 class Case(Work):
-    """One case of the benchmark. It is run for every contender that has the op.
+    """One case of the benchmark. Every contender that has the op runs the case.
 
     For each reference, our time must be at most `targets[reference]` times the reference's time. A
     reference is one of these strings:
 
-    - "floor" is the floor of the case.
+    - "floor" is the lower bound on the time of the case, as defined at the top of this file.
 
-    - "start + floor" is the floor, but 6 µs for the start of the kernels are added to the limit.
+    - "start + floor" is the lower bound on the time of a small call. With "start + floor", 6 µs are
+      added to the limit, because starting the kernels takes time.
 
     - OUR_PLAIN is the time of our cross_entropy without options.
 
-    - A list of contenders stands for the time of the fastest contender.
+    - A comma-separated list of contenders means the time of the fastest contender in the list.
 
     - "cpu" is PyTorch's time on a CPU.
     """
 
-    options: dict[str, Any] = field(default_factory=dict)  # options of inputs and op
+    options: dict[str, Any] = field(default_factory=dict)  # options of the inputs and of the op
     targets: dict[str, float] = field(default_factory=dict)
-    passes: float = 0.0  # the floor, as a multiple of B / C
-    yardstick: str = ""  # name of the yardstick (runner.yardstick), if bytes do not limit the work
-    spare_mib: float | None = None  # memory that may be allocated beyond the gradients
+    passes: float = 0.0  # number of moved bytes, as a multiple of the size of the logits
+    yardstick: str = ""  # name of a yardstick (see runner.yardstick), or empty
+    spare_mib: float | None = None  # largest allowed memory beyond the gradients, in MiB
     alone: bool = False  # whether only logitless is run
     compiled: bool = True  # whether torch.compile, which starts slowly, is run
 
@@ -102,7 +106,7 @@ class Case(Work):
             case.targets = {EAGER: case.targets["cpu"]} if "cpu" in case.targets else {}
             case.passes, case.yardstick = 0.0, ""
         elif floor and case.family != "heads" and case.row_bytes % 16:
-            # The target is less strict if some rows do not start at a multiple of 16 bytes.
+            # The target is less strict if some rows are not 16-byte aligned.
             case.targets = case.targets | {"floor": max(1.15, floor)}
         return case
 
@@ -110,8 +114,7 @@ class Case(Work):
 FORWARD, BOTH, INPLACE, WALL = Mode.FORWARD, Mode.BACKWARD, Mode.INPLACE, Mode.WALL
 LOGITS, TEACHERS, HEADS = (partial(Case, family) for family in FAMILIES)
 NEAR, START, DENSE = {"floor": 1.06}, {"start + floor": 1.3}, {"floor": 1 / 0.75}
-# torch.compile is not run for score and logsumexp, because compiling is slow. Both functions would
-# compile to nearly the same code.
+# torch.compile is not run for score and logsumexp, because compiling is slow.
 READ = [LOGITS(op, FORWARD, PLAIN, {}, NEAR, 1, compiled=False) for op in ("score", "logsumexp")]
 FEW = [replace(case, mode=Mode.REPLAY, targets=START) for case in READ]
 STREAM = [
@@ -139,7 +142,7 @@ RENORM = {"divergence": "forward_kl", "support": "renorm"}
 SMALL_TAIL = TAIL | {"small_tail": True}  # the student's tail is as small as the teacher's
 DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
 CAPTURE = partial(TEACHERS, "capture_topk", FORWARD, passes=1, compiled=False)
-SPARSE = [  # cross_entropy is the reference in the targets of topk_distill
+SPARSE = [  # the targets of topk_distill refer to the time of our cross_entropy
     LOGITS("cross_entropy", BOTH, passes=3, alone=True),
     DISTILL("tail, K=64", TAIL, {OUR_PLAIN: 1.10}, alone=False),
     DISTILL("tail and cross_entropy, K=64", MIXED, {OUR_PLAIN: 1.25}),
@@ -151,7 +154,7 @@ SPARSE = [  # cross_entropy is the reference in the targets of topk_distill
     CAPTURE("K=8", {"k": 8}, alone=True),
     CAPTURE("K=256", {"k": 256}, alone=True),
 ]
-GATHERED = [  # three passes: read the student, read the teacher, write the gradient
+GATHERED = [  # gathered_kl reads the student, reads the teacher and writes the gradient: 3 passes
     TEACHERS("gathered_kl", WALL, targets={EAGER: 1.0}),
     TEACHERS("gathered_kl", Mode.REPLAY_BOTH, PLAIN, {}, {"start + floor": 4.0}, 3, compiled=False),
 ]
@@ -179,7 +182,10 @@ OVER_A_HEAD = [
 
 
 def workspaces(targets: dict[int, dict]) -> list[Case]:
-    """Cases of cross_entropy over a head: one per workspace (in MiB) and per `accumulate`."""
+    """Cases of cross_entropy over a head, for several workspaces and values of `accumulate`.
+
+    `targets` maps the size of a workspace in MiB to the targets of its case.
+    """
     small = [(f"{mib} MiB", {"workspace": mib * MIB}, limit) for mib, limit in targets.items()]
     return [PLAIN_HEAD, *(ALONE(*case, yardstick="3 GEMMs") for case in small), *OTHER_SUMS]
 
@@ -191,7 +197,7 @@ SHAPES = (  # rows of the last two shapes are not 16-byte aligned
 FEW_SHAPES = "1×128256 bf16, 2×129920 fp32, 16×128256 bf16, 128×128256 bf16"
 LARGE, LARGE_HEAD = "8192×128256 bf16", "8192×4096×128256 bf16"
 CPU, CPU_HEAD = "128×50257 fp32", "256×512×32000 fp32"
-GROUPS = (  # family, cases, shapes on a GPU, shapes on a CPU, kinds of --shape (see `suits`)
+GROUPS = (  # family, cases, shapes on a GPU, shapes on a CPU, the argument `kinds` of `suits`
     ("logits", STREAM, SHAPES, f"{CPU}, 128×50257 bf16", ("many",)),
     ("logits", ON_CPU, "", "512×128256 fp32", ()),
     ("logits", FEW, FEW_SHAPES, "", ("few",)),
@@ -207,7 +213,7 @@ GROUPS = (  # family, cases, shapes on a GPU, shapes on a CPU, kinds of --shape 
     ("heads", OVER_A_HEAD, LARGE_HEAD, CPU_HEAD, ()),
 )
 FEW_ROWS = 256  # the largest number of rows that is timed by graph replay on a GPU
-QUICK = {"cuda": (1024, 32000), "cpu": (64, 4001)}  # largest rows and vocabulary with --quick
+QUICK = {"cuda": (1024, 32000), "cpu": (64, 4001)}  # largest (rows, vocabulary) with --quick
 
 
 def parse_shape(text: str) -> str:
@@ -219,17 +225,17 @@ def parse_shape(text: str) -> str:
 
 
 def smaller(shape: str, device: str) -> str:
-    """The shape, reduced to at most the sizes of --quick."""
+    """Reduces each size of a shape to at most the limit of --quick."""
     rows, vocab = QUICK[device]
     *others, last = map(int, shape.split("×"))
     return "×".join(map(str, [*(min(size, rows) for size in others), min(last, vocab)]))
 
 
 def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
-    """Whether a --shape can be used for the cases of a group.
+    """Whether a shape given by --shape fits a group of cases.
 
-    Shapes of heads have three dimensions, and other shapes have two. `kinds` holds "few" if the
-    group has cases with few rows, and "many" if the group has cases with many rows.
+    Shapes of heads have three dimensions, and other shapes have two dimensions. `kinds` contains
+    "few" if the group accepts few rows, and "many" if the group accepts many rows.
     """
     rows, *width, _ = map(int, shape.split("×"))
     kind = "few" if device == "cuda" and rows <= FEW_ROWS else "many"
@@ -239,7 +245,7 @@ def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
 def choose(
     device: str, *, quick=False, families=None, ops=None, shapes=None, dtypes=None
 ) -> list[Case]:
-    """The cases that pass all filters. If a case is in two groups, the first group is used."""
+    """The cases that pass all filters. A case in two groups is taken from the first group."""
     default = ["fp32" if device == "cpu" else "bf16"]
     requested = list(product(map(parse_shape, shapes or ()), dtypes or default))
     chosen: dict[str, Case] = {}

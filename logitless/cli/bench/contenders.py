@@ -1,7 +1,7 @@
 """The inputs of a case, and its contenders: logitless, PyTorch, and other installed libraries.
 
-A contender is a function that takes a case. It returns the function to time, or None if the
-library does not have the op of the case.
+A contender is a function that takes a case and returns the function to time. The contender returns
+None if its library does not have the op of the case.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Finder = Callable[[Case], Callable | None]
 
 
 def inputs(case: Case, device: str) -> Inputs:
-    """The arguments of a case's op: logits, uniformly random targets, and others."""
+    """The arguments of a case's op, such as logits and uniformly random targets."""
     N, V, leaves = case.rows, case.sizes[-1], leaves_of(case, device)
     options = {name: x for name, x in case.options.items() if name not in OF_A_HEAD}
     target = torch.randint(V, (N,), device=device)
-    if length := options.pop("runs", None):  # every other run of `length` rows is ignored
+    if length := options.pop("runs", None):  # every other block of `length` rows is ignored
         target[torch.arange(N, device=device) // length % 2 == 0] = IGNORED
     if "weight" in options:
         options["weight"] = torch.rand(V, device=device) + 0.5
     rows = (target,)
     if case.op == "policy_loss":
-        # The old log-probabilities are close to the new log-probabilities, because log Σ e^z is
-        # close to log V + 2 for logits of variance 4.
+        # The old log-probabilities differ from the new log-probabilities by little noise. For
+        # logits of variance 4, log Σ e^z is close to log V + 2.
         noise, advantage = torch.randn(2, N, device=device)
         picked = (leaves[0].float() * leaves[1][target].float()).sum(-1)
         rows += (picked - (log(V) + 2) + 0.03 * noise, advantage)
@@ -81,7 +81,7 @@ def clipped(stats, *rows) -> Tensor:
     return formulas.clipped(stats.logprob, *rows)
 
 
-OURS_BY_OP = {  # functions whose arguments differ from the arguments of formulas.py
+OURS_BY_OP = {  # functions of logitless whose arguments differ from those in formulas.py
     "in place": partial(ll.cross_entropy, inplace=True),
     "logsumexp": lambda x, target: ll.logsumexp(x),
     "topk_distill": lambda x, ids, logprobs, tail, labels=None, **options: ll.topk_distill(
@@ -104,7 +104,7 @@ def ours(case: Case) -> Callable:
 
 
 def eager(case: Case) -> Callable | None:
-    """The formula in PyTorch. None for cases in place, because PyTorch has no in-place losses."""
+    """The formula in PyTorch, or None for an in-place case. PyTorch has no in-place losses."""
     formula = formulas.FORMULAS[case.op]
     op = formula if case.op in BY_ROW else lambda *x, **options: formula(*x, **options).mean()
     op = F.cross_entropy if case.op == "cross_entropy" else op
@@ -121,7 +121,7 @@ def compiled(case: Case) -> Callable | None:
 
 
 def of_log_softmax(loss):
-    """Returns a loss of logits, which passes their log_softmax to a loss of log-probabilities."""
+    """Turns a loss of log-probabilities into a loss of logits."""
     return lambda x, teacher, **_: loss(x.log_softmax(-1), teacher.log_softmax(-1))
 
 
@@ -138,7 +138,7 @@ def liger(module) -> dict:
 
 
 def fla(module) -> dict:
-    """The losses of fla. Its logsumexp is left out, because autotuning it takes minutes."""
+    """The losses of fla. The logsumexp of fla is left out, because its autotuning takes minutes."""
     head = module.FusedLinearCrossEntropyLoss()
     return {
         "heads: cross_entropy": lambda hidden, weight, target: head(hidden, target, weight),
@@ -147,9 +147,9 @@ def fla(module) -> dict:
 
 
 def both_ways(loss) -> dict:
-    """Ops with and without overwriting the logits, for a loss that has both.
+    """Returns an op that keeps the logits, and an op that overwrites the logits in backward.
 
-    `loss` is a class, or partial(partial, function).
+    `loss(**options)` must return a function. `loss` may be a class or partial(partial, function).
     """
     return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
 
@@ -171,9 +171,9 @@ def rival(ops: dict[str, Callable], case: Case) -> Callable | None:
 
 
 def load(names: Iterable[str], device: str) -> tuple[dict[str, Finder], dict[str, str]]:
-    """Returns the contenders that can run, and a text for every contender.
+    """Returns the contenders that can run, and the version of every contender.
 
-    The text is the contender's version, or the reason why the contender is absent.
+    If a contender cannot run, the reason is returned instead of the version.
     """
     loaded = {name: BUILT_IN[name] for name in names if name in BUILT_IN}
     versions = {name: ll.__version__ if name == OURS else torch.__version__ for name in loaded}

@@ -11,30 +11,30 @@ from .cases import COMPILED, EAGER, OURS, PLAIN, Mode
 from .contenders import NAMES
 from .results import Result
 
-RIVALS = (EAGER, *(name for name in NAMES if name not in (EAGER, OURS)))  # PyTorch comes first
+RIVALS = (EAGER, *(name for name in NAMES if name not in (EAGER, OURS)))  # PyTorch is drawn first
 GREYS = ("#c9ced6", "#9aa5b1", "#7fb7be", "#4f7cac", "#33658a", "#2f4858", "#86a873")
-REDS = ("#d1495b", "#dc7683", "#e8a4ad", "#f3d1d6")  # our default and our variants
+REDS = ("#d1495b", "#dc7683", "#e8a4ad", "#f3d1d6")  # colors of our default and of our variants
 LABELS = {EAGER: "PyTorch", COMPILED: "torch.compile", "liger": "Liger"}
 LABELS |= {"cce": "cut-cross-entropy", "fla": "flash-linear-attention"}
 TITLES = {"logits": "Cross-entropy over logits", "heads": "Cross-entropy over a head"}
 TITLES |= {"teachers": "Losses with a teacher"}
 IN_PLACE = f"{OURS}, in place"
-GAP = 1.2  # width between groups, in bars
-LEAST_WIDTH = 4  # smallest width of a group, in bars, so that its label has room
+GAP = 1.2  # width of the gap between two groups, in widths of a bar
+LEAST_WIDTH = 4  # smallest width of a group, in widths of a bar, so that the group's label fits
 
 
 class Bar(NamedTuple):
-    """One bar: its place, its height, and for our bars the height of a line at the limit."""
+    """One bar of a plot. A bar of logitless may have a dashed line at the height `limit`."""
 
     panel: str
     group: str
-    name: str  # a contender, or a variant of ours
+    name: str  # a contender, or a variant of logitless
     value: float
     limit: float | None = None
 
 
 def save(document: dict, folder: Path) -> list[Path]:
-    """Writes the plots that are not empty, and returns their paths."""
+    """Writes the plots that have bars, and returns the paths of the plots."""
     paths, where = [], f"{document['device']['name']}, torch {document['versions']['torch']}"
     timed = [r for r in document["rows"] if r.ms and r.contender in NAMES]
     together = Counter(r.name for r in timed)
@@ -58,7 +58,7 @@ def is_shown(r: Result, contenders: int) -> bool:
     """Whether a result is plotted. `contenders` is the number of contenders that ran this case.
 
     The plots of logits and heads show cross_entropy without options. The plots of heads also show
-    every workspace. The plots of teachers show the functions that PyTorch has too.
+    every size of the workspace. The plots of teachers show the cases that several contenders ran.
     """
     if r.family == "heads" and r.variant.endswith(" MiB"):
         return True
@@ -69,10 +69,13 @@ def is_shown(r: Result, contenders: int) -> bool:
 
 
 def place(r: Result) -> tuple[str, str, str]:
-    """The panel, group and name of a result. In-place results are drawn beside the others."""
+    """The panel, the group and the name of the bar that shows a result.
+
+    In-place results are drawn in the panel of forward + backward.
+    """
     mode = Mode.BACKWARD if r.mode == Mode.INPLACE else r.mode
     shape = f"{sizes(r.shape)}\n{r.dtype}"
-    if r.family == "teachers":  # one panel holds all modes, because results are few
+    if r.family == "teachers":  # one panel shows all modes, because there are few results
         work = "\n".join(f"{r.work}, {mode}".split(", "))
         return "", f"{work}\n{shape}", r.contender
     if r.mode == Mode.INPLACE:
@@ -82,7 +85,10 @@ def place(r: Result) -> tuple[str, str, str]:
 
 
 def speeds(shown: list[Result]) -> list[Bar]:
-    """Bars of PyTorch's time divided by each result's time. PyTorch has no results in place."""
+    """Bars of speed: PyTorch's time divided by the time of each result.
+
+    In-place results are compared with PyTorch's plain time, because PyTorch has no in-place losses.
+    """
     eager = {place(r)[:2]: r.ms for r in shown if r.contender == EAGER}
     bars = []
     for r in shown:
@@ -95,14 +101,17 @@ def speeds(shown: list[Result]) -> list[Bar]:
 
 
 def memory(shown: list[Result]) -> list[Bar]:
-    """Bars of the memory that forward + backward take, in MiB."""
+    """Bars of the memory that forward + backward takes, in MiB."""
     both = [r for r in shown if r.mode in (Mode.BACKWARD, Mode.INPLACE)]
     taken = [(place(r), r.spare_mib if r.family == "heads" else r.extra_mib) for r in both]
     return [Bar(*where, max(mib, 0.0)) for where, mib in taken if mib is not None]
 
 
 def draw(bars: list[Bar], title: str, line: str | None, path: Path) -> None:
-    """Draws one panel per mode, with groups of bars on a linear scale. `line` labels the limits."""
+    """Draws one panel per mode, with groups of bars on a linear scale.
+
+    `line` is the legend's text for the dashed lines.
+    """
     from matplotlib.figure import Figure  # pyplot would need a display and global state
 
     panels = list(dict.fromkeys(bar.panel for bar in bars))
@@ -135,7 +144,7 @@ def draw(bars: list[Bar], title: str, line: str | None, path: Path) -> None:
 def draw_groups(axis, bars: list[Bar], names: list[str], colors: dict, handles: dict) -> float:
     """Draws the groups of one panel side by side, and returns the right end of the last group."""
     at, ticks, highest = 0.0, {}, max(bar.value for bar in bars)
-    crowded = len(bars) > 30 and highest >= 1000  # numbers are then wider than their bars
+    crowded = len(bars) > 30 and highest >= 1000  # numbers would be wider than their bars
     for group in dict.fromkeys(bar.group for bar in bars):
         members = sorted((b for b in bars if b.group == group), key=lambda b: names.index(b.name))
         width = max(len(members), LEAST_WIDTH)
@@ -145,7 +154,7 @@ def draw_groups(axis, bars: list[Bar], names: list[str], colors: dict, handles: 
             handles.setdefault(
                 bar.name, axis.bar([x], [bar.value], 0.94, color=colors[bar.name])[0]
             )
-            # A number inside its bar cannot collide with the line of the limit.
+            # A number inside its bar cannot collide with the dashed line above the bar.
             inside = bar.limit is not None and bar.value > 0.2 * highest
             axis.annotate(
                 amount(bar.value), (x, bar.value), (0, -14 if inside else 3), fontsize=7,
@@ -169,7 +178,10 @@ def label_of(name: str) -> str:
 
 
 def amount(value: float) -> str:
-    """A number as text, with commas, and at most three digits below 1,000: 0.09, 12.3, 2,004."""
+    """Formats a number with at most three digits below 1,000, and with commas above.
+
+    Examples are 0.09, 12.3 and 2,004.
+    """
     digits = 2 if value < 10 else 1 if value < 100 else 0
     text = f"{value:,.{digits}f}"
     return text.rstrip("0").rstrip(".") if digits else text

@@ -1,7 +1,7 @@
-"""Stores a run, checks whether our results reach their targets, and writes the report.
+"""Stores a run, checks whether the results of logitless reach their targets, and writes the report.
 
-A run is stored as a document: a dictionary of facts, with the results under "rows". The report
-depends only on the document, so that an old run can be reported again on any machine.
+A run of the benchmark is stored as a document: a dictionary of facts, with the results under
+"rows". The report depends only on the document, so an old run can be reported again on any machine.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from .cases import EAGER, OUR_PLAIN, OURS, PLAIN, Case, Mode, Work
 from .contenders import NAMES
 
 OVERWRITES, SYNCHRONISES = "overwrites its input", "synchronises with the host"
-KERNEL_START_MS = 0.006  # time that a call on few rows may take beyond the floor
-Times = dict[tuple[str, str], float]  # times by contender and case name
+KERNEL_START_MS = 0.006  # milliseconds that a small call may take beyond the floor
+Times = dict[tuple[str, str], float]  # maps (contender, name of a case) to milliseconds
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Result(Work):
     extra_mib: float | None = None  # peak memory beyond the inputs
     spare_mib: float | None = None  # peak memory beyond the inputs and the gradients
     # `judge` sets the following fields after all cases, when the copy bandwidth is known.
-    eager_x: float | None = None  # time divided by PyTorch's time
+    eager_x: float | None = None  # the contender's time divided by PyTorch's time
     floor_ms: float | None = None
     tbps: float | None = None
     target: str = ""
@@ -66,7 +66,7 @@ def read(path: Path) -> dict:
     document = json.loads(path.read_text())
     try:
         return document | {"rows": [Result(**row) for row in document["rows"]]}
-    except TypeError as error:  # an unknown field, or a missing one
+    except TypeError as error:  # a field of a result is unknown or missing
         raise ValueError(f"{path} must be a result of this version of the benchmark.") from error
 
 
@@ -81,7 +81,10 @@ def write(document: dict, text: str, stem: Path) -> list[Path]:
 
 
 def joined(first: dict, *others: dict) -> dict:
-    """One document with the results of all parts. The facts of all parts must be equal."""
+    """Joins the results of several documents into one document.
+
+    The device, the versions, the contenders and the commit of all documents must be equal.
+    """
     for fact in ("device", "versions", "contenders", "commit"):
         if differs := [part[fact] for part in others if part[fact] != first[fact]]:
             raise ValueError(f"{fact} must be {first[fact]} in every part, got {differs[0]}.")
@@ -91,7 +94,7 @@ def joined(first: dict, *others: dict) -> dict:
 
 
 def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None) -> None:
-    """Sets the fields that follow from the times, and whether our results reach their targets."""
+    """Sets the fields of results that depend on other results, and checks our targets."""
     times = {(r.contender, r.name): r.ms for r in results if r.ms}
     named = {case.name: case for case in cases}
     for r, case in ((r, named[r.name]) for r in results if r.name in named):
@@ -106,7 +109,7 @@ def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None)
 
 
 def check_targets(case: Case, r: Result, times: Times) -> None:
-    """Sets whether our result reaches its targets.
+    """Sets the fields `target`, `limit_ms` and `reached` of a result of logitless.
 
     If a case has several limits on the time, our time must be within the strictest limit. A limit
     is ignored if its reference was not measured.
@@ -124,11 +127,12 @@ def check_targets(case: Case, r: Result, times: Times) -> None:
 
 
 def limit(case: Case, of: str, factor: float, floor: float | None, times: Times):
-    """Returns a target as text, and its limit in milliseconds.
+    """Returns a target as text, and the limit of the target in milliseconds.
 
-    The limit is `factor` times the time of the reference `of` (see Case), plus 6 µs for
-    "start + floor". If `of` names several contenders, the fastest contender counts. The limit is
-    None if no time of `of` was measured.
+    The limit is `factor` times the time of the reference `of`, which the docstring of Case
+    explains. The reference "start + floor" adds 6 µs to the limit. If `of` names several
+    contenders, the time of the fastest contender is used. If the reference was not measured, the
+    limit is None.
     """
     plain, start = replace(case, variant=PLAIN), KERNEL_START_MS if of == "start + floor" else 0.0
     if "floor" in of:
@@ -136,7 +140,7 @@ def limit(case: Case, of: str, factor: float, floor: float | None, times: Times)
         references = {case.yardstick or f"{passes}B/C": floor}
     elif of == OUR_PLAIN:
         references = {of: times.get((OURS, replace(plain, op="cross_entropy").name))}
-    else:  # if a contender does not have this variant, the time of its plain variant counts
+    else:  # if a contender does not have this variant, the time of its plain variant is used
         names = of.split(", ")
         references = {x: times.get((x, case.name), times.get((x, plain.name))) for x in names}
     known = {name: ms for name, ms in references.items() if ms}
@@ -190,7 +194,7 @@ def outcome(results: list[Result]) -> list[str]:
 
 
 def target_row(r: Result, results: list[Result]) -> dict[str, str]:
-    """A row of the table of targets, with the fastest other contender.
+    """A row of the table of targets. The row also names the fastest other contender.
 
     A contender that overwrites the logits is compared only with our results in place, because a
     function that keeps the logits does more work.

@@ -1,9 +1,9 @@
 """Runs one case: first checks every contender, then times every contender.
 
 A contender that raises is reported as "failed". A contender with wrong results is reported as
-"wrong". In both cases, the report gives the reason instead of a time. A contender that overwrites
-its inputs is timed on a copy of the inputs. The copy is restored before each repetition, and the
-time of restoring is not measured.
+"wrong". For a failed or wrong contender, the report gives the reason instead of a time. A contender
+that overwrites its inputs is timed on a copy of the inputs. The copy is restored before each
+repetition, and the time of restoring is not measured.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Entry:
         self.result = blank(case, name)
 
     def attempt(self, step: Callable, argument, when: str = "") -> None:
-        """Runs one step. An error becomes the contender's result, and the benchmark continues."""
+        """Runs one step. If the step raises, the error is stored as the contender's result."""
         try:
             step(argument)
         except Exception as error:
@@ -51,7 +51,7 @@ class Entry:
             result.value_error, result.grad_error = errors
             bound = formulas.TOLERANCE[self.case.dtype] * formulas.CLIPPED.get(self.case.op, 1)
             bound *= 1 if result.contender == OURS else 10
-            off = [x for x in errors if x is not None and not x <= bound]  # True for NaN too
+            off = [x for x in errors if x is not None and not x <= bound]  # NaN is off too
             if off:
                 result.status, result.note = "wrong", f"error {off[-1]:.1e}, allowed {bound:.0e}"
         if not all(map(torch.equal, scratch, self.leaves)):
@@ -67,7 +67,7 @@ class Entry:
             result.note = "; ".join(filter(None, (result.note, SYNCHRONISES)))
 
     def fresh(self, leaves: Leaves) -> Leaves:
-        """Leaves that share the memory of `leaves`, but no gradient or graph of earlier calls."""
+        """Leaves that share memory with `leaves`, without gradients or graphs of earlier calls."""
         gradient = self.case.mode not in (Mode.FORWARD, Mode.REPLAY)
         return tuple(leaf.detach().requires_grad_(gradient) for leaf in leaves)
 
@@ -90,9 +90,9 @@ class Entry:
         return out, tuple(leaf.grad for leaf in leaves)
 
     def clock(self, budget: float) -> None:
-        """Times the op on a GPU with the clock of its mode."""
+        """Times the op on a GPU, with the clock that the mode of the case requires."""
         if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
-            # REPLAY_BOTH is warm, because logits that were just gathered are in the cache.
+            # REPLAY_BOTH has a warm cache, because logits that were just gathered are cached.
             cold = self.case.mode == Mode.REPLAY
             x = self.leaves[0]
             ms = clocks.graph_time(lambda y: self.run(self.fresh((y,))), x, budget, cold=cold)
@@ -106,7 +106,10 @@ class Entry:
 def run_case(
     case: Case, loaded: dict[str, Finder], device: str, budget: float, *, checked: bool = True
 ) -> list[Result]:
-    """The results of all contenders that have the op. If `checked`, errors are measured too."""
+    """The results of all contenders that have the op of the case.
+
+    If `checked` is true, values and gradients are compared with fp64.
+    """
     torch.manual_seed(case.rows * 1_000_003 + case.sizes[-1])
     finders = {name: f for name, f in loaded.items() if name == OURS or not case.alone}
     ops = {name: op for name, find in finders.items() if (op := find(case))}
@@ -128,7 +131,8 @@ def run_case(
     around = [measure()] if case.yardstick and checked and ready else []
     for entry in ready:
         entry.attempt(entry.clock, budget, "while timed: ")
-        if len(around) == 1:  # the yardstick is timed before and after us, because clocks drift
+        # The yardstick is timed before and after the first contender, because GPU clocks drift.
+        if len(around) == 1:
             around.append(measure())
     if not around:
         return results
@@ -138,7 +142,7 @@ def run_case(
 
 
 def yardstick(name: str, leaves: Leaves, budget: float) -> float:
-    """The time of zeros_like(logits), or of the GEMMs of a head."""
+    """The time of a yardstick, which is zeros_like(logits) or the GEMMs of a head."""
 
     def run(leaves: Leaves):
         if name == "zeros_like":

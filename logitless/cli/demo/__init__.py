@@ -1,12 +1,12 @@
-"""`logitless demo`: trains a teacher, captures it into a store, and distils students from it.
+"""`logitless demo`: trains a teacher, captures the teacher into a store, and distils students.
 
 Four students start from the same seed and train on the same few documents. The first student learns
 from the text only. The second student learns from the teacher's whole logits, in plain PyTorch. The
 third student learns from the teacher's K most probable tokens. The fourth student learns from the
-same tokens, read from the store. The logits of the third and fourth student are never materialised.
-The students are compared by their loss on held-out text.
+K most probable tokens that the store holds. The logits of the third and fourth student are never
+materialised. The students are compared by their loss on held-out text.
 
-The demo prints a table, and writes a plot and a report in one HTML file.
+The demo prints a table, and writes a plot and an HTML report.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = [
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "demo",
-        help="train a teacher, capture it into a store, distil students from it",
+        help="train a teacher, capture it into a store, distil students",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

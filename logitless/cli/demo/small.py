@@ -1,6 +1,6 @@
 """The text of the demo, and a transformer that is small enough to train on any machine.
 
-The text is the source code of Python's standard library. A token is a word with its leading space.
+The text is the source code of Python's standard library.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from ..progress import bar
 
 VOCAB = 32_768
 UNKNOWN = 0
-# A token is a word or a symbol with its leading space, or a line break with the indentation.
+# A token is a word, several symbols, or whitespace. Words and symbols include one leading space.
 TOKEN = re.compile(r" ?\w+| ?[^\w\s]+|\n\s*|\s+")
 NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 MAX_CHARS = 12_000_000
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Batch = tuple[Tensor, Tensor]  # tokens, and for each token the next token; both (batch, context)
+Batch = tuple[Tensor, Tensor]  # tokens (batch, context), and their next tokens (batch, context)
 
 
 class Scale(NamedTuple):
-    """Sizes of a model and a batch that a device trains in about a minute."""
+    """Sizes of a model and of its batches. Models of SCALES train in about a minute."""
 
     batch: int
     context: int
     width: int
     layers: int
     lr: float
-    loss_rows: int  # number of rows of logits for `loss_memory`
+    loss_rows: int  # number of rows of logits in the measurement `loss_memory`
 
 
 SCALES = {
@@ -63,19 +63,19 @@ def read_sources(limit: int) -> str:
 
 
 def vocabulary(text: str, size: int = VOCAB) -> list[str]:
-    """The most frequent tokens of a text, indexed by id. All other tokens have the id UNKNOWN."""
+    """The most frequent tokens of a text, indexed by id. Rare tokens have the id UNKNOWN."""
     return ["?"] + [token for token, _ in Counter(TOKEN.findall(text)).most_common(size - 1)]
 
 
 def encode(text: str, words: list[str] | None = None) -> Tensor:
-    """The token ids of a text, (T,). By default, the vocabulary is computed from the text."""
+    """The token ids (T,) of a text. By default, the vocabulary is computed from the text."""
     words = vocabulary(text) if words is None else words
     index = {token: i for i, token in enumerate(words) if i != UNKNOWN}
     return torch.tensor([index.get(token, UNKNOWN) for token in TOKEN.findall(text)])
 
 
 def draw_batches(ids: Tensor, scale: Scale, device: str, seed: int) -> Iterator[Batch]:
-    """Endless batches of windows at random places of the text."""
+    """Yields batches of windows at random places of the text, without end."""
     random = torch.Generator().manual_seed(seed)
     window = torch.arange(scale.context + 1)
     while True:
@@ -107,8 +107,9 @@ class Transformer(nn.Module):
             for _ in range(scale.layers)
         )
         self.norm = nn.LayerNorm(scale.width)
-        # Initial logits have unit variance, and `gain` gives the inputs unit variance. Otherwise
-        # training would amplify rounding errors until equal losses have different loss curves.
+        # The initial logits have unit variance. The factor `gain` gives the embedded tokens unit
+        # variance. With other variances, training would amplify rounding errors so much that two
+        # correct implementations of a loss would have different loss curves.
         self.gain = scale.width**0.5
         nn.init.normal_(self.token.weight, std=1 / self.gain)
         self.head = nn.Linear(scale.width, vocab, bias=False, device="meta")

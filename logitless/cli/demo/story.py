@@ -30,12 +30,12 @@ class Plan(NamedTuple):
     """The sizes of the models, the data and the measurements."""
 
     vocab: int
-    k: int  # 256; 64 slots would hold too little mass, because this teacher is rarely certain
+    k: int  # tokens per position in the store; the top 64 of this teacher have too little mass
     teacher: Scale
     student: Scale
     documents: int  # number of documents that the students train on
     held_out: int  # number of held-out batches
-    memory_rows: int  # number of tokens for `loss_memory`
+    memory_rows: int  # number of tokens in the measurement `loss_memory`
     memory_vocab: int
 
 
@@ -59,7 +59,7 @@ class Student:
     model: Transformer
     curve: list[tuple[int, float]] = field(default_factory=list)  # step, held-out loss
     seconds: float = 0.0
-    memory: int = 0  # peak bytes of the loss in one step, without its inputs
+    memory: int = 0  # peak bytes that the loss of one step allocates beyond its inputs
 
 
 @dataclass
@@ -104,14 +104,17 @@ def run(path: Path, steps: int, device: str, seed: int) -> Outcome:
 
 
 def split(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The training text and the held-out text, which is every tenth piece of 1,024 tokens."""
+    """Splits tokens into training text and held-out text.
+
+    The held-out text is every tenth piece of 1,024 tokens.
+    """
     pieces = ids[: len(ids) // 1024 * 1024].view(-1, 1024)
     held_out = torch.arange(len(pieces)) % 10 == 9
     return pieces[~held_out].flatten(), pieces[held_out].flatten()
 
 
 def windows(ids: Tensor, count: int, plan: Plan, seed: int) -> Tensor:
-    """Documents (count, context + 1) from random places of the text."""
+    """Documents from random places of the text, as a tensor (count, context + 1)."""
     random = torch.Generator().manual_seed(seed)
     context = plan.teacher.context
     start = torch.randint(len(ids) - context - 1, (count, 1), generator=random)
@@ -210,7 +213,7 @@ def train_students(
     students: list[Student], teacher: Transformer, store: Store, documents: Tensor,
     held_out: Tensor, plan: Plan, steps: int, seed: int,
 ) -> None:  # fmt: skip
-    """Trains the students in turns, one step each, so a slow machine slows all of them equally."""
+    """Trains the students in turns, one step each, so a slow machine slows all students equally."""
     optimizers = [Optimizer(s.model, plan.student.lr, steps) for s in students]
     for student in students[2:]:
         ll.fuse(student.model, head="head", workspace=WORKSPACE)
@@ -225,7 +228,7 @@ def train_students(
                 targets = targets_of(student.name, teacher, store, batch)
                 loss = student_loss(student.name, student.model(batch), batch, targets)
                 optimizer.step(loss)
-                loss.item()  # waits for the device, so the whole step is timed
+                loss.item()  # `item` waits for the device, so the whole step is timed
                 student.seconds += time.perf_counter() - begin
                 if step % every == 0 or step == steps:
                     student.curve.append((step, held_out_loss(student.model, held_out)))
@@ -260,7 +263,7 @@ def loss_memory(name: str, plan: Plan, device: str) -> int:
 
 
 def predictions(store: Store, words: list[str], count: int = 6) -> list:
-    """For some documents, the text, the next word and the teacher's five most probable words."""
+    """Beginnings of some documents, each with its next word and the teacher's top five words."""
     rows = []
     for i in range(0, len(store), max(len(store) // count, 1)):
         tokens, targets = store[i]
