@@ -27,8 +27,6 @@ INNER = ("core", "heads", "targets", "losses", "parallel", "lazy")  # rooms that
 # Imports inside functions: which file imports from which room, and why not at its head.
 INSIDE_FUNCTIONS = {
     ("core/call.py", "kernels"): "Triton takes long to import, and a CPU needs none",
-    ("core/call.py", "parallel"): "only with LOGITLESS_CHECK=1, and parallel/ is built on core/",
-    ("core/source.py", "parallel"): "only for DTensors, and parallel/ is built on core/",
     ("heads/as_tensor.py", "lazy"): "only where PyTorch's functions take a head",
     ("cli/teacher.py", "store"): "other subcommands start without the store",
 }

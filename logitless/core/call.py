@@ -67,10 +67,7 @@ def _refuse_on_ranks(logits: Any, error: Exception) -> None:
     """Sends the error to the ranks that share these logits, so that all ranks raise."""
     ranks = ranks_of_call(logits)
     if ranks is not None:
-        # This import is local, because parallel/ imports core/.
-        from ..parallel.same_call import refuse
-
-        refuse(ranks, error)
+        ranks.refuse(error)
 
 
 def named(*others: Callable) -> Callable[[F], F]:

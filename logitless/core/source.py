@@ -16,7 +16,8 @@ backend's `partial`, merges the partial statistics of all columns, and calls `fi
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .loss import RowLoss
 
+F = TypeVar("F", bound=Callable)
 TopK = tuple[Tensor, Tensor, Tensor]  # ids and log-probabilities (..., k), log tail mass (...)
 
 
@@ -130,19 +132,32 @@ def without_wrapper(logits: Any) -> Any:
     return logits._source if isinstance(logits, Logits) else logits
 
 
+# Functions that rooms above core/ add by `converts`, each with its predicate.
+_CONVERTERS: list[tuple[Callable[[Any], bool], Callable[[Any], "Source"]]] = []
+
+
+def converts(applies: Callable[[Any], bool]) -> Callable[[F], F]:
+    """Decorates a function that returns a Source for any logits for which applies(logits) is True.
+
+    The logits are not a plain tensor. They may be a Source that another Source replaces.
+    """
+
+    def add(convert: F) -> F:
+        _CONVERTERS.append((applies, convert))
+        return convert
+
+    return add
+
+
 def source_of(logits: Any) -> "Source | None":
     """Returns the Source that evaluates a loss over these logits, or None for a plain tensor."""
     if logits.__class__ is Tensor:
         return None
     logits = without_wrapper(logits)
-    if isinstance(logits, Source) and not logits.spread:
-        return logits
-    if isinstance(logits, Source) or is_dtensor(logits):
-        # This import is local, because parallel/ imports core/.
-        from ..parallel.dtensor import source_of_dtensor
-
-        return source_of_dtensor(logits)
-    return None
+    for applies, convert in _CONVERTERS:
+        if applies(logits):
+            return convert(logits)
+    return logits if isinstance(logits, Source) else None
 
 
 def is_source(logits: Any) -> bool:

@@ -16,7 +16,7 @@ from ..core.call import backend_of, check_once
 from ..core.evaluate import evaluate
 from ..core.in_place import evaluate_in_place
 from ..core.loss import RowLoss
-from ..core.source import Source, TopK, is_dtensor
+from ..core.source import Source, TopK, converts, is_dtensor
 from ..heads import checks as head_rules
 from ..heads.linear import HeadLogits
 from ..heads.products import autocasts, cast_by_autocast
@@ -53,6 +53,12 @@ def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> Shard:
     return Shard.of(source, mesh.get_group(dim), start, vocab)
 
 
+def is_spread(logits: Any) -> bool:
+    """Whether the logits are a DTensor, or a head with DTensors."""
+    return logits.spread if isinstance(logits, Source) else is_dtensor(logits)
+
+
+@converts(is_spread)
 def source_of_dtensor(logits: Any) -> Source:
     """The source for DTensor logits, or for a LinearLogits of DTensors."""
     return DTensorLogits(logits) if is_dtensor(logits) else shard_of_head(logits.head)

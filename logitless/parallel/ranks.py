@@ -1,5 +1,6 @@
 """The ranks of a process group that share a vocabulary, and the collectives between them."""
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +58,26 @@ class Ranks:
         return _Slice(
             local, _reduce_scatter(local, t.contiguous(), group=self.group, async_op=True)
         )
+
+    # --- checks for LOGITLESS_CHECK=1 (same_call.py writes the texts)
+
+    def agree(self, text: str) -> None:
+        """Raises on all ranks unless all ranks send the same text."""
+        local = torch.tensor(list(text.encode()), device=self.device)
+        sizes = self.gather(local.new_tensor([len(local)])).flatten().tolist()
+        padded = local.new_zeros(max(sizes))
+        padded[: len(local)] = local
+        pairs = zip(self.gather(padded).tolist(), sizes, strict=True)
+        checks.same_call([bytes(text[:size]).decode() for text, size in pairs])
+
+    def refuse(self, error: Exception) -> None:
+        """Sends an error of this rank to the other ranks, which wait in `agree`.
+
+        `agree` raises on the other ranks. On this rank, the error of `agree` is suppressed, because
+        the caller raises the original error.
+        """
+        with contextlib.suppress(ValueError):
+            self.agree(f"{type(error).__name__}: {error}")
 
 
 class Alone(Ranks):

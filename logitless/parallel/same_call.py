@@ -5,7 +5,6 @@ differ, all ranks raise, so that no rank waits for a collective that another ran
 the arguments on a rank are invalid, this rank sends the error as its text, and all ranks raise.
 """
 
-import contextlib
 import zlib
 from typing import Any
 
@@ -14,27 +13,6 @@ from torch import Tensor
 
 from ..core.loss import RowLoss
 from ..core.source import is_dense, is_source
-from . import checks
-
-
-def agree(ranks, text: str) -> None:
-    """Raises on all ranks unless all ranks send the same text."""
-    local = torch.tensor(list(text.encode()), device=ranks.device)
-    sizes = ranks.gather(local.new_tensor([len(local)])).flatten().tolist()
-    padded = local.new_zeros(max(sizes))
-    padded[: len(local)] = local
-    pairs = zip(ranks.gather(padded).tolist(), sizes, strict=True)
-    checks.same_call([bytes(text[:size]).decode() for text, size in pairs])
-
-
-def refuse(ranks, error: Exception) -> None:
-    """Sends an error of this rank to the other ranks, which wait in `agree`.
-
-    `agree` raises on the other ranks. On this rank, the error of `agree` is suppressed, because the
-    caller raises the original error.
-    """
-    with contextlib.suppress(ValueError):
-        agree(ranks, f"{type(error).__name__}: {error}")
 
 
 def text_of_shard(source: Any, start: Any, vocab: Any, sequence_parallel: bool) -> str:

@@ -203,7 +203,7 @@ class Shard(Source):
         """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
         whole = self.whole()
         if thorough():
-            same_call.agree(self.ranks, same_call.text_of_topk(self, k, temperature, softcap))
+            self.ranks.agree(same_call.text_of_topk(self, k, temperature, softcap))
         return whole.capture_topk(k, temperature, softcap)
 
     def backend(self, like: Tensor) -> ColumnBackend:
@@ -265,7 +265,7 @@ class Shard(Source):
         """
         if thorough():
             text = same_call.text_of_loss(self, loss, reduction, row_weight)
-            same_call.agree(self.ranks, text)
+            self.ranks.agree(text)
         check_values(loss)
         return loss.map_tensors({TEACHER: self.cut})
 
@@ -353,10 +353,10 @@ def _check(ranks: Ranks, *arguments: Any) -> None:
         rules.shard(*arguments)
     except Exception as error:
         if thorough():
-            same_call.refuse(ranks, error)
+            ranks.refuse(error)
         raise
     if thorough():
-        same_call.agree(ranks, same_call.text_of_shard(*arguments))
+        ranks.agree(same_call.text_of_shard(*arguments))
 
 
 def _evaluate(shard: Shard, loss: RowLoss, reduction: str, row_weight: Tensor | None):
