@@ -69,7 +69,10 @@ class RowLoss:
         raise NotImplementedError
 
     def coefficients(self, saved: Saved, upstream: Upstream) -> tuple[Coefficients, Tensor]:
-        """Returns the factors of the backward formula, and their common gain, () or (...)."""
+        """Returns the coefficients of the backward formula, and a factor () or (...).
+
+        All coefficients are multiplied by this factor, which is usually the upstream gradient.
+        """
         raise NotImplementedError
 
     def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
@@ -143,9 +146,7 @@ class RowLoss:
         return self.replace(reading=self.reading.fold_scale(scale, softcap))
 
     def reduce(self, values: Tensor, reduction: str, row_weight: Tensor | None) -> Tensor:
-        """Multiplies the values (...) by row_weight, and reduces them.
-
-        The result is differentiable.
+        """Multiplies the values (...) by row_weight and reduces them, differentiably.
 
         "mean" divides by the sum of `mass`, or by the number of rows that count if `mass` is None.
         """

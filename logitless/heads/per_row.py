@@ -1,4 +1,4 @@
-"""Results per row of a head, in four GEMMs. A mean or sum takes three GEMMs (total.py).
+"""Results per row of a loss over a head, in four GEMMs. A mean or sum takes three (total.py).
 
 Forward saves the statistics of each row, and backward recomputes the logits.
 """
@@ -38,7 +38,7 @@ def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGrad
     """Returns the gradients of the head and of row_inputs.
 
     The memory of the logits is free on return. If `known` is None, backward recomputes the
-    statistics, from whole rows.
+    statistics, and chunks have whole rows.
     """
     head, loss, lead = call.head, call.loss, call.head.lead
     flat = [None if g is None else g.reshape(head.rows, *g.shape[len(lead) :]) for g in upstream]
@@ -61,7 +61,7 @@ def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGrad
 def _chunks(call: Call, keep: bool) -> Chunks:
     """Returns the chunks of the head, which are the same in forward and backward.
 
-    If backward has no saved statistics, the chunks have whole rows.
+    The chunks have whole rows if `keep` is False, that is, if forward saves no statistics.
     """
     merges = call.loss.merges and keep
     return chunks_of(call.head, call.loss, call.head.work(merges, sums=call.needs.weight))
@@ -82,7 +82,7 @@ class Kept:
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[tuple[Tensor, ...], "Kept"]:
-        """Computes the forward of an autograd function. Returns the outputs and the Kept data."""
+        """Computes the forward of an autograd function. Returns the outputs and a Kept."""
         with call.head.ready(call.loss):
             outputs, known = forward(call)
         tensors, blank = call.flatten()
@@ -105,7 +105,7 @@ class Kept:
 
 
 class PerRowLoss(Node):
-    """Results per row of a head."""
+    """The results per row of a loss over a head."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, head, loss, *row_inputs):

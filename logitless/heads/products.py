@@ -7,11 +7,11 @@ from torch import Tensor
 
 from ..core.source import is_dtensor
 
-SLAB = 64 << 20  # bytes of fp32 numbers that a CPU converts at once
+SLAB = 64 << 20  # bytes of the largest fp32 copy that a CPU makes at once
 
 
 def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Writes h @ weight.T + bias to `out`, in the dtype of h or in fp32 without rounding."""
+    """Writes h @ weight.T + bias to `out`, in the dtype of h or as unrounded fp32 sums."""
     if out.dtype == h.dtype:
         if bias is None:
             return torch.mm(h, weight.t(), out=out)
@@ -34,12 +34,12 @@ def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
 
 
 def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The materialised logits, (..., V), differentiable."""
+    """Returns the materialised logits (..., V), which are differentiable."""
     if dtype == hidden.dtype:
         return torch.nn.functional.linear(hidden, weight, bias)
     wanted = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     differentiable = torch.compiler.is_compiling() or (torch.is_grad_enabled() and wanted)
-    if differentiable or is_dtensor(weight):  # for a DTensor, torch.mm has no out_dtype
+    if differentiable or is_dtensor(weight):  # torch.mm has no out_dtype for a DTensor
         tensors = (None if t is None else t.to(dtype) for t in (hidden, weight, bias))
         with without_autocast(hidden.device):
             return torch.nn.functional.linear(*tensors)  # pyright: ignore[reportArgumentType]
