@@ -59,9 +59,10 @@ def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGrad
 
 
 def _chunks(call: Call, keep: bool) -> Chunks:
-    """Returns the chunks of the head, which are the same in forward and backward.
+    """Returns the chunks of the head for forward or backward.
 
-    The chunks have whole rows if `keep` is False, that is, if forward saves no statistics.
+    If `keep` is True, forward and backward have the same chunks. If `keep` is False, the chunks
+    have whole rows, because backward recomputes the statistics.
     """
     merges = call.loss.merges and keep
     return chunks_of(call.head, call.loss, call.head.work(merges, sums=call.needs.weight))
