@@ -6,8 +6,8 @@ row statistics share:
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-In this formula, p = softmax(z), and v are the class weights. A loss may also use the
-log-probability of the label at temperature 1. Then the term d ([i = label] - p1_i) is added to
+In this formula, p = softmax(z), and v are the class weights. If a loss also uses the
+log-probability of the label at temperature 1, d ([i = label] - p1_i) is added to
 dz_i / temperature, where d is a coefficient and p1 = softmax(z · temperature). The backward
 multiplies the whole gradient by the upstream gradient.
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# The kinds of tensors that a loss holds. Reading, Slots and Pair list their tensors in TENSORS.
+# The kinds of tensors that a loss holds. TENSORS of a struct lists its tensors and their kinds.
 PER_ROW = "per row"  # shape (...) or (..., K), sliced together with the rows of the logits
 PER_CLASS = "per class"  # shape (V,), never sliced, not even for a shard of the vocabulary
 TEACHER = "teacher"  # logits or probabilities (..., V), sliced with the rows and columns
@@ -47,10 +47,10 @@ class Reading(NamedTuple):
 
     The logits of the softmax are z = softcap · tanh(x / softcap) / temperature.
 
-    `label` holds one integer per row. The integers are class ids, or a mask of the rows that count.
-    A mask holds 1 for rows that count and 0 for ignored rows, and ignore_index is 0. A row is
-    ignored if its label is ignore_index. An ignored row is not read. The statistics and the
-    gradient of an ignored row are 0, and its argmax is -1.
+    `label` holds one integer per row, which is a class id or an entry of a mask. The label in a
+    mask is 1 for rows that count and 0 for ignored rows, and ignore_index is 0. A row is ignored if
+    its label is ignore_index. An ignored row is not read. The statistics and the gradient of an
+    ignored row are 0, and its argmax is -1.
     """
 
     vocab: int  # V, the size of the whole vocabulary, even if the logits are only a shard
@@ -249,9 +249,9 @@ COEFFICIENTS = 6
 FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
 
 # In a column i outside the ids, the gradient of the tail has the term p_i / e^tail. If e^tail is
-# very small, p_i is 0 in fp32, and 1 / e^tail is infinite. Therefore a loss with "a_ids" uses
-# p_i · e^-lift instead of p_i in the columns outside the ids, and multiplies `a` by e^lift. The
-# number lift is min(tail - LEAST_TAIL, 0), or 0 if the ids contain all columns.
+# very small, p_i is 0 in fp32, and 1 / e^tail is infinite. Therefore a loss with a tail (field
+# "a_ids") uses p_i · e^-lift instead of p_i in the columns outside the ids, and multiplies `a` by
+# e^lift. The number lift is min(tail - LEAST_TAIL, 0), or 0 if the ids contain all columns.
 LEAST_TAIL = -32.0
 
 NO_ID = -(2**31)  # the id of a masked slot; a masked slot is not read and has no gradient
@@ -264,7 +264,7 @@ class Slots(NamedTuple):
     """
 
     teacher: Tensor  # (..., K), log p
-    mask: Tensor | None  # (..., K), bool, True for slots that count
+    mask: Tensor | None  # (..., K), bool, True for unmasked slots
     # The log of the teacher's mass outside the slots, (...). If `tail` is None, the teacher's mass
     # outside the slots is (1 - Σ p).
     tail: Tensor | None
@@ -286,9 +286,9 @@ class Slots(NamedTuple):
     )
 
 
-# Supports that divide the teacher's probabilities by their sum over the slots.
+# The values of `support` that divide the teacher's probabilities by their sum over the slots.
 RENORM_TEACHER = ("renorm_teacher", "renorm")
-# Supports that divide the student's probabilities by their sum over the slots.
+# The values of `support` that divide the student's probabilities by their sum over the slots.
 RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")
 
 # If the teacher's p is rounded to 16 bits, 1 - Σ p may be up to 2^-6 although the true tail is

@@ -86,7 +86,7 @@ class Backend(Protocol):
         ...
 
     def label_coefficients(self, reading: Reading, dtype: torch.dtype) -> Coefficients:
-        """Returns the coefficients of nll times the class weight. No statistics are needed."""
+        """Returns the coefficients of nll times the class weight, which need no statistics."""
         ...
 
     def weighted_nll(self, nll: Tensor, reading: Reading) -> Tensor:
@@ -138,7 +138,7 @@ class Backend(Protocol):
         logprob_t1: Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> tuple[Tensor, Coefficients]:
-        """Returns the loss (...) of a sparse teacher, and the coefficients of its gradient."""
+        """Returns the loss (...) against a sparse teacher, and coefficients of its gradient."""
         ...
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
@@ -161,7 +161,7 @@ class Backend(Protocol):
     def pair_read(
         self, x: Tensor, reading: Reading, pair: Pair, norms: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns the loss (...) of a dense teacher, and the state (N, PAIR_STATE) for backward."""
+        """Returns the loss (...) against a dense teacher, and the state (N, PAIR_STATE)."""
         ...
 
     def pair_gradient(

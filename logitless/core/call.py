@@ -190,7 +190,7 @@ def check_values(loss) -> None:
 
 
 def reads_label(loss) -> bool:
-    """Whether the loss reads labels as class ids. Other losses use labels only as a mask."""
+    """Whether the loss reads labels as class ids, and not only as a mask of rows."""
     wants = loss.reading.wants
     if "nll" in wants or "logprob_t1" in wants:
         return True

@@ -133,7 +133,7 @@ def ids(t: Any, x: Tensor) -> None:
 def in_range(
     ids: Tensor, V: int, counts: Tensor | None, name: str, ignore_index: int | None
 ) -> None:
-    """Raises if an id that counts is outside [0, V). The error message names the row."""
+    """Raises if an id is outside [0, V) where `counts` is True. The error message names the row."""
     bad = (ids < 0) | (ids >= V)
     if counts is not None:
         bad &= counts

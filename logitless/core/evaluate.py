@@ -192,7 +192,7 @@ class GradientInBackward(Node):
         return (d_x, *d_rows), (x, *tensors)
 
 
-# Function.apply has extra code for torch.func. These calls skip this code, because
+# Function.apply has extra code for torch.func. The two functions below skip the extra code, because
 # `evaluate_traced` evaluates losses under torch.func.
 _gradient_in_forward = super(torch.autograd.Function, GradientInForward).apply  # pyright: ignore[reportAttributeAccessIssue]
 _gradient_in_backward = super(torch.autograd.Function, GradientInBackward).apply  # pyright: ignore[reportAttributeAccessIssue]

@@ -50,7 +50,7 @@ class RowLoss:
     saves_gradient: ClassVar[bool] = False
     # The names of the fields of the loss that are structs of contract.py.
     structs: ClassVar[tuple[str, ...]] = ("reading",)
-    # The names of the label and of the ids in error messages. A subclass may use a property.
+    # The names of the label and of the ids in error messages. `names` may be a property.
     names: ClassVar[Any] = ("target", "ids")
     row_inputs = ()  # tensors with one or k numbers per row that may require a gradient
 
@@ -64,7 +64,7 @@ class RowLoss:
     def value(self, backend: Backend, statistics: Statistics) -> tuple[tuple[Tensor, ...], Saved]:
         """Computes outputs (...) from statistics of whole rows.
 
-        Also returns tensors for `coefficients`.
+        `value` also returns the tensors that `coefficients` reads.
         """
         raise NotImplementedError
 
@@ -115,8 +115,8 @@ class RowLoss:
     def mean_and_gradient(self, backend: Backend, x: Tensor, into: Tensor) -> Tensor | None:
         """Returns the mean over rows, and writes its gradient to `into`, in one launch.
 
-        The result is None if one launch is not possible. This method is for small tensors, where a
-        launch takes longer than reading the logits.
+        The result is None if one launch is not possible. `mean_and_gradient` is for small tensors,
+        where a launch takes longer than reading the logits.
         """
         return None
 

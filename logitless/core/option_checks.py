@@ -81,7 +81,7 @@ SUPPORTS = ("truncate", "renorm_teacher", "renorm", "tail")
 DIRECTIONS = ("forward", "reverse")
 ACCUMULATE = ("auto", "fp32", "weight")
 
-# Checks of options without logits. The modules of nn.py run these checks in their constructors.
+# The checks of options that need no logits. The modules of nn.py run these checks in __init__.
 RULES: dict[str, Callable[[Any], Any]] = {
     "temperature": lambda value: isinstance(value, Tensor) or temperature(value),
     "softcap": softcap,

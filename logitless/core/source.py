@@ -7,7 +7,8 @@ The public functions check shape, dtype and device of their arguments, build a R
 loss to `evaluate` of the source. The rest of the library does not depend on the kind of source.
 
 LinearLogits and VocabShard, which users construct, are subclasses of `Logits`. A `Logits` has only
-the members that users need. Its attribute `_source` is the Source that evaluates losses.
+the members that users need. The attribute `_source` of a `Logits` is the Source that evaluates
+losses.
 
 A source computes logits for some rows at a time, and calls `forward` and `backward` of the loss for
 these rows. `loss.rows(rows, lead)` is the loss of these rows. The source reduces the values of all

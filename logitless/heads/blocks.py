@@ -5,8 +5,8 @@ statistics can be merged also works on blocks, without changes. The logits of a 
 twice, once for the statistics and once for the gradient, unless the logits of the block are kept in
 memory. Statistics are computed from the first block to the last. Gradients are computed from the
 last block to the first. So the rows of the weight's gradient that belong to the first blocks are
-written last. Before these rows of the gradient are written, their memory holds the logits of later
-blocks (kept_blocks in plan.py).
+written last. Until the weight's gradient of the first blocks is written, its memory holds the
+logits of later blocks (kept_blocks in plan.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -135,7 +135,7 @@ class BlockBackend:
     def read(self, x: Blocks, reading: Reading) -> Statistics:
         """Returns the statistics of whole rows.
 
-        The partial statistics of WAITING blocks are merged at a time, which saves memory.
+        The partial statistics are merged after every few blocks (WAITING), which saves memory.
         """
         x.keep()
         waiting = []

@@ -137,7 +137,7 @@ class Chunks:
     def _step(self, whole: Tile, at: slice, count: int) -> Tile:
         """Returns a Tile with the rows `at` of the Tile `whole`.
 
-        The gradient of these rows overwrites only logits that have been read.
+        The gradient of the rows `at` overwrites only logits that have been read.
         """
         saved = whole.saved
         if saved is not None:  # a tensor that is the same for all rows is not sliced

@@ -44,21 +44,23 @@ class LinearLogits(AsTensor, Logits):
     workspace. A loss over materialised logits takes less time.
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
-    to 16 bits. Log-probabilities of fp32 logits are hundreds of times more exact. The gradient of
-    the logits is rounded to 16 bits, and the GEMMs of the backward run in 16 bits.
+    to 16 bits. Log-probabilities of fp32 logits are hundreds of times more exact than those of
+    16-bit logits. The gradient of fp32 logits is rounded to 16 bits, and the GEMMs of the backward
+    run in 16 bits.
 
     `accumulate` selects the precision in which the gradient of a bf16 weight is summed over chunks.
-    "auto" sums up to two chunks in bf16. For more chunks, "auto" sums in block floating point on
-    Hopper and data-center Blackwell, and in fp32 on other devices. Block floating point needs no
-    memory besides the gradient. In block floating point, 128 neighbouring numbers share one
-    exponent, and the largest of these numbers keeps 14 bits. "fp32" sums in fp32, which takes
-    additional memory of the gradient's size. "weight" rounds to bf16 after every chunk. The
-    gradient of an fp16 weight is always summed in fp32.
+    accumulate="auto" sums up to two chunks in bf16. For more chunks, accumulate="auto" sums in
+    block floating point on Hopper and data-center Blackwell, and in fp32 on other devices. Block
+    floating point needs no memory besides the gradient. In block floating point, 128 neighbouring
+    numbers share one exponent, and the largest of these numbers keeps 14 bits. accumulate="fp32"
+    sums in fp32, which takes additional memory of the gradient's size. accumulate="weight" sums in
+    bf16, which rounds after every chunk. The gradient of an fp16 weight is always summed in fp32.
 
     `main_grad` is an fp32 tensor of the weight's shape. Every backward adds the weight's gradient
     to main_grad instead of weight.grad. For a mean or sum, the gradient is added to main_grad once,
     after the sum over chunks. A sum in bf16 or in block floating point is rounded to bf16 before it
-    is added. For results per row, the gradient of each chunk is added to main_grad separately.
+    is added to main_grad. For results per row, the gradient of each chunk is added to main_grad
+    separately.
 
     Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
     number of rows that count is on the GPU. The host waits for the number of rows that count once,
@@ -165,7 +167,7 @@ class HeadLogits(Source):
 
 
 class HeadColumns(Source):
-    """The logits of all ranks. This rank's head computes its own columns."""
+    """The source of the logits of all ranks. The head of this rank computes its own columns."""
 
     def __init__(self, head: Head, shard: Any):
         backend = shard.head_backend(head.hidden, head.own_hidden is not None)

@@ -1,6 +1,7 @@
-"""Results per row of a loss over a head, in four GEMMs. A mean or sum takes three (total.py).
+"""Results per row of a loss over a head, in four GEMMs.
 
-Forward saves the statistics of each row, and backward recomputes the logits.
+Forward saves the statistics of each row, and backward recomputes the logits. A mean or sum takes
+only three GEMMs (total.py).
 """
 
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ def forward(call: Call) -> tuple[tuple[Tensor, ...], list[Saved]]:
 def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGradients:
     """Returns the gradients of the head and of row_inputs.
 
-    The memory of the logits is free on return. If `known` is None, backward recomputes the
-    statistics, and chunks have whole rows.
+    The memory of the logits is free when `backward` returns. If `known` is None, backward
+    recomputes the statistics, and chunks have whole rows.
     """
     head, loss, lead = call.head, call.loss, call.head.lead
     flat = [None if g is None else g.reshape(head.rows, *g.shape[len(lead) :]) for g in upstream]
@@ -76,14 +77,14 @@ def _ignored(t: Tensor, rows: int) -> Tensor:
 
 @dataclass
 class Kept:
-    """Data of an autograd function for its backward, besides the tensors that autograd saves."""
+    """The data that an autograd function keeps for backward, besides the tensors it saves."""
 
     call: Call  # without tensors
     known: list[Saved]
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[tuple[Tensor, ...], "Kept"]:
-        """Computes the forward of an autograd function. Returns the outputs and a Kept."""
+        """Computes the forward of an autograd function. Returns outputs and a Kept for backward."""
         with call.head.ready(call.loss):
             outputs, known = forward(call)
         tensors, blank = call.flatten()

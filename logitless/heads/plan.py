@@ -13,8 +13,8 @@ The unit of the following costs is the time of one GEMM over all logits.
 
 The number s is SUM_ROWS. A GEMM over s rows takes as long as reading and writing the sum of the
 weight's gradient. The number r is STATISTICS_COST, the cost of reading the logits a second time.
-The number `kept` is the fraction of the logits that are computed only once. Their first values are
-kept in the memory of the weight's gradient (blocks.py).
+The number `kept` is the fraction of the logits that are computed only once, because they are kept
+in the memory of the weight's gradient (blocks.py).
 """
 
 import contextlib
@@ -138,9 +138,10 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
 def even_chunk(rows: int, room: int) -> int:
     """Returns the number of rows per chunk, in a workspace with room for `room` rows.
 
-    The result is a multiple of TILE if one tile fits, and a power of two if eight tiles fit. Most
-    batches also have a power of two of rows, so no short chunk is left over. All chunks have the
-    same size, because even a short last chunk would read the whole weight.
+    The number of rows per chunk is a multiple of TILE if `room` is at least TILE, and a power of
+    two if `room` is at least 8 · TILE. The number of rows of most batches is a power of two, so no
+    short chunk is left over. All chunks have the same size, because even a short last chunk would
+    read the whole weight.
     """
     most = max(room, 1)
     if most >= 8 * TILE:

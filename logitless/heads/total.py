@@ -2,9 +2,9 @@
 
 `forward` computes the loss and all gradients for an upstream gradient of 1. Logits, d_hidden and
 d_weight need one GEMM each. If the head is split by columns, most logits are computed twice.
-`backward` scales the gradients. `forward` and `backward` are plain functions of a `Call`. The
-autograd functions (ReducedLoss and lazy/nodes.py) and the operator (operators.py) only save and
-unpack tensors.
+`backward` multiplies the gradients by the upstream gradient. `forward` and `backward` are plain
+functions of a `Call`. The autograd functions (ReducedLoss and lazy/nodes.py) and the operator
+(operators.py) only save and unpack tensors.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class Call(NamedTuple):
         """Whether backward, instead of forward, multiplies the gradients of a mean by the share.
 
         The share is the factor that turns a sum into a mean. For fp16, backward multiplies by the
-        share, because smaller gradients could underflow in forward.
+        share, because the small gradients of a mean could underflow in forward.
         """
         return self.reduction == "mean" and self.head.hidden.dtype == torch.float16
 
@@ -141,7 +141,7 @@ def backward(call: Call, share: Tensor | None, gradients: HeadGradients, upstrea
 
 @dataclass
 class Kept:
-    """Data of an autograd function for its backward, besides the tensors that autograd saves."""
+    """The data that an autograd function keeps for backward, besides the tensors it saves."""
 
     call: Call  # without tensors
     share: Tensor | None
@@ -149,7 +149,7 @@ class Kept:
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[Tensor, "Kept"]:
-        """Computes the forward of an autograd function. Returns the value and a Kept."""
+        """Computes the forward of an autograd function. Returns value and Kept for backward."""
         tensors, blank = call.flatten()
         ctx.save_for_backward(*tensors)
         with call.head.ready(call.loss):

@@ -122,9 +122,9 @@ def cross_entropy(
     inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
     forward. If another operation saved the logits before this call, the backward of that operation
     raises. The backward of an operation that uses the logits after this call raises too, unless the
-    logits are a leaf or a slice of a larger tensor. A second backward raises. If no gradient is
-    needed, the logits are not overwritten. Under torch.compile, which plans memory itself, inplace
-    has no effect.
+    logits are a leaf or a slice of a larger tensor. With inplace=True, a second backward raises. If
+    no gradient is needed, inplace=True does not overwrite the logits. Under torch.compile, which
+    plans memory itself, inplace has no effect.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
@@ -163,7 +163,7 @@ def linear_cross_entropy(
     drop_ignored: bool = True,
     **options,
 ) -> Tensor:
-    """Cross-entropy of the logits hidden (..., D) @ weight (V, D).T + bias.
+    """Computes the cross-entropy of the logits hidden (..., D) @ weight (V, D).T + bias.
 
     Large logits are never materialised as a whole. `class_weight` is the option `weight` of
     cross_entropy, and `options` are the other options of cross_entropy. The options workspace,

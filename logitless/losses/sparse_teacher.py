@@ -121,8 +121,8 @@ def capture_topk(
     The tail mass is the probability of all other ids.
 
     The ids are sorted by descending probability, and equal probabilities by ascending id. The
-    results have no gradient. On a GPU, one pass over the logits is enough for k up to 256. For a
-    larger k, torch.topk sorts chunks of rows.
+    results have no gradient. On a GPU, one pass over the logits is enough for k up to 256. For k
+    above 256, torch.topk sorts chunks of rows.
 
     >>> capture_topk(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids
     tensor([[1, 2]])

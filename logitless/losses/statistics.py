@@ -311,10 +311,11 @@ def token_logprobs(
     ignore_index: int | None = -100,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Returns log softmax(z)[ids], with the shape of ids, (...) or (..., K). Ids may repeat.
+    """Returns log softmax(z)[ids], with the shape of ids, (...) or (..., K).
 
-    A row is ignored if its mask (...) is False. A row is also ignored if its id, or the first of
-    its K ids, is ignore_index. The results and the gradient of an ignored row are 0.
+    The ids of a row may repeat. A row is ignored if its mask (...) is False. A row is also ignored
+    if its id, or the first of its K ids, is ignore_index. The results and the gradient of an
+    ignored row are 0.
 
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([2]))
     tensor([-1.3863])
