@@ -1,14 +1,15 @@
-"""The structs that pass between the losses and the two backends, `kernels` and `eager`.
+"""The structs that losses and backends (`kernels` and `eager`) pass to each other.
 
-A `Reading` lists the statistics to compute for each row of logits. `Statistics` holds their values.
-`Coefficients` holds the factors of the one backward formula that serves every loss:
+A `Reading` lists the statistics to compute for each row of logits. `Statistics` holds the values of
+the statistics. `Coefficients` holds the coefficients of the backward formula, which all losses over
+row statistics share:
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-In this formula, p = softmax(z), and v are the class weights. If a loss uses the log-probability of
-the label at temperature 1, the term d ([i = label] - p1_i) is added to dz_i / temperature. Here, d
-is a coefficient, and p1 = softmax(z · temperature). The whole gradient is multiplied by an upstream
-gradient.
+In this formula, p = softmax(z), and v are the class weights. If a loss also uses the
+log-probability of the label at temperature 1, d ([i = label] - p1_i) is added to
+dz_i / temperature, where d is a coefficient and p1 = softmax(z · temperature). The backward
+multiplies the whole gradient by the upstream gradient.
 """
 
 import math
@@ -20,13 +21,13 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# Kinds of tensors that accompany logits. Each struct below declares the kinds of its tensors once.
+# The kinds of tensors that a loss holds. TENSORS of a struct lists its tensors and their kinds.
 PER_ROW = "per row"  # shape (...) or (..., K), sliced together with the rows of the logits
 PER_CLASS = "per class"  # shape (V,), never sliced, not even for a shard of the vocabulary
 TEACHER = "teacher"  # logits or probabilities (..., V), sliced with the rows and columns
 
-# The statistics of a row. All statistics are fp32 (fp64 for fp64 logits). The shape of a statistic
-# is (...), except where its comment gives (..., K).
+# The names of all row statistics. Every statistic except argmax is fp32 (fp64 for fp64 logits). A
+# statistic has shape (...), or (..., K) if its comment says so.
 STATISTICS = (
     "lse",  # log Σ e^z
     "picked",  # z at the ids, (..., K), or z at the label if there are no ids
@@ -42,18 +43,19 @@ STATISTICS = (
 
 
 class Reading(NamedTuple):
-    """The statistics to compute for each row x of logits, and the options that turn x into z.
+    """The statistics to compute for each row x of logits, and the options of the softmax.
 
-    z = softcap · tanh(x / softcap) / temperature
+    The logits of the softmax are z = softcap · tanh(x / softcap) / temperature.
 
-    The label is one integer per row. The labels are classes, or a mask of rows. A mask has the
-    labels 0 and 1, and its ignore_index is 0. A row whose label is ignore_index is not read. The
-    statistics and the gradient of such a row are 0, and its argmax is -1.
+    `label` holds one integer per row, which is a class id or an entry of a mask. The label in a
+    mask is 1 for rows that count and 0 for ignored rows, and ignore_index is 0. A row is ignored if
+    its label is ignore_index. An ignored row is not read. The statistics and the gradient of an
+    ignored row are 0, and its argmax is -1.
     """
 
     vocab: int  # V, the size of the whole vocabulary, even if the logits are only a shard
     label: Tensor | None = None  # (...), int8, int32 or int64
-    ids: Tensor | None = None  # (..., K), int32 or int64; an empty slot holds NO_ID
+    ids: Tensor | None = None  # (..., K), int32 or int64; a masked slot holds NO_ID
     class_weight: Tensor | None = None  # (V,), multiplies each class in "total" and "log_total"
     row_temperature: Tensor | None = None  # (...), replaces temperature
     temperature: float | None = 1.0  # None if row_temperature is given
@@ -77,9 +79,9 @@ class Reading(NamedTuple):
         return sums_of(self.wants, self.at_temperature_1)
 
     def fold_scale(self, scale: float, softcap: float | None) -> "Reading":
-        """Returns a Reading for x. The statistics equal those of `self` for the logits scale · x.
+        """Returns a Reading of x that gives the same statistics as `self` over scale · x.
 
-        `softcap` replaces the softcap of `self`.
+        `softcap` replaces the softcap of `self`, and applies to scale · x.
         """
         if scale == 1:
             return self._replace(softcap=softcap)
@@ -92,16 +94,15 @@ class Reading(NamedTuple):
 
     @property
     def any_temperature(self) -> "float | Tensor | None":
-        """The temperature as one number, as a tensor with one number per row, or None for 1."""
+        """The temperature, as one number or as a tensor (...). None means temperature 1."""
         if self.temperature is None:
             return self.row_temperature
         return None if self.temperature == 1 else self.temperature
 
     def squared(self, dtype: torch.dtype) -> tuple[Tensor | None, float]:
-        """Returns T² as a product of two factors.
+        """Returns (T² per row, 1.0) for one temperature per row, and (None, T²) for one number T.
 
-        The first factor is a tensor with one number per row, squared in `dtype`, or None. The
-        second factor is one number for all rows.
+        T² per row is a tensor that is computed in `dtype`.
         """
         if self.row_temperature is not None:
             return self.row_temperature.to(dtype).square(), 1.0
@@ -109,7 +110,7 @@ class Reading(NamedTuple):
         return None, self.temperature**2
 
     def ignored_rows(self) -> Tensor | None:
-        """A bool mask (...) of the ignored rows; None without an ignore_index."""
+        """A bool mask (...) of the ignored rows; None if there is no ignore_index."""
         return None if self.ignore_index is None else self.label == self.ignore_index
 
 
@@ -129,7 +130,7 @@ class RowStats(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """The statistics that a Reading requests; all others are None.
+    """The statistics that a Reading requests. A statistic that is not requested is None.
 
     `state` holds the numbers that the backward reads.
     """
@@ -147,8 +148,8 @@ class Statistics(NamedTuple):
     logprob_t1: Tensor | None = None
 
 
-# Fields of Statistics.state, one number per row. "Only with" names the statistic that the Reading
-# must request. Without this statistic, the field is not written.
+# Fields of Statistics.state, one number per row. A field with the note "only with X" is written
+# only if the Reading requests the statistic X.
 SHIFT = 0  # max y, where y = z · temperature; 0 if the max is infinite
 LOG_S = 1  # log Σ e^((y - shift) / temperature)
 LOG_S1 = 2  # log Σ e^(y - shift); only with "logprob_t1"
@@ -159,19 +160,20 @@ STATE = 6
 
 
 class Partials(NamedTuple):
-    """Partial statistics of several disjoint sets of columns.
+    """Partial statistics of several disjoint sets of columns of the logits.
 
-    The sets are blocks, splits of a row, or shards of ranks. Partial statistics can be merged in
-    any order. The partial statistics of an empty set of columns are (-inf, 0, 0, ...).
+    A set of columns is a block of a head, a split of a row, or the shard of one rank. Partial
+    statistics can be merged in any order. The partial statistics of an empty set of columns are
+    (-inf, 0, 0, ...).
     """
 
     state: Tensor  # (N, sets of columns, part_width), with the fields M to REF
     picked: Tensor | None = None  # (N, K), y at the ids; 0 for an id outside these columns
 
 
-# Fields of Partials.state, where y = z · temperature and d = y - m. The fields that most losses
-# need come first. The tensor ends with the last field that a requested statistic needs. An earlier
-# field is undefined if no requested statistic needs the field.
+# Fields of Partials.state, where y = z · temperature, m = max y and d = y - m. Partials.state
+# starts with the fields that most losses need, and ends with the last field that a requested
+# statistic needs. A field that no requested statistic needs is undefined.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
 Y_LABEL = 2  # y at the label; 0 if the label is outside these columns
@@ -185,9 +187,9 @@ PART = 9
 
 
 class Sums(NamedTuple):
-    """Flags for fields of Partials.state: whether a requested statistic needs the fields.
+    """Flags that say which optional fields of Partials.state the requested statistics need.
 
-    The fields M, S and Y_LABEL have no flag.
+    The fields M, S and Y_LABEL are always computed, and have no flag.
     """
 
     entropy: bool  # W
@@ -205,8 +207,8 @@ def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
 def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
     """Returns the number of fields of Partials.state. The arguments are the flags of Sums.
 
-    Ranks also send the undefined fields before the last needed field, so that gathered partial
-    statistics need no repacking.
+    Partials.state includes the undefined fields before the last needed field. Ranks also send these
+    undefined fields, so that gathered partial statistics need no repacking.
     """
     if total:
         return PART
@@ -215,11 +217,11 @@ def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
     return ARG + 1 if argmax else W + 1 if entropy else Y_LABEL + 1
 
 
-NOWHERE = 2**31 - 1  # ARG of an empty set of columns
+NOWHERE = 2**31 - 1  # the value of ARG for an empty set of columns
 
 
 def as_bits(whole: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of this dtype that holds the bits of 32-bit integers, not their values."""
+    """Returns a floating-point tensor of this dtype that holds the bits of the integers."""
     return whole.to(torch.int32 if dtype == torch.float32 else torch.int64).view(dtype)
 
 
@@ -229,7 +231,7 @@ def of_bits(t: Tensor) -> Tensor:
 
 
 class Coefficients(NamedTuple):
-    """The factors of the backward formula, for an upstream gradient of 1."""
+    """The coefficients of the backward formula (see above), for an upstream gradient of 1."""
 
     rows: Tensor | None  # (N, COEFFICIENTS), or (1, COEFFICIENTS) if all rows share them
     has: tuple[str, ...]  # the names from FIELDS that the loss uses
@@ -246,27 +248,31 @@ D_LOGPROB_T1 = 5  # d, the gradient of logprob_t1
 COEFFICIENTS = 6
 FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
 
-# For a column i outside the ids, the gradient of the tail has the term p_i / e^tail. For a very
-# small tail, p_i would be 0 in fp32, and 1 / e^tail would be infinite. Therefore, if "a_ids" is
-# used, the columns outside the ids use (p_i · e^-lift) instead of p_i, and their `a` is multiplied
-# by e^lift. The lift is min(tail - LEAST_TAIL, 0), or 0 if all columns are among the ids.
+# In a column i outside the ids, the gradient of the tail has the term p_i / e^tail. If e^tail is
+# very small, p_i is 0 in fp32, and 1 / e^tail is infinite. Therefore a loss with a tail (field
+# "a_ids") uses p_i · e^-lift instead of p_i in the columns outside the ids, and multiplies `a` by
+# e^lift. The number lift is min(tail - LEAST_TAIL, 0), or 0 if the ids contain all columns.
 LEAST_TAIL = -32.0
 
-NO_ID = -(2**31)  # marks an empty slot, which is not read and has no gradient
+NO_ID = -(2**31)  # the id of a masked slot; a masked slot is not read and has no gradient
 
 
 class Slots(NamedTuple):
-    """A teacher with K slots per row, and the options of the comparison with the student."""
+    """A sparse teacher with K ids per row, and the options of a loss against this teacher.
+
+    A slot is one of the K positions of a row.
+    """
 
     teacher: Tensor  # (..., K), log p
-    mask: Tensor | None  # (..., K), bool, True for slots that count
-    # (...), the log of the teacher's mass outside the slots. If None, this mass is (1 - Σ p).
+    mask: Tensor | None  # (..., K), bool, True for unmasked slots
+    # The log of the teacher's mass outside the slots, (...). If `tail` is None, the teacher's mass
+    # outside the slots is (1 - Σ p).
     tail: Tensor | None
     row_weight: Tensor | None  # (...), factor of each row's divergence
     divergence: str  # "forward_kl", "reverse_kl", "jsd" or "tvd"
     # The support is "truncate", "renorm_teacher", "renorm" or "tail". For logits that are already
-    # gathered, the support is "gathered" (softmax over all slots) or "gathered_renorm" (softmax
-    # over the slots that count).
+    # gathered at the teacher's ids, the support is "gathered" (softmax over all K slots) or
+    # "gathered_renorm" (softmax over the unmasked slots).
     support: str
     beta: float  # β of "jsd"
     kd_weight: float  # factor of the divergence
@@ -280,17 +286,18 @@ class Slots(NamedTuple):
     )
 
 
-# Supports that divide the teacher's p by its sum over the slots.
+# The values of `support` that divide the teacher's probabilities by their sum over the slots.
 RENORM_TEACHER = ("renorm_teacher", "renorm")
-# Supports that divide the student's q by its sum over the slots.
+# The values of `support` that divide the student's probabilities by their sum over the slots.
 RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")
 
-# If the teacher's p is rounded to 16 bits, an empty tail may seem to have a mass of up to 2^-6.
+# If the teacher's p is rounded to 16 bits, 1 - Σ p may be up to 2^-6 although the true tail is
+# empty.
 LOG_ROUNDING = math.log(2.0**-6)
 
 
 def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
-    """Returns the divergence to compute, and its β. The β is None for every divergence except JSD.
+    """Returns the divergence to compute, and β for JSD or None for other divergences.
 
     JSD is replaced by forward KL at β = 0, and by reverse KL at β = 1.
     """
@@ -300,7 +307,7 @@ def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
 
 
 class Pair(NamedTuple):
-    """A dense teacher, and the options of the comparison with the student."""
+    """A dense teacher, and the options of a loss against this teacher."""
 
     # The teacher's logits (..., V), or the teacher's probabilities if `kind` is "soft". The teacher
     # is a Tensor or a ScaledHead. If the student's logits are sharded over ranks, the teacher may
@@ -312,8 +319,9 @@ class Pair(NamedTuple):
     TENSORS = (("teacher", TEACHER),)
 
 
-# The number of values saved per row for a Pair: shift and s of the student, shift and s of the
-# teacher, and a mean.
+# The number of values saved per row for a loss against a dense teacher. The values are the max and
+# the sum of exponentials of the student, the max and the sum of exponentials of the teacher, and a
+# mean.
 PAIR_STATE = 5
 
 # The dtype of statistics and losses for each dtype of logits.
@@ -326,10 +334,10 @@ PRECISION = {
 
 
 class made_once(dict, Generic[T]):
-    """A cache of small constant tensors. cache[key] is make(key), or make(*key) for a tuple.
+    """A cache of small constant tensors. cache[key] is make(key), or make(*key) if key is a tuple.
 
-    Entries are created outside of inference mode, because autograd cannot save inference tensors.
-    An entry created while a CUDA graph is captured belongs to that graph and is not cached.
+    Tensors are created outside of inference mode, because autograd cannot save inference tensors. A
+    tensor created while a CUDA graph is captured belongs to that graph and is not cached.
     """
 
     def __init__(self, make: Callable[..., T]):

@@ -1,4 +1,4 @@
-"""Modules for the functions in losses/. Each module stores options and calls one function.
+"""nn.Modules for the functions in losses/. Each module stores options and calls one function.
 
 FusedHead is a linear head with lazy logits (lazy/).
 """
@@ -37,7 +37,7 @@ def __dir__() -> list[str]:
 
 
 class _LogitsModule(nn.Module):
-    """The base class of all modules. It stores temperature and softcap."""
+    """The base class of all modules, which stores temperature and softcap."""
 
     @_call.named()
     def __init__(self, temperature: float | Tensor = 1.0, softcap: float | None = None):
@@ -251,12 +251,12 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
 
 
 class FusedHead(nn.Linear):
-    """A linear head. The losses of logitless and PyTorch do not materialise its logits.
+    """A linear head. Losses of logitless and PyTorch do not materialise the head's large logits.
 
-    If gradients are needed, the head returns LazyLogits. A loss of LazyLogits is computed from the
-    hidden states and the weight. Without gradients, as in evaluation and sampling, the head returns
-    plain logits. The options workspace, logits_dtype, accumulate and drop_ignored have the same
-    meaning as in LinearLogits.
+    If gradients are needed, the head returns lazy logits (LazyLogits). A loss over lazy logits is
+    computed from the hidden states and the weight. Without gradients, as in evaluation and
+    sampling, the head returns plain logits. The options workspace, logits_dtype, accumulate and
+    drop_ignored have the same meaning as in LinearLogits.
 
     >>> head = FusedHead(4096, 128256, bias=False)
     >>> loss = cross_entropy(head(hidden), target)  # or torch.nn.functional.cross_entropy

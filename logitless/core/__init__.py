@@ -1,1 +1,1 @@
-"""Evaluation of losses: losses as data, sources of logits, and backends."""
+"""Evaluation of losses: the base class of losses, sources of logits, and the choice of backend."""

@@ -23,7 +23,7 @@ class Node(torch.autograd.Function):
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
-    """Returns the same gradients. Differentiating them with respect to `inputs` raises an error."""
+    """Returns the gradients, which raise if they are differentiated with respect to `inputs`."""
     present = [t for t in gradients if t is not None]
     needed = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
     if not present or not needed:
@@ -33,7 +33,7 @@ def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
 
 
 class _Final(torch.autograd.Function):
-    """Returns gradients unchanged in forward, and raises an error in backward."""
+    """Returns the gradients unchanged in forward, and raises an error in backward."""
 
     @staticmethod
     def forward(ctx, count, *tensors):

@@ -1,9 +1,9 @@
 """The protocol of a backend: functions that read logits and write gradients.
 
-`eager` (plain PyTorch) and `kernels` (Triton) are modules with these functions. ColumnBackend
-(parallel/rank_merge.py) and BlockBackend (heads/blocks.py) use one of these modules, and merge the
-partial statistics of several sets of columns. The structs are defined in contract.py. call.py
-chooses the backend of a tensor.
+The modules `eager` (plain PyTorch) and `kernels` (Triton) implement the protocol. ColumnBackend
+(parallel/rank_merge.py) and BlockBackend (heads/blocks.py) call `eager` or `kernels`, and merge the
+partial statistics of several sets of columns. The structs in the signatures are defined in
+contract.py. call.py chooses the backend of a tensor.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class Backend(Protocol):
         ...
 
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
-        """Partial statistics of the columns [start, start + width) of each row."""
+        """Returns partial statistics of x, which holds the columns [start, start + width)."""
         ...
 
     def merge(self, several: Sequence[Partials], reading: Reading) -> Partials:
@@ -52,26 +52,30 @@ class Backend(Protocol):
     def finish(
         self, parts: Partials, reading: Reading, shape: tuple[int, ...] | None = None
     ) -> Statistics:
-        """Returns statistics of whole rows, without the tail, from partials of all columns."""
+        """Returns the statistics of whole rows, except the tail, from Partials of all columns."""
         ...
 
     def outside(self, x: Tensor, reading: Reading, found: Statistics) -> Tensor:
-        """The log of the mass outside reading.ids, (...), for rows with known statistics."""
+        """Returns the log of the softmax mass outside reading.ids, (...).
+
+        `found` holds the other statistics of the rows.
+        """
         ...
 
     def with_repeats(self, state: Tensor, ids: Tensor) -> Tensor:
-        """Returns the state with the field REPEATS set: 1 if ids of the row repeat, otherwise 0."""
+        """Returns the state with the field REPEATS: 1 if the ids of the row repeat, otherwise 0."""
         ...
 
     # --- cross-entropy
 
     @property
     def one_pass(self) -> Any:
-        """A function that computes -log p of the label and writes the gradient, or None.
+        """A function that computes -log p of the label and the gradient in one pass, or None.
 
-        The signature is (x, reading, coefficients, factor, into, mean=False). The function returns
-        -log p, (...), or None if -log p cannot be computed in one pass over these logits. The
-        property is None if the backend does not have the function.
+        The signature of the function is (x, reading, coefficients, factor, into, mean=False). The
+        function writes the gradient to `into` and returns -log p, (...). The function returns None
+        if one pass over these logits is not possible. `one_pass` is None if the backend has no such
+        function.
         """
         ...
 
@@ -82,24 +86,25 @@ class Backend(Protocol):
         ...
 
     def label_coefficients(self, reading: Reading, dtype: torch.dtype) -> Coefficients:
-        """Coefficients of v[label] · nll, computed without any statistics."""
+        """Returns the coefficients of nll times the class weight, which need no statistics."""
         ...
 
     def weighted_nll(self, nll: Tensor, reading: Reading) -> Tensor:
-        """The loss v[label] · nll of each row, (...)."""
+        """Returns nll times the class weight of the label, (...)."""
         ...
 
     def label_mass(self, reading: Reading, dtype: torch.dtype) -> Tensor:
-        """The class weight v[label] of each row, (N,); 0 for ignored rows."""
+        """Returns the class weight of each row's label, (N,); 0 for ignored rows."""
         ...
 
     # --- reductions of rows to one number
 
     def share(self, reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-        """The factor () that turns a sum over rows into a mean.
+        """Returns the factor that turns a sum over rows into a mean, as a scalar tensor.
 
-        The factor is 1 / Σ mass. If `mass` is None, the factor is 1 divided by the number of rows
-        that count. If the divisor is 0, the factor is 1.
+        The factor is 1 / Σ mass, where `mass` holds the class weight of each row's label. If `mass`
+        is None, the factor is 1 divided by the number of rows that count. If the divisor is 0, the
+        factor is 1.
         """
         ...
 
@@ -111,7 +116,11 @@ class Backend(Protocol):
         mass: Tensor | None = None,
         mean: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum or mean of the rows, and the factor of each row's gradient (or None)."""
+        """Returns the sum or mean of `value`, and the factor of each row in the sum.
+
+        Backward multiplies the gradient of each row by this factor. The factor is one number, one
+        number per row, or None, which means 1.
+        """
         ...
 
     def scale_(self, x: Tensor, g: Tensor) -> None:
@@ -129,11 +138,11 @@ class Backend(Protocol):
         logprob_t1: Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> tuple[Tensor, Coefficients]:
-        """Returns the divergence of each row over its K slots, (...), and the coefficients."""
+        """Returns the loss (...) against a sparse teacher, and coefficients of its gradient."""
         ...
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
-        """Returns the logits y at reading.ids, (..., K)."""
+        """Returns the logits at reading.ids, (..., K), with softcap and without temperature."""
         ...
 
     def gather_gradient(
@@ -146,13 +155,13 @@ class Backend(Protocol):
         factor: Tensor | None = None,
         into: Tensor | None = None,
     ) -> Tensor:
-        """The gradient of the logits, from the gradient g of the result of `gather`."""
+        """Returns the gradient of the logits, where g is the gradient of the result of `gather`."""
         ...
 
     def pair_read(
         self, x: Tensor, reading: Reading, pair: Pair, norms: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns the loss against a dense teacher, (...), and the state, (N, PAIR_STATE)."""
+        """Returns the loss (...) against a dense teacher, and the state (N, PAIR_STATE)."""
         ...
 
     def pair_gradient(
@@ -165,17 +174,17 @@ class Backend(Protocol):
         factor: Tensor | None = None,
         into: Tensor | None = None,
     ) -> Tensor:
-        """The gradient of the student's logits."""
+        """Returns the gradient of the student's logits for a loss against a dense teacher."""
         ...
 
     def topk(
         self, x: Tensor, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
+        """The top k ids of each row, their log-probabilities, and the log of the remaining mass."""
         ...
 
     # --- sums of GEMMs
 
     def can_accumulate(self, hidden: Tensor, weight: Tensor) -> bool:
-        """Whether `accumulate` supports the gradient of this weight on this device."""
+        """Whether the function `accumulate` of the backend can sum the gradient of this weight."""
         ...

@@ -1,12 +1,14 @@
 """The first steps of every call: check arguments, detect transforms, choose the backend.
 
 Checks read shapes, dtypes, devices and Python numbers, which are the same in every step of a
-training loop. Therefore `check_once` remembers signatures that passed, and checks each signature
+training loop. Therefore `check_once` checks each combination of shapes, dtypes, devices and numbers
 only once. The rules for the arguments of a public function are in checks.py of the function's
-folder. Only `check_values` reads the values of tensors. Values are read on a CPU, where no
-synchronisation is needed, and on a GPU with LOGITLESS_CHECK=1.
+folder. Only `check_values` reads the values of tensors. `check_values` always reads tensors on a
+CPU, because no synchronisation is needed. `check_values` reads tensors on a GPU only if
+LOGITLESS_CHECK=1 is set.
 
-Triton kernels run on a GPU, and plain PyTorch runs on a CPU, unless `impl` makes another choice.
+By default, Triton kernels compute losses on a GPU. Plain PyTorch computes losses on a CPU, and fp64
+losses on every device. `impl` selects the backend explicitly.
 """
 
 import contextlib
@@ -32,7 +34,10 @@ _passed: set[tuple] = set()
 
 
 def check_once(check: Callable[..., None], *args: Any) -> None:
-    """Calls check(*args), unless arguments of the same signature passed this check before."""
+    """Calls check(*args), unless equal arguments passed this check before.
+
+    Tensors count as equal if their shapes, dtypes, devices and requires_grad are equal.
+    """
     if torch.compiler.is_compiling():  # shapes may be symbolic
         check(*args)
         return
@@ -48,7 +53,7 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
         )
         if key in _passed:
             return
-    except (AttributeError, TypeError):  # `check` raises for objects without a hash or a shape
+    except (AttributeError, TypeError):  # an argument has no hash or no shape; `check` raises
         key = None
     try:
         check(*args)
@@ -71,7 +76,9 @@ def _refuse_on_ranks(logits: Any, error: Exception) -> None:
 
 
 def named(*others: Callable) -> Callable[[F], F]:
-    """Decorates a function that takes its own keyword-only options and the options of `others`.
+    """Decorator that raises for unknown options and for too many positional arguments.
+
+    The decorated function takes its own keyword-only options and the options of `others`.
 
     The error for an unknown option suggests the closest option name. The error for too many
     positional arguments lists the allowed positional arguments.
@@ -103,9 +110,9 @@ def named(*others: Callable) -> Callable[[F], F]:
 
 
 def as_ids(ids: Tensor, ignore_index: int | None = None, mask: Tensor | None = None) -> Tensor:
-    """Converts ids to int64. If ignore_index fits into int32, int32 ids are not converted.
+    """Converts ids to int64. int32 ids are not converted if ignore_index fits into int32.
 
-    If there is a mask of rows, rows whose mask is False get the id ignore_index.
+    If `mask` is given, the ids of rows whose mask is False become ignore_index.
     """
     fits = ignore_index is None or -(2**31) <= ignore_index < 2**31
     if ids.dtype == torch.uint64:
@@ -129,7 +136,7 @@ def as_label(mask: Tensor | None) -> Tensor | None:
 
 
 def reading_of(logits, temperature: float | Tensor, softcap: float | None, **fields) -> Reading:
-    """Builds a Reading of these logits. `temperature` is one number, or one number per row."""
+    """Builds a Reading of the logits. `temperature` is one number, or a tensor (...)."""
     by_row, for_all = None, None
     if isinstance(temperature, Tensor):
         by_row = temperature.expand(logits.shape[:-1])
@@ -142,7 +149,7 @@ def reading_of(logits, temperature: float | Tensor, softcap: float | None, **fie
 
 
 def thorough() -> bool:
-    """Whether LOGITLESS_CHECK=1 is set, which adds slow checks."""
+    """Whether slow checks are enabled by LOGITLESS_CHECK=1."""
     return os.environ.get("LOGITLESS_CHECK", "0") not in ("", "0")
 
 
@@ -180,7 +187,7 @@ def check_values(loss) -> None:
 
 
 def reads_label(loss) -> bool:
-    """Whether the loss reads labels as class ids. Other losses use labels only as a mask."""
+    """Whether the loss reads labels as class ids, and not only as a mask of rows."""
     wants = loss.reading.wants
     if "nll" in wants or "logprob_t1" in wants:
         return True
@@ -201,7 +208,8 @@ def in_func() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
-# torch.compiler.assume_constant_result sets the same attribute, but would import the compiler.
+# torch.compile treats the result of in_func as a constant. torch.compiler.assume_constant_result
+# would set the same attribute, but would also import the compiler.
 in_func._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
@@ -221,10 +229,10 @@ _chosen: str | None = None
 def impl(name: str):
     """Computes every loss in this block with the backend `"triton"` or `"eager"`.
 
-    An explicit choice never falls back to the other backend, with two exceptions. PyTorch always
-    computes more than 4096 slots per row and top-k with k > 256. Triton on CPU tensors needs
-    Triton's interpreter (`TRITON_INTERPRET=1`). The environment variable LOGITLESS_IMPL makes the
-    same choice. A choice applies to all threads of the process.
+    With "triton", plain PyTorch still computes losses against more than 4096 teacher ids per row,
+    and top-k with k > 256. All other losses use only the selected backend. Triton on CPU tensors
+    needs Triton's interpreter (`TRITON_INTERPRET=1`). The environment variable LOGITLESS_IMPL also
+    selects the backend. `impl` applies to all threads of the process.
     """
     global _chosen
     checks.one_of("impl", name, CHOICES)
@@ -236,16 +244,16 @@ def impl(name: str):
 
 
 def chosen() -> str | None:
-    """The backend chosen by `impl` or LOGITLESS_IMPL, or None."""
+    """The name of the backend selected by `impl` or LOGITLESS_IMPL, or None."""
     return _chosen or os.environ.get("LOGITLESS_IMPL") or None
 
 
 def on_gpu(x: Tensor) -> bool:
-    return x.is_cuda or x.is_xpu  # takes a sixth of the time of x.device.type
+    return x.is_cuda or x.is_xpu  # faster than x.device.type, which takes six times as long
 
 
 def backend_of(x: Tensor) -> Backend:
-    """Returns the backend of this tensor, the module `kernels` or `eager`."""
+    """Returns the backend for this tensor, which is the module `kernels` or `eager`."""
     name = _chosen or os.environ.get("LOGITLESS_IMPL")
     if not name:
         return _kernels() if on_gpu(x) and x.dtype != torch.float64 else eager

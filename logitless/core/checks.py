@@ -34,7 +34,7 @@ def logits(x: Any, name: str = "logits") -> None:
 
 
 def some_logits(x: Any, name: str) -> None:
-    """Checks logits that may have no columns."""
+    """Checks logits that may have 0 columns."""
     if not is_source(x):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
     if is_dtensor(x):
@@ -46,7 +46,7 @@ def some_logits(x: Any, name: str) -> None:
 
 
 def placed(name: str, x: Any, dim: int) -> None:
-    """Checks that a DTensor is replicated, or sharded once on this dimension."""
+    """Checks that a DTensor is replicated, or sharded on `dim` by one dimension of its mesh."""
     sharded = [p for p in x.placements if not p.is_replicate()]
     if sharded and (len(sharded) > 1 or not is_shard(sharded[0], dim)):
         raise TypeError(
@@ -56,7 +56,7 @@ def placed(name: str, x: Any, dim: int) -> None:
 
 
 def is_shard(placement: Any, dim: int) -> bool:
-    """Whether the placement is PyTorch's plain Shard(dim)."""
+    """Whether the placement is Shard(dim), and not a subclass of Shard."""
     return type(placement).__name__ == "Shard" and placement.dim == dim
 
 
@@ -133,7 +133,7 @@ def ids(t: Any, x: Tensor) -> None:
 def in_range(
     ids: Tensor, V: int, counts: Tensor | None, name: str, ignore_index: int | None
 ) -> None:
-    """Raises if an id that counts is outside [0, V). The error message names the row."""
+    """Raises if an id is outside [0, V) where `counts` is True. The error message names the row."""
     bad = (ids < 0) | (ids >= V)
     if counts is not None:
         bad &= counts
@@ -148,7 +148,10 @@ def in_range(
 
 
 def in_bounds(temperature: Tensor, live: Tensor | None, least: float, most: float) -> None:
-    """Raises if the temperature of a row that counts is out of bounds, and names the row."""
+    """Raises if the temperature of a row that counts is out of bounds.
+
+    The error message names the row.
+    """
     bad = ~((temperature >= least) & (temperature <= most))
     bad = bad if live is None else bad & live
     if bool(bad.any()):
@@ -202,7 +205,7 @@ def row_weight(t: Any, x: Tensor) -> None:
         raise TypeError(f"row_weight must be a Tensor, got {type(t).__name__}.")
     if t.is_complex():
         raise TypeError(f"row_weight must be real, got {t.dtype}.")
-    if t.dtype == torch.bool:  # a mean would divide by all rows
+    if t.dtype == torch.bool:  # a mean would also divide by the rows that are False
         raise TypeError(
             "row_weight must hold numbers that multiply the losses, got torch.bool. "
             "Pass a mask of the rows that count as `mask`."
@@ -272,7 +275,7 @@ def no_head_in_func() -> None:
 
 
 def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
-    """Checks a teacher's logits or probabilities, of any floating-point dtype, against x."""
+    """Checks that a teacher's logits or probabilities t match the student's logits x."""
     logits(t, name)
     if is_dtensor(t) and not is_dtensor(x):
         raise TypeError(f"{name} must be a plain Tensor like {of}, got a DTensor.")
@@ -318,7 +321,7 @@ def _floating(name: str, t: Any) -> None:
 
 
 def slots(name: str, t: Any, of: str, x: Tensor) -> None:
-    """Checks K numbers per row against x."""
+    """Checks that t holds floating-point numbers and has the shape and the device of x."""
     _floating(name, t)
     _same_shape(name, t, x, of)
 

@@ -1,24 +1,25 @@
 """Evaluates a loss over a tensor of logits. A source that is not a tensor has its own `evaluate`.
 
-A call takes the first of these routes that applies. `evaluate` chooses the route, or
-`evaluate_in_place` for inplace=True.
+`evaluate` chooses one of six routes for a call. For inplace=True, `evaluate_in_place` chooses the
+route. If several conditions are true, the first route in this list is used.
 
-- "Source" applies if the logits are not a plain tensor. The source computes values and gradient.
-- "Compiled" applies if a compiler, a dispatch mode or torch.func is active. An operator computes
-  values and gradient (operators.py).
-- "In place" applies if inplace=True and a gradient is needed. Forward overwrites the logits with
+- "Source" is used if the logits are not a plain tensor. The source computes values and gradient.
+- "Compiled" is used if a compiler, a dispatch mode or torch.func is active. An operator
+  (operators.py) computes values and gradient.
+- "In place" is used if inplace=True and a gradient is needed. Forward overwrites the logits with
   the gradient (in_place.py).
-- "Values alone" applies if no gradient is needed.
-- "Gradient in forward" applies if the loss saves its gradient. On a GPU, this route also applies if
-  there are at most SMALL logits, the loss is reduced to one number, and the loss has no row_inputs.
-  Forward computes the gradient for an upstream gradient of 1, and backward scales this gradient.
-- "Gradient in backward" applies in all other cases. Backward computes the gradient from the saved
+- "Values alone" is used if no gradient is needed.
+- "Gradient in forward" is used if the forward of the loss already computes the gradient
+  (saves_gradient). On a GPU, "gradient in forward" is also used for a loss without row_inputs that
+  is reduced to one number, if there are at most SMALL logits. Forward computes the gradient for an
+  upstream gradient of 1, and backward multiplies the gradient by the upstream gradient.
+- "Gradient in backward" is used in all other cases. Backward computes the gradient from the saved
   state of each row.
 
-In "gradient in forward", `mean_and_gradient` of the loss computes a mean and its gradient in one
-launch, if possible. If this is not possible, `value_and_gradient` computes the values and the
-gradient. `value_and_gradient` reads the logits once if the backend's `one_pass` accepts the logits,
-and twice otherwise.
+In the route "gradient in forward", `mean_and_gradient` of the loss may compute a mean and its
+gradient in one launch. If `mean_and_gradient` returns None, `value_and_gradient` computes the
+values and the gradient. `value_and_gradient` reads the logits once if the backend's `one_pass`
+supports the logits, and twice otherwise.
 """
 
 import torch
@@ -34,8 +35,8 @@ from .loss import RowLoss
 from .source import source_of
 
 # For at most SMALL logits on a GPU, the gradient is computed in forward and saved in fp32. Reading
-# and writing so few logits takes less time than a launch. A backward that only scales a saved
-# gradient takes half the host time of a backward that computes the gradient.
+# and writing so few logits takes less time than one kernel launch. A backward that only scales a
+# saved gradient takes half the host time of a backward that computes the gradient.
 SMALL = 1 << 20
 
 
@@ -45,7 +46,7 @@ def evaluate(
     reduction: str = "none",
     row_weight: Tensor | None = None,  # (...)
 ):
-    """The weighted and reduced loss, or a tuple if the loss has multiple outputs."""
+    """Returns the weighted and reduced loss, or a tuple if the loss has multiple outputs."""
     if logits.__class__ is not Tensor:
         source = source_of(logits)
         if source is not None:
@@ -79,13 +80,13 @@ def evaluate_on(
 
 
 def evaluate_traced(x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-    """Like `evaluate`, through operators, for compilers, dispatch modes and torch.func."""
+    """Like `evaluate`, but calls an operator, for compilers, dispatch modes and torch.func."""
     outputs = loss.traced(x)
     return outputs if loss.multiple_outputs else loss.reduce(outputs[0], reduction, row_weight)
 
 
 def _forward(backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: str | None):
-    """Returns outputs, the factor of each row's gradient, and the tensors for the backward."""
+    """Returns outputs, the factor that multiplies each row's gradient, and tensors for backward."""
     outputs, saved = loss.forward(backend, x)
     if reduction is None:
         return outputs if loss.multiple_outputs else outputs[0], None, saved
@@ -93,7 +94,7 @@ def _forward(backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: 
 
 
 def _reduced(backend: Backend, x: Tensor, loss: RowLoss, value: Tensor, row_weight, reduction: str):
-    """Returns the sum or mean of the rows' values, and the factor of each row's gradient."""
+    """Returns the sum or mean of the values, and the factor that multiplies each row's gradient."""
     mean, mass = reduction == "mean", None
     if mean and loss.reading.class_weight is not None:
         mass = loss.mass(backend, x.dtype)
@@ -106,7 +107,7 @@ def scaled(
     upstream: Tensor,  # () or (...)
     factor: Tensor | None,  # one number, or one number per row
 ) -> Tensor:
-    """The gradient times upstream and factor, rounded once to the dtype of x."""
+    """Returns gradient · upstream · factor, rounded once to the dtype of x."""
     scale = upstream if factor is None else upstream * factor
     if scale.dim():
         scale = scale.reshape(*x.shape[:-1], 1)
@@ -117,7 +118,7 @@ def scaled(
 
 
 class GradientInForward(Node):
-    """Computes the gradient for an upstream gradient of 1 in forward, and scales it in backward."""
+    """Computes the gradient in forward, and scales the gradient in backward."""
 
     @staticmethod
     def forward(ctx, x, backend, loss, row_weight, reduction):
@@ -176,7 +177,7 @@ class GradientInBackward(Node):
 
     @staticmethod
     def gradients(ctx, upstream) -> tuple[tuple, tuple]:
-        """Returns the gradients of logits and row_inputs, and the tensors they depend on."""
+        """Returns the gradients of logits and row_inputs, and the tensors that they depend on."""
         # saved_tensors is read once, because activation checkpointing unpacks tensors only once.
         x, factor, *rest = ctx.saved_tensors
         tensors, saved = tuple(rest[: ctx.count]), tuple(rest[ctx.count :])
@@ -191,6 +192,7 @@ class GradientInBackward(Node):
         return (d_x, *d_rows), (x, *tensors)
 
 
-# Function.apply without the code for torch.func, because torch.func uses the compiled route.
+# Function.apply has extra code for torch.func. The two functions below skip the extra code, because
+# `evaluate_traced` evaluates losses under torch.func.
 _gradient_in_forward = super(torch.autograd.Function, GradientInForward).apply  # pyright: ignore[reportAttributeAccessIssue]
 _gradient_in_backward = super(torch.autograd.Function, GradientInBackward).apply  # pyright: ignore[reportAttributeAccessIssue]

@@ -2,9 +2,9 @@
 
 Forward computes the loss and the gradient for an upstream gradient of 1. Backward multiplies the
 gradient by the upstream gradient, on the device. Autograd records that the logits are overwritten.
-If another operation has saved the logits before, its backward raises. If an operation uses the
-logits afterwards, its backward raises too. Autograd cannot detect a later use of logits that are a
-leaf or a slice of a larger tensor.
+If an earlier operation saved the logits, the backward of that operation raises. The backward of an
+operation that uses the logits after the loss raises too. Autograd cannot detect a later use of
+logits that are a leaf or a slice of a larger tensor.
 """
 
 import torch
@@ -50,8 +50,8 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
     """Returns the tensor to mark as overwritten, and whether autograd detects later uses.
 
     An autograd function with several outputs may overwrite a base tensor, but not a view. If the
-    logits are a reshaped view, the base is marked. For a leaf, or a slice of a larger tensor, only
-    the version counter is increased.
+    logits are a view of all elements of a base tensor, the base tensor is marked. If the logits are
+    a leaf or a slice of a larger tensor, only the version counter of the logits is increased.
     """
     base = logits if logits._base is None else logits._base
     if logits.is_leaf or base.is_leaf:
@@ -61,7 +61,7 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
 
 
 class GradientInPlace(Node):
-    """Overwrites the logits with the gradient in forward, for an upstream gradient of 1."""
+    """Overwrites the logits with the gradient in forward. Backward scales the gradient."""
 
     @staticmethod
     def forward(ctx, owner, row_weight, backend, shape, loss, reduction, guarded):
@@ -69,8 +69,9 @@ class GradientInPlace(Node):
         mean, reading = reduction == "mean", loss.reading
         mass = loss.mass(backend, logits.dtype) if mean else None
         share = backend.share(reading, mass, rows_in(shape[:-1]), logits) if mean else None
-        # The gradient of a mean, p / rows, is too small for fp16. So fp16 logits hold the gradient
-        # of the sum, and backward multiplies by the share.
+        # The gradient of a mean is as small as p / rows, which can underflow in fp16. So forward
+        # overwrites fp16 logits with the gradient of the sum. Backward multiplies this gradient by
+        # `share`, the factor that turns the sum into the mean.
         ctx.share = share if logits.dtype == torch.float16 else None
         factor = None
         if row_weight is not None:
@@ -108,7 +109,7 @@ class GradientInPlace(Node):
                 "logits must not be used after cross_entropy(..., inplace=True), which overwrote"
                 " the logits with their gradient; pass inplace=False to keep the logits."
             )
-        gradient, label = ctx.saved_tensors  # raises in a second backward
+        gradient, label = ctx.saved_tensors  # autograd raises in a second backward
         if upstream is None:
             return (None,) * 7
         if upstream.dim():  # an infinite upstream times the zeros of an ignored row would be NaN

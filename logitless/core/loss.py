@@ -1,22 +1,24 @@
 """A loss as data: the statistics that the loss needs, and the methods that compute the loss.
 
 evaluate.py evaluates a `RowLoss` over a tensor. A source (source.py) evaluates the loss over logits
-that are not a tensor. Both call two methods of the loss, which do not use autograd:
+that are not a tensor. evaluate.py and sources call two methods of the loss, which do not use
+autograd:
 
     forward(backend, x) returns outputs (...), and the tensors that backward needs.
     backward(backend, x, saved, upstream) returns the gradient of the logits.
 
-Most losses need only statistics of each row. A loss of this kind implements `value` (statistics to
-outputs) and `coefficients` (the factors of the backward formula), and inherits `forward` and
-`backward`. A loss that needs the logits of whole rows overrides `forward` and `backward`.
+Most losses need only statistics of each row. A loss over statistics implements `value`, which
+computes outputs from statistics, and `coefficients`, which computes the coefficients of the
+backward formula (contract.py). A loss over statistics inherits `forward` and `backward`. A loss
+that needs the logits of whole rows overrides `forward` and `backward`.
 
 `backend` is `kernels`, `eager`, or a backend that reads some columns at a time and merges partial
 statistics. ColumnBackend (parallel/rank_merge.py) merges over ranks, and BlockBackend
 (heads/blocks.py) merges over blocks of a head. See Backend in backend.py.
 
 `flatten` separates the tensors that backward reads from the other fields of a loss, and `rebuild`
-is its inverse. `map_tensors` applies one function to each kind of tensor. contract.py declares
-whether a tensor is per row, per class or a teacher.
+is its inverse. `map_tensors` applies one function per kind of tensor. The kinds of tensors are per
+row, per class and teacher (contract.py).
 """
 
 import math
@@ -44,13 +46,13 @@ class RowLoss:
     reading: Reading
 
     multiple_outputs: ClassVar[bool] = False  # whether the result is a tuple of tensors
-    # Whether forward saves the gradient itself, for an upstream gradient of 1.
+    # Whether forward computes and saves the gradient, for an upstream gradient of 1.
     saves_gradient: ClassVar[bool] = False
-    # The names of the fields that are structs of contract.py.
+    # The names of the fields of the loss that are structs of contract.py.
     structs: ClassVar[tuple[str, ...]] = ("reading",)
-    # The names of the label and of the ids in error messages. A subclass may compute the names.
+    # The names of the label and of the ids in error messages. `names` may be a property.
     names: ClassVar[Any] = ("target", "ids")
-    row_inputs = ()  # tensors per row, besides the logits, that may require a gradient
+    row_inputs = ()  # tensors with one or k numbers per row that may require a gradient
 
     @property
     def teachers(self) -> tuple:
@@ -60,11 +62,17 @@ class RowLoss:
     # --- methods that a subclass implements
 
     def value(self, backend: Backend, statistics: Statistics) -> tuple[tuple[Tensor, ...], Saved]:
-        """Returns outputs (...) from statistics of whole rows, and tensors for `coefficients`."""
+        """Computes outputs (...) from statistics of whole rows.
+
+        `value` also returns the tensors that `coefficients` reads.
+        """
         raise NotImplementedError
 
     def coefficients(self, saved: Saved, upstream: Upstream) -> tuple[Coefficients, Tensor]:
-        """Returns the factors of the backward formula, and their common gain, () or (...)."""
+        """Returns the coefficients of the backward formula, and a factor () or (...).
+
+        All coefficients are multiplied by this factor, which is usually the upstream gradient.
+        """
         raise NotImplementedError
 
     def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
@@ -76,7 +84,7 @@ class RowLoss:
         return None
 
     def d_row_inputs(self, saved: Saved, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of row_inputs. `scale`, () or (...), is the gradient of each row's value."""
+        """Returns the gradients of row_inputs. `scale` is the gradient of each row's value."""
         return ()
 
     # --- methods that most subclasses inherit
@@ -99,7 +107,7 @@ class RowLoss:
     def value_and_gradient(
         self, backend: Backend, x: Tensor, factor: Tensor | None, into: Tensor
     ) -> tuple[Tensor, Tensor, Saved]:
-        """Returns value, gradient for an upstream gradient of 1, and tensors for backward."""
+        """Returns the values, the gradient for an upstream gradient of 1, and saved tensors."""
         (value,), saved = self.forward(backend, x)
         gradient = self.backward(backend, x, saved, (one[x.device, value.dtype],), factor, into)
         return value, gradient, saved
@@ -107,13 +115,13 @@ class RowLoss:
     def mean_and_gradient(self, backend: Backend, x: Tensor, into: Tensor) -> Tensor | None:
         """Returns the mean over rows, and writes its gradient to `into`, in one launch.
 
-        The result is None if one launch is not possible. This method is for small tensors, where a
-        launch takes longer than reading the logits.
+        The result is None if one launch is not possible. `mean_and_gradient` is for small tensors,
+        where a launch takes longer than reading the logits.
         """
         return None
 
     def traced(self, x, call: Callable = operators.call) -> tuple[Tensor, ...]:
-        """Returns outputs through an operator, for compilers, dispatch modes and torch.func.
+        """Computes outputs with an operator, for compilers, dispatch modes and torch.func.
 
         call(loss, x) calls the operator. x is a tensor of logits or a head (heads/operators.py).
         """
@@ -128,20 +136,19 @@ class RowLoss:
         return type(self).forward is RowLoss.forward and "tail" not in self.reading.wants
 
     def fold_scale(self, scale: float, softcap: float | None) -> "RowLoss | None":
-        """Returns a loss of x that equals this loss of the logits scale · x, or None.
+        """Returns a loss over x that equals this loss over the logits scale · x, or None.
 
-        The new loss divides the temperature and `softcap` by `scale`. The result is None if the
-        loss has a term at temperature 1.
+        The new loss divides the temperature and `softcap` by `scale`. The result is None if a term
+        of the loss always uses temperature 1.
         """
         if scale != 1 and "logprob_t1" in self.reading.wants:
             return None
         return self.replace(reading=self.reading.fold_scale(scale, softcap))
 
     def reduce(self, values: Tensor, reduction: str, row_weight: Tensor | None) -> Tensor:
-        """Weights and reduces one value per row, (...). The result is differentiable.
+        """Multiplies the values (...) by row_weight and reduces them, differentiably.
 
-        Sources use this method. "mean" divides by the sum of `mass`, or by the number of rows that
-        count if `mass` is None.
+        "mean" divides by the sum of `mass`, or by the number of rows that count if `mass` is None.
         """
         if reduction != "none":
             mass = self.mass(eager, values.dtype) if reduction == "mean" else None
@@ -149,7 +156,7 @@ class RowLoss:
         if row_weight is None:
             return values
         values, ignored = values * row_weight.to(values.dtype), self.reading.ignored_rows()
-        # An ignored row is set to 0, because 0 times an infinite weight is NaN.
+        # The values of ignored rows are set to 0, because 0 times an infinite row_weight is NaN.
         return values if ignored is None else torch.where(ignored, 0.0, values)
 
     # --- access to the tensors of a loss
@@ -157,8 +164,8 @@ class RowLoss:
     def flatten(self, recompute: bool = False) -> tuple[tuple[Tensor | None, ...], "RowLoss"]:
         """Returns the tensors that backward reads, and the same loss without any tensor.
 
-        With recompute=True, the tensors that only forward reads are included, because the backward
-        calls forward again.
+        With recompute=True, the result includes the tensors that only forward reads, because
+        backward then calls forward again.
         """
         r = self.reading
         loss = self.replace(
@@ -180,14 +187,14 @@ class RowLoss:
 
     def replace(self, **changed) -> "RowLoss":
         """A copy of the loss with changed fields."""
-        copy = object.__new__(type(self))  # takes a quarter of the time of dataclasses.replace
+        copy = object.__new__(type(self))  # dataclasses.replace takes four times as long
         copy.__dict__ = {**self.__dict__, **changed}
         return copy
 
     def map_tensors(self, functions: dict[str, Callable[[Any], Any]]) -> "RowLoss":
-        """Returns the loss with functions[kind] applied to every tensor of this kind.
+        """Returns a copy of the loss with functions[kind] applied to every tensor of this kind.
 
-        The kinds are PER_ROW, PER_CLASS and TEACHER. Tensors that are None stay None.
+        A kind is PER_ROW, PER_CLASS or TEACHER. Tensors that are None stay None.
         """
         changed = {}
         for name in self.structs:
@@ -218,7 +225,7 @@ def one(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def rows_in(lead: torch.Size) -> int:
-    """The number of rows, also for symbolic sizes.
+    """The number of rows for the leading shape `lead`, whose sizes may be symbolic.
 
     Size.numel() would replace a symbolic size of torch.compile by a constant.
     """

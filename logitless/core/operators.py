@@ -1,10 +1,10 @@
 """Losses as PyTorch operators, for torch.compile, dispatch modes and opcheck.
 
-Each RowLoss has an operator `logitless::<name>`, which returns the outputs and the tensors that the
-gradient needs, and an operator `logitless::<name>_gradient`. The arguments of the operators are the
-fields of the structs of contract.py. An output that is None becomes an empty tensor, because an
-operator cannot return None. For torch.func, each operator also has a special autograd.Function.
-heads/operators.py defines the operators of losses over a head.
+Each RowLoss has two operators. `logitless::<name>` returns the outputs and the tensors that
+backward needs. `logitless::<name>_gradient` returns the gradient of the logits. The arguments of an
+operator are the fields of the loss and of its structs (contract.py). An output that is None becomes
+an empty tensor, because an operator cannot return None. For torch.func, each operator also has an
+autograd.Function. heads/operators.py defines the operators of losses over a head.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from ..contract import PRECISION, Pair, Reading, Slots
 from . import checks
 from .call import backend_of, check_values, in_func
 
-# The arguments of an operator for each field of a loss. A struct has one argument per field.
+# Schema of the operator's arguments for each field of a loss. A struct has one argument per field.
 _ARGUMENTS = {
     "reading": "SymInt vocab, Tensor? label, Tensor? ids, Tensor? class_weight,"
     " Tensor? row_temperature, float? temperature, float? softcap, int? ignore_index, str wants",
@@ -92,7 +92,8 @@ class Operator:
         check_values(loss)
         outputs, saved = loss.forward(backend_of(x), x)
         saved = [x.new_empty(0) if t is None else t for t in saved]
-        # A tensor with one row may be a shared constant. An operator must not return such a tensor.
+        # Saved tensors with one row are cloned, because they may be shared constants. An operator
+        # must not return a shared constant.
         saved = [t.clone() if t.shape[:1] == (1,) else t for t in saved]
         return [*outputs, *saved]
 
@@ -178,7 +179,7 @@ OPERATORS: dict[type, Operator] = {}
 
 
 def operator(name: str, *, saved: int) -> Callable[[type], type]:
-    """Registers a RowLoss as an operator. The forward of the loss saves `saved` tensors."""
+    """Registers a RowLoss as an operator. `saved` is the number of tensors that forward saves."""
 
     def register(kind: type) -> type:
         OPERATORS[kind] = Operator(kind, name, saved)
@@ -188,7 +189,7 @@ def operator(name: str, *, saved: int) -> Callable[[type], type]:
 
 
 def call(loss, x: Tensor) -> tuple[Tensor, ...]:
-    """Computes the outputs of a loss over logits, through its operator."""
+    """Calls the operator of a loss over logits, and returns the outputs."""
     op, arguments = OPERATORS[type(loss)], arguments_of(loss)
     if not torch.compiler.is_compiling() and in_func():
         outputs = op.in_func.apply(x, *arguments)

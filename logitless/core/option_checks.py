@@ -1,6 +1,6 @@
 """Rules for the values of options, and errors for unknown options.
 
-The bounds of numbers keep all fp32 arithmetic finite, including T² and lse².
+Numbers are bounded so that all fp32 arithmetic stays finite, including temperature² and lse².
 """
 
 import difflib
@@ -31,7 +31,7 @@ def _between(name: str, value: Any, least: float, most: float) -> None:
 
 def temperature(value: Any) -> None:
     if isinstance(value, Tensor):
-        raise TypeError("temperature must be a number here, got a Tensor.")
+        raise TypeError("temperature must be one number for all rows, got a Tensor.")
     _between("temperature", value, LEAST, MOST)
 
 
@@ -49,7 +49,7 @@ def fraction(name: str, value: Any) -> None:
 
 
 def factor(name: str, value: Any) -> None:
-    """Checks the factor of a term in a sum."""
+    """Checks ce_weight or kd_weight, which is the factor of one term of a loss."""
     _between(name, value, -MOST, MOST)
 
 
@@ -61,7 +61,7 @@ def ignore_index(value: Any) -> None:
 
 
 def workspace(value: Any) -> None:
-    """Checks the number of bytes of logits that a head holds at once."""
+    """Checks the largest number of bytes of logits that a head holds in memory."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise TypeError(f"workspace must be an int, in bytes, got {value!r}.")
     if value is not None and value <= 0:
@@ -81,7 +81,7 @@ SUPPORTS = ("truncate", "renorm_teacher", "renorm", "tail")
 DIRECTIONS = ("forward", "reverse")
 ACCUMULATE = ("auto", "fp32", "weight")
 
-# The checks that need no logits. A module runs these checks in its constructor.
+# The checks of options that need no logits. The modules of nn.py run these checks in __init__.
 RULES: dict[str, Callable[[Any], Any]] = {
     "temperature": lambda value: isinstance(value, Tensor) or temperature(value),
     "softcap": softcap,
@@ -115,14 +115,14 @@ def check(**given: Any) -> None:
 
 
 def taken_from(other: Callable) -> list[str]:
-    """The names of all arguments of a class, or of the keyword-only arguments of a function."""
+    """Returns the names of all arguments of a class, or of a function's keyword-only arguments."""
     of_class = isinstance(other, type)
     kinds = inspect.signature(other).parameters.values()
     return [p.name for p in kinds if p.kind is p.KEYWORD_ONLY or of_class]
 
 
 def called(function: Callable, args: tuple) -> str:
-    """The public name of a function, or of the class for `__init__`."""
+    """Returns the name of the function, or the name of the class if the function is `__init__`."""
     return type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
 
 

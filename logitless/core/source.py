@@ -4,15 +4,16 @@ evaluate.py evaluates a loss over a plain tensor. Any other object that represen
 is a `Source`. Examples are a head whose logits are not materialised (heads/linear.py), lazy logits
 (lazy/logits.py), one rank's shard of the vocabulary (parallel/shard.py), or a user's own subclass.
 The public functions check shape, dtype and device of their arguments, build a RowLoss, and pass the
-loss to `evaluate` of the source. No other code of the library depends on the kind of source.
+loss to `evaluate` of the source. The rest of the library does not depend on the kind of source.
 
 LinearLogits and VocabShard, which users construct, are subclasses of `Logits`. A `Logits` has only
-the members that users need, and its `_source` is the Source.
+the members that users need. The attribute `_source` of a `Logits` is the Source that evaluates
+losses.
 
 A source computes logits for some rows at a time, and calls `forward` and `backward` of the loss for
-these rows. `loss.rows(rows, lead)` is the loss of some rows. The source reduces the values per row
-by `loss.reduce`. A source that has only some columns of each row computes `Partials` with the
-backend's `partial`, merges the partial statistics of all columns, and calls `finish`.
+these rows. `loss.rows(rows, lead)` is the loss of these rows. The source reduces the values of all
+rows with `loss.reduce`. A source that has only some columns of each row computes `Partials` with
+the backend's `partial`, merges the partial statistics of all columns, and calls `finish`.
 """
 
 import math
@@ -72,16 +73,16 @@ class Source:
     hidden: Tensor | None = None  # the hidden states (..., D), if the source is a head
     over_ranks = False  # whether the source is one rank's shard of the logits
     exists = False  # whether the logits are in memory as a whole
-    spread = False  # whether the source holds DTensors; source_of then returns this rank's Shard
+    spread = False  # whether the source holds DTensors; if so, source_of returns a Shard
 
     def dim(self) -> int:
         return len(self.shape)
 
     def evaluate(self, loss: "RowLoss", reduction: str, row_weight: Tensor | None) -> Any:
-        """The weighted and reduced loss, differentiable.
+        """Returns the weighted and reduced loss, which is differentiable.
 
-        The shape is (...) for reduction "none", and () for "sum" and "mean". A RowLoss with
-        multiple outputs returns a tuple of outputs.
+        The result has shape (...) for reduction "none", and () for "sum" and "mean". For a RowLoss
+        with multiple outputs, the result is a tuple.
         """
         raise NotImplementedError
 
@@ -90,18 +91,18 @@ class Source:
         return self.evaluate(loss, reduction, row_weight)
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
-        """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
+        """The top k ids of each row, their log-probabilities, and the log of the remaining mass."""
         raise NotImplementedError
 
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
-        """The logits, (..., V), differentiable.
+        """Returns the differentiable logits, (..., V).
 
         With `rows`, the result is the logits of these rows, (n, V), without a gradient.
         """
         raise NotImplementedError
 
     def as_teacher(self) -> Any:
-        """The same logits without a gradient, as a Tensor or an object with `materialize(rows)`."""
+        """These logits without a gradient, as a Tensor or an object with `materialize(rows)`."""
         return self.materialize(slice(None)).view(self.shape)
 
     def in_columns(self, shard: Any) -> "Source":
@@ -114,7 +115,7 @@ class Source:
     def ranks_of_call(self) -> Any:
         """Returns the ranks that share these logits; None if the logits are not sharded.
 
-        All of these ranks must make the same calls.
+        All ranks that share logits must make the same calls.
         """
         return None
 
@@ -187,7 +188,7 @@ def is_dense(t: Any) -> bool:
 
 
 def teacher_of(teacher: Any, student: Any) -> Any:
-    """A dense teacher without gradients: a Tensor, or an object that computes some rows."""
+    """A dense teacher without gradients, as a Tensor or an object with `materialize(rows)`."""
     if not isinstance(teacher, (Logits, Source)):
         return teacher.detach()
     source: Any = source_of(teacher)
@@ -198,25 +199,28 @@ def teacher_of(teacher: Any, student: Any) -> Any:
 
 
 def teacher_rows(teacher: Any, rows: slice | Tensor) -> Tensor:
-    """Some rows of a dense teacher, (n, V)."""
+    """Returns the logits or probabilities of a dense teacher for these rows, (n, V)."""
     if is_dense(teacher):
         return teacher.reshape(math.prod(teacher.shape[:-1]), teacher.shape[-1])[rows]
     return teacher.materialize(rows)
 
 
 def teacher_columns(teacher: Any, start: int, width: int) -> Any:
-    """The columns [start, start + width) of a dense teacher with whole rows."""
+    """Returns the columns [start, start + width) of a dense teacher that has all columns."""
     return teacher.narrow(-1, start, width)
 
 
 def flat_teacher(teacher: Any) -> tuple[tuple[Tensor | None, ...], Any]:
     """Returns the tensors of a dense teacher, and the teacher without tensors.
 
-    The second result is None if the teacher is a Tensor.
+    The second result is None if the teacher is a Tensor in memory.
     """
     return ((teacher,), None) if is_dense(teacher) else teacher.flatten()
 
 
 def scaled_teacher(teacher: Any, factor: float) -> Any:
-    """Returns a dense teacher times a factor, or None for a Tensor, which would need a copy."""
+    """Returns a dense teacher with its logits multiplied by `factor`, or None.
+
+    The result is None for a Tensor, because the multiplication would need a copy.
+    """
     return None if is_dense(teacher) else teacher.times(factor)

@@ -1,1 +1,1 @@
-"""Logits of a linear head that are never materialised as a whole."""
+"""Losses over a linear head, whose large logits are never materialised as a whole."""

@@ -1,4 +1,4 @@
-"""Lets PyTorch's functions accept a head. The functions get lazy logits (lazy/logits.py)."""
+"""PyTorch's functions accept a head, which is replaced by lazy logits (lazy/logits.py)."""
 
 from dataclasses import fields
 from typing import Any
@@ -34,7 +34,7 @@ class AsTensor:
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an option of the head, or a public attribute or method of a tensor."""
+        """Returns a field of the head, or a public attribute or method of the lazy logits."""
         if name in _FIELDS:
             return getattr(self.head, name)
         if name.startswith("_") or not hasattr(Tensor, name):

@@ -1,11 +1,12 @@
-"""Computes a head in blocks of columns: first all statistics, then all gradients.
+"""Computes a loss over a head in blocks of columns: first all statistics, then all gradients.
 
-`Blocks` replaces a tensor of logits, and `BlockBackend` replaces a backend. So any loss whose
-statistics can be merged works without changes. The logits of a block are computed twice, once for
-the statistics and once for the gradient, unless the logits of the block are kept. Statistics are
-computed from the first block to the last. Gradients are computed from the last block to the first.
-So the rows of the weight's gradient that belong to the first blocks are written last. Until then,
-the memory of these rows holds the logits of later blocks (kept_blocks in plan.py).
+`Blocks` replaces a tensor of logits, and `BlockBackend` replaces a backend. So every loss whose
+statistics can be merged also works on blocks, without changes. The logits of a block are computed
+twice, once for the statistics and once for the gradient, unless the logits of the block are kept in
+memory. Statistics are computed from the first block to the last. Gradients are computed from the
+last block to the first. So the rows of the weight's gradient that belong to the first blocks are
+written last. Until the weight's gradient of the first blocks is written, its memory holds the
+logits of later blocks (kept_blocks in plan.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,10 +33,10 @@ def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
 
 
 class BlockChunks(Chunks):
-    """Computes the logits of groups of rows in blocks of columns.
+    """Computes logits for one group of rows at a time, in blocks of columns.
 
-    plan.py chooses the number of rows per group. A group may contain all rows. No GEMM is queued
-    before the number of rows that count is known.
+    plan.py chooses the number of rows per group. A group may contain all rows. The host waits for
+    the number of rows that count before the first GEMM is queued.
     """
 
     def begin(self, dtype: torch.dtype) -> Any:
@@ -75,20 +76,20 @@ class BlockChunks(Chunks):
 
 
 class Blocks:
-    """The logits of some rows in blocks of columns."""
+    """The logits of some rows, computed in blocks of columns."""
 
     def __init__(self, chunks: BlockChunks, rows: Rows, sums: "BlockSums | None"):
         self.chunks, self.rows, self.sums = chunks, rows, sums
         self.h = chunks.hidden[rows]  # (n, D)
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
-        self.kept: dict[int, int] = {}  # the memory slot of each block that is kept
+        self.kept: dict[int, int] = {}  # maps each block that is kept to its memory slot
         self.kept_in: Tensor | None = None
-        self.holds: dict[int | None, int] = {}  # the block in each slot; the workspace is slot None
+        self.holds: dict[int | None, int] = {}  # maps a slot to its block; None is the workspace
 
     def keep(self) -> None:
         """Chooses the blocks whose logits are kept until their gradient is computed.
 
-        The logits are kept in memory of the weight's gradient that is not yet written.
+        The kept logits are stored in the part of the weight's gradient that is not written yet.
         """
         chunks, (rows, vocab) = self.chunks, self.shape
         if self.sums is not None and chunks.cut.kept:
@@ -97,9 +98,10 @@ class Blocks:
             self.kept = kept_blocks(rows, vocab, self.h.shape[1], chunks.cut.columns)
 
     def logits(self, index: int) -> Tensor:
-        """Returns the logits of a block, (n, c). The logits are computed unless they are kept.
+        """Returns the logits of a block, (n, c).
 
-        This method must not be called after the gradient has overwritten the logits.
+        Logits that are still in memory are not recomputed. `logits` must not be called for a block
+        whose gradient has overwritten its logits.
         """
         chunks, columns, place = self.chunks, self.chunks.blocks[index], self.kept.get(index)
         memory, rows = chunks.memory, len(self.h)
@@ -117,7 +119,7 @@ class Blocks:
 class BlockBackend:
     """A backend for Blocks, for losses that need only statistics of each row.
 
-    Functions that read no logits are taken from the underlying backend.
+    Functions that read no logits are those of `eager`, `kernels` or ColumnBackend.
     """
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of all blocks
@@ -131,7 +133,10 @@ class BlockBackend:
         self.can_accumulate = backend.can_accumulate
 
     def read(self, x: Blocks, reading: Reading) -> Statistics:
-        """Returns the statistics of whole rows. Merging WAITING blocks at a time saves memory."""
+        """Returns the statistics of whole rows.
+
+        The partial statistics are merged after every few blocks (WAITING), which saves memory.
+        """
         x.keep()
         waiting = []
         for index, columns in enumerate(x.chunks.blocks):
@@ -152,7 +157,7 @@ class BlockBackend:
         into: Tensor | None = None,
         start: int | None = None,
     ) -> None:
-        """Adds the gradients of hidden, weight and bias to x.sums. Returns nothing.
+        """Adds the gradients of hidden, weight and bias to x.sums, and returns None.
 
         The gradient of the logits is computed block by block, from the last block to the first.
         """
@@ -171,7 +176,7 @@ class BlockBackend:
 
 
 class BlockSums(GradientSums):
-    """Sums of the gradients of hidden, weight and bias over blocks.
+    """The gradients of hidden, weight and bias of a head that is computed in blocks of columns.
 
     The gradient of hidden is summed over blocks. The gradient of the weight is summed over groups
     of rows.
@@ -185,13 +190,16 @@ class BlockSums(GradientSums):
         self.hidden_sum: Sum | SumInPlace | None = None
 
     def free_memory(self) -> Tensor | None:
-        """Returns memory that may hold logits until the weight's gradient is written there."""
+        """Returns the memory of the weight's gradient if it may hold logits, otherwise None.
+
+        The memory holds logits until the weight's gradient is written.
+        """
         d = self.d_weight
         free = d is not None and self.written_once and d.dtype == self.weight.dtype
         return d.view(-1) if free else None
 
     def start(self, rows: Rows, h: Tensor) -> None:
-        """Begins a group of rows."""
+        """Allocates the sum over blocks for the gradient of hidden of a group of rows."""
         if self.d_hidden is None:
             return
         dtype, kind = way_to_sum(self.backend, self.blocks, h, self.weight, "auto")
@@ -210,7 +218,7 @@ class BlockSums(GradientSums):
             self.weight_sums[index].add(dz, h)
 
     def end(self, rows: Rows) -> None:
-        """Ends a group of rows."""
+        """Writes the gradient of hidden for a group of rows, after its last block."""
         if self.hidden_sum is not None and self.d_hidden is not None:
             total, self.hidden_sum = self.hidden_sum.total, None
             self.put(rows, total.to(self.d_hidden.dtype))

@@ -55,7 +55,7 @@ def logits_dtype(dtype: Any, hidden: Tensor) -> None:
 
 
 def main_grad(t: Any, weight: Tensor) -> None:
-    """Checks main_grad, the tensor that the weight's gradient is added to."""
+    """Checks main_grad, the tensor to which backward adds the weight's gradient."""
     if t is None:
         return
     full = torch.promote_types(weight.dtype, torch.float32)

@@ -1,8 +1,8 @@
 """Computes the logits of a head in chunks of rows.
 
-plan.py chooses the number of rows per chunk. Every chunk reads the weight. Every chunk except the
-first also reads the sum of the weight's gradient (gradient_sums.py). Therefore chunks are as large
-as memory allows.
+plan.py chooses the number of rows per chunk. Every chunk reads the whole weight. Every chunk except
+the first also reads the sum of the weight's gradient (gradient_sums.py). Therefore chunks are as
+large as memory allows.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,11 +22,11 @@ from .products import product
 
 @dataclass(slots=True)
 class Tile:
-    """Some rows of a head, for the computation of a loss.
+    """The rows of a head for which a loss is computed in one step.
 
-    The body of a loop over tiles reads `logits`. If a gradient is needed, the body writes the
-    gradient to `into` and sets `gradient` to `into`. If the gradient cannot be written to `into`,
-    the body sets `gradient` to a new tensor.
+    A loop over tiles computes the loss from `logits`. If a gradient is needed, the body of the loop
+    writes the gradient to `into` and sets `gradient` to `into`. If the gradient cannot be written
+    to `into`, the body of the loop sets `gradient` to a new tensor.
     """
 
     loss: Any  # the RowLoss of these rows
@@ -37,15 +37,15 @@ class Tile:
     gradient: Any = None
 
     def release(self) -> None:
-        """Frees the fields before the next chunk, because the loss may hold a teacher's logits."""
+        """Frees the tensors before the next chunk, because the loss may hold a teacher's logits."""
         self.loss = self.saved = self.logits = self.into = self.gradient = None
 
 
 class Chunks:
     """Computes the logits of all rows, or of the rows that count, one chunk of rows at a time.
 
-    The number of rows that count is on the GPU. The host waits for this number once, after the
-    first GEMM is queued, so that the GPU has work meanwhile.
+    The number of rows that count is on the GPU. The host waits for the number of rows that count
+    once, after the first GEMM is queued, so that the GPU has work meanwhile.
     """
 
     blocks = (slice(None),)  # blocks of columns; Chunks has a single block with all columns
@@ -92,7 +92,7 @@ class Chunks:
         return self.head.backend()
 
     def gradients(self, needs: Needs, into: Tensor | None = None) -> GradientSums:
-        """Allocates the sums to which `tiles` adds the gradients of all chunks."""
+        """Allocates the sums to which the method `tiles` adds the gradients of all chunks."""
         all_rows = self.index is None
         return GradientSums(
             self.head, self.hidden, needs, len(self.slices), all_rows, self.blocks, into
@@ -104,7 +104,7 @@ class Chunks:
         sums: GradientSums | None = None,  # None if no gradient is needed
         known: Iterable[Saved] = (),  # the tensors that forward saved for each tile
     ) -> Iterator[Tile]:
-        """Yields the rows tile by tile, and adds the gradient of each chunk to `sums`."""
+        """Yields one Tile after the other, and adds the gradient of each chunk to `sums`."""
         known = iter(known)
         queued = True  # `begin` has queued the GEMM of the first slot
         for rows in self.slices:
@@ -135,12 +135,12 @@ class Chunks:
                 sums.add(rows, h, dz)
 
     def _step(self, whole: Tile, at: slice, count: int) -> Tile:
-        """Returns a Tile with the rows `at` of `whole`.
+        """Returns a Tile with the rows `at` of the Tile `whole`.
 
-        The gradient of these rows overwrites only logits that have been read.
+        The gradient of the rows `at` overwrites only logits that have been read.
         """
         saved = whole.saved
-        if saved is not None:  # a tensor that all rows share is not sliced
+        if saved is not None:  # a tensor that is the same for all rows is not sliced
             saved = tuple(t if t is None or len(t) != count else t[at] for t in saved)
         loss, rows = whole.loss.rows(at, torch.Size((count,))), rows_at(whole.rows, at)
         return Tile(loss, saved, rows, whole.logits[at], whole.into[at])
@@ -154,7 +154,7 @@ def rows_at(rows: Rows, at: slice) -> Rows:
 
 
 def to_host(number: Tensor) -> tuple[Tensor, "torch.cuda.Event | None"]:
-    """Starts an asynchronous copy of a number to the host. Returns the copy and its event."""
+    """Starts an asynchronous copy of a number to the host. Returns the copy and a CUDA event."""
     if not number.is_cuda:
         return number, None
     copied = torch.cuda.Event()

@@ -1,9 +1,10 @@
 """Gradients of hidden, weight and bias of a head that is computed in chunks of rows.
 
-The gradient of a bf16 weight can be summed in three formats. A sum in bf16, which has 8 bits, is
-rounded after every chunk. Over many chunks, this sum drifts away from the result of one large GEMM.
-A sum in fp32 takes twice the memory of the gradient. A sum in block floating point (int16 with one
-exponent per 128 values, kernels/blockfp_gemm.py) is as exact as one GEMM and needs no extra memory.
+The gradient of a bf16 weight can be summed in three formats. A sum in bf16, which has 8 bits of
+precision, is rounded after every chunk. Over many chunks, a bf16 sum drifts away from the result of
+one large GEMM. A sum in fp32 takes twice the memory of a bf16 gradient. A sum in block floating
+point (int16 with one exponent per 128 values, kernels/blockfp_gemm.py) is as exact as one GEMM and
+needs no extra memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from .products import SLAB, gemm
 
 
 class Needs(NamedTuple):
-    """One flag per tensor: whether the tensor needs a gradient."""
+    """Flags that say which tensors need a gradient."""
 
     hidden: bool
     weight: bool
@@ -35,7 +36,7 @@ class Needs(NamedTuple):
 
 
 class HeadGradients(NamedTuple):
-    """The gradients of a call over a head. A gradient that is not needed is None."""
+    """The gradients of a loss over a head. A gradient that is not needed is None."""
 
     hidden: Tensor | None = None
     weight: Tensor | None = None
@@ -44,7 +45,7 @@ class HeadGradients(NamedTuple):
     row_inputs: tuple[Tensor | None, ...] = ()
 
     def like(self, tensors: tuple) -> "HeadGradients":
-        """Returns the gradients in the shapes and dtypes of `tensors`: hidden, weight and bias."""
+        """Returns the gradients in the shapes and dtypes of `tensors`, (hidden, weight, bias)."""
         hidden, weight, bias = (
             None if d is None else d.view(t.shape).to(t.dtype)
             for d, t in zip((self.hidden, self.weight, self.bias), tensors, strict=True)
@@ -62,7 +63,8 @@ class GradientSums:
     """The gradients of hidden, weight and bias over all chunks of rows.
 
     Each chunk writes its own rows of the gradient of hidden. The gradients of weight and bias are
-    summed over chunks. A gradient that is not needed is None, but d_weight is `into` if given.
+    summed over chunks. A gradient that is not needed is None. If `into` is given, d_weight is
+    `into`.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class GradientSums:
             self.d_bias = torch.zeros_like(head.bias.detach(), dtype=PRECISION[head.bias.dtype])
 
     def add(self, rows: Rows, h: Tensor, dz: Tensor) -> None:
-        """Adds the gradients of a chunk of rows. dz is the gradient of the chunk's logits."""
+        """Adds the gradients of a chunk of rows, where dz is the gradient of the chunk's logits."""
         if dz.device.type == "cpu":
             clear_padding(dz)
         if self.d_hidden is not None:
@@ -112,13 +114,13 @@ class GradientSums:
             self.weight_sums[0].add(dz, h)
 
     def result(self) -> HeadGradients:
-        """Returns the sums. Even for a 16-bit weight and bias, their gradients may be fp32."""
+        """Returns the sums. The gradients of a 16-bit weight and bias may be fp32."""
         d_hidden = self.d_hidden if self.over_ranks is None else self.over_ranks.result()
         return HeadGradients(d_hidden, self.d_weight, self.d_bias)
 
 
 class RowInputGradients:
-    """Gradients of the row_inputs of a loss. Each chunk writes its own rows.
+    """The gradients of the row_inputs of a loss. Each chunk writes the gradients of its rows.
 
     A gradient that is not needed is None.
     """
@@ -130,35 +132,38 @@ class RowInputGradients:
         ]
 
     def add(self, rows: Rows, loss: RowLoss, saved: Saved, scale: Tensor) -> None:
-        """Writes the gradients of some rows. `scale` is the gradient of each row's value."""
+        """Writes the gradients of row_inputs for `rows`.
+
+        `scale` is the gradient of each row's value.
+        """
         for total, d in zip(self.gradients, loss.d_row_inputs(saved, scale), strict=True):
             if total is not None and d is not None:
                 total.view(-1, *d.shape[1:])[rows] = d
 
 
 def put(total: Tensor, rows: Rows, chunk: Tensor) -> None:
-    """Copies `chunk` to total[rows], unless `chunk` already is the memory of total[rows]."""
+    """Copies `chunk` to total[rows], unless `chunk` is already stored in total[rows]."""
     if not isinstance(rows, slice) or chunk.data_ptr() != total[rows].data_ptr():
         total[rows] = chunk
 
 
 def clear_padding(dz: Tensor) -> None:
-    """Sets the memory between the rows of a gradient to 0, on a CPU.
+    """Sets the padding between the rows of a gradient to 0, which is needed only on a CPU.
 
     The bf16 GEMM of oneDNN with AVX-512 reads a few numbers beyond each row and multiplies them by
-    0. If such a number is NaN, the result is NaN.
+    0. A NaN beyond a row would therefore make the result NaN.
     """
     width, step = dz.shape[1], dz.stride(0)
     if step > width > 0 and dz.stride(1) == 1:
         dz.as_strided((len(dz), step), (step, 1))[:, width:] = 0
 
 
-# Sum and SumInPlace take the same arguments: the backend, the total, the number of products, and a
-# flag that says whether the total is new memory, which holds no sum yet.
+# Sum and SumInPlace take the same arguments: the backend, the tensor `total`, the number of
+# products in the sum, and a flag. The flag `fresh` is True if `total` holds no sum yet.
 
 
 class Sum:
-    """The sum Σ dz.T @ h over chunks, in the dtype of the total."""
+    """The sum Σ dz.T @ h over chunks, in the dtype of the tensor `total`."""
 
     def __init__(self, backend: Backend, total: Tensor, count: int, fresh: bool = True):
         self.total, self.fresh = total, fresh
@@ -178,7 +183,7 @@ class Sum:
 
 
 class SumInPlace:
-    """The sum Σ dz.T @ h over chunks. The sum takes 16 bits of memory per number.
+    """The sum Σ dz.T @ h over chunks, in block floating point with 16 bits per number.
 
     Between chunks, the sum is exact to 14 bits. At the end, the sum is rounded to bf16.
     """
@@ -197,7 +202,7 @@ class SumInPlace:
 def way_to_sum(
     backend: Backend, count: int, hidden: Tensor, weight: Tensor, accumulate: str
 ) -> tuple[torch.dtype, type[Sum] | type[SumInPlace]]:
-    """Returns the dtype of a sum of `count` products, and the class that computes the sum.
+    """Returns the dtype for a sum of `count` products, and the class that computes the sum.
 
     fp16 products are always summed in fp32, because the range of fp16 is small.
     """

@@ -1,4 +1,4 @@
-"""The data of a head: its tensors and its options. Other files evaluate losses over a head.
+"""The tensors and the options of a head. linear.py evaluates losses over a head.
 
 `Head` represents the logits hidden @ weight.T + bias. LinearLogits (linear.py), lazy logits and
 VocabShard hold a Head. `ScaledHead` represents a teacher's logits, scaled or with a softcap,
@@ -24,7 +24,7 @@ from .plan import Cut, Work
 from .products import dense_logits, without_autocast
 from .unshard import in_memory
 
-Rows = slice | Tensor  # some rows, as a range or as a tensor of indices
+Rows = slice | Tensor  # some rows, as a slice or as a tensor of indices
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Head:
         return self.hidden.device
 
     def describe(self) -> str:
-        """Returns the shapes and options as one line of text, which is equal on all ranks."""
+        """Describes the shapes and options in one line of text that is equal on all ranks."""
         needs = tuple(t is not None and t.requires_grad for t in self.inputs)
         options = (self.workspace, self.logits_dtype, self.accumulate, self.drop_ignored)
         hidden = (*self.hidden.shape, str(self.hidden.dtype))
@@ -118,7 +118,7 @@ class Head:
     def work(
         self, merges: bool = False, *, gemms: int = 0, sums: bool = False, keeps: bool = False
     ) -> Work:
-        """Returns the size of a computation over this head. The arguments are fields of Work."""
+        """Returns the Work of a loss over this head. The arguments are fields of Work."""
         own, wide = self.hidden.dtype, self.dtype
         keeps = keeps and own == wide and own != torch.float16 and self.accumulate != "fp32"
         sums = sums and self.accumulate != "weight"
@@ -129,15 +129,16 @@ class Head:
         return Work(rows, vocab, width, own.itemsize, own != wide, merges, gemms, sums, keeps)
 
     def cut(self, work: Work) -> Cut:
-        """The numbers of rows and columns of logits to compute at once."""
+        """Returns the numbers of rows and columns of logits to compute at once."""
         return (plan.forced or plan.choose)(work, self.workspace, self.hidden.device.type)
 
     def is_small(self, loss: RowLoss) -> bool:
-        """Whether the logits are materialised, because they are few (plan.SMALL).
+        """Whether the logits are so few that they are materialised (plan.SMALL).
 
-        The logits and their gradient must fit into the workspace. Some heads are always computed in
-        chunks: those with an fp16 gradient or a main_grad, which chunks sum in fp32, those with
-        fp32 logits, those of one rank or under FSDP, and those beside a teacher's head.
+        The logits and their gradient must fit into the workspace together. An fp16 head, or a head
+        with a main_grad, is always computed in chunks, because chunks sum its gradient in fp32.
+        Chunks are also used if the dtypes of logits and hidden differ, if the weight is sharded
+        over ranks or by FSDP, or if the teacher is a head.
         """
         size = self.rows * len(self.weight) * self.hidden.dtype.itemsize
         limit = plan.SMALL.get(self.hidden.device.type, plan.SMALL["cuda"])
@@ -162,7 +163,7 @@ class Head:
 
     @contextlib.contextmanager
     def ready(self, loss: RowLoss):
-        """Disables autocast, and keeps the weights of this head and of teachers in memory."""
+        """Disables autocast, and keeps the weights of this head and of teacher heads in memory."""
         heads = (self, *(t.head for t in loss.teachers if isinstance(t, ScaledHead)))
         with without_autocast(self.hidden.device), contextlib.ExitStack() as stack:
             # Weights are gathered once per call instead of once per chunk, because the number of
@@ -200,7 +201,7 @@ class ScaledHead:
         return self.head.device
 
     def materialize(self, rows: Rows) -> Tensor:
-        """The logits of some rows, (n, V)."""
+        """Returns the logits of these rows, (n, V)."""
         z = self.head.logits(rows)
         if self.scale == 1 and self.cap is None:
             return z
@@ -226,7 +227,7 @@ class ScaledHead:
         return self
 
     def replace(self, **changed) -> "ScaledHead":
-        """A copy with changed fields."""
+        """A copy of the ScaledHead with changed fields."""
         return replace(self, **changed)
 
     def flatten(self) -> tuple[tuple[Tensor | None, ...], "ScaledHead"]:

@@ -1,11 +1,11 @@
-"""`LinearLogits`, the logits of a linear head that are never materialised as a whole.
+"""`LinearLogits`, the logits of a linear head, whose losses are computed in chunks.
 
 `LinearLogits(hidden, weight, bias)` represents hidden @ weight.T + bias. A loss is computed from
 the logits of one chunk of rows at a time (chunks.py), or of one block of columns at a time
-(blocks.py). plan.py chooses between rows and columns. Logits that are few (plan.SMALL) are
-materialised, because chunks would take longer. A mean or sum computes its gradients in
-forward, with three GEMMs, or with up to four GEMMs if the head is split by columns (total.py).
-Results per row take four GEMMs (per_row.py).
+(blocks.py). plan.py chooses between rows and columns. Small logits (plan.SMALL) are materialised,
+because chunks would take longer. For a mean or sum, forward also computes the gradients (total.py).
+A mean or sum takes three GEMMs, or up to four GEMMs if the head is split by columns. Results per
+row take four GEMMs (per_row.py).
 
 No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
 gradients from the logits of a chunk.
@@ -36,38 +36,42 @@ class LinearLogits(AsTensor, Logits):
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,) for every loss of logitless.
 
     `workspace` limits the bytes of logits in memory at once. The logits of a teacher need
-    additional memory. The default is 1 GiB on a GPU and 64 MiB on a CPU, and 1.5 times as much with
-    logits_dtype. A smaller workspace saves memory and costs time. If many rows fit into the
-    workspace, a GPU computes some whole rows at a time. Otherwise a GPU computes some columns of
-    all rows at a time. Logits of at most 128 MiB on a GPU, or 1 MiB on a CPU, are materialised if
-    two copies of them fit into the workspace, because then a step takes less time.
+    additional memory. The default workspace is 1 GiB on a GPU and 64 MiB on a CPU, and 1.5 times as
+    much for fp32 logits of 16-bit hidden states. A smaller workspace saves memory and costs time.
+    If many rows fit into the workspace, a GPU computes some whole rows at a time. If only few rows
+    fit into the workspace, a GPU computes some columns of all rows at a time. Logits of at most 128
+    MiB on a GPU, or 1 MiB on a CPU, are materialised if the logits and their gradient fit into the
+    workspace. A loss over materialised logits takes less time.
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
-    to 16 bits. Log-probabilities are then hundreds of times more exact. The gradient of the logits
-    is rounded to 16 bits, and the GEMMs of the backward run in 16 bits.
+    to 16 bits. Log-probabilities of fp32 logits are hundreds of times more exact than those of
+    16-bit logits. The gradient of fp32 logits is rounded to 16 bits, and the GEMMs of the backward
+    run in 16 bits.
 
-    `accumulate` selects the precision of the sum of a bf16 weight's gradient over chunks. "auto"
-    sums up to two chunks in bf16. For more chunks, "auto" sums in block floating point on Hopper
-    and data-center Blackwell, and in fp32 on other devices. Block floating point uses the memory of
-    the gradient. Among 128 neighbouring numbers, which share one exponent, the largest keeps 14
-    bits. "fp32" sums in fp32, which takes additional memory of the gradient's size. "weight" rounds
-    to bf16 after every chunk. The gradient of an fp16 weight is always summed in fp32.
+    `accumulate` selects the precision in which the gradient of a bf16 weight is summed over chunks.
+    accumulate="auto" sums up to two chunks in bf16. For more chunks, accumulate="auto" sums in
+    block floating point on Hopper and data-center Blackwell, and in fp32 on other devices. Block
+    floating point needs no memory besides the gradient. In block floating point, 128 neighbouring
+    numbers share one exponent, and the largest of these numbers keeps 14 bits. accumulate="fp32"
+    sums in fp32, which takes additional memory of the gradient's size. accumulate="weight" sums in
+    bf16, which rounds after every chunk. The gradient of an fp16 weight is always summed in fp32.
 
     `main_grad` is an fp32 tensor of the weight's shape. Every backward adds the weight's gradient
-    to main_grad instead of weight.grad. For a mean or sum, the gradient is added once, rounded to
-    the weight's dtype unless accumulate is "fp32". For results per row, the gradient of each chunk
-    is added separately.
+    to main_grad instead of weight.grad. For a mean or sum, the gradient is added to main_grad once,
+    after the sum over chunks. A sum in bf16 or in block floating point is rounded to bf16 before it
+    is added to main_grad. For results per row, the gradient of each chunk is added to main_grad
+    separately.
 
     Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
-    number of rows that count is on the GPU, and the host waits for this number once, after the
-    first GEMM is queued. With `drop_ignored=False`, the host never waits, and ignored rows cost as
-    much time as other rows. A CUDA graph requires that the host never waits.
+    number of rows that count is on the GPU. The host waits for the number of rows that count once,
+    after the first GEMM is queued. With `drop_ignored=False`, the host never waits, and ignored
+    rows cost as much time as other rows. A CUDA graph requires that the host never waits.
 
-    If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. Every loss is
-    then computed as for a VocabShard.
+    If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. Losses over
+    such a head are computed as for a VocabShard.
 
-    PyTorch's own functions, methods and indexing accept a LinearLogits as a tensor. The values of
-    this tensor are computed when an operation reads them.
+    PyTorch's own functions, methods and indexing accept a LinearLogits as a tensor. The logits are
+    computed when an operation reads their values.
 
     >>> loss = cross_entropy(LinearLogits(hidden, head.weight), target)
     """
@@ -115,7 +119,7 @@ class LinearLogits(AsTensor, Logits):
         return self.head.bias
 
     def materialize(self) -> Tensor:
-        """The logits as a tensor (..., V), differentiable."""
+        """Returns the logits as a differentiable tensor, (..., V)."""
         return self.head.logits()
 
 
@@ -129,14 +133,14 @@ class HeadLogits(Source):
         self.hidden, self.spread = head.hidden, is_dtensor(head.weight)
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """The weighted and reduced loss, computed from one chunk of logits at a time."""
+        """Returns the weighted and reduced loss, computed from one chunk of logits at a time."""
         return evaluate_head(self.head, loss, reduction, row_weight)
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
         return topk_of_head(self.head, k, temperature, softcap)
 
     def materialize(self, rows: Rows | None = None) -> Tensor:
-        """The logits, (..., V), differentiable.
+        """Returns the differentiable logits, (..., V).
 
         With `rows`, the result is the logits of these rows, (n, V), without a gradient.
         """
@@ -163,7 +167,7 @@ class HeadLogits(Source):
 
 
 class HeadColumns(Source):
-    """The logits of all ranks. This rank's head computes its own columns."""
+    """The source of the logits of all ranks. The head of this rank computes its own columns."""
 
     def __init__(self, head: Head, shard: Any):
         backend = shard.head_backend(head.hidden, head.own_hidden is not None)
@@ -180,7 +184,7 @@ class HeadColumns(Source):
 
 
 def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-    """The weighted and reduced loss over a head."""
+    """Returns the weighted and reduced loss over a head."""
     if torch.compiler.is_compiling():
         if head.main_grad is None:
             return evaluate_compiled(head, loss, reduction, row_weight)
@@ -203,7 +207,7 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
 
 
 def topk_of_head(head: Head, k: int, temperature: float, softcap: float | None) -> TopK:
-    """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
+    """The top k ids of each row, their log-probabilities, and the log of the remaining mass."""
     if call.mapped(head.hidden) or call.mapped(head.weight):
         checks.not_mapped()
     backend, width, lead = head.backend(), len(head.weight), head.lead

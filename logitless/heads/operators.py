@@ -2,12 +2,13 @@
 
 Each RowLoss with an operator over logits (core/operators.py) has three operators over a head:
 
-    `logitless::head_<name>_total` computes a mean or sum, and its gradients for an upstream of 1.
+    `logitless::head_<name>_total` computes a mean or sum, and its gradients.
     `logitless::head_<name>_rows` computes the results per row.
     `logitless::head_<name>_rows_gradient` computes the gradients of the results per row.
 
-The operators call the functions of total.py and per_row.py. Ignored rows are not dropped, because
-the host would have to wait for the number of rows, which is not possible in a graph.
+The operators call the functions of total.py and per_row.py. The operators do not drop ignored rows,
+because the host would have to wait for the number of rows that count. A graph cannot wait for a
+number on the GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from .total import Call, needs_of
 
 
 class _HeadArguments(NamedTuple):
-    """The arguments of an operator for a head and a teacher's head."""
+    """The operator arguments that describe a head and a teacher's head."""
 
     hidden: Tensor
     weight: Tensor
@@ -79,7 +80,8 @@ def _arguments_of(head: Head, loss: RowLoss) -> tuple:
     teacher, rest = None, []
     for value in operators.arguments_of(loss):
         if isinstance(value, ScaledHead):
-            # The schema needs a Tensor, so hidden is a placeholder for the teacher.
+            # The schema requires a Tensor as teacher, so the teacher's hidden states are a
+            # placeholder.
             teacher, value = value, value.head.hidden
         rest.append(value)
     return *_HeadArguments.of(head, teacher), *rest
@@ -128,7 +130,10 @@ class HeadOperator:
         torch.library.register_fake(f"logitless::{name}", fake, lib=library)
 
     def total(self, *arguments) -> list[Tensor]:
-        """Returns the loss, the share, and the gradients. A tensor that is not needed is empty."""
+        """Returns the loss, the factor from sum to mean, and the gradients.
+
+        A tensor that is not needed is empty.
+        """
         *arguments, row_weight, reduction, needs = arguments
         call = _call_of(
             self.kind, arguments, row_weight=row_weight, reduction=reduction, needs=Needs(*needs)
@@ -136,7 +141,7 @@ class HeadOperator:
         check_values(call.loss)
         with without_autocast(call.head.device):
             value, share, d = total.forward(call)
-        if call.divides_in_backward:  # the gradients stay fp32 until backward divides them
+        if call.divides_in_backward:  # gradients stay fp32 until backward divides them
             d = _shaped(d, call.head.tensors)
         else:
             d, share = d.like(call.head.tensors), None
@@ -250,7 +255,7 @@ def _scale(ctx, upstream):
 
 
 def scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns gradient · by, rounded once to dtype. On a GPU, no fp32 copy is needed."""
+    """Returns gradient · by, rounded once to dtype. On a GPU, the product needs no fp32 copy."""
     out = fake_scale(gradient, by, dtype)
     return torch.mul(gradient, by.view((1,) * gradient.dim()), out=out)
 
@@ -274,7 +279,7 @@ HEAD_OPERATORS: dict[type, HeadOperator] = {}
 def operator(name: str, *, saved: int) -> Callable[[type], type]:
     """Registers the operators of a RowLoss over logits and over a head.
 
-    The forward of the loss saves `saved` tensors.
+    `saved` is the number of tensors that the forward of the loss saves.
     """
 
     def register(kind: type) -> type:
@@ -286,17 +291,17 @@ def operator(name: str, *, saved: int) -> Callable[[type], type]:
 
 
 def call_rows(loss: RowLoss, head: Head) -> tuple[Tensor, ...]:
-    """Computes the results per row of a loss over a head, through its operator."""
+    """Calls the operator for the results per row of a loss over a head."""
     name = f"{HEAD_OPERATORS[type(loss)].name}_rows"
     return tuple(getattr(torch.ops.logitless, name)(*_arguments_of(head, loss)))
 
 
 def evaluate_compiled(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> Any:
-    """Returns the weighted and reduced loss over a head. Under a compiler, operators compute it."""
+    """Returns the weighted and reduced loss over a head, computed by operators for a compiler."""
     if in_func():
         checks.no_head_in_func()
     operator = HEAD_OPERATORS.get(type(loss))
-    if reduction == "none" or operator is None:  # a user's formula has no operator
+    if reduction == "none" or operator is None:  # a user's formula (row_loss) has no operator
         outputs = loss.traced(head, call_rows)
         return outputs if loss.multiple_outputs else loss.reduce(outputs[0], reduction, row_weight)
     needs = needs_of(head.tensors, row_weight, (), torch.is_grad_enabled())

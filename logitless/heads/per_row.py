@@ -1,6 +1,7 @@
-"""Results per row of a head, in four GEMMs. A mean or sum takes three GEMMs (total.py).
+"""Results per row of a loss over a head, in four GEMMs.
 
-Forward saves the statistics of each row, and backward recomputes the logits.
+Forward saves the statistics of each row, and backward recomputes the logits. A mean or sum takes
+only three GEMMs (total.py).
 """
 
 from dataclasses import dataclass
@@ -37,8 +38,8 @@ def forward(call: Call) -> tuple[tuple[Tensor, ...], list[Saved]]:
 def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGradients:
     """Returns the gradients of the head and of row_inputs.
 
-    The memory of the logits is free on return. If `known` is None, backward recomputes the
-    statistics, from whole rows.
+    The memory of the logits is free when `backward` returns. If `known` is None, backward
+    recomputes the statistics, and chunks have whole rows.
     """
     head, loss, lead = call.head, call.loss, call.head.lead
     flat = [None if g is None else g.reshape(head.rows, *g.shape[len(lead) :]) for g in upstream]
@@ -59,9 +60,10 @@ def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGrad
 
 
 def _chunks(call: Call, keep: bool) -> Chunks:
-    """Returns the chunks of the head, which are the same in forward and backward.
+    """Returns the chunks of the head for forward or backward.
 
-    If backward has no saved statistics, the chunks have whole rows.
+    If `keep` is True, forward and backward have the same chunks. If `keep` is False, the chunks
+    have whole rows, because backward recomputes the statistics.
     """
     merges = call.loss.merges and keep
     return chunks_of(call.head, call.loss, call.head.work(merges, sums=call.needs.weight))
@@ -75,14 +77,14 @@ def _ignored(t: Tensor, rows: int) -> Tensor:
 
 @dataclass
 class Kept:
-    """Data of an autograd function for its backward, besides the tensors that autograd saves."""
+    """The data that an autograd function keeps for backward, besides the tensors it saves."""
 
     call: Call  # without tensors
     known: list[Saved]
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[tuple[Tensor, ...], "Kept"]:
-        """Computes the forward of an autograd function. Returns the outputs and the Kept data."""
+        """Computes the forward of an autograd function. Returns outputs and a Kept for backward."""
         with call.head.ready(call.loss):
             outputs, known = forward(call)
         tensors, blank = call.flatten()
@@ -105,7 +107,7 @@ class Kept:
 
 
 class PerRowLoss(Node):
-    """Results per row of a head."""
+    """The results per row of a loss over a head."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, head, loss, *row_inputs):

@@ -4,8 +4,8 @@ A split by rows computes loss and gradients of some whole rows at once, in three
 reads and writes the sum of the weight's gradient (V, D). A split by columns first computes the
 statistics of all rows, block by block, and then computes the logits of every block again. A split
 by columns takes four GEMMs, but writes each row of the weight's gradient only once. Only the
-gradient of hidden (N, D), which is smaller, is summed over blocks. The costs below are in units of
-one GEMM over all logits.
+gradient of hidden (N, D), which is smaller than the gradient of the weight, is summed over blocks.
+The unit of the following costs is the time of one GEMM over all logits.
 
     Chunks of n whole rows cost 3 + s / n.
     Blocks of c columns of all rows cost 3 + 1 + r - kept + s / c.
@@ -13,8 +13,8 @@ one GEMM over all logits.
 
 The number s is SUM_ROWS. A GEMM over s rows takes as long as reading and writing the sum of the
 weight's gradient. The number r is STATISTICS_COST, the cost of reading the logits a second time.
-`kept` is the fraction of the logits that are not computed twice, because these logits are kept in
-the memory of the weight's gradient (blocks.py).
+The number `kept` is the fraction of the logits that are computed only once, because they are kept
+in the memory of the weight's gradient (blocks.py).
 """
 
 import contextlib
@@ -23,31 +23,31 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-# The default for the bytes of logits in memory at once. The default is 1.5 times as large for fp32
-# logits of 16-bit hidden states. Then fp32 logits are computed in few large slots, which is as fast
-# as 16-bit logits on an H200.
+# The default workspace, in bytes of logits in memory at once. The default is 1.5 times as large for
+# fp32 logits of 16-bit hidden states. With this memory, fp32 logits are as fast as 16-bit logits on
+# an H200, because `layout` needs only few slots per chunk.
 WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}
 TILE = 128  # rows per tile of a GEMM
 PACK = 8  # padded widths are multiples of PACK, so that 16-bit rows start on 16-byte boundaries
 
-# Measured on an H200 with workspaces of 64 to 256 MiB (docs/heads.md). On a CPU, sums cost little
-# compared with GEMMs, so a CPU always computes whole rows.
+# SUM_ROWS was measured on an H200 with workspaces of 64 to 256 MiB (docs/heads.md). On a CPU, sums
+# cost little compared with GEMMs, so a CPU always computes whole rows.
 SUM_ROWS = {"cuda": 540.0}
 # The cost of reading the logits a second time and merging statistics, relative to one GEMM.
 STATISTICS_COST = 0.15
-# A split by columns is chosen only if it saves at least this fraction of one GEMM.
+# A split by columns is chosen only if it saves at least MIN_GAIN times the cost of one GEMM.
 MIN_GAIN = 0.1
 
-# A head materialises logits of at most SMALL bytes. For such sizes, the host needs more time than
-# the device. PyTorch's own GEMMs, with the gradients that autograd records, take the least time on
-# the host.
+# A head materialises logits of at most SMALL bytes. For so few logits, the host needs more time
+# than the device. PyTorch's own GEMMs, with the gradients that autograd records, take the least
+# time on the host.
 SMALL = {"cuda": 128 << 20, "cpu": 1 << 20}
 
-SPARE_EVERY = 64  # memory for n rows of fp32 logits has n // 64 + 2 spare rows
+SPARE_EVERY = 64  # the memory for n rows of fp32 logits has n // 64 + 2 extra rows
 
 
 class Cut(NamedTuple):
-    """The numbers of rows and columns of logits to compute at once."""
+    """A split of a head: the numbers of rows and columns of logits to compute at once."""
 
     rows: int  # the largest number of rows
     columns: int | None = None  # None for all columns
@@ -55,7 +55,7 @@ class Cut(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The size of a computation over a head."""
+    """The sizes and properties of a loss over a head that determine the best split."""
 
     rows: int
     vocab: int
@@ -68,13 +68,13 @@ class Work(NamedTuple):
     keeps: bool  # whether unwritten memory of the weight's gradient may hold logits
 
 
-# A function that replaces `choose` inside a block of `override`.
+# The function that replaces `choose` inside `with override(...)`.
 forced: Callable[[Work, int | None, str], Cut] | None = None
 
 
 @contextlib.contextmanager
 def override(cut: Callable[[Work], Cut]):
-    """Uses cut(work) as the split of every head in this block, for tests and benchmarks."""
+    """Splits every head by cut(work) inside the `with` block, for tests and benchmarks."""
     global forced
     before, forced = forced, lambda work, *_: cut(work)
     try:
@@ -85,7 +85,10 @@ def override(cut: Callable[[Work], Cut]):
 
 @functools.lru_cache(1024)
 def choose(work: Work, workspace: int | None, device: str) -> Cut:
-    """Returns the split with the least estimated time. If `workspace` is None, rows stay whole."""
+    """Returns the split with the least estimated time.
+
+    If `workspace` is None, the split is by rows.
+    """
     limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"]) * (3 if work.wide else 2) // 2
     room = limit // (-(-work.vocab // PACK) * PACK * work.itemsize)
     if work.wide:
@@ -117,13 +120,13 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
 
 
 def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, int]:
-    """Returns {block: slot} for the blocks whose logits are kept.
+    """Returns a dict {block: slot} of the blocks whose logits are kept in memory.
 
     A slot is a part of the memory of the weight's gradient, and holds the rows · columns logits of
     one block. The gradient of a block's weight rows takes columns · width numbers. Gradients are
     computed from the last block to the first. The memory of a slot must not be overwritten before
-    the gradient of the slot's block is computed. So the slot must end before the block's own weight
-    rows begin.
+    the gradient of the slot's block is computed. So the slot of a block must end before the memory
+    of the block's own weight rows begins.
     """
     kept: dict[int, int] = {}
     for block in range(1, -(-vocab // columns)):
@@ -133,11 +136,12 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
 
 
 def even_chunk(rows: int, room: int) -> int:
-    """The number of rows per chunk, in a workspace with room for `room` rows.
+    """Returns the number of rows per chunk, in a workspace with room for `room` rows.
 
-    The number is a multiple of TILE if one tile fits, and a power of two if eight tiles fit. In
-    most batches, the number of rows is a power of two too, so no short chunk is left over. All
-    chunks have the same size, because even a short last chunk would read the whole weight.
+    The number of rows per chunk is a multiple of TILE if `room` is at least TILE, and a power of
+    two if `room` is at least 8 · TILE. The number of rows of most batches is a power of two, so no
+    short chunk is left over. All chunks have the same size, because even a short last chunk would
+    read the whole weight.
     """
     most = max(room, 1)
     if most >= 8 * TILE:
@@ -149,7 +153,7 @@ def even_chunk(rows: int, room: int) -> int:
 
 
 def even_columns(vocab: int, room: int) -> int:
-    """The number of columns per block, a multiple of TILE; 0 if no tile fits.
+    """Returns the number of columns per block, a multiple of TILE; 0 if no tile fits.
 
     All blocks have the same size, except the last block.
     """
@@ -162,7 +166,7 @@ def even_columns(vocab: int, room: int) -> int:
 
 @functools.lru_cache(1024)
 def chunk_rows(rows: int, cut: Cut) -> int:
-    """The number of rows per chunk."""
+    """Returns the number of rows per chunk."""
     if cut.columns is None:
         return even_chunk(rows, cut.rows)
     return max(min(cut.rows, rows), 1)
@@ -170,7 +174,7 @@ def chunk_rows(rows: int, cut: Cut) -> int:
 
 @functools.lru_cache(1024)
 def bounds(rows: int, count: int, cut: Cut) -> tuple[tuple[int, int], ...]:
-    """The start and end of each chunk, if only `count` of the rows are computed."""
+    """Returns the start and end of each chunk, if only `count` of the rows are computed."""
     first = min(chunk_rows(rows, cut), count)
     step = chunk_rows(count - first, cut)
     starts = [*([0] if first else []), *range(first, count, step), count]
@@ -178,7 +182,7 @@ def bounds(rows: int, count: int, cut: Cut) -> tuple[tuple[int, int], ...]:
 
 
 class Slot(NamedTuple):
-    """Rows of a chunk whose logits are in memory at the same time."""
+    """Some rows of a chunk, whose logits are in memory at the same time."""
 
     rows: slice  # a range of rows of the chunk
     at: int  # the row of the memory at which the logits begin
@@ -187,20 +191,21 @@ class Slot(NamedTuple):
 
 @functools.lru_cache(1024)
 def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
-    """Returns the size of a chunk's memory and the slots of the chunk.
+    """Returns the size of a chunk's memory, and the slots of the chunk (see Slot).
 
     The unit of the size is one row of logits in the dtype of hidden.
 
-    A gradient in the dtype of the logits overwrites all logits at once, in one slot. The 16-bit
-    gradient of fp32 logits grows from the left end of the memory. The fp32 logits of a slot are at
-    the right end:
+    If the gradient has the dtype of the logits, one slot holds the logits of all rows, and the
+    gradient overwrites them. The 16-bit gradient of fp32 logits is written from the left end of the
+    memory. The fp32 logits of a slot are stored at the right end of the memory:
 
         | gradient of earlier slots | gap |  logits of this slot, fp32  |
         | gradient so far                 ▸ overwrites logits already read
 
-    Each slot has as many rows as fit to the right of the gradient so far. The gradient of a slot is
-    written in steps. Each step is as long as the gap before the first unread row, so that no unread
-    row is overwritten. So fp32 logits need the memory of 16-bit logits plus spare_rows.
+    Each slot has as many rows as fit to the right of the gradient of earlier slots. The gradient of
+    a slot is written in steps. Each step is as long as the gap before the first unread row, so that
+    no unread row is overwritten. So fp32 logits need only the memory of 16-bit logits plus
+    `spare_rows`.
     """
     if not wide:
         return rows, (Slot(slice(0, rows), 0, (slice(0, rows),)),)
@@ -221,5 +226,5 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
 
 
 def spare_rows(rows: int) -> int:
-    """The number of spare rows in a memory for `rows` rows of fp32 logits."""
+    """Returns the number of extra rows in the memory for `rows` rows of fp32 logits."""
     return rows // SPARE_EVERY + 2

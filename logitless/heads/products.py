@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ..core.source import is_dtensor
 
-SLAB = 64 << 20  # bytes of fp32 numbers that a CPU converts at once
+SLAB = 64 << 20  # bytes of the largest fp32 copy that a CPU makes at once
 UNIT = 64  # an aligned GEMM has a multiple of UNIT rows or columns
 
 
 def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Writes h @ weight.T + bias to `out`, in the dtype of h or in fp32 without rounding."""
+    """Writes h @ weight.T + bias to `out`, in the dtype of h or as unrounded fp32 sums."""
     if out.dtype == h.dtype:
         return gemm(h, weight.t(), out, bias)
     if h.is_cuda:

@@ -1,10 +1,10 @@
-"""A mean or sum over the rows of a head, with its gradients, in three GEMMs.
+"""The mean or sum of a loss over the rows of a head, with its gradients, in three GEMMs.
 
 `forward` computes the loss and all gradients for an upstream gradient of 1. Logits, d_hidden and
 d_weight need one GEMM each. If the head is split by columns, most logits are computed twice.
-`backward` scales the gradients. `forward` and `backward` are plain functions of a `Call`. The
-autograd functions (ReducedLoss and lazy/nodes.py) and the operator (operators.py) only save and
-unpack tensors.
+`backward` multiplies the gradients by the upstream gradient. `forward` and `backward` are plain
+functions of a `Call`. The autograd functions (ReducedLoss and lazy/nodes.py) and the operator
+(operators.py) only save and unpack tensors.
 """
 
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ class Call(NamedTuple):
     def divides_in_backward(self) -> bool:
         """Whether backward, instead of forward, multiplies the gradients of a mean by the share.
 
-        The share is the factor that turns a sum into a mean. The result is True for fp16, because
-        gradients that are multiplied by the share in forward could underflow.
+        The share is the factor that turns a sum into a mean. For fp16, backward multiplies by the
+        share, because the small gradients of a mean could underflow in forward.
         """
         return self.reduction == "mean" and self.head.hidden.dtype == torch.float16
 
@@ -61,7 +61,7 @@ class Result(NamedTuple):
 
 
 def needs_of(inputs: tuple, row_weight: Any, row_inputs: Sequence[Tensor], grad: bool) -> Needs:
-    """Returns one flag per tensor: whether the tensor needs a gradient."""
+    """Returns flags that say which tensors need a gradient."""
     hidden, weight, bias, rows = (
         grad and t is not None and t.requires_grad for t in (*inputs, row_weight)
     )
@@ -141,7 +141,7 @@ def backward(call: Call, share: Tensor | None, gradients: HeadGradients, upstrea
 
 @dataclass
 class Kept:
-    """Data of an autograd function for its backward, besides the tensors that autograd saves."""
+    """The data that an autograd function keeps for backward, besides the tensors it saves."""
 
     call: Call  # without tensors
     share: Tensor | None
@@ -149,7 +149,7 @@ class Kept:
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[Tensor, "Kept"]:
-        """Computes the forward of an autograd function. Returns the value and the Kept data."""
+        """Computes the forward of an autograd function. Returns value and Kept for backward."""
         tensors, blank = call.flatten()
         ctx.save_for_backward(*tensors)
         with call.head.ready(call.loss):
@@ -177,7 +177,7 @@ class Kept:
 
 
 class ReducedLoss(Node):
-    """A mean or sum over the rows of a head."""
+    """The mean or sum of a loss over the rows of a head."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, row_weight, head, loss, reduction, grad, *row_inputs):

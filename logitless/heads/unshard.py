@@ -8,9 +8,9 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def in_memory(weight: Tensor, module: torch.nn.Module | None):
-    """Keeps the weight in memory inside the block.
+    """Context manager that keeps the weight in memory.
 
-    `module` is the module that shards the weight, or None.
+    `module` is the FSDP module that shards the weight, or None.
     """
     if weight.untyped_storage().size() or not weight.numel() or weight.device.type == "meta":
         yield

@@ -1,7 +1,8 @@
 """Checks of the arguments of each public function. The error messages are in core/checks.py.
 
 `check_once` (core/call.py) calls these functions with the arguments of a call. The first argument
-is always the logits, because `check_once` finds the ranks that share the logits by this argument.
+of each function is the logits. `check_once` uses the logits to find the other ranks that must raise
+the same error.
 """
 
 from torch import Tensor
@@ -65,7 +66,11 @@ def cross_entropy(
 def dense_teacher(
     student, teacher, names, weight, blend, temperature, softcap, mask, row_weight, reduction
 ) -> None:  # fmt: skip
-    """Checks a dense teacher. `names` are the argument names of student, teacher and blend."""
+    """Checks the arguments of a loss against a dense teacher.
+
+    `names` holds the names of student, teacher and blend in error messages. `blend` is beta or
+    label_smoothing.
+    """
     checks.logits(student, names[0])
     checks.dense_teacher(names[1], teacher, names[0], student)
     checks.class_weight(weight, student)

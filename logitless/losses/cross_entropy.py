@@ -19,7 +19,7 @@ from . import checks
 @operator("cross_entropy", saved=2)
 @dataclass(eq=False)
 class CrossEntropy(RowLoss):
-    """Cross-entropy with one class per row. The class is the label of the reading."""
+    """Cross-entropy with one class id per row, which is stored in reading.label."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -45,7 +45,7 @@ class CrossEntropy(RowLoss):
         if self.label_smoothing or self.z_loss or backend.one_pass is None:
             return super().value_and_gradient(backend, x, factor, into)
         # The loss is linear in log p, so its coefficients need no statistics. The coefficients are
-        # not used if one_pass returns None, for example for very long rows.
+        # not used if one_pass returns None, for example because the rows are too long.
         if self.is_nll:
             coefficients = _nll_coefficients[x.device, torch.float32]
         else:
@@ -106,15 +106,15 @@ def cross_entropy(
         row_weight · [ (1-ε) v[target] (-log p[target]) + ε/V Σ_i v_i (-log p_i) + z_loss · lse² ]
 
     "mean" divides the sum by the number of rows that count. With class weights, "mean" divides by
-    the sum of v[target] over these rows, as PyTorch does. A row is ignored if its target is
-    ignore_index or its mask is False. An ignored row is not read, and its loss and gradient are 0.
-    If all rows are ignored, the mean is 0. A target outside [0, V) raises on a CPU. On a GPU, a
+    the sum of v[target] over the rows that count, as PyTorch does. A row is ignored if its target
+    is ignore_index or its mask is False. An ignored row is not read, and its loss and gradient are
+    0. If all rows are ignored, the mean is 0. A target outside [0, V) raises on a CPU. On a GPU, a
     target outside [0, V) makes its row NaN, or raises with LOGITLESS_CHECK=1.
 
     The shapes are logits (..., V), integer target (...), weight (V,), mask and row_weight (...).
     The loss is fp32 (fp64 for fp64 logits). The vocabulary is always the last dimension. For logits
     of shape (N, V, ...), as in F.cross_entropy, pass logits.movedim(1, -1). If V equals another
-    size, a wrong order of dimensions is not detected, and the loss is wrong.
+    size of the logits, a wrong order of dimensions is not detected, and the loss is wrong.
 
     `temperature` and `softcap` must be in [1e-12, 1e12], and `z_loss` must be at most 1e12, because
     fp32 would overflow outside these limits.
@@ -122,9 +122,9 @@ def cross_entropy(
     inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
     forward. If another operation saved the logits before this call, the backward of that operation
     raises. The backward of an operation that uses the logits after this call raises too, unless the
-    logits are a leaf or a slice of a larger tensor. A second backward raises. If no gradient is
-    needed, the logits are not overwritten. Under torch.compile, which plans memory itself, inplace
-    has no effect.
+    logits are a leaf or a slice of a larger tensor. With inplace=True, a second backward raises. If
+    no gradient is needed, inplace=True does not overwrite the logits. Under torch.compile, which
+    plans memory itself, inplace has no effect.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
@@ -163,10 +163,10 @@ def linear_cross_entropy(
     drop_ignored: bool = True,
     **options,
 ) -> Tensor:
-    """Cross-entropy of the logits hidden (..., D) @ weight (V, D).T + bias.
+    """Computes the cross-entropy of the logits hidden (..., D) @ weight (V, D).T + bias.
 
-    The logits are never materialised as a whole. `class_weight` is the option `weight` of
-    cross_entropy, and `options` are other options of cross_entropy. The options workspace,
+    Large logits are never materialised as a whole. `class_weight` is the option `weight` of
+    cross_entropy, and `options` are the other options of cross_entropy. The options workspace,
     logits_dtype, accumulate, main_grad and drop_ignored have the same meaning as in LinearLogits.
 
     >>> linear_cross_entropy(hidden, head.weight, target)

@@ -57,8 +57,8 @@ class Dense(RowLoss):
         loss = super().fold_scale(scale, softcap)
         if loss is None or scale == 1 or self.pair.kind == "soft":
             return loss
-        # The temperature now includes the scale. The temperature also applies to the teacher, so
-        # the teacher's logits are divided by the scale.
+        # The temperature of the new loss is divided by `scale`, and also applies to the teacher. So
+        # the teacher's logits are divided by `scale` too.
         teacher = scaled_teacher(self.pair.teacher, 1 / scale)
         if teacher is None:
             return None
@@ -81,7 +81,7 @@ def kl_div(
     row_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """KL divergence between the distributions of two rows of logits (..., V).
+    """Computes the KL divergence between the softmax of student and teacher logits, (..., V).
 
     Let p = softmax(teacher / T) and q = softmax(z), with z = softcap · tanh(student / softcap) / T.
 
@@ -93,10 +93,10 @@ def kl_div(
     the loss +inf. The softcap applies only to the student. With `t_squared=True`, value and
     gradient are multiplied by T², so that the gradient does not shrink as T grows.
 
-    `temperature` is a number or (...). Rows with a `mask` (...) of False are not read, and their
-    loss and gradient are 0. `row_weight` (...) multiplies the loss of each row. "mean" divides the
-    sum by the number of rows that count. The teacher gets no gradient. The loss is fp32 (fp64 for
-    an fp64 student).
+    `temperature` (T) is one number, or a tensor (...). Rows whose `mask` (...) is False are not
+    read, and their loss and gradient are 0. `row_weight` (...) multiplies the loss of each row.
+    "mean" divides the sum by the number of rows that count. The teacher gets no gradient. The loss
+    is fp32 (fp64 for an fp64 student).
 
     >>> kl_div(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]),
     ...        direction="forward")
@@ -122,15 +122,15 @@ def jsd(
     row_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Generalised Jensen-Shannon divergence between two rows of logits (..., V).
+    """Computes the generalised Jensen-Shannon divergence of student and teacher logits, (..., V).
 
     Let p and q be the distributions of teacher and student as in `kl_div`, and M = βp + (1-β)q. The
     divergence is
 
         β Σ p log(p / M) + (1-β) Σ q log(q / M)
 
-    The divergence is never negative, and finite if both rows are distributions. beta=0 selects the
-    forward KL divergence, and beta=1 the reverse KL divergence. For β in (0, 1), the divergence
+    The divergence is never negative. The divergence is finite if no softmax is NaN. beta=0 selects
+    the forward KL divergence, and beta=1 the reverse KL divergence. For β in (0, 1), the divergence
     approaches 0 as β approaches 0 or 1. The other options are the same as in `kl_div`.
 
     >>> jsd(torch.tensor([[0.0, -torch.inf]]), torch.tensor([[-torch.inf, 0.0]]))
@@ -154,16 +154,16 @@ def soft_cross_entropy(
     row_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross-entropy of softmax(z) against class probabilities (..., V), as in F.cross_entropy.
+    """Computes the cross-entropy against class probabilities (..., V), as F.cross_entropy does.
 
     The loss of a row, with q = softmax(z), ε = label_smoothing and class weights v (1 without
     `weight`), is
 
         row_weight · Σ_i v_i ((1-ε) probs_i + ε/V) (-log q_i)
 
-    A class of probability 0 adds 0, even if its logit is -inf. "mean" divides by the number of rows
-    that count, even with class weights. `probs` gets no gradient. `weight` has shape (V,). The
-    other options are the same as in `kl_div`.
+    A class of probability 0 adds 0 to the loss, even if its logit is -inf. "mean" divides by the
+    number of rows that count, even with class weights. `probs` gets no gradient. `weight` has shape
+    (V,). The other options are the same as in `kl_div`.
 
     >>> soft_cross_entropy(torch.zeros(1, 4), torch.tensor([[0.5, 0.5, 0.0, 0.0]]))
     tensor(1.3863)

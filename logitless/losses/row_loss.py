@@ -1,4 +1,4 @@
-"""`row_loss`, a user's own loss over row statistics, as fast as the losses of logitless."""
+"""`row_loss` computes a user's own loss over row statistics, as fast as the losses of logitless."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,16 +36,17 @@ def row_loss(
 
     The result is a scalar, or (...) for reduction="none". `formula(stats, *rows)` gets the RowStats
     of n rows, with shapes (n,), or (n, K) for K ids per row. The formula also gets the same n rows
-    of each tensor in `rows`. These tensors have shape (...) or (..., k), and may require gradients.
-    The formula returns one number per row, (n,). Tensors that the formula captures get no gradient.
+    of each tensor in `rows`. The tensors in `rows` have shape (...) or (..., k), and may require
+    gradients. The formula returns one number per row, (n,). Tensors that the formula captures get
+    no gradient.
 
-    The formula is called for any number of rows at once. So the formula must not mix rows, for
-    example by means, sums or sorting over rows. LOGITLESS_CHECK=1 compares a call for two rows with
-    two calls for one row each, and raises if the results differ.
+    A call of the formula may get any number of rows. So the formula must not mix rows, for example
+    by means, sums or sorting over rows. LOGITLESS_CHECK=1 compares a call for two rows with two
+    calls for one row each, and raises if the results differ.
 
     `ids`, `entropy`, `total`, `argmax`, `ignore_index` and `mask` have the same meaning as in
-    `row_stats`. Each row's number is multiplied by its row_weight (...). "mean" divides the sum by
-    the number of rows that are not ignored. The row_weight does not change this divisor. Over a
+    `row_stats`. `row_weight` (...) multiplies the result of the formula for each row. "mean"
+    divides the sum by the number of rows that are not ignored, even with a row_weight. Over a
     LinearLogits, a mean or sum takes three GEMMs.
 
     >>> def grpo(stats, old, advantage):
@@ -64,21 +65,21 @@ def row_loss(
 
 @dataclass(eq=False)
 class Formula(RowLoss):
-    """A loss given by a function of row statistics and of row_inputs, (...) or (..., k).
+    """A loss that a user's function computes from row statistics and row_inputs.
 
-    The function gets flat tensors of n rows at a time, for any n.
+    The function gets tensors (n,) or (n, k) of n rows at a time, for any n.
     """
 
     names: ClassVar[tuple[str, str]] = ("ids", "ids")
 
     function: Callable[..., Tensor]  # RowStats, *row_inputs -> (n,)
     row_inputs: tuple[Tensor, ...]
-    differentiable: bool = True  # whether the loss must have a gradient
+    differentiable: bool = True  # whether the value must require grad
 
     def apply(
         self, statistics: dict[str, Tensor], row_inputs, lead: torch.Size, dtype: torch.dtype
     ) -> Tensor:
-        """Calls the function. Returns one number per row, (...), with 0 for ignored rows."""
+        """Calls the function. Returns one number per row, (...), which is 0 for ignored rows."""
         ignored = self.reading.ignored_rows()
         ignored = None if ignored is None else ignored.reshape(-1)
         flat = {name: flat_rows(t, lead) for name, t in statistics.items()}
@@ -114,8 +115,8 @@ class Formula(RowLoss):
                     "require grad. For a metric, call row_loss under torch.no_grad()."
                 )
             if value.requires_grad:
-                # Each row's value depends only on its own row, so the gradient of the sum contains
-                # the gradient of each row.
+                # The value of a row depends only on this row. So the gradient of the sum of all
+                # values contains the gradient of each value.
                 gradients = torch.autograd.grad(value.sum(), wanted, allow_unused=True)
         gradients = iter(gradients)
         d_leaves = [next(gradients) if t.requires_grad else None for t in leaves]
@@ -187,7 +188,7 @@ def _check_value(value, rows: int, stats: RowStats) -> None:
 
 
 def _check_row_by_row(function: Callable, statistics: dict[str, Tensor], rows: list) -> None:
-    """Raises if a call for two rows differs from two calls for one row each."""
+    """Raises if one call of the formula for two rows differs from two calls for one row each."""
     with torch.no_grad():
         first, second, both = (
             function(RowStats(**{name: t[at] for name, t in statistics.items()}),

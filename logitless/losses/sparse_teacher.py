@@ -1,10 +1,11 @@
 """Distillation from a sparse teacher, which has probabilities for K ids per row.
 
-A loss compares the teacher's p at the ids with the student's q = softmax(z). `support` selects the
-compared masses, and `divergence` selects the divergence. Both arguments are required. The student's
-log-probabilities at the ids, the mass outside the ids, and the label's cross-entropy at temperature
-1 are statistics of the row. One pass over the logits computes the statistics, and another pass
-computes the gradient. Rows with little mass outside the ids are read twice in the forward.
+A loss compares the teacher's p at the ids with the student's q = softmax(z). `support` selects
+which probabilities are compared, and `divergence` selects the divergence. The arguments `support`
+and `divergence` are required. The student's log-probabilities at the ids, the mass outside the ids,
+and the label's cross-entropy at temperature 1 are statistics of the row. One pass over the logits
+computes the statistics, and another pass computes the gradient. Forward reads rows with little mass
+outside the ids twice.
 """
 
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class Sparse(RowLoss):
     def flatten(self, recompute=False):
         tensors, loss = super().flatten()
         slots = self.slots
-        if recompute:  # only forward reads the tensors of the slots
+        if recompute:  # only forward reads the tensors of self.slots
             tensors = (*tensors, slots.teacher, slots.mask, slots.tail, slots.row_weight)
         blank = slots._replace(teacher=None, mask=None, tail=None, row_weight=None)
         return tensors, loss.replace(slots=blank)
@@ -72,7 +73,7 @@ class Sparse(RowLoss):
 @operator("sparse_teacher_at_ids", saved=2)
 @dataclass(eq=False)
 class AtIds(Sparse):
-    """Like Sparse, with the student normalised over the slots. Only logits at the ids are read."""
+    """Like Sparse, but the student is normalised over the ids. Only logits at the ids are read."""
 
     def forward(self, backend, x):
         picked = backend.gather(x, self.reading)
@@ -115,11 +116,13 @@ class Gathered(Sparse):
 def capture_topk(
     logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
 ) -> SparseTargets:
-    """Captures the k most probable ids, exact log-probabilities and log tail mass of each row.
+    """Returns the k most probable ids per row, exact log-probabilities and the log tail mass.
+
+    The tail mass is the probability of all other ids.
 
     The ids are sorted by descending probability, and equal probabilities by ascending id. The
-    results have no gradient. On a GPU, one pass is enough for k up to 256. A larger k is sorted in
-    chunks of rows.
+    results have no gradient. On a GPU, one pass over the logits is enough for k up to 256. For k
+    above 256, torch.topk sorts chunks of rows.
 
     >>> capture_topk(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids
     tensor([[1, 2]])
@@ -148,10 +151,10 @@ def gathered_kl(
 ) -> Tensor:
     """Computes Σ p (log p - log q) from logits (..., K) gathered at the teacher's K ids.
 
-    The student's q is the softmax over all K slots. The teacher's p is not normalised. `mask`
-    (..., K) is True, or 1, for the slots that count. Masked slots are left out of the sum. With
-    renormalise=True, masked slots are also left out of the softmax. The loss of a row whose slots
-    are all masked is 0. "mean" divides by the number of rows.
+    A slot is one of the K positions of a row. The student's q is the softmax over all K slots. The
+    teacher's p is not normalised. `mask` (..., K) is True, or 1, for unmasked slots. Masked slots
+    are left out of the sum. With renormalise=True, masked slots are also left out of the softmax.
+    The loss of a row whose slots are all masked is 0. "mean" divides by the number of rows.
 
     >>> gathered_kl(logits.gather(-1, targets.ids), targets.logprobs, reduction="mean")
     """
@@ -163,8 +166,8 @@ def gathered_kl(
     full = PRECISION[student_logits.dtype]
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
     if reduction == "mean" and row_weight is None and not call.under_transform():
-        # All rows count, so kd_weight includes the factor 1 / rows, and the values are summed. The
-        # gradient then needs no further factor.
+        # All rows count, so the mean is computed as a sum, and kd_weight includes the factor 1 /
+        # rows. The saved gradient then needs no further factor.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
         _constant(teacher_logprobs), None if mask is None else call.as_bool(mask), None, by_row,
@@ -196,24 +199,27 @@ def topk_distill(
     """Computes the divergence between the student and a teacher with K ids per row.
 
     The result is a scalar, or (...) for reduction="none". Let q = softmax(z) at `temperature`, and
-    let p be the teacher's probabilities. P and Q are the sums of p and q over the slots that count.
-    `support` selects the masses that are compared.
+    let p be the teacher's probabilities. P and Q are the sums of p and q over the unmasked ids.
+    `support` selects which probabilities are compared.
 
         "truncate" compares p and q at the ids.
-        "renorm_teacher" compares p/P and q.
-        "renorm" compares p/P and q/Q. Without cross-entropy, only logits at the ids are read.
-        "tail" compares p and q, and also the masses outside the ids. The teacher's mass outside
-        the ids is targets.tail, or 1 - P without a tail.
+        "renorm_teacher" compares p/P and q at the ids.
+        "renorm" compares p/P and q/Q at the ids. "renorm" without cross-entropy reads only the
+        logits at the ids.
+        "tail" compares p and q at the ids, and also the masses outside the ids. The log of the
+        teacher's mass outside the ids is targets.tail. If targets.tail is None, the teacher's mass
+        outside the ids is 1 - P.
 
     `divergence` is "forward_kl" Σ p log(p/q), "reverse_kl" Σ q log(q/p), "jsd" with
-    M = beta p + (1-beta) q, or "tvd" Σ |p - q| / 2. docs/distillation.md helps to choose.
+    M = beta p + (1-beta) q, or "tvd" Σ |p - q| / 2. docs/distillation.md helps to choose the
+    divergence and the support.
 
     t_squared=True multiplies the divergence by temperature². With labels (...), the loss of a row
     is ce_weight times the cross-entropy at temperature 1 plus kd_weight times the divergence. A row
     whose label is ignore_index, or whose mask (...) is False, does not count. The divergence of a
-    row whose slots are all masked is 0. "mean" divides by the number of rows that count.
+    row whose ids are all masked is 0. "mean" divides by the number of rows that count.
 
-    An id outside [0, V) in a slot that counts raises on a CPU and makes its row NaN on a GPU.
+    An unmasked id outside [0, V) raises on a CPU, and makes its row NaN on a GPU.
 
     >>> topk_distill(logits, targets, divergence="forward_kl", support="tail", temperature=2.0,
     ...              t_squared=True, labels=labels, ce_weight=0.5, kd_weight=0.5)

@@ -1,16 +1,16 @@
-"""Row statistics. A loss needs these five numbers per row, or a few of them:
+"""Row statistics. Most losses are computed from some of these five numbers per row:
 
     m = max z,    s = Σ e^(z-m),    w = Σ (z-m) e^(z-m),    t = z[ids],    c = Σ z
 
-The numbers of a row can be merged from the numbers of disjoint sets of columns. `Partial` holds
-(m, s, w) of some columns, and `merge` merges two Partials. `row_stats` computes the
-statistics of whole rows in one pass over the logits. `row_stats` is differentiable. One backward
-formula serves every loss:
+The five numbers of a row can be computed from the five numbers of disjoint sets of columns.
+`Partial` holds (m, s, w) of some columns, and `merge` merges two Partials. `row_stats` computes the
+statistics of whole rows in one pass over the logits. `row_stats` is differentiable. All losses over
+row statistics have the same backward formula:
 
     dz_i = p_i (a + b log p_i) + Σ_k g_k [i = id_k] + g_c,    where p_i = e^(z_i - lse)
 
-RULES computes a, b, g_k and g_c from the upstream gradients of the statistics. row_loss.py turns
-any formula over the statistics into a loss.
+RULES computes the coefficients a, b, g_k and g_c from the gradients of the statistics. row_loss.py
+turns any formula over the statistics into a loss.
 """
 
 from collections.abc import Callable
@@ -30,20 +30,20 @@ from . import checks
 
 
 class Partial(NamedTuple):
-    """Partial statistics of some columns of each row. `merge` merges two sets of columns."""
+    """Partial statistics of some columns of each row. `merge` merges two Partials."""
 
-    m: Tensor  # (...)  max z, or -inf without columns
+    m: Tensor  # (...)  max z; -inf if there are no columns
     s: Tensor  # (...)  Σ e^(z-m)
     w: Tensor  # (...)  Σ (z-m) e^(z-m)
 
     @property
     def lse(self) -> Tensor:
-        """The logsumexp of these columns, log Σ e^z; -inf without columns."""
+        """The logsumexp of the columns, log Σ e^z; -inf if there are no columns."""
         return self.m + torch.where(self.s == 0, 0.0, self.s.log())
 
     @property
     def entropy(self) -> Tensor:
-        """Entropy of the softmax over these columns, in nats."""
+        """The entropy of the softmax over the columns, in nats."""
         return torch.where(self.s == 0, 0.0, self.s.log() - self.w / self.s)
 
 
@@ -64,14 +64,14 @@ def merge(left: Partial, right: Partial) -> Partial:
     """Merges the Partials of two disjoint sets of columns.
 
     `merge` is associative and commutative, with the empty Partial (-inf, 0, 0) as its identity. The
-    merged m is detached, and gradients flow only through s and w. The gradients are also correct if
-    both maxima are equal.
+    merged m is detached, and gradients flow only through s and w. The gradients of s and w are also
+    correct if both maxima are equal.
     """
     m = torch.maximum(left.m, right.m).detach()
     s, w = torch.zeros_like(m), torch.zeros_like(m)
     for part in (left, right):
-        # d is set to 0 for an empty Partial. d is also 0 if both maxima are infinite, because
-        # inf - inf would be NaN.
+        # d = part.m - m is set to 0 for an empty Partial. d is also set to 0 if part.m and m are
+        # the same infinity, because inf - inf would be NaN.
         stays = (part.s == 0) | (m.isinf() & (part.m == m))
         d = torch.where(stays, 0.0, part.m - m).clamp_min(-1e38)
         s = s + part.s * d.exp()
@@ -109,7 +109,7 @@ class Read(RowLoss):
 
 
 class _Sums:
-    """Coefficients of the backward formula, summed over the statistics of each row."""
+    """The coefficients of the backward formula per row, as sums over all requested statistics."""
 
     def __init__(self, reading: Reading, state: Tensor):
         self.reading, self.state = reading, state
@@ -122,7 +122,7 @@ class _Sums:
         self.rows[field] = self.rows[field] + d
 
     def add_at(self, d: Tensor) -> Tensor:
-        """Adds the gradient d of z at the ids or at the label. Returns the sum per row, (N,)."""
+        """Adds d, the gradient of z at the ids or at the label. Returns Σ d per row, (N,)."""
         if self.ids is None:
             self.add(contract.G_LABEL, d)
             return d
@@ -131,10 +131,10 @@ class _Sums:
 
 
 class Rule(NamedTuple):
-    """The gradient of one statistic."""
+    """The rule for the gradient of one statistic."""
 
     fields: tuple[str, ...]  # the names of the coefficients that the gradient uses
-    add: Callable[[_Sums, Tensor], None]  # adds coefficients for the statistic's gradient d
+    add: Callable[[_Sums, Tensor], None]  # adds coefficients, given the gradient d of the statistic
 
 
 def _lse(sums: _Sums, d: Tensor) -> None:  # d lse / dz_i = p_i
@@ -170,7 +170,7 @@ def _log_total(sums: _Sums, d: Tensor) -> None:  # Σ v log p = Σ v z - lse Σ 
     sums.add(contract.A, -d * n)
 
 
-# The gradient rule of each differentiable statistic. A new statistic needs one line in RULES.
+# The Rule of each statistic that has a gradient. A new statistic needs one line in RULES.
 RULES = {
     "lse": Rule(("a",), _lse),
     "picked": Rule(("label",), _picked),
@@ -183,7 +183,7 @@ RULES = {
 
 
 def fields_of(reading: Reading) -> tuple[str, ...]:
-    """The names of the coefficients for the gradients of the statistics in reading.wants."""
+    """The names of the coefficients that the gradients of the statistics in reading.wants use."""
     used = {field for name in reading.wants if name in RULES for field in RULES[name].fields}
     if reading.ids is not None:
         used.discard("label")
@@ -217,14 +217,16 @@ def row_stats(
 ) -> RowStats:
     """Computes the row statistics of logits (..., V) in one pass over the logits.
 
-    z = softcap · tanh(logits / softcap) / temperature. The statistic lse = log Σ e^z is always
-    computed. With ids (...) or (..., K), `picked` = z[ids] and `logprob` = log softmax(z)[ids] are
-    computed. The flags request `entropy` in nats, `total` = Σ z and `argmax`.
+    The logits of the softmax are z = softcap · tanh(logits / softcap) / temperature. The statistic
+    lse = log Σ e^z is always computed. With ids (...) or (..., K), `picked` = z[ids] and `logprob`
+    = log softmax(z)[ids] are computed. The flags `entropy`, `total` and `argmax` request the
+    entropy in nats, the sum Σ z, and the argmax.
 
-    Logits are fp16, bf16, fp32 or fp64. The temperature is a number or (...). Statistics are fp32
-    (fp64 for fp64 logits), and gradients have the dtype of the logits. A row is ignored if its
-    mask (...) is False, or if its id, or the first of its K ids, is ignore_index. An ignored row is
-    not read. The statistics and the gradient of an ignored row are 0, and its argmax is -1.
+    Logits are fp16, bf16, fp32 or fp64. The temperature is one number, or a tensor (...).
+    Statistics are fp32 (fp64 for fp64 logits), and gradients have the dtype of the logits. A row is
+    ignored if its mask (...) is False. A row is also ignored if its id, or the first of its K ids,
+    is ignore_index. An ignored row is not read. The statistics and the gradient of an ignored row
+    are 0, and its argmax is -1.
 
     >>> stats = row_stats(logits, entropy=True)
     >>> (1e-4 * stats.lse.square() - 0.01 * stats.entropy).mean().backward()
@@ -240,7 +242,7 @@ def row_stats(
 def stats_reading(
     logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax
 ) -> Reading:
-    """The Reading of row_stats."""
+    """Returns the Reading for the arguments of row_stats."""
     optional = {"entropy": entropy, "total": total, "argmax": argmax}
     wants = ["lse", *(name for name, wanted in optional.items() if wanted)]
     wants += [] if ids is None else ["picked", "logprob"]
@@ -254,8 +256,8 @@ NO_CLASS = -(2**31)  # a value that no valid id has
 def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
     """Returns the fields of a Reading that select the ids and the rows to read.
 
-    If there is one id per row, the ids are the labels. Otherwise the labels only mark the rows that
-    count.
+    If there is one id per row, the ids are the labels. If there are no ids, or K ids per row, the
+    labels only mark the rows that count.
     """
     if ids is not None and ids.dim() < len(logits.shape):
         if ignore_index is None and mask is not None:
@@ -272,7 +274,7 @@ def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
 
 
 class Scores(NamedTuple):
-    """Scores per token for RL, DPO and evaluation, computed in one pass over the logits."""
+    """The scores per token that `score` computes, for RL, DPO and evaluation."""
 
     logprob: Tensor  # (...)  log p[target]
     entropy: Tensor  # (...)  -Σ p log p, in nats
@@ -288,7 +290,7 @@ def logsumexp(
     softcap: float | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Returns log Σ e^z over the last dimension of logits (..., V), in fp32 (fp64 for fp64).
+    """Returns log Σ e^z over the last dimension of logits (..., V), in fp32 or fp64.
 
     For a row of -inf, the result is -inf and the gradient is 0. If a logit is +inf, the result is
     +inf. A row whose mask (...) is False is not read, and its result and gradient are 0.
@@ -309,10 +311,11 @@ def token_logprobs(
     ignore_index: int | None = -100,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Returns log softmax(z)[ids], with the shape of ids, (...) or (..., K). Ids may repeat.
+    """Returns log softmax(z)[ids], with the shape of ids, (...) or (..., K).
 
-    A row is ignored if its mask (...) is False, or if its id, or the first of its K ids, is
-    ignore_index. The results and the gradient of an ignored row are 0.
+    The ids of a row may repeat. A row is ignored if its mask (...) is False. A row is also ignored
+    if its id, or the first of its K ids, is ignore_index. The results and the gradient of an
+    ignored row are 0.
 
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([2]))
     tensor([-1.3863])
@@ -331,7 +334,7 @@ def entropy(
     softcap: float | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Entropy of softmax(z) in nats for logits (..., V).
+    """Computes the entropy of softmax(z) in nats for logits (..., V).
 
     The entropy stays exact if all logits have a large common offset.
 

@@ -273,7 +273,7 @@ class TestBadInput:
         x, _ = make(torch.float32)
         with pytest.raises(ValueError, match=r"k must be in \[1, 53\], got 54"):
             ll.capture_topk(x, 54)
-        with pytest.raises(TypeError, match="temperature must be a number here, got a Tensor"):
+        with pytest.raises(TypeError, match="must be one number for all rows, got a Tensor"):
             ll.capture_topk(x, 5, temperature=torch.ones(4))
 
     @pytest.mark.parametrize("support", SUPPORTS)
