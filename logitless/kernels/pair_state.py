@@ -174,7 +174,8 @@ def load_state(STATE, row):
 def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
     """Returns x, the layout of x, other, and the layout of other.
 
-    Both layouts have the same rows_t. A tensor whose layout does not allow this is copied.
+    Both layouts have the same rows_t. A tensor is copied if its layout does not allow a common
+    rows_t.
     """
     x, rows = rows_of(x)
     other, o_rows = rows_of(other)

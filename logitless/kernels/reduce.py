@@ -12,7 +12,7 @@ from .state import is_live
 
 @triton.jit
 def row_block(LABEL, start, N, ignore_index, BLOCK_N: tl.constexpr):
-    """Returns the rows of one block, a mask of rows below N, and a mask of rows that count."""
+    """Returns the rows of a block, a mask of rows below N, and a mask of rows not ignored."""
     rows = start + tl.arange(0, BLOCK_N)
     mask = rows < N
     if LABEL is not None:

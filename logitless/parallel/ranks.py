@@ -10,9 +10,9 @@ from . import checks
 
 
 def _either(*names: str) -> Any:
-    """Returns the first function of torch.distributed with one of these names, or None.
+    """Returns the first function of torch.distributed with one of these names.
 
-    The result is None in a build without torch.distributed.
+    The result is None if PyTorch was built without torch.distributed.
     """
     return next((getattr(dist, name) for name in names if hasattr(dist, name)), None)
 
@@ -81,7 +81,7 @@ class _Done:
 
 
 class _Slice(NamedTuple):
-    """A tensor that is complete after wait()."""
+    """A tensor whose values are complete after wait()."""
 
     local: Tensor
     work: Any = _Done()
@@ -92,9 +92,10 @@ class _Slice(NamedTuple):
 
 
 def ranks_of(group) -> Ranks:
-    """The ranks of a process group or of a DeviceMesh of one dimension.
+    """Returns the ranks of a process group or of a DeviceMesh of one dimension.
 
-    None means the default process group, or a single process without torch.distributed.
+    A group of None means the default process group, or a single process if torch.distributed is not
+    initialised.
     """
     if isinstance(group, Ranks):
         return group
