@@ -36,7 +36,7 @@ def cross_entropy(
 
 
 def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
-    """Returns the gradient's coefficients for the loss nll times the class weight of the label.
+    """Returns the coefficients of the gradient of the loss that `weighted_nll` computes.
 
     The coefficients need no statistics of the logits. `dtype` is the dtype of the logits.
     """
@@ -45,7 +45,10 @@ def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
 
 
 def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
-    """Returns nll times the class weight of the label for each row, (...); 0 for ignored rows."""
+    """Returns the loss of each row, (...): nll times the class weight of the label.
+
+    The loss of ignored rows is 0.
+    """
     value, live = _label_weight(reading, nll.dtype) * nll.reshape(-1), live_rows(reading)
     if live is not None:
         value = torch.where(live, value, 0.0)
@@ -82,5 +85,5 @@ one_pass = None
 
 
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
-    """Returns False, because a CPU has enough memory to sum the weight's gradient in fp32."""
+    """Returns False. A CPU has enough memory to accumulate the weight's gradient in fp32."""
     return False

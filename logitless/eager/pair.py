@@ -29,7 +29,7 @@ from .rows import (
     written_to,
 )
 
-# The numbers by which the chunk size is divided, 1 by default. JSD keeps about twenty tensors of a
+# The chunk size is divided by these numbers, by default by 1. JSD keeps about twenty tensors of a
 # chunk's size in memory, and the other losses keep six.
 _DIVISORS = {"jsd": 8}
 
@@ -40,7 +40,7 @@ def _expected(e: Tensor, h: Tensor) -> Tensor:
 
 
 def _target(t: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """Returns the target probability of each class, smoothed and times the class weight."""
+    """Returns the smoothed target probability of each class, times the class weight."""
     v = t if pair.blend == 0 else t * (1 - pair.blend) + pair.blend / reading.vocab
     weight = reading.class_weight
     return v if weight is None else v * weight.to(t.dtype)

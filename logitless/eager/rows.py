@@ -57,7 +57,7 @@ def real_columns(at: Tensor, inside: Tensor) -> Tensor:
 
 
 def lift_of(tail: Tensor) -> Tensor:
-    """Returns the lift of each tail, which is defined at LEAST_TAIL in contract.py.
+    """Returns the lift of each tail. LEAST_TAIL in contract.py defines the lift.
 
     The lift is 0 if the tail is empty or NaN.
     """
@@ -114,8 +114,8 @@ def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
     """Writes zeros to the ignored rows of a gradient.
 
     On a CPU, `chunks` leaves ignored rows out, and the zeros are written before the gradients of
-    the other rows. On a GPU, `chunks` also yields ignored rows, because the host would have to wait
-    for the mask to leave ignored rows out. Therefore, on a GPU, the zeros are written after the
+    the other rows. On a GPU, `chunks` also yields ignored rows, because the host cannot leave out
+    rows without waiting for the mask. Therefore, on a GPU, the zeros are written after the
     gradients of all rows.
     """
     if live is None or before != (dx.device.type == "cpu"):
@@ -146,7 +146,7 @@ def written_back(flat: Tensor, into: Tensor) -> Tensor:
 
 
 def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
-    """Whether e^y is as exact as e^(y - m), so that the subtraction of m can be left out.
+    """Whether e^y is as exact as e^(y - m), so that the max m need not be subtracted.
 
     The result is always False on a GPU, because the host would have to wait for the values of m.
     """

@@ -60,8 +60,8 @@ def slots(
     # Because log q = z - lse, the gradient of every column has the term -p Σ g.
     if sparse.support not in RENORM_STUDENT:
         rows[:, A], has = -g.sum(1), ("a",)
-    # The derivative of the tail by the logit z_i is p_i / e^tail - p_i if column i is outside the
-    # ids, and -p_i if column i is among the ids.
+    # The derivative of the tail with respect to the logit z_i is p_i / e^tail - p_i if column i is
+    # outside the ids, and -p_i if column i is among the ids.
     if g_tail is not None:
         g_tail = g_tail * weight[:, 0]
         rows[:, A_IDS] = rows[:, A] - g_tail
@@ -88,7 +88,10 @@ def _compare(
     sparse: Slots,
     temperature: float | Tensor | None,  # a number or (N, 1)
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the divergence of each row, (N,), and its gradients by log_q and log_q_tail."""
+    """Returns the divergence of each row, (N,), and two gradients of the divergence.
+
+    The gradients are with respect to log_q and log_q_tail.
+    """
     if log_q.shape[1] == 0:  # rows without slots have a divergence of 0
         value = log_q.new_zeros(log_q.shape[0])
         return value, log_q.clone(), None if log_q_tail is None else torch.zeros_like(value)
@@ -115,7 +118,7 @@ def _compare(
 
     log_p = _rest(log_p) if sparse.tail is None else sparse.tail.reshape(-1).to(log_q.dtype)
     # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is also treated as empty,
-    # because it may be a 16-bit rounding error.
+    # because such a small tail may be a 16-bit rounding error.
     no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
     log_p = torch.where(no_tail, -torch.inf, log_p)
     f, g_tail = _terms(log_p, log_p.exp(), log_q_tail, log_q_tail.exp(), divergence, beta)
@@ -160,8 +163,8 @@ def _terms(log_p, p, log_q, q, divergence, beta):
         return f, f + q
     if divergence == "jsd":
         u = log_q - log_p
-        # The function full_like keeps the dtype of u. With two numbers, torch.where would return
-        # the default dtype.
+        # The function full_like keeps the dtype of u. If both values were Python numbers,
+        # torch.where would return the default dtype.
         share = torch.full_like(u, 1 - beta).masked_fill(u > 0, beta)
         log_m = torch.log1p(share * torch.expm1(-u.abs()))
         f_p = torch.where(p == 0, 0.0, p * (-u.clamp(min=0) - log_m))

@@ -101,7 +101,7 @@ class _Terms:
 
     @property
     def only_a(self) -> bool:
-        """Whether dz has no terms except a p_i and the terms of label, ids and total."""
+        """Whether dz consists only of the term a p_i and of the terms of label, ids and total."""
         return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 
@@ -146,7 +146,7 @@ def gradient(
 
 
 def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy: bool) -> Tensor:
-    """Returns the gradient dy of these rows, without the terms of label, ids and total.
+    """Returns the gradient dy of a chunk of rows, without the terms of label, ids and total.
 
     The result is p (a + b log p), plus the gradient of logprob_t1, which is log p of the label at
     temperature 1. To save memory, the result may overwrite `direct`, or y if y is a copy of the
@@ -164,7 +164,8 @@ def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy:
         if terms.a_ids is None:
             dy = p * a
         else:
-            dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)  # for columns outside the ids
+            # This dy is correct only for columns outside the ids.
+            dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)
             columns = real_columns(terms.ids[rows], terms.inside[rows])
             # In a row without valid ids, `columns` are arbitrary. For such a row, the scatter
             # writes the values of dy that are already there.

@@ -191,7 +191,8 @@ def _finish(
     if sums.tail is not None:
         bad = is_bad(reading.ids, locate(reading.ids, len(s), reading.vocab)[1])
         values["tail"] = (sums.tail - log_s).masked_fill(bad, torch.nan)
-    # The field REPEATS of the state is 0, because this backend does not use it (see with_repeats).
+    # The field REPEATS of the state is 0, because this backend does not use the field (see
+    # with_repeats).
     zero = torch.zeros_like(s)
     kept = [shift, log_s, log_s1, values.get("entropy", zero), values.get("tail", zero), zero]
     state, argmax = torch.cat(kept, 1), sums.argmax

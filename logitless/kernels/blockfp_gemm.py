@@ -61,7 +61,7 @@ def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr
     """Adds a tile x to the sum at row v and column d.
 
     `e` holds the exponents of the sum before the addition. The new exponents are stored at the
-    addresses `at`. In the last chunk, the gradient is stored instead.
+    addresses `at`. In the last chunk, the gradient is stored instead of the sum.
     """
     if not FIRST:
         x += _decode(SUM.load([v, d]), e)

@@ -9,7 +9,7 @@ offset.
 Kernels compute dy_i = dz_i / T, and then dx_i = dy_i · ∂y_i/∂x_i. If a loss uses the
 log-probability of the label at temperature 1, the term d_logprob_t1 ([i = label] - p1_i) is added
 to dy_i, where p1 = softmax(y). Let d = (y - shift) · rate with rate = 1 / (T ln 2), and let
-e = 2^d. Then p = e / s and log p = d ln 2 - log s, and
+e = 2^d. Then p = e / s and log p = d ln 2 - log s, and the gradient is:
 
     dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of label and ids
 """
@@ -47,7 +47,7 @@ class Coefs(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The numbers in the gradient of a row that are the same for all columns of the row."""
+    """The numbers in the gradient formula of a row that do not depend on the column."""
 
     shift: tl.tensor
     c0: tl.tensor

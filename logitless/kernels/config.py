@@ -61,12 +61,13 @@ def processors(device: torch.device) -> int:
 def stats_fwd(
     rows: int, vocab: int, itemsize: int, processors: int, heavy: bool = False, twice: bool = False
 ) -> Config:
-    """One program computes a row if the rows fill the GPU. Otherwise several programs share a row.
+    """One program computes a whole row if the rows fill the GPU.
 
-    A kernel is `heavy` if it computes more statistics than max and sum, or applies a softcap. Heavy
-    kernels have smaller blocks. For 16-bit logits, heavy kernels use one warp, so that no reduction
-    crosses warps. `twice` means that the kernel computes two normalisers. With two normalisers,
-    blocks have at most 4096 columns.
+    If there are too few rows to fill the GPU, several programs share a row. A kernel is `heavy` if
+    it computes more statistics than max and sum, or applies a softcap. Heavy kernels have smaller
+    blocks. For 16-bit logits, heavy kernels use one warp, so that no reduction crosses warps.
+    `twice` means that the kernel computes two normalisers. With two normalisers, blocks have at
+    most 4096 columns.
 
     With a block of 8192 columns, a thread needs 80 registers. Without the limit of 80 registers,
     the compiler uses a few more registers, fewer programs fit on each multiprocessor, and the
@@ -141,7 +142,7 @@ def pair_fwd(vocab: int) -> Config:
 
 
 def jsd_split_fwd(vocab: int, itemsize: int) -> Config:
-    """Returns the size of the splits of a student's and a teacher's row, at most 64 per row.
+    """Returns the split size for a student's and a teacher's row. A row has at most 64 splits.
 
     A split is small enough to stay in the cache until the kernel reads the split again.
     """

@@ -86,7 +86,7 @@ def cross_entropy(
 
 
 def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
-    """Returns the gradient's coefficients for the loss nll times the class weight of the label.
+    """Returns the coefficients of the gradient of the loss that `weighted_nll` computes.
 
     The coefficients need no statistics of the logits.
     """
@@ -96,7 +96,10 @@ def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
 
 
 def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
-    """Returns nll times the class weight of the label for each row, (...); 0 for ignored rows."""
+    """Returns the loss of each row, (...): nll times the class weight of the label.
+
+    The loss of ignored rows is 0.
+    """
     value = torch.empty_like(nll)
     _launch(reading, nll=nll, value=value)
     return value
@@ -121,7 +124,7 @@ def _launch(
     nll: Tensor | None = None, lse: Tensor | None = None, log_total: Tensor | None = None,
     value: Tensor | None = None, coefs: Tensor | None = None, mass: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launches the kernel, which writes value, coefs and mass. Outputs may be None."""
+    """Launches the kernel, which writes value, coefs and mass, unless they are None."""
     label, weight, vocab = reading.label, reading.class_weight, reading.vocab
     if label.numel() == 0:
         return

@@ -59,7 +59,7 @@ def _duplicate_ids_kernel(
     K,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Each program computes one row."""
     row = tl.program_id(0).to(tl.int64)
     repeated = are_repeated(IDS + row * K, K, BLOCK_K)
     j = tl.arange(0, 8)

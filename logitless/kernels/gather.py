@@ -1,6 +1,7 @@
-"""Logits y at K ids per row, and the gradient of the logits x, which is 0 except at the ids.
+"""Gathers the logits y at K ids per row, and computes the gradient of the logits x.
 
-y = softcap · tanh(x / softcap), or y = x without a softcap. The caller applies the temperature.
+The gradient of x is 0 except at the ids. y = softcap · tanh(x / softcap), or y = x without a
+softcap. The caller applies the temperature.
 """
 
 import functools

@@ -178,7 +178,7 @@ class RowGradient(NamedTuple):
 def _row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
     """Computes a RowGradient, in units of dz / T, from the saved state and the coefficients.
 
-    Let d be the gradient of the log-probability of the label at temperature 1. Then the gradient of
+    Let d be the coefficient of the label's log-probability at temperature 1. Then the gradient of
     logit i has the term d ([i = label] - p1_i), where p1 = softmax(y). So d is added to the
     gradient at the label, and -d p1_i is added to the gradient of every column. There are two
     cases:
@@ -232,7 +232,7 @@ def _ids_bwd_kernel(
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes one span of a row, and then rewrites its label and ids."""
+    """Each program writes a span of a row, and then rewrites the gradient at label and ids."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     PRELOAD_IDS: tl.constexpr = field(CONSTANTS, "preload_ids")

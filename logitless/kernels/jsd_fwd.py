@@ -100,7 +100,8 @@ def _divergence(of_q, of_p, s_q, s_p, blend):
     # If all logits of a row are -inf, bits(s) of the row is inf, and 0 · inf makes the divergence
     # NaN.
     value = ((1.0 - blend) * of_q + blend * of_p) * LN2 + 0.0 * (bits(s_q) + bits(s_p))
-    return tl.where(value < 0, 0.0, value)  # negative values are rounding errors; NaN stays NaN
+    # A negative value is a rounding error. NaN stays NaN.
+    return tl.where(value < 0, 0.0, value)
 
 
 @triton.jit(

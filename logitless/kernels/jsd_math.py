@@ -35,12 +35,12 @@ def _log2(x, IN: tl.constexpr):
 
 @triton.jit
 def mixture(log_q, log_p, beta, IN: tl.constexpr):
-    """Returns q, log2(q / M), p and log2(p / M) of each column, all finite for all logits.
+    """Returns q, log2(q / M), p and log2(p / M) of each column. All results are finite.
 
-    All results are computed from max(p, q) and from share = min(p, q) / max(p, q). The ratio
-    μ = M / max(p, q) lies between the weight of max(p, q) in M and 1. If p = q, μ is exactly 1. If
-    log2(share) is below -1000, it is replaced by -1000. If log p and log q are both -inf,
-    log2(share) would be NaN, and is also replaced by -1000.
+    The results are computed from max(p, q) and from share = min(p, q) / max(p, q). The ratio
+    μ = M / max(p, q) lies between the weight of max(p, q) in M and 1. If p = q, μ is exactly 1. The
+    difference between log2 min(p, q) and log2 max(p, q) is set to -1000 if it is below -1000. If
+    log p and log q are both -inf, their difference is NaN, and is also set to -1000.
     """
     top = tl.maximum(log_q, log_p)
     fall = tl.minimum(log_q, log_p) - top

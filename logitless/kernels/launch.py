@@ -6,8 +6,8 @@ holds the arguments that are the same in every call: the kernel, its grid, its s
 constants. A cached function of shapes and options builds each Launch once. A Launch also keeps the
 compiled kernel and calls the entry point of the compiled kernel with bare addresses.
 
-Triton compiles a kernel for the dtypes of its tensors, and for addresses that are or are not
-multiples of 16 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore every
+Triton compiles a kernel once per combination of dtypes and alignments. An address is aligned if it
+is a multiple of 16 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore every
 pointer must follow one of three rules:
 
 - The alignment of the logits and of their gradient is part of the sizes or constants of a Launch.

@@ -50,7 +50,7 @@ class Rows(NamedTuple):
         return not any(step % self.pack for step in (self.lead, self.stride_b, self.stride_t))
 
     def aligned_like(self, other: "Rows") -> bool:
-        """Whether every row starts as far from a 16-byte boundary as the same row of `other`."""
+        """Whether each row starts as far after a 16-byte boundary as the same row of `other`."""
         if self.starts_aligned and other.starts_aligned:
             return True
         return (

@@ -2,7 +2,7 @@
 
 Kernels compute y = softcap · tanh(x / softcap), or y = x without a softcap. The logits of the loss
 are z = y / temperature. Kernels subtract max(y) before they divide by the temperature, because the
-differences y - max(y) are exact under any common offset.
+differences y - max(y) are exact even if all logits have a large common offset.
 """
 
 import triton
@@ -84,8 +84,9 @@ def _rounded_product(a, b):
     """Returns a · b, rounded to fp32 before any further arithmetic.
 
     The compiler may contract y = a · b and y - max(y) into one fused multiply-add. The fused
-    multiply-add does not round y, but max(y) is rounded. In this case, y - max(y) is not exactly 0
-    at the max, and dividing the difference by a temperature of 1e-12 makes the exponent infinite.
+    multiply-add does not round y, but max(y) is rounded. Without the rounding of y, y - max(y) is
+    not exactly 0 at the max, and dividing the difference by a temperature of 1e-12 makes the
+    exponent infinite.
     """
     if is_cuda():
         return tl.inline_asm_elementwise(

@@ -43,7 +43,7 @@ from .stats_split_fwd import aligned
 
 
 class Terms(NamedTuple):
-    """The numbers in the gradient of a row that are the same for all columns of the row."""
+    """The numbers in the gradient formula of a row that do not depend on the column."""
 
     shift_q: tl.tensor
     shift_p: tl.tensor

@@ -135,7 +135,8 @@ def _pair_fwd_kernel(
             else:
                 mean = state.c / state.s_q
                 value = mean * inv_t + tl.log(state.s_p / state.s_q)
-            value = tl.where(value < 0, 0.0, value)  # a rounding error; NaN stays NaN
+            # A negative value is a rounding error. NaN stays NaN.
+            value = tl.where(value < 0, 0.0, value)
         tl.store(VALUE + row, value)
         save_state(STATE, row, finite(state.m_q), state.s_q, finite(state.m_p), state.s_p, mean)
 

@@ -6,10 +6,10 @@ a max, so that a common offset of the logits costs no precision.
 
 The saved state, (N, PAIR_STATE), holds five numbers per row: shift and s of the student, shift and
 s of the teacher, and a mean. A shift is the max, or 0 if the max is infinite. The kernels and
-eager/pair.py save the mean in different units, because each backend reads only its own state. For
-reverse KL, the kernels save the mean Σ q (d_q - d_p), in units of y, not divided by the
+eager/pair.py may save the mean in different units, because each backend reads only its own state.
+For reverse KL, the kernels save the mean Σ q (d_q - d_p), in units of y, not divided by the
 temperature. For JSD, the kernels save the mean Σ q log2(q / M), in bits. For other losses, the mean
-is 0. eager/pair.py saves the same means in nats.
+is 0. The state of eager/pair.py holds the same means in nats.
 
 A partial state (`pair_partial`), which covers only some columns of a row, holds the max instead of
 the shift, and a sum instead of the mean. In both backends, the sum in a partial state is in nats,
@@ -90,7 +90,7 @@ def teacher(both, at, mask):
 
 @triton.jit
 def target(both, at, mask):
-    """Returns the target probability of each class, smoothed and times the class weight."""
+    """Returns the smoothed target probability of each class, times the class weight."""
     v = load(both.T, at, mask).to(tl.float32) * (1.0 - both.blend) + both.blend / both.vocab
     if both.W is not None:
         v *= load(both.W, both.first + at, mask).to(tl.float32)
@@ -191,8 +191,8 @@ def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
 def with_one_rows_t(*several: Rows) -> tuple[Rows, ...] | None:
     """Returns the layouts with one common rows_t, or None if no rows_t fits all layouts.
 
-    With a common rows_t, a kernel finds a row in all tensors by one division. A layout with a
-    single row stride can use any rows_t.
+    rows_t is the size T of a (B, T, V) view. With a common rows_t, a kernel finds a row in all
+    tensors by one division. A layout with a single row stride can use any rows_t.
     """
     rows_t = min(rows.rows_t for rows in several)
     if any(rows.rows_t not in (rows_t, rows.count) for rows in several):

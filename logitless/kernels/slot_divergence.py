@@ -19,10 +19,10 @@ and Q is the sum of q, over the slots that are not masked.
     "gathered_renorm" compares p and q/Q.
     "gathered" compares p and q/Q, where Q is the sum over all slots.
 
-If the support divides q by Q, the kernel reads the student's logits at the slots. In this case, the
-gradient of the logit at slot k is g_k - q_k Σ g, divided by the temperature. For the other
-supports, the kernel reads log q of the softmax over the whole row, and the coefficient a of the row
-is -Σ g.
+If the support divides q by Q, the kernel reads the student's logits at the slots. For such a
+support, the gradient of the logit at slot k is g_k - q_k Σ g, divided by the temperature. For the
+other supports, the kernel reads log q of the softmax over the whole row, and the coefficient a of
+the row is -Σ g.
 
 Every term except the term of "tvd" is a probability times a difference of logarithms. If the
 probability is 0, the term is 0. For example, the term of forward KL is 0 if p = 0, for every q.
@@ -136,7 +136,7 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
     else:
         log_p_tail = _rest(log_p, p, k)
     # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is also treated as empty,
-    # because it may be a 16-bit rounding error.
+    # because such a small tail may be a 16-bit rounding error.
     no_tail = (log_q_tail == -INF) & (log_p_tail < LOG_ROUNDING)
     log_p_tail = tl.where(no_tail, -INF, log_p_tail)
     f, g = _terms(log_p_tail, tl.exp(log_p_tail), log_q_tail, tl.exp(log_q_tail), beta, DIVERGENCE)
@@ -229,8 +229,8 @@ def _slot_divergence_kernel(
         )
         value += f_tail
         g_tail = tl.where(counts, g_tail * weight, 0.0)
-        # The derivative of the tail by the logit z_i is p_i / e^tail - p_i if column i is outside
-        # the ids, and -p_i if column i is among the ids.
+        # The derivative of the tail with respect to the logit z_i is p_i / e^tail - p_i if column i
+        # is outside the ids, and -p_i if column i is among the ids.
         a -= g_tail
         tl.store(COEF + COEF_A_IDS, a, mask=mask_r)
         a = a * tl.exp(lift_of(log_q_tail)) + g_tail * tl.exp(-tl.maximum(log_q_tail, LEAST_TAIL))

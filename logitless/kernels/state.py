@@ -66,7 +66,7 @@ def pack_of(P):
 
 @triton.jit
 def is_live(label, ignore_index):
-    """Whether a row is not ignored. The logits of an ignored row are not read."""
+    """Returns True for a row that is not ignored. The logits of an ignored row are not read."""
     if ignore_index is not None:
         return label != ignore_index
     else:

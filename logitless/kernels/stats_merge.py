@@ -110,7 +110,7 @@ def _stats_merge_kernel(
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     HAS_LABEL: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Each program computes one row."""
     row = tl.program_id(0).to(tl.int64)
     offs_p = tl.arange(0, BLOCK_P)
     mask_p = offs_p < splits
@@ -185,7 +185,7 @@ def _stats_finish_kernel(
     temperature, V, K, splits, step_row, step_split, step_field, ignore_index,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Each program computes one row."""
     SECOND: tl.constexpr = field(CONSTANTS, "second")
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     row = tl.program_id(0)

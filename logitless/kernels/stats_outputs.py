@@ -118,6 +118,7 @@ def write_ids(
         none = tl.where(live, float("nan"), 0.0)
         if out.PICKED is not None:
             tl.store(out.PICKED + at, tl.where(inside, y * inv_t, none), mask_k)
-        if out.LOGPROB is not None:  # (y - shift) / T - log s, because z - lse would lose precision
+        # log p is computed as (y - shift) / T - log s, because z - lse would lose precision.
+        if out.LOGPROB is not None:
             log_p = (y - shift) * inv_t - log_s
             tl.store(out.LOGPROB + at, tl.where(inside, log_p, none), mask_k)

@@ -3,8 +3,8 @@
 If the tail is at least ENOUGH, the tail is computed as 1 minus the mass of the ids. For a smaller
 tail, subtracting the mass of the ids from 1 would lose too many bits. Therefore the kernel reads a
 row with a smaller tail again, and sums the columns outside the ids relative to the max of these
-columns. A repeated id counts once. Only in rows with repeated ids, the kernel counts the slots that
-hold the same id.
+columns. A repeated id counts once. The kernel counts the slots that hold the same id only in rows
+with repeated ids.
 """
 
 import functools
@@ -31,7 +31,7 @@ LEAST_TAIL = tl.constexpr(_contract.LEAST_TAIL)
 
 @triton.jit
 def lift_of(tail):
-    """Returns the lift of a row's tail, which is defined at LEAST_TAIL in contract.py.
+    """Returns the lift of a row's tail. LEAST_TAIL in contract.py defines the lift.
 
     The lift is 0 if the tail is empty or NaN.
     """
@@ -132,7 +132,7 @@ def _tail_mass_kernel(
     softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Each program computes one row."""
     row = tl.program_id(0)
     STATE += row.to(tl.int64) * STATE_WIDTH
     if ignore_index is not None:

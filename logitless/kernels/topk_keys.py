@@ -76,7 +76,7 @@ def sort(keys, LOG_K: tl.constexpr):
 
     Every second run is sorted in ascending order, so that two neighbouring runs form a bitonic run.
     To sort a run in ascending order, all bits of its keys are inverted before and after a
-    descending sort. So each step needs only one mask of inverted indices, and few registers.
+    descending sort. Therefore each step needs only one mask of inverted indices, and few registers.
     """
     places = _places(LOG_K)
     h = tl.reshape(keys, [2] * LOG_K)

@@ -163,9 +163,9 @@ class ColumnBackend:
         return self.backend.pair_gradient(x, here, pair, state, upstream, factor, into)
 
     def _pair_reading(self, reading: Reading) -> Reading:
-        """Returns the reading for this rank's columns, with V of the whole vocabulary.
+        """Returns the reading for this rank's columns, but with the size of the whole vocabulary.
 
-        Label smoothing needs the size V of the whole vocabulary.
+        Label smoothing needs the size of the whole vocabulary.
         """
         return self.here(reading)._replace(vocab=reading.vocab)
 
@@ -183,8 +183,8 @@ class ColumnBackend:
             part[:, :own] = top
             part[:, k : k + own] = contract.as_bits(ids.view(rows, own) + self.start, part.dtype)
             # `rest` is log Σ e^(z - max z) over this rank's columns that are not among the k
-            # largest. The log-probability of the largest logit is -log s, so subtracting it from
-            # the tail gives `rest`.
+            # largest. The log-probability of the largest logit is -log s, so `rest` is the tail
+            # minus this log-probability.
             rest = (tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)

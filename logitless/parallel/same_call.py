@@ -39,7 +39,7 @@ def refuse(ranks, error: Exception) -> None:
 def text_of_shard(source: Any, start: Any, vocab: Any, sequence_parallel: bool) -> str:
     """Returns a text that describes a VocabShard, and that must be the same on all ranks.
 
-    The text leaves out widths and starts, because they may differ between ranks. The text contains
+    The text leaves out widths and starts, because they may differ between ranks. The text states
     whether a start is given, because either all ranks or no rank must pass a start.
     """
     options = {"start": start is not None, "vocab": vocab, "sequence_parallel": sequence_parallel}

@@ -84,9 +84,10 @@ class VocabShard(Logits):
     logits of a fused head. For lazy logits, the caller must sum the gradient of the hidden states
     over ranks.
 
-    `group` is a process group or a DeviceMesh of one dimension. None means the default process
-    group, or a single process if torch.distributed is not initialised. All ranks must construct the
-    shard together, because the ranks exchange their widths. The host waits for the widths.
+    `group` is a process group or a DeviceMesh of one dimension. A `group` of None means the default
+    process group, or a single process if torch.distributed is not initialised. All ranks must
+    construct the shard together, because the ranks exchange their widths. The host waits for the
+    widths.
 
     `start` is this rank's first column, by default the sum of the earlier ranks' widths. `vocab` is
     the size V of the whole vocabulary. If all ranks pass `start` and `vocab`, the ranks exchange
@@ -278,8 +279,8 @@ class Shard(Source):
     def checked(self, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> RowLoss:
         """Checks a loss, and returns the same loss with teachers cut to this rank's columns.
 
-        Values are checked if the check needs no synchronisation. With LOGITLESS_CHECK=1, the call
-        is also compared between ranks.
+        The values of tensors are checked only if the check needs no synchronisation. With
+        LOGITLESS_CHECK=1, the call is also compared between ranks.
         """
         if thorough():
             text = same_call.text_of_loss(self, loss, reduction, row_weight)
@@ -345,7 +346,7 @@ def columns_of(source: Any) -> Any:
 
 
 class LogitColumns(Source):
-    """The logits of all ranks, of which this rank holds a tensor of its own columns."""
+    """The logits of all ranks. This rank holds only its own columns, as a tensor."""
 
     def __init__(self, x: Tensor, shard: Shard):
         self.shard, self.x = shard, x

@@ -99,8 +99,7 @@ def _once_each(ids: Tensor, p: Tensor) -> Tensor:
     return p.gather(-1, order).masked_fill(repeated, 0.0)
 
 
-# The types of index entries that index tensors without a conversion. All other entries are
-# converted to tensors.
+# Index entries of these types are used unchanged. All other entries are converted to tensors.
 _SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))
 
 

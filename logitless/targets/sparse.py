@@ -106,7 +106,7 @@ class SparseTargets:
 
         Rows with fewer slots are padded to the largest K. Padded slots are masked, with id 0 and
         log-probability -inf. The result has a mask if a target has a mask or is padded. Dtypes are
-        promoted as by torch.cat. Either all targets must have a tail, or none.
+        promoted as in torch.cat. Either all targets must have a tail, or none.
         """
         checks.joined(targets, SparseTargets)
         dim = checks.row_dim(dim, len(targets[0].shape))
@@ -161,7 +161,8 @@ def unchecked(ids, logprobs, tail=None, mask=None) -> SparseTargets:
     """Builds SparseTargets without checks, from valid tensors or from leaves of a pytree."""
     targets = object.__new__(SparseTargets)
     for name, t in zip(_NAMES, (ids, logprobs, tail, mask), strict=True):
-        # object.__setattr__ works for a frozen dataclass, and older versions of Dynamo trace it.
+        # object.__setattr__ works for a frozen dataclass, and older versions of Dynamo can trace
+        # the call.
         object.__setattr__(targets, name, t)
     return targets
 
