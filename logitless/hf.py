@@ -30,14 +30,14 @@ from .targets.sparse import SparseTargets
 
 
 class DistillTrainer(Trainer):
-    """A Trainer for the loss (ce_weight · cross-entropy + kd_weight · divergence from a teacher).
+    """A Trainer with the loss (ce_weight · cross-entropy + kd_weight · divergence from a teacher).
 
-    The teacher is either a `store` (or the path of a store) or a model, `teacher`. With a store,
-    each sample of the dataset must be a document of the store, or the beginning of a document. With
-    a teacher model, each step captures the model's `k` largest logits per token. The heads of
-    student and teacher are fused, so that no logits are materialised. `divergence` and `support`
-    are required (docs/distillation.md). `temperature` applies to student and teacher. A store must
-    have been captured at the same temperature.
+    The teacher is either a store (`store`, or the path of a store) or a model (`teacher`). With a
+    store, each sample of the dataset must be a document of the store, or the beginning of a
+    document. With a teacher model, each step captures the model's `k` largest logits per token. The
+    heads of student and teacher are fused, so that no logits are materialised. The arguments
+    `divergence` and `support` are required, and docs/distillation.md explains them. `temperature`
+    applies to student and teacher. A store must have been captured at the same temperature.
 
     Training steps log `ce_loss` and `kd_loss`. Evaluations log `eval_ce_loss` and `eval_kd_loss`.
     With `eval_teacher=False`, evaluation computes only the cross-entropy, so that the evaluation
@@ -81,8 +81,9 @@ class DistillTrainer(Trainer):
         if teacher is not None:
             teacher.to(self.args.device).eval().requires_grad_(False)
         self._targets: SparseTargets | None = None
-        # Each list has one tensor per batch: the sums of ce and of kd over the tokens, and the
-        # number of tokens. The key is True for training and False for evaluation.
+        # Each list has one tensor per batch. The tensor holds the sum of ce over the tokens, the
+        # sum of kd over the tokens, and the number of tokens. The key of the dict is True for
+        # training and False for evaluation.
         self._sums: dict[bool, list[Tensor]] = {True: [], False: []}
 
     def _fuse_student(self) -> None:
@@ -90,7 +91,10 @@ class DistillTrainer(Trainer):
             fuse(self.model)
 
     def call_model_init(self, trial: Any = None):
-        """Fuses each model that model_init returns. Trainer calls it again when training starts."""
+        """Fuses each model that model_init returns.
+
+        When training starts, Trainer calls model_init again.
+        """
         model = super().call_model_init(trial)
         return model if any(guards_of(model)) else fuse(model)
 
@@ -110,7 +114,10 @@ class DistillTrainer(Trainer):
         return getattr(head, "out_features", None)
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any):
-        """Returns the evaluation batches, without a lookup in the store if eval_teacher=False."""
+        """Returns the evaluation batches.
+
+        With eval_teacher=False, the batches contain no targets from the store.
+        """
         collator = self.data_collator
         if not self.eval_teacher and isinstance(collator, Collator):
             self.data_collator = collator.inner
@@ -120,7 +127,8 @@ class DistillTrainer(Trainer):
             self.data_collator = collator
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
-        if inputs.get("labels") is None:  # no loss is computed, and the model accepts no targets
+        # Without labels, no loss is computed, and the model does not accept the argument `targets`.
+        if inputs.get("labels") is None:
             inputs = {name: t for name, t in inputs.items() if name != "targets"}
         return super().prediction_step(model, inputs, *args, **kwargs)
 

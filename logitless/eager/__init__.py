@@ -1,4 +1,4 @@
-"""The backend in plain PyTorch, for CPUs, and for fp64 on every device."""
+"""The backend in plain PyTorch, the default for CPUs, and for fp64 on every device."""
 
 from .cross_entropy import (
     can_accumulate,

@@ -13,6 +13,8 @@ def cross_entropy(
     """Returns the cross-entropy of each row, (...), and the coefficients of its gradient.
 
     loss = (1-ε) v[label] nll - ε/V log_total + z_loss lse²
+
+    In this formula, ε is the label smoothing, and v are the class weights.
     """
     weight = reading.class_weight
     v, live = _label_weight(reading, statistics.state.dtype), live_rows(reading)
@@ -34,13 +36,19 @@ def cross_entropy(
 
 
 def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
-    """Coefficients of v[label] · nll for logits of this dtype, computed without any statistics."""
+    """Returns the coefficients of the gradient of the loss that `weighted_nll` computes.
+
+    The coefficients need no statistics of the logits. `dtype` is the dtype of the logits.
+    """
     v = _label_weight(reading, dtype)
     return Coefficients(_rows(v, v), ("a", "label"))
 
 
 def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
-    """The loss v[label] · nll of each row, (...); 0 for ignored rows."""
+    """Returns the loss of each row, (...): nll times the class weight of the label.
+
+    The loss of ignored rows is 0.
+    """
     value, live = _label_weight(reading, nll.dtype) * nll.reshape(-1), live_rows(reading)
     if live is not None:
         value = torch.where(live, value, 0.0)
@@ -48,12 +56,12 @@ def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
 
 
 def label_mass(reading: Reading, dtype: torch.dtype) -> Tensor:
-    """The class weight of each row's label, (N,); 0 for ignored rows."""
+    """Returns the class weight of each row's label, (N,); 0 for ignored rows."""
     return _label_weight(reading, dtype)
 
 
 def _label_weight(reading: Reading, dtype: torch.dtype) -> Tensor:
-    """The class weight v[label] of each row, (N,); 1 without class weights.
+    """Returns the class weight of each row's label, (N,); 1 without class weights.
 
     The result is fp32, or fp64 if `dtype` is fp64.
     """
@@ -71,11 +79,11 @@ def _rows(main: Tensor, a: Tensor) -> Tensor:
     return rows
 
 
-# The function one_pass exists only in the kernels. On a CPU, a second read costs little, because
-# the rows are in the cache.
+# Only the Triton backend has a function one_pass, which reads the logits once. On a CPU, a second
+# read of the logits costs little, because the rows are in the cache.
 one_pass = None
 
 
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
-    """Returns False, because a CPU has enough memory for gradient sums in fp32."""
+    """Returns False. A CPU has enough memory to accumulate the weight's gradient in fp32."""
     return False

@@ -1,4 +1,4 @@
-"""Logits y at K ids per row, and their gradient, in plain PyTorch."""
+"""Gathers the logits at K ids per row, and computes their gradient, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from .rows import (
 
 
 def gather(x: Tensor, reading: Reading) -> Tensor:
-    """Returns y at reading.ids, (..., K).
+    """Returns the logits y, after the softcap, at reading.ids, (..., K).
 
     The result is NaN for ids outside [0, V), and 0 in ignored rows.
     """
@@ -40,7 +40,10 @@ def gather_gradient(
     factor: Tensor | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the logits. Gradients of repeated ids are added before rounding."""
+    """Returns the gradient of the logits x, (..., V).
+
+    If several slots of a row hold the same id, their gradients are added before rounding.
+    """
     V = x.shape[-1]
     flat = x.reshape(-1, V)
     rows = flat.shape[0]

@@ -1,11 +1,15 @@
 """Losses against a dense teacher in plain PyTorch, computed for one chunk of rows at a time.
 
-The functions have the same contract as the pair functions in kernels/. The formulas are in
-kernels/pair_fwd.py and kernels/pair_bwd.py. The saved state, (N, PAIR_STATE), holds shift and s of
-the student, shift and s of the teacher, and a mean in nats. The mean is Σ q (d_q - d_p) for reverse
-KL, Σ q log(q / M) for JSD, and 0 for the other losses. The kernels use other units for the mean
-(kernels/pair_state.py). The partial state of some columns holds the max instead of the shift, and a
-sum in nats instead of the mean.
+The functions pair_read, pair_partial, pair_finish and pair_gradient have the same interface as in
+kernels/. The formulas of the losses and gradients are in kernels/pair_fwd.py and
+kernels/pair_bwd.py. kernels/pair_state.py defines the symbols.
+
+The state that the forward saves, (N, PAIR_STATE), holds five numbers per row: shift and s of the
+student, shift and s of the teacher, and a mean in nats. A shift is the max that is subtracted from
+the logits, and s is the normaliser Σ e^d. The mean is Σ q (d_q - d_p) for reverse KL,
+Σ q log(q / M) for JSD, and 0 for the other losses. The Triton kernels save the mean in other units
+(kernels/pair_state.py). A partial state, which covers only some columns of a row, holds the max
+instead of the shift, and a sum in nats instead of the mean.
 """
 
 import torch
@@ -25,27 +29,28 @@ from .rows import (
     written_to,
 )
 
-# Divisors of the chunk size. JSD keeps about twenty tensors of a chunk's size alive, and the other
-# losses keep six.
+# The chunk size is divided by these numbers, by default by 1. JSD keeps about twenty tensors of a
+# chunk's size in memory, and the other losses keep six.
 _DIVISORS = {"jsd": 8}
 
 
 def _expected(e: Tensor, h: Tensor) -> Tensor:
-    """Returns Σ e h over columns, (N, 1). A term with e = 0 is 0, even if h is not finite."""
+    """Returns Σ e h over columns, (N, 1). If e is 0, the product e h is 0 even for infinite h."""
     return torch.where(e == 0, 0.0, e * h).sum(1, keepdim=True)
 
 
 def _target(t: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """The smoothed target probability of each class, multiplied by the class weight."""
+    """Returns the smoothed target probability of each class, times the class weight."""
     v = t if pair.blend == 0 else t * (1 - pair.blend) + pair.blend / reading.vocab
     weight = reading.class_weight
     return v if weight is None else v * weight.to(t.dtype)
 
 
 def _log(s: Tensor) -> Tensor:
-    """Returns log s. Callers compute log p = d - log s.
+    """Returns log s, where s = Σ e^d is the normaliser of a row.
 
-    A row of -inf has s = 0. The result for such a row is inf, so that p = 0.
+    If all logits of a row are -inf, s is 0, and the result is inf. Callers compute
+    log p = d - log s, so that p = 0 in such a row.
     """
     return torch.where(s == 0, torch.inf, s).log()
 
@@ -53,15 +58,16 @@ def _log(s: Tensor) -> Tensor:
 def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the JSD term, q and log(q / M) of each column, where M = βp + (1-β)q.
 
-    All results are finite for all logits. If log q and log p are both -inf, the gap between them is
-    NaN. Any number may replace this NaN, because p = q = 0.
+    The results are finite for any logits. If log q and log p are both -inf, their difference is
+    NaN, and 1e4 replaces the NaN. Any number could replace the NaN, because p = q = 0.
     """
     gap = log_q - log_p
     more = gap > 0
     a = gap.abs().nan_to_num(nan=1e4).clamp_max(1e4)
     share = (-a).exp()
     big = torch.fmax(log_q, log_p).exp()
-    # β is rounded to the dtype of the logits. Then β + (1-β) is exactly 1, and JSD is 0 if p = q.
+    # β is rounded to the dtype of log q, so that β + (1-β) is exactly 1. Therefore JSD is exactly 0
+    # if p = q.
     least = torch.finfo(gap.dtype).eps / 2
     b = torch.full((), min(max(beta, 1e-30), 1 - least), dtype=gap.dtype, device=gap.device)
     w = torch.where(more, b, 1 - b)
@@ -75,24 +81,28 @@ def pair_read(
     x: Tensor,  # (..., V)
     reading: Reading,
     pair: Pair,
-    # (N, PAIR_STATE), shift and s of whole rows. "jsd" needs norms if ranks shard the logits.
+    # (N, PAIR_STATE), shift and s of whole rows. JSD needs `norms` if the logits are sharded over
+    # ranks.
     norms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the loss of each row, (...), and the state for the backward, (N, PAIR_STATE)."""
     results = _by_chunks(x, reading, pair, 1 + PAIR_STATE, norms, _value_and_state)
     value, state = results.split((1, PAIR_STATE), 1)
     # The results are cloned, because autograd forbids in-place writes to a view that a custom
-    # function returns.
+    # autograd function returns.
     return value.reshape(x.shape[:-1]).clone(), state.clone()
 
 
 def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """The partial state of the columns in x, (N, PAIR_STATE)."""
+    """Returns the partial state of each row over the columns of x, (N, PAIR_STATE)."""
     return _by_chunks(x, reading, pair, PAIR_STATE, None, lambda *args: _partial_state(*args)[0])
 
 
 def _by_chunks(x: Tensor, reading: Reading, pair: Pair, width: int, norms, work) -> Tensor:
-    """Returns the results of `work` for all chunks of rows, (N, width), with 0 for ignored rows."""
+    """Calls `work` once per chunk of rows, and returns all results in one tensor, (N, width).
+
+    The results of ignored rows are 0.
+    """
     flat, other = (t.reshape(-1, x.shape[-1]) for t in (x, pair.teacher))
     live = live_rows(reading)
     results = torch.zeros((len(flat), width), dtype=PRECISION[x.dtype], device=x.device)
@@ -108,7 +118,10 @@ def _by_chunks(x: Tensor, reading: Reading, pair: Pair, width: int, norms, work)
 def _partial_state(
     y, t, rate, reading: Reading, pair: Pair, norms
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the partial state of a chunk, (N, PAIR_STATE), and d of student and teacher."""
+    """Returns the partial state of a chunk of rows, and d of the student and of the teacher.
+
+    The partial state has shape (N, PAIR_STATE), and d = (y - shift) / temperature has shape (N, V).
+    """
     kind, shift_q = pair.kind, max_of(y) if norms is None else norms[:, :1]
     d_q = centred(y, shift_q, rate)
     if kind == "soft":
@@ -130,13 +143,14 @@ def _partial_state(
 
 
 def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
-    """Returns the loss and the state of a chunk in one tensor, (N, 1 + PAIR_STATE)."""
+    """Returns loss and state of each row in a chunk as one tensor, (N, 1 + PAIR_STATE)."""
     partial, d_q, d_p = _partial_state(y, t, rate, reading, pair, norms)
     value, state = pair_finish(partial, pair.kind)
     if pair.kind == "jsd":
         log_q, log_p = _log(state[:, 1:2]), _log(state[:, 3:4])
         terms, q, log_q_m = _mixture(d_q - log_q, d_p - log_p, pair.blend)
-        # If a row is all -inf, its log_q or log_p is inf, and 0 · inf makes the loss NaN.
+        # If all logits of a student's or a teacher's row are -inf, log_q or log_p is inf, and
+        # 0 · inf makes the loss NaN.
         value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
         state[:, 4:] = (q * log_q_m).sum(1, keepdim=True)
     return torch.cat((value, state), 1)
@@ -145,9 +159,9 @@ def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
 def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
-    For "jsd", the loss and the mean in the state are 0, because JSD needs another pass. inv_t
-    (N, 1) is 1 / temperature. This function does not use inv_t. `pair_finish` of the kernels uses
-    inv_t to convert the mean from nats to units of y.
+    For "jsd", the loss and the mean in the state are 0, because JSD needs another pass. The
+    argument inv_t (N, 1), which is 1 / temperature, is not used. The function pair_finish in
+    kernels/ uses inv_t to convert the mean from nats to units of y.
     """
     m_q, s_q, m_p, s_p, c = partial.split(1, 1)
     shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))
@@ -189,7 +203,7 @@ def merge_pairs(
 
 
 def _moved(m: Tensor, top: Tensor) -> Tensor:
-    """The max of each split minus the max of its row, at most 0; 0 for an empty split."""
+    """Returns the max of each split minus the max of its row, or 0 for an empty split."""
     return torch.where((m == top) | (m == -torch.inf), 0.0, m - top).clamp_min(-1e38)
 
 
@@ -219,7 +233,7 @@ def pair_gradient(
     else:
         mean = s_p / alive
         gain = gain / s_p if pair.kind == "forward" else gain
-    # A student row of -inf has no distribution, so its gradient is 0.
+    # If all logits of a student's row are -inf, the row has no distribution, and its gradient is 0.
     gain = torch.where(s_q == 0, 0.0, gain)
 
     fill_ignored(dx, live, before=True)

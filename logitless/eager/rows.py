@@ -1,4 +1,4 @@
-"""Helpers in plain PyTorch for chunks of rows, ids, exponents and reductions over rows."""
+"""Helpers of the plain PyTorch backend for chunks of rows, ids, exponents and reductions."""
 
 from collections.abc import Iterator
 
@@ -7,16 +7,18 @@ from torch import Tensor
 
 from ..contract import LEAST_TAIL, NO_ID, PRECISION, Reading
 
-# Bytes of logits per chunk. With smaller chunks, starting the threads would take most of the time.
+# The number of bytes of logits per chunk. With smaller chunks, PyTorch would spend most of the time
+# on starting threads.
 CHUNK_BYTES = 8 << 20
 
 Index = slice | Tensor
 
 
 def chunks(x: Tensor, live: Tensor | None, divisor: int = 1) -> Iterator[Index]:
-    """Yields the rows of x (N, V) in chunks. On a CPU, ignored rows are left out.
+    """Yields the indices of the rows of x (N, V), one chunk at a time.
 
-    Callers that keep many tensors of a chunk's size alive pass a divisor to get smaller chunks.
+    On a CPU, ignored rows are left out. Callers that keep many tensors of a chunk's size in memory
+    pass a divisor to get smaller chunks.
     """
     copies = 1 if x.dtype == PRECISION[x.dtype] else 2  # 16-bit logits also have an fp32 copy
     copies *= divisor
@@ -28,7 +30,7 @@ def chunks(x: Tensor, live: Tensor | None, divisor: int = 1) -> Iterator[Index]:
 
 
 def live_rows(reading: Reading) -> Tensor | None:
-    """A mask of the rows that count, (N,); None if all rows count."""
+    """Returns a mask of the rows that are not ignored, (N,), or None without an ignore_index."""
     if reading.ignore_index is None:
         return None
     return reading.label.reshape(-1) != reading.ignore_index
@@ -42,25 +44,31 @@ def locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
 
 
 def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
-    """A mask (N, 1) of the rows that have an id outside [0, V) other than NO_ID."""
+    """Returns a mask (N, 1) of the rows that have an id outside [0, V) other than NO_ID."""
     return (~inside & (ids.reshape(inside.shape) != NO_ID)).any(1, keepdim=True)
 
 
 def real_columns(at: Tensor, inside: Tensor) -> Tensor:
-    """The columns (N, K), where each empty slot repeats a column from another slot of its row.
+    """Returns columns (N, K). An empty slot gets the column of another slot of its row.
 
-    A scatter to these columns is harmless if repeated columns get equal values.
+    A scatter to these columns is harmless if it writes equal values to equal columns.
     """
     return torch.where(inside, at, at.gather(1, inside.int().argmax(1, keepdim=True)))
 
 
 def lift_of(tail: Tensor) -> Tensor:
-    """The lift of each tail (see LEAST_TAIL in contract.py); 0 if the tail is empty or NaN."""
+    """Returns the lift of each tail. LEAST_TAIL in contract.py defines the lift.
+
+    The lift is 0 if the tail is empty or NaN.
+    """
     return torch.where(tail > -torch.inf, (tail - LEAST_TAIL).clamp(max=0.0), 0.0)
 
 
 def capped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
-    """Returns y = softcap · tanh(x / softcap) in fp32 (fp64 for fp64), and dy/dx (None means 1)."""
+    """Returns y = softcap · tanh(x / softcap), and the derivative dy/dx.
+
+    y is fp32, or fp64 for fp64 logits. Without a softcap, y = x, and dy/dx is None, which means 1.
+    """
     y = x.to(PRECISION[x.dtype])
     if softcap is None:
         return y, None
@@ -69,7 +77,7 @@ def capped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
 
 
 def inverse_temperature(reading: Reading, like: Tensor) -> Tensor | None:
-    """1 / temperature, (N, 1), in the dtype of `like`; None if the temperature is 1."""
+    """Returns 1 / temperature, (N, 1), in the dtype of `like`, or None if the temperature is 1."""
     if reading.at_temperature_1:
         return None
     rows = reading.row_temperature
@@ -84,15 +92,18 @@ def centred(y: Tensor, shift: Tensor, inv_t: Tensor | None, out: Tensor | None =
 
 
 def max_of(y: Tensor) -> Tensor:
-    """The max of each row, (N, 1), to subtract before exp; 0 where the max is ±inf."""
+    """Returns the max of each row, (N, 1), or 0 where the max is ±inf.
+
+    Callers subtract the result before they compute exp.
+    """
     m = y.amax(1, keepdim=True)
     return torch.where(m.isinf(), 0.0, m)
 
 
 def by_row(t: Tensor | None, rows: int) -> Tensor | float:
-    """Returns t in a shape that broadcasts to (N, ...): one number, or one per row as (N, 1).
+    """Returns t in a shape that broadcasts to (N, V). None becomes 1.0.
 
-    None becomes 1.0.
+    A tensor with one number per row becomes (N, 1). A tensor with a single number is not changed.
     """
     if t is None:
         return 1.0
@@ -102,9 +113,10 @@ def by_row(t: Tensor | None, rows: int) -> Tensor | float:
 def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
     """Writes zeros to the ignored rows of a gradient.
 
-    On a CPU, the zeros are written before the other rows, and `chunks` leaves ignored rows out. On
-    a GPU, `chunks` yields all rows, because the host would have to wait for the mask to leave rows
-    out. Therefore the zeros are written last.
+    On a CPU, `chunks` leaves ignored rows out, and the zeros are written before the gradients of
+    the other rows. On a GPU, `chunks` also yields ignored rows, because the host cannot leave out
+    rows without waiting for the mask. Therefore, on a GPU, the zeros are written after the
+    gradients of all rows.
     """
     if live is None or before != (dx.device.type == "cpu"):
         return
@@ -115,9 +127,10 @@ def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
 
 
 def written_to(x: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns dx as a tensor (N, V) to write to, and the tensor (..., V) that the caller gets.
+    """Returns a tensor (N, V) to write the gradient to, and the tensor (..., V) to return.
 
-    The first tensor is a view of the second, unless `into` is not contiguous.
+    If `into` is contiguous or None, the first tensor is a view of the second tensor. Otherwise, the
+    first tensor may be a copy, and `written_back` copies the gradient to `into`.
     """
     if into is None:
         into = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -133,7 +146,7 @@ def written_back(flat: Tensor, into: Tensor) -> Tensor:
 
 
 def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
-    """Whether e^y is as exact as e^(y - m). If so, leaving out the subtraction saves a pass.
+    """Whether e^y is as exact as e^(y - m), so that the max m need not be subtracted.
 
     The result is always False on a GPU, because the host would have to wait for the values of m.
     """
@@ -141,10 +154,11 @@ def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
 
 
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """The factor () that turns a sum over rows into a mean, in fp32 (fp64 for fp64).
+    """Returns the factor () that turns a sum over rows into a mean.
 
     The factor is 1 / Σ mass. If `mass` is None, the factor is 1 divided by the number of rows that
-    count. If the divisor is 0, the factor is 1.
+    are not ignored. If the divisor is 0, the factor is 1. The dtype is fp32, or fp64 if `like` is
+    fp64.
     """
     full = torch.promote_types(like.dtype, torch.float32)
     live = live_rows(reading)
@@ -164,9 +178,10 @@ def reduce(
     mass: Tensor | None = None,  # (N,)
     mean: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the sum or mean over the rows, and the factor of each row's gradient (None means 1).
+    """Returns the sum or mean over the rows, and the factor of each row's gradient.
 
-    The mean is the sum times `share`. An ignored row adds 0, even if its value or weight is NaN.
+    A factor of None means 1. The mean is the sum times the result of `share`. An ignored row adds
+    0, even if its value or weight is NaN.
     """
     live, factor = live_rows(reading), None
     if mean:

@@ -1,6 +1,6 @@
-"""A divergence over the K slots of each row, and its gradient, in plain PyTorch.
+"""Computes a divergence over the K slots of each row, and its gradient, in plain PyTorch.
 
-The contract and the formulas are in kernels/slot_divergence.py.
+The formulas, and the meaning of each support, are in kernels/slot_divergence.py.
 """
 
 import torch
@@ -32,7 +32,10 @@ def slots(
     logprob_t1: Tensor | None = None,  # (...), log p of the label at temperature 1
     temperature: float | Tensor | None = None,  # temperature of the student's logits, () or (...)
 ) -> tuple[Tensor, Coefficients]:
-    """Returns kd_weight · divergence - ce_weight · logprob_t1, (...), and its coefficients."""
+    """Returns the loss of each row, (...), and the coefficients of its gradient.
+
+    The loss is kd_weight · divergence - ce_weight · logprob_t1.
+    """
     dtype, K = PRECISION[student.dtype], student.shape[-1]
     shape = student.shape[:-1]
     log_q, log_p = (t.reshape(-1, K).to(dtype) for t in (student, sparse.teacher))
@@ -40,7 +43,8 @@ def slots(
     mask_q = mask = None if live is None else live[:, None].expand(log_q.shape)
     if sparse.mask is not None:
         mask = sparse.mask.reshape(-1, K) if live is None else sparse.mask.reshape(-1, K) & mask_q
-    if sparse.support != "gathered":  # for "gathered", the student's softmax is over all slots
+    # For the support "gathered", the student's softmax is over all slots, even masked slots.
+    if sparse.support != "gathered":
         mask_q = mask
     tail = None if tail is None else tail.reshape(-1).to(dtype)
     if isinstance(temperature, Tensor):
@@ -53,9 +57,11 @@ def slots(
     value, g = value * weight[:, 0], g * weight
     rows = torch.zeros((value.shape[0], COEFFICIENTS), dtype=dtype, device=value.device)
     has = ()
-    if sparse.support not in RENORM_STUDENT:  # log q = z - lse, so the gradient has a term -p Σ g
+    # Because log q = z - lse, the gradient of every column has the term -p Σ g.
+    if sparse.support not in RENORM_STUDENT:
         rows[:, A], has = -g.sum(1), ("a",)
-    # d tail / dz_i is p_i / e^tail - p_i for columns outside the ids, and -p_i for the ids.
+    # The derivative of the tail with respect to the logit z_i is p_i / e^tail - p_i if column i is
+    # outside the ids, and -p_i if column i is among the ids.
     if g_tail is not None:
         g_tail = g_tail * weight[:, 0]
         rows[:, A_IDS] = rows[:, A] - g_tail
@@ -68,8 +74,8 @@ def slots(
     if live is not None:
         value = torch.where(live, value, 0.0)
         rows.masked_fill_(~live[:, None], 0)
-    # The value is cloned, because autograd forbids in-place writes to a view that a custom function
-    # returns.
+    # The value is cloned, because autograd forbids in-place writes to a view that a custom autograd
+    # function returns.
     return value.view(shape).clone(), Coefficients(rows, has, g.view(student.shape))
 
 
@@ -82,7 +88,10 @@ def _compare(
     sparse: Slots,
     temperature: float | Tensor | None,  # a number or (N, 1)
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the divergence of each row, (N,), and the gradients of log_q and log_q_tail."""
+    """Returns the divergence of each row, (N,), and two gradients of the divergence.
+
+    The gradients are with respect to log_q and log_q_tail.
+    """
     if log_q.shape[1] == 0:  # rows without slots have a divergence of 0
         value = log_q.new_zeros(log_q.shape[0])
         return value, log_q.clone(), None if log_q_tail is None else torch.zeros_like(value)
@@ -108,8 +117,8 @@ def _compare(
         return value, g, None
 
     log_p = _rest(log_p) if sparse.tail is None else sparse.tail.reshape(-1).to(log_q.dtype)
-    # If the student's tail is empty, a teacher's tail that may be a 16-bit rounding error is also
-    # treated as empty.
+    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is also treated as empty,
+    # because such a small tail may be a 16-bit rounding error.
     no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
     log_p = torch.where(no_tail, -torch.inf, log_p)
     f, g_tail = _terms(log_p, log_p.exp(), log_q_tail, log_q_tail.exp(), divergence, beta)
@@ -123,10 +132,11 @@ def _compare(
 def _normalised(y: Tensor, temperature: float | Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns log softmax(y / temperature), and a mask (..., 1) of rows that are not all -inf.
 
-    A row that is all -inf stays -inf.
+    If all values of a row are -inf, its results are -inf too.
     """
     top = y.amax(-1, keepdim=True)
-    # The max is subtracted before the division, so that a common offset costs no precision.
+    # The max is subtracted before the division by the temperature, so that a common offset of the
+    # logits costs no precision.
     d = y - torch.where(top.isinf(), 0.0, top)
     d = d if temperature is None else d / temperature
     s = d.exp().sum(-1, keepdim=True)
@@ -136,7 +146,8 @@ def _normalised(y: Tensor, temperature: float | Tensor | None = None) -> tuple[T
 def _rest(log_p: Tensor) -> Tensor:
     """Returns log(1 - Σ p), (...), or -inf where Σ p ≥ 1.
 
-    1 minus the largest p is computed as -expm1(log p), because 1 - p would cancel.
+    For the largest p, 1 - p is computed as -expm1(log p), because the subtraction 1 - p would lose
+    precision.
     """
     top, at = log_p.max(-1, keepdim=True)
     rest = -top.expm1().squeeze(-1) - log_p.exp().scatter(-1, at, 0.0).sum(-1)
@@ -144,7 +155,7 @@ def _rest(log_p: Tensor) -> Tensor:
 
 
 def _terms(log_p, p, log_q, q, divergence, beta):
-    """Returns the term f of each slot, and the derivative g = ∂f / ∂log q."""
+    """Returns the term f that each slot adds to the divergence, and g = ∂f / ∂log q."""
     if divergence == "forward_kl":
         return torch.where(p == 0, 0.0, p * (log_p - log_q)), -p
     if divergence == "reverse_kl":
@@ -152,7 +163,8 @@ def _terms(log_p, p, log_q, q, divergence, beta):
         return f, f + q
     if divergence == "jsd":
         u = log_q - log_p
-        # full_like keeps the dtype of u. torch.where of two numbers would give the default dtype.
+        # The function full_like keeps the dtype of u. If both values were Python numbers,
+        # torch.where would return the default dtype.
         share = torch.full_like(u, 1 - beta).masked_fill(u > 0, beta)
         log_m = torch.log1p(share * torch.expm1(-u.abs()))
         f_p = torch.where(p == 0, 0.0, p * (-u.clamp(min=0) - log_m))

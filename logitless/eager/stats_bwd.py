@@ -1,6 +1,6 @@
-"""The gradient of row statistics in plain PyTorch, computed for one chunk of rows at a time.
+"""Computes the gradient of row statistics in plain PyTorch, one chunk of rows at a time.
 
-The formula is in contract.py.
+The formula of the gradient is in contract.py.
 """
 
 import torch
@@ -28,7 +28,10 @@ from .rows import (
 
 
 class _Terms:
-    """The coefficients of each row, (N, 1), multiplied by upstream, factor and 1 / temperature."""
+    """The coefficients of each row, (N, 1), times the upstream gradient and the factor.
+
+    All coefficients except d_logprob_t1 are also divided by the temperature.
+    """
 
     def __init__(
         self, x: Tensor, reading: Reading, state, coefficients: Coefficients, upstream, factor,
@@ -37,7 +40,8 @@ class _Terms:
         rows, V = state.shape[0], x.shape[-1]
         has = coefficients.has
         column = state[:, :1]
-        # A row of -inf has no distribution, so its p and its gradient are 0.
+        # If all logits of a row are -inf, the row has no distribution, and its p and its gradient
+        # are 0.
         self.dead = state[:, fields.LOG_S : fields.LOG_S + 1] == -torch.inf
         self.shift = torch.where(self.dead, torch.inf, column)
         self.log_s = torch.where(self.dead, 0.0, state[:, fields.LOG_S : fields.LOG_S + 1])
@@ -61,7 +65,8 @@ class _Terms:
         self.logprob_t1_apart = self.d_logprob_t1 is not None and self.inv_t is not None
         self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
         if self.d_logprob_t1 is not None and not self.logprob_t1_apart:
-            # At temperature 1, p1 = p, so a - d replaces a (derivation in kernels/ids_bwd.py).
+            # At temperature 1, p1 = p, so the coefficient a is replaced by a - d, where d is the
+            # gradient of logprob_t1 (derivation in kernels/ids_bwd.py).
             d = self.d_logprob_t1
             self.a = self.a - (d if self.lift is None else d * self.lift.exp())
             self.a_ids = None if self.a_ids is None else self.a_ids - d
@@ -72,7 +77,7 @@ class _Terms:
                 setattr(self, name, None if t is None else t * self.inv_t)
 
     def _locate(self, reading: Reading, rows: int, V: int, start: int) -> None:
-        """Finds label and ids among the columns of x.
+        """Finds the columns of x that labels and ids refer to.
 
         A label or id outside the vocabulary makes the gradient of its whole row NaN.
         """
@@ -96,7 +101,7 @@ class _Terms:
 
     @property
     def only_a(self) -> bool:
-        """Whether dz is p times one number per row, plus the terms of label, ids and total."""
+        """Whether dz consists only of the term a p_i and of the terms of label, ids and total."""
         return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 
@@ -110,7 +115,10 @@ def gradient(
     into: Tensor | None = None,  # (..., V), output for the gradient, may be x; None allocates
     start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
 ) -> Tensor:
-    """The gradient of the logits, (..., V), in the dtype of `into` or else of the logits."""
+    """Returns the gradient of the logits, (..., V).
+
+    The dtype of the gradient is the dtype of `into`, or of x if `into` is None.
+    """
     flat = x.reshape(-1, x.shape[-1])
     dx, into = written_to(x, into)
     live = live_rows(reading)
@@ -138,9 +146,11 @@ def gradient(
 
 
 def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy: bool) -> Tensor:
-    """Returns p (a + b log p) of these rows, plus the gradient of the label at temperature 1.
+    """Returns the gradient dy of a chunk of rows, without the terms of label, ids and total.
 
-    To save memory, the result may overwrite `direct`, or y if y is a copy of the logits.
+    The result is p (a + b log p), plus the gradient of logprob_t1, which is log p of the label at
+    temperature 1. To save memory, the result may overwrite `direct`, or y if y is a copy of the
+    logits.
     """
     shift, inv_t = terms.shift[rows], None if terms.inv_t is None else terms.inv_t[rows]
     inv_s, a = (-terms.log_s[rows]).exp(), terms.a[rows]
@@ -154,10 +164,11 @@ def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy:
         if terms.a_ids is None:
             dy = p * a
         else:
-            dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)  # for columns outside the ids
+            # This dy is correct only for columns outside the ids.
+            dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)
             columns = real_columns(terms.ids[rows], terms.inside[rows])
-            # The `columns` of a row without valid ids are arbitrary. The scatter then writes back
-            # the same dy.
+            # In a row without valid ids, `columns` are arbitrary. For such a row, the scatter
+            # writes the values of dy that are already there.
             has_ids = terms.inside[rows].any(1, keepdim=True)
             inside = torch.where(has_ids, p * terms.a_ids[rows], dy)
             dy.scatter_(1, columns, inside.gather(1, columns))

@@ -1,7 +1,7 @@
 """Row statistics in plain PyTorch, computed for one chunk of rows at a time.
 
-The functions read, partial, merge and finish have the same contract as in kernels/. A chunk of rows
-fits into a CPU's cache. The formulas are in contract.py.
+The functions read, partial, merge and finish have the same interface as in kernels/. A chunk of
+rows fits into a CPU's cache. The definitions of the statistics are in contract.py.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ from .rows import (
 
 
 class _Sums(NamedTuple):
-    """The sums over each whole row from which the statistics are computed.
+    """The sums over whole rows, from which the statistics are computed.
 
     Each sum has shape (N, 1), unless a comment gives another shape. A sum that no statistic needs
-    is None. The sums use d = (y - shift) / temperature.
+    is None. In the comments, d = (y - shift) / temperature.
     """
 
     shift: Tensor  # max y, or 0 where the max is infinite
@@ -47,7 +47,7 @@ class _Sums(NamedTuple):
 
 
 def _empty_sums(reading: Reading, rows: int, dtype: torch.dtype, device) -> _Sums:
-    """Allocates the sums that the reading needs."""
+    """Allocates the sums that the requested statistics need."""
     wants, ids = reading.wants, reading.ids
     at_label = reading.label is not None and {"nll", "logprob_t1", "picked", "logprob"} & {*wants}
     needed = {
@@ -69,7 +69,7 @@ def _empty_sums(reading: Reading, rows: int, dtype: torch.dtype, device) -> _Sum
 
 
 def read(x: Tensor, reading: Reading) -> Statistics:
-    """The statistics in `reading.wants` for each row of x (..., V)."""
+    """Returns the statistics in `reading.wants` for each row of x (..., V)."""
     flat = x.reshape(-1, x.shape[-1])
     sums, live = _empty_sums(reading, len(flat), PRECISION[x.dtype], x.device), live_rows(reading)
     inv_t = inverse_temperature(reading, sums.shift)
@@ -84,7 +84,7 @@ def _add_rows(
     sums: _Sums, flat: Tensor, rows: Index, reading: Reading, inv_t: Tensor | None,
     label: tuple[Tensor, Tensor] | None, ids: tuple[Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
-    """Computes the sums of these rows. `label` and `ids` are results of `locate`."""
+    """Computes the sums of one chunk of rows. `label` and `ids` are results of `locate`."""
     y, _ = capped(flat[rows], reading.softcap)
     m = sums.shift[rows] = max_of(y)
     if sums.argmax is not None:
@@ -121,7 +121,10 @@ def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
 
 
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
-    """Returns the log of the mass outside reading.ids, (...), using shift and s of the state."""
+    """Returns the log of the softmax mass outside reading.ids, (...).
+
+    The shift and the normaliser s of each row are read from statistics.state.
+    """
     flat, state = x.reshape(-1, x.shape[-1]), statistics.state
     tail = torch.zeros_like(state[:, :1])
     inv_t, (at, inside) = inverse_temperature(reading, tail), locate(reading.ids, *flat.shape)
@@ -142,7 +145,10 @@ def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
 
 
 def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
-    """Returns Σ v z over columns, (N, 1). A class of weight 0 adds 0, even if its z is infinite."""
+    """Returns Σ v z over columns, (N, 1), where v are the class weights.
+
+    A class of weight 0 adds 0, even if its z is infinite.
+    """
     if weight is None:
         return z.sum(1, keepdim=True)
     v = weight.to(z.dtype)
@@ -152,7 +158,10 @@ def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
 def _finish(
     sums: _Sums, reading: Reading, live: Tensor | None, inv_t: Tensor | None, shape
 ) -> Statistics:
-    """Returns statistics from sums over whole rows. The statistics of ignored rows are always 0."""
+    """Returns the statistics that follow from sums over whole rows.
+
+    For ignored rows, the argmax is -1, and all other statistics are 0.
+    """
     wants, shift, s = reading.wants, sums.shift, sums.s
     rate = torch.ones_like(s) if inv_t is None else inv_t
     log_s = s.log()
@@ -182,7 +191,9 @@ def _finish(
     if sums.tail is not None:
         bad = is_bad(reading.ids, locate(reading.ids, len(s), reading.vocab)[1])
         values["tail"] = (sums.tail - log_s).masked_fill(bad, torch.nan)
-    zero = torch.zeros_like(s)  # also for REPEATS, which is not used (see with_repeats)
+    # The field REPEATS of the state is 0, because this backend does not use the field (see
+    # with_repeats).
+    zero = torch.zeros_like(s)
     kept = [shift, log_s, log_s1, values.get("entropy", zero), values.get("tail", zero), zero]
     state, argmax = torch.cat(kept, 1), sums.argmax
     if live is not None:
@@ -190,7 +201,7 @@ def _finish(
             t.masked_fill_(~live[:, None], 0)
         argmax = None if argmax is None else argmax.masked_fill(~live, -1)
     # The results are cloned, because autograd forbids in-place writes to a view that a custom
-    # function returns.
+    # autograd function returns.
     K = () if reading.ids is None else (reading.ids.shape[-1],)
     lengths = {"picked": K, "logprob": K}
     shaped = {
@@ -210,9 +221,10 @@ def _nan_if_bad(value: Tensor, columns: Tensor, reading: Reading) -> Tensor:
 
 
 def partial(x: Tensor, reading: Reading, start: int = 0) -> Partials:
-    """Partial statistics of the columns in x. Label and ids are columns of the whole vocabulary.
+    """Returns the partial statistics of each row over the columns of x.
 
-    The first column of x is column `start` of the vocabulary.
+    The first column of x is column `start` of the vocabulary. Label and ids are columns of the
+    whole vocabulary.
     """
     flat = x.reshape(-1, x.shape[-1])
     rows, V = flat.shape
@@ -253,8 +265,8 @@ def partial(x: Tensor, reading: Reading, start: int = 0) -> Partials:
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     """Merges the partial statistics of several splits of the same rows into one split.
 
-    The `picked` of all splits are added. Each id is in one split, and `picked` is 0 in the other
-    splits.
+    The tensors `picked` of all splits are added. Each id belongs to one split, and the `picked` of
+    the other splits is 0 for this id.
     """
     state = torch.cat([partials.state for partials in several], 1)
     state = torch.nn.functional.pad(state, (0, fields.PART - state.shape[2]))
@@ -263,21 +275,22 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
         picked = torch.stack([partials.picked for partials in several]).sum(0)
     m_split, s = state[..., fields.M], state[..., fields.S]
     m = m_split.amax(1, keepdim=True)
-    # `moved` is set to 0 for an empty split and for a split whose max is the row's max, because
-    # -inf - (-inf) would be NaN.
+    # `moved` is the max of a split minus the max of its row. For an empty split, and for a split
+    # whose max is the row's max, `moved` is set to 0, because -inf - (-inf) would be NaN.
     moved = torch.where((s == 0) | (m_split == m), 0.0, m_split - m).clamp_min(-1e38)
     inv_t = inverse_temperature(reading, m)
     scale = (moved if inv_t is None else moved * inv_t).exp()
-    merged = state.sum(1, keepdim=True)  # final for Y_LABEL and N; other fields are set below
+    # The sum over splits is correct for the fields Y_LABEL and N. The other fields are set below.
+    merged = state.sum(1, keepdim=True)
     row = merged[:, 0]
     row[:, fields.M], row[:, fields.S] = m[:, 0], (s * scale).sum(1)
-    # `moved` may be -1e38 where scale is 0, so that moved · s could overflow. Therefore `moved` is
-    # multiplied by s · scale.
+    # `moved` is multiplied by (s · scale), because moved · s could overflow where `moved` is -1e38
+    # and scale is 0.
     row[:, fields.W] = (state[..., fields.W] * scale + moved * (s * scale)).sum(1)
     row[:, fields.S1] = (state[..., fields.S1] * moved.exp()).sum(1)
     c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))
-    # The merged reference is the largest reference of a split with columns. The reference of an
-    # empty split is 0, which may be far from the logits.
+    # The merged reference is the largest reference of the splits that are not empty. The reference
+    # of an empty split is 0, which may be far from the logits.
     one = torch.where(n != 0, ref, -torch.inf).amax(1, keepdim=True)
     one = torch.where(one == -torch.inf, 0.0, one)
     row[:, fields.REF], row[:, fields.C] = one[:, 0], (c + n * (ref - one)).sum(1)
@@ -289,10 +302,11 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
 def finish(
     partials: Partials, reading: Reading, shape: tuple[int, ...] | None = None
 ) -> Statistics:
-    """Returns statistics of whole rows. The splits of each row are along dim 1 of partials.state.
+    """Merges the splits of each row, and returns the statistics of whole rows.
 
-    `shape` is the shape (...) of the results. If `shape` is None, the results have the shape of the
-    reading's label or ids, or (N,) without label and ids.
+    The splits of each row are along dim 1 of partials.state. `shape` is the shape (...) of the
+    results. If `shape` is None, the results have the leading shape of reading.ids or reading.label,
+    or (N,) without ids and label.
     """
     assert "tail" not in reading.wants
     shape = _lead(reading, partials.state) if shape is None else shape
@@ -309,7 +323,7 @@ def finish(
         w=w * rate if "entropy" in wants else None,
         total=c + n * ref if "total" in wants else None,
         log_total=(c - n * (shift - ref)) * rate if "log_total" in wants else None,
-        # The column is NOWHERE if the row contains NaN, and the argmax of such a row is 0.
+        # If a row contains NaN, its column is NOWHERE, and its argmax is 0.
         argmax=torch.where(column == NOWHERE, 0, column) if "argmax" in wants else None,
         y_label=y_label,
         y_ids=picked,
@@ -318,7 +332,7 @@ def finish(
 
 
 def _lead(reading: Reading, state: Tensor) -> torch.Size:
-    """The leading shape of the reading's ids or label; (N,) without ids and label."""
+    """Returns the leading shape of the reading's ids or label, or (N,) without ids and label."""
     if reading.ids is not None:
         return reading.ids.shape[:-1]
     return state.shape[:1] if reading.label is None else reading.label.shape

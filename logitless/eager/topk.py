@@ -1,9 +1,10 @@
 """The k largest logits of each row, and the mass of the other columns, in plain PyTorch.
 
-The contract is the same as in kernels/topk.py. torch.topk guarantees no order among equal numbers.
-Therefore each logit becomes a distinct 64-bit integer key. The high 32 bits sort the keys by logit.
-The low 32 bits break ties, and are larger for lower column indices. fp64 logits need all 64 bits,
-so their rows are sorted instead.
+The function topk has the same interface as in kernels/topk.py. The order of equal numbers in
+torch.topk is not guaranteed. Therefore each logit is replaced by a 64-bit integer key that occurs
+only once in its row. The high 32 bits of a key order the keys by logit. The low 32 bits break ties,
+because they are larger for lower columns. Rows of fp64 logits are sorted with torch.sort instead,
+because an fp64 logit needs all 64 bits.
 """
 
 import torch
@@ -21,7 +22,7 @@ def topk(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids (..., k), log-probabilities (..., k) and the log of the tail's mass (...).
+    """Returns ids (..., k), log-probabilities (..., k), and the log mass of other columns (...).
 
     Ids are sorted by descending logit. Equal logits are sorted by ascending id.
     """
@@ -44,7 +45,7 @@ def topk(
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
-    """Ids (N, k) of the k largest logits of each row of x (N, V), largest first."""
+    """Returns ids (N, k) of the k largest logits of each row of x (N, V), largest first."""
     if x.dtype == torch.float64:
         return x.sort(dim=1, descending=True, stable=True).indices[:, :k]
     bits = torch.where(x == 0, 0.0, x).float().view(torch.int32)  # -0 equals 0

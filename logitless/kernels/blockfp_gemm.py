@@ -1,9 +1,9 @@
-"""A GEMM that accumulates Σ dz.T @ h over chunks in block floating point.
+"""A GEMM that accumulates Σ dz.T @ h over chunks of rows in block floating point.
 
 A sum in bf16 would be rounded to 8 bits after every chunk. A sum in fp32 would take twice the
-memory of the bf16 gradient. Block floating point keeps 14 bits of each number between chunks. The
-numbers are 16-bit integers in the memory of the gradient, plus one exponent per BLOCK columns of a
-row:
+memory of the bf16 gradient. Block floating point keeps 14 bits of each number between chunks. Each
+number is stored as a 16-bit integer in the memory of the gradient. In each row, BLOCK columns share
+one exponent:
 
     x ≈ q 2^e, where q is an int16 with |q| ≤ 2^14, and e is an int8 per BLOCK columns
 
@@ -31,7 +31,8 @@ BLOCK = 128  # number of columns that share one exponent
 PACK = 16 if knobs.runtime.interpret and triton.__version__.startswith("3.5.") else 8
 BLOCK_R = 64  # rows of dz and h per step of the GEMM loop
 STAGES = 3  # pipeline stages; three stages of tiles fit into shared memory
-# 1.5 · 2^23. For |y| < 2^22, the low bits of WHOLE + y are y rounded to an integer.
+# WHOLE is 1.5 · 2^23. For |y| < 2^22, the low bits of the float WHOLE + y are y rounded to an
+# integer.
 WHOLE = tl.constexpr(12582912.0)
 NOT_A_NUMBER = tl.constexpr(127)  # the exponent that marks a block as NaN
 
@@ -48,7 +49,8 @@ def _encode(x):
 @triton.jit
 def _decode(q, e):
     """Returns q 2^e."""
-    # The integer bits form the float 2^23 + (q + 2^15). Subtracting 2^23 + 2^15 gives q.
+    # The integer bits, read as a float, are the number 2^23 + 2^15 + q. Subtracting 2^23 + 2^15
+    # gives q.
     y = ((q.to(tl.int32) & 0xFFFF) ^ 0x4B008000).to(tl.float32, bitcast=True) - 8421376.0
     scale = tl.where(e == NOT_A_NUMBER, float("nan"), tl.exp2(e.to(tl.float32)))
     return y * scale[:, None]
@@ -56,9 +58,10 @@ def _decode(q, e):
 
 @triton.jit
 def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """Adds a tile x to the sum at (v, d). Stores the new exponents at `at`.
+    """Adds a tile x to the sum at row v and column d.
 
-    `e` holds the exponents of the sum before the addition.
+    `e` holds the exponents of the sum before the addition. The new exponents are stored at the
+    addresses `at`. In the last chunk, the gradient is stored instead of the sum.
     """
     if not FIRST:
         x += _decode(SUM.load([v, d]), e)
@@ -75,15 +78,17 @@ def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr
     do_not_specialize=["R"],
 )
 def _blockfp_gemm_kernel(
-    # EXPONENTS is a pointer. DZ, H, SUM and OUT are descriptors. SUM and OUT are the same memory.
+    # EXPONENTS is a pointer. DZ, H, SUM and OUT are tensor descriptors. SUM and OUT describe the
+    # same memory.
     EXPONENTS, DZ, H, SUM, OUT,
     R, V, D, programs,  # sizes
     FIRST: tl.constexpr, LAST: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Each program loops over tiles. Programs that run at the same time read the same dz columns.
+    """Each program computes several tiles of the sum in a loop.
 
-    If TRANSPOSED, DZ is a descriptor of dz.T.
+    Programs that run at the same time read the same columns of dz. If TRANSPOSED, DZ is a
+    descriptor of dz.T.
     """
     across = tl.cdiv(D, 2 * BLOCK_D)
     tiles = tl.cdiv(V, BLOCK_V) * across
@@ -106,7 +111,8 @@ def _blockfp_gemm_kernel(
             if UPCAST:
                 dz, h = dz.to(tl.float32), h.to(tl.float32)
             x = tl.dot(dz, h, x)
-        # The tile is added in two halves, because the sum passes through shared memory.
+        # The tile is added to the sum in two halves, because the sum is loaded and stored through
+        # shared memory.
         left, right = x.reshape(BLOCK_V, 2, BLOCK_D).permute(0, 2, 1).split()
         _add(left, e_here, SUM, OUT, at, here, v, d, FIRST, LAST)
         _add(right, e_there, SUM, OUT, at + V, there, v, d + BLOCK_D, FIRST, LAST)
@@ -115,17 +121,18 @@ def _blockfp_gemm_kernel(
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
     """Whether the gradient of the weight can be accumulated in block floating point.
 
-    Hidden states and weight must be bf16, each row of the weight must be a multiple of 16 bytes
-    long, and the tiles must fit into the GPU's shared memory.
+    Three conditions must hold: hidden states and weight are bf16, the length of each weight row is
+    a multiple of 16 bytes, and the tiles fit into the GPU's shared memory.
     """
     bf16 = hidden.dtype == weight.dtype == torch.bfloat16
     return bf16 and weight.shape[1] % PACK == 0 and _fits_tiles(hidden.device)
 
 
 def _fits_tiles(device: torch.device) -> bool:
-    """Whether the tiles fit into shared memory.
+    """Whether the tiles of the GEMM fit into the shared memory of the device.
 
-    The tiles fit on Hopper and on data-center Blackwell. Triton's interpreter has no limit.
+    The tiles fit on Hopper and on data-center Blackwell GPUs. Triton's interpreter has no limit on
+    shared memory.
     """
     if device.type != "cuda" or torch.version.hip:
         return device.type == "cpu"
@@ -133,7 +140,7 @@ def _fits_tiles(device: torch.device) -> bool:
 
 
 def exponents(total: Tensor) -> Tensor:
-    """Allocates the exponents of a sum (V, D)."""
+    """Allocates the exponents for a sum of shape (V, D)."""
     V, D = total.shape
     return torch.empty((config.ceil_div(D, BLOCK), V), device=total.device, dtype=torch.int8)
 
@@ -146,7 +153,10 @@ def accumulate(
     first: bool,
     last: bool,
 ) -> None:
-    """Adds dz.T @ h to `total`. The first call sets `total`. The last call converts it to bf16."""
+    """Adds dz.T @ h to `total`.
+
+    The first call overwrites `total` with dz.T @ h. The last call converts `total` to bf16.
+    """
     (R, V), D = dz.shape, h.shape[1]
     cut = config.blockfp_gemm()
     transposed = dz.stride(0) == 1 and dz.stride(1) >= R

@@ -2,13 +2,14 @@
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-The coefficients a, b and g_c have one value per row. Kernels compute log p_i as
-((y_i - shift) / T) - log_s, which is exact under any common offset. T is the temperature.
+The coefficients a, b and g_c have one value per row, and T is the temperature. Kernels compute
+log p_i as ((y_i - shift) / T) - log_s, which is exact even if all logits have a large common
+offset.
 
 Kernels compute dy_i = dz_i / T, and then dx_i = dy_i · ∂y_i/∂x_i. If a loss uses the
 log-probability of the label at temperature 1, the term d_logprob_t1 ([i = label] - p1_i) is added
-to dy_i, where p1 = softmax(y). Let d = (y - shift) rate and e = 2^d. Then p = e / s and
-log p = d ln 2 - log s, and
+to dy_i, where p1 = softmax(y). Let d = (y - shift) · rate with rate = 1 / (T ln 2), and let
+e = 2^d. Then p = e / s and log p = d ln 2 - log s, and the gradient is:
 
     dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of label and ids
 """
@@ -32,7 +33,10 @@ COEF_D_LOGPROB_T1 = tl.constexpr(_contract.D_LOGPROB_T1)
 
 
 class Coefs(NamedTuple):
-    """A row's coefficients times its upstream gradient. A coefficient that is not used is 0."""
+    """The coefficients of a row, times the upstream gradient and the factor of the row.
+
+    A coefficient that the loss does not use is 0.
+    """
 
     a: tl.tensor
     b: tl.tensor
@@ -43,7 +47,7 @@ class Coefs(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The numbers that all columns of a row share."""
+    """The numbers in the gradient formula of a row that do not depend on the column."""
 
     shift: tl.tensor
     c0: tl.tensor
@@ -67,16 +71,20 @@ class Tile(NamedTuple):
 
 @triton.constexpr_function
 def uses(has, name):
-    """Whether a loss uses a coefficient.
+    """Whether a loss uses the coefficient `name`.
 
-    "second" means that log p of the label at temperature 1 needs its own normaliser.
+    The name "second" means that the loss needs a second normaliser, for log p of the label at
+    temperature 1.
     """
     return name in has
 
 
 @triton.jit
 def row_gain(UPSTREAM, FACTOR, row, step_u, step_f):
-    """The product of a row's upstream gradient and factor. A step of 0 means one number for all."""
+    """Returns the product of a row's upstream gradient and factor.
+
+    A step of 0 means that all rows share one number.
+    """
     gain = 1.0
     if UPSTREAM is not None:
         gain = tl.load(UPSTREAM + row * step_u).to(tl.float32)
@@ -95,7 +103,7 @@ def _coef(COEF, gain, FIELD: tl.constexpr, USED: tl.constexpr):
 
 @triton.jit
 def load_coefs(COEF, gain, HAS: tl.constexpr):
-    """The coefficients of the row that COEF points to."""
+    """Loads the coefficients of the row that COEF points to, and multiplies them by `gain`."""
     return Coefs(
         _coef(COEF, gain, COEF_A, uses(HAS, "a")),
         _coef(COEF, gain, COEF_B, uses(HAS, "b")),
@@ -108,19 +116,23 @@ def load_coefs(COEF, gain, HAS: tl.constexpr):
 
 @triton.jit
 def c0_of(a, b, log_s, inv_t, HAS: tl.constexpr):
-    """Returns c0, the constant term in the factor of e.
+    """Returns c0, the constant in the factor (c0 + c1 d) of e.
 
-    c0 is 0 for a row of -inf, because the gradient of such a row is 0.
+    If all logits of a row are -inf, c0 is 0, because the gradient of such a row is 0.
     """
     scale = inv_t * tl.exp2(-log_s * LOG2E)
-    if uses(HAS, "b"):  # a loss without b has b = 0, and 0 · inf would be NaN
+    # If the loss does not use b, b is 0, and b · log_s would be NaN for an infinite log_s.
+    if uses(HAS, "b"):
         a -= b * log_s
     return tl.where(log_s == -INF, 0.0, a * scale)
 
 
 @triton.jit
 def row_terms(coefs, a, shift, log_s, inv_t, HAS: tl.constexpr):
-    """Returns shift, c0, c1 and g_c of Terms. The gradient of a row of -inf is 0."""
+    """Returns the fields shift, c0, c1 and g_c of Terms.
+
+    If all logits of a row are -inf, the fields make the gradient of the row 0.
+    """
     dead = log_s == -INF
     c1 = coefs.b * LN2 * tl.where(dead, 0.0, inv_t * tl.exp2(-log_s * LOG2E))
     g_c = tl.where(dead, 0.0, coefs.g_total * inv_t)
@@ -129,11 +141,11 @@ def row_terms(coefs, a, shift, log_s, inv_t, HAS: tl.constexpr):
 
 @triton.jit
 def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
-    """dz / T of the columns `at`, without the terms of label and ids."""
+    """Returns dz / T at the columns `at`, without the terms of label and ids."""
     d = (y - terms.shift) * terms.rate
     if uses(HAS, "b"):
         tl.static_assert(not uses(HAS, "a_ids"))
-        # Infinite d is clamped, because 0 · -inf would be NaN. The term is 0 where e is 0.
+        # d is clamped, because 0 · -inf would be NaN. Where e = 2^d is 0, the product e · d is 0.
         dz = tl.exp2(d) * (c0 + terms.c1 * tl.maximum(d, -1e4))
     else:
         dz = tl.exp2(d - lift) * c0
@@ -151,20 +163,23 @@ def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
 def write_tile(state, tile, start, offs, mask):
     """Reads a tile of logits and writes its gradient, without the terms of label and ids.
 
-    `state` is not used and returned unchanged, because tiles are independent.
+    The argument `state` is returned unchanged, because tiles are independent.
     """
     at = start + offs
     y, slope = capped(load(tile.X, at, mask), tile.terms.softcap)
     dz = dz_of(y, tile.W, at, mask, tile.terms.c0, tile.terms.lift, tile.terms, tile.HAS)
-    # The store bypasses the cache, because the next tiles read logits and no kernel reads the
-    # gradient soon.
+    # The store bypasses the cache, because the cache is needed for the logits of the next tiles,
+    # and because no kernel reads the gradient soon.
     dx = (dz * slope).to(tile.DX.dtype.element_ty)
     tl.store(tile.DX + at, dx, mask=mask, cache_modifier=".cs")
     return state
 
 
 class Fill(NamedTuple):
-    """One number to write to all columns: 0 in an ignored row, NaN in a row with an invalid id."""
+    """The number to write to all columns of a row.
+
+    The number is 0 in an ignored row, and NaN in a row with an invalid label or id.
+    """
 
     DX: tl.tensor
     value: tl.tensor
@@ -179,7 +194,10 @@ def fill_tile(state, fill, start, offs, mask):
 
 @triton.jit
 def write_label(x, W, DXrow, label, g_label, terms, HAS: tl.constexpr):
-    """Rewrites the gradient at a row's label, after the tile that contains the label is written."""
+    """Overwrites the gradient at a row's label with the sum of all its terms.
+
+    The tile that contains the label must have been written before.
+    """
     y, slope = capped(x, terms.softcap)
     dz = dz_of(y, W, label, None, terms.c0, terms.lift, terms, HAS) + g_label
     tl.debug_barrier()
@@ -197,7 +215,10 @@ def is_class(label, V, vocab):
 
 @triton.jit
 def local_column(label, start):
-    """The label relative to `start`, the first column of x. The result may be outside x."""
+    """Returns the label relative to `start`, the first column of x.
+
+    The result may be a column outside x.
+    """
     if start is not None:
         return label - start
     else:
@@ -205,7 +226,10 @@ def local_column(label, start):
 
 
 class Span(NamedTuple):
-    """The columns that a program writes: [lo, hi) of a row's body, plus the fringe if lo = 0."""
+    """The columns of a row that one program writes (layout.py defines body and fringe).
+
+    The columns are [lo, hi) of the row's body, and also the row's fringe if lo = 0.
+    """
 
     head: tl.tensor
     body: tl.tensor
@@ -216,7 +240,7 @@ class Span(NamedTuple):
 
 @triton.jit
 def in_span(ids, span, ALIGNED: tl.constexpr):
-    """A mask of the ids that are among the columns of a span."""
+    """Returns a mask of the ids that are among the columns of a span."""
     inside = (ids >= span.head + span.lo) & (ids < span.head + span.hi)
     if not ALIGNED:
         after = span.head + span.body

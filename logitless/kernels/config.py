@@ -1,7 +1,7 @@
 """Block sizes, warps and splits of each kernel, as pure functions of sizes and device.
 
-The numbers come from sweeps on an H200 (benchmarks/results/h200/sweeps.txt). `override` replaces
-the numbers, so that tests get several blocks per short row and benchmarks can try other numbers.
+The numbers come from sweeps on an H200 (benchmarks/results/h200/sweeps.txt). Tests call `override`
+to get several blocks even in short rows, and benchmarks call `override` to try other numbers.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 MAX_SPLITS = 128
-# Rows with at most SHORT columns are not split, because the second launch would cost more time than
-# the splits save.
+# Rows with at most SHORT columns are not split over programs, because the launch that merges the
+# splits would cost more time than the splits save.
 SHORT = 4096
 
 
@@ -27,8 +27,8 @@ class Config(NamedTuple):
 
 
 _override: dict[str, int] = {}
-# The revision changes with _override. The key of every plan contains the revision, so that no old
-# plan is used.
+# The revision is incremented whenever _override changes. The cache key of every launch plan
+# contains the revision, so that plans from before the change are not used.
 revision = 0
 
 
@@ -49,7 +49,7 @@ def override(**fields: int):
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """The number of multiprocessors of a GPU; 1 for the interpreter."""
+    """Returns the number of multiprocessors of a GPU, or 1 for Triton's interpreter."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     if device.type == "xpu":
@@ -61,14 +61,17 @@ def processors(device: torch.device) -> int:
 def stats_fwd(
     rows: int, vocab: int, itemsize: int, processors: int, heavy: bool = False, twice: bool = False
 ) -> Config:
-    """One program per row if the rows fill the GPU; otherwise several programs per row.
+    """One program computes a whole row if the rows fill the GPU.
 
-    `heavy` means more statistics than max and sum, or a softcap. Heavy kernels have smaller blocks.
-    For 16-bit logits, heavy kernels use one warp, so that no reduction crosses warps. `twice` means
-    two normalisers. With two normalisers, blocks have at most 4096 columns.
+    If there are too few rows to fill the GPU, several programs share a row. A kernel is `heavy` if
+    it computes more statistics than max and sum, or applies a softcap. Heavy kernels have smaller
+    blocks. For 16-bit logits, heavy kernels use one warp, so that no reduction crosses warps.
+    `twice` means that the kernel computes two normalisers. With two normalisers, blocks have at
+    most 4096 columns.
 
-    A block of 8192 columns fits into 80 registers. Without the limit of 80, the compiler uses a few
-    more registers, fewer programs fit on each multiprocessor, and the kernel is 3 % slower.
+    With a block of 8192 columns, a thread needs 80 registers. Without the limit of 80 registers,
+    the compiler uses a few more registers, fewer programs fit on each multiprocessor, and the
+    kernel is 3 % slower.
     """
     if rows >= 2 * processors or vocab <= SHORT:
         block, warps, registers = (8192, 4, 80) if vocab > 2**16 and not twice else (4096, 4, None)
@@ -84,23 +87,29 @@ def stats_fwd(
 
 @functools.lru_cache(1024)
 def label_bwd(vocab: int) -> Config:
-    """One program per row and block, because the blocks of a row are independent."""
+    """Each program computes one block of a row, because the blocks of a row are independent."""
     return overridden(Config(min(2048, ceil_pow2(vocab)), 2))
 
 
 @functools.lru_cache(1024)
 def ids_bwd(vocab: int, itemsize: int) -> Config:
-    """One program per row and span. The gradient at the ids is rewritten while the span is cached.
+    """Each program computes one span of a row, and rewrites the gradient at the ids.
 
-    Spans are long, so that few programs search the ids. Many warps write a span in one step.
+    The gradient at the ids is rewritten while the span is in the cache. Spans are long, because
+    every program searches all ids of its row. Several warps write the blocks of a span one after
+    another.
     """
-    width = max(ceil_pow2(vocab), 16)  # at least 16, because Triton makes a span of 1 a constant
+    # The width is at least 16, because Triton would treat a span of 1 as a constant.
+    width = max(ceil_pow2(vocab), 16)
     return overridden(Config(min(8192 // itemsize, width), 2 * itemsize, span=min(8192, width)))
 
 
 @functools.lru_cache(1024)
 def scale(vocab: int) -> Config:
-    """Few programs with many columns each, because most calls have a factor of 1 and do nothing."""
+    """The grid has few programs with many columns each.
+
+    Most calls multiply by 1, and each program of such a call only reads the factor.
+    """
     return overridden(Config(min(4096, ceil_pow2(vocab)), 8))
 
 
@@ -108,8 +117,8 @@ def scale(vocab: int) -> Config:
 def nll_fwd_bwd(vocab: int, itemsize: int, crowded: bool = False) -> Config:
     """Splits are so small that the L1 cache of a multiprocessor holds several splits.
 
-    `crowded` means a softcap together with a gradient that is not written over the logits. Crowded
-    programs need more registers and have smaller blocks.
+    `crowded` means that the logits have a softcap and that the gradient does not overwrite the
+    logits. Crowded programs need more registers and have smaller blocks.
     """
     block, warps, span = (2048, 2, 6144) if itemsize == 2 else (4096, 4, 4096)
     if crowded:
@@ -118,21 +127,22 @@ def nll_fwd_bwd(vocab: int, itemsize: int, crowded: bool = False) -> Config:
 
 
 def blockfp_gemm() -> Config:
-    """The largest tile whose accumulators fit into the registers of two warp groups."""
+    """Returns the largest tile whose accumulators fit into the registers of two warp groups."""
     return overridden(Config(128, 8))
 
 
 def pair_fwd(vocab: int) -> Config:
-    """Blocks for reading a student's and a teacher's row together.
+    """Returns the block size for reading a student's and a teacher's row together.
 
-    Each lane keeps its own sums in registers. A program of one warp needs no barrier.
+    Each lane of a program keeps its own sums in registers. A program has one warp and needs no
+    barrier.
     """
     cut = overridden(Config(min(512, ceil_pow2(vocab)), 1))
     return cut._replace(block_v=max(cut.block_v, 16))  # the fringe has two packs of eight columns
 
 
 def jsd_split_fwd(vocab: int, itemsize: int) -> Config:
-    """Splits of a student's and a teacher's row, at most 64 per row.
+    """Returns the split size for a student's and a teacher's row. A row has at most 64 splits.
 
     A split is small enough to stay in the cache until the kernel reads the split again.
     """
@@ -160,5 +170,5 @@ def ceil_pow2(n: int) -> int:
 
 
 def overridden(config: Config) -> Config:
-    """The config with the fields that `override` replaces."""
+    """Returns the config with the fields that `override` replaces."""
     return config._replace(**_override)

@@ -1,4 +1,4 @@
-"""Cross-entropy of each row from its statistics, and the coefficients of its gradient.
+"""Computes the cross-entropy of each row, and its gradient's coefficients, from statistics.
 
     loss = (1-ε) v_t nll - ε/V log_total + z_loss lse²
 
@@ -35,14 +35,14 @@ def _cross_entropy_kernel(
     N, V, keep, spread, z_loss, ignore_index,  # sizes, options; keep = 1 - ε, spread = ε / V
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program per block of rows."""
+    """Each program computes one block of rows."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = row < N
     label = tl.load(LABEL + row, mask=mask, other=0)
     live = mask & is_live(label, ignore_index)
     g = keep  # factor of nll
     if W is not None:
-        # An invalid label may use the weight of any class, because its nll is NaN.
+        # For an invalid label, the weight of any class may be loaded, because nll is NaN.
         v = tl.load(W + tl.minimum(tl.maximum(label, 0), V - 1), mask=live, other=0.0)
         g = keep * v.to(tl.float32)
         if MASS is not None:
@@ -86,21 +86,27 @@ def cross_entropy(
 
 
 def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
-    """Coefficients of v[label] · nll, computed without any statistics."""
+    """Returns the coefficients of the gradient of the loss that `weighted_nll` computes.
+
+    The coefficients need no statistics of the logits.
+    """
     coefs = _zero_coefficients(reading)
     _launch(reading, coefs=coefs)
     return Coefficients(coefs, ("a", "label"))
 
 
 def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
-    """The loss v[label] · nll of each row, (...); 0 for ignored rows."""
+    """Returns the loss of each row, (...): nll times the class weight of the label.
+
+    The loss of ignored rows is 0.
+    """
     value = torch.empty_like(nll)
     _launch(reading, nll=nll, value=value)
     return value
 
 
 def label_mass(reading: Reading, dtype: torch.dtype) -> Tensor:
-    """The class weight of each row's label, (N,); 0 for ignored rows."""
+    """Returns the class weight of each row's label, (N,); 0 for ignored rows."""
     label = reading.label
     mass = torch.empty(label.numel(), device=label.device, dtype=torch.float32)
     _launch(reading, mass=mass)
@@ -118,7 +124,7 @@ def _launch(
     nll: Tensor | None = None, lse: Tensor | None = None, log_total: Tensor | None = None,
     value: Tensor | None = None, coefs: Tensor | None = None, mass: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Writes value, coefs and mass. Tensors that are None are not written."""
+    """Launches the kernel, which writes value, coefs and mass, unless they are None."""
     label, weight, vocab = reading.label, reading.class_weight, reading.vocab
     if label.numel() == 0:
         return

@@ -1,7 +1,7 @@
-"""Finds rows with the same id in two slots. Only these rows need a sum over equal ids.
+"""Finds rows in which two slots hold the same id.
 
-Each slot is compared with all slots after it, one scalar at a time. A comparison of two slots is
-one instruction.
+Only such rows need a sum of gradients over equal ids. Each block of slots is compared with itself
+and with all later slots, one slot at a time. Each comparison of two slots is one instruction.
 """
 
 import functools
@@ -25,7 +25,8 @@ STATE_REPEATS = tl.constexpr(_contract.REPEATS)
 def load_ids(IDS, offs_k, K):
     """Loads the ids of slots as int32, with -1 for empty slots.
 
-    An id of more than 32 bits is invalid, so its row becomes NaN anyway.
+    An id of more than 32 bits may be changed by the conversion to int32. Such an id is invalid, and
+    makes its row NaN.
     """
     ids = tl.load(IDS + offs_k, mask=offs_k < K, other=-1).to(tl.int32)
     return tl.where(ids < 0, -1, ids)
@@ -58,7 +59,7 @@ def _duplicate_ids_kernel(
     K,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Each program computes one row."""
     row = tl.program_id(0).to(tl.int64)
     repeated = are_repeated(IDS + row * K, K, BLOCK_K)
     j = tl.arange(0, 8)
@@ -69,9 +70,9 @@ def _duplicate_ids_kernel(
 
 
 def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
-    """Returns a copy of the state (N, STATE) with REPEATS computed from ids (..., K).
+    """Returns a copy of the state (N, STATE) with the field REPEATS computed from ids (..., K).
 
-    Without ids, returns the state itself.
+    If there are no ids, the state itself is returned.
     """
     if ids.numel() == 0:
         return state

@@ -1,6 +1,7 @@
-"""Logits y at K ids per row, and the gradient of the logits x, which is 0 except at the ids.
+"""Gathers the logits y at K ids per row, and computes the gradient of the logits x.
 
-y = softcap · tanh(x / softcap), or y = x without a softcap. The caller applies the temperature.
+The gradient of x is 0 except at the ids. y = softcap · tanh(x / softcap), or y = x without a
+softcap. The caller applies the temperature.
 """
 
 import functools
@@ -34,7 +35,7 @@ def _gather_fwd_kernel(
     softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One program per BLOCK_K slots, which may belong to several rows."""
+    """Each program gathers the logits at BLOCK_K slots, which may belong to several rows."""
     slot = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = slot < N.to(tl.int64) * K
     row = slot // K
@@ -48,7 +49,7 @@ def _gather_fwd_kernel(
 
 
 def gather(x: Tensor, reading: Reading) -> Tensor:  # x (..., V)
-    """Returns y at reading.ids, (..., K), in fp32.
+    """Returns the logits y, after the softcap, at reading.ids, (..., K), in fp32.
 
     The result is NaN for ids outside [0, V), and 0 in ignored rows.
     """
@@ -90,7 +91,10 @@ def _gather_bwd_kernel(
     softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient at the ids of one row. Gradients of repeated ids are added."""
+    """Each program writes the gradient at the ids of one row.
+
+    If several slots hold the same id, their gradients are added.
+    """
     row = tl.program_id(0)
     if ignore_index is not None:
         if not is_live(load_label(LABEL, row), ignore_index):
@@ -130,9 +134,9 @@ def gather_gradient(
     factor: Tensor | None = None,  # () or N numbers
     into: Tensor | None = None,  # like x; may be x
 ) -> Tensor:
-    """Returns the gradient of x, from the gradient g of the result of `gather`.
+    """Returns the gradient of x, (..., V). g is the gradient of the result of `gather`.
 
-    Gradients of repeated ids are added before rounding.
+    If several slots of a row hold the same id, their gradients are added before rounding.
     """
     if into is None:
         into = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -148,7 +152,8 @@ def gather_gradient(
         rows, ids.shape[-1], step_u, step_f, reading.softcap, reading.ignore_index
     )
     plan(picked, _label_of(reading), ids.contiguous(), g.contiguous(), upstream, factor, target)
-    if target.data_ptr() != into.data_ptr():  # `into` has too many strides, so `target` is a copy
+    # If two row strides cannot describe `into`, `target` is a copy of `into`.
+    if target.data_ptr() != into.data_ptr():
         into.copy_(target)
     return into
 

@@ -1,7 +1,8 @@
-"""Launchers of the kernels that all losses share. A launcher allocates, finds a plan and launches.
+"""Launchers of the kernels that all losses share.
 
-A plan holds everything that a call needs except its tensors. A plan is built once per combination
-of shapes, strides and options. Later calls find the plan by one lookup in a dictionary.
+A launcher allocates the outputs, finds a launch plan, and launches the kernels. A plan holds
+everything that a call needs except its tensors. A plan is built once per combination of shapes,
+strides and options. Later calls find the plan by one lookup in a dictionary.
 """
 
 import functools
@@ -50,13 +51,13 @@ class _ReadPlan(NamedTuple):
     second: Launch | None  # the launch that merges the splits; None if rows are not split
 
 
-# Options that a plan depends on, besides shapes. The temperature is None if each row has its own
-# temperature.
+# The options of a Reading that a launch plan depends on. The temperature is None if each row has
+# its own temperature.
 options_of = attrgetter("temperature", "softcap", "ignore_index")
 
 
 def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
-    """The statistics in reading.wants, and the state that the backward needs."""
+    """Returns the statistics in reading.wants, and the state that the backward needs."""
     label, ids, weight = reading.label, reading.ids, reading.class_weight
     temperature, device = reading.row_temperature, x.device
     plan = _read_plan(
@@ -105,7 +106,7 @@ def _read_plan(
     sums = sums_of(wants, temperature == 1)
     cut = cut_of(rows, device, sums, softcap)
     K = None if ids_shape is None else ids_shape[-1]
-    # The tail is computed from log p at the ids.
+    # The statistic "tail" is computed from log p at the ids.
     wanted = (*wants, "logprob") if "tail" in wants else wants
     at_ids = "picked" in wanted or "logprob" in wanted
     at_label = "nll" in wants or "logprob_t1" in wants or (ids_shape is None and at_ids)
@@ -139,11 +140,12 @@ def gradient(
     into: Tensor | None = None,  # x, a tensor in the memory of x, or memory as in `Place`
     start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
 ) -> Tensor:
-    """The gradient of the logits times upstream and factor, (..., V), in the dtype of x or `into`.
+    """Returns the gradient of the logits times upstream and factor, (..., V).
 
-    The gradient is written to `into`, with one exception. If `into` is x and rows have more than
-    MAX_PRELOADED ids, the gradient is a new tensor. The kernel loads the logits at the ids before
-    the gradient overwrites x, and one program can hold at most MAX_PRELOADED logits.
+    The gradient has the dtype of `into`, or of x if `into` is None. The gradient is written to
+    `into`, with one exception. If `into` is x and rows have more than MAX_PRELOADED ids, the
+    gradient is a new tensor. The reason is that the kernel loads the logits at the ids before the
+    gradient overwrites x, and one program can hold at most MAX_PRELOADED logits.
     """
     coefs, has, g_ids = coefficients
     key = _gradient_key(x, reading, coefficients, upstream, factor, into, start)
@@ -182,7 +184,7 @@ def gradient(
 
 
 class _GradientKey(NamedTuple):
-    """The properties of a call that determine the plan of its gradient."""
+    """The properties of a call that determine the launch plan of its gradient."""
 
     logits: tuple  # shape, strides, bytes after a 16-byte boundary, bytes per element
     over_logits: bool  # whether the caller wants the gradient written over the logits
@@ -224,7 +226,7 @@ class _GradientPlan(NamedTuple):
 
 
 def _gradient_plan(key: _GradientKey) -> _GradientPlan | None:
-    """Builds a plan, or returns None if the logits have too many strides."""
+    """Builds a launch plan, or returns None if two row strides cannot describe the logits."""
     rows = describe(*key.logits)
     if rows is None:
         return None
@@ -248,14 +250,20 @@ _gradient_plans: Plans[_GradientKey, _GradientPlan | None] = Plans(_gradient_pla
 
 
 def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
-    """Returns ids relative to column `start`: NO_ID for ids in other columns, -1 for bad ids."""
+    """Returns ids relative to column `start`, for the columns [start, start + width).
+
+    Ids of other columns become NO_ID. Ids outside the vocabulary become -1.
+    """
     local = torch.where((ids >= start) & (ids < start + width), ids - start, NO_ID)
     bad = ((ids < 0) | (ids >= vocab)) & (ids != NO_ID)
     return torch.where(bad, -1, local)
 
 
 def _by_copy(x, reading, state, coefficients, upstream, factor, into, start) -> Tensor:
-    """Returns the gradient of logits that two row strides cannot describe, from a copy of x."""
+    """Computes the gradient from a contiguous copy of x.
+
+    The copy is needed if two row strides cannot describe x.
+    """
     over_logits = into is not None and into.data_ptr() == x.data_ptr()
     place = None if over_logits else into
     dx = gradient(x.contiguous(), reading, state, coefficients, upstream, factor, place, start)
@@ -269,11 +277,11 @@ def reduce(
     mass: Tensor | None = None,  # (N,), 0 for ignored rows
     mean: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the weighted sum of the rows that count, and the factor of each row's gradient.
+    """Returns the weighted sum over rows that are not ignored, and each row's gradient factor.
 
-    For a mean, sum and factor are multiplied by `share`. The factor has shape (N,) with a
-    row_weight and () without a row_weight. A factor of 1 is None. An ignored row adds 0, even if
-    its value or weight is NaN.
+    For a mean, the sum and the factor are multiplied by the result of `share`. The factor has shape
+    (N,) with a row_weight and () without a row_weight. If the factor is 1, None is returned
+    instead. An ignored row adds 0, even if its value or weight is NaN.
     """
     if row_weight is None and not mean:  # the values of ignored rows are already 0
         return value.sum(), None
@@ -295,16 +303,17 @@ def reduce(
 
 
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """The factor () that turns a sum over rows into a mean, in fp32.
+    """Returns the factor () that turns a sum over rows into a mean, in fp32.
 
     The factor is 1 / Σ mass. If `mass` is None, the factor is 1 divided by the number of rows that
-    count. If the divisor is 0, the factor is 1.
+    are not ignored. If the divisor is 0, the factor is 1.
     """
     if mass is None and reading.ignore_index is None:
         return torch.full((), 1.0 / max(rows, 1), device=like.device, dtype=torch.float32)
     factor = torch.empty((), device=like.device, dtype=torch.float32)
     label = None if reading.ignore_index is None else reading.label.contiguous()
-    # The kernel writes no loss if there are no values. The first argument only selects the GPU.
+    # The kernel writes only `factor`, because the values are None. The first argument of the launch
+    # only selects the GPU.
     reduce_launch(rows, reading.ignore_index, True)(factor, None, label, None, mass, factor)
     return factor
 
@@ -319,9 +328,9 @@ def one_pass(
 ) -> Tensor | None:
     """Returns -log p of the label, (...), and writes the gradient times factor to `into`.
 
-    Returns None and does nothing if one pass is not possible. One pass is not possible if x has too
-    many strides, if programs must not wait for each other, or if a mean has more than MAX_COUNTED
-    rows.
+    If one pass is not possible, the function returns None and does nothing. One pass is not
+    possible in three cases: two row strides cannot describe x, programs must not wait for each
+    other, or a mean has more than MAX_COUNTED rows.
     """
     label, temperature = reading.label, reading.row_temperature
     over_logits = into.data_ptr() == x.data_ptr()
@@ -349,7 +358,7 @@ def one_pass(
 
 
 def scale_(x: Tensor, g: Tensor) -> None:
-    """Multiplies x (..., V) in place by g, () or (...), without a host synchronisation."""
+    """Multiplies x (..., V) in place by g, () or (...). The host does not wait for g."""
     if x.numel() == 0:
         return
     launch = scale_launch(

@@ -71,7 +71,7 @@ def is_bad(ids, V):
 def sums_of_same(IDS, G, ids, K):
     """Returns, for each id in `ids`, the sum of g over all slots with the same id."""
     g = tl.zeros(ids.shape, tl.float32)
-    ids = ids.to(tl.int32)  # an id of more than 32 bits is invalid, so its row becomes NaN anyway
+    ids = ids.to(tl.int32)  # an id of more than 32 bits is invalid and makes its row NaN
     for j in range(K):
         same = ids == tl.load(IDS + j).to(tl.int32)
         g += tl.where(same, tl.load(G + j).to(tl.float32), 0.0)
@@ -122,7 +122,7 @@ def _write_ids(row, x_ids, terms, span, HAS: tl.constexpr, CONSTANTS: tl.constex
             g = load(row.G_IDS, offs_k, inside).to(tl.float32)
             if row.repeated:
                 g = sums_of_same(row.IDS, row.G_IDS, ids, row.K)
-            # The shift is INF for a row of -inf, whose gradient is 0.
+            # If all logits of a row are -inf, the shift is INF, and the gradient of the row is 0.
             dz += tl.where(terms.shift == INF, 0.0, g * row.gain)
         if at_label(HAS):
             dz += tl.where(ids == row.label, row.g_label, 0.0)
@@ -146,8 +146,8 @@ def _rewrite(
             write_label(x_label, row.W, row.DX, row.label, row.g_label, terms, HAS)
     if row.IDS is not None:
         if at_label(HAS):
-            # The label is written before the ids. If the label is among the ids, the later store
-            # at this id includes the term of the label.
+            # The gradient at the label is stored before the gradients at the ids. If the label is
+            # among the ids, the later store at this id includes the term of the label.
             tl.debug_barrier()
         bad = _write_ids(row, x_ids, terms, span, HAS, CONSTANTS) | bad
     if bad:
@@ -160,8 +160,8 @@ def _rewrite(
 class RowGradient(NamedTuple):
     """The numbers of one row's gradient that `_row_gradient` computes.
 
-    The fields from `shift` to `lift` are fields of Terms. c0 and lift apply to columns outside the
-    ids.
+    The fields from `shift` to `lift` are fields of Terms. The fields c0 and lift apply to columns
+    outside the ids.
     """
 
     shift: tl.tensor
@@ -178,22 +178,25 @@ class RowGradient(NamedTuple):
 def _row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
     """Computes a RowGradient, in units of dz / T, from the saved state and the coefficients.
 
-    The log-probability of the label at temperature 1 has the gradient d ([i = label] - p1_i), where
-    p1 = softmax(y). So d is added to the gradient at the label, and -d p1_i to the gradient of
-    every column. There are two cases:
+    Let d be the coefficient of the label's log-probability at temperature 1. Then the gradient of
+    logit i has the term d ([i = label] - p1_i), where p1 = softmax(y). So d is added to the
+    gradient at the label, and -d p1_i is added to the gradient of every column. There are two
+    cases:
 
-    - At temperature 1, p1 = p, so a - d replaces a.
-    - At any other temperature ("second"), p1_i = e^(y_i - shift) / s1 is a separate term, with
-      c_logprob_t1 = -d / s1 as the factor of e^(y_i - shift).
+    - At temperature 1, p1 equals p, so the coefficient a is replaced by a - d.
+    - At any other temperature ("second"), p1_i = e^(y_i - shift) / s1 is a separate term, in which
+      e^(y_i - shift) has the factor c_logprob_t1 = -d / s1.
 
-    With "a_ids", the gradient is a_ids p_i for columns among the ids, and a p_i e^-lift for columns
-    outside the ids (see LEAST_TAIL in contract.py). For columns outside the ids, a - d e^lift
-    replaces a, because the lift must not apply to the term -d p_i:
+    If the loss uses the coefficient "a_ids", the gradient has the term a_ids p_i for columns among
+    the ids, and a p_i e^-lift for columns outside the ids (see LEAST_TAIL in contract.py). For
+    columns outside the ids, the coefficient a is replaced by a - d e^lift, because the lift must
+    not apply to the term -d p_i:
 
         (a - d e^lift) p_i e^-lift = a p_i e^-lift - d p_i
     """
     shift, log_s = tl.load(STATE + SHIFT), tl.load(STATE + LOG_S)
-    dead = log_s == -INF  # a row of -inf has no distribution, so its gradient is 0
+    # If all logits of a row are -inf, the row has no distribution, and its gradient is 0.
+    dead = log_s == -INF
     d = tl.where(dead, 0.0, coefs.d_logprob_t1)
     c_logprob_t1, d_of_a = 0.0, d
     if uses(HAS, "second"):
@@ -223,13 +226,13 @@ def _ids_bwd_kernel(
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, K,  # sizes
-    # First column of X, and size of the vocabulary; None if X has all columns. IDS are relative to
-    # the first column of X.
+    # First column of X, and size of the vocabulary; None if X has all columns. The ids in IDS are
+    # relative to the first column of X.
     start, vocab,
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes all columns of one span of a row, and then rewrites label and ids."""
+    """Each program writes a span of a row, and then rewrites the gradient at label and ids."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     PRELOAD_IDS: tl.constexpr = field(CONSTANTS, "preload_ids")
@@ -279,7 +282,7 @@ def _ids_bwd_kernel(
     write_span(
         Xrow, W, DXrow, terms, span, HAS, ALIGNED, field(CONSTANTS, "x_aligned"), False, BLOCK_V
     )
-    # A barrier is needed, because the following stores overwrite columns of other threads.
+    # A barrier is needed, because the next stores overwrite columns that other threads wrote.
     tl.debug_barrier()
 
     repeated = False

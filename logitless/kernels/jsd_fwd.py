@@ -1,11 +1,11 @@
-"""Forward pass of the Jensen-Shannon divergence, in two passes over both rows.
+"""Forward pass of the Jensen-Shannon divergence, in two passes over student and teacher.
 
     JSD = β Σ p log(p/M) + (1-β) Σ q log(q/M), where M = βp + (1-β)q
 
-Each term needs the normalisers of both rows, which the first pass computes. Several programs share
-a long row, so that the second pass finds the logits in the cache. Each program reads its split,
-waits for the normalisers of the other splits (program_exchange.py), and reads its split again. A
-second kernel adds the sums of all splits.
+Each term needs the normalisers of the student's and the teacher's row, which the first pass
+computes. Several programs share a long row, so that the second pass finds the logits in the cache.
+Each program reads its split, waits for the normalisers of the other splits (program_exchange.py),
+and reads its split again. A second kernel adds the sums of all splits.
 """
 
 import functools
@@ -43,7 +43,10 @@ from .state import pack_of
 
 
 class Norms(NamedTuple):
-    """Normalisers of whole rows for log2 q = (y - shift_q) rate - log_q, and the same for p."""
+    """Normalisers of whole rows, with log2 q = (y - shift_q) rate - log_q.
+
+    For the teacher, log2 p = (y - shift_p) rate - log_p.
+    """
 
     shift_q: tl.tensor
     log_q: tl.tensor
@@ -61,7 +64,7 @@ class Second(NamedTuple):
 
 @triton.jit
 def fold_norms(state, both, start, offs, mask):
-    """Adds one block to the max and the sum of both rows, in the first pass."""
+    """Adds one block to the max and the normaliser of student and teacher (first pass)."""
     m_q, moved_q, _, e_q = extend(state.m_q, student(both, start + offs, mask), both.rate)
     m_p, moved_p, _, e_p = extend(state.m_p, teacher(both, start + offs, mask), both.rate)
     s_q = state.s_q * tl.exp2(moved_q * both.rate) + e_q
@@ -71,7 +74,7 @@ def fold_norms(state, both, start, offs, mask):
 
 @triton.jit
 def _fold_second(state, both, start, offs, mask):
-    """Adds one block to the sums of the second pass."""
+    """Adds one block to Σ q log2(q / M) and Σ p log2(p / M) (second pass)."""
     norms = state.norms
     log_q = (student(both, start + offs, mask) - norms.shift_q) * both.rate - norms.log_q
     log_p = (teacher(both, start + offs, mask) - norms.shift_p) * both.rate - norms.log_p
@@ -93,10 +96,12 @@ def _second_sweep(
 
 @triton.jit
 def _divergence(of_q, of_p, s_q, s_p, blend):
-    """The divergence of a row in nats, from Σ q log2(q / M) and Σ p log2(p / M)."""
-    # If a row is all -inf, its bits(s) is inf, and 0 · inf makes the divergence NaN.
+    """Returns the divergence of a row in nats, from Σ q log2(q / M) and Σ p log2(p / M)."""
+    # If all logits of a row are -inf, bits(s) of the row is inf, and 0 · inf makes the divergence
+    # NaN.
     value = ((1.0 - blend) * of_q + blend * of_p) * LN2 + 0.0 * (bits(s_q) + bits(s_p))
-    return tl.where(value < 0, 0.0, value)  # negative only by rounding; NaN stays NaN
+    # A negative value is a rounding error. NaN stays NaN.
+    return tl.where(value < 0, 0.0, value)
 
 
 @triton.jit(
@@ -112,7 +117,11 @@ def _jsd_fwd_kernel(
     softcap, blend, ignore_index,  # options
     KNOWN: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program per row, for short rows, or if programs must not wait for each other."""
+    """Each program computes one whole row.
+
+    This kernel is used for short rows, for known normalisers, and if programs must not wait for
+    each other.
+    """
     row = tl.program_id(0)
     if ignore_index is not None:
         if tl.load(LABEL + row) == ignore_index:
@@ -154,9 +163,9 @@ def _jsd_split_fwd_kernel(
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One program per split. A split is SPAN columns of a row's body.
+    """Each program computes one split, which is SPAN columns of a row's body.
 
-    The fringe of a row belongs to its first split.
+    The first split of a row also contains the row's fringe (see layout.py).
     """
     splits = tl.cdiv(V, SPAN)
     row = tl.program_id(0) // splits
@@ -223,7 +232,7 @@ def read_jsd(
     x: Tensor, rows: Rows, teacher: Tensor, t_rows: Rows, label: Tensor | None,
     value: Tensor, state: Tensor, reading: Reading, beta: float, known: bool = False,
 ) -> None:  # fmt: skip
-    """Writes the divergence and the state of each row.
+    """Writes the divergence of each row to `value`, and the state of each row to `state`.
 
     If `known`, the state already holds everything except the mean.
     """
@@ -243,7 +252,10 @@ def read_jsd(
 
 
 def splits_of(x: Tensor) -> int:
-    """The number of programs that share a row; 1 if programs must not wait for each other."""
+    """Returns the number of programs that share a row.
+
+    The number is 1 if programs must not wait for each other.
+    """
     splits = config.ceil_div(x.shape[-1], config.jsd_split_fwd(x.shape[-1], x.element_size()).span)
     return splits if may_wait(splits, x.device) else 1
 

@@ -9,9 +9,10 @@ from .numerics import INF
 
 @triton.jit
 def bits(s):
-    """Returns log2 s. Callers compute log2 p = d·rate - log2 s.
+    """Returns log2 s, where s is the normaliser of a row.
 
-    A row of -inf has s = 0. The result for such a row is inf, so that p = 0.
+    If all logits of a row are -inf, s is 0, and the result is inf. Callers compute
+    log2 p = d·rate - log2 s, so that p = 0 in such a row.
     """
     return tl.log2(tl.where(s == 0, INF, s))
 
@@ -20,9 +21,9 @@ def bits(s):
 def _log2(x, IN: tl.constexpr):
     """Returns log2 x with a precision that suits logits of dtype IN. log2 of 1 is exactly 0.
 
-    x must not be subnormal. For 16-bit logits on NVIDIA GPUs, log2 is one instruction with an error
-    of 2^-22, like exp2. For other dtypes and GPUs, log2 takes about 24 instructions and is exact to
-    one or two units in the last place.
+    The argument x must not be subnormal. For 16-bit logits on NVIDIA GPUs, log2 is one instruction
+    with an error of 2^-22, like exp2. For other dtypes and GPUs, log2 takes about 24 instructions
+    and is exact to one or two units in the last place.
     """
     if (IN == tl.bfloat16 or IN == tl.float16) and is_cuda():
         return tl.inline_asm_elementwise(
@@ -34,12 +35,12 @@ def _log2(x, IN: tl.constexpr):
 
 @triton.jit
 def mixture(log_q, log_p, beta, IN: tl.constexpr):
-    """Returns q, log2(q / M), p and log2(p / M) of each column, all finite for all logits.
+    """Returns q, log2(q / M), p and log2(p / M) of each column. All results are finite.
 
-    All results are computed from the larger of p and q, and from share = smaller / larger. The
-    ratio μ = M / larger is between the weight of the larger mass and 1. If p = q, μ is exactly 1.
-    Values of log2(share) below -1000 are set to -1000. If log p and log q are both -inf, their
-    difference is NaN, and log2(share) is also set to -1000.
+    The results are computed from max(p, q) and from share = min(p, q) / max(p, q). The ratio
+    μ = M / max(p, q) lies between the weight of max(p, q) in M and 1. If p = q, μ is exactly 1. The
+    difference between log2 min(p, q) and log2 max(p, q) is set to -1000 if it is below -1000. If
+    log p and log q are both -inf, their difference is NaN, and is also set to -1000.
     """
     top = tl.maximum(log_q, log_p)
     fall = tl.minimum(log_q, log_p) - top

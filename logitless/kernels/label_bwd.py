@@ -58,7 +58,10 @@ def _label_bwd_kernel(
     softcap, ignore_index,  # options
     HAS: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and block. The fringe of a row belongs to its first block."""
+    """Each program writes one block of a row.
+
+    The first block of a row also contains the row's fringe (see layout.py).
+    """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     PACK: tl.constexpr = pack_of(X)
@@ -92,7 +95,8 @@ def _label_bwd_kernel(
         inside = in_span(label, span, ALIGNED)
         x_label = tl.load(Xrow + label, mask=inside, other=0.0)
         if inside:
-            # All threads must read the logit of the label before an in-place tile overwrites it.
+            # All threads must read the logit of the label before the gradient overwrites this
+            # logit.
             tl.debug_barrier()
 
     shift, c0, c1, g_c = row_terms(coefs, a, shift, log_s, inv_t, HAS)

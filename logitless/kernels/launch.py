@@ -1,23 +1,23 @@
 """Kernel launches with little host overhead, on the GPU of the tensors.
 
 Triton inspects every argument of a launch to find the matching compiled kernel. For many kernels,
-this inspection takes as much time on the host as the kernel takes on the GPU. A `Launch` holds the
-arguments that are the same in every call: the kernel, its grid, its sizes and its constants. A
-cached function of shapes and options builds each Launch once. A Launch also keeps the compiled
-kernel and calls the entry point of the compiled kernel with bare addresses.
+inspecting the arguments takes as much time on the host as the kernel takes on the GPU. A `Launch`
+holds the arguments that are the same in every call: the kernel, its grid, its sizes and its
+constants. A cached function of shapes and options builds each Launch once. A Launch also keeps the
+compiled kernel and calls the entry point of the compiled kernel with bare addresses.
 
-A compiled kernel depends on the dtypes of its tensors, and on which addresses are multiples of 16
-bytes. A Launch selects the compiled kernel by the dtypes only. Therefore every pointer must follow
-one of three rules:
+Triton compiles a kernel once per combination of dtypes and alignments. An address is aligned if it
+is a multiple of 16 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore every
+pointer must follow one of three rules:
 
-- The alignment of logits and of their gradient is part of the sizes or constants.
+- The alignment of the logits and of their gradient is part of the sizes or constants of a Launch.
 - Memory that a launcher allocates is always aligned.
 - The kernel declares every other pointer as `do_not_specialize_on_alignment`.
 
-Each parameter of a kernel costs host time per launch, even a constant parameter. So a kernel with
-many constants takes them as one parameter, CONSTANTS, a frozen dataclass `_Constants`. The kernel
-reads a constant by `field(CONSTANTS, "block_v")` (state.py). Triton compiles the kernel once per
-value of CONSTANTS, as for any `tl.constexpr`.
+Each parameter of a kernel costs host time per launch, even a constant parameter. Therefore a kernel
+with many constants has only one parameter for all constants. The parameter CONSTANTS is a frozen
+dataclass `_Constants`. The kernel reads a constant such as block_v by `field(CONSTANTS, "block_v")`
+(state.py). Triton compiles the kernel once per value of CONSTANTS, as for any `tl.constexpr`.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _CURRENT = contextlib.nullcontext()
 
 
 class Plans(dict[K, V]):
-    """A cache of launch plans. plans[key] is make(key).
+    """A cache of launch plans, in which plans[key] is make(key).
 
     The key is a NamedTuple. A lookup in a dictionary takes less time than functools.lru_cache.
     """
@@ -57,7 +57,10 @@ class Plans(dict[K, V]):
 
 
 class Launch:
-    """Calls kernel[programs](*tensors, *numbers, **constants) with the tensors of each call."""
+    """Launches one kernel. Calls kernel[programs](*tensors, *numbers, **constants).
+
+    The tensors are passed in each call. Everything else is fixed when the Launch is created.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,8 @@ class Launch:
             for t in tensors
         ])  # fmt: skip
         compiled = self.compiled.get(types)
-        # Launch hooks exist while a profiler is active. Only a launch through Triton calls hooks.
+        # Triton has launch hooks while a profiler is active. Hooks are called only by a launch
+        # through Triton.
         if compiled is None or knobs.runtime.launch_enter_hook.calls:
             self.compile(types, tensors)
             return
@@ -101,10 +105,10 @@ class Launch:
                 start(*self.grid, *rest)
 
     def compile(self, types: tuple, tensors: Sequence) -> None:
-        """Launches through Triton, and keeps the compiled kernel.
+        """Launches the kernel through Triton, and keeps the compiled kernel for later calls.
 
-        FMA contraction is always enabled, because all GPU tests and measurements used it. Triton
-        3.10 changes the default.
+        FMA contraction is always enabled, because all GPU tests and measurements used FMA
+        contraction. Triton 3.10 changes the default of FMA contraction.
         """
         with on(tensors[0].device):
             compiled = self.kernel[self.programs](
@@ -112,7 +116,8 @@ class Launch:
                 num_warps=self.num_warps, enable_fp_fusion=True, **self.limit,
             )  # fmt: skip
         if isinstance(compiled, CompiledKernel):  # Triton's interpreter returns no kernel
-            start = compiled.run  # read before `function`, because reading `run` loads the function
+            # `run` must be read before `function`, because reading `run` loads the function.
+            start = compiled.run
             self.compiled[types] = start, compiled.function, compiled.packed_metadata
 
 

@@ -1,12 +1,12 @@
 """The layout of rows of logits in memory, and the loop over the columns of a row.
 
-A kernel finds its rows by the two row strides of a (B, T, V) view. Logits that need more strides
-are copied.
+A kernel finds its rows by the two row strides of a (B, T, V) view. Logits that two row strides
+cannot describe are copied.
 
-A row may start between two 16-byte boundaries. A kernel reads such a row as a `body` of whole
-16-byte packs and a `fringe`. The fringe is the columns before and after the body. There is less
-than one pack of columns on each side. So a kernel loads the body 16 bytes at a time for any row
-stride. The fringe is loaded as one tile of two packs.
+A row may start between two 16-byte boundaries. A kernel reads a row as a `body` of whole 16-byte
+packs and a `fringe`. The fringe is the columns before and after the body. The fringe has less than
+one pack of columns on each side of the body. Therefore a kernel loads the body 16 bytes at a time
+for any row stride. The fringe is loaded as one tile of two packs.
 """
 
 import functools
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
         return not any(step % self.pack for step in (self.lead, self.stride_b, self.stride_t))
 
     def aligned_like(self, other: "Rows") -> bool:
-        """Whether every row starts as far from a 16-byte boundary as the same row of `other`."""
+        """Whether each row starts as far after a 16-byte boundary as the same row of `other`."""
         if self.starts_aligned and other.starts_aligned:
             return True
         return (
@@ -74,22 +74,23 @@ class Rows(NamedTuple):
             return self.dense()._replace(lead=offset // self.itemsize)
         size, stride = (self.count, self.vocab, self.rows_t), strides[0]
         rows = Rows(*size, self.rows_t * stride, stride, offset // itemsize, 16 // itemsize)
-        assert rows.starts_aligned  # required, because kernels compute packs from the dtype of x
+        assert rows.starts_aligned  # kernels compute packs from the dtype of x
         return rows
 
 
-# A Place describes the memory for a gradient by three fields: bytes after a 16-byte boundary,
-# strides, and bytes per element. If the gradient has at least as many bytes per element as x, the
-# memory must be contiguous. If the gradient has fewer bytes per element, every row must start on a
-# 16-byte boundary. A Place is a plain tuple, because every call builds a Place and a tuple costs
-# less than a NamedTuple.
+# A Place describes the memory for a gradient by three fields: the number of bytes after a 16-byte
+# boundary, the strides, and the number of bytes per element. If the gradient has at least as many
+# bytes per element as x, the memory must be contiguous. If the gradient has fewer bytes per element
+# than x, every row must start on a 16-byte boundary. A Place is a plain tuple, because every call
+# builds a Place and a tuple costs less than a NamedTuple.
 Place = tuple[int, tuple[int, ...], int]
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, Rows]:
     """Returns x (..., V) and the layout of its rows, or a contiguous copy and the copy's layout.
 
-    x is copied only if two row strides cannot describe x. Shifted logits[:, :-1] are not copied.
+    x is copied only if two row strides cannot describe x. For example, logits[:, :-1] are not
+    copied.
     """
     rows = describe(x.shape, x.stride(), x.data_ptr() % 16, x.element_size())
     if rows is None:
@@ -108,7 +109,8 @@ def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows |
         return Rows(0, vocab, 1, vocab, vocab, offset // itemsize, 16 // itemsize)
     if strides[-1] != 1 and vocab > 1:
         return None
-    # Pairs (size, stride). Neighbouring dimensions are joined if one stride describes both.
+    # `dims` holds pairs (size, stride). Two neighbouring dimensions become one pair if one stride
+    # describes both dimensions.
     dims: list[tuple[int, int]] = []
     for size, stride in zip(shape, strides, strict=False):
         if size != 1:
@@ -117,7 +119,8 @@ def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows |
             dims.append((size, stride))
     if len(dims) > 2:
         return None
-    # The stride of a dimension of size 1 is arbitrary. The dense stride keeps the alignment.
+    # A dimension of size 1 gets the stride of a contiguous tensor, because its own stride is
+    # arbitrary and could seem unaligned.
     (rows_t, stride_t) = dims.pop() if dims else (1, vocab)
     (batches, stride_b) = dims.pop() if dims else (1, rows_t * stride_t)
     pack = 16 // itemsize
@@ -136,7 +139,10 @@ def numbers(t: Tensor | None) -> tuple[Tensor | None, int]:
 
 @triton.jit
 def row_offset(row, rows_t, stride_b, stride_t):
-    """The offset of a row of a (B, T, V) view in elements, in int64 for more than 2^31 elements."""
+    """Returns the offset of a row in a (B, T, V) view, in elements.
+
+    The offset is int64, because a view may have more than 2^31 elements.
+    """
     return (row // rows_t).to(tl.int64) * stride_b + (row % rows_t).to(tl.int64) * stride_t
 
 
@@ -174,11 +180,12 @@ def walk(
 ):  # fmt: skip
     """Folds f over the columns [lo, hi) of a row's body, and over the fringe if lo = 0.
 
-    f(state, args, start, offs, mask) returns the state after the columns start + offs where `mask`
-    is True. A mask of None selects all columns. In the body, args are `body_args`, and column 0
-    is column `head` of the row. In the fringe, args are `row_args`, and column 0 is the first
-    column of the row. If MASKED, every block is masked, and the compiled code is shorter. Without
-    MASKED, only the last block is masked, and the kernel is faster.
+    f(state, args, start, offs, mask) adds the columns start + offs to the state, and returns the
+    new state. Columns where `mask` is False are left out. A mask of None selects all columns. In
+    the body, args are `body_args`, and column 0 is column `head` of the row. In the fringe, args
+    are `row_args`, and column 0 is the first column of the row. If MASKED, every block is masked,
+    and the compiled code is shorter. Without MASKED, only the last block is masked, and the kernel
+    is faster.
     """
     offs = tl.arange(0, BLOCK_V)
     hi = tl.multiple_of(tl.minimum(hi, body), PACK)

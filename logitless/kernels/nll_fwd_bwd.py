@@ -1,8 +1,9 @@
-"""Computes -log p of a label and its gradient in one pass. Each logit is read from memory once.
+"""Computes -log p of each row's label and its gradient in one pass.
 
-Several programs share a row. Each program computes (m, s) of its split, publishes this pair, and
-waits for (m, s) of the other splits (program_exchange.py). Then the program writes the gradient of
-its split. The second read of the split comes from the L1 cache.
+Each logit is read from memory once. Several programs share a row. Each program computes the max m
+and the normaliser s of its split, publishes (m, s), and waits for (m, s) of the other splits
+(program_exchange.py). Then the program writes the gradient of its split. The second read of the
+split comes from the L1 cache.
 """
 
 import functools
@@ -35,8 +36,8 @@ from .reduce import row_block
 from .state import field, fold_span, pack_of
 
 HAS = tl.constexpr(("a", "label"))
-# For a mean, every program computes the number of rows that count from the labels. The count is
-# fast enough for at most MAX_COUNTED rows, because the labels are cached.
+# For a mean, every program counts the rows that are not ignored, from the labels. Counting is fast
+# enough for at most MAX_COUNTED rows, because the labels are cached.
 MAX_COUNTED = 4096
 
 
@@ -56,7 +57,7 @@ class _Constants:
 
 @triton.jit
 def _count(LABEL, N, ignore_index):
-    """The number of rows that count."""
+    """Returns the number of rows that are not ignored."""
     count = tl.zeros((1024,), tl.int32)
     for start in range(0, N, 1024):
         _, _, live = row_block(LABEL, start, N, ignore_index, 1024)
@@ -71,17 +72,17 @@ def _count(LABEL, N, ignore_index):
 )
 def _nll_fwd_bwd_kernel(
     X, LABEL, COEF, FACTOR,  # inputs
-    # Outputs. If DX is None, the gradient overwrites X. EXCHANGE (N, splits) is initially zero, or
-    # None for one split.
+    # Outputs. If DX is None, the gradient overwrites X. EXCHANGE (N, splits) is initially zero. If
+    # rows are not split, EXCHANGE is None.
     DX, NLL, EXCHANGE,
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, splits,  # sizes
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per split. A split is SPAN columns of a row's body.
+    """Each program computes one split, which is SPAN columns of a row's body.
 
-    The fringe of a row belongs to its first split.
+    The first split of a row also contains the row's fringe (see layout.py).
     """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     X_ALIGNED: tl.constexpr = field(CONSTANTS, "x_aligned")
@@ -160,7 +161,7 @@ def nll_fwd_bwd_plan(
     options: tuple, coefs_per_row: bool, factor_per_row: bool, mean: bool,
     waiting: bool, revision: int,
 ) -> _Plan | None:  # fmt: skip
-    """Returns the plan, or None if one pass is not possible."""
+    """Returns the launch plan, or None if one pass is not possible."""
     temperature, softcap, ignore_index = options
     rows = describe(shape, strides, offset, itemsize)
     if rows is None or (mean and not 0 < rows.count <= MAX_COUNTED):

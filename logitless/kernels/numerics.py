@@ -2,7 +2,7 @@
 
 Kernels compute y = softcap · tanh(x / softcap), or y = x without a softcap. The logits of the loss
 are z = y / temperature. Kernels subtract max(y) before they divide by the temperature, because the
-differences y - max(y) are exact under any common offset.
+differences y - max(y) are exact even if all logits have a large common offset.
 """
 
 import triton
@@ -19,7 +19,7 @@ NO_ID = tl.constexpr(NO_ID_)  # the id of an empty slot
 
 @triton.jit
 def load(P, at, mask):
-    """Loads P[at], or 0 where the mask is False. A mask of None adds no instruction."""
+    """Loads P[at], or 0 where the mask is False. A mask of None costs no instruction."""
     if mask is not None:
         return tl.load(P + at, mask=mask, other=0.0)
     else:
@@ -31,15 +31,18 @@ def only_if(flag, mask):
     """Returns mask & flag for a scalar flag.
 
     In Triton's interpreter, the result of an int32 comparison is int32. From Triton 3.9 on, the
-    interpreter rejects masks that were combined with such a flag. `True & flag` is a bool and adds
-    no instruction to the compiled kernel.
+    interpreter rejects masks that were combined with an int32 flag. `True & flag` is a bool and
+    adds no instruction to the compiled kernel.
     """
     return mask & (True & flag)
 
 
 @triton.jit
 def inverse_temperature(temperature, row):
-    """1 / temperature of a row. `temperature` is a number, or a pointer to one number per row."""
+    """Returns 1 / temperature of a row.
+
+    `temperature` is a number, or a pointer to one number per row.
+    """
     if isinstance(temperature, float):  # in Triton's interpreter, numbers are Python floats
         return 1.0 / temperature
     elif temperature.dtype.is_ptr():
@@ -81,8 +84,9 @@ def _rounded_product(a, b):
     """Returns a · b, rounded to fp32 before any further arithmetic.
 
     The compiler may contract y = a · b and y - max(y) into one fused multiply-add. The fused
-    multiply-add does not round y, but max(y) is rounded. Then y - max(y) is not exactly 0 at the
-    max, and dividing the difference by a temperature of 1e-12 makes the exponent infinite.
+    multiply-add does not round y, but max(y) is rounded. Without the rounding of y, y - max(y) is
+    not exactly 0 at the max, and dividing the difference by a temperature of 1e-12 makes the
+    exponent infinite.
     """
     if is_cuda():
         return tl.inline_asm_elementwise(
@@ -94,7 +98,10 @@ def _rounded_product(a, b):
 
 @triton.jit
 def capped(x, softcap):
-    """Returns y in fp32, and dy/dx. Without a softcap, dy/dx is the number 1.0."""
+    """Returns the logits y after the softcap, in fp32, and dy/dx.
+
+    Without a softcap, dy/dx is the number 1.0.
+    """
     y = x.to(tl.float32)
     if softcap is not None:
         t = _tanh(y * (1.0 / softcap), x.dtype)
@@ -105,11 +112,17 @@ def capped(x, softcap):
 
 @triton.jit
 def finite(m):
-    """Returns m, or 0 where m is ±inf. Kernels subtract the result in an exponent."""
+    """Returns m, or 0 where m is ±inf.
+
+    Kernels subtract the result before they compute an exponential.
+    """
     return tl.where(tl.abs(m) == INF, 0.0, m)
 
 
 @triton.jit
 def move(m, m_new, s):
-    """Returns m - m_new, which rescales a state from max m to max m_new; 0 for an empty state."""
+    """Returns m - m_new, or 0 for an empty state.
+
+    The difference is used to rescale a state from max m to max m_new.
+    """
     return tl.where((m == m_new) | (s == 0), 0.0, tl.maximum(m - m_new, -1e38))

@@ -1,7 +1,7 @@
-"""Backward pass of losses against a dense teacher, in one pass over both rows.
+"""Backward pass of losses against a dense teacher, in one pass over student and teacher.
 
-The backward needs only the five numbers per row that the forward saved. pair_state.py defines d,
-e, s, p and q. T is the temperature, and the gain is one factor per row (`_row_terms`).
+The backward needs only the five numbers per row that the forward saved. pair_state.py defines d, e,
+s, p and q. T is the temperature. The gain is one factor per row, which `_row_terms` computes.
 
     Forward KL has dz / T = (e_q s_p / s_q - e_p) gain.
     Cross-entropy has dz / T = (e_q s_p / s_q - v) gain, where v is the target, and s_p = Σ v.
@@ -43,7 +43,7 @@ from .stats_split_fwd import aligned
 
 
 class Terms(NamedTuple):
-    """The numbers that all columns of a row share."""
+    """The numbers in the gradient formula of a row that do not depend on the column."""
 
     shift_q: tl.tensor
     shift_p: tl.tensor
@@ -69,13 +69,13 @@ def _row_terms(STATE, row, g, inv_t, blend, KIND: tl.constexpr):
         mean = s_p / alive
         if KIND == "forward":
             gain = gain / s_p
-    # A student row of -inf has no distribution, so its gradient is 0.
+    # If all logits of a student's row are -inf, the row has no distribution, and its gradient is 0.
     return Terms(saved.m_q, saved.m_p, log_q, log_p, mean, tl.where(s_q == 0, 0.0, gain))
 
 
 @triton.jit
 def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
-    """Reads a tile of both rows and writes the student's gradient."""
+    """Reads a tile of student and teacher, and writes the gradient of the student."""
     y, slope = capped(load(both.X, cols, mask), both.softcap)
     d_q = y - terms.shift_q
     if KIND == "soft":
@@ -93,8 +93,8 @@ def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
                 both.X.dtype.element_ty,
             )  # fmt: skip
             dz = q * (log_q_m - terms.mean)
-    # The store bypasses the cache, because the next tiles read logits and no kernel reads the
-    # gradient soon.
+    # The store bypasses the cache, because the cache is needed for the logits of the next tiles,
+    # and because no kernel reads the gradient soon.
     dx = (dz * terms.gain * slope).to(DX.dtype.element_ty)
     tl.store(DX + cols, dx, mask=mask, cache_modifier=".cs")
 
@@ -130,7 +130,10 @@ def _pair_bwd_kernel(
     vocab, softcap, blend, ignore_index,  # options
     KIND: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and block. The fringe of a row belongs to its first block."""
+    """Each program writes one block of a row.
+
+    The first block of a row also contains the row's fringe (see layout.py).
+    """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     blocks = tl.cdiv(V, BLOCK_V)
@@ -205,7 +208,8 @@ def pair_gradient(
     )  # fmt: skip
     weight = aligned(reading.class_weight)
     launch(source, teacher, weight, label, contiguous(state), upstream, factor, output, *tensor)
-    if output.data_ptr() != dx.data_ptr():  # dx has too many strides, so `output` is a copy
+    # If two row strides cannot describe dx, `output` is a copy of dx.
+    if output.data_ptr() != dx.data_ptr():
         dx.copy_(output)
     return dx
 

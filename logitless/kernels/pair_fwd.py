@@ -7,9 +7,9 @@ temperature.
     Reverse KL is Σ q log(q/p) = c/s_q/T + log(s_p/s_q), with c = Σ e_q (d_q - d_p).
     Cross-entropy is -Σ v log q = c/T + Σv log s_q, with c = -Σ v d_q.
 
-KL and cross-entropy need one pass over both rows. When a max changes, d_p - d_q changes by the same
-number for all columns read so far, and the kernel corrects c. If student and teacher are equal, the
-divergence is exactly 0. JSD needs two passes (jsd_fwd.py).
+KL and cross-entropy need one pass over student and teacher. When the max of the columns read so far
+changes, d_p - d_q changes by the same number for all these columns, and the kernel corrects c. If
+student and teacher are equal, the divergence is exactly 0. JSD needs two passes (jsd_fwd.py).
 """
 
 import functools
@@ -49,7 +49,11 @@ from .stats_split_fwd import aligned
 
 @triton.jit
 def _cross(c, s, moved, scale, e, h):
-    """Returns c after one more block. If the scale or e is 0, the term is 0 even for infinite h."""
+    """Returns the sum c after one more block.
+
+    If e is 0, the term e h of a column is 0, even for infinite h. If the scale is 0, the old sum
+    counts as 0.
+    """
     before = tl.where(scale == 0, 0.0, c * scale + s * (moved * scale))
     return before + tl.where(e != 0, e * h, 0.0)
 
@@ -94,7 +98,10 @@ def _pair_fwd_kernel(
     vocab, softcap, blend, ignore_index,  # options
     KIND: tl.constexpr, ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. If VALUE is None, the program saves the partial state of X's columns."""
+    """Each program reads one row of the student and of the teacher.
+
+    If VALUE is None, the program saves the partial state of X's columns.
+    """
     row = tl.program_id(0)
     if ignore_index is not None:
         if tl.load(LABEL + row) == ignore_index:
@@ -128,7 +135,8 @@ def _pair_fwd_kernel(
             else:
                 mean = state.c / state.s_q
                 value = mean * inv_t + tl.log(state.s_p / state.s_q)
-            value = tl.where(value < 0, 0.0, value)  # negative only by rounding; NaN stays NaN
+            # A negative value is a rounding error. NaN stays NaN.
+            value = tl.where(value < 0, 0.0, value)
         tl.store(VALUE + row, value)
         save_state(STATE, row, finite(state.m_q), state.s_q, finite(state.m_p), state.s_p, mean)
 
@@ -157,7 +165,10 @@ def pair_read(
 
 
 def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """The partial state of the columns in x, (N, PAIR_STATE) (see pair_state.py)."""
+    """Returns the partial state of each row over the columns of x, (N, PAIR_STATE).
+
+    pair_state.py describes the partial state.
+    """
     rows = x.shape[:-1].numel()
     state = torch.empty((rows, PAIR_STATE), device=x.device, dtype=torch.float32)
     if rows:

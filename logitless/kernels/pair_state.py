@@ -1,15 +1,18 @@
-"""The loop of kernels over a student's and a teacher's row, and the state saved per row.
+"""The kernels' loop over a student's and a teacher's row, and the state saved per row.
 
-Let d = y - max y, e = 2^(d·rate) and s = Σ e for each row. Then the student is q = e_q / s_q, and
-the teacher is p = e_p / s_p. Kernels use only differences to a max, so that a common offset of the
-logits costs no precision.
+For each row, let d = y - max y, e = 2^(d·rate) and s = Σ e, where rate = 1 / (temperature ln 2).
+Then the student is q = e_q / s_q, and the teacher is p = e_p / s_p. Kernels use only differences to
+a max, so that a common offset of the logits costs no precision.
 
-The saved state, (N, PAIR_STATE), holds shift and s of the student, shift and s of the teacher, and
-a mean. The two backends save the mean in different units, because each backend reads only its own
-state. For reverse KL, the kernels save Σ q (d_q - d_p), in units of y, not divided by the
-temperature. For JSD, the kernels save Σ q log2(q / M), in bits. For other losses, the mean is 0.
-eager/pair.py saves the same means in nats. The partial state of some columns (`pair_partial`) holds
-the max instead of the shift, and a sum instead of the mean. The sum is in nats in both backends,
+The saved state, (N, PAIR_STATE), holds five numbers per row: shift and s of the student, shift and
+s of the teacher, and a mean. A shift is the max, or 0 if the max is infinite. The kernels and
+eager/pair.py may save the mean in different units, because each backend reads only its own state.
+For reverse KL, the kernels save the mean Σ q (d_q - d_p), in units of y, not divided by the
+temperature. For JSD, the kernels save the mean Σ q log2(q / M), in bits. For other losses, the mean
+is 0. The state of eager/pair.py holds the same means in nats.
+
+A partial state (`pair_partial`), which covers only some columns of a row, holds the max instead of
+the shift, and a sum instead of the mean. In both backends, the sum in a partial state is in nats,
 because ranks merge partial states.
 """
 
@@ -31,7 +34,10 @@ PAIR_STATE = tl.constexpr(PAIR_STATE_)
 
 
 class PairState(NamedTuple):
-    """The state of the columns read so far. During the loop, each lane has its own sums."""
+    """The state of a student's and a teacher's row over the columns read so far.
+
+    During the loop, each lane has its own sums.
+    """
 
     m_q: tl.tensor  # max y of the student
     s_q: tl.tensor  # Σ e_q
@@ -56,13 +62,16 @@ class Both(NamedTuple):
 
 @triton.jit
 def elements_to(P):
-    """The address of P in elements, from which kernels compute the alignment of P."""
+    """Returns the address of P divided by the bytes per element.
+
+    Kernels compute the alignment of P from the result.
+    """
     return P.to(tl.int64) // (P.dtype.element_ty.primitive_bitwidth // 8)
 
 
 @triton.jit
 def student(both, at, mask):
-    """Loads y of the student, with -inf where the mask is False."""
+    """Loads the student's logits y, after the softcap, with -inf where the mask is False."""
     y, _ = capped(load(both.X, at, mask), both.softcap)
     if mask is not None:
         # The mask is applied after the softcap, because tanh would turn -inf into -softcap.
@@ -81,7 +90,7 @@ def teacher(both, at, mask):
 
 @triton.jit
 def target(both, at, mask):
-    """The smoothed target probability of each class, multiplied by the class weight."""
+    """Returns the smoothed target probability of each class, times the class weight."""
     v = load(both.T, at, mask).to(tl.float32) * (1.0 - both.blend) + both.blend / both.vocab
     if both.W is not None:
         v *= load(both.W, both.first + at, mask).to(tl.float32)
@@ -107,7 +116,7 @@ def walk_both(
     f: tl.constexpr, state, row, head, body, lo, hi,
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Runs layout.walk over both rows.
+    """Folds f over the columns of student and teacher by layout.walk.
 
     The fringe tile is as wide as a block, because each lane of a block has its own sums.
     """
@@ -152,7 +161,10 @@ def save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean):
 
 @triton.jit
 def load_state(STATE, row):
-    """Loads a saved state as a PairState, with shifts as m_q and m_p and the mean as c."""
+    """Loads the saved state of a row as a PairState.
+
+    The fields m_q and m_p are the saved shifts, and the field c is the saved mean.
+    """
     at = STATE + row.to(tl.int64) * PAIR_STATE
     return PairState(
         tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
@@ -162,7 +174,8 @@ def load_state(STATE, row):
 def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
     """Returns x, the layout of x, other, and the layout of other.
 
-    Both layouts have the same rows_t. x or other is copied if needed.
+    Both layouts have the same rows_t. A tensor is copied if its layout does not allow a common
+    rows_t.
     """
     x, rows = rows_of(x)
     other, o_rows = rows_of(other)
@@ -178,8 +191,8 @@ def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
 def with_one_rows_t(*several: Rows) -> tuple[Rows, ...] | None:
     """Returns the layouts with one common rows_t, or None if no rows_t fits all layouts.
 
-    With a common rows_t, a kernel finds a row in all tensors by one division. A layout with a
-    single row stride can use any rows_t.
+    rows_t is the size T of a (B, T, V) view. With a common rows_t, a kernel finds a row in all
+    tensors by one division. A layout with a single row stride can use any rows_t.
     """
     rows_t = min(rows.rows_t for rows in several)
     if any(rows.rows_t not in (rows_t, rows.count) for rows in several):
@@ -197,9 +210,10 @@ def contiguous(t: Tensor | None) -> Tensor | None:
 
 
 def temperature_of(reading: Reading) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
-    """Returns the temperature as (tensors, numbers) of a launch.
+    """Returns the temperature as arguments of a launch, (tensors, numbers).
 
-    A temperature per row is the last tensor of a launch. A single temperature is the first number.
+    One temperature per row is passed as the last tensor of a launch. A single temperature is passed
+    as the first number of a launch.
     """
     t = contiguous(reading.row_temperature)
     return ((), (reading.temperature,)) if t is None else ((t,), ())

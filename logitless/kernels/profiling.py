@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 Arguments = dict[str, Any]  # the arguments of one launch, by parameter name
 
-# The first of these parameters that a kernel has determines the dtype in the kernel's name.
+# A kernel's name contains the dtype of the first parameter in LOGITS that the kernel has.
 LOGITS = ("X", "STUDENT", "DX")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -55,7 +55,10 @@ def profiled(
 
 
 def _bytes_moved(args: Arguments, moves: dict[str, Callable[[Arguments], int]]) -> int:
-    """The bytes that a launch reads and writes, without ignored rows and without repeated reads."""
+    """Returns the bytes that a launch reads and writes.
+
+    Ignored rows are counted, although kernels do not read them. Repeated reads count once.
+    """
     total = 0
     for name, value in args.items():
         tensor = value.base if isinstance(value, TensorDescriptor) else value
@@ -66,18 +69,21 @@ def _bytes_moved(args: Arguments, moves: dict[str, Callable[[Arguments], int]]) 
 
 
 def elements(t: torch.Tensor | TensorDescriptor) -> int:
-    """The number of elements of a tensor in memory. An expanded dimension counts as size 1."""
+    """Returns the number of elements of a tensor in memory.
+
+    An expanded dimension counts as size 1.
+    """
     base = t.base if isinstance(t, TensorDescriptor) else t
     return math.prod(n for n, stride in zip(base.shape, base.stride(), strict=True) if stride)
 
 
 def at_ids(args: Arguments) -> int:
-    """Returns the number of ids, for a parameter that moves one element per id."""
+    """Returns the number of ids, for a tensor in which only the elements at ids are accessed."""
     return elements(args["IDS"])
 
 
 def nothing(args: Arguments) -> int:
-    """Returns 0, for memory that most launches do not touch."""
+    """Returns 0, for a tensor that most launches neither read nor write."""
     return 0
 
 

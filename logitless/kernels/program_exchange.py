@@ -1,15 +1,16 @@
-"""Exchange of (m, s) between the programs that share a row.
+"""Exchange of max m and normaliser s between the programs that share a row.
 
 Each split of a row has one int64 word in memory, which is initially 0. A program writes (m, s) of
 its split to the split's word, and waits until the words of all splits are written. Then the program
 continues with (m, s) of the whole row, while its split is still in the L1 cache.
 
 The exchange is free of deadlocks if programs start in the order of their ids, and if all programs
-of one row, at most MAX_PROGRAMS, fit on the GPU together. Then all programs of the oldest
-unfinished row are always running, and no program waits forever. Triton's interpreter runs one
-program after another, so there programs must not share a row. On a GPU that is partitioned or
-shared with other processes, the two conditions may be false. For such a GPU, LOGITLESS_WAITING=0
-makes the kernels read every row twice instead.
+of one row, at most MAX_PROGRAMS, fit on the GPU together. Under these two conditions, all programs
+of the oldest unfinished row are always running, and no program waits forever. In Triton's
+interpreter, programs must not share a row, because the interpreter runs one program after another.
+On a GPU that is partitioned or shared with other processes, programs may start in another order, or
+may not fit on the GPU together. With LOGITLESS_WAITING=0, programs do not wait for each other, and
+the kernels read every row twice instead.
 """
 
 import os
@@ -32,7 +33,7 @@ def may_wait(programs: int, device: torch.device) -> bool:
 
 @triton.jit
 def publish(at, m, s):
-    """Stores (m, s) as one word in one write.
+    """Stores (m, s) of a split as one word in one write.
 
     The word is never 0, because s = 0 only if m = -inf.
     """

@@ -12,7 +12,10 @@ from .state import is_live
 
 @triton.jit
 def row_block(LABEL, start, N, ignore_index, BLOCK_N: tl.constexpr):
-    """Returns the rows of one block, a mask of rows below N, and a mask of rows that count."""
+    """Returns the rows of one block, and two masks.
+
+    The first mask selects rows below N. The second mask selects rows below N that are not ignored.
+    """
     rows = start + tl.arange(0, BLOCK_N)
     mask = rows < N
     if LABEL is not None:

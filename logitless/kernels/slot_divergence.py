@@ -1,16 +1,16 @@
-"""A divergence over the K slots of each row, and its gradient, in one pass.
+"""Computes a divergence over the K slots of each row, and its gradient, in one pass.
 
-A sparse teacher has K numbers log p per row, and the student has K numbers log q. A slot adds f to
-the divergence and g = ∂f / ∂log q to the gradient. The masses p and q need not sum to 1. Each
-divergence has its own f and g:
+A sparse teacher has K numbers log p per row, and the student has K numbers log q. A slot adds a
+term f to the divergence, and the derivative g = ∂f / ∂log q to the gradient. The probabilities p
+and q of a row need not sum to 1. Each divergence has its own f and g:
 
     "forward_kl" has f = p log(p/q) and g = -p.
     "reverse_kl" has f = q log(q/p) and g = f + q.
     "jsd" has f = β p log(p/M) + (1-β) q log(q/M) and g = (1-β) q log(q/M).
     "tvd" has f = ½ |p - q| and g = ½ q sign(q - p).
 
-For "jsd", M = βp + (1-β)q. The support determines the normalisation of p and q. P is the sum of p
-over the slots that count, and Q is the sum of q.
+For "jsd", M = βp + (1-β)q. The support determines the normalisation of p and q. P is the sum of p,
+and Q is the sum of q, over the slots that are not masked.
 
     "truncate" compares p and q.
     "tail" compares p and q, with one more slot for the rest of the vocabulary.
@@ -19,14 +19,15 @@ over the slots that count, and Q is the sum of q.
     "gathered_renorm" compares p and q/Q.
     "gathered" compares p and q/Q, where Q is the sum over all slots.
 
-If the support divides q by Q, the kernel reads the student's logits at the slots. The gradient of
-the logit at slot k is then g_k - q_k Σ g, divided by the temperature. For the other supports, the
-kernel reads log q of the softmax over the whole row, and the coefficient a of the row is -Σ g.
+If the support divides q by Q, the kernel reads the student's logits at the slots. For such a
+support, the gradient of the logit at slot k is g_k - q_k Σ g, divided by the temperature. For the
+other supports, the kernel reads log q of the softmax over the whole row, and the coefficient a of
+the row is -Σ g.
 
-Every term is a mass times a difference of logarithms. The term is 0 if the mass is 0. For example,
-the term of forward KL is 0 if p = 0, for every q. log M is computed relative to the larger of p and
-q, so that p = q gives exactly 0. In a masked slot, p, q and the gradient are 0. For "gathered", the
-mask applies only to the teacher.
+Every term except the term of "tvd" is a probability times a difference of logarithms. If the
+probability is 0, the term is 0. For example, the term of forward KL is 0 if p = 0, for every q.
+log M is computed relative to the larger of p and q, so that p = q gives exactly 0. In a masked
+slot, p, q and the gradient are 0. For "gathered", the mask applies only to the teacher.
 """
 
 import functools
@@ -57,7 +58,10 @@ WARP = 512  # slots per warp; a row within one warp needs no barrier for its sum
 
 @triton.jit
 def _inverse_temperatures(temperature, row, mask):
-    """1 / temperature of rows. `temperature` is a number, or a pointer to one number per row."""
+    """Returns 1 / temperature of each row.
+
+    `temperature` is a number, or a pointer to one number per row.
+    """
     if isinstance(temperature, float):  # in Triton's interpreter, numbers are Python floats
         return 1.0 / temperature
     elif temperature.dtype.is_ptr():
@@ -68,11 +72,12 @@ def _inverse_temperatures(temperature, row, mask):
 
 @triton.jit
 def _normalised(y, inv_t):
-    """Returns log q, q and a mask of the rows that are not all -inf, for q = softmax(y inv_t).
+    """Returns log q and q for q = softmax(y inv_t), and a mask of rows that are not all -inf.
 
-    A row of -inf has log q = -inf and q = 0. inv_t = None means 1.
+    If all values of a row are -inf, log q is -inf and q is 0. An inv_t of None means 1.
     """
-    # The max is subtracted before the temperature applies, so that an offset costs no precision.
+    # The max is subtracted before the temperature applies, so that a common offset of the logits
+    # costs no precision.
     d = y - finite(tl.max(y, axis=1))[:, None]
     if inv_t is not None:
         d *= inv_t
@@ -85,10 +90,10 @@ def _normalised(y, inv_t):
 
 @triton.jit
 def _rest(log_p, p, k):
-    """Returns log(1 - P) of each row, or -inf where rounding makes P ≥ 1.
+    """Returns log(1 - Σ p) of each row, or -inf where rounding makes Σ p ≥ 1.
 
-    1 minus the largest p is computed as -expm1(log p). So a teacher whose largest p is 1 - 1e-9
-    keeps its tail.
+    For the largest p, 1 - p is computed as -expm1(log p). Therefore a teacher whose largest p is
+    1 - 1e-9 keeps its tail.
     """
     top, at = tl.max(log_p, axis=1, return_indices=True)
     others = tl.sum(tl.where(k[None, :] == at[:, None], 0.0, p), axis=1)
@@ -100,7 +105,7 @@ def _rest(log_p, p, k):
 
 @triton.jit
 def _terms(log_p, p, log_q, q, beta, DIVERGENCE: tl.constexpr):
-    """Returns f and g of each slot."""
+    """Returns the term f that each slot adds to the divergence, and g = ∂f / ∂log q."""
     if DIVERGENCE == "forward_kl":
         return tl.where(p == 0, 0.0, p * (log_p - log_q)), -p
     elif DIVERGENCE == "reverse_kl":
@@ -121,17 +126,17 @@ def _terms(log_p, p, log_q, q, beta, DIVERGENCE: tl.constexpr):
 
 @triton.jit
 def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE: tl.constexpr):
-    """Returns f, g and log q of the slot for the rest of the vocabulary.
+    """Returns f, g and log q of the additional slot for the rest of the vocabulary.
 
-    f and g are 0 in rows that do not count.
+    f and g are 0 in rows that are ignored, and in rows whose slots are all masked.
     """
     log_q_tail = load(STUDENT_TAIL, row, counts).to(tl.float32)
     if TEACHER_TAIL is not None:
         log_p_tail = load(TEACHER_TAIL, row, counts).to(tl.float32)
     else:
         log_p_tail = _rest(log_p, p, k)
-    # If the student's tail is empty, a teacher's tail that may be a 16-bit rounding error is also
-    # treated as empty.
+    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is also treated as empty,
+    # because such a small tail may be a 16-bit rounding error.
     no_tail = (log_q_tail == -INF) & (log_p_tail < LOG_ROUNDING)
     log_p_tail = tl.where(no_tail, -INF, log_p_tail)
     f, g = _terms(log_p_tail, tl.exp(log_p_tail), log_q_tail, tl.exp(log_q_tail), beta, DIVERGENCE)
@@ -141,7 +146,7 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
 
 @triton.jit
 def _row_weights(WEIGHT, row, live, kd_weight):
-    """The factor of the divergence of each row; 0 for rows that do not count."""
+    """Returns the factor of each row's divergence, or 0 for ignored rows."""
     if WEIGHT is not None:
         weight = tl.load(WEIGHT + row, mask=live, other=0.0).to(tl.float32)
         return kd_weight * weight
@@ -224,7 +229,8 @@ def _slot_divergence_kernel(
         )
         value += f_tail
         g_tail = tl.where(counts, g_tail * weight, 0.0)
-        # d tail / dz_i is p_i / e^tail - p_i for columns outside the ids, and -p_i for the ids.
+        # The derivative of the tail with respect to the logit z_i is p_i / e^tail - p_i if column i
+        # is outside the ids, and -p_i if column i is among the ids.
         a -= g_tail
         tl.store(COEF + COEF_A_IDS, a, mask=mask_r)
         a = a * tl.exp(lift_of(log_q_tail)) + g_tail * tl.exp(-tl.maximum(log_q_tail, LEAST_TAIL))
@@ -245,9 +251,10 @@ def slots(
     logprob_t1: Tensor | None = None,  # (...), log p of the label at temperature 1
     temperature: float | Tensor | None = None,  # temperature of the student's logits, () or (...)
 ) -> tuple[Tensor, Coefficients]:
-    """Returns kd_weight · divergence - ce_weight · logprob_t1, (...), and its coefficients.
+    """Returns the loss of each row, (...), and the coefficients of its gradient.
 
-    All results are fp32. eager/ computes rows of more than MAX_K slots.
+    The loss is kd_weight · divergence - ce_weight · logprob_t1. All results are fp32. Rows with
+    more than MAX_K slots are computed by eager/slot_divergence.py.
     """
     shape = student.shape
     if shape[-1] > MAX_K or student.numel() == 0:
@@ -298,9 +305,10 @@ def _plan(
     ignore_index: int | None, divergence: str, support: str, beta: float, kd_weight: float,
     ce_weight: float,
 ) -> _Plan:  # fmt: skip
-    """Builds a plan. Each offset is a number of bytes after a 16-byte boundary.
+    """Builds a launch plan. Each offset is a number of bytes after a 16-byte boundary.
 
-    Triton compiles for the alignment of student, teacher and mask, so each alignment needs a plan.
+    Triton compiles one kernel per alignment of student, teacher and mask, so each alignment needs
+    its own plan.
     """
     *lead, K = shape
     N, block_k = math.prod(lead), config.ceil_pow2(K)

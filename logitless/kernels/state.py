@@ -24,9 +24,9 @@ NOWHERE = tl.constexpr(_contract.NOWHERE)  # marks the absence of a column
 
 
 class State(NamedTuple):
-    """The state of the columns read so far.
+    """The state of a row over the columns read so far.
 
-    The compiler removes fields that no statistic needs. Such fields stay 0.
+    A field that no statistic needs stays 0, and the compiler removes the field.
     """
 
     m: tl.tensor
@@ -60,13 +60,13 @@ def field(struct, name):
 
 @triton.constexpr_function
 def pack_of(P):
-    """The number of elements of P in 16 bytes."""
+    """Returns the number of elements of P that fit into 16 bytes."""
     return 128 // P.dtype.element_ty.primitive_bitwidth
 
 
 @triton.jit
 def is_live(label, ignore_index):
-    """Whether a row counts. The logits of an ignored row are not read."""
+    """Returns True for a row that is not ignored. The logits of an ignored row are not read."""
     if ignore_index is not None:
         return label != ignore_index
     else:
@@ -75,7 +75,7 @@ def is_live(label, ignore_index):
 
 @triton.jit
 def fold(state, window, start, offs, mask):
-    """Returns the state after reading one more block, the columns start + offs."""
+    """Returns the state after one more block, which has the columns start + offs."""
     at = start + offs
     y, _ = capped(load(window.X, at, mask), window.softcap)
     if mask is not None:
@@ -90,7 +90,7 @@ def fold(state, window, start, offs, mask):
     e = tl.exp2(d * window.rate)
     s, w, c, n, s1 = state.s, state.w, state.c, state.n, state.s1
     if window.ENTROPY:
-        # Infinite d is clamped, because -inf · 0 would be NaN. The term is 0 where e is 0.
+        # d is clamped, because 0 · -inf would be NaN. Where e is 0, the product d · e is 0.
         w = w * scale + moved * (s * scale) + tl.sum(tl.maximum(d, -1e38) * e, axis=0)
     s = s * scale + tl.sum(e, axis=0)
     if window.SECOND:
@@ -114,7 +114,7 @@ def fold_span(
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, X_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The state of the columns [lo, hi) of a row's body, including the row's fringe if lo = 0.
+    """Returns the state of columns [lo, hi) of a row's body, and of the fringe if lo = 0.
 
     If X_ALIGNED, the body starts on a 16-byte boundary. layout.py defines body and fringe.
     """
@@ -133,7 +133,10 @@ def fold_span(
 
 @triton.jit
 def reference(Xrow, V, softcap, TOTAL: tl.constexpr):
-    """The mean of the row's first 512 columns, subtracted to avoid cancellation in Σ y."""
+    """Returns the mean of the row's first 512 columns.
+
+    Kernels subtract this mean to avoid cancellation in Σ y.
+    """
     ref = 0.0
     if TOTAL:
         cols = tl.arange(0, 512)
@@ -146,7 +149,7 @@ def reference(Xrow, V, softcap, TOTAL: tl.constexpr):
 
 @triton.jit
 def _leftmost(X, at, mask, first, m, softcap):
-    """The lowest column whose y is m, or NOWHERE."""
+    """Returns the lowest column whose y is m, or NOWHERE if no y is m."""
     y, _ = capped(load(X, at, mask), softcap)
     return tl.min(tl.where(mask & (y == m), first + at, NOWHERE), axis=0)
 
@@ -156,7 +159,10 @@ def column_of_max(
     Xrow, state, head, body, V, softcap,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The lowest column with the row's max. Reads the first block that contains the max again."""
+    """Returns the lowest column with the row's max.
+
+    The kernel reads the first block that contains the max a second time.
+    """
     at = state.block + tl.arange(0, BLOCK_V)
     arg = _leftmost(tl.multiple_of(Xrow + head, 16), at, at < body, head, state.m, softcap)
     if not ALIGNED:
@@ -173,7 +179,7 @@ def with_count(state, n):
 
 @triton.jit
 def load_label(LABEL, row):
-    """The label of a row, or 0 if there are no labels."""
+    """Returns the label of a row, or 0 if there are no labels."""
     if LABEL is not None:
         return tl.load(LABEL + row)
     else:

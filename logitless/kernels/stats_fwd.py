@@ -50,7 +50,7 @@ def _stats_fwd_kernel(
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Each program computes one row."""
     SECOND: tl.constexpr = field(CONSTANTS, "second")
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")

@@ -65,8 +65,8 @@ def _merge(
     if SECOND:
         s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
     if TOTAL:
-        # The merged ref is the largest ref of all splits. All splits of one launch have the same
-        # ref, so that the merge adds no rounding error.
+        # The merged ref is the largest ref of the splits that are not empty. All splits of one
+        # launch have the same ref, so that the merge adds no rounding error.
         ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
         ref = tl.where(ref == -INF, 0.0, ref)
         c = tl.sum(c_p + n_p * (ref_p - ref), axis=0)
@@ -81,7 +81,10 @@ def store_split(
     at, step, state, ref, arg,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the needed fields of a split, `step` elements apart. The argmax is stored as bits."""
+    """Stores the needed fields of a split, `step` elements apart.
+
+    The argmax is an integer, whose bits are stored as a float.
+    """
     tl.store(at + SPLIT_M * step, state.m)
     tl.store(at + SPLIT_S * step, state.s)
     if ENTROPY:
@@ -107,7 +110,7 @@ def _stats_merge_kernel(
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     HAS_LABEL: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Each program computes one row."""
     row = tl.program_id(0).to(tl.int64)
     offs_p = tl.arange(0, BLOCK_P)
     mask_p = offs_p < splits
@@ -124,8 +127,8 @@ def _stats_merge_kernel(
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     """Merges the partial statistics of several splits of the same rows into one split.
 
-    The `picked` of all splits are added. Each id is in one split, and `picked` is 0 in the other
-    splits.
+    The tensors `picked` of all splits are added. Each id belongs to one split, and the `picked` of
+    the other splits is 0 for this id.
     """
     splits = several[0].state
     if len(several) > 1:
@@ -157,7 +160,7 @@ def _merge_launch(
 
 
 def constants_of(sums: Sums) -> dict[str, bool]:
-    """The flags of Sums as constants of a kernel."""
+    """Returns the flags of Sums as keyword arguments, which are constants of a kernel."""
     return {name.upper(): wanted for name, wanted in sums._asdict().items()}
 
 
@@ -182,7 +185,7 @@ def _stats_finish_kernel(
     temperature, V, K, splits, step_row, step_split, step_field, ignore_index,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Each program computes one row."""
     SECOND: tl.constexpr = field(CONSTANTS, "second")
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     row = tl.program_id(0)
@@ -210,10 +213,11 @@ def _stats_finish_kernel(
 def finish(
     partials: Partials, reading: Reading, shape: tuple[int, ...] | None = None
 ) -> Statistics:
-    """Returns statistics of whole rows. The splits of each row are along dim 1 of partials.state.
+    """Merges the splits of each row, and returns the statistics of whole rows.
 
-    `shape` is the shape (...) of the results. If `shape` is None, the results have the leading
-    shape of the reading's label, row_temperature or ids, or else (N,).
+    The splits of each row are along dim 1 of partials.state. `shape` is the shape (...) of the
+    results. If `shape` is None, the results have the leading shape of the reading's label,
+    row_temperature or ids. Without these tensors, the shape is (N,).
     """
     wants, label, ids = reading.wants, reading.label, reading.ids
     temperature = reading.row_temperature

@@ -33,15 +33,16 @@ class Outputs(NamedTuple):
 
 @triton.jit
 def write_row(out, state, arg, ref, row, V, live, inv_t):
-    """Writes the state and the statistics that need no label and no ids. Ignored rows get 0.
+    """Writes the state and the statistics that need no label and no ids.
 
-    Returns shift and log s of the row.
+    In ignored rows, the argmax is -1, and all other numbers are 0. Returns shift and log s of the
+    row.
     """
     shift = finite(state.m)
     log_s = tl.log(state.s)
     at = out.STATE + row.to(tl.int64) * STATE_WIDTH
-    # One store writes the whole state, with 0 in unused fields. LOG_S1 and ENTROPY are stored later
-    # if their statistics are requested.
+    # One store writes the whole state, with 0 in unused fields. If logprob_t1 or entropy is
+    # requested, the field LOG_S1 or ENTROPY is stored separately.
     j = tl.arange(0, 8)
     mask = j < STATE_WIDTH
     if out.LOGPROB_T1 is not None:
@@ -73,7 +74,10 @@ def write_label(
     out, y, label, row, V, live, shift, log_s, s1, inv_t,
     SECOND: tl.constexpr, ONLY: tl.constexpr,
 ):  # fmt: skip
-    """Writes the statistics of a row's label. If ONLY, picked and logprob belong to the label."""
+    """Writes the statistics of a row's label.
+
+    If ONLY, the statistics picked and logprob belong to the label, because there are no ids.
+    """
     inside = (label >= 0) & (label < V) & live
     none = tl.where(live, float("nan"), 0.0)
     log_p = tl.where(inside, (y - shift) * inv_t - log_s, none)  # z - lse would lose precision
@@ -97,7 +101,10 @@ def write_label(
 def write_ids(
     out, Xrow, Y, IDS, row, V, K, live, shift, log_s, inv_t, softcap, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Writes the statistics of a row's ids. Loads y at the ids from Xrow, or from Y (N, K)."""
+    """Writes the statistics of a row's ids.
+
+    The logits y at the ids are loaded from Xrow, or from Y (N, K) if Xrow is None.
+    """
     for start in range(0, K, BLOCK_K):
         offs_k = start + tl.arange(0, BLOCK_K)
         mask_k = offs_k < K
@@ -111,6 +118,7 @@ def write_ids(
         none = tl.where(live, float("nan"), 0.0)
         if out.PICKED is not None:
             tl.store(out.PICKED + at, tl.where(inside, y * inv_t, none), mask_k)
-        if out.LOGPROB is not None:  # (y - shift) / T - log s, because z - lse would lose precision
+        # log p is computed as (y - shift) / T - log s, because z - lse would lose precision.
+        if out.LOGPROB is not None:
             log_p = (y - shift) * inv_t - log_s
             tl.store(out.LOGPROB + at, tl.where(inside, log_p, none), mask_k)

@@ -1,6 +1,7 @@
-"""Partial statistics of splits of rows, for several programs per row or for the shard of one rank.
+"""Computes partial statistics of splits of rows.
 
-stats_merge.py merges the splits of a row.
+Rows are split if several programs share a row, or if ranks share the vocabulary. stats_merge.py
+merges the splits of a row.
 """
 
 import functools
@@ -76,9 +77,9 @@ def _stats_split_fwd_kernel(
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per split. A split is `span` columns of a row's body.
+    """Each program computes one split, which is `span` columns of a row's body.
 
-    The program of a row's first split also reads the label and the ids.
+    The program of a row's first split also loads the logits at the label and at the ids.
     """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
@@ -94,7 +95,7 @@ def _stats_split_fwd_kernel(
     Xrow = X + offset
     inv_t = inverse_temperature(temperature, row)
     ref = reference(Xrow, columns, softcap, TOTAL)
-    # Triton cannot derive that the product is a multiple of BLOCK_V.
+    # Triton cannot derive that split · span is a multiple of BLOCK_V.
     lo = tl.multiple_of(split * span, BLOCK_V)
     head, body = split_row(offset, columns, lead, PACK, ALIGNED)
     if W is not None:
@@ -133,10 +134,10 @@ def partial(
     reading: Reading,
     start: int = 0,
 ) -> Partials:
-    """Returns partial statistics of each row of x. The number of splits per row fills the GPU.
+    """Returns the partial statistics of each row over the columns of x.
 
-    Label, ids, class weights and argmax refer to columns of the whole vocabulary. `picked` is 0 for
-    an id outside the columns of x.
+    The number of splits per row is chosen to fill the GPU. Label, ids, class weights and argmax
+    refer to columns of the whole vocabulary. `picked` is 0 for an id outside the columns of x.
     """
     x, rows = rows_of(x)
     label, ids, temperature = reading.label, reading.ids, reading.row_temperature
@@ -170,14 +171,17 @@ def partial(
 
 
 def cut_of(rows: Rows, device: torch.device, sums: Sums, softcap: float | None) -> config.Config:
-    """The Config of the forward pass over these rows."""
+    """Returns the Config of the forward pass over these rows."""
     heavy = softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)
     return config.stats_fwd(rows.count, rows.vocab, rows.itemsize, processors, heavy, sums.second)
 
 
 def aligned(weight: Tensor | None) -> Tensor | None:
-    """Returns the class weights, copied if they do not start on a 16-byte boundary."""
+    """Returns the class weights in contiguous memory that starts on a 16-byte boundary.
+
+    The class weights are copied only if needed.
+    """
     if weight is None or (weight.is_contiguous() and weight.data_ptr() % 16 == 0):
         return weight
     return weight.clone(memory_format=torch.contiguous_format)

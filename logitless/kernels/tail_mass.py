@@ -1,9 +1,10 @@
 """The softmax mass of each row outside its ids (the tail), without cancellation.
 
 If the tail is at least ENOUGH, the tail is computed as 1 minus the mass of the ids. For a smaller
-tail, this subtraction would lose too many bits. Therefore the kernel reads a row with a smaller
-tail again, and sums the columns outside the ids relative to the max of these columns. A repeated id
-counts once. The kernel counts copies of ids only in rows with repeated ids.
+tail, subtracting the mass of the ids from 1 would lose too many bits. Therefore the kernel reads a
+row with a smaller tail again, and sums the columns outside the ids relative to the max of these
+columns. A repeated id counts once. The kernel counts the slots that hold the same id only in rows
+with repeated ids.
 """
 
 import functools
@@ -30,7 +31,10 @@ LEAST_TAIL = tl.constexpr(_contract.LEAST_TAIL)
 
 @triton.jit
 def lift_of(tail):
-    """The lift of a row's tail (see LEAST_TAIL in contract.py); 0 if the tail is empty or NaN."""
+    """Returns the lift of a row's tail. LEAST_TAIL in contract.py defines the lift.
+
+    The lift is 0 if the tail is empty or NaN.
+    """
     return tl.where(tail > -INF, tl.minimum(tail - LEAST_TAIL, 0.0), 0.0)
 
 
@@ -128,7 +132,7 @@ def _tail_mass_kernel(
     softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program per row."""
+    """Each program computes one row."""
     row = tl.program_id(0)
     STATE += row.to(tl.int64) * STATE_WIDTH
     if ignore_index is not None:
@@ -166,9 +170,10 @@ def write_tail(
     logprob: Tensor,  # (..., K), log p at the ids
     shape: tuple[int, ...],
 ) -> Tensor:
-    """Returns the log of the mass outside the ids, (...).
+    """Returns the log of the softmax mass outside the ids, (...).
 
-    The result is NaN for a row with an id outside [0, V) other than NO_ID.
+    The result is NaN for a row with an id outside [0, V) other than NO_ID. The fields TAIL and
+    REPEATS of the state are written too.
     """
     K = reading.ids.shape[-1]
     tail = torch.empty(shape, device=x.device, dtype=torch.float32)
@@ -190,7 +195,10 @@ def write_tail(
 
 
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
-    """The log of the mass outside reading.ids, (...), using state and logprob of `statistics`."""
+    """Returns the log of the softmax mass outside reading.ids, (...).
+
+    The function needs the fields state and logprob of `statistics`.
+    """
     x, rows = rows_of(x)
     state, logprob = statistics.state, statistics.logprob
     return write_tail(x, rows, reading, state, logprob, x.shape[:-1])

@@ -79,7 +79,8 @@ def _topk_merge_kernel(
     # An entry of the list that is still empty has a logit of -inf.
     y, _ = capped(tl.where(mask_k, logit_of(best), -INF).to(DTYPE), softcap)
     count = tl.sum((mask_k & (best != EMPTY)).to(tl.int32), axis=0)
-    if count < k:  # then the tail consists of columns of -inf only
+    # If fewer than k logits of a row are above -inf, the tail consists of columns of -inf only.
+    if count < k:
         m = tl.min(y, axis=0)
         s = tl.where(s == s, 1.0 * (V - k), s)
     shift = finite(tl.max(y, axis=0))
@@ -95,8 +96,7 @@ def _topk_merge_kernel(
     if count < k:
         offset = row_offset(row, rows_t, stride_xb, stride_xt)
         count = _fill(X + offset, IDS + row.to(tl.int64) * k, count, V, k, BLOCK_V)
-        # A row with NaN may have fewer than k logits that are not NaN. Then the remaining ids are
-        # arbitrary.
+        # If a row has fewer than k logits that are not NaN, the remaining ids are arbitrary.
         tl.store(IDS + at, offs_k.to(tl.int64), mask=mask_k & (offs_k >= count))
 
 
@@ -106,11 +106,11 @@ def topk(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids (..., k), log-probabilities (..., k) and the log of the tail's mass (...).
+    """Returns ids (..., k), log-probabilities (..., k), and the log mass of other columns (...).
 
     Ids are sorted by descending logit. Equal logits are sorted by ascending id. For k > 256,
-    eager/topk.py computes the results on the same device, in more than one pass, with torch.topk on
-    one chunk of rows at a time.
+    eager/topk.py computes the results on the same device, one chunk of rows at a time.
+    eager/topk.py needs more than one pass over the logits.
     """
     if k > MAX_K:
         return topk_by_chunks(x, k, temperature, softcap)
@@ -142,10 +142,10 @@ def _log_k(k: int) -> int:
 
 
 def _cut(rows: int, vocab: int, processors: int, narrow: bool) -> config.Config:
-    """Returns a Config. Programs of one warp need no barrier. A split has at least four blocks.
+    """Returns a Config. Programs have one warp and need no barrier.
 
-    Block sizes are chosen by register use on sm_90. `narrow` selects smaller blocks for programs
-    that need more registers.
+    A split has at least four blocks. Block sizes are chosen by register use on sm_90. `narrow`
+    selects smaller blocks for programs that need more registers.
     """
     block = min(512 if narrow else 1024, max(128, config.ceil_pow2(vocab)))
     splits = min(
@@ -163,8 +163,8 @@ def _plan(
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """Returns a launch over all splits of all rows, and a launch with one program per row."""
     V, layout = rows.vocab, {"BLOCK_V": cut.block_v, "LOG_K": _log_k(k)}
-    # Blocks start on 16-byte boundaries. A row may start up to rows.pack - 1 columns after the
-    # first boundary.
+    # Blocks start on 16-byte boundaries, so the first block may start up to rows.pack - 1 columns
+    # before the row.
     columns = config.ceil_div(V + rows.pack - 1, cut.splits)
     span = config.ceil_div(columns, cut.block_v) * cut.block_v
     return Launch(

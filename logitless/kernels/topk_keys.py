@@ -1,7 +1,7 @@
-"""Keys for top-k, and sorting of keys in registers. A key is one integer for logit and column.
+"""Keys for top-k, and sorting of keys in registers.
 
-A larger logit has a larger key. Among equal logits, a lower column has a larger key. So a sort of
-keys also orders equal logits.
+A key is one integer that encodes a logit and its column. A larger logit has a larger key. Among
+equal logits, a lower column has a larger key. Therefore a sort of keys also orders equal logits.
 """
 
 import triton
@@ -14,20 +14,23 @@ LAST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _flip(bits):
-    """Maps the bits of floats to integers with the same order, and maps the integers back."""
+    """Maps the bits of floats to integers with the same order.
+
+    A second call maps the integers back to the bits.
+    """
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def key_of(x, cols):
-    """The keys of logits x (fp32) at these columns."""
+    """Returns the keys of logits x (fp32) at the columns `cols`."""
     ordered = _flip(tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True))  # -0 becomes 0
     return (ordered.to(tl.int64) << 32) | (cols ^ LAST).to(tl.int64)
 
 
 @triton.jit
 def logit_of(key):
-    """The logit of a key; -inf for an empty entry."""
+    """Returns the logit of a key, or -inf for an empty entry."""
     return _flip(tl.maximum((key >> 32).to(tl.int32), LOWEST)).to(tl.float32, bitcast=True)
 
 
@@ -38,7 +41,7 @@ def column_of(key):
 
 @triton.jit
 def _places(LOG_K: tl.constexpr):
-    """The indices 0, 1, 2, ... of a list, in shape (2, ..., 2), with one axis per bit."""
+    """Returns the indices 0, 1, 2, ... of a list in shape (2, ..., 2), with one axis per bit."""
     return tl.reshape(tl.arange(0, 1 << LOG_K), [2] * LOG_K)
 
 
@@ -73,13 +76,14 @@ def sort(keys, LOG_K: tl.constexpr):
 
     Every second run is sorted in ascending order, so that two neighbouring runs form a bitonic run.
     To sort a run in ascending order, all bits of its keys are inverted before and after a
-    descending sort. So each step needs only one mask of inverted indices, and few registers.
+    descending sort. Therefore each step needs only one mask of inverted indices, and few registers.
     """
     places = _places(LOG_K)
     h = tl.reshape(keys, [2] * LOG_K)
     for runs in tl.static_range(1, LOG_K + 1):
-        # The previous step inverted every second run of half the size. This step inverts the same
-        # runs back, and inverts every second run of the current size.
+        # The previous step inverted the keys of every second run of half the current size. This
+        # step inverts the same keys back, and inverts the keys of every second run of the current
+        # size.
         inverted = places >> runs
         if runs > 1:
             inverted ^= places >> (runs - 1)

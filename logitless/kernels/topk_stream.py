@@ -1,13 +1,13 @@
 """The k largest logits of one split of a row, and the mass of its other columns, in one pass.
 
 A program reads its split block by block. The program keeps a sorted list of the largest keys so
-far. The threshold is the k-th logit of this list. Logits above the threshold are appended to a
-short waiting list. All other logits of a block cannot be among the k largest, so their exponentials
-are added to the tail. The tail has its own max, and no mass is ever subtracted from the tail. When
-the waiting list is long enough, its keys are sorted and merged into the list of the largest keys.
-Keys that drop out of the list are added to the tail, and the threshold rises. In a row in random
-order, few blocks after the first have logits above the threshold. In a row in ascending order,
-every logit is merged.
+far. The threshold is the k-th logit of the sorted list. Logits above the threshold are appended to
+a short waiting list. The other logits of a block cannot be among the k largest, so their
+exponentials are added to the tail. The tail has its own max, and no mass is ever subtracted from
+the tail. When the waiting list is long enough, its keys are sorted and merged into the sorted list.
+Keys that drop out of the sorted list are added to the tail, and the threshold rises. If the logits
+of a row are in random order, few blocks after the first have logits above the threshold. If the
+logits of a row are in ascending order, every logit is appended to the waiting list and merged.
 
 Blocks are read in the order of columns. Therefore a later logit that equals the threshold has a
 smaller key and is correctly left out. A logit of -inf is never appended to the waiting list.
@@ -26,7 +26,7 @@ from .topk_keys import EMPTY, key_of, logit_of, sort, sort_bitonic
 def _leave_out(m, s, y, top, rate):
     """Adds a block y with max `top` to the tail. Returns the new m and s of the tail.
 
-    The tail has m = max y and s = Σ e^((y - m)/T).
+    The tail is stored as m = max y and s = Σ e^((y - m)/T).
     """
     m_new = tl.maximum(m, top)
     scale = tl.exp2(move(m, m_new, s) * rate)
@@ -45,7 +45,7 @@ def leave_out_keys(m, s, keys, rate, softcap, DTYPE: tl.constexpr):
 def merge(best, m, s, rising, rate, softcap, LOG_K: tl.constexpr, DTYPE: tl.constexpr):
     """Merges a falling and a rising list into a falling list of the largest keys.
 
-    The other keys are added to the tail.
+    Keys that are not in the merged list are added to the tail.
     """
     m, s = leave_out_keys(m, s, tl.minimum(best, rising), rate, softcap, DTYPE)
     return sort_bitonic(tl.maximum(best, rising), LOG_K), m, s
@@ -53,7 +53,10 @@ def merge(best, m, s, rising, rate, softcap, LOG_K: tl.constexpr, DTYPE: tl.cons
 
 @triton.jit
 def _read(Xrow, start, V, softcap, BLOCK_V: tl.constexpr):
-    """Returns x and y of a block that starts on a 16-byte boundary, with -inf outside the row."""
+    """Returns the logits x of a block, and the logits y after the softcap.
+
+    The block starts on a 16-byte boundary. Outside the row, x and y are -inf.
+    """
     offs = tl.arange(0, BLOCK_V)
     Xblock = tl.multiple_of(Xrow + start, 16)
     if (start >= 0) & (start + BLOCK_V <= V):
@@ -74,9 +77,10 @@ def _read(Xrow, start, V, softcap, BLOCK_V: tl.constexpr):
 def _set_aside(
     Xrow, Wait, waiting, start, V, threshold, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Appends a block's keys above the threshold to the waiting list. Returns the new length.
+    """Appends a block's keys above the threshold to the waiting list.
 
     The block is read again from the cache, in pieces of BLOCK_S columns, which need few registers.
+    Returns the new length of the waiting list.
     """
     for first in range(start, start + BLOCK_V, BLOCK_S):
         x, _ = _read(Xrow, first, V, None, BLOCK_S)
@@ -130,7 +134,8 @@ def topk_stream_kernel(
                 top = tl.max(y, axis=0)
             m, s = _leave_out(m, s, y, top, rate)
             if (waiting >= BLOCK_K) | (start + BLOCK_V >= hi):
-                # Threads read keys that other threads wrote. The next block overwrites the keys.
+                # Two barriers are needed, because threads read keys that other threads wrote, and
+                # because the next block overwrites the keys.
                 tl.debug_barrier()
                 for at in range(0, waiting, BLOCK_K):
                     keys = tl.load(Wait + at + offs_k, mask=at + offs_k < waiting, other=EMPTY)

@@ -10,7 +10,7 @@ from ..core.source import Source
 
 
 def mean(loss_sum: Any, count: Any) -> None:
-    """Checks the arguments of `global_mean`. A count on a GPU is not read."""
+    """Checks the arguments of `global_mean`. The value of a count on a GPU is not checked."""
     if not isinstance(loss_sum, Tensor) or not loss_sum.is_floating_point() or loss_sum.dim():
         got = type(loss_sum).__name__
         if isinstance(loss_sum, Tensor):
@@ -80,7 +80,10 @@ def tiles(starts: Sequence[int], widths: Sequence[int], vocab: int | None) -> No
 
 
 def inside(start: int, width: int, vocab: int) -> None:
-    """Checks that this rank's columns are inside the vocabulary. Needs no data of other ranks."""
+    """Checks that this rank's columns are inside the vocabulary.
+
+    The check needs no data of other ranks.
+    """
     if start + width > vocab:
         raise ValueError(
             f"start must be at most {vocab - width}, so that {width} columns end within vocab"

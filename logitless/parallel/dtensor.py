@@ -1,4 +1,4 @@
-"""Converts DTensor logits, and heads with DTensors, to sources on this rank.
+"""Converts DTensor logits, and LinearLogits of DTensors, to logits of this rank.
 
 Logits that are sharded on the vocabulary become a VocabShard. Replicated logits become a plain
 tensor. Gradients are DTensors with the placements of the inputs. Other placements raise an error.
@@ -25,13 +25,13 @@ from .shard import Shard
 
 
 def local(t, grad_placements=None) -> Tensor:
-    """This rank's shard of a DTensor. Waits for a pending collective that writes the shard."""
+    """Returns this rank's shard of a DTensor, after a pending collective has written the shard."""
     shard = t.to_local(grad_placements=grad_placements)
     return _Arrived.apply(shard) if hasattr(shard, "wait") else shard  # pyright: ignore
 
 
 class _Arrived(Node):
-    """Waits for a pending collective, because kernels read memory without waiting."""
+    """Waits for a pending collective, because kernels would read its memory without waiting."""
 
     @staticmethod
     def forward(ctx, pending):
@@ -60,7 +60,7 @@ def is_spread(logits: Any) -> bool:
 
 @converts(is_spread)
 def source_of_dtensor(logits: Any) -> Source:
-    """The source for DTensor logits, or for a LinearLogits of DTensors."""
+    """Returns the source for DTensor logits, or for a LinearLogits of DTensors."""
     return DTensorLogits(logits) if is_dtensor(logits) else shard_of_head(logits.head)
 
 
@@ -73,7 +73,7 @@ class DTensorLogits(Source):
         self.requires_grad = x.requires_grad
 
     def local(self) -> "Shard | Tensor":
-        """This rank's columns, or the whole logits if they are replicated."""
+        """Returns this rank's columns, or the whole logits if the logits are replicated."""
         x = self.x
         checks.placed("logits", x, x.dim() - 1)
         sharded = [dim for dim, place in enumerate(x.placements) if not place.is_replicate()]
@@ -134,7 +134,7 @@ def hidden_of_all(hidden, weight) -> Tensor:
 
 
 def shard_of_head(head: Any) -> Shard:
-    """Returns this rank's Shard of a head of DTensors. Weight and bias are sharded by rows."""
+    """Returns this rank's Shard of a head, whose weight and bias are DTensors sharded by rows."""
     hidden, weight, bias = head.tensors
     (dim,) = [i for i, place in enumerate(weight.placements) if not place.is_replicate()]
     tokens = not hidden.placements[dim].is_replicate()

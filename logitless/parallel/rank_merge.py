@@ -58,7 +58,7 @@ class ColumnBackend:
     def hidden_sum(self, total: Tensor, chunks: int) -> "AllRows | OwnRows | None":
         """Returns an object that sums the gradient of hidden, (N, D), over ranks into `total`.
 
-        Returns None if the caller sums over ranks.
+        The result is None if the caller of logitless sums the gradient of hidden over ranks.
         """
         if self.all_reduce is not None:
             return AllRows(self.all_reduce, total)
@@ -67,7 +67,7 @@ class ColumnBackend:
         return None
 
     def read(self, x: Tensor, reading: Reading) -> Statistics:
-        """Returns statistics of whole rows. Each rank passes its own columns x (..., width)."""
+        """Returns statistics of whole rows. x (..., width) holds this rank's columns."""
         lead, wants = x.shape[:-1], reading.wants
         part = self.partial(x, reading)
         if "tail" not in wants:
@@ -81,14 +81,14 @@ class ColumnBackend:
         return found._replace(state=state, tail=tail.view(lead).clone())
 
     def finish(self, part: Partials, reading: Reading, shape=None) -> Statistics:
-        """The statistics of whole rows, merged from the partial statistics of all ranks."""
+        """Returns statistics of whole rows, merged from the partial statistics of all ranks."""
         whole, _ = self._joined(part, reading)
         return self.backend.finish(whole, reading, shape)
 
     def _joined(
         self, part: Partials, reading: Reading, more: Tensor | None = None
     ) -> tuple[Partials, Tensor]:
-        """Gathers the partial statistics and the further numbers `more` (N, k) of all ranks."""
+        """Gathers the partial statistics and the numbers `more` (N, k) of all ranks."""
         part = part if part.state.shape[1] == 1 else self.backend.merge([part], reading)
         fields, K = part_width(*reading.sums), 0 if part.picked is None else part.picked.shape[1]
         sent = [part.state[:, 0, :fields]]
@@ -96,14 +96,14 @@ class ColumnBackend:
         sent += [] if more is None else [more]
         got = self.join(torch.cat(sent, 1) if len(sent) > 1 else sent[0])
         state, rest = got[..., :fields], got[..., fields:]
-        # Each id is owned by one rank. The other ranks contribute 0 to the sum.
+        # Each id is a column of one rank. The other ranks contribute 0 to the sum.
         picked = rest[..., :K].sum(0) if K else part.picked
         return Partials(state.transpose(0, 1), picked), rest[..., K:]
 
     def gradient(
         self, x, reading, state, coefficients, upstream, factor=None, into=None, start=0
     ) -> Tensor:
-        """The gradient of x, without communication.
+        """Returns the gradient of x, without communication.
 
         The first column of x is column `start` of this rank's columns.
         """
@@ -113,12 +113,12 @@ class ColumnBackend:
         return self.backend.gradient(x, reading, state, coefficients, upstream, factor, into, start)
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
-        """Returns y at reading.ids, (..., K), from the ranks that own the ids."""
+        """Returns the logits y, after the softcap, at reading.ids, (..., K), from all ranks."""
         ids = self._columns(reading.ids)
         picked = torch.zeros(ids.shape, device=x.device, dtype=PRECISION[x.dtype])
         if self.width:
             picked = torch.where(ids >= 0, self.backend.gather(x, self.here(reading)), picked)
-        # Each id is owned by one rank. The other ranks contribute 0 to the sum.
+        # Each id is a column of one rank. The other ranks contribute 0 to the sum.
         whole = self.join(picked.view(-1, 1)).sum(0).view(ids.shape)
         whole = torch.where((ids == BAD) | (reading.ids == NO_ID), torch.nan, whole)
         live = live_rows(reading)
@@ -131,7 +131,10 @@ class ColumnBackend:
         return self.backend.gather_gradient(x, here, picked, g, upstream, factor, into)
 
     def pair_read(self, x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
-        """Returns the loss of whole rows, (...), and the state of the rows. JSD gathers twice."""
+        """Returns the loss of whole rows, (...), and the state for the backward.
+
+        JSD calls gather twice.
+        """
         lead, rows = x.shape[:-1], x.shape[:-1].numel()
         here = self._pair_reading(reading)
         part = torch.zeros((rows, PAIR_STATE), device=x.device, dtype=PRECISION[x.dtype])
@@ -160,13 +163,16 @@ class ColumnBackend:
         return self.backend.pair_gradient(x, here, pair, state, upstream, factor, into)
 
     def _pair_reading(self, reading: Reading) -> Reading:
-        """Returns here(reading) with the size V of the whole vocabulary, for label smoothing."""
+        """Returns the reading for this rank's columns, but with the size of the whole vocabulary.
+
+        Label smoothing needs the size of the whole vocabulary.
+        """
         return self.here(reading)._replace(vocab=reading.vocab)
 
     def topk(
         self, x: Tensor, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The k largest logits of whole rows, from the k largest logits of each rank."""
+        """Returns the k largest logits of whole rows, from the k largest logits of each rank."""
         lead, rows, own = x.shape[:-1], x.shape[:-1].numel(), min(k, self.width)
         part = torch.full((rows, 2 * k + 1), -torch.inf, device=x.device, dtype=PRECISION[x.dtype])
         nowhere = torch.full((rows, k), contract.NOWHERE, device=x.device)
@@ -176,8 +182,9 @@ class ColumnBackend:
             top = x.gather(-1, ids).view(rows, own)
             part[:, :own] = top
             part[:, k : k + own] = contract.as_bits(ids.view(rows, own) + self.start, part.dtype)
-            # `rest` is log Σ e^(z - max z) over the other columns of this rank. Subtracting log p
-            # of the largest logit from the tail gives `rest`, because this log p is -log s.
+            # `rest` is log Σ e^(z - max z) over this rank's columns that are not among the k
+            # largest. The log-probability of the largest logit is -log s, so `rest` is the tail
+            # minus this log-probability.
             rest = (tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
@@ -185,7 +192,10 @@ class ColumnBackend:
         return ids.view(*lead, k), logprobs.view(*lead, k), tail.view(lead)
 
     def here(self, reading: Reading) -> Reading:
-        """Returns the reading for this rank's columns alone. The label is not changed."""
+        """Returns the reading for this rank's columns alone.
+
+        The label is not converted to a column of this rank.
+        """
         weight = reading.class_weight
         if weight is not None:
             weight = weight[self.start : self.start + self.width]
@@ -195,14 +205,14 @@ class ColumnBackend:
     def _columns(self, ids: Tensor) -> Tensor:
         """Converts ids to columns of this rank.
 
-        Ids of other ranks become NO_ID. Ids outside the vocabulary become BAD.
+        Ids of other ranks' columns become NO_ID. Ids outside the vocabulary become BAD.
         """
         at = ids.long() - self.start
         elsewhere = ((ids >= 0) & (ids < self.vocab)) | (ids == NO_ID)
         return torch.where((at >= 0) & (at < self.width), at, torch.where(elsewhere, NO_ID, BAD))
 
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
-        """The partial statistics of x.
+        """Returns the partial statistics of each row over the columns of x.
 
         The first column of x is column `start` of this rank's columns.
         """
@@ -231,7 +241,10 @@ class ColumnBackend:
         return torch.stack((found.state[:, contract.SHIFT], tail), 1)
 
     def _joined_tail(self, tails: Tensor, reading: Reading, found: Statistics) -> Tensor:
-        """The log of the mass outside the ids, (N,), from the tails (ranks, N, 2) of all ranks."""
+        """Returns the log of the softmax mass outside the ids, (N,).
+
+        `tails` (ranks, N, 2) holds the results of `_tail` on all ranks.
+        """
         state, ids = found.state, reading.ids
         shift, tail = tails.unbind(-1)
         moved = shift - state[:, contract.SHIFT]
@@ -248,7 +261,8 @@ class ColumnBackend:
 class AllRows:
     """Sums the gradient of hidden over ranks if every rank needs all rows.
 
-    Each chunk starts one all-reduce, which runs while this rank computes the weight's gradient.
+    For each chunk of rows, this rank starts one all-reduce, which runs while this rank computes the
+    weight's gradient.
     """
 
     def __init__(self, all_reduce: Callable[[Tensor], Any], total: Tensor):
@@ -267,7 +281,7 @@ class AllRows:
 class OwnRows:
     """Sums the gradient of hidden over ranks if each rank needs only its slice of the rows.
 
-    One reduce-scatter follows the last chunk.
+    One reduce-scatter starts after the last chunk of rows.
     """
 
     def __init__(self, reduce_scatter: Callable[[Tensor], Any], total: Tensor, chunks: int):
@@ -292,7 +306,7 @@ def _largest(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids (N, k), log-probabilities (N, k) and the log tail mass (N,)."""
+    """Returns ids (N, k), log-probabilities (N, k) and the log mass of other columns (N,)."""
     x, bits, rest = parts.transpose(0, 1).split((k, k, 1), -1)
     rest, first = rest.squeeze(-1), capped(x[..., 0], softcap)[0]
     x, ids = x.flatten(1), contract.of_bits(bits).flatten(1).long()

@@ -11,9 +11,9 @@ from . import checks
 
 
 def _either(*names: str) -> Any:
-    """Returns the first function of torch.distributed with one of these names, or None.
+    """Returns the first function of torch.distributed with one of these names.
 
-    The result is None in a build without torch.distributed.
+    The result is None if PyTorch was built without torch.distributed.
     """
     return next((getattr(dist, name) for name in names if hasattr(dist, name)), None)
 
@@ -71,10 +71,10 @@ class Ranks:
         checks.same_call([bytes(text[:size]).decode() for text, size in pairs])
 
     def refuse(self, error: Exception) -> None:
-        """Sends an error of this rank to the other ranks, which wait in `agree`.
+        """Sends an error of this rank to the other ranks, which wait in `agree` and raise.
 
-        `agree` raises on the other ranks. On this rank, the error of `agree` is suppressed, because
-        the caller raises the original error.
+        On this rank, the error of `agree` is suppressed, because the caller raises the original
+        error.
         """
         with contextlib.suppress(ValueError):
             self.agree(f"{type(error).__name__}: {error}")
@@ -102,7 +102,7 @@ class _Done:
 
 
 class _Slice(NamedTuple):
-    """A tensor that is complete after wait()."""
+    """A tensor whose values are complete after wait()."""
 
     local: Tensor
     work: Any = _Done()
@@ -113,9 +113,10 @@ class _Slice(NamedTuple):
 
 
 def ranks_of(group) -> Ranks:
-    """The ranks of a process group or of a DeviceMesh of one dimension.
+    """Returns the ranks of a process group or of a DeviceMesh of one dimension.
 
-    None means the default process group, or a single process without torch.distributed.
+    A group of None means the default process group, or a single process if torch.distributed is not
+    initialised.
     """
     if isinstance(group, Ranks):
         return group

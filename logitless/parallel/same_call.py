@@ -16,9 +16,10 @@ from ..core.source import is_dense, is_source
 
 
 def text_of_shard(source: Any, start: Any, vocab: Any, sequence_parallel: bool) -> str:
-    """Describes a VocabShard. Widths and starts may differ between ranks.
+    """Returns a text that describes a VocabShard, and that must be the same on all ranks.
 
-    Either all ranks must pass a start, or none.
+    The text leaves out widths and starts, because they may differ between ranks. The text states
+    whether a start is given, because either all ranks or no rank must pass a start.
     """
     options = {"start": start is not None, "vocab": vocab, "sequence_parallel": sequence_parallel}
     return f"VocabShard of {_of_source(source)}, {options}"
@@ -65,7 +66,7 @@ def _of_option(value: Any) -> Any:
 def _of_tensor(t: Any) -> Any:
     """Describes a tensor by shape, dtype and a checksum of its values.
 
-    A teacher's shard or head is described by its type.
+    If a teacher is a shard or a head instead of a tensor, the teacher is described by its type.
     """
     if not isinstance(t, Tensor):
         return None if t is None else type(t).__name__

@@ -6,10 +6,11 @@ fused head. rank_merge.py merges the statistics of all ranks' columns, so every 
 VocabShard. All ranks call the same loss with the same arguments, with ids of the whole vocabulary,
 and get bitwise the same result.
 
-The forward of a loss gathers a few numbers per row from each rank. For logits, there is one gather,
-or two gathers for JSD. For a head, there is one gather per chunk of rows. The backward of logits
-needs no communication. The backward of a head sums the gradient of the hidden states over ranks.
-Before the forward, the ranks exchange their columns, unless `start` and `vocab` are given.
+The forward of a loss gathers a few numbers per row from each rank. For logits, the forward calls
+gather once, or twice for JSD. For a head, the forward calls gather once per chunk of rows. The
+backward of logits needs no communication. The backward of a head sums the gradient of the hidden
+states over ranks. Before the forward, the ranks exchange their columns, unless `start` and `vocab`
+are given.
 """
 
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ from .ranks import Ranks, ranks_of
 
 
 class Layout(NamedTuple):
-    """The columns of each rank."""
+    """The first column and the number of columns of each rank."""
 
     starts: tuple[int, ...]
     widths: tuple[int, ...]
@@ -49,17 +50,20 @@ class Layout(NamedTuple):
         return sum(self.widths)
 
 
-# The width of the widest rank, by group and vocabulary size, for shards with `start` and `vocab`.
-# The key must be the same on all ranks, so that either all ranks exchange their columns, or no rank
-# does. The key must not contain this rank's columns, because one vocabulary can be sharded in two
-# ways that differ only on some ranks.
+# A cache of the width of the widest rank, for shards with `start` and `vocab`. The key is the group
+# and the vocabulary size. The key must be the same on all ranks, so that either all ranks exchange
+# their columns, or no rank does. The key must not contain this rank's columns, because one
+# vocabulary can be sharded in two ways that differ only on some ranks.
 _widest: dict[tuple, int] = {}
 
 
 def exchanged(
     ranks: Ranks, width: int, start: int | None, vocab: int | None, device: torch.device
 ) -> Layout:
-    """Returns the columns of all ranks. Each rank sends its width and start, and the host waits."""
+    """Returns the columns of all ranks.
+
+    Each rank sends its width and start, and the host waits for the result.
+    """
     own = [width, -1 if start is None else start]
     gathered = (
         [own] if ranks.count == 1 else ranks.gather(torch.tensor(own, device=device)).tolist()
@@ -77,19 +81,21 @@ class VocabShard(Logits):
 
     `source` is this rank's logits (..., width), or a LinearLogits over this rank's rows of the
     head's weight. Widths may differ between ranks, and may be 0. `source` may also be the lazy
-    logits of a fused head. The caller must then sum the gradient of the hidden states over ranks.
+    logits of a fused head. For lazy logits, the caller must sum the gradient of the hidden states
+    over ranks.
 
-    `group` is a process group or a DeviceMesh of one dimension. None means the default process
-    group, or a single process if torch.distributed is not initialised. All ranks must construct the
-    shard together, because the ranks exchange their widths. The host waits for this exchange.
+    `group` is a process group or a DeviceMesh of one dimension. A `group` of None means the default
+    process group, or a single process if torch.distributed is not initialised. All ranks must
+    construct the shard together, because the ranks exchange their widths. The host waits for the
+    widths.
 
     `start` is this rank's first column, by default the sum of the earlier ranks' widths. `vocab` is
-    the size V. If all ranks pass `start` and `vocab`, the ranks exchange their columns only once
-    per group and `vocab`. The host then does not wait again.
+    the size V of the whole vocabulary. If all ranks pass `start` and `vocab`, the ranks exchange
+    their columns only once per group and `vocab`, and the host waits only once.
 
     With sequence_parallel=True, the hidden states of a LinearLogits are this rank's slice of the
-    tokens along the first dimension. All slices must have the same size. VocabShard all-gathers the
-    hidden states. Labels must cover the tokens of all ranks.
+    tokens along the first dimension. The slices of all ranks must have the same size. VocabShard
+    all-gathers the hidden states. Labels must cover the tokens of all ranks.
 
     Every loss accepts a VocabShard instead of logits. Ids, labels and class weights refer to the
     whole vocabulary and must be the same on all ranks. A dense teacher must be a VocabShard with
@@ -129,7 +135,8 @@ class Shard(Source):
     """One rank's columns of the logits, and the ranks that hold the other columns."""
 
     over_ranks = True
-    # Whether logitless sums the gradient of hidden over ranks. If False, the caller must sum.
+    # Whether logitless sums the gradient of the hidden states over ranks. If False, the caller must
+    # sum this gradient over ranks.
     sums_hidden = True
 
     def __init__(self, source: Any, ranks: Ranks, start: int | None, vocab: int | None):
@@ -154,7 +161,7 @@ class Shard(Source):
 
     def _set_columns(self, start: int | None, vocab: int | None, device: torch.device) -> None:
         """Sets this rank's columns, and the width of the widest rank."""
-        # None if start and vocab are given, except with LOGITLESS_CHECK=1.
+        # The layout is None if start and vocab are given, except with LOGITLESS_CHECK=1.
         self.layout: Layout | None = None
         key, given = (self.ranks.group, vocab), start is not None and vocab is not None
         if given and key in _widest and self.ranks.count > 1 and not thorough():
@@ -177,18 +184,21 @@ class Shard(Source):
             self.requires_grad = source.requires_grad
 
     def over(self, source: Any, **changed) -> "Shard":
-        """A copy of the shard with another source, which may be None."""
+        """Returns a copy of the shard with another source, which may be None."""
         copy = object.__new__(Shard)
         copy.__dict__.update(self.__dict__, **changed)
         copy._set_source(source)
         return copy
 
     def whole(self) -> Source:
-        """A source of the logits of all ranks. This rank computes only its own columns."""
+        """Returns a source of the logits of all ranks.
+
+        This rank computes only its own columns.
+        """
         return self.source.in_columns(self)
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        """The weighted and reduced loss, which is the same on all ranks."""
+        """Returns the weighted and reduced loss, which is the same on all ranks."""
         if torch.compiler.is_compiling():  # this call breaks the graph of torch.compile
             return torch.compiler.disable(_evaluate)(self, loss, reduction, row_weight)  # pyright: ignore[reportCallIssue]
         return _evaluate(self, loss, reduction, row_weight)
@@ -200,24 +210,27 @@ class Shard(Source):
         return self.whole().evaluate_in_place(loss, reduction, row_weight)
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
-        """The k most probable ids of each row, their log-probabilities, and the log tail mass."""
+        """Returns the k most probable ids of each row, their log-probabilities, and the log tail.
+
+        The log tail is the log of the softmax mass outside these ids.
+        """
         whole = self.whole()
         if thorough():
             self.ranks.agree(same_call.text_of_topk(self, k, temperature, softcap))
         return whole.capture_topk(k, temperature, softcap)
 
     def backend(self, like: Tensor) -> ColumnBackend:
-        """The backend that merges the partial statistics of all ranks."""
+        """Returns the backend that merges the partial statistics of all ranks."""
         return ColumnBackend(
             backend_of(like), self.start, self.width, self.vocab, self.ranks.gather,
             self.widest,
         )  # fmt: skip
 
     def head_backend(self, like: Tensor, gathered: bool) -> ColumnBackend:
-        """The backend for a head, which also sums the gradient of hidden over ranks.
+        """Returns the backend for a head, which also sums the gradient of hidden over ranks.
 
-        If `gathered`, hidden was gathered from all ranks, and each rank needs only its slice of the
-        gradient.
+        If `gathered`, the hidden states were gathered from all ranks, and each rank needs only its
+        slice of their gradient.
         """
         backend = self.backend(like)
         if gathered:
@@ -242,15 +255,21 @@ class Shard(Source):
         return torch.cat([gathered[rank, ..., :width] for _, width, rank in order], -1)
 
     def local(self, rows: slice | Tensor | None = None) -> Tensor:
-        """This rank's logits, (..., width). With `rows`, the logits of these rows, (n, width)."""
+        """Returns this rank's logits, (..., width).
+
+        With `rows`, the result is this rank's logits of these rows, (n, width).
+        """
         return self.source.materialize(rows)
 
     def as_teacher(self) -> "Shard":
-        """The same logits without a gradient."""
+        """Returns a shard of the same logits without a gradient."""
         return self.over(self.source.as_teacher())
 
     def times(self, factor: float) -> "Shard | None":
-        """A teacher's logits times a factor; None if a tensor would have to be copied."""
+        """Returns a shard of the logits times a factor, for a teacher.
+
+        The result is None if the source is a tensor, which would have to be copied.
+        """
         scaled = self.source.times(factor)
         return None if scaled is None else self.over(scaled)
 
@@ -260,8 +279,8 @@ class Shard(Source):
     def checked(self, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> RowLoss:
         """Checks a loss, and returns the same loss with teachers cut to this rank's columns.
 
-        Values are checked if the check needs no synchronisation. With LOGITLESS_CHECK=1, the call
-        is also compared between ranks.
+        The values of tensors are checked only if the check needs no synchronisation. With
+        LOGITLESS_CHECK=1, the call is also compared between ranks.
         """
         if thorough():
             text = same_call.text_of_loss(self, loss, reduction, row_weight)
@@ -278,15 +297,15 @@ class Shard(Source):
             local = columns_of(teacher_columns(teacher, self.start, self.width))
         if local.exists:
             return local.x.detach()
-        # If the student's logits are in memory as a whole, the teacher's logits may be too.
+        # If the student's logits are a tensor, the teacher's logits may be materialised too.
         exist = self.source.exists
         return local.materialize(slice(None)).view(self.source.shape) if exist else local
 
     def columns_beside(self, other: "Shard") -> Layout:
-        """Returns the columns to compare with the columns of `other`.
+        """Returns the columns of this shard that are compared with the columns of `other`.
 
-        If both shards have a layout, the result is the columns of all ranks. Otherwise the result
-        is this rank's columns.
+        If both shards have a layout, the columns of all ranks are compared. Otherwise, only the
+        columns of this rank are compared.
         """
         if self.layout is None or other.layout is None:
             return Layout((self.start,), (self.width,))
@@ -312,7 +331,7 @@ class Columns(Source):
         return self  # `cut` detaches the tensor
 
     def times(self, factor: float) -> None:
-        """Returns None, because multiplying the tensor would copy it."""
+        """Returns None, because multiplying the tensor would copy the tensor."""
 
     def in_columns(self, shard: Shard) -> Source:
         return LogitColumns(self.x, shard)
@@ -327,7 +346,7 @@ def columns_of(source: Any) -> Any:
 
 
 class LogitColumns(Source):
-    """The logits of all ranks. This rank holds a tensor of its own columns."""
+    """The logits of all ranks. This rank holds only its own columns, as a tensor."""
 
     def __init__(self, x: Tensor, shard: Shard):
         self.shard, self.x = shard, x

@@ -13,7 +13,7 @@ from ..core.checks import _floating, _integer, _same_device, _shape
 
 
 def tensors(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
-    """Checks shapes, dtypes and devices."""
+    """Checks the shapes, dtypes and devices of the tensors of SparseTargets."""
     _integer("ids", ids)
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"ids must be int32 or int64, got {ids.dtype}.")
@@ -36,11 +36,12 @@ def tensors(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
 def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None) -> None:
     """Raises if the probabilities of a row add up to more than 1, and names the row.
 
-    Values on a GPU are read only with LOGITLESS_CHECK=1. The bound allows for rounding errors. If a
-    log-probability l has a relative error u, then p has an error of u |l| p. The errors of a row
-    add up to u times the row's entropy, which is at most u log(K + 1) for K slots and the tail. The
-    sums add another error of u. fp32 values may have been converted from bfloat16, so u is at least
-    2⁻⁸, the rounding error of bfloat16. NaN is not an error, because the loss of its row is NaN.
+    Values on a GPU are read only with LOGITLESS_CHECK=1. The sum may exceed 1 by rounding errors.
+    If a log-probability l has a relative error u, then p has an error of u |l| p. The errors of a
+    row add up to u times the row's entropy, which is at most u log(K + 1) for K slots and the tail.
+    The sum itself adds another error of u. Values in fp32 may have been converted from bfloat16, so
+    u is at least 2⁻⁸, the rounding error of bfloat16. NaN raises no error, because NaN makes the
+    loss of its row NaN.
     """
     tensors = [t for t in (ids, logprobs, tail, mask) if t is not None]
     if (
@@ -61,7 +62,9 @@ def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None
     _at_most_0("logprobs", logprobs, p > most)
     if tail is not None:
         _at_most_0("tail", tail, rest > most)
-    total = _once_each(ids, p).sum(-1) + rest  # computed last, because _once_each sorts
+    # The total is computed only after a first check has failed, because _once_each sorts, which is
+    # slow.
+    total = _once_each(ids, p).sum(-1) + rest
     over = total > most
     if bool(over.any()):
         place = tuple(over.nonzero()[0].tolist())
@@ -85,7 +88,10 @@ def _where(place: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def _once_each(ids: Tensor, p: Tensor) -> Tensor:
-    """Returns p with reordered slots. Among equal ids, all p except the largest become 0."""
+    """Returns p with reordered slots, in which each id counts once.
+
+    Among equal ids, all p except the largest become 0.
+    """
     p, order = p.sort(dim=-1, descending=True)
     ids, order = ids.gather(-1, order).sort(dim=-1, stable=True)
     repeated = torch.zeros_like(ids, dtype=torch.bool)
@@ -93,12 +99,15 @@ def _once_each(ids: Tensor, p: Tensor) -> Tensor:
     return p.gather(-1, order).masked_fill(repeated, 0.0)
 
 
-# Types of index entries that are used directly. All other entries are converted to tensors.
+# Index entries of these types are used unchanged. All other entries are converted to tensors.
 _SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))
 
 
 def row_index(index: Any, ids: Tensor) -> tuple:
-    """Returns an index of rows without Ellipsis. Raises for an index into the slots."""
+    """Returns the index as a tuple in which slices replace an Ellipsis.
+
+    Raises for an index into the slots of a row.
+    """
     entries = index if isinstance(index, tuple) else (index,)
     entries = [entry if isinstance(entry, _SIMPLE) else _array(entry) for entry in entries]
     used = sum(map(_dimensions, entries))
@@ -116,7 +125,7 @@ def row_index(index: Any, ids: Tensor) -> tuple:
 
 def _array(entry: Any) -> Tensor:
     array = torch.as_tensor(entry)
-    return array if array.numel() else array.long()  # an empty list becomes a float tensor
+    return array if array.numel() else array.long()  # as_tensor([]) is a float tensor
 
 
 def _dimensions(entry: Any) -> int:

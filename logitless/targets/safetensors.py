@@ -1,9 +1,9 @@
 """Reads and writes files in the safetensors format, which contains no code.
 
-A file has eight bytes with the length of the header, a header in JSON, and the bytes of the
-tensors, little-endian and without gaps. The format is simple, so this module does not use the
-package safetensors. Files are not trusted. Every size in the header is compared with the length of
-the file before memory of this size is allocated.
+A file has three parts: eight bytes with the length of the header, a header in JSON, and the bytes
+of the tensors. The bytes of the tensors are little-endian and without gaps. The format is simple,
+so this module does not use the package safetensors. Files are not trusted. Every size in the header
+is compared with the length of the file before memory of this size is allocated.
 """
 
 import ctypes
@@ -29,7 +29,10 @@ _METADATA = "__metadata__"
 
 
 class Entry(NamedTuple):
-    """The header's entry for one tensor. `begin` and `end` are bytes after the header."""
+    """The header's entry for one tensor.
+
+    `begin` and `end` are offsets in bytes from the end of the header.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -46,7 +49,10 @@ class Header(NamedTuple):
 
 
 def buffer(t: Tensor) -> Any:
-    """The memory of a contiguous CPU tensor, without a copy, valid while the tensor lives."""
+    """Returns the memory of a contiguous CPU tensor without a copy.
+
+    The result is valid as long as the tensor exists.
+    """
     return (ctypes.c_char * (t.numel() * t.itemsize)).from_address(t.data_ptr())
 
 
@@ -118,7 +124,7 @@ def mapped(path: str | os.PathLike, header: Header) -> dict[str, Tensor]:
 
 
 def read(path: str | os.PathLike, header: Header) -> dict[str, Tensor]:
-    """Reads the tensors of a file to the CPU. `header` is the result of `read_header`."""
+    """Reads the tensors of a file into CPU memory. `header` is the result of `read_header`."""
     tensors = {}
     with open(path, "rb") as file:
         for name, (dtype, shape, begin, end) in header.entries.items():

@@ -25,12 +25,12 @@ class SparseTargets:
 
     `ids` (..., K) is int32 or int64. `logprobs` (..., K) holds the teacher's log-probabilities at
     the teacher's temperature. `tail` (...) is the log of the mass outside the ids, or None if this
-    mass is unknown. `mask` (..., K) is True, or 1, for the slots that count. Ids may repeat. Every
-    slot adds its own term to a loss.
+    mass is unknown. `mask` (..., K) is True, or 1, for the slots that count. Ids may repeat in a
+    row, and every slot adds its own term to a loss.
 
     On a CPU, or with LOGITLESS_CHECK=1, a row whose probabilities add up to more than 1 raises an
-    error. In this sum, a repeated id counts once, with its largest probability. The bound allows
-    for a rounding error of 2⁻⁸ (1 + log(K + 1)).
+    error. In the sum of probabilities, a repeated id counts once, with its largest probability. The
+    sum may exceed 1 by a rounding error of 2⁻⁸ (1 + log(K + 1)).
 
     An index selects rows. For example, targets[:, 1:] drops the first position of each sequence.
 
@@ -106,7 +106,7 @@ class SparseTargets:
 
         Rows with fewer slots are padded to the largest K. Padded slots are masked, with id 0 and
         log-probability -inf. The result has a mask if a target has a mask or is padded. Dtypes are
-        promoted as by torch.cat. Either all targets must have a tail, or none.
+        promoted as in torch.cat. Either all targets must have a tail, or none.
         """
         checks.joined(targets, SparseTargets)
         dim = checks.row_dim(dim, len(targets[0].shape))
@@ -130,7 +130,10 @@ class SparseTargets:
 
     @staticmethod
     def load(path: str | os.PathLike) -> "SparseTargets":
-        """Reads a file that `save` wrote, to the CPU. Raises for files of other formats."""
+        """Reads a file that `save` wrote. The tensors of the result are on the CPU.
+
+        Raises for files of other formats.
+        """
         header = safetensors.read_header(path)
         checks.saved(path, header, FORMAT, VERSION)
         return SparseTargets(**safetensors.read(path, header))
@@ -158,7 +161,8 @@ def unchecked(ids, logprobs, tail=None, mask=None) -> SparseTargets:
     """Builds SparseTargets without checks, from valid tensors or from leaves of a pytree."""
     targets = object.__new__(SparseTargets)
     for name, t in zip(_NAMES, (ids, logprobs, tail, mask), strict=True):
-        # object.__setattr__ works for a frozen dataclass, and older versions of Dynamo trace it.
+        # object.__setattr__ works for a frozen dataclass, and older versions of Dynamo can trace
+        # the call.
         object.__setattr__(targets, name, t)
     return targets
 
@@ -177,7 +181,7 @@ def _join(targets: Sequence[SparseTargets], join: Callable) -> SparseTargets:
 
 
 def _padded(targets: SparseTargets, k: int, masked: bool) -> tuple:
-    """Returns the tensors padded to k slots. If `masked`, the mask is not None."""
+    """Returns the tensors padded to k slots. If `masked`, the returned mask is not None."""
     ids, logprobs, tail, mask = _tensors(targets)
     if masked:
         mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0
@@ -193,11 +197,12 @@ def _collate(batch: Sequence[SparseTargets], *, collate_fn_map=None) -> SparseTa
     return SparseTargets.stack(batch)
 
 
-SparseTargets.__module__ = "logitless"  # so that the name in a pickle does not depend on the file
+# A pickle contains the module's name, which must not depend on the file that defines the class.
+SparseTargets.__module__ = "logitless"
 torch.serialization.add_safe_globals([SparseTargets])
 default_collate_fn_map[SparseTargets] = _collate
 pytree.register_pytree_node(
-    SparseTargets,  # its leaves are the tensors that are not None
+    SparseTargets,  # the leaves of this pytree are the tensors that are not None
     lambda targets: (list(_present(targets).values()), tuple(_present(targets))),
     lambda tensors, names: unchecked(**dict(zip(names, tensors, strict=True))),
 )
