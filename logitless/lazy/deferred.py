@@ -59,8 +59,8 @@ class Deferred(Tensor):
         t = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls, like.shape, dtype=like.dtype, device=like.device, **layout
         )
-        # After this call, a function that bypasses __torch_function__ and __torch_dispatch__ raises
-        # if it writes to t.
+        # The next line makes functions that bypass __torch_function__ and __torch_dispatch__ raise
+        # if they write to t.
         torch._C._set_throw_on_mutable_data_ptr(t)
         return t
 
@@ -73,7 +73,7 @@ class Deferred(Tensor):
         return self.plain_values()
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Called instead of an operation that would write to this tensor. The default raises."""
+        """Runs instead of an operation that would write to this tensor, and raises by default."""
         raise RuntimeError(
             f"{self.what} must not be written to by {running(func)}, because their values are not"
             f" in memory. Write to a copy instead: {self.copy}."
@@ -146,10 +146,7 @@ def on_values(func, args: tuple, kwargs: dict) -> Any:
 
 
 def memory_of(t: Tensor) -> int:
-    """Returns a number that identifies a tensor's memory.
-
-    A tensor and its views have the same number.
-    """
+    """Identifies a tensor's memory by a number, which is equal for a tensor and its views."""
     return t.untyped_storage()._cdata
 
 

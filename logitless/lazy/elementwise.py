@@ -21,7 +21,7 @@ from .recipe import Recipe, RowInput, own
 from .row_function import by_rows
 from .views import is_alias
 
-DEEPEST = 64  # the largest depth of nested functions, because Python limits recursion
+DEEPEST = 64  # The largest depth of nested functions, because Python limits recursion.
 # These functions return a mask that stays lazy, because callers reduce the mask by any() or all().
 QUESTIONS = {getattr(T, name) for T in (torch, Tensor) for name in ("isnan", "isinf", "isfinite")}
 CONSTANTS = (int, float, str, torch.dtype, type(None))
@@ -152,7 +152,7 @@ def is_constant(t: Any) -> bool:
 
 
 def as_constant(a: Argument) -> Argument:
-    """Turns an argument without gradient into a constant, because other arguments have one."""
+    """Turns an argument without gradient into a constant if other arguments have a gradient."""
     known = isinstance(a.formula, Input) or not isinstance(a.formula, Formula)
     return a if known else a._replace(formula=Constant(a.formula))
 

@@ -1,8 +1,8 @@
 """Formulas of lazy logits: functions of the head's logits, computed for some rows at a time.
 
-The formula of logits that a head returns is `Direct`. A `Direct` formula also holds a scale, a
-softcap and a log_softmax, because our losses can compute these three themselves. Any other
-function, such as the product of probabilities and log-probabilities, is an `Applied` formula. An
+The formula of logits that a head returns is `Direct`. A `Direct` formula may include a scale, a
+softcap and a log_softmax, which our losses can compute themselves. Any other function of lazy
+logits, such as the product of probabilities and log-probabilities, is an `Applied` formula. An
 `Applied` formula is computed by PyTorch's own function when a later operation reduces over the
 vocabulary (row_function.py).
 """
@@ -85,7 +85,7 @@ class Direct(Formula):
 class Input(Formula):
     """A tensor that a function takes besides the logits: a mask or a teacher's probabilities.
 
-    The tensor has one row per row of the logits. The recipe holds the input tensors
+    An input tensor has one row per row of the logits. The recipe holds the input tensors
     (`Recipe.inputs`), because views of lazy logits also rearrange the rows of input tensors.
     """
 

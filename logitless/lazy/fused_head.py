@@ -103,7 +103,7 @@ def remove_forward(head: nn.Module) -> None:
 
 
 class Products(TorchFunctionMode):
-    """Inside this mode, products of hidden states with the head's weight (V, D) are lazy."""
+    """Inside a `Products` block, products of hidden states with a weight (V, D) are lazy."""
 
     def __init__(self, head: nn.Module, options: dict):
         super().__init__()

@@ -14,7 +14,7 @@ Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of hidde
 Compute = Callable[[], Tensor]  # computes a gradient of the values
 
 aten = torch.ops.aten
-with torch.inference_mode(False):  # this module may be imported under inference_mode
+with torch.inference_mode(False):  # This module may be imported under inference_mode.
     # The dispatch keys that PyTorch includes and excludes outside of any operation.
     OUTSIDE = (
         torch._C._dispatch_tls_local_include_set(),
@@ -74,7 +74,7 @@ class LazyGradient(Deferred):
     parts: Parts
     of_values: Tensor | None
     computes: tuple[Compute, ...]
-    known: Tensor | None  # the gradient of the values, once it is computed
+    known: Tensor | None  # The gradient of the values, once it is computed.
     # Whether this is a gradient of log p that is exact only after the backward of log_softmax.
     projected: bool
     shares: Shares  # the share per Joint, if below 1
@@ -141,7 +141,7 @@ class LazyGradient(Deferred):
         vars(self).update(vars(other))
 
     def refuse_shared(self) -> None:
-        """Raises if the gradient is incomplete (see Joint), because it must not be changed then."""
+        """Raises if the gradient is incomplete (see Joint), and so must not be changed."""
         for joint in self.shares:
             raise RuntimeError(
                 f"the gradient of lazy logits that {joint.name} joined must not be changed, because"
@@ -220,13 +220,13 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 
 
 def added_shares(a: Shares, b: Shares) -> Shares:
-    """Adds the shares of a and b per Joint. A Joint whose shares add up to 1 is left out."""
+    """Adds the shares of two gradients per Joint, and leaves out each Joint whose sum is 1."""
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """The shares of one of the `count` gradients into which `joint` divides the gradient g."""
+    """The shares that each of `count` gradients gets if `joint` divides the gradient g."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}

@@ -48,8 +48,8 @@ def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
 
         return pulled_back(function, recipe.values(), *upstream)
 
-    # A loss over log p may be computed as a loss over the logits. In this case the gradient of the
-    # logits is exact, but the gradient of log p is not exact.
+    # If a loss over log p is computed as a loss over the logits, the gradient of the logits is
+    # exact, but the gradient of log p is not exact.
     projected = recipe.logits is None and not isinstance(loss, OfValues)
     gradient = gradient_of(ctx.like, parts, None, (compute,), None, projected)
     return final(gradient, ctx.anchor, *upstream)
@@ -58,7 +58,7 @@ def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
 def of_values(loss: RowLoss, recipe: Recipe) -> tuple[RowLoss, float]:
     """Rewrites a loss over the head's logits as a loss over the recipe's values.
 
-    Returns the new loss, and a factor. The values are divided by the factor before the loss.
+    Returns the new loss, and the factor by which the values are divided before the loss.
     """
     if isinstance(loss, OfValues):
         return loss.of_values(), 1.0

@@ -80,7 +80,7 @@ def gradient_of(
     projected: bool = False,
     shares: Shares | None = None,
 ) -> Tensor | None:
-    """Builds a gradient from its parts. This function is the inverse of `split`.
+    """Builds a gradient from its parts, as the inverse of `split`.
 
     `source` is the upstream gradient on which the built gradient depends.
     """
@@ -141,16 +141,16 @@ class LazyHead(Node):
 class Op(NamedTuple):
     """An operation on plain logits."""
 
-    function: Callable[..., Tensor]  # maps the values of the arguments to the values of the result
-    linear: bool = True  # True if the gradient does not depend on the values
+    function: Callable[..., Tensor]  # Maps the values of the arguments to the values of the result.
+    linear: bool = True  # True if the gradient does not depend on the values.
     # Maps the gradient of the result to the gradient of the argument, for a linear function. If
     # None, autograd computes the gradient of the argument.
     pull: Callable[[Tensor], Tensor] | None = None
-    is_view: bool = False  # whether the result may share the memory of the argument
+    is_view: bool = False  # Whether the result may share the memory of the argument.
     # The value of `projected` in the LazyGradient that backward returns. If None, `projected` is
     # copied from the upstream gradient.
     projects: bool | None = None
-    name: str = "a function"  # the operation's name in error messages
+    name: str = "a function"  # The operation's name in error messages.
     # The arguments' formulas, rewritten for the result's head. If empty, the arguments' own
     # formulas are used.
     formulas: tuple[Formula, ...] = ()
@@ -160,7 +160,7 @@ class LazyOp(Node):
     """The autograd node of an operation on lazy logits whose result is lazy too.
 
     `back` maps the gradients of the result's hidden, weight and bias to the gradients of the
-    argument's hidden, weight and bias. `op` is the same operation on plain logits. Backward uses
+    argument's hidden, weight and bias. `op` performs the operation on plain logits. Backward uses
     `op` if the upstream gradient contains a gradient of the values. All arguments that need a
     gradient must have the same hidden, weight and bias.
     """

@@ -19,7 +19,7 @@ class Cell:
     """Holds the recipe of lazy logits, and the values after they are computed.
 
     Aliases share a cell. Only tensors and autograd nodes hold references to cells. So a recipe and
-    its hidden states are freed when no tensor and no node needs them.
+    its hidden states are freed with the last tensor or node that needs them.
     """
 
     def __init__(self, recipe: Recipe):
@@ -103,7 +103,7 @@ class Origin:
     def __init__(self, cell: Cell):
         self.cell = weakref.ref(cell)
         self.bases: tuple[Origin, ...] = ()
-        self.function: Callable[..., Tensor] | None = None  # maps the bases' values to these values
+        self.function: Callable[..., Tensor] | None = None  # maps the values of `bases`
         self.is_view = False
         self.record: Record | None = None  # None if no node needs the function's graph
 
@@ -213,7 +213,7 @@ class Origin:
         return self.computed([base.values() if base.cell() is not None else base.from_bases()])
 
     def viewed(self) -> "Origin | None":
-        """The nearest logits of which these logits are a view and whose cell still exists, or None.
+        """Finds the nearest base of this view whose cell still exists, or returns None.
 
         A cell exists as long as a tensor or an autograd node refers to the cell.
         """

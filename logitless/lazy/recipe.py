@@ -70,7 +70,7 @@ class Recipe:
     head: Head  # a head with detached tensors
     needs: tuple[bool, bool, bool]  # whether hidden, weight and bias need a gradient
     formula: Formula
-    versions: tuple[int, ...]  # versions of hidden, weight and bias when the logits were created
+    versions: tuple[int, ...]  # Versions of hidden, weight and bias when the logits were created.
     # Detects writes to the weight. All logits derived from one call of a head share one Watch.
     watch: Watch
     trains: bool = False  # whether the logits were created in a training forward
@@ -97,7 +97,7 @@ class Recipe:
 
     @property
     def direct(self) -> Direct | None:
-        """The formula if it is `Direct`, which our losses can compute themselves, else None."""
+        """A `Direct` formula, which our losses can compute themselves, or None."""
         return self.formula if isinstance(self.formula, Direct) else None
 
     @property
@@ -153,7 +153,7 @@ class Recipe:
         return tuple(tensors), self.replace(head=_blank(self.head), inputs=inputs)
 
     def rebuild(self, tensors: Sequence[Any]) -> "Recipe":
-        """Inserts the tensors that `flatten` returned. Autograd has checked their versions."""
+        """Inverts `flatten`, for tensors whose versions autograd has already checked."""
         left = iter(tensors)
 
         def filled(head: Head) -> Head:

@@ -180,7 +180,10 @@ def of_all(function: Callable, by_dim: Callable):
 
 
 class Attached(torch.autograd.Function):
-    """Returns `value`. Backward passes (gradient of `value` · `shares`) as gradient of `rows`."""
+    """Returns `value`.
+
+    Backward passes the gradient of `value`, multiplied by `shares`, to `rows`.
+    """
 
     @staticmethod
     def forward(ctx, rows, value, shares):

@@ -1,8 +1,8 @@
 """Runs a PyTorch function on lazy logits, one chunk of rows at a time.
 
 Functions that reduce over the vocabulary and have no kernel in this library, such as `topk`, `amax`
-and `F.kl_div`, are computed in this way. Values and gradients are the same as PyTorch's, because
-the function runs on plain logits and autograd differentiates the function.
+and `F.kl_div`, are computed one chunk of rows at a time. Values and gradients are the same as
+PyTorch's, because the function runs on plain logits and autograd differentiates the function.
 """
 
 from collections.abc import Callable, Iterator
@@ -168,7 +168,7 @@ def scaled(d: Tensor, factor: Tensor | None, at: slice) -> Tensor:
 
 
 class RowTerm(RowFunction):
-    """A RowFunction with one number per row. The gradient of its mean is computed in forward."""
+    """A RowFunction with one number per row, whose mean and gradient are computed in forward."""
 
     multiple_outputs: ClassVar[bool] = False
 

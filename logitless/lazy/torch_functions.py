@@ -68,7 +68,7 @@ _signature = functools.cache(inspect.signature)
 def _fits(operation: Callable, args: tuple, kwargs: dict) -> bool:
     """Whether `operation` accepts these arguments.
 
-    PyTorch's own function may accept more, such as out.
+    PyTorch's own function may accept more arguments, such as `out`.
     """
     try:
         _signature(operation).bind(*args, **kwargs)

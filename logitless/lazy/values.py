@@ -183,8 +183,8 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     """Returns logits with `value` in the masked columns.
 
     For the masked columns, the rows of the weight become 0. The bias becomes value / pre, because
-    the formula multiplies the head's logits by `pre`. Setting rows to 0 copies the weight. So if
-    the logits are smaller than the weight, the mask becomes part of the formula instead.
+    the formula multiplies the head's logits by `pre`. Setting rows to 0 copies the weight. If the
+    logits are smaller than the weight, the mask becomes part of the formula instead of the weight.
     """
     columns, recipe, value = _per_column(mask, z), z.recipe, number(value)
     if columns is None or value is None or not _takes_columns(z):

@@ -27,9 +27,9 @@ def _rows(
     """Lazy logits whose leading dimensions are rearranged by `op`.
 
     `op` rearranges the hidden states and does not change their last dimension. `on_logits`
-    rearranges plain logits in the same way, and is `op` by default. `op` is applied to the hidden
-    states immediately, and autograd records a graph for backward. The graph holds no hidden states,
-    because `leaf` has no memory of its own.
+    rearranges plain logits as `op` rearranges hidden states, and is `op` by default. `op` is
+    applied to the hidden states immediately, and autograd records a graph for backward. The graph
+    holds no hidden states, because `leaf` has no memory of its own.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():

@@ -124,7 +124,7 @@ class _File:
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """The checksums, as bytes, of tensors that follow each other in a file."""
+    """Returns the checksums, as bytes, of tensors that are adjacent in a file."""
     found, checksum, room = [], 0, BLOCK
     for t in tensors:
         view = memoryview(buffer(t)).cast("B")

@@ -144,7 +144,7 @@ def lengths(value: Any, rows: int, width: int) -> list[list[int]]:
     """Returns the lengths of the documents in each row, without zeros.
 
     `value` has one entry per row, which may be one number or several numbers. For a batch of one
-    row, `value` may be this row's entry itself.
+    row, `value` may be the entry of the row itself.
     """
     if not isinstance(value, (list, tuple, Tensor)) or (
         isinstance(value, Tensor) and not value.dim()

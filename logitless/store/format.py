@@ -13,8 +13,8 @@ with six digits or more.
 
 A shard is a safetensors file (targets/safetensors.py). Bytes 0-7 hold the length n of a JSON
 header, bytes 8 to 8 + n hold the header, and the tensors follow at the `data_offsets` in the
-header, widest dtype first. The metadata holds the format, its version, the store's header and a
-SHA-256 of the tensors.
+header, widest dtype first. The metadata of a shard holds the format, its version, the store's
+header and a SHA-256 of the tensors.
 
 A shard of D documents with T tokens in total, K slots per token and ids of b bits has the tensors
 

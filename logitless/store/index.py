@@ -14,7 +14,7 @@ shared beginning differ. A search (store/lookup.py) follows the entries without 
 
 The hash of tokens[a:b] is the sum of ((tokens[i] + 1) · B^(i - a)) for i from a to b - 1, mod 2^64,
 mixed with the length. The hash is computed from prefix sums, so that one pass over the tokens is
-enough for all a and b.
+enough for all ranges [a, b).
 """
 
 import functools
@@ -109,7 +109,7 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
-    """The documents sorted by their tokens. Documents with the same beginning are adjacent."""
+    """Sorts documents by their tokens, so that documents with the same beginning are adjacent."""
     # The bytes are big-endian, because big-endian bytes sort in the same order as the tokens.
     digits = tokens[:, None] >> torch.tensor([24, 16, 8, 0]) & 255
     digits = digits.to(torch.uint8)  # a variable, because a buffer does not keep its tensor alive

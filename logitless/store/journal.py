@@ -123,7 +123,7 @@ class Journal:
     def _append(
         self, tokens: Tensor, starts: Sequence[int], k: int, rows: Sequence[Tensor]
     ) -> None:
-        parts = [t.contiguous() for t in (tokens, *rows)]  # `views` do not keep them alive
+        parts = [t.contiguous() for t in (tokens, *rows)]  # `views` do not keep tensors alive
         views = [memoryview(buffer(t)).cast("B") for t in parts]
         sizes = [len(view) // len(tokens) for view in views]
         records, places, end = [], [], self.size
@@ -250,7 +250,7 @@ class _Waiting(NamedTuple):
 
 
 def _runs(waiting: list[_Waiting]) -> Iterator[tuple[int, int, list[_Waiting]]]:
-    """Yields each group of adjacent documents, as its first row, number of rows and documents."""
+    """Yields the first row, the number of rows and the documents of each group of neighbours."""
     group: list[_Waiting] = []
     for one in [*waiting, None]:
         if group and (one is None or one.first != group[-1].first + group[-1].n):

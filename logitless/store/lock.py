@@ -51,7 +51,7 @@ class Lock:
         self.release()
 
     def leave(self) -> None:
-        """Closes this process's copy of the descriptor. The parent process keeps the lock."""
+        """Closes this process's copy of the descriptor, while the parent process keeps the lock."""
         if self._end.detach() is not None:
             os.close(self.file)
 

@@ -7,10 +7,10 @@ are compared with the batch.
 
 The search at a place begins with the longest beginning of 1, 4, 16, 64, ... tokens whose hash is in
 the index (store/index.py). If several documents of a shard share the beginning that was found, the
-hashes of all longer ranges are looked up, up to the next of these lengths. Looking up the longer
-ranges finds whole documents, and the tokens at which documents with a shared beginning start to
-differ. The number of comparisons grows with the number of shards, but not with the number of
-documents that share a beginning.
+hashes of all longer ranges are looked up, up to the next of the lengths 1, 4, 16, 64, and so on.
+Looking up the longer ranges finds whole documents, and the tokens at which documents with a shared
+beginning start to differ. The number of comparisons grows with the number of shards, but not with
+the number of documents that share a beginning.
 """
 
 import bisect
@@ -208,8 +208,9 @@ class Index:
         """The candidates, sorted from the longest match to the shortest match.
 
         Of the documents that are longer than `limit`, one candidate per shard is enough: the
-        document with the longest index entry that was found. All documents of a shard that share
-        this entry agree up to the next longer entry, and no longer entry was found.
+        document with the longest index entry that was found. Documents of a shard that share an
+        index entry agree with each other up to their next index entry, which the search did not
+        find.
         """
         cut_off, ending = {}, {}
         for length, entry, alone in sorted(hits, key=lambda hit: -hit[0]):

@@ -180,8 +180,8 @@ class Store:
     ) -> list[Match]:
         """Returns the matches of a row, if all tokens after the matched documents are padding.
 
-        If these tokens are not padding, tries other documents. Raises if the tokens match no
-        document.
+        If the tokens after the matched documents are not padding, tries other documents. Raises if
+        the tokens match no document.
         """
         begin, end = row * width, (row + 1) * width
         at = begin + sum(match.length for match in matches)

@@ -93,11 +93,11 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
     """Returns 8-bit codes, and the distances below `top` that the codes mean.
 
     A row uses the smallest unit for which all slots are within NEAR units, if the divergence of the
-    decoded row is at most NEGLIGIBLE. Otherwise TRIED other units are tried too, and the row uses
-    the unit with the smallest divergence. The smallest of the other units is chosen so that all
-    slots are within NEAR units, except the least probable slots with a total mass of at most
-    FAR_MASS. Trying several units helps, because most of a row's mass is in a few slots, and some
-    units round all of these slots well.
+    decoded row is at most NEGLIGIBLE. If the divergence is larger, TRIED other units are tried too,
+    and the row uses the unit with the smallest divergence. The smallest of the TRIED units is
+    chosen so that all slots are within NEAR units, except the least probable slots with a total
+    mass of at most FAR_MASS. Trying several units helps, because most of a row's mass is in a few
+    slots, and some units round all of these slots well.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
     beyond = p.flip(-1).cumsum(-1).flip(-1) <= FAR_MASS
@@ -191,7 +191,7 @@ class Decoding:
             self._masked(begin, logprobs)
 
     def _far(self, units: Tensor, codes: Tensor) -> int:
-        """Replaces each code in `units` above `near` by its number of units.
+        """Replaces each code above `near` in `units` by the number of units that the code means.
 
         Returns the largest code.
         """

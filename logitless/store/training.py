@@ -1,6 +1,6 @@
 """Trains a student from a store: the targets of a batch, and the loss of a causal model.
 
-logitless/hf.py uses these functions in a Trainer of Transformers.
+logitless/hf.py uses this module in a Trainer of Transformers.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -29,8 +29,8 @@ from .rows import Table, encoded
 from .shard import Shard, shards_of, write_shard
 
 # The bytes of memory that index entries and their hashes take per document while a shard is
-# written. These bytes count towards the size of the shard, so that writing a shard of very short
-# documents takes no more memory than writing a shard of long documents.
+# written. The PER_DOCUMENT bytes count towards the size of the shard, so that writing a shard of
+# very short documents takes no more memory than writing a shard of long documents.
 PER_DOCUMENT = 512
 # Documents of up to SHORT tokens are encoded together when their shard is written, because encoding
 # a few rows takes PyTorch as long as encoding a few hundred rows.
