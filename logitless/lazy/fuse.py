@@ -83,7 +83,7 @@ class Fused(NamedTuple):
 
 
 def is_fused(model: nn.Module) -> Fused:
-    """Whether `fuse` has an effect on the model now, as a truth value with a reason.
+    """Returns whether `fuse` has an effect on the model now, and the reason.
 
     `fuse` has an effect if the head returns lazy logits in training. The result also depends on the
     last training forward, because a trainer may never call the head. `model` may also be a wrapper

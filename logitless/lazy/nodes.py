@@ -144,15 +144,15 @@ class Op(NamedTuple):
     function: Callable[..., Tensor]  # Maps the values of the arguments to the values of the result.
     linear: bool = True  # True if the gradient does not depend on the values.
     # Maps the gradient of the result to the gradient of the argument, for a linear function. If
-    # None, autograd computes the gradient of the argument.
+    # `pull` is None, autograd computes the gradient of the argument.
     pull: Callable[[Tensor], Tensor] | None = None
     is_view: bool = False  # Whether the result may share the memory of the argument.
-    # The value of `projected` in the LazyGradient that backward returns. If None, `projected` is
-    # copied from the upstream gradient.
+    # The value of `projected` in the LazyGradient that backward returns. If `projects` is None,
+    # `projected` is copied from the upstream gradient.
     projects: bool | None = None
     name: str = "a function"  # The operation's name in error messages.
-    # The arguments' formulas, rewritten for the result's head. If empty, the arguments' own
-    # formulas are used.
+    # The arguments' formulas, rewritten for the result's head. If `formulas` is empty, the
+    # arguments' own formulas are used.
     formulas: tuple[Formula, ...] = ()
 
 
@@ -173,7 +173,7 @@ class LazyOp(Node):
         ctx.likes, ctx.back, ctx.op, ctx.anchor = [*map(described, arguments)], back, op, anchor
         first = arguments[0].recipe
         ctx.joint = Joint(op.name, first.watch)
-        same_ranks = recipe.shard is first.shard  # if false, the columns differ
+        same_ranks = recipe.shard is first.shard  # False if the result has other columns
         function = op.function if same_ranks else None
         new = arguments[0].derived(recipe, function, arguments, op.is_view)
         if anchor is not None:  # the gradient depends on the values

@@ -103,7 +103,7 @@ class Origin:
     def __init__(self, cell: Cell):
         self.cell = weakref.ref(cell)
         self.bases: tuple[Origin, ...] = ()
-        self.function: Callable[..., Tensor] | None = None  # maps the values of `bases`
+        self.function: Callable[..., Tensor] | None = None  # computes from the values of `bases`
         self.is_view = False
         self.record: Record | None = None  # None if no node needs the function's graph
 

@@ -29,7 +29,10 @@ class RowInput(NamedTuple):
         return RowInput(input, source, versions(*tensors_of(source)))
 
     def changed(self) -> bool:
-        """Whether the version of an input tensor has changed. Under a compiler, returns False."""
+        """Whether the version of an input tensor has changed.
+
+        Under a compiler, `changed` always returns False.
+        """
         compiles = torch.compiler.is_compiling()
         return not compiles and self.versions != versions(*tensors_of(self.source))
 

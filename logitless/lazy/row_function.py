@@ -37,7 +37,7 @@ def by_rows(z: LazyLogits, function: Callable[..., Any], *rows: Tensor) -> tuple
 
 
 def mean_by_rows(z: LazyLogits, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """The mean of function(values (n, V), *rows) over all rows. The function returns a tensor (n,).
+    """The mean over all rows of function(values (n, V), *rows), which must return a tensor (n,).
 
     The mean and its gradient together take three GEMMs.
     """

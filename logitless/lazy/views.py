@@ -67,8 +67,8 @@ def _columns(z: LazyLogits, columns: slice):
     def cut(t: Tensor) -> Tensor:
         return t[columns]
 
-    _, *rows_of_v = recipe.head.tensors  # weight and bias
-    # Backward needs only the shapes of weight and bias.
+    _, *rows_of_v = recipe.head.tensors
+    # Backward needs only the shapes of `rows_of_v`, which are weight and bias.
     likes = [None if t is None else t.new_empty(()).expand(t.shape) for t in rows_of_v]
 
     def back(parts):
@@ -124,7 +124,7 @@ def unsqueeze(z: LazyLogits, dim: int):
 
 
 def permute(z: LazyLogits, *dims):
-    """Permutes the dimensions of the logits. The vocabulary may become any dimension."""
+    """Permutes the dimensions of the logits, including the dimension of the vocabulary."""
     dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
     dims = [_dim(z, dim) for dim in dims]
     if sorted(dims) != list(range(z.dim())):

@@ -3,8 +3,8 @@
 The checksums follow the tensors in the same file, one CRC-32 per BLOCK bytes (store/format.py). A
 read copies the blocks into memory and then compares the copy with the checksums. So reading a byte
 that has changed since the shard was written raises an error. Reading a file that was cut off after
-it was opened raises an error too. If the file were memory-mapped, a file that was cut off would end
-the process by a signal.
+it was opened raises an error too. If the file were memory-mapped, reading beyond its new end would
+end the process by a signal.
 """
 
 import os

@@ -70,7 +70,7 @@ def shard_path(path: Path, rank: int | str, number: int) -> Path:
 def shard_files(path: Path) -> list[Path]:
     """The shards in a folder, sorted by name.
 
-    Raises if a safetensors file is not named as a shard.
+    Raises if a safetensors file is not named RANK-NUMBER.safetensors.
     """
     return [file for file, _ in _named(path, "*.safetensors", SHARD, "RANK-NUMBER.safetensors")]
 

@@ -16,7 +16,8 @@ header, bytes 8 to 8 + n hold the header, and the tensors follow at the `data_of
 header, widest dtype first. The metadata of a shard holds the format, its version, the store's
 header and a SHA-256 of the tensors.
 
-A shard of D documents with T tokens in total, K slots per token and ids of b bits has the tensors
+A shard of D documents with T tokens in total, K slots per token and ids of b bits has these
+tensors:
 
     starts      I64 (D + 1)       first token of each document; the last entry is T
     index.hash  I64 (E)           sorted hashes of the documents' beginnings      (store/index.py)
@@ -35,7 +36,7 @@ The codes of a row do not decrease. For codes up to 223, units(code) is the code
 from 223 to 253, units(code) is (223 · 2^(0.4 · (code - 223))). Code 254 means p = 0, and code 255
 means an empty slot (store/rows.py).
 
-With values="f16" there is no `step`, and `codes` is
+With values="f16", there is no `step`, and `codes` has this form:
 
     codes       F16 (T, K - 1)    log p is top - code; inf means p = 0, NaN means an empty slot
 

@@ -33,7 +33,7 @@ class Part(NamedTuple):
     `tokens` or `entries` is None if the output does not contain this field.
     """
 
-    name: str  # the name of the entries, for errors
+    name: str  # name of the entries in error messages
     tokens: Sequence[Any] | None
     entries: list[Entry] | None
 
@@ -272,7 +272,7 @@ def _own(name: str, pair: Any) -> tuple[Any, Any]:
 class Document(NamedTuple):
     """The tokens of a document, and the server's entry for each row of the store."""
 
-    name: str  # the name of the entries, for errors
+    name: str  # name of the entries in error messages
     tokens: list[int]
     rows: list[Entry]
 

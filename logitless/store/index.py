@@ -1,7 +1,7 @@
 """The index of a shard: hashes of the beginnings of its documents.
 
 Each entry is the hash of a document's first n tokens, and names one document that begins with these
-tokens. The lengths n of a document's entries are
+tokens. The entries of a document have these lengths n:
 
     the whole length of the document,
     those of 1, 4, 16, 64, ... that are below the length of the document,

@@ -10,7 +10,7 @@
     ...           the rows, column by column, encoded as in a shard (store/format.py)
 
 Short documents are not encoded one by one. The record of a short document has k > 0, and its rows
-are
+have this form:
 
     8 n k bytes   ids; negative if the slot is masked
     4 n k bytes   log-probabilities, fp32

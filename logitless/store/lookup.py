@@ -235,7 +235,7 @@ class Index:
         return list(zip(places.tolist(), map(range, low.tolist(), high.tolist()), strict=True))
 
     def _candidate(self, entry: int) -> Match:
-        """The document of an index entry, with its whole length."""
+        """Returns the document of an index entry, as a Match of its whole length."""
         number = self.numbers[entry]
         number = -1 - number if number < 0 else number
         file_checks.in_store(number, self.first[-1])

@@ -42,9 +42,9 @@ class Writer:
 
     After `add` returns, the document is not lost if the process is killed, because the next writer
     recovers the document. Readers find the document after its shard is full, after `flush`, or
-    after the end of the `with` block. When readers find a document, the document also survives a
-    loss of power. Adding a document again does nothing, so the same command resumes a run that was
-    killed.
+    after the end of the `with` block. As soon as readers find a document, the document also
+    survives a loss of power. Adding a document again does nothing, so the same command resumes a
+    run that was killed.
 
     Several processes may write to one store at the same time, each with its own `part`. The default
     of `part` is the process's RANK, as torchrun sets it. A second writer with the same `part` is
