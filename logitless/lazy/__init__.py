@@ -1,1 +1,1 @@
-"""Lazy logits, a tensor that is computed only when its values are read; and fused models."""
+"""Lazy logits, which are computed only when their values are read, and fused models."""

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `fuse`, with errors in the wording of core/checks.py."""
+"""Checks the arguments of `fuse`. Error messages have the same form as in core/checks.py."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def has_head(head: Any, model: Any) -> None:
 def options_of_fuse(given: dict) -> None:
     if "main_grad" in given:
         raise TypeError(
-            "options must not include main_grad, because main_grad belongs to one weight, got one."
+            "options must not include main_grad, because main_grad belongs to a single weight."
         )
     option_checks.check(**given)
 
@@ -44,7 +44,7 @@ def part_of_model(head: Any, names: list[str]) -> None:
 
 
 def fusable(head: Any) -> None:
-    """Checks that the head is a linear layer or wraps one, with a floating-point weight."""
+    """Checks that the head is a linear layer, or wraps one, and has a floating-point weight."""
     layers = [m for m in head.modules() if isinstance(m, nn.Linear)]
     if not layers or type(head).forward is nn.Module.forward:  # a ModuleList has no forward
         raise TypeError(
@@ -80,7 +80,7 @@ def has_own_products(t: Tensor) -> bool:
 
 
 def kept_in_memory(model: nn.Module, name: str) -> None:
-    """Raises if FSDP1 shards a module between the model and the head."""
+    """Raises if FSDP1 shards a module that is inside the model and contains the head."""
     parts = name.split(".")
     for i in range(1, len(parts)):
         sharded_by_fsdp1(model.get_submodule(".".join(parts[:i])))
@@ -89,7 +89,7 @@ def kept_in_memory(model: nn.Module, name: str) -> None:
 def sharded_by_fsdp1(module: nn.Module) -> None:
     if "_fsdp_wrapped_module" in module._modules:
         raise TypeError(
-            "head must not be inside a FullyShardedDataParallel of its own, which frees the weight"
-            " before the loss is computed, got one: exclude the head from auto_wrap_policy, so that"
-            " the outermost FullyShardedDataParallel holds the head, or use fully_shard."
+            "head must not be inside a FullyShardedDataParallel of its own, because this module"
+            " frees the weight before the loss is computed. Exclude the head from auto_wrap_policy,"
+            " so that the outermost FullyShardedDataParallel holds the head, or use fully_shard."
         )

@@ -1,8 +1,9 @@
 """The lazy logits of a fused head that ColwiseParallel shards over ranks.
 
 ColwiseParallel turns a head's weight and hidden states into DTensors, and expects a DTensor of
-logits. Its output_layouts select the result: whole rows on every rank, the columns of this rank, or
-the DTensor. `SpreadLogits` replaces this DTensor, and all three results are lazy.
+logits. The output_layouts of ColwiseParallel select the result: whole rows on every rank, the
+columns of this rank, or the DTensor. `SpreadLogits` replaces the DTensor of logits, so that the
+logits are lazy with each of the three output_layouts.
 """
 
 from typing import Any, NamedTuple
@@ -24,13 +25,19 @@ class SpreadHead(NamedTuple):
     module: nn.Module
 
     def whole(self, kind: type[LazyLogits] = LazyLogits) -> LazyLogits:
-        """Logits with all columns on every rank. Losses are computed as for a VocabShard."""
+        """Logits with all columns on every rank.
+
+        Losses over these logits are computed as for a VocabShard.
+        """
         head = LinearLogits(*self.tensors, **self.options).head.replace(module=self.module)
         shard = shard_of_head(head)
         return lazy_logits_of(shard.source.head, shard.over(None), kind)
 
     def own_columns(self) -> LazyLogits:
-        """Logits of this rank's columns. The gradient of hidden is not summed over ranks."""
+        """The logits of this rank's columns.
+
+        Backward does not sum the gradient of hidden over ranks.
+        """
         hidden, weight, bias = self.tensors
         rows = (None if t is None else t.to_local() for t in (weight, bias))
         head = LinearLogits(hidden_of_all(hidden, weight), *rows, **self.options).head
@@ -48,7 +55,7 @@ class SpreadLogits(LazyLogits):
         return self.head.tensors[1].device_mesh
 
     def redistribute(self, device_mesh=None, placements=None, **options) -> Tensor:
-        """The logits with other placements. Replicated or column-sharded logits stay lazy."""
+        """Changes the placements. Replicated or column-sharded logits stay lazy."""
         places = from_the_front(placements, self.dim() - 1)
         columns = placements_of(self.head.tensors[1], self.dim() - 1)
         if places == columns or all(p.is_replicate() for p in places):
@@ -69,12 +76,12 @@ class SpreadLogits(LazyLogits):
 
 
 def from_the_front(placements, last: int) -> tuple:
-    """The placements, with Shard(last) instead of Shard(-1)."""
+    """Replaces Shard(-1) in the placements by Shard(last), where `last` is the last dimension."""
     return tuple(type(p)(last) if checks.is_shard(p, -1) else p for p in placements)
 
 
 def placements_of(weight, last: int) -> tuple:
-    """The placements of logits, for a weight that is sharded by rows."""
+    """Returns the placements of the logits if the weight is sharded by rows."""
     return tuple(type(p)(last) if p.is_shard() else p for p in weight.placements)
 
 
@@ -95,7 +102,10 @@ def spread_plain_logits(tensors: tuple, options: dict) -> Tensor:
 
 
 def spread_logits(tensors: tuple, options: dict, module: nn.Module) -> Tensor:
-    """The logits of a head whose tensors are DTensors; lazy if the weight is sharded by rows."""
+    """Returns the logits of a head whose tensors are DTensors.
+
+    The logits are lazy if the weight is sharded by rows.
+    """
     hidden, weight, _ = tensors
     sharded = [p for p in weight.placements if not p.is_replicate()]
     if len(sharded) != 1 or not checks.is_shard(sharded[0], 0):

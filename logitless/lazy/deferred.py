@@ -1,7 +1,7 @@
 """`Deferred`: a tensor without memory of its own, which PyTorch can read but not write to.
 
 Lazy logits (logits.py), their gradient (gradient.py) and views of computed logits (`View` below)
-are Deferred tensors. They share one mechanism:
+are Deferred tensors. All Deferred tensors share one mechanism:
 
 - An operation of PyTorch gets the values, `plain_values()`, instead of the Deferred tensor.
 - A result that shares memory with the values is wrapped in a `View`, so that no result can be used
@@ -48,7 +48,7 @@ class _Absent:
 class Deferred(Tensor):
     """A tensor without memory of its own; see the module's docstring."""
 
-    __dlpack_c_exchange_api__ = _Absent()  # hidden, because the tensor has no memory to read
+    __dlpack_c_exchange_api__ = _Absent()  # absent, because a Deferred tensor has no memory to read
 
     what = "lazy logits"  # the subject of error messages
     copy = "logits.materialize()"  # an expression that returns a writable tensor
@@ -59,23 +59,23 @@ class Deferred(Tensor):
         t = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls, like.shape, dtype=like.dtype, device=like.device, **layout
         )
-        # After this call, a function that bypasses __torch_function__ and __torch_dispatch__ raises
-        # if it writes to t.
+        # The next line makes functions that bypass __torch_function__ and __torch_dispatch__ raise
+        # if they write to t.
         torch._C._set_throw_on_mutable_data_ptr(t)
         return t
 
     def plain_values(self) -> Tensor:
-        """The values as a plain tensor, detached. The caller must not write to them."""
+        """The values as a plain, detached tensor, which the caller must not write to."""
         raise NotImplementedError
 
     def expose(self) -> Tensor:
-        """The values, for code that takes the address of the values and may write there."""
+        """Returns the values to code that takes their address and may overwrite them."""
         return self.plain_values()
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Runs instead of an operation that would write to this tensor. By default, it raises."""
+        """Runs instead of an operation that would write to this tensor, and raises by default."""
         raise RuntimeError(
-            f"{self.what} must not be written to, by {running(func)}, because their values are not"
+            f"{self.what} must not be written to by {running(func)}, because their values are not"
             f" in memory. Write to a copy instead: {self.copy}."
         )
 
@@ -124,9 +124,9 @@ class View(Deferred):
 
 def on_values(func, args: tuple, kwargs: dict) -> Any:
     """Runs an operation on the values of its Deferred arguments."""
-    owners: dict[int, Deferred] = {}  # Deferred tensors, by the memory of their values
+    owners: dict[int, Deferred] = {}  # maps the memory of values to their Deferred tensor
     name = func._schema.name
-    described = name.endswith("_like") or name.startswith("aten::new_")  # these read no values
+    described = name.endswith("_like") or name.startswith("aten::new_")  # no values are read
 
     def values_of(t: Deferred) -> Tensor:
         if described:
@@ -146,7 +146,7 @@ def on_values(func, args: tuple, kwargs: dict) -> Any:
 
 
 def memory_of(t: Tensor) -> int:
-    """The identity of a tensor's memory. A tensor and its views have the same identity."""
+    """Identifies a tensor's memory by a number, which is equal for a tensor and its views."""
     return t.untyped_storage()._cdata
 
 
@@ -165,7 +165,7 @@ def written(func, args: tuple, kwargs: dict) -> Deferred | None:
 
 
 def _direct(func, args: tuple, kwargs: dict) -> Any:
-    """Runs a function that uses the memory of its first argument."""
+    """Runs a function that accesses the memory of its first argument directly."""
     t, *rest = args
     if func in WRITERS or (func in EXPORTS and not kwargs.get("copy")):
         with called(func):
@@ -203,7 +203,7 @@ def called(func) -> Iterator[None]:
 
 
 def running(func=None) -> str:
-    """The name of the PyTorch function that the user called. If it is unknown, `func`'s name."""
+    """The name of the PyTorch function that the user called, or of `func` if that is unknown."""
     func = _called.get() or func
     name = torch.overrides.resolve_name(func)
     if name is None:
@@ -211,7 +211,7 @@ def running(func=None) -> str:
         name = f"torch.{'Tensor.' * of_tensor}{getattr(func, '__name__', func)}"
     for module, short in MODULES.items():
         name = short + name.removeprefix(module) if name.startswith(module) else name
-    return name.removesuffix(".__get__")  # the getter of a property
+    return name.removesuffix(".__get__")  # `.__get__` is the getter of a property
 
 
 MODULES = {"torch.nn.functional.": "F.", "torch.functional.": "torch.", "torch.Tensor.": "Tensor."}

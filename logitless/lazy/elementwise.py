@@ -1,8 +1,8 @@
-"""Applies functions to each value, or to whole rows, of lazy logits. The result is lazy again.
+"""Applies functions to values or whole rows of lazy logits, and returns lazy logits.
 
-The result has an `Applied` formula. If a later operation reduces the vocabulary, the operation
-computes the formula for some rows at a time. If a later operation needs all values, the same
-functions compute all values at once.
+The returned logits have an `Applied` formula (formula.py). If a later operation reduces over the
+vocabulary, this operation computes the formula for some rows at a time. If a later operation needs
+all values, the same functions compute all values at once.
 """
 
 from collections.abc import Callable
@@ -21,17 +21,17 @@ from .recipe import Recipe, RowInput, own
 from .row_function import by_rows
 from .views import is_alias
 
-DEEPEST = 64  # the largest depth of nested functions, because Python limits recursion
-# Functions whose result is a mask that stays lazy, because callers reduce it by any() or all().
+DEEPEST = 64  # The largest depth of nested functions, because Python limits recursion.
+# These functions return a mask that stays lazy, because callers reduce the mask by any() or all().
 QUESTIONS = {getattr(T, name) for T in (torch, Tensor) for name in ("isnan", "isinf", "isfinite")}
 CONSTANTS = (int, float, str, torch.dtype, type(None))
 
 
 def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = False) -> Any:
-    """Lazy logits with the values function(*args, **kwargs), or NotImplemented.
+    """Returns lazy logits with the values function(*args, **kwargs), or NotImplemented.
 
-    At least one of the arguments is lazy. By default, the function is elementwise. If `whole_rows`
-    is true, the function takes whole rows, which are in the last dimension.
+    At least one argument is a LazyLogits. By default, the function is elementwise. If `whole_rows`
+    is true, the function takes whole rows along the last dimension.
     """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     lazy = list({id(t): t for t in leaves if isinstance(t, LazyLogits)}.values())
@@ -77,9 +77,9 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
 
 
 def in_memory(z: LazyLogits) -> Tensor:
-    """A lazy mask or lazy integers as a plain tensor, computed without materialising the logits.
+    """Computes a lazy mask or lazy integers as a plain tensor, without materialising the logits.
 
-    The result is not lazy, because a mask is smaller than the logits, and callers often write to
+    Masks do not stay lazy, because a mask is smaller than the logits and callers often write to
     masks.
     """
     if z.recipe.axis is not None:
@@ -89,17 +89,17 @@ def in_memory(z: LazyLogits) -> Tensor:
 
 
 class Argument(NamedTuple):
-    """An argument of a function of lazy logits."""
+    """An argument of a function that is applied to lazy logits."""
 
     formula: Any  # a Formula, or a constant
-    blank: Any  # for lazy logits or an input, a tensor with no rows; otherwise the constant
+    blank: Any  # a tensor with the argument's width and no rows, or a constant
     inputs: tuple[RowInput, ...] = ()
 
 
 def argument_of(t: Any, first: LazyLogits) -> Argument | None:
-    """The argument t of a function that also takes the lazy logits `first`.
+    """Returns t as an argument of a function that also takes the lazy logits `first`.
 
-    None if the result of the function cannot be lazy.
+    Returns None if the result of the function cannot be lazy.
     """
     if not isinstance(t, Tensor):
         return Argument(t, t) if isinstance(t, CONSTANTS) else None
@@ -113,7 +113,7 @@ def argument_of(t: Any, first: LazyLogits) -> Argument | None:
     lead, vocab = first.shape[:-1], first.shape[-1]
     if t.dim() > first.dim() or last not in (1, vocab):
         return None
-    if t.numel() == last:  # one number per column, or one number
+    if t.numel() == last:  # t has one number per column, or a single number
         t = own(t) if t.dim() == 0 else own(t).view(-1)
         return Argument(t, t)
     if last > 1 and t.shape == first.shape:
@@ -141,7 +141,7 @@ def no_rows(t: Tensor) -> Tensor:
 
 
 def have_same_rows(a: Recipe, b: Recipe) -> bool:
-    """Whether both recipes have the same hidden, weight and bias, from the same call of a head."""
+    """Whether two recipes have the hidden, weight and bias of the same call of a head."""
     if a.watch is not b.watch or a.axis != b.axis or a.shard is not b.shard:
         return False
     return all(map(is_alias, a.head.tensors, b.head.tensors))
@@ -152,24 +152,25 @@ def is_constant(t: Any) -> bool:
 
 
 def as_constant(a: Argument) -> Argument:
-    """The argument as a constant, for a function whose other arguments have a gradient."""
+    """Turns an argument without gradient into a constant if other arguments have a gradient."""
     known = isinstance(a.formula, Input) or not isinstance(a.formula, Formula)
     return a if known else a._replace(formula=Constant(a.formula))
 
 
 def is_differentiable(t: Any, first: LazyLogits, lazy: list[LazyLogits]) -> bool:
-    """Whether the gradient of this argument can be computed, or is not needed."""
+    """Whether the gradient of argument t can be computed, or is not needed."""
     if is_constant(t):
         return True
     if not isinstance(t, LazyLogits) or not have_same_rows(t.recipe, first.recipe):
         return False
-    # If several logits need a gradient, they share one gradient, and no hook may change it.
+    # If several lazy arguments need a gradient, hooks must not change their gradients, because each
+    # LazyGradient is incomplete (see gradient.Joint).
     alone = all(z is t or is_constant(z) for z in lazy)
     return alone or not (t._backward_hooks or t.retains_grad)
 
 
 class Call(NamedTuple):
-    """A call of a function, without its arguments."""
+    """A function, the structure of its arguments, and the state of autocast when it was called."""
 
     function: Callable[..., Tensor]
     tree: Any  # the pytree structure of the arguments
@@ -181,11 +182,11 @@ class Call(NamedTuple):
             return self.function(*args, **kwargs)
 
     def dtype_of_result(self, blanks: list, vocab: int) -> torch.dtype | None:
-        """The dtype of the result; None if the result is not as wide as the logits."""
+        """The dtype of the result, or None if the result cannot be lazy logits."""
         try:
             with torch.no_grad():
                 result = self.run(blanks)
-        except Exception:  # the function is called again on the values, and raises its own error
+        except Exception:  # the error is raised later, when the values are computed
             return None
         fits = isinstance(result, Tensor) and result.shape == (0, vocab)
         return result.dtype if fits and not result.is_complex() else None

@@ -1,9 +1,9 @@
 """Formulas of lazy logits: functions of the head's logits, computed for some rows at a time.
 
-The formula of logits that a head returns is `Direct`. A `Direct` formula also holds a scale, a
-softcap and a log_softmax, because our losses can compute these three themselves. Any other
-function, such as the product of probabilities and log-probabilities, is an `Applied` formula. An
-`Applied` formula is computed by PyTorch's own function when a later operation reduces the
+The formula of logits that a head returns is `Direct`. A `Direct` formula may include a scale, a
+softcap and a log_softmax, which our losses can compute themselves. Any other function of lazy
+logits, such as the product of probabilities and log-probabilities, is an `Applied` formula. An
+`Applied` formula is computed by PyTorch's own function when a later operation reduces over the
 vocabulary (row_function.py).
 """
 
@@ -27,7 +27,7 @@ class Rows:
         self.results: dict[Formula, Tensor] = {}
 
     def values(self, formula: "Formula") -> Tensor:
-        """The differentiable values (..., V) of a formula. Each formula is computed once."""
+        """The differentiable values (..., V) of a formula, which are computed only once."""
         if formula not in self.results:
             self.results[formula] = formula.compute(self)
         return self.results[formula]
@@ -44,7 +44,7 @@ class Formula:
 
 @dataclass(frozen=True)
 class Direct(Formula):
-    """The logits z up to a scale, a softcap and a log_softmax.
+    """The logits z, with an optional scale, softcap and log_softmax.
 
     With `capped`, the values are y = post · tanh(pre · z). Without `capped`, the values are
     y = pre · z. With `log`, the values are factor · log_softmax(y).
@@ -69,7 +69,7 @@ class Direct(Formula):
 
     @property
     def reads(self) -> dict[str, float]:
-        """The temperature and softcap that express `pre`, `post` and `capped` in our losses."""
+        """The temperature and softcap of our losses that have the effect of `pre` and `post`."""
         if self.capped:
             return {"softcap": 1 / self.pre, "temperature": 1 / (self.pre * self.post)}
         return {"temperature": 1 / self.pre}
@@ -85,8 +85,8 @@ class Direct(Formula):
 class Input(Formula):
     """A tensor that a function takes besides the logits: a mask or a teacher's probabilities.
 
-    The tensor has one row per row of the logits. The recipe holds the tensors (`Recipe.inputs`),
-    because views of lazy logits rearrange the rows of the inputs too.
+    An input tensor has one row per row of the logits. The recipe holds the input tensors
+    (`Recipe.inputs`), because views of lazy logits also rearrange the rows of input tensors.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -100,7 +100,7 @@ class Input(Formula):
 class Elsewhere(Formula):
     """A formula over the logits of another head, such as a teacher's head.
 
-    The logits of the other head are an input.
+    The other head's logits are an `Input` of the formula.
     """
 
     formula: Formula
@@ -132,8 +132,8 @@ class Constant(Formula):
 class Applied(Formula):
     """The result of a PyTorch function whose arguments are formulas, numbers and tensors.
 
-    The function takes whole rows and returns whole rows. Its result for a row must not depend on
-    the number of leading dimensions.
+    The function takes whole rows and returns whole rows. The function's result for a row must not
+    depend on the number of leading dimensions.
     """
 
     function: Callable[..., Tensor]
@@ -153,7 +153,7 @@ class Applied(Formula):
 
 
 def depth_of(formula: Any) -> int:
-    """The depth of nested functions in a formula; 0 for a constant."""
+    """The depth of nested functions in a formula. A formula without functions has depth 0."""
     if isinstance(formula, (Constant, Elsewhere)):
         return depth_of(formula.formula)
     return formula.depth if isinstance(formula, Applied) else 0
@@ -161,9 +161,9 @@ def depth_of(formula: Any) -> int:
 
 @dataclass(frozen=True)
 class Autocast:
-    """The state of autocast when a function was called. A formula is computed in this state."""
+    """The autocast state in which a function was called and its formula is computed."""
 
-    kind: str  # the type of device
+    kind: str  # type of the device, such as "cuda"
     dtype: torch.dtype | None  # None if autocast was off
 
     @staticmethod

@@ -19,8 +19,9 @@ from .logits import warn_once
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Keys in the __dict__ of modules. The hooks are on the model that was fused. The guard is on this
-# model, on its head and on the modules between them, so that unfuse can start from any of them.
+# GUARD, HOOKS and CALLS are keys in the __dict__ of modules. The hooks are on the model that was
+# fused. The guard is on the fused model, on its head and on the modules between model and head, so
+# that unfuse can start from any of these modules.
 GUARD, HOOKS, CALLS = "_logitless_guard", "_logitless_hooks", "_logitless_calls"
 
 
@@ -57,7 +58,7 @@ def fuse(model: Model, *, head: nn.Module | str | None = None, **options) -> Mod
 
 
 def unfuse(model: Model) -> Model:
-    """Undoes `fuse`, even if `fuse` was called on a module inside the model or around it."""
+    """Undoes `fuse`, even if `fuse` was called on a part or on a wrapper of the model."""
     for module in model.modules():
         guard = module.__dict__.pop(GUARD, None)
         if guard is not None:
@@ -82,7 +83,7 @@ class Fused(NamedTuple):
 
 
 def is_fused(model: nn.Module) -> Fused:
-    """Whether `fuse` has an effect on the model now, as a truth value with a reason.
+    """Returns whether `fuse` has an effect on the model now, and the reason.
 
     `fuse` has an effect if the head returns lazy logits in training. The result also depends on the
     last training forward, because a trainer may never call the head. `model` may also be a wrapper
@@ -107,19 +108,19 @@ COMPILED = "torch.compile computes the logits of the head as a plain product."
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile compiles the module, including a fused head inside it."""
+    """Whether torch.compile compiles a module that contains a fused head."""
     compiled = module._compiled_call_impl is not None or "_orig_mod" in module._modules
     return compiled and any(guards_of(module))
 
 
 def guards_of(model: nn.Module) -> Iterator["Guard"]:
-    """The active guards of a model and of the modules inside it."""
+    """The active guards (class Guard) of a model and of the modules inside the model."""
     guards = (module.__dict__.get(GUARD) for module in model.modules())
     return (guard for guard in guards if guard is not None and guard.active)
 
 
 def head_of(model: nn.Module, name: str | None) -> nn.Module:
-    """The model's head, including modules that wrap it. Raises if the head cannot be fused."""
+    """Returns the model's head with its wrappers. Raises if the head cannot be fused."""
     if name is None:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         checks.has_head(head, model)
@@ -145,22 +146,22 @@ def remove_hooks(model: nn.Module) -> None:
 class Guard:
     """The hooks of a fused model, which fuse its head again if the head was replaced.
 
-    `resize_token_embeddings` and adapters replace the head, and other code replaces its forward. A
-    head that cannot be fused is not changed, and a training forward warns once.
+    `resize_token_embeddings` and adapters replace the head, and other code replaces the forward of
+    the head. If a head cannot be fused, the head is not changed and a training forward warns once.
     """
 
     def __init__(self, head: str | None, options: dict):
         self.head, self.options = head, options
         self.active = True  # False after unfuse
-        self.calls = 0  # number of calls of the head that may return lazy logits
+        self.calls = 0  # number of calls of the head whose logits may be lazy
         self.unfusable: str | None = None  # the reason why the head cannot be fused
         self.obstacle: str | None = None  # why the last training forward had plain logits
 
     def find(self, model: nn.Module) -> nn.Module | None:
-        """The head, or None if it cannot be fused."""
+        """Returns the head, or None if the head cannot be fused."""
         try:
             head = head_of(model, self.head)
-        except Exception as error:  # from our checks or from the model's get_output_embeddings
+        except Exception as error:  # raised by our checks or by get_output_embeddings
             self.unfusable = f"{kind_of(model)} has a head that cannot be fused. {error}"
             return None
         self.unfusable = None
@@ -180,7 +181,7 @@ class Guard:
             set_forward(head, self)
 
     def called(self, logits: Any, products: Products) -> None:
-        """Runs after each call of the head that may return lazy logits."""
+        """Runs after each call of the head in which the logits may be lazy."""
         self.calls += 1
         self.obstacle = None
         if wants_gradient(logits) and not is_lazy(logits):

@@ -2,9 +2,10 @@
 
 A head is often not a plain linear layer, because accelerate sets hooks on the head, adapters wrap
 the head, quantisers replace the head, or users set their own forward. So a fused head still runs
-its own forward. Inside this forward, `torch.nn.functional.linear` of hidden states and a weight
-returns lazy logits. Operations before and after this product get the same numbers as in the plain
-model. A head without such a product returns the same result as in the plain model.
+its own forward. Inside the head's own forward, `torch.nn.functional.linear` of hidden states and a
+weight as wide as the vocabulary returns lazy logits. Operations before and after `linear` get the
+same numbers as in the plain model. A head that does not call `linear` returns the same result as in
+the plain model.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ _lazy = ContextVar("lazy", default=False)
 
 @contextlib.contextmanager
 def lazy_logits():
-    """Inside this block, fused heads return lazy logits even without gradients, for a teacher.
+    """Makes fused heads return lazy logits even without gradients, for example for a teacher.
 
     >>> with torch.no_grad(), lazy_logits():
     ...     teacher_logits = teacher(ids).logits
@@ -44,7 +45,7 @@ def lazy_logits():
 
 
 class FusedForward:
-    """The forward of a fused head. It calls the head's earlier forward inside `Products`.
+    """The forward of a fused head, which calls the head's earlier forward inside `Products`.
 
     `below` is the forward that other code had set on the head earlier. If `below` is None, the
     forward of the head's class is called. Other code may replace the FusedForward later.
@@ -75,14 +76,14 @@ class FusedForward:
 
 
 def forward_set_on(head: nn.Module) -> FusedForward | None:
-    """The head's current forward if it is a FusedForward, else None."""
+    """Returns the head's forward if this forward is a FusedForward, else None."""
     forward = head.__dict__.get("forward")
     ours = getattr(forward, "__func__", None) is FusedForward.forward
     return forward.__self__ if ours else None  # pyright: ignore
 
 
 def set_forward(head: nn.Module, guard: Any) -> None:
-    """Sets a FusedForward on a head. It calls the forward that was set on the head before."""
+    """Sets a FusedForward on a head. The FusedForward calls the head's earlier forward."""
     ours = forward_set_on(head)
     if ours is not None and ours.head is head and ours.guard is guard:
         return
@@ -102,7 +103,7 @@ def remove_forward(head: nn.Module) -> None:
 
 
 class Products(TorchFunctionMode):
-    """Inside the forward of a head, products with a weight as wide as the vocabulary are lazy."""
+    """Inside a `Products` block, products of hidden states with a weight (V, D) are lazy."""
 
     def __init__(self, head: nn.Module, options: dict):
         super().__init__()
@@ -127,7 +128,7 @@ class Products(TorchFunctionMode):
         return lazy_product((hidden, weight, bias), self.options, owner, wanted)
 
     def why_plain(self) -> str:
-        """The reason why the head returned plain logits, as a phrase to put after its name."""
+        """The reason why the logits are plain, as a phrase that follows the head's name."""
         if self.obstacle is not None:
             return f"computes plain logits, because {self.obstacle}"
         if self.found:
@@ -149,14 +150,14 @@ def width_of(head: nn.Module) -> int:
 
 
 def owner_of(weight: Tensor, head: nn.Module) -> nn.Module:
-    """The module that gathers and frees this weight, if FSDP shards a part of the head."""
+    """The module that gathers and frees this weight under FSDP, or else the head."""
     sharded = [m for m in head.modules() if hasattr(type(m), "unshard")]
     owners = [m for m in sharded if any(p is weight for p in m.parameters())]
     return owners[-1] if owners else head
 
 
 def obstacle_of(hidden: Any, weight: Any, bias: Any) -> str | None:
-    """The reason why the product of these tensors cannot be lazy; None if it can be lazy."""
+    """The reason why hidden @ weight.T + bias cannot be lazy, or None if it can be lazy."""
     given = {"input": hidden, "weight": weight, "bias": bias}
     tensors = {name: t for name, t in given.items() if t is not None}
     for name, t in tensors.items():
@@ -181,7 +182,7 @@ def wants_gradient(*tensors: Any) -> bool:
 
 
 def may_be_lazy() -> bool:
-    """Whether logits may be lazy: with gradients, or inside `lazy_logits()`.
+    """Whether logits may be lazy: gradients are enabled, or the call is inside `lazy_logits()`.
 
     Logits are never lazy under a compiler, a tracer or torch.func.
     """
@@ -191,7 +192,7 @@ def may_be_lazy() -> bool:
 
 
 def head_logits(module: nn.Linear, hidden: Tensor, options: dict) -> Tensor:
-    """The logits of a linear layer, lazy if gradients are needed or inside `lazy_logits()`."""
+    """Returns lazy logits of a linear layer, or plain logits as in `lazy_product`."""
     tensors = (hidden, module.weight, module.bias)
     if torch.compiler.is_compiling() and wants_gradient(*tensors):
         _say_how_to_compile()
@@ -199,10 +200,11 @@ def head_logits(module: nn.Linear, hidden: Tensor, options: dict) -> Tensor:
 
 
 def lazy_product(tensors: tuple, options: dict, module: nn.Module, wanted: bool = False) -> Tensor:
-    """Returns hidden @ weight.T + bias, lazy if gradients are needed or inside `lazy_logits()`.
+    """Returns hidden @ weight.T + bias.
 
-    With `wanted`, gradients count as needed even if no tensor of this product requires one. Under
-    a compiler, a tracer or torch.func, the result is the plain product.
+    The result is lazy if gradients are needed or inside `lazy_logits()`. If `wanted` is true,
+    gradients count as needed even if hidden, weight and bias require no gradient. Under a compiler,
+    a tracer or torch.func, the result is a plain tensor.
     """
     hidden, weight, _ = tensors
     spread = is_dtensor(hidden) and is_dtensor(weight)
@@ -223,7 +225,7 @@ def is_lazy(logits: Any) -> bool:
 
 
 def _say_how_to_compile() -> None:
-    """Warns while torch.compile traces a graph. The warning is not part of the graph."""
+    """Warns while torch.compile traces a graph, without adding the warning to the graph."""
     if torch.compiler.is_exporting():
         warn_once(
             "torch.export records the head of a fused model as a plain product, and the exported"
@@ -238,5 +240,6 @@ def _say_how_to_compile() -> None:
     )
 
 
-# torch.compiler.assume_constant_result sets the same mark, but it would import the compiler.
+# torch.compiler.assume_constant_result sets the same attribute, but importing it would import the
+# compiler.
 _say_how_to_compile._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

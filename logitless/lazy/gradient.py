@@ -1,4 +1,4 @@
-"""The gradient of lazy logits. Backward passes it from a loss to the head (see logits.py)."""
+"""The gradient of lazy logits, which backward passes from a loss to the head (see logits.py)."""
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -14,8 +14,8 @@ Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of hidde
 Compute = Callable[[], Tensor]  # computes a gradient of the values
 
 aten = torch.ops.aten
-with torch.inference_mode(False):  # this module may be imported under inference_mode
-    # The dispatch keys included and excluded outside of any operation.
+with torch.inference_mode(False):  # This module may be imported under inference_mode.
+    # The dispatch keys that PyTorch includes and excludes outside of any operation.
     OUTSIDE = (
         torch._C._dispatch_tls_local_include_set(),
         torch._C._dispatch_tls_local_exclude_set(),
@@ -25,7 +25,8 @@ with torch.inference_mode(False):  # this module may be imported under inference
 def outside() -> Any:
     """Returns a context manager inside which autograd records operations.
 
-    It is needed inside __torch_dispatch__, which PyTorch calls with autograd switched off.
+    The context manager is needed inside __torch_dispatch__, because PyTorch calls
+    __torch_dispatch__ with autograd switched off.
     """
     return torch._C._ForceDispatchKeyGuard(*OUTSIDE)
 
@@ -43,15 +44,16 @@ class Joint:
     """An operation with several lazy logits as arguments, such as torch.cat or a product.
 
     In backward, each argument gets its own LazyGradient. The gradients of weight and bias are sums
-    over all arguments, and only the first LazyGradient holds them. Except for torch.cat, the same
-    holds for the gradient of hidden. So a single LazyGradient is incomplete, and must not be
-    changed. To record this, each of n LazyGradients has the share 1 / n of the Joint. If autograd
-    adds LazyGradients, their shares are added too. The sum is complete if its share is 1.
+    over all arguments, and only the first LazyGradient holds them. The gradient of hidden is also
+    held only by the first LazyGradient, except for torch.cat. So the LazyGradient of one argument
+    is incomplete, and must not be changed. Each of the n LazyGradients of a Joint has the share
+    1/n, which marks the LazyGradient as incomplete. If autograd adds LazyGradients, their shares
+    are added too. The sum of LazyGradients is complete if its share is 1.
     """
 
     def __init__(self, name: str, root: Any = None):
         self.name = name
-        self.root = root  # the Watch of the logits, if one call of a head created all of them
+        self.root = root  # the Watch of all arguments, if one call of a head created them
 
 
 Shares = Mapping[Joint, Fraction]
@@ -62,8 +64,9 @@ class LazyGradient(Deferred):
 
     `of_values` is the gradient of the values, from operations that materialised the logits. `parts`
     are the gradients of hidden, weight and bias from losses over lazy logits. The functions in
-    `computes` return the gradients of the values from the same losses. An operation that reads the
-    gradient, such as `norm`, calls these functions. Scaling and adding gradients does not.
+    `computes` return the gradients of the values from losses over lazy logits. An operation that
+    reads the gradient, such as `norm`, calls the functions in `computes`. Scaling and adding
+    gradients does not call the functions in `computes`.
     """
 
     what, copy = "gradients of lazy logits", "gradient.materialize()"
@@ -71,11 +74,10 @@ class LazyGradient(Deferred):
     parts: Parts
     of_values: Tensor | None
     computes: tuple[Compute, ...]
-    known: Tensor | None  # the gradient of the values, once it is computed
-    # Whether this is a gradient of log p that is known only up to a part that the backward of
-    # log_softmax removes.
+    known: Tensor | None  # The gradient of the values, once it is computed.
+    # Whether this is a gradient of log p that is exact only after the backward of log_softmax.
     projected: bool
-    shares: Shares  # the shares below 1; see Joint
+    shares: Shares  # the share per Joint, if below 1
 
     @staticmethod
     def of(
@@ -103,8 +105,8 @@ class LazyGradient(Deferred):
         if self.projected:
             raise RuntimeError(
                 "the gradient of log-probabilities of lazy logits must not be read, because it is"
-                " known only up to a part that the backward of log_softmax removes. Read the"
-                " gradient of the logits, or use logits.materialize() before log_softmax."
+                " exact only after the backward of log_softmax. Read the gradient of the logits,"
+                " or use logits.materialize() before log_softmax."
             )
         if self.known is None:
             with outside(), torch.no_grad():
@@ -115,7 +117,7 @@ class LazyGradient(Deferred):
         return self.known
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Applies the write to the gradient of the values, which replaces `parts`."""
+        """Writes to the materialised gradient, which then replaces `parts`."""
         first = args[0] if args else None
         targets = first if isinstance(first, (list, tuple)) else [first]
         known = isinstance(func, torch._ops.OpOverload) or func is Tensor.__setitem__
@@ -139,7 +141,7 @@ class LazyGradient(Deferred):
         vars(self).update(vars(other))
 
     def refuse_shared(self) -> None:
-        """Raises if the gradient must not be changed, because it is incomplete (see Joint)."""
+        """Raises if the gradient is incomplete (see Joint), and so must not be changed."""
         for joint in self.shares:
             raise RuntimeError(
                 f"the gradient of lazy logits that {joint.name} joined must not be changed, because"
@@ -155,7 +157,7 @@ class LazyGradient(Deferred):
             g, rest = rest[0], [g]
         if is_copy(func, args):
             copy = g.each(lambda t: t)
-            if func is not aten.clone.default:  # a view, so that later writes to g change it too
+            if func is not aten.clone.default:  # detach, alias and view return a view of g
                 copy.__dict__ = g.__dict__  # pyright: ignore[reportAttributeAccessIssue]
             return copy
         if func is aten._to_copy.default and not kwargs.keys() - {"dtype"}:
@@ -187,10 +189,7 @@ class Like(NamedTuple):
     device: torch.device
 
     def blank(self) -> Tensor:
-        """A stand-in tensor, for callers that read only shape, dtype and device.
-
-        It is one number expanded to the shape.
-        """
+        """A tensor of this shape, dtype and device whose memory holds only one number."""
         return torch.empty((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
@@ -221,13 +220,13 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 
 
 def added_shares(a: Shares, b: Shares) -> Shares:
-    """The sum of the shares per Joint. A Joint with the sum 1 is left out: it is complete."""
+    """Adds the shares of two gradients per Joint, and leaves out each Joint whose sum is 1."""
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """The shares of each of the `count` gradients into which `joint` divides the gradient g."""
+    """The shares that each of `count` gradients gets if `joint` divides the gradient g."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}
@@ -240,10 +239,10 @@ def added_parts(parts: Parts, others: Parts) -> Parts:
 
 
 def split(g: Tensor) -> tuple[Parts, Tensor | None]:
-    """Returns the gradients of hidden, weight and bias in g, and the gradient of the values."""
+    """Splits g into the gradients of hidden, weight and bias and the gradient of the values."""
     if not isinstance(g, LazyGradient):
         return NO_PARTS, g
-    if torch.is_grad_enabled() and g.requires_grad:  # the parts have no history, but g has
+    if torch.is_grad_enabled() and g.requires_grad:  # g has autograd history, g.parts has none
         *parts, of_values = refuse_second((*g.parts, g.of_values), (g,))
         return tuple(parts), of_values  # pyright: ignore
     return g.parts, g.of_values
@@ -262,7 +261,7 @@ def shares_of(g: Tensor) -> Shares:
 
 
 def pulled_back(function: Callable[[Tensor], Any], x: Tensor, *d: Tensor | None) -> Tensor:
-    """The gradient of x. `d` holds the gradient of each result of function(x).
+    """Returns the gradient of x. `d` holds the gradient of each result of function(x).
 
     An entry of `d` is None if the result has no gradient.
     """

@@ -1,16 +1,16 @@
 """Lazy logits: a tensor whose values are not computed until they are needed.
 
-A fused head returns a `LazyLogits`, a tensor with a shape, a dtype and a history in autograd. The
-tensor holds only hidden, weight and bias. A loss over lazy logits, ours or one of
-torch.nn.functional, is computed chunk by chunk (heads/). Views, slices, casts, scaling and softcaps
-of lazy logits are lazy too (torch_functions.py). Any other operation computes the values, and its
-result is correct as well. Writing to lazy logits raises.
+A fused head returns a `LazyLogits`, a tensor with a shape, a dtype and a history in autograd. A
+`LazyLogits` holds only hidden, weight and bias. A loss over lazy logits, ours or one of
+torch.nn.functional, is computed chunk by chunk (heads/). Views, slices, casts and elementwise
+functions of lazy logits are lazy too (torch_functions.py). Any other operation materialises the
+logits, and returns the same result as for plain logits. Writing to lazy logits raises.
 
-Autograd's graph is the ordinary one, with nodes for the head, the views and the loss. Only the type
-of the gradient is unusual. A loss computes the gradients of hidden and weight, and passes them to
-its logits as a `LazyGradient`. Views and slices re-index the `LazyGradient`, and the head unpacks
-it. So hooks run, DDP and FSDP get the output that they expect, and no tensor as large as the logits
-is ever allocated.
+The autograd graph has the usual nodes, for the head, the views and the loss. Only the gradient has
+an unusual type. A loss computes the gradients of hidden and weight, and passes them to its logits
+as a `LazyGradient`. In backward, views and slices re-index the `LazyGradient`, and the head takes
+the gradients of hidden and weight from the `LazyGradient`. So hooks run, DDP and FSDP get the
+output that they expect, and no tensor as large as the logits is ever allocated.
 """
 
 import functools
@@ -65,9 +65,9 @@ class LazyLogits(Deferred, Source):
     ) -> "LazyLogits":
         """Lazy logits with another recipe, without autograd history.
 
-        If `function` is given, the values of the result are `function` of the values of
-        `arguments`, which are (self,) by default. If `is_view` is true, the values of the result
-        may share the memory of the argument's values.
+        `function`, if given, maps the values of `arguments` to the values of the result. The
+        default of `arguments` is (self,). If `is_view` is true, the values of the result may share
+        the memory of the argument's values.
         """
         z = LazyLogits.of(recipe)
         if function is not None:
@@ -80,12 +80,12 @@ class LazyLogits(Deferred, Source):
 
     @property
     def known_values(self) -> Tensor | None:
-        """The values if they have been computed, else None."""
+        """The values of the logits, or None if the values have not been computed."""
         return self.cell.values
 
     @property
     def from_head(self) -> bool:
-        """Whether a loss may be computed from the head. If not, it must read the known values."""
+        """Whether a loss may be computed from the head instead of the values in memory."""
         return not self.origin.exposed and not (self.origin.known and self.recipe.stale())
 
     def plain_values(self) -> Tensor:
@@ -94,20 +94,26 @@ class LazyLogits(Deferred, Source):
         return self.origin.values()
 
     def expose(self) -> Tensor:
-        """The values, for code that may overwrite them. Later losses read the values in memory."""
+        """Returns the values to code that may overwrite them.
+
+        Later losses read the overwritten values.
+        """
         if self.cell.values is None and self.recipe.trains:
             warn_materialised()
         return self.origin.expose()
 
     def materialize(self, rows=None) -> Tensor:
-        """The logits as a plain, differentiable tensor. With `rows`, only these rows, detached."""
+        """Returns the logits as a plain, differentiable tensor.
+
+        If `rows` is given, returns only these rows, detached.
+        """
         if rows is None:
             return Materialize.apply(self)  # pyright: ignore[reportReturnType]
         with self.recipe.in_memory():
             return teacher_rows(self.as_teacher(), rows).clone()
 
     def over(self, shard) -> "LazyLogits":
-        """The lazy logits with the columns of all ranks. `self` holds the columns of `shard`."""
+        """Extends lazy logits with the columns of `shard` to the columns of all ranks."""
         recipe = self.recipe.replace(shard=shard.over(None))
         sides = (shard.start, shard.vocab - shard.start - shard.width)
         columns = slice(shard.start, shard.start + shard.width)
@@ -121,15 +127,16 @@ class LazyLogits(Deferred, Source):
         result = UnscaledLogits(self).evaluate(of_head, reduction, row_weight)
         if self.recipe.head.dtype != torch.float64 or self.dtype == torch.float64:
             return result
-        # Losses over an fp64 head are fp64, but losses over its logits in fp32 are fp32.
+        # A loss over the logits of an fp64 head is fp64. If the logits were cast to fp32, the loss
+        # is fp32.
         outputs = result if isinstance(result, tuple) else (result,)
         outputs = tuple(t.float() if t.is_floating_point() else t for t in outputs)
         return outputs if isinstance(result, tuple) else outputs[0]
 
     def loss_of_head(self, loss: RowLoss) -> RowLoss | None:
-        """The loss as a function of the head's own logits.
+        """Rewrites a loss over scaled or capped logits as a loss over the head's own logits.
 
-        If this is not possible, returns None, and warns in training.
+        Returns None if the loss cannot be rewritten, and warns in training.
         """
         recipe, softcap = self.recipe, loss.reading.softcap
         cause, of_head = recipe.obstacle(softcap), None
@@ -150,7 +157,7 @@ class LazyLogits(Deferred, Source):
         return UnscaledLogits(self).capture_topk(k, reading.temperature, reading.softcap)
 
     def as_teacher(self):
-        """The same logits as constants, for the teacher's side of a loss."""
+        """Returns the logits without gradients, for use as a teacher in a loss."""
         constant = self.recipe.obstacle(None) or not self.from_head
         return self.origin.values() if constant else self.recipe.teacher()
 
@@ -165,7 +172,7 @@ class LazyLogits(Deferred, Source):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        # Imported here, because torch_functions.py imports this class.
+        # The import is inside this method, because torch_functions.py imports LazyLogits.
         from .torch_functions import kept_lazy
 
         if func is Tensor.register_hook:
@@ -208,7 +215,7 @@ def checked_hook(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
 
 
 _warned: set[str] = set()
-# File names of code that belongs to logitless or PyTorch, or that PyTorch generates.
+# The file names of code in logitless, in PyTorch, or generated by PyTorch begin with these strings.
 INSIDE = (
     f"{Path(__file__).parents[1]}{os.sep}",
     f"{Path(torch.__file__).parent}{os.sep}",
@@ -216,19 +223,22 @@ INSIDE = (
 )
 
 INSTEAD = (
-    "A loss computed from them keeps them lazy; for anything else, call the model under"
+    "The logits stay lazy if a loss is computed from them. For anything else, call the model under"
     " torch.no_grad()."
 )
 
 
 def warn_materialised(by: str | None = None) -> None:
-    """Warns once per function that materialises logits. `by` defaults to the running function."""
+    """Warns once per function that materialises logits. `by` is the function's name.
+
+    The default of `by` is the PyTorch function that is running.
+    """
     by = by or running()
     warn_once(f"logits of a fused head are materialised by {by}. {INSTEAD}")
 
 
 def warn_once(message: str) -> None:
-    """Warns at the innermost line of the call stack outside of logitless and PyTorch."""
+    """Warns once, at the innermost line of the call stack outside of logitless and PyTorch."""
     if message in _warned:
         return
     _warned.add(message)
@@ -239,7 +249,7 @@ def warn_once(message: str) -> None:
 
 
 def kept(z: LazyLogits, recipe: Recipe, back: Callable | None, op: Op) -> LazyLogits:
-    """The result of the operation `op` on z, as lazy logits with this recipe. See LazyOp."""
+    """Returns the result of `op` on z, as lazy logits with the given recipe. See LazyOp."""
     anchor = None if op.linear else anchor_of(z)
     return LazyOp.apply(recipe, back, op, anchor, z)  # pyright: ignore[reportReturnType]
 

@@ -1,4 +1,4 @@
-"""The autograd nodes of losses over lazy logits. Backward returns a LazyGradient (gradient.py)."""
+"""The autograd nodes of losses over lazy logits, whose backward returns a LazyGradient."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ def _start(ctx, z: "LazyLogits", loss, row_weight, reduction, grad, row_inputs, 
 
 
 def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
-    """The gradient of lazy logits. It holds `d`, the gradients of hidden, weight and bias."""
+    """Returns a LazyGradient that holds `d`, the gradients of hidden, weight and bias."""
     if not ctx.needs_input_grad[0]:
         return None
     parts, loss = (d.hidden, d.weight, d.bias), call.loss
@@ -48,24 +48,24 @@ def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
 
         return pulled_back(function, recipe.values(), *upstream)
 
-    # A loss of log p may be computed as a loss of the logits. Its gradient of the logits is then
-    # exact, but its gradient of log p is not.
+    # If a loss over log p is computed as a loss over the logits, the gradient of the logits is
+    # exact, but the gradient of log p is not exact.
     projected = recipe.logits is None and not isinstance(loss, OfValues)
     gradient = gradient_of(ctx.like, parts, None, (compute,), None, projected)
     return final(gradient, ctx.anchor, *upstream)
 
 
 def of_values(loss: RowLoss, recipe: Recipe) -> tuple[RowLoss, float]:
-    """Rewrites a loss of the head's logits as a loss of the recipe's values.
+    """Rewrites a loss over the head's logits as a loss over the recipe's values.
 
-    Returns the loss, and the factor to divide the values by.
+    Returns the new loss, and the factor by which the values are divided before the loss.
     """
     if isinstance(loss, OfValues):
         return loss.of_values(), 1.0
     if recipe.shard is not None:
         raise RuntimeError(
             "the gradient of lazy logits of several ranks must not be read, because each rank"
-            " computes its columns only. Use logits.materialize() before the loss."
+            " computes only its own columns. Use logits.materialize() before the loss."
         )
     direct = recipe.direct
     assert direct is not None
@@ -83,12 +83,12 @@ class OfValues:
     inputs: tuple[RowInput, ...]  # the recipe's inputs
 
     def of_values(self) -> Any:
-        """The same loss as a function of the values."""
+        """Returns the same loss as a function of the recipe's values."""
         raise NotImplementedError
 
 
 class LazyReducedLoss(Node):
-    """The node of a mean or sum of losses over lazy logits. Backward returns a LazyGradient."""
+    """The autograd node of a mean or sum of losses over lazy logits."""
 
     @staticmethod
     def forward(ctx, z, row_weight, loss, reduction, grad, anchor, *row_inputs):
@@ -110,7 +110,7 @@ class LazyReducedLoss(Node):
 
 
 class LazyPerRowLoss(Node):
-    """The node of a loss per row of lazy logits. Backward returns a LazyGradient."""
+    """The autograd node of a loss over lazy logits that returns one value per row."""
 
     @staticmethod
     def forward(ctx, z, loss, anchor, *row_inputs):

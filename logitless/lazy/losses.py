@@ -1,4 +1,4 @@
-"""Losses of torch.nn.functional over lazy logits. Each result has the dtype of PyTorch's result."""
+"""Losses of torch.nn.functional over lazy logits. Each loss has the dtype that PyTorch returns."""
 
 import functools
 import inspect
@@ -38,13 +38,13 @@ def cross_entropy_loss(
     loss = cross_entropy(
         UnscaledLogits(z), target, ignore_index=ignore_index, **options, **z.recipe.logits.reads
     )
-    if reduction == "mean":  # PyTorch's mean of no rows, or of no weight, is NaN
+    if reduction == "mean":  # PyTorch's mean is NaN if its divisor is 0
         loss = torch.where(_mass(target, weight, ignore_index) == 0, torch.nan, loss)
     return loss.to(dtype_of(z, ("cuda", "cpu")))
 
 
 def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The divisor of PyTorch's mean: the number of targets that count, or their class weights."""
+    """The divisor of PyTorch's mean: the number or the total class weight of targets that count."""
     mass = target != ignore_index
     if weight is not None:
         mass = torch.where(mass, weight[target.clamp(0, len(weight) - 1)], 0.0)
@@ -54,7 +54,7 @@ def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
 def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction, **options):
     """F.cross_entropy or F.nll_loss of lazy values that are not logits.
 
-    PyTorch's function computes the result for some rows at a time.
+    PyTorch's own function runs on some rows at a time.
     """
     plain = z.dim() == 2 and target.shape == z.shape[:1] and not target.is_floating_point()
     weight = options["weight"]
@@ -90,7 +90,7 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 
 
 def unlogged(z: LazyLogits) -> LazyLogits:
-    """Logits whose log_softmax is z. If materialised, they equal z, because log_softmax(z) = z."""
+    """Returns log-probabilities z as logits, which is possible because log_softmax(z) = z."""
     return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)
 
 
@@ -139,9 +139,9 @@ def loss_of_values(function: Callable):
 
 
 def _lazy_kl_div(input: Tensor, target: Tensor, log_target: bool):
-    """The sum of F.kl_div over two lazy results of log_softmax, or NotImplemented.
+    """The sum of F.kl_div, if input and target are lazy results of log_softmax.
 
-    At most one of the two may need a gradient.
+    Returns NotImplemented if both input and target need a gradient.
     """
     if not (isinstance(input, LazyLogits) and isinstance(target, LazyLogits)):
         return NotImplemented

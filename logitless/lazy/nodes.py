@@ -1,7 +1,8 @@
 """The autograd nodes of heads and of operations on lazy logits. Losses are in loss_nodes.py.
 
 Backward passes a LazyGradient (gradient.py) from node to node. An operation that materialised the
-logits passes a plain tensor instead. A node that gets no gradient computes nothing in backward.
+logits passes a plain tensor instead of a LazyGradient. A node that gets no gradient computes
+nothing in backward.
 """
 
 from collections.abc import Callable
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
 
 
 class Anchor(Node):
-    """Maps lazy logits to an empty tensor that depends on them in the graph.
+    """Returns an empty tensor that depends on lazy logits in the autograd graph.
 
-    A node keeps this tensor instead of the logits, because this tensor holds no memory. A gradient
-    that cannot be differentiated again is made to depend on this tensor (refuse_second). So a
-    second differentiation raises.
+    A node keeps the empty tensor instead of the logits, because the empty tensor holds no memory. A
+    gradient that cannot be differentiated again depends on the empty tensor, so that a second
+    differentiation raises (refuse_second).
     """
 
     @staticmethod
@@ -62,7 +63,7 @@ def anchor_of(z: "LazyLogits") -> Tensor | None:
 
 
 def final(gradient: Tensor | None, *inputs: Any) -> Tensor | None:
-    """Returns the same gradient. A second differentiation through this gradient raises."""
+    """Returns the gradient. A second differentiation through the returned gradient raises."""
     if gradient is None or not torch.is_grad_enabled():
         return gradient
     if isinstance(gradient, LazyGradient):
@@ -79,9 +80,9 @@ def gradient_of(
     projected: bool = False,
     shares: Shares | None = None,
 ) -> Tensor | None:
-    """Returns a gradient with these parts. This is the inverse of `split`.
+    """Builds a gradient from its parts, as the inverse of `split`.
 
-    `source` is the upstream gradient that the result depends on.
+    `source` is the upstream gradient on which the built gradient depends.
     """
     if all(t is None for t in parts) and not computes:
         return of_values
@@ -92,7 +93,7 @@ def gradient_of(
 
 
 class LazyHead(Node):
-    """The node that creates lazy logits from hidden, weight and bias."""
+    """The autograd node that creates lazy logits from hidden, weight and bias."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, head, shard, kind, trains):
@@ -117,7 +118,7 @@ class LazyHead(Node):
         if g is None:
             return (None,) * 7
         if any(joint.root is ctx.watch for joint in shares_of(g)):
-            g.refuse_shared()  # raises if a node or a hook has dropped a share
+            g.refuse_shared()  # raises, because g is incomplete (see Joint)
         parts, of_values = split(g)
         if of_values is not None:
             hidden, weight, bias = ctx.saved_tensors
@@ -140,26 +141,28 @@ class LazyHead(Node):
 class Op(NamedTuple):
     """An operation on plain logits."""
 
-    function: Callable[..., Tensor]  # maps the values of the arguments to the values of the result
-    linear: bool = True  # True if the gradient does not depend on the values
-    # The gradient of a linear function. None if autograd derives the gradient at low cost.
+    function: Callable[..., Tensor]  # Maps the values of the arguments to the values of the result.
+    linear: bool = True  # True if the gradient does not depend on the values.
+    # Maps the gradient of the result to the gradient of the argument, for a linear function. If
+    # `pull` is None, autograd computes the gradient of the argument.
     pull: Callable[[Tensor], Tensor] | None = None
-    is_view: bool = False  # whether the result may share the memory of the argument
-    # The field `projected` of the LazyGradient that backward returns. If None, the field is copied
-    # from the upstream gradient.
+    is_view: bool = False  # Whether the result may share the memory of the argument.
+    # The value of `projected` in the LazyGradient that backward returns. If `projects` is None,
+    # `projected` is copied from the upstream gradient.
     projects: bool | None = None
-    name: str = "a function"  # the operation's name in error messages
-    # The arguments' formulas, rewritten over the result's head. Empty if the arguments' own
-    # formulas already apply.
+    name: str = "a function"  # The operation's name in error messages.
+    # The arguments' formulas, rewritten for the result's head. If `formulas` is empty, the
+    # arguments' own formulas are used.
     formulas: tuple[Formula, ...] = ()
 
 
 class LazyOp(Node):
-    """The node of an operation on lazy logits whose result is lazy too.
+    """The autograd node of an operation on lazy logits whose result is lazy too.
 
-    `back` maps the gradients of the new hidden, weight and bias to the gradients of the old hidden,
-    weight and bias. `op` is the same operation on plain logits. Backward uses `op` for a gradient
-    of the values. If there are several arguments, all must have the same hidden, weight and bias.
+    `back` maps the gradients of the result's hidden, weight and bias to the gradients of the
+    argument's hidden, weight and bias. `op` performs the operation on plain logits. Backward uses
+    `op` if the upstream gradient contains a gradient of the values. All arguments that need a
+    gradient must have the same hidden, weight and bias.
     """
 
     @staticmethod
@@ -170,10 +173,10 @@ class LazyOp(Node):
         ctx.likes, ctx.back, ctx.op, ctx.anchor = [*map(described, arguments)], back, op, anchor
         first = arguments[0].recipe
         ctx.joint = Joint(op.name, first.watch)
-        same_ranks = recipe.shard is first.shard  # whether both recipes have the same columns
+        same_ranks = recipe.shard is first.shard  # False if the result has other columns
         function = op.function if same_ranks else None
         new = arguments[0].derived(recipe, function, arguments, op.is_view)
-        if anchor is not None:  # the result needs a gradient that depends on values
+        if anchor is not None:  # the gradient depends on the values
             tensors, ctx.recipe = recipe.flatten()
             ctx.save_for_backward(*tensors)
             _, _, _, _, *needs = ctx.needs_input_grad
@@ -221,7 +224,7 @@ class LazyOp(Node):
         saved, recipe, record = ctx.saved_tensors, ctx.recipe, ctx.record
 
         def pulled(d: Tensor) -> list[Tensor | None]:
-            graph, record.graph = record.graph, None  # freed after one use, as in autograd
+            graph, record.graph = record.graph, None  # the graph is used only once
             if graph is None:
                 computation = Computation(recipe.rebuild(saved))
                 values = [computation.values(formula) for formula in record.formulas]
@@ -241,14 +244,14 @@ def zeros_if_none(d: Tensor | None, like: Like) -> Tensor:
 
 
 class Materialize(Node):
-    """The node that computes a plain tensor from lazy logits. The tensor may be written to."""
+    """The autograd node that returns lazy logits as a plain tensor, which may be written to."""
 
     @staticmethod
     def forward(ctx, z):
         ctx.set_materialize_grads(False)
         if z.origin.known:
             return z.origin.values().clone()
-        return z.recipe.values().data  # F.linear may return a view, which cannot be written to
+        return z.recipe.values().data  # F.linear may return a view that is not writable
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -256,7 +259,7 @@ class Materialize(Node):
 
 
 class LazyCat(Node):
-    """The node that joins lazy logits of the same head along their rows, as torch.cat does."""
+    """The autograd node of torch.cat over rows, for lazy logits of the same head."""
 
     @staticmethod
     def forward(ctx, recipe, dim, *batches):
@@ -292,7 +295,7 @@ class LazyCat(Node):
 
 
 class LazyBias(Node):
-    """The node that adds one number per column to lazy logits, by changing the head's bias."""
+    """The autograd node that adds one number per column to lazy logits, in the head's bias."""
 
     @staticmethod
     def forward(ctx, z, bias, recipe, sign):

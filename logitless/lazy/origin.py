@@ -18,8 +18,8 @@ from .recipe import Computation, Recipe
 class Cell:
     """Holds the recipe of lazy logits, and the values after they are computed.
 
-    Aliases share a cell. Only tensors and nodes hold cells. So a recipe and its hidden states are
-    freed when no tensor and no node needs them.
+    Aliases share a cell. Only tensors and autograd nodes hold references to cells. So a recipe and
+    its hidden states are freed with the last tensor or node that needs them.
     """
 
     def __init__(self, recipe: Recipe):
@@ -36,18 +36,18 @@ class Cell:
 class Record:
     """Holds the autograd graph of an operation, after the result of the operation is computed.
 
-    The operation's node and the origin of the result refer to the same record. The record itself
+    The operation's autograd node and the `Origin` of its result refer to the same Record. A Record
     holds no values.
     """
 
     def __init__(self, needs: Sequence[bool], formulas: Sequence[Formula]):
         self.needs = needs  # whether each argument needs a gradient
-        self.formulas = formulas  # of the arguments, over the head of the result
+        self.formulas = formulas  # the arguments' formulas, for the result's head
         self.graph: Graph | None = None
 
 
 class Graph:
-    """The autograd graph of one operation. It holds only the tensors that backward needs."""
+    """The autograd graph of one operation, which holds only the tensors that backward needs."""
 
     def __init__(self, result: Tensor, blanks: list[Tensor]):
         self.edge: GradientEdge | None = None
@@ -56,7 +56,7 @@ class Graph:
         self.dtype, self.blanks = result.dtype, blanks
 
     def gradients(self, d: Tensor) -> list[Tensor | None]:
-        """The gradients of the arguments, from the result's gradient d. May be called only once."""
+        """Computes the arguments' gradients from the result's gradient d, and frees the graph."""
         needed = [t for t in self.blanks if t.requires_grad]
         if self.edge is None:
             return [None] * len(self.blanks)
@@ -68,7 +68,7 @@ class Graph:
 def recorded(
     function: Callable[..., Tensor], values: Sequence[Tensor], needs: Sequence[bool]
 ) -> tuple[Tensor, Graph]:
-    """Returns function(*values), detached, and its graph."""
+    """Returns function(*values), detached, and the autograd graph of the function."""
     with outside(), torch.enable_grad():
         pairs = zip(values, needs, strict=True)
         blanks = [described(t).blank().requires_grad_(need) for t, need in pairs]
@@ -94,17 +94,18 @@ class Origin:
     Values stay in the cell of the logits as long as a tensor or a node needs them. So the head's
     product is computed only once if several functions of the same logits are materialised.
 
-    Views share memory. If code outside PyTorch has the address of this memory (`exposed`), all
-    views of these logits read the memory. Other functions of the logits do not read this memory,
-    because its values may have changed since the functions were called.
+    Views of lazy logits share memory. If code outside PyTorch has the address of the shared memory
+    (`exposed`), all views read their values from the shared memory. Other functions of the logits
+    do not read the shared memory, because its values may have changed since these functions were
+    called.
     """
 
     def __init__(self, cell: Cell):
         self.cell = weakref.ref(cell)
         self.bases: tuple[Origin, ...] = ()
-        self.function: Callable[..., Tensor] | None = None  # takes the values of the bases
+        self.function: Callable[..., Tensor] | None = None  # computes from the values of `bases`
         self.is_view = False
-        self.record: Record | None = None  # if a node needs the graph of the function
+        self.record: Record | None = None  # None if no node needs the function's graph
 
     def after(self, bases: "tuple[Origin, ...]", function: Callable[..., Tensor], is_view: bool):
         self.bases, self.function, self.is_view = bases, function, is_view
@@ -116,7 +117,7 @@ class Origin:
 
     @property
     def reads_exposed(self) -> bool:
-        """Whether these logits are a view of exposed logits. They are then read from memory."""
+        """Whether these logits are a view of exposed logits, and must be read from memory."""
         return self.is_view and self.bases[0].exposed
 
     @property
@@ -125,10 +126,10 @@ class Origin:
         return self.reachable(None)
 
     def reachable(self, size: int | None) -> bool:
-        """Whether the values follow from values in memory, or from recipes of `size` values.
+        """Whether values in memory, or recipes of `size` values, are enough to compute the values.
 
         If `size` is None, only values in memory are used. A recipe of more than `size` values is
-        not used, because it would compute values that are not needed.
+        not used, because this recipe would compute values that are not needed.
         """
         cell = self.cell()
         if cell is not None and (cell.values is not None or cell.size == size):
@@ -136,7 +137,7 @@ class Origin:
         return self.has_bases(size)
 
     def has_bases(self, size: int | None) -> bool:
-        """Whether the values can be computed from the values of the bases; see `reachable`."""
+        """Whether the values can be computed from the values of all `bases` (see `reachable`)."""
         usable = self.is_view or not any(base.exposed for base in self.bases)
         return len(self.bases) > 0 and usable and all(base.reachable(size) for base in self.bases)
 
@@ -146,10 +147,10 @@ class Origin:
         computation: Computation | None = None,
         formula: Formula | None = None,
     ) -> Tensor:
-        """The values.
+        """Returns the values of these logits.
 
-        `size` is the number of values that the caller needs. `computation` can compute the values
-        by `formula` if these logits have no cell any more.
+        `size` is the number of values that the caller needs. If the cell of these logits was freed,
+        `computation` can compute the values by `formula`.
         """
         cell = self.cell()
         if self.reads_exposed:
@@ -176,7 +177,10 @@ class Origin:
         return values
 
     def computed(self, bases: list[Tensor]) -> Tensor:
-        """Computes the values from the values of the bases, and the graph if a node needs it."""
+        """Computes the values from the values of `bases`.
+
+        Also computes the autograd graph if a node needs the graph.
+        """
         function: Any = self.function
         with torch.inference_mode(False), torch.no_grad(), without_autocast(bases[0].device):
             if self.record is None:
@@ -209,9 +213,9 @@ class Origin:
         return self.computed([base.values() if base.cell() is not None else base.from_bases()])
 
     def viewed(self) -> "Origin | None":
-        """The nearest logits that these logits are a view of and that are still held, or None.
+        """Finds the nearest base of this view whose cell still exists, or returns None.
 
-        Logits are held by a tensor or by a node.
+        A cell exists as long as a tensor or an autograd node refers to the cell.
         """
         if not self.is_view:
             return None

@@ -1,4 +1,4 @@
-"""The recipe of lazy logits: a head, a formula of the head's logits, and an axis."""
+"""The recipe of lazy logits: a head, a formula, and the dimension of the vocabulary."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ Tensors = tuple[Tensor | None, ...]
 
 
 class RowInput(NamedTuple):
-    """The tensor (..., 1) or (..., V) for an input of a formula, or a head that computes it."""
+    """An input of a formula: a tensor (..., 1) or (..., V), or a head that computes this tensor."""
 
     input: Input
     source: Tensor | Head
@@ -29,7 +29,10 @@ class RowInput(NamedTuple):
         return RowInput(input, source, versions(*tensors_of(source)))
 
     def changed(self) -> bool:
-        """Whether the version of a tensor has changed. Under a compiler, this is not checked."""
+        """Whether the version of an input tensor has changed.
+
+        Under a compiler, `changed` always returns False.
+        """
         compiles = torch.compiler.is_compiling()
         return not compiles and self.versions != versions(*tensors_of(self.source))
 
@@ -38,18 +41,18 @@ class RowInput(NamedTuple):
             raise RuntimeError(
                 "a tensor that was combined with lazy logits, such as a teacher's probabilities,"
                 " must not be modified in place before the result is used, because the result is"
-                " not computed until then. Use the result before, or combine the logits with a"
-                " copy of the tensor."
+                " computed only when it is used. Use the result before the tensor is modified, or"
+                " combine the logits with a copy of the tensor."
             )
 
     def moved(self, op: Callable[[Tensor], Tensor]) -> "RowInput":
-        """The same input with other rows. `op` rearranges rows and keeps the last dimension."""
+        """Returns the input with rows rearranged by `op`, which must keep the last dimension."""
         if isinstance(self.source, Tensor):
             return RowInput.of(self.input, op(self.source))
         return RowInput.of(self.input, self.source.replace(hidden=op(self.source.hidden)))
 
     def values(self) -> Tensor:
-        """The tensor, or the logits (..., V) that the other head computes."""
+        """Returns the input tensor, or the logits (..., V) of the input's head."""
         if isinstance(self.source, Tensor):
             return self.source
         with torch.no_grad(), without_autocast(self.source.device):
@@ -67,10 +70,10 @@ class Recipe:
     The head computes the logits z = hidden @ weight.T + bias. The values are formula(z).
     """
 
-    head: Head  # its tensors are detached
+    head: Head  # a head with detached tensors
     needs: tuple[bool, bool, bool]  # whether hidden, weight and bias need a gradient
     formula: Formula
-    versions: tuple[int, ...]  # versions of hidden, weight and bias when the logits were created
+    versions: tuple[int, ...]  # Versions of hidden, weight and bias when the logits were created.
     # Detects writes to the weight. All logits derived from one call of a head share one Watch.
     watch: Watch
     trains: bool = False  # whether the logits were created in a training forward
@@ -97,12 +100,12 @@ class Recipe:
 
     @property
     def direct(self) -> Direct | None:
-        """The formula if our losses can compute it themselves, else None."""
+        """A `Direct` formula, which our losses can compute themselves, or None."""
         return self.formula if isinstance(self.formula, Direct) else None
 
     @property
     def logits(self) -> Direct | None:
-        """The formula if the values are logits, up to a scale and a softcap, else None."""
+        """The formula if it only applies a scale and a softcap to the logits, else None."""
         return None if self.direct is None or self.direct.log else self.direct
 
     @property
@@ -124,7 +127,7 @@ class Recipe:
     # --- other recipes
 
     def with_head(self, **tensors: Tensor | None) -> "Recipe":
-        """The same recipe with another hidden, weight or bias, or other fields of the head."""
+        """Returns the recipe with changed fields of the head, such as hidden, weight or bias."""
         head = self.head.replace(**tensors)  # pyright: ignore[reportArgumentType]
         names = ("hidden", "weight", "bias")
         pairs = zip(names, head.tensors, self.versions, strict=True)
@@ -132,13 +135,16 @@ class Recipe:
         return self.replace(head=head, versions=known)
 
     def with_rows(self, op: Callable[[Tensor], Tensor], hidden: Tensor) -> "Recipe":
-        """The same recipe with rows rearranged by `op`. `hidden` is op(hidden states)."""
+        """Returns the recipe with rows rearranged by `op`.
+
+        `hidden` holds the rearranged hidden states.
+        """
         with torch.inference_mode(False), torch.no_grad():
             inputs = tuple(row_input.moved(op) for row_input in self.inputs)
         return self.with_head(hidden=hidden).replace(inputs=inputs)
 
     def flatten(self) -> tuple[Tensors, "Recipe"]:
-        """Returns all tensors, for autograd to save, and the same recipe without tensors."""
+        """Returns all tensors for autograd to save, and a copy of the recipe without tensors."""
         blank: Any = None
         tensors = [*self.head.tensors]
         for row_input in self.inputs:
@@ -150,7 +156,7 @@ class Recipe:
         return tuple(tensors), self.replace(head=_blank(self.head), inputs=inputs)
 
     def rebuild(self, tensors: Sequence[Any]) -> "Recipe":
-        """The inverse of `flatten`, for tensors whose versions autograd has checked."""
+        """Inverts `flatten`, for tensors whose versions autograd has already checked."""
         left = iter(tensors)
 
         def filled(head: Head) -> Head:
@@ -166,9 +172,9 @@ class Recipe:
     # --- checks
 
     def stale(self) -> bool:
-        """Whether a tensor was written to after the logits were created.
+        """Whether a tensor of the recipe was written to after the logits were created.
 
-        Under a compiler, this is not checked.
+        Under a compiler, `stale` always returns False.
         """
         return self.changed() or (not torch.compiler.is_compiling() and self.watch.differs())
 
@@ -180,7 +186,7 @@ class Recipe:
         return own or any(row_input.changed() for row_input in self.inputs)
 
     def check(self) -> None:
-        """Raises if the values can no longer be computed."""
+        """Raises if the values can no longer be computed, because a tensor has changed."""
         self.check_versions()
         if self.stale():
             raise_changed()
@@ -188,8 +194,8 @@ class Recipe:
     def check_versions(self) -> None:
         """Like `check`, but compares only the versions of tensors.
 
-        This is enough before a lazy operation, because its result calls `check` when its values are
-        computed.
+        Comparing versions is enough before a lazy operation, because `check` runs later, when the
+        values of the result are computed.
         """
         for row_input in self.inputs:
             row_input.check()
@@ -208,7 +214,7 @@ class Recipe:
 
     @contextlib.contextmanager
     def in_memory(self) -> Iterator[None]:
-        """Keeps the weights of all heads in memory inside the block."""
+        """Inside this block, the weights of all heads of the recipe are in memory."""
         heads = [self.head, *(r.source for r in self.inputs if not isinstance(r.source, Tensor))]
         with contextlib.ExitStack() as stack:
             for head in heads:
@@ -218,8 +224,8 @@ class Recipe:
     def constant_head(self, grad: bool = False) -> Head:
         """The head with detached tensors.
 
-        With `grad`, the tensors in `needs` require a gradient. If the vocabulary is sharded, the
-        head computes the columns of this rank.
+        If `grad` is true, the head's tensors require a gradient where `needs` is true. If the
+        vocabulary is sharded, the head computes the columns of this rank.
         """
         self.check()
         hidden, weight, bias = (
@@ -232,7 +238,7 @@ class Recipe:
         return head.replace(columns=self.shard.head_backend(head.hidden, False))
 
     def teacher(self) -> Any:
-        """The same logits as a teacher, without gradients. `obstacle(None)` must be None."""
+        """Returns the logits as a teacher without gradients. `obstacle(None)` must be None."""
         if self.shard is None:
             assert self.direct is not None
             return ScaledHead(self.constant_head(), self.direct.pre, self.direct.cap)
@@ -240,7 +246,7 @@ class Recipe:
 
 
 class Computation:
-    """The values of formulas over the same head, from one product of the head."""
+    """Computes the values of several formulas over one head from a single product of the head."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
@@ -253,7 +259,7 @@ class Computation:
             if self.rows is None:
                 self.rows = self.start()
             values = self.rows.values(formula)
-            # Contiguous, because LazyLogits has the strides of contiguous memory.
+            # The values are contiguous, because LazyLogits has the strides of contiguous memory.
             return values if recipe.axis is None else values.movedim(-1, recipe.axis).contiguous()
 
     def start(self) -> Rows:
@@ -268,8 +274,9 @@ class Computation:
 def raise_changed() -> None:
     raise RuntimeError(
         "hidden, weight and bias of lazy logits must not be modified in place before the logits are"
-        " used, as optimizer.step() modifies them, because the logits are not computed until then."
-        " Use the logits before the step, or keep a copy of them: logits.detach().materialize()."
+        " used, for example by optimizer.step(), because the logits are computed only when they are"
+        " used. Use the logits before the step, or keep a copy of them:"
+        " logits.detach().materialize()."
     )
 
 
@@ -280,7 +287,7 @@ def _blank(head: Head) -> Head:
 
 def constant(t: Tensor) -> Tensor:
     """Returns t, detached. Inference tensors are cloned, because autograd cannot save them."""
-    if torch.compiler.is_compiling():  # a compiler cannot call is_inference
+    if torch.compiler.is_compiling():  # is_inference cannot be compiled
         return t.detach()
     return t.clone() if t.is_inference() else t.detach()
 

@@ -1,8 +1,8 @@
-"""Statistics of lazy logits: functions that reduce the vocabulary. Losses are in losses.py.
+"""Statistics of lazy logits: functions that reduce over the vocabulary. Losses are in losses.py.
 
-Each result has the dtype that PyTorch would return. Some functions are computed from the statistics
-that our losses also use. For the others, PyTorch's function runs on some rows at a time
-(row_function.py).
+Each result has the dtype that PyTorch would return. Some functions are computed from the row
+statistics that our losses also use. For all other functions, PyTorch's own function runs on some
+rows at a time (row_function.py).
 """
 
 import math
@@ -20,7 +20,10 @@ from .row_function import by_rows, mean_by_rows
 
 
 def dtype_of(z: LazyLogits, kinds: tuple[str, ...] = ("cuda",)) -> torch.dtype:
-    """The dtype of PyTorch's result: fp32 under autocast on a device in `kinds`, else z.dtype."""
+    """The dtype of PyTorch's result.
+
+    Autocast returns fp32 for 16-bit logits on devices in `kinds`.
+    """
     kind, half = z.device.type, z.dtype in (torch.float16, torch.bfloat16)
     cast = half and kind in kinds and torch.is_autocast_enabled(kind)
     return torch.float32 if cast else z.dtype
@@ -73,7 +76,7 @@ def argmax(z: LazyLogits, dim=None, keepdim=False):
 
 
 def _total(z: LazyLogits, direct: Direct) -> Tensor:
-    """The sum (...) over the vocabulary, in the same precision as our statistics."""
+    """The sum of each row over the vocabulary, in the precision of our row statistics."""
     stats = row_stats(UnscaledLogits(z), total=True, **direct.reads)
     total: Any = stats.total - z.shape[-1] * stats.lse if direct.log else stats.total
     return direct.factor * total
@@ -82,7 +85,7 @@ def _total(z: LazyLogits, direct: Direct) -> Tensor:
 def _over(z: LazyLogits, dim: Any) -> tuple[int, ...] | None:
     """The dimensions in `dim`, without the dimension of the vocabulary.
 
-    None if `dim` is invalid or does not include the vocabulary.
+    Returns None if `dim` is invalid or does not include the vocabulary.
     """
     dims = range(z.dim()) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
     if not all(isinstance(d, int) and -z.dim() <= d < z.dim() for d in dims):
@@ -131,7 +134,7 @@ def _summed(z: LazyLogits, dim, keepdim, dtype, mean: bool):
 
 
 def reduced(function: Callable, outputs: type | None = None):
-    """Returns function(z, ..., dim, keepdim) for lazy logits, computed on some rows at a time.
+    """Returns a version of `function` that runs on some rows of lazy logits at a time.
 
     `outputs` is the type of PyTorch's result if the function returns several tensors.
     """
@@ -162,9 +165,9 @@ def reduced(function: Callable, outputs: type | None = None):
 
 
 def of_all(function: Callable, by_dim: Callable):
-    """Returns `any` or `all` for lazy logits.
+    """Returns a version of torch.any or torch.all for lazy logits.
 
-    Without a dimension, the vocabulary is reduced first, and then the rows.
+    Without `dim`, each row is reduced first, and then the results of all rows.
     """
 
     def reduction(z: LazyLogits, *args, **kwargs):
@@ -177,7 +180,10 @@ def of_all(function: Callable, by_dim: Callable):
 
 
 class Attached(torch.autograd.Function):
-    """Returns `value`. Backward passes the gradient of `value`, times `shares`, to `rows`."""
+    """Returns `value`.
+
+    Backward passes the gradient of `value`, multiplied by `shares`, to `rows`.
+    """
 
     @staticmethod
     def forward(ctx, rows, value, shares):
@@ -191,7 +197,7 @@ class Attached(torch.autograd.Function):
 
 
 def extreme(function: Callable, amax: Callable, by_dim: Callable):
-    """Returns `max` or `min` for lazy logits, over one dimension or over all values."""
+    """Returns a version of torch.max or torch.min for lazy logits, with or without `dim`."""
 
     def reduction(z: LazyLogits, *args, **kwargs):
         if args or kwargs:
@@ -209,8 +215,9 @@ def extreme(function: Callable, amax: Callable, by_dim: Callable):
         value = function(rows.detach())
         if not rows.requires_grad:
             return value
-        # PyTorch divides the gradient equally among all values that are equal to the extreme value.
-        # torch.amax divides the gradient of a row equally among the ties of the row.
+        # torch.max and torch.min divide the gradient equally among all values that equal the
+        # result. torch.amax and torch.amin divide the gradient of a row equally among the tied
+        # values of the row.
         equal = torch.where(rows == value, ties, 0).to(rows.dtype)
         return Attached.apply(rows, value, equal / equal.sum())
 

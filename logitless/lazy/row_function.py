@@ -1,8 +1,8 @@
 """Runs a PyTorch function on lazy logits, one chunk of rows at a time.
 
-This is how functions that reduce the vocabulary are computed if this library has no kernel for
-them, for example `topk`, `amax` and `F.kl_div`. Values and gradients are the same as PyTorch's,
-because the function runs on plain logits and autograd differentiates the function.
+Functions that reduce over the vocabulary and have no kernel in this library, such as `topk`, `amax`
+and `F.kl_div`, are computed one chunk of rows at a time. Values and gradients are the same as
+PyTorch's, because the function runs on plain logits and autograd differentiates the function.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,8 +20,9 @@ from .logits import LazyLogits, UnscaledLogits
 from .loss_nodes import OfValues
 from .recipe import Recipe, RowInput
 
-# Bytes of logits that a function takes at once. Nested functions allocate several temporary tensors
-# of the size of their argument. So the argument must be smaller than the logits of a whole chunk.
+# The number of bytes of logits that a function takes at once. Nested functions allocate several
+# temporary tensors of the size of their argument. So the argument of a function must be smaller
+# than the logits of a whole chunk.
 PIECE = {"cpu": 4 << 20}
 PIECE_ON_GPU = 128 << 20
 
@@ -29,14 +30,14 @@ PIECE_ON_GPU = 128 << 20
 def by_rows(z: LazyLogits, function: Callable[..., Any], *rows: Tensor) -> tuple[Tensor, ...]:
     """Calls function(values (n, V), *rows (n, ...)) on n rows at a time, and joins the results.
 
-    Returns NotImplemented if each rank has only some columns, or if a tensor in `rows` needs a
+    Returns NotImplemented if the vocabulary is sharded over ranks, or if a tensor in `rows` needs a
     gradient.
     """
     return _evaluated(RowFunction, "none", z, function, rows)
 
 
 def mean_by_rows(z: LazyLogits, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """The mean over all rows of function(values (n, V), *rows), which returns numbers (n,).
+    """The mean over all rows of function(values (n, V), *rows), which must return a tensor (n,).
 
     The mean and its gradient together take three GEMMs.
     """
@@ -57,13 +58,13 @@ def _evaluated(kind: "type[RowFunction]", reduction: str, z: LazyLogits, functio
 
 
 def in_rows_of(lead: torch.Size) -> Callable[[Tensor], Tensor]:
-    """Returns a function that copies a tensor (..., k) if it cannot be viewed as (N, k)."""
+    """Returns a function that copies a tensor (..., k) which cannot be viewed as (N, k)."""
     return lambda t: t.reshape(-1, t.shape[-1]).view(*lead, t.shape[-1])
 
 
 @dataclass(eq=False)
 class RowFunction(RowLoss, OfValues):
-    """Any function of whole rows as a loss. It takes values and row_inputs, (...) or (..., k)."""
+    """Turns a function of whole rows into a loss. The function takes values and row_inputs."""
 
     multiple_outputs: ClassVar[bool] = True
 
@@ -82,7 +83,7 @@ class RowFunction(RowLoss, OfValues):
         return tuple(map(ScaledHead, heads))
 
     def apply(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The differentiable results for some rows x (n, V)."""
+        """Applies the function to rows x (n, V), and returns differentiable results."""
         if self.recipe is not None:
             x = self.recipe.rows(x).values(self.recipe.formula)
         results = self.function(x, *self.row_inputs)
@@ -93,7 +94,7 @@ class RowFunction(RowLoss, OfValues):
         size = x.element_size() * max(x.shape[-1], 1)
         step = max(PIECE.get(x.device.type, PIECE_ON_GPU) // size, 1)
         whole: Any = self
-        if self.recipe is not None:  # other heads compute the logits of all rows at once
+        if self.recipe is not None:  # the heads in `inputs` compute all rows at once
             inputs = tuple(r._replace(source=r.values()) for r in self.inputs)
             whole = self.replace(recipe=self.recipe.replace(inputs=inputs))
         for start in range(0, len(x), step) if len(x) else (0,):
@@ -154,12 +155,12 @@ class RowFunction(RowLoss, OfValues):
 
 
 def sliced(t: Tensor | None, at: slice) -> Tensor | None:
-    """Some rows of t (n, ...). One number for all rows stays as it is."""
+    """Returns the rows `at` of t (n, ...). A 0-d tensor holds one number for all rows."""
     return t if t is None or not t.dim() else t[at]
 
 
 def scaled(d: Tensor, factor: Tensor | None, at: slice) -> Tensor:
-    """The gradient d of the rows `at`, times a factor: one number, or one number per row."""
+    """Multiplies the gradient d of the rows `at` by `factor`, which may differ per row."""
     if factor is None:
         return d
     factor = factor.reshape(-1, 1).to(d.dtype)
@@ -167,7 +168,7 @@ def scaled(d: Tensor, factor: Tensor | None, at: slice) -> Tensor:
 
 
 class RowTerm(RowFunction):
-    """A function with one result per row, for a mean whose gradient is computed in forward."""
+    """A RowFunction with one number per row, whose mean and gradient are computed in forward."""
 
     multiple_outputs: ClassVar[bool] = False
 

@@ -1,9 +1,8 @@
-"""The functions of PyTorch that keep logits lazy.
+"""The functions of PyTorch that keep logits lazy, as models call them between head and loss.
 
-Models call these functions between their head and their loss. OPERATIONS maps each function of
-PyTorch to an operation of this folder. The operation takes the lazy logits and the function's other
-arguments, and returns lazy logits, a loss or NotImplemented. After NotImplemented, the logits are
-materialised and PyTorch's function is called.
+OPERATIONS maps each function of PyTorch to an operation in lazy/. The operation takes the lazy
+logits and the function's other arguments, and returns lazy logits, a loss or NotImplemented. If the
+operation returns NotImplemented, the logits are materialised and PyTorch's function is called.
 """
 
 import functools
@@ -51,7 +50,7 @@ def _operation(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _with_first(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The arguments, with the first one passed by position.
+    """Returns the arguments, with the first argument passed by position.
 
     Callers may pass the first argument by the name `input` or `tensors`.
     """
@@ -67,7 +66,10 @@ _signature = functools.cache(inspect.signature)
 
 
 def _fits(operation: Callable, args: tuple, kwargs: dict) -> bool:
-    """Whether `operation` accepts these arguments. PyTorch's may accept others, such as out."""
+    """Whether `operation` accepts these arguments.
+
+    PyTorch's own function may accept more arguments, such as `out`.
+    """
     try:
         _signature(operation).bind(*args, **kwargs)
     except TypeError:
@@ -99,12 +101,12 @@ def _softmax_of_nn(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
 
 
 def _second(operation: Callable) -> Callable:
-    """The operation with its arguments swapped, for lazy logits that come second: 30 * logits."""
+    """Swaps the arguments of `operation`, for lazy logits as second argument: 30 * logits."""
     return lambda other, z, **kwargs: operation(z, other, **kwargs)
 
 
-# Names of elementwise functions in torch, Tensor, torch.special and torch.nn.functional. None of
-# these functions is random or writes to its arguments.
+# Names of elementwise functions in torch, Tensor, torch.special and torch.nn.functional. All
+# functions in NAMES are deterministic and do not write to their arguments.
 NAMES = [
     "abs", "absolute", "acos", "acosh", "add", "addcdiv", "addcmul", "asin", "asinh", "atan",
     "atan2", "atanh", "ceil", "clamp", "clamp_max", "clamp_min", "clip", "copysign", "cos",

@@ -1,4 +1,4 @@
-"""Operations on each value, or on whole rows, of lazy logits. The results are lazy again."""
+"""Operations on values or whole rows of lazy logits that return lazy logits."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,10 +17,10 @@ from .watch import Watch
 
 
 def changed(z: LazyLogits, op: Op, **fields) -> LazyLogits:
-    """Lazy logits whose direct formula has changed fields, or NotImplemented."""
+    """Returns lazy logits whose `Direct` formula has changed fields, or NotImplemented."""
     formula = replace(z.recipe.formula, **fields)  # pyright: ignore[reportArgumentType]
     if not all(LEAST <= number <= MOST for number in formula.reads.values()):
-        return NotImplemented  # outside the range of temperature and softcap of our losses
+        return NotImplemented  # our losses would refuse this temperature or softcap
     return kept(z, z.recipe.replace(formula=formula), None, op)
 
 
@@ -29,7 +29,7 @@ def same(z: LazyLogits, **kwargs):
 
 
 def to(z: LazyLogits, *args, **kwargs):
-    """The logits cast to another dtype on the same device. NotImplemented for other arguments."""
+    """Casts the logits to another dtype on the same device, or returns NotImplemented."""
     arguments = []
     for a in (*args, *kwargs.values()):
         arguments += [a.device, a.dtype] if isinstance(a, Tensor) else [a]
@@ -58,7 +58,7 @@ def number(by: Any) -> float | None:
 
 
 def scaling(factor: float) -> Op:
-    """The multiplication by a number. Its backward is the same multiplication."""
+    """An operation that multiplies by a number in forward, and by the same number in backward."""
     return Op(lambda t: t * factor, pull=lambda d: d * factor)
 
 
@@ -95,8 +95,8 @@ def negated(z: LazyLogits) -> LazyLogits:
             None if d_bias is None else -d_bias,
         )
 
-    # The gradient of the weight is Σ d_logits · hidden. Its sign stays the same, because both
-    # factors change their sign.
+    # The gradient of the weight, Σ d_logits · hidden, keeps its sign, because d_logits and hidden
+    # both change their sign.
     return kept(z, recipe.with_head(hidden=hidden, bias=bias), back, scaling(-1.0))
 
 
@@ -107,7 +107,7 @@ def tanh(z: LazyLogits):
 
 
 def log_softmax(z: LazyLogits, dtype: torch.dtype | None):
-    """The lazy log-probabilities of z in `dtype`. If `dtype` is None, they have the dtype of z."""
+    """The lazy log-probabilities of z, in `dtype` if given, else in the dtype of z."""
     if z.recipe.logits is None or dtype not in (None, z.dtype, torch.float32):
         return NotImplemented
     axis, dtype = views.axis_of(z), dtype or z.dtype
@@ -138,7 +138,7 @@ def _takes_columns(z: LazyLogits) -> bool:
 def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
     """The head with logits in `dtype`, so that a bias in `dtype` is not rounded.
 
-    None if the head cannot compute logits in `dtype`.
+    Returns None if the head cannot compute logits in `dtype`.
     """
     if dtype == head.dtype:
         return head
@@ -147,10 +147,10 @@ def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
 
 
 def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
-    """Returns logits + other, if `other` has one number per column, by changing the head's bias.
+    """Returns logits + other by changing the head's bias, if `other` has one number per column.
 
-    The logits must not have been scaled, because the head's bias would then be other / scale. In 16
-    bits, this bias may overflow, and its product with the scale may overflow by rounding.
+    Scaled logits are not accepted, because the head's new bias would be other / scale. In 16 bits,
+    other / scale may overflow, and rounding may make (other / scale) · scale overflow.
     """
     if alpha != 1 or not _takes_columns(z) or z.recipe.logits.pre != 1:
         return NotImplemented
@@ -180,11 +180,11 @@ def minus(z: LazyLogits, other: Any, *, alpha: Any = 1):
 
 
 def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
-    """Logits with `value` in the masked columns.
+    """Returns logits with `value` in the masked columns.
 
     For the masked columns, the rows of the weight become 0. The bias becomes value / pre, because
-    the formula multiplies the head's logits by `pre`. This copies the weight. So if the logits are
-    smaller than the weight, the mask becomes part of the formula instead.
+    the formula multiplies the head's logits by `pre`. Setting rows to 0 copies the weight. If the
+    logits are smaller than the weight, the mask becomes part of the formula instead of the weight.
     """
     columns, recipe, value = _per_column(mask, z), z.recipe, number(value)
     if columns is None or value is None or not _takes_columns(z):
@@ -193,7 +193,7 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     if columns.dtype != torch.bool or head is None:
         return NotImplemented
     _, weight, bias = head.tensors
-    # In 16 bits, value / pre may overflow, and its product with pre may overflow by rounding.
+    # In 16 bits, value / pre may overflow, and rounding may make (value / pre) · pre overflow.
     most = torch.finfo(z.dtype).max * (1 if pre == 1 else 0.5 * min(pre, 1))
     inside = abs(value) <= most or abs(value) == torch.inf
     freed = not weight.untyped_storage().size()  # by FSDP

@@ -27,9 +27,9 @@ def _rows(
     """Lazy logits whose leading dimensions are rearranged by `op`.
 
     `op` rearranges the hidden states and does not change their last dimension. `on_logits`
-    rearranges plain logits in the same way, and is `op` by default. `op` is applied to the hidden
-    states immediately, and autograd records a graph for backward. The graph holds no hidden states,
-    because `leaf` has no memory of its own.
+    rearranges plain logits as `op` rearranges hidden states, and is `op` by default. `op` is
+    applied to the hidden states immediately, and autograd records a graph for backward. The graph
+    holds no hidden states, because `leaf` has no memory of its own.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():
@@ -38,12 +38,12 @@ def _rows(
         try:
             moved = op(Filled.apply(leaf, constant(before)))  # pyright: ignore
         except (IndexError, RuntimeError):
-            (on_logits or op)(before.new_empty(()).expand(z.shape))  # raises for the logits' shape
+            (on_logits or op)(before.new_empty(()).expand(z.shape))  # its error names z.shape
             raise
         edge, hidden = get_gradient_edge(moved), moved.detach()
     shape = hidden.shape
-    # The result is a view of the logits if the new hidden states are a view of the old ones.
-    # Indexing by a tensor copies both.
+    # The result is a view of the logits if the new hidden states are a view of the old hidden
+    # states. Indexing by a tensor copies hidden states and logits.
     is_view = memory_of(hidden) == memory_of(before)
 
     def back(parts):
@@ -67,8 +67,8 @@ def _columns(z: LazyLogits, columns: slice):
     def cut(t: Tensor) -> Tensor:
         return t[columns]
 
-    _, *rows_of_v = recipe.head.tensors  # weight and bias
-    # Backward needs only the shapes of weight and bias.
+    _, *rows_of_v = recipe.head.tensors
+    # Backward needs only the shapes of `rows_of_v`, which are weight and bias.
     likes = [None if t is None else t.new_empty(()).expand(t.shape) for t in rows_of_v]
 
     def back(parts):
@@ -97,7 +97,7 @@ def view(z: LazyLogits, *shape, **kwargs):
     *lead, last = shape
     rows = z.shape[:-1].numel()
     known = torch.Size([size for size in lead if size != -1]).numel()
-    if last == -1:  # allowed only if it can be the vocabulary
+    if last == -1:  # accepted only if -1 stands for the vocabulary
         last = z.shape[-1] if -1 not in lead and known == rows else None
     if last != z.shape[-1] or lead.count(-1) > 1 or z.numel() == 0:
         return NotImplemented
@@ -124,7 +124,7 @@ def unsqueeze(z: LazyLogits, dim: int):
 
 
 def permute(z: LazyLogits, *dims):
-    """Logits with their dimensions in another order, in which the vocabulary may not be last."""
+    """Permutes the dimensions of the logits, including the dimension of the vocabulary."""
     dims = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
     dims = [_dim(z, dim) for dim in dims]
     if sorted(dims) != list(range(z.dim())):
@@ -170,7 +170,7 @@ def getitem(z: LazyLogits, index: Any):
     at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
     parts[at : at + 1] = [slice(None)] * free
     *rows, last = parts
-    if not isinstance(last, slice) or (free < 0):  # an index of columns, or a mask of values
+    if not isinstance(last, slice) or (free < 0):  # selects columns or single values
         return NotImplemented
     size = z.shape[-1]
     if last.indices(size) == (0, size, 1):
@@ -192,7 +192,7 @@ MASKS = (torch.bool, torch.uint8)
 
 
 def _ids(part: Any) -> Tensor:
-    """Returns a list or an array in an index as a tensor. An empty list becomes int64."""
+    """Converts a list or array in an index to a tensor. An empty list becomes an int64 tensor."""
     ids = torch.as_tensor(part)
     return ids.long() if isinstance(part, list) and ids.numel() == 0 else ids
 

@@ -7,11 +7,11 @@ from torch import Tensor
 class Watch:
     """Detects writes to a weight that do not change its version.
 
-    Some optimisers write through `.data` or through an address. Such a write does not change the
-    version of the tensor. So about 32 x 32 numbers of the weight are copied when the logits are
-    created. On a CPU, these numbers are compared with the weight before each use of the logits. On
-    other devices, they are compared only after a backward, because the host waits for the
-    comparison.
+    Some optimisers write to the weight through `.data` or through an address, which does not change
+    the weight's version. So about 32 x 32 numbers of the weight are copied when the logits are
+    created. On a CPU, the copied numbers are compared with the weight before each use of the
+    logits. On other devices, the copied numbers are compared only after a backward, because the
+    host must wait for the comparison.
     """
 
     def __init__(self, weight: Tensor):
@@ -23,7 +23,7 @@ class Watch:
         self.sample = self.read() if in_memory else None
 
     def read(self) -> Tensor:
-        """The bits of some numbers of the weight."""
+        """Copies the bytes of about 32 x 32 numbers of the weight."""
         rows, columns = (max(size // 32, 1) for size in self.weight.shape)
         some = self.weight[::rows, ::columns].clone(memory_format=torch.contiguous_format)
         return some.view(-1).view(torch.uint8)

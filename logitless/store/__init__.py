@@ -1,8 +1,9 @@
 """A store of a teacher's top-k distributions on disk.
 
-writer.py writes documents. capture.py computes them with a model, and importers.py reads them from
-the output of an inference server. reader.py reads a store, and lookup.py finds documents by their
-tokens. training.py computes a student's loss. format.py describes the layout on disk.
+writer.py writes documents and their distributions. capture.py computes the distributions with a
+model, and importers.py reads distributions from the output of an inference server. reader.py reads
+a store, and lookup.py finds documents by their tokens. training.py computes a student's loss.
+format.py describes the layout on disk.
 """
 
 from .capture import capture, share

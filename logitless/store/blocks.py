@@ -3,7 +3,8 @@
 The checksums follow the tensors in the same file, one CRC-32 per BLOCK bytes (store/format.py). A
 read copies the blocks into memory and then compares the copy with the checksums. So reading a byte
 that has changed since the shard was written raises an error. Reading a file that was cut off after
-it was opened raises an error too. If the file were memory-mapped, a signal would end the process.
+it was opened raises an error too. If the file were memory-mapped, reading beyond its new end would
+end the process by a signal.
 """
 
 import os
@@ -22,7 +23,7 @@ from ..targets.safetensors import buffer
 from . import file_checks
 from .format import BLOCK
 
-KEPT_OPEN = 128  # open files; a process may often open only 1,024, and a store may have more
+KEPT_OPEN = 128  # number of open files, because many systems limit a process to 1,024
 _recent: deque["weakref.ref[Blocks]"] = deque()
 
 
@@ -45,7 +46,7 @@ class Blocks:
         return torch.frombuffer(piece, dtype=dtype)
 
     def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Copies of the bytes of each range. One call reads and compares each block only once."""
+        """Copies the bytes of each range. One call reads and compares each block only once."""
         file, unit = self._file or self._opened(), BLOCK if self.checked else 1
         runs: list[list[int]] = []  # [first, end) of each run of adjacent blocks, ascending
         complete, shift, places = 0, 0, [0] * len(ranges)
@@ -69,9 +70,9 @@ class Blocks:
         return [data[p : p + b - a] for p, (a, b) in zip(places, ranges, strict=True)]
 
     def _compare(self, data: memoryview, checksums: memoryview, runs: list[list[int]]) -> None:
-        """Compares the blocks of the runs with their checksums.
+        """Compares the blocks in `data`, whose numbers are in `runs`, with their checksums.
 
-        All blocks have BLOCK bytes, except the last block of the file, which comes last.
+        Every block has BLOCK bytes, except the last block of the file.
         """
         crc32, wanted = zlib.crc32, []
         for first, last in runs:
@@ -103,14 +104,14 @@ class Blocks:
 
 
 class _File:
-    """An open file. It is closed when no thread holds a reference, so that all reads can finish."""
+    """An open file, which is closed when no thread refers to it, so that all reads can finish."""
 
     def __init__(self, path: Path):
         self.path, self.checksums = path, memoryview(b"")
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def read(self, place: int, into: memoryview) -> None:
-        """Fills `into` with the bytes from `place` on. This may take several calls of preadv."""
+        """Fills `into` with the file's bytes from `place` on, by one or more calls of preadv."""
         while into:
             done = os.preadv(self.number, [into], place)
             if not done:
@@ -118,12 +119,12 @@ class _File:
             into, place = into[done:], place + done
 
     def __del__(self):
-        if hasattr(self, "number"):  # there is no number if the file could not be opened
+        if hasattr(self, "number"):  # absent if os.open failed
             os.close(self.number)
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """The checksums, as bytes, of tensors that follow each other in a file."""
+    """Returns the checksums, as bytes, of tensors that are adjacent in a file."""
     found, checksum, room = [], 0, BLOCK
     for t in tensors:
         view = memoryview(buffer(t)).cast("B")

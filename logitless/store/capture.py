@@ -79,7 +79,7 @@ def share(
 ) -> Iterator[Item]:
     """Yields this rank's share of the items: every world-th item, starting at item `rank`.
 
-    The defaults of `rank` and `world` are RANK and WORLD_SIZE, as torchrun sets them.
+    The defaults of `rank` and `world` are the variables RANK and WORLD_SIZE that torchrun sets.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     world = int(os.environ.get("WORLD_SIZE", "1")) if world is None else world
@@ -136,7 +136,7 @@ def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[int], int]:
-    """Returns the rows of documents that the writer lacks, and the number of other tokens."""
+    """Returns the rows of new documents, and the number of tokens in all other rows."""
     new, skipped = [], 0
     for row, (tokens, kept) in enumerate(zip(ids.cpu(), is_token, strict=True)):
         tokens = tokens[kept]
@@ -148,7 +148,10 @@ def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[
 
 
 def _rows(t: Any, wanted: list[int], rows: int) -> Any:
-    """The wanted rows of a model argument. An argument without a batch dimension is kept whole."""
+    """Returns the rows `wanted` of a model argument.
+
+    An argument without a batch dimension is kept whole.
+    """
     whole = not isinstance(t, Tensor) or t.dim() == 0 or len(t) != rows or len(wanted) == rows
     return t if whole else t[wanted]
 
@@ -158,8 +161,8 @@ def _launch(
 ) -> _Pending:
     """Starts the model on a batch without waiting for the device.
 
-    The CPU copy of the tokens is made before the batch is copied to the device, because a copy back
-    from the device would wait for the device.
+    The CPU copy of the tokens is made before the batch is copied to the device, because copying the
+    tokens back from the device would wait for the device.
     """
     tokens, device = inputs["input_ids"].cpu(), next(model.parameters()).device
     inputs = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in inputs.items()}
@@ -184,7 +187,7 @@ def _launch(
 
 
 def _write(pending: _Pending | None, writer: Writer, progress: Callable | None) -> int:
-    """Writes the documents of a batch; returns the number of documents written."""
+    """Writes the documents of a batch, and returns the number of documents written."""
     if pending is None:
         return 0
     if pending.copied is not None:
@@ -195,7 +198,7 @@ def _write(pending: _Pending | None, writer: Writer, progress: Callable | None) 
         where = slice(int(places[0]), int(places[-1]) + 1) if contiguous else places
         rows = {name: t[where] for name, t in pending.rows.items()}
         checks.rows_of_teacher(rows["top"])
-        # A document that repeats in this batch or in the previous batch is added once.
+        # A document that repeats in this batch or in the previous batch is added only once.
         added += writer.append(checks.tokens(tokens, writer.header.vocab_size), rows)
         if progress is not None:
             progress(len(tokens))

@@ -49,7 +49,7 @@ def rank(value: Any) -> None:
 
 
 def tokens(t: Any, vocab_size: int) -> Tensor:
-    """The tokens of one document, (T,), as contiguous int64 on the CPU.
+    """Returns the tokens (T,) of one document as a contiguous int64 tensor on the CPU.
 
     `t` may be a list or a tensor.
     """
@@ -68,7 +68,7 @@ def tokens(t: Any, vocab_size: int) -> Tensor:
 
 
 def starts(value: Any, n: int) -> None:
-    """Checks the starts of several documents that have n tokens in total."""
+    """Checks the places where several documents start. The documents have n tokens in total."""
     if not isinstance(value, (list, tuple)) or len(value) < 2:
         raise TypeError(f"starts must be a list of at least two numbers, got {value!r:.50}.")
     increase = all(type(b) is int and a < b for a, b in pairwise(value))
@@ -144,7 +144,7 @@ def lengths(value: Any, rows: int, width: int) -> list[list[int]]:
     """Returns the lengths of the documents in each row, without zeros.
 
     `value` has one entry per row, which may be one number or several numbers. For a batch of one
-    row, `value` may be this row's entry itself.
+    row, `value` may be the entry of the row itself.
     """
     if not isinstance(value, (list, tuple, Tensor)) or (
         isinstance(value, Tensor) and not value.dim()
@@ -173,7 +173,7 @@ def _length(n: Any) -> int:
 
 
 def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -> KeyError:
-    """The error for tokens of one row that match no document.
+    """Returns the error for tokens of one row that match no document.
 
     `length` is the document's length if the caller passed lengths.
     """
@@ -231,7 +231,7 @@ def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
 
 
 def rows_of_teacher(top: Tensor) -> None:
-    """Checks that `top` is finite, because NaN would be read as a row without slots."""
+    """Checks that `top` is finite, because NaN in `top` marks a row without slots."""
     if not bool(top.isfinite().all()):
         raise ValueError("model must give logits that are finite somewhere in each row, got NaN.")
 

@@ -11,14 +11,14 @@ _HEADER_BYTES = 1 << 16
 
 
 def refuse(where: object, rule: str, got: str) -> NoReturn:
-    """Raises the error for the file or folder `where`."""
+    """Raises an error about the file or folder `where`."""
     raise ValueError(
         f"{os.fspath(where) if isinstance(where, os.PathLike) else where} must {rule}, got {got}."
     )
 
 
 def header_fields(where: object, text: str | bytes, kind: type) -> dict:
-    """Returns the fields of a JSON header. Refuses missing, unknown and invalid fields."""
+    """Returns the fields of a JSON header. Raises if a field is missing, unknown or invalid."""
     try:
         fields = json.loads(text) if len(text) <= _HEADER_BYTES else None
     except (ValueError, RecursionError):
@@ -67,7 +67,7 @@ def is_store(path: Any) -> None:
 
 
 def shard_format(path: Any, metadata: dict, form: str, versions: tuple[str, ...]) -> str:
-    """Returns the version of a shard's format. Refuses other formats and versions."""
+    """Returns the version of a shard's format. Raises if the format or version is unknown."""
     stored = metadata.get("format"), metadata.get("version")
     if stored[0] != form or stored[1] not in versions:
         known = " or ".join(map(repr, versions))
@@ -102,7 +102,7 @@ def changed_block(path: Any, place: int) -> NoReturn:
     refuse(
         path,
         "have the bytes it was written with (CRC-32)",
-        f"others after byte {place}. Remove the file and run the capture again",
+        f"other bytes after byte {place}. Remove the file and run the capture again",
     )
 
 
@@ -111,7 +111,7 @@ def same_digest(path: Any, same: bool) -> None:
         refuse(
             path,
             "have the bytes it was written with (SHA-256)",
-            "others. Remove the file and run the capture again",
+            "other bytes. Remove the file and run the capture again",
         )
 
 

@@ -18,7 +18,7 @@ JOURNAL = re.compile(r"(0|[1-9][0-9]*)\.journal")
 
 
 def header_of(path: Path) -> Header:
-    """The header of the store in a folder."""
+    """Reads the header of the store in a folder."""
     file_checks.is_store(path)
     file = path / "store.json"
     with open(file, "rb") as f:
@@ -42,7 +42,7 @@ def write_header(path: Path, header: Header) -> Header:
 
 
 def _write(file: Path, text: str) -> None:
-    """Writes a whole file or nothing. After this returns, the file survives a loss of power."""
+    """Writes a whole file or nothing. A file that was written survives a loss of power."""
     unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
     try:
         with open(unfinished, "w") as f:
@@ -56,7 +56,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def created(path: Path) -> None:
-    """Creates the folder of a store. After this returns, the folder survives a loss of power."""
+    """Creates the folder of a store. The created folder survives a loss of power."""
     file_checks.folder(path)
     if not path.exists():
         path.mkdir(parents=True, exist_ok=True)
@@ -68,18 +68,24 @@ def shard_path(path: Path, rank: int | str, number: int) -> Path:
 
 
 def shard_files(path: Path) -> list[Path]:
-    """The shards in a folder, sorted by name. Refuses safetensors files with other names."""
+    """The shards in a folder, sorted by name.
+
+    Raises if a safetensors file is not named RANK-NUMBER.safetensors.
+    """
     return [file for file, _ in _named(path, "*.safetensors", SHARD, "RANK-NUMBER.safetensors")]
 
 
 def last_number(path: Path, rank: int) -> int:
-    """The largest number of a rank's shards, or -1 if the rank has no shards."""
+    """The number of a rank's last shard, or -1 if the rank has no shards."""
     found = _named(path, "*.safetensors", SHARD, "RANK-NUMBER.safetensors")
     return max((int(name[2]) for _, name in found if int(name[1]) == rank), default=-1)
 
 
 def journals(path: Path) -> list[tuple[Path, int]]:
-    """Each journal in a folder, with its rank. Refuses .journal files with other names."""
+    """Each journal in a folder, with its rank.
+
+    Raises if a .journal file is not named RANK.journal.
+    """
     found = _named(path, "*.journal", JOURNAL, "RANK.journal")
     return [(file, int(name[1])) for file, name in found]
 

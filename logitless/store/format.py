@@ -8,14 +8,16 @@ A store is a folder:
     RANK.journal             documents that will be in the next shard of RANK (store/journal.py)
     RANK.lock                locked by the writer of RANK while the writer is open
 
-RANK is a writer's number, which is 0 if there is only one writer. NUMBER has six digits or more.
+RANK is a writer's number, which is 0 if there is only one writer. NUMBER is the number of a shard,
+with six digits or more.
 
 A shard is a safetensors file (targets/safetensors.py). Bytes 0-7 hold the length n of a JSON
 header, bytes 8 to 8 + n hold the header, and the tensors follow at the `data_offsets` in the
-header, widest dtype first. The metadata holds the format, its version, the store's header and a
-SHA-256 of the tensors.
+header, widest dtype first. The metadata of a shard holds the format, its version, the store's
+header and a SHA-256 of the tensors.
 
-A shard of D documents with T tokens in total, K slots per token and ids of b bits has the tensors
+A shard of D documents with T tokens in total, K slots per token and ids of b bits has these
+tensors:
 
     starts      I64 (D + 1)       first token of each document; the last entry is T
     index.hash  I64 (E)           sorted hashes of the documents' beginnings      (store/index.py)
@@ -34,7 +36,7 @@ The codes of a row do not decrease. For codes up to 223, units(code) is the code
 from 223 to 253, units(code) is (223 · 2^(0.4 · (code - 223))). Code 254 means p = 0, and code 255
 means an empty slot (store/rows.py).
 
-With values="f16" there is no `step`, and `codes` is
+With values="f16", there is no `step`, and `codes` has this form:
 
     codes       F16 (T, K - 1)    log p is top - code; inf means p = 0, NaN means an empty slot
 
@@ -49,8 +51,8 @@ top, tail and step, and 2.25 for the token itself. Checksums add 1 byte per 1,02
 document takes 8 bytes for its start and 12 bytes per index entry.
 
 Shards of version 1 can be read too. Version 1 has no `crc`, so only `verify` and `merge` detect a
-changed byte. In version 1, every code up to 253 means `code` units, and the index has other
-entries. `merge` rewrites shards of version 1 as version 2.
+changed byte. In version 1, every code c up to 253 means c units, and the index has other entries.
+`merge` rewrites shards of version 1 as version 2.
 """
 
 import functools
@@ -169,7 +171,7 @@ def pack(x: Tensor, bits: int) -> dict[int, Tensor]:
 
 
 def unpack(fields: Mapping[int, Tensor], integers: Tensor) -> None:
-    """The inverse of `pack`. Writes the result into `integers` (..., n)."""
+    """Inverts `pack`, and writes the result into `integers` (..., n)."""
     shift = 0
     for width, field in fields.items():
         if width < 8:
@@ -184,7 +186,7 @@ def unpack(fields: Mapping[int, Tensor], integers: Tensor) -> None:
 
 
 def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """Extracts fields (..., n * 8 / width) from bytes (..., n), and shifts them left by `shift`."""
+    """Extracts fields (..., n * 8 / width) from bytes (..., n), shifted left by `shift`."""
     fields = _fields_of_byte(width, shift, dtype)
     found = fields.index_select(0, field.flatten().int())
     return found.view(dtype).view(*field.shape[:-1], field.shape[-1] * (8 // width))
@@ -194,8 +196,8 @@ def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tens
 def _fields_of_byte(width: int, shift: int, dtype: torch.dtype) -> Tensor:
     """A table (256, 8 / width) of the fields in each possible byte, shifted left by `shift`.
 
-    If the fields of one byte together have the size of one number, the table has one number per
-    byte, because selecting numbers is twice as fast as selecting rows.
+    If the fields of one byte have the size of an int64 or complex128 number, the table has one
+    number per byte, because selecting numbers is twice as fast as selecting rows.
     """
     fields = torch.arange(256)[:, None] >> torch.arange(0, 8, width) & (1 << width) - 1
     fields = (fields << shift).to(dtype)

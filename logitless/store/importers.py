@@ -2,12 +2,12 @@
 
 In the output of both servers, entry t is the distribution of token t, and entry 0 of a prompt is
 None. Row i of a store is the distribution of token i + 1, so row i is the server's entry i + 1.
-Rows that the server did not return are masked. These are the row of the last token, and the rows of
-a prompt without log-probabilities.
+Rows that the server did not return are masked: the row of the last token, and the rows of a prompt
+without log-probabilities.
 
-If a token is not among the k most probable tokens, vLLM adds the token to its entry. Every entry
-therefore contains its own token. An entry without its own token belongs to another token or to
-another prompt.
+If a token is not among the k most probable tokens, vLLM adds the token to the token's entry. Every
+entry therefore contains its own token. An entry without its own token belongs to another token or
+to another prompt.
 """
 
 import math
@@ -30,10 +30,10 @@ VLLM_ID = "token_id:"  # prefix of ids in vLLM's JSON with return_tokens_as_toke
 class Part(NamedTuple):
     """The tokens and entries of a prompt or of a completion.
 
-    A field is None if the output does not have it.
+    `tokens` or `entries` is None if the output does not contain this field.
     """
 
-    name: str  # the name of the entries, for errors
+    name: str  # name of the entries in error messages
     tokens: Sequence[Any] | None
     entries: list[Entry] | None
 
@@ -49,15 +49,15 @@ def from_vllm(
 ) -> tuple[Tensor, SparseTargets]:
     """Returns the tokens and targets of a document from vLLM's output.
 
-    `output` is a RequestOutput, or the JSON of a server. `tokens` are the prompt_token_ids, and
-    may be omitted if the output contains them.
+    `output` is a RequestOutput, or the JSON of a server. `tokens` are the prompt_token_ids, and may
+    be omitted if the output contains the prompt_token_ids.
 
     If the output has `prompt_logprobs`, the document is the prompt. Otherwise the document is the
     prompt and the completion, and the rows of the prompt before its last token are masked.
-    `completion=True` always includes the completion, and `completion=False` never includes it.
-    If there are several completions, `choice` is the number of the completion to use.
+    `completion=True` always includes the completion, and `completion=False` never includes the
+    completion. If there are several completions, `choice` is the number of the completion to use.
 
-    vLLM returns at most 20 log-probabilities per token, unless it is started with max_logprobs=k.
+    vLLM returns at most 20 log-probabilities per token, unless vLLM is started with max_logprobs=k.
 
     >>> for output in llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=64)):
     ...     writer.add(*from_vllm(output, k=64))
@@ -97,7 +97,7 @@ def from_sglang(
     """Returns the tokens and targets of a document from SGLang's JSON, in the form of `from_vllm`.
 
     The request must set return_logprob and top_logprobs_num=k, and logprob_start_len=0 for the
-    prompt. `tokens` are the ids of the prompt. They may be omitted if the output has
+    prompt. `tokens` are the ids of the prompt, and may be omitted if the output has
     input_token_logprobs. `completion` has the same meaning as in `from_vllm`. The completion's
     entries are in output_top_logprobs. `choice` must be 0, because SGLang returns several
     completions as several outputs.
@@ -179,7 +179,7 @@ def _ids_of_api(logprobs: Any) -> list[int] | None:
 def _entries(name: str, entries: Any) -> list[Entry] | None:
     """Returns vLLM's entries as {id: logprob}.
 
-    In the output, each value is a number, an object or a JSON object with a logprob.
+    In vLLM's output, each value is a number, or an object or JSON object with a `logprob`.
     """
     if entries is None or (isinstance(entries, Sequence) and not entries):
         return None
@@ -200,10 +200,10 @@ def _by_id(name: str, place: int, entry: Any) -> dict[int, float]:
 
 
 def _by_id_in_json(entry: dict) -> dict[int, float] | None:
-    """The log-probabilities by id of an entry in the usual JSON form, which is checked as a whole.
+    """Returns {id: log-probability} for an entry in the usual JSON form.
 
-    Returns None for any other entry. This fast path exists because outputs have many entries, and
-    checking each number separately takes several times as long.
+    Returns None if the entry has another form. This fast path checks all numbers of an entry at
+    once, because checking each number separately takes several times as long.
     """
     try:
         ids, logprobs = list(entry), list(entry.values())
@@ -240,8 +240,8 @@ def _id(name: str, value: Any) -> int:
 def _of_sglang(name: str, own: Any, top: Any) -> list[Entry] | None:
     """Returns SGLang's entries as {id: logprob}.
 
-    In the output, an entry is a list of (logprob, id, text). An entry's own token is added if the
-    list does not contain this token.
+    In SGLang's output, an entry is a list of (logprob, id, text). An entry's own token is added if
+    the list does not contain this token.
     """
     if top is None:
         return None
@@ -270,9 +270,9 @@ def _own(name: str, pair: Any) -> tuple[Any, Any]:
 
 
 class Document(NamedTuple):
-    """The tokens of a document, and the entry that each row of the store keeps."""
+    """The tokens of a document, and the server's entry for each row of the store."""
 
-    name: str  # the name of the entries, for errors
+    name: str  # name of the entries in error messages
     tokens: list[int]
     rows: list[Entry]
 

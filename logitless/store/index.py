@@ -1,20 +1,20 @@
 """The index of a shard: hashes of the beginnings of its documents.
 
 Each entry is the hash of a document's first n tokens, and names one document that begins with these
-tokens. The lengths n of a document's entries are
+tokens. The entries of a document have these lengths n:
 
     the whole length of the document,
     those of 1, 4, 16, 64, ... that are below the length of the document,
     l + 1 for each other document of the shard that shares exactly the first l tokens.
 
 All documents with the same beginning share one entry for this beginning, so that the index does not
-grow with the number of these documents. If one of these documents is exactly the beginning, the
-entry names this document. An entry of the third kind ends at the first token where documents with a
-shared beginning differ. A search follows these entries without reading tokens (store/lookup.py).
+grow with the number of these documents. If a document consists of exactly the shared beginning, the
+entry names that document. An entry of length l + 1 ends at the first token where documents with a
+shared beginning differ. A search (store/lookup.py) follows the entries without reading tokens.
 
 The hash of tokens[a:b] is the sum of ((tokens[i] + 1) · B^(i - a)) for i from a to b - 1, mod 2^64,
 mixed with the length. The hash is computed from prefix sums, so that one pass over the tokens is
-enough for all a and b.
+enough for all ranges [a, b).
 """
 
 import functools
@@ -47,7 +47,7 @@ class Hashes:
 
 
 def hash_of(tokens: list[int]) -> int:
-    """The hash of all tokens. It equals the hash from `Hashes`, but is faster for a few tokens."""
+    """Computes the hash of all tokens, as `Hashes` does, but faster for a few tokens."""
     h = 0
     for token in reversed(tokens):
         h = h * BASE + token + 1 & 2**64 - 1
@@ -79,7 +79,7 @@ def beginnings(longest: int) -> list[int]:
 
 
 def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns index.hash and index.doc of a shard."""
+    """Computes the columns index.hash and index.doc of a shard."""
     hashed = Hashes(tokens)
     order = _sorted(tokens, starts)
     begin, lengths = starts[:-1][order], starts.diff()[order]
@@ -98,7 +98,8 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     place, length = place[within], length[within]
     hashes, by_hash = hashed(begin[place], length).sort(stable=True)
     place, length = place[by_hash], length[by_hash]
-    # Whole documents come first in `entries`, so that the stable sort keeps their entries.
+    # Of several entries with the same hash, only the first entry is kept. The sort is stable and
+    # whole documents come first in `entries`, so that the entry of a whole document is kept.
     kept = torch.ones(len(hashes), dtype=torch.bool)
     kept[1:] = hashes[1:] != hashes[:-1]
     place, length = place[kept], length[kept]
@@ -108,7 +109,7 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
-    """The documents sorted by their tokens. Documents with the same beginning are adjacent."""
+    """Sorts documents by their tokens, so that documents with the same beginning are adjacent."""
     # The bytes are big-endian, because big-endian bytes sort in the same order as the tokens.
     digits = tokens[:, None] >> torch.tensor([24, 16, 8, 0]) & 255
     digits = digits.to(torch.uint8)  # a variable, because a buffer does not keep its tensor alive
@@ -119,10 +120,7 @@ def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
 
 
 def _shared(hashed: Hashes, begin: Tensor, lengths: Tensor) -> Tensor:
-    """For each document, the number of first tokens that it shares with the next document.
-
-    The number is found by bisection.
-    """
+    """Finds by bisection how many first tokens each document shares with the next document."""
     low = torch.zeros(len(begin) - 1, dtype=torch.int64)
     high = torch.minimum(lengths[:-1], lengths[1:])
     while bool((low < high).any()):

@@ -9,16 +9,17 @@
     8 n bytes     the tokens
     ...           the rows, column by column, encoded as in a shard (store/format.py)
 
-Short documents are not encoded one by one. Their records have k > 0, and their rows are
+Short documents are not encoded one by one. The record of a short document has k > 0, and its rows
+have this form:
 
     8 n k bytes   ids; negative if the slot is masked
     4 n k bytes   log-probabilities, fp32
     4 n bytes     tails, fp32; NaN if they were not given
 
-A killed writer may leave a last record that is too short or has a wrong checksum. Recovery cuts
-such a record off, and omits any other record with a wrong checksum. If a writer was killed after it
-wrote the shard and before it cleared the journal, the documents of the journal are in the shard
-too. Recovery omits these documents.
+A killed writer may leave a last record that is too short or has a wrong checksum. Recovery cuts off
+a damaged last record, and omits any other record with a wrong checksum. If a writer was killed
+after it wrote the shard and before it cleared the journal, the documents of the journal are in the
+shard too. Recovery omits documents that are already in a shard.
 
 A writer keeps only the places of its documents in the journal, so that its memory does not grow
 with the size of the documents.
@@ -72,14 +73,15 @@ class Journal:
     def recover(
         self, known: Callable[[Tensor, Tensor], Iterable[bool]], keep: Callable[[Tensor], None]
     ) -> None:
-        """Reads the complete documents of the file, and cuts off all bytes after the last of them.
+        """Reads the complete documents of the file, and cuts off all bytes after the last document.
 
         `known(tokens, starts)` returns whether each document is in the store. The journal omits the
-        documents that are in the store. `keep` is called with the tokens of each other document.
+        documents that are in the store. `keep` is called with the tokens of each document that is
+        not in the store.
         """
         end = os.fstat(self.file).st_size
         start = os.pread(self.file, START, 0)
-        if len(start) < START or not any(start):  # a loss of power may leave zeros
+        if len(start) < START or not any(start):  # a loss of power may leave a file of zeros
             self.clear(self.number)
             return
         file_checks.is_journal(self.path, start, MAGIC)
@@ -99,9 +101,9 @@ class Journal:
         _write(self.file, memoryview(self._start()), 0)
 
     def append(self, tokens: Tensor, starts: Sequence[int], rows: Table) -> None:
-        """Appends the documents between the starts. If an error occurs, the file stays unchanged.
+        """Appends the documents that `starts` delimits.
 
-        `rows` are the encoded rows of all tokens.
+        `rows` are the encoded rows of all tokens. If an error occurs, the file stays unchanged.
         """
         parts = [rows[name] for name in self.layout if name != "tokens"]
         self._append(tokens, starts, 0, parts)
@@ -121,7 +123,7 @@ class Journal:
     def _append(
         self, tokens: Tensor, starts: Sequence[int], k: int, rows: Sequence[Tensor]
     ) -> None:
-        parts = [t.contiguous() for t in (tokens, *rows)]  # a variable keeps them alive for `views`
+        parts = [t.contiguous() for t in (tokens, *rows)]  # `views` do not keep tensors alive
         views = [memoryview(buffer(t)).cast("B") for t in parts]
         sizes = [len(view) // len(tokens) for view in views]
         records, places, end = [], [], self.size
@@ -139,7 +141,7 @@ class Journal:
         self.tokens += starts[-1] - starts[0]
 
     def clear(self, number: int) -> None:
-        """Empties the journal, and assigns it to shard `number`."""
+        """Empties the journal. Documents that are added later belong to shard `number`."""
         self.number = number
         os.ftruncate(self.file, 0)
         self.size = _write(self.file, memoryview(self._start()), 0)
@@ -180,7 +182,7 @@ class Journal:
         return table.pop("tokens"), torch.tensor(starts), table
 
     def _encode(self, waiting: "list[_Waiting]", put: Callable) -> None:
-        """Encodes the rows of several documents at once. All have the same number of slots."""
+        """Encodes the rows of several documents, which have the same number of slots, at once."""
         if not waiting:
             return
         rows = encoded(_targets(waiting), self.header)
@@ -198,7 +200,10 @@ class Journal:
         return n * (8 + k * 12 + 4) if k else n * sum(self.sizes.values())
 
     def _complete(self, end: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields the place and tokens of each undamaged record, and sets `size` to its end."""
+        """Yields the place and tokens of each undamaged record.
+
+        Sets `size` to the end of the record.
+        """
         place = self.size
         while len(head := os.pread(self.file, RECORD, place)) == RECORD:
             n, k, checksum = HEAD.unpack(head)
@@ -245,7 +250,7 @@ class _Waiting(NamedTuple):
 
 
 def _runs(waiting: list[_Waiting]) -> Iterator[tuple[int, int, list[_Waiting]]]:
-    """Yields each group of adjacent documents, as its first row, number of rows and documents."""
+    """Yields the first row, the number of rows and the documents of each group of neighbours."""
     group: list[_Waiting] = []
     for one in [*waiting, None]:
         if group and (one is None or one.first != group[-1].first + group[-1].n):
@@ -298,8 +303,8 @@ def _read(file: int, length: int, place: int) -> bytes:
 def unfinished(path: Path) -> int:
     """The number of bytes in a store's journals that are not in a shard yet.
 
-    The journals belong to open writers or to writers that were killed. A damaged last record
-    counts as well.
+    The journals belong to open writers or to writers that were killed. The bytes of a damaged last
+    record count too.
     """
     size = 0
     for journal, rank in journals(path):

@@ -1,4 +1,4 @@
-"""An exclusive lock on a file, which the system releases when its owner ends."""
+"""An exclusive lock on a file, which the system releases when the process ends."""
 
 import fcntl
 import os
@@ -14,8 +14,8 @@ class Lock:
     The system releases the lock when the process ends, even if the process is killed. A forked
     process does not inherit the lock. The forked process closes its copy of the descriptor
     immediately, because a lock is held as long as any copy of its descriptor is open. If another
-    owner holds the lock and `wait` is true, the constructor waits for the release. If `wait` is
-    false, the constructor raises.
+    owner holds the lock, the constructor raises. With `wait=True`, the constructor waits until the
+    other owner releases the lock.
     """
 
     def __init__(self, path: Path, wait: bool = False):
@@ -38,7 +38,7 @@ class Lock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process took the lock. A forked process did not."""
+        """Whether this process took the lock, and not a parent process before a fork."""
         return self.owner == os.getpid()
 
     def release(self) -> None:
@@ -51,7 +51,7 @@ class Lock:
         self.release()
 
     def leave(self) -> None:
-        """Closes this process's copy of the descriptor. The parent process keeps the lock."""
+        """Closes this process's copy of the descriptor, while the parent process keeps the lock."""
         if self._end.detach() is not None:
             os.close(self.file)
 
@@ -60,7 +60,7 @@ _held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def _unlock(file: int) -> None:
-    fcntl.flock(file, fcntl.LOCK_UN)  # also for copies in a process forked outside Python
+    fcntl.flock(file, fcntl.LOCK_UN)  # also unlocks copies in processes forked outside Python
     os.close(file)
 
 

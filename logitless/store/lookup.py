@@ -1,14 +1,16 @@
 """Finds documents by their tokens.
 
-A document matches at a place of a batch if all its tokens follow at this place. If the searched
-range ends first, only the tokens up to this end must match. The index proposes documents by their
-hashes, and then the tokens of each proposed document are compared with the batch.
+A document matches at a place of a batch if the batch has the document's tokens from this place on.
+If the searched range ends before the document, only the tokens up to the end of the range must
+match. The index proposes documents by their hashes, and then the tokens of each proposed document
+are compared with the batch.
 
 The search at a place begins with the longest beginning of 1, 4, 16, 64, ... tokens whose hash is in
-the index (store/index.py). If several documents of a shard have this beginning, the hashes of all
-longer ranges are looked up, up to the next hashed beginning. These lookups find whole documents and
-the points where documents with a shared beginning start to differ. The number of comparisons grows
-with the number of shards, but not with the number of documents that share a beginning.
+the index (store/index.py). If several documents of a shard share the beginning that was found, the
+hashes of all longer ranges are looked up, up to the next of the lengths 1, 4, 16, 64, and so on.
+Looking up the longer ranges finds whole documents, and the tokens at which documents with a shared
+beginning start to differ. The number of comparisons grows with the number of shards, but not with
+the number of documents that share a beginning.
 """
 
 import bisect
@@ -35,7 +37,7 @@ class Match(NamedTuple):
 
 
 class _Beginning(NamedTuple):
-    """A hashed beginning that is in the index."""
+    """A beginning of a document whose hash is in the index."""
 
     length: int
     entries: range  # its index entries
@@ -51,7 +53,7 @@ class _Search(NamedTuple):
 
 
 class Index:
-    """The indices of all shards of a store, merged."""
+    """The merged indices of all shards of a store."""
 
     def __init__(self, shards: Sequence[Any]):
         self.shards: list[Any] = []
@@ -98,14 +100,15 @@ class Index:
     ) -> list[Match | None]:
         """The longest match at each start, or None if no document matches at this start.
 
-        `limits` are the greatest lengths of the matches. A document longer than the limit matches
-        by its beginning. With `whole`, a document shorter than the limit does not match.
+        `limits` holds the greatest length of a match for each start. A document longer than its
+        limit matches if its beginning matches. If `whole` is true, a document shorter than its
+        limit does not match.
         """
         matches: list[Match | None] = [None] * len(starts)
         waiting, turn = self._beginnings(hashes, starts, limits), 0
         while waiting:
-            # Each turn tries one beginning per start. If it finds no document, the next turn tries
-            # a shorter beginning.
+            # Each turn tries one beginning per start. If a turn finds no document, the next turn
+            # tries a shorter beginning.
             searches = []
             for at, of_start in waiting.items():
                 length, entries = of_start[turn]
@@ -131,10 +134,10 @@ class Index:
         return matches
 
     def whole_documents(self, hashes: Hashes, start: int, limit: int) -> Iterator[Match]:
-        """Yields documents whose hashes match at a start, longest first.
+        """Yields whole documents whose hash matches the tokens from `start` on, longest first.
 
-        A document ends at most `limit` tokens after the start. Tokens are not compared here, but in
-        `agree`.
+        A document ends at most `limit` tokens after the start. Only hashes are compared, because
+        `agree` compares the tokens.
         """
         lengths = torch.arange(limit, 0, -1)
         for place, entries in self._hits(hashes(torch.full_like(lengths, start), lengths)):
@@ -142,7 +145,7 @@ class Index:
             yield from (c for c in candidates if c.length == limit - place)
 
     def agree(self, tokens: Tensor, start: int, matches: Sequence[Match]) -> bool:
-        """Whether the matches, placed one after the other from `start` on, have these tokens."""
+        """Whether the tokens of `matches`, one after the other, equal `tokens` from `start` on."""
         starts = accumulate((match.length for match in matches), initial=start)
         proposed = [(at, [match]) for at, match in zip(starts, matches, strict=False)]
         return None not in _first_that_agree(tokens, proposed)
@@ -150,8 +153,7 @@ class Index:
     def likely_starts(self, hashes: Hashes, total: int, length: int) -> list[int]:
         """Places where the next `length` tokens, 4 or 16, are the beginning of a document.
 
-        Returns no places if documents of this length would overlap at most places, as in a
-        repetitive text.
+        Returns [] if there are more than total / length places, as in a repetitive text.
         """
         places = torch.arange(max(total - length + 1, 0))
         wanted = hashes(places, torch.full_like(places, length))
@@ -161,14 +163,14 @@ class Index:
     def _beginnings(
         self, hashes: Hashes, starts: list[int], limits: list[int]
     ) -> dict[int, list["_Beginning"]]:
-        """For each start, its hashed beginnings that are in the index, longest first.
+        """For each start, the beginnings whose hashes are in the index, longest first.
 
-        Starts without such a beginning are left out.
+        Starts without a beginning in the index are left out.
         """
         if not starts:
             return {}
         begin, limit = torch.tensor(starts)[:, None], torch.tensor(limits)[:, None]
-        # The whole range comes before shorter beginnings.
+        # The whole range is tried before shorter beginnings.
         tried = [max(limits), *beginnings(max(limits))]
         lengths = torch.tensor(tried).minimum(limit)
         found: dict[int, list[_Beginning]] = {}
@@ -205,9 +207,10 @@ class Index:
     ) -> list[Match]:
         """The candidates, sorted from the longest match to the shortest match.
 
-        Of the documents that the limit cuts off, one candidate per shard is enough. This candidate
-        is the document whose index entry has the longest beginning. All documents of the shard with
-        this beginning agree up to the next longer entry, and no longer entry was found.
+        Of the documents that are longer than `limit`, one candidate per shard is enough: the
+        document with the longest index entry that was found. Documents of a shard that share an
+        index entry agree with each other up to their next index entry, which the search did not
+        find.
         """
         cut_off, ending = {}, {}
         for length, entry, alone in sorted(hits, key=lambda hit: -hit[0]):
@@ -232,7 +235,7 @@ class Index:
         return list(zip(places.tolist(), map(range, low.tolist(), high.tolist()), strict=True))
 
     def _candidate(self, entry: int) -> Match:
-        """The document of an index entry, with its whole length."""
+        """Returns the document of an index entry, as a Match of its whole length."""
         number = self.numbers[entry]
         number = -1 - number if number < 0 else number
         file_checks.in_store(number, self.first[-1])
@@ -242,7 +245,7 @@ class Index:
         return Match(shard, document, end - begin)
 
 
-_Hit = tuple[int, int, bool]  # length of a beginning, index entry, whether one document has it
+_Hit = tuple[int, int, bool]  # length of a beginning, index entry, whether the beginning is unique
 
 
 def _first_that_agree(

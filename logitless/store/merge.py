@@ -21,10 +21,10 @@ def merge(
     """Copies the documents of several stores into a new store.
 
     Returns the number of documents in the new store. A document that is in several stores is copied
-    once. All headers must be equal. Before anything is copied, the SHA-256 of each file is checked.
-    Rows are copied without being rounded again, except rows of version 1 (store/format.py). Merging
-    a single store into a new one changes the size of the shards. Running the same merge again
-    resumes a merge that was killed.
+    only once. The headers of all stores must be equal. Before anything is copied, the SHA-256 of
+    each file is checked. Rows are copied without being rounded again, except rows of version 1
+    (store/format.py). Merging a single store into a new store changes the size of the shards to
+    `shard_bytes`. Running the same merge again resumes a merge that was killed.
     """
     opened = [store if isinstance(store, Store) else Store(store) for store in stores]
     checks.some_stores(opened)

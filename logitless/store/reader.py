@@ -26,7 +26,7 @@ from .rows import Decoding, Pieces, empty_pieces, table_of
 from .shard import Shard, shards_of
 from .verify import Report, verify
 
-LIKELY = (16, 4)  # at a likely start, this number of tokens is the beginning of a document
+LIKELY = (16, 4)  # lengths of beginnings that are looked up to find likely starts
 SLOTS = 1 << 19  # number of slots that are read and decoded at once
 
 
@@ -73,7 +73,10 @@ class Store:
 
     @on_cpu
     def __getitem__(self, index: Any) -> tuple[Tensor, SparseTargets]:
-        """store[i] returns tokens and targets of a document; store[i, a:b] of a range of tokens."""
+        """store[i] returns the tokens and targets of document i.
+
+        store[i, a:b] returns only the tokens from a to b of document i, and their targets.
+        """
         i, tokens = index if isinstance(index, tuple) and len(index) == 2 else (index, slice(None))
         i = checks.document_number(i, len(self))
         number = bisect.bisect_right(self._first, i) - 1
@@ -85,7 +88,10 @@ class Store:
 
     @on_cpu
     def find(self, tokens: Any) -> int:
-        """The number of the document with exactly these tokens. Raises KeyError if not found."""
+        """The number of the document with exactly these tokens.
+
+        Raises KeyError if no document has exactly these tokens.
+        """
         tokens = checks.tokens(tokens, self.info.vocab_size)
         match = self.index.document(tokens)
         if match is None:
@@ -99,10 +105,11 @@ class Store:
 
         A row of the batch holds documents of the store, one after the other, and then padding. Each
         document is whole or cut off at its end. The slots of padding are masked. `lengths` gives
-        the lengths of the documents in each row: one number per row, or several for packed rows.
-        With `lengths`, all tokens after the last document are padding. Without `lengths`, documents
-        are found one by one, and the rest of a row must be one repeated token. A row of negative
-        ids is all padding. Raises KeyError if tokens match no document of the store.
+        the lengths of the documents in each row: one number per row, or several numbers for packed
+        rows. With `lengths`, all tokens after the last document are padding. Without `lengths`,
+        documents are found one by one, and all tokens after the last document of a row must be
+        equal. A row of negative ids consists only of padding. Raises KeyError if tokens match no
+        document of the store.
         """
         checks.input_ids(input_ids)
         flat = input_ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
@@ -115,7 +122,7 @@ class Store:
         targets = self._decoded(spans).reshape(*input_ids.shape)
         return targets if input_ids.device.type == "cpu" else targets.to(input_ids.device)
 
-    for_tokens = targets_for  # another name of the same method
+    for_tokens = targets_for
 
     @on_cpu
     def verify(self) -> Report:
@@ -123,7 +130,7 @@ class Store:
         return verify(self)
 
     def _of_lengths(self, flat: Tensor, lengths: list[list[int]], width: int) -> list["Span"]:
-        """The spans of a batch whose documents have known lengths, found in one lookup."""
+        """Finds the spans of a batch whose documents have known lengths, in one lookup."""
         starts, limits = [], []
         for row, of_row in enumerate(lengths):
             starts += list(accumulate(of_row, initial=row * width))[:-1]
@@ -136,10 +143,11 @@ class Store:
         return _with_padding(starts, matches, len(flat))
 
     def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
-        """The spans of a batch. The documents of a row are found in order, for all rows at once.
+        """Finds the spans of a batch.
 
-        The starts of rows and other likely starts are looked up in advance. If a row has documents
-        at other starts, less likely starts are looked up too.
+        The documents of a row are found in order, for all rows at once. The starts of rows and
+        other likely starts are looked up in advance. If a row has documents at other starts, less
+        likely starts are looked up too.
         """
         hashes = Hashes(flat)
         known: dict[int, Match | None] = {}
@@ -172,7 +180,8 @@ class Store:
     ) -> list[Match]:
         """Returns the matches of a row, if all tokens after the matched documents are padding.
 
-        Otherwise tries other documents. Raises if the tokens match no document.
+        If the tokens after the matched documents are not padding, tries other documents. Raises if
+        the tokens match no document.
         """
         begin, end = row * width, (row + 1) * width
         at = begin + sum(match.length for match in matches)
@@ -188,7 +197,7 @@ class Store:
         return matches
 
     def _other_reading(self, flat: Tensor, hashes: Hashes, begin: int, end: int) -> list[Match]:
-        """Documents that fill a row up to its end or up to negative ids. Returns [] if not found.
+        """Finds documents that fill a row up to its end or up to negative ids, or returns [].
 
         Longer documents are tried first. Each start within the row is tried only once.
         """
@@ -260,7 +269,7 @@ Span = tuple[Shard | None, int, int]  # shard (None for padding), first row, num
 
 
 def _with_padding(starts: Sequence[int], matches: Sequence[Match], total: int) -> list[Span]:
-    """The rows of the matches in the order of the batch, with spans of padding in the gaps."""
+    """The spans of the matches in the order of the batch, with spans of padding in the gaps."""
     spans: list[Span] = []
     place = 0
     for start, match in sorted(zip(starts, matches, strict=True), key=lambda pair: pair[0]):

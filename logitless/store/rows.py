@@ -1,12 +1,14 @@
-"""Encodes targets as the columns of a shard, and decodes them.
+"""Encodes targets as the columns of a shard, and decodes columns into targets.
 
-store/format.py describes the columns. With `values="u8"`, each row has its own unit, in nats. A
-slot is stored as its distance below the row's `top`. Distances of up to NEAR units are rounded to
-whole units. Above NEAR units, each code means a distance that is a third larger than the distance
-of the previous code. So slots with almost no probability do not make the unit larger.
+store/format.py describes the columns. With `values="u8"`, each row has its own unit, in nats. The
+log-probability of a slot is stored as its distance below the row's `top`. Distances of up to NEAR
+units are rounded to whole units. Above NEAR units, each code means a distance that is a third
+larger than the distance of the previous code. So slots with almost no probability do not make the
+unit larger.
 
 Rounding keeps the mass of a row, because `top` is chosen so that the rounded probabilities have the
-same sum. The remaining error is in the ratios between slots and is of second order in the unit.
+same sum. The remaining error is in the ratios between probabilities, and is of second order in the
+row's unit.
 """
 
 import functools
@@ -37,10 +39,10 @@ Pieces = Mapping[str, Sequence[Any]]  # the bytes of a column, in one or several
 
 
 def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Table:
-    """Encodes the rows of targets, (T,), on their device.
+    """Encodes targets (T,) on the device of the targets.
 
-    `sorted_` may be true only if the slots are sorted, as `capture_topk` returns them. If it is
-    true, the host does not wait for the device.
+    `sorted_` may be true only if the slots are sorted, as `capture_topk` returns them. If `sorted_`
+    is true, the host does not wait for the device.
     """
     ids, logprobs, valid = _ordered(targets, header.k, sorted_)
     top, logprobs = logprobs[:, 0], logprobs.masked_fill(~valid, -torch.inf)
@@ -61,7 +63,10 @@ def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Ta
 
 
 def _ordered(targets: SparseTargets, k: int, sorted_: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, log-probabilities and a mask of valid slots, (T, k), the most probable slot first."""
+    """Sorts slots by probability.
+
+    Returns ids, log-probabilities and a mask of valid slots, (T, k).
+    """
     ids, logprobs = targets.ids.long(), targets.logprobs.detach().float()
     valid = torch.ones_like(ids, dtype=torch.bool) if targets.mask is None else targets.mask != 0
     if targets.k < k:
@@ -77,7 +82,7 @@ def _ordered(targets: SparseTargets, k: int, sorted_: bool) -> tuple[Tensor, Ten
 
 
 def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
-    """Codes in fp16, and the distances below `top` that the codes mean."""
+    """Returns fp16 codes, and the distances below `top` that the codes mean."""
     codes = below.clamp_max(torch.finfo(torch.float16).max).half()
     rounded = codes.float()
     codes = codes.masked_fill(zero, torch.inf).masked_fill(~valid, torch.nan)
@@ -85,13 +90,14 @@ def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 
 
 def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
-    """Codes in 8 bits, and the distances below `top` that the codes mean.
+    """Returns 8-bit codes, and the distances below `top` that the codes mean.
 
-    A row uses the smallest unit for which all slots are within NEAR units, if the divergence is at
-    most NEGLIGIBLE. Otherwise the row uses the best of TRIED units. The smallest of these units is
-    chosen so that all slots are within NEAR units, except last slots whose total mass is at most
-    FAR_MASS. Trying several units helps, because most of a row's mass is in a few slots, and some
-    units round all of these slots well.
+    A row uses the smallest unit for which all slots are within NEAR units, if the divergence of the
+    decoded row is at most NEGLIGIBLE. If the divergence is larger, TRIED other units are tried too,
+    and the row uses the unit with the smallest divergence. The smallest of the TRIED units is
+    chosen so that all slots are within NEAR units, except the least probable slots with a total
+    mass of at most FAR_MASS. Trying several units helps, because most of a row's mass is in a few
+    slots, and some units round all of these slots well.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
     beyond = p.flip(-1).cumsum(-1).flip(-1) <= FAR_MASS
@@ -112,13 +118,13 @@ def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
     below, p = below[:, None], p[:, None]
     off = below - _codes(below, _unit(steps)[..., None])[1]
     # The decoded row is log p̂ = log p + off - log Σ p e^off. `off` is limited to 80, because e^off
-    # would overflow. The limit does not change the choice of a unit. If `off` is above 80, p is 0,
-    # or the error of this unit is larger than the errors of all other units.
+    # would overflow. Limiting `off` does not change the choice of a unit, because `off` is above 80
+    # only if p is 0 or if all other units have a smaller error.
     return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
 
 
 def _codes(below: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes of the distances from the largest value, and the distances after decoding."""
+    """Returns the codes of the distances `below`, and the distances after decoding."""
     units = below / unit
     far = torch.log2(units.clamp_min(NEAR) / NEAR).div_(GROWTH).round_().clamp_max_(CODES - NEAR)
     near = units.round_().clamp_max_(NEAR)
@@ -131,14 +137,14 @@ def _unit(step: Tensor) -> Tensor:
 
 
 def decoded(table: Table, header: Header) -> SparseTargets:
-    """Decodes rows into targets, (T,), on the CPU."""
+    """Decodes a table of rows into targets (T,) on the CPU."""
     decoding = Decoding(len(table["top"]), header)
     decoding.add(table)
     return decoding.targets()
 
 
 def recoded(table: Table, header: Header) -> Table:
-    """Converts rows of version 1, in which every code up to CODES means `code` units."""
+    """Converts rows of version 1, in which every code c up to CODES means c units."""
     if header.values == "f16":
         return table
     decoding = Decoding(len(table["top"]), header, near=CODES)
@@ -147,10 +153,10 @@ def recoded(table: Table, header: Header) -> Table:
 
 
 class Decoding:
-    """Targets of a number of rows, which `add` decodes part by part.
+    """Decodes rows into targets part by part. Each call of `add` decodes one part.
 
     Only the targets have the size of all rows. All other tensors have the size of one part, because
-    obtaining new memory from the system takes longer than filling it.
+    obtaining new memory from the system takes longer than filling the memory.
     """
 
     def __init__(self, rows: int, header: Header, near: int = NEAR):
@@ -171,12 +177,13 @@ class Decoding:
         file_checks.ids_in_vocabulary(ids, self.header.vocab_size)
         self.tail[begin:end] = table["tail"]
         top, codes = table["top"], table["codes"]
-        codes = pad(codes, (1, 0))  # the distances from `top`; 0 for the first slot
+        codes = pad(codes, (1, 0))  # the first slot has distance 0 from `top`
         logprobs.copy_(codes)
         all_slots = False
         if self.header.values == "u8":
             most = self._far(logprobs, codes)
-            # No `top` is +inf, so the sum is NaN only if a `top` is NaN, as in a row without slots.
+            # The sum is NaN only if a `top` is NaN, which marks a row without slots. No `top` is
+            # +inf.
             all_slots = most < EMPTY and not math.isnan(float(top.sum()))
             logprobs.mul_(_all_units().index_select(0, table["step"].int())[:, None])
         torch.sub(top[:, None], logprobs, out=logprobs)
@@ -184,7 +191,7 @@ class Decoding:
             self._masked(begin, logprobs)
 
     def _far(self, units: Tensor, codes: Tensor) -> int:
-        """Replaces each code in `units` above `near` by its number of units.
+        """Replaces each code above `near` in `units` by the number of units that the code means.
 
         Returns the largest code.
         """
@@ -219,7 +226,7 @@ def _all_units() -> Tensor:
 
 @functools.lru_cache
 def _units_of_codes(near: int) -> Tensor:
-    """The number of units that each code means. It is inf for ZERO and NaN for EMPTY."""
+    """The number of units that each code means: inf for ZERO, and NaN for EMPTY."""
     codes = torch.arange(256, dtype=torch.float32)
     units = codes.clamp_max(near) * torch.exp2((codes - near).clamp_min(0) * GROWTH)
     units[ZERO], units[EMPTY] = torch.inf, torch.nan
@@ -233,7 +240,7 @@ def empty_pieces(n: int, header: Header) -> dict[str, bytearray]:
 
 
 def table_of(pieces: Pieces, header: Header) -> Table:
-    """The table of rows whose columns are given as consecutive pieces of bytes."""
+    """Joins the pieces of each column, and returns the columns as a table."""
     sizes, table = header.sizes(), {}
     rows = sum(map(len, pieces["top"])) // sizes["top"]
     for name, (dtype, shape) in header.layout().items():

@@ -69,7 +69,7 @@ def logprob(name: str, place: int, value: Any) -> float:
 
 
 def server_output(prompt: Any, generated: Any, completion: bool) -> None:
-    """Checks that an output has the entries that its document needs."""
+    """Checks that a server's output has the entries that the document needs."""
     if completion and (generated.entries is None or generated.tokens is None):
         wanted = f"{generated.name} and the ids of its completion"
         wanted = wanted if prompt.entries is not None else f"{prompt.name}, or {wanted}"

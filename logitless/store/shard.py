@@ -30,7 +30,7 @@ class Shard:
     """The documents of a shard.
 
     Opening a shard reads its header and the column `starts`. Rows of other columns are read only
-    when they are used. All bytes that are read are compared with their checksums.
+    when they are used. In version 2, all bytes that are read are compared with their checksums.
     """
 
     def __init__(self, path: Path, header: Header):
@@ -117,7 +117,7 @@ class Shard:
         return table_of(self.pieces_of([(begin, end)]), self.header)
 
     def groups(self, spans: Sequence[Span]) -> Iterator[tuple[Tensor, list[int], Table]]:
-        """The tokens, starts and rows of documents, in groups of about ROWS rows."""
+        """Yields the tokens, starts and rows of documents, in groups of about ROWS rows."""
         sizes = list(accumulate((b - a for a, b in spans), initial=0))
         first = 0
         while first < len(spans):
@@ -130,7 +130,7 @@ class Shard:
             first = last
 
     def index(self) -> tuple[Tensor, Tensor]:
-        """The columns index.hash and index.doc. For version 1, they are computed from tokens."""
+        """Returns the columns index.hash and index.doc, computed from the tokens for version 1."""
         if self.version == VERSION:
             return self.column("index.hash"), self.column("index.doc")
         return index_of(self.tokens(0, int(self.starts[-1])), self.starts)
@@ -151,7 +151,7 @@ class Shard:
 def write_shard(
     path: Path, header: Header, tokens: Tensor, starts: Tensor, rows: Mapping[str, Tensor]
 ) -> None:
-    """Writes a whole shard or nothing. After this returns, the shard survives a loss of power."""
+    """Writes a whole shard or nothing. A shard that was written survives a loss of power."""
     columns = dict(rows)
     columns |= {f"tokens.{w}": field for w, field in pack(tokens, header.bits).items()}
     columns["starts"] = starts
@@ -161,7 +161,8 @@ def write_shard(
         "format": FORMAT, "version": VERSION, "header": header.to_json(),
         "sha256": digest_of(columns),
     }  # fmt: skip
-    # This is the order that `safetensors.write` uses. The sort is stable, so checksums come last.
+    # `safetensors.write` sorts the columns in the same way, widest dtype first. The sort is stable,
+    # so the column `crc` of dtype uint8 stays last.
     columns = dict(sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize))
     columns["crc"] = checksums(columns.values())
     safetensors.write(path, columns, metadata, durable=True)

@@ -1,4 +1,4 @@
-"""Statistics of a store: mass in the slots, entropy, and rank of the next token.
+"""Statistics of a store: probability mass in the slots, entropy, and rank of the next token.
 
 `logitless teacher info` prints and plots these statistics (cli/teacher.py).
 """
@@ -26,7 +26,7 @@ class Summary:
     rank: Tensor  # rank of each next token among the slots, from 0; K if no slot has the token
 
     def within(self, k: int) -> float:
-        """The share of next tokens that are among the k most probable tokens."""
+        """The fraction of next tokens that are among the k most probable tokens."""
         return float((self.rank < k).double().mean()) if len(self.rank) else 0.0
 
 
@@ -49,7 +49,7 @@ def summary(store: Store, most: int = SAMPLE) -> Summary:
         p = targets.logprobs.double().exp()
         has_slots = p.sum(-1) > 0
         has_next = torch.ones_like(has_slots)
-        has_next[ends - 1] = False  # the last tokens of documents
+        has_next[ends - 1] = False  # a document's last token has no next token
         hit = targets.ids[:-1] == tokens[1:, None]
         if targets.mask is not None:
             hit &= targets.mask[:-1]

@@ -1,4 +1,4 @@
-"""The hash of a tokenizer. A store keeps the hash, because ids depend on the tokenizer."""
+"""The hash of a tokenizer. A store keeps the hash, because token ids depend on the tokenizer."""
 
 import hashlib
 import json

@@ -1,6 +1,6 @@
 """Trains a student from a store: the targets of a batch, and the loss of a causal model.
 
-logitless/hf.py uses these functions in a Trainer of Transformers.
+logitless/hf.py uses this module in a Trainer of Transformers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,11 +42,12 @@ def distill_loss(
     """Returns (ce_weight · cross-entropy + kd_weight · divergence from the teacher).
 
     `logits` (B, T, V) of a causal model are a tensor, a head or the output of a fused model.
-    `labels` (B, T) are not shifted, as in Transformers. Row t is compared with labels[:, t + 1].
-    Labels of -100 do not count. `targets` (B, T) come from `Store.targets_for`. The loss is the
-    mean over the tokens that count. With num_items, it is the sum divided by num_items. parts=True
-    also returns both terms, for logging, and reads the logits once more. Other options are passed
-    to `topk_distill`. `divergence` and `support` have no default.
+    `labels` (B, T) are not shifted, as in Transformers. The logits at position t are compared with
+    labels[:, t + 1]. Labels of -100 do not count. `targets` (B, T) come from `Store.targets_for`.
+    The loss is the mean over the tokens that count. With num_items, the loss is the sum divided by
+    num_items. parts=True also returns the cross-entropy and the divergence, for logging, and reads
+    the logits once more. Other options are passed to `topk_distill`. The options `divergence` and
+    `support` have no default.
 
     >>> targets = store.targets_for(input_ids)
     >>> options = {"divergence": "forward_kl", "support": "tail"}
@@ -88,7 +89,7 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
         begins = (positions.expand_as(ids).cpu() == 0).gather(-1, order)
         lengths = [_lengths(row, int(n)) for row, n in zip(begins, is_token.sum(-1), strict=True)]
     if mask is not None:
-        # With a last token of -1 in every row, repeated tokens do not count as padding.
+        # If every row ends with the token -1, repeated tokens do not count as padding.
         tokens = F.pad(tokens, (0, 1), value=-1)
     targets = store.targets_for(tokens, lengths)
     if mask is not None:

@@ -24,7 +24,7 @@ MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))  # the same tolerance as in Sparse
 
 @dataclass
 class Report:
-    """The result of `verify`. Its truth value is False if there are problems."""
+    """The result of `verify`. A Report is falsy if there are problems."""
 
     documents: int = 0
     tokens: int = 0
@@ -48,17 +48,17 @@ class _Shift:
     """Tests whether the rows of a store are shifted by one token.
 
     The test compares the mean log-probabilities of the next token (offset 0), of the token before
-    it (offset -1) and of the token after it (offset +1). In a correct store, offset 0 has the
-    highest mean.
+    the next token (offset -1) and of the token after the next token (offset +1). In a correct
+    store, offset 0 has the highest mean.
     """
 
     def __init__(self):
         self.n, self.sums, self.squares = 0, torch.zeros(3).double(), torch.zeros(3).double()
 
     def add(self, tokens: Tensor, targets: SparseTargets, inner: Tensor, vocab_size: int) -> None:
-        """Adds the rows at the places `inner`, for which all three tokens exist."""
+        """Adds the rows `inner`, for which the tokens at all three offsets exist."""
         ids, logprobs = targets.ids[inner], targets.logprobs[inner]
-        # A label outside the slots gets an equal share of the tail.
+        # The mass of the tail is divided equally among all tokens outside the slots.
         rest = targets.tail[inner].double() - math.log(max(vocab_size - targets.k, 1))
         rest = rest.clamp_min(-50)
         by_offset = []

@@ -29,8 +29,8 @@ from .rows import Table, encoded
 from .shard import Shard, shards_of, write_shard
 
 # The bytes of memory that index entries and their hashes take per document while a shard is
-# written. These bytes count towards the size of the shard, so that writing a shard of very short
-# documents takes no more memory than writing a shard of long documents.
+# written. The PER_DOCUMENT bytes count towards the size of the shard, so that writing a shard of
+# very short documents takes no more memory than writing a shard of long documents.
 PER_DOCUMENT = 512
 # Documents of up to SHORT tokens are encoded together when their shard is written, because encoding
 # a few rows takes PyTorch as long as encoding a few hundred rows.
@@ -42,8 +42,9 @@ class Writer:
 
     After `add` returns, the document is not lost if the process is killed, because the next writer
     recovers the document. Readers find the document after its shard is full, after `flush`, or
-    after the end of the `with` block. From then on, the document also survives a loss of power.
-    Adding a document again does nothing, so the same command resumes a run that was killed.
+    after the end of the `with` block. As soon as readers find a document, the document also
+    survives a loss of power. Adding a document again does nothing, so the same command resumes a
+    run that was killed.
 
     Several processes may write to one store at the same time, each with its own `part`. The default
     of `part` is the process's RANK, as torchrun sets it. A second writer with the same `part` is
@@ -158,7 +159,7 @@ class Writer:
 
     @on_cpu
     def append(self, tokens: Tensor, rows: Table, starts: Sequence[int] | None = None) -> int:
-        """Adds an encoded document, or the encoded documents between the starts.
+        """Adds one encoded document, or several encoded documents that `starts` delimits.
 
         Returns the number of documents that were added. Documents that the store has already are
         not added.
@@ -187,7 +188,10 @@ class Writer:
     def _write(
         self, tokens: Tensor, starts: Sequence[int], rows: Table, digests: list[bytes]
     ) -> None:
-        """Appends the documents between the starts. Writes a shard whenever the journal is full."""
+        """Appends the documents that `starts` delimits.
+
+        Writes a shard whenever the journal is full.
+        """
         first = 0
         while first < len(digests):
             room = self.shard_bytes - self._bytes(self.journal.tokens, len(self.journal))
@@ -269,8 +273,8 @@ def _digest_of(tokens: Any) -> bytes:
 def recover(path: str | os.PathLike) -> int:
     """Moves documents of killed writers from journals to shards.
 
-    Returns the number of documents in the store. `recover` is needed only if these writers will not
-    be opened again, because opening a writer recovers its own documents.
+    Returns the number of documents in the store. `recover` is needed only if the killed writers
+    will not be opened again, because opening a writer recovers its own documents.
     """
     path = Path(path)
     fields = asdict(header_of(path))
