@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from . import nn
 from .core.call import impl
-from .heads.linear import LinearLogits
 from .lazy.fuse import fuse, is_fused, unfuse
 from .lazy.fused_head import lazy_logits
+from .lazy.linear_logits import LinearLogits
 from .losses.cross_entropy import cross_entropy, linear_cross_entropy
 from .losses.dense_teacher import jsd, kl_div, soft_cross_entropy
 from .losses.row_loss import row_loss

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from .core import call as _call
 from .core import checks as _checks
 from .core import option_checks as _option_checks
-from .heads.linear import LinearLogits
 from .lazy.fused_head import head_logits
+from .lazy.linear_logits import LinearLogits
 from .losses import cross_entropy as losses
 from .losses import dense_teacher as pair
 from .losses import sparse_teacher as distill

@@ -1,6 +1,6 @@
 """The tensors and the options of a head. linear.py evaluates losses over a head.
 
-`Head` represents the logits hidden @ weight.T + bias. LinearLogits (linear.py), lazy logits and
+`Head` represents the logits hidden @ weight.T + bias. LinearLogits, lazy logits and
 VocabShard hold a Head. `ScaledHead` represents a teacher's logits, scaled or with a softcap,
 without gradients. `flatten` separates the tensors, which autograd saves, from the options.
 """

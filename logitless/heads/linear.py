@@ -1,11 +1,10 @@
-"""`LinearLogits`, the logits of a linear head, whose losses are computed in chunks.
+"""Losses over the logits hidden @ weight.T + bias of a linear head, computed in chunks.
 
-`LinearLogits(hidden, weight, bias)` represents hidden @ weight.T + bias. A loss is computed from
-the logits of one chunk of rows at a time (chunks.py), or of one block of columns at a time
-(blocks.py). plan.py chooses between rows and columns. Small logits (plan.SMALL) are materialised,
-because chunks would take longer. For a mean or sum, forward also computes the gradients (total.py).
-A mean or sum takes three GEMMs, or up to four GEMMs if the head is split by columns. Results per
-row take four GEMMs (per_row.py).
+`HeadLogits` is the Source of these logits. A loss is computed from the logits of one chunk of rows
+at a time (chunks.py), or of one block of columns at a time (blocks.py). plan.py chooses between
+rows and columns. Small logits (plan.SMALL) are materialised, because chunks would take longer. For
+a mean or sum, forward also computes the gradients (total.py). A mean or sum takes three GEMMs, or
+up to four GEMMs if the head is split by columns. Results per row take four GEMMs (per_row.py).
 
 No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
 gradients from the logits of a chunk.
@@ -21,9 +20,8 @@ from ..contract import Reading
 from ..core import call, checks
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss
-from ..core.source import Logits, Source, TopK, is_dtensor
+from ..core.source import Source, TopK, is_dtensor
 from . import checks as rules
-from .as_tensor import AsTensor
 from .blocks import chunks_of
 from .head import Head, Rows, ScaledHead
 from .operators import evaluate_compiled
@@ -32,95 +30,19 @@ from .products import autocasts, cast_by_autocast, without_autocast
 from .total import ReducedLoss
 
 
-class LinearLogits(AsTensor, Logits):
-    """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,) for every loss of logitless.
-
-    `workspace` limits the bytes of logits in memory at once. The logits of a teacher need
-    additional memory. The default workspace is 1 GiB on a GPU and 64 MiB on a CPU, and 1.5 times as
-    much for fp32 logits of 16-bit hidden states. A smaller workspace saves memory and costs time.
-    If many rows fit into the workspace, a GPU computes some whole rows at a time. If only few rows
-    fit into the workspace, a GPU computes some columns of all rows at a time. Logits of at most 128
-    MiB on a GPU, or 1 MiB on a CPU, are materialised if the logits and their gradient fit into the
-    workspace. A loss over materialised logits takes less time.
-
-    `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
-    to 16 bits. Log-probabilities of fp32 logits are hundreds of times more exact than those of
-    16-bit logits. The gradient of fp32 logits is rounded to 16 bits, and the GEMMs of the backward
-    run in 16 bits.
-
-    `accumulate` selects the precision in which the gradient of a bf16 weight is summed over chunks.
-    accumulate="auto" sums up to two chunks in bf16. For more chunks, accumulate="auto" sums in
-    block floating point on Hopper and data-center Blackwell, and in fp32 on other devices. Block
-    floating point needs no memory besides the gradient. In block floating point, 128 neighbouring
-    numbers share one exponent, and the largest of these numbers keeps 14 bits. accumulate="fp32"
-    sums in fp32, which takes additional memory of the gradient's size. accumulate="weight" sums in
-    bf16, which rounds after every chunk. The gradient of an fp16 weight is always summed in fp32.
-
-    `main_grad` is an fp32 tensor of the weight's shape. Every backward adds the weight's gradient
-    to main_grad instead of weight.grad. For a mean or sum, the gradient is added to main_grad once,
-    after the sum over chunks. A sum in bf16 or in block floating point is rounded to bf16 before it
-    is added to main_grad. For results per row, the gradient of each chunk is added to main_grad
-    separately.
-
-    Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
-    number of rows that count is on the GPU. The host waits for the number of rows that count once,
-    after the first GEMM is queued. With `drop_ignored=False`, the host never waits, and ignored
-    rows cost as much time as other rows. A CUDA graph requires that the host never waits.
-
-    If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. Losses over
-    such a head are computed as for a VocabShard.
-
-    PyTorch's own functions, methods and indexing accept a LinearLogits as a tensor. The logits are
-    computed when an operation reads their values.
-
-    >>> loss = cross_entropy(LinearLogits(hidden, head.weight), target)
-    """
-
-    @call.named()
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        *,
-        workspace: int | None = None,
-        logits_dtype: torch.dtype | None = None,
-        accumulate: str = "auto",
-        main_grad: Tensor | None = None,
-        drop_ignored: bool = True,
-    ):
-        if is_dtensor(weight):  # shard_of_head checks the local tensors later
-            rules.head_placements(hidden, weight, bias)
-        else:
-            if isinstance(hidden, Tensor) and autocasts(hidden.device):
-                hidden, weight, bias = map(cast_by_autocast, (hidden, weight, bias))
-            call.check_once(
-                rules.linear, hidden, weight, bias, main_grad, workspace, logits_dtype, accumulate,
-                drop_ignored,
-            )  # fmt: skip
-        self.head = Head(
-            hidden, weight, bias, None, workspace, logits_dtype, accumulate, main_grad, drop_ignored
-        )
-        self._source = HeadLogits(self.head)
-
-    @property
-    def hidden(self) -> Tensor:
-        """The hidden states (..., D)."""
-        return self.head.hidden
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight (V, D)."""
-        return self.head.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The bias (V,), or None."""
-        return self.head.bias
-
-    def materialize(self) -> Tensor:
-        """Returns the logits as a differentiable tensor, (..., V)."""
-        return self.head.logits()
+def checked_head(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **options) -> Head:
+    """Checks the tensors and the options of a head. `options` are fields of Head."""
+    if is_dtensor(weight):  # shard_of_head checks the local tensors later
+        rules.head_placements(hidden, weight, bias)
+        return Head(hidden, weight, bias, **options)
+    if isinstance(hidden, Tensor) and autocasts(hidden.device):
+        hidden, weight, bias = map(cast_by_autocast, (hidden, weight, bias))
+    head = Head(hidden, weight, bias, **options)
+    call.check_once(
+        rules.linear, hidden, weight, bias, head.main_grad, head.workspace, head.logits_dtype,
+        head.accumulate, head.drop_ignored,
+    )  # fmt: skip
+    return head
 
 
 class HeadLogits(Source):

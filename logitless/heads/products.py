@@ -74,7 +74,7 @@ def plain_gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> Tensor:
     wide = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
     if add is None:
         return torch.mm(a, b, out=out, **wide)
-    return torch.addmm(add, a, b, out=out, **wide)
+    return torch.addmm(add, a, b, out=out, **wide)  # pyright: ignore[reportCallIssue]
 
 
 def aligned_rows(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..core import checks
-from ..heads.linear import LinearLogits
+from ..heads.linear import checked_head
 from ..heads.products import autocasts, cast_by_autocast, dense_logits
 from ..parallel.dtensor import hidden_of_all, shard_of_head
 from .logits import LazyLogits, lazy_logits_of, warn_once
@@ -29,7 +29,7 @@ class SpreadHead(NamedTuple):
 
         Losses over these logits are computed as for a VocabShard.
         """
-        head = LinearLogits(*self.tensors, **self.options).head.replace(module=self.module)
+        head = checked_head(*self.tensors, **self.options).replace(module=self.module)
         shard = shard_of_head(head)
         return lazy_logits_of(shard.source.head, shard.over(None), kind)
 
@@ -40,7 +40,7 @@ class SpreadHead(NamedTuple):
         """
         hidden, weight, bias = self.tensors
         rows = (None if t is None else t.to_local() for t in (weight, bias))
-        head = LinearLogits(hidden_of_all(hidden, weight), *rows, **self.options).head
+        head = checked_head(hidden_of_all(hidden, weight), *rows, **self.options)
         return lazy_logits_of(head.replace(module=self.module))
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from ..core.call import named
-from ..heads.linear import LinearLogits
 from . import checks
 from .checks import kind_of, name_of
 from .fused_head import Products, is_lazy, remove_forward, set_forward, wants_gradient
+from .linear_logits import LinearLogits
 from .logits import warn_once
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ..core.call import in_func
 from ..core.option_checks import LOGITS_DTYPES
 from ..core.source import is_dtensor
-from ..heads.linear import LinearLogits
+from ..heads.linear import checked_head
 from ..heads.products import autocasts
 from .checks import has_own_products, name_of
 from .colwise import spread_logits, spread_plain_logits
@@ -213,11 +213,11 @@ def lazy_product(tensors: tuple, options: dict, module: nn.Module, wanted: bool 
             return nn.functional.linear(*tensors)
         if spread:
             return spread_plain_logits(tensors, options)
-        return LinearLogits(*tensors, **options).materialize()
+        return checked_head(*tensors, **options).logits()
     if spread:
         return spread_logits(tensors, options, module)
-    # LinearLogits checks the tensors and casts them under autocast.
-    return lazy_logits_of(LinearLogits(*tensors, **options).head.replace(module=module))
+    # checked_head also casts the tensors under autocast.
+    return lazy_logits_of(checked_head(*tensors, **options).replace(module=module))
 
 
 def is_lazy(logits: Any) -> bool:

@@ -11,7 +11,7 @@ from ..core import call
 from ..core.evaluate import evaluate
 from ..core.in_place import evaluate_in_place
 from ..core.loss import RowLoss, rows_in
-from ..heads.linear import LinearLogits
+from ..heads.linear import HeadLogits, checked_head
 from ..heads.operators import operator
 from . import checks
 
@@ -171,8 +171,8 @@ def linear_cross_entropy(
 
     >>> linear_cross_entropy(hidden, head.weight, target)
     """
-    logits = LinearLogits(
+    head = checked_head(
         hidden, weight, bias, workspace=workspace, logits_dtype=logits_dtype,
         accumulate=accumulate, main_grad=main_grad, drop_ignored=drop_ignored,
     )  # fmt: skip
-    return cross_entropy(logits, target, weight=class_weight, **options)
+    return cross_entropy(HeadLogits(head), target, weight=class_weight, **options)

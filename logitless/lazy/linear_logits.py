@@ -1,0 +1,146 @@
+"""`LinearLogits`, the logits of a linear head. Every loss and PyTorch's functions accept them.
+
+A loss is computed from chunks of the logits (heads/linear.py). A function of PyTorch gets lazy
+logits (logits.py).
+"""
+
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..core import call
+from ..core.source import Logits
+from ..heads import checks
+from ..heads.head import Head
+from ..heads.linear import HeadLogits, checked_head
+from .logits import lazy_logits_of
+
+_FIELDS = frozenset(field.name for field in fields(Head))
+
+
+class AsTensor:
+    """Base class that gives a head the functions, methods, operators and indexing of a tensor."""
+
+    head: Head
+
+    def lazy(self) -> Tensor:
+        """Returns the same logits as a lazy tensor, or as a plain tensor under a compiler."""
+        if torch.compiler.is_compiling():
+            return self.head.logits()
+        checks.no_main_grad(self.head.main_grad)
+        return lazy_logits_of(self.head)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = _lazily((args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a field of the head, or a public attribute or method of the lazy logits."""
+        if name in _FIELDS:
+            return getattr(self.head, name)
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.lazy(), name)
+
+
+def _lazily(tree: Any) -> Any:
+    return pytree.tree_map_only(AsTensor, AsTensor.lazy, tree)
+
+
+def _operator(name: str):
+    def operator(self, *args):
+        return getattr(self.lazy(), name)(*_lazily(args))
+
+    operator.__name__ = name
+    return operator
+
+
+for _name in ("getitem", "len", "iter", "neg", "mul", "rmul", "truediv", "add", "radd", "sub"):
+    setattr(AsTensor, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class LinearLogits(AsTensor, Logits):
+    """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,) for every loss of logitless.
+
+    `workspace` limits the bytes of logits in memory at once. The logits of a teacher need
+    additional memory. The default workspace is 1 GiB on a GPU and 64 MiB on a CPU, and 1.5 times as
+    much for fp32 logits of 16-bit hidden states. A smaller workspace saves memory and costs time.
+    If many rows fit into the workspace, a GPU computes some whole rows at a time. If only few rows
+    fit into the workspace, a GPU computes some columns of all rows at a time. Logits of at most 128
+    MiB on a GPU, or 1 MiB on a CPU, are materialised if the logits and their gradient fit into the
+    workspace. A loss over materialised logits takes less time.
+
+    `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
+    to 16 bits. Log-probabilities of fp32 logits are hundreds of times more exact than those of
+    16-bit logits. The gradient of fp32 logits is rounded to 16 bits, and the GEMMs of the backward
+    run in 16 bits.
+
+    `accumulate` selects the precision in which the gradient of a bf16 weight is summed over chunks.
+    accumulate="auto" sums up to two chunks in bf16. For more chunks, accumulate="auto" sums in
+    block floating point on Hopper and data-center Blackwell, and in fp32 on other devices. Block
+    floating point needs no memory besides the gradient. In block floating point, 128 neighbouring
+    numbers share one exponent, and the largest of these numbers keeps 14 bits. accumulate="fp32"
+    sums in fp32, which takes additional memory of the gradient's size. accumulate="weight" sums in
+    bf16, which rounds after every chunk. The gradient of an fp16 weight is always summed in fp32.
+
+    `main_grad` is an fp32 tensor of the weight's shape. Every backward adds the weight's gradient
+    to main_grad instead of weight.grad. For a mean or sum, the gradient is added to main_grad once,
+    after the sum over chunks. A sum in bf16 or in block floating point is rounded to bf16 before it
+    is added to main_grad. For results per row, the gradient of each chunk is added to main_grad
+    separately.
+
+    Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
+    number of rows that count is on the GPU. The host waits for the number of rows that count once,
+    after the first GEMM is queued. With `drop_ignored=False`, the host never waits, and ignored
+    rows cost as much time as other rows. A CUDA graph requires that the host never waits.
+
+    If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. Losses over
+    such a head are computed as for a VocabShard.
+
+    PyTorch's own functions, methods and indexing accept a LinearLogits as a tensor. The logits are
+    computed when an operation reads their values.
+
+    >>> loss = cross_entropy(LinearLogits(hidden, head.weight), target)
+    """
+
+    @call.named()
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        workspace: int | None = None,
+        logits_dtype: torch.dtype | None = None,
+        accumulate: str = "auto",
+        main_grad: Tensor | None = None,
+        drop_ignored: bool = True,
+    ):
+        self.head = checked_head(
+            hidden, weight, bias, workspace=workspace, logits_dtype=logits_dtype,
+            accumulate=accumulate, main_grad=main_grad, drop_ignored=drop_ignored,
+        )  # fmt: skip
+        self._source = HeadLogits(self.head)
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states (..., D)."""
+        return self.head.hidden
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight (V, D)."""
+        return self.head.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias (V,), or None."""
+        return self.head.bias
+
+    def materialize(self) -> Tensor:
+        """Returns the logits as a differentiable tensor, (..., V)."""
+        return self.head.logits()
