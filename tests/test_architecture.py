@@ -109,7 +109,7 @@ def test_imports_are_seen():
 def test_every_import_goes_to_a_lower_floor():
     up = {
         (one.file, one.rooms[1])
-        for one in AT_THE_HEAD
+        for one in IMPORTS
         if one.rooms[0] != one.rooms[1] and FLOOR[one.rooms[0]] <= FLOOR[one.rooms[1]]
     }
     assert up == set()
@@ -131,7 +131,7 @@ def test_rooms_have_at_most_twelve_floors():
 
 def test_no_file_imports_itself_through_others():
     imported: dict[str, set[str]] = {module: set() for module in MODULES}
-    for one in AT_THE_HEAD:
+    for one in IMPORTS:
         imported[one.module].add(one.target)
 
     def reached(module: str) -> set[str]:

@@ -18,13 +18,10 @@ the backend's `partial`, merges the partial statistics of all columns, and calls
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from .loss import RowLoss
 
 F = TypeVar("F", bound=Callable)
 TopK = tuple[Tensor, Tensor, Tensor]  # ids and log-probabilities (..., k), log tail mass (...)
@@ -78,15 +75,15 @@ class Source:
     def dim(self) -> int:
         return len(self.shape)
 
-    def evaluate(self, loss: "RowLoss", reduction: str, row_weight: Tensor | None) -> Any:
-        """Returns the weighted and reduced loss, which is differentiable.
+    def evaluate(self, loss: Any, reduction: str, row_weight: Tensor | None) -> Any:
+        """Returns the weighted and reduced loss, which is differentiable. `loss` is a RowLoss.
 
         The result has shape (...) for reduction "none", and () for "sum" and "mean". For a RowLoss
         with multiple outputs, the result is a tuple.
         """
         raise NotImplementedError
 
-    def evaluate_in_place(self, loss: "RowLoss", reduction: str, row_weight: Tensor | None) -> Any:
+    def evaluate_in_place(self, loss: Any, reduction: str, row_weight: Tensor | None) -> Any:
         """Like `evaluate`, but the gradient may overwrite logits that exist in memory."""
         return self.evaluate(loss, reduction, row_weight)
 

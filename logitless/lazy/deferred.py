@@ -12,14 +12,15 @@ are Deferred tensors. All Deferred tensors share one mechanism:
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+F = TypeVar("F", bound=Callable)
 T = Tensor
 
 # --- tensor functions that access memory directly, and so bypass __torch_dispatch__
@@ -190,6 +191,28 @@ def _direct(func, args: tuple, kwargs: dict) -> Any:
 # --- the function that the user called, for warnings and errors
 
 _called: ContextVar[Any] = ContextVar("called", default=None)
+
+
+# Functions that compute results without the values of a Deferred tensor (see `computes`).
+_COMPUTED: list[Callable[[Callable, tuple, dict], Any]] = []
+
+
+def computes(function: F) -> F:
+    """Decorates a function(func, args, kwargs) that may compute func without the values.
+
+    The function returns the result of func(*args, **kwargs), or NotImplemented.
+    """
+    _COMPUTED.append(function)
+    return function
+
+
+def result_of(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """The result of func, computed by a function that `computes` decorates, or NotImplemented."""
+    for function in _COMPUTED:
+        result = function(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    return NotImplemented
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from ..core.source import Logits
 from ..heads import checks
 from ..heads.head import Head
 from ..heads.linear import HeadLogits, checked_head
+from . import torch_functions  # noqa: F401 - registers the functions that keep logits lazy
 from .logits import lazy_logits_of
 
 _FIELDS = frozenset(field.name for field in fields(Head))

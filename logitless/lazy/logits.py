@@ -34,7 +34,7 @@ from ..core.source import Source, TopK, teacher_rows
 from ..heads.head import Head
 from ..heads.linear import topk_of_head
 from ..heads.unshard import in_memory
-from .deferred import Deferred, called, on_values, running, written
+from .deferred import Deferred, called, on_values, result_of, running, written
 from .gradient import LazyGradient, Like, aten, is_copy
 from .loss_nodes import LazyPerRowLoss, LazyReducedLoss
 from .nodes import LazyHead, LazyOp, Materialize, Op, anchor_of
@@ -172,14 +172,11 @@ class LazyLogits(Deferred, Source):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        # The import is inside this method, because torch_functions.py imports LazyLogits.
-        from .torch_functions import kept_lazy
-
         if func is Tensor.register_hook:
             z, hook = args
             args = (z, checked_hook(hook))
         with called(func):
-            result = kept_lazy(func, args, kwargs or {})
+            result = result_of(func, args, kwargs or {})
         if result is not NotImplemented:
             return result
         return super().__torch_function__(func, types, args, kwargs)

@@ -1,6 +1,6 @@
 """The autograd nodes of losses over lazy logits, whose backward returns a LazyGradient."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -15,11 +15,8 @@ from .gradient import described, pulled_back
 from .nodes import final, gradient_of
 from .recipe import Recipe, RowInput
 
-if TYPE_CHECKING:
-    from .logits import LazyLogits
 
-
-def _start(ctx, z: "LazyLogits", loss, row_weight, reduction, grad, row_inputs, anchor) -> Call:
+def _start(ctx, z: Any, loss, row_weight, reduction, grad, row_inputs, anchor) -> Call:
     ctx.like, ctx.anchor = described(z), anchor
     _, ctx.recipe = z.recipe.flatten()
     head = z.recipe.constant_head(ctx.needs_input_grad[0])

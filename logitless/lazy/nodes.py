@@ -6,7 +6,7 @@ nothing in backward.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +36,6 @@ from .origin import Record, recorded
 from .recipe import Computation, Recipe, own
 from .watch import Watch, versions
 
-if TYPE_CHECKING:
-    from .logits import LazyLogits
-
 
 class Anchor(Node):
     """Returns an empty tensor that depends on lazy logits in the autograd graph.
@@ -58,7 +55,7 @@ class Anchor(Node):
         return None
 
 
-def anchor_of(z: "LazyLogits") -> Tensor | None:
+def anchor_of(z: Any) -> Tensor | None:
     return Anchor.apply(z) if torch.is_grad_enabled() and z.requires_grad else None  # pyright: ignore
 
 

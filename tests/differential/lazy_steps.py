@@ -74,7 +74,7 @@ def expressions(r: random.Random, shape) -> list[str]:
         "t - t.max(-1, keepdim=True)[0]", "t - t.logsumexp(-1, keepdim=True)", "t / (1 + t.abs())",
         "1 - t", "1 / (1 + t.square())", "2 ** t.clamp(max=3)", "t.sigmoid()", "F.softplus(t)",
         "F.logsigmoid(t)", "t.square()", "torch.special.entr(t.softmax(-1))", "t.exp() - 1",
-        "torch.xlogy(t.softmax(-1), t.softmax(-1))", "t.nan_to_num()", "t.abs().sqrt()",
+        "torch.xlogy(t.softmax(-1), t.softmax(-1))", "t.nan_to_num()", "(t.abs() + 0.1).sqrt()",
         "F.kl_div(t.log_softmax(-1), probs(t.shape), reduction='none')",
         "F.kl_div(t.log_softmax(-1), t.detach().exp(), reduction='none')",
         "F.mse_loss(t, probs(t.shape), reduction='none')", "(t + probs(t.shape)).log_softmax(-1)",
