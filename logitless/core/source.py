@@ -130,7 +130,7 @@ def without_wrapper(logits: Any) -> Any:
     return logits._source if isinstance(logits, Logits) else logits
 
 
-# Functions that rooms above core/ add by `converts`, each with its predicate.
+# Pairs (applies, convert). Other folders, such as parallel/, add pairs by the decorator `converts`.
 _CONVERTERS: list[tuple[Callable[[Any], bool], Callable[[Any], "Source"]]] = []
 
 

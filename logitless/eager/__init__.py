@@ -1,6 +1,10 @@
 """The backend in plain PyTorch, the default for CPUs, and for fp64 on every device."""
 
-from .cross_entropy import (
+from .gather import gather, gather_gradient
+from .pair import merge_pairs, pair_finish, pair_gradient, pair_partial, pair_read
+from .rows import reduce, scale_, share
+from .slot_divergence import slots
+from .smoothing_z_loss import (
     can_accumulate,
     cross_entropy,
     label_coefficients,
@@ -8,10 +12,6 @@ from .cross_entropy import (
     one_pass,
     weighted_nll,
 )
-from .gather import gather, gather_gradient
-from .pair import merge_pairs, pair_finish, pair_gradient, pair_partial, pair_read
-from .rows import reduce, scale_, share
-from .slot_divergence import slots
 from .stats_bwd import gradient
 from .stats_fwd import finish, merge, outside, partial, read, with_repeats
 from .topk import topk

@@ -59,13 +59,14 @@ def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGrad
     return gradients.like(head.inputs)._replace(row_inputs=d_row_inputs)
 
 
-def _chunks(call: Call, keep: bool) -> Chunks:
+def _chunks(call: Call, saved: bool) -> Chunks:
     """Returns the chunks of the head for forward or backward.
 
-    If `keep` is True, forward and backward have the same chunks. If `keep` is False, the chunks
-    have whole rows, because backward recomputes the statistics.
+    `saved` is whether backward has the statistics that forward saved. If `saved` is True, backward
+    has the same chunks as forward. If `saved` is False, the chunks have whole rows, and backward
+    recomputes the statistics of a row from one chunk.
     """
-    merges = call.loss.merges and keep
+    merges = call.loss.merges and saved
     return chunks_of(call.head, call.loss, call.head.work(merges, sums=call.needs.weight))
 
 

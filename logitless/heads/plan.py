@@ -5,16 +5,16 @@ reads and writes the sum of the weight's gradient (V, D). A split by columns fir
 statistics of all rows, block by block, and then computes the logits of every block again. A split
 by columns takes four GEMMs, but writes each row of the weight's gradient only once. Only the
 gradient of hidden (N, D), which is smaller than the gradient of the weight, is summed over blocks.
-The unit of the following costs is the time of one GEMM over all logits.
+
+The unit of all costs is the time of one GEMM over all logits. The number s is SUM_ROWS: a GEMM over
+s rows takes as long as reading and writing the sum of the weight's gradient. The number r is
+STATISTICS_COST, the cost of reading the logits a second time. The number `kept` is the fraction of
+the logits that are computed only once, because they are kept in the memory of the weight's gradient
+(blocks.py).
 
     Chunks of n whole rows cost 3 + s / n.
-    Blocks of c columns of all rows cost 3 + 1 + r - kept + s / c.
-    Blocks of c columns of n rows cost 3 + 1 + r + s / c + s / n.
-
-The number s is SUM_ROWS. A GEMM over s rows takes as long as reading and writing the sum of the
-weight's gradient. The number r is STATISTICS_COST, the cost of reading the logits a second time.
-The number `kept` is the fraction of the logits that are computed only once, because they are kept
-in the memory of the weight's gradient (blocks.py).
+    Blocks of c columns of all rows cost 4 + r - kept + s / c.
+    Blocks of c columns of n rows cost 4 + r + s / c + s / n.
 """
 
 import contextlib

@@ -48,7 +48,7 @@ def gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor
             gemm(a[m], b, out[m], add if add is None or add.dim() == 1 else add[m])
         return out
     split = whole(a, 1)
-    if split < len(b):  # the small sum is rounded first, and the large sum is rounded once
+    if split < len(b):  # the small GEMM runs first, so that the large sum is rounded only once
         plain_gemm(a[:, split:], b[split:], out, add)
         a, b, add = a[:, :split], b[:split], out
     return plain_gemm(a, b, out, add)

@@ -1,13 +1,13 @@
 """The Triton backend, which imports only contract.py and eager/ from the package."""
 
 from .blockfp_gemm import accumulate, can_accumulate, exponents
-from .cross_entropy import cross_entropy, label_coefficients, label_mass, weighted_nll
 from .duplicate_ids import with_repeats
 from .gather import gather, gather_gradient
 from .host import gradient, one_pass, read, reduce, scale_, share
 from .pair_bwd import pair_gradient
 from .pair_fwd import pair_finish, pair_partial, pair_read
 from .slot_divergence import slots
+from .smoothing_z_loss import cross_entropy, label_coefficients, label_mass, weighted_nll
 from .stats_merge import finish, merge
 from .stats_split_fwd import partial
 from .tail_mass import outside

@@ -328,9 +328,9 @@ def one_pass(
 ) -> Tensor | None:
     """Returns -log p of the label, (...), and writes the gradient times factor to `into`.
 
-    If one pass is not possible, the function returns None and does nothing. One pass is not
-    possible in three cases: two row strides cannot describe x, programs must not wait for each
-    other, or a mean has more than MAX_COUNTED rows.
+    If one pass is not possible, the function returns None and does nothing. One pass is possible if
+    two row strides describe x (layout.py), and if the programs of a row may wait for each other
+    (`may_wait`). A mean must have at least one row and at most MAX_COUNTED rows.
     """
     label, temperature = reading.label, reading.row_temperature
     over_logits = into.data_ptr() == x.data_ptr()

@@ -5,11 +5,11 @@ Then the student is q = e_q / s_q, and the teacher is p = e_p / s_p. Kernels use
 a max, so that a common offset of the logits costs no precision.
 
 The saved state, (N, PAIR_STATE), holds five numbers per row: shift and s of the student, shift and
-s of the teacher, and a mean. A shift is the max, or 0 if the max is infinite. The kernels and
-eager/pair.py may save the mean in different units, because each backend reads only its own state.
-For reverse KL, the kernels save the mean Σ q (d_q - d_p), in units of y, not divided by the
-temperature. For JSD, the kernels save the mean Σ q log2(q / M), in bits. For other losses, the mean
-is 0. The state of eager/pair.py holds the same means in nats.
+s of the teacher, and an expectation under q. A shift is the max, or 0 if the max is infinite. For
+reverse KL, the kernels save the expectation Σ q (d_q - d_p), in units of y, not divided by the
+temperature. For JSD, the kernels save the expectation Σ q log2(q / M), in bits, where M is the
+mixture of p and q. For other losses, the expectation is 0. The state of eager/pair.py holds these
+expectations in nats. The units may differ, because each backend reads only its own state.
 
 A partial state (`pair_partial`), which covers only some columns of a row, holds the max instead of
 the shift, and a sum instead of the mean. In both backends, the sum in a partial state is in nats,

@@ -44,10 +44,10 @@ from ..contract import RENORM_STUDENT, RENORM_TEACHER, Coefficients, Reading, Sl
 from ..eager.slot_divergence import slots as slots_in_torch
 from . import config
 from .bwd_tile import COEF_A, COEF_A_IDS, COEF_D_LOGPROB_T1
-from .cross_entropy import COEF_WIDTH
 from .launch import REMEMBERED, Launch
 from .numerics import INF, finite, load
 from .profiling import profiled
+from .smoothing_z_loss import COEF_WIDTH
 from .state import is_live
 from .tail_mass import LEAST_TAIL, lift_of
 

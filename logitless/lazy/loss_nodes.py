@@ -45,8 +45,8 @@ def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
 
         return pulled_back(function, recipe.values(), *upstream)
 
-    # If a loss over log p is computed as a loss over the logits, the gradient of the logits is
-    # exact, but the gradient of log p is not exact.
+    # A loss over log p may be computed as a loss over the logits. Then the logits' gradient is
+    # exact, but the gradient of log p must not be read, because only its projection is exact.
     projected = recipe.logits is None and not isinstance(loss, OfValues)
     gradient = gradient_of(ctx.like, parts, None, (compute,), None, projected)
     return final(gradient, ctx.anchor, *upstream)

@@ -224,8 +224,8 @@ class Recipe:
     def constant_head(self, grad: bool = False) -> Head:
         """The head with detached tensors.
 
-        If `grad` is true, the head's tensors require a gradient where `needs` is true. If the
-        vocabulary is sharded, the head computes the columns of this rank.
+        If `grad` is True, each tensor of the head requires a gradient if its entry in `needs` is
+        True. If the vocabulary is sharded, the head computes the columns of this rank.
         """
         self.check()
         hidden, weight, bias = (

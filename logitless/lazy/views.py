@@ -238,7 +238,8 @@ def cat(tensors, dim: int = 0):
         return NotImplemented
     dim, recipes = _dim(first, dim), [z.recipe for z in tensors]
     alike = all(_same_head(recipe, recipes[0]) for recipe in recipes)
-    # Backward passes the gradient of the weight for all batches to the first batch only.
+    # The weight's gradient, summed over all batches, goes to the first batch only. So all batches
+    # must need the same gradients of weight and bias.
     alike = alike and all(r.needs[1:] == recipes[0].needs[1:] for r in recipes)
     alike = alike and len({z.requires_grad for z in tensors}) == 1
     ranks = {z.dim() for z in tensors}

@@ -194,7 +194,7 @@ class ColumnBackend:
     def here(self, reading: Reading) -> Reading:
         """Returns the reading for this rank's columns alone.
 
-        The label is not converted to a column of this rank.
+        The ids become columns of this rank. The label stays an id of the whole vocabulary.
         """
         weight = reading.class_weight
         if weight is not None:

@@ -9,8 +9,8 @@
     8 n bytes     the tokens
     ...           the rows, column by column, encoded as in a shard (store/format.py)
 
-Short documents are not encoded one by one. The record of a short document has k > 0, and its rows
-have this form:
+Short documents are not encoded one by one. In the record of a short document, k is above 0, which
+marks rows that are not encoded. These rows have this form:
 
     8 n k bytes   ids; negative if the slot is masked
     4 n k bytes   log-probabilities, fp32

@@ -153,7 +153,8 @@ class Index:
     def likely_starts(self, hashes: Hashes, total: int, length: int) -> list[int]:
         """Places where the next `length` tokens, 4 or 16, are the beginning of a document.
 
-        Returns [] if there are more than total / length places, as in a repetitive text.
+        `total` is the number of tokens. The result is [] if more than total / length places match,
+        as in a repetitive text.
         """
         places = torch.arange(max(total - length + 1, 0))
         wanted = hashes(places, torch.full_like(places, length))

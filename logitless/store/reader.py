@@ -197,7 +197,9 @@ class Store:
         return matches
 
     def _other_reading(self, flat: Tensor, hashes: Hashes, begin: int, end: int) -> list[Match]:
-        """Finds documents that fill a row up to its end or up to negative ids, or returns [].
+        """Finds consecutive documents that together fill a row, or returns [].
+
+        Negative ids at the end of the row are padding.
 
         Longer documents are tried first. Each start within the row is tried only once.
         """

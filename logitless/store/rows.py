@@ -2,9 +2,8 @@
 
 store/format.py describes the columns. With `values="u8"`, each row has its own unit, in nats. The
 log-probability of a slot is stored as its distance below the row's `top`. Distances of up to NEAR
-units are rounded to whole units. Above NEAR units, each code means a distance that is a third
-larger than the distance of the previous code. So slots with almost no probability do not make the
-unit larger.
+units are rounded to whole units. Above NEAR units, the distance grows by a factor of 2^0.4, about a
+third, from one code to the next. So slots with almost no probability do not make the unit larger.
 
 Rounding keeps the mass of a row, because `top` is chosen so that the rounded probabilities have the
 same sum. The remaining error is in the ratios between probabilities, and is of second order in the
@@ -144,7 +143,10 @@ def decoded(table: Table, header: Header) -> SparseTargets:
 
 
 def recoded(table: Table, header: Header) -> Table:
-    """Converts rows of version 1, in which every code c up to CODES means c units."""
+    """Converts rows of version 1 to the current version.
+
+    In version 1, every code c up to CODES means c units.
+    """
     if header.values == "f16":
         return table
     decoding = Decoding(len(table["top"]), header, near=CODES)

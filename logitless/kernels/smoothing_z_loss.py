@@ -1,4 +1,6 @@
-"""Computes the cross-entropy of each row, and its gradient's coefficients, from statistics.
+"""Cross-entropy with label smoothing, z-loss and class weights, from the statistics of each row.
+
+The kernel also computes the coefficients of the gradient (see bwd_tile.py).
 
     loss = (1-ε) v_t nll - ε/V log_total + z_loss lse²
 

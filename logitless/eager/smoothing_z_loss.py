@@ -1,4 +1,4 @@
-"""Cross-entropy from row statistics, in plain PyTorch."""
+"""Cross-entropy with label smoothing, z-loss and class weights, from the statistics of each row."""
 
 import torch
 from torch import Tensor
