@@ -16,11 +16,14 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from logitless.cli import machine
+import logitless as ll
+from logitless.cli import clocks, machine
 from logitless.cli.bench import contenders, runner
 from logitless.cli.bench.cases import COMPILED, EAGER, MIB, OURS, Case, Mode
 from logitless.cli.bench.results import Result
@@ -64,6 +67,28 @@ def small_cases(shape: str) -> Iterator[Case]:
     """Cases of a small head: a mean, and results per row."""
     for op in GEMMS:
         yield Case("heads", op, Mode.WALL, "plain", {}, shape=shape, dtype="bf16")
+
+
+def two_heads(shape: str, device: str) -> tuple[float, float]:
+    """Returns the time of kl_div between two heads, in ms, and the largest error of some rows."""
+    rows, width, vocab = map(int, shape.split("×"))
+    torch.manual_seed(0)
+    normal = partial(torch.randn, device=device, dtype=torch.bfloat16)
+    student = [normal(rows, width), normal(vocab, width) * (2 / width**0.5)]
+    teacher = [normal(rows, width), normal(vocab, width) * (2 / width**0.5)]
+
+    def leaves() -> list[Tensor]:
+        return [t.detach().requires_grad_() for t in student]
+
+    def run(leaves: list[Tensor], **options) -> Tensor:
+        heads = ll.LinearLogits(*leaves), ll.LinearLogits(*teacher)
+        return ll.kl_div(*heads, direction="forward", **options)
+
+    q, p = ((h[:64].double() @ W.double().t()).log_softmax(-1) for h, W in (student, teacher))
+    want = (p.exp() * (p - q)).sum(-1)
+    got = run(student, reduction="none")[:64]
+    ms = clocks.device_time(leaves, lambda leaves: run(leaves).backward(), BUDGET)
+    return ms, float(((got - want) / want).abs().max())
 
 
 def row(results: list[Result], neighbour: float | None) -> dict[str, str]:
@@ -122,6 +147,12 @@ def main() -> None:
         other = aligned(first.shape)
         neighbour = done.get((first.op, first.variant, other)) if other != first.shape else None
         rows.append(row(results, neighbour))
+    if device == "cuda" and given.only != "small":
+        shape = ODD[0]
+        (ms, error), (neighbour, _) = (two_heads(s, device) for s in (shape, aligned(shape)))
+        cells = {"rows × width × vocabulary": shape, "case": "kl_div of two heads"}
+        cells |= {"ours, ms": f"{ms:.3f}", "× the next multiple of 64": f"{ms / neighbour:.3f}"}
+        rows.append(cells | {"error": f"{error:.1e}"})
     columns = list(dict.fromkeys(name for cells in rows for name in cells))
     text = "\n\n".join(
         (
