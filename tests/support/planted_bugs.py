@@ -21,6 +21,7 @@ CROSS_ENTROPY, DENSE = f"{LOSSES}cross_entropy.py", f"{LOSSES}dense_teacher.py"
 SPARSE, ROW_LOSS = f"{LOSSES}sparse_teacher.py", f"{LOSSES}row_loss.py"
 STATISTICS = f"{LOSSES}statistics.py"
 LINEAR, BLOCKS, SUMS = (f"tests/heads/test_{x}.py" for x in ("linear", "blocks", "gradient_sums"))
+PRODUCTS, SMALL = "tests/heads/test_products.py", "tests/heads/test_small.py"
 SHARD, SHARD_HEADS = "tests/parallel/test_shard.py", "tests/parallel/test_shard_heads.py"
 TOPK = "tests/kernels/test_topk.py"
 FUNCTIONS, VIEWS = "tests/lazy/test_torch_functions.py", "tests/lazy/test_views.py"
@@ -159,6 +160,17 @@ BUGS = (
     Bug("capped teacher scaled inside", "heads", "logitless/heads/head.py",
         "return self.replace(cap=self.cap * factor)",
         "return self.replace(scale=self.scale * factor)", (FUNCTIONS,)),
+    Bug("rest of an odd vocabulary lost", "heads", "logitless/heads/products.py",
+        "a, b, add = a[:, :split], b[:split], out", "a, b = a[:, :split], b[:split]", (PRODUCTS,)),
+    Bug("bias of the body in the rest", "heads", "logitless/heads/products.py",
+        "None if add is None else add[..., n])",
+        "None if add is None else add[..., : len(b.t()[n])])", (PRODUCTS,)),
+    Bug("a padded width is not split", "heads", "logitless/heads/products.py",
+        "t.stride(dim) == 1 and", "t.stride(dim) == 0 and", (PRODUCTS,)),
+    Bug("a head beside a head is small", "heads", "logitless/heads/head.py",
+        "return plain and all(is_dense(t) for t in loss.teachers)", "return plain", (SMALL,)),
+    Bug("the gradient has no room", "heads", "logitless/heads/head.py",
+        "limit = min(limit, self.workspace // 2)", "limit = min(limit, self.workspace)", (SMALL,)),
 
     # targets/
     Bug("padding has probability 1", "targets", "logitless/targets/sparse.py",
