@@ -186,7 +186,7 @@ def unpack(fields: Mapping[int, Tensor], integers: Tensor) -> None:
 
 
 def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """Extracts fields (..., n * 8 / width) from bytes (..., n), shifted left by `shift`."""
+    """Extracts fields (..., n * 8 / width) from bytes (..., n), and shifts them left by `shift`."""
     fields = _fields_of_byte(width, shift, dtype)
     found = fields.index_select(0, field.flatten().int())
     return found.view(dtype).view(*field.shape[:-1], field.shape[-1] * (8 // width))
@@ -196,8 +196,8 @@ def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tens
 def _fields_of_byte(width: int, shift: int, dtype: torch.dtype) -> Tensor:
     """A table (256, 8 / width) of the fields in each possible byte, shifted left by `shift`.
 
-    If the fields of one byte have the size of an int64 or complex128 number, the table has one
-    number per byte, because selecting numbers is twice as fast as selecting rows.
+    If a row of the table has 8 or 16 bytes, the row is returned as one int64 or complex128 number,
+    because selecting numbers is twice as fast as selecting rows.
     """
     fields = torch.arange(256)[:, None] >> torch.arange(0, 8, width) & (1 << width) - 1
     fields = (fields << shift).to(dtype)

@@ -258,7 +258,7 @@ class Writer:
         try:
             self.close()
         except OSError:
-            if error is None:  # an earlier error takes precedence; the journal has the documents
+            if error is None:  # else the earlier error is raised; the journal has the documents
                 raise
 
 
