@@ -3,8 +3,8 @@
 The checksums follow the tensors in the same file, one CRC-32 per BLOCK bytes (store/format.py). A
 read copies the blocks into memory and then compares the copy with the checksums. So reading a byte
 that has changed since the shard was written raises an error. Reading a file that was cut off after
-it was opened raises an error too. If such a file were memory-mapped, reading the missing part would
-kill the process with a signal.
+it was opened raises an error too. If the shortened file were memory-mapped, reading beyond its end
+would kill the process with a signal.
 """
 
 import os

@@ -43,8 +43,8 @@ With values="f16", there is no `step`, and `codes` has this form:
 An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits. The widths of the fields add
 up to b, and the widest field holds the lowest bits. The fields of one width W form one tensor of
 dtype U32, U16 or U8. Fields narrower than 8 bits share bytes. One byte holds the fields of (8 / W)
-integers, and the field of the first integer is in the lowest bits. An id of 18 bits is therefore a
-U16 and a quarter of a byte, so that reading an id never shifts bits across bytes.
+integers, and the field of the first integer is in the lowest bits. For example, an id of 18 bits
+takes a U16 and a quarter of a byte. So reading an id never shifts bits across bytes.
 
 At K = 64 and V = 151,936, each token takes 218.25 bytes: 128 + 16 for ids, 63 for codes, 9 for
 top, tail and step, and 2.25 for the token itself. Checksums add 1 byte per 1,024 bytes. Each

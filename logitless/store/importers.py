@@ -51,8 +51,9 @@ def from_vllm(
     `output` is a RequestOutput, or the JSON of a server. `tokens` are the prompt_token_ids, and may
     be omitted if the output contains the prompt_token_ids.
 
-    If the output has `prompt_logprobs`, the document is the prompt. Otherwise the document is the
-    prompt and the completion, and the rows of the prompt before its last token are masked.
+    If the output has `prompt_logprobs`, the document is the prompt. Without `prompt_logprobs`, the
+    document is the prompt and the completion, and the rows of the prompt before its last token are
+    masked.
     `completion=True` always includes the completion, and `completion=False` never includes the
     completion. If there are several completions, `choice` is the number of the completion to use.
 

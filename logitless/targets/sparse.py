@@ -197,7 +197,8 @@ def _collate(batch: Sequence[SparseTargets], *, collate_fn_map=None) -> SparseTa
     return SparseTargets.stack(batch)
 
 
-# Pickles contain this name, so they can be loaded even after the class moves to another file.
+# Pickles contain the module name "logitless", so they can be loaded even after the class moves to
+# another file.
 SparseTargets.__module__ = "logitless"
 torch.serialization.add_safe_globals([SparseTargets])
 default_collate_fn_map[SparseTargets] = _collate

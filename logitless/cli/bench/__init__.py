@@ -110,9 +110,9 @@ def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
         while left and (not rows or time.monotonic() < end):
             name, case = next(iter(left.items()))
             advance(0, name)
-            # Losses over a head are timed five times as long as other losses. One call of a loss
-            # over a head takes tens of milliseconds, and the GPU's clock rate becomes stable only
-            # in a longer run.
+            # A loss over a head gets five times the budget of other losses. One call of a loss over
+            # a head takes tens of milliseconds, and the GPU's clock rate becomes stable only in a
+            # longer run.
             longer = 5 if case.family == "heads" else 1
             rows += runner.run_case(left.pop(name), loaded, device, longer * budget)
             advance(1, name)
