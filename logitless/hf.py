@@ -37,7 +37,8 @@ class DistillTrainer(Trainer):
     document. With a teacher model, each step captures the model's `k` largest logits per token. The
     heads of student and teacher are fused, so that no logits are materialised. The arguments
     `divergence` and `support` are required, and docs/distillation.md explains them. `temperature`
-    applies to student and teacher. A store must have been captured at the same temperature.
+    applies to student and teacher. With a store, `temperature` must be the temperature at which the
+    store was captured.
 
     Training steps log `ce_loss` and `kd_loss`. Evaluations log `eval_ce_loss` and `eval_kd_loss`.
     With `eval_teacher=False`, evaluation computes only the cross-entropy, so that the evaluation
@@ -81,9 +82,9 @@ class DistillTrainer(Trainer):
         if teacher is not None:
             teacher.to(self.args.device).eval().requires_grad_(False)
         self._targets: SparseTargets | None = None
-        # Each list has one tensor per batch. The tensor holds the sum of ce over the tokens, the
-        # sum of kd over the tokens, and the number of tokens. The key of the dict is True for
-        # training and False for evaluation.
+        # Each list in `_sums` has one tensor per batch. Each tensor holds the sum of ce over the
+        # tokens, the sum of kd over the tokens, and the number of tokens. The key of the dict is
+        # True for training and False for evaluation.
         self._sums: dict[bool, list[Tensor]] = {True: [], False: []}
 
     def _fuse_student(self) -> None:

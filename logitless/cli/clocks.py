@@ -23,7 +23,7 @@ Run = Callable[[Any], Any]
 
 
 def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> int:
-    """The number of repetitions of `one` ms that fill `budget` ms, between `least` and `most`."""
+    """How many calls of `one` ms each fit into `budget` ms, limited to [least, most]."""
     return max(least, min(most, int(budget / max(one, 1e-3))))
 
 

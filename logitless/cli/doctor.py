@@ -157,7 +157,7 @@ def self_check(kinds: tuple[str, ...]) -> int:
 def examine(check: Check, device: str) -> Outcome:
     """Runs a check with all dtypes and shapes, until a problem occurs.
 
-    Returns the errors nearest to their bounds, and the problem.
+    Returns the errors nearest to their bounds, and the text of the problem if one occurred.
     """
     worst = Outcome()
     dtypes = [d for d in BOUNDS if d != torch.float64 or device == "cpu"]

@@ -17,16 +17,16 @@ from torch import Tensor
 
 IGNORED = -100
 CLIP = 0.2  # ratios of new to old probabilities are clipped to [1 - CLIP, 1 + CLIP]
-ENTROPY_BONUS = 0.01  # `score` is differentiated through -(logprob + 0.01 · entropy)
+ENTROPY_BONUS = 0.01  # the loss of `score` is -(logprob + 0.01 · entropy)
 ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # number of fp64 logits in memory at once
 
 # Bounds on our errors. The error of a value is relative to max(1, |value|). The error of a gradient
 # d against its fp64 reference r is ‖d - r‖ / ‖r‖. The bounds of other libraries are ten times as
 # large, because some libraries compute or return the loss in the dtype of the logits.
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4}
-# Factors for the bounds of ops that clip. If the probability ratio of a token is near the clipping
-# limit, the rounding of 16-bit logits decides whether the token's gradient is zero. PyTorch's own
-# error of policy_loss is 4e-2.
+# The bounds of ops that clip are multiplied by these factors. If the probability ratio of a token
+# is near the clipping limit, the rounding of 16-bit logits decides whether the token's gradient is
+# zero. PyTorch's own error of policy_loss is 4e-2.
 CLIPPED = {"policy_loss": 5}
 
 
@@ -176,9 +176,9 @@ def as_tuple(out) -> tuple[Tensor, ...]:
 def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
     """The largest error of a result, which holds numbers or ids.
 
-    The error of an id is the difference between its logit and the logit of the right id. So two ids
-    with equal logits may be exchanged. If `exact_logits` is true, the logits have no rounding
-    errors, and an id with a wrong logit has an infinite error.
+    The error of an id is the difference between its logit and the logit of the right id. So
+    exchanging two ids with equal logits is no error. If `exact_logits` is true, the logits have no
+    rounding errors, and an id with a wrong logit has an infinite error.
     """
     if got.is_floating_point():
         return distance(got, right)

@@ -25,7 +25,7 @@ def extra_memory(device: str, argument: Any, run: Callable) -> int:
     with quiet(), torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         kept = run(argument)
     del kept
-    profiler: Any = profile.profiler  # Any, because the raw events have no type stubs
+    profiler: Any = profile.profiler  # the type is Any, because the raw events have no type stubs
     events = [e for e in profiler.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate((event.nbytes() for event in events), initial=0))

@@ -32,7 +32,7 @@ class Gpu(NamedTuple):
 # results). NVLink of the 5th generation moves 1.8 TB/s according to "NVLink and NVLink Switch"
 # (NVIDIA, product page).
 NVLINK_4, NVLINK_5, NDR = 900e9 / 2, 1800e9 / 2, 400e9 / 8
-LATENCY = 15e-6  # an assumption; nccl-tests prints times of this order within a node
+LATENCY = 15e-6  # assumed; within a node, nccl-tests measures times of this order
 
 # Each pair holds the FLOP/s and the bytes/s of a GPU. The speeds of an H200 were measured
 # (docs/heads.md, docs/performance.md). The peak speeds of dense bf16 GEMMs and of HBM are from
@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
         "Computed, not measured: the cost of forward and backward on each of TP ranks, for"
         f" {args.tokens:,} tokens, vocabulary {args.vocab:,}, width {args.hidden:,}, bf16,"
         f" {args.gpu.upper()}\n",
-        file=sys.stderr,  # so that a redirected stdout holds only the table
+        file=sys.stderr,  # stderr, so that stdout contains only the table
     )
     print(table(*shape, sizes(args.tp), gpu))
     if args.plot is not None:

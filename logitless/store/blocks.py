@@ -3,8 +3,8 @@
 The checksums follow the tensors in the same file, one CRC-32 per BLOCK bytes (store/format.py). A
 read copies the blocks into memory and then compares the copy with the checksums. So reading a byte
 that has changed since the shard was written raises an error. Reading a file that was cut off after
-it was opened raises an error too. If the file were memory-mapped, reading beyond its new end would
-end the process by a signal.
+it was opened raises an error too. If the shortened file were memory-mapped, reading beyond its end
+would kill the process with a signal.
 """
 
 import os
@@ -23,7 +23,7 @@ from ..targets.safetensors import buffer
 from . import file_checks
 from .format import BLOCK
 
-KEPT_OPEN = 128  # number of open files, because many systems limit a process to 1,024
+KEPT_OPEN = 128  # largest number of open shards; many systems limit a process to 1,024 open files
 _recent: deque["weakref.ref[Blocks]"] = deque()
 
 
@@ -104,7 +104,10 @@ class Blocks:
 
 
 class _File:
-    """An open file, which is closed when no thread refers to it, so that all reads can finish."""
+    """An open file.
+
+    The file is closed only when no thread refers to this object, so that all reads can finish.
+    """
 
     def __init__(self, path: Path):
         self.path, self.checksums = path, memoryview(b"")

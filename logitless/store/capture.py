@@ -88,7 +88,7 @@ def share(
 
 @contextlib.contextmanager
 def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
-    """Makes the model's logits lazy inside the block, although gradients are off.
+    """Makes the model's logits lazy inside the block, even if gradients are disabled.
 
     A model that is not fused is fused inside the block and unfused afterwards.
     """

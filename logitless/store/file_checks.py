@@ -34,7 +34,10 @@ def header_fields(where: object, text: str | bytes, kind: type) -> dict:
 
 
 def same_header(where: object, got: Any, want: Any, of: object, advice: str = "") -> None:
-    """Checks that the header `got` equals `want`, the header of the file or store `of`."""
+    """Checks that the header `got` equals the header `want`.
+
+    `got` is the header of the file or store `where`, and `want` is the header of `of`.
+    """
     for field in dataclasses.fields(want):
         expected, value = getattr(want, field.name), getattr(got, field.name)
         if expected != value:
@@ -136,7 +139,7 @@ def shard_starts(path: Any, starts: Tensor, tokens: int) -> None:
 def in_store(number: int, documents: int) -> None:
     if number >= documents:
         raise ValueError(
-            f"the index of a store must name its {documents} documents, got number {number}."
+            f"the index of a store must hold document numbers below {documents}, got {number}."
             " A shard is damaged."
         )
 

@@ -43,8 +43,8 @@ With values="f16", there is no `step`, and `codes` has this form:
 An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits. The widths of the fields add
 up to b, and the widest field holds the lowest bits. The fields of one width W form one tensor of
 dtype U32, U16 or U8. Fields narrower than 8 bits share bytes. One byte holds the fields of (8 / W)
-integers, and the field of the first integer is in the lowest bits. An id of 18 bits is therefore a
-U16 and a quarter of a byte, so that reading an id never shifts bits across bytes.
+integers, and the field of the first integer is in the lowest bits. For example, an id of 18 bits
+takes a U16 and a quarter of a byte. So reading an id never shifts bits across bytes.
 
 At K = 64 and V = 151,936, each token takes 218.25 bytes: 128 + 16 for ids, 63 for codes, 9 for
 top, tail and step, and 2.25 for the token itself. Checksums add 1 byte per 1,024 bytes. Each
@@ -186,7 +186,7 @@ def unpack(fields: Mapping[int, Tensor], integers: Tensor) -> None:
 
 
 def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """Extracts fields (..., n * 8 / width) from bytes (..., n), shifted left by `shift`."""
+    """Extracts fields (..., n * 8 / width) from bytes (..., n), and shifts them left by `shift`."""
     fields = _fields_of_byte(width, shift, dtype)
     found = fields.index_select(0, field.flatten().int())
     return found.view(dtype).view(*field.shape[:-1], field.shape[-1] * (8 // width))
@@ -196,8 +196,8 @@ def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tens
 def _fields_of_byte(width: int, shift: int, dtype: torch.dtype) -> Tensor:
     """A table (256, 8 / width) of the fields in each possible byte, shifted left by `shift`.
 
-    If the fields of one byte have the size of an int64 or complex128 number, the table has one
-    number per byte, because selecting numbers is twice as fast as selecting rows.
+    If a row of the table has 8 or 16 bytes, the row is returned as one int64 or complex128 number,
+    because selecting numbers is twice as fast as selecting rows.
     """
     fields = torch.arange(256)[:, None] >> torch.arange(0, 8, width) & (1 << width) - 1
     fields = (fields << shift).to(dtype)

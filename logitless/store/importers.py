@@ -5,9 +5,8 @@ None. Row i of a store is the distribution of token i + 1, so row i is the serve
 Rows that the server did not return are masked: the row of the last token, and the rows of a prompt
 without log-probabilities.
 
-If a token is not among the k most probable tokens, vLLM adds the token to the token's entry. Every
-entry therefore contains its own token. An entry without its own token belongs to another token or
-to another prompt.
+Entry t of vLLM's output always contains token t, because vLLM adds token t if it is not among the k
+most probable tokens. So an entry t without token t belongs to another token or to another prompt.
 """
 
 import math
@@ -52,8 +51,9 @@ def from_vllm(
     `output` is a RequestOutput, or the JSON of a server. `tokens` are the prompt_token_ids, and may
     be omitted if the output contains the prompt_token_ids.
 
-    If the output has `prompt_logprobs`, the document is the prompt. Otherwise the document is the
-    prompt and the completion, and the rows of the prompt before its last token are masked.
+    If the output has `prompt_logprobs`, the document is the prompt. Without `prompt_logprobs`, the
+    document is the prompt and the completion, and the rows of the prompt before its last token are
+    masked.
     `completion=True` always includes the completion, and `completion=False` never includes the
     completion. If there are several completions, `choice` is the number of the completion to use.
 
@@ -94,7 +94,7 @@ def from_sglang(
     completion: bool | None = None,
     choice: int = 0,
 ) -> tuple[Tensor, SparseTargets]:
-    """Returns the tokens and targets of a document from SGLang's JSON, in the form of `from_vllm`.
+    """Returns the tokens and targets of a document from SGLang's JSON, as `from_vllm` does.
 
     The request must set return_logprob and top_logprobs_num=k, and logprob_start_len=0 for the
     prompt. `tokens` are the ids of the prompt, and may be omitted if the output has
@@ -179,7 +179,8 @@ def _ids_of_api(logprobs: Any) -> list[int] | None:
 def _entries(name: str, entries: Any) -> list[Entry] | None:
     """Returns vLLM's entries as {id: logprob}.
 
-    In vLLM's output, each value is a number, or an object or JSON object with a `logprob`.
+    In vLLM's output, the value of an id is a number, an object with the attribute `logprob`, or a
+    dict with the key "logprob".
     """
     if entries is None or (isinstance(entries, Sequence) and not entries):
         return None
@@ -240,8 +241,8 @@ def _id(name: str, value: Any) -> int:
 def _of_sglang(name: str, own: Any, top: Any) -> list[Entry] | None:
     """Returns SGLang's entries as {id: logprob}.
 
-    In SGLang's output, an entry is a list of (logprob, id, text). An entry's own token is added if
-    the list does not contain this token.
+    In SGLang's output, an entry is a list of (logprob, id, text). If the list of entry t does not
+    contain token t, token t is added.
     """
     if top is None:
         return None

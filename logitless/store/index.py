@@ -4,7 +4,7 @@ Each entry is the hash of a document's first n tokens, and names one document th
 tokens. The entries of a document have these lengths n:
 
     the whole length of the document,
-    those of 1, 4, 16, 64, ... that are below the length of the document,
+    each of 1, 4, 16, 64, ... that is below the length of the document,
     l + 1 for each other document of the shard that shares exactly the first l tokens.
 
 All documents with the same beginning share one entry for this beginning, so that the index does not
@@ -112,7 +112,7 @@ def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
     """Sorts documents by their tokens, so that documents with the same beginning are adjacent."""
     # The bytes are big-endian, because big-endian bytes sort in the same order as the tokens.
     digits = tokens[:, None] >> torch.tensor([24, 16, 8, 0]) & 255
-    digits = digits.to(torch.uint8)  # a variable, because a buffer does not keep its tensor alive
+    digits = digits.to(torch.uint8)  # this variable keeps the tensor alive; `buffer` does not
     data = bytes(buffer(digits))
     ends = (4 * starts).tolist()
     order = sorted(range(len(ends) - 1), key=lambda d: data[ends[d] : ends[d + 1]])

@@ -10,11 +10,11 @@
     ...           the rows, column by column, encoded as in a shard (store/format.py)
 
 Short documents are not encoded one by one. In the record of a short document, k is above 0, which
-marks rows that are not encoded. These rows have this form:
+marks rows that are not encoded. Rows that are not encoded have this form:
 
     8 n k bytes   ids; negative if the slot is masked
     4 n k bytes   log-probabilities, fp32
-    4 n bytes     tails, fp32; NaN if they were not given
+    4 n bytes     tails, fp32; NaN if the targets have no tail
 
 A killed writer may leave a last record that is too short or has a wrong checksum. Recovery cuts off
 a damaged last record, and omits any other record with a wrong checksum. If a writer was killed
@@ -202,7 +202,7 @@ class Journal:
     def _complete(self, end: int) -> Iterator[tuple[int, Tensor]]:
         """Yields the place and tokens of each undamaged record.
 
-        Sets `size` to the end of the record.
+        Sets `self.size` to the end of the last undamaged record.
         """
         place = self.size
         while len(head := os.pread(self.file, RECORD, place)) == RECORD:
@@ -250,7 +250,10 @@ class _Waiting(NamedTuple):
 
 
 def _runs(waiting: list[_Waiting]) -> Iterator[tuple[int, int, list[_Waiting]]]:
-    """Yields the first row, the number of rows and the documents of each group of neighbours."""
+    """Groups documents whose rows are adjacent in the shard.
+
+    Yields the first row, the number of rows and the documents of each group.
+    """
     group: list[_Waiting] = []
     for one in [*waiting, None]:
         if group and (one is None or one.first != group[-1].first + group[-1].n):

@@ -60,7 +60,9 @@ _held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def _unlock(file: int) -> None:
-    fcntl.flock(file, fcntl.LOCK_UN)  # also unlocks copies in processes forked outside Python
+    # LOCK_UN also releases the lock of processes that were forked outside Python, which still have
+    # a copy of `file`.
+    fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
 
 

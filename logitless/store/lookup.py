@@ -6,11 +6,11 @@ match. The index proposes documents by their hashes, and then the tokens of each
 are compared with the batch.
 
 The search at a place begins with the longest beginning of 1, 4, 16, 64, ... tokens whose hash is in
-the index (store/index.py). If several documents of a shard share the beginning that was found, the
-hashes of all longer ranges are looked up, up to the next of the lengths 1, 4, 16, 64, and so on.
-Looking up the longer ranges finds whole documents, and the tokens at which documents with a shared
-beginning start to differ. The number of comparisons grows with the number of shards, but not with
-the number of documents that share a beginning.
+the index (store/index.py). If several documents of a shard share this beginning of n tokens, the
+hashes of all longer ranges of up to 4 n tokens are looked up too. Looking up the longer ranges
+finds whole documents, and the tokens at which documents with a shared beginning start to differ.
+The number of comparisons grows with the number of shards, but not with the number of documents that
+share a beginning.
 """
 
 import bisect
@@ -107,8 +107,8 @@ class Index:
         matches: list[Match | None] = [None] * len(starts)
         waiting, turn = self._beginnings(hashes, starts, limits), 0
         while waiting:
-            # Each turn tries one beginning per start. If a turn finds no document, the next turn
-            # tries a shorter beginning.
+            # Each pass of this loop tries one beginning per start. If the pass finds no document at
+            # a start, the next pass tries a shorter beginning.
             searches = []
             for at, of_start in waiting.items():
                 length, entries = of_start[turn]
@@ -119,7 +119,9 @@ class Index:
                 searches, self._proposed(hashes, starts, searches), strict=True
             ):
                 limit = limits[search.at]
-                # A document longer than the limit has every hashed beginning up to the limit.
+                # If a document longer than the limit matches, its beginnings of 1, 4, 16, ...
+                # tokens up to the limit are in the index. So only the search from the longest of
+                # these beginnings can find the document.
                 may_be_cut_off = 4 * search.length > limit
                 candidates = self._in_order(hits, limit, whole, may_be_cut_off)
                 proposed.append((starts[search.at], candidates))
@@ -136,8 +138,8 @@ class Index:
     def whole_documents(self, hashes: Hashes, start: int, limit: int) -> Iterator[Match]:
         """Yields whole documents whose hash matches the tokens from `start` on, longest first.
 
-        A document ends at most `limit` tokens after the start. Only hashes are compared, because
-        `agree` compares the tokens.
+        The documents have at most `limit` tokens. This method compares only hashes, because `agree`
+        compares the tokens.
         """
         lengths = torch.arange(limit, 0, -1)
         for place, entries in self._hits(hashes(torch.full_like(lengths, start), lengths)):
@@ -166,12 +168,12 @@ class Index:
     ) -> dict[int, list["_Beginning"]]:
         """For each start, the beginnings whose hashes are in the index, longest first.
 
-        Starts without a beginning in the index are left out.
+        A start is left out if the index has no beginning for this start.
         """
         if not starts:
             return {}
         begin, limit = torch.tensor(starts)[:, None], torch.tensor(limits)[:, None]
-        # The whole range is tried before shorter beginnings.
+        # The longest range that the limit allows is tried first, and then shorter beginnings.
         tried = [max(limits), *beginnings(max(limits))]
         lengths = torch.tensor(tried).minimum(limit)
         found: dict[int, list[_Beginning]] = {}
@@ -209,9 +211,9 @@ class Index:
         """The candidates, sorted from the longest match to the shortest match.
 
         Of the documents that are longer than `limit`, one candidate per shard is enough: the
-        document with the longest index entry that was found. Documents of a shard that share an
-        index entry agree with each other up to their next index entry, which the search did not
-        find.
+        document with the longest index entry that was found. If other documents of the shard share
+        this entry but differ before `limit`, the index has longer entries for these documents. The
+        search did not find the longer entries, so none of these documents matches.
         """
         cut_off, ending = {}, {}
         for length, entry, alone in sorted(hits, key=lambda hit: -hit[0]):

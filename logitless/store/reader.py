@@ -107,9 +107,8 @@ class Store:
         document is whole or cut off at its end. The slots of padding are masked. `lengths` gives
         the lengths of the documents in each row: one number per row, or several numbers for packed
         rows. With `lengths`, all tokens after the last document are padding. Without `lengths`,
-        documents are found one by one, and all tokens after the last document of a row must be
-        equal. A row of negative ids consists only of padding. Raises KeyError if tokens match no
-        document of the store.
+        documents are found one by one, and padding must repeat a single token. A row of negative
+        ids consists only of padding. Raises KeyError if tokens match no document of the store.
         """
         checks.input_ids(input_ids)
         flat = input_ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
@@ -145,9 +144,9 @@ class Store:
     def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
         """Finds the spans of a batch.
 
-        The documents of a row are found in order, for all rows at once. The starts of rows and
-        other likely starts are looked up in advance. If a row has documents at other starts, less
-        likely starts are looked up too.
+        The documents of a row are found in order, for all rows at once. The first lookup contains
+        the starts of rows and other likely starts. Later lookups contain the ends of the documents
+        that were found, and less likely starts.
         """
         hashes = Hashes(flat)
         known: dict[int, Match | None] = {}

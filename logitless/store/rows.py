@@ -29,9 +29,9 @@ ZERO, EMPTY = 254, 255
 NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - NEAR))) units
 PER_OCTAVE, LOWEST = 32, -288  # units are 2^((0 + LOWEST) / 32), ..., 2^((255 + LOWEST) / 32)
 TRIED = 8  # number of units that are tried per row, in steps of 2 %
-AT_ONCE = 1 << 16  # elements per tensor up to which one pass tries several units
-FAR_MASS = 2.0**-17  # the largest share of a row's mass in slots beyond NEAR units
-NEGLIGIBLE = 2.0**-20  # a divergence of a row that is small enough, in nats
+AT_ONCE = 1 << 16  # one pass tries as many units as fit into a tensor of this number of elements
+FAR_MASS = 2.0**-17  # largest fraction of a row's mass that may be in slots beyond NEAR units
+NEGLIGIBLE = 2.0**-20  # divergence in nats up to which no other units are tried
 
 Table = dict[str, Tensor]  # one tensor per column; all columns have the same rows
 Pieces = Mapping[str, Sequence[Any]]  # the bytes of a column, in one or several parts
@@ -91,12 +91,12 @@ def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
     """Returns 8-bit codes, and the distances below `top` that the codes mean.
 
-    A row uses the smallest unit for which all slots are within NEAR units, if the divergence of the
-    decoded row is at most NEGLIGIBLE. If the divergence is larger, TRIED other units are tried too,
-    and the row uses the unit with the smallest divergence. The smallest of the TRIED units is
-    chosen so that all slots are within NEAR units, except the least probable slots with a total
-    mass of at most FAR_MASS. Trying several units helps, because most of a row's mass is in a few
-    slots, and some units round all of these slots well.
+    The first unit of a row is the smallest unit for which all slots are within NEAR units. The row
+    uses this unit if the divergence of the decoded row is at most NEGLIGIBLE. If the divergence is
+    larger, TRIED other units are tried too, and the row uses the unit with the smallest divergence.
+    The smallest of the TRIED units may leave the least probable slots beyond NEAR units, if the
+    total mass of these slots is at most FAR_MASS. Trying several units helps, because most of a
+    row's mass is in a few slots, and some units round all of these slots well.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
     beyond = p.flip(-1).cumsum(-1).flip(-1) <= FAR_MASS
@@ -116,9 +116,9 @@ def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
     """The divergence KL(p ‖ p̂), (T, n), of rows p (T, K) and the rows p̂ decoded with n units."""
     below, p = below[:, None], p[:, None]
     off = below - _codes(below, _unit(steps)[..., None])[1]
-    # The decoded row is log p̂ = log p + off - log Σ p e^off. `off` is limited to 80, because e^off
-    # would overflow. Limiting `off` does not change the choice of a unit, because `off` is above 80
-    # only if p is 0 or if all other units have a smaller error.
+    # The decoded row is log p̂ = log p + off - log Σ p e^off. `off` is limited to 80, so that e^off
+    # does not overflow. Limiting `off` does not change the choice of a unit, because `off` is above
+    # 80 only if p is 0 or if all other units have a smaller error.
     return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
 
 

@@ -130,7 +130,10 @@ class Shard:
             first = last
 
     def index(self) -> tuple[Tensor, Tensor]:
-        """Returns the columns index.hash and index.doc, computed from the tokens for version 1."""
+        """Returns the columns index.hash and index.doc.
+
+        For a shard of version 1, the columns are computed from the tokens.
+        """
         if self.version == VERSION:
             return self.column("index.hash"), self.column("index.doc")
         return index_of(self.tokens(0, int(self.starts[-1])), self.starts)

@@ -89,7 +89,7 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
         begins = (positions.expand_as(ids).cpu() == 0).gather(-1, order)
         lengths = [_lengths(row, int(n)) for row, n in zip(begins, is_token.sum(-1), strict=True)]
     if mask is not None:
-        # If every row ends with the token -1, repeated tokens do not count as padding.
+        # The token -1 is appended to every row, so that repeated tokens do not count as padding.
         tokens = F.pad(tokens, (0, 1), value=-1)
     targets = store.targets_for(tokens, lengths)
     if mask is not None:

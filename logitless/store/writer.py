@@ -258,7 +258,8 @@ class Writer:
         try:
             self.close()
         except OSError:
-            if error is None:  # an earlier error takes precedence; the journal has the documents
+            # An earlier `error` is more important, because the journal still has the documents.
+            if error is None:
                 raise
 
 

@@ -62,8 +62,8 @@ def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None
     _at_most_0("logprobs", logprobs, p > most)
     if tail is not None:
         _at_most_0("tail", tail, rest > most)
-    # The total is computed only after a first check has failed, because _once_each sorts, which is
-    # slow.
+    # The total without repeated ids is computed only if the sum of all slots is above the limit,
+    # because _once_each sorts, which is slow.
     total = _once_each(ids, p).sum(-1) + rest
     over = total > most
     if bool(over.any()):
@@ -88,9 +88,9 @@ def _where(place: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def _once_each(ids: Tensor, p: Tensor) -> Tensor:
-    """Returns p with reordered slots, in which each id counts once.
+    """Returns p in another order of the slots, so that each id counts once.
 
-    Among equal ids, all p except the largest become 0.
+    Of several slots with the same id, only the largest p is kept. The others become 0.
     """
     p, order = p.sort(dim=-1, descending=True)
     ids, order = ids.gather(-1, order).sort(dim=-1, stable=True)
@@ -115,7 +115,7 @@ def row_index(index: Any, ids: Tensor) -> tuple:
     dots = [i for i, entry in enumerate(entries) if entry is Ellipsis]
     if used > rows or len(dots) > 1:
         raise IndexError(
-            f"targets must be indexed by rows, of which it has {_shape(ids.shape[:-1])}, "
+            f"targets must be indexed by rows, which have shape {_shape(ids.shape[:-1])}, "
             f"got an index into the slots: {index!r}."
         )
     for i in dots:

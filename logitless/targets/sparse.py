@@ -197,7 +197,8 @@ def _collate(batch: Sequence[SparseTargets], *, collate_fn_map=None) -> SparseTa
     return SparseTargets.stack(batch)
 
 
-# A pickle contains the module's name, which must not depend on the file that defines the class.
+# Pickles contain the module name "logitless", so they can be loaded even after the class moves to
+# another file.
 SparseTargets.__module__ = "logitless"
 torch.serialization.add_safe_globals([SparseTargets])
 default_collate_fn_map[SparseTargets] = _collate

@@ -62,7 +62,7 @@ class TestRows:
         ],
     )
     def test_slots_are_not_split(self, index):
-        with pytest.raises(IndexError, match="targets must be indexed by rows, of which it has"):
+        with pytest.raises(IndexError, match="targets must be indexed by rows, which have shape"):
             make(4, tail=False)[index]
 
     def test_reshape(self):

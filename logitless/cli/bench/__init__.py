@@ -91,7 +91,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
-    """Runs the cases without a correct result in `stored`. Returns one document of all results."""
+    """Runs the cases for which `stored` has no correct result.
+
+    Returns one document of all results.
+    """
     end, device = time.monotonic() + 60 * args.minutes, chosen_device(args.device)
     filters = {"families": args.family, "ops": args.op, "shapes": args.shape, "dtypes": args.dtype}
     chosen = cases.choose(device, quick=args.quick, **filters)
@@ -107,8 +110,9 @@ def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
         while left and (not rows or time.monotonic() < end):
             name, case = next(iter(left.items()))
             advance(0, name)
-            # Losses over a head are timed five times as long as other losses. One call takes tens
-            # of milliseconds, and the GPU's clock rate becomes stable only in a longer run.
+            # A loss over a head gets five times the budget of other losses. One call of a loss over
+            # a head takes tens of milliseconds, and the GPU's clock rate becomes stable only in a
+            # longer run.
             longer = 5 if case.family == "heads" else 1
             rows += runner.run_case(left.pop(name), loaded, device, longer * budget)
             advance(1, name)

@@ -87,7 +87,8 @@ def place(r: Result) -> tuple[str, str, str]:
 def speeds(shown: list[Result]) -> list[Bar]:
     """Bars of speed: PyTorch's time divided by the time of each result.
 
-    In-place results are compared with PyTorch's plain time, because PyTorch has no in-place losses.
+    In-place results are compared with PyTorch's forward + backward, because PyTorch has no in-place
+    losses.
     """
     eager = {place(r)[:2]: r.ms for r in shown if r.contender == EAGER}
     bars = []

@@ -129,8 +129,8 @@ def check_targets(case: Case, r: Result, times: Times) -> None:
 def limit(case: Case, of: str, factor: float, floor: float | None, times: Times):
     """Returns a target as text, and the limit of the target in milliseconds.
 
-    The limit is `factor` times the time of the reference `of`, which the docstring of Case
-    explains. The reference "start + floor" adds 6 µs to the limit. If `of` names several
+    The limit is `factor` times the time of a reference. `of` names the reference, as the docstring
+    of Case explains. The reference "start + floor" adds 6 µs to the limit. If `of` names several
     contenders, the time of the fastest contender is used. If the reference was not measured, the
     limit is None.
     """
@@ -196,7 +196,7 @@ def outcome(results: list[Result]) -> list[str]:
 def target_row(r: Result, results: list[Result]) -> dict[str, str]:
     """A row of the table of targets. The row also names the fastest other contender.
 
-    A contender that overwrites the logits is compared only with our results in place, because a
+    A contender that overwrites the logits is compared only with our in-place results, because a
     function that keeps the logits does more work.
     """
     rivals = [x for x in results if x.name == r.name and x.contender in NAMES[1:] and x.ms]

@@ -67,7 +67,7 @@ class Entry:
             result.note = "; ".join(filter(None, (result.note, SYNCHRONISES)))
 
     def fresh(self, leaves: Leaves) -> Leaves:
-        """Leaves that share memory with `leaves`, without gradients or graphs of earlier calls."""
+        """Returns new leaves that share memory with `leaves` and have no gradient or graph yet."""
         gradient = self.case.mode not in (Mode.FORWARD, Mode.REPLAY)
         return tuple(leaf.detach().requires_grad_(gradient) for leaf in leaves)
 
@@ -92,7 +92,8 @@ class Entry:
     def clock(self, budget: float) -> None:
         """Times the op on a GPU, with the clock that the mode of the case requires."""
         if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
-            # REPLAY_BOTH has a warm cache, because logits that were just gathered are cached.
+            # REPLAY_BOTH is timed with a warm cache, because logits that were just gathered are
+            # cached.
             cold = self.case.mode == Mode.REPLAY
             x = self.leaves[0]
             ms = clocks.graph_time(lambda y: self.run(self.fresh((y,))), x, budget, cold=cold)

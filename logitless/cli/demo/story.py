@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     """The sizes of the models, the data and the measurements."""
 
     vocab: int
-    k: int  # tokens per position in the store; the top 64 of this teacher have too little mass
+    k: int  # number of tokens stored per position; the top 64 would have too little mass
     teacher: Scale
     student: Scale
     documents: int  # number of documents that the students train on
