@@ -29,8 +29,8 @@ from .rows import (
     written_to,
 )
 
-# The chunk size is divided by these numbers, by default by 1. JSD keeps about twenty tensors of a
-# chunk's size in memory, and the other losses keep six.
+# The divisor of the chunk size for each loss, by default 1. JSD needs smaller chunks, because JSD
+# keeps about twenty tensors of a chunk's size in memory, and the other losses keep six.
 _DIVISORS = {"jsd": 8}
 
 
@@ -49,8 +49,8 @@ def _target(t: Tensor, reading: Reading, pair: Pair) -> Tensor:
 def _log(s: Tensor) -> Tensor:
     """Returns log s, where s = Σ e^d is the normaliser of a row.
 
-    If all logits of a row are -inf, s is 0, and the result is inf. Callers compute
-    log p = d - log s, so that p = 0 in such a row.
+    If all logits of a row are -inf, s is 0, and the result is inf. Then log p = d - log s is -inf,
+    and p is 0.
     """
     return torch.where(s == 0, torch.inf, s).log()
 
@@ -59,7 +59,7 @@ def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor,
     """Returns the JSD term, q and log(q / M) of each column, where M = βp + (1-β)q.
 
     The results are finite for any logits. If log q and log p are both -inf, their difference is
-    NaN, and 1e4 replaces the NaN. Any number could replace the NaN, because p = q = 0.
+    NaN. The NaN is replaced by 1e4, but any number would do, because p = q = 0.
     """
     gap = log_q - log_p
     more = gap > 0

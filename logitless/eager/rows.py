@@ -51,13 +51,13 @@ def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
 def real_columns(at: Tensor, inside: Tensor) -> Tensor:
     """Returns columns (N, K). An empty slot gets the column of another slot of its row.
 
-    A scatter to these columns is harmless if it writes equal values to equal columns.
+    So a column may occur several times in a row, and a scatter must write the same value each time.
     """
     return torch.where(inside, at, at.gather(1, inside.int().argmax(1, keepdim=True)))
 
 
 def lift_of(tail: Tensor) -> Tensor:
-    """Returns the lift of each tail. LEAST_TAIL in contract.py defines the lift.
+    """Returns min(tail - LEAST_TAIL, 0), which contract.py calls the lift.
 
     The lift is 0 if the tail is empty or NaN.
     """
@@ -139,7 +139,7 @@ def written_to(x: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def written_back(flat: Tensor, into: Tensor) -> Tensor:
-    """Returns `into`. Copies `flat` to `into` first, unless `flat` is a view of `into`."""
+    """Copies `flat` to `into`, unless `flat` is a view of `into`, and returns `into`."""
     if flat.data_ptr() != into.data_ptr():
         into.copy_(flat.view(into.shape))
     return into

@@ -65,8 +65,9 @@ class _Terms:
         self.logprob_t1_apart = self.d_logprob_t1 is not None and self.inv_t is not None
         self.lift = None if self.a_ids is None else lift_of(state[:, fields.TAIL : fields.TAIL + 1])
         if self.d_logprob_t1 is not None and not self.logprob_t1_apart:
-            # At temperature 1, p1 = p, so the coefficient a is replaced by a - d, where d is the
-            # gradient of logprob_t1 (derivation in kernels/ids_bwd.py).
+            # d is the coefficient of logprob_t1. At temperature 1, logprob_t1 adds the term -d p to
+            # the gradient, so the coefficient a is replaced by a - d (derivation in
+            # kernels/ids_bwd.py).
             d = self.d_logprob_t1
             self.a = self.a - (d if self.lift is None else d * self.lift.exp())
             self.a_ids = None if self.a_ids is None else self.a_ids - d
@@ -164,11 +165,12 @@ def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy:
         if terms.a_ids is None:
             dy = p * a
         else:
-            # This dy is correct only for columns outside the ids.
+            # First, dy is computed as if all columns were outside the ids. Then the scatter
+            # overwrites dy at the ids.
             dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)
             columns = real_columns(terms.ids[rows], terms.inside[rows])
-            # In a row without valid ids, `columns` are arbitrary. For such a row, the scatter
-            # writes the values of dy that are already there.
+            # In a row without valid ids, `columns` are arbitrary, and the scatter leaves dy
+            # unchanged.
             has_ids = terms.inside[rows].any(1, keepdim=True)
             inside = torch.where(has_ids, p * terms.a_ids[rows], dy)
             dy.scatter_(1, columns, inside.gather(1, columns))

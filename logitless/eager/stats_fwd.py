@@ -289,8 +289,8 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     row[:, fields.W] = (state[..., fields.W] * scale + moved * (s * scale)).sum(1)
     row[:, fields.S1] = (state[..., fields.S1] * moved.exp()).sum(1)
     c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))
-    # The merged reference is the largest reference of the splits that are not empty. The reference
-    # of an empty split is 0, which may be far from the logits.
+    # C is Σ v (y - REF). The merged REF is the largest REF of the splits that are not empty. The
+    # REF of an empty split is 0, which may be far from the logits.
     one = torch.where(n != 0, ref, -torch.inf).amax(1, keepdim=True)
     one = torch.where(one == -torch.inf, 0.0, one)
     row[:, fields.REF], row[:, fields.C] = one[:, 0], (c + n * (ref - one)).sum(1)

@@ -31,7 +31,7 @@ BLOCK = 128  # number of columns that share one exponent
 PACK = 16 if knobs.runtime.interpret and triton.__version__.startswith("3.5.") else 8
 BLOCK_R = 64  # rows of dz and h per step of the GEMM loop
 STAGES = 3  # pipeline stages; three stages of tiles fit into shared memory
-# WHOLE is 1.5 · 2^23. For |y| < 2^22, the low bits of the float WHOLE + y are y rounded to an
+# WHOLE is 1.5 · 2^23. For |y| < 2^22, the low bits of the float WHOLE + y hold y rounded to an
 # integer.
 WHOLE = tl.constexpr(12582912.0)
 NOT_A_NUMBER = tl.constexpr(127)  # the exponent that marks a block as NaN
@@ -49,8 +49,7 @@ def _encode(x):
 @triton.jit
 def _decode(q, e):
     """Returns q 2^e."""
-    # The integer bits, read as a float, are the number 2^23 + 2^15 + q. Subtracting 2^23 + 2^15
-    # gives q.
+    # The XOR results in the bits of the float 2^23 + 2^15 + q. Subtracting 2^23 + 2^15 gives q.
     y = ((q.to(tl.int32) & 0xFFFF) ^ 0x4B008000).to(tl.float32, bitcast=True) - 8421376.0
     scale = tl.where(e == NOT_A_NUMBER, float("nan"), tl.exp2(e.to(tl.float32)))
     return y * scale[:, None]

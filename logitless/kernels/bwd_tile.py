@@ -47,7 +47,7 @@ class Coefs(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """The numbers in the gradient formula of a row that do not depend on the column."""
+    """The numbers in a row's gradient formula that are the same for all columns."""
 
     shift: tl.tensor
     c0: tl.tensor
@@ -83,7 +83,7 @@ def uses(has, name):
 def row_gain(UPSTREAM, FACTOR, row, step_u, step_f):
     """Returns the product of a row's upstream gradient and factor.
 
-    A step of 0 means that all rows share one number.
+    If step_u is 0, all rows share one upstream gradient. If step_f is 0, all rows share one factor.
     """
     gain = 1.0
     if UPSTREAM is not None:
@@ -116,7 +116,7 @@ def load_coefs(COEF, gain, HAS: tl.constexpr):
 
 @triton.jit
 def c0_of(a, b, log_s, inv_t, HAS: tl.constexpr):
-    """Returns c0, the constant in the factor (c0 + c1 d) of e.
+    """Returns the number c0 in e_i (c0 + c1 d_i), the first term of dz_i / T.
 
     If all logits of a row are -inf, c0 is 0, because the gradient of such a row is 0.
     """

@@ -28,7 +28,7 @@ class Config(NamedTuple):
 
 _override: dict[str, int] = {}
 # The revision is incremented whenever _override changes. The cache key of every launch plan
-# contains the revision, so that plans from before the change are not used.
+# contains the revision, so that no call uses a plan from before the last change of _override.
 revision = 0
 
 
@@ -61,7 +61,7 @@ def processors(device: torch.device) -> int:
 def stats_fwd(
     rows: int, vocab: int, itemsize: int, processors: int, heavy: bool = False, twice: bool = False
 ) -> Config:
-    """One program computes a whole row if the rows fill the GPU.
+    """One program computes a whole row if there are enough rows to fill the GPU.
 
     If there are too few rows to fill the GPU, several programs share a row. A kernel is `heavy` if
     it computes more statistics than max and sum, or applies a softcap. Heavy kernels have smaller
@@ -99,7 +99,7 @@ def ids_bwd(vocab: int, itemsize: int) -> Config:
     every program searches all ids of its row. Several warps write the blocks of a span one after
     another.
     """
-    # The width is at least 16, because Triton would treat a span of 1 as a constant.
+    # Block and span are at least 16, because Triton would treat a span of 1 as a constant.
     width = max(ceil_pow2(vocab), 16)
     return overridden(Config(min(8192 // itemsize, width), 2 * itemsize, span=min(8192, width)))
 
@@ -108,7 +108,7 @@ def ids_bwd(vocab: int, itemsize: int) -> Config:
 def scale(vocab: int) -> Config:
     """The grid has few programs with many columns each.
 
-    Most calls multiply by 1, and each program of such a call only reads the factor.
+    In most calls, the factor is 1, and each program only reads the factor.
     """
     return overridden(Config(min(4096, ceil_pow2(vocab)), 8))
 

@@ -1,7 +1,8 @@
 """Finds rows in which two slots hold the same id.
 
-Only such rows need a sum of gradients over equal ids. Each block of slots is compared with itself
-and with all later slots, one slot at a time. Each comparison of two slots is one instruction.
+Only rows with repeated ids need a sum of gradients over equal ids. Each block of slots is compared
+with itself and with all later slots, one slot at a time. Each comparison of two slots is one
+instruction.
 """
 
 import functools
@@ -25,8 +26,8 @@ STATE_REPEATS = tl.constexpr(_contract.REPEATS)
 def load_ids(IDS, offs_k, K):
     """Loads the ids of slots as int32, with -1 for empty slots.
 
-    An id of more than 32 bits may be changed by the conversion to int32. Such an id is invalid, and
-    makes its row NaN.
+    An id of more than 32 bits is invalid and makes its row NaN, even if the conversion to int32
+    changes the id.
     """
     ids = tl.load(IDS + offs_k, mask=offs_k < K, other=-1).to(tl.int32)
     return tl.where(ids < 0, -1, ids)

@@ -152,7 +152,7 @@ def gather_gradient(
         rows, ids.shape[-1], step_u, step_f, reading.softcap, reading.ignore_index
     )
     plan(picked, _label_of(reading), ids.contiguous(), g.contiguous(), upstream, factor, target)
-    # If two row strides cannot describe `into`, `target` is a copy of `into`.
+    # If `into` has no (B, T, V) view with contiguous rows, `target` is a copy of `into`.
     if target.data_ptr() != into.data_ptr():
         into.copy_(target)
     return into

@@ -143,9 +143,9 @@ def gradient(
     """Returns the gradient of the logits times upstream and factor, (..., V).
 
     The gradient has the dtype of `into`, or of x if `into` is None. The gradient is written to
-    `into`, with one exception. If `into` is x and rows have more than MAX_PRELOADED ids, the
-    gradient is a new tensor. The reason is that the kernel loads the logits at the ids before the
-    gradient overwrites x, and one program can hold at most MAX_PRELOADED logits.
+    `into`. However, if `into` is x and rows have more than MAX_PRELOADED ids, the gradient is a new
+    tensor. To overwrite x, a program must first load the logits at all ids of its row, and one
+    program can hold at most MAX_PRELOADED logits.
     """
     coefs, has, g_ids = coefficients
     key = _gradient_key(x, reading, coefficients, upstream, factor, into, start)
@@ -226,7 +226,10 @@ class _GradientPlan(NamedTuple):
 
 
 def _gradient_plan(key: _GradientKey) -> _GradientPlan | None:
-    """Builds a launch plan, or returns None if two row strides cannot describe the logits."""
+    """Builds a launch plan.
+
+    The result is None if the logits have no (B, T, V) view with contiguous rows.
+    """
     rows = describe(*key.logits)
     if rows is None:
         return None
@@ -262,7 +265,7 @@ def _ids_in(ids: Tensor, width: int, start: int, vocab: int) -> Tensor:
 def _by_copy(x, reading, state, coefficients, upstream, factor, into, start) -> Tensor:
     """Computes the gradient from a contiguous copy of x.
 
-    The copy is needed if two row strides cannot describe x.
+    The copy is needed if x has no (B, T, V) view with contiguous rows (layout.py).
     """
     over_logits = into is not None and into.data_ptr() == x.data_ptr()
     place = None if over_logits else into
@@ -280,8 +283,8 @@ def reduce(
     """Returns the weighted sum over rows that are not ignored, and each row's gradient factor.
 
     For a mean, the sum and the factor are multiplied by the result of `share`. The factor has shape
-    (N,) with a row_weight and () without a row_weight. If the factor is 1, None is returned
-    instead. An ignored row adds 0, even if its value or weight is NaN.
+    (N,) with a row_weight and () without a row_weight. A factor of None means 1. An ignored row
+    adds 0, even if its value or weight is NaN.
     """
     if row_weight is None and not mean:  # the values of ignored rows are already 0
         return value.sum(), None
@@ -329,8 +332,8 @@ def one_pass(
     """Returns -log p of the label, (...), and writes the gradient times factor to `into`.
 
     If one pass is not possible, the function returns None and does nothing. One pass is possible if
-    two row strides describe x (layout.py), and if the programs of a row may wait for each other
-    (`may_wait`). A mean must have at least one row and at most MAX_COUNTED rows.
+    x has a (B, T, V) view with contiguous rows (layout.py), and if the programs of a row may wait
+    for each other (`may_wait`). A mean must have at least one row and at most MAX_COUNTED rows.
     """
     label, temperature = reading.label, reading.row_temperature
     over_logits = into.data_ptr() == x.data_ptr()

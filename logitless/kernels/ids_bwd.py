@@ -178,19 +178,18 @@ class RowGradient(NamedTuple):
 def _row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
     """Computes a RowGradient, in units of dz / T, from the saved state and the coefficients.
 
-    Let d be the coefficient of the label's log-probability at temperature 1. Then the gradient of
-    logit i has the term d ([i = label] - p1_i), where p1 = softmax(y). So d is added to the
-    gradient at the label, and -d p1_i is added to the gradient of every column. There are two
-    cases:
+    Let d be the coefficient of the label's log-probability at temperature 1, and p1 = softmax(y).
+    Then the gradient of y_i has the term d ([i = label] - p1_i). The kernel adds d to the gradient
+    at the label, and adds -d p1_i to the gradient of every column in one of two ways:
 
-    - At temperature 1, p1 equals p, so the coefficient a is replaced by a - d.
-    - At any other temperature ("second"), p1_i = e^(y_i - shift) / s1 is a separate term, in which
-      e^(y_i - shift) has the factor c_logprob_t1 = -d / s1.
+    - At temperature 1, p1 equals p, so the kernel replaces the coefficient a by a - d.
+    - At any other temperature ("second"), p1_i is e^(y_i - shift) / s1. The kernel adds the
+      separate term c_logprob_t1 e^(y_i - shift), where c_logprob_t1 = -d / s1.
 
-    If the loss uses the coefficient "a_ids", the gradient has the term a_ids p_i for columns among
-    the ids, and a p_i e^-lift for columns outside the ids (see LEAST_TAIL in contract.py). For
-    columns outside the ids, the coefficient a is replaced by a - d e^lift, because the lift must
-    not apply to the term -d p_i:
+    If the loss uses the coefficient "a_ids", columns among the ids have the term a_ids p_i, and
+    columns outside the ids have the term a p_i e^-lift (see LEAST_TAIL in contract.py). The factor
+    e^-lift must not apply to the term -d p_i. Therefore, for columns outside the ids, the
+    coefficient a is replaced by a - d e^lift:
 
         (a - d e^lift) p_i e^-lift = a p_i e^-lift - d p_i
     """

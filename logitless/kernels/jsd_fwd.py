@@ -97,8 +97,8 @@ def _second_sweep(
 @triton.jit
 def _divergence(of_q, of_p, s_q, s_p, blend):
     """Returns the divergence of a row in nats, from Σ q log2(q / M) and Σ p log2(p / M)."""
-    # If all logits of a row are -inf, bits(s) of the row is inf, and 0 · inf makes the divergence
-    # NaN.
+    # If all logits of the student's or the teacher's row are -inf, bits(s_q) or bits(s_p) is inf,
+    # and 0 · inf makes the divergence NaN.
     value = ((1.0 - blend) * of_q + blend * of_p) * LN2 + 0.0 * (bits(s_q) + bits(s_p))
     # A negative value is a rounding error. NaN stays NaN.
     return tl.where(value < 0, 0.0, value)
@@ -252,10 +252,7 @@ def read_jsd(
 
 
 def splits_of(x: Tensor) -> int:
-    """Returns the number of programs that share a row.
-
-    The number is 1 if programs must not wait for each other.
-    """
+    """Returns the number of programs per row, or 1 if programs must not wait for each other."""
     splits = config.ceil_div(x.shape[-1], config.jsd_split_fwd(x.shape[-1], x.element_size()).span)
     return splits if may_wait(splits, x.device) else 1
 

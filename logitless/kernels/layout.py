@@ -1,7 +1,7 @@
 """The layout of rows of logits in memory, and the loop over the columns of a row.
 
-A kernel finds its rows by the two row strides of a (B, T, V) view. Logits that two row strides
-cannot describe are copied.
+A kernel finds its rows by the two row strides of a (B, T, V) view. Logits are copied if they have
+no (B, T, V) view with contiguous rows.
 
 A row may start between two 16-byte boundaries. A kernel reads a row as a `body` of whole 16-byte
 packs and a `fringe`. The fringe is the columns before and after the body. The fringe has less than
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
         return not any(step % self.pack for step in (self.lead, self.stride_b, self.stride_t))
 
     def aligned_like(self, other: "Rows") -> bool:
-        """Whether each row starts as far after a 16-byte boundary as the same row of `other`."""
+        """Whether rows of `self` and of `other` start equally far from a 16-byte boundary."""
         if self.starts_aligned and other.starts_aligned:
             return True
         return (
@@ -89,8 +89,8 @@ Place = tuple[int, tuple[int, ...], int]
 def rows_of(x: Tensor) -> tuple[Tensor, Rows]:
     """Returns x (..., V) and the layout of its rows, or a contiguous copy and the copy's layout.
 
-    x is copied only if two row strides cannot describe x. For example, logits[:, :-1] are not
-    copied.
+    x is copied only if x has no (B, T, V) view with contiguous rows. For example, logits[:, :-1]
+    are not copied.
     """
     rows = describe(x.shape, x.stride(), x.data_ptr() % 16, x.element_size())
     if rows is None:
@@ -100,17 +100,18 @@ def rows_of(x: Tensor) -> tuple[Tensor, Rows]:
 
 @functools.lru_cache(REMEMBERED)
 def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows | None:
-    """The layout of a tensor's rows, or None if two row strides cannot describe the tensor.
+    """Returns the layout of a tensor's rows.
 
-    `offset` is the number of bytes between a 16-byte boundary and the first element.
+    The result is None if the tensor has no (B, T, V) view with contiguous rows. `offset` is
+    the number of bytes between a 16-byte boundary and the first element.
     """
     *shape, vocab = shape
     if 0 in shape:  # without rows, strides do not matter
         return Rows(0, vocab, 1, vocab, vocab, offset // itemsize, 16 // itemsize)
     if strides[-1] != 1 and vocab > 1:
         return None
-    # `dims` holds pairs (size, stride). Two neighbouring dimensions become one pair if one stride
-    # describes both dimensions.
+    # `dims` holds pairs (size, stride). Two neighbouring dimensions become one pair if they can be
+    # viewed as one dimension.
     dims: list[tuple[int, int]] = []
     for size, stride in zip(shape, strides, strict=False):
         if size != 1:

@@ -84,9 +84,9 @@ def _rounded_product(a, b):
     """Returns a · b, rounded to fp32 before any further arithmetic.
 
     The compiler may contract y = a · b and y - max(y) into one fused multiply-add. The fused
-    multiply-add does not round y, but max(y) is rounded. Without the rounding of y, y - max(y) is
-    not exactly 0 at the max, and dividing the difference by a temperature of 1e-12 makes the
-    exponent infinite.
+    multiply-add does not round y, but max(y) is rounded. Then y - max(y) would not be exactly 0 at
+    the max, and dividing this difference by a temperature of 1e-12 would make the exponent
+    infinite.
     """
     if is_cuda():
         return tl.inline_asm_elementwise(

@@ -43,7 +43,7 @@ from .stats_split_fwd import aligned
 
 
 class Terms(NamedTuple):
-    """The numbers in the gradient formula of a row that do not depend on the column."""
+    """The numbers in a row's gradient formula that are the same for all columns."""
 
     shift_q: tl.tensor
     shift_p: tl.tensor
@@ -208,7 +208,7 @@ def pair_gradient(
     )  # fmt: skip
     weight = aligned(reading.class_weight)
     launch(source, teacher, weight, label, contiguous(state), upstream, factor, output, *tensor)
-    # If two row strides cannot describe dx, `output` is a copy of dx.
+    # If dx has no (B, T, V) view with contiguous rows, `output` is a copy of dx.
     if output.data_ptr() != dx.data_ptr():
         dx.copy_(output)
     return dx

@@ -8,8 +8,8 @@ The saved state, (N, PAIR_STATE), holds five numbers per row: shift and s of the
 s of the teacher, and an expectation under q. A shift is the max, or 0 if the max is infinite. For
 reverse KL, the kernels save the expectation Σ q (d_q - d_p), in units of y, not divided by the
 temperature. For JSD, the kernels save the expectation Σ q log2(q / M), in bits, where M is the
-mixture of p and q. For other losses, the expectation is 0. The state of eager/pair.py holds these
-expectations in nats. The units may differ, because each backend reads only its own state.
+mixture of p and q. For other losses, the expectation is 0. eager/pair.py saves the expectation in
+nats. The units may differ, because each backend reads only its own state.
 
 A partial state (`pair_partial`), which covers only some columns of a row, holds the max instead of
 the shift, and a sum instead of the mean. In both backends, the sum in a partial state is in nats,
@@ -174,8 +174,8 @@ def load_state(STATE, row):
 def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
     """Returns x, the layout of x, other, and the layout of other.
 
-    Both layouts have the same rows_t. A tensor is copied if its layout does not allow a common
-    rows_t.
+    Both layouts have the same rows_t, the size T of a (B, T, V) view. If no rows_t fits both
+    layouts, `other` is copied.
     """
     x, rows = rows_of(x)
     other, o_rows = rows_of(other)

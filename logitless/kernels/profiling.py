@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 Arguments = dict[str, Any]  # the arguments of one launch, by parameter name
 
-# A kernel's name contains the dtype of the first parameter in LOGITS that the kernel has.
+# A kernel's name contains the dtype of its parameter X, STUDENT or DX, in this order of preference.
 LOGITS = ("X", "STUDENT", "DX")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -30,9 +30,9 @@ def profiled(
     """Returns the options `repr` and `launch_metadata` of triton.jit.
 
     `shows` lists the parameters whose values are in the name. By default, the bytes of a launch
-    count every element of every tensor once. A keyword argument in `moves` replaces the count of
-    the parameter with the same name. The keyword argument is a function that returns the number of
-    elements read and written.
+    count every element of every tensor once. The keyword argument P=count replaces the default for
+    the parameter P. The function count(args) returns the number of elements of P that a launch
+    reads and writes.
     """
 
     def repr(specialization) -> str:

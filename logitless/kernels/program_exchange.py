@@ -35,7 +35,7 @@ def may_wait(programs: int, device: torch.device) -> bool:
 def publish(at, m, s):
     """Stores (m, s) of a split as one word in one write.
 
-    The word is never 0, because s = 0 only if m = -inf.
+    The word is never 0, because s is 0 only if m is -inf, and the bits of -inf are not 0.
     """
     high = m.to(tl.int32, bitcast=True).to(tl.int64) << 32
     low = s.to(tl.uint32, bitcast=True).to(tl.int64)

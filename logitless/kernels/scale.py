@@ -41,7 +41,7 @@ def scale_launch(
     shape: tuple, strides: tuple, offset: int, itemsize: int, one_number: bool,
     device: torch.device, revision: int,
 ) -> Launch | None:  # fmt: skip
-    """Returns the Launch, or None if two row strides cannot describe x."""
+    """Returns the Launch, or None if x has no (B, T, V) view with contiguous rows."""
     rows = describe(shape, strides, offset, itemsize)
     if rows is None:
         return None

@@ -19,15 +19,14 @@ and Q is the sum of q, over the slots that are not masked.
     "gathered_renorm" compares p and q/Q.
     "gathered" compares p and q/Q, where Q is the sum over all slots.
 
-If the support divides q by Q, the kernel reads the student's logits at the slots. For such a
-support, the gradient of the logit at slot k is g_k - q_k Σ g, divided by the temperature. For the
-other supports, the kernel reads log q of the softmax over the whole row, and the coefficient a of
-the row is -Σ g.
+For supports with q/Q, the kernel reads the student's logits at the slots, and the gradient of the
+logit at slot k is (g_k - q_k Σ g) / temperature. For supports without Q, the kernel reads log q of
+the softmax over the whole row, and the coefficient a of the row is -Σ g.
 
-Every term except the term of "tvd" is a probability times a difference of logarithms. If the
-probability is 0, the term is 0. For example, the term of forward KL is 0 if p = 0, for every q.
-log M is computed relative to the larger of p and q, so that p = q gives exactly 0. In a masked
-slot, p, q and the gradient are 0. For "gathered", the mask applies only to the teacher.
+All divergences except "tvd" multiply a probability by a logarithm. If the probability is 0, the
+product counts as 0, even if the logarithm is infinite. For example, p log(p/q) is 0 if p = 0, for
+every q. log M is computed relative to the larger of p and q, so that p = q gives exactly 0. In a
+masked slot, p, q and the gradient are 0. For "gathered", the mask applies only to the teacher.
 """
 
 import functools

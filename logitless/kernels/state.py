@@ -161,7 +161,7 @@ def column_of_max(
 ):  # fmt: skip
     """Returns the lowest column with the row's max.
 
-    The kernel reads the first block that contains the max a second time.
+    To find this column, the kernel rereads the first block that contains the max.
     """
     at = state.block + tl.arange(0, BLOCK_V)
     arg = _leftmost(tl.multiple_of(Xrow + head, 16), at, at < body, head, state.m, softcap)
@@ -173,7 +173,7 @@ def column_of_max(
 
 @triton.jit
 def with_count(state, n):
-    """Returns a copy of the state with another n, for rows without class weights."""
+    """Returns the state with its field n set to the argument n, for rows without class weights."""
     return State(state.m, state.s, state.w, state.c, n, state.block, state.s1)
 
 

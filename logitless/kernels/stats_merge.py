@@ -1,7 +1,7 @@
 """Merges the splits of each row into one split (`merge`) or into statistics (`finish`).
 
-A split holds the partial statistics of a row from one program, one block of columns or one rank.
-contract.py lists the fields of a split.
+A split holds the partial statistics of a row over the columns of one program, one block or one
+rank. contract.py lists the fields of a split.
 """
 
 import functools
@@ -179,7 +179,7 @@ class _Constants:
     do_not_specialize_on_alignment=["SPLITS", "Y", "LABEL", "IDS", "temperature"],
 )
 def _stats_finish_kernel(
-    # Inputs. SPLITS has shape (N, splits, fields) in any layout. Y (N, K) is y at the ids.
+    # Inputs. SPLITS has shape (N, splits, fields) in any layout. Y (N, K) holds y at the ids.
     SPLITS, Y, LABEL, IDS,
     STATE, LSE, PICKED, LOGPROB, NLL, ENTROPY, TOTAL, LOG_TOTAL, ARGMAX, LOGPROB_T1,  # outputs
     temperature, V, K, splits, step_row, step_split, step_field, ignore_index,
@@ -217,7 +217,7 @@ def finish(
 
     The splits of each row are along dim 1 of partials.state. `shape` is the shape (...) of the
     results. If `shape` is None, the results have the leading shape of the reading's label,
-    row_temperature or ids. Without these tensors, the shape is (N,).
+    row_temperature or ids, or (N,) if the reading has none of these three.
     """
     wants, label, ids = reading.wants, reading.label, reading.ids
     temperature = reading.row_temperature

@@ -1,10 +1,10 @@
 """The softmax mass of each row outside its ids (the tail), without cancellation.
 
-If the tail is at least ENOUGH, the tail is computed as 1 minus the mass of the ids. For a smaller
-tail, subtracting the mass of the ids from 1 would lose too many bits. Therefore the kernel reads a
-row with a smaller tail again, and sums the columns outside the ids relative to the max of these
-columns. A repeated id counts once. The kernel counts the slots that hold the same id only in rows
-with repeated ids.
+If the tail is at least ENOUGH, the tail is computed as 1 minus the mass of the ids. For a tail
+below ENOUGH, subtracting the mass of the ids from 1 would lose too many bits. Therefore the kernel
+rereads a row with a tail below ENOUGH, and sums the columns outside the ids relative to the max of
+these columns. A repeated id counts once, because the mass at each slot is divided by the number of
+slots with the same id. Rows without repeated ids skip this division.
 """
 
 import functools
@@ -31,7 +31,7 @@ LEAST_TAIL = tl.constexpr(_contract.LEAST_TAIL)
 
 @triton.jit
 def lift_of(tail):
-    """Returns the lift of a row's tail. LEAST_TAIL in contract.py defines the lift.
+    """Returns min(tail - LEAST_TAIL, 0), which contract.py calls the lift.
 
     The lift is 0 if the tail is empty or NaN.
     """

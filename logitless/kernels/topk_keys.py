@@ -76,14 +76,13 @@ def sort(keys, LOG_K: tl.constexpr):
 
     Every second run is sorted in ascending order, so that two neighbouring runs form a bitonic run.
     To sort a run in ascending order, all bits of its keys are inverted before and after a
-    descending sort. Therefore each step needs only one mask of inverted indices, and few registers.
+    descending sort. The inversions between two steps are combined into one XOR, to save registers.
     """
     places = _places(LOG_K)
     h = tl.reshape(keys, [2] * LOG_K)
     for runs in tl.static_range(1, LOG_K + 1):
-        # The previous step inverted the keys of every second run of half the current size. This
-        # step inverts the same keys back, and inverts the keys of every second run of the current
-        # size.
+        # The XOR undoes the inversion of the previous step, in every second run of 2^(runs - 1)
+        # keys. The XOR also inverts every second run of 2^runs keys, for the current step.
         inverted = places >> runs
         if runs > 1:
             inverted ^= places >> (runs - 1)

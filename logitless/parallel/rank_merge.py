@@ -40,8 +40,8 @@ class ColumnBackend:
         widest: int = 0,  # the width of the widest rank
     ):
         self.backend, self.join = backend, gather
-        # `all_reduce` and `reduce_scatter` start a collective for the gradient of hidden. At most
-        # one of the two functions is set.
+        # `all_reduce` or `reduce_scatter` starts a collective for the gradient of hidden. At least
+        # one of `all_reduce` and `reduce_scatter` is None.
         self.all_reduce: Callable[[Tensor], Any] | None = None
         self.reduce_scatter: Callable[[Tensor], Any] | None = None
         self.start, self.width, self.vocab, self.widest = start, width, vocab, widest
@@ -183,8 +183,8 @@ class ColumnBackend:
             part[:, :own] = top
             part[:, k : k + own] = contract.as_bits(ids.view(rows, own) + self.start, part.dtype)
             # `rest` is log Σ e^(z - max z) over this rank's columns that are not among the k
-            # largest. The log-probability of the largest logit is -log s, so `rest` is the tail
-            # minus this log-probability.
+            # largest. With s = Σ e^(z - max z) over all columns of this rank, `tail` is
+            # rest - log s, and logprobs[..., 0] is -log s.
             rest = (tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)

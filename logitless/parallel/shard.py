@@ -289,7 +289,7 @@ class Shard(Source):
         return loss.map_tensors({TEACHER: self.cut})
 
     def cut(self, teacher):
-        """Returns this rank's columns of a teacher. The teacher is a shard, or has whole rows."""
+        """Returns this rank's columns of a teacher. The teacher is a shard, or has all columns."""
         if is_over_ranks(teacher):
             rules.same_columns(teacher.columns_beside(self), self.columns_beside(teacher))
             local = teacher.as_teacher().source
