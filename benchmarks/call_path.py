@@ -54,11 +54,12 @@ def crossed(f) -> tuple[object, set[tuple[str, str]]]:
 
 def calls():
     """Yields the name and the forward function of each measured call."""
-    x = torch.randn(64, 1024, device=device, requires_grad=True)
-    target = torch.randint(0, 1024, (64,), device=device)
-    hidden = torch.randn(64, 32, device=device, requires_grad=True)
-    weight = torch.randn(1024, 32, device=device, requires_grad=True)
-    targets = ll.capture_topk(torch.randn(64, 1024, device=device), 8)
+    rows, vocab = (64, 1024) if device == "cuda" else (4, 64)  # the interpreter is slow
+    x = torch.randn(rows, vocab, device=device, requires_grad=True)
+    target = torch.randint(0, vocab, (rows,), device=device)
+    hidden = torch.randn(rows, 32, device=device, requires_grad=True)
+    weight = torch.randn(vocab, 32, device=device, requires_grad=True)
+    targets = ll.capture_topk(torch.randn(rows, vocab, device=device), 8)
     options = {"divergence": "forward_kl", "support": "tail", "labels": target, "ce_weight": 0.5}
     yield "cross_entropy", lambda: ll.cross_entropy(x, target)
     yield "topk_distill", lambda: ll.topk_distill(x, targets, **options)

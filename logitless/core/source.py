@@ -130,21 +130,17 @@ def without_wrapper(logits: Any) -> Any:
     return logits._source if isinstance(logits, Logits) else logits
 
 
-# Pairs (applies, convert). Other folders, such as parallel/, add pairs by the decorator `converts`.
-_CONVERTERS: list[tuple[Callable[[Any], bool], Callable[[Any], "Source"]]] = []
+# Functions that other folders, such as parallel/, add by the decorator `converts`.
+_CONVERTERS: list[Callable[[Any], "Source | None"]] = []
 
 
-def converts(applies: Callable[[Any], bool]) -> Callable[[F], F]:
-    """Decorates a function that returns a Source for any logits for which applies(logits) is True.
+def converts(function: F) -> F:
+    """Decorates a function that returns a Source for some logits, and None for other logits.
 
-    The logits are not a plain tensor. They may be a Source that another Source replaces.
+    The function is called for logits that are no plain tensor, and for a Source that is `spread`.
     """
-
-    def add(convert: F) -> F:
-        _CONVERTERS.append((applies, convert))
-        return convert
-
-    return add
+    _CONVERTERS.append(function)
+    return function
 
 
 def source_of(logits: Any) -> "Source | None":
@@ -152,10 +148,13 @@ def source_of(logits: Any) -> "Source | None":
     if logits.__class__ is Tensor:
         return None
     logits = without_wrapper(logits)
-    for applies, convert in _CONVERTERS:
-        if applies(logits):
-            return convert(logits)
-    return logits if isinstance(logits, Source) else None
+    if isinstance(logits, Source) and not logits.spread:
+        return logits
+    for convert in _CONVERTERS:
+        source = convert(logits)
+        if source is not None:
+            return source
+    return None
 
 
 def is_source(logits: Any) -> bool:

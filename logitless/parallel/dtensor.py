@@ -53,15 +53,12 @@ def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> Shard:
     return Shard.of(source, mesh.get_group(dim), start, vocab)
 
 
-def is_spread(logits: Any) -> bool:
-    """Whether the logits are a DTensor, or a head with DTensors."""
-    return logits.spread if isinstance(logits, Source) else is_dtensor(logits)
-
-
-@converts(is_spread)
-def source_of_dtensor(logits: Any) -> Source:
-    """Returns the source for DTensor logits, or for a LinearLogits of DTensors."""
-    return DTensorLogits(logits) if is_dtensor(logits) else shard_of_head(logits.head)
+@converts
+def source_of_dtensor(logits: Any) -> Source | None:
+    """The source for DTensor logits, or for a LinearLogits of DTensors. None for other logits."""
+    if is_dtensor(logits):
+        return DTensorLogits(logits)
+    return shard_of_head(logits.head) if isinstance(logits, Source) else None
 
 
 class DTensorLogits(Source):
