@@ -118,6 +118,19 @@ class TestCapture:
             assert capture(model, [padded], writer, head=None if fused else "head") == 2
         assert_captured(Store(tmp_path / "b"), model, [documents[0], documents[1][:4]])
 
+    def test_a_mask_with_holes(self, tmp_path):
+        """Masked tokens inside a document are left out, with their targets."""
+        model, (tokens,) = Teacher(), texts(6, seed=2)
+        kept = torch.tensor([True, True, False, True, False, True])
+        batch = {"input_ids": tokens[None], "attention_mask": kept[None].long()}
+        with open_writer(tmp_path) as writer:
+            assert capture(model, [batch], writer, head="head") == 1
+        with torch.no_grad():
+            want = ll.capture_topk(model(tokens[None]), K)[0]
+        found, got = Store(tmp_path)[0]
+        assert found.tolist() == tokens[kept].tolist()
+        assert_near(got, want[kept])
+
     def test_fewer_slots_and_a_temperature(self, tmp_path):
         model, documents = Teacher(), texts(6)
         with open_writer(tmp_path, temperature=2.0) as writer:
