@@ -24,6 +24,7 @@ from .losses.statistics import (
     score,
     token_logprobs,
 )
+from .parallel import dtensor as _dtensor  # noqa: F401 - registers DTensors as logits
 from .parallel.mean import global_mean
 from .parallel.shard import VocabShard
 from .targets.sparse import SparseTargets

@@ -245,7 +245,10 @@ def impl(name: str):
 
 def chosen() -> str | None:
     """The name of the backend selected by `impl` or LOGITLESS_IMPL, or None."""
-    return _chosen or os.environ.get("LOGITLESS_IMPL") or None
+    name = _chosen or os.environ.get("LOGITLESS_IMPL") or None
+    if name is not None:
+        checks.one_of("LOGITLESS_IMPL", name, CHOICES)
+    return name
 
 
 def on_gpu(x: Tensor) -> bool:

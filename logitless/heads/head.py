@@ -21,7 +21,7 @@ from ..core.loss import RowLoss
 from ..core.source import is_dense
 from . import plan
 from .plan import Cut, Work
-from .products import dense_logits, without_autocast
+from .products import dense_logits, padded_logits, reads_vectors, without_autocast
 from .unshard import in_memory
 
 Rows = slice | Tensor  # some rows, as a slice or as a tensor of indices
@@ -113,7 +113,7 @@ class Head:
             return dense_logits(*self.tensors, self.dtype)
         with torch.no_grad(), without_autocast(self.device):
             hidden = self.hidden.reshape(-1, self.hidden.shape[-1])[rows]
-            return dense_logits(hidden, self.weight, self.bias, self.dtype)
+            return padded_logits(hidden, self.weight, self.bias, self.dtype)
 
     def work(
         self, merges: bool = False, *, gemms: int = 0, sums: bool = False, keeps: bool = False
@@ -133,22 +133,26 @@ class Head:
         return (plan.forced or plan.choose)(work, self.workspace, self.hidden.device.type)
 
     def is_small(self, loss: RowLoss) -> bool:
-        """Whether the logits are so few that they are materialised (plan.SMALL).
+        """Whether the logits are materialised, because they are few (plan.SMALL).
 
-        The logits and their gradient must fit into the workspace together. An fp16 head, or a head
-        with a main_grad, is always computed in chunks, because chunks sum its gradient in fp32.
-        Chunks are also used if the dtypes of logits and hidden differ, if the weight is sharded
-        over ranks or by FSDP, or if the teacher is a head.
+        A loss takes up to four times the memory of 16-bit logits: the logits, a gradient in fp32,
+        and the gradient that backward returns. These heads are never small: heads with fp16 logits
+        or with a main_grad, because chunks sum their gradients in fp32; heads with fp32 logits of
+        16-bit hidden states; the head of one rank; heads beside a teacher's head.
         """
-        size = self.rows * len(self.weight) * self.hidden.dtype.itemsize
-        limit = plan.SMALL.get(self.hidden.device.type, plan.SMALL["cuda"])
-        if self.workspace is not None:
-            limit = min(limit, self.workspace // 2)
-        if size > limit or plan.forced is not None:
+        if plan.forced is not None or self.main_grad is not None or self.columns is not None:
             return False
-        plain = self.main_grad is None and self.columns is None and self.module is None
-        plain = plain and self.hidden.dtype == self.dtype != torch.float16
-        return plain and all(is_dense(t) for t in loss.teachers)
+        hidden, vocab = self.hidden, len(self.weight)
+        limit = plan.SMALL.get(hidden.device.type, plan.SMALL["cuda"])
+        if vocab % plan.PACK and reads_vectors(hidden):
+            limit //= plan.ODD  # PyTorch's GEMMs are slow for these vocabularies
+        if self.workspace is not None:
+            limit = min(limit, self.workspace // 4)
+        plain = hidden.dtype == self.dtype != torch.float16
+        if not plain or self.rows * vocab * hidden.dtype.itemsize > limit:
+            return False
+        freed = not self.weight.untyped_storage().size()  # by FSDP
+        return not freed and all(is_dense(t) for t in loss.teachers)
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
         """A bool mask (N,) of the rows that count, or None if no rows are dropped.

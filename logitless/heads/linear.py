@@ -26,7 +26,7 @@ from .blocks import chunks_of
 from .head import Head, Rows, ScaledHead
 from .operators import evaluate_compiled
 from .per_row import PerRowLoss
-from .products import autocasts, cast_by_autocast, without_autocast
+from .products import autocasts, cast_by_autocast, dense_logits, without_autocast
 from .total import ReducedLoss
 
 
@@ -115,9 +115,7 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
     if call.in_func():
         checks.no_head_in_func()
     if head.is_small(loss):
-        with head.ready(loss):
-            logits = head.logits()
-        return evaluate(logits, loss, reduction, row_weight)
+        return evaluate(small_logits(head, loss), loss, reduction, row_weight)
     call.check_values(loss)
     if reduction != "none":
         grad = torch.is_grad_enabled()
@@ -126,6 +124,19 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
         )
     outputs = PerRowLoss.apply(*head.inputs, head, loss, *loss.row_inputs)
     return outputs if loss.multiple_outputs else loss.reduce(outputs[0], reduction, row_weight)
+
+
+def small_logits(head: Head, loss: RowLoss) -> Tensor:
+    """Returns materialised logits of a small head.
+
+    Hidden states of ignored rows are replaced by 0, because an infinite or NaN hidden state would
+    make the gradient of the weight NaN.
+    """
+    hidden, ignored = head.hidden, loss.reading.ignored_rows()
+    if ignored is not None and head.drop_ignored:
+        hidden = hidden.masked_fill(ignored.unsqueeze(-1), 0.0)
+    with without_autocast(head.device):
+        return dense_logits(hidden, head.weight, head.bias, head.dtype)
 
 
 def topk_of_head(head: Head, k: int, temperature: float, softcap: float | None) -> TopK:

@@ -42,6 +42,7 @@ MIN_GAIN = 0.1
 # than the device. PyTorch's own GEMMs, with the gradients that autograd records, take the least
 # time on the host.
 SMALL = {"cuda": 128 << 20, "cpu": 1 << 20}
+ODD = 16  # on a GPU, the limit is divided by ODD if the vocabulary is not a multiple of PACK
 
 SPARE_EVERY = 64  # the memory for n rows of fp32 logits has n // 64 + 2 extra rows
 

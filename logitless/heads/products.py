@@ -32,29 +32,30 @@ def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
 def gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor:
     """Writes a @ b + add to `out`. `add` may be `out`, or one row for all rows.
 
-    If a GPU would read or write single numbers instead of 16 bytes (`whole`), the GEMM is split
-    into a large aligned GEMM and a GEMM of fewer than UNIT rows or columns.
+    A GPU reads 16 bytes at a time only if a size is a multiple of 16 bytes. For other sizes, the
+    GEMM is split into a large aligned GEMM (`aligned_part`) and a GEMM of fewer than UNIT rows or
+    columns.
     """
     if not reads_vectors(a):
         return plain_gemm(a, b, out, add)
-    split = whole(out, 1)
+    split = aligned_part(out, 1)
     if split < out.shape[1]:
         for n in (slice(0, split), slice(split, None)):
             gemm(a, b[:, n], out[:, n], None if add is None else add[..., n])
         return out
-    split = whole(a, 0)
+    split = aligned_part(a, 0)
     if split < len(a):
         for m in (slice(0, split), slice(split, None)):
             gemm(a[m], b, out[m], add if add is None or add.dim() == 1 else add[m])
         return out
-    split = whole(a, 1)
+    split = aligned_part(a, 1)
     if split < len(b):  # the small GEMM runs first, so that the large sum is rounded only once
         plain_gemm(a[:, split:], b[split:], out, add)
         a, b, add = a[:, :split], b[:split], out
     return plain_gemm(a, b, out, add)
 
 
-def whole(t: Tensor, dim: int) -> int:
+def aligned_part(t: Tensor, dim: int) -> int:
     """The part of t.shape[dim] for one GEMM: a multiple of UNIT if t is padded along `dim`.
 
     A tensor is padded if its rows start on 16-byte boundaries, and end between such boundaries.
@@ -77,25 +78,34 @@ def plain_gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> Tensor:
     return torch.addmm(add, a, b, out=out, **wide)  # pyright: ignore[reportCallIssue]
 
 
-def aligned_rows(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Allocates (rows, columns). The rows start on 16-byte boundaries."""
-    pack = 16 // dtype.itemsize
-    return torch.empty((rows, -(-columns // pack) * pack), device=device, dtype=dtype)[:, :columns]
+def padded_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Returns the logits (n, V) of hidden (n, D), without a gradient.
+
+    On a GPU, every row of logits starts on a 16-byte boundary, so that `gemm` is fast for any V.
+    """
+    if not reads_vectors(hidden) or is_dtensor(weight):
+        return dense_logits(hidden, weight, bias, dtype)
+    vocab, pack = len(weight), 16 // dtype.itemsize
+    out = torch.empty((len(hidden), -(-vocab // pack) * pack), device=hidden.device, dtype=dtype)[
+        :, :vocab
+    ]
+    return product(hidden, weight, bias, out)
 
 
 def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The materialised logits, (..., V), differentiable."""
+    """Returns the materialised logits (..., V), which are contiguous and differentiable."""
+    if dtype == hidden.dtype:
+        return torch.nn.functional.linear(hidden, weight, bias)
     wanted = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     differentiable = torch.compiler.is_compiling() or (torch.is_grad_enabled() and wanted)
-    same = dtype == hidden.dtype
-    if differentiable or is_dtensor(weight) or (same and not reads_vectors(hidden)):
-        tensors = (hidden, weight, bias)
-        if not same:  # torch.mm with out_dtype has no gradient, and does not accept a DTensor
-            tensors = tuple(None if t is None else t.to(dtype) for t in tensors)
-        with contextlib.nullcontext() if same else without_autocast(hidden.device):
+    if differentiable or is_dtensor(weight):  # torch.mm has no out_dtype for a DTensor
+        tensors = (None if t is None else t.to(dtype) for t in (hidden, weight, bias))
+        with without_autocast(hidden.device):
             return torch.nn.functional.linear(*tensors)  # pyright: ignore[reportArgumentType]
     flat = hidden.reshape(-1, hidden.shape[-1])
-    out = aligned_rows(len(flat), len(weight), flat.device, dtype)
+    out = torch.empty((len(flat), len(weight)), device=flat.device, dtype=dtype)
     with without_autocast(hidden.device):
         return product(flat, weight, bias, out).view(*hidden.shape[:-1], len(weight))
 

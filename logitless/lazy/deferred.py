@@ -193,11 +193,11 @@ def _direct(func, args: tuple, kwargs: dict) -> Any:
 _called: ContextVar[Any] = ContextVar("called", default=None)
 
 
-# Functions that compute results without the values of a Deferred tensor (see `computes`).
+# Functions that compute results without the values of a Deferred tensor (see `keeps_lazy`).
 _COMPUTED: list[Callable[[Callable, tuple, dict], Any]] = []
 
 
-def computes(function: F) -> F:
+def keeps_lazy(function: F) -> F:
     """Decorates a function(func, args, kwargs) that may compute func without the values.
 
     The function returns the result of func(*args, **kwargs), or NotImplemented.
@@ -207,7 +207,7 @@ def computes(function: F) -> F:
 
 
 def result_of(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The result of func, computed by a function that `computes` decorates, or NotImplemented."""
+    """The result of func, computed by a function that `keeps_lazy` decorates, or NotImplemented."""
     for function in _COMPUTED:
         result = function(func, args, kwargs)
         if result is not NotImplemented:

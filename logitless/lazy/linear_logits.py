@@ -72,7 +72,7 @@ class LinearLogits(AsTensor, Logits):
     much for fp32 logits of 16-bit hidden states. A smaller workspace saves memory and costs time.
     If many rows fit into the workspace, a GPU computes some whole rows at a time. If only few rows
     fit into the workspace, a GPU computes some columns of all rows at a time. Logits of at most 128
-    MiB on a GPU, or 1 MiB on a CPU, are materialised if the logits and their gradient fit into the
+    MiB on a GPU, or 1 MiB on a CPU, are materialised if four times their size fits into the
     workspace. A loss over materialised logits takes less time.
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits

@@ -18,14 +18,14 @@ from torch.return_types import min as Min
 from torch.return_types import topk as TopK
 
 from . import losses, reductions, values, views
-from .deferred import computes
+from .deferred import keeps_lazy
 from .elementwise import applied
 from .logits import LazyLogits
 
 T = Tensor
 
 
-@computes
+@keeps_lazy
 def kept_lazy(func: Callable, args: tuple, kwargs: dict) -> Any:
     """The result of func, computed without materialising logits, or NotImplemented."""
     result = _operation(func, args, kwargs)

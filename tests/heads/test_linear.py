@@ -10,7 +10,18 @@ from torch import nn
 import logitless as ll
 from tests.support import calls
 from tests.support.calls import TARGET, TEACHER
-from tests.support.heads import LOSSES, D, N, V, assert_same, leaves, make, result, rows
+from tests.support.heads import (  # noqa: F401 - both_ways is a fixture
+    LOSSES,
+    D,
+    N,
+    V,
+    assert_same,
+    both_ways,
+    leaves,
+    make,
+    result,
+    rows,
+)
 from tests.support.sizes import DEVICE
 
 CHUNKS = [1, 3, 7, 100]  # rows at once

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import logitless as ll
 from tests.support import calls
 from tests.support.calls import CALLS, made, outcome
-from tests.support.heads import D, N, V, leaves, make
+from tests.support.heads import D, N, V, both_ways, leaves, make  # noqa: F401 - a fixture
 
 
 @pytest.mark.parametrize("chunk", [2, 100])

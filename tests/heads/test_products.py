@@ -70,3 +70,20 @@ def test_the_sum_over_an_odd_vocabulary_is_rounded_once(dtype, shapes):
     assert len(shapes) == 2
     error, theirs = ((t - want).abs().max() for t in (got, dz @ weight))
     assert error <= 1.2 * theirs
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.usefixtures("shapes")
+def test_materialised_logits_are_contiguous(dtype):
+    """Lazy logits have the strides of contiguous memory, which kernels may read by address."""
+    hidden, weight = torch.randn(2, 3, 8).bfloat16(), torch.randn(73, 8).bfloat16()
+    source = ll.LinearLogits(hidden, weight, logits_dtype=dtype)
+    plain = source.materialize()
+    assert plain.is_contiguous()
+    z = source.lazy()
+    assert z.stride() == plain.stride()
+    assert torch.equal(z.view(-1), plain.view(-1))
+    assert torch.equal(torch.as_strided(z, (6 * 73,), (1,)), plain.view(-1))
+    rows = source.head.logits(slice(0, 4))
+    assert torch.equal(rows, plain.view(-1, 73)[:4])
+    assert rows.stride(0) * rows.element_size() % 16 == 0

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.contract import Reading
-from logitless.heads import plan
+from logitless.contract import Pair, Reading
+from logitless.heads import head, plan
 from logitless.heads.chunks import Chunks
+from logitless.heads.head import ScaledHead
 from logitless.losses.cross_entropy import CrossEntropy
+from logitless.losses.dense_teacher import Dense
 from tests.support.heads import LOSSES, D, N, V, assert_same, leaves, make, result
 
 
@@ -63,30 +65,57 @@ def test_a_second_backward_and_a_second_derivative(no_chunks, device):
         d_hidden.sum().backward()
 
 
-def is_small(device="cpu", dtype=torch.float32, lead=(N,), teacher=None, **how):
-    hidden, weight, _, target = make(dtype, device, lead=lead)
-    source = ll.LinearLogits(hidden, weight, **how)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_hidden_states_of_ignored_rows_do_not_matter(value, reduction, no_chunks, device):
+    hidden, weight, bias, target = make(device=device)
+    spoilt = hidden.masked_fill((target == -100).unsqueeze(-1), value)
+    loss = LOSSES["cross_entropy"]
+    want = result(loss, leaves(hidden, weight, bias), target, 100, reduction=reduction)
+    got = result(loss, leaves(spoilt, weight, bias), target, 100, reduction=reduction)
+    assert_same(got, want)
+
+
+def is_small(device, dtype=torch.float32, *, columns=None, teacher=None, **how):
+    hidden, weight, _, target = make(dtype, device)
+    small = ll.LinearLogits(hidden, weight, **how).head.replace(columns=columns)
     loss = CrossEntropy(Reading(V, label=target))
-    return source.head.is_small(loss)
+    if teacher is not None:
+        loss = Dense(Reading(V), Pair(teacher, "forward", 0.0))
+    return small.is_small(loss)
 
 
 def test_which_heads_are_small(device, monkeypatch):
+    monkeypatch.setattr(head, "reads_vectors", lambda t: False)
+    size = N * V * 4
     assert is_small(device)
     assert is_small(device, torch.bfloat16)
-    assert is_small(device, workspace=2 * N * V * 4)
-    assert not is_small(device, workspace=2 * N * V * 4 - 1)
+    assert is_small(device, workspace=4 * size)
+    assert not is_small(device, workspace=4 * size - 1)
     assert not is_small(device, torch.float16)
     assert not is_small(device, torch.bfloat16, logits_dtype=torch.float32)
     assert not is_small(device, main_grad=torch.zeros(V, D, device=device))
+    assert not is_small(device, columns=object())  # the columns of one rank
     with plan.override(lambda work: plan.Cut(2)):
         assert not is_small(device)
-    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, N * V * 4))
+    for most in (size, size - 1):
+        monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, most))
+        assert is_small(device) == (most == size)
+    monkeypatch.setattr(head, "reads_vectors", lambda t: True)
+    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, size * plan.ODD))
     assert is_small(device)
-    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, N * V * 4 - 1))
-    assert not is_small(device)
+    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, size * plan.ODD - 1))
+    assert not is_small(device)  # V is not a multiple of 8
 
 
-def test_two_heads_are_computed_in_chunks(device):
+def test_a_head_beside_a_teacher_is_small_if_the_teacher_is_a_tensor(device):
+    hidden, weight, _, _ = make(torch.float32, device)
+    teacher = ll.LinearLogits(hidden, weight)
+    assert is_small(device, teacher=teacher.materialize())
+    assert not is_small(device, teacher=ScaledHead(teacher.head))
+
+
+def test_two_heads_are_right(device):
     hidden, weight, b, _ = make(device=device)
     teacher = ll.LinearLogits(hidden * 0.5, weight)
     ours, plain = leaves(hidden, weight, b), leaves(hidden, weight, b)

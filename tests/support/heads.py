@@ -1,11 +1,20 @@
 """Heads of a few classes, and every loss over them."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 import logitless as ll
+from logitless.heads import plan
 
 N, D, V = 7, 6, 23
+
+
+@pytest.fixture(autouse=True, params=["chunks", "small"], name="in_chunks")
+def both_ways(request, monkeypatch):
+    """Runs a test with heads in chunks, and with small heads materialised."""
+    if request.param == "chunks":
+        monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, 0))
 
 
 def make(dtype=torch.float64, device="cpu", bias=True, lead=(N,), scale=1.0):

@@ -168,9 +168,12 @@ BUGS = (
     Bug("a padded width is not split", "heads", "logitless/heads/products.py",
         "t.stride(dim) == 1 and", "t.stride(dim) == 0 and", (PRODUCTS,)),
     Bug("a head beside a head is small", "heads", "logitless/heads/head.py",
-        "return plain and all(is_dense(t) for t in loss.teachers)", "return plain", (SMALL,)),
+        "return not freed and all(is_dense(t) for t in loss.teachers)", "return not freed",
+        (SMALL,)),
     Bug("the gradient has no room", "heads", "logitless/heads/head.py",
-        "limit = min(limit, self.workspace // 2)", "limit = min(limit, self.workspace)", (SMALL,)),
+        "limit = min(limit, self.workspace // 4)", "limit = min(limit, self.workspace)", (SMALL,)),
+    Bug("hidden of ignored rows in a small head", "heads", "logitless/heads/linear.py",
+        "if ignored is not None and head.drop_ignored:", "if False:", (SMALL,)),
 
     # targets/
     Bug("padding has probability 1", "targets", "logitless/targets/sparse.py",
