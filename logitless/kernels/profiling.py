@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 Arguments = dict[str, Any]  # the arguments of one launch, by parameter name
 
 # The first of these parameters that a kernel has determines the dtype in the kernel's name.
-LOGITS = ("X", "STUDENT", "DX")
+LOGITS = ("X", "STUDENT", "DX", "HIDDEN")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
