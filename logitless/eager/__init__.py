@@ -3,6 +3,7 @@
 from .cross_entropy import (
     can_accumulate,
     cross_entropy,
+    is_narrow,
     label_coefficients,
     label_mass,
     one_pass,
@@ -23,6 +24,7 @@ __all__ = [
     "gather",
     "gather_gradient",
     "gradient",
+    "is_narrow",
     "label_coefficients",
     "label_mass",
     "merge",

@@ -79,3 +79,8 @@ one_pass = None
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
     """Returns False, because a CPU has enough memory for gradient sums in fp32."""
     return False
+
+
+def is_narrow(hidden: Tensor, weight: Tensor) -> bool:
+    """Returns False, because PyTorch has no functions that compute a head without its logits."""
+    return False

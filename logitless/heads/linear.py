@@ -24,8 +24,8 @@ from ..core.loss import RowLoss
 from ..core.source import Logits, Source, TopK, is_dtensor
 from . import checks as rules
 from .as_tensor import AsTensor
-from .blocks import chunks_of
 from .head import Head, Rows, ScaledHead
+from .on_chip import chunks_of
 from .operators import evaluate_compiled
 from .per_row import PerRowLoss
 from .products import autocasts, cast_by_autocast, without_autocast

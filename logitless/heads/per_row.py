@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..core.autograd import Node, refuse_second
 from ..core.loss import Saved
-from .blocks import chunks_of
 from .chunks import Chunks
 from .gradient_sums import HeadGradients, RowInputGradients
+from .on_chip import chunks_of
 from .total import Call, needs_of
 
 
@@ -63,8 +63,8 @@ def _chunks(call: Call, keep: bool) -> Chunks:
 
     If backward has no saved statistics, the chunks have whole rows.
     """
-    merges = call.loss.merges and keep
-    return chunks_of(call.head, call.loss, call.head.work(merges, sums=call.needs.weight))
+    merges, ids = call.loss.merges and keep, call.loss.reading.ids_per_row
+    return chunks_of(call.head, call.loss, call.head.work(merges, sums=call.needs.weight, ids=ids))
 
 
 def _ignored(t: Tensor, rows: int) -> Tensor:

@@ -154,15 +154,15 @@ NARROW = {
     ("fwd", 2): {
         64: (64, 128, 4, 4), 128: (64, 128, 4, 3), 256: (64, 128, 4, 2), 512: (64, 64, 4, 2),
     },
-    ("fwd", 4): {64: (64, 64, 8, 2), 128: (64, 32, 8, 2), 256: (64, 32, 8, 1)},
+    ("fwd", 4): {64: (32, 32, 8, 2)},
     ("d_hidden", 2): {
-        64: (64, 128, 4, 4), 128: (64, 128, 4, 3), 256: (64, 64, 4, 3), 512: (64, 32, 8, 2),
+        64: (64, 128, 4, 4), 128: (64, 128, 4, 3), 256: (64, 64, 8, 3), 512: (64, 32, 8, 2),
     },
-    ("d_hidden", 4): {64: (64, 32, 8, 2), 128: (64, 32, 8, 1), 256: (32, 16, 8, 1)},
+    ("d_hidden", 4): {64: (32, 32, 8, 2)},
     ("d_weight", 2): {
-        64: (128, 64, 4, 4), 128: (128, 64, 4, 3), 256: (64, 64, 4, 3), 512: (32, 64, 8, 2),
+        64: (64, 128, 8, 4), 128: (64, 128, 8, 3), 256: (64, 64, 8, 3), 512: (32, 64, 8, 2),
     },
-    ("d_weight", 4): {64: (32, 64, 8, 2), 128: (32, 64, 8, 1), 256: (16, 32, 8, 1)},
+    ("d_weight", 4): {64: (32, 32, 8, 2)},
 }  # fmt: skip
 # The bytes of the partial sums of a gradient over splits of the vocabulary.
 NARROW_SUMS = 32 << 20
@@ -170,15 +170,19 @@ HOPPER_MEMORY = 227 << 10  # bytes of shared memory that a program on Hopper can
 
 
 @functools.lru_cache(1024)
-def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: bool) -> Config:
+def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> Config:
     """The tile of a kernel for narrow heads. `width` is D padded to a power of two.
 
     One tile is held, and `stages` tiles are in flight. The stages shrink until all tiles fit into
-    `memory` bytes of shared memory. `heavy` means more statistics than max and sum, more
-    coefficients than one per row, or a softcap. Heavy kernels use eight warps, so that a tile takes
-    fewer registers per thread.
+    `memory` bytes of shared memory. `heavy` counts the reasons for which a kernel needs more
+    registers per thread: more than the state and one coefficient per row, or unaligned rows. Heavy
+    kernels use eight warps. Each reason halves the streamed tiles of a backward kernel.
     """
     rows, columns, warps, stages = NARROW[kernel, itemsize][max(width, 64)]
+    if kernel == "d_hidden":
+        columns = max(columns >> heavy, 16)
+    elif kernel == "d_weight":
+        rows = max(rows >> heavy, 16)
     held, streamed = (columns, rows) if kernel == "d_weight" else (rows, columns)
     while stages > 1 and (held + stages * streamed) * width * itemsize + 8192 > memory:
         stages -= 1

@@ -18,7 +18,15 @@ from .. import contract as _contract
 from ..contract import Partials, Reading, Sums
 from . import config
 from .launch import REMEMBERED, Launch
-from .narrow_tile import dot, is_aligned, load_rows, padded, with_bias
+from .narrow_tile import (
+    HeadLayout,
+    dot,
+    layout,
+    layout_of,
+    load_hidden,
+    load_weight,
+    with_bias,
+)
 from .numerics import INF, LOG2E, capped, inverse_temperature, only_if
 from .profiling import at_ids, elements, profiled
 from .state import NOWHERE, State, field, fold_values, is_live, load_label, with_count
@@ -30,12 +38,9 @@ from .stats_split_fwd import aligned
 class _Constants:
     """The constants that the kernel is compiled for."""
 
-    h_aligned: bool
-    w_aligned: bool
-    even_d: bool  # D is block_d
+    layout: HeadLayout
     block_n: int
     block_v: int
-    block_d: int
 
 
 class _Window(NamedTuple):
@@ -46,8 +51,6 @@ class _Window(NamedTuple):
     BIAS: tl.tensor  # a pointer or None
     CLASS_WEIGHT: tl.tensor  # a pointer or None
     V: tl.tensor
-    D: tl.tensor
-    stride_w: tl.tensor
     rate: tl.tensor  # (rows,)
     softcap: tl.tensor  # a number or None
     ENTROPY: tl.constexpr
@@ -62,11 +65,7 @@ def _logits(window, start, cols, mask, BLOCK: tl.constexpr, CONSTANTS: tl.conste
 
     A mask of None selects all columns.
     """
-    w = load_rows(
-        window.WEIGHT, start, window.stride_w, window.V, window.D, BLOCK,
-        field(CONSTANTS, "block_d"), mask is None, field(CONSTANTS, "even_d"),
-        field(CONSTANTS, "w_aligned"),
-    )  # fmt: skip
+    w = load_weight(window.WEIGHT, start, window.V, BLOCK, mask is None, CONSTANTS)
     x = with_bias(dot(window.h, tl.trans(w), None), window.BIAS, cols, mask)
     y, _ = capped(x, window.softcap)
     return y
@@ -115,7 +114,7 @@ def _narrow_fwd_kernel(
     HIDDEN, WEIGHT, BIAS, CLASS_WEIGHT,  # inputs
     SPLITS,  # output, (rows of all tiles, fields, splits)
     temperature,
-    N, V, D, stride_h, stride_w, span,  # sizes
+    N, V, span,  # sizes
     softcap,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     CONSTANTS: tl.constexpr,
@@ -126,16 +125,12 @@ def _narrow_fwd_kernel(
     first = tl.program_id(0) * BLOCK_N
     split = tl.program_id(1)
     rows = first + tl.arange(0, BLOCK_N)
-    h = load_rows(
-        HIDDEN, first, stride_h, N, D, BLOCK_N, field(CONSTANTS, "block_d"), False,
-        field(CONSTANTS, "even_d"), field(CONSTANTS, "h_aligned"),
-    )  # fmt: skip
+    h = load_hidden(HIDDEN, first, N, False, CONSTANTS)
     zero = tl.zeros((BLOCK_N,), tl.float32)
     rate = zero + inverse_temperature(temperature, tl.minimum(rows, N - 1)) * LOG2E
     window = _Window(
-        h, WEIGHT, BIAS, CLASS_WEIGHT, V, D, stride_w, rate, softcap,
-        ENTROPY, ARGMAX, SECOND, TOTAL,
-    )  # fmt: skip
+        h, WEIGHT, BIAS, CLASS_WEIGHT, V, rate, softcap, ENTROPY, ARGMAX, SECOND, TOTAL
+    )
     ref = zero
     if TOTAL:
         ref = _reference(window, CONSTANTS)
@@ -162,22 +157,23 @@ def _narrow_fwd_kernel(
 class _PickConstants:
     """The constants that the kernel is compiled for."""
 
+    layout: HeadLayout
     fields: int
-    block_d: int
     block_k: int
     block_p: int
 
 
 @triton.jit
-def _pick(WEIGHT, BIAS, h, ids, inside, D, stride_w, softcap, top, BLOCK_D: tl.constexpr):
+def _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS: tl.constexpr):
     """Returns y at the ids, at most `top`.
 
     The max of a row was summed in another order. Without the limit, y at the max could be larger
     than the max by a rounding error, and log p could be larger than 0.
     """
-    offs_d = tl.arange(0, BLOCK_D)
-    at = WEIGHT + ids.to(tl.int64)[:, None] * stride_w + offs_d[None, :]
-    w = tl.load(at, mask=inside[:, None] & (offs_d < D)[None, :], other=0.0).to(tl.float32)
+    offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
+    at = WEIGHT + ids.to(tl.int64)[:, None] * layout(CONSTANTS, "stride_w") + offs_d[None, :]
+    mask = inside[:, None] & (offs_d < layout(CONSTANTS, "width"))[None, :]
+    w = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     x = with_bias(tl.sum(w * h[None, :], axis=1), BIAS, ids, inside)
     y, _ = capped(x, softcap)
     return tl.where(y > top, top, y)
@@ -194,7 +190,7 @@ def _pick(WEIGHT, BIAS, h, ids, inside, D, stride_w, softcap, top, BLOCK_D: tl.c
 def _narrow_pick_kernel(
     HIDDEN, WEIGHT, BIAS, LABEL, IDS,  # inputs
     SPLITS, PICKED,  # outputs, (N, fields, splits) and (N, K)
-    V, D, K, stride_h, stride_w, splits,  # sizes
+    V, K, splits,  # sizes
     softcap, ignore_index,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
@@ -202,11 +198,12 @@ def _narrow_pick_kernel(
 
     y is 0 for an id outside the vocabulary, and for every id of an ignored row.
     """
-    BLOCK_D: tl.constexpr = field(CONSTANTS, "block_d")
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     row = tl.program_id(0).to(tl.int64)
-    offs_d = tl.arange(0, BLOCK_D)
-    h = tl.load(HIDDEN + row * stride_h + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
+    offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
+    mask_d = offs_d < layout(CONSTANTS, "width")
+    h = tl.load(HIDDEN + row * layout(CONSTANTS, "stride_h") + offs_d, mask=mask_d, other=0.0)
+    h = h.to(tl.float32)
     label = load_label(LABEL, row)
     live = is_live(label, ignore_index)
     SPLITS += row * (splits * field(CONSTANTS, "fields"))
@@ -217,7 +214,7 @@ def _narrow_pick_kernel(
     if LABEL is not None:
         labels = tl.zeros((1,), tl.int64) + label
         inside = only_if(live, (labels >= 0) & (labels < V))
-        y = _pick(WEIGHT, BIAS, h, labels, inside, D, stride_w, softcap, top, BLOCK_D)
+        y = _pick(WEIGHT, BIAS, h, labels, inside, softcap, top, CONSTANTS)
         at = SPLIT_Y_LABEL * splits + tl.zeros((1,), tl.int32)
         tl.store(SPLITS + at, tl.where(inside, y, 0.0))
     if IDS is not None:
@@ -226,7 +223,7 @@ def _narrow_pick_kernel(
             mask_k = offs_k < K
             ids = tl.load(IDS + row * K + offs_k, mask=mask_k, other=-1)
             inside = only_if(live, mask_k & (ids >= 0) & (ids < V))
-            y = _pick(WEIGHT, BIAS, h, ids, inside, D, stride_w, softcap, top, BLOCK_D)
+            y = _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS)
             tl.store(PICKED + row * K + offs_k, tl.where(inside, y, 0.0), mask=mask_k)
 
 
@@ -239,31 +236,27 @@ def narrow_partial(
     """Returns partial statistics of the logits hidden @ weight.T + bias, in splits of columns."""
     (N, D), V, device = hidden.shape, len(weight), hidden.device
     sums, label, ids = reading.sums, reading.label, reading.ids
-    heavy = reading.softcap is not None or any(sums)
-    cut = config.narrow("fwd", padded(hidden), hidden.element_size(), config.memory(device), heavy)
+    where = layout_of(hidden, weight)
+    heavy = int(reading.softcap is not None or any(sums)) + (not where.aligned)
+    size, memory = hidden.element_size(), config.memory(device)
+    cut = config.narrow("fwd", where.block_d, size, memory, heavy)
     cut = config.narrow_splits(cut, N, V, D, config.processors(device))
     tiles, fields = config.ceil_div(N, cut.block_n), _contract.part_width(*sums)
     # The rows of the last tile beyond N are written too.
-    size = (tiles * cut.block_n, fields, cut.splits)
-    state = torch.empty(size, device=device, dtype=torch.float32)
-    K = 0 if ids is None else ids.shape[-1]
+    shape = (tiles * cut.block_n, fields, cut.splits)
+    state = torch.empty(shape, device=device, dtype=torch.float32)
+    K = reading.ids_per_row
     picked = None if ids is None else torch.empty((N, K), device=device, dtype=torch.float32)
     if N:
-        temperature = reading.row_temperature
+        temperature, softcap = reading.row_temperature, reading.softcap
         by_row = () if temperature is None else (temperature.contiguous(),)
         bias = None if bias is None else bias.contiguous()
-        strides = (hidden.stride(0), weight.stride(0))
-        options = (reading.temperature, reading.softcap)
-        _fwd_launch(
-            N, V, D, strides, *options, sums, is_aligned(hidden), is_aligned(weight), cut
-        )(
-            hidden, weight, bias, aligned(reading.class_weight) if sums.total else None, state,
-            *by_row,
-        )  # fmt: skip
+        class_weight = aligned(reading.class_weight) if sums.total else None
+        launch = _fwd_launch(N, V, reading.temperature, softcap, sums, where, cut)
+        launch(hidden, weight, bias, class_weight, state, *by_row)
         if label is not None or K:
-            _pick_launch(
-                N, V, D, K, strides, cut.splits, fields, reading.softcap, reading.ignore_index
-            )(
+            launch = _pick_launch(N, V, K, cut.splits, fields, softcap, reading.ignore_index, where)
+            launch(
                 hidden, weight, bias, None if label is None else label.contiguous(),
                 ids.contiguous() if K else None, state, picked if K else None,
             )  # fmt: skip
@@ -272,32 +265,27 @@ def narrow_partial(
 
 @functools.lru_cache(REMEMBERED)
 def _fwd_launch(
-    N: int, V: int, D: int, strides: tuple[int, int], temperature: float | None,
-    softcap: float | None, sums: Sums, h_aligned: bool, w_aligned: bool, cut: config.Config,
+    N: int, V: int, temperature: float | None, softcap: float | None, sums: Sums,
+    where: HeadLayout, cut: config.Config,
 ) -> Launch:  # fmt: skip
     span = config.ceil_div(config.ceil_div(V, cut.splits), cut.block_v) * cut.block_v
-    block_d = max(config.ceil_pow2(D), 16)
     number = () if temperature is None else (temperature,)
     return Launch(
         _narrow_fwd_kernel, (config.ceil_div(N, cut.block_n), cut.splits),
-        (*number, N, V, D, *strides, span, softcap),
-        num_warps=cut.num_warps, num_stages=cut.stages,
-        CONSTANTS=_Constants(
-            h_aligned, w_aligned, D == block_d, cut.block_n, cut.block_v, block_d
-        ),
-        **constants_of(sums),
+        (*number, N, V, span, softcap),
+        num_warps=cut.num_warps, num_stages=cut.stages, registers=cut.registers,
+        CONSTANTS=_Constants(where, cut.block_n, cut.block_v), **constants_of(sums),
     )  # fmt: skip
 
 
 @functools.lru_cache(REMEMBERED)
 def _pick_launch(
-    N: int, V: int, D: int, K: int, strides: tuple[int, int], splits: int, fields: int,
-    softcap: float | None, ignore_index: int | None,
+    N: int, V: int, K: int, splits: int, fields: int, softcap: float | None,
+    ignore_index: int | None, where: HeadLayout,
 ) -> Launch:  # fmt: skip
-    block_d = max(config.ceil_pow2(D), 16)
-    block_k = max(min(config.ceil_pow2(K), 2048 // block_d), 2)
+    block_k = max(min(config.ceil_pow2(K), 2048 // where.block_d), 2)
+    block_p = max(config.ceil_pow2(splits), 2)
     return Launch(
-        _narrow_pick_kernel, (N,), (V, D, K, *strides, splits, softcap, ignore_index),
-        num_warps=1,
-        CONSTANTS=_PickConstants(fields, block_d, block_k, max(config.ceil_pow2(splits), 2)),
+        _narrow_pick_kernel, (N,), (V, K, splits, softcap, ignore_index),
+        num_warps=1, CONSTANTS=_PickConstants(where, fields, block_k, block_p),
     )  # fmt: skip

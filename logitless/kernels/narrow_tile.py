@@ -6,6 +6,8 @@ For a narrow head, computing logits again costs less time than writing logits to
 is padded to a power of two of at least 16 (`tl.dot` requires 16).
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -15,10 +17,11 @@ from triton.language.target_info import is_cuda
 
 from . import config
 from .numerics import load
+from .state import field
 
 UPCAST = tl.constexpr(knobs.runtime.interpret)  # the interpreter cannot multiply bf16
-# Bytes of one row of a tile. Wider heads do not fit into registers and shared memory.
-MAX_BYTES = 1024
+# The largest width per bytes of an element. Wider tiles do not fit into the registers.
+MAX_WIDTH = {2: 512, 4: 64}
 
 
 @triton.constexpr_function
@@ -38,30 +41,58 @@ def dot(a, b, acc):
 
 @triton.jit
 def load_rows(
-    P, start, stride, count, D,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    ALL_ROWS: tl.constexpr, EVEN_D: tl.constexpr, ALIGNED: tl.constexpr,
+    P, start, count,
+    STRIDE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    ALL_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """The rows [start, start + BLOCK) of a matrix (count, D), as a tile (BLOCK, BLOCK_D).
 
     The tile is 0 beyond the matrix. If ALL_ROWS, all rows of the tile are rows of the matrix. If
-    EVEN_D, D is BLOCK_D. If ALIGNED, every row of the matrix starts on a 16-byte boundary.
+    ALIGNED, every row of the matrix starts on a 16-byte boundary. STRIDE and D are constants, so
+    that the compiler can load 16 bytes at a time for every D.
     """
     offs = tl.arange(0, BLOCK)
     offs_d = tl.arange(0, BLOCK_D)
-    first = P + tl.cast(start, tl.int64) * stride
+    first = P + tl.cast(start, tl.int64) * STRIDE
     if ALIGNED:
         first = tl.multiple_of(first, 16)
-    at = first + offs[:, None] * stride + offs_d[None, :]
-    if ALL_ROWS and EVEN_D:
+    at = first + offs[:, None] * STRIDE + offs_d[None, :]
+    if ALL_ROWS and D == BLOCK_D:
         return tl.load(at)
     elif ALL_ROWS:
         return tl.load(at, mask=(offs_d < D)[None, :], other=0.0)
-    elif EVEN_D:
+    elif D == BLOCK_D:
         return tl.load(at, mask=(start + offs < count)[:, None], other=0.0)
     else:
         mask = (start + offs < count)[:, None] & (offs_d < D)[None, :]
         return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.constexpr_function
+def layout(constants, name):
+    """Returns one number of the HeadLayout in the dataclass CONSTANTS."""
+    return getattr(constants.layout, name)
+
+
+@triton.jit
+def load_hidden(P, start, count, ALL_ROWS: tl.constexpr, CONSTANTS: tl.constexpr):
+    """The hidden states of the rows from `start` on, (BLOCK_N, BLOCK_D)."""
+    return load_rows(
+        P, start, count, layout(CONSTANTS, "stride_h"), layout(CONSTANTS, "width"),
+        field(CONSTANTS, "block_n"), layout(CONSTANTS, "block_d"), ALL_ROWS,
+        layout(CONSTANTS, "h_aligned"),
+    )  # fmt: skip
+
+
+@triton.jit
+def load_weight(
+    P, start, count, BLOCK: tl.constexpr, ALL_ROWS: tl.constexpr, CONSTANTS: tl.constexpr
+):  # fmt: skip
+    """The weights of the columns from `start` on, (BLOCK, BLOCK_D)."""
+    return load_rows(
+        P, start, count, layout(CONSTANTS, "stride_w"), layout(CONSTANTS, "width"),
+        BLOCK, layout(CONSTANTS, "block_d"), ALL_ROWS, layout(CONSTANTS, "w_aligned"),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -74,27 +105,42 @@ def with_bias(x, BIAS, cols, mask):
 
 
 def is_narrow(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels of this room can compute a head with these tensors on this device.
+    """Whether the kernels for narrow heads can compute a head with these tensors on this device.
 
-    AMD GPUs are left out, because their shared memory is too small for these tiles.
+    AMD GPUs are left out, because their shared memory is too small for the tiles.
     """
-    device, size = hidden.device, hidden.element_size()
-    if hidden.dtype != weight.dtype or weight.stride(1) != 1 or weight.shape[0] == 0:
+    device, width = hidden.device, MAX_WIDTH.get(hidden.element_size(), 0)
+    if hidden.dtype != weight.dtype or weight.stride(1) != 1 or len(weight) == 0:
         return False
     if device.type == "cuda" and (torch.version.hip or not config.has_async_copies(device)):
         return False
-    return (
-        device.type in ("cuda", "cpu")
-        and 0 < weight.shape[1]
-        and size * padded(weight) <= (MAX_BYTES)
-    )
+    return device.type in ("cuda", "cpu") and 0 < weight.shape[1] <= width
 
 
-def padded(t: Tensor) -> int:
-    """The width of the tiles of a matrix (rows, D)."""
-    return max(config.ceil_pow2(t.shape[1]), 16)
+@dataclass(frozen=True)
+class HeadLayout:
+    """The layout of hidden states (N, D) and weight (V, D) in memory, a constant of kernels."""
+
+    width: int  # D
+    stride_h: int
+    stride_w: int
+    h_aligned: bool  # every row of the hidden states starts on a 16-byte boundary
+    w_aligned: bool
+
+    @property
+    def block_d(self) -> int:
+        """The width of tiles."""
+        return max(config.ceil_pow2(self.width), 16)
+
+    @property
+    def aligned(self) -> bool:
+        return self.h_aligned and self.w_aligned
 
 
-def is_aligned(t: Tensor) -> bool:
-    """Whether every row of a matrix starts on a 16-byte boundary."""
+def layout_of(hidden: Tensor, weight: Tensor) -> HeadLayout:
+    strides = (hidden.stride(0), weight.stride(0))
+    return HeadLayout(hidden.shape[1], *strides, _is_aligned(hidden), _is_aligned(weight))
+
+
+def _is_aligned(t: Tensor) -> bool:
     return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
