@@ -75,6 +75,10 @@ class Reading(NamedTuple):
         return self.temperature == 1
 
     @property
+    def ids_per_row(self) -> int:
+        return 0 if self.ids is None else self.ids.shape[-1]
+
+    @property
     def sums(self) -> "Sums":
         return sums_of(self.wants, self.at_temperature_1)
 

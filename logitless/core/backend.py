@@ -188,3 +188,12 @@ class Backend(Protocol):
     def can_accumulate(self, hidden: Tensor, weight: Tensor) -> bool:
         """Whether the function `accumulate` of the backend can sum the gradient of this weight."""
         ...
+
+    # --- narrow heads
+
+    def is_narrow(self, hidden: Tensor, weight: Tensor) -> bool:
+        """Whether narrow_partial and narrow_gradients support this head on this device.
+
+        The two functions compute a head without writing logits to memory (heads/on_chip.py).
+        """
+        ...

@@ -7,6 +7,7 @@ from .slot_divergence import slots
 from .smoothing_z_loss import (
     can_accumulate,
     cross_entropy,
+    is_narrow,
     label_coefficients,
     label_mass,
     one_pass,
@@ -23,6 +24,7 @@ __all__ = [
     "gather",
     "gather_gradient",
     "gradient",
+    "is_narrow",
     "label_coefficients",
     "label_mass",
     "merge",

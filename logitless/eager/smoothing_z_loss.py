@@ -87,3 +87,8 @@ one_pass = None
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
     """Returns False. A CPU has enough memory to accumulate the weight's gradient in fp32."""
     return False
+
+
+def is_narrow(hidden: Tensor, weight: Tensor) -> bool:
+    """Returns False, because PyTorch has no functions that compute a head without its logits."""
+    return False

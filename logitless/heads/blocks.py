@@ -20,16 +20,10 @@ from ..core.loss import RowLoss, Saved
 from .chunks import Chunks, Tile
 from .gradient_sums import GradientSums, Needs, Sum, SumInPlace, way_to_sum
 from .head import Head, Rows
-from .plan import Work, chunk_rows, kept_blocks
+from .plan import chunk_rows, kept_blocks
 from .products import product
 
 WAITING = 4  # the number of blocks whose statistics are merged at a time
-
-
-def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
-    """Returns the chunks of a head, split as plan.py chooses."""
-    cut, live = head.cut(work), head.rows_that_count(loss)
-    return (Chunks if cut.columns is None else BlockChunks)(head, cut, live)
 
 
 class BlockChunks(Chunks):
@@ -116,13 +110,10 @@ class Blocks:
         return z
 
 
-class BlockBackend:
-    """A backend for Blocks, for losses that need only statistics of each row.
+class ReadsNoLogits:
+    """The functions of a backend that read no logits, taken from the underlying backend."""
 
-    Functions that read no logits are those of `eager`, `kernels` or ColumnBackend.
-    """
-
-    one_pass = None  # one pass is not possible, because a gradient needs statistics of all blocks
+    one_pass = None  # one pass is not possible, because a gradient needs statistics of whole rows
 
     def __init__(self, backend: Any):
         self.backend = backend
@@ -130,7 +121,11 @@ class BlockBackend:
         self.label_coefficients = backend.label_coefficients
         self.weighted_nll, self.share = backend.weighted_nll, backend.share
         self.reduce, self.scale_, self.slots = backend.reduce, backend.scale_, backend.slots
-        self.can_accumulate = backend.can_accumulate
+        self.can_accumulate, self.is_narrow = backend.can_accumulate, backend.is_narrow
+
+
+class BlockBackend(ReadsNoLogits):
+    """A backend for Blocks, for losses that need only statistics of each row."""
 
     def read(self, x: Blocks, reading: Reading) -> Statistics:
         """Returns the statistics of whole rows.

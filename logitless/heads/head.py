@@ -116,7 +116,13 @@ class Head:
             return padded_logits(hidden, self.weight, self.bias, self.dtype)
 
     def work(
-        self, merges: bool = False, *, gemms: int = 0, sums: bool = False, keeps: bool = False
+        self,
+        merges: bool = False,
+        *,
+        gemms: int = 0,
+        sums: bool = False,
+        keeps: bool = False,
+        ids: int = 0,
     ) -> Work:
         """Returns the Work of a loss over this head. The arguments are fields of Work."""
         own, wide = self.hidden.dtype, self.dtype
@@ -126,7 +132,12 @@ class Head:
         if self.columns is not None:  # all ranks must use chunks of the same size
             vocab = self.columns.widest
         rows = self.hidden.shape[:-1].numel()
-        return Work(rows, vocab, width, own.itemsize, own != wide, merges, gemms, sums, keeps)
+        narrow = self.columns is None and backend_of(self.hidden).is_narrow(
+            self.hidden, self.weight
+        )
+        return Work(
+            rows, vocab, width, own.itemsize, own != wide, merges, gemms, sums, keeps, narrow, ids
+        )
 
     def cut(self, work: Work) -> Cut:
         """Returns the numbers of rows and columns of logits to compute at once."""

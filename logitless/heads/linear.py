@@ -22,8 +22,8 @@ from ..core.evaluate import evaluate
 from ..core.loss import RowLoss
 from ..core.source import Source, TopK, is_dtensor
 from . import checks as rules
-from .blocks import chunks_of
 from .head import Head, Rows, ScaledHead
+from .on_chip import chunks_of
 from .operators import evaluate_compiled
 from .per_row import PerRowLoss
 from .products import autocasts, cast_by_autocast, dense_logits, without_autocast

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..core.autograd import Node, refuse_second
 from ..core.loss import Saved
-from .blocks import chunks_of
 from .chunks import Chunks
 from .gradient_sums import HeadGradients, RowInputGradients
+from .on_chip import chunks_of
 from .total import Call, needs_of
 
 
@@ -66,8 +66,8 @@ def _chunks(call: Call, saved: bool) -> Chunks:
     has the same chunks as forward. If `saved` is False, the chunks have whole rows, and backward
     recomputes the statistics of a row from one chunk.
     """
-    merges = call.loss.merges and saved
-    return chunks_of(call.head, call.loss, call.head.work(merges, sums=call.needs.weight))
+    merges, ids = call.loss.merges and saved, call.loss.reading.ids_per_row
+    return chunks_of(call.head, call.loss, call.head.work(merges, sums=call.needs.weight, ids=ids))
 
 
 def _ignored(t: Tensor, rows: int) -> Tensor:

@@ -1,4 +1,7 @@
-"""Chooses how a head's logits are split to fit a workspace: by rows, by columns, or by both.
+"""Chooses how a head's logits are computed: by rows, by columns, by both, or on the chip.
+
+The logits of a narrow head are not written to memory (on_chip.py). stays_on_chip chooses this way.
+The other ways split the logits to fit a workspace.
 
 A split by rows computes loss and gradients of some whole rows at once, in three GEMMs. Every chunk
 reads and writes the sum of the weight's gradient (V, D). A split by columns first computes the
@@ -44,6 +47,14 @@ MIN_GAIN = 0.1
 SMALL = {"cuda": 128 << 20, "cpu": 1 << 20}
 ODD = 16  # on a GPU, the limit is divided by ODD if the vocabulary is not a multiple of PACK
 
+# The largest vocabulary for which a 16-bit head of at most this width is computed on the chip. The
+# numbers are from a prototype on an H200, with 8,192 rows and vocabularies of 32,768 to 1,048,576.
+# An fp32 head is never computed on the chip, because its GEMMs take longer than writing logits.
+ON_CHIP_VOCAB = {128: 1 << 31, 256: 1 << 16}
+# The largest number of pairs of row and id. A pair takes 64 bytes of memory while pairs are sorted,
+# and each pair takes time.
+ON_CHIP_PAIRS = 1 << 19
+
 SPARE_EVERY = 64  # the memory for n rows of fp32 logits has n // 64 + 2 extra rows
 
 
@@ -53,6 +64,7 @@ class Cut(NamedTuple):
     rows: int  # the largest number of rows
     columns: int | None = None  # None for all columns
     kept: bool = False  # whether blocks are kept in the memory of the weight's gradient
+    on_chip: bool = False  # whether kernels compute all rows without writing logits (on_chip.py)
 
 
 class Work(NamedTuple):
@@ -67,6 +79,8 @@ class Work(NamedTuple):
     gemms: int  # number of extra GEMMs for a split by columns, 0 or 1
     sums: bool  # whether the weight's gradient is summed in more bits than the weight has
     keeps: bool  # whether unwritten memory of the weight's gradient may hold logits
+    narrow: bool = False  # whether the backend has kernels that write no logits for this head
+    ids: int = 0  # the number of ids per row at which the loss has a gradient
 
 
 # The function that replaces `choose` inside `with override(...)`.
@@ -90,6 +104,8 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
 
     If `workspace` is None, the split is by rows.
     """
+    if device == "cuda" and stays_on_chip(work):
+        return Cut(work.rows, on_chip=True)
     limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"]) * (3 if work.wide else 2) // 2
     room = limit // (-(-work.vocab // PACK) * PACK * work.itemsize)
     if work.wide:
@@ -118,6 +134,15 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
                 best, least = Cut(rows, columns, kept > 0), extra
         groups *= 2
     return best
+
+
+def stays_on_chip(work: Work) -> bool:
+    """Whether computing tiles of logits again takes less time than writing logits to memory."""
+    if not (work.narrow and work.merges and work.itemsize == 2):
+        return False
+    widest = [width for width in ON_CHIP_VOCAB if width >= work.width]
+    pairs = work.rows * (work.ids + 1)
+    return bool(widest) and work.vocab <= ON_CHIP_VOCAB[min(widest)] and pairs <= ON_CHIP_PAIRS
 
 
 def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, int]:
@@ -168,7 +193,7 @@ def even_columns(vocab: int, room: int) -> int:
 @functools.lru_cache(1024)
 def chunk_rows(rows: int, cut: Cut) -> int:
     """Returns the number of rows per chunk."""
-    if cut.columns is None:
+    if cut.columns is None and not cut.on_chip:
         return even_chunk(rows, cut.rows)
     return max(min(cut.rows, rows), 1)
 

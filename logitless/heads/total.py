@@ -18,9 +18,9 @@ from ..contract import PRECISION
 from ..core.autograd import Node, refuse_second
 from ..core.call import backend_of
 from ..core.loss import RowLoss
-from .blocks import chunks_of
 from .gradient_sums import HeadGradients, Needs, RowInputGradients
 from .head import Head
+from .on_chip import chunks_of
 
 
 class Call(NamedTuple):
@@ -97,7 +97,10 @@ def _values_and_gradients(call: Call, factor: Tensor | None, values: Tensor) -> 
     """Writes the loss of each row to `values` (N,). Returns gradients of head and row_inputs."""
     head, loss, needs = call.head, call.loss, call.needs
     wanted = needs.head
-    work = head.work(loss.merges, gemms=int(wanted), sums=needs.weight, keeps=needs.weight)
+    work = head.work(
+        loss.merges, gemms=int(wanted), sums=needs.weight, keeps=needs.weight,
+        ids=loss.reading.ids_per_row,
+    )  # fmt: skip
     chunks = chunks_of(head, loss, work)
     backend, sums = chunks.backend, chunks.gradients(needs) if wanted else None
     row_inputs = RowInputGradients(loss, needs.row_inputs) if any(needs.row_inputs) else None

@@ -4,6 +4,9 @@ from .blockfp_gemm import accumulate, can_accumulate, exponents
 from .duplicate_ids import with_repeats
 from .gather import gather, gather_gradient
 from .host import gradient, one_pass, read, reduce, scale_, share
+from .narrow_fwd import narrow_partial
+from .narrow_gradients import narrow_gradients
+from .narrow_tile import is_narrow
 from .pair_bwd import pair_gradient
 from .pair_fwd import pair_finish, pair_partial, pair_read
 from .slot_divergence import slots
@@ -22,9 +25,12 @@ __all__ = [
     "gather",
     "gather_gradient",
     "gradient",
+    "is_narrow",
     "label_coefficients",
     "label_mass",
     "merge",
+    "narrow_gradients",
+    "narrow_partial",
     "one_pass",
     "outside",
     "pair_finish",

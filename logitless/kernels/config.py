@@ -24,6 +24,8 @@ class Config(NamedTuple):
     splits: int = 1  # programs per row
     span: int = 0  # columns of a row that one program reads and writes
     registers: int | None = None  # limit of registers per thread, on NVIDIA GPUs
+    block_n: int = 0  # rows of a tile, if a program computes tiles of several rows
+    stages: int = 0  # steps of a loop whose loads are in flight at the same time
 
 
 _override: dict[str, int] = {}
@@ -156,8 +158,78 @@ def pair_bwd(vocab: int, itemsize: int) -> Config:
     return overridden(Config(min(1024 if itemsize == 2 else 512, ceil_pow2(vocab)), 1))
 
 
+# The tiles of narrow heads: (rows, columns, warps, stages) per kernel, bytes of an element and
+# padded width. A kernel that holds an accumulator of the whole width has smaller tiles of logits.
+NARROW = {
+    ("fwd", 2): {
+        64: (64, 128, 4, 4), 128: (64, 128, 4, 3), 256: (64, 128, 4, 2), 512: (64, 64, 4, 2),
+    },
+    ("fwd", 4): {64: (32, 32, 8, 2)},
+    ("d_hidden", 2): {
+        64: (64, 128, 4, 4), 128: (64, 128, 4, 3), 256: (64, 64, 8, 3), 512: (64, 32, 8, 2),
+    },
+    ("d_hidden", 4): {64: (32, 32, 8, 2)},
+    ("d_weight", 2): {
+        64: (64, 128, 8, 4), 128: (64, 128, 8, 3), 256: (64, 64, 8, 3), 512: (32, 64, 8, 2),
+    },
+    ("d_weight", 4): {64: (32, 32, 8, 2)},
+}  # fmt: skip
+# The bytes of the partial sums of a gradient over splits of the vocabulary.
+NARROW_SUMS = 32 << 20
+HOPPER_MEMORY = 227 << 10  # bytes of shared memory that a program on Hopper can use
+
+
+@functools.lru_cache(1024)
+def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> Config:
+    """The tile of a kernel for narrow heads. `width` is D padded to a power of two.
+
+    One tile is held, and `stages` tiles are in flight. The stages shrink until all tiles fit into
+    `memory` bytes of shared memory. `heavy` counts the reasons for which a kernel needs more
+    registers per thread: more than the state and one coefficient per row, or unaligned rows. Heavy
+    kernels use eight warps. Each reason halves the streamed tiles of a backward kernel.
+    """
+    rows, columns, warps, stages = NARROW[kernel, itemsize][max(width, 64)]
+    if kernel == "d_hidden":
+        columns = max(columns >> heavy, 16)
+    elif kernel == "d_weight":
+        rows = max(rows >> heavy, 16)
+    held, streamed = (columns, rows) if kernel == "d_weight" else (rows, columns)
+    while stages > 1 and (held + stages * streamed) * width * itemsize + 8192 > memory:
+        stages -= 1
+    return overridden(Config(columns, 8 if heavy else warps, block_n=rows, stages=stages))
+
+
+@functools.lru_cache(1024)
+def narrow_splits(
+    cut: Config, rows: int, vocab: int, width: int, processors: int, limit: int | None = None
+) -> Config:
+    """The Config with splits of the vocabulary, so that the programs fill the GPU.
+
+    `limit` is the largest number of bytes for partial sums (rows, width), one per split.
+    """
+    splits = ceil_div(4 * processors, max(ceil_div(rows, cut.block_n), 1))
+    splits = min(splits, ceil_div(vocab, cut.block_v), MAX_SPLITS)
+    if limit is not None:
+        splits = min(splits, limit // max(4 * rows * width, 1))
+    return overridden(cut._replace(splits=max(splits, 1)))
+
+
+@functools.cache
+def memory(device: torch.device) -> int:
+    """The bytes of shared memory that one program can use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return HOPPER_MEMORY
+
+
+@functools.cache
+def has_async_copies(device: torch.device) -> bool:
+    """Whether an NVIDIA GPU can copy memory to shared memory in the background."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def forget() -> None:
-    for choice in (stats_fwd, label_bwd, ids_bwd, scale, nll_fwd_bwd):
+    for choice in (stats_fwd, label_bwd, ids_bwd, scale, nll_fwd_bwd, narrow, narrow_splits):
         choice.cache_clear()
 
 

@@ -158,7 +158,7 @@ def _rewrite(
 
 
 class RowGradient(NamedTuple):
-    """The numbers of one row's gradient that `_row_gradient` computes.
+    """The numbers of one row's gradient that `row_gradient` computes.
 
     The fields from `shift` to `lift` are fields of Terms. The fields c0 and lift apply to columns
     outside the ids.
@@ -175,7 +175,7 @@ class RowGradient(NamedTuple):
 
 
 @triton.jit
-def _row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
+def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
     """Computes a RowGradient, in units of dz / T, from the saved state and the coefficients.
 
     Let d be the coefficient of the label's log-probability at temperature 1, and p1 = softmax(y).
@@ -260,7 +260,7 @@ def _ids_bwd_kernel(
     gain = row_gain(UPSTREAM, FACTOR, row, field(CONSTANTS, "step_u"), field(CONSTANTS, "step_f"))
     coefs = load_coefs(COEF + row.to(tl.int64) * field(CONSTANTS, "step_c"), gain, HAS)
     STATE += row.to(tl.int64) * STATE_WIDTH
-    d_row = _row_gradient(STATE, coefs, inv_t, HAS)
+    d_row = row_gradient(STATE, coefs, inv_t, HAS)
     terms = Terms(
         d_row.shift, d_row.c0, d_row.c1, d_row.c_logprob_t1, d_row.g_c, inv_t * LOG2E, d_row.lift,
         softcap,

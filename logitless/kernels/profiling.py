@@ -19,8 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 Arguments = dict[str, Any]  # the arguments of one launch, by parameter name
 
-# A kernel's name contains the dtype of its parameter X, STUDENT or DX, in this order of preference.
-LOGITS = ("X", "STUDENT", "DX")
+# A kernel's name contains the dtype of the first of these parameters that the kernel has.
+LOGITS = ("X", "STUDENT", "DX", "HIDDEN")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 

@@ -74,6 +74,55 @@ def is_live(label, ignore_index):
 
 
 @triton.jit
+def across(t, y):
+    """Returns numbers t per row, in a shape that broadcasts with y.
+
+    y is a block (columns,) of one row, or a tile (rows, columns).
+    """
+    if len(y.shape) == 2:
+        return tl.expand_dims(t, 1)
+    else:
+        return t
+
+
+@triton.jit
+def fold_values(
+    state, y, top, place, W, first, at, mask, ref, rate,
+    ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
+):  # fmt: skip
+    """Returns the state after reading the columns first + at, whose logits are y.
+
+    y is a block (columns,) of one row, or a tile (rows, columns) of several rows. `top` is the max
+    of y per row. The field `block` becomes `place` in rows where `top` is larger than m.
+    """
+    AXIS: tl.constexpr = len(y.shape) - 1
+    block = tl.where(top > state.m, place, state.block)
+    m = tl.maximum(state.m, top)
+    moved = move(state.m, m, state.s)
+    scale = tl.exp2(moved * rate)
+    d = y - across(finite(m), y)
+    e = tl.exp2(d * across(rate, y))
+    s, w, c, n, s1 = state.s, state.w, state.c, state.n, state.s1
+    if ENTROPY:
+        # Infinite d is clamped, because -inf · 0 would be NaN. The term is 0 where e is 0.
+        w = w * scale + moved * (s * scale) + tl.sum(tl.maximum(d, -1e38) * e, axis=AXIS)
+    s = s * scale + tl.sum(e, axis=AXIS)
+    if SECOND:
+        s1 = s1 * tl.exp2(moved * LOG2E) + tl.sum(tl.exp2(d * LOG2E), axis=AXIS)
+    if TOTAL:
+        u = y - across(ref, y)
+        if W is not None:
+            v = load(W, first + at, mask).to(tl.float32)
+            c += tl.sum(tl.where(v != 0, v * u, 0.0), axis=AXIS)
+            n += tl.sum(v, axis=AXIS)
+        elif mask is not None:
+            c += tl.sum(tl.where(mask, u, 0.0), axis=AXIS)
+        else:
+            c += tl.sum(u, axis=AXIS)
+    return State(m, s, w, c, n, block, s1)
+
+
+@triton.jit
 def fold(state, window, start, offs, mask):
     """Returns the state after one more block, which has the columns start + offs."""
     at = start + offs
@@ -81,31 +130,10 @@ def fold(state, window, start, offs, mask):
     if mask is not None:
         # The mask is applied after the softcap, because tanh would turn -inf into -softcap.
         y = tl.where(mask, y, -INF)
-    top = tl.max(y, axis=0)
-    block = tl.where(top > state.m, start, state.block)
-    m = tl.maximum(state.m, top)
-    moved = move(state.m, m, state.s)
-    scale = tl.exp2(moved * window.rate)
-    d = y - finite(m)
-    e = tl.exp2(d * window.rate)
-    s, w, c, n, s1 = state.s, state.w, state.c, state.n, state.s1
-    if window.ENTROPY:
-        # d is clamped, because 0 · -inf would be NaN. Where e is 0, the product d · e is 0.
-        w = w * scale + moved * (s * scale) + tl.sum(tl.maximum(d, -1e38) * e, axis=0)
-    s = s * scale + tl.sum(e, axis=0)
-    if window.SECOND:
-        s1 = s1 * tl.exp2(moved * LOG2E) + tl.sum(tl.exp2(d * LOG2E), axis=0)
-    if window.TOTAL:
-        u = y - window.ref
-        if window.W is not None:
-            v = load(window.W, window.first + at, mask).to(tl.float32)
-            c += tl.sum(tl.where(v != 0, v * u, 0.0), axis=0)
-            n += tl.sum(v, axis=0)
-        elif mask is not None:
-            c += tl.sum(tl.where(mask, u, 0.0), axis=0)
-        else:
-            c += tl.sum(u, axis=0)
-    return State(m, s, w, c, n, block, s1)
+    return fold_values(
+        state, y, tl.max(y, axis=0), start, window.W, window.first, at, mask, window.ref,
+        window.rate, window.ENTROPY, window.TOTAL, window.SECOND,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -52,6 +52,7 @@ class ColumnBackend:
         self.cross_entropy, self.label_mass = backend.cross_entropy, backend.label_mass
         self.label_coefficients = backend.label_coefficients
         self.weighted_nll, self.can_accumulate = backend.weighted_nll, backend.can_accumulate
+        self.is_narrow = backend.is_narrow
         self.exponents = getattr(backend, "exponents", None)
         self.accumulate = getattr(backend, "accumulate", None)
 

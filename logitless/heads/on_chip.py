@@ -1,0 +1,137 @@
+"""Computes a narrow head without writing logits to memory: each kernel computes its tiles again.
+
+`OnChip` replaces a tensor of logits, and `OnChipBackend` replaces a backend. So any loss whose
+statistics can be merged works without changes. plan.py chooses this way for heads whose width is so
+small that writing the logits would take longer than computing the logits again. Reading the
+statistics takes one GEMM, and the gradients of hidden states and weight take two GEMMs each.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contract import Coefficients, Reading, Statistics
+from ..core.loss import RowLoss, Saved
+from .blocks import BlockChunks, ReadsNoLogits
+from .chunks import Chunks, Tile
+from .gradient_sums import GradientSums, Needs
+from .head import Head, Rows
+from .plan import Cut, Work
+
+
+def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
+    """Returns the chunks of a head, computed as plan.py chooses."""
+    cut, live = head.cut(work), head.rows_that_count(loss)
+    kind = OnChipChunks if cut.on_chip else Chunks if cut.columns is None else BlockChunks
+    return kind(head, cut, live)
+
+
+class OnChipChunks(Chunks):
+    """Computes all rows that count as one group."""
+
+    def __init__(self, head: Head, cut: Cut, live: Tensor | None):
+        self.drops = live is not None
+        super().__init__(head, cut, live)
+
+    def begin(self, dtype: torch.dtype) -> Any:
+        """Returns the OnChipBackend. There are no logits in memory."""
+        return OnChipBackend(self.head.backend())
+
+    def gradients(self, needs: Needs, into: Tensor | None = None) -> "OnChipSums":
+        all_rows = self.index is None
+        return OnChipSums(
+            self.head, self.hidden, needs, len(self.slices), all_rows, self.blocks, into
+        )
+
+    def tiles(
+        self,
+        loss: RowLoss,
+        sums: "OnChipSums | None" = None,  # pyright: ignore[reportIncompatibleMethodOverride]
+        known: Iterable[Saved] = (),
+    ) -> Iterator[Tile]:
+        known = iter(known)
+        for rows in self.slices:
+            of_rows = loss.rows(rows, self.lead)
+            ignored = None if self.drops else of_rows.reading.ignored_rows()
+            tile = Tile(of_rows, next(known, None), rows, OnChip(self, rows, ignored, sums), None)
+            yield tile
+            tile.release()
+
+
+class OnChip:
+    """The logits of some rows, which are never in memory."""
+
+    def __init__(
+        self, chunks: OnChipChunks, rows: Rows, ignored: Tensor | None, sums: "OnChipSums | None"
+    ):
+        self.rows, self.sums = rows, sums
+        self.weight, self.bias = chunks.weight, chunks.bias
+        self.h = chunks.hidden[rows]  # (n, D)
+        if ignored is not None:
+            # The kernels multiply the hidden states of ignored rows by 0, and 0 · NaN would be NaN.
+            self.h = self.h.masked_fill(ignored.reshape(-1, 1), 0.0)
+        if self.h.stride(1) != 1:
+            self.h = self.h.contiguous()
+        self.shape, self.device = (len(self.h), len(self.weight)), self.h.device
+
+
+class OnChipBackend(ReadsNoLogits):
+    """A backend for OnChip, for losses that need only statistics of each row."""
+
+    def read(self, x: OnChip, reading: Reading) -> Statistics:
+        """Returns the statistics of whole rows, merged over splits of the vocabulary."""
+        partials = self.backend.narrow_partial(x.h, x.weight, x.bias, reading)
+        return self.backend.finish(partials, reading)
+
+    def gradient(
+        self,
+        x: OnChip,
+        reading: Reading,
+        state: Tensor,
+        coefficients: Coefficients,
+        upstream: Tensor,
+        factor: Tensor | None = None,
+        into: Tensor | None = None,
+        start: int | None = None,
+    ) -> None:
+        """Writes the gradients of hidden, weight and bias to x.sums. Returns nothing."""
+        sums = x.sums
+        assert sums is not None
+        d_hidden = sums.hidden_memory(x.rows, x.h)
+        d_weight = sums.weight_memory()
+        self.backend.narrow_gradients(
+            x.h, x.weight, x.bias, reading, state, coefficients, upstream, factor,
+            d_hidden, d_weight, sums.d_bias, sums.adds,
+        )  # fmt: skip
+        sums.end(x.rows, d_hidden, d_weight)
+
+
+class OnChipSums(GradientSums):
+    """The gradients of hidden, weight and bias, which the kernels write once."""
+
+    def __init__(self, head: Head, hidden, needs: Needs, chunks: int, all_rows, blocks, into):
+        super().__init__(head, hidden, needs, chunks, all_rows, blocks, into)
+        self.adds = into is not None  # whether the weight's gradient is added to `into`
+
+    def hidden_memory(self, rows: Rows, h: Tensor) -> Tensor | None:
+        """Returns memory for the gradient of these rows; None if the gradient is not needed."""
+        if self.d_hidden is None:
+            return None
+        if isinstance(rows, slice):
+            return self.d_hidden[rows]
+        return torch.empty(h.shape, device=h.device, dtype=h.dtype)
+
+    def weight_memory(self) -> Tensor | None:
+        """Returns memory for the gradient of the weight; None if the gradient is not needed."""
+        if not self.weight_sums or self.d_weight is None or self.d_weight.stride(1) == 1:
+            return self.d_weight if self.weight_sums else None
+        return self.d_weight.contiguous()
+
+    def end(self, rows: Rows, d_hidden: Tensor | None, d_weight: Tensor | None) -> None:
+        """Copies gradients that were not written to their final place."""
+        if d_hidden is not None:
+            self.put(rows, d_hidden)
+        if d_weight is not None and self.d_weight is not None and d_weight is not self.d_weight:
+            self.d_weight.copy_(d_weight)

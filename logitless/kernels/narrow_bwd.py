@@ -1,0 +1,305 @@
+"""The gradients of a narrow head. Each program computes its tiles of logits again.
+
+One kernel computes the gradient of the hidden states. Its programs loop over the columns of some
+rows. The other kernel computes the gradients of weight and bias. Its programs loop over the rows of
+some columns. Both kernels turn a tile of logits into its gradient by the formula of bwd_tile.py,
+add the terms of label and ids (narrow_terms.py), round the gradient to the dtype of the hidden
+states, and multiply the rounded gradient by the weight or the hidden states, with fp32 sums.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from .bwd_tile import Terms, dz_of, uses
+from .narrow_terms import (
+    TERM_C0,
+    TERM_C1,
+    TERM_G_C,
+    TERM_LOGPROB_T1,
+    TERM_RATE,
+    TERM_SHIFT,
+)
+from .narrow_tile import HeadLayout, dot, layout, load_hidden, load_weight, with_bias
+from .numerics import INF, capped
+from .profiling import nothing, profiled
+from .state import field
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants that the kernels are compiled for."""
+
+    has: tuple[str, ...]  # names of the coefficients in use, and "second"
+    layout: HeadLayout
+    block_n: int
+    block_v: int
+    adds: bool = False  # whether the gradient of the weight is added to OUT
+
+
+class _Pairs(NamedTuple):
+    """Pointers to the pairs of label and ids (Pairs in narrow_terms.py), or None."""
+
+    PLACES: tl.tensor
+    ENDS: tl.tensor
+    INDEX: tl.tensor
+    COLUMNS: tl.tensor
+    G: tl.tensor
+    count: tl.tensor
+    slots: tl.tensor
+
+
+@triton.jit
+def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, USED: tl.constexpr):
+    """One field of the terms of some rows, (1, rows) or (rows, 1); 0 if no coefficient uses it."""
+    if USED:
+        if mask is None:
+            t = tl.load(TERMS + FIELD * N + rows)
+        else:
+            t = tl.load(TERMS + FIELD * N + rows, mask=mask, other=fill)
+        return tl.expand_dims(t, AXIS)
+    else:
+        return 0.0
+
+
+@triton.jit
+def _load_terms(TERMS, N, rows, mask, rate, softcap, AXIS: tl.constexpr, HAS: tl.constexpr):
+    """The Terms of some rows. The gradient of rows where the mask is False is 0.
+
+    `rate` is one number for all rows, or None if each row has its own temperature.
+    """
+    if rate is None:
+        rate = _term(TERMS, N, rows, mask, TERM_RATE, 1.0, AXIS, True)
+    return Terms(
+        _term(TERMS, N, rows, mask, TERM_SHIFT, INF, AXIS, True),
+        _term(TERMS, N, rows, mask, TERM_C0, 0.0, AXIS, True),
+        _term(TERMS, N, rows, mask, TERM_C1, 0.0, AXIS, uses(HAS, "b")),
+        _term(TERMS, N, rows, mask, TERM_LOGPROB_T1, 0.0, AXIS, uses(HAS, "second")),
+        _term(TERMS, N, rows, mask, TERM_G_C, 0.0, AXIS, uses(HAS, "total")),
+        rate,
+        0.0,
+        softcap,
+    )
+
+
+@triton.jit
+def _place(pairs, pair):
+    """The place of a pair's tile; -1 behind the last pair."""
+    if pairs.PLACES is not None:
+        return tl.load(pairs.PLACES + pair, mask=pair < pairs.count, other=-1)
+    else:
+        return tl.full((), -1, tl.int64)
+
+
+@triton.jit
+def _gradient(
+    x, CLASS_WEIGHT, rows, cols, mask, terms, pairs, pair, place, here, HAS: tl.constexpr
+):  # fmt: skip
+    """Returns the gradient of a tile of logits, and the next pair with the place of its tile.
+
+    `rows` and `cols` broadcast with x. `here` is the place of this tile, and `pair` is the first
+    pair whose tile is not before this tile.
+    """
+    y, slope = capped(x, terms.softcap)
+    dz = dz_of(y, CLASS_WEIGHT, cols, mask, terms.c0, 0.0, terms, HAS)
+    if pairs.PLACES is not None:
+        if place == here:
+            end = tl.load(pairs.ENDS + pair)
+            for i in range(pair, end):
+                at = tl.load(pairs.INDEX + i)
+                is_row, g = rows == (at // pairs.slots).to(tl.int32), tl.load(pairs.G + at)
+                is_column = cols == tl.load(pairs.COLUMNS + at)
+                dz += tl.where(is_row & is_column, g, 0.0)
+            pair = end
+            place = _place(pairs, pair)
+    return dz * slope, pair, place
+
+
+class _Hidden(NamedTuple):
+    """The rows of a program of the gradient of the hidden states, and the weight."""
+
+    h: tl.tensor  # (rows, D)
+    rows: tl.tensor  # (rows, 1)
+    terms: Terms
+    pairs: _Pairs
+    WEIGHT: tl.tensor
+    BIAS: tl.tensor  # a pointer or None
+    CLASS_WEIGHT: tl.tensor  # a pointer or None
+    V: tl.tensor
+    begin: tl.tensor  # the place of the tile of column 0
+
+
+@triton.jit
+def _add_columns(
+    acc, pair, place, window, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
+):  # fmt: skip
+    """Adds the gradient from one tile of columns. If WHOLE, the tile does not end behind V."""
+    HAS: tl.constexpr = field(CONSTANTS, "has")
+    BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
+    w = load_weight(window.WEIGHT, start, window.V, BLOCK_V, WHOLE, CONSTANTS)
+    cols = (start + tl.arange(0, BLOCK_V))[None, :]
+    here = window.begin + start // BLOCK_V
+    x = dot(window.h, tl.trans(w), None)
+    if WHOLE:
+        mask = None
+    else:
+        mask = cols < window.V
+    dz, pair, place = _gradient(
+        with_bias(x, window.BIAS, cols, mask), window.CLASS_WEIGHT, window.rows, cols, mask,
+        window.terms, window.pairs, pair, place, here, HAS,
+    )  # fmt: skip
+    if not WHOLE:
+        dz = tl.where(mask, dz, 0.0)
+    return dot(dz.to(w.dtype), w, acc), pair, place
+
+
+@triton.jit(
+    **profiled("narrow_hidden_bwd", COLUMNS=nothing, G=nothing),
+    do_not_specialize=["N", "tiles", "pairs", "slots"],
+    do_not_specialize_on_alignment=["HIDDEN", "WEIGHT", "BIAS", "CLASS_WEIGHT", "OUT"],
+)  # fmt: skip
+def narrow_hidden_bwd_kernel(
+    HIDDEN, WEIGHT, BIAS, CLASS_WEIGHT, TERMS, FIRST, PLACES, ENDS, INDEX, COLUMNS, G,  # inputs
+    OUT,  # (splits, N, D)
+    N, V, tiles, pairs, slots,  # sizes
+    rate, softcap,
+    CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of rows and split. A split is `tiles` tiles of columns."""
+    HAS: tl.constexpr = field(CONSTANTS, "has")
+    BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
+    BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
+    BLOCK_D: tl.constexpr = layout(CONSTANTS, "block_d")
+    D: tl.constexpr = layout(CONSTANTS, "width")
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    program = tl.program_id(0) * splits + split
+    first = tl.program_id(0) * BLOCK_N
+    rows = first + tl.arange(0, BLOCK_N)
+    h = load_hidden(HIDDEN, first, N, False, CONSTANTS)
+    terms = _load_terms(TERMS, N, rows, rows < N, rate, softcap, 1, HAS)
+    pair = tl.full((), 0, tl.int64)
+    if PLACES is not None:
+        pair = tl.load(FIRST + program)
+    known = _Pairs(PLACES, ENDS, INDEX, COLUMNS, G, pairs, slots)
+    window = _Hidden(
+        h, rows[:, None], terms, known, WEIGHT, BIAS, CLASS_WEIGHT, V,
+        tl.program_id(0).to(tl.int64) * splits * tiles,
+    )  # fmt: skip
+    place = _place(known, pair)
+    acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    lo = tl.multiple_of(split * tiles * BLOCK_V, BLOCK_V)
+    hi = tl.minimum(lo + tiles * BLOCK_V, V)
+    whole = lo + tl.maximum(hi - lo, 0) // BLOCK_V * BLOCK_V
+    for start in range(lo, whole, BLOCK_V):
+        acc, pair, place = _add_columns(acc, pair, place, window, start, True, CONSTANTS)
+    if whole < hi:
+        acc, pair, place = _add_columns(acc, pair, place, window, whole, False, CONSTANTS)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = (rows < N)[:, None] & (offs_d < D)[None, :]
+    at = (split * tl.cast(N, tl.int64) + rows)[:, None] * D + offs_d[None, :]
+    tl.store(OUT + at, acc.to(OUT.dtype.element_ty), mask=mask)
+
+
+class _Weight(NamedTuple):
+    """The columns of a program of the gradient of the weight, and the hidden states."""
+
+    w: tl.tensor  # (columns, D)
+    cols: tl.tensor  # (columns, 1)
+    mask: tl.tensor  # (columns, 1)
+    bias: tl.tensor  # (columns, 1), or 0.0
+    pairs: _Pairs
+    HIDDEN: tl.tensor
+    CLASS_WEIGHT: tl.tensor  # a pointer or None
+    TERMS: tl.tensor
+    N: tl.tensor
+    rate: tl.tensor  # a number or None
+    softcap: tl.tensor  # a number or None
+    begin: tl.tensor  # the place of the tile of row 0
+
+
+@triton.jit
+def _add_rows(
+    acc, total, pair, place, window, start, WHOLE: tl.constexpr, WEIGHTS: tl.constexpr,
+    BIASES: tl.constexpr, CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradients from one tile of rows. If WHOLE, the tile does not end behind N."""
+    HAS: tl.constexpr = field(CONSTANTS, "has")
+    BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
+    h = load_hidden(window.HIDDEN, start, window.N, WHOLE, CONSTANTS)
+    rows = start + tl.arange(0, BLOCK_N)
+    if WHOLE:
+        terms = _load_terms(window.TERMS, window.N, rows, None, window.rate, window.softcap, 0, HAS)
+    else:
+        mask = rows < window.N
+        terms = _load_terms(window.TERMS, window.N, rows, mask, window.rate, window.softcap, 0, HAS)
+    here = window.begin + start // BLOCK_N
+    x = dot(window.w, tl.trans(h), None) + window.bias
+    dz, pair, place = _gradient(
+        x, window.CLASS_WEIGHT, rows[None, :], window.cols, window.mask, terms, window.pairs,
+        pair, place, here, HAS,
+    )  # fmt: skip
+    if BIASES:
+        total += tl.sum(dz, axis=1)
+    if WEIGHTS:
+        acc = dot(dz.to(h.dtype), h, acc)
+    return acc, total, pair, place
+
+
+@triton.jit(
+    **profiled("narrow_weight_bwd", COLUMNS=nothing, G=nothing),
+    do_not_specialize=["N", "pairs", "slots"],
+    do_not_specialize_on_alignment=[
+        "HIDDEN", "WEIGHT", "BIAS", "CLASS_WEIGHT", "OUT", "OUT_BIAS",
+    ],
+)  # fmt: skip
+def narrow_weight_bwd_kernel(
+    HIDDEN, WEIGHT, BIAS, CLASS_WEIGHT, TERMS, FIRST, PLACES, ENDS, INDEX, COLUMNS, G,  # inputs
+    OUT, OUT_BIAS,  # outputs, (V, D) and (V,); None if not needed
+    N, V, stride_o, pairs, slots,  # sizes
+    rate, softcap,
+    CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of columns."""
+    BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
+    BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
+    BLOCK_D: tl.constexpr = layout(CONSTANTS, "block_d")
+    D: tl.constexpr = layout(CONSTANTS, "width")
+    WEIGHTS: tl.constexpr = OUT is not None
+    BIASES: tl.constexpr = OUT_BIAS is not None
+    program = tl.program_id(0)
+    first = program * BLOCK_V
+    cols = first + tl.arange(0, BLOCK_V)
+    mask = (cols < V)[:, None]
+    w = load_weight(WEIGHT, first, V, BLOCK_V, False, CONSTANTS)
+    bias = with_bias(tl.zeros((BLOCK_V, 1), tl.float32), BIAS, cols[:, None], mask)
+    pair = tl.full((), 0, tl.int64)
+    if PLACES is not None:
+        pair = tl.load(FIRST + program)
+    known = _Pairs(PLACES, ENDS, INDEX, COLUMNS, G, pairs, slots)
+    window = _Weight(
+        w, cols[:, None], mask, bias, known, HIDDEN, CLASS_WEIGHT, TERMS, N, rate, softcap,
+        program.to(tl.int64) * tl.cdiv(N, BLOCK_N),
+    )  # fmt: skip
+    place = _place(known, pair)
+    acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_V,), tl.float32)
+    whole = N // BLOCK_N * BLOCK_N
+    for start in range(0, whole, BLOCK_N):
+        acc, total, pair, place = _add_rows(
+            acc, total, pair, place, window, start, True, WEIGHTS, BIASES, CONSTANTS
+        )
+    if whole < N:
+        acc, total, pair, place = _add_rows(
+            acc, total, pair, place, window, whole, False, WEIGHTS, BIASES, CONSTANTS
+        )
+    if BIASES:
+        tl.store(OUT_BIAS + cols, total, mask=cols < V)
+    if WEIGHTS:
+        offs_d = tl.arange(0, BLOCK_D)
+        at = OUT + cols.to(tl.int64)[:, None] * stride_o + offs_d[None, :]
+        mask = mask & (offs_d < D)[None, :]
+        if field(CONSTANTS, "adds"):
+            acc += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        tl.store(at, acc.to(OUT.dtype.element_ty), mask=mask)

@@ -1,0 +1,291 @@
+"""Partial statistics of the logits of a narrow head, without writing the logits to memory.
+
+Each program computes the logits of some rows and one split of the vocabulary, tile by tile, and
+folds each tile into the state of its rows (state.py). A second kernel computes the logits at the
+label and at the ids. stats_merge.py merges the splits.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import contract as _contract
+from ..contract import Partials, Reading, Sums
+from . import config
+from .launch import REMEMBERED, Launch
+from .narrow_tile import (
+    HeadLayout,
+    dot,
+    layout,
+    layout_of,
+    load_hidden,
+    load_weight,
+    with_bias,
+)
+from .numerics import INF, LOG2E, capped, inverse_temperature, only_if
+from .profiling import at_ids, elements, profiled
+from .state import NOWHERE, State, field, fold_values, is_live, load_label, with_count
+from .stats_merge import SPLIT_M, SPLIT_Y_LABEL, constants_of, split_width, store_split
+from .stats_split_fwd import aligned
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """The constants that the kernel is compiled for."""
+
+    layout: HeadLayout
+    block_n: int
+    block_v: int
+
+
+class _Window(NamedTuple):
+    """The hidden states of a tile of rows, the weight, and flags for the sums to compute."""
+
+    h: tl.tensor  # (rows, D)
+    WEIGHT: tl.tensor
+    BIAS: tl.tensor  # a pointer or None
+    CLASS_WEIGHT: tl.tensor  # a pointer or None
+    V: tl.tensor
+    rate: tl.tensor  # (rows,)
+    softcap: tl.tensor  # a number or None
+    ENTROPY: tl.constexpr
+    ARGMAX: tl.constexpr
+    SECOND: tl.constexpr
+    TOTAL: tl.constexpr
+
+
+@triton.jit
+def _logits(window, start, cols, mask, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr):
+    """Returns y of the columns `cols` (1, BLOCK), which begin at `start`.
+
+    A mask of None selects all columns.
+    """
+    w = load_weight(window.WEIGHT, start, window.V, BLOCK, mask is None, CONSTANTS)
+    x = with_bias(dot(window.h, tl.trans(w), None), window.BIAS, cols, mask)
+    y, _ = capped(x, window.softcap)
+    return y
+
+
+@triton.jit
+def _fold(state, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr):
+    """Returns the state after one more tile. If WHOLE, all columns of the tile are in the row."""
+    BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
+    cols = (start + tl.arange(0, BLOCK_V))[None, :]
+    if WHOLE:
+        mask = None
+        y = _logits(window, start, cols, mask, BLOCK_V, CONSTANTS)
+    else:
+        mask = cols < window.V
+        # The mask is applied after the softcap, because tanh would turn -inf into -softcap.
+        y = tl.where(mask, _logits(window, start, cols, mask, BLOCK_V, CONSTANTS), -INF)
+    top = tl.max(y, axis=1)
+    place = state.block
+    if window.ARGMAX:
+        place = tl.min(tl.where(y == top[:, None], cols, NOWHERE), axis=1)
+    return fold_values(
+        state, y, top, place, window.CLASS_WEIGHT, 0, cols, mask, ref, window.rate,
+        window.ENTROPY, window.TOTAL, window.SECOND,
+    )  # fmt: skip
+
+
+@triton.jit
+def _reference(window, CONSTANTS: tl.constexpr):
+    """The mean of each row's first 16 columns, subtracted to avoid cancellation in Σ y."""
+    cols = tl.arange(0, 16)[None, :]
+    mask = cols < window.V
+    y = _logits(window, 0, cols, mask, 16, CONSTANTS)
+    mean = tl.sum(tl.where(mask, y, 0.0), axis=1) / tl.minimum(window.V, 16)
+    return tl.where(tl.abs(mean) < INF, mean, 0.0)
+
+
+@triton.jit(
+    **profiled("narrow_fwd"),
+    do_not_specialize=["N", "span"],
+    do_not_specialize_on_alignment=[
+        "HIDDEN", "WEIGHT", "BIAS", "CLASS_WEIGHT", "temperature",
+    ],
+)  # fmt: skip
+def _narrow_fwd_kernel(
+    HIDDEN, WEIGHT, BIAS, CLASS_WEIGHT,  # inputs
+    SPLITS,  # output, (rows of all tiles, fields, splits)
+    temperature,
+    N, V, span,  # sizes
+    softcap,
+    ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """One program per tile of rows and split. A split is `span` columns."""
+    BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
+    BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
+    first = tl.program_id(0) * BLOCK_N
+    split = tl.program_id(1)
+    rows = first + tl.arange(0, BLOCK_N)
+    h = load_hidden(HIDDEN, first, N, False, CONSTANTS)
+    zero = tl.zeros((BLOCK_N,), tl.float32)
+    rate = zero + inverse_temperature(temperature, tl.minimum(rows, N - 1)) * LOG2E
+    window = _Window(
+        h, WEIGHT, BIAS, CLASS_WEIGHT, V, rate, softcap, ENTROPY, ARGMAX, SECOND, TOTAL
+    )
+    ref = zero
+    if TOTAL:
+        ref = _reference(window, CONSTANTS)
+    lo = tl.multiple_of(split * span, BLOCK_V)
+    hi = tl.minimum(lo + span, V)
+    # A row of -inf has its max in the first column. An empty split has no column.
+    place = tl.zeros((BLOCK_N,), tl.int32) + tl.where(lo < V, lo, NOWHERE)
+    state = State(zero - INF, zero, zero, zero, zero, place, zero)
+    whole = lo + tl.maximum(hi - lo, 0) // BLOCK_V * BLOCK_V
+    for start in range(lo, whole, BLOCK_V):
+        state = _fold(state, window, ref, start, True, CONSTANTS)
+    if whole < hi:
+        state = _fold(state, window, ref, whole, False, CONSTANTS)
+    if CLASS_WEIGHT is None:
+        state = with_count(state, zero + tl.maximum(hi - lo, 0).to(tl.float32))
+    splits = tl.num_programs(1)
+    FIELDS: tl.constexpr = split_width(ENTROPY, ARGMAX, SECOND, TOTAL)
+    at = SPLITS + rows.to(tl.int64) * (splits * FIELDS) + split
+    store_split(at, splits, state, ref, state.block, ENTROPY, ARGMAX, SECOND, TOTAL)
+    tl.store(at + SPLIT_Y_LABEL * splits, zero)
+
+
+@dataclass(frozen=True)
+class _PickConstants:
+    """The constants that the kernel is compiled for."""
+
+    layout: HeadLayout
+    fields: int
+    block_k: int
+    block_p: int
+
+
+@triton.jit
+def _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS: tl.constexpr):
+    """Returns y at the ids, at most `top`.
+
+    The max of a row was summed in another order. Without the limit, y at the max could be larger
+    than the max by a rounding error, and log p could be larger than 0.
+    """
+    offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
+    at = WEIGHT + ids.to(tl.int64)[:, None] * layout(CONSTANTS, "stride_w") + offs_d[None, :]
+    mask = inside[:, None] & (offs_d < layout(CONSTANTS, "width"))[None, :]
+    w = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    x = with_bias(tl.sum(w * h[None, :], axis=1), BIAS, ids, inside)
+    y, _ = capped(x, softcap)
+    return tl.where(y > top, top, y)
+
+
+@triton.jit(
+    **profiled(
+        "narrow_pick", shows=("K",), WEIGHT=lambda args: (args["K"] + 1) * elements(args["HIDDEN"]),
+        BIAS=at_ids,
+    ),
+    do_not_specialize=["splits"],
+    do_not_specialize_on_alignment=["HIDDEN", "WEIGHT", "BIAS", "LABEL", "IDS"],
+)  # fmt: skip
+def _narrow_pick_kernel(
+    HIDDEN, WEIGHT, BIAS, LABEL, IDS,  # inputs
+    SPLITS, PICKED,  # outputs, (N, fields, splits) and (N, K)
+    V, K, splits,  # sizes
+    softcap, ignore_index,
+    CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """One program per row. Writes y at the label to the first split, and y at the ids to PICKED.
+
+    y is 0 for an id outside the vocabulary, and for every id of an ignored row.
+    """
+    BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
+    row = tl.program_id(0).to(tl.int64)
+    offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
+    mask_d = offs_d < layout(CONSTANTS, "width")
+    h = tl.load(HIDDEN + row * layout(CONSTANTS, "stride_h") + offs_d, mask=mask_d, other=0.0)
+    h = h.to(tl.float32)
+    label = load_label(LABEL, row)
+    live = is_live(label, ignore_index)
+    SPLITS += row * (splits * field(CONSTANTS, "fields"))
+    offs_p = tl.arange(0, field(CONSTANTS, "block_p"))
+    top = tl.max(
+        tl.load(SPLITS + SPLIT_M * splits + offs_p, mask=offs_p < splits, other=-INF), axis=0
+    )
+    if LABEL is not None:
+        labels = tl.zeros((1,), tl.int64) + label
+        inside = only_if(live, (labels >= 0) & (labels < V))
+        y = _pick(WEIGHT, BIAS, h, labels, inside, softcap, top, CONSTANTS)
+        at = SPLIT_Y_LABEL * splits + tl.zeros((1,), tl.int32)
+        tl.store(SPLITS + at, tl.where(inside, y, 0.0))
+    if IDS is not None:
+        for first in range(0, K, BLOCK_K):
+            offs_k = first + tl.arange(0, BLOCK_K)
+            mask_k = offs_k < K
+            ids = tl.load(IDS + row * K + offs_k, mask=mask_k, other=-1)
+            inside = only_if(live, mask_k & (ids >= 0) & (ids < V))
+            y = _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS)
+            tl.store(PICKED + row * K + offs_k, tl.where(inside, y, 0.0), mask=mask_k)
+
+
+def narrow_partial(
+    hidden: Tensor,  # (N, D), finite in ignored rows
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,)
+    reading: Reading,
+) -> Partials:
+    """Returns partial statistics of the logits hidden @ weight.T + bias, in splits of columns."""
+    (N, D), V, device = hidden.shape, len(weight), hidden.device
+    sums, label, ids = reading.sums, reading.label, reading.ids
+    where = layout_of(hidden, weight)
+    heavy = int(reading.softcap is not None or any(sums)) + (not where.aligned)
+    size, memory = hidden.element_size(), config.memory(device)
+    cut = config.narrow("fwd", where.block_d, size, memory, heavy)
+    cut = config.narrow_splits(cut, N, V, D, config.processors(device))
+    tiles, fields = config.ceil_div(N, cut.block_n), _contract.part_width(*sums)
+    # The rows of the last tile beyond N are written too.
+    shape = (tiles * cut.block_n, fields, cut.splits)
+    state = torch.empty(shape, device=device, dtype=torch.float32)
+    K = reading.ids_per_row
+    picked = None if ids is None else torch.empty((N, K), device=device, dtype=torch.float32)
+    if N:
+        temperature, softcap = reading.row_temperature, reading.softcap
+        by_row = () if temperature is None else (temperature.contiguous(),)
+        bias = None if bias is None else bias.contiguous()
+        class_weight = aligned(reading.class_weight) if sums.total else None
+        launch = _fwd_launch(N, V, reading.temperature, softcap, sums, where, cut)
+        launch(hidden, weight, bias, class_weight, state, *by_row)
+        if label is not None or K:
+            launch = _pick_launch(N, V, K, cut.splits, fields, softcap, reading.ignore_index, where)
+            launch(
+                hidden, weight, bias, None if label is None else label.contiguous(),
+                ids.contiguous() if K else None, state, picked if K else None,
+            )  # fmt: skip
+    return Partials(state.mT[:N], picked)
+
+
+@functools.lru_cache(REMEMBERED)
+def _fwd_launch(
+    N: int, V: int, temperature: float | None, softcap: float | None, sums: Sums,
+    where: HeadLayout, cut: config.Config,
+) -> Launch:  # fmt: skip
+    span = config.ceil_div(config.ceil_div(V, cut.splits), cut.block_v) * cut.block_v
+    number = () if temperature is None else (temperature,)
+    return Launch(
+        _narrow_fwd_kernel, (config.ceil_div(N, cut.block_n), cut.splits),
+        (*number, N, V, span, softcap),
+        num_warps=cut.num_warps, num_stages=cut.stages, registers=cut.registers,
+        CONSTANTS=_Constants(where, cut.block_n, cut.block_v), **constants_of(sums),
+    )  # fmt: skip
+
+
+@functools.lru_cache(REMEMBERED)
+def _pick_launch(
+    N: int, V: int, K: int, splits: int, fields: int, softcap: float | None,
+    ignore_index: int | None, where: HeadLayout,
+) -> Launch:  # fmt: skip
+    block_k = max(min(config.ceil_pow2(K), 2048 // where.block_d), 2)
+    block_p = max(config.ceil_pow2(splits), 2)
+    return Launch(
+        _narrow_pick_kernel, (N,), (V, K, splits, softcap, ignore_index),
+        num_warps=1, CONSTANTS=_PickConstants(where, fields, block_k, block_p),
+    )  # fmt: skip

@@ -1,0 +1,120 @@
+"""Launches the kernels for the gradients of a narrow head (narrow_bwd.py)."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..contract import Coefficients, Reading
+from . import config
+from .launch import REMEMBERED, Launch
+from .narrow_bwd import Constants, narrow_hidden_bwd_kernel, narrow_weight_bwd_kernel
+from .narrow_terms import Order, Pairs, terms_of
+from .narrow_tile import HeadLayout, layout_of
+from .numerics import LOG2E
+from .stats_split_fwd import aligned
+
+
+def narrow_gradients(
+    hidden: Tensor,  # (N, D), finite in ignored rows
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,)
+    reading: Reading,
+    state: Tensor,  # (N, STATE)
+    coefficients: Coefficients,
+    upstream: Tensor,  # () or (...)
+    factor: Tensor | None,  # () or N numbers
+    d_hidden: Tensor | None,  # (N, D), contiguous
+    d_weight: Tensor | None,  # (V, D), with contiguous rows
+    d_bias: Tensor | None,  # (V,), fp32
+    adds: bool = False,  # whether the gradient of the weight is added to d_weight
+) -> None:
+    """Writes the gradients of a head whose logits have this state. None stands for no gradient."""
+    (N, D), V, where = hidden.shape, len(weight), layout_of(hidden, weight)
+    by_rows, by_columns = _cuts(hidden, V, where, reading, coefficients.has)
+    orders = []
+    if d_hidden is not None:
+        orders.append(_order_by_rows(N, V, by_rows))
+    if d_weight is not None or d_bias is not None:
+        orders.append(_order_by_columns(N, V, by_columns))
+    terms, pairs_of, has = terms_of(
+        reading, state, coefficients, upstream, factor, V, tuple(orders)
+    )
+    class_weight = aligned(reading.class_weight) if "total" in has else None
+    inputs = (hidden, weight, None if bias is None else bias.contiguous(), class_weight, terms)
+    rate = None if reading.temperature is None else LOG2E.value / reading.temperature
+    known = (rate, reading.softcap)
+    if d_hidden is not None:
+        pairs, out = pairs_of[0], d_hidden
+        if by_rows.splits > 1:
+            out = torch.empty((by_rows.splits, N, D), device=hidden.device, dtype=torch.float32)
+        launch = _hidden_launch(N, V, *_sizes_of(pairs), *known, has, where, by_rows)
+        launch(*inputs, *(pairs or _NONE), out)
+        if by_rows.splits > 1:
+            d_hidden.copy_(out.sum(0))
+    if d_weight is not None or d_bias is not None:
+        pairs, step = pairs_of[-1], 0 if d_weight is None else d_weight.stride(0)
+        launch = _weight_launch(N, V, step, *_sizes_of(pairs), *known, has, where, by_columns, adds)
+        launch(*inputs, *(pairs or _NONE), d_weight, d_bias)
+
+
+def _cuts(
+    hidden: Tensor, V: int, where: HeadLayout, reading: Reading, has: tuple[str, ...]
+) -> tuple[config.Config, config.Config]:
+    """The Configs of the kernels for the gradients of hidden states and of the weight."""
+    (N, D), device = hidden.shape, hidden.device
+    heavy = int(reading.softcap is not None or bool({"b", "total", "logprob_t1"} & {*has}))
+    heavy += not where.aligned
+    size = (where.block_d, hidden.element_size(), config.memory(device), heavy)
+    by_rows = config.narrow("d_hidden", *size)
+    by_rows = config.narrow_splits(by_rows, N, V, D, config.processors(device), config.NARROW_SUMS)
+    return by_rows, config.narrow("d_weight", *size)
+
+
+def _order_by_rows(N: int, V: int, cut: config.Config) -> Order:
+    tiles = _tiles_per_split(V, cut)
+    programs = config.ceil_div(N, cut.block_n) * cut.splits
+    return Order(cut.block_n, cut.block_v, True, cut.splits * tiles, tiles, programs)
+
+
+def _order_by_columns(N: int, V: int, cut: config.Config) -> Order:
+    tiles, programs = config.ceil_div(N, cut.block_n), config.ceil_div(V, cut.block_v)
+    return Order(cut.block_n, cut.block_v, False, tiles, tiles, programs)
+
+
+def _tiles_per_split(V: int, cut: config.Config) -> int:
+    return config.ceil_div(config.ceil_div(V, cut.block_v), cut.splits)
+
+
+_NONE = (None,) * len(Pairs._fields)
+
+
+def _sizes_of(pairs: Pairs | None) -> tuple[int, int]:
+    """The number of all pairs, and the number of pairs per row."""
+    return (0, 0) if pairs is None else (pairs.g.numel(), pairs.g.shape[1])
+
+
+@functools.lru_cache(REMEMBERED)
+def _hidden_launch(
+    N: int, V: int, pairs: int, slots: int, rate: float | None, softcap: float | None,
+    has: tuple[str, ...], where: HeadLayout, cut: config.Config,
+) -> Launch:  # fmt: skip
+    return Launch(
+        narrow_hidden_bwd_kernel, (config.ceil_div(N, cut.block_n), cut.splits),
+        (N, V, _tiles_per_split(V, cut), pairs, slots, rate, softcap),
+        num_warps=cut.num_warps, num_stages=cut.stages, registers=cut.registers,
+        CONSTANTS=Constants(has, where, cut.block_n, cut.block_v),
+    )  # fmt: skip
+
+
+@functools.lru_cache(REMEMBERED)
+def _weight_launch(
+    N: int, V: int, step: int, pairs: int, slots: int, rate: float | None, softcap: float | None,
+    has: tuple[str, ...], where: HeadLayout, cut: config.Config, adds: bool,
+) -> Launch:  # fmt: skip
+    return Launch(
+        narrow_weight_bwd_kernel, (config.ceil_div(V, cut.block_v),),
+        (N, V, step, pairs, slots, rate, softcap),
+        num_warps=cut.num_warps, num_stages=cut.stages, registers=cut.registers,
+        CONSTANTS=Constants(has, where, cut.block_n, cut.block_v, adds),
+    )  # fmt: skip

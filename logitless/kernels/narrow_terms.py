@@ -1,0 +1,231 @@
+"""The numbers per row that the backward of a narrow head reads, and its pairs of row and column.
+
+The gradient of a tile is the formula of bwd_tile.py. The terms of the label and of the ids concern
+few tiles. A pair is a row and a column, with the gradient g of a label or id. The pairs are sorted
+by the tile that contains them. So a kernel that visits tiles in order finds the pairs of a tile by
+one comparison. The kernel adds g to the gradient of the tile before the gradient is rounded to 16
+bits. A term that is added after the rounding would lose p - 1 if p is near 1.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..contract import COEFFICIENTS, Coefficients, Reading
+from . import config
+from .bwd_tile import load_coefs, row_gain
+from .ids_bwd import at_label, is_bad, row_gradient
+from .launch import REMEMBERED, Launch
+from .layout import numbers
+from .numerics import INF, LOG2E, NO_ID, inverse_temperature, load, only_if
+from .profiling import profiled
+from .state import STATE_WIDTH, field, is_live, load_label
+
+# Fields of the terms, (TERMS, N).
+TERM_SHIFT = tl.constexpr(0)
+TERM_C0 = tl.constexpr(1)
+TERM_RATE = tl.constexpr(2)
+TERM_C1 = tl.constexpr(3)
+TERM_LOGPROB_T1 = tl.constexpr(4)
+TERM_G_C = tl.constexpr(5)
+TERMS = 6
+NO_TILE = tl.constexpr(2**62)  # the place of a pair without a column, behind all tiles
+
+
+class Order(NamedTuple):
+    """The order in which the programs of a kernel visit tiles of logits.
+
+    A program visits `count` tiles. The place of a tile is i · step + j. If `by_rows`, i is the
+    index of the tile's rows, and j is the index of its columns. Otherwise, i is the index of the
+    columns, and j is the index of the rows.
+    """
+
+    block_n: int  # rows of a tile
+    block_v: int  # columns of a tile
+    by_rows: bool
+    step: int
+    count: int
+    programs: int
+
+
+class Pairs(NamedTuple):
+    """Pairs of row and column, sorted for one kernel."""
+
+    first: Tensor  # (programs,), the first pair of each program
+    places: Tensor  # (P,), the place of each pair's tile, sorted
+    ends: Tensor  # (P,), the first pair behind the pairs of each pair's tile
+    index: Tensor  # (P,), the index of each pair in `columns` and `g`
+    columns: Tensor  # (N, slots)
+    g: Tensor  # (N, slots)
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """The constants that the kernel is compiled for."""
+
+    has: tuple[str, ...]  # names of the coefficients in use, and "second"
+    step_c: int  # elements between rows of COEF; 0 if COEF has a single row
+    step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
+    step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
+    block_k: int
+    orders: tuple[tuple[int, int, bool], ...]  # the first fields of each Order
+
+
+@triton.constexpr_function
+def order_of(constants, index):
+    """Returns (block_n, block_v, by_rows) of an Order, or None if there are fewer orders."""
+    return constants.orders[index] if index < len(constants.orders) else None
+
+
+@triton.jit
+def _store_places(PLACES, at, row, ids, inside, mask, step, ORDER: tl.constexpr):
+    """Stores the places of the tiles of some pairs in one order."""
+    if ORDER is not None:
+        i, j = row // ORDER[0], ids.to(tl.int64) // ORDER[1]
+        if ORDER[2]:
+            place = i * step + j
+        else:
+            place = j * step + i
+        tl.store(PLACES + at, tl.where(inside, place, NO_TILE), mask=mask)
+
+
+@triton.jit
+def _store_pairs(
+    COLUMNS, G, PLACES, pairs, at, row, ids, g, inside, mask, step_0, step_1,
+    CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """Stores pairs of one row, and the places of their tiles in each order."""
+    ids = tl.where(inside, ids, 0)
+    tl.store(COLUMNS + at, ids.to(tl.int32), mask=mask)
+    tl.store(G + at, tl.where(inside, g, 0.0), mask=mask)
+    _store_places(PLACES, at, row, ids, inside, mask, step_0, order_of(CONSTANTS, 0))
+    _store_places(PLACES, pairs + at, row, ids, inside, mask, step_1, order_of(CONSTANTS, 1))
+
+
+@triton.jit(
+    **profiled("narrow_terms", shows=("K",)),
+    do_not_specialize=["N", "slots", "step_0", "step_1"],
+    do_not_specialize_on_alignment=[
+        "LABEL", "IDS", "STATE", "COEF", "G_IDS", "UPSTREAM", "FACTOR", "temperature",
+    ],
+)  # fmt: skip
+def _narrow_terms_kernel(
+    STATE, LABEL, IDS, COEF, G_IDS, UPSTREAM, FACTOR,  # inputs
+    OUT, COLUMNS, G, PLACES,  # outputs, (TERMS, N), (N, slots), (N, slots), (orders, N, slots)
+    temperature, N, V, K, slots, step_0, step_1, ignore_index,
+    CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """One program per row. A row is 0 if ignored, and NaN if its label or an id is invalid."""
+    HAS: tl.constexpr = field(CONSTANTS, "has")
+    row = tl.program_id(0).to(tl.int64)
+    label = load_label(LABEL, row)
+    live = is_live(label, ignore_index)
+    inv_t = inverse_temperature(temperature, row)
+    gain = row_gain(UPSTREAM, FACTOR, row, field(CONSTANTS, "step_u"), field(CONSTANTS, "step_f"))
+    coefs = load_coefs(COEF + row * field(CONSTANTS, "step_c"), gain, HAS)
+    d_row = row_gradient(STATE + row * STATE_WIDTH, coefs, inv_t, HAS)
+    c0, pairs = d_row.c0, tl.cast(N, tl.int64) * slots
+    if at_label(HAS):
+        labels = tl.zeros((1,), tl.int64) + label
+        is_pair = only_if(live, (labels >= 0) & (labels < V))
+        last = tl.zeros((1,), tl.int64) + (row * slots + slots - 1)
+        _store_pairs(
+            COLUMNS, G, PLACES, pairs, last, row, labels, d_row.g_label, is_pair, None,
+            step_0, step_1, CONSTANTS,
+        )  # fmt: skip
+        c0 = tl.where((label >= 0) & (label < V), c0, float("nan"))
+    if G_IDS is not None:
+        BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
+        bad = tl.zeros((BLOCK_K,), tl.int32)
+        for start in range(0, K, BLOCK_K):
+            offs_k = start + tl.arange(0, BLOCK_K)
+            mask = offs_k < K
+            ids = tl.load(IDS + row * K + offs_k, mask=mask, other=NO_ID)
+            g = load(G_IDS + row * K, offs_k, mask).to(tl.float32) * (gain * inv_t)
+            g = tl.where(d_row.shift == INF, 0.0, g)  # the gradient of a row of -inf is 0
+            bad |= is_bad(ids, V)
+            inside = only_if(live, (ids >= 0) & (ids < V))
+            at = row * slots + offs_k
+            _store_pairs(
+                COLUMNS, G, PLACES, pairs, at, row, ids, g, inside, mask, step_0, step_1, CONSTANTS
+            )
+        c0 = tl.where(tl.max(bad, axis=0) > 0, float("nan"), c0)
+    OUT += row
+    # A shift of +inf makes every e of an ignored row 0.
+    tl.store(OUT + TERM_SHIFT * N, tl.where(live, d_row.shift, INF))
+    tl.store(OUT + TERM_C0 * N, tl.where(live, c0, 0.0))
+    tl.store(OUT + TERM_RATE * N, inv_t * LOG2E)
+    tl.store(OUT + TERM_C1 * N, tl.where(live, d_row.c1, 0.0))
+    tl.store(OUT + TERM_LOGPROB_T1 * N, tl.where(live, d_row.c_logprob_t1, 0.0))
+    tl.store(OUT + TERM_G_C * N, tl.where(live, d_row.g_c, 0.0))
+
+
+def terms_of(
+    reading: Reading,
+    state: Tensor,  # (N, STATE)
+    coefficients: Coefficients,
+    upstream: Tensor,  # () or (...)
+    factor: Tensor | None,  # () or N numbers
+    vocab: int,
+    orders: tuple[Order, ...],
+) -> tuple[Tensor, list[Pairs | None], tuple[str, ...]]:
+    """Returns the terms of all rows (TERMS, N), the pairs in each order, and the coefficients used.
+
+    The pairs are None if the loss has no gradient at a label or at ids.
+    """
+    N, device = len(state), state.device
+    has, g_ids, temperature = coefficients.has, coefficients.ids, reading.row_temperature
+    K = 0 if g_ids is None else g_ids.shape[-1]
+    upstream, step_u = numbers(upstream)  # pyright: ignore[reportAssignmentType]
+    factor, step_f = numbers(factor)
+    steps = (COEFFICIENTS * (coefficients.rows.shape[0] > 1), step_u, step_f)
+    if "logprob_t1" in has and reading.temperature != 1:
+        has = (*has, "second")
+    slots = K + ("label" in has or "logprob_t1" in has)
+    terms = torch.empty((TERMS, N), device=device, dtype=torch.float32)
+    columns = g = places = None
+    if slots:
+        columns = torch.empty((N, slots), device=device, dtype=torch.int32)
+        g = torch.empty((N, slots), device=device, dtype=torch.float32)
+        places = torch.empty((len(orders), N * slots), device=device, dtype=torch.int64)
+    label = reading.label
+    _terms_launch(
+        N, vocab, K, slots, reading.temperature, reading.ignore_index, has, steps, orders
+    )(
+        state, None if label is None else label.contiguous(),
+        reading.ids.contiguous() if K else None, coefficients.rows,
+        g_ids.contiguous() if K else None, upstream, factor, terms, columns, g, places,
+        *(() if temperature is None else (temperature.contiguous(),)),
+    )  # fmt: skip
+    if columns is None or g is None or places is None:
+        return terms, [None] * len(orders), has
+    places, index = places.sort(dim=1, stable=True)  # stable, so that sums have a fixed order
+    found = []
+    for order, place, at in zip(orders, places, index, strict=True):
+        begins = torch.arange(order.programs, device=device) * order.count
+        first, ends = (
+            torch.searchsorted(place, begins),
+            torch.searchsorted(place, place, right=True),
+        )
+        found.append(Pairs(first, place, ends, at, columns, g))
+    return terms, found, has
+
+
+@functools.lru_cache(REMEMBERED)
+def _terms_launch(
+    N: int, V: int, K: int, slots: int, temperature: float | None, ignore_index: int | None,
+    has: tuple[str, ...], steps: tuple[int, int, int], orders: tuple[Order, ...],
+) -> Launch:  # fmt: skip
+    number = () if temperature is None else (temperature,)
+    block_k = min(max(config.ceil_pow2(K), 2), 128)
+    return Launch(
+        _narrow_terms_kernel, (N,),
+        (*number, N, V, K, slots, orders[0].step, orders[-1].step, ignore_index),
+        num_warps=1,
+        CONSTANTS=_Constants(has, *steps, block_k, tuple(order[:3] for order in orders)),
+    )  # fmt: skip
