@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 import logitless
 
-COMMANDS = ("demo", "bench", "doctor", "scale", "teacher")
+COMMANDS = ("demo", "bench", "doctor", "explain", "scale", "teacher")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

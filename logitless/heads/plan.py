@@ -111,29 +111,43 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
     if work.wide:
         room = (room - 2) * SPARE_EVERY // (SPARE_EVERY + 1)  # leaves memory for spare_rows
     best = Cut(max(room, 1))
-    # A sum in the weight's own dtype costs half the time of a sum in fp32, because the GEMM adds
-    # directly to the sum.
-    cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)
-    rows = even_chunk(work.rows, room)
-    if workspace is None or not cost or rows >= work.rows or not work.merges:
+    least = extra_cost(work, best, device) - MIN_GAIN
+    if workspace is None or least <= 0 or not work.merges:
         return best
-    least = cost / rows - MIN_GAIN
     groups = 1
     while work.rows >= groups * TILE:
         rows = -(-work.rows // groups)
         size = work.itemsize + (4 if work.wide else 0)  # fp32 logits and 16-bit gradient
         columns = even_columns(work.vocab, limit // (rows * size))
         if columns:
-            kept = 0.0
-            if groups == 1 and work.keeps:
-                blocks = kept_blocks(rows, work.vocab, work.width, columns)
-                kept = len(blocks) * columns / work.vocab
-            extra = work.gemms + STATISTICS_COST - kept + cost / columns
-            extra += cost / rows if groups > 1 else 0.0
+            keeps = groups == 1 and work.keeps
+            keeps = keeps and bool(kept_blocks(rows, work.vocab, work.width, columns))
+            cut = Cut(rows, columns, keeps)
+            extra = extra_cost(work, cut, device)
             if extra < least:
-                best, least = Cut(rows, columns, kept > 0), extra
+                best, least = cut, extra
         groups *= 2
     return best
+
+
+def extra_cost(work: Work, cut: Cut, device: str) -> float:
+    """The estimated cost of a split by rows or columns, beyond the GEMMs of a split by rows."""
+    # A sum in the weight's own dtype costs half the time of a sum in fp32, because the GEMM adds
+    # directly to the sum.
+    cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)
+    if cut.columns is None:
+        rows = even_chunk(work.rows, cut.rows)
+        return cost / rows if rows < work.rows else 0.0
+    groups = cost / cut.rows if cut.rows < work.rows else 0.0
+    again = work.gemms - len(blocks_kept(work, cut)) * cut.columns / work.vocab
+    return again + STATISTICS_COST + cost / cut.columns + groups
+
+
+def blocks_kept(work: Work, cut: Cut) -> dict[int, int]:
+    """Returns a dict {block: slot} of the blocks that a split by columns keeps in memory."""
+    if not cut.kept or cut.columns is None:
+        return {}
+    return kept_blocks(cut.rows, work.vocab, work.width, cut.columns)
 
 
 def stays_on_chip(work: Work) -> bool:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..core import call
+from ..core import call, option_checks
 from ..core.source import Logits
 from ..heads import checks
+from ..heads.explain import Explanation, explain
 from ..heads.head import Head
 from ..heads.linear import HeadLogits, checked_head
 from . import torch_functions  # noqa: F401 - registers the functions that keep logits lazy
@@ -141,6 +142,17 @@ class LinearLogits(AsTensor, Logits):
     def bias(self) -> Tensor | None:
         """The bias (V,), or None."""
         return self.head.bias
+
+    def explain(self, reduction: str = "mean", *, gradient: bool = True) -> Explanation:
+        """Explains how a loss such as cross_entropy over these logits is computed.
+
+        The explanation names the split of the logits, the memory that the logits take, and the
+        number of GEMMs. Tensors on the device "meta" are explained for a GPU.
+
+        >>> print(LinearLogits(hidden, weight, workspace=64 << 20).explain())
+        """
+        option_checks.check(reduction=reduction, gradient=gradient)
+        return explain(self.head, reduction, gradient)
 
     def materialize(self) -> Tensor:
         """Returns the logits as a differentiable tensor, (..., V)."""

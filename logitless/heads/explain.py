@@ -1,0 +1,97 @@
+"""Explains how a loss over a head is computed, without computing the loss."""
+
+from typing import NamedTuple
+
+from ..contract import Reading
+from ..core.loss import RowLoss
+from . import plan
+from .head import Head
+from .products import UNIT
+
+
+class Explanation(NamedTuple):
+    """How a loss over a head is computed. str(explanation) is a text for users."""
+
+    way: str  # "materialised", "rows", "columns", "rows and columns" or "on the chip"
+    rows: int  # rows of logits in memory at once
+    columns: int  # columns of logits in memory at once
+    chunks: int  # number of chunks or groups of rows
+    blocks: int  # number of blocks of columns
+    workspace: int  # bytes of logits in memory at once
+    gemms: float  # number of GEMMs over all logits
+    floor: int  # number of GEMMs of the fastest way that holds all logits
+    share: float  # estimated speed, as a fraction of the speed of `floor` GEMMs
+    rest: int  # columns of an odd vocabulary that have their own GEMM
+    title: str
+
+    def __str__(self) -> str:
+        texts = {
+            "materialised": "all logits are materialised, because they are few",
+            "on the chip": "tiles of logits are computed on the chip, and never written to memory",
+            "rows": f"{self.chunks:,} chunks of {self.rows:,} whole rows",
+            "columns": f"{self.blocks:,} blocks of {self.columns:,} columns of all rows",
+            "rows and columns": f"{self.chunks:,} groups of {self.rows:,} rows, each in"
+            f" {self.blocks:,} blocks of {self.columns:,} columns",
+        }
+        gemms = f"{self.gemms:.3g} over all logits"
+        if self.rest:
+            some = "1 column" if self.rest == 1 else f"{self.rest} columns"
+            gemms += f"; {some} of the odd vocabulary in small GEMMs of their own"
+        return "\n".join(
+            (
+                self.title,
+                f"  way        {texts[self.way]}",
+                f"  workspace  {self.workspace / 2**20:,.1f} MiB of logits at once",
+                f"  GEMMs      {gemms}",
+                f"  expected   {self.share:.0%} of the speed of {self.floor} GEMMs, estimated",
+            )
+        )
+
+
+def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Explanation:
+    """Explains a loss such as cross-entropy over this head.
+
+    The tensors of the head may be on the device "meta". Such a head is explained for a GPU.
+    """
+    kind = "cuda" if head.device.type == "meta" else head.device.type
+    mean = reduction != "none"
+    work = head.work(True, gemms=int(gradient and mean), sums=gradient, keeps=gradient and mean)
+    floor = (3 if mean else 4) if gradient else 1
+    size = head.dtype.itemsize
+    unit = 16 // head.hidden.dtype.itemsize
+    odd = kind == "cuda" and work.vocab % unit and work.vocab > UNIT
+    title = (
+        f"{work.rows:,} rows × width {work.width:,} × vocabulary {work.vocab:,},"
+        f" {str(head.hidden.dtype).removeprefix('torch.')}, reduction {reduction!r},"
+        f" {'with' if gradient else 'without'} gradients"
+    )
+    if head.is_small(RowLoss(Reading(work.vocab))):
+        memory = work.rows * work.vocab * size
+        return Explanation(
+            "materialised", work.rows, work.vocab, 1, 1, memory, 3 if gradient else 1,
+            min(floor, 3), 1.0, 0, title,
+        )  # fmt: skip
+    cut = (plan.forced or plan.choose)(work, head.workspace, kind)
+    rows, columns = plan.chunk_rows(work.rows, cut), min(cut.columns or work.vocab, work.vocab)
+    chunks, blocks = -(-work.rows // rows), -(-work.vocab // columns)
+    if cut.columns is None:
+        units, _ = plan.layout(rows, cut.rows, work.wide)
+        memory = units * -(-columns // plan.PACK) * plan.PACK * work.itemsize
+    else:  # a block of wide logits has its own memory for the gradient
+        memory = rows * cut.columns * (size + work.itemsize * work.wide)
+    if cut.on_chip:
+        # Forward, d_hidden and d_weight compute the logits separately.
+        way, memory, again = "on the chip", 0, 5 - floor if gradient else 0
+        extra = again
+    else:
+        way = "rows" if cut.columns is None else "columns" if chunks == 1 else "rows and columns"
+        # The last block is still in memory when its gradient is computed.
+        once = {*plan.blocks_kept(work, cut), blocks - 1} if work.gemms and cut.columns else ()
+        widths = [min(columns, work.vocab - block * columns) for block in range(blocks)]
+        again = sum(w for block, w in enumerate(widths) if once and block not in once) / work.vocab
+        extra = plan.extra_cost(work, cut, kind) if gradient else 0.0
+    rest = work.vocab % UNIT if odd and not cut.on_chip else 0
+    return Explanation(
+        way, rows, columns, chunks, blocks, memory, floor + again, floor,
+        floor / (floor + max(extra, 0.0)), rest, title,
+    )  # fmt: skip
