@@ -45,6 +45,21 @@ def test_sums_in_the_weights_dtype(shape):
     assert by_rows.columns is None
 
 
+@pytest.mark.parametrize(
+    ("width", "vocab", "on_chip"),
+    [(64, 10_000_000, True), (128, 1 << 20, True), (256, 32768, True), (256, 1 << 18, False),
+     (512, 32768, False)],
+)  # fmt: skip
+def test_narrow_heads_stay_on_the_chip(width, vocab, on_chip):
+    """16-bit heads on a GPU, for losses of merged statistics and few ids, in any workspace."""
+    narrow = work(8192, width, vocab, narrow=True)
+    for workspace in (None, 64 * MIB):
+        assert choose(narrow, workspace, "cuda").on_chip == on_chip
+        assert not choose(narrow, workspace, "cpu").on_chip
+    for other in ({"merges": False}, {"narrow": False}, {"itemsize": 4}, {"ids": 512}):
+        assert not choose(narrow._replace(**other), None, "cuda").on_chip
+
+
 def test_a_long_batch_is_cut_both_ways():
     cut = choose(work(131072, 4096, 128256), 64 * MIB, "cuda")
     assert cut.columns is not None
