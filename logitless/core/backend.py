@@ -2,8 +2,8 @@
 
 `eager` (plain PyTorch) and `kernels` (Triton) are modules with these functions. ColumnBackend
 (parallel/rank_merge.py) and BlockBackend (heads/blocks.py) use one of these modules, and merge the
-partial statistics of several sets of columns. The structs are defined in contract.py. call.py
-chooses the backend of a tensor.
+partial statistics of several sets of columns. OnChipBackend (heads/on_chip.py) uses `kernels`. The
+structs are defined in contract.py. call.py chooses the backend of a tensor.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,8 @@
 
 `LinearLogits(hidden, weight, bias)` represents hidden @ weight.T + bias. A loss is computed from
 the logits of one chunk of rows at a time (chunks.py), or of one block of columns at a time
-(blocks.py). plan.py chooses between rows and columns. Logits that are few (plan.SMALL) are
+(blocks.py). The logits of a narrow head are never in memory (on_chip.py). plan.py chooses between
+these ways. Logits that are few (plan.SMALL) are
 materialised, because chunks would take longer. A mean or sum computes its gradients in
 forward, with three GEMMs, or with up to four GEMMs if the head is split by columns (total.py).
 Results per row take four GEMMs (per_row.py).
@@ -39,8 +40,9 @@ class LinearLogits(AsTensor, Logits):
     additional memory. The default is 1 GiB on a GPU and 64 MiB on a CPU, and 1.5 times as much with
     logits_dtype. A smaller workspace saves memory and costs time. If many rows fit into the
     workspace, a GPU computes some whole rows at a time. Otherwise a GPU computes some columns of
-    all rows at a time. Logits of at most 128 MiB on a GPU, or 1 MiB on a CPU, are materialised if
-    two copies of them fit into the workspace, because then a step takes less time.
+    all rows at a time. The logits of a narrow head on an NVIDIA GPU are never in memory. Logits of
+    at most 128 MiB on a GPU, or 1 MiB on a CPU, are materialised if two copies of them fit into the
+    workspace, because then a step takes less time.
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
     to 16 bits. Log-probabilities are then hundreds of times more exact. The gradient of the logits
