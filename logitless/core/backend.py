@@ -2,8 +2,8 @@
 
 The modules `eager` (plain PyTorch) and `kernels` (Triton) implement the protocol. ColumnBackend
 (parallel/rank_merge.py) and BlockBackend (heads/blocks.py) call `eager` or `kernels`, and merge the
-partial statistics of several sets of columns. The structs in the signatures are defined in
-contract.py. call.py chooses the backend of a tensor.
+partial statistics of several sets of columns. OnChipBackend (heads/on_chip.py) calls `kernels`. The
+structs in the signatures are defined in contract.py. call.py chooses the backend of a tensor.
 """
 
 from collections.abc import Sequence

@@ -13,8 +13,9 @@ backward formula (contract.py). A loss over statistics inherits `forward` and `b
 that needs the logits of whole rows overrides `forward` and `backward`.
 
 `backend` is `kernels`, `eager`, or a backend that reads some columns at a time and merges partial
-statistics. ColumnBackend (parallel/rank_merge.py) merges over ranks, and BlockBackend
-(heads/blocks.py) merges over blocks of a head. See Backend in backend.py.
+statistics. ColumnBackend (parallel/rank_merge.py) merges over ranks, BlockBackend (heads/blocks.py)
+merges over blocks of a head, and OnChipBackend (heads/on_chip.py) merges over splits of a narrow
+head. See Backend in backend.py.
 
 `flatten` separates the tensors that backward reads from the other fields of a loss, and `rebuild`
 is its inverse. `map_tensors` applies one function per kind of tensor. The kinds of tensors are per

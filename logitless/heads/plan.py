@@ -1,7 +1,7 @@
 """Chooses how a head's logits are computed: by rows, by columns, by both, or on the chip.
 
-The logits of a narrow head are not written to memory (on_chip.py). stays_on_chip chooses this way.
-The other ways split the logits to fit a workspace.
+The logits of a narrow head may be computed without being written to memory (on_chip.py), if
+`stays_on_chip` is True. The other ways split the logits to fit a workspace.
 
 A split by rows computes loss and gradients of some whole rows at once, in three GEMMs. Every chunk
 reads and writes the sum of the weight's gradient (V, D). A split by columns first computes the
@@ -47,10 +47,10 @@ MIN_GAIN = 0.1
 SMALL = {"cuda": 128 << 20, "cpu": 1 << 20}
 ODD = 16  # on a GPU, the limit is divided by ODD if the vocabulary is not a multiple of PACK
 
-# The largest vocabulary for which a 16-bit head of at most this width is computed on the chip. The
-# numbers are from a prototype on an H200, with 8,192 rows and vocabularies of 32,768 to 1,048,576.
-# An fp32 head is never computed on the chip, because its GEMMs take longer than writing logits.
-ON_CHIP_VOCAB = {128: 1 << 31, 256: 1 << 16}
+# The largest vocabulary for which a 16-bit head of at most this width is computed on the chip. No
+# head is computed on the chip yet, because the kernels were not measured on a GPU. In a prototype on
+# an H200 with 8,192 rows, {128: 1 << 31, 256: 1 << 16} was faster than writing logits to memory.
+ON_CHIP_VOCAB: dict[int, int] = {}
 # The largest number of pairs of row and id. A pair takes 64 bytes of memory while pairs are sorted,
 # and each pair takes time.
 ON_CHIP_PAIRS = 1 << 19

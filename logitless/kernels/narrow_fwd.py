@@ -28,7 +28,7 @@ from .narrow_tile import (
     with_bias,
 )
 from .numerics import INF, LOG2E, capped, inverse_temperature, only_if
-from .profiling import at_ids, elements, profiled
+from .profiling import Arguments, profiled
 from .state import NOWHERE, State, field, fold_values, is_live, load_label, with_count
 from .stats_merge import SPLIT_M, SPLIT_Y_LABEL, constants_of, split_width, store_split
 from .stats_split_fwd import aligned
@@ -179,10 +179,15 @@ def _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS: tl.constexpr):
     return tl.where(y > top, top, y)
 
 
+def _picks(args: Arguments) -> int:
+    """The number of logits at labels and ids."""
+    return len(args["HIDDEN"]) * (args["K"] + 1)
+
+
 @triton.jit(
     **profiled(
-        "narrow_pick", shows=("K",), WEIGHT=lambda args: (args["K"] + 1) * elements(args["HIDDEN"]),
-        BIAS=at_ids,
+        "narrow_pick", shows=("K",), BIAS=_picks,
+        WEIGHT=lambda args: _picks(args) * args["HIDDEN"].shape[1],
     ),
     do_not_specialize=["splits"],
     do_not_specialize_on_alignment=["HIDDEN", "WEIGHT", "BIAS", "LABEL", "IDS"],

@@ -121,11 +121,20 @@ class _CutHead(Head):
         return Cut(2, 8) if work.merges else Cut(2)
 
 
-def _by_columns(g: Given):
-    """A head cut along its vocabulary, and in groups of two rows."""
-    head, leaves = _head(1, drop_ignored=DEVICE == "cpu")(g)
-    head._source.head = _CutHead(**vars(head.head))
-    return head, leaves
+class _HeadOnChip(Head):
+    def cut(self, work):
+        return Cut(work.rows, on_chip=work.merges and work.narrow)
+
+
+def _cut_by(kind: type[Head], **how) -> Callable[[Given], tuple[Any, dict]]:
+    """A head with a cut of its own: along its vocabulary and in groups of two rows, or on chip."""
+
+    def source(g: Given):
+        head, leaves = _head(1, **how)(g)
+        head._source.head = kind(**vars(head.head))
+        return head, leaves
+
+    return source
 
 
 class Shards:
@@ -232,7 +241,9 @@ SOURCES: dict[str, Callable[[Given], tuple[Any, dict[str, Tensor]]]] = {
     "head, all rows": _head(None),
     "head, nothing dropped": _head(2, drop_ignored=False),
     "head, fp32 sums": _head(2, accumulate="fp32"),
-    "head, by columns": _by_columns,
+    "head, by columns": _cut_by(_CutHead, drop_ignored=DEVICE == "cpu"),
+    "head, on chip": _cut_by(_HeadOnChip),
+    "head, on chip, nothing dropped": _cut_by(_HeadOnChip, drop_ignored=False),
     "nn.FusedHead": _fused_head,
     "shards, two": _shards(1),
     "shards, uneven and empty": _shards(2, 0, 1),

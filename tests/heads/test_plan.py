@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import logitless as ll
+from logitless.heads import plan
 from logitless.heads.plan import Work, choose, kept_blocks, layout, spare_rows
 
 H200 = [(8192, 4096, 128256), (8192, 2048, 151936), (16384, 2304, 256000)]
@@ -43,6 +44,23 @@ def test_sums_in_the_weights_dtype(shape):
     by_columns, by_rows = cuts
     assert by_columns.columns is not None
     assert by_rows.columns is None
+
+
+@pytest.mark.parametrize(
+    ("width", "vocab", "on_chip"),
+    [(64, 10_000_000, True), (128, 1 << 20, True), (256, 32768, True), (256, 1 << 18, False),
+     (512, 32768, False)],
+)  # fmt: skip
+def test_narrow_heads_stay_on_the_chip(width, vocab, on_chip, monkeypatch):
+    """16-bit heads on a GPU, for losses of merged statistics and few ids, in any workspace."""
+    monkeypatch.setattr(plan, "ON_CHIP_VOCAB", {128: 1 << 31, 256: 1 << 16})
+    choose = plan.choose.__wrapped__  # without the cache
+    narrow = work(8192, width, vocab, narrow=True)
+    for workspace in (None, 64 * MIB):
+        assert choose(narrow, workspace, "cuda").on_chip == on_chip
+        assert not choose(narrow, workspace, "cpu").on_chip
+    for other in ({"merges": False}, {"narrow": False}, {"itemsize": 4}, {"ids": 512}):
+        assert not choose(narrow._replace(**other), None, "cuda").on_chip
 
 
 def test_a_long_batch_is_cut_both_ways():

@@ -36,6 +36,9 @@ def test_kernels_compile_ahead_of_time(target):
         "_jsd_merge_kernel",
         "_jsd_split_fwd_kernel",
         "_label_bwd_kernel",
+        "_narrow_fwd_kernel",
+        "_narrow_pick_kernel",
+        "_narrow_terms_kernel",
         "_nll_fwd_bwd_kernel",
         "_pair_bwd_kernel",
         "_pair_fwd_kernel",
@@ -48,6 +51,8 @@ def test_kernels_compile_ahead_of_time(target):
         "_stats_split_fwd_kernel",
         "_tail_mass_kernel",
         "_topk_merge_kernel",
+        "narrow_hidden_bwd_kernel",
+        "narrow_weight_bwd_kernel",
         "topk_stream_kernel",
     }
     for row in rows:  # what profilers show

@@ -27,7 +27,15 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from logitless import kernels
-from logitless.contract import COEFFICIENTS, PAIR_STATE, Coefficients, Pair, Reading, Slots
+from logitless.contract import (
+    COEFFICIENTS,
+    PAIR_STATE,
+    STATE,
+    Coefficients,
+    Pair,
+    Reading,
+    Slots,
+)
 from logitless.kernels import config, jsd_fwd, program_exchange
 
 TARGETS = {
@@ -183,6 +191,9 @@ def launches_of(v: Variant):
                 launch_sums(x)
         if v in (Variant(BF16), Variant(BF16, 50257, K=8, softcap=30.0, everything=True)):
             launch_shard(x, reading)
+        if v in NARROW:
+            for width in NARROW[v]:
+                launch_narrow(v, width)
     return launches
 
 
@@ -262,6 +273,40 @@ def launch_shard(x: torch.Tensor, reading: Reading) -> None:
     for kind in ("forward", "reverse", "jsd", "soft"):
         kernels.pair_partial(x, reading, Pair(x, kind, 0.5))
     kernels.pair_read(x, reading, Pair(x, "jsd", 0.5), torch.zeros(2, PAIR_STATE))
+
+
+# The widths of narrow heads. A row of 72 numbers is 16-byte aligned and not a power of two.
+NARROW = {
+    Variant(BF16): (64, 128, 256),
+    Variant(FP32, softcap=30.0): (64,),
+    Variant(FP16, 50257, everything=True): (128,),
+    Variant(BF16, 50257, K=8, softcap=30.0, everything=True): (72, 100, 256),
+}
+
+
+def launch_narrow(v: Variant, width: int) -> None:
+    """Launches the kernels of a narrow head, with several splits of the vocabulary."""
+    N, full = 256, v.everything
+    reading = reading_of(v)._replace(
+        label=torch.zeros(N, dtype=torch.int64),
+        ids=None if v.K == 1 else torch.zeros(N, v.K, dtype=torch.int64),
+        row_temperature=torch.ones(N) if full else None,
+        wants=tuple(name for name in reading_of(v).wants if name != "tail"),
+    )
+    hidden, weight = torch.zeros(N, width, dtype=v.dtype), torch.zeros(v.V, width, dtype=v.dtype)
+    bias, d_bias = (torch.zeros(v.V), torch.zeros(v.V)) if full else (None, None)
+    has = ("a", "b", "total", *(("label",) if v.K == 1 else ("logprob_t1",)))
+    coefficients = Coefficients(
+        torch.zeros(N, COEFFICIENTS), has if full else ("a", "label"),
+        None if v.K == 1 else torch.zeros(N, v.K),
+    )  # fmt: skip
+    state = torch.zeros(N, STATE)
+    with mock.patch.object(config, "processors", return_value=PROCESSORS):
+        kernels.narrow_partial(hidden, weight, bias, reading)
+        kernels.narrow_gradients(
+            hidden, weight, bias, reading, state, coefficients, torch.zeros(()), None,
+            torch.empty_like(hidden), torch.empty_like(weight), d_bias,
+        )  # fmt: skip
 
 
 def launch_sums(dz: torch.Tensor) -> None:

@@ -1,0 +1,114 @@
+"""The kernels of narrow heads against the kernels that read logits, with every option at once."""
+
+import pytest
+import torch
+
+from logitless import kernels
+from logitless.contract import COEFFICIENTS, NO_ID, Coefficients, Reading
+from logitless.kernels import config
+from logitless.kernels.narrow_tile import is_narrow
+
+N, D, V, K = 18, 9, 37, 3
+WANTS = ("lse", "picked", "logprob", "nll", "entropy", "total", "log_total", "argmax", "logprob_t1")
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def reading(device):
+    """Ids that repeat, are empty (row 1) or outside the vocabulary (row 2), and an ignored row."""
+    label = torch.arange(N, device=device) % V
+    ids = (torch.arange(N * K, device=device).view(N, K) * 7) % V
+    label[4], ids[:, 2] = -100, ids[:, 0]
+    ids[5, 1], ids[1, 0], ids[2, 1] = label[5], NO_ID, V
+    weight = torch.linspace(0.0, 2.0, V, device=device)
+    temperature = torch.linspace(0.5, 2.0, N, device=device)
+    return Reading(V, label, ids, weight, temperature, None, 4.0, -100, WANTS)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_all_statistics_and_all_coefficients(splits, device):
+    how = reading(device)
+    h, w = normal(N, D).to(device), normal(V, D, seed=1).to(device)
+    b = normal(V, seed=2).to(device)
+    z = (h.double() @ w.double().T + b.double()).float()
+    rows, g = normal(N, COEFFICIENTS, seed=3).to(device), normal(N, K, seed=4).to(device)
+    rows[:, 4] = 0
+    coefficients = Coefficients(rows, ("a", "b", "label", "total", "logprob_t1"), g)
+    upstream, factor = normal(N, seed=5).to(device), normal(N, seed=6).to(device)
+    d_hidden, d_weight = torch.full_like(h, torch.nan), torch.full_like(w, torch.nan)
+    d_bias = torch.full_like(b, torch.nan)
+    with config.override(block_v=16, block_n=16, splits=splits):
+        found = kernels.finish(kernels.narrow_partial(h, w, b, how), how)
+        kernels.narrow_gradients(
+            h, w, b, how, found.state, coefficients, upstream, factor, d_hidden, d_weight, d_bias
+        )
+    want = kernels.read(z, how)
+    for name in WANTS:
+        a, c = getattr(found, name), getattr(want, name)
+        torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4, equal_nan=True, msg=name)
+    dz = kernels.gradient(z, how, want.state, coefficients, upstream, factor)
+    assert dz[2].isnan().all()
+    assert not dz[4].any()
+    torch.testing.assert_close(d_hidden, dz @ w, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert d_weight.isnan().all()  # the row with an invalid id has a gradient in every column
+
+
+def test_gradients_of_weight_and_bias_alone(device):
+    """They are added to what is there, with a stride, and the loss has no label and no ids."""
+    h, w = normal(N, D).to(device), normal(V, D, seed=1).to(device)
+    how = Reading(V, temperature=0.5, wants=("entropy",))
+    rows = normal(1, COEFFICIENTS).to(device)
+    coefficients = Coefficients(rows, ("a", "b"))
+    one = torch.ones((), device=device)
+    total, d_bias = torch.ones(V, 2 * D, device=device)[:, :D], torch.empty(V, device=device)
+    with config.override(block_v=16, block_n=16):
+        state = kernels.finish(kernels.narrow_partial(h, w, None, how), how).state
+        kernels.narrow_gradients(
+            h, w, None, how, state, coefficients, one, None, None, total, d_bias, True
+        )
+        alone = torch.empty_like(d_bias)
+        kernels.narrow_gradients(h, w, None, how, state, coefficients, one, None, None, None, alone)
+    z = h @ w.T
+    dz = kernels.gradient(z, how, kernels.read(z, how).state, coefficients, one)
+    torch.testing.assert_close(total, 1 + dz.T @ h, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(d_bias, dz.sum(0), rtol=1e-4, atol=1e-5)
+    assert torch.equal(alone, d_bias)
+
+
+def test_which_heads_are_narrow(device):
+    def head(width, dtype=torch.bfloat16, vocab=8):
+        h = torch.empty(4, width, device=device, dtype=dtype)
+        return h, torch.empty(vocab, width, device=device, dtype=dtype)
+
+    assert is_narrow(*head(512))
+    assert is_narrow(*head(64, torch.float32))
+    for h, w in (head(513), head(65, torch.float32), head(64, torch.float64), head(8, vocab=0)):
+        assert not is_narrow(h, w)
+    h, w = head(16, vocab=16)
+    assert not is_narrow(h, w.t())
+    assert not is_narrow(h.half(), w)
+
+
+@pytest.mark.parametrize("kernel", ["fwd", "d_hidden", "d_weight"])
+@pytest.mark.parametrize("memory", [99 << 10, 163 << 10, 227 << 10])
+def test_tiles_fit_into_shared_memory(kernel, memory):
+    """Those of heads that plan.py may choose, on consumer GPUs, A100 and Hopper."""
+    for width in (64, 128, 256):
+        cut = config.narrow(kernel, width, 2, memory, 0)
+        held, streamed = cut.block_n, cut.block_v
+        if kernel == "d_weight":
+            held, streamed = streamed, held
+        assert (held + cut.stages * streamed) * width * 2 <= memory
+        assert cut.block_v >= 16
+        assert cut.block_n >= 16
+
+
+def test_partial_sums_take_little_memory():
+    """One split if the rows alone fill the GPU or their sums take the memory of one split."""
+    cut = config.narrow("d_hidden", 128, 2, 227 << 10, 0)
+    for rows in (1, 100, 2048, 8192, 65536, 1 << 20):
+        splits = config.narrow_splits(cut, rows, 1 << 20, 128, 132, config.NARROW_SUMS).splits
+        assert splits == 1 or splits * rows * 128 * 4 <= config.NARROW_SUMS
+        assert splits * -(-rows // cut.block_n) >= 128
