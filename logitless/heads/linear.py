@@ -3,10 +3,9 @@
 `LinearLogits(hidden, weight, bias)` represents hidden @ weight.T + bias. A loss is computed from
 the logits of one chunk of rows at a time (chunks.py), or of one block of columns at a time
 (blocks.py). The logits of a narrow head are never in memory (on_chip.py). plan.py chooses between
-these ways. Logits that are few (plan.SMALL) are
-materialised, because chunks would take longer. A mean or sum computes its gradients in
-forward, with three GEMMs, or with up to four GEMMs if the head is split by columns (total.py).
-Results per row take four GEMMs (per_row.py).
+these ways. Logits that are few (plan.SMALL) are materialised, because chunks would take longer. A
+mean or sum computes its gradients in forward, with three GEMMs, or with up to four GEMMs if the
+head is split by columns (total.py). Results per row take four GEMMs (per_row.py).
 
 No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
 gradients from the logits of a chunk.
