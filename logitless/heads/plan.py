@@ -48,8 +48,8 @@ SMALL = {"cuda": 128 << 20, "cpu": 1 << 20}
 ODD = 16  # on a GPU, the limit is divided by ODD if the vocabulary is not a multiple of PACK
 
 # The largest vocabulary for which a 16-bit head of at most this width is computed on the chip. No
-# head is computed on the chip yet, because the kernels were not measured on a GPU. In a prototype on
-# an H200 with 8,192 rows, {128: 1 << 31, 256: 1 << 16} was faster than writing logits to memory.
+# head is computed on the chip yet, because the kernels were not measured on a GPU. On an H200 with
+# 8,192 rows, a prototype with {128: 1 << 31, 256: 1 << 16} was faster than writing logits.
 ON_CHIP_VOCAB: dict[int, int] = {}
 # The largest number of pairs of row and id. A pair takes 64 bytes of memory while pairs are sorted,
 # and each pair takes time.

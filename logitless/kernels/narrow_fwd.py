@@ -218,10 +218,10 @@ def _narrow_pick_kernel(
     )
     if LABEL is not None:
         labels = tl.zeros((1,), tl.int64) + label
-        inside = only_if(live, (labels >= 0) & (labels < V))
-        y = _pick(WEIGHT, BIAS, h, labels, inside, softcap, top, CONSTANTS)
+        is_class = only_if(live, (labels >= 0) & (labels < V))
+        y_label = _pick(WEIGHT, BIAS, h, labels, is_class, softcap, top, CONSTANTS)
         at = SPLIT_Y_LABEL * splits + tl.zeros((1,), tl.int32)
-        tl.store(SPLITS + at, tl.where(inside, y, 0.0))
+        tl.store(SPLITS + at, tl.where(is_class, y_label, 0.0))
     if IDS is not None:
         for first in range(0, K, BLOCK_K):
             offs_k = first + tl.arange(0, BLOCK_K)
