@@ -125,7 +125,7 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
             *head.inputs, row_weight, head, loss, reduction, grad, *loss.row_inputs
         )
     outputs = PerRowLoss.apply(*head.inputs, head, loss, *loss.row_inputs)
-    return outputs if loss.multiple_outputs else loss.reduce(outputs[0], reduction, row_weight)
+    return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
 
 
 def topk_of_head(head: Head, k: int, temperature: float, softcap: float | None) -> TopK:
