@@ -253,9 +253,12 @@ def rows_in(lead: torch.Size) -> int:
     return math.prod(lead)
 
 
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
 def ignored_value(dtype: torch.dtype) -> int:
     """The value of an output in ignored rows: -1 for signed integers like argmax, otherwise 0."""
-    return 0 if dtype.is_floating_point or not dtype.is_signed else -1
+    return -1 if dtype in _SIGNED else 0
 
 
 def flat_rows(t: Tensor, lead: torch.Size) -> Tensor:

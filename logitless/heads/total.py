@@ -92,7 +92,7 @@ def forward(call: Call) -> Result:
         d_row_weight = values if share is None else values * share
         d_row_weight = d_row_weight.view(lead).to(row_weight.dtype)
         gradients = gradients._replace(row_weight=d_row_weight)
-    return Result(value, share, gradients, in_shape(extras, lead))
+    return Result(value, share, gradients, in_shape(extras, lead) if extras else ())
 
 
 def _values_and_gradients(
@@ -152,8 +152,12 @@ def outputs_of_no_rows(call: Call) -> tuple[Tensor, ...]:
 
 
 def in_shape(results: Sequence[Tensor], lead: torch.Size) -> tuple[Tensor, ...]:
-    """Returns the results (N, ...) of all rows in the leading shape of the logits."""
-    return tuple(t.view((*lead, *t.shape[1:])) for t in results)
+    """Returns the results (N, ...) of all rows in the leading shape of the logits.
+
+    The results are copied, because PyTorch forbids some in-place operations on a view that an
+    autograd function returns.
+    """
+    return tuple(t.view((*lead, *t.shape[1:])).clone() for t in results)
 
 
 def backward(call: Call, share: Tensor | None, gradients: HeadGradients, upstream: Tensor):

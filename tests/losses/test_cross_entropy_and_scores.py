@@ -280,6 +280,19 @@ def test_a_gradient_of_scores_is_refused_by_pytorch(device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_scores_may_be_changed_in_place(reduction, device):
+    """Also by tensors that require a gradient; over a head, scores were views."""
+    h, w, target = make(device)
+    for source in SOURCES.values():
+        loss, scores = ll.cross_entropy_and_scores(source(h, w), target, reduction=reduction)
+        scores.logprob.mul_(2)
+        scores.entropy.add_(h.sum())
+        d_h, d_w = gradients(loss + scores.entropy.sum(), h, w)
+        assert d_h.isfinite().all()
+        assert d_w.isfinite().all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("source", ["tensor", "head"])
 def test_compiled(source, reduction, device):
     h, w, target = make(device)
