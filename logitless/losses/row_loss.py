@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from ..core.loss import RowLoss, flat_rows, ignored_value, rows_in
 from . import checks
 from .statistics import Read, coefficients_of, fields_of, stats_reading
 
+Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
+
 
 @call.named()
 def row_loss(
-    formula: Callable[..., Tensor | tuple[Tensor, ...]],
+    formula: Callable[..., Result],
     logits: Tensor,
     ids: Tensor | None = None,
     *,
@@ -31,7 +33,7 @@ def row_loss(
     argmax: bool = False,
     ignore_index: int | None = -100,
     mask: Tensor | None = None,
-) -> Any:
+) -> Result:
     """Computes a user's loss over row statistics, as fast as the losses of logitless.
 
     The result is a scalar, or (...) for reduction="none". `formula(stats, *rows)` gets the RowStats
