@@ -8,7 +8,11 @@ from .core.call import impl
 from .lazy.fuse import fuse, is_fused, unfuse
 from .lazy.fused_head import lazy_logits
 from .lazy.linear_logits import LinearLogits
-from .losses.cross_entropy import cross_entropy, linear_cross_entropy
+from .losses.cross_entropy import (
+    cross_entropy,
+    cross_entropy_and_scores,
+    linear_cross_entropy,
+)
 from .losses.dense_teacher import jsd, kl_div, soft_cross_entropy
 from .losses.row_loss import row_loss
 from .losses.sparse_teacher import capture_topk, gathered_kl, topk_distill
@@ -43,6 +47,7 @@ __all__ = [
     "VocabShard",
     "capture_topk",
     "cross_entropy",
+    "cross_entropy_and_scores",
     "entropy",
     "fuse",
     "gathered_kl",

@@ -178,6 +178,17 @@ def of_scores(x, ids, _):
     return torch.stack(tuple(ll.score(x, ids)[:3]), -1)
 
 
+def with_scores(x, ids, _):
+    """The loss with its gradient, and the scores without a gradient."""
+    loss, scores = ll.cross_entropy_and_scores(x, ids, reduction="none")
+    return torch.stack((loss, *scores[:3]), -1)
+
+
+def naive_with_scores(x, ids, _):
+    scores = [t.detach() for t in formulas.score(x, ids)[:3]]
+    return torch.stack((formulas.cross_entropy(x, ids), *scores), -1)
+
+
 CHECKS = (
     Check("logsumexp", lambda x, *_: ll.logsumexp(x), lambda x, *_: x.logsumexp(-1)),
     Check("entropy", lambda x, *_: ll.entropy(x), lambda x, *_: naive_entropy(x)),
@@ -216,6 +227,7 @@ CHECKS = (
         "cross_entropy, every option", softcap=5.0, temperature=0.7, z_loss=1e-3
     ),
     cross_entropy("cross_entropy, in place", inplace=True),
+    Check("cross_entropy_and_scores", with_scores, naive_with_scores),
     Check(
         "VocabShard",
         lambda x, ids, _: ll.cross_entropy(ll.VocabShard(x, vocab=x.shape[1]), ids),

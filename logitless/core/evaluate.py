@@ -46,7 +46,11 @@ def evaluate(
     reduction: str = "none",
     row_weight: Tensor | None = None,  # (...)
 ):
-    """Returns the weighted and reduced loss, or a tuple if the loss has multiple outputs."""
+    """Returns the weighted and reduced loss.
+
+    The result is a tuple of all outputs if the loss has multiple outputs, and (value, *extras) if
+    the loss has extras.
+    """
     if logits.__class__ is not Tensor:
         source = source_of(logits)
         if source is not None:
@@ -82,15 +86,17 @@ def evaluate_on(
 def evaluate_traced(x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     """Like `evaluate`, but calls an operator, for compilers, dispatch modes and torch.func."""
     outputs = loss.traced(x)
-    return outputs if loss.multiple_outputs else loss.reduce(outputs[0], reduction, row_weight)
+    return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
 
 
 def _forward(backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: str | None):
     """Returns outputs, the factor that multiplies each row's gradient, and tensors for backward."""
     outputs, saved = loss.forward(backend, x)
+    value, *extras = outputs
     if reduction is None:
-        return outputs if loss.multiple_outputs else outputs[0], None, saved
-    return *_reduced(backend, x, loss, outputs[0], row_weight, reduction), saved
+        return outputs if extras or loss.multiple_outputs else value, None, saved
+    value, factor = _reduced(backend, x, loss, value, row_weight, reduction)
+    return (value, *extras) if extras else value, factor, saved
 
 
 def _reduced(backend: Backend, x: Tensor, loss: RowLoss, value: Tensor, row_weight, reduction: str):
@@ -122,7 +128,7 @@ class GradientInForward(Node):
 
     @staticmethod
     def forward(ctx, x, backend, loss, row_weight, reduction):
-        factor = None
+        factor, extras = None, ()
         if loss.saves_gradient:
             result, factor, (gradient,) = _forward(backend, x, loss, row_weight, reduction)
         else:
@@ -131,13 +137,17 @@ class GradientInForward(Node):
             if reduction == "mean" and row_weight is None:
                 result = loss.mean_and_gradient(backend, x, gradient)
             if result is None:
-                value, gradient, _ = loss.value_and_gradient(backend, x, None, gradient)
+                outputs, gradient, _ = loss.value_and_gradient(backend, x, None, gradient)
+                value, *extras = outputs
                 result, factor = _reduced(backend, x, loss, value, row_weight, reduction)
         ctx.save_for_backward(x, gradient, factor)
-        return result
+        if not extras:
+            return result
+        ctx.mark_non_differentiable(*extras)
+        return result, *extras
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx, upstream, *_):
         Node.refuse_vmap((upstream,))
         x, gradient, factor = ctx.saved_tensors
         if not torch.is_grad_enabled():
@@ -160,7 +170,7 @@ class GradientInBackward(Node):
         ctx.save_for_backward(x, factor, *tensors, *saved)
         ctx.backend, ctx.count = backend, len(tensors)
         if isinstance(outputs, tuple):
-            ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
+            ctx.mark_non_differentiable(*loss.without_gradient(outputs))
             ctx.set_materialize_grads(False)
         return outputs
 

@@ -22,7 +22,7 @@ from .source import source_of
 
 def evaluate_in_place(
     logits, loss: RowLoss, reduction: str = "none", row_weight: Tensor | None = None
-) -> Tensor:
+):
     """Like `evaluate`, but if a gradient is needed, the gradient overwrites the logits."""
     source = source_of(logits)
     if source is not None:
@@ -35,15 +35,19 @@ def evaluate_in_place(
 
 def overwrite_on(
     backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
-) -> Tensor:
+):
     """Like `evaluate_in_place`, with a given backend.
 
     x may hold only some columns of the vocabulary.
     """
     owner, guarded = _owner(x)
     checks.overwritable(x, owner)
-    value, *_ = GradientInPlace.apply(owner, row_weight, backend, x.shape, loss, reduction, guarded)
-    return value
+    value, *extras = GradientInPlace.apply(
+        owner, row_weight, backend, x.shape, loss, reduction, guarded
+    )
+    if guarded:
+        extras.pop()  # the overwritten owner
+    return (value, *extras) if extras else value
 
 
 def _owner(logits: Tensor) -> tuple[Tensor, bool]:
@@ -78,11 +82,12 @@ class GradientInPlace(Node):
             factor = row_weight.detach().reshape(-1).to(PRECISION[logits.dtype])
         if share is not None and ctx.share is None:
             factor = share if factor is None else factor * share
-        value, *_ = loss.value_and_gradient(backend, logits, factor, logits)
+        (value, *extras), *_ = loss.value_and_gradient(backend, logits, factor, logits)
         ctx.d_row_weight = None
         if row_weight is not None and row_weight.requires_grad:
             ctx.d_row_weight = value if share is None else value * share
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*extras)
         ctx.backend, ctx.shape, ctx.ignore_index = backend, shape, reading.ignore_index
         if reduction == "none":
             result = loss.reduce(value, reduction, row_weight)
@@ -91,20 +96,20 @@ class GradientInPlace(Node):
         if guarded:
             ctx.mark_dirty(owner)
             ctx.save_for_backward(owner, reading.label)
-            return result, owner
+            return result, *extras, owner
         torch.autograd.graph.increment_version(logits)
         ctx.save_for_backward(logits, reading.label)
-        return (result,)
+        return result, *extras
 
     @staticmethod
-    def backward(ctx, upstream, d_later=None):
+    def backward(ctx, upstream, *others):
         Node.refuse_vmap((upstream,))
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "cross_entropy(..., inplace=True) must not be differentiated with"
                 " create_graph=True, because its gradient overwrites its logits."
             )
-        if d_later is not None:
+        if any(d is not None for d in others):  # extras have no gradient, so only the owner's
             raise RuntimeError(
                 "logits must not be used after cross_entropy(..., inplace=True), which overwrote"
                 " the logits with their gradient; pass inplace=False to keep the logits."

@@ -7,6 +7,11 @@ autograd:
     forward(backend, x) returns outputs (...), and the tensors that backward needs.
     backward(backend, x, saved, upstream) returns the gradient of the logits.
 
+The first output is the value of the loss, which is weighted and reduced. All further outputs are
+`extras`: results per row without a gradient, which are neither weighted nor reduced. The result of
+a loss is the value, or a tuple (value, *extras). If `multiple_outputs` is True, all outputs are
+results per row with a gradient, and there are no extras.
+
 Most losses need only statistics of each row. A loss over statistics implements `value`, which
 computes outputs from statistics, and `coefficients`, which computes the coefficients of the
 backward formula (contract.py). A loss over statistics inherits `forward` and `backward`. A loss
@@ -46,7 +51,11 @@ class RowLoss:
 
     reading: Reading
 
-    multiple_outputs: ClassVar[bool] = False  # whether the result is a tuple of tensors
+    # Whether all outputs are differentiable results per row, and none of them is reduced.
+    multiple_outputs: ClassVar[bool] = False
+    # The names of the extras. The extra "argmax" is int64. `extras` is None if only forward can
+    # tell how many extras there are.
+    extras: ClassVar[tuple[str, ...] | None] = ()
     # Whether forward computes and saves the gradient, for an upstream gradient of 1.
     saves_gradient: ClassVar[bool] = False
     # The names of the fields of the loss that are structs of contract.py.
@@ -63,7 +72,7 @@ class RowLoss:
     # --- methods that a subclass implements
 
     def value(self, backend: Backend, statistics: Statistics) -> tuple[tuple[Tensor, ...], Saved]:
-        """Computes outputs (...) from statistics of whole rows.
+        """Computes outputs (...) from statistics of whole rows: the value, and the extras if any.
 
         `value` also returns the tensors that `coefficients` reads.
         """
@@ -107,11 +116,11 @@ class RowLoss:
 
     def value_and_gradient(
         self, backend: Backend, x: Tensor, factor: Tensor | None, into: Tensor
-    ) -> tuple[Tensor, Tensor, Saved]:
-        """Returns the values, the gradient for an upstream gradient of 1, and saved tensors."""
-        (value,), saved = self.forward(backend, x)
-        gradient = self.backward(backend, x, saved, (one[x.device, value.dtype],), factor, into)
-        return value, gradient, saved
+    ) -> tuple[tuple[Tensor, ...], Tensor, Saved]:
+        """Returns the outputs, the gradient for an upstream gradient of 1, and saved tensors."""
+        outputs, saved = self.forward(backend, x)
+        upstream = (one[x.device, outputs[0].dtype],)
+        return outputs, self.backward(backend, x, saved, upstream, factor, into), saved
 
     def mean_and_gradient(self, backend: Backend, x: Tensor, into: Tensor) -> Tensor | None:
         """Returns the mean over rows, and writes its gradient to `into`, in one launch.
@@ -146,11 +155,23 @@ class RowLoss:
             return None
         return self.replace(reading=self.reading.fold_scale(scale, softcap))
 
-    def reduce(self, values: Tensor, reduction: str, row_weight: Tensor | None) -> Tensor:
+    def without_gradient(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Returns the outputs that have no gradient."""
+        if self.multiple_outputs:
+            return [t for t in outputs if not t.is_floating_point()]
+        return outputs[1:]
+
+    def reduce(self, values: Any, reduction: str, row_weight: Tensor | None) -> Any:
         """Multiplies the values (...) by row_weight and reduces them, differentiably.
 
         "mean" divides by the sum of `mass`, or by the number of rows that count if `mass` is None.
+        If `values` is the tuple of all outputs, only the first output is reduced, and the result is
+        (value, *extras), or the value if there are no extras.
         """
+        if isinstance(values, tuple):
+            value, *extras = values
+            value = self.reduce(value, reduction, row_weight)
+            return (value, *(t.detach() for t in extras)) if extras else value
         if reduction != "none":
             mass = self.mass(eager, values.dtype) if reduction == "mean" else None
             return eager.reduce(values, self.reading, row_weight, mass, reduction == "mean")[0]
@@ -231,6 +252,14 @@ def rows_in(lead: torch.Size) -> int:
     Size.numel() would replace a symbolic size of torch.compile by a constant.
     """
     return math.prod(lead)
+
+
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def ignored_value(dtype: torch.dtype) -> int:
+    """The value of an output in ignored rows: -1 for signed integers like argmax, otherwise 0."""
+    return -1 if dtype in _SIGNED else 0
 
 
 def flat_rows(t: Tensor, lead: torch.Size) -> Tensor:

@@ -60,9 +60,14 @@ def loss_of(kind: type, arguments: Sequence):
     return kind(*values)
 
 
-def outputs_of(loss) -> int:
-    """The number of outputs of a loss."""
-    return len(loss.reading.wants) if loss.multiple_outputs else 1
+def outputs_of(loss) -> tuple[str, ...]:
+    """The names of the outputs of a loss."""
+    return loss.reading.wants if loss.multiple_outputs else ("value", *loss.extras)
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the output with this name, where `dtype` is the dtype of the other outputs."""
+    return torch.int64 if name == "argmax" else dtype
 
 
 class Operator:
@@ -105,10 +110,10 @@ class Operator:
 
     def fake(self, x, *arguments) -> list[Tensor]:
         loss, dtype = loss_of(self.kind, arguments), PRECISION[x.dtype]
-        wants = loss.reading.wants if loss.multiple_outputs else ()
+        names = (*outputs_of(loss), *("saved",) * self.count)
         return [
-            x.new_empty(shape, dtype=torch.int64 if wants[i : i + 1] == ("argmax",) else dtype)
-            for i, shape in enumerate(loss.shapes(x))
+            x.new_empty(shape, dtype=dtype_of(name, dtype))
+            for name, shape in zip(names, loss.shapes(x), strict=True)
         ]
 
     def fake_gradient(self, x, *arguments) -> Tensor:
@@ -116,7 +121,7 @@ class Operator:
 
     def save(self, ctx, inputs, output):
         x, *arguments = inputs
-        outputs = outputs_of(loss_of(self.kind, arguments))
+        outputs = len(outputs_of(loss_of(self.kind, arguments)))
         tensors = [t for t in arguments if isinstance(t, Tensor)]
         ctx.save_for_backward(x, *tensors, *output[outputs:])
         ctx.arguments = [None if isinstance(t, Tensor) else (t,) for t in arguments]
@@ -195,4 +200,4 @@ def call(loss, x: Tensor) -> tuple[Tensor, ...]:
         outputs = op.in_func.apply(x, *arguments)
     else:
         outputs = getattr(torch.ops.logitless, op.name)(x, *arguments)
-    return tuple(outputs[: outputs_of(loss)])
+    return tuple(outputs[: len(outputs_of(loss))])

@@ -79,7 +79,8 @@ class Source:
         """Returns the weighted and reduced loss, which is differentiable. `loss` is a RowLoss.
 
         The result has shape (...) for reduction "none", and () for "sum" and "mean". For a RowLoss
-        with multiple outputs, the result is a tuple.
+        with multiple outputs, the result is a tuple. For a RowLoss with extras, the result is
+        (value, *extras), where the extras have shape (...).
         """
         raise NotImplementedError
 

@@ -1,20 +1,11 @@
 """Losses over the logits hidden @ weight.T + bias of a linear head, computed in chunks.
 
-<<<<<<< HEAD
 `HeadLogits` is the Source of these logits. A loss is computed from the logits of one chunk of rows
 at a time (chunks.py), or of one block of columns at a time (blocks.py). The logits of a narrow head
 can be computed without being written to memory (on_chip.py). plan.py chooses one of these ways.
 Small logits (plan.SMALL) are materialised, because chunks would take longer. For a mean or sum,
 forward also computes the gradients (total.py). A mean or sum takes three GEMMs, or up to four GEMMs
 if the head is split by columns. Results per row take four GEMMs (per_row.py).
-=======
-`LinearLogits(hidden, weight, bias)` represents hidden @ weight.T + bias. A loss is computed from
-the logits of one chunk of rows at a time (chunks.py), or of one block of columns at a time
-(blocks.py). The logits of a narrow head are never in memory (on_chip.py). plan.py chooses between
-these ways. Logits that are few (plan.SMALL) are materialised, because chunks would take longer. A
-mean or sum computes its gradients in forward, with three GEMMs, or with up to four GEMMs if the
-head is split by columns (total.py). Results per row take four GEMMs (per_row.py).
->>>>>>> w-narrow
 
 No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
 gradients from the logits of a chunk.
@@ -133,7 +124,7 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
             *head.inputs, row_weight, head, loss, reduction, grad, *loss.row_inputs
         )
     outputs = PerRowLoss.apply(*head.inputs, head, loss, *loss.row_inputs)
-    return outputs if loss.multiple_outputs else loss.reduce(outputs[0], reduction, row_weight)
+    return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
 
 
 def small_logits(head: Head, loss: RowLoss) -> Tensor:

@@ -130,7 +130,7 @@ class HeadOperator:
         torch.library.register_fake(f"logitless::{name}", fake, lib=library)
 
     def total(self, *arguments) -> list[Tensor]:
-        """Returns the loss, the factor from sum to mean, and the gradients.
+        """Returns the loss, the factor from sum to mean, the gradients, and the extras.
 
         A tensor that is not needed is empty.
         """
@@ -140,14 +140,13 @@ class HeadOperator:
         )
         check_values(call.loss)
         with without_autocast(call.head.device):
-            value, share, d = total.forward(call)
+            value, share, d, extras = total.forward(call)
         if call.divides_in_backward:  # gradients stay fp32 until backward divides them
             d = _shaped(d, call.head.tensors)
         else:
             d, share = d.like(call.head.tensors), None
-        return [
-            _or_empty(t, value) for t in (value, share, d.hidden, d.weight, d.bias, d.row_weight)
-        ]
+        first = (value, share, d.hidden, d.weight, d.bias, d.row_weight)
+        return [*(_or_empty(t, value) for t in first), *extras]
 
     def fake_total(self, hidden, weight, bias, *arguments) -> list[Tensor]:
         *_, row_weight, reduction, needs = arguments
@@ -160,7 +159,11 @@ class HeadOperator:
             _like(weight, needs.weight, wide), _like(bias, needs.bias, wide),
             _like(row_weight, needs.row_weight),
         )  # fmt: skip
-        return [_or_empty(t, value) for t in outputs]
+        extras = [
+            hidden.new_empty(hidden.shape[:-1], dtype=operators.dtype_of(name, full))
+            for name in self.kind.extras
+        ]
+        return [*(_or_empty(t, value) for t in outputs), *extras]
 
     def rows(self, *arguments) -> list[Tensor]:
         call = _call_of(self.kind, arguments, row_weight=None, reduction="none", needs=_NOTHING)
@@ -174,7 +177,7 @@ class HeadOperator:
         head, loss = call.head, call.loss
         x = head.hidden.new_empty((), dtype=head.dtype).expand(*head.lead, head.weight.shape[0])
         shapes = self.logits_operator.fake(x, *arguments[len(_HeadArguments._fields) :])
-        return shapes[: operators.outputs_of(loss)]
+        return shapes[: len(operators.outputs_of(loss))]
 
     def gradient(self, *arguments) -> list[Tensor]:
         *arguments, needs, upstream = arguments
@@ -208,6 +211,7 @@ class HeadOperator:
 
 
 _NOTHING = Needs(False, False, False)
+_EXTRAS = 6  # the index of the first extra in the result of the operator `total`
 
 
 def _shaped(d: HeadGradients, tensors: tuple) -> HeadGradients:
@@ -232,8 +236,7 @@ def _like(t: Tensor | None, need: bool, dtype: torch.dtype | None = None) -> Ten
 
 def _save_total(ctx, inputs, output) -> None:
     hidden, weight, bias, *_, row_weight, _, needs = inputs
-    _, *saved = output
-    ctx.save_for_backward(*saved)
+    ctx.save_for_backward(*output[1:_EXTRAS])
     ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias, row_weight)]
     ctx.needs, ctx.arguments = needs, len(inputs)
     ctx.set_materialize_grads(False)
@@ -303,9 +306,10 @@ def evaluate_compiled(head: Head, loss: RowLoss, reduction: str, row_weight: Ten
     operator = HEAD_OPERATORS.get(type(loss))
     if reduction == "none" or operator is None:  # a user's formula (row_loss) has no operator
         outputs = loss.traced(head, call_rows)
-        return outputs if loss.multiple_outputs else loss.reduce(outputs[0], reduction, row_weight)
+        return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
     needs = needs_of(head.tensors, row_weight, (), torch.is_grad_enabled())
     flags = [needs.hidden, needs.weight, needs.bias, needs.row_weight]
     op = getattr(torch.ops.logitless, f"{operator.name}_total")
-    value, *_ = op(*_arguments_of(head, loss), row_weight, reduction, flags)
-    return value
+    outputs = op(*_arguments_of(head, loss), row_weight, reduction, flags)
+    extras = tuple(t.detach() for t in outputs[_EXTRAS:])
+    return (outputs[0], *extras) if extras else outputs[0]

@@ -14,25 +14,20 @@ from ..core.loss import Saved
 from .chunks import Chunks
 from .gradient_sums import HeadGradients, RowInputGradients
 from .on_chip import chunks_of
-from .total import Call, needs_of
+from .total import Call, in_shape, needs_of, outputs_of_no_rows, put_outputs
 
 
 def forward(call: Call) -> tuple[tuple[Tensor, ...], list[Saved]]:
     """Returns the outputs of all rows, and the tensors that backward needs for each tile."""
-    head, loss, lead = call.head, call.loss, call.head.lead
-    chunks, known, results = _chunks(call, True), [], []
+    loss, chunks = call.loss, _chunks(call, True)
+    known, results = [], []
     for tile in chunks.tiles(loss):
         outputs, saved = tile.loss.forward(chunks.backend, tile.logits)
         known.append(() if loss.saves_gradient else saved)
-        if not results:
-            results = [_ignored(t, head.rows) for t in outputs]
-        for result, t in zip(results, outputs, strict=True):
-            result[tile.rows] = t
-    if not results:  # if no row counts, a loss of zero rows gives shapes and dtypes
-        nothing = chunks.hidden.new_empty((0, len(chunks.weight)), dtype=head.dtype)
-        outputs, _ = loss.rows(slice(0, 0), lead).forward(head.backend(), nothing)
-        results = [_ignored(t, head.rows) for t in outputs]
-    return tuple(t.view((*lead, *t.shape[1:])).clone() for t in results), known
+        put_outputs(results, outputs, tile.rows, call.head.rows)
+    if not results:  # no row counts
+        put_outputs(results, outputs_of_no_rows(call), slice(0, 0), call.head.rows)
+    return in_shape(results, call.head.lead), known
 
 
 def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGradients:
@@ -70,12 +65,6 @@ def _chunks(call: Call, saved: bool) -> Chunks:
     return chunks_of(call.head, call.loss, call.head.work(merges, sums=call.needs.weight, ids=ids))
 
 
-def _ignored(t: Tensor, rows: int) -> Tensor:
-    """Returns an output like t for `rows` ignored rows, filled with -1 (integers) or 0 (floats)."""
-    fill = 0.0 if t.is_floating_point() else -1
-    return torch.full((rows, *t.shape[1:]), fill, device=t.device, dtype=t.dtype)
-
-
 @dataclass
 class Kept:
     """The data that an autograd function keeps for backward, besides the tensors it saves."""
@@ -90,7 +79,7 @@ class Kept:
             outputs, known = forward(call)
         tensors, blank = call.flatten()
         ctx.save_for_backward(*tensors)
-        ctx.mark_non_differentiable(*(t for t in outputs if not t.is_floating_point()))
+        ctx.mark_non_differentiable(*call.loss.without_gradient(outputs))
         ctx.set_materialize_grads(False)
         return outputs, Kept(blank, known)
 

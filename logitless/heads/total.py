@@ -17,9 +17,9 @@ from torch import Tensor
 from ..contract import PRECISION
 from ..core.autograd import Node, refuse_second
 from ..core.call import backend_of
-from ..core.loss import RowLoss
+from ..core.loss import RowLoss, ignored_value
 from .gradient_sums import HeadGradients, Needs, RowInputGradients
-from .head import Head
+from .head import Head, Rows
 from .on_chip import chunks_of
 
 
@@ -58,6 +58,7 @@ class Result(NamedTuple):
     value: Tensor  # ()
     share: Tensor | None  # the factor from sum to mean (backend.share); None for a sum
     gradients: HeadGradients  # for an upstream gradient of 1
+    extras: tuple[Tensor, ...]  # (...), see core/loss.py
 
 
 def needs_of(inputs: tuple, row_weight: Any, row_inputs: Sequence[Tensor], grad: bool) -> Needs:
@@ -84,17 +85,23 @@ def forward(call: Call) -> Result:
     if share is not None and not call.divides_in_backward:
         factor = share if factor is None else factor * share
     values = torch.zeros(rows, device=head.hidden.device, dtype=full)
-    gradients = _values_and_gradients(call, factor, values)
+    extras: list[Tensor] = []
+    gradients = _values_and_gradients(call, factor, values, extras)
     value, _ = backend.reduce(values, reading, row_weight, mass, mean)
     if needs.row_weight:
         d_row_weight = values if share is None else values * share
         d_row_weight = d_row_weight.view(lead).to(row_weight.dtype)
         gradients = gradients._replace(row_weight=d_row_weight)
-    return Result(value, share, gradients)
+    return Result(value, share, gradients, in_shape(extras, lead) if extras else ())
 
 
-def _values_and_gradients(call: Call, factor: Tensor | None, values: Tensor) -> HeadGradients:
-    """Writes the loss of each row to `values` (N,). Returns gradients of head and row_inputs."""
+def _values_and_gradients(
+    call: Call, factor: Tensor | None, values: Tensor, extras: list[Tensor]
+) -> HeadGradients:
+    """Writes the loss of each row to `values` (N,), and the extras of each row to `extras`.
+
+    Returns gradients of head and row_inputs.
+    """
     head, loss, needs = call.head, call.loss, call.needs
     wanted = needs.head
     work = head.work(
@@ -108,17 +115,52 @@ def _values_and_gradients(call: Call, factor: Tensor | None, values: Tensor) -> 
         rows, z = tile.rows, tile.logits
         scale = factor if factor is None or factor.dim() == 0 else factor[rows]
         if wanted:
-            value, tile.gradient, saved = tile.loss.value_and_gradient(backend, z, scale, tile.into)
+            into = tile.into
+            outputs, tile.gradient, saved = tile.loss.value_and_gradient(backend, z, scale, into)
         else:
-            (value,), saved = tile.loss.forward(backend, z)
-        values[rows] = value
+            outputs, saved = tile.loss.forward(backend, z)
+        values[rows] = outputs[0]
+        if len(outputs) > 1:
+            put_outputs(extras, outputs[1:], rows, head.rows)
         if row_inputs is not None:
             by_row = torch.ones_like(values[0]) if scale is None else scale
             row_inputs.add(rows, tile.loss, saved, by_row)
+    if not chunks.slices and loss.extras != ():
+        put_outputs(extras, outputs_of_no_rows(call)[1:], slice(0, 0), head.rows)
     gradients = HeadGradients() if sums is None else sums.result()
     blank = (None,) * len(needs.row_inputs)
     d_row_inputs = blank if row_inputs is None else tuple(row_inputs.gradients)
     return gradients._replace(row_inputs=d_row_inputs)
+
+
+def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, count: int) -> None:
+    """Writes outputs (n, ...) of some rows to `results`, which are tensors (count, ...).
+
+    The first call allocates `results`. Rows that are never written are ignored rows, which hold
+    ignored_value.
+    """
+    if not results:
+        for t in outputs:
+            shape, fill = (count, *t.shape[1:]), ignored_value(t.dtype)
+            results.append(torch.full(shape, fill, device=t.device, dtype=t.dtype))
+    for result, t in zip(results, outputs, strict=True):
+        result[rows] = t
+
+
+def outputs_of_no_rows(call: Call) -> tuple[Tensor, ...]:
+    """Returns the outputs of zero rows, which have the dtypes and sizes of other outputs."""
+    head, loss = call.head, call.loss
+    nothing = head.hidden.detach().new_empty((0, len(head.weight)), dtype=head.dtype)
+    return loss.rows(slice(0, 0), head.lead).forward(head.backend(), nothing)[0]
+
+
+def in_shape(results: Sequence[Tensor], lead: torch.Size) -> tuple[Tensor, ...]:
+    """Returns the results (N, ...) of all rows in the leading shape of the logits.
+
+    The results are copied, because PyTorch forbids some in-place operations on a view that an
+    autograd function returns.
+    """
+    return tuple(t.view((*lead, *t.shape[1:])).clone() for t in results)
 
 
 def backward(call: Call, share: Tensor | None, gradients: HeadGradients, upstream: Tensor):
@@ -151,15 +193,20 @@ class Kept:
     gradients: HeadGradients | None
 
     @staticmethod
-    def of(ctx, call: Call) -> tuple[Tensor, "Kept"]:
-        """Computes the forward of an autograd function. Returns value and Kept for backward."""
+    def of(ctx, call: Call) -> tuple[Any, "Kept"]:
+        """Computes the forward of an autograd function. Returns its result, and Kept for backward.
+
+        The result is the value, or (value, *extras).
+        """
         tensors, blank = call.flatten()
         ctx.save_for_backward(*tensors)
         with call.head.ready(call.loss):
-            value, share, gradients = forward(call)
+            value, share, gradients, extras = forward(call)
         if not (call.divides_in_backward or call.head.main_grad is not None):
             gradients = gradients.like(call.head.inputs)
-        return value, Kept(blank, share, gradients)
+        if extras:
+            ctx.mark_non_differentiable(*extras)
+        return (value, *extras) if extras else value, Kept(blank, share, gradients)
 
     def gradients_of(self, tensors: tuple, upstream: Tensor) -> HeadGradients:
         """Returns the gradients of the autograd function's inputs, from its saved tensors.
@@ -172,7 +219,7 @@ class Kept:
         with torch.no_grad():
             if gradients is None:
                 with call.head.ready(call.loss):
-                    _, _, gradients = forward(call)
+                    gradients = forward(call).gradients
             gradients = backward(call, self.share, gradients, upstream)
         if torch.is_grad_enabled():
             return gradients.through(lambda g: refuse_second(g, (*tensors, upstream)))
@@ -185,10 +232,10 @@ class ReducedLoss(Node):
     @staticmethod
     def forward(ctx, hidden, weight, bias, row_weight, head, loss, reduction, grad, *row_inputs):
         needs = needs_of((hidden, weight, bias), row_weight, row_inputs, grad)
-        value, ctx.kept = Kept.of(ctx, Call(head, loss, row_weight, reduction, needs))
-        return value
+        result, ctx.kept = Kept.of(ctx, Call(head, loss, row_weight, reduction, needs))
+        return result
 
     @staticmethod
-    def backward(ctx, upstream):
+    def backward(ctx, upstream, *_):
         d = ctx.kept.gradients_of(ctx.saved_tensors, upstream)
         return d.hidden, d.weight, d.bias, d.row_weight, None, None, None, None, *d.row_inputs

@@ -274,7 +274,7 @@ class UnscaledLogits(Source):
                 self.z, row_weight, loss, reduction, grad, anchor_of(self.z), *loss.row_inputs
             )
         outputs = LazyPerRowLoss.apply(self.z, loss, anchor_of(self.z), *loss.row_inputs)
-        return outputs if loss.multiple_outputs else loss.reduce(outputs[0], reduction, row_weight)
+        return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
         head = self.recipe.constant_head()

@@ -41,7 +41,9 @@ def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
 
         def function(z: Tensor):
             z = z.movedim(axis, -1) / factor
-            return evaluate(z, loss, call.reduction, call.row_weight)
+            result = evaluate(z, loss, call.reduction, call.row_weight)
+            # The extras of a reduced loss have no upstream gradient.
+            return result[: len(upstream)] if isinstance(result, tuple) else result
 
         return pulled_back(function, recipe.values(), *upstream)
 
@@ -91,11 +93,11 @@ class LazyReducedLoss(Node):
     def forward(ctx, z, row_weight, loss, reduction, grad, anchor, *row_inputs):
         ctx.set_materialize_grads(False)
         call = _start(ctx, z, loss, row_weight, reduction, grad, row_inputs, anchor)
-        value, ctx.kept = total.Kept.of(ctx, call)
-        return value
+        result, ctx.kept = total.Kept.of(ctx, call)
+        return result
 
     @staticmethod
-    def backward(ctx, upstream):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, upstream, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
         # The saved tensors are read once, because activation checkpointing unpacks them only once.
         tensors = ctx.saved_tensors
         call = ctx.kept.call.rebuild(tensors)

@@ -186,4 +186,4 @@ class RowTerm(RowFunction):
                     into[at] = 0
                 values.append(value.detach())
                 del value
-        return torch.cat(values), into, (None,)
+        return (torch.cat(values),), into, (None,)

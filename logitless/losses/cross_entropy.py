@@ -1,6 +1,7 @@
-"""Cross-entropy against class ids, over logits or over a head."""
+"""Cross-entropy against class ids, over logits or over a head, with or without scores."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ..core.loss import RowLoss, rows_in
 from ..heads.linear import HeadLogits, checked_head
 from ..heads.operators import operator
 from . import checks
+from .statistics import Scores
 
 
 @operator("cross_entropy", saved=2)
@@ -53,7 +55,8 @@ class CrossEntropy(RowLoss):
         value = backend.one_pass(x, self.reading, coefficients, factor, into)
         if value is None:
             return super().value_and_gradient(backend, x, factor, into)
-        return value if self.is_nll else backend.weighted_nll(value, self.reading), into, ()
+        value = value if self.is_nll else backend.weighted_nll(value, self.reading)
+        return (value,), into, ()
 
     def mean_and_gradient(self, backend, x, into):
         if not self.is_nll or backend.one_pass is None:
@@ -71,6 +74,28 @@ class CrossEntropy(RowLoss):
         rows = rows_in(x.shape[:-1])
         coefficients = (1 if self.is_nll else rows, contract.COEFFICIENTS)
         return [x.shape[:-1], (rows, contract.STATE), coefficients]
+
+
+@operator("cross_entropy_and_scores", saved=2)
+@dataclass(eq=False)
+class ScoredCrossEntropy(CrossEntropy):
+    """Cross-entropy whose extras are the scores of each row.
+
+    The kernel that computes loss and gradient in one pass computes no scores, and is not used.
+    """
+
+    extras: ClassVar[tuple[str, ...]] = Scores._fields
+
+    value_and_gradient = RowLoss.value_and_gradient
+    mean_and_gradient = RowLoss.mean_and_gradient
+
+    def value(self, backend, statistics):
+        (value,), saved = super().value(backend, statistics)
+        return (value, *(getattr(statistics, name) for name in self.extras)), saved
+
+    def shapes(self, x):
+        value, *saved = super().shapes(x)
+        return [value, *(value for _ in self.extras), *saved]
 
 
 @made_once
@@ -146,6 +171,58 @@ def cross_entropy(
     if inplace:
         return evaluate_in_place(logits, loss, reduction, row_weight)
     return evaluate(logits, loss, reduction, row_weight)
+
+
+@call.named()
+def cross_entropy_and_scores(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+    row_weight: Tensor | None = None,
+    inplace: bool = False,
+) -> tuple[Tensor, Scores]:
+    """Computes the cross-entropy, and the scores of each row from the same pass over the logits.
+
+    The result is (loss, scores). The loss and its gradient are those of `cross_entropy` with the
+    same options. The scores are those of `score`: log p[target], entropy, logsumexp and argmax of
+    each row, (...), at the temperature and with the softcap of the loss. Class weights, row
+    weights, label smoothing and z_loss change the loss, but not the scores. The scores of an
+    ignored row are 0, and its argmax is -1.
+
+    The scores are detached, so no gradient flows through the scores. For a loss that differentiates
+    log p or the entropy, use `score` or `row_loss`. Over a LinearLogits, a mean or sum takes three
+    GEMMs, the same as `cross_entropy`.
+
+    inplace=True has the same meaning as in `cross_entropy`. The scores are computed before the
+    gradient overwrites the logits.
+
+    >>> loss, scores = cross_entropy_and_scores(logits, target)
+    >>> loss.backward()
+    >>> accuracy = (scores.argmax == target).sum() / (target != -100).sum()
+    """
+    call.check_once(
+        checks.cross_entropy, logits, target, weight, row_weight, temperature, softcap,
+        ignore_index, reduction, label_smoothing, z_loss, mask,
+    )  # fmt: skip
+    wants = ("nll", *Scores._fields)
+    if label_smoothing:
+        wants += ("log_total",)
+    reading = call.reading_of(
+        logits, temperature, softcap, label=call.as_ids(target, ignore_index, mask),
+        class_weight=weight, ignore_index=ignore_index, wants=wants,
+    )  # fmt: skip
+    loss = ScoredCrossEntropy(reading, float(label_smoothing), float(z_loss))
+    run = evaluate_in_place if inplace else evaluate
+    value, *scores = run(logits, loss, reduction, row_weight)
+    return value, Scores(*scores)
 
 
 @call.named(cross_entropy)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,14 +10,16 @@ from torch import Tensor
 from ..contract import PRECISION, Coefficients, RowStats
 from ..core import call, operators
 from ..core.evaluate import evaluate
-from ..core.loss import RowLoss, flat_rows, rows_in
+from ..core.loss import RowLoss, flat_rows, ignored_value, rows_in
 from . import checks
 from .statistics import Read, coefficients_of, fields_of, stats_reading
+
+Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
 
 @call.named()
 def row_loss(
-    formula: Callable[..., Tensor],
+    formula: Callable[..., Result],
     logits: Tensor,
     ids: Tensor | None = None,
     *,
@@ -31,7 +33,7 @@ def row_loss(
     argmax: bool = False,
     ignore_index: int | None = -100,
     mask: Tensor | None = None,
-) -> Tensor:
+) -> Result:
     """Computes a user's loss over row statistics, as fast as the losses of logitless.
 
     The result is a scalar, or (...) for reduction="none". `formula(stats, *rows)` gets the RowStats
@@ -39,6 +41,11 @@ def row_loss(
     of each tensor in `rows`. The tensors in `rows` have shape (...) or (..., k), and may require
     gradients. The formula returns one number per row, (n,). Tensors that the formula captures get
     no gradient.
+
+    The formula may also return a tuple (loss, *more) of tensors (n,), for example for metrics. Then
+    the result of row_loss is a tuple (loss, *more). Each tensor of `more` has shape (...) and the
+    dtype that the formula returns. The tensors of `more` are detached. They are neither multiplied
+    by row_weight nor reduced. In ignored rows, they are 0, or -1 if they are integers.
 
     A call of the formula may get any number of rows. So the formula must not mix rows, for example
     by means, sums or sorting over rows. LOGITLESS_CHECK=1 compares a call for two rows with two
@@ -72,31 +79,37 @@ class Formula(RowLoss):
 
     names: ClassVar[tuple[str, str]] = ("ids", "ids")
 
-    function: Callable[..., Tensor]  # RowStats, *row_inputs -> (n,)
+    extras: ClassVar[None] = None  # the function decides
+
+    function: Callable[..., Any]  # RowStats, *row_inputs -> (n,), or a tuple of tensors (n,)
     row_inputs: tuple[Tensor, ...]
     differentiable: bool = True  # whether the value must require grad
 
     def apply(
         self, statistics: dict[str, Tensor], row_inputs, lead: torch.Size, dtype: torch.dtype
-    ) -> Tensor:
-        """Calls the function. Returns one number per row, (...), which is 0 for ignored rows."""
+    ) -> tuple[Tensor, ...]:
+        """Calls the function. Returns the loss of each row, (...), and the extras, (...).
+
+        The results of ignored rows are 0, or -1 in extras of integers.
+        """
         ignored = self.reading.ignored_rows()
         ignored = None if ignored is None else ignored.reshape(-1)
         flat = {name: flat_rows(t, lead) for name, t in statistics.items()}
         inputs = [_constant_where(ignored, flat_rows(t, lead)) for t in row_inputs]
         stats = RowStats(**flat)
         try:
-            value = self.function(stats, *inputs)
+            results = self.function(stats, *inputs)
         except (AttributeError, TypeError) as error:
             if "NoneType" in str(error):
                 raise TypeError(f"formula raised an error: {error}.{_hint(stats)}") from error
             raise
-        _check_value(value, rows_in(lead), stats)
+        value, *more = _checked(results, rows_in(lead), stats)
         if not call.under_transform() and call.thorough() and rows_in(lead) > 1:
             _check_row_by_row(self.function, flat, inputs)
         if ignored is not None:
             value = torch.where(ignored, 0.0, value)
-        return value.view(lead).to(dtype)
+            more = [t.masked_fill(ignored, ignored_value(t.dtype)) for t in more]
+        return value.view(lead).to(dtype), *(t.view(lead) for t in more)
 
     def value(self, backend, statistics):
         wants = self.reading.wants
@@ -106,13 +119,14 @@ class Formula(RowLoss):
             leaves = [t.requires_grad_(t.is_floating_point()) for t in leaves]
             inputs = [t.detach().requires_grad_(t.requires_grad) for t in self.row_inputs]
             by_name = dict(zip(wants, leaves, strict=True))
-            value = self.apply(by_name, inputs, lse.shape, lse.dtype)
+            value, *more = self.apply(by_name, inputs, lse.shape, lse.dtype)
             wanted = [t for t in (*leaves, *inputs) if t.requires_grad]
             gradients = (None,) * len(wanted)
             if self.differentiable and not value.requires_grad:
                 raise RuntimeError(
                     "formula must return numbers that have a gradient, got a tensor that does not "
-                    "require grad. For a metric, call row_loss under torch.no_grad()."
+                    "require grad. To compute metrics beside a loss, return (loss, *metrics). To "
+                    "compute only a metric, call row_loss under torch.no_grad()."
                 )
             if value.requires_grad:
                 # The value of a row depends only on this row. So the gradient of the sum of all
@@ -123,8 +137,9 @@ class Formula(RowLoss):
         d_inputs = [next(gradients) if t.requires_grad else None for t in inputs]
         d_statistics = dict(zip(wants, d_leaves, strict=True))
         rows, _, ids = coefficients_of(self.reading, statistics.state, d_statistics)
-        # The value is cloned, because the formula may return one of the user's own tensors.
-        return (value.detach().clone(),), (statistics.state, rows, ids, *d_inputs)
+        # Outputs are cloned, because the formula may return one of the user's own tensors.
+        outputs = tuple(t.detach().clone() for t in (value, *more))
+        return outputs, (statistics.state, rows, ids, *d_inputs)
 
     def coefficients(self, saved, upstream):
         _, rows, ids, *_ = saved
@@ -133,7 +148,7 @@ class Formula(RowLoss):
     def traced(self, x, call=operators.call):
         statistics = Read(self.reading).traced(x, call)
         by_name = dict(zip(self.reading.wants, statistics, strict=True))
-        return (self.apply(by_name, self.row_inputs, x.shape[:-1], PRECISION[x.dtype]),)
+        return self.apply(by_name, self.row_inputs, x.shape[:-1], PRECISION[x.dtype])
 
     def d_row_inputs(self, saved, scale):
         _, _, _, *d_inputs = saved
@@ -175,26 +190,40 @@ def _hint(stats: RowStats) -> str:
     return f" These statistics were not requested: {', '.join(hints)}." if hints else ""
 
 
-def _check_value(value, rows: int, stats: RowStats) -> None:
-    if not isinstance(value, Tensor):
-        hint = _hint(stats) if value is None else ""
-        raise TypeError(f"formula must return a Tensor, got {type(value).__name__}.{hint}")
-    if value.is_complex():
-        raise TypeError(f"formula must return real numbers, got {value.dtype}.")
-    if value.shape != (rows,):
+def _checked(results: Any, rows: int, stats: RowStats) -> tuple[Tensor, ...]:
+    """Checks what a formula returned: the loss, or a tuple of loss and extras. Returns a tuple."""
+    several = isinstance(results, tuple)
+    if several and len(results) < 2:
         raise ValueError(
-            f"formula must return one number per row, shape ({rows},), got {tuple(value.shape)}."
+            "formula must return a Tensor, or a tuple (loss, *more) of at least two Tensors, got a "
+            f"tuple of {len(results)}."
         )
+    for i, t in enumerate(results if several else (results,)):
+        where = f" as result {i} of the tuple" if several else ""
+        if not isinstance(t, Tensor):
+            hint = _hint(stats) if t is None else ""
+            raise TypeError(f"formula must return a Tensor{where}, got {type(t).__name__}.{hint}")
+        if t.is_complex():
+            raise TypeError(f"formula must return real numbers{where}, got {t.dtype}.")
+        if t.shape != (rows,):
+            raise ValueError(
+                f"formula must return one number per row{where}, shape ({rows},), "
+                f"got {tuple(t.shape)}."
+            )
+    return results if several else (results,)
 
 
 def _check_row_by_row(function: Callable, statistics: dict[str, Tensor], rows: list) -> None:
     """Raises if one call of the formula for two rows differs from two calls for one row each."""
+
+    def call_for(at: slice) -> Tensor:
+        stats = RowStats(**{name: t[at] for name, t in statistics.items()})
+        results = function(stats, *(t[at] for t in rows))
+        results = results if isinstance(results, tuple) else (results,)
+        return torch.stack([t.double() for t in results], -1).squeeze(-1)
+
     with torch.no_grad():
-        first, second, both = (
-            function(RowStats(**{name: t[at] for name, t in statistics.items()}),
-                     *(t[at] for t in rows))
-            for at in (slice(0, 1), slice(1, 2), slice(0, 2))
-        )  # fmt: skip
+        first, second, both = map(call_for, (slice(0, 1), slice(1, 2), slice(0, 2)))
     apart = torch.cat([first, second])
     if not torch.allclose(both, apart, rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ValueError(

@@ -112,6 +112,7 @@ READERS = {
     "token_logprobs": lambda x, t, **_: ll.token_logprobs(x, t),
     "score": lambda x, t, **_: ll.score(x, t).logprob,
     "cross_entropy": lambda x, t, **how: ll.cross_entropy(x, t, label_smoothing=0.1, **how),
+    "cross_entropy_and_scores": lambda x, t, **how: ll.cross_entropy_and_scores(x, t, **how)[0],
 }
 
 
@@ -130,7 +131,10 @@ def test_bug_19_logits_are_not_overwritten(name, impl, device):
     assert leaf._version == 0
 
 
-DIFFERENTIABLE = ("cross_entropy", "kl_div", "jsd", "topk_distill", "row_loss", "score")
+DIFFERENTIABLE = (
+    "cross_entropy", "cross_entropy_and_scores", "kl_div", "jsd", "topk_distill", "row_loss",
+    "row_loss, more", "score",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("source", ["tensor", "head"])

@@ -62,6 +62,9 @@ CALLS = {
         x, ids[..., 0], label_smoothing=0.1, weight=torch.rand(V).to(x), ignore_index=3
     ),
     "score": lambda x, ids: sum(ll.score(x, ids[..., 0], temperature=0.7, softcap=5.0)[:3]),
+    "cross_entropy_and_scores": lambda x, ids: ll.cross_entropy_and_scores(
+        x, ids[..., 0], label_smoothing=0.1, temperature=0.7
+    )[0],
     "K ids": lambda x, ids: ll.token_logprobs(x, ids, temperature=2.0),
     "K ids in int32, transposed": lambda x, ids: ll.token_logprobs(x, ids.int().mT.contiguous().mT),
     "row temperature": lambda x, ids: sum(
@@ -111,12 +114,19 @@ def test_opcheck_of_strided_half_logits(view, impl, device):
 
 # --- torch.compile(fullgraph=True): every public function, every option
 
+
+def loss_and_scores(x, t):
+    loss, scores = ll.cross_entropy_and_scores(x, t, z_loss=0.01)
+    return torch.stack((loss, scores.logprob.sum(), scores.entropy.sum(), scores.argmax.sum()))
+
+
 READS = {
     "logsumexp": lambda x, t: ll.logsumexp(x),
     "entropy": lambda x, t: ll.entropy(x, temperature=0.7),
     "token_logprobs": lambda x, t: ll.token_logprobs(x, t.clamp(min=0), softcap=4.0),
     "token_logprobs of K": lambda x, t: ll.token_logprobs(x, torch.stack((t, t + 1), -1).abs() % V),
     "score": lambda x, t: torch.stack(tuple(ll.score(x, t))[:3]),  # PyTorch 2.9 slices no other
+    "cross_entropy_and_scores": lambda x, t: loss_and_scores(x, t),
     "row_stats": lambda x, t: sum(
         ll.row_stats(x, t.clamp(min=0), entropy=True, total=True, argmax=True)
     ),

@@ -16,7 +16,7 @@ from tests.support.sizes import DEVICE
 from .arguments import OUT_OF_RANGE
 from .case import Case
 from .functions import BAD_LOGITS, FUNCTIONS, UNKNOWN
-from .sources import SHARDS, SOURCES, TENSORS, Given, Shards, given
+from .sources import SHARDS, SOURCES, TENSORS, Given, Shards, given, named
 
 # An error is measured against the largest number of a result, or against 1 (an upstream gradient is
 # about 1). Ours may be twice PyTorch's own, in fp32 for 16 bits, and a few roundings more. In fp64,
@@ -121,17 +121,6 @@ def wants_gradients(how: dict[str, Any]) -> dict[str, Tensor]:
     rows = how.get("rows", ())
     flat |= {f"rows[{i}]": t for i, t in enumerate(rows) if isinstance(t, Tensor)}
     return {name: t for name, t in flat.items() if t.requires_grad}
-
-
-def named(found: Any) -> dict[str, Tensor]:
-    """Results by name: of a tensor, a named tuple, a mapping or SparseTargets."""
-    if isinstance(found, Tensor):
-        return {"result": found}
-    if hasattr(found, "_asdict"):
-        found = found._asdict()
-    elif not isinstance(found, dict):
-        found = vars(found)
-    return {name: t for name, t in found.items() if t is not None}
 
 
 def differentiated(case: Case, results: dict, leaves: dict) -> dict[str, Tensor]:
@@ -256,7 +245,7 @@ def by_definition(case: Case, dtype: torch.dtype) -> tuple[Outcome, float, Tenso
     size, lost = 1.0, torch.zeros(case.lead, device=DEVICE).bool()
     endless = lost
     if "reduction" in FUNCTIONS[case.function].arguments:
-        rows = means(x, **{**how, "reduction": "none"}).detach().abs()
+        rows = named(means(x, **{**how, "reduction": "none"}))["result"].detach().abs()
         lost, endless = rows.isnan(), rows.isinf()
         total = rows[rows.isfinite()].sum().item()
         if how.get("reduction") != "none":

@@ -78,13 +78,27 @@ def score(x, target, *, ignore_index=-100, **how):
     return {name: found[name] for name in ll.Scores._fields}
 
 
+def cross_entropy_and_scores(x, target, *, ignore_index=-100, mask=None, **how):
+    loss = cross_entropy(x, target, ignore_index=ignore_index, mask=mask, **how)
+    read = {name: how[name] for name in ("temperature", "softcap") if name in how}
+    scores = score(x.detach(), target, ignore_index=ignore_index, mask=mask, **read)
+    return loss, ll.Scores(**scores)
+
+
 def row_loss(x, formula, *, ids=None, rows=(), reduction="mean", row_weight=None, **how):
     found, lead = stats(x, ids, **how), x.shape[:-1]
     ignored = ignored_rows(x, ids, how.get("ignore_index", -100), how.get("mask"))
     flat = {name: t.reshape(lead.numel(), *t.shape[len(lead) :]) for name, t in found.items()}
     beside = [t.reshape(lead.numel(), *t.shape[len(lead) :]).to(x.dtype) for t in rows]
-    value = formula(ll.RowStats(**flat), *beside).view(lead)
-    return oracle.over_rows(value, ~ignored, row_weight, reduction)
+    value = formula(ll.RowStats(**flat), *beside)
+    value, *more = value if isinstance(value, tuple) else (value,)
+    loss = oracle.over_rows(value.view(lead), ~ignored, row_weight, reduction)
+    more = [without(ignored, t.detach().view(lead), _blank(t)) for t in more]
+    return (loss, *more) if more else loss
+
+
+def _blank(t: Tensor) -> int:
+    return 0 if t.is_floating_point() or t.dtype == torch.bool else -1
 
 
 def all_statistics(stats, *rows):
@@ -101,6 +115,16 @@ def all_statistics(stats, *rows):
         t = t.to(value.dtype)
         value = value * t if t.dim() == 1 else value + t.sum(-1)
     return value
+
+
+def with_more(stats, *rows):
+    """The same beside results without a gradient."""
+    more = [stats.lse, stats.lse > 1]
+    if stats.entropy is not None:
+        more.append(stats.entropy)
+    if stats.argmax is not None:
+        more.append(stats.argmax)
+    return all_statistics(stats, *rows), *more
 
 
 def tensor_of(teacher):
@@ -233,7 +257,9 @@ STATS = READ | {
     "ignore_index": args.IGNORE_INDEX,
 }  # fmt: skip
 ROW_LOSS = STATS | REDUCED | {
-    "formula": Argument({"all": lambda m: all_statistics}, needed=True),
+    "formula": Argument(
+        {"all": lambda m: all_statistics, "with more": lambda m: with_more}, needed=True
+    ),
     "rows": args.BESIDE_ROWS,
 }  # fmt: skip
 SCORE = READ | {"target": args.TARGET, "ignore_index": args.IGNORE_INDEX}
@@ -276,6 +302,9 @@ FUNCTIONS: dict[str, Function] = {
     "row_loss": Function(call_row_loss, row_loss, ROW_LOSS | MASK),
     "score": Function(ll.score, score, SCORE | MASK),
     "cross_entropy": Function(ll.cross_entropy, cross_entropy, CROSS_ENTROPY | MASK),
+    "cross_entropy_and_scores": Function(
+        ll.cross_entropy_and_scores, cross_entropy_and_scores, CROSS_ENTROPY | MASK
+    ),
     "linear_cross_entropy": Function(call_linear, cross_entropy, CROSS_ENTROPY | MASK),
     "kl_div": Function(ll.kl_div, kl_div, KL_DIV),
     "jsd": Function(ll.jsd, jsd, JSD),

@@ -151,14 +151,23 @@ class Shards:
             own = how if ranks.index == 0 else {name: _copied_leaves(t) for name, t in how.items()}
             return function(ll.VocabShard(parts[ranks.index], ranks), **own)
 
-        found = on_ranks(len(parts), work)
-        if isinstance(found[0], Tensor):
-            return _Joined.apply(*found)
-        fields = found[0]._asdict() if hasattr(found[0], "_asdict") else vars(found[0])
-        return {
-            name: None if t is None else _Joined.apply(*(getattr(one, name) for one in found))
-            for name, t in fields.items()
-        }
+        found = [named(one) for one in on_ranks(len(parts), work)]
+        return {name: _Joined.apply(*(one[name] for one in found)) for name in found[0]}
+
+
+def named(found: Any) -> dict[str, Tensor]:
+    """Results by name: of a tensor, a named tuple, a mapping, SparseTargets, or (loss, *more)."""
+    if isinstance(found, Tensor):
+        return {"result": found}
+    if hasattr(found, "_asdict"):
+        found = found._asdict()
+    elif isinstance(found, tuple):
+        loss, *more = found
+        scores = named(more[0]) if hasattr(more[0], "_asdict") else None
+        found = {"result": loss} | (scores or {f"more[{i}]": t for i, t in enumerate(more)})
+    elif not isinstance(found, dict):
+        found = vars(found)
+    return {name: t for name, t in found.items() if t is not None}
 
 
 def _copied_leaves(t: Any) -> Any:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 
 import logitless as ll
 from logitless.contract import COEFFICIENTS, G_LABEL, LOG_S, A, Coefficients, Reading
@@ -66,9 +67,15 @@ class Stacked(Source):
         for part in self.parts:
             rows, start = slice(start, start + len(part)), start + len(part)
             results.append(evaluate(part, loss.rows(rows, self.shape[:-1])))
-        if loss.multiple_outputs:
-            return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
-        return loss.reduce(torch.cat(results), reduction, row_weight)
+        if isinstance(results[0], Tensor):
+            return loss.reduce(torch.cat(results), reduction, row_weight)
+        outputs = tuple(torch.cat(parts) for parts in zip(*results, strict=True))
+        return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
+
+
+def scores_of(found):
+    loss, scores = found
+    return loss, *scores
 
 
 @pytest.fixture
@@ -129,6 +136,7 @@ def test_a_source(logits, target, impl):
         lambda x: ll.cross_entropy(x, target, weight=weight),
         lambda x: ll.cross_entropy(x, target, reduction="none").sum(),
         lambda x: ll.score(x, target).entropy.sum(),
+        lambda x: sum(t.sum() for t in scores_of(ll.cross_entropy_and_scores(x, target))),
         lambda x: ll.kl_div(x, teacher, direction="forward", mask=target != -100),
         lambda x: ll.topk_distill(x, targets, divergence="forward_kl", support="tail"),
         lambda x: focal_loss(x, target, 2.0, ignore_index=-100),

@@ -40,6 +40,12 @@ def sparse(t):
     return ll.SparseTargets(ids, torch.full(ids.shape, -1.2, device=t.device))
 
 
+def scored(x, t, **how):
+    """The loss plus a function of all scores, which has no gradient."""
+    loss, scores = ll.cross_entropy_and_scores(x, t, label_smoothing=0.1, **how)
+    return loss + sum(t.sum() for t in (scores.logprob, scores.entropy, scores.lse, scores.argmax))
+
+
 LOSSES = {
     "mean": lambda h, w, b, r, t: ll.cross_entropy(head(h, w, b), t),
     "no bias": lambda h, w, b, r, t: ll.cross_entropy(head(h, w, None), t) + b.sum() + r.sum(),
@@ -57,6 +63,8 @@ LOSSES = {
     "score": lambda h, w, b, r, t: (
         ll.score(head(h, w, b), t).logprob * r - ll.score(head(h, w, b), t).entropy
     ),
+    "mean and scores": lambda h, w, b, r, t: scored(head(h, w, b), t, row_weight=r),
+    "none and scores": lambda h, w, b, r, t: scored(head(h, w, b), t, reduction="none") * r,
     "K ids": lambda h, w, b, r, t: ll.token_logprobs(head(h, w, b), sparse(t).ids) * r[..., None],
     "row_loss": lambda h, w, b, r, t: ll.row_loss(
         lambda s, r: -s.logprob * r, head(h, w, b), t, rows=(r,), ignore_index=-100
@@ -115,7 +123,16 @@ def assert_compiled_is_plain(name, device):
 
 
 @pytest.mark.parametrize(
-    "name", ["mean, weighted", "none", "score", "a teacher's head", "column-major"]
+    "name",
+    [
+        "mean, weighted",
+        "none",
+        "score",
+        "mean and scores",
+        "none and scores",
+        "a teacher's head",
+        "column-major",
+    ],
 )
 def test_opcheck(name, device, monkeypatch):
     """Schema, fakes, autograd registration and AOT dispatch with dynamic shapes."""

@@ -20,6 +20,7 @@ def grpo(stats, old):
 # Each function of logits, a target and a mask; the results per row come first.
 LOSSES = {
     "cross_entropy": lambda x, t, **how: ll.cross_entropy(x, t, label_smoothing=0.1, **how),
+    "cross_entropy_and_scores": lambda x, t, **how: ll.cross_entropy_and_scores(x, t, **how)[0],
     "row_loss": lambda x, t, **how: ll.row_loss(
         grpo, x, t, rows=(torch.ones(N).to(x.device),), **how
     ),
@@ -95,7 +96,10 @@ def test_a_mean_divides_by_the_rows_that_count(name, head, impl, device):
     torch.testing.assert_close(d_got, d_want)
 
 
-LABELLED = ["cross_entropy", "row_loss", "topk_distill with labels", "token_logprobs", "score"]
+LABELLED = [
+    "cross_entropy", "cross_entropy_and_scores", "row_loss", "topk_distill with labels",
+    "token_logprobs", "score",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*LABELLED, "token_logprobs of K ids", "row_stats"])
@@ -137,7 +141,9 @@ def test_a_row_weight_multiplies_and_never_divides():
 
 def test_bad_masks_are_refused():
     x, target, mask = make("cpu")
-    for function in (ll.cross_entropy, ll.score, ll.token_logprobs, ll.row_stats):
+    for function in (
+        ll.cross_entropy, ll.cross_entropy_and_scores, ll.score, ll.token_logprobs, ll.row_stats
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=r"mask must have shape"):
             function(x, target, mask=mask[:3])
         with pytest.raises(TypeError, match="mask must"):

@@ -192,3 +192,171 @@ def test_what_is_no_tensor_beside_rows_is_refused_on_every_source(rows, device):
     for logits in (h @ w.T, ll.LinearLogits(h, w)):
         with pytest.raises(TypeError, match=r"rows\[0\] must be a Tensor"):
             ll.row_loss(lambda s, r: s.lse, logits, rows=rows)
+
+
+# --- formulas that return (loss, *more)
+
+
+def with_more(stats, old):
+    ratio = (stats.logprob - old).exp()
+    return -ratio - 0.1 * stats.entropy, ratio, ratio > 1.5, stats.argmax, stats.entropy
+
+
+def more_sources(h, w):
+    head = torch.nn.Linear(D, V, bias=False, device=w.device)
+    del head.weight  # a Parameter would be a leaf of its own
+    head.weight = w
+    return {
+        "tensor": h @ w.T,
+        "head": ll.LinearLogits(h, w),
+        "head of three chunks": ll.LinearLogits(h, w, workspace=3 * V * h.itemsize),
+        "head, nothing dropped": ll.LinearLogits(h, w, drop_ignored=False),
+        "shard": ll.VocabShard(h @ w.T),
+        "shard of a head": ll.VocabShard(ll.LinearLogits(h, w)),
+        "lazy": ll.fuse(torch.nn.Sequential(head), head="0")(h),
+    }
+
+
+def more_inputs(device, dtype=torch.float64):
+    h = torch.randn(N, D, dtype=dtype, device=device, requires_grad=True)
+    w = torch.randn(V, D, dtype=dtype, device=device, requires_grad=True)
+    old = torch.randn(N, dtype=dtype, device=device, requires_grad=True)
+    ids = torch.randint(0, V, (N,), device=device)
+    ids[2] = -100
+    return h, w, old, ids
+
+
+READ = {"entropy": True, "argmax": True}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_more_results(reduction, device):
+    """The loss is as without more. The others are as from row_stats, without weight or gradient."""
+    h, w, old, ids = more_inputs(device)
+    weight = torch.linspace(-1, 2, N, dtype=torch.float64, device=device)
+    upstream = torch.randn(N if reduction == "none" else (), dtype=torch.float64, device=device)
+    how = {"rows": (old,), "reduction": reduction, "row_weight": weight, **READ}
+    stats = ll.row_stats((h @ w.T).detach(), ids, **READ)
+    ratio = torch.where(ids < 0, 0.0, (stats.logprob - old.detach()).exp())
+    want = ll.row_loss(lambda *args: with_more(*args)[0], h @ w.T, ids, **how)
+    d_want = torch.autograd.grad(want, (h, w, old), upstream)
+    for name, x in more_sources(h, w).items():
+        loss, *more = ll.row_loss(with_more, x, ids, **how)
+        torch.testing.assert_close(loss, want, msg=name)
+        found = torch.autograd.grad(loss, (h, w, old), upstream)
+        torch.testing.assert_close(found, d_want, msg=name)
+        torch.testing.assert_close(more, [ratio, ratio > 1.5, stats.argmax, stats.entropy])
+        assert not any(t.requires_grad for t in more)
+        assert more[2][2] == -1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_more_results_of_ignored_rows_alone(reduction, device):
+    h, w, old, ids = more_inputs(device)
+    ids = torch.full_like(ids, -100)
+    for name, x in more_sources(h, w).items():
+        loss, ratio, high, argmax, entropy = ll.row_loss(
+            with_more, x, ids, rows=(old,), reduction=reduction, **READ
+        )
+        assert (loss == 0).all(), name
+        assert [t.dtype for t in (high, argmax)] == [torch.bool, torch.int64]
+        assert (argmax == -1).all()
+        for t in (ratio, high, entropy):
+            assert t.shape == (N,)
+            assert not t.any()
+
+
+def test_more_results_of_no_rows(device):
+    h, w, old, ids = more_inputs(device)
+    for x in more_sources(h[:0], w).values():
+        loss, *more = ll.row_loss(with_more, x, ids[:0], rows=(old[:0],), **READ)
+        assert loss == 0
+        assert [t.shape for t in more] == [(0,)] * 4
+
+
+def test_more_results_in_more_dimensions(impl, device):
+    h, w, old, ids = more_inputs(device, torch.float32)
+    flat = ll.row_loss(with_more, h[:6] @ w.T, ids[:6], rows=(old[:6],), **READ)
+    for x in ((h[:6] @ w.T).view(2, 3, V), ll.LinearLogits(h[:6].view(2, 3, D), w)):
+        found = ll.row_loss(with_more, x, ids[:6].view(2, 3), rows=(old[:6].view(2, 3),), **READ)
+        assert [t.shape for t in found[1:]] == [(2, 3)] * 4
+        torch.testing.assert_close([found[0], *(t.view(-1) for t in found[1:])], list(flat))
+
+
+@pytest.mark.parametrize("head", [False, True])
+def test_more_results_compiled(head, device):
+    h, w, old, ids = more_inputs(device, torch.float32)
+
+    def call(h, w, old):
+        x = ll.LinearLogits(h, w) if head else h @ w.T
+        return ll.row_loss(with_more, x, ids, rows=(old,), **READ)
+
+    torch._dynamo.reset()
+    got = torch.compile(call, fullgraph=True, backend="aot_eager")(h, w, old)
+    want = call(h, w, old)
+    torch.testing.assert_close(list(got), list(want), rtol=1e-5, atol=1e-6)
+    assert [t.requires_grad for t in got] == [True] + [False] * 4
+    found, d_want = (torch.autograd.grad(out[0], (h, w, old)) for out in (got, want))
+    torch.testing.assert_close(found, d_want, rtol=1e-5, atol=1e-6)
+
+
+def test_more_results_are_not_the_users_tensors(impl, device):
+    x, r = torch.randn(4, V, device=device), torch.ones(4, device=device)
+    for logits in (x, ll.LinearLogits(torch.eye(4, device=device), x.T.contiguous())):
+        _, same, again = ll.row_loss(lambda s, r: (s.lse, r, r), logits, rows=(r,))
+        same.mul_(5)
+        assert torch.equal(r, torch.ones_like(r))
+        assert torch.equal(again, r)
+
+
+def test_more_results_without_a_gradient(device):
+    h, w, old, ids = more_inputs(device)
+    with torch.no_grad(), ll.lazy_logits():
+        for x in more_sources(h, w).values():
+            found = ll.row_loss(with_more, x, ids, rows=(old,), **READ)
+            assert len(found) == 5
+            assert not any(t.requires_grad for t in found)
+
+
+@pytest.mark.parametrize(
+    ("formula", "error", "rule"),
+    [
+        (
+            lambda s: (s.lse, s.lse.sum()),
+            ValueError,
+            r"result 1 of the tuple, shape \(4,\), got \(",
+        ),
+        (lambda s: (s.lse, s.lse[:2]), ValueError, r"one number per row .* got \(2,\)"),
+        (lambda s: (s.lse, s.lse[:, None]), ValueError, r"one number per row .* got \(4, 1\)"),
+        (lambda s: (s.lse, 1.0), TypeError, "a Tensor as result 1 of the tuple, got float"),
+        (lambda s: (s.lse, s.entropy), TypeError, r"result 1 .* \(pass entropy=True to row_loss\)"),
+        (lambda s: (s.lse, s.lse * 1j), TypeError, "real numbers as result 1 of the tuple"),
+        (lambda s: (s.lse,), ValueError, r"\(loss, \*more\) of at least two .* got a tuple of 1"),
+        (lambda s: [s.lse, s.lse], TypeError, "must return a Tensor, got list"),
+    ],
+)
+def test_wrong_more_is_refused(formula, error, rule, device):
+    h, w = torch.randn(4, D, device=device, requires_grad=True), torch.randn(V, D, device=device)
+    for x in (h @ w.T, ll.LinearLogits(h, w)):
+        with pytest.raises(error, match=rule):
+            ll.row_loss(formula, x)
+
+
+def test_a_gradient_flows_through_the_loss_alone(device):
+    """A metric in the place of the loss is refused, and a metric has no backward."""
+    h, w, old, ids = more_inputs(device)
+    for x in more_sources(h, w).values():
+        with pytest.raises(RuntimeError, match=r"return \(loss, \*metrics\)"):
+            ll.row_loss(lambda s: (s.logprob.detach(), -s.logprob), x, ids)
+    for x in more_sources(h, w).values():
+        _, ratio, *_ = ll.row_loss(with_more, x, ids, rows=(old,), **READ)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            ratio.sum().backward()
+
+
+def test_more_that_mixes_rows_is_caught_on_request(device, monkeypatch):
+    x = torch.randn(4, V, device=device)
+    monkeypatch.setenv("LOGITLESS_CHECK", "1")
+    ll.row_loss(lambda s: (s.lse, s.lse > 1), x)
+    with pytest.raises(ValueError, match="formula must not mix rows"):
+        ll.row_loss(lambda s: (s.lse, s.lse - s.lse.mean()), x)

@@ -14,8 +14,8 @@ WIDTHS = [(20, 17), (9, 0, 28), (0, 5, 31, 1)]
 
 BY_KERNELS = (  # between them, every kernel that a shard launches; the interpreter takes its time
     "row_stats", "cross_entropy, every option", "cross_entropy, in place", "kl_div, reverse", "jsd",
-    "soft_cross_entropy", "topk_distill", "topk_distill, with labels", "topk_distill, tvd",
-    "capture_topk",
+    "cross_entropy_and_scores, in place", "soft_cross_entropy", "topk_distill",
+    "topk_distill, with labels", "topk_distill, tvd", "capture_topk",
 )  # fmt: skip
 WAYS = [(name, how) for name in CALLS for how in ("eager fp64", "eager fp32")]
 
@@ -41,6 +41,7 @@ SENT = {
     "cross_entropy": [3],
     "cross_entropy, every option": [9],
     "score": [5],
+    "cross_entropy_and_scores": [5],
     "row_stats": [9 + K],
     "kl_div": [5],
     "jsd": [5, 2],

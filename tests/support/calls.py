@@ -31,12 +31,20 @@ def formula(stats, old):
     return -(stats.logprob - old).exp() + 0.1 * stats.entropy
 
 
+def with_more(stats, old):
+    return formula(stats, old), stats.logprob - old, stats.argmax, stats.entropy > 1
+
+
 def calls_of(ll) -> dict[str, Callable]:
     """Calls of the functions of `ll`, which is this library or a namespace with the same names."""
 
     def distill(divergence, support, **how):
         how |= {"divergence": divergence, "support": support}
         return lambda x: (ll.topk_distill(x, SPARSE, **how),)
+
+    def scored(found):
+        loss, scores = found
+        return loss, *scores
 
     return {
         "logsumexp": lambda x: (ll.logsumexp(x),),
@@ -49,6 +57,9 @@ def calls_of(ll) -> dict[str, Callable]:
         ),
         "row_loss": lambda x: (
             ll.row_loss(formula, x, IDS[:, 1], rows=(ROWS,), entropy=True, row_weight=ROWS),
+        ),
+        "row_loss, more": lambda x: ll.row_loss(
+            with_more, x, TARGET, rows=(ROWS,), entropy=True, argmax=True, ignore_index=-100
         ),
         "cross_entropy": lambda x: (ll.cross_entropy(x, TARGET),),
         "cross_entropy, none": lambda x: (ll.cross_entropy(x, TARGET, reduction="none"),),
@@ -66,6 +77,18 @@ def calls_of(ll) -> dict[str, Callable]:
                 x, TARGET, label_smoothing=0.1, z_loss=0.01, softcap=4.0, temperature=2.0,
                 inplace=True,
             ),
+        ),
+        "cross_entropy_and_scores": lambda x: scored(
+            ll.cross_entropy_and_scores(x, TARGET, temperature=ROWS)
+        ),
+        "cross_entropy_and_scores, every option": lambda x: scored(
+            ll.cross_entropy_and_scores(
+                x, TARGET, weight=CLASSES, label_smoothing=0.1, z_loss=0.01, softcap=4.0,
+                temperature=2.0, row_weight=ROWS, reduction="none",
+            )
+        ),
+        "cross_entropy_and_scores, in place": lambda x: scored(
+            ll.cross_entropy_and_scores(x, TARGET, label_smoothing=0.1, inplace=True)
         ),
         "kl_div": lambda x: (ll.kl_div(x, TEACHER, direction="forward", mask=MASK),),
         "kl_div, reverse": lambda x: (

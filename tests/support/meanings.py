@@ -16,6 +16,10 @@ def cross_entropy(x, target, *, inplace=False, **how):
     return oracle.cross_entropy(x, target, **how)
 
 
+def cross_entropy_and_scores(x, target, *, inplace=False, **how):
+    return functions.cross_entropy_and_scores(x, target, **how)
+
+
 def row_loss(formula, x, ids, **how):
     return functions.row_loss(x, formula, ids=ids, **how)
 
@@ -37,6 +41,7 @@ MEANINGS = calls_of(
         soft_cross_entropy=oracle.soft_cross_entropy, topk_distill=squared_in(oracle.topk_distill),
         kl_div=squared_in(functions.kl_div), jsd=squared_in(functions.jsd),
         cross_entropy=cross_entropy, row_loss=row_loss,
+        cross_entropy_and_scores=cross_entropy_and_scores,
         score=lambda x, target, **how: ll.Scores(**functions.score(x, target, **how)),
         row_stats=lambda x, ids, **how: ll.RowStats(**functions.stats(x, ids, **how)),
         capture_topk=lambda x, k: SimpleNamespace(**functions.topk(x.detach(), k)),

@@ -21,7 +21,10 @@ from tests.support.rank_processes import (
     mesh_of,
 )
 
-SHORT = ("cross_entropy", "cross_entropy, every option", "score", "kl_div", "topk_distill", "jsd")
+SHORT = (
+    "cross_entropy", "cross_entropy, every option", "cross_entropy_and_scores", "score", "kl_div",
+    "topk_distill", "jsd",
+)  # fmt: skip
 
 
 def logits(name: str, ranks: int, dtype: torch.dtype) -> float:

@@ -1,0 +1,353 @@
+"""cross_entropy_and_scores: the loss of cross_entropy and the scores of score, from one pass.
+
+Values and gradients against fp64, over every source and rank: tests/differential, tests/parallel.
+"""
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.core import evaluate
+from logitless.heads import plan, products
+from logitless.heads.plan import Cut
+from tests.support.laws import ROUNDING, error
+
+N, D, V = 6, 5, 37
+READ = ("temperature", "softcap", "ignore_index", "mask")
+
+
+def fused(h, w):
+    head = torch.nn.Linear(D, V, bias=False, device=w.device)
+    del head.weight  # a Parameter would be a leaf of its own
+    head.weight = w
+    return ll.fuse(torch.nn.Sequential(head), head="0")(h)
+
+
+SOURCES = {
+    "tensor": lambda h, w: h @ w.T,
+    "head": lambda h, w: ll.LinearLogits(h, w),
+    "head of two chunks": lambda h, w: ll.LinearLogits(h, w, workspace=3 * V * h.itemsize),
+    "head, nothing dropped": lambda h, w: ll.LinearLogits(h, w, drop_ignored=False),
+    "shard": lambda h, w: ll.VocabShard(h @ w.T),
+    "shard of a head": lambda h, w: ll.VocabShard(ll.LinearLogits(h, w)),
+    "lazy": fused,
+    "lazy, scaled": lambda h, w: fused(h, w) * 0.5,
+}
+OPTIONS = {
+    "mean": lambda t: {},
+    "sum": lambda t: {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0},
+    "weights": lambda t: {
+        "weight": torch.linspace(0.1, 2, V, device=t.device),
+        "row_weight": torch.linspace(-1, 2, N, device=t.device, requires_grad=True),
+    },
+    "none": lambda t: {
+        "reduction": "none",
+        "temperature": torch.linspace(0.5, 2, N, device=t.device),
+        "row_weight": torch.linspace(-1, 2, N, device=t.device),
+    },
+    "mask": lambda t: {"mask": torch.arange(N, device=t.device) > 2, "ignore_index": 5},
+}
+
+
+def make(device, dtype=torch.float32):
+    h = torch.randn(N, D, device=device, dtype=dtype, requires_grad=True)
+    w = torch.randn(V, D, device=device, dtype=dtype, requires_grad=True)
+    target = torch.randint(0, V, (N,), device=device)
+    target[1] = -100
+    return h, w, target
+
+
+def gradients(loss, *leaves):
+    """Gradients for a random upstream gradient."""
+    g = torch.Generator().manual_seed(1)
+    upstream = torch.randn(loss.shape, generator=g, dtype=torch.float64).to(loss)
+    return torch.autograd.grad(loss, leaves, upstream)
+
+
+def assert_same_scores(got: ll.Scores, want: ll.Scores):
+    """Bit for bit, and without a gradient."""
+    for name in ll.Scores._fields:
+        a, b = getattr(got, name), getattr(want, name)
+        assert not a.requires_grad
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b.detach()), name
+
+
+CASES = [(source, options, "eager") for source in SOURCES for options in OPTIONS]
+CASES += [("tensor", options, "triton") for options in OPTIONS]
+CASES += [  # the interpreter takes its time
+    ("head of two chunks", "sum", "triton"),
+    ("shard", "none", "triton"),
+    ("lazy, scaled", "weights", "triton"),
+]
+
+
+@pytest.mark.parametrize(("source", "options", "by"), CASES)
+def test_as_both_functions(source, options, by, device):
+    with ll.impl(by):
+        assert_as_both(source, options, device)
+
+
+def assert_as_both(source, options, device):
+    h, w, target = make(device)
+    how = OPTIONS[options](target)
+    if "ignore_index" in how:
+        target = target.clamp(min=0)
+    loss, scores = ll.cross_entropy_and_scores(SOURCES[source](h, w), target, **how)
+    want = ll.cross_entropy(SOURCES[source](h, w), target, **how)
+    read = {name: value for name, value in how.items() if name in READ}
+    assert isinstance(scores, ll.Scores)
+    assert_same_scores(scores, ll.score(SOURCES[source](h, w), target, **read))
+    assert loss.dtype == want.dtype
+    assert loss.shape == want.shape
+    assert error(loss.detach(), want.detach()) < ROUNDING
+    leaves = [h, w, *(t for t in how.values() if isinstance(t, torch.Tensor) and t.requires_grad)]
+    for a, b in zip(gradients(loss, *leaves), gradients(want, *leaves), strict=True):
+        assert error(a, b) < ROUNDING
+
+
+def test_the_loss_is_that_of_the_scores(impl, device):
+    """Both come from the same statistics, so that they have the same bits."""
+    h, w, target = make(device)
+    for source in ("tensor", "head", "head of two chunks", "lazy"):
+        x = SOURCES[source](h, w)
+        loss, scores = ll.cross_entropy_and_scores(x, target, reduction="none")
+        assert torch.equal(loss, -scores.logprob)
+
+
+@pytest.mark.parametrize("cut", [Cut(N, 8), Cut(3, 16)], ids=str)
+def test_a_head_in_blocks_of_columns(cut, device):
+    h, w, target = make(device)
+    with plan.override(lambda work: cut):
+        loss, scores = ll.cross_entropy_and_scores(ll.LinearLogits(h, w), target)
+        found = gradients(loss, h, w)
+        assert_same_scores(scores, ll.score(ll.LinearLogits(h, w), target))
+    want = ll.cross_entropy(h @ w.T, target)
+    assert error(loss.detach(), want.detach()) < ROUNDING
+    for a, b in zip(found, gradients(want, h, w), strict=True):
+        assert error(a, b) < ROUNDING
+
+
+@pytest.fixture
+def gemms(monkeypatch):
+    """A list with one entry per GEMM of a head."""
+    seen, plain = [], products.plain_gemm
+
+    def record(a, b, out, add):
+        seen.append(out.shape)
+        return plain(a, b, out, add)
+
+    monkeypatch.setattr(products, "plain_gemm", record)
+    return seen
+
+
+@pytest.mark.parametrize("source", ["head", "shard of a head", "lazy"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_mean_over_a_head_takes_three_gemms(source, reduction, gemms, device):
+    h, w, target = make(device)
+    how = {"reduction": reduction}
+    loss, _ = ll.cross_entropy_and_scores(SOURCES[source](h, w), target, **how)
+    loss.backward()
+    assert len(gemms) == 3
+    with torch.no_grad(), ll.lazy_logits():
+        ll.cross_entropy_and_scores(SOURCES[source](h, w), target, **how)
+    assert len(gemms) == 4
+
+
+def test_results_per_row_over_a_head_take_four_gemms(gemms, device):
+    h, w, target = make(device)
+    loss, _ = ll.cross_entropy_and_scores(ll.LinearLogits(h, w), target, reduction="none")
+    loss.sum().backward()
+    assert len(gemms) == 4
+
+
+def test_a_small_head_is_materialised(gemms, device, monkeypatch):
+    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, 1 << 20))
+    h, w, target = make(device)
+    loss, scores = ll.cross_entropy_and_scores(ll.LinearLogits(h, w), target)
+    want, want_scores = ll.cross_entropy_and_scores(h @ w.T, target)
+    assert not gemms
+    assert torch.equal(loss, want)
+    assert_same_scores(scores, want_scores)
+    loss.backward()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_only_ignored_rows(source, device):
+    """A chunked head reads no row at all, and still returns scores of every row."""
+    h, w, target = make(device)
+    ignored = torch.full_like(target, -100)
+    for reduction in ("mean", "none"):
+        x = SOURCES[source](h, w)
+        loss, scores = ll.cross_entropy_and_scores(x, ignored, reduction=reduction)
+        assert (loss == 0).all()
+        assert (scores.argmax == -1).all()
+        for t in scores[:3]:
+            assert t.shape == (N,)
+            assert (t == 0).all()
+        assert all((d == 0).all() for d in gradients(loss, h, w))
+
+
+@pytest.mark.parametrize("source", ["tensor", "head", "lazy"])
+def test_no_rows(source, impl, device):
+    h, w, target = (t[:0] if i != 1 else t for i, t in enumerate(make(device)))
+    loss, scores = ll.cross_entropy_and_scores(SOURCES[source](h, w), target)
+    assert loss == 0
+    assert [t.shape for t in scores] == [(0,)] * 4
+    assert scores.argmax.dtype == torch.int64
+    loss.backward()
+
+
+def test_more_dimensions(device):
+    h, w, target = make(device)
+    flat = ll.cross_entropy_and_scores(ll.LinearLogits(h, w), target)
+    for x in (ll.LinearLogits(h.view(2, 3, D), w), (h @ w.T).view(2, 3, V)):
+        loss, scores = ll.cross_entropy_and_scores(x, target.view(2, 3))
+        assert error(loss.detach(), flat[0].detach()) < ROUNDING
+        assert [t.shape for t in scores] == [(2, 3)] * 4
+        assert torch.equal(scores.argmax.view(-1), flat[1].argmax)
+
+
+def test_the_gradient_in_forward(device, monkeypatch, impl):
+    """The route of few logits on a GPU, on any device."""
+    monkeypatch.setattr(evaluate, "on_gpu", lambda x: True)
+    h, w, target = make(device)
+    loss, scores = ll.cross_entropy_and_scores(h @ w.T, target)
+    assert "GradientInForward" in loss.grad_fn.name()
+    assert_same_scores(scores, ll.score(h @ w.T, target))
+    for a, b in zip(
+        gradients(loss, h, w), gradients(ll.cross_entropy(h @ w.T, target), h, w), strict=True
+    ):
+        assert error(a, b) < ROUNDING
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["logits", "slice"])
+def test_in_place(view, impl, device):
+    """The scores are those of the logits before the gradient overwrites them."""
+    h, w, target = make(device)
+
+    def logits():
+        z = h @ w.T
+        return torch.cat((z, z))[:N] if view else z
+
+    want = ll.cross_entropy(h @ w.T, target, label_smoothing=0.1)
+    x = logits()
+    address = x.data_ptr()
+    before = x.detach().clone()
+    loss, scores = ll.cross_entropy_and_scores(x, target, label_smoothing=0.1, inplace=True)
+    assert_same_scores(scores, ll.score(before, target))
+    assert x.data_ptr() == address
+    assert not torch.equal(x.detach(), before)
+    assert error(loss.detach(), want.detach()) < ROUNDING
+    for a, b in zip(gradients(loss, h, w), gradients(want, h, w), strict=True):
+        assert error(a, b) < ROUNDING
+
+
+def test_in_place_without_a_gradient_keeps_the_logits(device):
+    h, w, target = make(device)
+    x = (h @ w.T).detach()
+    before = x.clone()
+    ll.cross_entropy_and_scores(x, target, inplace=True)
+    assert torch.equal(x, before)
+
+
+def test_use_of_overwritten_logits_raises(device):
+    h, w, target = make(device)
+    x = h @ w.T
+    loss, _ = ll.cross_entropy_and_scores(x, target, inplace=True)
+    with pytest.raises(RuntimeError, match="logits must not be used after"):
+        (loss + x.sum()).backward()
+
+
+def test_autocast(device):
+    h, w, target = make(device)
+    with torch.autocast(device, torch.bfloat16):
+        loss, scores = ll.cross_entropy_and_scores(ll.LinearLogits(h, w), target)
+        want = ll.cross_entropy(ll.LinearLogits(h, w), target)
+        want_scores = ll.score(ll.LinearLogits(h, w), target)
+    assert loss.dtype == torch.float32
+    assert_same_scores(scores, want_scores)
+    assert error(loss.detach(), want.detach()) < ROUNDING
+    for a, b in zip(gradients(loss, h, w), gradients(want, h, w), strict=True):
+        assert error(a, b) < 2**-8  # roundings of the gradient of logits to bf16
+
+
+def test_a_gradient_of_scores_is_refused_by_pytorch(device):
+    h, w, target = make(device)
+    for source in ("tensor", "head", "lazy"):
+        _, scores = ll.cross_entropy_and_scores(SOURCES[source](h, w), target)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            scores.entropy.sum().backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_scores_may_be_changed_in_place(reduction, device):
+    """Also by tensors that require a gradient; over a head, scores were views."""
+    h, w, target = make(device)
+    for source in SOURCES.values():
+        loss, scores = ll.cross_entropy_and_scores(source(h, w), target, reduction=reduction)
+        scores.logprob.mul_(2)
+        scores.entropy.add_(h.sum())
+        d_h, d_w = gradients(loss + scores.entropy.sum(), h, w)
+        assert d_h.isfinite().all()
+        assert d_w.isfinite().all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("source", ["tensor", "head"])
+def test_compiled(source, reduction, device):
+    h, w, target = make(device)
+
+    def both(h, w):
+        x = SOURCES[source](h, w)
+        return ll.cross_entropy_and_scores(x, target, reduction=reduction, label_smoothing=0.1)
+
+    torch._dynamo.reset()
+    loss, scores = torch.compile(both, fullgraph=True, backend="aot_eager")(h, w)
+    want, want_scores = both(h, w)
+    assert_same_scores(scores, want_scores)
+    assert torch.equal(loss, want)
+    for a, b in zip(gradients(loss, h, w), gradients(want, h, w), strict=True):
+        assert error(a, b) < ROUNDING
+
+
+def test_a_second_backward_gives_the_same(device):
+    h, w, target = make(device)
+    for source in ("tensor", "head", "lazy"):
+        loss, _ = ll.cross_entropy_and_scores(SOURCES[source](h, w), target)
+        first, second = (
+            torch.autograd.grad(loss, (h, w), retain_graph=True, allow_unused=True)
+            for _ in range(2)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_the_gradient_of_lazy_logits_can_be_read(device):
+    """A hook on the logits computes their gradient from the loss, without the scores."""
+    h, w, target = make(device, torch.float64)
+    for reduction in ("mean", "none"):
+        seen = []
+        z = fused(h, w)
+        z.register_hook(lambda g, seen=seen: seen.append(g + 0.0))
+        loss, _ = ll.cross_entropy_and_scores(z, target, reduction=reduction)
+        gradients(loss, h)
+        x = (h @ w.T).detach().requires_grad_()
+        (want,) = gradients(ll.cross_entropy(x, target, reduction=reduction), x)
+        torch.testing.assert_close(seen[0], want)
+
+
+def test_a_lazy_loss_of_a_double_head_cast_to_float(device):
+    h, w, target = make(device, torch.float64)
+    loss, scores = ll.cross_entropy_and_scores(fused(h, w).float(), target)
+    assert loss.dtype == torch.float32
+    assert [t.dtype for t in scores] == [torch.float32] * 3 + [torch.int64]
+
+
+def test_unknown_options_and_wrong_targets_are_refused():
+    x = torch.randn(N, V)
+    with pytest.raises(TypeError, match=r"cross_entropy_and_scores.*label_smooth"):
+        ll.cross_entropy_and_scores(x, torch.zeros(N).long(), label_smooth=0.1)  # pyright: ignore
+    with pytest.raises(ValueError, match="target must have shape"):
+        ll.cross_entropy_and_scores(x, torch.zeros(N + 1).long())
+    with pytest.raises(IndexError, match="target"):
+        ll.cross_entropy_and_scores(x, torch.full((N,), V))
