@@ -171,7 +171,10 @@ def _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS: tl.constexpr):
     than the max by a rounding error, and log p could be larger than 0.
     """
     offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
-    at = WEIGHT + ids.to(tl.int64)[:, None] * layout(CONSTANTS, "stride_w") + offs_d[None, :]
+    first = WEIGHT + ids.to(tl.int64) * layout(CONSTANTS, "stride_w")
+    if layout(CONSTANTS, "w_aligned"):
+        first = tl.multiple_of(first, 16)
+    at = first[:, None] + offs_d[None, :]
     mask = inside[:, None] & (offs_d < layout(CONSTANTS, "width"))[None, :]
     w = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     x = with_bias(tl.sum(w * h[None, :], axis=1), BIAS, ids, inside)
@@ -207,8 +210,10 @@ def _narrow_pick_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
     mask_d = offs_d < layout(CONSTANTS, "width")
-    h = tl.load(HIDDEN + row * layout(CONSTANTS, "stride_h") + offs_d, mask=mask_d, other=0.0)
-    h = h.to(tl.float32)
+    first = HIDDEN + row * layout(CONSTANTS, "stride_h")
+    if layout(CONSTANTS, "h_aligned"):
+        first = tl.multiple_of(first, 16)
+    h = tl.load(first + offs_d, mask=mask_d, other=0.0).to(tl.float32)
     label = load_label(LABEL, row)
     live = is_live(label, ignore_index)
     SPLITS += row * (splits * field(CONSTANTS, "fields"))
@@ -223,8 +228,8 @@ def _narrow_pick_kernel(
         at = SPLIT_Y_LABEL * splits + tl.zeros((1,), tl.int32)
         tl.store(SPLITS + at, tl.where(is_class, y_label, 0.0))
     if IDS is not None:
-        for first in range(0, K, BLOCK_K):
-            offs_k = first + tl.arange(0, BLOCK_K)
+        for start in range(0, K, BLOCK_K):
+            offs_k = start + tl.arange(0, BLOCK_K)
             mask_k = offs_k < K
             ids = tl.load(IDS + row * K + offs_k, mask=mask_k, other=-1)
             inside = only_if(live, mask_k & (ids >= 0) & (ids < V))
