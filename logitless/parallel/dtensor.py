@@ -58,7 +58,7 @@ def source_of_dtensor(logits: Any) -> Source | None:
     """The source for DTensor logits, or for a LinearLogits of DTensors. None for other logits."""
     if is_dtensor(logits):
         return DTensorLogits(logits)
-    return shard_of_head(logits.head) if isinstance(logits, Source) else None
+    return shard_of_head(logits.head) if isinstance(logits, HeadLogits) else None
 
 
 class DTensorLogits(Source):
