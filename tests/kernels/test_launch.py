@@ -20,6 +20,7 @@ from triton.runtime.interpreter import GridExecutor
 import logitless as ll
 from logitless import kernels
 from logitless.kernels import config, launch
+from logitless.kernels.narrow_tile import HeadLayout
 from tests.support.laws import host_reads_nothing
 from tests.support.paths import ROOT
 
@@ -122,7 +123,10 @@ CHOICES = {  # all that a kernel may be compiled for: what is asked, and how mem
     "DIVERGENCE", "RENORM_P", "STUDENT_OVER", "PRELOAD_IDS", "FIRST", "LAST", "UPCAST",
     "BLOCK_D", "BLOCK_R", "STEP_C", "STEP_U", "STEP_F", "PACK", "TRANSPOSED",
     "HAS_LABEL", "KNOWN", "EARLY",
+    # of a narrow head: its width and strides, and the tiles by which pairs are sorted
+    "WIDTH", "STRIDE_H", "STRIDE_W", "H_ALIGNED", "W_ALIGNED", "ORDERS", "ADDS", "FIELDS",
 }  # fmt: skip
+STRUCTS = {"_narrow_pick_kernel": "_PickConstants"}  # others are _Constants or Constants
 
 
 def constants_of(name) -> set[str]:
@@ -131,8 +135,12 @@ def constants_of(name) -> set[str]:
     parameters = inspect.signature(getattr(module, name).fn).parameters.values()
     found = {p.name for p in parameters if p.annotation is tl.constexpr}
     if "CONSTANTS" in found:
-        fields = dataclasses.fields(module._Constants)
+        struct = STRUCTS.get(name, "_Constants")
+        fields = dataclasses.fields(getattr(module, struct, None) or module.Constants)
         found = found - {"CONSTANTS"} | {field.name.upper() for field in fields}
+    if "LAYOUT" in found:
+        fields = dataclasses.fields(HeadLayout)
+        found = found - {"LAYOUT"} | {field.name.upper() for field in fields}
     return found
 
 
