@@ -65,10 +65,11 @@ def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, U
 
 
 @triton.jit
-def _load_terms(TERMS, N, rows, mask, rate, softcap, AXIS: tl.constexpr, HAS: tl.constexpr):
+def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexpr):
     """The Terms of some rows. The gradient of rows where the mask is False is 0.
 
-    `rate` is one number for all rows, or None if each row has its own temperature.
+    `rate` is one number for all rows, or None if each row has its own temperature. The field
+    `softcap` is 0, because a function of Triton 3.6 cannot return None.
     """
     if rate is None:
         rate = _term(TERMS, N, rows, mask, TERM_RATE, 1.0, AXIS, True)
@@ -80,7 +81,7 @@ def _load_terms(TERMS, N, rows, mask, rate, softcap, AXIS: tl.constexpr, HAS: tl
         _term(TERMS, N, rows, mask, TERM_G_C, 0.0, AXIS, uses(HAS, "total")),
         rate,
         0.0,
-        softcap,
+        0.0,
     )
 
 
@@ -95,14 +96,15 @@ def _place(pairs, pair):
 
 @triton.jit
 def _gradient(
-    x, CLASS_WEIGHT, rows, cols, mask, terms, pairs, pair, place, here, HAS: tl.constexpr
+    x, CLASS_WEIGHT, rows, cols, mask, terms, softcap, pairs, pair, place, here,
+    HAS: tl.constexpr,
 ):  # fmt: skip
     """Returns the gradient of a tile of logits, and the next pair with the place of its tile.
 
     `rows` and `cols` broadcast with x. `here` is the place of this tile, and `pair` is the first
     pair whose tile is not before this tile.
     """
-    y, slope = capped(x, terms.softcap)
+    y, slope = capped(x, softcap)
     dz = dz_of(y, CLASS_WEIGHT, cols, mask, terms.c0, 0.0, terms, HAS)
     if pairs.PLACES is not None:
         if place == here:
@@ -128,6 +130,7 @@ class _Hidden(NamedTuple):
     BIAS: tl.tensor  # a pointer or None
     CLASS_WEIGHT: tl.tensor  # a pointer or None
     V: tl.tensor
+    softcap: tl.tensor  # a number or None
     begin: tl.tensor  # the place of the tile of column 0
 
 
@@ -148,7 +151,7 @@ def _add_columns(
         mask = cols < window.V
     dz, pair, place = _gradient(
         with_bias(x, window.BIAS, cols, mask), window.CLASS_WEIGHT, window.rows, cols, mask,
-        window.terms, window.pairs, pair, place, here, HAS,
+        window.terms, window.softcap, window.pairs, pair, place, here, HAS,
     )  # fmt: skip
     if not WHOLE:
         dz = tl.where(mask, dz, 0.0)
@@ -178,13 +181,13 @@ def narrow_hidden_bwd_kernel(
     first = tl.program_id(0) * BLOCK_N
     rows = first + tl.arange(0, BLOCK_N)
     h = load_hidden(HIDDEN, first, N, False, CONSTANTS)
-    terms = _load_terms(TERMS, N, rows, rows < N, rate, softcap, 1, HAS)
+    terms = _load_terms(TERMS, N, rows, rows < N, rate, 1, HAS)
     pair = tl.full((), 0, tl.int64)
     if PLACES is not None:
         pair = tl.load(FIRST + program)
     known = _Pairs(PLACES, ENDS, INDEX, COLUMNS, G, pairs, slots)
     window = _Hidden(
-        h, rows[:, None], terms, known, WEIGHT, BIAS, CLASS_WEIGHT, V,
+        h, rows[:, None], terms, known, WEIGHT, BIAS, CLASS_WEIGHT, V, softcap,
         tl.program_id(0).to(tl.int64) * splits * tiles,
     )  # fmt: skip
     place = _place(known, pair)
@@ -230,15 +233,15 @@ def _add_rows(
     h = load_hidden(window.HIDDEN, start, window.N, WHOLE, CONSTANTS)
     rows = start + tl.arange(0, BLOCK_N)
     if WHOLE:
-        terms = _load_terms(window.TERMS, window.N, rows, None, window.rate, window.softcap, 0, HAS)
+        terms = _load_terms(window.TERMS, window.N, rows, None, window.rate, 0, HAS)
     else:
         mask = rows < window.N
-        terms = _load_terms(window.TERMS, window.N, rows, mask, window.rate, window.softcap, 0, HAS)
+        terms = _load_terms(window.TERMS, window.N, rows, mask, window.rate, 0, HAS)
     here = window.begin + start // BLOCK_N
     x = dot(window.w, tl.trans(h), None) + window.bias
     dz, pair, place = _gradient(
-        x, window.CLASS_WEIGHT, rows[None, :], window.cols, window.mask, terms, window.pairs,
-        pair, place, here, HAS,
+        x, window.CLASS_WEIGHT, rows[None, :], window.cols, window.mask, terms, window.softcap,
+        window.pairs, pair, place, here, HAS,
     )  # fmt: skip
     if BIASES:
         total += tl.sum(dz, axis=1)
