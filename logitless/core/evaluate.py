@@ -22,6 +22,8 @@ values and the gradient. `value_and_gradient` reads the logits once if the backe
 supports the logits, and twice otherwise.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -99,6 +101,32 @@ def _forward(backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: 
     return (value, *extras) if extras else value, factor, saved
 
 
+def total_and_gradient(
+    backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: str, into: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Returns (value, *extras) of a sum or mean, and the gradient of x for an upstream of 1.
+
+    The gradient is written to `into` if possible.
+    """
+    if reduction == "mean" and row_weight is None and x.numel() <= SMALL:
+        value = loss.mean_and_gradient(backend, x, into)
+        if value is not None:
+            return (value,), into
+    mass = share = factor = None
+    if reduction == "mean":
+        if loss.reading.class_weight is not None:
+            mass = loss.mass(backend, x.dtype)
+        share = backend.share(loss.reading, mass, x.shape[:-1].numel(), x)
+    if row_weight is not None:
+        factor = row_weight.detach().reshape(-1).to(PRECISION[x.dtype])
+        factor = factor if share is None else factor * share
+    elif share is not None:
+        factor = share
+    (value, *extras), gradient, _ = loss.value_and_gradient(backend, x, factor, into)
+    value, _ = backend.reduce(value, loss.reading, row_weight, mass, reduction == "mean")
+    return (value, *extras), gradient
+
+
 def _reduced(backend: Backend, x: Tensor, loss: RowLoss, value: Tensor, row_weight, reduction: str):
     """Returns the sum or mean of the values, and the factor that multiplies each row's gradient."""
     mean, mass = reduction == "mean", None
@@ -165,41 +193,53 @@ class GradientInBackward(Node):
 
     @staticmethod
     def forward(ctx, x, backend, loss, row_weight, reduction, *row_inputs):
-        outputs, factor, saved = _forward(backend, x, loss, row_weight, reduction)
-        tensors, ctx.loss = loss.flatten()
-        ctx.save_for_backward(x, factor, *tensors, *saved)
-        ctx.backend, ctx.count = backend, len(tensors)
-        if isinstance(outputs, tuple):
-            ctx.mark_non_differentiable(*loss.without_gradient(outputs))
-            ctx.set_materialize_grads(False)
+        outputs, tensors = begin(ctx, x, backend, loss, row_weight, reduction)
+        ctx.save_for_backward(x, *tensors)
         return outputs
 
     @staticmethod
     def backward(ctx, *upstream):
         Node.refuse_vmap(upstream)
+        # saved_tensors is read once, because activation checkpointing unpacks tensors only once.
+        x, *tensors = ctx.saved_tensors
         if not torch.is_grad_enabled():
-            (d_x, *d_rows), _ = GradientInBackward.gradients(ctx, upstream)
+            _, d_x, d_rows = finish(ctx, x, tensors, upstream, ctx.needs_input_grad[0])
         else:
             with torch.no_grad():
-                gradients, inputs = GradientInBackward.gradients(ctx, upstream)
-            d_x, *d_rows = refuse_second(gradients, (*inputs, *upstream))
+                _, d_x, d_rows = finish(ctx, x, tensors, upstream, ctx.needs_input_grad[0])
+            d_x, *d_rows = refuse_second((d_x, *d_rows), (x, *tensors, *upstream))
         return d_x, None, None, None, None, *d_rows
 
-    @staticmethod
-    def gradients(ctx, upstream) -> tuple[tuple, tuple]:
-        """Returns the gradients of logits and row_inputs, and the tensors that they depend on."""
-        # saved_tensors is read once, because activation checkpointing unpacks tensors only once.
-        x, factor, *rest = ctx.saved_tensors
-        tensors, saved = tuple(rest[: ctx.count]), tuple(rest[ctx.count :])
-        loss = ctx.loss.rebuild(tensors)
-        d_x, d_rows = None, (None,) * len(loss.row_inputs)
-        if any(d is not None for d in upstream):
-            if ctx.needs_input_grad[0]:
-                d_x = loss.backward(ctx.backend, x, saved, upstream, factor)
-            if loss.row_inputs:
-                scale = upstream[0] if factor is None else upstream[0] * factor
-                d_rows = loss.d_row_inputs(saved, scale)
-        return (d_x, *d_rows), (x, *tensors)
+
+def begin(ctx, x: Tensor, backend: Backend, loss: RowLoss, row_weight, reduction: str | None):
+    """Computes forward for an autograd function. Returns the outputs, and tensors for `finish`."""
+    outputs, factor, saved = _forward(backend, x, loss, row_weight, reduction)
+    tensors, ctx.loss = loss.flatten()
+    ctx.backend, ctx.count = backend, len(tensors) + 1
+    if isinstance(outputs, tuple):
+        ctx.mark_non_differentiable(*loss.without_gradient(outputs))
+        ctx.set_materialize_grads(False)
+    return outputs, (factor, *tensors, *saved)
+
+
+def finish(
+    ctx, x: Tensor, tensors: Sequence, upstream: tuple, wanted: bool, into: Tensor | None = None
+) -> tuple[RowLoss, Tensor | None, tuple]:
+    """Computes backward for an autograd function. `begin` returned `tensors`.
+
+    Returns the loss, the gradient of the logits if `wanted`, and the gradients of row_inputs. The
+    gradient of the logits is written to `into` if possible.
+    """
+    factor, saved = tensors[0], tuple(tensors[ctx.count :])
+    loss = ctx.loss.rebuild(tensors[1 : ctx.count])
+    d_x, d_rows = None, (None,) * len(loss.row_inputs)
+    if any(d is not None for d in upstream):
+        if wanted:
+            d_x = loss.backward(ctx.backend, x, saved, upstream, factor, into)
+        if loss.row_inputs:
+            scale = upstream[0] if factor is None else upstream[0] * factor
+            d_rows = loss.d_row_inputs(saved, scale)
+    return loss, d_x, d_rows
 
 
 # Function.apply has extra code for torch.func. The two functions below skip the extra code, because

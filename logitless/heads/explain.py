@@ -26,7 +26,7 @@ class Explanation(NamedTuple):
 
     def __str__(self) -> str:
         texts = {
-            "materialised": "all logits are materialised, because they are few",
+            "materialised": "all logits at once, because they are few",
             "on the chip": "tiles of logits are computed on the chip, and never written to memory",
             "rows": f"{self.chunks:,} chunks of {self.rows:,} whole rows",
             "columns": f"{self.blocks:,} blocks of {self.columns:,} columns of all rows",

@@ -21,7 +21,7 @@ from ..core.loss import RowLoss
 from ..core.source import is_dense
 from . import plan
 from .plan import Cut, Work
-from .products import dense_logits, padded_logits, reads_vectors, without_autocast
+from .products import dense_logits, padded_logits, without_autocast
 from .unshard import in_memory
 
 Rows = slice | Tensor  # some rows, as a slice or as a tensor of indices
@@ -144,23 +144,19 @@ class Head:
         return (plan.forced or plan.choose)(work, self.workspace, self.hidden.device.type)
 
     def is_small(self, loss: RowLoss) -> bool:
-        """Whether the logits are materialised, because they are few (plan.SMALL).
+        """Whether the logits stay in memory until backward (small.py), because they are few.
 
-        A loss takes up to four times the memory of 16-bit logits: the logits, a gradient in fp32,
-        and the gradient that backward returns. These heads are never small: heads with fp16 logits
-        or with a main_grad, because chunks sum their gradients in fp32; heads with fp32 logits of
-        16-bit hidden states; the head of one rank; heads beside a teacher's head.
+        These heads are never small: heads with fp16 logits or with a main_grad, because chunks sum
+        their gradients in fp32; heads with fp32 logits of 16-bit hidden states; the head of one
+        rank; heads beside a teacher's head.
         """
         if plan.forced is not None or self.main_grad is not None or self.columns is not None:
             return False
-        hidden, vocab = self.hidden, len(self.weight)
-        limit = plan.SMALL.get(hidden.device.type, plan.SMALL["cuda"])
-        if vocab % plan.PACK and reads_vectors(hidden):
-            limit //= plan.ODD  # PyTorch's GEMMs are slow for these vocabularies
-        if self.workspace is not None:
-            limit = min(limit, self.workspace // 4)
-        plain = hidden.dtype == self.dtype != torch.float16
-        if not plain or self.rows * vocab * hidden.dtype.itemsize > limit:
+        hidden, (vocab, width) = self.hidden, self.weight.shape
+        if hidden.dtype != self.dtype or hidden.dtype == torch.float16:
+            return False
+        rows, size = hidden.numel() // width if width else 0, hidden.element_size()
+        if not plan.is_small(rows, vocab, width, size, self.workspace, hidden.device.type):
             return False
         freed = not self.weight.untyped_storage().size()  # by FSDP
         return not freed and all(is_dense(t) for t in loss.teachers)

@@ -3,7 +3,7 @@
 `HeadLogits` is the Source of these logits. A loss is computed from the logits of one chunk of rows
 at a time (chunks.py), or of one block of columns at a time (blocks.py). The logits of a narrow head
 can be computed without being written to memory (on_chip.py). plan.py chooses one of these ways.
-Small logits (plan.SMALL) are materialised, because chunks would take longer. For a mean or sum,
+A small head (small.py) has a single chunk. For a mean or sum,
 forward also computes the gradients (total.py). A mean or sum takes three GEMMs, or up to four GEMMs
 if the head is split by columns. Results per row take four GEMMs (per_row.py).
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..contract import Reading
 from ..core import call, checks
-from ..core.evaluate import evaluate
 from ..core.loss import RowLoss
 from ..core.source import Source, TopK, is_dtensor
 from . import checks as rules
@@ -27,7 +26,8 @@ from .head import Head, Rows, ScaledHead
 from .on_chip import chunks_of
 from .operators import evaluate_compiled
 from .per_row import PerRowLoss
-from .products import autocasts, cast_by_autocast, dense_logits, without_autocast
+from .products import autocasts, cast_by_autocast, without_autocast
+from .small import evaluate_small
 from .total import ReducedLoss
 
 
@@ -115,9 +115,9 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
         return torch.compiler.disable(evaluate_head)(head, loss, reduction, row_weight)  # pyright: ignore
     if call.in_func():
         checks.no_head_in_func()
-    if head.is_small(loss):
-        return evaluate(small_logits(head, loss), loss, reduction, row_weight)
     call.check_values(loss)
+    if head.is_small(loss):
+        return evaluate_small(head, loss, reduction, row_weight)
     if reduction != "none":
         grad = torch.is_grad_enabled()
         return ReducedLoss.apply(
@@ -125,19 +125,6 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
         )
     outputs = PerRowLoss.apply(*head.inputs, head, loss, *loss.row_inputs)
     return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
-
-
-def small_logits(head: Head, loss: RowLoss) -> Tensor:
-    """Returns materialised logits of a small head.
-
-    Hidden states of ignored rows are replaced by 0, because an infinite or NaN hidden state would
-    make the gradient of the weight NaN.
-    """
-    hidden, ignored = head.hidden, loss.reading.ignored_rows()
-    if ignored is not None and head.drop_ignored:
-        hidden = hidden.masked_fill(ignored.unsqueeze(-1), 0.0)
-    with without_autocast(head.device):
-        return dense_logits(hidden, head.weight, head.bias, head.dtype)
 
 
 def topk_of_head(head: Head, k: int, temperature: float, softcap: float | None) -> TopK:

@@ -41,11 +41,13 @@ STATISTICS_COST = 0.15
 # A split by columns is chosen only if it saves at least MIN_GAIN times the cost of one GEMM.
 MIN_GAIN = 0.1
 
-# A head materialises logits of at most SMALL bytes. For so few logits, the host needs more time
-# than the device. PyTorch's own GEMMs, with the gradients that autograd records, take the least
-# time on the host.
-SMALL = {"cuda": 128 << 20, "cpu": 1 << 20}
-ODD = 16  # on a GPU, the limit is divided by ODD if the vocabulary is not a multiple of PACK
+# A head with at most SMALL bytes of logits is small (small.py).
+SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
+# A small head has rows · vocabulary · (width + READ_WIDTH) of at most SMALL_WORK. A GPU computes so
+# much work in about 2 ms, and the host is not faster. Reading and writing the logits takes as long
+# as three GEMMs of width READ_WIDTH.
+SMALL_WORK = {"cuda": 2e11}
+READ_WIDTH = 200
 
 # The largest vocabulary for which a 16-bit head of at most this width is computed on the chip. No
 # head is computed on the chip yet, because the kernels were not measured on a GPU. On an H200 with
@@ -148,6 +150,21 @@ def blocks_kept(work: Work, cut: Cut) -> dict[int, int]:
     if not cut.kept or cut.columns is None:
         return {}
     return kept_blocks(cut.rows, work.vocab, work.width, cut.columns)
+
+
+def is_small(
+    rows: int, vocab: int, width: int, itemsize: int, workspace: int | None, device: str
+) -> bool:
+    """Whether the logits of a head are so few that the host takes longer than the device.
+
+    A loss takes up to four times the memory of the logits, if the loss saves a gradient in fp32 and
+    a new tensor is needed for the gradient of the logits.
+    """
+    limit = SMALL.get(device, SMALL["cuda"])
+    if workspace is not None:
+        limit = min(limit, workspace // 4)
+    work = rows * vocab * (width + READ_WIDTH)
+    return rows * vocab * itemsize <= limit and work <= SMALL_WORK.get(device, work)
 
 
 def stays_on_chip(work: Work) -> bool:

@@ -1,4 +1,4 @@
-"""A small head materialises its logits, and gives the same as a head in chunks."""
+"""A small head computes all logits at once, and gives the same as a head in chunks."""
 
 import functools
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import logitless as ll
 from logitless.contract import Pair, Reading
-from logitless.heads import head, plan
+from logitless.heads import plan
 from logitless.heads.chunks import Chunks
 from logitless.heads.head import ScaledHead
 from logitless.losses.cross_entropy import CrossEntropy
@@ -18,7 +18,7 @@ from tests.support.heads import LOSSES, D, N, V, assert_same, leaves, make, resu
 
 @pytest.fixture
 def in_chunks():
-    """Overrides the fixture of all tests: small heads are materialised."""
+    """Overrides the fixture of all tests: small heads compute all logits at once."""
 
 
 @pytest.fixture
@@ -86,7 +86,6 @@ def is_small(device, dtype=torch.float32, *, columns=None, teacher=None, **how):
 
 
 def test_which_heads_are_small(device, monkeypatch):
-    monkeypatch.setattr(head, "reads_vectors", lambda t: False)
     size = N * V * 4
     assert is_small(device)
     assert is_small(device, torch.bfloat16)
@@ -101,11 +100,11 @@ def test_which_heads_are_small(device, monkeypatch):
     for most in (size, size - 1):
         monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, most))
         assert is_small(device) == (most == size)
-    monkeypatch.setattr(head, "reads_vectors", lambda t: True)
-    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, size * plan.ODD))
-    assert is_small(device)
-    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, size * plan.ODD - 1))
-    assert not is_small(device)  # V is not a multiple of 8
+    monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, size))
+    work = N * V * (D + plan.READ_WIDTH)
+    for most in (work, work - 1):
+        monkeypatch.setattr(plan, "SMALL_WORK", dict.fromkeys(plan.SMALL, most))
+        assert is_small(device) == (most == work)
 
 
 def test_a_head_beside_a_teacher_is_small_if_the_teacher_is_a_tensor(device):
