@@ -147,9 +147,11 @@ class Head:
         """Whether the logits are materialised, because they are few (plan.SMALL).
 
         A loss takes up to four times the memory of 16-bit logits: the logits, a gradient in fp32,
-        and the gradient that backward returns. These heads are never small: heads with fp16 logits
-        or with a main_grad, because chunks sum their gradients in fp32; heads with fp32 logits of
-        16-bit hidden states; the head of one rank; heads beside a teacher's head.
+        and the gradient that backward returns.
+
+        Some heads always use chunks. Heads with fp16 logits or with a main_grad use chunks, because
+        chunks sum the gradients in fp32. Heads with fp32 logits of 16-bit hidden states, heads of
+        one rank's shard, and heads whose loss has another head as teacher use chunks, too.
         """
         if plan.forced is not None or self.main_grad is not None or self.columns is not None:
             return False
