@@ -80,7 +80,7 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     else:  # a block of wide logits has its own memory for the gradient
         memory = rows * cut.columns * (size + work.itemsize * work.wide)
     if cut.on_chip:
-        # Forward, d_hidden and d_weight compute the logits separately.
+        # Forward and the two gradients each compute the logits again, so there are five GEMMs.
         way, memory, again = "on the chip", 0, 5 - floor if gradient else 0
         extra = again
     else:

@@ -220,7 +220,7 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 
 
 def added_shares(a: Shares, b: Shares) -> Shares:
-    """Adds the shares of two gradients per Joint, and leaves out each Joint whose sum is 1."""
+    """Adds the shares of two gradients for each Joint. Joints with a sum of 1 are left out."""
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}
 
