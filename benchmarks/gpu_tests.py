@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_tests --out benchmarks/results/h200 --minutes 6
 
 Each file runs in its own process. The slowest files of the last run start first. A file that does
-not end in time is reported as "not finished". The exit status is 1 if a test fails. Tests of the
-rooms store/ and cli/, and of the docs, do not run, because a GPU changes little in their code.
+not end in time is reported as "not finished". The exit status is 1 if a test fails. Tests of cli/,
+of the docs, and most tests of store/ do not run, because a GPU changes little in their code.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_files() -> list[Path]:
 
 
 def seconds_of(text: str) -> dict[str, float]:
-    """The seconds of each file, from the text of an earlier run."""
+    """Returns the seconds that each file took in an earlier run, whose output is `text`."""
     lines = re.findall(r"^(\S+): .* in ([\d.]+)s", text, re.M)
     return {name: float(seconds) for name, seconds in lines}
 

@@ -1,11 +1,11 @@
-"""Measures heads of odd vocabularies, and small heads, beside PyTorch and other libraries.
+"""Compares heads of odd vocabularies, and small heads, with PyTorch and other libraries.
 
     python -m benchmarks.head_shapes --out benchmarks/results/h200      about five minutes on a GPU
     python -m benchmarks.head_shapes --only small
 
-For an odd vocabulary, the script also measures the next multiple of 64, because an aligned GEMM is
-as fast as a GEMM can be. Small heads are measured in wall time, because the host takes longer than
-the GPU. Every result is compared with fp64 before the timing.
+For an odd vocabulary, the script also measures the next multiple of 64, because aligned GEMMs are
+the fastest. Small heads are measured in wall time, because the host takes longer than the GPU.
+Every result is compared with fp64 before the timing.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def two_heads(shape: str, device: str) -> tuple[float, float]:
 
 
 def row(results: list[Result], neighbour: float | None) -> dict[str, str]:
-    """One row of a table: our time, and the time of each rival divided by our time."""
+    """One row of a table: our time, its ratio to the time of `neighbour`, and the rivals' times."""
     ours = next(r for r in results if r.contender == OURS)
     cells = {
         "rows × width × vocabulary": ours.shape,
@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="folder of the result files")
     parser.add_argument("--only", choices=("odd", "small"))
-    parser.add_argument("--minutes", type=float, default=9.0, help="stop before this time")
+    parser.add_argument("--minutes", type=float, default=9.0, help="start no case after this time")
     parser.add_argument("--shape", action="append", help="measure this shape, on a CPU too")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

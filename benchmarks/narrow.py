@@ -1,13 +1,13 @@
-"""Narrow heads on a GPU: checks the results, tunes the tiles, then measures time and memory.
+"""Checks the results of narrow heads on a GPU, tunes the tiles, and measures time and memory.
 
     python -m benchmarks.narrow [--minutes 4] [--rows 8192] [--skip-tuning]
 
 The heads have the widths 64, 128, 256 and 512, and vocabularies of 32,768 to 1,048,576 classes
-(10,000,000 classes for width 64 and 2,048 rows), in bf16. The times are of forward and backward of
-a mean. The columns are: this library on the chip, this library with logits in memory, Apple's
-cut_cross_entropy (if installed), torch.compile, and three GEMMs of cuBLAS. The best tiles of each
-kernel are printed as entries of NARROW in logitless/kernels/config.py. Helper processes compile the
-kernels of all tiles first. The output is Markdown.
+(10,000,000 classes for width 64 and 2,048 rows), in bf16. The script times forward and backward of
+a mean. The table has one column each for this library on the chip, this library with logits in
+memory, Apple's cut_cross_entropy (if installed), torch.compile, and three GEMMs of cuBLAS. The best
+tiles of each kernel are printed as entries of NARROW in logitless/kernels/config.py. Before the
+tuning, helper processes compile the kernels for all tiles. The output is Markdown.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def in_memory(work) -> Cut:
 
 
 def step(hidden, weight, target, way) -> torch.Tensor:
-    """Forward and backward of a mean, by one way to compute a head."""
+    """Runs forward and backward of a mean. `way` is the function that chooses the Cut."""
     hidden.grad = weight.grad = None
     with plan.override(way):
         loss = ll.cross_entropy(ll.LinearLogits(hidden, weight), target)
@@ -97,7 +97,7 @@ def step(hidden, weight, target, way) -> torch.Tensor:
 
 
 def check(width: int) -> str:
-    """Compares loss and gradients with fp64, beside the errors of PyTorch's own bf16 logits."""
+    """Returns the errors of loss and gradients against fp64, for this library and for PyTorch."""
     hidden, weight, target = inputs(1000, width, 5003)
     target[::7] = -100
     found = {}
@@ -119,7 +119,7 @@ def check(width: int) -> str:
 
 
 def kernel_call(kernel: str, hidden, weight, target):
-    """Returns a function that launches one kernel of a narrow head, with its small helpers."""
+    """Returns a function that launches one kernel, and the small kernels that it depends on."""
     reading = Reading(len(weight), label=target, ignore_index=-100, wants=("nll",))
     if kernel == "fwd":
         return lambda: kernels.narrow_partial(hidden, weight, None, reading)
@@ -212,7 +212,7 @@ def gemms(hidden, weight) -> float:
 
 
 def rivals() -> dict:
-    """Functions of (hidden, weight, target) that return a mean."""
+    """Returns a dict from names to functions of (hidden, weight, target) that return a mean."""
     found = {}
     try:
         cce = importlib.import_module("cut_cross_entropy").linear_cross_entropy
@@ -273,7 +273,7 @@ def measure(shape: tuple[int, int, int], others: dict, until: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=4.0, help="the time for everything")
+    parser.add_argument("--minutes", type=float, default=4.0, help="time limit of the whole run")
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--skip-tuning", action="store_true")
     parser.add_argument("--compile", metavar="PART/OF", help="used by the helper processes")

@@ -23,7 +23,7 @@ class Node(torch.autograd.Function):
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
-    """Returns the gradients, which raise if they are differentiated with respect to `inputs`."""
+    """Returns the gradients. Differentiating them again with respect to `inputs` raises."""
     present = [t for t in gradients if t is not None]
     needed = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
     if not present or not needed:

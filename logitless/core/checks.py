@@ -205,7 +205,7 @@ def row_weight(t: Any, x: Tensor) -> None:
         raise TypeError(f"row_weight must be a Tensor, got {type(t).__name__}.")
     if t.is_complex():
         raise TypeError(f"row_weight must be real, got {t.dtype}.")
-    if t.dtype == torch.bool:  # a mean would also divide by the rows that are False
+    if t.dtype == torch.bool:  # the divisor of a mean would also count rows that are False
         raise TypeError(
             "row_weight must hold numbers that multiply the losses, got torch.bool. "
             "Pass a mask of the rows that count as `mask`."

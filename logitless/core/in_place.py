@@ -46,7 +46,7 @@ def overwrite_on(
         owner, row_weight, backend, x.shape, loss, reduction, guarded
     )
     if guarded:
-        extras.pop()  # the overwritten owner
+        extras.pop()  # the last output is the overwritten owner, not an extra
     return (value, *extras) if extras else value
 
 
@@ -109,7 +109,7 @@ class GradientInPlace(Node):
                 "cross_entropy(..., inplace=True) must not be differentiated with"
                 " create_graph=True, because its gradient overwrites its logits."
             )
-        if any(d is not None for d in others):  # extras have no gradient, so only the owner's
+        if any(d is not None for d in others):  # the owner has a gradient; extras never have one
             raise RuntimeError(
                 "logits must not be used after cross_entropy(..., inplace=True), which overwrote"
                 " the logits with their gradient; pass inplace=False to keep the logits."

@@ -138,7 +138,8 @@ _CONVERTERS: list[Callable[[Any], "Source | None"]] = []
 def converts(function: F) -> F:
     """Decorates a function that returns a Source for some logits, and None for other logits.
 
-    The function is called for logits that are no plain tensor, and for a Source that is `spread`.
+    The function is called for a Source whose attribute `spread` is True, and for logits that are
+    neither a Source nor a plain tensor.
     """
     _CONVERTERS.append(function)
     return function

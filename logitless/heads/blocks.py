@@ -78,7 +78,8 @@ class Blocks:
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
         self.kept: dict[int, int] = {}  # maps each block that is kept to its memory slot
         self.kept_in: Tensor | None = None
-        self.holds: dict[int | None, int] = {}  # maps a slot to its block; None is the workspace
+        # Maps each slot to the block whose logits it holds. The slot None is the workspace.
+        self.holds: dict[int | None, int] = {}
 
     def keep(self) -> None:
         """Chooses the blocks whose logits are kept until their gradient is computed.
@@ -111,7 +112,7 @@ class Blocks:
 
 
 class ReadsNoLogits:
-    """The functions of a backend that read no logits, taken from the underlying backend."""
+    """Base class of backends that wrap another backend, with all functions that read no logits."""
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of whole rows
 
@@ -194,7 +195,7 @@ class BlockSums(GradientSums):
         return d.view(-1) if free else None
 
     def start(self, rows: Rows, h: Tensor) -> None:
-        """Allocates the sum over blocks for the gradient of hidden of a group of rows."""
+        """Allocates the gradient of hidden of a group of rows, which is summed over blocks."""
         if self.d_hidden is None:
             return
         dtype, kind = way_to_sum(self.backend, self.blocks, h, self.weight, "auto")

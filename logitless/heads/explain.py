@@ -19,7 +19,7 @@ class Explanation(NamedTuple):
     blocks: int  # number of blocks of columns
     workspace: int  # bytes of logits in memory at once
     gemms: float  # number of GEMMs over all logits
-    floor: int  # number of GEMMs of the fastest way that holds all logits
+    floor: int  # the least number of GEMMs for this reduction
     share: float  # estimated speed, as a fraction of the speed of `floor` GEMMs
     rest: int  # columns of an odd vocabulary that have their own GEMM
     title: str
@@ -51,7 +51,7 @@ class Explanation(NamedTuple):
 def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Explanation:
     """Explains a loss such as cross-entropy over this head.
 
-    The tensors of the head may be on the device "meta". Such a head is explained for a GPU.
+    If the tensors of the head are on the device "meta", the explanation is for a GPU.
     """
     kind = "cuda" if head.device.type == "meta" else head.device.type
     mean = reduction != "none"
@@ -80,7 +80,7 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     else:  # a block of wide logits has its own memory for the gradient
         memory = rows * cut.columns * (size + work.itemsize * work.wide)
     if cut.on_chip:
-        # Forward, d_hidden and d_weight compute the logits separately.
+        # Forward and the two gradients each compute the logits again, so there are five GEMMs.
         way, memory, again = "on the chip", 0, 5 - floor if gradient else 0
         extra = again
     else:

@@ -144,11 +144,11 @@ class Head:
         return (plan.forced or plan.choose)(work, self.workspace, self.hidden.device.type)
 
     def is_small(self, loss: RowLoss) -> bool:
-        """Whether the logits stay in memory until backward (small.py), because they are few.
+        """Whether all logits are computed at once (small.py), because the logits are few.
 
-        These heads are never small: heads with fp16 logits or with a main_grad, because chunks sum
-        their gradients in fp32; heads with fp32 logits of 16-bit hidden states; the head of one
-        rank; heads beside a teacher's head.
+        Some heads always use chunks. Heads with fp16 logits or with a main_grad use chunks, because
+        chunks sum the gradients in fp32. Heads with fp32 logits of 16-bit hidden states, heads of
+        one rank's shard, and heads whose loss has another head as teacher use chunks, too.
         """
         if plan.forced is not None or self.main_grad is not None or self.columns is not None:
             return False

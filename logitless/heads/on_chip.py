@@ -1,9 +1,9 @@
-"""Computes a narrow head without writing logits to memory: each kernel computes its tiles again.
+"""Computes a narrow head without writing logits to memory. Each kernel computes the logits again.
 
 `OnChip` replaces a tensor of logits, and `OnChipBackend` replaces a backend. So any loss whose
 statistics can be merged works without changes. plan.py chooses this way for heads whose width is so
-small that writing the logits would take longer than computing the logits again. Reading the
-statistics takes one GEMM, and the gradients of hidden states and weight take two GEMMs each.
+small that writing the logits would take longer than computing the logits again. The statistics take
+one GEMM, and the gradients of hidden states and weight take two GEMMs each.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
 
 
 class OnChipChunks(Chunks):
-    """Computes all rows that count as one group."""
+    """Computes all rows in a single group, without the rows that `live` excludes."""
 
     def __init__(self, head: Head, cut: Cut, live: Tensor | None):
         self.drops = live is not None
@@ -130,7 +130,7 @@ class OnChipSums(GradientSums):
         return self.d_weight.contiguous()
 
     def end(self, rows: Rows, d_hidden: Tensor | None, d_weight: Tensor | None) -> None:
-        """Copies gradients that were not written to their final place."""
+        """Copies gradients from temporary memory to the final gradient tensors."""
         if d_hidden is not None:
             self.put(rows, d_hidden)
         if d_weight is not None and self.d_weight is not None and d_weight is not self.d_weight:

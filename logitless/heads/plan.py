@@ -104,7 +104,7 @@ def override(cut: Callable[[Work], Cut]):
 def choose(work: Work, workspace: int | None, device: str) -> Cut:
     """Returns the split with the least estimated time.
 
-    If `workspace` is None, the split is by rows.
+    If `workspace` is None, logits that do not stay on the chip are split by rows.
     """
     if device == "cuda" and stays_on_chip(work):
         return Cut(work.rows, on_chip=True)
@@ -133,7 +133,7 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
 
 
 def extra_cost(work: Work, cut: Cut, device: str) -> float:
-    """The estimated cost of a split by rows or columns, beyond the GEMMs of a split by rows."""
+    """The estimated cost of a split, minus the cost of the GEMMs that a split by rows needs."""
     # A sum in the weight's own dtype costs half the time of a sum in fp32, because the GEMM adds
     # directly to the sum.
     cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)
@@ -195,10 +195,10 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
 def even_chunk(rows: int, room: int) -> int:
     """Returns the number of rows per chunk, in a workspace with room for `room` rows.
 
-    The number of rows per chunk is a multiple of TILE if `room` is at least TILE, and a power of
-    two if `room` is at least 8 · TILE. The number of rows of most batches is a power of two, so no
-    short chunk is left over. All chunks have the same size, because even a short last chunk would
-    read the whole weight.
+    `room` is first rounded down: to a multiple of TILE if `room` is at least TILE, and to a power
+    of two if `room` is at least 8 · TILE. The number of rows of most batches is a power of two, so
+    no short chunk is left over. Other batches are split into chunks of nearly equal size, because
+    even a short last chunk would read the whole weight.
     """
     most = max(room, 1)
     if most >= 8 * TILE:
@@ -231,7 +231,7 @@ def chunk_rows(rows: int, cut: Cut) -> int:
 
 @functools.lru_cache(1024)
 def bounds(rows: int, count: int, cut: Cut) -> tuple[tuple[int, int], ...]:
-    """Returns the start and end of each chunk, if only `count` of the rows are computed."""
+    """Returns (start, end) of each chunk. Only `count` of the `rows` rows are computed."""
     first = min(chunk_rows(rows, cut), count)
     step = chunk_rows(count - first, cut)
     starts = [*([0] if first else []), *range(first, count, step), count]

@@ -32,9 +32,9 @@ def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
 def gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor:
     """Writes a @ b + add to `out`. `add` may be `out`, or one row for all rows.
 
-    A GPU reads 16 bytes at a time only if a size is a multiple of 16 bytes. For other sizes, the
-    GEMM is split into a large aligned GEMM (`aligned_part`) and a GEMM of fewer than UNIT rows or
-    columns.
+    A GEMM on a GPU reads 16 bytes at a time only if its sizes are multiples of 16 bytes. For other
+    sizes, the GEMM is split into a large aligned GEMM (`aligned_part`) and a GEMM of fewer than
+    UNIT rows or columns.
     """
     if not reads_vectors(a):
         return plain_gemm(a, b, out, add)
@@ -56,9 +56,10 @@ def gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor
 
 
 def aligned_part(t: Tensor, dim: int) -> int:
-    """The part of t.shape[dim] for one GEMM: a multiple of UNIT if t is padded along `dim`.
+    """Returns how much of t.shape[dim] the large GEMM computes.
 
-    A tensor is padded if its rows start on 16-byte boundaries, and end between such boundaries.
+    If t is padded along `dim`, the result is a multiple of UNIT. Otherwise, it is t.shape[dim]. A
+    tensor is padded if its rows start on 16-byte boundaries, but do not end on 16-byte boundaries.
     """
     size, pack = t.shape[dim], 16 // t.element_size()
     padded = size % pack and t.stride(dim) == 1 and t.stride(1 - dim) % pack == 0
@@ -66,7 +67,7 @@ def aligned_part(t: Tensor, dim: int) -> int:
 
 
 def reads_vectors(t: Tensor) -> bool:
-    """Whether a GEMM of this tensor takes several times as long if rows are not aligned."""
+    """Whether GEMMs of this tensor are several times slower if the rows are not aligned."""
     return t.is_cuda
 
 

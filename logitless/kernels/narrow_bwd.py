@@ -1,10 +1,12 @@
-"""The gradients of a narrow head. Each program computes its tiles of logits again.
+"""The gradients of a narrow head, computed without logits in memory.
 
-One kernel computes the gradient of the hidden states. Its programs loop over the columns of some
-rows. The other kernel computes the gradients of weight and bias. Its programs loop over the rows of
-some columns. Both kernels turn a tile of logits into its gradient by the formula of bwd_tile.py,
-add the terms of label and ids (narrow_terms.py), round the gradient to the dtype of the hidden
-states, and multiply the rounded gradient by the weight or the hidden states, with fp32 sums.
+One kernel computes the gradient of the hidden states: each program keeps a tile of rows, and loops
+over tiles of columns. Another kernel computes the gradients of weight and bias: each program keeps
+a tile of columns, and loops over tiles of rows. For every tile, a program computes the logits again
+and turns the logits into their gradient by the formula of bwd_tile.py. The program then adds the
+terms of label and ids (narrow_terms.py) to the gradient, and rounds the gradient to the dtype of
+the hidden states. The last step multiplies the rounded gradient by the weight or by the hidden
+states, with fp32 sums.
 """
 
 from dataclasses import dataclass
@@ -53,7 +55,7 @@ class _Pairs(NamedTuple):
 
 @triton.jit
 def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, USED: tl.constexpr):
-    """One field of the terms of some rows, (1, rows) or (rows, 1); 0 if no coefficient uses it."""
+    """Loads a field of TERMS for some rows, (1, rows) or (rows, 1). Returns 0 if not USED."""
     if USED:
         if mask is None:
             t = tl.load(TERMS + FIELD * N + rows)
@@ -66,7 +68,7 @@ def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, U
 
 @triton.jit
 def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexpr):
-    """The Terms of some rows. The gradient of rows where the mask is False is 0.
+    """Returns the Terms of some rows. A row whose mask is False gets a gradient of 0.
 
     `rate` is one number for all rows, or None if each row has its own temperature. The field
     `softcap` is 0, because a function of Triton 3.6 cannot return None.
@@ -87,7 +89,7 @@ def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexp
 
 @triton.jit
 def _place(pairs, pair):
-    """The place of a pair's tile; -1 behind the last pair."""
+    """Returns the place (see Order) of the tile of a pair, or -1 if there are no more pairs."""
     if pairs.PLACES is not None:
         return tl.load(pairs.PLACES + pair, mask=pair < pairs.count, other=-1)
     else:
@@ -99,10 +101,10 @@ def _gradient(
     x, CLASS_WEIGHT, rows, cols, mask, terms, softcap, pairs, pair, place, here,
     HAS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the gradient of a tile of logits, and the next pair with the place of its tile.
+    """Returns the gradient of a tile of logits, the next pair, and the place of that pair's tile.
 
-    `rows` and `cols` broadcast with x. `here` is the place of this tile, and `pair` is the first
-    pair whose tile is not before this tile.
+    `rows` and `cols` broadcast with x. `here` is the place of this tile (see Order). `pair` is the
+    first pair in this tile or in a later tile, and `place` is the place of that tile.
     """
     y, slope = capped(x, softcap)
     dz = dz_of(y, CLASS_WEIGHT, cols, mask, terms.c0, 0.0, terms, HAS)
@@ -120,7 +122,7 @@ def _gradient(
 
 
 class _Hidden(NamedTuple):
-    """The rows of a program of the gradient of the hidden states, and the weight."""
+    """Inputs of a program that computes the gradient of the hidden states for a tile of rows."""
 
     h: tl.tensor  # (rows, D)
     rows: tl.tensor  # (rows, 1)
@@ -138,7 +140,7 @@ class _Hidden(NamedTuple):
 def _add_columns(
     acc, pair, place, window, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
 ):  # fmt: skip
-    """Adds the gradient from one tile of columns. If WHOLE, the tile does not end behind V."""
+    """Adds the gradient from one tile of columns. If WHOLE, all columns of the tile are < V."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     w = load_weight(window.WEIGHT, start, window.V, BLOCK_V, WHOLE, CONSTANTS)
@@ -170,7 +172,7 @@ def narrow_hidden_bwd_kernel(
     rate, softcap,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of rows and split. A split is `tiles` tiles of columns."""
+    """Each program computes one tile of rows and one split, which is `tiles` tiles of columns."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
@@ -206,7 +208,7 @@ def narrow_hidden_bwd_kernel(
 
 
 class _Weight(NamedTuple):
-    """The columns of a program of the gradient of the weight, and the hidden states."""
+    """Inputs of a program that computes the gradients of weight and bias for a tile of columns."""
 
     w: tl.tensor  # (columns, D)
     cols: tl.tensor  # (columns, 1)
@@ -227,7 +229,7 @@ def _add_rows(
     acc, total, pair, place, window, start, WHOLE: tl.constexpr, WEIGHTS: tl.constexpr,
     BIASES: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradients from one tile of rows. If WHOLE, the tile does not end behind N."""
+    """Adds the gradients from one tile of rows. If WHOLE, all rows of the tile are < N."""
     HAS: tl.constexpr = field(CONSTANTS, "has")
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
     h = load_hidden(window.HIDDEN, start, window.N, WHOLE, CONSTANTS)
@@ -264,7 +266,7 @@ def narrow_weight_bwd_kernel(
     rate, softcap,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of columns."""
+    """Each program computes one tile of columns."""
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     BLOCK_D: tl.constexpr = layout(CONSTANTS, "block_d")

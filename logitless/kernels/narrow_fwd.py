@@ -73,7 +73,7 @@ def _logits(window, start, cols, mask, BLOCK: tl.constexpr, CONSTANTS: tl.conste
 
 @triton.jit
 def _fold(state, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Returns the state after one more tile. If WHOLE, all columns of the tile are in the row."""
+    """Returns the state after one more tile. If WHOLE, all columns of the tile are < V."""
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     cols = (start + tl.arange(0, BLOCK_V))[None, :]
     if WHOLE:
@@ -95,7 +95,7 @@ def _fold(state, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexp
 
 @triton.jit
 def _reference(window, CONSTANTS: tl.constexpr):
-    """The mean of each row's first 16 columns, subtracted to avoid cancellation in Σ y."""
+    """The mean of y over the first 16 columns, which is subtracted to avoid cancellation in Σ y."""
     cols = tl.arange(0, 16)[None, :]
     mask = cols < window.V
     y = _logits(window, 0, cols, mask, 16, CONSTANTS)
@@ -119,7 +119,7 @@ def _narrow_fwd_kernel(
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile of rows and split. A split is `span` columns."""
+    """Each program computes one tile of rows and one split, which is `span` columns."""
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     first = tl.program_id(0) * BLOCK_N
@@ -136,7 +136,7 @@ def _narrow_fwd_kernel(
         ref = _reference(window, CONSTANTS)
     lo = tl.multiple_of(split * span, BLOCK_V)
     hi = tl.minimum(lo + span, V)
-    # A row of -inf has its max in the first column. An empty split has no column.
+    # The argmax of a row of -inf is its first column. An empty split has no argmax.
     place = tl.zeros((BLOCK_N,), tl.int32) + tl.where(lo < V, lo, NOWHERE)
     state = State(zero - INF, zero, zero, zero, zero, place, zero)
     whole = lo + tl.maximum(hi - lo, 0) // BLOCK_V * BLOCK_V
@@ -165,10 +165,10 @@ class _PickConstants:
 
 @triton.jit
 def _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS: tl.constexpr):
-    """Returns y at the ids, at most `top`.
+    """Returns y at the ids, limited to `top`, the max of the row.
 
-    The max of a row was summed in another order. Without the limit, y at the max could be larger
-    than the max by a rounding error, and log p could be larger than 0.
+    This sum over D may differ by a rounding error from the sum that gave `top`. Without the limit,
+    y could be larger than the max of its row, and log p could be larger than 0.
     """
     offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
     first = WEIGHT + ids.to(tl.int64) * layout(CONSTANTS, "stride_w")
@@ -202,7 +202,7 @@ def _narrow_pick_kernel(
     softcap, ignore_index,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. Writes y at the label to the first split, and y at the ids to PICKED.
+    """Writes y at the label to the first split, and y at the ids to PICKED, one row per program.
 
     y is 0 for an id outside the vocabulary, and for every id of an ignored row.
     """
@@ -252,7 +252,7 @@ def narrow_partial(
     cut = config.narrow("fwd", where.block_d, size, memory, heavy)
     cut = config.narrow_splits(cut, N, V, D, config.processors(device))
     tiles, fields = config.ceil_div(N, cut.block_n), _contract.part_width(*sums)
-    # The rows of the last tile beyond N are written too.
+    # The kernel writes whole tiles, so the last tile may end after row N.
     shape = (tiles * cut.block_n, fields, cut.splits)
     state = torch.empty(shape, device=device, dtype=torch.float32)
     K = reading.ids_per_row

@@ -29,7 +29,10 @@ def narrow_gradients(
     d_bias: Tensor | None,  # (V,), fp32
     adds: bool = False,  # whether the gradient of the weight is added to d_weight
 ) -> None:
-    """Writes the gradients of a head whose logits have this state. None stands for no gradient."""
+    """Writes the gradients of a head to d_hidden, d_weight and d_bias, except those that are None.
+
+    `state` holds the statistics of the logits.
+    """
     (N, D), V, where = hidden.shape, len(weight), layout_of(hidden, weight)
     by_rows, by_columns = _cuts(hidden, V, where, reading, coefficients.has)
     orders = []
@@ -61,7 +64,7 @@ def narrow_gradients(
 def _cuts(
     hidden: Tensor, V: int, where: HeadLayout, reading: Reading, has: tuple[str, ...]
 ) -> tuple[config.Config, config.Config]:
-    """The Configs of the kernels for the gradients of hidden states and of the weight."""
+    """Returns the Config of the kernel for d_hidden, and of the kernel for d_weight and d_bias."""
     (N, D), device = hidden.shape, hidden.device
     heavy = int(reading.softcap is not None or bool({"b", "total", "logprob_t1"} & {*has}))
     heavy += not where.aligned

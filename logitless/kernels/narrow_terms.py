@@ -1,10 +1,11 @@
-"""The numbers per row that the backward of a narrow head reads, and its pairs of row and column.
+"""Computes the inputs of the backward of a narrow head: terms per row, and pairs of row and column.
 
-The gradient of a tile is the formula of bwd_tile.py. The terms of the label and of the ids concern
-few tiles. A pair is a row and a column, with the gradient g of a label or id. The pairs are sorted
-by the tile that contains them. So a kernel that visits tiles in order finds the pairs of a tile by
-one comparison. The kernel adds g to the gradient of the tile before the gradient is rounded to 16
-bits. A term that is added after the rounding would lose p - 1 if p is near 1.
+The terms of a row are the numbers in the formula of bwd_tile.py, which is used for every tile. A
+label or id changes the gradient of one logit only. A pair holds the row and column of this logit,
+and the number g that is added to its gradient. The pairs are sorted by the tile that contains them.
+So a kernel that visits tiles in order finds the pairs of a tile by one comparison. The kernel adds
+g to the gradient of the tile before the gradient is rounded to 16 bits. If g was added after the
+rounding, the difference p - 1 would be lost if p is near 1.
 """
 
 import functools
@@ -34,15 +35,15 @@ TERM_C1 = tl.constexpr(3)
 TERM_LOGPROB_T1 = tl.constexpr(4)
 TERM_G_C = tl.constexpr(5)
 TERMS = 6
-NO_TILE = tl.constexpr(2**62)  # the place of a pair without a column, behind all tiles
+NO_TILE = tl.constexpr(2**62)  # the place of an invalid or ignored pair, after all tiles
 
 
 class Order(NamedTuple):
     """The order in which the programs of a kernel visit tiles of logits.
 
-    A program visits `count` tiles. The place of a tile is i · step + j. If `by_rows`, i is the
-    index of the tile's rows, and j is the index of its columns. Otherwise, i is the index of the
-    columns, and j is the index of the rows.
+    A program visits `count` tiles. The place of a tile in this order is i · step + j. If `by_rows`,
+    i counts tiles along the rows, and j counts tiles along the columns. Otherwise, i counts tiles
+    along the columns, and j counts tiles along the rows.
     """
 
     block_n: int  # rows of a tile
@@ -54,11 +55,11 @@ class Order(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Pairs of row and column, sorted for one kernel."""
+    """Pairs of row and column (see above), in the order in which one kernel visits tiles."""
 
     first: Tensor  # (programs,), the first pair of each program
     places: Tensor  # (P,), the place of each pair's tile, sorted
-    ends: Tensor  # (P,), the first pair behind the pairs of each pair's tile
+    ends: Tensor  # (P,), for each pair, the first pair after all pairs of the same tile
     index: Tensor  # (P,), the index of each pair in `columns` and `g`
     columns: Tensor  # (N, slots)
     g: Tensor  # (N, slots)
@@ -78,13 +79,13 @@ class _Constants:
 
 @triton.constexpr_function
 def order_of(constants, index):
-    """Returns (block_n, block_v, by_rows) of an Order, or None if there are fewer orders."""
+    """Returns (block_n, block_v, by_rows) of the Order `index`, or None if no Order has `index`."""
     return constants.orders[index] if index < len(constants.orders) else None
 
 
 @triton.jit
 def _store_places(PLACES, at, row, ids, inside, mask, step, ORDER: tl.constexpr):
-    """Stores the places of the tiles of some pairs in one order."""
+    """Stores the place (see Order) of the tile of each pair, for one Order."""
     if ORDER is not None:
         i, j = row // ORDER[0], ids.to(tl.int64) // ORDER[1]
         if ORDER[2]:
@@ -99,7 +100,7 @@ def _store_pairs(
     COLUMNS, G, PLACES, pairs, at, row, ids, g, inside, mask, step_0, step_1,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Stores pairs of one row, and the places of their tiles in each order."""
+    """Stores pairs of one row, and the place of each pair's tile in every Order."""
     ids = tl.where(inside, ids, 0)
     tl.store(COLUMNS + at, ids.to(tl.int32), mask=mask)
     tl.store(G + at, tl.where(inside, g, 0.0), mask=mask)
@@ -120,7 +121,10 @@ def _narrow_terms_kernel(
     temperature, N, V, K, slots, step_0, step_1, ignore_index,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. A row is 0 if ignored, and NaN if its label or an id is invalid."""
+    """Computes one row per program.
+
+    An ignored row gets a gradient of 0. If the label or an id is invalid, the gradient is NaN.
+    """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     row = tl.program_id(0).to(tl.int64)
     label = load_label(LABEL, row)
@@ -174,7 +178,7 @@ def terms_of(
     vocab: int,
     orders: tuple[Order, ...],
 ) -> tuple[Tensor, list[Pairs | None], tuple[str, ...]]:
-    """Returns the terms of all rows (TERMS, N), the pairs in each order, and the coefficients used.
+    """Returns the terms (TERMS, N), the pairs for each Order, and the names of coefficients in use.
 
     The pairs are None if the loss has no gradient at a label or at ids.
     """

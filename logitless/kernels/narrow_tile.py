@@ -2,8 +2,8 @@
 
 A head is narrow if the whole width D of its hidden states fits into one tile. Then one product of a
 tile of hidden states (rows, D) and a tile of the weight (columns, D) is a finished tile of logits.
-For a narrow head, computing logits again costs less time than writing logits to memory. The width
-is padded to a power of two of at least 16 (`tl.dot` requires 16).
+If D is small, computing logits again can take less time than writing logits to memory. The width of
+tiles is D padded to a power of two of at least 16, because `tl.dot` requires 16.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from .numerics import load
 from .state import field
 
 UPCAST = tl.constexpr(knobs.runtime.interpret)  # the interpreter cannot multiply bf16
-# The largest width per bytes of an element. Wider tiles do not fit into the registers.
+# {bytes per element: largest width D}. Wider tiles do not fit into the registers.
 MAX_WIDTH = {2: 512, 4: 64}
 
 
 @triton.constexpr_function
 def precision_of(dtype, on_cuda):
-    """The precision of tl.dot. Plain tf32 would round fp32 inputs to 11 bits."""
+    """The input precision for tl.dot. With plain tf32, fp32 inputs would be rounded to 11 bits."""
     return "tf32x3" if dtype == tl.float32 and on_cuda else "ieee"
 
 
@@ -76,7 +76,7 @@ def layout(constants, name):
 
 @triton.jit
 def load_hidden(P, start, count, ALL_ROWS: tl.constexpr, CONSTANTS: tl.constexpr):
-    """The hidden states of the rows from `start` on, (BLOCK_N, BLOCK_D)."""
+    """Returns the hidden states of BLOCK_N rows from `start` on, (BLOCK_N, BLOCK_D)."""
     return load_rows(
         P, start, count, layout(CONSTANTS, "stride_h"), layout(CONSTANTS, "width"),
         field(CONSTANTS, "block_n"), layout(CONSTANTS, "block_d"), ALL_ROWS,
@@ -88,7 +88,7 @@ def load_hidden(P, start, count, ALL_ROWS: tl.constexpr, CONSTANTS: tl.constexpr
 def load_weight(
     P, start, count, BLOCK: tl.constexpr, ALL_ROWS: tl.constexpr, CONSTANTS: tl.constexpr
 ):  # fmt: skip
-    """The weights of the columns from `start` on, (BLOCK, BLOCK_D)."""
+    """Returns the weight of BLOCK columns of logits from `start` on, (BLOCK, BLOCK_D)."""
     return load_rows(
         P, start, count, layout(CONSTANTS, "stride_w"), layout(CONSTANTS, "width"),
         BLOCK, layout(CONSTANTS, "block_d"), ALL_ROWS, layout(CONSTANTS, "w_aligned"),
@@ -119,7 +119,7 @@ def is_narrow(hidden: Tensor, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The layout of hidden states (N, D) and weight (V, D) in memory, a constant of kernels."""
+    """The layout in memory of hidden states (N, D) and weight (V, D). It is a kernel constant."""
 
     width: int  # D
     stride_h: int

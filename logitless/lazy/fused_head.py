@@ -192,7 +192,7 @@ def may_be_lazy() -> bool:
 
 
 def head_logits(module: nn.Linear, hidden: Tensor, options: dict) -> Tensor:
-    """Returns lazy logits of a linear layer, or plain logits as in `lazy_product`."""
+    """Returns the logits of a linear layer, which are lazy or plain as in `lazy_product`."""
     tensors = (hidden, module.weight, module.bias)
     if torch.compiler.is_compiling() and wants_gradient(*tensors):
         _say_how_to_compile()

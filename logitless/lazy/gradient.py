@@ -220,13 +220,13 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 
 
 def added_shares(a: Shares, b: Shares) -> Shares:
-    """Adds the shares of two gradients per Joint, and leaves out each Joint whose sum is 1."""
+    """Adds the shares of two gradients for each Joint. Joints with a sum of 1 are left out."""
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """The shares that each of `count` gradients gets if `joint` divides the gradient g."""
+    """The shares of each of the `count` gradients into which `joint` divides the gradient g."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}

@@ -1,4 +1,4 @@
-"""`LinearLogits`, the logits of a linear head. Every loss and PyTorch's functions accept them.
+"""`LinearLogits`, the logits of a linear head, for losses of logitless and functions of PyTorch.
 
 A loss is computed from chunks of the logits (heads/linear.py). A function of PyTorch gets lazy
 logits (logits.py).
@@ -147,7 +147,7 @@ class LinearLogits(AsTensor, Logits):
         """Explains how a loss such as cross_entropy over these logits is computed.
 
         The explanation names the split of the logits, the memory that the logits take, and the
-        number of GEMMs. Tensors on the device "meta" are explained for a GPU.
+        number of GEMMs. If the tensors are on the device "meta", the explanation is for a GPU.
 
         >>> print(LinearLogits(hidden, weight, workspace=64 << 20).explain())
         """

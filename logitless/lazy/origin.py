@@ -126,7 +126,7 @@ class Origin:
         return self.reachable(None)
 
     def reachable(self, size: int | None) -> bool:
-        """Whether values in memory, or recipes of `size` values, are enough to compute the values.
+        """Whether the values can be computed from values in memory or recipes of `size` values.
 
         If `size` is None, only values in memory are used. A recipe of more than `size` values is
         not used, because this recipe would compute values that are not needed.

@@ -103,7 +103,7 @@ def _softmax_of_nn(z: LazyLogits, dim=None, _stacklevel=3, dtype=None):
 
 
 def _second(operation: Callable) -> Callable:
-    """Swaps the arguments of `operation`, for lazy logits as second argument: 30 * logits."""
+    """Swaps the arguments of `operation`, for calls such as 30 * logits."""
     return lambda other, z, **kwargs: operation(z, other, **kwargs)
 
 

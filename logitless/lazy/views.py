@@ -38,7 +38,8 @@ def _rows(
         try:
             moved = op(Filled.apply(leaf, constant(before)))  # pyright: ignore
         except (IndexError, RuntimeError):
-            (on_logits or op)(before.new_empty(()).expand(z.shape))  # its error names z.shape
+            # The same call with the shape of z raises an error that names z.shape.
+            (on_logits or op)(before.new_empty(()).expand(z.shape))
             raise
         edge, hidden = get_gradient_edge(moved), moved.detach()
     shape = hidden.shape

@@ -46,8 +46,8 @@ class CrossEntropy(RowLoss):
     def value_and_gradient(self, backend, x, factor, into):
         if self.label_smoothing or self.z_loss or backend.one_pass is None:
             return super().value_and_gradient(backend, x, factor, into)
-        # The loss is linear in log p, so its coefficients need no statistics. The coefficients are
-        # not used if one_pass returns None, for example because the rows are too long.
+        # The loss is linear in log p, so its coefficients need no statistics. one_pass returns None
+        # if it cannot compute the loss, for example because the rows are too long.
         if self.is_nll:
             coefficients = _nll_coefficients[x.device, torch.float32]
         else:
@@ -81,7 +81,8 @@ class CrossEntropy(RowLoss):
 class ScoredCrossEntropy(CrossEntropy):
     """Cross-entropy whose extras are the scores of each row.
 
-    The kernel that computes loss and gradient in one pass computes no scores, and is not used.
+    This loss does not use the kernel that computes loss and gradient in one pass, because that
+    kernel computes no scores.
     """
 
     extras: ClassVar[tuple[str, ...]] = Scores._fields

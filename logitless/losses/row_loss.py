@@ -44,8 +44,8 @@ def row_loss(
 
     The formula may also return a tuple (loss, *more) of tensors (n,), for example for metrics. Then
     the result of row_loss is a tuple (loss, *more). Each tensor of `more` has shape (...) and the
-    dtype that the formula returns. The tensors of `more` are detached. They are neither multiplied
-    by row_weight nor reduced. In ignored rows, they are 0, or -1 if they are integers.
+    dtype that the formula returns. The tensors of `more` are detached, and are neither multiplied
+    by row_weight nor reduced. In ignored rows, a tensor of `more` is 0, or -1 if it holds integers.
 
     A call of the formula may get any number of rows. So the formula must not mix rows, for example
     by means, sums or sorting over rows. LOGITLESS_CHECK=1 compares a call for two rows with two
@@ -79,7 +79,7 @@ class Formula(RowLoss):
 
     names: ClassVar[tuple[str, str]] = ("ids", "ids")
 
-    extras: ClassVar[None] = None  # the function decides
+    extras: ClassVar[None] = None  # the number of extras is known only after a call of `function`
 
     function: Callable[..., Any]  # RowStats, *row_inputs -> (n,), or a tuple of tensors (n,)
     row_inputs: tuple[Tensor, ...]
@@ -90,7 +90,7 @@ class Formula(RowLoss):
     ) -> tuple[Tensor, ...]:
         """Calls the function. Returns the loss of each row, (...), and the extras, (...).
 
-        The results of ignored rows are 0, or -1 in extras of integers.
+        The results of ignored rows are 0, except that integer extras are -1.
         """
         ignored = self.reading.ignored_rows()
         ignored = None if ignored is None else ignored.reshape(-1)

@@ -183,7 +183,7 @@ RULES = {
 
 
 def fields_of(reading: Reading) -> tuple[str, ...]:
-    """The names of the coefficients that the gradients of the statistics in reading.wants use."""
+    """The names of the coefficients for the gradients of the statistics in reading.wants."""
     used = {field for name in reading.wants if name in RULES for field in RULES[name].fields}
     if reading.ids is not None:
         used.discard("label")
