@@ -11,6 +11,7 @@ tuning, helper processes compile the kernels for all tiles. The output is Markdo
 """
 
 import argparse
+import contextlib
 import importlib
 import itertools
 import subprocess
@@ -88,9 +89,9 @@ def in_memory(work) -> Cut:
 
 
 def step(hidden, weight, target, way) -> torch.Tensor:
-    """Runs forward and backward of a mean. `way` is the function that chooses the Cut."""
+    """Runs forward and backward of a mean. `way` chooses the Cut; None for the library's choice."""
     hidden.grad = weight.grad = None
-    with plan.override(way):
+    with contextlib.nullcontext() if way is None else plan.override(way):
         loss = ll.cross_entropy(ll.LinearLogits(hidden, weight), target)
     loss.backward()
     return loss.detach()
@@ -248,7 +249,7 @@ def measure(shape: tuple[int, int, int], others: dict, until: float) -> str:
         f(hidden, weight, target).backward()
 
     cells = []
-    for way in (on_chip, in_memory):
+    for way in (None, on_chip, in_memory):
         ms = milliseconds(ours(way))
         hidden.grad = weight.grad = None
         cells.append(f"{ms:.2f} ({extra_memory(ours(way), gradients):.0f})")
@@ -265,9 +266,7 @@ def measure(shape: tuple[int, int, int], others: dict, until: float) -> str:
     hidden.grad = weight.grad = None
     with torch.no_grad():
         cells.append(f"{gemms(hidden, weight):.2f}")
-    chosen = plan.choose(plan.Work(rows, vocab, width, 2, False, True, 1, True, True, True), None,
-                         "cuda")  # fmt: skip
-    way = "on chip" if chosen.on_chip else "in memory"
+    way = ll.LinearLogits(hidden, weight).explain().way
     return f"| {rows} × {width} × {vocab} | {' | '.join(cells)} | {way} |"
 
 
@@ -293,7 +292,7 @@ def main() -> None:
         tune(options.rows, until - 60)
     others = rivals()
     print("\nForward and backward of a mean, ms (MiB beyond the gradients).\n")
-    names = ["ours on chip", "ours in memory", *others, "3 GEMMs", "chosen"]
+    names = ["ours", "on the chip", "in memory", *others, "3 GEMMs", "way of ours"]
     print(f"| N × D × V | {' | '.join(names)} |\n|---|{'---|' * len(names)}", flush=True)
     shapes = [LARGEST, *((options.rows, d, v) for v, d in itertools.product(VOCABS[::-1], WIDTHS))]
     for shape in shapes:

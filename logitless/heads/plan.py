@@ -26,9 +26,10 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-# The default workspace, in bytes of logits in memory at once. The default is 1.5 times as large for
-# fp32 logits of 16-bit hidden states. With this memory, fp32 logits are as fast as 16-bit logits on
-# an H200, because `layout` needs only few slots per chunk.
+# The usual workspace, in bytes of logits in memory at once. The default is larger for more than
+# 524,288 classes (`default_workspace`), and 1.5 times as large for fp32 logits of 16-bit hidden
+# states. With this memory, fp32 logits are as fast as 16-bit logits on an H200, because `layout`
+# needs only few slots per chunk.
 WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}
 TILE = 128  # rows per tile of a GEMM
 PACK = 8  # padded widths are multiples of PACK, so that 16-bit rows start on 16-byte boundaries
@@ -108,8 +109,9 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
     """
     if device == "cuda" and stays_on_chip(work):
         return Cut(work.rows, on_chip=True)
-    limit = workspace or WORKSPACE.get(device, WORKSPACE["cuda"]) * (3 if work.wide else 2) // 2
-    room = limit // (-(-work.vocab // PACK) * PACK * work.itemsize)
+    row = -(-work.vocab // PACK) * PACK * work.itemsize  # bytes of a row of logits
+    limit = workspace or default_workspace(row, device) * (3 if work.wide else 2) // 2
+    room = limit // row
     if work.wide:
         room = (room - 2) * SPARE_EVERY // (SPARE_EVERY + 1)  # leaves memory for spare_rows
     best = Cut(max(room, 1))
@@ -130,6 +132,17 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
                 best, least = cut, extra
         groups *= 2
     return best
+
+
+def default_workspace(row: int, device: str) -> int:
+    """The default workspace in bytes. `row` is the number of bytes of a row of logits.
+
+    On a GPU, the memory of 1,024 rows is used if one row is so long that the usual workspace holds
+    fewer rows, but at most twice the usual workspace. Chunks of fewer rows would spend much of
+    their time on sums of the weight's gradient.
+    """
+    usual = WORKSPACE.get(device, WORKSPACE["cuda"])
+    return usual if device == "cpu" else min(max(usual, 1024 * row), 2 * usual)
 
 
 def extra_cost(work: Work, cut: Cut, device: str) -> float:
