@@ -127,6 +127,10 @@ class Backend(Protocol):
         """Multiplies x (..., V) in place by g, whose shape is () or (...)."""
         ...
 
+    def zero_ignored(self, x: Tensor, reading: Reading) -> Tensor:
+        """Returns x (N, D) with 0 in the rows that the reading ignores."""
+        ...
+
     # --- teachers
 
     def slots(

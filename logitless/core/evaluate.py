@@ -108,7 +108,7 @@ def total_and_gradient(
 
     The gradient is written to `into` if possible.
     """
-    if reduction == "mean" and row_weight is None and x.numel() <= SMALL:
+    if reduction == "mean" and row_weight is None:
         value = loss.mean_and_gradient(backend, x, into)
         if value is not None:
             return (value,), into

@@ -202,3 +202,9 @@ def reduce(
 def scale_(x: Tensor, g: Tensor) -> None:
     """Multiplies x (..., V) in place by g, whose shape is () or (...)."""
     x.mul_(g.reshape(x.shape[:-1]).unsqueeze(-1) if g.dim() else g)
+
+
+def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
+    """Returns x with 0 in the rows that the reading ignores. Without an ignore_index, returns x."""
+    ignored = reading.ignored_rows()
+    return x if ignored is None else x.masked_fill(ignored.reshape(-1, 1), 0.0)

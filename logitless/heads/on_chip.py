@@ -54,8 +54,8 @@ class OnChipChunks(Chunks):
         known = iter(known)
         for rows in self.slices:
             of_rows = loss.rows(rows, self.lead)
-            ignored = None if self.drops else of_rows.reading.ignored_rows()
-            tile = Tile(of_rows, next(known, None), rows, OnChip(self, rows, ignored, sums), None)
+            reading = None if self.drops else of_rows.reading
+            tile = Tile(of_rows, next(known, None), rows, OnChip(self, rows, reading, sums), None)
             yield tile
             tile.release()
 
@@ -64,14 +64,14 @@ class OnChip:
     """The logits of some rows, which are never in memory."""
 
     def __init__(
-        self, chunks: OnChipChunks, rows: Rows, ignored: Tensor | None, sums: "OnChipSums | None"
+        self, chunks: OnChipChunks, rows: Rows, reading: Reading | None, sums: "OnChipSums | None"
     ):
         self.rows, self.sums = rows, sums
         self.weight, self.bias = chunks.weight, chunks.bias
         self.h = chunks.hidden[rows]  # (n, D)
-        if ignored is not None:
+        if reading is not None:
             # The kernels multiply the hidden states of ignored rows by 0, and 0 · NaN would be NaN.
-            self.h = self.h.masked_fill(ignored.reshape(-1, 1), 0.0)
+            self.h = chunks.head.backend().zero_ignored(self.h, reading)
         if self.h.stride(1) != 1:
             self.h = self.h.contiguous()
         self.shape, self.device = (len(self.h), len(self.weight)), self.h.device

@@ -50,10 +50,9 @@ SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
 SMALL_WORK = {"cuda": 2e11}
 READ_WIDTH = 200
 
-# The largest vocabulary for which a 16-bit head of at most this width is computed on the chip. No
-# head is computed on the chip yet, because the kernels were not measured on a GPU. On an H200 with
-# 8,192 rows, a prototype with {128: 1 << 31, 256: 1 << 16} was faster than writing logits.
-ON_CHIP_VOCAB: dict[int, int] = {}
+# The largest vocabulary for which a 16-bit head of at most this width is computed on the chip. On an
+# H200, heads of width 256 are faster with logits in memory (benchmarks/results/h200/narrow.md).
+ON_CHIP_VOCAB = {128: 1 << 31}
 # The largest number of pairs of row and id. A pair takes 64 bytes of memory while pairs are sorted,
 # and each pair takes time.
 ON_CHIP_PAIRS = 1 << 19

@@ -36,7 +36,8 @@ def gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor
     sizes, the GEMM is split into a large aligned GEMM (`aligned_part`) and a GEMM of fewer than
     UNIT rows or columns.
     """
-    if not reads_vectors(a):
+    pack, (m, k), n = 16 // a.element_size(), a.shape, b.shape[1]
+    if not (reads_vectors(a) and (m % pack or k % pack or n % pack)):
         return plain_gemm(a, b, out, add)
     split = aligned_part(out, 1)
     if split < out.shape[1]:

@@ -33,7 +33,8 @@ def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor
     by_row = reduction == "none" or any(t.requires_grad for t in rows)
     needs = by_row or any(t is not None and t.requires_grad for t in inputs)
     if not (needs and torch.is_grad_enabled()):
-        x = _logits(*inputs)
+        with torch.no_grad():
+            x = _logits(*inputs)
         return evaluate.evaluate_on(head.backend(), x, loss, reduction, row_weight)
     if not by_row:
         return _small_total(*inputs, row_weight, loss, reduction, drop)
@@ -119,8 +120,8 @@ def _total(
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns the logits (..., V) without a gradient."""
-    with torch.no_grad(), without_autocast(hidden.device):
+    """Returns the logits (..., V). Gradients must be disabled."""
+    with without_autocast(hidden.device):
         if hidden.dim() == 2:
             return padded_logits(hidden, weight, bias, hidden.dtype)
         x = padded_logits(hidden.reshape(-1, hidden.shape[-1]), weight, bias, hidden.dtype)
@@ -140,10 +141,8 @@ def _gradients(
         d_hidden = gemm(dz, weight, torch.empty_like(h, memory_format=torch.contiguous_format))
         d_hidden = d_hidden if h is hidden else d_hidden.view(hidden.shape)
     if needs[1]:
-        ignored = loss.reading.ignored_rows() if drop else None
-        if ignored is not None:
-            # The gradient of an ignored row is 0, but 0 times NaN or infinity is NaN.
-            h = h.masked_fill(ignored.view(-1, 1), 0.0)
+        if drop:  # the gradient of an ignored row is 0, but 0 times NaN or infinity is NaN
+            h = backend_of(hidden).zero_ignored(h, loss.reading)
         d_weight = gemm(dz.t(), h, torch.empty_like(weight))
     if needs[2] and bias is not None:
         d_bias = dz.sum(0, dtype=PRECISION[bias.dtype]).to(bias.dtype)

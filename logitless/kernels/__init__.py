@@ -15,6 +15,7 @@ from .stats_merge import finish, merge
 from .stats_split_fwd import partial
 from .tail_mass import outside
 from .topk import topk
+from .zero_ignored import zero_ignored
 
 __all__ = [
     "accumulate",
@@ -46,4 +47,5 @@ __all__ = [
     "topk",
     "weighted_nll",
     "with_repeats",
+    "zero_ignored",
 ]

@@ -6,6 +6,7 @@ to get several blocks even in short rows, and benchmarks call `override` to try 
 
 import contextlib
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -159,18 +160,19 @@ def pair_bwd(vocab: int, itemsize: int) -> Config:
 
 
 # The tiles of narrow heads: (rows, columns, warps, stages) per kernel, bytes of an element and
-# padded width. A kernel that holds an accumulator of the whole width has smaller tiles of logits.
+# padded width. A fifth number limits the registers per thread. Kernels that hold an accumulator of
+# the whole width have smaller tiles of logits.
 NARROW = {
     ("fwd", 2): {
-        64: (64, 128, 4, 4), 128: (64, 128, 4, 3), 256: (64, 128, 4, 2), 512: (64, 64, 4, 2),
+        64: (128, 64, 4, 4), 128: (128, 64, 8, 4), 256: (128, 64, 8, 3), 512: (64, 64, 4, 2),
     },
     ("fwd", 4): {64: (32, 32, 8, 2)},
     ("d_hidden", 2): {
-        64: (64, 128, 4, 4), 128: (64, 128, 4, 3), 256: (64, 64, 8, 3), 512: (64, 32, 8, 2),
+        64: (128, 64, 4, 4), 128: (128, 64, 8, 3, 128), 256: (64, 64, 8, 3), 512: (64, 32, 8, 2),
     },
     ("d_hidden", 4): {64: (32, 32, 8, 2)},
     ("d_weight", 2): {
-        64: (64, 128, 8, 4), 128: (64, 128, 8, 3), 256: (64, 64, 8, 3), 512: (32, 64, 8, 2),
+        64: (128, 64, 4, 2, 128), 128: (128, 64, 4, 2), 256: (32, 64, 4, 3), 512: (32, 64, 8, 2),
     },
     ("d_weight", 4): {64: (32, 32, 8, 2)},
 }  # fmt: skip
@@ -188,7 +190,7 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
     registers per thread: more than the state and one coefficient per row, or unaligned rows. Heavy
     kernels use eight warps. Each reason halves the streamed tiles of a backward kernel.
     """
-    rows, columns, warps, stages = NARROW[kernel, itemsize][max(width, 64)]
+    rows, columns, warps, stages, *limit = NARROW[kernel, itemsize][max(width, 64)]
     if kernel == "d_hidden":
         columns = max(columns >> heavy, 16)
     elif kernel == "d_weight":
@@ -196,7 +198,10 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
     held, streamed = (columns, rows) if kernel == "d_weight" else (rows, columns)
     while stages > 1 and (held + stages * streamed) * width * itemsize + 8192 > memory:
         stages -= 1
-    return overridden(Config(columns, 8 if heavy else warps, block_n=rows, stages=stages))
+    registers = limit[0] if limit and not heavy else None
+    return overridden(
+        Config(columns, 8 if heavy else warps, registers=registers, block_n=rows, stages=stages)
+    )
 
 
 @functools.lru_cache(1024)
@@ -205,13 +210,23 @@ def narrow_splits(
 ) -> Config:
     """The Config with splits of the vocabulary, so that the programs fill the GPU.
 
+    A processor runs two programs at once. Of all numbers of splits that keep all processors busy
+    for the same fraction of the time, the smallest is chosen.
+
     `limit` is the largest number of bytes for partial sums (rows, width), one per split.
     """
-    splits = ceil_div(4 * processors, max(ceil_div(rows, cut.block_n), 1))
-    splits = min(splits, ceil_div(vocab, cut.block_v), MAX_SPLITS)
+    tiles, at_once = max(ceil_div(rows, cut.block_n), 1), 2 * processors
+    most = min(ceil_div(2 * at_once, tiles), ceil_div(vocab, cut.block_v), MAX_SPLITS)
     if limit is not None:
-        splits = min(splits, limit // max(4 * rows * width, 1))
-    return overridden(cut._replace(splits=max(splits, 1)))
+        most = min(most, limit // max(4 * rows * width, 1))
+
+    def busy(splits: int) -> float:
+        """The fraction of the time in which a processor has a program."""
+        waves = tiles * splits / at_once
+        return waves / math.ceil(waves)
+
+    splits = max(range(1, max(most, 1) + 1), key=busy)
+    return overridden(cut._replace(splits=splits))
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import torch
 
 import logitless as ll
 from logitless.heads import plan
+from logitless.kernels import config
 from logitless.heads.plan import Work, choose, kept_blocks, layout, spare_rows
 
 H200 = [(8192, 4096, 128256), (8192, 2048, 151936), (16384, 2304, 256000)]
@@ -97,3 +98,23 @@ def test_the_gradient_never_overtakes_the_logits(rows, most):
                 done = part.rows.start + min(step.stop, here)
                 assert done <= part.at + 2 * step.start  # where a row in fp32 takes two
         assert done == count
+
+
+@pytest.mark.parametrize(
+    ("vocab", "itemsize", "gib"), [(128256, 2, 1), (1 << 19, 2, 1), (1 << 20, 2, 2), (10**7, 2, 2)]
+)
+def test_the_default_workspace_of_large_vocabularies(vocab, itemsize, gib):
+    """The workspace holds 1,024 rows, if twice the usual workspace does."""
+    assert plan.default_workspace(vocab * itemsize, "cuda") == gib << 30
+    assert plan.default_workspace(vocab * itemsize, "cpu") == plan.WORKSPACE["cpu"]
+    assert choose(work(8192, 512, vocab), None, "cuda").rows * vocab * itemsize <= gib << 30
+
+
+@pytest.mark.parametrize(
+    ("rows", "splits"), [(2048, 33), (8192, 4), (128, 128), (16, 128), (65536, 1)]
+)
+def test_splits_of_narrow_heads_fill_the_gpu(rows, splits):
+    cut = config.Config(64, 4, block_n=128, stages=4)
+    assert config.narrow_splits.__wrapped__(cut, rows, 1 << 20, 64, 132).splits == splits
+    few = config.narrow_splits.__wrapped__(cut, rows, 1 << 20, 64, 132, 4 * rows * 64)
+    assert few.splits == 1

@@ -54,3 +54,20 @@ def test_smoothing_spreads_over_the_vocabulary(backend, device):
         d = backend.pair_gradient(x, reading, pair, state, ones)
         want = x.softmax(1) * target.sum(1, keepdim=True) - target
         torch.testing.assert_close(d, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ignore_index", [None, -100, 7])
+@pytest.mark.parametrize("width", [3, 64, 5000])
+def test_hidden_states_of_ignored_rows(width, ignore_index, device):
+    label = torch.tensor([4, -100, 7, 2], dtype=torch.int32, device=device)
+    x = torch.randn(4, 2 * width, device=device)[:, ::2]
+    for strided in (x, x.contiguous(), x.contiguous()[:, : width - 1]):
+        spoilt = strided.clone()
+        if ignore_index is not None:
+            spoilt[label == ignore_index] = torch.nan
+        reading = Reading(50, label=label, ignore_index=ignore_index)
+        want = strided.clone()
+        if ignore_index is not None:
+            want[label == ignore_index] = 0
+        assert torch.equal(kernels.zero_ignored(spoilt, reading), want)
+        assert torch.equal(eager.zero_ignored(spoilt, reading), want)

@@ -44,6 +44,7 @@ def test_kernels_compile_ahead_of_time(target):
         "_pair_fwd_kernel",
         "_reduce_kernel",
         "_scale_kernel",
+        "_zero_ignored_kernel",
         "_slot_divergence_kernel",
         "_stats_finish_kernel",
         "_stats_fwd_kernel",
@@ -62,7 +63,9 @@ def test_kernels_compile_ahead_of_time(target):
         assert row["profile"]["bytes"] > 0
     # Of the compilers that we measure with; what another does, a measurement will have to say.
     if target == "cuda:90" and triton.__version__.startswith(("3.6.", "3.7.")):
-        spilled = [row for row in rows if row["stack"]]
+        # The tile of a weight's gradient is the fastest of a sweep, in spite of 32 bytes.
+        allowed = {"narrow_weight_bwd_kernel": 32}
+        spilled = [row for row in rows if row["stack"] > allowed.get(row["kernel"].split()[0], 0)]
         assert not spilled
         # A walk over aligned rows reads 16 bytes at a time, but for the label.
         plain = [

@@ -1,0 +1,53 @@
+"""Copies hidden states, with 0 instead of ignored rows, in one launch."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..contract import Reading
+from . import config
+from .launch import REMEMBERED, Launch
+from .profiling import profiled
+from .state import is_live, load_label
+
+
+@triton.jit(
+    **profiled("zero_ignored"),
+    do_not_specialize=["stride", "D"],
+    do_not_specialize_on_alignment=["X", "LABEL"],
+)
+def _zero_ignored_kernel(
+    X, LABEL,  # inputs
+    OUT,  # (N, D), contiguous
+    stride, D, ignore_index,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One program per row and block of columns. An ignored row is not read."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    live = is_live(load_label(LABEL, row), ignore_index)
+    x = tl.load(X + row * stride + cols, mask=(cols < D) & live, other=0.0)
+    tl.store(OUT + row * D + cols, x, mask=cols < D)
+
+
+def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
+    """Returns x with 0 in the rows that the reading ignores. Without an ignore_index, returns x."""
+    if reading.ignore_index is None or x.numel() == 0:
+        return x
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch(*x.shape, x.stride(0), reading.ignore_index)(x, reading.label.contiguous(), out)
+    return out
+
+
+@functools.lru_cache(REMEMBERED)
+def _launch(N: int, D: int, stride: int, ignore_index: int) -> Launch:
+    block = min(max(config.ceil_pow2(D), 16), 4096)
+    return Launch(
+        _zero_ignored_kernel, (N, config.ceil_div(D, block)), (stride, D, ignore_index),
+        num_warps=4, BLOCK_V=block,
+    )  # fmt: skip
