@@ -115,6 +115,25 @@ def liger_variants(model: LlamaForCausalLM) -> list[Variant]:
     return [
         Variant("Liger's loss", model, transformers_loss, loss),
         Variant("Liger's whole patch", patched, transformers_loss, partial(patch.object, *rope)),
+        *with_liger_layers(model, liger.apply_liger_kernel_to_llama, partial(patch.object, *rope)),
+    ]
+
+
+def with_liger_layers(model: nn.Module, apply: Callable, rope: Callable) -> list[Variant]:
+    """Variants with our loss and Liger's layers, which are patched before or after ll.fuse."""
+    layers = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+    before, after = copy.deepcopy(model), copy.deepcopy(model)
+    original = dict(modeling_llama.__dict__)
+    try:
+        apply(model=before, **layers)
+        ll.fuse(before)
+        ll.fuse(after)
+        apply(model=after, **layers)
+    finally:
+        modeling_llama.__dict__.update(original)
+    return [
+        Variant("Liger's layers, then ll.fuse", before, transformers_loss, rope),
+        Variant("ll.fuse, then Liger's layers", after, transformers_loss, rope),
     ]
 
 

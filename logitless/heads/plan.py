@@ -50,8 +50,8 @@ SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
 SMALL_WORK = {"cuda": 2e11}
 READ_WIDTH = 200
 
-# The largest vocabulary for which a 16-bit head of at most this width is computed on the chip. On an
-# H200, heads of width 256 are faster with logits in memory (benchmarks/results/h200/narrow.md).
+# The largest vocabulary of a 16-bit head of at most this width that is computed on the chip. Wider
+# heads are faster with logits in memory on an H200 (benchmarks/results/h200/narrow.md).
 ON_CHIP_VOCAB = {128: 1 << 31}
 # The largest number of pairs of row and id. A pair takes 64 bytes of memory while pairs are sorted,
 # and each pair takes time.

@@ -186,8 +186,9 @@ class ColumnBackend:
             part[:, k : k + own] = contract.as_bits(ids.view(rows, own) + self.start, part.dtype)
             # `rest` is log Σ e^(z - max z) over this rank's columns that are not among the k
             # largest. With s = Σ e^(z - max z) over all columns of this rank, `tail` is
-            # rest - log s, and logprobs[..., 0] is -log s.
-            rest = (tail - logprobs[..., 0]).view(rows)
+            # rest - log s, and logprobs[..., 0] is -log s. If the largest logit is +inf, -log s is
+            # NaN, and a tail of -inf means that no other column is +inf.
+            rest = torch.where(tail == -torch.inf, tail, tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
         ids, logprobs, tail = _largest(self.join(part), k, temperature, softcap)

@@ -3,13 +3,16 @@
 A source is made of a `Given`: the parts of a head, and its logits as numbers.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import logitless as ll
+from logitless.heads import products
 from logitless.heads.head import Head
 from logitless.heads.plan import Cut
 from tests.support.rank_threads import on_ranks
@@ -17,7 +20,7 @@ from tests.support.sizes import DEVICE
 
 from .case import Case, Maker
 
-D = 4
+MOST_D = 4  # the sums of wider heads would not be exact in bf16
 
 
 class Given(NamedTuple):
@@ -34,7 +37,8 @@ class Given(NamedTuple):
 def given(case: Case) -> Given:
     """The parts, and their product with the special values that this case asks for."""
     m = case.make("logits")
-    hidden, weight = m.normal(*case.lead, D), m.normal(case.vocab, D)
+    width = MOST_D - case.seed % MOST_D
+    hidden, weight = m.normal(*case.lead, width), m.normal(case.vocab, width)
     bias = m.normal(case.vocab) if case.seed % 3 else None
     values = VALUES[case.values]
     if values.head is not None:
@@ -126,8 +130,18 @@ class _HeadOnChip(Head):
         return Cut(work.rows, on_chip=work.merges and work.narrow)
 
 
+class _SplitHead(Head):
+    """A head whose GEMMs are split on every device, into even sizes and a rest of 1."""
+
+    @contextlib.contextmanager
+    def ready(self, loss):
+        split = mock.patch.multiple(products, reads_vectors=lambda t: True, UNIT=2)
+        with split, super().ready(loss):
+            yield
+
+
 def _cut_by(kind: type[Head], **how) -> Callable[[Given], tuple[Any, dict]]:
-    """A head with a cut of its own: along its vocabulary and in groups of two rows, or on chip."""
+    """A head with a cut or with GEMMs of its own."""
 
     def source(g: Given):
         head, leaves = _head(1, **how)(g)
@@ -211,7 +225,7 @@ def _shards(*shares: int) -> Callable[[Given], tuple[Any, dict]]:
 def _fused_head(g: Given):
     leaves = {name: t.clone().requires_grad_() for name, t in g.parts().items()}
     V, bias = g.weight.shape[0], g.bias is not None
-    module = ll.nn.FusedHead(D, V, bias=bias, device=DEVICE, dtype=g.weight.dtype)
+    module = ll.nn.FusedHead(g.weight.shape[1], V, bias=bias, device=DEVICE, dtype=g.weight.dtype)
     hidden = leaves["hidden"]
     parameters = {name: t for name, t in leaves.items() if name != "hidden"}
     return torch.func.functional_call(module, parameters, (hidden,)), leaves
@@ -253,6 +267,7 @@ SOURCES: dict[str, Callable[[Given], tuple[Any, dict[str, Tensor]]]] = {
     "head, by columns": _cut_by(_CutHead, drop_ignored=DEVICE == "cpu"),
     "head, on chip": _cut_by(_HeadOnChip),
     "head, on chip, nothing dropped": _cut_by(_HeadOnChip, drop_ignored=False),
+    "head, split GEMMs": _cut_by(_SplitHead),
     "nn.FusedHead": _fused_head,
     "shards, two": _shards(1),
     "shards, uneven and empty": _shards(2, 0, 1),

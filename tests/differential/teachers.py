@@ -20,7 +20,7 @@ from .arguments import (
     zeros,
 )
 from .case import Maker
-from .sources import VALUES, D
+from .sources import MOST_D, VALUES
 
 
 def dense(dtype: torch.dtype | None = None, values: str = "plain") -> Callable[[Maker], Tensor]:
@@ -33,7 +33,7 @@ def dense(dtype: torch.dtype | None = None, values: str = "plain") -> Callable[[
 
 
 def dense_head(m: Maker) -> ll.LinearLogits:
-    hidden, weight = m.normal(*m.lead, D), m.normal(m.vocab, D)
+    hidden, weight = m.normal(*m.lead, MOST_D), m.normal(m.vocab, MOST_D)
     return ll.LinearLogits(hidden, weight)
 
 

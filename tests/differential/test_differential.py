@@ -42,6 +42,14 @@ def test_cases(name):
     each()
 
 
+@pytest.mark.parametrize(
+    "case",
+    [Case("capture_topk", "shards, two", seed=1, values="+inf", arguments={"k": "all"})],
+)  # fmt: skip
+def test_cases_that_failed_before(case):
+    check(case)
+
+
 @pytest.mark.parametrize("bug", MUTATIONS)
 def test_a_bug_put_in_on_purpose_is_found(bug):
     names = ("row_stats", "cross_entropy")

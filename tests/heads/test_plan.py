@@ -5,8 +5,8 @@ import torch
 
 import logitless as ll
 from logitless.heads import plan
-from logitless.kernels import config
 from logitless.heads.plan import Work, choose, kept_blocks, layout, spare_rows
+from logitless.kernels import config
 
 H200 = [(8192, 4096, 128256), (8192, 2048, 151936), (16384, 2304, 256000)]
 MIB = 1 << 20
