@@ -43,7 +43,7 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
     arguments = [argument_of(t, first) for t in leaves]
     if any(a is None or depth_of(a.formula) >= DEEPEST for a in arguments):
         return NotImplemented
-    in_rows = whole_rows or len(lazy) > 1 or any(a.inputs for a in arguments)
+    in_rows = whole_rows or len(lazy) > 1 or any(map(varies, arguments))
     if in_rows and first.recipe.axis is not None:
         return NotImplemented
     call = Call(function, tree, Autocast.of(first.device))
@@ -94,6 +94,11 @@ class Argument(NamedTuple):
     formula: Any  # a Formula, or a constant
     blank: Any  # a tensor with the argument's width and no rows, or a constant
     inputs: tuple[RowInput, ...] = ()
+
+
+def varies(a: Argument) -> bool:
+    """Whether the argument varies along the last dimension or from row to row."""
+    return bool(a.inputs) or (isinstance(a.formula, Tensor) and a.formula.numel() > 1)
 
 
 def argument_of(t: Any, first: LazyLogits) -> Argument | None:

@@ -355,3 +355,23 @@ def test_a_function_that_writes_is_not_lazy(x):
     for write in (lambda: F.relu(z, inplace=True), lambda: F.relu(z, True)):
         with pytest.raises(RuntimeError, match="must not be written to"):
             write()
+
+
+PER_ROW = {  # functions of transposed logits and one number per row
+    "add": lambda z, c: z.mT + c,
+    "divide": lambda z, c: z.mT / (c + 1),
+    "maximum": lambda z, c: torch.maximum(z.mT, c),
+    "masked_fill": lambda z, c: z.mT.masked_fill(c < 2, 1.0),
+    "where": lambda z, c: torch.where(c < 2, z.mT, 0.0),
+    "clamp": lambda z, c: z.mT.clamp(min=c),
+}
+
+
+@pytest.mark.parametrize("name", PER_ROW)
+@pytest.mark.parametrize("rows", [3, 4])
+def test_transposed_logits_and_one_number_per_row(name, rows):
+    """The numbers belong to the last dimension, also if there are as many rows as columns."""
+    hidden, weight = torch.randn(rows, 2), torch.randn(4, 2)
+    numbers = torch.arange(float(rows))
+    got = PER_ROW[name](ll.LinearLogits(hidden, weight).lazy(), numbers)
+    torch.testing.assert_close(got.clone(), PER_ROW[name](hidden @ weight.T, numbers))
