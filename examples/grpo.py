@@ -4,10 +4,10 @@
 
 The script needs the package transformers, but neither a network nor a GPU. The model is small and
 random. Every letter is a token, and the task is to repeat a letter. Each step samples several
-answers to each prompt. The sampling runs under no_grad, where a fused head returns plain logits.
-The advantage of an answer is its reward relative to the rewards of the other answers to the same
-prompt. After the sampling, each step updates the weights twice. `row_loss` computes the policy loss
-of an update, including the entropy, without materialising the logits.
+answers to each prompt. The sampling runs under no_grad, where small logits of a fused head are
+plain. The advantage of an answer is its reward relative to the rewards of the other answers to the
+same prompt. After the sampling, each step updates the weights twice. `row_loss` computes the policy
+loss of an update, including the entropy, without materialising the logits.
 """
 
 import argparse

@@ -8,6 +8,7 @@ from .core.call import impl
 from .lazy.fuse import fuse, is_fused, unfuse
 from .lazy.fused_head import lazy_logits
 from .lazy.linear_logits import LinearLogits
+from .lazy.report import report
 from .losses.cross_entropy import (
     cross_entropy,
     cross_entropy_and_scores,
@@ -62,6 +63,7 @@ __all__ = [
     "merge",
     "nn",
     "partial",
+    "report",
     "row_loss",
     "row_stats",
     "score",

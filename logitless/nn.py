@@ -255,8 +255,9 @@ class FusedHead(nn.Linear):
 
     If gradients are needed, the head returns lazy logits (LazyLogits). A loss over lazy logits is
     computed from the hidden states and the weight. Without gradients, as in evaluation and
-    sampling, the head returns plain logits. The options workspace, logits_dtype, accumulate and
-    drop_ignored have the same meaning as in LinearLogits.
+    sampling, logits of at most 32 MiB are plain and larger logits are lazy. If lazy_inference is
+    false, all logits without gradients are plain. The options workspace, logits_dtype, accumulate
+    and drop_ignored have the same meaning as in LinearLogits.
 
     >>> head = FusedHead(4096, 128256, bias=False)
     >>> loss = cross_entropy(head(hidden), target)  # or torch.nn.functional.cross_entropy
@@ -265,14 +266,15 @@ class FusedHead(nn.Linear):
     @_call.named(nn.Linear)
     def __init__(
         self, *args, workspace: int | None = None, logits_dtype: torch.dtype | None = None,
-        accumulate: str = "auto", drop_ignored: bool = True, **kwargs,
+        accumulate: str = "auto", drop_ignored: bool = True, lazy_inference: bool = True, **kwargs,
     ):  # fmt: skip
         super().__init__(*args, **kwargs)
+        self.lazy_inference = lazy_inference
         self.head_options = {
             "workspace": workspace, "logits_dtype": logits_dtype, "accumulate": accumulate,
             "drop_ignored": drop_ignored,
         }  # fmt: skip
-        _option_checks.check(**self.head_options)
+        _option_checks.check(**self.head_options, lazy_inference=lazy_inference)
 
     def forward(self, input: Tensor) -> Tensor:
-        return head_logits(self, input, self.head_options)
+        return head_logits(self, input, self.head_options, self.lazy_inference)

@@ -26,8 +26,8 @@ from . import chosen_device, machine
 from .selfcheck import CHECKS, Check
 
 VARIABLES = (
-    "LOGITLESS_IMPL", "LOGITLESS_CHECK", "LOGITLESS_WAITING", "TRITON_INTERPRET",
-    "CUDA_VISIBLE_DEVICES",
+    "LOGITLESS_IMPL", "LOGITLESS_CHECK", "LOGITLESS_WAITING", "LOGITLESS_WARN_BYTES",
+    "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 # Shapes (N, V) of logits. V is 1, odd, 16-byte aligned, or so large that kernels split the row.
 SHAPES = ((3, 1), (5, 33), (4, 1000), (1, 16411))

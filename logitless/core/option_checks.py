@@ -90,6 +90,7 @@ RULES: dict[str, Callable[[Any], Any]] = {
     "workspace": workspace,
     "logits_dtype": logits_dtype,
     "drop_ignored": functools.partial(checks.yes_or_no, "drop_ignored"),
+    "lazy_inference": functools.partial(checks.yes_or_no, "lazy_inference"),
     **{
         name: functools.partial(fraction, name) for name in ("label_smoothing", "beta")
     },

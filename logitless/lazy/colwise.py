@@ -14,7 +14,8 @@ from ..core import checks
 from ..heads.linear import checked_head
 from ..heads.products import autocasts, cast_by_autocast, dense_logits
 from ..parallel.dtensor import hidden_of_all, shard_of_head
-from .logits import LazyLogits, lazy_logits_of, warn_once
+from .logits import LazyLogits, lazy_logits_of
+from .report import warn_once
 
 
 class SpreadHead(NamedTuple):

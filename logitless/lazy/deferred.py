@@ -1,17 +1,18 @@
-"""`Deferred`: a tensor without memory of its own, which PyTorch can read but not write to.
+"""`Deferred`: a tensor without memory of its own, which PyTorch can read.
 
 Lazy logits (logits.py), their gradient (gradient.py) and views of computed logits (`View` below)
 are Deferred tensors. All Deferred tensors share one mechanism:
 
 - An operation of PyTorch gets the values, `plain_values()`, instead of the Deferred tensor.
 - A result that shares memory with the values is wrapped in a `View`, so that no result can be used
-  to change the values.
-- An operation that writes to a Deferred tensor raises. The operation's schema in PyTorch lists the
-  arguments that the operation writes to.
+  to change the values. The result is a plain tensor if the values may be changed (`lend`).
+- An operation that writes to a Deferred tensor raises, unless the values are writable (`write`).
+  The operation's schema in PyTorch lists the arguments that the operation writes to.
 - A function that takes the address of a tensor's memory gets the address of the values, or raises.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -53,6 +54,7 @@ class Deferred(Tensor):
 
     what = "lazy logits"  # the subject of error messages
     copy = "logits.materialize()"  # an expression that returns a writable tensor
+    unwritable = "their values are not in memory"  # the reason why writing raises
 
     @classmethod
     def blank(cls, like: Any, **layout) -> Any:
@@ -73,11 +75,28 @@ class Deferred(Tensor):
         """Returns the values to code that takes their address and may overwrite them."""
         return self.plain_values()
 
+    # Weak references to read-only views and arrays that share the memory of the values, or None if
+    # the values are never written to.
+    lent: list[weakref.ref] | None = None
+
+    def keep_lent(self, view: Any) -> None:
+        """Adds a view or an array to `lent`, and removes those that no longer exist."""
+        if self.lent is not None:
+            self.lent[:] = [ref for ref in self.lent if ref() is not None] + [weakref.ref(view)]
+
+    def lend(self) -> bool:
+        """Whether plain tensors may share the memory of the values, and may write to the values."""
+        return False
+
+    def writable_values(self) -> Tensor | None:
+        """The values in the memory that all views share, or None if writing is not possible."""
+        return None
+
     def write(self, func, args: tuple, kwargs: dict) -> Any:
         """Runs instead of an operation that would write to this tensor, and raises by default."""
         raise RuntimeError(
-            f"{self.what} must not be written to by {running(func)}, because their values are not"
-            f" in memory. Write to a copy instead: {self.copy}."
+            f"{self.what} must not be written to by {running(func)}, because {self.unwritable}."
+            f" Write to a copy instead: {self.copy}."
         )
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -95,9 +114,9 @@ class Deferred(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        target = written(func, args, kwargs)
-        if target is not None:
-            return target.write(func, args, kwargs)
+        targets = written(func, args, kwargs)
+        if targets:
+            return targets[0].write(func, args, kwargs)
         return on_values(func, args, kwargs)
 
 
@@ -114,6 +133,8 @@ class View(Deferred):
         part = isinstance(owner, View)
         view.what = owner.what if part else f"parts of {owner.what}"
         view.copy = owner.copy if part else f"{owner.copy}, and take the part of the copy"
+        view.unwritable, view.lent = owner.unwritable, owner.lent
+        view.keep_lent(view)
         return view
 
     def plain_values(self) -> Tensor:
@@ -123,15 +144,21 @@ class View(Deferred):
         return repr(self.values)
 
 
-def on_values(func, args: tuple, kwargs: dict) -> Any:
-    """Runs an operation on the values of its Deferred arguments."""
+def on_values(func, args: tuple, kwargs: dict, memory: dict[int, Tensor] | None = None) -> Any:
+    """Runs an operation on the values of its Deferred arguments.
+
+    `memory` maps the id of each argument that the operation writes to, to its values in memory.
+    """
     owners: dict[int, Deferred] = {}  # maps the memory of values to their Deferred tensor
+    memory = memory or {}
     name = func._schema.name
     described = name.endswith("_like") or name.startswith("aten::new_")  # no values are read
 
     def values_of(t: Deferred) -> Tensor:
         if described:
             return torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
+        if id(t) in memory:
+            return memory[id(t)]
         values = t.plain_values()
         owners[memory_of(values)] = t
         return values
@@ -139,7 +166,7 @@ def on_values(func, args: tuple, kwargs: dict) -> Any:
     def guarded(t: Tensor) -> Tensor:
         strided = type(t) is Tensor and t.layout is torch.strided
         owner = owners.get(memory_of(t)) if strided else None
-        return t if owner is None else View.of(t, owner)
+        return t if owner is None or owner.lend() else View.of(t, owner)
 
     with called(_called.get() or func):
         args, kwargs = pytree.tree_map_only(Deferred, values_of, (args, kwargs))
@@ -151,24 +178,39 @@ def memory_of(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
-def written(func, args: tuple, kwargs: dict) -> Deferred | None:
-    """The first Deferred tensor that the operation writes to, or None."""
+def written(func, args: tuple, kwargs: dict) -> list[Deferred]:
+    """The Deferred tensors that the operation writes to."""
     schema = func._schema
     takes_memory = schema.name == "aten::set_"  # x.set_(t) makes x share the memory of t
+    found = []
     for i, argument in enumerate(schema.arguments):
         t = args[i] if i < len(args) else kwargs.get(argument.name)
         writes = argument.alias_info is not None and argument.alias_info.is_write
         if (writes or takes_memory) and t is not None:
-            for one in t if isinstance(t, (list, tuple)) else (t,):
-                if isinstance(one, Deferred):
-                    return one
-    return None
+            found += [one for one in pytree.tree_leaves(t) if isinstance(one, Deferred)]
+    return found
+
+
+def leave_to_python(*functions: Any) -> None:
+    """Makes Dynamo run these functions, and all functions that they call, without compiling them.
+
+    A compiled function of a user that gets lazy logits would otherwise compile our own functions,
+    which takes many seconds. torch.compiler.disable has the same effect, but imports the compiler.
+    """
+    try:
+        from torch._C._dynamo import eval_frame as frames
+
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+        for function in functions:
+            frames.set_code_exec_strategy(function.__func__.__code__, skip)
+    except (ImportError, AttributeError):  # another version of PyTorch; compiling is only slower
+        pass
 
 
 def _direct(func, args: tuple, kwargs: dict) -> Any:
     """Runs a function that accesses the memory of its first argument directly."""
     t, *rest = args
-    if func in WRITERS or (func in EXPORTS and not kwargs.get("copy")):
+    if func in WRITERS or (func in EXPORTS and not kwargs.get("copy") and not t.lend()):
         with called(func):
             return t.write(func, args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
@@ -180,11 +222,12 @@ def _direct(func, args: tuple, kwargs: dict) -> Any:
             values = t.expose() if func in ADDRESSES else t.plain_values()
         if func in COPIERS:
             values = values.detach().requires_grad_(t.requires_grad)
-        if func in EXPORTS:
+        if func in EXPORTS and kwargs.get("copy"):
             return func(values.clone(), *rest, **{**kwargs, "copy": None})
         result = func(values, *rest, **kwargs)
-        if func in ARRAYS:
+        if func in ARRAYS and not t.lend():
             result.flags.writeable = False
+            t.keep_lent(result)
         return result
 
 

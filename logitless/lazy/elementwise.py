@@ -63,6 +63,7 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
         formula=Applied(function, args, kwargs, dtype, call.autocast),
         inputs=tuple(inputs.values()),
         trains=any(z.recipe.trains for z in lazy),
+        inference=all(z.recipe.inference for z in lazy),
     )
     places = [next(i for i, t in enumerate(leaves) if t is z) for z in lazy]
     op = Op(

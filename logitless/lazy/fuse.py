@@ -1,7 +1,8 @@
-"""`fuse(model)`: a model with a linear head trains without materialising its logits.
+"""`fuse(model)`: a model with a linear head runs without materialising its logits.
 
-Only the head's forward is replaced (fused_head.py). In training, the head returns LazyLogits
-(logits.py). The model itself, a Trainer or a training loop computes its loss from the LazyLogits.
+Only the head's forward is replaced (fused_head.py). The head returns LazyLogits (logits.py). The
+model itself, a Trainer or a training loop computes its loss from the LazyLogits. In inference,
+small logits are plain.
 """
 
 from collections.abc import Iterator
@@ -13,9 +14,9 @@ from torch import nn
 from ..core.call import named
 from . import checks
 from .checks import kind_of, name_of
-from .fused_head import Products, is_lazy, remove_forward, set_forward, wants_gradient
+from .fused_head import Products, is_lazy, is_set, remove_forward, set_forward, wants_gradient
 from .linear_logits import LinearLogits
-from .logits import warn_once
+from .report import warn_once
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -26,19 +27,26 @@ GUARD, HOOKS, CALLS = "_logitless_guard", "_logitless_hooks", "_logitless_calls"
 
 
 @named(LinearLogits.__init__)
-def fuse(model: Model, *, head: nn.Module | str | None = None, **options) -> Model:
-    """Changes the model's head to return lazy logits in training, and returns the same model.
+def fuse(
+    model: Model,
+    *,
+    head: nn.Module | str | None = None,
+    lazy_inference: bool = True,
+    **options,
+) -> Model:
+    """Changes the model's head to return lazy logits, and returns the same model.
 
     `head` is a module of the model, or the module's name. By default, the head is the model's
     output embeddings, which every causal language model of Transformers has. `options` are options
-    of LinearLogits. Without gradients, as in evaluation and sampling, the head returns plain
-    logits. Calling `fuse` again changes the options. `unfuse` undoes `fuse`, and `is_fused` returns
-    whether `fuse` has an effect.
+    of LinearLogits. Without gradients, as in evaluation and sampling, logits of at most 32 MiB are
+    plain and larger logits are lazy. If `lazy_inference` is false, all logits without gradients are
+    plain. Calling `fuse` again changes the options. `unfuse` undoes `fuse`, and `is_fused` returns
+    whether `fuse` has an effect. `report` returns where lazy logits were materialised.
 
     >>> model = fuse(AutoModelForCausalLM.from_pretrained(...))
     >>> model(input_ids=ids, labels=ids).loss.backward()
     """
-    checks.options_of_fuse(options)
+    checks.options_of_fuse({**options, "lazy_inference": lazy_inference})
     checks.is_head(head)
     if isinstance(head, nn.Module):
         names = [name for name, module in model.named_modules() if module is head]
@@ -46,7 +54,7 @@ def fuse(model: Model, *, head: nn.Module | str | None = None, **options) -> Mod
         head = names[0]
     found = head_of(model, head)  # raises if the head cannot be fused
     unfuse(model)
-    guard = Guard(head, options)
+    guard = Guard(head, options, lazy_inference)
     for module in between(model, found):
         module.__dict__[GUARD] = guard
     set_forward(found, guard)
@@ -101,7 +109,9 @@ def is_fused(model: nn.Module) -> Fused:
     reasons = [guard.unfusable or guard.obstacle for guard in guards]
     reasons += [COMPILED for module in model.modules() if is_compiled(module)]
     found = next(filter(None, reasons), None)
-    return Fused(found is None, found or "The head returns lazy logits if gradients are wanted.")
+    always = all(guard.lazy_inference for guard in guards)
+    kept = "." if always else " if gradients are wanted."
+    return Fused(found is None, found or f"The head returns lazy logits{kept}")
 
 
 COMPILED = "torch.compile computes the logits of the head as a plain product."
@@ -121,14 +131,20 @@ def guards_of(model: nn.Module) -> Iterator["Guard"]:
 
 def head_of(model: nn.Module, name: str | None) -> nn.Module:
     """Returns the model's head with its wrappers. Raises if the head cannot be fused."""
+    head = named_head(model, name)
     if name is None:
-        head = getattr(model, "get_output_embeddings", lambda: None)()
         checks.has_head(head, model)
     else:
-        head = model.get_submodule(name)
         checks.kept_in_memory(model, name)
     checks.fusable(head)
     return head
+
+
+def named_head(model: nn.Module, name: str | None) -> Any:
+    """The model's head with its wrappers, or None if `name` is None and the model has no head."""
+    if name is not None:
+        return model.get_submodule(name)
+    return getattr(model, "get_output_embeddings", lambda: None)()
 
 
 def between(model: nn.Module, head: nn.Module) -> list[nn.Module]:
@@ -150,8 +166,8 @@ class Guard:
     the head. If a head cannot be fused, the head is not changed and a training forward warns once.
     """
 
-    def __init__(self, head: str | None, options: dict):
-        self.head, self.options = head, options
+    def __init__(self, head: str | None, options: dict, lazy_inference: bool):
+        self.head, self.options, self.lazy_inference = head, options, lazy_inference
         self.active = True  # False after unfuse
         self.calls = 0  # number of calls of the head whose logits may be lazy
         self.unfusable: str | None = None  # the reason why the head cannot be fused
@@ -167,6 +183,13 @@ class Guard:
         self.unfusable = None
         return head
 
+    def is_set(self, model: nn.Module) -> bool:
+        """Whether the forward of the model's head is already replaced."""
+        try:
+            return is_set(named_head(model, self.head), self)
+        except Exception:  # raised by get_output_embeddings
+            return False
+
     def before(self, model: nn.Module, *_) -> None:
         """Runs before each forward of the model."""
         if torch.compiler.is_compiling():  # a compiled model always computes the plain product
@@ -175,6 +198,8 @@ class Guard:
             remove_hooks(model)
             return
         model.__dict__[CALLS] = self.calls
+        if not torch.is_grad_enabled() and self.is_set(model):  # fast, because decoding calls it
+            return
         head = self.find(model)
         if head is not None:
             head.__dict__[GUARD] = self
@@ -189,7 +214,7 @@ class Guard:
 
     def after(self, model: nn.Module, *_) -> None:
         """Runs after each forward of the model. Warns once if logits are plain in training."""
-        if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and model.training):
+        if not (torch.is_grad_enabled() and model.training) or torch.compiler.is_compiling():
             return
         if self.unfusable is None and model.__dict__.get(CALLS) == self.calls:
             self.obstacle = (

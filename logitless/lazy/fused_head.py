@@ -24,7 +24,9 @@ from ..heads.linear import checked_head
 from ..heads.products import autocasts
 from .checks import has_own_products, name_of
 from .colwise import spread_logits, spread_plain_logits
-from .logits import lazy_logits_of, warn_once
+from .logits import lazy_logits_of
+from .recipe import is_small
+from .report import warn_once
 
 _lazy = ContextVar("lazy", default=False)
 
@@ -32,6 +34,11 @@ _lazy = ContextVar("lazy", default=False)
 @contextlib.contextmanager
 def lazy_logits():
     """Makes fused heads return lazy logits even without gradients, for example for a teacher.
+
+    Fused heads return lazy logits for most calls without gradients, also outside of this context
+    manager. Inside, small logits are lazy too, and so are logits of `fuse(lazy_inference=False)`.
+    Logits that are created inside must not be written to. On a GPU, the host does not wait for a
+    comparison of the weight before these logits are used.
 
     >>> with torch.no_grad(), lazy_logits():
     ...     teacher_logits = teacher(ids).logits
@@ -60,14 +67,30 @@ class FusedForward:
             return self.run(*args, **kwargs)
         if torch.compiler.is_compiling() and wants_gradient(*args, *self.head.parameters()):
             _say_how_to_compile()
-        if guard.options.get("logits_dtype") is None and not may_be_lazy():
+        traced = is_traced()
+        asked = not traced and (torch.is_grad_enabled() or _lazy.get())
+        plain = traced or (not asked and self.stays_plain(args))
+        if plain and guard.options.get("logits_dtype") is None:
             return self.run(*args, **kwargs)
-        products = Products(self.head, guard.options)
+        products = Products(self.head, guard.options, guard.lazy_inference)
         with products:
             logits = self.run(*args, **kwargs)
-        if may_be_lazy():
+        if asked:
             guard.called(logits, products)
         return logits
+
+    def stays_plain(self, args: tuple) -> bool:
+        """Whether the logits of a call without gradients are plain in any case.
+
+        This check is fast, because decoding calls the head once per token.
+        """
+        if not self.guard.lazy_inference:
+            return True
+        hidden = args[0] if args else None
+        width = self.head.__dict__.get("out_features") or width_of(self.head)
+        if type(hidden) is not Tensor or not hidden.numel():
+            return False
+        return is_small(hidden.numel() // hidden.shape[-1] * width, hidden.dtype)
 
     def run(self, *args, **kwargs):
         if self.below is None:
@@ -82,11 +105,17 @@ def forward_set_on(head: nn.Module) -> FusedForward | None:
     return forward.__self__ if ours else None  # pyright: ignore
 
 
+def is_set(head: nn.Module | None, guard: Any) -> bool:
+    """Whether the forward of a head is a FusedForward of this guard."""
+    ours = None if head is None else forward_set_on(head)
+    return ours is not None and ours.head is head and ours.guard is guard
+
+
 def set_forward(head: nn.Module, guard: Any) -> None:
     """Sets a FusedForward on a head. The FusedForward calls the head's earlier forward."""
-    ours = forward_set_on(head)
-    if ours is not None and ours.head is head and ours.guard is guard:
+    if is_set(head, guard):
         return
+    ours = forward_set_on(head)
     # A replica that DataParallel creates shares the FusedForward of the original head.
     below = head.__dict__.get("forward") if ours is None else ours.below
     head.__dict__["forward"] = FusedForward(head, below, guard).forward
@@ -105,9 +134,9 @@ def remove_forward(head: nn.Module) -> None:
 class Products(TorchFunctionMode):
     """Inside a `Products` block, products of hidden states with a weight (V, D) are lazy."""
 
-    def __init__(self, head: nn.Module, options: dict):
+    def __init__(self, head: nn.Module, options: dict, lazy_inference: bool):
         super().__init__()
-        self.head, self.options = head, options
+        self.head, self.options, self.lazy_inference = head, options, lazy_inference
         self.width = width_of(head)
         self.found = False  # whether the head computed a product as wide as the vocabulary
         self.obstacle: str | None = None  # the reason why this product was not lazy
@@ -125,7 +154,8 @@ class Products(TorchFunctionMode):
         # The product's own weight may be frozen while an adapter of the head trains.
         wanted = wants_gradient(*self.head.parameters())
         owner = owner_of(weight, self.head)
-        return lazy_product((hidden, weight, bias), self.options, owner, wanted)
+        tensors = (hidden, weight, bias)
+        return lazy_product(tensors, self.options, owner, self.lazy_inference, wanted)
 
     def why_plain(self) -> str:
         """The reason why the logits are plain, as a phrase that follows the head's name."""
@@ -181,34 +211,57 @@ def wants_gradient(*tensors: Any) -> bool:
     )
 
 
-def may_be_lazy() -> bool:
-    """Whether logits may be lazy: gradients are enabled, or the call is inside `lazy_logits()`.
+def is_traced() -> bool:
+    """Whether a compiler, a tracer or torch.func runs the code, so that logits are never lazy."""
+    return torch.compiler.is_compiling() or in_func() or torch._C._is_tracing()
 
-    Logits are never lazy under a compiler, a tracer or torch.func.
+
+def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict) -> bool:
+    """Whether logits without gradients are lazy.
+
+    Small logits are plain. Logits that a CUDA graph computes are plain, because replays of the
+    graph must compute the logits again. If FSDP shards the head by itself, the logits are plain,
+    because a rank that reads lazy logits would wait for the weight of all other ranks.
     """
-    if torch.compiler.is_compiling() or in_func() or torch._C._is_tracing():
+    plain = all(type(t) in (Tensor, nn.Parameter) for t in (hidden, weight))
+    if not plain or hidden.is_meta or hasattr(type(module), "unshard"):
         return False
-    return torch.is_grad_enabled() or _lazy.get()
+    dtype = options.get("logits_dtype") or hidden.dtype
+    if is_small(hidden.shape[:-1].numel() * weight.shape[0], dtype):
+        return False
+    return not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def head_logits(module: nn.Linear, hidden: Tensor, options: dict) -> Tensor:
+def head_logits(
+    module: nn.Linear, hidden: Tensor, options: dict, lazy_inference: bool = True
+) -> Tensor:
     """Returns the logits of a linear layer, which are lazy or plain as in `lazy_product`."""
     tensors = (hidden, module.weight, module.bias)
     if torch.compiler.is_compiling() and wants_gradient(*tensors):
         _say_how_to_compile()
-    return lazy_product(tensors, options, module)
+    return lazy_product(tensors, options, module, lazy_inference)
 
 
-def lazy_product(tensors: tuple, options: dict, module: nn.Module, wanted: bool = False) -> Tensor:
+def lazy_product(
+    tensors: tuple,
+    options: dict,
+    module: nn.Module,
+    lazy_inference: bool = True,
+    wanted: bool = False,
+) -> Tensor:
     """Returns hidden @ weight.T + bias.
 
     The result is lazy if gradients are needed or inside `lazy_logits()`. If `wanted` is true,
-    gradients count as needed even if hidden, weight and bias require no gradient. Under a compiler,
-    a tracer or torch.func, the result is a plain tensor.
+    gradients count as needed even if hidden, weight and bias require no gradient. If
+    `lazy_inference` is true, large results without gradients are lazy too (`serves_inference`).
+    Under a compiler, a tracer or torch.func, the result is a plain tensor.
     """
     hidden, weight, _ = tensors
     spread = is_dtensor(hidden) and is_dtensor(weight)
-    if not may_be_lazy() or not (wanted or wants_gradient(*tensors) or _lazy.get()):
+    traced = is_traced()
+    asked = not traced and (wanted or wants_gradient(*tensors) or _lazy.get())
+    may = lazy_inference and not traced
+    if not asked and not (may and serves_inference(hidden, weight, module, options)):
         if options.get("logits_dtype") is None:
             return nn.functional.linear(*tensors)
         if spread:
@@ -217,7 +270,8 @@ def lazy_product(tensors: tuple, options: dict, module: nn.Module, wanted: bool 
     if spread:
         return spread_logits(tensors, options, module)
     # checked_head also casts the tensors under autocast.
-    return lazy_logits_of(checked_head(*tensors, **options).replace(module=module))
+    head = checked_head(*tensors, **options).replace(module=module)
+    return lazy_logits_of(head, inference=not asked)
 
 
 def is_lazy(logits: Any) -> bool:

@@ -177,9 +177,9 @@ class LazyGradient(Deferred):
         if func is aten.neg.default:
             g.refuse_shared()
             return g.each(torch.neg)
-        target = written(func, args, kwargs)
-        if target is not None:
-            return target.write(func, args, kwargs)
+        targets = written(func, args, kwargs)
+        if targets:
+            return targets[0].write(func, args, kwargs)
         return on_values(func, args, kwargs)
 
 

@@ -4,7 +4,8 @@ A fused head returns a `LazyLogits`, a tensor with a shape, a dtype and a histor
 `LazyLogits` holds only hidden, weight and bias. A loss over lazy logits, ours or one of
 torch.nn.functional, is computed chunk by chunk (heads/). Views, slices, casts and elementwise
 functions of lazy logits are lazy too (torch_functions.py). Any other operation materialises the
-logits, and returns the same result as for plain logits. Writing to lazy logits raises.
+logits, and returns the same result as for plain logits. Writing to lazy logits raises, except for
+logits without gradients (writes.py).
 
 The autograd graph has the usual nodes, for the head, the views and the loss. Only the gradient has
 an unusual type. A loss computes the gradients of hidden and weight, and passes them to its logits
@@ -14,11 +15,8 @@ output that they expect, and no tensor as large as the logits is ever allocated.
 """
 
 import functools
-import os
-import sys
-import warnings
+import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,12 +32,14 @@ from ..core.source import Source, TopK, teacher_rows
 from ..heads.head import Head
 from ..heads.linear import topk_of_head
 from ..heads.unshard import in_memory
-from .deferred import Deferred, called, on_values, result_of, running, written
+from .deferred import Deferred, called, leave_to_python, on_values, result_of, running, written
 from .gradient import LazyGradient, Like, aten, is_copy
 from .loss_nodes import LazyPerRowLoss, LazyReducedLoss
 from .nodes import LazyHead, LazyOp, Materialize, Op, anchor_of
 from .origin import Cell, Origin
 from .recipe import Recipe
+from .report import note
+from .writes import write_values
 
 
 class LazyLogits(Deferred, Source):
@@ -72,6 +72,8 @@ class LazyLogits(Deferred, Source):
         z = LazyLogits.of(recipe)
         if function is not None:
             z.origin.after(tuple(t.origin for t in arguments or (self,)), function, is_view)
+            if is_view and recipe.inference:
+                z.origin.register()
         return z
 
     @property
@@ -85,22 +87,81 @@ class LazyLogits(Deferred, Source):
 
     @property
     def from_head(self) -> bool:
-        """Whether a loss may be computed from the head instead of the values in memory."""
-        return not self.origin.exposed and not (self.origin.known and self.recipe.stale())
+        """Whether a loss or function may be computed from the head instead of the values.
+
+        Logits for inference that are small, or whose values are in memory, are read from memory.
+        """
+        origin, recipe = self.origin, self.recipe
+        if origin.exposed:
+            return False
+        if recipe.inference:
+            return not recipe.small and not origin.known
+        return not (origin.known and recipe.stale())
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether these are logits for inference whose values are in memory."""
+        return self.recipe.inference and self.origin.known
+
+    @property
+    def views_stay_lazy(self) -> bool:
+        """Whether views of these logits are lazy.
+
+        A view of small logits for inference is lazy until the view is read. So a row that is
+        selected from large logits can be selected from again and written to.
+        """
+        unread = self.recipe.inference and self.cell.values is None
+        return self.from_head or (unread and not self.origin.exposed)
+
+    def read(self, operation: str | None = None) -> Tensor:
+        """The values, materialised if needed.
+
+        `operation` is the name of the operation that needs the values. By default, this is the
+        PyTorch function that is running.
+        """
+        self.note_if_unread(operation)
+        return self.origin.values()
+
+    def note_if_unread(self, operation: str | None = None) -> None:
+        if self.cell.values is None and not self.origin.reads_exposed:
+            note(self, operation or running())
 
     def plain_values(self) -> Tensor:
-        if self.cell.values is None and self.recipe.trains:
-            warn_materialised()
-        return self.origin.values()
+        return self.read()
 
     def expose(self) -> Tensor:
         """Returns the values to code that may overwrite them.
 
         Later losses read the overwritten values.
         """
-        if self.cell.values is None and self.recipe.trains:
-            warn_materialised()
+        self.note_if_unread()
         return self.origin.expose()
+
+    @property
+    def unwritable(self) -> str:  # pyright: ignore
+        if not self.recipe.inference:
+            return super().unwritable
+        return "this write cannot change the logits and all parts of them that were read earlier"
+
+    @property
+    def lent(self) -> list[weakref.ref] | None:  # pyright: ignore
+        return self.origin.root.lent if self.recipe.inference else None
+
+    def lend(self) -> bool:
+        return self.recipe.inference and not self.requires_grad and self.origin.lend()
+
+    def write(self, func, args: tuple, kwargs: dict) -> Any:
+        """Writes to the values of logits for inference. Writing to any other logits raises."""
+        result = write_values(self, func, args, kwargs)
+        return super().write(func, args, kwargs) if result is NotImplemented else result
+
+    def writable_values(self) -> Tensor | None:
+        if not self.recipe.inference:
+            return None
+        top = self.origin.top()
+        if not top.known:
+            note(self, running())
+        return self.origin.writable()
 
     def materialize(self, rows=None) -> Tensor:
         """Returns the logits as a plain, differentiable tensor.
@@ -108,6 +169,7 @@ class LazyLogits(Deferred, Source):
         If `rows` is given, returns only these rows, detached.
         """
         if rows is None:
+            note(self, "materialize", warns=False)
             return Materialize.apply(self)  # pyright: ignore[reportReturnType]
         with self.recipe.in_memory():
             return teacher_rows(self.as_teacher(), rows).clone()
@@ -121,9 +183,9 @@ class LazyLogits(Deferred, Source):
         return kept(self, recipe, None, op)
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        of_head = self.loss_of_head(loss) if self.from_head else None
+        of_head = self.loss_of_head(loss)
         if of_head is None:
-            return evaluate(self.materialize(), loss, reduction, row_weight)
+            return evaluate(self.differentiable(), loss, reduction, row_weight)
         result = UnscaledLogits(self).evaluate(of_head, reduction, row_weight)
         if self.recipe.head.dtype != torch.float64 or self.dtype == torch.float64:
             return result
@@ -136,22 +198,31 @@ class LazyLogits(Deferred, Source):
     def loss_of_head(self, loss: RowLoss) -> RowLoss | None:
         """Rewrites a loss over scaled or capped logits as a loss over the head's own logits.
 
-        Returns None if the loss cannot be rewritten, and warns in training.
+        Returns None if the loss must be computed from the values, and records that the values are
+        materialised.
         """
+        if not self.from_head:
+            self.note_if_unread("a loss of logitless")
+            return None
         recipe, softcap = self.recipe, loss.reading.softcap
         cause, of_head = recipe.obstacle(softcap), None
         if cause is None:
             direct = recipe.formula
             of_head = loss.fold_scale(direct.scale, direct.cap or softcap)  # pyright: ignore
             cause = "scaled logits, with labels at temperature 1 or a teacher that is a tensor"
-        if of_head is None and recipe.trains:
-            warn_materialised(f"a loss of logitless over {cause}")
+        if of_head is None:
+            note(self, f"a loss of logitless over {cause}")
         return of_head
+
+    def differentiable(self) -> Tensor:
+        """The logits as a plain tensor, for a loss that does not write to its logits."""
+        known = not self.requires_grad and self.recipe.inference
+        return self.origin.values() if known else Materialize.apply(self)  # pyright: ignore
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
         direct = self.recipe.direct
         if direct is None or self.recipe.obstacle(softcap) or not self.from_head:
-            return backend_of(self).topk(self.origin.values(), k, temperature, softcap)
+            return backend_of(self).topk(self.read("capture_topk"), k, temperature, softcap)
         reading = Reading(self.shape[-1], temperature=temperature)
         reading = reading.fold_scale(direct.scale, direct.cap or softcap)
         return UnscaledLogits(self).capture_topk(k, reading.temperature, reading.softcap)
@@ -159,13 +230,21 @@ class LazyLogits(Deferred, Source):
     def as_teacher(self):
         """Returns the logits without gradients, for use as a teacher in a loss."""
         constant = self.recipe.obstacle(None) or not self.from_head
-        return self.origin.values() if constant else self.recipe.teacher()
+        return self.read("a loss over a teacher") if constant else self.recipe.teacher()
 
     def in_columns(self, shard) -> Source:
         return LazyColumns(self, shard)
 
     def ranks_of_call(self):
         return None if self.recipe.shard is None else self.recipe.shard.ranks
+
+    def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Shows the values of logits for inference, if the values are small or in memory."""
+        recipe = self.recipe
+        small = recipe.inference and recipe.small
+        if self.in_memory or (small and not recipe.stale()):
+            return repr(self.read("repr"))
+        return super().__repr__()
 
     def describe(self) -> str:
         return f"lazy logits of {self.recipe.head.describe()}, {self.recipe.needs}"
@@ -184,18 +263,22 @@ class LazyLogits(Deferred, Source):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if is_copy(func, args):
-            z = args[0]
+        copied = args[0] if is_copy(func, args) else None
+        if copied is not None and not (func is aten.clone.default and copied.in_memory):
+            z = copied
             copy = z.derived(z.recipe, torch.clone)
             if func is not aten.clone.default:
                 copy.cell, copy.origin = z.cell, z.origin
             elif z.origin.exposed:
                 copy.cell.values, copy.cell.exposed = z.origin.values().clone(), True
             return copy
-        target = written(func, args, kwargs)
-        if target is not None:
-            return target.write(func, args, kwargs)
+        targets = written(func, args, kwargs)
+        if targets:
+            return targets[0].write(func, args, kwargs)
         return on_values(func, args, kwargs)
+
+
+leave_to_python(LazyLogits.__torch_function__, LazyLogits.__torch_dispatch__)
 
 
 def checked_hook(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -209,40 +292,6 @@ def checked_hook(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         return new
 
     return checked
-
-
-_warned: set[str] = set()
-# The file names of code in logitless, in PyTorch, or generated by PyTorch begin with these strings.
-INSIDE = (
-    f"{Path(__file__).parents[1]}{os.sep}",
-    f"{Path(torch.__file__).parent}{os.sep}",
-    "<string>",
-)
-
-INSTEAD = (
-    "The logits stay lazy if a loss is computed from them. For anything else, call the model under"
-    " torch.no_grad()."
-)
-
-
-def warn_materialised(by: str | None = None) -> None:
-    """Warns once per function that materialises logits. `by` is the function's name.
-
-    The default of `by` is the PyTorch function that is running.
-    """
-    by = by or running()
-    warn_once(f"logits of a fused head are materialised by {by}. {INSTEAD}")
-
-
-def warn_once(message: str) -> None:
-    """Warns once, at the innermost line of the call stack outside of logitless and PyTorch."""
-    if message in _warned:
-        return
-    _warned.add(message)
-    frame, level = sys._getframe(), 1
-    while frame.f_back and frame.f_code.co_filename.startswith(INSIDE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level)
 
 
 def kept(z: LazyLogits, recipe: Recipe, back: Callable | None, op: Op) -> LazyLogits:
@@ -301,23 +350,27 @@ class LazyColumns(Source):
         return self.z.over(self.shard.over(None, sums_hidden=False))
 
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
-        if self.z.from_head and self.z.loss_of_head(loss) is not None:
+        if self.z.loss_of_head(loss) is not None:
             return self.whole().evaluate(loss, reduction, row_weight)
-        return self.shard.over(self.z.materialize()).evaluate(loss, reduction, row_weight)
+        return self.shard.over(self.z.differentiable()).evaluate(loss, reduction, row_weight)
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
         if self.z.recipe.obstacle(softcap) or not self.z.from_head:
-            columns = self.shard.over(self.z.origin.values()).whole()
+            columns = self.shard.over(self.z.read("capture_topk")).whole()
             return columns.capture_topk(k, temperature, softcap)
         return self.whole().capture_topk(k, temperature, softcap)
 
 
-def lazy_logits_of(head: Head, shard=None, kind: type[LazyLogits] = LazyLogits) -> LazyLogits:
+def lazy_logits_of(
+    head: Head, shard=None, kind: type[LazyLogits] = LazyLogits, inference: bool = False
+) -> LazyLogits:
     """The lazy logits of a head.
 
     With a shard, `head` holds only this rank's rows of the weight, but the logits have all columns.
+    `inference` is a field of Recipe.
     """
     trains = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in head.tensors
     )
-    return LazyHead.apply(*head.tensors, head, shard, kind, trains)  # pyright: ignore[reportReturnType]
+    tensors = head.tensors
+    return LazyHead.apply(*tensors, head, shard, kind, trains, inference)  # pyright: ignore[reportReturnType]

@@ -33,7 +33,7 @@ from .gradient import (
     split,
 )
 from .origin import Record, recorded
-from .recipe import Computation, Recipe, own
+from .recipe import Computation, Recipe, own, stored
 from .watch import Watch, versions
 
 
@@ -93,27 +93,31 @@ class LazyHead(Node):
     """The autograd node that creates lazy logits from hidden, weight and bias."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, head, shard, kind, trains):
+    def forward(ctx, hidden, weight, bias, head, shard, kind, trains, inference):
         ctx.set_materialize_grads(False)
         tensors = (hidden, weight, bias)
         ctx.save_for_backward(*tensors)
         needs = tuple(t is not None and t.requires_grad for t in tensors)
         detached = head.replace(
-            hidden=hidden.detach(), weight=weight.detach(),
+            hidden=stored(hidden), weight=weight.detach(),
             bias=None if bias is None else bias.detach(),
         )  # fmt: skip
-        ctx.watch = Watch(detached.weight)
+        # Without gradients, no backward reaches the head, and each use compares the weight.
+        ctx.watch = Watch(detached.weight, passed=inference)
         ctx.module, ctx.shard = head.module, shard
         formula = Direct(head.dtype)
         return kind.of(
-            Recipe(detached, needs, formula, versions(*tensors), ctx.watch, trains, shard=shard)
-        )
+            Recipe(
+                detached, needs, formula, versions(*detached.tensors), ctx.watch, trains, inference,
+                shard=shard,
+            )
+        )  # fmt: skip
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.watch.passed.append(True)
         if g is None:
-            return (None,) * 7
+            return (None,) * 8
         if any(joint.root is ctx.watch for joint in shares_of(g)):
             g.refuse_shared()  # raises, because g is incomplete (see Joint)
         parts, of_values = split(g)
@@ -132,7 +136,7 @@ class LazyHead(Node):
             if ctx.shard is not None and ctx.shard.sums_hidden and more[0] is not None:
                 ctx.shard.ranks.all_reduce(more[0]).wait()
             parts = added_parts(parts, more)
-        return *parts, None, None, None, None
+        return *parts, None, None, None, None, None
 
 
 class Op(NamedTuple):

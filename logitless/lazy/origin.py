@@ -25,8 +25,14 @@ class Cell:
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.values: Tensor | None = None
-        # Whether code outside PyTorch has the address of the values and may have changed them.
+        # Whether other code has the memory of the values and may have changed them.
         self.exposed = False
+
+    def keep(self, values: Tensor) -> None:
+        """Stores the computed values. Logits for inference no longer need their hidden states."""
+        self.values = values
+        if self.recipe.inference:
+            self.recipe = self.recipe.released()
 
     @property
     def size(self) -> int:
@@ -106,6 +112,9 @@ class Origin:
         self.function: Callable[..., Tensor] | None = None  # computes from the values of `bases`
         self.is_view = False
         self.record: Record | None = None  # None if no node needs the function's graph
+        self.views: weakref.WeakSet[Origin] | None = None  # see `register`
+        # Read-only views and arrays of the values of these logits and their views (Deferred.lent).
+        self.lent: list[weakref.ref] = []
 
     def after(self, bases: "tuple[Origin, ...]", function: Callable[..., Tensor], is_view: bool):
         self.bases, self.function, self.is_view = bases, function, is_view
@@ -173,7 +182,7 @@ class Origin:
         else:
             values = computation.values(formula)
         if cell is not None:
-            cell.values = values
+            cell.keep(values)
         return values
 
     def computed(self, bases: list[Tensor]) -> Tensor:
@@ -206,6 +215,67 @@ class Origin:
         if cell is not None:
             cell.values, cell.exposed = values, True
         return values
+
+    # --- logits for inference, which may be written to
+
+    @property
+    def root(self) -> "Origin":
+        """The logits of which these logits are a view, or a view of a view."""
+        return self.bases[0].root if self.is_view else self
+
+    def register(self) -> None:
+        """Adds this view to the views of its root."""
+        root = self.root
+        root.views = weakref.WeakSet() if root.views is None else root.views
+        root.views.add(self)
+
+    def top(self) -> "Origin":
+        """The outermost base of this view that still exists, or the view itself."""
+        base = self.viewed()
+        return self if base is None else base.top()
+
+    def owns_memory(self) -> bool:
+        """Whether all views of the same logits can read their values from the memory of `self`.
+
+        False if another base or sibling has memory of its own, or if a read-only view or array
+        shares memory with the logits or with a part of them.
+        """
+        root = self.root
+        alone = all(o.cell() is None or o.top() is self for o in (root, *(root.views or ())))
+        return alone and all(view() is None for view in root.lent)
+
+    def lend(self) -> bool:
+        """Whether plain tensors may share the memory of the values.
+
+        If so, these logits and their views are read from memory from now on.
+        """
+        owns = self.owns_memory()
+        if owns:
+            cell: Any = self.cell()
+            cell.exposed = True
+        return owns
+
+    def writable(self) -> Tensor | None:
+        """The values in the memory that all views share, or None if there is no such memory.
+
+        The values of a view may not be contiguous.
+        """
+        top = self.top()
+        if not top.owns_memory():
+            return None
+        memory, cell = top.values(), top.cell()
+        part = memory if top is self else self.part_of(top, memory)
+        if memory_of(part) != memory_of(memory):
+            return None
+        cell.exposed = True  # pyright: ignore[reportOptionalMemberAccess]
+        return part
+
+    def part_of(self, top: "Origin", memory: Tensor) -> Tensor:
+        """The values of this view, as a view of the values of `top`."""
+        base, function = self.bases[0], self.function
+        whole = memory if base is top else base.part_of(top, memory)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(whole)  # pyright: ignore[reportOptionalCall]
 
     def from_bases(self) -> Tensor:
         """The values of a view, computed from the values of its base."""

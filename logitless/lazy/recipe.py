@@ -16,6 +16,15 @@ from .watch import Watch, versions
 
 Tensors = tuple[Tensor | None, ...]
 
+# Logits of at most SMALL bytes are computed at once if they need no gradient, because lazy logits
+# cost time on the host and small logits cost little memory. Decoding computes one row per sequence.
+SMALL = 32 << 20
+
+
+def is_small(count: int, dtype: torch.dtype) -> bool:
+    """Whether `count` values of this dtype take at most SMALL bytes."""
+    return count * dtype.itemsize <= SMALL
+
 
 class RowInput(NamedTuple):
     """An input of a formula: a tensor (..., 1) or (..., V), or a head that computes this tensor."""
@@ -77,6 +86,9 @@ class Recipe:
     # Detects writes to the weight. All logits derived from one call of a head share one Watch.
     watch: Watch
     trains: bool = False  # whether the logits were created in a training forward
+    # Whether the logits were created without gradients and outside of lazy_logits(). Such logits
+    # may be written to. After such logits are computed, all operations use the values in memory.
+    inference: bool = False
     inputs: tuple[RowInput, ...] = ()  # the formula's inputs
     axis: int | None = None  # the dimension of the vocabulary; None for the last dimension
     shard: Any = None  # a VocabShard if weight and bias hold only the rows of this rank
@@ -114,6 +126,10 @@ class Recipe:
         at = len(lead) if self.axis is None else self.axis
         return (*lead[:at], self.vocab, *lead[at:])
 
+    @property
+    def small(self) -> bool:
+        return is_small(torch.Size(self.shape).numel(), self.formula.dtype)
+
     def obstacle(self, softcap: float | None) -> str | None:
         """The reason why a loss with this softcap needs plain logits, or None."""
         if self.direct is None:
@@ -142,6 +158,15 @@ class Recipe:
         with torch.inference_mode(False), torch.no_grad():
             inputs = tuple(row_input.moved(op) for row_input in self.inputs)
         return self.with_head(hidden=hidden).replace(inputs=inputs)
+
+    def released(self) -> "Recipe":
+        """A copy of the recipe with the same shapes, but without memory, for computed logits."""
+        hidden, weight, bias = (
+            None if t is None else t.new_empty(()).expand(t.shape) for t in self.head.tensors
+        )
+        watch: Any = None
+        recipe = self.with_head(hidden=hidden, weight=weight, bias=bias, module=None)
+        return recipe.replace(inputs=(), watch=watch)
 
     def flatten(self) -> tuple[Tensors, "Recipe"]:
         """Returns all tensors for autograd to save, and a copy of the recipe without tensors."""
@@ -290,6 +315,16 @@ def constant(t: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # is_inference cannot be compiled
         return t.detach()
     return t.clone() if t.is_inference() else t.detach()
+
+
+def stored(hidden: Tensor) -> Tensor:
+    """Returns hidden, detached, for lazy logits that are computed later.
+
+    Inference tensors are copied, because they have no version that shows a later write.
+    """
+    if torch.compiler.is_compiling():  # is_inference cannot be compiled
+        return hidden.detach()
+    return own(hidden) if hidden.is_inference() else hidden.detach()
 
 
 def own(t: Tensor) -> Tensor:

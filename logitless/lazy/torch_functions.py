@@ -42,7 +42,8 @@ def _operation(func: Callable, args: tuple, kwargs: dict) -> Any:
         first = first[0] if first else None
     operation = OPERATIONS.get(func)
     if operation is not None and isinstance(first, LazyLogits):
-        if not first.from_head or (first.recipe.axis is not None and operation not in ANY_AXIS):
+        lazy = first.views_stay_lazy if operation in VIEWS else first.from_head
+        if not lazy or (first.recipe.axis is not None and operation not in ANY_AXIS):
             return NotImplemented
         return operation(*args, **kwargs) if _fits(operation, args, kwargs) else NotImplemented
     if func in SECOND and len(args) > 1 and isinstance(args[1], LazyLogits) and args[1].from_head:
@@ -222,6 +223,11 @@ OPERATIONS: dict[Any, Callable] = {
     **dict.fromkeys((T.topk, torch.topk), reductions.reduced(torch.topk, TopK)),
     **dict.fromkeys((T.any, torch.any), reductions.of_all(torch.any, _any)),
     **dict.fromkeys((T.all, torch.all), reductions.of_all(torch.all, _all)),
+}
+VIEWS = {  # operations whose result shares the memory of plain logits
+    *(OPERATIONS[f] for f in (T.view, T.flatten, T.squeeze, T.unsqueeze, T.transpose, T.permute)),
+    *(OPERATIONS[f] for f in (T.movedim, T.narrow, T.split, T.chunk, T.unbind, T.__getitem__)),
+    OPERATIONS[T.mT.__get__],  # pyright: ignore
 }
 ANY_AXIS = {  # operations for which the vocabulary may be any dimension
     *(OPERATIONS[f] for f in (T.float, T.to, T.type_as, T.contiguous, T.mul, T.div, T.neg, T.tanh)),

@@ -160,7 +160,10 @@ def movedim(z: LazyLogits, source: int | tuple[int, ...], destination: int | tup
 
 
 def getitem(z: LazyLogits, index: Any):
-    """Selects rows by any index, or columns by a slice if all rows are kept."""
+    """Selects rows by any index, or columns by a slice if all rows are kept.
+
+    Columns of some rows of logits for inference are selected from the values of these rows.
+    """
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(part, LazyLogits) for part in parts):
         return NotImplemented
@@ -171,7 +174,31 @@ def getitem(z: LazyLogits, index: Any):
     at = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
     parts[at : at + 1] = [slice(None)] * free
     *rows, last = parts
-    if not isinstance(last, slice) or (free < 0):  # selects columns or single values
+    if free < 0:
+        return NotImplemented
+    if z.recipe.inference:
+        return _part(z, rows, last)
+    return _selected(z, rows, last)
+
+
+def _part(z: LazyLogits, rows: list, last: Any):
+    """Selects rows and columns of logits for inference. Only the selected rows are computed."""
+    chosen = _selected(z, rows, last)
+    whole = all(isinstance(part, slice) and part == slice(None) for part in rows)
+    if chosen is not NotImplemented or whole:
+        return chosen
+    if all(isinstance(part, (int, slice)) for part in rows):
+        return _selected(z, rows, slice(None))[..., last]
+    ids = [part for part in (*rows, last) if isinstance(part, Tensor)]
+    if len(ids) < z.dim() or any(t.dtype in MASKS or t.device != z.device for t in ids):
+        return NotImplemented
+    *_, last = torch.broadcast_tensors(*ids)
+    return _selected(z, rows, slice(None)).gather(-1, last.long()[..., None])[..., 0]
+
+
+def _selected(z: LazyLogits, rows: list, last: Any):
+    """Selects rows by any index, or columns by a slice if all rows are kept."""
+    if not isinstance(last, slice):  # selects columns or single values
         return NotImplemented
     size = z.shape[-1]
     if last.indices(size) == (0, size, 1):
@@ -253,7 +280,9 @@ def cat(tensors, dim: int = 0):
         hidden = torch.cat([recipe.head.hidden for recipe in recipes], dim)
     needs = tuple(any(r.needs[i] for r in recipes) for i in range(3))
     trains = any(r.trains for r in recipes)
-    recipe = recipes[0].with_head(hidden=hidden).replace(needs=needs, trains=trains)
+    inference = all(r.inference for r in recipes)
+    recipe = recipes[0].with_head(hidden=hidden)
+    recipe = recipe.replace(needs=needs, trains=trains, inference=inference)
     return LazyCat.apply(recipe, dim, *tensors)
 
 

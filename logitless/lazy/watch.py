@@ -11,12 +11,14 @@ class Watch:
     the weight's version. So about 32 x 32 numbers of the weight are copied when the logits are
     created. On a CPU, the copied numbers are compared with the weight before each use of the
     logits. On other devices, the copied numbers are compared only after a backward, because the
-    host must wait for the comparison.
+    host must wait for the comparison. If the logits were created for inference, the copied numbers
+    are compared before each use on every device.
     """
 
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Tensor, passed: bool = False):
         self.weight = weight
-        self.passed: list[bool] = []  # not empty after a backward has reached the head
+        # Not empty after a backward has reached the head, or if the logits need no gradient.
+        self.passed: list[bool] = [True] * passed
         known = type(weight) is Tensor and weight.device.type != "meta" and weight.dim() == 2
         known = known and not torch.compiler.is_compiling()
         in_memory = known and weight.untyped_storage().size() > 0  # FSDP may have freed the weight

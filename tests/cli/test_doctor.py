@@ -13,7 +13,7 @@ from tests.support import sanitizer
 from tests.support.launches import every_kernel, launched
 from tests.support.sizes import ON_GPU
 
-NOT_COMPUTED = {"impl", "is_fused", "unfuse"}  # chooses who computes; about what `fuse` did
+NOT_COMPUTED = {"impl", "is_fused", "report", "unfuse"}  # compute no logits
 WAIT_FOR_OTHERS = {"_jsd_split_fwd_kernel", "_jsd_merge_kernel"}
 
 

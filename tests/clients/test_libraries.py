@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 import logitless as ll
-from logitless.lazy import logits as lazy
+from logitless.lazy import report
 from logitless.lazy.logits import LazyLogits
 from tests.support.families import apart, trained
 from tests.support.tiny_models import V, batch, build
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("default")
 
 @pytest.fixture(autouse=True)
 def warns_anew(monkeypatch):
-    monkeypatch.setattr(lazy, "_warned", set())
+    monkeypatch.setattr(report, "_warned", set())
 
 
 def llama() -> nn.Module:

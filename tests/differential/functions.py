@@ -348,6 +348,7 @@ NOT_LOSSES = {  # public, and not called on logits: what they are tested by inst
     "fuse": "of a model: tests/lazy/test_fuse.py; its logits are those of nn.FusedHead",
     "is_fused": "of a model: tests/lazy/test_neighbours.py",
     "unfuse": "of a model: tests/lazy/test_fuse.py",
+    "report": "of lazy logits: tests/lazy/test_report.py",
     "lazy_logits": "of fused heads: tests/lazy",
     "store": "targets on disk: tests/store",
     "nn": "its modules are named one by one",

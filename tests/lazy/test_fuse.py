@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import logitless as ll
-from logitless.lazy import logits as lazy
+from logitless.lazy import report
 from logitless.lazy.logits import LazyLogits
 from tests.support.fusable_models import D, Model, V
 
@@ -160,7 +160,7 @@ def test_logits_dtype_is_kept_without_gradients(without, ids, device):
 
 def test_compiled_it_is_right(ids, device, monkeypatch):
     """A compiler sees the plain product, and says once what to do."""
-    monkeypatch.setattr(lazy, "_warned", set())
+    monkeypatch.setattr(report, "_warned", set())
     model = ll.fuse(Model().to(device))
     want = grads(model, ids)
     compiled = torch.compile(model, backend="eager", fullgraph=True)

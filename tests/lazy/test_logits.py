@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import logitless as ll
-from logitless.lazy import logits as lazy
+from logitless.lazy import report
 from logitless.lazy.logits import LazyLogits
 from logitless.lazy.recipe import Computation
 from tests.support.laws import error
@@ -18,7 +18,7 @@ from tests.support.lazy_models import B, T, V, assert_same, model
 
 
 def test_a_materialisation_warns_once_for_each_cause(x, monkeypatch):
-    monkeypatch.setattr(lazy, "_warned", set())
+    monkeypatch.setattr(report, "_warned", set())
     m = model(True, x.device)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -42,7 +42,7 @@ CAUSES = {
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_warning_names_what_the_caller_wrote(name, grad, x, monkeypatch):
     """CLIENTS X3, M2, M3: also under no_grad, if the logits are those of a training forward."""
-    monkeypatch.setattr(lazy, "_warned", set())
+    monkeypatch.setattr(report, "_warned", set())
     z = model(True, x.device)(x)
     with torch.set_grad_enabled(grad), pytest.warns(UserWarning, match="materialised") as seen:
         CAUSES[name](z)
@@ -53,7 +53,7 @@ def test_a_warning_names_what_the_caller_wrote(name, grad, x, monkeypatch):
 
 def test_a_teacher_does_not_warn(x, monkeypatch):
     """Its logits are not those of a training forward."""
-    monkeypatch.setattr(lazy, "_warned", set())
+    monkeypatch.setattr(report, "_warned", set())
     with warnings.catch_warnings(), torch.no_grad(), ll.lazy_logits():
         warnings.simplefilter("error")
         model(True, x.device)(x).flip(-1)

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import logitless as ll
-from logitless.lazy import logits as lazy
+from logitless.lazy import report
 from logitless.lazy.logits import LazyLogits
 from tests.support.fusable_models import D, Model, V
 
 
 @pytest.fixture(autouse=True)
 def warns_anew(monkeypatch):
-    monkeypatch.setattr(lazy, "_warned", set())
+    monkeypatch.setattr(report, "_warned", set())
 
 
 @pytest.fixture

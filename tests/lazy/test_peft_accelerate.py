@@ -15,7 +15,7 @@ import accelerate
 import peft
 
 import logitless as ll
-from logitless.lazy import logits as lazy
+from logitless.lazy import report
 from logitless.lazy.logits import LazyLogits
 from tests.support.families import apart, trained
 from tests.support.tiny_models import V, batch, build
@@ -26,7 +26,7 @@ HERE = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def warns_anew(monkeypatch):
-    monkeypatch.setattr(lazy, "_warned", set())
+    monkeypatch.setattr(report, "_warned", set())
 
 
 def llama(tied: bool = False) -> nn.Module:

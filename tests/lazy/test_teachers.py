@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.lazy import logits as lazy
+from logitless.lazy import report
 from logitless.lazy.logits import LazyLogits
 from tests.support.laws import error
 from tests.support.lazy_models import distilled, model
@@ -60,7 +60,7 @@ def test_a_teacher_stays_lazy_where_asked(without, x, t):
     ],
 )
 def test_our_losses_say_why_they_materialise(loss, cause, x, t, monkeypatch):
-    monkeypatch.setattr(lazy, "_warned", set())
+    monkeypatch.setattr(report, "_warned", set())
     with pytest.warns(UserWarning, match=f"materialised by a loss of logitless over {cause}"):
         loss(model(True, x.device)(x), t)
 

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 import logitless as ll
-from logitless.lazy import logits as lazy
+from logitless.lazy import report
 from tests.support.lazy_models import V, model
 
 
 @pytest.fixture(autouse=True)
 def warns_anew(monkeypatch):
-    monkeypatch.setattr(lazy, "_warned", set())
+    monkeypatch.setattr(report, "_warned", set())
 
 
 NAMES = {
@@ -64,5 +64,5 @@ def test_export(strict):
     with torch.no_grad(), warnings.catch_warnings():
         assert torch.equal(program(ids), m(ids))
         warnings.filterwarnings("error", message="torch.export records")
-        lazy._warned.clear()
+        report._warned.clear()
         torch.export.export(m, (ids,), strict=strict)  # as the warning advises

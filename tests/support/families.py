@@ -32,7 +32,7 @@ from torch import nn
 from transformers.models.auto import modeling_auto
 
 import logitless as ll
-from logitless.lazy import logits as lazy
+from logitless.lazy import report
 from logitless.lazy.fuse import head_of
 from logitless.lazy.logits import LazyLogits
 from tests.support.paths import ROOT, TESTS
@@ -126,7 +126,7 @@ def checked(name: str) -> Outcome:
         return Outcome("not built", f"{type(error).__name__}: {error}")
     said = answers(model)
     logits = kept_logits(ll.fuse(model, workspace=WORKSPACE))
-    lazy._warned.clear()  # so that warnings are given again, which are given once per process
+    report._warned.clear()  # so that warnings are given again, which are given once per process
     try:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

@@ -190,13 +190,13 @@ def layout_that_is_made() -> float:
     """An output sharded by tokens materialises the logits, and gives one warning."""
     from torch.distributed.tensor import Shard
 
-    from logitless.lazy import logits as lazy
+    from logitless.lazy import report
 
     mesh, (x, _) = mesh_of(2, 2)["model"], batches(1)[0]
     one = fused("DTensor", mesh)
-    lazy._warned.clear()
+    report._warned.clear()
     z = one(x).redistribute(placements=[Shard(0)])
-    assert any("output_layouts is (Shard(dim=0),)" in said for said in lazy._warned)
+    assert any("output_layouts is (Shard(dim=0),)" in said for said in report._warned)
     return apart([z.full_tensor()], [model()(x)])
 
 
