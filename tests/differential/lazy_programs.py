@@ -24,7 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import logitless as ll
+from logitless.heads.linear import checked_head
 from logitless.lazy.deferred import Deferred
+from logitless.lazy.logits import lazy_logits_of
 
 from . import lazy_steps
 from .lazy_bugs import BUGS, planted
@@ -109,15 +111,28 @@ def drawn(seed: int) -> Program:
 
 def start(p: Program, lazy: bool) -> tuple[Tensor, list[Tensor]]:
     """The logits, and the tensors that they are computed from."""
+    hidden, weight, *bias = leaves = leaves_of(p)
+    if lazy:
+        return ll.LinearLogits(hidden, weight, *bias).lazy(), leaves
+    return F.linear(hidden, weight, *bias) * 1.0, leaves
+
+
+def leaves_of(p: Program) -> list[Tensor]:
+    """The hidden states, the weight, and the bias if the program has one."""
     g = torch.Generator().manual_seed(p.seed)
 
     def make(*shape) -> Tensor:
         return torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_(p.grad)
 
-    leaves = [make(*p.shape), make(p.vocab, p.shape[-1]), *([make(p.vocab)] if p.bias else [])]
-    hidden, weight, *bias = leaves
+    leaves = [make(*p.shape), make(p.vocab, p.shape[-1])]
+    return [*leaves, make(p.vocab)] if p.bias else leaves
+
+
+def start_inference(p: Program, lazy: bool) -> tuple[Tensor, list[Tensor]]:
+    """Like `start`, but the logits are those of a fused head without gradients."""
+    hidden, weight, *bias = leaves = leaves_of(p._replace(grad=False))
     if lazy:
-        return ll.LinearLogits(hidden, weight, *bias).lazy(), leaves
+        return lazy_logits_of(checked_head(hidden, weight, *bias), inference=True), leaves
     return F.linear(hidden, weight, *bias) * 1.0, leaves
 
 

@@ -4,6 +4,9 @@ from collections import Counter
 
 import pytest
 
+from logitless.lazy import recipe
+
+from . import lazy_programs
 from .lazy_bugs import BUGS, planted
 from .lazy_programs import difference, drawn, search
 
@@ -16,6 +19,19 @@ def test_programs_over_lazy_logits():
     found = search(0, 100, 60.0, tally)
     assert found is None, f"{found.program}\n{found.difference}"
     assert tally["programs that write"] > 15
+
+
+@pytest.mark.parametrize("small", [0, 100])
+def test_programs_over_logits_for_inference(small, monkeypatch):
+    """Without gradients, most writes succeed, and change what they change in plain logits."""
+    monkeypatch.setattr(recipe, "SMALL", small)
+    monkeypatch.setattr(lazy_programs, "start", lazy_programs.start_inference)
+    tally = Counter()
+    found = search(500, 150, 60.0, tally)
+    assert found is None, f"{found.program}\n{found.difference}"
+    writing = [p for p in map(drawn, range(500, 560)) if any(step.writes for step in p.steps)]
+    refused = [lazy_programs.outcome(p, True).refused for p in writing]
+    assert refused.count(None) > 0.8 * len(refused) > 10
 
 
 # A program that finds each bug, from `python -m tests.differential.lazy_programs --mutations`.
