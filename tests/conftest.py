@@ -53,10 +53,11 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def in_chunks(monkeypatch):
-    """Heads are computed in chunks, also the small heads of tests, which would be materialised."""
+    """Heads are computed in chunks, also the small and narrow heads of tests."""
     from logitless.heads import plan
 
     monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, 0))
+    monkeypatch.setattr(plan, "ON_CHIP_VOCAB", {})
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torch import Tensor
 import logitless as ll
 
 from ..heads import plan
-from ..heads.plan import Cut
+from ..heads.plan import Cut, Work
 from . import formulas
 from .formulas import at, wide
 
@@ -100,10 +100,15 @@ def head_of(other: Tensor) -> Tensor:
     return weight
 
 
+def in_chunks(work: Work) -> Cut:
+    """One row per chunk."""
+    return Cut(1)
+
+
 def over_a_head(x, ids, other):
-    weight = head_of(other).requires_grad_()
-    row_bytes = 16 * x.element_size()  # the workspace holds one row, so there are several chunks
-    return ll.linear_cross_entropy(x, weight, ids % 16, workspace=row_bytes)
+    """Cross-entropy over a head in several chunks."""
+    with plan.override(in_chunks):
+        return ll.linear_cross_entropy(x, head_of(other).requires_grad_(), ids % 16)
 
 
 def by_columns(x, ids, other):
@@ -153,8 +158,8 @@ def labels_of(x: Tensor) -> Tensor:
 
 
 def as_a_weight(x, _, other):
-    workspace = 8 * x.element_size()  # d_weight is summed over 16 chunks of one row
-    return ll.linear_cross_entropy(head_of(other), x, labels_of(x), workspace=workspace)
+    with plan.override(in_chunks):  # d_weight is summed over 16 chunks
+        return ll.linear_cross_entropy(head_of(other), x, labels_of(x))
 
 
 def row_stats(x, ids, _):

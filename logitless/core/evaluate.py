@@ -112,19 +112,23 @@ def total_and_gradient(
         value = loss.mean_and_gradient(backend, x, into)
         if value is not None:
             return (value,), into
-    mass = share = factor = None
-    if reduction == "mean":
-        if loss.reading.class_weight is not None:
-            mass = loss.mass(backend, x.dtype)
-        share = backend.share(loss.reading, mass, x.shape[:-1].numel(), x)
+    mean = reduction == "mean"
+    mass, factor = mass_and_share(backend, x, x.shape[:-1].numel(), loss) if mean else (None, None)
     if row_weight is not None:
-        factor = row_weight.detach().reshape(-1).to(PRECISION[x.dtype])
-        factor = factor if share is None else factor * share
-    elif share is not None:
-        factor = share
+        weight = row_weight.detach().reshape(-1).to(PRECISION[x.dtype])
+        factor = weight if factor is None else weight * factor
     (value, *extras), gradient, _ = loss.value_and_gradient(backend, x, factor, into)
-    value, _ = backend.reduce(value, loss.reading, row_weight, mass, reduction == "mean")
+    value, _ = backend.reduce(value, loss.reading, row_weight, mass, mean)
     return (value, *extras), gradient
+
+
+def mass_and_share(
+    backend: Backend, like: Tensor, rows: int, loss: RowLoss
+) -> tuple[Tensor | None, Tensor]:
+    """Returns the mass of each row in a mean, and the factor from sum to mean (backend.share)."""
+    weighted = loss.reading.class_weight is not None
+    mass = loss.mass(backend, like.dtype) if weighted else None
+    return mass, backend.share(loss.reading, mass, rows, like)
 
 
 def _reduced(backend: Backend, x: Tensor, loss: RowLoss, value: Tensor, row_weight, reduction: str):

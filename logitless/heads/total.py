@@ -17,6 +17,7 @@ from torch import Tensor
 from ..contract import PRECISION
 from ..core.autograd import Node, refuse_second
 from ..core.call import backend_of
+from ..core.evaluate import mass_and_share
 from ..core.loss import RowLoss, ignored_value
 from .gradient_sums import HeadGradients, Needs, RowInputGradients
 from .head import Head, Rows
@@ -77,9 +78,7 @@ def forward(call: Call) -> Result:
     full, mean = PRECISION[head.hidden.dtype], call.reduction == "mean"
     mass = share = factor = None
     if mean:
-        if reading.class_weight is not None:
-            mass = loss.mass(backend, head.hidden.dtype)
-        share = backend.share(reading, mass, rows, head.hidden)
+        mass, share = mass_and_share(backend, head.hidden, rows, loss)
     if row_weight is not None:
         factor = row_weight.detach().reshape(-1).to(full)
     if share is not None and not call.divides_in_backward:

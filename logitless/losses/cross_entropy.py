@@ -103,7 +103,8 @@ class ScoredCrossEntropy(CrossEntropy):
 def _nll_coefficients(device: torch.device, dtype: torch.dtype) -> Coefficients:
     """Coefficients of d nll / dz_i = p_i - [i = label], which are the same for all rows."""
     rows = torch.zeros((1, contract.COEFFICIENTS), device=device, dtype=dtype)
-    rows[0, contract.A], rows[0, contract.G_LABEL] = 1.0, -1.0
+    rows[0, contract.A].fill_(1.0)  # an assignment would make the host wait
+    rows[0, contract.G_LABEL].fill_(-1.0)
     return Coefficients(rows, ("a", "label"))
 
 

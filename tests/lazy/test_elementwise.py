@@ -268,7 +268,7 @@ def test_made_under_inference_mode(x):
     z = model(True, x.device)(x)
     with torch.inference_mode():
         probs, mask = other(z).softmax(-1), torch.ones(B, T, 1).to(x)
-        assert error((z.softmax(-1) * mask).sum(), torch.tensor(float(B * T))) < 1e-11
+        assert error((z.softmax(-1) * mask).sum(), torch.tensor(float(B * T)).to(x)) < 1e-11
     got, want = (
         torch.autograd.grad((F.kl_div(z.log_softmax(-1), q, reduction="none") * k).sum(), z)[0]
         for q, k in ((probs, mask), (probs.clone(), mask.clone()))

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 
 import logitless as ll
 
+pytest.importorskip("expecttest")  # PyTorch's own tests need it
+
 
 def samples_of(name, device):
     """PyTorch's sample inputs for an operator, in fp32, with gradients."""

@@ -179,10 +179,14 @@ BUGS = (
     Bug("a head beside a head is small", "heads", "logitless/heads/head.py",
         "return not freed and all(is_dense(t) for t in loss.teachers)", "return not freed",
         (SMALL,)),
-    Bug("the gradient has no room", "heads", "logitless/heads/head.py",
-        "limit = min(limit, self.workspace // 4)", "limit = min(limit, self.workspace)", (SMALL,)),
-    Bug("hidden of ignored rows in a small head", "heads", "logitless/heads/linear.py",
-        "if ignored is not None and head.drop_ignored:", "if False:", (SMALL,)),
+    Bug("the gradient has no room", "heads", "logitless/heads/plan.py",
+        "limit = min(limit, workspace // 4)", "limit = min(limit, workspace)", (SMALL,)),
+    Bug("hidden of ignored rows in a small head", "heads", "logitless/heads/small.py",
+        "h = backend_of(hidden).zero_ignored(h, loss.reading)", "pass", (SMALL,)),
+    Bug("a second backward of a small head", "heads", "logitless/heads/small.py",
+        "if x is None:", "if False:", (SMALL,)),
+    Bug("a small head that is not scaled", "heads", "logitless/heads/small.py",
+        "backend.scale_(t.view(1, -1) if t.dim() == 1 else t, upstream)", "pass", (SMALL,)),
 
     # targets/
     Bug("padding has probability 1", "targets", "logitless/targets/sparse.py",

@@ -97,6 +97,7 @@ def started(world: int, code: str) -> list[tuple[str, str]]:
         "PYTHONPATH": str(ROOT),
     }  # fmt: skip
     environment.pop("TRITON_INTERPRET", None)
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # the ranks and their meshes are on the CPU
     with contextlib.ExitStack() as stack:  # ranks write to files, because a full pipe would block
         written = [
             [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in ("stdout", "stderr")]
