@@ -120,7 +120,8 @@ def by_columns(x, ids, other):
 
 def on_chip(x, ids, other):
     """Cross-entropy over a narrow head whose logits are never written to memory."""
-    logits = ll.LinearLogits(x[:, :16], head_of(other[:, :16]).requires_grad_())
+    weight = head_of(other[:, :16]).requires_grad_()
+    logits = ll.LinearLogits(x[:, :16], weight, drop_ignored=False)
     with plan.override(lambda work: Cut(work.rows, on_chip=work.narrow)):
         return ll.cross_entropy(logits, ids % 16)
 

@@ -48,7 +48,9 @@ class SmallTotal(Node):
     @staticmethod
     def forward(ctx, hidden, weight, bias, row_weight, loss, reduction, drop):
         needs, ctx.how = ctx.needs_input_grad[:3], (reduction, drop)
-        outputs, ctx.gradients = _total(hidden, weight, bias, row_weight, loss, *ctx.how, needs)
+        outputs, ctx.gradients = _total(
+            hidden, weight, bias, row_weight, loss, reduction, drop, needs
+        )
         tensors, ctx.loss = loss.flatten(recompute=True)
         ctx.save_for_backward(hidden, weight, bias, row_weight, *tensors)
         if len(outputs) == 1:
@@ -64,8 +66,11 @@ class SmallTotal(Node):
         with torch.no_grad():
             if gradients is None:
                 weight, bias, row_weight, *tensors = rest
-                loss, needs = ctx.loss.rebuild(tensors), ctx.needs_input_grad[:3]
-                _, gradients = _total(hidden, weight, bias, row_weight, loss, *ctx.how, needs)
+                loss, (reduction, drop) = ctx.loss.rebuild(tensors), ctx.how
+                _, gradients = _total(
+                    hidden, weight, bias, row_weight, loss, reduction, drop,
+                    ctx.needs_input_grad[:3],
+                )  # fmt: skip
             backend = backend_of(hidden)
             for t in gradients:
                 if t is not None:

@@ -188,11 +188,12 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
     One tile is held, and `stages` tiles are in flight. The stages shrink until all tiles fit into
     `memory` bytes of shared memory. `heavy` counts the reasons for which a kernel needs more
     registers per thread: more than the state and one coefficient per row, or unaligned rows. Heavy
-    kernels use eight warps. Each reason halves the streamed tiles of a backward kernel.
+    kernels use eight warps. Each reason halves the streamed tiles of a backward kernel, and a
+    heavy kernel for d_hidden has at most 64 rows.
     """
     rows, columns, warps, stages, *limit = NARROW[kernel, itemsize][max(width, 64)]
     if kernel == "d_hidden":
-        columns = max(columns >> heavy, 16)
+        columns, rows = max(columns >> heavy, 16), min(rows, 64) if heavy else rows
     elif kernel == "d_weight":
         rows = max(rows >> heavy, 16)
     held, streamed = (columns, rows) if kernel == "d_weight" else (rows, columns)

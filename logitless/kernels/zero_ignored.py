@@ -47,7 +47,7 @@ def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
 @functools.lru_cache(REMEMBERED)
 def _launch(N: int, D: int, stride: int, offset: int, ignore_index: int) -> Launch:
     """The kernel is compiled for `offset`, the number of bytes after a 16-byte boundary."""
-    block = min(max(config.ceil_pow2(D), 16), 4096)
+    block = min(max(config.ceil_pow2(D), 16), 1024)
     return Launch(
         _zero_ignored_kernel, (N, config.ceil_div(D, block)), (stride, D, ignore_index),
         num_warps=4, BLOCK_V=block,

@@ -164,12 +164,16 @@ def test_results_per_row_over_a_head_take_four_gemms(gemms, device):
 def test_a_small_head_has_three_gemms(gemms, device, monkeypatch):
     monkeypatch.setattr(plan, "SMALL", dict.fromkeys(plan.SMALL, 1 << 20))
     h, w, target = make(device)
-    loss, scores = ll.cross_entropy_and_scores(ll.LinearLogits(h, w), target)
-    want, want_scores = ll.cross_entropy_and_scores(h @ w.T, target)
-    assert not gemms
-    assert torch.equal(loss, want)
-    assert_same_scores(scores, want_scores)
-    loss.backward()
+    for reduction in ("mean", "none"):
+        gemms.clear()
+        loss, scores = ll.cross_entropy_and_scores(
+            ll.LinearLogits(h, w), target, reduction=reduction
+        )
+        want, want_scores = ll.cross_entropy_and_scores(h @ w.T, target, reduction=reduction)
+        torch.testing.assert_close(loss, want)
+        assert_same_scores(scores, want_scores)
+        loss.sum().backward()
+        assert len(gemms) == (3 if h.is_cuda else 2)  # a CPU computes the logits by F.linear
 
 
 @pytest.mark.parametrize("source", SOURCES)
