@@ -69,12 +69,12 @@ class LinearLogits(AsTensor, Logits):
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,) for every loss of logitless.
 
     `workspace` limits the bytes of logits in memory at once. The logits of a teacher need
-    additional memory. The default workspace is 1 GiB on a GPU and 64 MiB on a CPU, and 1.5 times as
-    much for fp32 logits of 16-bit hidden states. A smaller workspace saves memory and costs time.
-    If many rows fit into the workspace, a GPU computes some whole rows at a time. If only few rows
-    fit into the workspace, a GPU computes some columns of all rows at a time. Logits of at most 128
-    MiB on a GPU, or 1 MiB on a CPU, are materialised if four times their size fits into the
-    workspace. A loss over materialised logits takes less time.
+    additional memory. The default workspace is 1 GiB on a GPU (up to 2 GiB for more than 524,288
+    classes) and 64 MiB on a CPU, and 1.5 times as much for fp32 logits of 16-bit hidden states. A
+    smaller workspace saves memory and costs time. If many rows fit into the workspace, a GPU
+    computes some whole rows at a time. If only few rows fit into the workspace, a GPU computes some
+    columns of all rows at a time. On a GPU, the logits of a 16-bit head of width 128 or less are
+    not written to memory. A small head computes all logits at once (docs/heads.md).
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
     to 16 bits. Log-probabilities of fp32 logits are hundreds of times more exact than those of
