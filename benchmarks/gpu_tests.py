@@ -29,6 +29,8 @@ FILES = ("tests/test_contract.py", "tests/test_nn.py", "tests/store/test_capture
 
 def test_files() -> list[Path]:
     found = [path for room in ROOMS for path in sorted((ROOT / "tests" / room).glob("test_*.py"))]
+    # test_aot.py compiles for several GPUs and runs nothing, so a GPU would only wait.
+    found = [path for path in found if path.name != "test_aot.py"]
     return [*found, *(ROOT / name for name in FILES)]
 
 
