@@ -248,7 +248,9 @@ def test_a_write_changes_what_it_changes_in_plain_logits(where, limit, x, monkey
         torch.testing.assert_close(got, want, equal_nan=True)
         done += 1
     # A column of some rows has memory of its own, because the other rows are not computed.
-    assert done > 35 or where in ("a column of rows", "bits", "an expansion")
+    # NumPy and some other ways to write need a CPU.
+    enough = 35 if x.device.type == "cpu" else 25
+    assert done > enough or where in ("a column of rows", "bits", "an expansion")
 
 
 def test_writes_that_would_be_lost_raise(x):

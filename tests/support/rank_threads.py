@@ -69,6 +69,8 @@ def on_ranks(count: int, work: Callable[[Simulated], Any]) -> list[Any]:
     def run(index: int) -> None:
         # Autograd's thread for a GPU would serve all ranks, and would wait for itself.
         with world.turn, torch.autograd.set_multithreading_enabled(False):
+            if torch.cuda.is_available():
+                torch.cuda.set_device(0)  # cuBLAS warns in a thread without a CUDA context
             try:
                 results[index] = work(Simulated(world, index))
             except BaseException as error:
