@@ -20,7 +20,7 @@ from .launch import REMEMBERED
 
 
 class Rows(NamedTuple):
-    """Rows in memory. Row r = (b · rows_t + t) starts at element (b · stride_b + t · stride_t)."""
+    """Rows in memory. Row (b · rows_t + t) starts at element (b · stride_b + t · stride_t)."""
 
     count: int
     vocab: int
