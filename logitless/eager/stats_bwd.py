@@ -102,7 +102,7 @@ class _Terms:
 
     @property
     def only_a(self) -> bool:
-        """Whether the gradient needs only a · softmax(z) and the terms of label, ids and total."""
+        """Whether the gradient is a multiple of softmax(z) plus terms of label, ids and total."""
         return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 

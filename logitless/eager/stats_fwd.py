@@ -114,7 +114,7 @@ def _add_rows(
 
 
 def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
-    """Returns log Σ e^d over the columns outside the ids, (N, 1). The exponents are d."""
+    """Returns log Σ e^d over the columns outside the ids, (N, 1). `d` holds the exponents."""
     columns = real_columns(at, inside)
     left = torch.where(inside.any(1, keepdim=True), -torch.inf, d.gather(1, columns))
     return d.scatter(1, columns, left).logsumexp(1, keepdim=True)

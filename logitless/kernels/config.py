@@ -188,12 +188,13 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
 
     `width` is the width D of the hidden states, padded to a power of two. A program keeps one tile,
     and loads several other tiles in advance. The number of tiles loaded in advance is reduced until
-    all tiles fit into `memory` bytes of shared memory. `heavy` is 0, 1 or 2. A softcap, or any
-    statistic or coefficient beyond those of cross-entropy, adds 1 to `heavy`. Rows that do not
-    start on 16-byte boundaries add 1 to `heavy`. If `heavy` is not 0, the kernel needs more
-    registers per thread and uses eight warps. In backward kernels, the tiles that are loaded in a
-    loop are halved `heavy` times. If `heavy` is not 0, a tile of the kernel for d_hidden has at
-    most 64 rows.
+    all tiles fit into `memory` bytes of shared memory.
+
+    `heavy` is 0, 1 or 2. A softcap, or a statistic that needs an additional sum per row, adds 1 to
+    `heavy`. Rows that do not start on 16-byte boundaries add 1 to `heavy`. If `heavy` is not 0, the
+    kernel needs more registers per thread and uses eight warps. In backward kernels, the tiles that
+    are loaded in a loop are halved `heavy` times. If `heavy` is not 0, a tile of the kernel for
+    d_hidden has at most 64 rows.
     """
     rows, columns, warps, stages, *limit = NARROW[kernel, itemsize][max(width, 64)]
     if kernel == "d_hidden":

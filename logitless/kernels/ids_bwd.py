@@ -184,15 +184,16 @@ def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
     p1 = softmax(y). The kernel adds d to the gradient at the label, and adds -d p1_i to the
     gradient of every column in one of two ways:
 
-    - At temperature 1, p1 equals p, so the kernel replaces the coefficient a by a - d.
+    - At temperature 1, p1 equals the softmax p of the loss, so the kernel replaces the coefficient
+      a by a - d.
     - At any other temperature ("second"), p1_i is e^(y_i - shift) / s1, where s1 is the normaliser
       at temperature 1. The kernel adds e^(y_i - shift) times the number c_logprob_t1 = -d / s1 to
       the gradient.
 
     If the loss uses the coefficient "a_ids", columns among the ids have the term a_ids p_i, and
     columns outside the ids have the term a p_i e^-lift (see LEAST_TAIL in contract.py). The factor
-    e^-lift must not apply to the term -d p_i. Therefore, for columns outside the ids, the
-    coefficient a is replaced by a - d e^lift:
+    e^-lift must not apply to the term -d p_i of the label's log-probability. Therefore, for columns
+    outside the ids, the coefficient a is replaced by a - d e^lift:
 
         (a - d e^lift) p_i e^-lift = a p_i e^-lift - d p_i
     """

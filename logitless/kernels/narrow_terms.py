@@ -5,7 +5,7 @@ label or id changes the gradient of one logit only. A pair holds the row and col
 and the number g that is added to its gradient. The pairs are sorted by the tile that contains them.
 So a kernel that visits tiles in order finds the pairs of a tile by one comparison. The kernel adds
 a pair's number g to the gradient of the tile before the gradient is rounded to 16 bits. For
-example, the gradient p - 1 at a label would lose its precision for p near 1, if p was rounded
+example, the gradient p - 1 at a label would lose its precision for p near 1, if p were rounded
 first.
 """
 

@@ -52,10 +52,9 @@ from .stats_split_fwd import aligned
 
 @triton.jit
 def _cross(c, s, moved, scale, e, h):
-    """Returns the sum c after one more block.
+    """Returns the sum c = Σ e · h of a row after one more block.
 
-    If e is 0, the term e h of a column is 0, even for infinite h. If `scale` is 0, the sum over the
-    earlier blocks counts as 0.
+    A column where e is 0 adds 0, even if h is infinite. If `scale` is 0, the earlier blocks add 0.
     """
     before = tl.where(scale == 0, 0.0, c * scale + s * (moved * scale))
     return before + tl.where(e != 0, e * h, 0.0)
