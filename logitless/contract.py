@@ -21,7 +21,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# The kinds of tensors that a loss holds. TENSORS of a struct lists its tensors and their kinds.
+# The kinds of tensors that a loss holds. The attribute TENSORS of a struct lists the struct's
+# tensors and the kind of each tensor.
 PER_ROW = "per row"  # shape (...) or (..., K), sliced together with the rows of the logits
 PER_CLASS = "per class"  # shape (V,), never sliced, not even for a shard of the vocabulary
 TEACHER = "teacher"  # logits or probabilities (..., V), sliced with the rows and columns
@@ -47,10 +48,10 @@ class Reading(NamedTuple):
 
     The logits of the softmax are z = softcap · tanh(x / softcap) / temperature.
 
-    `label` holds one integer per row, which is a class id or an entry of a mask. The label in a
-    mask is 1 for rows that count and 0 for ignored rows, and ignore_index is 0. A row is ignored if
-    its label is ignore_index. An ignored row is not read. The statistics and the gradient of an
-    ignored row are 0, and its argmax is -1.
+    `label` holds one integer per row, which is a class id or an entry of a mask. A mask holds 1 for
+    rows that count and 0 for ignored rows, and its ignore_index is 0. A row is ignored if its label
+    is ignore_index. An ignored row is not read. The statistics and the gradient of an ignored row
+    are 0, and its argmax is -1.
     """
 
     vocab: int  # V, the size of the whole vocabulary, even if the logits are only a shard
@@ -104,9 +105,10 @@ class Reading(NamedTuple):
         return None if self.temperature == 1 else self.temperature
 
     def squared(self, dtype: torch.dtype) -> tuple[Tensor | None, float]:
-        """Returns (T² per row, 1.0) for one temperature per row, and (None, T²) for one number T.
+        """Returns a tensor and a number, whose product is the square of the temperature.
 
-        T² per row is a tensor that is computed in `dtype`.
+        If each row has its own temperature, the tensor holds the squares, computed in `dtype`, and
+        the number is 1. Otherwise, the tensor is None, and the number is the square.
         """
         if self.row_temperature is not None:
             return self.row_temperature.to(dtype).square(), 1.0
@@ -252,10 +254,11 @@ D_LOGPROB_T1 = 5  # d, the gradient of logprob_t1
 COEFFICIENTS = 6
 FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
 
-# In a column i outside the ids, the gradient of the tail has the term p_i / e^tail. If e^tail is
-# very small, p_i is 0 in fp32, and 1 / e^tail is infinite. Therefore a loss with a tail (field
-# "a_ids") uses p_i · e^-lift instead of p_i in the columns outside the ids, and multiplies `a` by
-# e^lift. The number lift is min(tail - LEAST_TAIL, 0), or 0 if the ids contain all columns.
+# The tail is the log of the softmax mass outside the ids. In a column i outside the ids, the
+# gradient of the tail has the term p_i / e^tail. If e^tail is very small, p_i is 0 in fp32, and
+# 1 / e^tail is infinite. Therefore a loss with a tail (field "a_ids") uses p_i · e^-lift instead of
+# p_i in the columns outside the ids, and multiplies `a` by e^lift. The number lift is
+# min(tail - LEAST_TAIL, 0), or 0 if the ids contain all columns.
 LEAST_TAIL = -32.0
 
 NO_ID = -(2**31)  # the id of a masked slot; a masked slot is not read and has no gradient

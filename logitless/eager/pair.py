@@ -4,12 +4,14 @@ The functions pair_read, pair_partial, pair_finish and pair_gradient have the sa
 kernels/. The formulas of the losses and gradients are in kernels/pair_fwd.py and
 kernels/pair_bwd.py. kernels/pair_state.py defines the symbols.
 
-The state that the forward saves, (N, PAIR_STATE), holds five numbers per row: shift and s of the
-student, shift and s of the teacher, and a mean in nats. A shift is the max that is subtracted from
-the logits, and s is the normaliser Σ e^d. The mean is Σ q (d_q - d_p) for reverse KL,
-Σ q log(q / M) for JSD, and 0 for the other losses. The Triton kernels save the mean in other units
-(kernels/pair_state.py). A partial state, which covers only some columns of a row, holds the max
-instead of the shift, and a sum in nats instead of the mean.
+The state that the forward saves, (N, PAIR_STATE), holds five numbers per row: shift and normaliser
+of the student, shift and normaliser of the teacher, and a mean in nats. A shift is the max that is
+subtracted from the logits, and the normaliser is Σ e^((logit - shift) / temperature). For reverse
+KL, the mean is the expectation of the student's exponent minus the teacher's exponent, under the
+student's probabilities. For JSD, the mean is Σ q log(q / M), where q is the student, and M is the
+mixture of student and teacher. For the other losses, the mean is 0. The Triton kernels save the
+mean in other units (kernels/pair_state.py). A partial state, which covers only some columns of a
+row, holds the max instead of the shift, and a sum in nats instead of the mean.
 """
 
 import torch
@@ -35,7 +37,7 @@ _DIVISORS = {"jsd": 8}
 
 
 def _expected(e: Tensor, h: Tensor) -> Tensor:
-    """Returns Σ e h over columns, (N, 1). If e is 0, the product e h is 0 even for infinite h."""
+    """Returns Σ e · h over columns, (N, 1). A column where e is 0 adds 0, even if h is infinite."""
     return torch.where(e == 0, 0.0, e * h).sum(1, keepdim=True)
 
 
@@ -49,8 +51,8 @@ def _target(t: Tensor, reading: Reading, pair: Pair) -> Tensor:
 def _log(s: Tensor) -> Tensor:
     """Returns log s, where s = Σ e^d is the normaliser of a row.
 
-    If all logits of a row are -inf, s is 0, and the result is inf. Then log p = d - log s is -inf,
-    and p is 0.
+    If all logits of a row are -inf, s is 0, and the result is inf. Therefore all log-probabilities
+    of such a row are -inf, and all probabilities are 0.
     """
     return torch.where(s == 0, torch.inf, s).log()
 
@@ -81,8 +83,8 @@ def pair_read(
     x: Tensor,  # (..., V)
     reading: Reading,
     pair: Pair,
-    # (N, PAIR_STATE), shift and s of whole rows. JSD needs `norms` if the logits are sharded over
-    # ranks.
+    # (N, PAIR_STATE), shift and normaliser of whole rows. JSD needs `norms` if the logits are
+    # sharded over ranks.
     norms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns the loss of each row, (...), and the state for the backward, (N, PAIR_STATE)."""
@@ -118,9 +120,10 @@ def _by_chunks(x: Tensor, reading: Reading, pair: Pair, width: int, norms, work)
 def _partial_state(
     y, t, rate, reading: Reading, pair: Pair, norms
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the partial state of a chunk of rows, and d of the student and of the teacher.
+    """Returns the partial state of a chunk of rows, and the exponents of student and teacher.
 
-    The partial state has shape (N, PAIR_STATE), and d = (y - shift) / temperature has shape (N, V).
+    The partial state has shape (N, PAIR_STATE). The exponents, (logit - shift) / temperature, have
+    shape (N, V).
     """
     kind, shift_q = pair.kind, max_of(y) if norms is None else norms[:, :1]
     d_q = centred(y, shift_q, rate)
@@ -149,8 +152,8 @@ def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
     if pair.kind == "jsd":
         log_q, log_p = _log(state[:, 1:2]), _log(state[:, 3:4])
         terms, q, log_q_m = _mixture(d_q - log_q, d_p - log_p, pair.blend)
-        # If all logits of a student's or a teacher's row are -inf, log_q or log_p is inf, and
-        # 0 · inf makes the loss NaN.
+        # If all logits of a student's or a teacher's row are -inf, the log of its normaliser is set
+        # to inf, and 0 · inf makes the loss NaN.
         value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
         state[:, 4:] = (q * log_q_m).sum(1, keepdim=True)
     return torch.cat((value, state), 1)

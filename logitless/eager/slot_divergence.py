@@ -57,8 +57,8 @@ def slots(
     value, g = value * weight[:, 0], g * weight
     rows = torch.zeros((value.shape[0], COEFFICIENTS), dtype=dtype, device=value.device)
     has = ()
-    # g is the gradient of log q at the slots. Because log q = z - lse, the gradient of every logit
-    # has the term -softmax(z) Σ g.
+    # g is the gradient of the loss with respect to log q at the slots. Because log q = z - lse, the
+    # gradient of every logit has the term -softmax(z) Σ g.
     if sparse.support not in RENORM_STUDENT:
         rows[:, A], has = -g.sum(1), ("a",)
     # The derivative of the tail with respect to the logit z_i is p_i / e^tail - p_i if column i is
@@ -164,8 +164,8 @@ def _terms(log_p, p, log_q, q, divergence, beta):
         return f, f + q
     if divergence == "jsd":
         u = log_q - log_p
-        # This code uses full_like, because torch.where of two Python numbers would return the
-        # default dtype instead of the dtype of u.
+        # full_like keeps the dtype of its argument. torch.where of two Python numbers would return
+        # the default dtype instead.
         share = torch.full_like(u, 1 - beta).masked_fill(u > 0, beta)
         log_m = torch.log1p(share * torch.expm1(-u.abs()))
         f_p = torch.where(p == 0, 0.0, p * (-u.clamp(min=0) - log_m))

@@ -102,7 +102,7 @@ class _Terms:
 
     @property
     def only_a(self) -> bool:
-        """Whether dz consists only of the term a p_i and of the terms of label, ids and total."""
+        """Whether the gradient is a multiple of softmax(z) plus terms of label, ids and total."""
         return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 
@@ -149,9 +149,9 @@ def gradient(
 def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy: bool) -> Tensor:
     """Returns the gradient dy of a chunk of rows, without the terms of label, ids and total.
 
-    The result is p (a + b log p), plus the gradient of logprob_t1, which is log p of the label at
-    temperature 1. To save memory, the result may overwrite `direct`, or y if y is a copy of the
-    logits.
+    The result is p (a + b log p), where p is the probability and a and b are coefficients of the
+    row, plus the gradient of log p of the label at temperature 1. To save memory, the result may
+    overwrite `direct`, or y if y is a copy of the logits.
     """
     shift, inv_t = terms.shift[rows], None if terms.inv_t is None else terms.inv_t[rows]
     inv_s, a = (-terms.log_s[rows]).exp(), terms.a[rows]

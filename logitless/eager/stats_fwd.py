@@ -114,7 +114,7 @@ def _add_rows(
 
 
 def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
-    """Returns log Σ e^d over the columns that are not among the ids, (N, 1)."""
+    """Returns log Σ e^d over the columns outside the ids, (N, 1). `d` holds the exponents."""
     columns = real_columns(at, inside)
     left = torch.where(inside.any(1, keepdim=True), -torch.inf, d.gather(1, columns))
     return d.scatter(1, columns, left).logsumexp(1, keepdim=True)
@@ -289,8 +289,9 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     row[:, fields.W] = (state[..., fields.W] * scale + moved * (s * scale)).sum(1)
     row[:, fields.S1] = (state[..., fields.S1] * moved.exp()).sum(1)
     c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))
-    # C is Σ v (y - REF). The merged REF is the largest REF of the splits that are not empty. The
-    # REF of an empty split is 0, which may be far from the logits.
+    # The field C is Σ v (y - REF), where v are the class weights and y are the logits. The merged
+    # REF is the largest REF of the splits that are not empty. The REF of an empty split is 0, which
+    # may be far from the logits.
     one = torch.where(n != 0, ref, -torch.inf).amax(1, keepdim=True)
     one = torch.where(one == -torch.inf, 0.0, one)
     row[:, fields.REF], row[:, fields.C] = one[:, 0], (c + n * (ref - one)).sum(1)
@@ -323,7 +324,7 @@ def finish(
         w=w * rate if "entropy" in wants else None,
         total=c + n * ref if "total" in wants else None,
         log_total=(c - n * (shift - ref)) * rate if "log_total" in wants else None,
-        # If a row contains NaN, its column is NOWHERE, and its argmax is 0.
+        # If a row contains NaN, the variable `column` is NOWHERE, and the argmax is 0.
         argmax=torch.where(column == NOWHERE, 0, column) if "argmax" in wants else None,
         y_label=y_label,
         y_ids=picked,

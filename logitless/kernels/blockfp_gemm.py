@@ -1,9 +1,9 @@
 """A GEMM that accumulates Σ dz.T @ h over chunks of rows in block floating point.
 
-A sum in bf16 would be rounded to 8 bits after every chunk. A sum in fp32 would take twice the
-memory of the bf16 gradient. Block floating point keeps 14 bits of each number between chunks. Each
-number is stored as a 16-bit integer in the memory of the gradient. In each row, BLOCK columns share
-one exponent:
+In dz.T @ h, dz is the gradient of the logits, and h are the hidden states. A sum in bf16 would be
+rounded to 8 bits after every chunk. A sum in fp32 would take twice the memory of the bf16 gradient.
+Block floating point keeps 14 bits of each number between chunks. Each number is stored as a 16-bit
+integer in the memory of the gradient. In each row, BLOCK columns share one exponent:
 
     x ≈ q 2^e, where q is an int16 with |q| ≤ 2^14, and e is an int8 per BLOCK columns
 
@@ -39,7 +39,7 @@ NOT_A_NUMBER = tl.constexpr(127)  # the exponent that marks a block as NaN
 
 @triton.jit
 def _encode(x):
-    """Returns (q, e) with x ≈ q 2^e. Each row of x has one exponent e."""
+    """Returns integers q and exponents e with x ≈ q 2^e. Each row of x has one exponent e."""
     bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     e = tl.maximum((bits >> 23) - (127 + 13), -126)
     q = (x * tl.exp2(-e.to(tl.float32))[:, None] + WHOLE).to(tl.int32, bitcast=True).to(tl.int16)
@@ -49,7 +49,8 @@ def _encode(x):
 @triton.jit
 def _decode(q, e):
     """Returns q 2^e."""
-    # The XOR results in the bits of the float 2^23 + 2^15 + q. Subtracting 2^23 + 2^15 gives q.
+    # The XOR turns the integer q into the bits of the float 2^23 + 2^15 + q. Subtracting
+    # 2^23 + 2^15 gives q as a float.
     y = ((q.to(tl.int32) & 0xFFFF) ^ 0x4B008000).to(tl.float32, bitcast=True) - 8421376.0
     scale = tl.where(e == NOT_A_NUMBER, float("nan"), tl.exp2(e.to(tl.float32)))
     return y * scale[:, None]

@@ -2,14 +2,18 @@
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-The coefficients a, b and g_c have one value per row, and T is the temperature. Kernels compute
-log p_i as ((y_i - shift) / T) - log_s, which is exact even if all logits have a large common
-offset.
+In this formula, p = softmax(z), v are the class weights, and the coefficients a, b, g_label and g_c
+have one value per row. Kernels compute log p_i as ((y_i - shift) / T) - log_s, where shift is the
+row's max, T is the temperature, and log_s is the log of the normaliser. This log p_i is exact even
+if all logits have a large common offset.
 
-Kernels compute dy_i = dz_i / T, and then dx_i = dy_i · ∂y_i/∂x_i. If a loss uses the
-log-probability of the label at temperature 1, the term d_logprob_t1 ([i = label] - p1_i) is added
-to dy_i, where p1 = softmax(y). Let d = (y - shift) · rate with rate = 1 / (T ln 2), and let
-e = 2^d. Then p = e / s and log p = d ln 2 - log s, and the gradient is:
+Kernels divide the gradient of z by the temperature to get the gradient of y, and multiply the
+gradient of y by the derivative of the softcap to get the gradient of the logits x. If a loss uses
+the log-probability of the label at temperature 1, the term d_logprob_t1 ([i = label] - p1_i) is
+added to the gradient of y_i, where d_logprob_t1 is a coefficient, and p1 = softmax(y). For speed,
+kernels use powers of 2: with d = (y - shift) / (T ln 2), e = 2^d and the normaliser s = Σ e, the
+probability is p = e / s. The gradient of y_i, in which the numbers c0 and c1 are the same for all
+columns of a row, is:
 
     dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of label and ids
 """
@@ -116,12 +120,13 @@ def load_coefs(COEF, gain, HAS: tl.constexpr):
 
 @triton.jit
 def c0_of(a, b, log_s, inv_t, HAS: tl.constexpr):
-    """Returns the number c0 in e_i (c0 + c1 d_i), the first term of dz_i / T.
+    """Returns the number c0 of a row in the gradient formula at the top of this file.
 
     If all logits of a row are -inf, c0 is 0, because the gradient of such a row is 0.
     """
     scale = inv_t * tl.exp2(-log_s * LOG2E)
-    # If the loss does not use b, b is 0, and b · log_s would be NaN for an infinite log_s.
+    # If the loss does not use the coefficient b, b is 0, and b · log_s would be NaN for an infinite
+    # log_s.
     if uses(HAS, "b"):
         a -= b * log_s
     return tl.where(log_s == -INF, 0.0, a * scale)
@@ -141,11 +146,11 @@ def row_terms(coefs, a, shift, log_s, inv_t, HAS: tl.constexpr):
 
 @triton.jit
 def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
-    """Returns dz / T at the columns `at`, without the terms of label and ids."""
+    """Returns the gradient of y at the columns `at`, without the terms of label and ids."""
     d = (y - terms.shift) * terms.rate
     if uses(HAS, "b"):
         tl.static_assert(not uses(HAS, "a_ids"))
-        # d is clamped, because 0 · -inf would be NaN. Where e = 2^d is 0, the product e · d is 0.
+        # d is clamped, because d may be -inf where 2^d is 0, and 0 · -inf would be NaN.
         dz = tl.exp2(d) * (c0 + terms.c1 * tl.maximum(d, -1e4))
     else:
         dz = tl.exp2(d - lift) * c0

@@ -72,9 +72,8 @@ def stats_fwd(
     `twice` means that the kernel computes two normalisers. With two normalisers, blocks have at
     most 4096 columns.
 
-    With a block of 8192 columns, a thread needs 80 registers. Without the limit of 80 registers,
-    the compiler uses a few more registers, fewer programs fit on each multiprocessor, and the
-    kernel is 3 % slower.
+    With a block of 8192 columns, the compiler may use at most 80 registers per thread. Without this
+    limit on registers, fewer programs fit on each multiprocessor, and the kernel is 3 % slower.
     """
     if rows >= 2 * processors or vocab <= SHORT:
         block, warps, registers = (8192, 4, 80) if vocab > 2**16 and not twice else (4096, 4, None)
@@ -159,9 +158,11 @@ def pair_bwd(vocab: int, itemsize: int) -> Config:
     return overridden(Config(min(1024 if itemsize == 2 else 512, ceil_pow2(vocab)), 1))
 
 
-# The tiles of narrow heads: (rows, columns, warps, stages) per kernel, bytes of an element and
-# padded width. A fifth number limits the registers per thread. Kernels that hold an accumulator of
-# the whole width have smaller tiles of logits.
+# The table NARROW holds the tile sizes of the kernels for narrow heads. The outer key is the
+# kernel's name and the number of bytes per element. The inner key is the width D of the hidden
+# states, padded to a power of two. Each entry is (rows, columns, warps, stages), and may end with a
+# limit of registers per thread. The backward kernels have smaller tiles of logits, because their
+# programs also accumulate a gradient of the whole width D.
 NARROW = {
     ("fwd", 2): {
         64: (128, 64, 4, 4), 128: (128, 64, 8, 4), 256: (128, 64, 8, 3), 512: (64, 64, 4, 2),
@@ -176,20 +177,24 @@ NARROW = {
     },
     ("d_weight", 4): {64: (32, 32, 8, 2)},
 }  # fmt: skip
-# The bytes of the partial sums of a gradient over splits of the vocabulary.
+# The largest number of bytes for partial sums of d_hidden, if the vocabulary is split.
 NARROW_SUMS = 32 << 20
 HOPPER_MEMORY = 227 << 10  # bytes of shared memory that a program on Hopper can use
 
 
 @functools.lru_cache(1024)
 def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> Config:
-    """The tile of a kernel for narrow heads. `width` is D padded to a power of two.
+    """Returns the tile sizes of a kernel for narrow heads.
 
-    One tile is held, and `stages` tiles are in flight. The stages shrink until all tiles fit into
-    `memory` bytes of shared memory. `heavy` counts the reasons for which a kernel needs more
-    registers per thread: more than the state and one coefficient per row, or unaligned rows. Heavy
-    kernels use eight warps. Each reason halves the streamed tiles of a backward kernel, and a
-    heavy kernel for d_hidden has at most 64 rows.
+    `width` is the width D of the hidden states, padded to a power of two. A program keeps one tile,
+    and loads several other tiles in advance. The number of tiles loaded in advance is reduced until
+    all tiles fit into `memory` bytes of shared memory.
+
+    `heavy` is 0, 1 or 2. A softcap, or a statistic that needs an additional sum per row, adds 1 to
+    `heavy`. Rows that do not start on 16-byte boundaries add 1 to `heavy`. If `heavy` is not 0, the
+    kernel needs more registers per thread and uses eight warps. In backward kernels, the tiles that
+    are loaded in a loop are halved `heavy` times. If `heavy` is not 0, a tile of the kernel for
+    d_hidden has at most 64 rows.
     """
     rows, columns, warps, stages, *limit = NARROW[kernel, itemsize][max(width, 64)]
     if kernel == "d_hidden":
@@ -209,12 +214,13 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
 def narrow_splits(
     cut: Config, rows: int, vocab: int, width: int, processors: int, limit: int | None = None
 ) -> Config:
-    """The Config with splits of the vocabulary, so that the programs fill the GPU.
+    """Returns `cut` with the number of splits of the vocabulary that best fills the GPU.
 
-    A processor runs two programs at once. Of all numbers of splits that keep all processors busy
-    for the same fraction of the time, the smallest is chosen.
+    A processor runs two programs at once. The result is the smallest number of splits that keeps
+    the processors busy for the largest fraction of the time.
 
-    `limit` is the largest number of bytes for partial sums (rows, width), one per split.
+    Each split has its own partial sums of shape (rows, width) in fp32. All partial sums together
+    take at most `limit` bytes.
     """
     tiles, at_once = max(ceil_div(rows, cut.block_n), 1), 2 * processors
     most = min(ceil_div(2 * at_once, tiles), ceil_div(vocab, cut.block_v), MAX_SPLITS)
@@ -222,7 +228,7 @@ def narrow_splits(
         most = min(most, limit // max(4 * rows * width, 1))
 
     def busy(splits: int) -> float:
-        """The fraction of the time in which a processor has a program."""
+        """The fraction of the time in which a processor runs programs."""
         waves = tiles * splits / at_once
         return waves / math.ceil(waves)
 

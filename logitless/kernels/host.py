@@ -333,7 +333,8 @@ def one_pass(
 
     If one pass is not possible, the function returns None and does nothing. One pass is possible if
     x has a (B, T, V) view with contiguous rows (layout.py), and if the programs of a row may wait
-    for each other (`may_wait`). A mean must have at least one row and at most MAX_COUNTED rows.
+    for each other (`may_wait`). For a mean, one pass also needs at least one row and at most
+    MAX_COUNTED rows.
     """
     label, temperature = reading.label, reading.row_temperature
     over_logits = into.data_ptr() == x.data_ptr()

@@ -176,20 +176,24 @@ class RowGradient(NamedTuple):
 
 @triton.jit
 def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
-    """Computes a RowGradient, in units of dz / T, from the saved state and the coefficients.
+    """Computes a RowGradient from the saved state and the coefficients.
 
-    Let d be the coefficient of the label's log-probability at temperature 1, and p1 = softmax(y).
-    Then the gradient of y_i has the term d ([i = label] - p1_i). The kernel adds d to the gradient
-    at the label, and adds -d p1_i to the gradient of every column in one of two ways:
+    The fields of the result give the gradient of y, the logits before the division by the
+    temperature. If the loss uses the label's log-probability at temperature 1, the gradient of y_i
+    has the term d ([i = label] - p1_i), where d is the coefficient of this log-probability, and
+    p1 = softmax(y). The kernel adds d to the gradient at the label, and adds -d p1_i to the
+    gradient of every column in one of two ways:
 
-    - At temperature 1, p1 equals p, so the kernel replaces the coefficient a by a - d.
-    - At any other temperature ("second"), p1_i is e^(y_i - shift) / s1. The kernel adds the
-      separate term c_logprob_t1 e^(y_i - shift), where c_logprob_t1 = -d / s1.
+    - At temperature 1, p1 equals the softmax p of the loss, so the kernel replaces the coefficient
+      a by a - d.
+    - At any other temperature ("second"), p1_i is e^(y_i - shift) / s1, where s1 is the normaliser
+      at temperature 1. The kernel adds e^(y_i - shift) times the number c_logprob_t1 = -d / s1 to
+      the gradient.
 
     If the loss uses the coefficient "a_ids", columns among the ids have the term a_ids p_i, and
     columns outside the ids have the term a p_i e^-lift (see LEAST_TAIL in contract.py). The factor
-    e^-lift must not apply to the term -d p_i. Therefore, for columns outside the ids, the
-    coefficient a is replaced by a - d e^lift:
+    e^-lift must not apply to the term -d p_i of the label's log-probability. Therefore, for columns
+    outside the ids, the coefficient a is replaced by a - d e^lift:
 
         (a - d e^lift) p_i e^-lift = a p_i e^-lift - d p_i
     """

@@ -1,6 +1,6 @@
 """Forward pass of the Jensen-Shannon divergence, in two passes over student and teacher.
 
-    JSD = β Σ p log(p/M) + (1-β) Σ q log(q/M), where M = βp + (1-β)q
+    JSD = β Σ p log(p/M) + (1-β) Σ q log(q/M), with teacher p, student q and M = βp + (1-β)q
 
 Each term needs the normalisers of the student's and the teacher's row, which the first pass
 computes. Several programs share a long row, so that the second pass finds the logits in the cache.
@@ -43,9 +43,10 @@ from .state import pack_of
 
 
 class Norms(NamedTuple):
-    """Normalisers of whole rows, with log2 q = (y - shift_q) rate - log_q.
+    """Shift, and log2 of the normaliser, of a student's row (q) and a teacher's row (p).
 
-    For the teacher, log2 p = (y - shift_p) rate - log_p.
+    For a logit y of the student, log2 of its probability is (y - shift_q) · rate - log_q, where
+    rate is log2 e / temperature.
     """
 
     shift_q: tl.tensor
@@ -74,7 +75,7 @@ def fold_norms(state, both, start, offs, mask):
 
 @triton.jit
 def _fold_second(state, both, start, offs, mask):
-    """Adds one block to Σ q log2(q / M) and Σ p log2(p / M) (second pass)."""
+    """Adds one block to the two sums of the JSD (second pass)."""
     norms = state.norms
     log_q = (student(both, start + offs, mask) - norms.shift_q) * both.rate - norms.log_q
     log_p = (teacher(both, start + offs, mask) - norms.shift_p) * both.rate - norms.log_p
@@ -87,7 +88,7 @@ def _second_sweep(
     m_q, s_q, m_p, s_p, both, head, body, lo, hi,
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Returns Σ q log2(q / M) and Σ p log2(p / M) over the columns [lo, hi)."""
+    """Returns the student's Σ q log2(q / M) and the teacher's Σ p log2(p / M) over [lo, hi)."""
     zero = tl.zeros((BLOCK_V,), tl.float32)
     sums = Second(Norms(m_q, bits(s_q), m_p, bits(s_p)), zero, zero)
     sums = walk_both(_fold_second, sums, both, head, body, lo, hi, ALIGNED, T_ALIGNED, BLOCK_V)
@@ -96,9 +97,9 @@ def _second_sweep(
 
 @triton.jit
 def _divergence(of_q, of_p, s_q, s_p, blend):
-    """Returns the divergence of a row in nats, from Σ q log2(q / M) and Σ p log2(p / M)."""
-    # If all logits of the student's or the teacher's row are -inf, bits(s_q) or bits(s_p) is inf,
-    # and 0 · inf makes the divergence NaN.
+    """Returns the JSD of a row in nats, from the student's and the teacher's sum in bits."""
+    # If all logits of the student's or the teacher's row are -inf, `bits` returns inf for its
+    # normaliser, and 0 · inf makes the divergence NaN.
     value = ((1.0 - blend) * of_q + blend * of_p) * LN2 + 0.0 * (bits(s_q) + bits(s_p))
     # A negative value is a rounding error. NaN stays NaN.
     return tl.where(value < 0, 0.0, value)

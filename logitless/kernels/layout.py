@@ -20,7 +20,7 @@ from .launch import REMEMBERED
 
 
 class Rows(NamedTuple):
-    """Rows in memory. Row r = (b · rows_t + t) starts at element (b · stride_b + t · stride_t)."""
+    """Rows in memory. Row (b · rows_t + t) starts at element (b · stride_b + t · stride_t)."""
 
     count: int
     vocab: int
@@ -182,11 +182,11 @@ def walk(
     """Folds f over the columns [lo, hi) of a row's body, and over the fringe if lo = 0.
 
     f(state, args, start, offs, mask) adds the columns start + offs to the state, and returns the
-    new state. Columns where `mask` is False are left out. A mask of None selects all columns. In
-    the body, args are `body_args`, and column 0 is column `head` of the row. In the fringe, args
-    are `row_args`, and column 0 is the first column of the row. If MASKED, every block is masked,
-    and the compiled code is shorter. Without MASKED, only the last block is masked, and the kernel
-    is faster.
+    new state. Columns where `mask` is False are left out. A mask of None selects all columns. For
+    the body, `args` is `body_args`, and columns are counted from column `head` of the row. For the
+    fringe, `args` is `row_args`, and columns are counted from the first column of the row. If
+    MASKED, every block is masked, and the compiled code is shorter. Without MASKED, only the last
+    block is masked, and the kernel is faster.
     """
     offs = tl.arange(0, BLOCK_V)
     hi = tl.multiple_of(tl.minimum(hi, body), PACK)

@@ -61,7 +61,7 @@ class _Window(NamedTuple):
 
 @triton.jit
 def _logits(window, start, cols, mask, BLOCK: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Returns y of the columns `cols` (1, BLOCK), which begin at `start`.
+    """Returns the logits y in the columns `cols` (1, BLOCK), which begin at `start`.
 
     A mask of None selects all columns.
     """
@@ -167,8 +167,9 @@ class _PickConstants:
 def _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS: tl.constexpr):
     """Returns y at the ids, limited to `top`, the max of the row.
 
-    This sum over D may differ by a rounding error from the sum that gave `top`. Without the limit,
-    y could be larger than the max of its row, and log p could be larger than 0.
+    Each y is a sum over D, and may differ by a rounding error from the sum in the kernel that
+    computed the max. Without the limit, y could be larger than the max of its row, and log p could
+    be larger than 0.
     """
     offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
     first = WEIGHT + ids.to(tl.int64) * layout(CONSTANTS, "stride_w")

@@ -93,7 +93,7 @@ _NONE = (None,) * len(Pairs._fields)
 
 
 def _sizes_of(pairs: Pairs | None) -> tuple[int, int]:
-    """The number of all pairs, and the number of pairs per row."""
+    """Returns the number of all pairs (narrow_terms.py), and the number of pairs per row."""
     return (0, 0) if pairs is None else (pairs.g.numel(), pairs.g.shape[1])
 
 

@@ -4,8 +4,9 @@ The terms of a row are the numbers in the formula of bwd_tile.py, which is used 
 label or id changes the gradient of one logit only. A pair holds the row and column of this logit,
 and the number g that is added to its gradient. The pairs are sorted by the tile that contains them.
 So a kernel that visits tiles in order finds the pairs of a tile by one comparison. The kernel adds
-g to the gradient of the tile before the gradient is rounded to 16 bits. If g was added after the
-rounding, the difference p - 1 would be lost if p is near 1.
+a pair's number g to the gradient of the tile before the gradient is rounded to 16 bits. For
+example, the gradient p - 1 at a label would lose its precision for p near 1, if p were rounded
+first.
 """
 
 import functools
@@ -41,9 +42,10 @@ NO_TILE = tl.constexpr(2**62)  # the place of an invalid or ignored pair, after 
 class Order(NamedTuple):
     """The order in which the programs of a kernel visit tiles of logits.
 
-    A program visits `count` tiles. The place of a tile in this order is i · step + j. If `by_rows`,
-    i counts tiles along the rows, and j counts tiles along the columns. Otherwise, i counts tiles
-    along the columns, and j counts tiles along the rows.
+    A program visits `count` tiles. The place of a tile in this order is i · step + j, where i and j
+    count tiles along rows and columns. If `by_rows`, i counts tiles along the rows, and j counts
+    tiles along the columns. Otherwise, i counts tiles along the columns, and j counts tiles along
+    the rows.
     """
 
     block_n: int  # rows of a tile
@@ -160,7 +162,7 @@ def _narrow_terms_kernel(
             )
         c0 = tl.where(tl.max(bad, axis=0) > 0, float("nan"), c0)
     OUT += row
-    # A shift of +inf makes every e of an ignored row 0.
+    # A shift of +inf makes every exponential of an ignored row 0.
     tl.store(OUT + TERM_SHIFT * N, tl.where(live, d_row.shift, INF))
     tl.store(OUT + TERM_C0 * N, tl.where(live, c0, 0.0))
     tl.store(OUT + TERM_RATE * N, inv_t * LOG2E)

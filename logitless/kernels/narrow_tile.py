@@ -119,7 +119,10 @@ def is_narrow(hidden: Tensor, weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """The layout in memory of hidden states (N, D) and weight (V, D). It is a kernel constant."""
+    """The layout in memory of hidden states (N, D) and weight (V, D).
+
+    The layout is a constant of the kernels.
+    """
 
     width: int  # D
     stride_h: int

@@ -56,9 +56,9 @@ def _tanh(u, IN: tl.constexpr):
     """Returns tanh(u) with a precision that suits logits of dtype IN. NaN stays NaN.
 
     For bf16 on NVIDIA GPUs, tanh is one instruction with an error of 2^-11, a quarter of the
-    rounding error of bf16 logits. For other dtypes and GPUs, tanh is u times a fitted ratio of
-    polynomials in u², with an error of 4e-7 for fp32 and 2e-6 for fp16. A more exact tanh would
-    take longer than the loads and stores of the kernel.
+    rounding error of bf16 logits. For other dtypes and GPUs, tanh(u) is computed as u times a
+    fitted ratio of two polynomials in u². The error is 4e-7 for fp32 and 2e-6 for fp16. A more
+    exact tanh would take longer than the loads and stores of the kernel.
     """
     if IN == tl.bfloat16 and is_cuda():
         return tl.inline_asm_elementwise(
@@ -83,10 +83,10 @@ def _tanh(u, IN: tl.constexpr):
 def _rounded_product(a, b):
     """Returns a · b, rounded to fp32 before any further arithmetic.
 
-    The compiler may contract y = a · b and y - max(y) into one fused multiply-add. The fused
-    multiply-add does not round y, but max(y) is rounded. Then y - max(y) would not be exactly 0 at
-    the max, and dividing this difference by a temperature of 1e-12 would make the exponent
-    infinite.
+    The compiler may contract a product y = a · b and a later difference y - max(y) into one fused
+    multiply-add. The fused multiply-add does not round y, but max(y) is rounded. Then y - max(y)
+    would not be exactly 0 at the max, and dividing this difference by a temperature of 1e-12 would
+    make the exponent infinite.
     """
     if is_cuda():
         return tl.inline_asm_elementwise(
@@ -112,7 +112,7 @@ def capped(x, softcap):
 
 @triton.jit
 def finite(m):
-    """Returns m, or 0 where m is ±inf.
+    """Returns the max m of each row, or 0 where the max is ±inf.
 
     Kernels subtract the result before they compute an exponential.
     """
@@ -121,8 +121,5 @@ def finite(m):
 
 @triton.jit
 def move(m, m_new, s):
-    """Returns m - m_new, or 0 for an empty state.
-
-    The difference is used to rescale a state from max m to max m_new.
-    """
+    """Returns the old max m minus the new max m_new of a row, or 0 for an empty state."""
     return tl.where((m == m_new) | (s == 0), 0.0, tl.maximum(m - m_new, -1e38))

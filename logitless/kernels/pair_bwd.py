@@ -1,12 +1,17 @@
 """Backward pass of losses against a dense teacher, in one pass over student and teacher.
 
-The backward needs only the five numbers per row that the forward saved. pair_state.py defines d, e,
-s, p and q. T is the temperature. The gain is one factor per row, which `_row_terms` computes.
+The backward needs only the five numbers per row that the forward saved. For each loss, the gradient
+of the student's logits z is:
 
-    Forward KL has dz / T = (e_q s_p / s_q - e_p) gain.
-    Cross-entropy has dz / T = (e_q s_p / s_q - v) gain, where v is the target, and s_p = Σ v.
-    Reverse KL has dz / T = e_q (d_q - d_p - mean) gain.
-    JSD has dz / T = q (log2(q/M) - mean) gain.
+    forward KL       q - p
+    cross-entropy    q Σ v - v
+    reverse KL       q (log(q/p) - Σ q log(q/p))
+    JSD              (1-β) q (log(q/M) - Σ q log(q/M))
+
+In these formulas, q is the student's probability, p is the teacher's probability, v is the target
+of soft cross-entropy, and M = βp + (1-β)q. The kernel divides the gradient of z by the temperature
+and multiplies it by the upstream gradient. `_row_terms` computes the numbers that all columns of a
+row share.
 
 If student and teacher are equal, the gradient is exactly 0.
 """
@@ -49,8 +54,8 @@ class Terms(NamedTuple):
     shift_p: tl.tensor
     log_q: tl.tensor  # log2 of the student's normaliser, for JSD
     log_p: tl.tensor  # log2 of the teacher's normaliser, for JSD
-    mean: tl.tensor  # the saved mean, or s_p / s_q for forward KL and cross-entropy
-    gain: tl.tensor
+    mean: tl.tensor  # the saved mean; for "forward" and "soft", s_p / s_q
+    gain: tl.tensor  # multiplies the gradient of the whole row
 
 
 @triton.jit

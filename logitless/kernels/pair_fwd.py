@@ -1,14 +1,17 @@
 """Forward pass of losses against a dense teacher: divergences and soft cross-entropy.
 
-Kernels accumulate a sum c and compute the loss from c. pair_state.py defines the symbols. T is the
-temperature.
+Kernels accumulate a sum c over the columns of a row, and compute the loss of the row from c:
 
-    Forward KL is Σ p log(p/q) = c/s_p/T + log(s_q/s_p), with c = Σ e_p (d_p - d_q).
-    Reverse KL is Σ q log(q/p) = c/s_q/T + log(s_p/s_q), with c = Σ e_q (d_q - d_p).
-    Cross-entropy is -Σ v log q = c/T + Σv log s_q, with c = -Σ v d_q.
+    forward KL       Σ p log(p/q) = c / (s_p T) + log(s_q / s_p)     c = Σ e_p (d_p - d_q)
+    reverse KL       Σ q log(q/p) = c / (s_q T) + log(s_p / s_q)     c = Σ e_q (d_q - d_p)
+    cross-entropy    -Σ v log q = c / T + Σ v log s_q                c = -Σ v d_q
 
-KL and cross-entropy need one pass over student and teacher. When the max of the columns read so far
-changes, d_p - d_q changes by the same number for all these columns, and the kernel corrects c. If
+In these formulas, q is the student's probability, p is the teacher's probability, v is the target
+of soft cross-entropy, and T is the temperature. For student and teacher, d is a logit minus the max
+of its row, e is e^(d/T), and s is the normaliser Σ e.
+
+KL and cross-entropy need one pass over student and teacher. When a later block changes the max of a
+row, the kernel corrects c, because all d of the earlier blocks change by the same number. If
 student and teacher are equal, the divergence is exactly 0. JSD needs two passes (jsd_fwd.py).
 """
 
@@ -49,10 +52,9 @@ from .stats_split_fwd import aligned
 
 @triton.jit
 def _cross(c, s, moved, scale, e, h):
-    """Returns the sum c after one more block.
+    """Returns the sum c = Σ e · h of a row after one more block.
 
-    If e is 0, the term e h of a column is 0, even for infinite h. If `scale` is 0, the sum over the
-    earlier blocks counts as 0.
+    A column where e is 0 adds 0, even if h is infinite. If `scale` is 0, the earlier blocks add 0.
     """
     before = tl.where(scale == 0, 0.0, c * scale + s * (moved * scale))
     return before + tl.where(e != 0, e * h, 0.0)

@@ -1,19 +1,21 @@
 """The kernels' loop over a student's and a teacher's row, and the state saved per row.
 
-For each row, let d = y - max y, e = 2^(d·rate) and s = Σ e, where rate = 1 / (temperature ln 2).
-Then the student is q = e_q / s_q, and the teacher is p = e_p / s_p. Kernels use only differences to
-a max, so that a common offset of the logits costs no precision.
+For each row of logits y, let d = y - max y, e = 2^(d·rate) and s = Σ e, where
+rate = 1 / (temperature ln 2). The student's probabilities q are e_q divided by the normaliser s_q,
+and the teacher's probabilities p are e_p divided by the normaliser s_p. Kernels use only
+differences to a max, so that a common offset of the logits costs no precision.
 
-The saved state, (N, PAIR_STATE), holds five numbers per row: shift and s of the student, shift and
-s of the teacher, and an expectation under q. A shift is the max, or 0 if the max is infinite. For
-reverse KL, the kernels save the expectation Σ q (d_q - d_p), in units of y, not divided by the
-temperature. For JSD, the kernels save the expectation Σ q log2(q / M), in bits, where M is the
-mixture of p and q. For other losses, the expectation is 0. eager/pair.py saves the expectation in
+The saved state, (N, PAIR_STATE), holds five numbers per row: shift and normaliser of the student,
+shift and normaliser of the teacher, and an expectation under the student's probabilities. A shift
+is the max, or 0 if the max is infinite. For reverse KL, the kernels save the expectation of the
+student's d minus the teacher's d, which is not divided by the temperature. For JSD, the kernels
+save the expectation of log2(q / M), in bits, where q is the student, and M is the mixture of
+student and teacher. For other losses, the expectation is 0. eager/pair.py saves the expectation in
 nats. The units may differ, because each backend reads only its own state.
 
 A partial state (`pair_partial`), which covers only some columns of a row, holds the max instead of
-the shift, and a sum instead of the mean. In both backends, the sum in a partial state is in nats,
-because ranks merge partial states.
+the shift, and a sum instead of the expectation. In both backends, the sum in a partial state is in
+nats, because ranks merge partial states.
 """
 
 import functools
@@ -101,7 +103,7 @@ def target(both, at, mask):
 
 @triton.jit
 def extend(m, y, rate):
-    """Returns the max after one more block, the change of the max, and d and e of the block.
+    """Returns the new max, its change, and the block's differences d and exponentials e.
 
     The change is 0 if the old max is -inf.
     """
@@ -172,7 +174,7 @@ def load_state(STATE, row):
 
 
 def rows_of_both(x: Tensor, other: Tensor) -> tuple[Tensor, Rows, Tensor, Rows]:
-    """Returns x, the layout of x, other, and the layout of other.
+    """Returns x and its layout, and `other` and its layout.
 
     Both layouts have the same rows_t, the size T of a (B, T, V) view. If no rows_t fits both
     layouts, `other` is copied.

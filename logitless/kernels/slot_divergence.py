@@ -1,16 +1,17 @@
 """Computes a divergence over the K slots of each row, and its gradient, in one pass.
 
-A sparse teacher has K numbers log p per row, and the student has K numbers log q. A slot adds a
-term f to the divergence, and the derivative g = ∂f / ∂log q to the gradient. The probabilities p
-and q of a row need not sum to 1. Each divergence has its own f and g:
+A sparse teacher has K numbers log p per row, and the student has K numbers log q. Each slot adds a
+term f to the divergence. The derivative g = ∂f / ∂log q of this term is added to the gradient. The
+probabilities p and q of a row need not sum to 1. Each divergence has its own f and g:
 
     "forward_kl" has f = p log(p/q) and g = -p.
     "reverse_kl" has f = q log(q/p) and g = f + q.
     "jsd" has f = β p log(p/M) + (1-β) q log(q/M) and g = (1-β) q log(q/M).
     "tvd" has f = ½ |p - q| and g = ½ q sign(q - p).
 
-For "jsd", M = βp + (1-β)q. The support determines the normalisation of p and q. P is the sum of p,
-and Q is the sum of q, over the slots that are not masked.
+For "jsd", M = βp + (1-β)q is the mixture of teacher and student. The support determines the
+normalisation of p and q. P is the sum of the teacher's p, and Q is the sum of the student's q, over
+the slots that are not masked.
 
     "truncate" compares p and q.
     "tail" compares p and q, with one more slot for the rest of the vocabulary.
@@ -19,14 +20,18 @@ and Q is the sum of q, over the slots that are not masked.
     "gathered_renorm" compares p and q/Q.
     "gathered" compares p and q/Q, where Q is the sum over all slots.
 
-For supports with q/Q, the kernel reads the student's logits at the slots, and the gradient of the
-logit at slot k is (g_k - q_k Σ g) / temperature. For supports without Q, the kernel reads log q of
-the softmax over the whole row, and the coefficient a of the row is -Σ g.
+If the support divides the student's q by the sum Q, the kernel reads the student's logits at the
+slots. For supports with Q, the gradient of the logit at slot k is (g_k - (q_k/Q) Σ
+g) / temperature, where g are the derivatives with respect to the slots' log-probabilities. If the
+support does not use Q, the kernel reads log q of the softmax over the whole row. For supports
+without Q, the coefficient a of the row (see bwd_tile.py) is -Σ g, the negative sum of the
+derivatives.
 
 All divergences except "tvd" multiply a probability by a logarithm. If the probability is 0, the
 product counts as 0, even if the logarithm is infinite. For example, p log(p/q) is 0 if p = 0, for
-every q. log M is computed relative to the larger of p and q, so that p = q gives exactly 0. In a
-masked slot, p, q and the gradient are 0. For "gathered", the mask applies only to the teacher.
+every q. The log of the mixture M is computed relative to the larger of p and q, so that JSD is
+exactly 0 if p = q. In a masked slot, p, q and the gradient are 0. For "gathered", the mask applies
+only to the teacher.
 """
 
 import functools
@@ -71,9 +76,10 @@ def _inverse_temperatures(temperature, row, mask):
 
 @triton.jit
 def _normalised(y, inv_t):
-    """Returns log q and q for q = softmax(y inv_t), and a mask of rows that are not all -inf.
+    """Returns log q and q for q = softmax(y · inv_t), and a mask of rows that are not all -inf.
 
-    If all values of a row are -inf, log q is -inf and q is 0. An inv_t of None means 1.
+    If all values of a row are -inf, log q is -inf and q is 0. `inv_t` is 1 / temperature, and None
+    means 1.
     """
     # The max is subtracted before the temperature applies, so that a common offset of the logits
     # costs no precision.
@@ -125,7 +131,7 @@ def _terms(log_p, p, log_q, q, beta, DIVERGENCE: tl.constexpr):
 
 @triton.jit
 def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE: tl.constexpr):
-    """Returns f, g and log q of the additional slot for the rest of the vocabulary.
+    """Returns the term f, its derivative g, and log q of the slot for the rest of the vocabulary.
 
     f and g are 0 in rows that are ignored, and in rows whose slots are all masked.
     """

@@ -2,9 +2,11 @@
 
     m = max y,  s = Σ e^(d/T),  w = Σ d e^(d/T),  c = Σ v (y - ref),  n = Σ v,  where d = y - m
 
-The class weights are v, and v = 1 without class weights. The number ref is near the mean of the
-row, so that c stays small and exact. The field `block` is the first column of the first block that
-contains m. The sum s1 = Σ e^d is the normaliser at temperature 1.
+In these formulas, y are the logits after the softcap, T is the temperature, and v are the class
+weights, or 1 without class weights. The number ref is near the mean of the row's logits. Therefore
+the sum of the differences y - ref stays small and exact. The field `block` is the first column of
+the first block that contains the row's max. The field s1 is Σ e^(y - max y), the normaliser at
+temperature 1.
 """
 
 from typing import NamedTuple
@@ -75,7 +77,7 @@ def is_live(label, ignore_index):
 
 @triton.jit
 def across(t, y):
-    """Returns numbers t per row, in a shape that broadcasts with y.
+    """Returns t, which has one number per row, in a shape that broadcasts with y.
 
     y is a block (columns,) of one row, or a tile (rows, columns).
     """
@@ -93,7 +95,8 @@ def fold_values(
     """Returns the state after reading the columns first + at, whose logits are y.
 
     y is a block (columns,) of one row, or a tile (rows, columns) of several rows. `top` is the max
-    of y per row. The field `block` becomes `place` in rows where `top` is larger than m.
+    of y per row. The field `block` becomes `place` in rows where `top` is larger than the previous
+    max.
     """
     AXIS: tl.constexpr = len(y.shape) - 1
     block = tl.where(top > state.m, place, state.block)
@@ -104,7 +107,7 @@ def fold_values(
     e = tl.exp2(d * across(rate, y))
     s, w, c, n, s1 = state.s, state.w, state.c, state.n, state.s1
     if ENTROPY:
-        # Infinite d is clamped, because -inf · 0 would be NaN. The term is 0 where e is 0.
+        # d is clamped, because d may be -inf where e is 0, and -inf · 0 would be NaN.
         w = w * scale + moved * (s * scale) + tl.sum(tl.maximum(d, -1e38) * e, axis=AXIS)
     s = s * scale + tl.sum(e, axis=AXIS)
     if SECOND:
@@ -177,7 +180,7 @@ def reference(Xrow, V, softcap, TOTAL: tl.constexpr):
 
 @triton.jit
 def _leftmost(X, at, mask, first, m, softcap):
-    """Returns the lowest column whose y is m, or NOWHERE if no y is m."""
+    """Returns the lowest column whose logit y equals the max m, or NOWHERE if no logit does."""
     y, _ = capped(load(X, at, mask), softcap)
     return tl.min(tl.where(mask & (y == m), first + at, NOWHERE), axis=0)
 

@@ -38,7 +38,7 @@ def _merge(
     at, step, mask, rate,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """Returns the state of a row, its argmax and its ref, merged from all splits of the row.
+    """Returns a row's state, argmax and number ref (state.py), merged from all splits of the row.
 
     `at` points to the first field of each split. The fields of a split are `step` elements apart.
     """
@@ -65,8 +65,8 @@ def _merge(
     if SECOND:
         s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
     if TOTAL:
-        # The merged ref is the largest ref of the splits that are not empty. All splits of one
-        # launch have the same ref, so that the merge adds no rounding error.
+        # The merged number ref (see state.py) is the largest ref of the splits that are not empty.
+        # All splits of one launch have the same ref, so that the merge adds no rounding error.
         ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
         ref = tl.where(ref == -INF, 0.0, ref)
         c = tl.sum(c_p + n_p * (ref_p - ref), axis=0)

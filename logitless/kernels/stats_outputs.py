@@ -35,8 +35,8 @@ class Outputs(NamedTuple):
 def write_row(out, state, arg, ref, row, V, live, inv_t):
     """Writes the state and the statistics that need no label and no ids.
 
-    In ignored rows, the argmax is -1, and all other numbers are 0. Returns shift and log s of the
-    row.
+    In ignored rows, the argmax is -1, and all other numbers are 0. Returns the shift and the log of
+    the normaliser of the row.
     """
     shift = finite(state.m)
     log_s = tl.log(state.s)
@@ -119,7 +119,7 @@ def write_ids(
         none = tl.where(live, float("nan"), 0.0)
         if out.PICKED is not None:
             tl.store(out.PICKED + at, tl.where(inside, y * inv_t, none), mask_k)
-        # log p is computed as (y - shift) / T - log s, because z - lse would lose precision.
+        # log p is not computed as z - lse, because this difference would lose precision.
         if out.LOGPROB is not None:
             log_p = (y - shift) * inv_t - log_s
             tl.store(out.LOGPROB + at, tl.where(inside, log_p, none), mask_k)

@@ -35,7 +35,7 @@ from .stats_merge import SPLIT_Y_LABEL, constants_of, split_width, store_split
 
 @triton.jit
 def _store_ids(Xrow, IDS, PICKED, row, V, K, start, live, softcap, BLOCK_K: tl.constexpr):
-    """Stores y at the ids among the columns [start, start + V), and 0 at the other ids."""
+    """Stores the logit y at each id in [start, start + V), and 0 for each other id."""
     for first in range(0, K, BLOCK_K):
         offs_k = first + tl.arange(0, BLOCK_K)
         mask_k = offs_k < K
@@ -48,7 +48,7 @@ def _store_ids(Xrow, IDS, PICKED, row, V, K, start, live, softcap, BLOCK_K: tl.c
 
 @triton.jit
 def _load_at(Xrow, column, columns, wanted):
-    """Loads x at one column, or 0 if the column is outside [0, columns) or not `wanted`."""
+    """Loads x at one column, or returns 0 if the column is outside [0, columns) or not `wanted`."""
     inside = (column >= 0) & (column < columns)
     return tl.load(Xrow + column, mask=wanted & inside, other=0.0)
 

@@ -62,7 +62,7 @@ def _rank(IDS, ids, offs_k, K, repeated):
 
 @triton.jit
 def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
-    """Returns m = max y and s = Σ e^((y - m)/T) over the columns that are not in SORTED.
+    """Returns the max m of y, and Σ e^((y - m) / temperature), over the columns not in SORTED.
 
     The last element of SORTED is at least V.
     """

@@ -24,9 +24,9 @@ from .topk_keys import EMPTY, key_of, logit_of, sort, sort_bitonic
 
 @triton.jit
 def _leave_out(m, s, y, top, rate):
-    """Adds a block y with max `top` to the tail. Returns the new m and s of the tail.
+    """Adds the logits y of a block to the tail. `top` is the max of the block.
 
-    The tail is stored as m = max y and s = Σ e^((y - m)/T).
+    Returns the tail's new max m and its new sum s = Σ e^((y - m) / temperature).
     """
     m_new = tl.maximum(m, top)
     scale = tl.exp2(move(m, m_new, s) * rate)

@@ -24,7 +24,7 @@ def _zero_ignored_kernel(
     stride, D, ignore_index,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and block of columns. An ignored row is not read."""
+    """Each program copies one block of columns of one row. An ignored row is not read."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     live = is_live(load_label(LABEL, row), ignore_index)
