@@ -53,8 +53,8 @@ class RowLoss:
 
     # Whether all outputs are differentiable results per row, and none of them is reduced.
     multiple_outputs: ClassVar[bool] = False
-    # The names of the extras. The extra "argmax" is int64. `extras` is None if only forward can
-    # tell how many extras there are.
+    # The names of the extras. The extra "argmax" is int64. `extras` is None if the number of extras
+    # is known only after forward.
     extras: ClassVar[tuple[str, ...] | None] = ()
     # Whether forward computes and saves the gradient, for an upstream gradient of 1.
     saves_gradient: ClassVar[bool] = False

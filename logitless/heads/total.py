@@ -214,7 +214,7 @@ class Kept:
         """
         Node.refuse_vmap((upstream,))
         call = self.call.rebuild(tensors)
-        gradients, self.gradients = self.gradients, None  # autograd owns the gradients afterwards
+        gradients, self.gradients = self.gradients, None  # a second backward computes new ones
         with torch.no_grad():
             if gradients is None:
                 with call.head.ready(call.loss):

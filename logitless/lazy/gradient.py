@@ -77,7 +77,7 @@ class LazyGradient(Deferred):
     known: Tensor | None  # The gradient of the values, once it is computed.
     # Whether this is a gradient of log p that is exact only after the backward of log_softmax.
     projected: bool
-    shares: Shares  # the share per Joint, if below 1
+    shares: Shares  # maps each Joint to the share of this gradient, if below 1
 
     @staticmethod
     def of(

@@ -102,7 +102,7 @@ class LazyHead(Node):
             hidden=stored(hidden), weight=weight.detach(),
             bias=None if bias is None else bias.detach(),
         )  # fmt: skip
-        # Without gradients, no backward reaches the head, and each use compares the weight.
+        # Logits for inference have no backward, so each use of these logits compares the weight.
         ctx.watch = Watch(detached.weight, passed=inference)
         ctx.module, ctx.shard = head.module, shard
         formula = Direct(head.dtype)

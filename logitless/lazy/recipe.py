@@ -86,8 +86,9 @@ class Recipe:
     # Detects writes to the weight. All logits derived from one call of a head share one Watch.
     watch: Watch
     trains: bool = False  # whether the logits were created in a training forward
-    # Whether the logits were created without gradients and outside of lazy_logits(). Such logits
-    # may be written to. After such logits are computed, all operations use the values in memory.
+    # Whether the logits were created without gradients and outside of lazy_logits(). Logits for
+    # inference may be written to. After logits for inference are computed, all operations use the
+    # values in memory.
     inference: bool = False
     inputs: tuple[RowInput, ...] = ()  # the formula's inputs
     axis: int | None = None  # the dimension of the vocabulary; None for the last dimension
