@@ -137,9 +137,9 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
 def default_workspace(row: int, device: str) -> int:
     """The default workspace in bytes. `row` is the number of bytes of a row of logits.
 
-    On a GPU, the default is raised to the memory of 1,024 rows if the usual workspace holds fewer
-    rows. The default is at most twice the usual workspace. Chunks of fewer rows would spend much of
-    their time on sums of the weight's gradient.
+    On a GPU, the default workspace is raised to the memory of 1,024 rows if the usual workspace
+    holds fewer rows. The default workspace is at most twice the usual workspace. Chunks of fewer
+    rows would spend much of their time on sums of the weight's gradient.
     """
     usual = WORKSPACE.get(device, WORKSPACE["cuda"])
     return usual if device == "cpu" else min(max(usual, 1024 * row), 2 * usual)

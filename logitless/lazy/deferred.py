@@ -194,8 +194,9 @@ def written(func, args: tuple, kwargs: dict) -> list[Deferred]:
 def leave_to_python(*functions: Any) -> None:
     """Makes Dynamo run these functions, and all functions that they call, without compiling them.
 
-    A compiled function of a user that gets lazy logits would otherwise compile our own functions,
-    which takes many seconds. torch.compiler.disable has the same effect, but imports the compiler.
+    If a user's compiled function gets lazy logits, Dynamo would otherwise compile our own functions
+    too, which takes many seconds. torch.compiler.disable has the same effect, but imports the
+    compiler.
     """
     try:
         from torch._C._dynamo import eval_frame as frames

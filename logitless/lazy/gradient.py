@@ -226,7 +226,7 @@ def added_shares(a: Shares, b: Shares) -> Shares:
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """The shares of each of the `count` gradients into which `joint` divides the gradient g."""
+    """The shares of each of the `count` gradients that a Joint creates from the gradient g."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}

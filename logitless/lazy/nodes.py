@@ -152,8 +152,8 @@ class Op(NamedTuple):
     # `projected` is copied from the upstream gradient.
     projects: bool | None = None
     name: str = "a function"  # The operation's name in error messages.
-    # The arguments' formulas, rewritten for the result's head. If `formulas` is empty, the
-    # arguments' own formulas are used.
+    # The arguments' formulas, rewritten as formulas over the logits of the result's head. If
+    # `formulas` is empty, the arguments' own formulas are used.
     formulas: tuple[Formula, ...] = ()
 
 

@@ -58,7 +58,7 @@ def _evaluated(kind: "type[RowFunction]", reduction: str, z: LazyLogits, functio
 
 
 def in_rows_of(lead: torch.Size) -> Callable[[Tensor], Tensor]:
-    """Returns a function that copies a tensor (..., k), unless it can be viewed as (N, k)."""
+    """Returns a function that copies a tensor (..., k) if the tensor cannot be viewed as (N, k)."""
     return lambda t: t.reshape(-1, t.shape[-1]).view(*lead, t.shape[-1])
 
 
