@@ -1,7 +1,8 @@
 """Chooses how a head's logits are computed: by rows, by columns, by both, or on the chip.
 
 The logits of a narrow head may be computed without being written to memory (on_chip.py), if
-`stays_on_chip` is True. The other ways split the logits to fit a workspace.
+`stays_on_chip` is True. For all other heads, the logits are split so that each part fits into a
+workspace.
 
 A split by rows computes loss and gradients of some whole rows at once, in three GEMMs. Every chunk
 reads and writes the sum of the weight's gradient (V, D). A split by columns first computes the

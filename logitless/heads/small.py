@@ -1,4 +1,4 @@
-"""A loss over a small head: all logits at once, in one autograd function.
+"""Computes a loss over a small head from all logits at once, in one autograd function.
 
 A head is small if a loss over this head takes longer on the host than on the device
 (plan.is_small). Therefore the functions of this module call as few operations as possible. The

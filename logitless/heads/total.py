@@ -214,7 +214,7 @@ class Kept:
         """
         Node.refuse_vmap((upstream,))
         call = self.call.rebuild(tensors)
-        gradients, self.gradients = self.gradients, None  # a second backward computes new ones
+        gradients, self.gradients = self.gradients, None  # a second backward computes new gradients
         with torch.no_grad():
             if gradients is None:
                 with call.head.ready(call.loss):

@@ -16,8 +16,9 @@ from .watch import Watch, versions
 
 Tensors = tuple[Tensor | None, ...]
 
-# Logits of at most SMALL bytes are computed at once if they need no gradient, because lazy logits
-# cost time on the host and small logits cost little memory. Decoding computes one row per sequence.
+# Logits without gradients are plain if they take at most SMALL bytes, because lazy logits cost time
+# on the host and small logits take little memory. An example is decoding, which computes one row
+# per sequence.
 SMALL = 32 << 20
 
 
