@@ -74,8 +74,8 @@ class Backend(Protocol):
 
         The signature of the function is (x, reading, coefficients, factor, into, mean=False). The
         function writes the gradient to `into` and returns -log p, (...). The function returns None
-        if one pass over these logits is not possible. `one_pass` is None if the backend has no such
-        function.
+        if one pass over these logits is not possible. `one_pass` is None if the backend never
+        computes loss and gradient in one pass.
         """
         ...
 

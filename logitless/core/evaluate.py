@@ -10,9 +10,9 @@ route. If several conditions are true, the first route in this list is used.
   the gradient (in_place.py).
 - "Values alone" is used if no gradient is needed.
 - "Gradient in forward" is used if the forward of the loss already computes the gradient
-  (saves_gradient). On a GPU, "gradient in forward" is also used for a loss without row_inputs that
-  is reduced to one number, if there are at most SMALL logits. Forward computes the gradient for an
-  upstream gradient of 1, and backward multiplies the gradient by the upstream gradient.
+  (saves_gradient). On a GPU, "gradient in forward" is also used for a mean or sum over at most
+  SMALL logits, unless the loss has row_inputs. Forward computes the gradient for an upstream
+  gradient of 1, and backward multiplies the gradient by the upstream gradient.
 - "Gradient in backward" is used in all other cases. Backward computes the gradient from the saved
   state of each row.
 
@@ -125,7 +125,7 @@ def total_and_gradient(
 def mass_and_share(
     backend: Backend, like: Tensor, rows: int, loss: RowLoss
 ) -> tuple[Tensor | None, Tensor]:
-    """Returns the mass of each row in a mean, and the factor from sum to mean (backend.share)."""
+    """Returns each row's weight in the divisor of a mean, and the factor from sum to mean."""
     weighted = loss.reading.class_weight is not None
     mass = loss.mass(backend, like.dtype) if weighted else None
     return mass, backend.share(loss.reading, mass, rows, like)

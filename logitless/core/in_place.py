@@ -46,7 +46,7 @@ def overwrite_on(
         owner, row_weight, backend, x.shape, loss, reduction, guarded
     )
     if guarded:
-        extras.pop()  # the last output is the overwritten owner, not an extra
+        extras.pop()  # the last output is the overwritten tensor of logits
     return (value, *extras) if extras else value
 
 
@@ -109,7 +109,7 @@ class GradientInPlace(Node):
                 "cross_entropy(..., inplace=True) must not be differentiated with"
                 " create_graph=True, because its gradient overwrites its logits."
             )
-        if any(d is not None for d in others):  # the owner has a gradient; extras never have one
+        if any(d is not None for d in others):  # only the overwritten logits can have a gradient
             raise RuntimeError(
                 "logits must not be used after cross_entropy(..., inplace=True), which overwrote"
                 " the logits with their gradient; pass inplace=False to keep the logits."
@@ -117,7 +117,7 @@ class GradientInPlace(Node):
         gradient, label = ctx.saved_tensors  # autograd raises in a second backward
         if upstream is None:
             return (None,) * 7
-        if upstream.dim():  # an infinite upstream times the zeros of an ignored row would be NaN
+        if upstream.dim():  # an infinite gradient times 0, for an ignored row, would be NaN
             upstream = torch.where(label == ctx.ignore_index, 0.0, upstream)
         gradient = gradient.detach()
         d_row_weight = None if ctx.d_row_weight is None else ctx.d_row_weight * upstream

@@ -53,8 +53,8 @@ class RowLoss:
 
     # Whether all outputs are differentiable results per row, and none of them is reduced.
     multiple_outputs: ClassVar[bool] = False
-    # The names of the extras. The extra "argmax" is int64. `extras` is None if only forward can
-    # tell how many extras there are.
+    # The names of the extras. The extra "argmax" is int64. `extras` is None if the number of extras
+    # is known only after forward.
     extras: ClassVar[tuple[str, ...] | None] = ()
     # Whether forward computes and saves the gradient, for an upstream gradient of 1.
     saves_gradient: ClassVar[bool] = False
@@ -162,11 +162,11 @@ class RowLoss:
         return outputs[1:]
 
     def reduce(self, values: Any, reduction: str, row_weight: Tensor | None) -> Any:
-        """Multiplies the values (...) by row_weight and reduces them, differentiably.
+        """Multiplies the values (...) by row_weight, and applies `reduction`, differentiably.
 
         "mean" divides by the sum of `mass`, or by the number of rows that count if `mass` is None.
-        If `values` is the tuple of all outputs, only the first output is reduced, and the result is
-        (value, *extras), or the value if there are no extras.
+        If `values` is the tuple of all outputs, only the first output is reduced. The result is
+        then (value, *extras), or only the value if there are no extras.
         """
         if isinstance(values, tuple):
             value, *extras = values

@@ -76,9 +76,10 @@ class Blocks:
         self.chunks, self.rows, self.sums = chunks, rows, sums
         self.h = chunks.hidden[rows]  # (n, D)
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
-        self.kept: dict[int, int] = {}  # maps each block that is kept to its memory slot
+        self.kept: dict[int, int] = {}  # maps each block in memory to its slot (plan.kept_blocks)
         self.kept_in: Tensor | None = None
-        # Maps each slot to the block whose logits it holds. The slot None is the workspace.
+        # Maps each slot of memory to the block whose logits are in this slot. The key None stands
+        # for the workspace.
         self.holds: dict[int | None, int] = {}
 
     def keep(self) -> None:

@@ -106,7 +106,7 @@ class Chunks:
     ) -> Iterator[Tile]:
         """Yields one Tile after the other, and adds the gradient of each chunk to `sums`."""
         known = iter(known)
-        queued = True  # `begin` has queued the GEMM of the first slot
+        queued = True  # `begin` has already queued the first GEMM
         for rows in self.slices:
             h = self.hidden[rows]
             dz = self.memory[: len(h), : len(self.weight)]
@@ -123,7 +123,7 @@ class Chunks:
                 steps = [at for at in slot.steps if at.start < count]
                 if sums is None or len(steps) == 1:
                     yield whole
-                    if count == len(h):  # the gradient of a single slot may be a new tensor
+                    if count == len(h):  # the whole gradient may be a new tensor
                         dz = whole.gradient
                 else:
                     for at in steps:

@@ -82,7 +82,8 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     else:  # a block of wide logits has its own memory for the gradient
         memory = rows * cut.columns * (size + work.itemsize * work.wide)
     if cut.on_chip:
-        # Forward and the two gradients each compute the logits again, so there are five GEMMs.
+        # The logits are computed three times: for the loss, and for each of the two gradients.
+        # Together with the two GEMMs of the gradients, there are five GEMMs.
         way, memory, again = "on the chip", 0, 5 - floor if gradient else 0
         extra = again
     else:

@@ -147,8 +147,8 @@ class Head:
         """Whether all logits are computed at once (small.py), because the logits are few.
 
         Some heads always use chunks. Heads with fp16 logits or with a main_grad use chunks, because
-        chunks sum the gradients in fp32. Heads with fp32 logits of 16-bit hidden states, heads of
-        one rank's shard, and heads whose loss has another head as teacher use chunks, too.
+        chunks sum the gradients in fp32. Chunks are also used for fp32 logits of 16-bit hidden
+        states, for one rank's shard of a head, and if the teacher of the loss is another head.
         """
         if plan.forced is not None or self.main_grad is not None or self.columns is not None:
             return False

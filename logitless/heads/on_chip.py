@@ -29,7 +29,7 @@ def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
 
 
 class OnChipChunks(Chunks):
-    """Computes all rows in a single group, without the rows that `live` excludes."""
+    """Computes all rows in a single group, except rows for which the mask `live` is False."""
 
     def __init__(self, head: Head, cut: Cut, live: Tensor | None):
         self.drops = live is not None

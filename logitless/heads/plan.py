@@ -1,7 +1,8 @@
 """Chooses how a head's logits are computed: by rows, by columns, by both, or on the chip.
 
 The logits of a narrow head may be computed without being written to memory (on_chip.py), if
-`stays_on_chip` is True. The other ways split the logits to fit a workspace.
+`stays_on_chip` is True. For all other heads, the logits are split so that each part fits into a
+workspace.
 
 A split by rows computes loss and gradients of some whole rows at once, in three GEMMs. Every chunk
 reads and writes the sum of the weight's gradient (V, D). A split by columns first computes the
@@ -28,8 +29,8 @@ from typing import NamedTuple
 
 # The usual workspace, in bytes of logits in memory at once. The default is larger for more than
 # 524,288 classes (`default_workspace`), and 1.5 times as large for fp32 logits of 16-bit hidden
-# states. With this memory, fp32 logits are as fast as 16-bit logits on an H200, because `layout`
-# needs only few slots per chunk.
+# states. With 1.5 times the workspace, a loss over fp32 logits is as fast as a loss over 16-bit
+# logits on an H200, because `layout` splits a chunk into only few slots.
 WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}
 TILE = 128  # rows per tile of a GEMM
 PACK = 8  # padded widths are multiples of PACK, so that 16-bit rows start on 16-byte boundaries
@@ -42,19 +43,20 @@ STATISTICS_COST = 0.15
 # A split by columns is chosen only if it saves at least MIN_GAIN times the cost of one GEMM.
 MIN_GAIN = 0.1
 
-# A head with at most SMALL bytes of logits is small (small.py).
+# A small head (small.py) has at most SMALL bytes of logits.
 SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
-# A small head has rows · vocabulary · (width + READ_WIDTH) of at most SMALL_WORK. A GPU computes so
-# much work in about 2 ms, and the host is not faster. Reading and writing the logits takes as long
-# as three GEMMs of width READ_WIDTH.
+# For a small head, rows · vocabulary · (width + READ_WIDTH) is at most SMALL_WORK. A GPU takes
+# about 2 ms for this amount of work, and the host is not faster. Reading and writing the logits
+# takes as long as three GEMMs of width READ_WIDTH.
 SMALL_WORK = {"cuda": 2e11}
 READ_WIDTH = 200
 
-# The largest vocabulary of a 16-bit head of at most this width that is computed on the chip. Wider
-# heads are faster with logits in memory on an H200 (benchmarks/results/h200/narrow.md).
+# Maps a width to a vocabulary size. 16-bit heads of at most this width and this vocabulary size are
+# computed on the chip. Wider heads are faster with logits in memory on an H200
+# (benchmarks/results/h200/narrow.md).
 ON_CHIP_VOCAB = {128: 1 << 31}
-# The largest number of pairs of row and id. A pair takes 64 bytes of memory while pairs are sorted,
-# and each pair takes time.
+# A head is computed on the chip only if its loss has at most ON_CHIP_PAIRS pairs of a row and an
+# id. Sorting the pairs takes time, and 64 bytes of memory per pair.
 ON_CHIP_PAIRS = 1 << 19
 
 SPARE_EVERY = 64  # the memory for n rows of fp32 logits has n // 64 + 2 extra rows
@@ -91,7 +93,7 @@ forced: Callable[[Work, int | None, str], Cut] | None = None
 
 @contextlib.contextmanager
 def override(cut: Callable[[Work], Cut]):
-    """Splits every head by cut(work) inside the `with` block, for tests and benchmarks."""
+    """Inside the `with` block, cut(work) replaces `choose`, for tests and benchmarks."""
     global forced
     before, forced = forced, lambda work, *_: cut(work)
     try:
@@ -136,9 +138,9 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
 def default_workspace(row: int, device: str) -> int:
     """The default workspace in bytes. `row` is the number of bytes of a row of logits.
 
-    On a GPU, the memory of 1,024 rows is used if one row is so long that the usual workspace holds
-    fewer rows, but at most twice the usual workspace. Chunks of fewer rows would spend much of
-    their time on sums of the weight's gradient.
+    On a GPU, the default workspace is raised to the memory of 1,024 rows if the usual workspace
+    holds fewer rows. The default workspace is at most twice the usual workspace. Chunks of fewer
+    rows would spend much of their time on sums of the weight's gradient.
     """
     usual = WORKSPACE.get(device, WORKSPACE["cuda"])
     return usual if device == "cpu" else min(max(usual, 1024 * row), 2 * usual)
@@ -169,8 +171,8 @@ def is_small(
 ) -> bool:
     """Whether the logits of a head are so few that the host takes longer than the device.
 
-    A loss takes up to four times the memory of the logits, if the loss saves a gradient in fp32 and
-    a new tensor is needed for the gradient of the logits.
+    A loss takes up to four times the memory of the logits, because some losses save a gradient in
+    fp32 and also need a new tensor for the gradient of the logits.
     """
     limit = SMALL.get(device, SMALL["cuda"])
     if workspace is not None:

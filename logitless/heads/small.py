@@ -1,12 +1,13 @@
-"""A loss over a small head: all logits at once, in one autograd function.
+"""Computes a loss over a small head from all logits at once, in one autograd function.
 
-A head is small if the host takes longer than the device (plan.is_small). Therefore the functions
-here call as few operations as possible. The GEMMs include ignored rows, because the host would have
-to wait for the number of rows that count. The gradient of the logits overwrites the logits.
+A head is small if a loss over this head takes longer on the host than on the device
+(plan.is_small). Therefore the functions of this module call as few operations as possible. The
+GEMMs include ignored rows, because dropping ignored rows would make the host wait for the number of
+rows that count. The gradient of the logits overwrites the logits.
 
 For a mean or sum, forward computes the loss and all gradients, and backward multiplies the
 gradients by the upstream gradient. For results per row, the logits stay in memory until backward. A
-second backward computes everything again.
+second backward computes the logits and the gradients again.
 """
 
 from collections.abc import Sequence
@@ -62,7 +63,7 @@ class SmallTotal(Node):
     def backward(ctx, upstream, *_):
         Node.refuse_vmap((upstream,))
         hidden, *rest = saved = ctx.saved_tensors
-        gradients, ctx.gradients = ctx.gradients, None  # autograd owns the gradients afterwards
+        gradients, ctx.gradients = ctx.gradients, None  # a second backward computes new gradients
         with torch.no_grad():
             if gradients is None:
                 weight, bias, row_weight, *tensors = rest
@@ -109,7 +110,7 @@ class SmallRows(Node):
         return *gradients[:3], None, None, *gradients[3:]
 
 
-# As in core/evaluate.py, the code of Function.apply for torch.func is skipped.
+# These two functions skip the code of Function.apply for torch.func, as in core/evaluate.py.
 _small_total: Any = super(torch.autograd.Function, SmallTotal).apply  # pyright: ignore[reportAttributeAccessIssue]
 _small_rows: Any = super(torch.autograd.Function, SmallRows).apply  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -47,10 +47,10 @@ class Call(NamedTuple):
 
     @property
     def divides_in_backward(self) -> bool:
-        """Whether backward, instead of forward, multiplies the gradients of a mean by the share.
+        """Whether backward, instead of forward, divides the gradients of a mean by the divisor.
 
-        The share is the factor that turns a sum into a mean. For fp16, backward multiplies by the
-        share, because the small gradients of a mean could underflow in forward.
+        The divisor is usually the number of rows that count. For fp16, backward divides, because
+        the small gradients of a mean could underflow in forward.
         """
         return self.reduction == "mean" and self.head.hidden.dtype == torch.float16
 
@@ -214,7 +214,7 @@ class Kept:
         """
         Node.refuse_vmap((upstream,))
         call = self.call.rebuild(tensors)
-        gradients, self.gradients = self.gradients, None  # autograd owns the gradients afterwards
+        gradients, self.gradients = self.gradients, None  # a second backward computes new gradients
         with torch.no_grad():
             if gradients is None:
                 with call.head.ready(call.loss):

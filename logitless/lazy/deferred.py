@@ -80,7 +80,7 @@ class Deferred(Tensor):
     lent: list[weakref.ref] | None = None
 
     def keep_lent(self, view: Any) -> None:
-        """Adds a view or an array to `lent`, and removes those that no longer exist."""
+        """Adds a view or an array to `lent`, and removes views and arrays that no longer exist."""
         if self.lent is not None:
             self.lent[:] = [ref for ref in self.lent if ref() is not None] + [weakref.ref(view)]
 
@@ -147,7 +147,7 @@ class View(Deferred):
 def on_values(func, args: tuple, kwargs: dict, memory: dict[int, Tensor] | None = None) -> Any:
     """Runs an operation on the values of its Deferred arguments.
 
-    `memory` maps the id of each argument that the operation writes to, to its values in memory.
+    `memory` maps id(t) to the values of t, for each argument t that the operation writes to.
     """
     owners: dict[int, Deferred] = {}  # maps the memory of values to their Deferred tensor
     memory = memory or {}
@@ -194,8 +194,9 @@ def written(func, args: tuple, kwargs: dict) -> list[Deferred]:
 def leave_to_python(*functions: Any) -> None:
     """Makes Dynamo run these functions, and all functions that they call, without compiling them.
 
-    A compiled function of a user that gets lazy logits would otherwise compile our own functions,
-    which takes many seconds. torch.compiler.disable has the same effect, but imports the compiler.
+    If a user's compiled function gets lazy logits, Dynamo would otherwise compile our own functions
+    too, which takes many seconds. torch.compiler.disable has the same effect, but imports the
+    compiler.
     """
     try:
         from torch._C._dynamo import eval_frame as frames

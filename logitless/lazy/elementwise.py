@@ -21,7 +21,7 @@ from .recipe import Recipe, RowInput, own
 from .row_function import by_rows
 from .views import is_alias
 
-DEEPEST = 64  # The largest depth of nested functions, because Python limits recursion.
+DEEPEST = 64  # The largest depth of nested functions; Python limits recursion.
 # These functions return a mask that stays lazy, because callers reduce the mask by any() or all().
 QUESTIONS = {getattr(T, name) for T in (torch, Tensor) for name in ("isnan", "isinf", "isfinite")}
 CONSTANTS = (int, float, str, torch.dtype, type(None))

@@ -198,7 +198,7 @@ class Guard:
             remove_hooks(model)
             return
         model.__dict__[CALLS] = self.calls
-        if not torch.is_grad_enabled() and self.is_set(model):  # fast, because decoding calls it
+        if not torch.is_grad_enabled() and self.is_set(model):  # a fast check for decoding
             return
         head = self.find(model)
         if head is not None:

@@ -35,10 +35,11 @@ _lazy = ContextVar("lazy", default=False)
 def lazy_logits():
     """Makes fused heads return lazy logits even without gradients, for example for a teacher.
 
-    Fused heads return lazy logits for most calls without gradients, also outside of this context
-    manager. Inside, small logits are lazy too, and so are logits of `fuse(lazy_inference=False)`.
-    Logits that are created inside must not be written to. On a GPU, the host does not wait for a
-    comparison of the weight before these logits are used.
+    Outside of this context manager, logits without gradients are lazy only if they are large and
+    the option `lazy_inference` of `fuse` is true. Inside this context manager, logits of any size
+    are lazy. Logits that are created inside this context manager must not be written to. On a GPU,
+    the host does not wait for a comparison of the weight before logits from this context manager
+    are used.
 
     >>> with torch.no_grad(), lazy_logits():
     ...     teacher_logits = teacher(ids).logits

@@ -77,7 +77,7 @@ class LazyGradient(Deferred):
     known: Tensor | None  # The gradient of the values, once it is computed.
     # Whether this is a gradient of log p that is exact only after the backward of log_softmax.
     projected: bool
-    shares: Shares  # the share per Joint, if below 1
+    shares: Shares  # maps each Joint to the share of this gradient, if below 1
 
     @staticmethod
     def of(
@@ -226,7 +226,7 @@ def added_shares(a: Shares, b: Shares) -> Shares:
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """The shares of each of the `count` gradients into which `joint` divides the gradient g."""
+    """The shares of each of the `count` gradients that a Joint creates from the gradient g."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}

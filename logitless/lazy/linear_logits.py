@@ -100,8 +100,8 @@ class LinearLogits(AsTensor, Logits):
     after the first GEMM is queued. With `drop_ignored=False`, the host never waits, and ignored
     rows cost as much time as other rows. A CUDA graph requires that the host never waits.
 
-    If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. Losses over
-    such a head are computed as for a VocabShard.
+    If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. Losses over a
+    sharded weight are computed as for a VocabShard.
 
     PyTorch's own functions, methods and indexing accept a LinearLogits as a tensor. The logits are
     computed when an operation reads their values.

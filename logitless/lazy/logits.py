@@ -107,8 +107,8 @@ class LazyLogits(Deferred, Source):
     def views_stay_lazy(self) -> bool:
         """Whether views of these logits are lazy.
 
-        A view of small logits for inference is lazy until the view is read. So a row that is
-        selected from large logits can be selected from again and written to.
+        A view of small logits for inference is lazy until the view is read. So code can select a
+        row from large logits, select a part of this row, and write to this part.
         """
         unread = self.recipe.inference and self.cell.values is None
         return self.from_head or (unread and not self.origin.exposed)
@@ -116,8 +116,8 @@ class LazyLogits(Deferred, Source):
     def read(self, operation: str | None = None) -> Tensor:
         """The values, materialised if needed.
 
-        `operation` is the name of the operation that needs the values. By default, this is the
-        PyTorch function that is running.
+        `operation` is the name of the operation that needs the values. The default is the PyTorch
+        function that is running.
         """
         self.note_if_unread(operation)
         return self.origin.values()
@@ -175,7 +175,7 @@ class LazyLogits(Deferred, Source):
             return teacher_rows(self.as_teacher(), rows).clone()
 
     def over(self, shard) -> "LazyLogits":
-        """Extends lazy logits with the columns of `shard` to the columns of all ranks."""
+        """Returns lazy logits with the columns of all ranks. `self` has the columns of `shard`."""
         recipe = self.recipe.replace(shard=shard.over(None))
         sides = (shard.start, shard.vocab - shard.start - shard.width)
         columns = slice(shard.start, shard.start + shard.width)
@@ -198,8 +198,8 @@ class LazyLogits(Deferred, Source):
     def loss_of_head(self, loss: RowLoss) -> RowLoss | None:
         """Rewrites a loss over scaled or capped logits as a loss over the head's own logits.
 
-        Returns None if the loss must be computed from the values, and records that the values are
-        materialised.
+        If the loss must be computed from the values, records that the values are materialised, and
+        returns None.
         """
         if not self.from_head:
             self.note_if_unread("a loss of logitless")
@@ -367,7 +367,7 @@ def lazy_logits_of(
     """The lazy logits of a head.
 
     With a shard, `head` holds only this rank's rows of the weight, but the logits have all columns.
-    `inference` is a field of Recipe.
+    The class Recipe explains `inference`.
     """
     trains = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in head.tensors

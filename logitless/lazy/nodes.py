@@ -102,7 +102,7 @@ class LazyHead(Node):
             hidden=stored(hidden), weight=weight.detach(),
             bias=None if bias is None else bias.detach(),
         )  # fmt: skip
-        # Without gradients, no backward reaches the head, and each use compares the weight.
+        # Logits for inference have no backward, so each use of these logits compares the weight.
         ctx.watch = Watch(detached.weight, passed=inference)
         ctx.module, ctx.shard = head.module, shard
         formula = Direct(head.dtype)
@@ -152,8 +152,8 @@ class Op(NamedTuple):
     # `projected` is copied from the upstream gradient.
     projects: bool | None = None
     name: str = "a function"  # The operation's name in error messages.
-    # The arguments' formulas, rewritten for the result's head. If `formulas` is empty, the
-    # arguments' own formulas are used.
+    # The arguments' formulas, rewritten as formulas over the logits of the result's head. If
+    # `formulas` is empty, the arguments' own formulas are used.
     formulas: tuple[Formula, ...] = ()
 
 

@@ -19,13 +19,13 @@ class Cell:
     """Holds the recipe of lazy logits, and the values after they are computed.
 
     Aliases share a cell. Only tensors and autograd nodes hold references to cells. So a recipe and
-    its hidden states are freed with the last tensor or node that needs them.
+    its hidden states are freed together with the last tensor or node that refers to the cell.
     """
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.values: Tensor | None = None
-        # Whether other code has the memory of the values and may have changed them.
+        # Whether other code has the address of the values and may have changed the values.
         self.exposed = False
 
     def keep(self, values: Tensor) -> None:
@@ -48,7 +48,7 @@ class Record:
 
     def __init__(self, needs: Sequence[bool], formulas: Sequence[Formula]):
         self.needs = needs  # whether each argument needs a gradient
-        self.formulas = formulas  # the arguments' formulas, for the result's head
+        self.formulas = formulas  # the arguments' formulas over the logits of the result's head
         self.graph: Graph | None = None
 
 
@@ -113,7 +113,8 @@ class Origin:
         self.is_view = False
         self.record: Record | None = None  # None if no node needs the function's graph
         self.views: weakref.WeakSet[Origin] | None = None  # see `register`
-        # Read-only views and arrays of the values of these logits and their views (Deferred.lent).
+        # Read-only views and arrays that share memory with these logits or their views
+        # (Deferred.lent).
         self.lent: list[weakref.ref] = []
 
     def after(self, bases: "tuple[Origin, ...]", function: Callable[..., Tensor], is_view: bool):
@@ -135,7 +136,7 @@ class Origin:
         return self.reachable(None)
 
     def reachable(self, size: int | None) -> bool:
-        """Whether the values can be computed from values in memory or recipes of `size` values.
+        """Whether the values can be computed from values in memory, or by recipes of `size` values.
 
         If `size` is None, only values in memory are used. A recipe of more than `size` values is
         not used, because this recipe would compute values that are not needed.
@@ -159,7 +160,7 @@ class Origin:
         """Returns the values of these logits.
 
         `size` is the number of values that the caller needs. If the cell of these logits was freed,
-        `computation` can compute the values by `formula`.
+        the values may be computed by `computation.values(formula)`.
         """
         cell = self.cell()
         if self.reads_exposed:
@@ -188,7 +189,7 @@ class Origin:
     def computed(self, bases: list[Tensor]) -> Tensor:
         """Computes the values from the values of `bases`.
 
-        Also computes the autograd graph if a node needs the graph.
+        Also records the autograd graph of the function if an autograd node needs the graph.
         """
         function: Any = self.function
         with torch.inference_mode(False), torch.no_grad(), without_autocast(bases[0].device):
@@ -199,7 +200,7 @@ class Origin:
             return values.contiguous()
 
     def expose(self) -> Tensor:
-        """The values in the memory that all views share, for code that may overwrite them.
+        """Returns the values to code that may overwrite them, in memory that all views share.
 
         A view that is not contiguous gets memory of its own, because lazy logits are contiguous.
         """
@@ -220,7 +221,7 @@ class Origin:
 
     @property
     def root(self) -> "Origin":
-        """The logits of which these logits are a view, or a view of a view."""
+        """The first base in the chain of views, or `self` if these logits are not a view."""
         return self.bases[0].root if self.is_view else self
 
     def register(self) -> None:
@@ -237,8 +238,8 @@ class Origin:
     def owns_memory(self) -> bool:
         """Whether all views of the same logits can read their values from the memory of `self`.
 
-        False if another base or sibling has memory of its own, or if a read-only view or array
-        shares memory with the logits or with a part of them.
+        Returns False if another view or base of the same logits has memory of its own. Also returns
+        False if a read-only view or array shares memory with the logits.
         """
         root = self.root
         alone = all(o.cell() is None or o.top() is self for o in (root, *(root.views or ())))
@@ -247,7 +248,7 @@ class Origin:
     def lend(self) -> bool:
         """Whether plain tensors may share the memory of the values.
 
-        If so, these logits and their views are read from memory from now on.
+        If the result is True, all later operations read these logits and their views from memory.
         """
         owns = self.owns_memory()
         if owns:
@@ -256,9 +257,9 @@ class Origin:
         return owns
 
     def writable(self) -> Tensor | None:
-        """The values in the memory that all views share, or None if there is no such memory.
+        """The values in the memory that all views share, or None if views have their own memory.
 
-        The values of a view may not be contiguous.
+        If these logits are a view, the returned tensor can be non-contiguous.
         """
         top = self.top()
         if not top.owns_memory():

@@ -16,8 +16,9 @@ from .watch import Watch, versions
 
 Tensors = tuple[Tensor | None, ...]
 
-# Logits of at most SMALL bytes are computed at once if they need no gradient, because lazy logits
-# cost time on the host and small logits cost little memory. Decoding computes one row per sequence.
+# Logits without gradients are plain if they take at most SMALL bytes, because lazy logits cost time
+# on the host and small logits take little memory. An example is decoding, which computes one row
+# per sequence.
 SMALL = 32 << 20
 
 
@@ -86,8 +87,9 @@ class Recipe:
     # Detects writes to the weight. All logits derived from one call of a head share one Watch.
     watch: Watch
     trains: bool = False  # whether the logits were created in a training forward
-    # Whether the logits were created without gradients and outside of lazy_logits(). Such logits
-    # may be written to. After such logits are computed, all operations use the values in memory.
+    # Whether the logits were created without gradients and outside of lazy_logits(). Logits for
+    # inference may be written to. After logits for inference are computed, all operations use the
+    # values in memory.
     inference: bool = False
     inputs: tuple[RowInput, ...] = ()  # the formula's inputs
     axis: int | None = None  # the dimension of the vocabulary; None for the last dimension

@@ -167,7 +167,8 @@ def reduced(function: Callable, outputs: type | None = None):
 def of_all(function: Callable, by_dim: Callable):
     """Returns a version of torch.any or torch.all for lazy logits.
 
-    Without `dim`, each row is reduced first, and then the results of all rows.
+    Without `dim`, the function reduces each row to one value, and then reduces the values of all
+    rows to one result.
     """
 
     def reduction(z: LazyLogits, *args, **kwargs):
@@ -182,7 +183,8 @@ def of_all(function: Callable, by_dim: Callable):
 class Attached(torch.autograd.Function):
     """Returns `value`.
 
-    Backward passes the gradient of `value`, multiplied by `shares`, to `rows`.
+    `value` is the max or min over `rows`. Backward multiplies the gradient of `value` by `shares`,
+    which has one number per row, and passes the product to `rows`.
     """
 
     @staticmethod
@@ -216,8 +218,9 @@ def extreme(function: Callable, amax: Callable, by_dim: Callable):
         if not rows.requires_grad:
             return value
         # torch.max and torch.min divide the gradient equally among all values that equal the
-        # result. torch.amax and torch.amin divide the gradient of a row equally among the tied
-        # values of the row.
+        # result. So each row gets a part of the gradient that is proportional to `equal`, the
+        # number of these values in the row. torch.amax and torch.amin divide this part equally
+        # among these values.
         equal = torch.where(rows == value, ties, 0).to(rows.dtype)
         return Attached.apply(rows, value, equal / equal.sum())
 

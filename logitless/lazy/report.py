@@ -37,16 +37,16 @@ INSTEAD = (
 
 @dataclass(frozen=True)
 class Materialised:
-    """An operation that materialised lazy logits at one line, since the last report."""
+    """One operation at one line of code that materialised lazy logits, once or several times."""
 
     operation: str
-    shape: tuple[int, ...]  # the shape of the largest logits that were materialised there
-    bytes: int  # the size of the largest logits that were materialised there
+    shape: tuple[int, ...]  # the shape of the largest logits that were materialised
+    bytes: int  # the size of the largest logits that were materialised
     count: int
     line: str  # file:line
 
     def plus(self, other: "Materialised | None") -> "Materialised":
-        """The record of both, for the same operation and line."""
+        """Merges two records of the same operation and line into one record."""
         if other is None:
             return self
         largest = max(self, other, key=lambda record: record.bytes)
@@ -58,7 +58,7 @@ class Materialised:
 
 
 class Report(list[Materialised]):
-    """A list of `Materialised`, the largest first, which is printed as one line per record."""
+    """A list of `Materialised` records, largest first, which prints one line per record."""
 
     def __str__(self) -> str:
         return "\n".join(map(str, self)) or "No lazy logits were materialised."
@@ -68,11 +68,11 @@ class Report(list[Materialised]):
 
 @dataclass(frozen=True)
 class Place:
-    """The key of a record: an operation of the user's program, and the head of the logits."""
+    """The key of a record: the operation, the line of code, and the head of the logits."""
 
     operation: str
     line: str
-    head: "weakref.ref[nn.Module] | None"  # the head that computes the logits, if it is a module
+    head: "weakref.ref[nn.Module] | None"  # None if the head is not a module
 
 
 _seen: dict[Place, Materialised] = {}
@@ -83,11 +83,11 @@ _lock = threading.Lock()
 def report(model: nn.Module | None = None) -> Report:
     """Returns the operations that materialised lazy logits since the last report.
 
-    Each record has the fields `operation`, `shape`, `bytes`, `count` and `line`. If lazy logits of
-    several sizes were materialised at one line, `shape` and `bytes` are those of the largest. If
-    `model` is given, only the logits of the model's heads are reported, and all other records are
-    kept for the next report. A function that computes its result from some rows at a time, such as
-    a loss or `argmax`, does not materialise logits and is not reported.
+    Each record has the fields `operation`, `shape`, `bytes`, `count` and `line`. If an operation
+    materialised logits of several sizes, `shape` and `bytes` describe the largest logits. If
+    `model` is given, the report contains only the logits of the model's heads. All other records
+    are kept for the next report. Losses and functions such as `argmax` are not reported, because
+    they compute some rows at a time and do not materialise the logits.
 
     >>> print(report(model))
     Tensor.numpy  (8, 4096, 128256)  15.7 GiB  12 times  evaluate.py:31
@@ -103,18 +103,18 @@ def report(model: nn.Module | None = None) -> Report:
         ]
         records = [_seen.pop(place) for place in found]
     merged: dict[tuple[str, str], Materialised] = {}
-    for record in records:  # several heads may have the same operation and line
+    for record in records:  # one line may have materialised logits of several heads
         key = (record.operation, record.line)
         merged[key] = record.plus(merged.get(key))
     return Report(sorted(merged.values(), key=lambda record: -record.bytes))
 
 
 def note(z: Any, operation: str, warns: bool = True) -> None:
-    """Records that an operation materialises the lazy logits z, and warns once per place.
+    """Records that an operation materialises lazy logits z, and warns once per operation and line.
 
-    By default, the limit of the warning is 0 bytes for logits of a training forward, and LIMIT for
-    other logits. LOGITLESS_WARN_BYTES sets one limit for both. If `warns` is false, the operation
-    is only recorded.
+    A warning is given if the logits are larger than a limit. The default limit is 0 bytes for
+    logits of a training forward, and LIMIT for all other logits. LOGITLESS_WARN_BYTES sets the same
+    limit for all logits. If `warns` is false, no warning is given.
     """
     size, shape = z.numel() * z.element_size(), tuple(z.shape)
     frame = _caller((*INSIDE, *_libraries()), of_user=True) or _caller(INSIDE)
@@ -136,7 +136,7 @@ def note(z: Any, operation: str, warns: bool = True) -> None:
 
 
 def _limit(default: int) -> int | None:
-    """The size in bytes above which materialised logits warn, or None if they never warn."""
+    """The number of bytes above which materialised logits give a warning; None for no warnings."""
     text = os.environ.get(VARIABLE, "").strip()
     if text.lower() == "off":
         return None
@@ -186,7 +186,7 @@ def _caller(inside: tuple[str, ...], of_user: bool = False) -> FrameType | None:
 
 
 def _libraries() -> Iterator[str]:
-    """The beginnings of the file names of the imported LIBRARIES."""
+    """Yields the folder or the file of each imported library in LIBRARIES."""
     for name in LIBRARIES:
         module = sys.modules.get(name)
         file = getattr(module, "__file__", None)

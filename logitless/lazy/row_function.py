@@ -58,7 +58,7 @@ def _evaluated(kind: "type[RowFunction]", reduction: str, z: LazyLogits, functio
 
 
 def in_rows_of(lead: torch.Size) -> Callable[[Tensor], Tensor]:
-    """Returns a function that copies a tensor (..., k), unless it can be viewed as (N, k)."""
+    """Returns a function that copies a tensor (..., k) if the tensor cannot be viewed as (N, k)."""
     return lambda t: t.reshape(-1, t.shape[-1]).view(*lead, t.shape[-1])
 
 
@@ -94,7 +94,7 @@ class RowFunction(RowLoss, OfValues):
         size = x.element_size() * max(x.shape[-1], 1)
         step = max(PIECE.get(x.device.type, PIECE_ON_GPU) // size, 1)
         whole: Any = self
-        if self.recipe is not None:  # the heads in `inputs` compute all rows at once
+        if self.recipe is not None:  # the heads in `inputs` compute all rows of the chunk
             inputs = tuple(r._replace(source=r.values()) for r in self.inputs)
             whole = self.replace(recipe=self.recipe.replace(inputs=inputs))
         for start in range(0, len(x), step) if len(x) else (0,):

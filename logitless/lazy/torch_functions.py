@@ -1,4 +1,4 @@
-"""The functions of PyTorch that keep logits lazy, as models call them between head and loss.
+"""The functions of PyTorch that keep logits lazy. Models call these functions before the loss.
 
 OPERATIONS maps each function of PyTorch to an operation in lazy/. The operation takes the lazy
 logits and the function's other arguments, and returns lazy logits, a loss or NotImplemented. If the

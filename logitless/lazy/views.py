@@ -29,7 +29,7 @@ def _rows(
     `op` rearranges the hidden states and does not change their last dimension. `on_logits`
     rearranges plain logits as `op` rearranges hidden states, and is `op` by default. `op` is
     applied to the hidden states immediately, and autograd records a graph for backward. The graph
-    holds no hidden states, because `leaf` has no memory of its own.
+    holds no hidden states, because the graph begins at `leaf`, a tensor without memory of its own.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():
@@ -38,7 +38,7 @@ def _rows(
         try:
             moved = op(Filled.apply(leaf, constant(before)))  # pyright: ignore
         except (IndexError, RuntimeError):
-            # The same call with the shape of z raises an error that names z.shape.
+            # The same operation on a tensor of z's shape raises an error that names z.shape.
             (on_logits or op)(before.new_empty(()).expand(z.shape))
             raise
         edge, hidden = get_gradient_edge(moved), moved.detach()
@@ -69,7 +69,7 @@ def _columns(z: LazyLogits, columns: slice):
         return t[columns]
 
     _, *rows_of_v = recipe.head.tensors
-    # Backward needs only the shapes of `rows_of_v`, which are weight and bias.
+    # Backward needs only the shapes of weight and bias, and not their values.
     likes = [None if t is None else t.new_empty(()).expand(t.shape) for t in rows_of_v]
 
     def back(parts):
@@ -162,7 +162,8 @@ def movedim(z: LazyLogits, source: int | tuple[int, ...], destination: int | tup
 def getitem(z: LazyLogits, index: Any):
     """Selects rows by any index, or columns by a slice if all rows are kept.
 
-    Columns of some rows of logits for inference are selected from the values of these rows.
+    If logits for inference are indexed by rows and columns, the values of the selected rows are
+    computed first, and then the columns are selected from these values.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(part, LazyLogits) for part in parts):
@@ -198,7 +199,7 @@ def _part(z: LazyLogits, rows: list, last: Any):
 
 def _selected(z: LazyLogits, rows: list, last: Any):
     """Selects rows by any index, or columns by a slice if all rows are kept."""
-    if not isinstance(last, slice):  # selects columns or single values
+    if not isinstance(last, slice):  # the index selects single columns or values
         return NotImplemented
     size = z.shape[-1]
     if last.indices(size) == (0, size, 1):

@@ -10,10 +10,11 @@ from .deferred import WRITERS, Deferred, on_values, written
 
 
 def write_values(z: Deferred, func, args: tuple, kwargs: dict) -> Any:
-    """Runs an operation that writes to z, and maybe to other Deferred tensors, on the values.
+    """Runs an operation that writes to the Deferred tensor z, on the values of z in memory.
 
-    Returns NotImplemented if the operation cannot write to the memory that all views of the
-    tensors share, if the write is differentiable, or if the operation changes more than values.
+    The operation may write to several Deferred tensors. Returns NotImplemented if the write is
+    differentiable, or if the operation changes the shape or the memory of a tensor. Also returns
+    NotImplemented if a tensor and its views do not share one memory.
     """
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -31,7 +32,7 @@ def write_values(z: Deferred, func, args: tuple, kwargs: dict) -> Any:
         func(memory[id(z)], *rest, **kwargs)
         return z
     results = on_values(func, args, kwargs, memory)
-    if any(memory[id(t)].shape != t.shape for t in targets):  # resized, as an argument `out=`
+    if any(memory[id(t)].shape != t.shape for t in targets):  # `out=` was resized
         return NotImplemented
     owners = {id(memory[id(t)]): t for t in targets}
     return pytree.tree_map_only(Tensor, lambda t: owners.get(id(t), t), results)

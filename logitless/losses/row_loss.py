@@ -42,10 +42,11 @@ def row_loss(
     gradients. The formula returns one number per row, (n,). Tensors that the formula captures get
     no gradient.
 
-    The formula may also return a tuple (loss, *more) of tensors (n,), for example for metrics. Then
-    the result of row_loss is a tuple (loss, *more). Each tensor of `more` has shape (...) and the
-    dtype that the formula returns. The tensors of `more` are detached, and are neither multiplied
-    by row_weight nor reduced. In ignored rows, a tensor of `more` is 0, or -1 if it holds integers.
+    The formula may also return a tuple (loss, *more) of tensors (n,), for example for metrics. If
+    the formula returns a tuple, the result of row_loss is a tuple (loss, *more) too. Each tensor of
+    `more` has shape (...) and the dtype that the formula returns. The tensors of `more` are
+    detached, and are neither multiplied by row_weight nor reduced. In ignored rows, a tensor of
+    `more` is 0, or -1 if it holds integers.
 
     A call of the formula may get any number of rows. So the formula must not mix rows, for example
     by means, sums or sorting over rows. LOGITLESS_CHECK=1 compares a call for two rows with two

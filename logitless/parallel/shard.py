@@ -277,7 +277,7 @@ class Shard(Source):
         return self.ranks
 
     def checked(self, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> RowLoss:
-        """Checks a loss, and returns the same loss with teachers cut to this rank's columns.
+        """Checks a loss, and returns the same loss with this rank's columns of its teachers.
 
         The values of tensors are checked only if the check needs no synchronisation. With
         LOGITLESS_CHECK=1, the call is also compared between ranks.

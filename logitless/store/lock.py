@@ -9,7 +9,7 @@ from . import file_checks
 
 
 class Lock:
-    """Holds a file locked until `release`, the end of a with block, or the end of the object.
+    """Holds a file locked until `release`, the end of a with block, or the object's deletion.
 
     The system releases the lock when the process ends, even if the process is killed. A forked
     process does not inherit the lock. The forked process closes its copy of the descriptor

@@ -89,7 +89,8 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
         begins = (positions.expand_as(ids).cpu() == 0).gather(-1, order)
         lengths = [_lengths(row, int(n)) for row, n in zip(begins, is_token.sum(-1), strict=True)]
     if mask is not None:
-        # The token -1 is appended to every row, so that repeated tokens do not count as padding.
+        # `targets_for` treats equal tokens at the end of a row as padding. A -1 is appended to
+        # every row, so that only ids of -1 are treated as padding.
         tokens = F.pad(tokens, (0, 1), value=-1)
     targets = store.targets_for(tokens, lengths)
     if mask is not None:

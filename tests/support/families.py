@@ -53,7 +53,7 @@ KINDS = {
     "fused": "the same loss, gradients and generated tokens; no logits in training",
     "materialised": "the same, but the logits are made",
     "refused": "`fuse` raises an error",
-    "not built": "no small random model of it trains, fused or not",
+    "not built": "no small random model of the class can be trained, fused or not",
     "wrong": "another loss, gradient or token",
 }
 
