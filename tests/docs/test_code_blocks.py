@@ -11,7 +11,8 @@ from logitless.cli import COMMANDS
 from tests.support.pages import PAGES, blocks_of, python_of, run
 from tests.support.paths import ROOT
 
-EXCERPTS = {"docs/store.md": 2}  # blocks of "py": one needs a server, one a dataset
+# Blocks of "py", which need a server, a dataset or Liger.
+EXCERPTS = {"docs/store.md": 2, "docs/migrating.md": 1}
 WITH_PYTHON = [page for page in PAGES if python_of(page)]
 COMMAND_LINES = [
     (page, line)
