@@ -24,8 +24,9 @@ from .formulas import at, wide
 class Check(NamedTuple):
     """A function of the library, and a naive formula that is evaluated in fp64.
 
-    The function and the formula take logits of shape (N, V), N ids and another matrix of shape (N,
-    V), and return a floating-point tensor. The result is differentiated with respect to the logits.
+    The function and the formula take logits of shape (N, V), N ids and another matrix of the same
+    shape as the logits, and return a floating-point tensor. The result is differentiated with
+    respect to the logits.
     """
 
     name: str  # name of the function, followed by a comma and the name of the case
