@@ -118,8 +118,8 @@ def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
     """Returns KL(p ‖ p̂) of shape (T, n). Here p̂ is a row p after rounding with one of n units."""
     below, p = below[:, None], p[:, None]
     off = below - _codes(below, _unit(steps)[..., None])[1]
-    # `off` is the rounding error of each distance. The decoded row is log p̂ = log p + off - log Σ
-    # p e^off. `off` is limited to 80, so that e^off does not overflow. Limiting `off` does not
+    # With the rounding errors `off` of the distances, the decoded row is log p̂ = log p + off - log
+    # Σ p e^off. `off` is limited to 80, so that e^off does not overflow. Limiting `off` does not
     # change the choice of a unit, because `off` is above 80 only if p is 0 or if all other units
     # have a smaller error.
     return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)

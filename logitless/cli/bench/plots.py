@@ -24,7 +24,7 @@ LEAST_WIDTH = 4  # smallest width of a group, in widths of a bar, so that the gr
 
 
 class Bar(NamedTuple):
-    """One bar of a plot. A bar of logitless may have a dashed line at the height `limit`."""
+    """One bar of a plot. If `limit` is not None, a dashed line is drawn at this height."""
 
     panel: str
     group: str
