@@ -30,10 +30,11 @@ def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> i
 def device_time(prepare: Prepare, run: Run, budget: float) -> float:
     """Device time of a call with a cold L2 cache, measured by events before and after the call.
 
-    The cache is flushed by *reading* a large buffer. Zeroing a buffer would leave dirty lines in
-    the cache (60 MB on an H200). Writing the dirty lines back would add to the measured time.
-    Reading the buffer takes a quarter of a millisecond. While the GPU reads the buffer, the host
-    queues the call, so the result does not include host time. `host_time` measures host time.
+    The cache is flushed by *reading* a large buffer. Zeroing a buffer would leave modified lines in
+    the cache (60 MB on an H200), and writing the modified lines back to memory would add to the
+    measured time. Reading the buffer takes a quarter of a millisecond. While the GPU reads the
+    buffer, the host queues the call, so the result does not include host time. `host_time` measures
+    host time.
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
@@ -57,8 +58,8 @@ def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
     """Time per call in a replayed CUDA graph of many calls of `run`.
 
     If `cold` is false, x is in the L2 cache. If `cold` is true, each call reads a different copy of
-    x that is not in the L2 cache. All copies (4 to 512) together are about twice as large as the L2
-    cache.
+    x that is not in the L2 cache. The number of copies is between 4 and 512, and is chosen so that
+    all copies together are about twice as large as the L2 cache.
     """
     copies = x.expand(10, *x.shape)
     if cold:
@@ -91,7 +92,7 @@ def wall_time(device: str, run: Run, argument: Any = None) -> float:
 def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> list[float]:
     """Median wall times of several calls.
 
-    The calls alternate, so a slow machine slows all calls alike.
+    The calls alternate, so that a slow phase of the machine slows all calls equally.
     """
 
     def once(prepare: Prepare, run: Run) -> float:

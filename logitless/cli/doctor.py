@@ -29,7 +29,8 @@ VARIABLES = (
     "LOGITLESS_IMPL", "LOGITLESS_CHECK", "LOGITLESS_WAITING", "LOGITLESS_WARN_BYTES",
     "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
-# Shapes (N, V) of logits. V is 1, odd, 16-byte aligned, or so large that kernels split the row.
+# Shapes (N, V) of logits, in this order: V is 1, V is odd, rows are 16-byte aligned, and V is so
+# large that kernels split a row.
 SHAPES = ((3, 1), (5, 33), (4, 1000), (1, 16411))
 # Bounds on the errors of values and of gradients. Losses are returned in fp32 or fp64, even for
 # 16-bit logits. Gradients are rounded to the dtype of the logits.
@@ -61,7 +62,7 @@ class Error(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The errors of one check that are nearest to their bounds, and the text of a problem."""
+    """The largest errors of one check, relative to their bounds, and the text of a problem."""
 
     value: Error = Error()
     gradient: Error = Error()
@@ -157,7 +158,7 @@ def self_check(kinds: tuple[str, ...]) -> int:
 def examine(check: Check, device: str) -> Outcome:
     """Runs a check with all dtypes and shapes, until a problem occurs.
 
-    Returns the errors nearest to their bounds, and the text of the problem if one occurred.
+    Returns the largest errors, relative to their bounds, and the text of the problem, if any.
     """
     worst = Outcome()
     dtypes = [d for d in BOUNDS if d != torch.float64 or device == "cpu"]

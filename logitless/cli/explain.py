@@ -2,7 +2,7 @@
 
     logitless explain --rows 8192 --width 4096 --vocab 128256 --workspace 64
 
-The command prints the split of the logits, the memory of the logits, and the number of GEMMs. The
+The command prints how the logits are split, how much memory they take, and how many GEMMs run. The
 expected speed is an estimate (logitless/heads/plan.py), not a measurement.
 """
 

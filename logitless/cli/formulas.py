@@ -1,9 +1,9 @@
 """Naive PyTorch formulas of the library's functions, and errors of results against fp64.
 
 A formula takes logits (n, V) and tensors with one entry per row, and returns numbers or ids per
-row. `doctor` compares the library with these formulas. `bench` times the mean of each formula, in
-the dtype of the logits, as the contender "eager". `errors` evaluates and differentiates the
-formulas in fp64, for a few rows at a time to save memory.
+row. `doctor` compares the library with these formulas. `bench` times these formulas, in the dtype
+of the logits, as the contender "eager". `errors` evaluates and differentiates the formulas in fp64,
+for a few rows at a time to save memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # number of fp64 logits in memory at o
 # d against its fp64 reference r is ‖d - r‖ / ‖r‖. The bounds of other libraries are ten times as
 # large, because some libraries compute or return the loss in the dtype of the logits.
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4}
-# The bounds of ops that clip are multiplied by these factors. If the probability ratio of a token
-# is near the clipping limit, the rounding of 16-bit logits decides whether the token's gradient is
-# zero. PyTorch's own error of policy_loss is 4e-2.
+# The bounds on the errors of ops that clip probability ratios are multiplied by these factors. If
+# the probability ratio of a token is near the clipping limit, the rounding of 16-bit logits decides
+# whether the token's gradient is zero. Even the PyTorch formula of policy_loss has an error of
+# 4e-2.
 CLIPPED = {"policy_loss": 5}
 
 
@@ -136,7 +137,7 @@ def denominator(target: Tensor, weight: Tensor | None = None, **_) -> Tensor | i
 
 
 def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[float, float | None]:
-    """The error of the output and the error of the gradients, which is None without gradients."""
+    """Returns the error of the output, and the error of the gradients or None."""
     x, *head = (leaf.detach() for leaf in inputs.leaves)
     rows = [t.flatten(0, x.dim() - 2) for t in inputs.rows]
     x, grads = x.flatten(0, -2), tuple(grad.flatten(0, -2) for grad in grads)

@@ -54,7 +54,7 @@ def installed(module: str) -> str | None:
     try:
         return importlib.metadata.version(module)
     except importlib.metadata.PackageNotFoundError:
-        # The package and its module may have different names, as for fla and quack.
+        # A package and its module can have different names: the modules fla and quack are examples.
         names = importlib.metadata.packages_distributions().get(module, ())
         return next(map(importlib.metadata.version, names), None)
 

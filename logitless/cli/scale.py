@@ -60,7 +60,7 @@ class Cost(NamedTuple):
     loss: float  # seconds of reading and writing logits
     gather: float  # seconds of the all-gather of statistics
     reduce: float  # seconds of the all-reduce of d_hidden, which does not overlap with other work
-    weight: float  # bytes of the head's rows on one rank, and of their gradient
+    weight: float  # bytes of one rank's part of the head's weight, and of its gradient
     hidden: float  # bytes of the hidden states of all tokens, and of their gradient
     logits: float  # bytes of logits in memory at once
 
@@ -87,7 +87,7 @@ def cost(tokens: int, vocab: int, hidden: int, tp: int, gpu: Gpu) -> Cost:
     return Cost(
         tp,
         products=3 * 2.0 * tokens * hidden * columns / gpu.flops,
-        loss=3 * logits / gpu.copy,  # two reads of the logits and one write of their gradient
+        loss=3 * logits / gpu.copy,  # reads the logits twice and writes their gradient once
         gather=latency + (tp - 1) * tokens * STATE * FULL / link,
         reduce=latency + 2 * (tp - 1) / tp * rows / link,
         weight=2.0 * columns * hidden * BYTES,

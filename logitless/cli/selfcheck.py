@@ -24,8 +24,9 @@ from .formulas import at, wide
 class Check(NamedTuple):
     """A function of the library, and a naive formula that is evaluated in fp64.
 
-    The function and the formula take logits (N, V), ids (N,) and another matrix (N, V), and return
-    a floating-point tensor. The result is differentiated with respect to the logits.
+    The function and the formula take logits of shape (N, V), N ids and another matrix of the same
+    shape as the logits, and return a floating-point tensor. The result is differentiated with
+    respect to the logits.
     """
 
     name: str  # name of the function, followed by a comma and the name of the case
@@ -93,7 +94,10 @@ def naive_renorm(x, ids, _):
 
 
 def head_of(other: Tensor) -> Tensor:
-    """A weight (16, D) with one nonzero entry per row, 1 or -0.5, so that logits are exact."""
+    """A weight of shape (16, D).
+
+    Each row has one nonzero entry, 1 or -0.5, so that logits are exact.
+    """
     rows = torch.arange(16, device=other.device)
     weight = other.new_zeros((16, other.shape[1]))
     weight[rows, rows % other.shape[1]] = torch.where(rows % 2 == 0, 1.0, -0.5).to(other.dtype)
@@ -164,9 +168,9 @@ def as_a_weight(x, _, other):
 
 
 def row_stats(x, ids, _):
-    """Returns lse, picked, entropy and the mean logit.
+    """Returns `lse`, `picked` (the logit at the id), `entropy` and the mean logit of each row.
 
-    The mean has a smaller rounding error than the sum of the logits.
+    The mean logit is checked instead of the sum, because the sum has a larger rounding error.
     """
     stats = ll.row_stats(x, ids, entropy=True, total=True, argmax=True)
     statistics = (stats.lse, stats.picked, stats.entropy, stats.total)

@@ -60,7 +60,10 @@ def _object(where: str, text: str) -> dict[str, Any]:
 
 
 def check(line: Line, vocab_size: int | None) -> None:
-    """Checks that a line has a text or token ids. Ids must be below vocab_size, if it is known."""
+    """Checks that a line has a text or token ids.
+
+    Token ids must be below `vocab_size`, unless `vocab_size` is None.
+    """
     ids, text = line.fields.get("input_ids"), line.fields.get("text")
     if ids is None and not isinstance(text, str):
         got = sorted(line.fields) if text is None else f"text {text!r:.{SHOWN}}"
@@ -80,7 +83,7 @@ def check(line: Line, vocab_size: int | None) -> None:
 
 
 def ids_of(line: Line, tokenizer: Any, end: int | None, vocab_size: int) -> list[int]:
-    """The input_ids of a document, or the token ids of its text followed by the id `end`."""
+    """Returns a document's input_ids, or the token ids of its text with `end` as the last id."""
     check(line, vocab_size)
     if line.fields.get("input_ids") is not None:
         return line.fields["input_ids"]
@@ -98,9 +101,9 @@ def batches(
 ) -> Iterator[list[list[int]]]:
     """Yields batches of documents of similar lengths.
 
-    A batch of several documents has at most `most` tokens, including padding. `documents` yields
-    the tokens of each document and its size in bytes. `progress` is called with the size of each
-    document.
+    A batch of more than one document has at most `most` tokens, including padding. `documents`
+    yields the tokens of each document and its size in bytes. `progress` is called with the size of
+    each document.
     """
     while window := _window(documents, progress):
         window.sort(key=len)

@@ -14,7 +14,7 @@ from logitless.store.importers import READERS, Document, choices_of, tensors_of
 
 from .teacher_data import Line
 
-AT_ONCE = 4096  # number of tokens at which a group is added to the store
+AT_ONCE = 4096  # documents are added to the store as soon as they have this many tokens in total
 
 
 class Group(NamedTuple):

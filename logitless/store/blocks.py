@@ -28,11 +28,14 @@ _recent: deque["weakref.ref[Blocks]"] = deque()
 
 
 class Blocks:
-    """Reads the tensors of a file, which are `size` bytes that begin at byte `start`."""
+    """Reads the tensors of a file.
+
+    The tensors take `size` bytes, from byte `start` of the file on.
+    """
 
     def __init__(self, path: Path, start: int, size: int, checked: bool):
         self.path, self.start, self.size, self.checked = path, start, size, checked
-        # The path is absolute, because the process may change its working folder before it opens
+        # The path is absolute, because the process can change its working folder before it opens
         # the file again.
         self._absolute = path.absolute()
         self._file: _File | None = None
@@ -46,7 +49,10 @@ class Blocks:
         return torch.frombuffer(piece, dtype=dtype)
 
     def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-        """Copies the bytes of each range. One call reads and compares each block only once."""
+        """Copies the bytes of each range.
+
+        A block that several ranges need is read and compared only once per call.
+        """
         file, unit = self._file or self._opened(), BLOCK if self.checked else 1
         runs: list[list[int]] = []  # [first, end) of each run of adjacent blocks, ascending
         complete, shift, places = 0, 0, [0] * len(ranges)

@@ -36,16 +36,16 @@ def capture(
 ) -> int:
     """Stores a teacher's k most probable next tokens, and returns the number of added documents.
 
-    A batch may be a list of documents, each a list of token ids. A batch may be input_ids (B, T)
-    with one document per row. A batch may also be a dict of keyword arguments of a Transformers
-    model, in which attention_mask marks padding. Documents that the writer already has are skipped
-    before the model runs, so the same command resumes a run that was killed. `k` is at most the
-    writer's k, which is also the default. `head` has the same meaning as in `fuse`. `progress` is
-    called after each document with its number of tokens, and once per batch with the number of
-    skipped tokens. A padded head may have more logits than the writer's vocab_size. The logits
-    beyond vocab_size count as -inf.
+    A batch can be a list of documents, each a list of token ids. A batch can be a tensor of
+    input_ids of shape (B, T), with one document per row. A batch can also be a dict of keyword
+    arguments of a Transformers model, in which attention_mask marks padding. Documents that the
+    writer already has are skipped before the model runs, so the same command resumes a run that was
+    killed. `k` is at most the writer's k, which is also the default. `head` has the same meaning as
+    in `fuse`. `progress` is called after each document with its number of tokens, and once per
+    batch with the number of skipped tokens. If the head is padded to more logits than the writer's
+    vocab_size, the logits beyond vocab_size count as -inf.
 
-    Under torchrun each rank passes its own share of the batches:
+    Under torchrun, each rank captures the part of the batches that the function `share` selects:
 
     >>> with Writer("targets", vocab_size=model.config.vocab_size, k=64) as writer:
     ...     capture(model, share(batches), writer)
@@ -88,9 +88,9 @@ def share(
 
 @contextlib.contextmanager
 def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
-    """Makes the model's logits lazy inside the block, even if gradients are disabled.
+    """Makes the model return lazy logits inside the `with` block, even if gradients are disabled.
 
-    A model that is not fused is fused inside the block and unfused afterwards.
+    If the model is not fused, the model is fused inside the `with` block and unfused afterwards.
     """
     fused = any(guards_of(model))
     if not fused:
@@ -112,7 +112,7 @@ class _Pending(NamedTuple):
 
 
 def _inputs(batch: Any) -> tuple[dict[str, Any], Tensor]:
-    """Returns the model's keyword arguments, and a mask (B, T) that is False at padding."""
+    """Returns the model's keyword arguments, and a mask per token that is False at padding."""
     if isinstance(batch, Mapping):
         inputs = {name: t for name, t in batch.items() if name != "labels"}
     elif isinstance(batch, Tensor):
@@ -136,7 +136,7 @@ def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[int], int]:
-    """Returns the rows of new documents, and the number of tokens in all other rows."""
+    """Returns the row numbers of documents to capture, and the number of tokens in other rows."""
     new, skipped = [], 0
     for row, (tokens, kept) in enumerate(zip(ids.cpu(), is_token, strict=True)):
         tokens = tokens[kept]
@@ -150,7 +150,7 @@ def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[
 def _rows(t: Any, wanted: list[int], rows: int) -> Any:
     """Returns the rows `wanted` of a model argument.
 
-    An argument without a batch dimension is kept whole.
+    An argument without a batch dimension is returned unchanged.
     """
     whole = not isinstance(t, Tensor) or t.dim() == 0 or len(t) != rows or len(wanted) == rows
     return t if whole else t[wanted]

@@ -49,9 +49,9 @@ def rank(value: Any) -> None:
 
 
 def tokens(t: Any, vocab_size: int) -> Tensor:
-    """Returns the tokens (T,) of one document as a contiguous int64 tensor on the CPU.
+    """Returns the tokens of one document as a contiguous int64 tensor of shape (T,) on the CPU.
 
-    `t` may be a list or a tensor.
+    The argument `t` is a list or a tensor.
     """
     t = one_document(t)
     _checks._integer("tokens", t)
@@ -143,8 +143,8 @@ def input_ids(t: Any) -> None:
 def lengths(value: Any, rows: int, width: int) -> list[list[int]]:
     """Returns the lengths of the documents in each row, without zeros.
 
-    `value` has one entry per row, which may be one number or several numbers. For a batch of one
-    row, `value` may be the entry of the row itself.
+    `value` has one entry per row: one number, or a list of several numbers. For a batch of one row,
+    `value` can also be the list of this row's lengths.
     """
     if not isinstance(value, (list, tuple, Tensor)) or (
         isinstance(value, Tensor) and not value.dim()

@@ -32,27 +32,29 @@ tensors:
     crc         U8  (4 · B)       CRC-32 of each block of 4,096 bytes of the tensors above, in
                                   the order of the file                           (store/blocks.py)
 
-The codes of a row do not decrease. For codes up to 223, units(code) is the code itself. For codes
-from 223 to 253, units(code) is (223 · 2^(0.4 · (code - 223))). Code 254 means p = 0, and code 255
-means an empty slot (store/rows.py).
+The codes of a row are in ascending order, because the slots are sorted by probability. For codes up
+to 223, units(code) is the code itself. For codes from 223 to 253, units(code) is (223 · 2^(0.4 ·
+(code - 223))). Code 254 means p = 0, and code 255 means an empty slot (store/rows.py).
 
 With values="f16", there is no `step`, and `codes` has this form:
 
     codes       F16 (T, K - 1)    log p is top - code; inf means p = 0, NaN means an empty slot
 
-An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits. The widths of the fields add
-up to b, and the widest field holds the lowest bits. The fields of one width W form one tensor of
-dtype U32, U16 or U8. Fields narrower than 8 bits share bytes. One byte holds the fields of (8 / W)
-integers, and the field of the first integer is in the lowest bits. For example, an id of 18 bits
-takes a U16 and a quarter of a byte. So reading an id never shifts bits across bytes.
+An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits, whose widths add up to b. The
+widest field holds the lowest bits of the integer. The fields of one width W form one tensor of
+dtype U32, U16 or U8. Fields narrower than 8 bits share bytes. If the width W of a field is below 8,
+one byte holds the fields of (8 / W) integers, and the field of the first integer is in the lowest
+bits. For example, an id of 18 bits takes a U16 and a quarter of a byte. So no field begins in the
+middle of one byte and ends in the next byte.
 
 At K = 64 and V = 151,936, each token takes 218.25 bytes: 128 + 16 for ids, 63 for codes, 9 for
 top, tail and step, and 2.25 for the token itself. Checksums add 1 byte per 1,024 bytes. Each
 document takes 8 bytes for its start and 12 bytes per index entry.
 
 Shards of version 1 can be read too. Version 1 has no `crc`, so only `verify` and `merge` detect a
-changed byte. In version 1, every code c up to 253 means c units, and the index has other entries.
-`merge` rewrites shards of version 1 as version 2.
+changed byte. In version 1, every code c up to 253 means c units, and the stored index is not used,
+because readers compute the index from the tokens. `merge` rewrites shards of version 1 as version
+2.
 """
 
 import functools
@@ -80,7 +82,7 @@ class Header:
 
     vocab_size: int
     k: int
-    values: str = "u8"  # or "f16"
+    values: str = "u8"  # "u8" for 8-bit codes, or "f16" for fp16 codes
     teacher: str = ""  # the teacher's name
     tokenizer: str = ""  # `tokenizer_hash` of the tokenizer
     temperature: float = 1.0  # temperature of the log-probabilities
@@ -157,7 +159,7 @@ def packed_length(n: int, width: int) -> int:
 
 
 def pack(x: Tensor, bits: int) -> dict[int, Tensor]:
-    """Cuts integers (..., n) into fields, and returns one tensor per width."""
+    """Cuts integers of shape (..., n) into fields, and returns one tensor per width of fields."""
     fields, shift = {}, 0
     for width, dtype in widths(bits):
         field = x >> shift & (1 << width) - 1
@@ -171,7 +173,7 @@ def pack(x: Tensor, bits: int) -> dict[int, Tensor]:
 
 
 def unpack(fields: Mapping[int, Tensor], integers: Tensor) -> None:
-    """Inverts `pack`, and writes the result into `integers` (..., n)."""
+    """Inverts `pack`, and writes the result into `integers`, a tensor of shape (..., n)."""
     shift = 0
     for width, field in fields.items():
         if width < 8:
@@ -186,7 +188,7 @@ def unpack(fields: Mapping[int, Tensor], integers: Tensor) -> None:
 
 
 def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """Extracts fields (..., n * 8 / width) from bytes (..., n), and shifts them left by `shift`."""
+    """Extracts the 8 / width fields of each byte, and shifts the fields left by `shift` bits."""
     fields = _fields_of_byte(width, shift, dtype)
     found = fields.index_select(0, field.flatten().int())
     return found.view(dtype).view(*field.shape[:-1], field.shape[-1] * (8 // width))
@@ -194,7 +196,7 @@ def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tens
 
 @functools.lru_cache
 def _fields_of_byte(width: int, shift: int, dtype: torch.dtype) -> Tensor:
-    """A table (256, 8 / width) of the fields in each possible byte, shifted left by `shift`.
+    """A table of shape (256, 8 / width): the fields of each possible byte, shifted left by `shift`.
 
     If a row of the table has 8 or 16 bytes, the row is returned as one int64 or complex128 number,
     because selecting numbers is twice as fast as selecting rows.

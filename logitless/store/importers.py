@@ -2,8 +2,8 @@
 
 In the output of both servers, entry t is the distribution of token t, and entry 0 of a prompt is
 None. Row i of a store is the distribution of token i + 1, so row i is the server's entry i + 1.
-Rows that the server did not return are masked: the row of the last token, and the rows of a prompt
-without log-probabilities.
+Rows for which the server returned no entry are masked. These are usually the row of the last token,
+and the rows of a prompt without log-probabilities.
 
 Entry t of vLLM's output always contains token t, because vLLM adds token t if it is not among the k
 most probable tokens. So an entry t without token t belongs to another token or to another prompt.
@@ -22,7 +22,7 @@ from ..targets.sparse import SparseTargets, unchecked
 from . import server_checks as checks
 from .device import on_cpu
 
-Entry = Mapping[int, float] | None  # log-probabilities of one token, by id; or None
+Entry = Mapping[int, float] | None  # maps ids to log-probabilities at one position; or None
 VLLM_ID = "token_id:"  # prefix of ids in vLLM's JSON with return_tokens_as_token_ids
 
 
@@ -48,14 +48,14 @@ def from_vllm(
 ) -> tuple[Tensor, SparseTargets]:
     """Returns the tokens and targets of a document from vLLM's output.
 
-    `output` is a RequestOutput, or the JSON of a server. `tokens` are the prompt_token_ids, and may
+    `output` is a RequestOutput, or the JSON of a server. `tokens` are the prompt_token_ids, and can
     be omitted if the output contains the prompt_token_ids.
 
     If the output has `prompt_logprobs`, the document is the prompt. Without `prompt_logprobs`, the
     document is the prompt and the completion, and the rows of the prompt before its last token are
-    masked.
-    `completion=True` always includes the completion, and `completion=False` never includes the
-    completion. If there are several completions, `choice` is the number of the completion to use.
+    masked. With `completion=True`, the document always includes the completion. With
+    `completion=False`, the document is only the prompt. If there are several completions, `choice`
+    is the number of the completion to use.
 
     vLLM returns at most 20 log-probabilities per token, unless vLLM is started with max_logprobs=k.
 
@@ -96,11 +96,11 @@ def from_sglang(
 ) -> tuple[Tensor, SparseTargets]:
     """Returns the tokens and targets of a document from SGLang's JSON, as `from_vllm` does.
 
-    The request must set return_logprob and top_logprobs_num=k, and logprob_start_len=0 for the
-    prompt. `tokens` are the ids of the prompt, and may be omitted if the output has
-    input_token_logprobs. `completion` has the same meaning as in `from_vllm`. The completion's
-    entries are in output_top_logprobs. `choice` must be 0, because SGLang returns several
-    completions as several outputs.
+    The request must set return_logprob and top_logprobs_num=k. To store rows of the prompt, the
+    request must also set logprob_start_len=0. `tokens` are the ids of the prompt, and can be
+    omitted if the output has input_token_logprobs. `completion` has the same meaning as in
+    `from_vllm`. The completion's entries are in output_top_logprobs. `choice` must be 0, because
+    SGLang returns several completions as several outputs.
     """
     checks.slots(k)
     return _tensors(sglang_document(output, tokens, completion, choice), k)
@@ -305,9 +305,9 @@ def _tensors(document: Document, k: int) -> tuple[Tensor, SparseTargets]:
 
 
 def tensors_of(documents: Sequence[Document], k: int) -> tuple[Tensor, list[int], SparseTargets]:
-    """The tokens, starts and targets of several documents, in the form that `Writer.extend` takes.
+    """Returns tokens, starts and targets of several documents: the arguments of `Writer.extend`.
 
-    Empty slots and rows without an entry are masked.
+    Slots that the server did not fill, and rows without an entry, are masked.
     """
     tokens, ids, logprobs = array("q"), array("q"), array("d")
     try:

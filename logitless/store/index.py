@@ -9,12 +9,13 @@ tokens. The entries of a document have these lengths n:
 
 All documents with the same beginning share one entry for this beginning, so that the index does not
 grow with the number of these documents. If a document consists of exactly the shared beginning, the
-entry names that document. An entry of length l + 1 ends at the first token where documents with a
-shared beginning differ. A search (store/lookup.py) follows the entries without reading tokens.
+entry names that document. If two documents share exactly their first l tokens, their entries of
+length l + 1 end at the first token in which the documents differ. A search (store/lookup.py)
+follows the entries without reading tokens.
 
-The hash of tokens[a:b] is the sum of ((tokens[i] + 1) · B^(i - a)) for i from a to b - 1, mod 2^64,
-mixed with the length. The hash is computed from prefix sums, so that one pass over the tokens is
-enough for all ranges [a, b).
+The hash of tokens[a:b] is the sum of ((tokens[i] + 1) · BASE^(i - a)) for i from a to b - 1, mod
+2^64, mixed with the length b - a. The hash is computed from prefix sums, so that one pass over the
+tokens is enough for all ranges [a, b).
 """
 
 import functools
@@ -57,13 +58,13 @@ def hash_of(tokens: list[int]) -> int:
 
 
 def _signed(h: int) -> int:
-    """The number in [-2^63, 2^63) that equals h mod 2^64."""
+    """The number in [-2^63, 2^63) that is congruent to h mod 2^64."""
     return (h + 2**63 & 2**64 - 1) - 2**63
 
 
 @functools.lru_cache(maxsize=4)
 def _powers(n: int) -> tuple[Tensor, Tensor]:
-    """B^0, ..., B^n and their inverses, mod 2^64."""
+    """Returns BASE^0, ..., BASE^n and the inverses of these powers, mod 2^64."""
     powers = torch.tensor([[BASE], [INVERSE]]).repeat(1, n + 1)
     powers[:, 0] = 1
     first, second = powers.cumprod(-1)
@@ -93,7 +94,8 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
         entries.append((first, torch.full_like(first, n)))
     entries += [(places[1:], shared + 1), (places[:-1], shared + 1)]
     place, length = (torch.cat(column) for column in zip(*entries, strict=True))
-    # If a document is the beginning of another document, shared + 1 exceeds the document's length.
+    # Entries longer than their document are removed. Such an entry occurs if a document is the
+    # beginning of another document.
     within = length <= lengths[place]
     place, length = place[within], length[within]
     hashes, by_hash = hashed(begin[place], length).sort(stable=True)
@@ -120,7 +122,7 @@ def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
 
 
 def _shared(hashed: Hashes, begin: Tensor, lengths: Tensor) -> Tensor:
-    """Finds by bisection how many first tokens each document shares with the next document."""
+    """Finds by bisection how many first tokens each sorted document shares with the next one."""
     low = torch.zeros(len(begin) - 1, dtype=torch.int64)
     high = torch.minimum(lengths[:-1], lengths[1:])
     while bool((low < high).any()):

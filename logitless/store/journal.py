@@ -16,13 +16,13 @@ marks rows that are not encoded. Rows that are not encoded have this form:
     4 n k bytes   log-probabilities, fp32
     4 n bytes     tails, fp32; NaN if the targets have no tail
 
-A killed writer may leave a last record that is too short or has a wrong checksum. Recovery cuts off
-a damaged last record, and omits any other record with a wrong checksum. If a writer was killed
-after it wrote the shard and before it cleared the journal, the documents of the journal are in the
-shard too. Recovery omits documents that are already in a shard.
+If a writer is killed, the last record of its journal can be too short or have a wrong checksum.
+Recovery cuts off a damaged last record, and omits any other record with a wrong checksum. If a
+writer was killed after it wrote the shard and before it cleared the journal, the documents of the
+journal are in the shard too. Recovery omits documents that are already in a shard.
 
-A writer keeps only the places of its documents in the journal, so that its memory does not grow
-with the size of the documents.
+In memory, a writer keeps only the place of each document in the journal, so that the memory of the
+writer does not grow with the size of the documents.
 """
 
 import mmap
@@ -81,7 +81,7 @@ class Journal:
         """
         end = os.fstat(self.file).st_size
         start = os.pread(self.file, START, 0)
-        if len(start) < START or not any(start):  # a loss of power may leave a file of zeros
+        if len(start) < START or not any(start):  # a loss of power can leave a file of zeros
             self.clear(self.number)
             return
         file_checks.is_journal(self.path, start, MAGIC)
@@ -123,7 +123,7 @@ class Journal:
     def _append(
         self, tokens: Tensor, starts: Sequence[int], k: int, rows: Sequence[Tensor]
     ) -> None:
-        parts = [t.contiguous() for t in (tokens, *rows)]  # `views` do not keep tensors alive
+        parts = [t.contiguous() for t in (tokens, *rows)]  # keeps the memory of `views` alive
         views = [memoryview(buffer(t)).cast("B") for t in parts]
         sizes = [len(view) // len(tokens) for view in views]
         records, places, end = [], [], self.size
@@ -196,7 +196,7 @@ class Journal:
             a += n
 
     def _length(self, n: int, k: int) -> int:
-        """The number of bytes of a record without its head."""
+        """The number of bytes that a record of n tokens and k slots takes after its checksum."""
         return n * (8 + k * 12 + 4) if k else n * sum(self.sizes.values())
 
     def _complete(self, end: int) -> Iterator[tuple[int, Tensor]]:
@@ -286,7 +286,7 @@ def _targets(waiting: list[_Waiting]) -> SparseTargets:
 def _write(file: int, data: memoryview, place: int) -> int:
     """Writes all data, and returns the place after the data.
 
-    One call of pwrite may write only a part of the data.
+    Calls pwrite repeatedly, because one call can write only a part of the data.
     """
     while data:
         done = os.pwrite(file, data, place)
@@ -306,8 +306,8 @@ def _read(file: int, length: int, place: int) -> bytes:
 def unfinished(path: Path) -> int:
     """The number of bytes in a store's journals that are not in a shard yet.
 
-    The journals belong to open writers or to writers that were killed. The bytes of a damaged last
-    record count too.
+    The journals belong to open writers or to writers that were killed. The number includes the
+    bytes of a damaged record at the end of a journal.
     """
     size = 0
     for journal, rank in journals(path):

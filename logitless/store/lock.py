@@ -13,9 +13,9 @@ class Lock:
 
     The system releases the lock when the process ends, even if the process is killed. A forked
     process does not inherit the lock. The forked process closes its copy of the descriptor
-    immediately, because a lock is held as long as any copy of its descriptor is open. If another
-    owner holds the lock, the constructor raises. With `wait=True`, the constructor waits until the
-    other owner releases the lock.
+    immediately, because a lock is held as long as any copy of its descriptor is open. If the file
+    is locked already, the constructor raises. With `wait=True`, the constructor waits until the
+    file is unlocked instead of raising.
     """
 
     def __init__(self, path: Path, wait: bool = False):
@@ -38,7 +38,7 @@ class Lock:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process took the lock, and not a parent process before a fork."""
+        """Whether the lock was taken by this process, not by a parent process before a fork."""
         return self.owner == os.getpid()
 
     def release(self) -> None:
@@ -60,8 +60,8 @@ _held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def _unlock(file: int) -> None:
-    # LOCK_UN also releases the lock of processes that were forked outside Python, which still have
-    # a copy of `file`.
+    # LOCK_UN releases the lock even if a process that was forked outside Python still has a copy of
+    # the descriptor `file`.
     fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
 

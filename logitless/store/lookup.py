@@ -1,9 +1,9 @@
 """Finds documents by their tokens.
 
 A document matches at a place of a batch if the batch has the document's tokens from this place on.
-If the searched range ends before the document, only the tokens up to the end of the range must
-match. The index proposes documents by their hashes, and then the tokens of each proposed document
-are compared with the batch.
+If the searched range ends before the end of the document, only the tokens up to the end of the
+range must match. The index proposes documents by their hashes, and then the tokens of each proposed
+document are compared with the batch.
 
 The search at a place begins with the longest beginning of 1, 4, 16, 64, ... tokens whose hash is in
 the index (store/index.py). If several documents of a shard share this beginning of n tokens, the
@@ -33,11 +33,11 @@ class Match(NamedTuple):
 
     shard: Any  # the shard.Shard that holds the document
     document: int  # number of the document within its shard
-    length: int  # number of the document's first tokens that agree
+    length: int  # the document's first `length` tokens agree with the batch
 
 
 class _Beginning(NamedTuple):
-    """A beginning of a document whose hash is in the index."""
+    """A range of tokens that begins at a start of the batch, and whose hash is in the index."""
 
     length: int
     entries: range  # its index entries
@@ -57,7 +57,7 @@ class Index:
 
     def __init__(self, shards: Sequence[Any]):
         self.shards: list[Any] = []
-        self.first = [0]  # first document of each shard, then the number of all documents
+        self.first = [0]  # number of each shard's first document; the last entry is the total
         self.hashes = self._numbers = torch.empty(0, dtype=torch.int64)
         self.add(shards)
 
@@ -100,9 +100,9 @@ class Index:
     ) -> list[Match | None]:
         """The longest match at each start, or None if no document matches at this start.
 
-        `limits` holds the greatest length of a match for each start. A document longer than its
-        limit matches if its beginning matches. If `whole` is true, a document shorter than its
-        limit does not match.
+        `limits` holds the greatest length of a match for each start. A document longer than the
+        limit matches if the document's tokens up to the limit match. If `whole` is true, a document
+        shorter than the limit does not match.
         """
         matches: list[Match | None] = [None] * len(starts)
         waiting, turn = self._beginnings(hashes, starts, limits), 0
@@ -121,7 +121,7 @@ class Index:
                 limit = limits[search.at]
                 # If a document longer than the limit matches, its beginnings of 1, 4, 16, ...
                 # tokens up to the limit are in the index. So only the search from the longest of
-                # these beginnings can find the document.
+                # these beginnings has to consider documents that are longer than the limit.
                 may_be_cut_off = 4 * search.length > limit
                 candidates = self._in_order(hits, limit, whole, may_be_cut_off)
                 proposed.append((starts[search.at], candidates))
@@ -138,8 +138,8 @@ class Index:
     def whole_documents(self, hashes: Hashes, start: int, limit: int) -> Iterator[Match]:
         """Yields whole documents whose hash matches the tokens from `start` on, longest first.
 
-        The documents have at most `limit` tokens. This method compares only hashes, because `agree`
-        compares the tokens.
+        The documents have at most `limit` tokens. This method compares only hashes. The caller must
+        compare the tokens, by calling `agree`.
         """
         lengths = torch.arange(limit, 0, -1)
         for place, entries in self._hits(hashes(torch.full_like(lengths, start), lengths)):
@@ -153,7 +153,7 @@ class Index:
         return None not in _first_that_agree(tokens, proposed)
 
     def likely_starts(self, hashes: Hashes, total: int, length: int) -> list[int]:
-        """Places where the next `length` tokens, 4 or 16, are the beginning of a document.
+        """Places where the hash of the next `length` tokens, 4 or 16, is in the index.
 
         `total` is the number of tokens. The result is [] if more than total / length places match,
         as in a repetitive text.
@@ -168,7 +168,7 @@ class Index:
     ) -> dict[int, list["_Beginning"]]:
         """For each start, the beginnings whose hashes are in the index, longest first.
 
-        A start is left out if the index has no beginning for this start.
+        A start is left out if the index contains no hash of the tokens from the start on.
         """
         if not starts:
             return {}
@@ -210,10 +210,10 @@ class Index:
     ) -> list[Match]:
         """The candidates, sorted from the longest match to the shortest match.
 
-        Of the documents that are longer than `limit`, one candidate per shard is enough: the
-        document with the longest index entry that was found. If other documents of the shard share
-        this entry but differ before `limit`, the index has longer entries for these documents. The
-        search did not find the longer entries, so none of these documents matches.
+        Of a shard's documents that are longer than `limit`, only the document with the longest
+        index entry that was found is a candidate. Another document that shares this entry but
+        differs from the candidate before `limit` has a longer entry in the index. The search did
+        not find the longer entry, so the other document does not match.
         """
         cut_off, ending = {}, {}
         for length, entry, alone in sorted(hits, key=lambda hit: -hit[0]):
@@ -226,7 +226,7 @@ class Index:
         return [*cut_off.values(), *sorted(ending.values(), key=lambda c: -c.length)]
 
     def _hits(self, wanted: Tensor) -> list[tuple[int, range]]:
-        """Each place in `wanted` whose hash is in the index, with the entries of this hash."""
+        """The position of each hash in `wanted` that is in the index, with its index entries."""
         if not len(self.hashes):
             return []
         low = torch.searchsorted(self.hashes, wanted)

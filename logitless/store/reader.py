@@ -104,11 +104,12 @@ class Store:
         """The targets of a batch. The target at position t describes the token after position t.
 
         A row of the batch holds documents of the store, one after the other, and then padding. Each
-        document is whole or cut off at its end. The slots of padding are masked. `lengths` gives
-        the lengths of the documents in each row: one number per row, or several numbers for packed
-        rows. With `lengths`, all tokens after the last document are padding. Without `lengths`,
-        documents are found one by one, and padding must repeat a single token. A row of negative
-        ids consists only of padding. Raises KeyError if tokens match no document of the store.
+        document is whole or cut off at its end. All slots of padding tokens are masked. `lengths`
+        gives the lengths of the documents in each row: one number per row, or several numbers for
+        packed rows. With `lengths`, all tokens after the last document are padding. Without
+        `lengths`, documents are found one by one, and padding must repeat a single token. A row of
+        negative ids consists only of padding. Raises KeyError if tokens match no document of the
+        store.
         """
         checks.input_ids(input_ids)
         flat = input_ids.detach().to("cpu", torch.int64).reshape(-1).contiguous()
@@ -129,7 +130,7 @@ class Store:
         return verify(self)
 
     def _of_lengths(self, flat: Tensor, lengths: list[list[int]], width: int) -> list["Span"]:
-        """Finds the spans of a batch whose documents have known lengths, in one lookup."""
+        """Finds the rows of a batch in the store by one lookup, because the lengths are known."""
         starts, limits = [], []
         for row, of_row in enumerate(lengths):
             starts += list(accumulate(of_row, initial=row * width))[:-1]
@@ -142,15 +143,15 @@ class Store:
         return _with_padding(starts, matches, len(flat))
 
     def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
-        """Finds the spans of a batch.
+        """Finds the rows of a batch in the store, if the lengths of the documents are not known.
 
-        The documents of a row are found in order, for all rows at once. The first lookup contains
-        the starts of rows and other likely starts. Later lookups contain the ends of the documents
-        that were found, and less likely starts.
+        The documents of a row are found in order, for all rows at once. The first lookup searches
+        for documents at the starts of rows and at other likely starts. Later lookups search at the
+        ends of the documents that were found, and at less likely starts.
         """
         hashes = Hashes(flat)
         known: dict[int, Match | None] = {}
-        ends = [row * width for row in range(rows)]  # ends of the documents that were found
+        ends = [row * width for row in range(rows)]  # end of the documents found so far, per row
         found: list[list[Match]] = [[] for _ in range(rows)]
         wanted, turn = {*ends, *self.index.likely_starts(hashes, len(flat), LIKELY[0])}, 0
         while wanted:
@@ -189,7 +190,7 @@ class Store:
         rest = flat[at:end]
         is_padding = bool((rest == rest[0]).all()) and (at > begin or int(rest[0]) < 0)
         if not is_padding or (len(rest) == 1 and int(rest[0]) >= 0):
-            # A single last token may be padding, or the last token of another document.
+            # A single last token can be padding, or the last token of another document.
             matches = self._other_reading(flat, hashes, begin, end) or matches
             if not is_padding and sum(match.length for match in matches) == at - begin:
                 raise checks.unknown_document(flat[begin:end], row, at - begin, None)
@@ -220,7 +221,7 @@ class Store:
         return matches if self.index.agree(flat, begin, matches) else []
 
     def _options(self, flat: Tensor, hashes: Hashes, at: int, end: int) -> Iterator[Match]:
-        """All documents that may match the tokens from `at` on, the longest document first."""
+        """Yields documents whose hashes match the tokens from `at` on, longest document first."""
         if at < end:
             longest = self.index.match(flat, hashes, [at], [end - at], whole=True)[0]
             yield from [] if longest is None else [longest]

@@ -1,13 +1,14 @@
 """Encodes targets as the columns of a shard, and decodes columns into targets.
 
-store/format.py describes the columns. With `values="u8"`, each row has its own unit, in nats. The
-log-probability of a slot is stored as its distance below the row's `top`. Distances of up to NEAR
-units are rounded to whole units. Above NEAR units, the distance grows by a factor of 2^0.4, about a
-third, from one code to the next. So slots with almost no probability do not make the unit larger.
+store/format.py describes the columns. The log-probability of a slot is stored as its distance below
+the row's `top`. With `values="u8"`, distances are measured in units, and each row has its own unit,
+in nats. Distances of up to NEAR units are rounded to whole units. Beyond NEAR units, the distance
+grows by a factor of 2^0.4, about 1.32, from one code to the next. So slots with almost no
+probability do not require a larger unit.
 
-Rounding keeps the mass of a row, because `top` is chosen so that the rounded probabilities have the
-same sum. The remaining error is in the ratios between probabilities, and is of second order in the
-row's unit.
+Rounding keeps the sum of a row's probabilities, because `top` is chosen so that the rounded
+probabilities have the same sum. Only the ratios between probabilities change, and the KL divergence
+is of second order in the row's unit.
 """
 
 import functools
@@ -27,21 +28,21 @@ from .format import Header, pack, unpack, widths
 CODES = 253  # the largest code of a positive probability
 ZERO, EMPTY = 254, 255
 NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - NEAR))) units
-PER_OCTAVE, LOWEST = 32, -288  # units are 2^((0 + LOWEST) / 32), ..., 2^((255 + LOWEST) / 32)
-TRIED = 8  # number of units that are tried per row, in steps of 2 %
-AT_ONCE = 1 << 16  # one pass tries as many units as fit into a tensor of this number of elements
-FAR_MASS = 2.0**-17  # largest fraction of a row's mass that may be in slots beyond NEAR units
-NEGLIGIBLE = 2.0**-20  # divergence in nats up to which no other units are tried
+PER_OCTAVE, LOWEST = 32, -288  # a unit is 2^((s + LOWEST) / 32) nats; s is from 0 to 255
+TRIED = 8  # number of further units that are tried per row, each 2 % larger than the last
+AT_ONCE = 1 << 16  # one pass tries several units if its tensor has at most this many elements
+FAR_MASS = 2.0**-17  # a tried unit leaves at most this fraction of the mass beyond NEAR units
+NEGLIGIBLE = 2.0**-20  # divergence in nats up to which a row uses its first unit
 
 Table = dict[str, Tensor]  # one tensor per column; all columns have the same rows
 Pieces = Mapping[str, Sequence[Any]]  # the bytes of a column, in one or several parts
 
 
 def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Table:
-    """Encodes targets (T,) on the device of the targets.
+    """Encodes targets of shape (T,), on the device of the targets.
 
-    `sorted_` may be true only if the slots are sorted, as `capture_topk` returns them. If `sorted_`
-    is true, the host does not wait for the device.
+    Pass `sorted_=True` only if the slots are sorted by probability, as `capture_topk` returns them.
+    Then the host does not wait for the device, because the order is not checked.
     """
     ids, logprobs, valid = _ordered(targets, header.k, sorted_)
     top, logprobs = logprobs[:, 0], logprobs.masked_fill(~valid, -torch.inf)
@@ -64,7 +65,7 @@ def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Ta
 def _ordered(targets: SparseTargets, k: int, sorted_: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Sorts slots by probability.
 
-    Returns ids, log-probabilities and a mask of valid slots, (T, k).
+    Returns ids, log-probabilities and a mask of valid slots, each of shape (T, k).
     """
     ids, logprobs = targets.ids.long(), targets.logprobs.detach().float()
     valid = torch.ones_like(ids, dtype=torch.bool) if targets.mask is None else targets.mask != 0
@@ -91,12 +92,13 @@ def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
     """Returns 8-bit codes, and the distances below `top` that the codes mean.
 
-    The first unit of a row is the smallest unit for which all slots are within NEAR units. The row
-    uses this unit if the divergence of the decoded row is at most NEGLIGIBLE. If the divergence is
-    larger, TRIED other units are tried too, and the row uses the unit with the smallest divergence.
-    The smallest of the TRIED units may leave the least probable slots beyond NEAR units, if the
-    total mass of these slots is at most FAR_MASS. Trying several units helps, because most of a
-    row's mass is in a few slots, and some units round all of these slots well.
+    The first unit of a row is the smallest unit for which all slots are at most NEAR units below
+    `top`. The row uses the first unit if the divergence of the decoded row is at most NEGLIGIBLE.
+    If the divergence is larger, the row uses the unit with the smallest divergence among the first
+    unit and TRIED other units. The smallest of the TRIED units can leave the least probable slots
+    beyond NEAR units, if the total mass of these slots is at most FAR_MASS. Trying several units
+    helps, because most of a row's mass is in a few slots, and some units round all of these slots
+    well.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
     beyond = p.flip(-1).cumsum(-1).flip(-1) <= FAR_MASS
@@ -113,12 +115,13 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 
 
 def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
-    """The divergence KL(p ‖ p̂), (T, n), of rows p (T, K) and the rows p̂ decoded with n units."""
+    """Returns KL(p ‖ p̂) of shape (T, n). Here p̂ is a row p after rounding with one of n units."""
     below, p = below[:, None], p[:, None]
     off = below - _codes(below, _unit(steps)[..., None])[1]
-    # The decoded row is log p̂ = log p + off - log Σ p e^off. `off` is limited to 80, so that e^off
-    # does not overflow. Limiting `off` does not change the choice of a unit, because `off` is above
-    # 80 only if p is 0 or if all other units have a smaller error.
+    # With the rounding errors `off` of the distances, the decoded row is log p̂ = log p + off - log
+    # Σ p e^off. `off` is limited to 80, so that e^off does not overflow. Limiting `off` does not
+    # change the choice of a unit, because `off` is above 80 only if p is 0 or if all other units
+    # have a smaller error.
     return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
 
 
@@ -136,7 +139,7 @@ def _unit(step: Tensor) -> Tensor:
 
 
 def decoded(table: Table, header: Header) -> SparseTargets:
-    """Decodes a table of rows into targets (T,) on the CPU."""
+    """Decodes a table of T rows into targets of shape (T,) on the CPU."""
     decoding = Decoding(len(table["top"]), header)
     decoding.add(table)
     return decoding.targets()
@@ -253,7 +256,7 @@ def table_of(pieces: Pieces, header: Header) -> Table:
 
 
 def tensor_of(data: Any, rows: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor of `rows` rows in the memory of `data`."""
+    """A tensor of `rows` rows that shares the memory of `data`."""
     if not len(data):
         return torch.empty((rows, *shape), dtype=dtype)
     column = torch.frombuffer(data, dtype=dtype)

@@ -1,4 +1,7 @@
-"""Checks of an inference server's output. Errors read `<field> must <rule>, got <value>.`"""
+"""Checks of an inference server's output.
+
+Error messages have the form `<field> must <rule>, got <value>.`
+"""
 
 import math
 from typing import Any, NoReturn

@@ -1,4 +1,6 @@
-"""Writes and reads shards. A shard is a file of finished documents that never changes.
+"""Writes and reads shards.
+
+A shard is a file of documents. A shard never changes after it is written.
 
 store/format.py describes the columns of the file. store/blocks.py reads the bytes of the file, and
 targets/safetensors.py reads the header.
@@ -86,7 +88,7 @@ class Shard:
             for n, piece in zip(counts, pieces[i * len(spans) :], strict=False):
                 parts.append(piece)
                 if missing := n * width // 8 - len(piece):
-                    # The last tokens of a shard are padded to a multiple of eight tokens.
+                    # At the end of a shard, zeros pad the tokens to a multiple of eight tokens.
                     parts.append(bytes(missing))
             data = parts[0] if len(parts) == 1 else bytearray().join(parts)
             columns[width] = tensor_of(data, -1, dtype or torch.uint8, ())
@@ -97,7 +99,7 @@ class Shard:
         return tokens, first
 
     def pieces_of(self, spans: Sequence[Span]) -> Pieces:
-        """The bytes of several spans of rows, column by column, encoded as in version 2."""
+        """The bytes of several spans of rows, column by column, in the format of version 2."""
         sizes, ranges = self.header.sizes(), []
         for name, size in sizes.items():
             begin = self.entries[name].begin
@@ -132,7 +134,7 @@ class Shard:
     def index(self) -> tuple[Tensor, Tensor]:
         """Returns the columns index.hash and index.doc.
 
-        For a shard of version 1, the columns are computed from the tokens.
+        For a shard of version 1, both index columns are computed from the tokens.
         """
         if self.version == VERSION:
             return self.column("index.hash"), self.column("index.doc")
@@ -164,8 +166,9 @@ def write_shard(
         "format": FORMAT, "version": VERSION, "header": header.to_json(),
         "sha256": digest_of(columns),
     }  # fmt: skip
-    # `safetensors.write` sorts the columns in the same way, widest dtype first. The sort is stable,
-    # so the column `crc` of dtype uint8 stays last.
+    # The columns are sorted as `safetensors.write` sorts them, widest dtype first, because
+    # checksums depend on the order of the columns. The sort is stable, so the column `crc`, which
+    # has dtype uint8 and is added last, stays last.
     columns = dict(sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize))
     columns["crc"] = checksums(columns.values())
     safetensors.write(path, columns, metadata, durable=True)
@@ -185,7 +188,7 @@ def _wanted(
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The expected dtype and shape of every column of a shard.
 
-    The numbers of documents, tokens and index entries are taken from `entries`.
+    The numbers of documents, tokens and index entries are taken from the shapes in `entries`.
     """
 
     def length(name: str) -> int:

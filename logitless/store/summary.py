@@ -21,8 +21,8 @@ class Summary:
     """Statistics over the rows of a sample, except rows without slots."""
 
     rows: int
-    covered: Tensor  # (K,), mean mass of the 1, 2, ..., K most probable tokens
-    entropy: Tensor  # (rows,), a lower bound in nats; the tail counts as one token
+    covered: Tensor  # K numbers: mean mass of the 1, 2, ..., K most probable tokens
+    entropy: Tensor  # a lower bound per row, in nats; the tail counts as one token
     rank: Tensor  # rank of each next token among the slots, from 0; K if no slot has the token
 
     def within(self, k: int) -> float:

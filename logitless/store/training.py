@@ -20,7 +20,7 @@ from .reader import Store
 
 
 class DistillLosses(NamedTuple):
-    """The result of `distill_loss`. Without parts=True, ce and kd are None."""
+    """The result of `distill_loss`. `ce` and `kd` are None, except with parts=True."""
 
     loss: Tensor
     ce: Tensor | None = None
@@ -41,13 +41,14 @@ def distill_loss(
 ) -> DistillLosses:
     """Returns (ce_weight · cross-entropy + kd_weight · divergence from the teacher).
 
-    `logits` (B, T, V) of a causal model are a tensor, a head or the output of a fused model.
-    `labels` (B, T) are not shifted, as in Transformers. The logits at position t are compared with
-    labels[:, t + 1]. Labels of -100 do not count. `targets` (B, T) come from `Store.targets_for`.
-    The loss is the mean over the tokens that count. With num_items, the loss is the sum divided by
-    num_items. parts=True also returns the cross-entropy and the divergence, for logging, and reads
-    the logits once more. Other options are passed to `topk_distill`. The options `divergence` and
-    `support` have no default.
+    `logits`, of shape (B, T, V), are a tensor, a `LinearLogits` or the output of a fused causal
+    model. `labels`, of shape (B, T), must not be shifted, because the logits at position t are
+    compared with labels[:, t + 1]. Tokens with the label -100 are ignored. `targets` come from
+    `Store.targets_for`, and have the shape of `labels`. The loss is the mean over the tokens that
+    are not ignored. With num_items, the loss is the sum over these tokens, divided by num_items.
+    With parts=True, the cross-entropy and the divergence are returned too, for logging, and the
+    logits are read once more. Other options are passed to `topk_distill`. The options `divergence`
+    and `support` must be passed.
 
     >>> targets = store.targets_for(input_ids)
     >>> options = {"divergence": "forward_kl", "support": "tail"}
@@ -71,7 +72,7 @@ def distill_loss(
 
 @on_cpu
 def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
-    """The targets of a batch with input_ids (B, T).
+    """The targets of a batch whose input_ids have the shape (B, T).
 
     Tokens whose attention_mask is 0 are padding, on either side of a row. A document begins where
     position_ids are 0. Without position_ids, `targets_for` finds where the documents of a row
@@ -79,7 +80,7 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
     """
     ids = batch["input_ids"]
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if mask is not None and mask.shape != ids.shape:  # a mask (B, 1, T, T) does not mark padding
+    if mask is not None and mask.shape != ids.shape:  # a 4-dimensional mask does not mark padding
         mask = None
     is_token = torch.ones(ids.shape, dtype=torch.bool) if mask is None else mask.cpu() != 0
     order = torch.sort(~is_token, dim=-1, stable=True).indices  # places padding last

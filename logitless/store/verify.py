@@ -18,7 +18,7 @@ from .shard import Shard
 
 ROWS = 8192  # number of rows that are decoded at once
 OFFSETS = (-1, 0, 1)
-CERTAIN = 5.0  # another offset must be better by this number of standard errors
+CERTAIN = 5.0  # rows count as shifted if another offset is better by so many standard errors
 MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))  # the same tolerance as in SparseTargets
 
 
@@ -93,9 +93,9 @@ class _Shift:
 
 
 def verify(store: Any, progress: Any = None) -> Report:
-    """Checks the checksums, ids, masses and alignment of all rows.
+    """Checks the checksums, ids and masses of all rows, and tests whether rows are shifted.
 
-    After every ROWS rows, `progress` is called with the number of tokens that were read.
+    After every ROWS rows, `progress` is called with the number of tokens of these rows.
     """
     report, shift = Report(len(store), store.tokens), _Shift()
     for shard in store.shards:

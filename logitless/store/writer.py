@@ -41,14 +41,14 @@ class Writer:
     """Appends documents to a store. The store is created if it does not exist.
 
     After `add` returns, the document is not lost if the process is killed, because the next writer
-    recovers the document. Readers find the document after its shard is full, after `flush`, or
-    after the end of the `with` block. As soon as readers find a document, the document also
-    survives a loss of power. Adding a document again does nothing, so the same command resumes a
-    run that was killed.
+    with the same `part` recovers the document. Readers find the document after its shard is full,
+    after `flush`, or after the end of the `with` block. As soon as readers find a document, the
+    document also survives a loss of power. Adding a document again does nothing, so the same
+    command resumes a run that was killed.
 
-    Several processes may write to one store at the same time, each with its own `part`. The default
+    Several processes can write to one store at the same time, each with its own `part`. The default
     of `part` is the process's RANK, as torchrun sets it. A second writer with the same `part` is
-    refused.
+    refused while the first writer is open.
 
     >>> with Writer("targets", vocab_size=151_936, k=64) as writer:
     ...     writer.add(tokens, capture_topk(teacher(tokens).logits, 64))
@@ -123,8 +123,8 @@ class Writer:
     def add(self, tokens: Any, targets: SparseTargets) -> bool:
         """Adds a document of T token ids and T rows. Row i describes the token after tokens[i].
 
-        Returns False if the store has the document already. `targets` may have fewer slots than the
-        store.
+        Returns False if the store has the document already. `targets` can have fewer slots per row
+        than the store.
         """
         checks.is_open(self.closed, self.lock.is_mine)
         tokens = checks.tokens(tokens, self.header.vocab_size)
@@ -143,9 +143,10 @@ class Writer:
     def extend(self, tokens: Any, starts: Sequence[int], targets: SparseTargets) -> int:
         """Adds several documents at once, which is faster than `add` for short documents.
 
-        `tokens` and `targets` hold all documents, one after the other. `starts` holds the place of
-        each document's first token, followed by the number of all tokens. Returns the number of
-        documents that were added. If a document is refused, no document is added.
+        `tokens` and `targets` hold all documents, one after the other. `starts` lists the position
+        of each document's first token in `tokens`, and then the total number of tokens. Returns the
+        number of documents that were added. If any document is invalid, an error is raised and no
+        document is added.
         """
         checks.is_open(self.closed, self.lock.is_mine)
         tokens = checks.tokens(tokens, self.header.vocab_size)
@@ -232,7 +233,8 @@ class Writer:
     def close(self) -> None:
         """Flushes the writer, and releases its lock even if the flush fails.
 
-        In a forked process, `close` writes nothing, because the parent process has the documents.
+        In a forked process, `close` writes nothing, because the parent process writes the
+        documents.
         """
         if self.closed:
             return
@@ -258,7 +260,8 @@ class Writer:
         try:
             self.close()
         except OSError:
-            # An earlier `error` is more important, because the journal still has the documents.
+            # If the `with` block raised an error, this error is raised instead of the OSError,
+            # because the journal still has the documents.
             if error is None:
                 raise
 

@@ -2,8 +2,8 @@
 
 The contenders are logitless, PyTorch eager, torch.compile, and other libraries if they can be
 imported. The values and gradients of every contender are compared with fp64 before any time is
-measured. On a GPU, each time is compared with the time of a memory copy or of GEMMs, measured in
-the same run. On a CPU, each time is compared with PyTorch's time.
+measured. On a GPU, a contender's time is compared with the time of a memory copy or of GEMMs, which
+is measured in the same run. On a CPU, a contender's time is compared with PyTorch's time.
 
     logitless bench                                  all cases: logits, teachers, heads
     logitless bench --family heads                   losses over a head only
@@ -11,8 +11,8 @@ the same run. On a CPU, each time is compared with PyTorch's time.
     logitless bench --against eager --against liger  logitless beside these two only
     logitless bench --from-json FILE                 report and plots of a stored result
 
-A family of cases that takes long can be run in several parts. All parts must have the same commit
-and the same kind of machine. The parts are joined into one result:
+A family of cases that takes long can be run in several parts. All parts must be run at the same
+commit and on the same kind of machine. The command joins the results of all parts:
 
     logitless bench --family heads --minutes 8       writes a first part and prints its FILE
     logitless bench --family heads --resume FILE     runs the missing cases; reports all cases
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
     """Runs the cases for which `stored` has no correct result.
 
-    Returns one document of all results.
+    Returns a dictionary with the stored results and the new results.
     """
     end, device = time.monotonic() + 60 * args.minutes, chosen_device(args.device)
     filters = {"families": args.family, "ops": args.op, "shapes": args.shape, "dtypes": args.dtype}
@@ -110,16 +110,15 @@ def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
         while left and (not rows or time.monotonic() < end):
             name, case = next(iter(left.items()))
             advance(0, name)
-            # A loss over a head gets five times the budget of other losses. One call of a loss over
-            # a head takes tens of milliseconds, and the GPU's clock rate becomes stable only in a
-            # longer run.
+            # A loss over a head is timed five times as long as other losses, because one call takes
+            # tens of milliseconds, and the GPU's clock rate becomes stable only in a longer run.
             longer = 5 if case.family == "heads" else 1
             rows += runner.run_case(left.pop(name), loaded, device, longer * budget)
             advance(1, name)
-    with contextlib.suppress(RuntimeError):  # the GPU may be unusable after a contender's error
+    with contextlib.suppress(RuntimeError):  # a contender's error can leave the GPU unusable
         ceilings.append(clocks.copy_bandwidth(device, budget))
     ceiling = max(ceilings) or None
-    # The targets of stored results are checked again, because this run may have measured a higher
-    # copy bandwidth.
+    # Stored results are compared with their time limits again, because the limits depend on the
+    # copy bandwidth, and this run can have measured a higher copy bandwidth.
     results.judge([*cases.choose(device, quick=args.quick), *chosen], rows, ceiling)
     return document | {"copy_tbps": ceiling, "rows": rows, "left": len(left)}

@@ -31,7 +31,11 @@ MIB = 2**20
 
 
 class Mode:
-    """A mode names the timed passes and the clock. The default clock is device time."""
+    """Names of modes.
+
+    A mode says which passes are timed, and whether device time is replaced by graph replay or wall
+    time.
+    """
 
     FORWARD, BACKWARD = "forward", "forward + backward"
     INPLACE = "forward + backward, in place"
@@ -47,7 +51,7 @@ class Work:
     op: str
     mode: str
     variant: str = PLAIN
-    shape: str = field(default="", kw_only=True)  # rows×vocab, or rows×width×vocab of a head
+    shape: str = field(default="", kw_only=True)  # rows×vocab; for a head rows×width×vocab
     dtype: str = field(default="", kw_only=True)
 
     @property
@@ -68,8 +72,8 @@ class Case(Work):
 
     - "floor" is the lower bound on the time of the case, as defined at the top of this file.
 
-    - "start + floor" is the lower bound on the time of a small call. With "start + floor", 6 µs are
-      added to the limit, because starting the kernels takes time.
+    - "start + floor" is the same lower bound, for a small call. Our time is allowed to be 6 µs
+      longer, because starting the kernels takes time.
 
     - OUR_PLAIN is the time of our cross_entropy without options.
 
@@ -139,10 +143,10 @@ VARIANTS = [
 TAIL = {"divergence": "forward_kl", "support": "tail"}
 MIXED = TAIL | {"labels": True, "temperature": 2.0, "ce_weight": 0.5, "kd_weight": 0.5}
 RENORM = {"divergence": "forward_kl", "support": "renorm"}
-SMALL_TAIL = TAIL | {"small_tail": True}  # the student's tail is as small as the teacher's
+SMALL_TAIL = TAIL | {"small_tail": True}  # the student's tail has almost no mass
 DISTILL = partial(TEACHERS, "topk_distill", BOTH, passes=3, alone=True)
 CAPTURE = partial(TEACHERS, "capture_topk", FORWARD, passes=1, compiled=False)
-SPARSE = [  # the targets of topk_distill refer to the time of our cross_entropy
+SPARSE = [  # with a tail, the target of topk_distill is a multiple of the time of cross_entropy
     LOGITS("cross_entropy", BOTH, passes=3, alone=True),
     DISTILL("tail, K=64", TAIL, {OUR_PLAIN: 1.10}, alone=False),
     DISTILL("tail and cross_entropy, K=64", MIXED, {OUR_PLAIN: 1.25}),
@@ -154,7 +158,7 @@ SPARSE = [  # the targets of topk_distill refer to the time of our cross_entropy
     CAPTURE("K=8", {"k": 8}, alone=True),
     CAPTURE("K=256", {"k": 256}, alone=True),
 ]
-GATHERED = [  # gathered_kl reads the student, reads the teacher and writes the gradient: 3 passes
+GATHERED = [  # 3 passes: gathered_kl reads the student and the teacher, and writes the gradient
     TEACHERS("gathered_kl", WALL, targets={EAGER: 1.0}),
     TEACHERS("gathered_kl", Mode.REPLAY_BOTH, PLAIN, {}, {"start + floor": 4.0}, 3, compiled=False),
 ]
@@ -165,7 +169,7 @@ PAIRS = [
     TEACHERS("soft_cross_entropy", BOTH),
 ]
 ROOMY = {"floor": 1.25}
-LIGER = {"liger": 1.0}  # if the workspace is as large as Liger's memory, our target is Liger's time
+LIGER = {"liger": 1.0}  # for a workspace as large as Liger's memory, our limit is Liger's time
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
@@ -197,7 +201,7 @@ SHAPES = (  # rows of the last two shapes are not 16-byte aligned
 FEW_SHAPES = "1×128256 bf16, 2×129920 fp32, 16×128256 bf16, 128×128256 bf16"
 LARGE, LARGE_HEAD = "8192×128256 bf16", "8192×4096×128256 bf16"
 CPU, CPU_HEAD = "128×50257 fp32", "256×512×32000 fp32"
-GROUPS = (  # family, cases, shapes on a GPU, shapes on a CPU, the argument `kinds` of `suits`
+GROUPS = (  # a group is: family, cases, shapes on a GPU, shapes on a CPU, `kinds` for `suits`
     ("logits", STREAM, SHAPES, f"{CPU}, 128×50257 bf16", ("many",)),
     ("logits", ON_CPU, "", "512×128256 fp32", ()),
     ("logits", FEW, FEW_SHAPES, "", ("few",)),
@@ -235,7 +239,8 @@ def suits(shape: str, family: str, kinds: tuple[str, ...], device: str) -> bool:
     """Whether a shape given by --shape fits a group of cases.
 
     Shapes of heads have three dimensions, and other shapes have two dimensions. `kinds` contains
-    "few" if the group accepts few rows, and "many" if the group accepts many rows.
+    "few" if the group accepts shapes of at most FEW_ROWS rows on a GPU, and "many" if the group
+    accepts all other shapes.
     """
     rows, *width, _ = map(int, shape.split("×"))
     kind = "few" if device == "cuda" and rows <= FEW_ROWS else "many"

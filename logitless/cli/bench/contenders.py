@@ -23,7 +23,7 @@ from ..formulas import BY_ROW, IGNORED, Inputs
 from ..report import short
 from .cases import COMPILED, DTYPES, EAGER, OURS, Case, Mode
 
-OF_A_HEAD = ("workspace", "logits_dtype", "accumulate")  # options of LinearLogits, not of the op
+OF_A_HEAD = ("workspace", "logits_dtype", "accumulate")  # options of LinearLogits, not of the loss
 Finder = Callable[[Case], Callable | None]
 
 
@@ -47,7 +47,7 @@ def inputs(case: Case, device: str) -> Inputs:
         small_tail, labels = options.pop("small_tail", False), options.pop("labels", False)
         sparse = sparse_teacher(N, V, min(options.pop("K", 64), V // 2), device)
         rows = (*sparse, target) if labels else sparse
-        if small_tail:  # makes the student's mass outside the ids as small as the teacher's
+        if small_tail:  # leaves the student almost no mass outside the ids
             leaves[0].scatter_(1, rows[0], 20.0)
     elif case.op == "capture_topk":
         rows = ()
@@ -149,7 +149,8 @@ def fla(module) -> dict:
 def both_ways(loss) -> dict:
     """Returns an op that keeps the logits, and an op that overwrites the logits in backward.
 
-    `loss` is a class whose instances can be called. For a function f, pass partial(partial, f).
+    `loss(**options)` must return an op. A loss class can be passed as it is. For a function f, pass
+    partial(partial, f).
     """
     return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
 

@@ -24,7 +24,7 @@ LEAST_WIDTH = 4  # smallest width of a group, in widths of a bar, so that the gr
 
 
 class Bar(NamedTuple):
-    """One bar of a plot. A bar of logitless may have a dashed line at the height `limit`."""
+    """One bar of a plot. If `limit` is not None, a dashed line is drawn at this height."""
 
     panel: str
     group: str
@@ -113,7 +113,7 @@ def draw(bars: list[Bar], title: str, line: str | None, path: Path) -> None:
 
     `line` is the legend's text for the dashed lines.
     """
-    from matplotlib.figure import Figure  # pyplot would need a display and global state
+    from matplotlib.figure import Figure  # avoids the display and global state of pyplot
 
     panels = list(dict.fromkeys(bar.panel for bar in bars))
     present = dict.fromkeys(bar.name for bar in bars)
@@ -145,7 +145,7 @@ def draw(bars: list[Bar], title: str, line: str | None, path: Path) -> None:
 def draw_groups(axis, bars: list[Bar], names: list[str], colors: dict, handles: dict) -> float:
     """Draws the groups of one panel side by side, and returns the right end of the last group."""
     at, ticks, highest = 0.0, {}, max(bar.value for bar in bars)
-    crowded = len(bars) > 30 and highest >= 1000  # numbers would be wider than their bars
+    crowded = len(bars) > 30 and highest >= 1000  # horizontal numbers would be wider than bars
     for group in dict.fromkeys(bar.group for bar in bars):
         members = sorted((b for b in bars if b.group == group), key=lambda b: names.index(b.name))
         width = max(len(members), LEAST_WIDTH)

@@ -17,7 +17,7 @@ from .cases import EAGER, OUR_PLAIN, OURS, PLAIN, Case, Mode, Work
 from .contenders import NAMES
 
 OVERWRITES, SYNCHRONISES = "overwrites its input", "synchronises with the host"
-KERNEL_START_MS = 0.006  # milliseconds that a small call may take beyond the floor
+KERNEL_START_MS = 0.006  # milliseconds that "start + floor" adds to the time limit
 Times = dict[tuple[str, str], float]  # maps (contender, name of a case) to milliseconds
 
 
@@ -35,7 +35,7 @@ class Result(Work):
     ms: float | None = None
     extra_mib: float | None = None  # peak memory beyond the inputs
     spare_mib: float | None = None  # peak memory beyond the inputs and the gradients
-    # `judge` sets the following fields after all cases, when the copy bandwidth is known.
+    # `judge` sets the following fields after all cases have run, when the copy bandwidth is known.
     eager_x: float | None = None  # the contender's time divided by PyTorch's time
     floor_ms: float | None = None
     tbps: float | None = None
@@ -94,7 +94,7 @@ def joined(first: dict, *others: dict) -> dict:
 
 
 def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None) -> None:
-    """Sets the fields of results that depend on other results, and checks our targets."""
+    """Sets the fields that depend on other results, and checks the targets of logitless."""
     times = {(r.contender, r.name): r.ms for r in results if r.ms}
     named = {case.name: case for case in cases}
     for r, case in ((r, named[r.name]) for r in results if r.name in named):
@@ -111,8 +111,8 @@ def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None)
 def check_targets(case: Case, r: Result, times: Times) -> None:
     """Sets the fields `target`, `limit_ms` and `reached` of a result of logitless.
 
-    If a case has several limits on the time, our time must be within the strictest limit. A limit
-    is ignored if its reference was not measured.
+    If a case has several time limits, our time must be within the shortest limit. A time limit that
+    is a multiple of an unmeasured time is ignored.
     """
     limits = [limit(case, of, factor, r.floor_ms, times) for of, factor in case.targets.items()]
     r.limit_ms = min((ms for _, ms in limits if ms is not None), default=None)
@@ -127,12 +127,12 @@ def check_targets(case: Case, r: Result, times: Times) -> None:
 
 
 def limit(case: Case, of: str, factor: float, floor: float | None, times: Times):
-    """Returns a target as text, and the limit of the target in milliseconds.
+    """Returns the text of a target, and the time limit of the target in milliseconds.
 
-    The limit is `factor` times the time of a reference. `of` names the reference, as the docstring
-    of Case explains. The reference "start + floor" adds 6 µs to the limit. If `of` names several
-    contenders, the time of the fastest contender is used. If the reference was not measured, the
-    limit is None.
+    The time limit is `factor` times the time of a reference. `of` names the reference, as the
+    docstring of Case explains. The reference "start + floor" adds 6 µs to the time limit. If `of`
+    names several contenders, the reference is the fastest contender. If the reference was not
+    measured, the time limit is None.
     """
     plain, start = replace(case, variant=PLAIN), KERNEL_START_MS if of == "start + floor" else 0.0
     if "floor" in of:

@@ -34,12 +34,15 @@ class Entry:
         self.result = blank(case, name)
 
     def attempt(self, step: Callable, argument, when: str = "") -> None:
-        """Runs one step. If the step raises, the error is stored as the contender's result."""
+        """Calls `step(argument)`.
+
+        If the call raises, the error is stored as the contender's result.
+        """
         try:
             step(argument)
         except Exception as error:
             self.result.status, self.result.note = "failed", f"{when}{short(error)}"
-        torch.cuda.empty_cache()  # the next contender may need the cached memory
+        torch.cuda.empty_cache()  # the next contender can need the cached memory
 
     def examine(self, checked: bool) -> None:
         """Checks the values and gradients, and measures the memory."""
@@ -92,8 +95,8 @@ class Entry:
     def clock(self, budget: float) -> None:
         """Times the op on a GPU, with the clock that the mode of the case requires."""
         if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
-            # REPLAY_BOTH is timed with a warm cache, because logits that were just gathered are
-            # cached.
+            # REPLAY_BOTH is timed with the logits in the L2 cache, because in real use the logits
+            # were gathered just before and are still in the cache.
             cold = self.case.mode == Mode.REPLAY
             x = self.leaves[0]
             ms = clocks.graph_time(lambda y: self.run(self.fresh((y,))), x, budget, cold=cold)
@@ -132,7 +135,8 @@ def run_case(
     around = [measure()] if case.yardstick and checked and ready else []
     for entry in ready:
         entry.attempt(entry.clock, budget, "while timed: ")
-        # The yardstick is timed before and after the first contender, because GPU clocks drift.
+        # The yardstick, whose time is the floor of the case, is timed before and after the first
+        # contender, because GPU clocks drift.
         if len(around) == 1:
             around.append(measure())
     if not around:

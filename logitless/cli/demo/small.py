@@ -28,11 +28,11 @@ NOT_SOURCES = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 MAX_CHARS = 12_000_000
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Batch = tuple[Tensor, Tensor]  # tokens (batch, context), and their next tokens (batch, context)
+Batch = tuple[Tensor, Tensor]  # tokens and next tokens, each of shape (batch, context)
 
 
 class Scale(NamedTuple):
-    """Sizes of a model and of its batches. Models of SCALES train in about a minute."""
+    """Sizes of a model and of its batches. A model of a size in SCALES trains in about a minute."""
 
     batch: int
     context: int
@@ -107,16 +107,16 @@ class Transformer(nn.Module):
             for _ in range(scale.layers)
         )
         self.norm = nn.LayerNorm(scale.width)
-        # The initial logits have unit variance. The factor `gain` gives the embedded tokens unit
-        # variance. With other variances, training would amplify rounding errors so much that two
-        # correct implementations of a loss would have different loss curves.
+        # The initial logits have unit variance. Multiplied by `self.gain`, the embedded tokens have
+        # unit variance too. With other variances, training would amplify rounding errors so much
+        # that two correct implementations of a loss would have different loss curves.
         self.gain = scale.width**0.5
         nn.init.normal_(self.token.weight, std=1 / self.gain)
         self.head = nn.Linear(scale.width, vocab, bias=False, device="meta")
         self.head.weight = self.token.weight
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """Maps tokens (batch, context) to hidden states (batch, context, width)."""
+        """Maps tokens of shape (batch, context) to hidden states (batch, context, width)."""
         context = tokens.shape[1]
         causal = nn.Transformer.generate_square_subsequent_mask(context, device=tokens.device)
         x = self.gain * self.token(tokens) + self.place[:context]
@@ -125,7 +125,7 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Maps tokens (batch, context) to logits (batch, context, vocabulary)."""
+        """Maps tokens of shape (batch, context) to logits of shape (batch, context, vocabulary)."""
         return self.head(self.hidden(tokens))
 
 

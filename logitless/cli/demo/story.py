@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     """The sizes of the models, the data and the measurements."""
 
     vocab: int
-    k: int  # number of tokens stored per position; the top 64 would have too little mass
+    k: int  # number of tokens stored per position; 64 would have too little probability mass
     teacher: Scale
     student: Scale
     documents: int  # number of documents that the students train on
@@ -186,7 +186,7 @@ def captured(model: Transformer, documents: Tensor, path: Path, plan: Plan) -> d
 
 @torch.no_grad()
 def targets_of(name: str, teacher: Transformer, store: Store, documents: Tensor) -> Any:
-    """The targets of a student for documents (B, T): SparseTargets, whole logits or None."""
+    """A student's targets for documents of shape (B, T): SparseTargets, whole logits or None."""
     if name == STORED:
         return store.targets_for(documents)
     if name == LIVE:
@@ -196,7 +196,7 @@ def targets_of(name: str, teacher: Transformer, store: Store, documents: Tensor)
 
 
 def student_loss(name: str, logits: Any, labels: Tensor, targets: Any) -> Tensor:
-    """The loss of a student, from logits (B, T, V) and unshifted labels (B, T)."""
+    """A student's loss, from logits of shape (B, T, V) and unshifted labels of shape (B, T)."""
     if name in (LIVE, STORED):
         options = {"divergence": "forward_kl", "support": "tail", "ce_weight": CE, "kd_weight": KD}
         return distill_loss(logits, labels, targets, **options).loss
@@ -213,7 +213,7 @@ def train_students(
     students: list[Student], teacher: Transformer, store: Store, documents: Tensor,
     held_out: Tensor, plan: Plan, steps: int, seed: int,
 ) -> None:  # fmt: skip
-    """Trains the students in turns, one step each, so a slow machine slows all students equally."""
+    """Trains the students in turns, one step each, so a slow phase slows all students equally."""
     optimizers = [Optimizer(s.model, plan.student.lr, steps) for s in students]
     for student in students[2:]:
         ll.fuse(student.model, head="head", workspace=WORKSPACE)
