@@ -1,4 +1,4 @@
-"""Losses of torch.nn.functional over lazy logits. Each loss has the dtype that PyTorch returns."""
+"""Losses of torch.nn.functional over lazy logits. Each loss has the dtype of PyTorch's own loss."""
 
 import functools
 import inspect
@@ -79,7 +79,7 @@ def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction,
 
 
 def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
-    """Returns F.cross_entropy with class probabilities. A mean divides by the number of rows."""
+    """F.cross_entropy with class probabilities as target. A mean divides by the number of rows."""
     known = type(probs) is Tensor and probs.shape == z.shape and probs.dtype == z.dtype
     if not known or probs.requires_grad or z.recipe.shard is not None or not probs.numel():
         return NotImplemented

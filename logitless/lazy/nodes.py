@@ -102,7 +102,8 @@ class LazyHead(Node):
             hidden=stored(hidden), weight=weight.detach(),
             bias=None if bias is None else bias.detach(),
         )  # fmt: skip
-        # Logits for inference have no backward, so each use of these logits compares the weight.
+        # Logits for inference have no backward that could set `passed`, so `passed` is true at
+        # once.
         ctx.watch = Watch(detached.weight, passed=inference)
         ctx.module, ctx.shard = head.module, shard
         formula = Direct(head.dtype)
@@ -147,7 +148,7 @@ class Op(NamedTuple):
     # Maps the gradient of the result to the gradient of the argument, for a linear function. If
     # `pull` is None, autograd computes the gradient of the argument.
     pull: Callable[[Tensor], Tensor] | None = None
-    is_view: bool = False  # Whether the result may share the memory of the argument.
+    is_view: bool = False  # Whether the result can share the memory of the argument.
     # The value of `projected` in the LazyGradient that backward returns. If `projects` is None,
     # `projected` is copied from the upstream gradient.
     projects: bool | None = None
@@ -174,7 +175,7 @@ class LazyOp(Node):
         ctx.likes, ctx.back, ctx.op, ctx.anchor = [*map(described, arguments)], back, op, anchor
         first = arguments[0].recipe
         ctx.joint = Joint(op.name, first.watch)
-        same_ranks = recipe.shard is first.shard  # False if the result has other columns
+        same_ranks = recipe.shard is first.shard  # False if the result adds other ranks' columns
         function = op.function if same_ranks else None
         new = arguments[0].derived(recipe, function, arguments, op.is_view)
         if anchor is not None:  # the gradient depends on the values
@@ -252,7 +253,7 @@ class Materialize(Node):
         ctx.set_materialize_grads(False)
         if z.origin.known:
             return z.origin.values().clone()
-        return z.recipe.values().data  # F.linear may return a view that is not writable
+        return z.recipe.values().data  # F.linear can return a view that is not writable
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
