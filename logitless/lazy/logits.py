@@ -131,7 +131,7 @@ class LazyLogits(Deferred, Source):
         return self.read()
 
     def expose(self) -> Tensor:
-        """Returns the values to code that may overwrite them.
+        """Returns the values to code that can overwrite the values.
 
         Later losses read the overwritten values.
         """

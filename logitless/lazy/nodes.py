@@ -297,7 +297,7 @@ class LazyCat(Node):
 
 
 class LazyBias(Node):
-    """The autograd node that adds one number per column to lazy logits, in the head's bias."""
+    """The autograd node that adds one number per column to lazy logits, as a change of the bias."""
 
     @staticmethod
     def forward(ctx, z, bias, recipe, sign):

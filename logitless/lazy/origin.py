@@ -201,7 +201,7 @@ class Origin:
             return values.contiguous()
 
     def expose(self) -> Tensor:
-        """Returns the values to code that may overwrite them, in memory that all views share.
+        """Returns the values in memory that all views share, to code that can change the values.
 
         A view that is not contiguous gets memory of its own, because lazy logits are contiguous.
         """
@@ -222,7 +222,7 @@ class Origin:
 
     @property
     def root(self) -> "Origin":
-        """The first base in the chain of views, or `self` if these logits are not a view."""
+        """The Origin that begins the chain of views, or `self` if these logits are not a view."""
         return self.bases[0].root if self.is_view else self
 
     def register(self) -> None:

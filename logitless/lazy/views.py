@@ -83,7 +83,7 @@ def _columns(z: LazyLogits, columns: slice):
 
 
 def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:
-    """Returns `dim` counted from the front. `new` is the number of dimensions to be added."""
+    """Returns `dim` counted from the front. The operation adds `new` dimensions."""
     size = z.dim() + new
     if not -size <= dim < size:
         raise IndexError(f"dim must be in [{-size}, {size - 1}], got {dim}.")
@@ -267,8 +267,8 @@ def cat(tensors, dim: int = 0):
         return NotImplemented
     dim, recipes = _dim(first, dim), [z.recipe for z in tensors]
     alike = all(_same_head(recipe, recipes[0]) for recipe in recipes)
-    # The weight's gradient, summed over all batches, goes to the first batch only. So all batches
-    # must need the same gradients of weight and bias.
+    # The weight's gradient, summed over all batches, goes to the first batch only. So either all
+    # batches or no batch must need the gradient of the weight, and likewise of the bias.
     alike = alike and all(r.needs[1:] == recipes[0].needs[1:] for r in recipes)
     alike = alike and len({z.requires_grad for z in tensors}) == 1
     ranks = {z.dim() for z in tensors}
