@@ -110,7 +110,7 @@ class DistillTrainer(Trainer):
         return store
 
     def _vocabulary(self) -> int | None:
-        """The size of the student's vocabulary, or None if the model has no known head."""
+        """The size of the student's vocabulary, or None if the student's head is unknown."""
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         return getattr(head, "out_features", None)
 

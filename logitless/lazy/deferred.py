@@ -91,11 +91,11 @@ class Deferred(Tensor):
         return False
 
     def writable_values(self) -> Tensor | None:
-        """The values in the memory that all views share, or None if writing is not possible."""
+        """The values, in memory that all views share, or None if writing is not possible."""
         return None
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Runs instead of an operation that would write to this tensor, and raises by default."""
+        """Replaces an operation that would write to this tensor. The default raises an error."""
         raise RuntimeError(
             f"{self.what} must not be written to by {running(func)}, because {self.unwritable}."
             f" Write to a copy instead: {self.copy}."

@@ -147,7 +147,7 @@ def no_rows(t: Tensor) -> Tensor:
 
 
 def have_same_rows(a: Recipe, b: Recipe) -> bool:
-    """Whether two recipes have the hidden, weight and bias of the same call of a head."""
+    """Whether two recipes hold the same hidden, weight and bias, from one call of a head."""
     if a.watch is not b.watch or a.axis != b.axis or a.shard is not b.shard:
         return False
     return all(map(is_alias, a.head.tensors, b.head.tensors))

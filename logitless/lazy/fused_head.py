@@ -56,7 +56,7 @@ class FusedForward:
     """The forward of a fused head, which calls the head's earlier forward inside `Products`.
 
     `below` is the forward that other code had set on the head earlier. If `below` is None, the
-    forward of the head's class is called. Other code may replace the FusedForward later.
+    forward of the head's class is called. Other code can replace the FusedForward later.
     """
 
     def __init__(self, head: nn.Module, below: Callable | None, guard: Any):

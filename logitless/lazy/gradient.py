@@ -63,8 +63,8 @@ Shares = Mapping[Joint, Fraction]
 class LazyGradient(Deferred):
     """The gradient of lazy logits, stored as the gradients of hidden, weight and bias.
 
-    `of_values` is the gradient of the values, from operations that materialised the logits. `parts`
-    are the gradients of hidden, weight and bias that losses over lazy logits computed. Each
+    `of_values` is the gradient of the values that comes from operations on materialised logits.
+    `parts` are the gradients of hidden, weight and bias that losses over lazy logits computed. Each
     function in `computes` computes the gradient of the values for one loss over lazy logits. An
     operation that reads the gradient, such as `norm`, calls the functions in `computes`. Scaling
     and adding gradients does not call the functions in `computes`.
@@ -142,7 +142,7 @@ class LazyGradient(Deferred):
         vars(self).update(vars(other))
 
     def refuse_shared(self) -> None:
-        """Raises if the gradient is incomplete (see Joint), and so must not be changed."""
+        """Raises if the gradient is incomplete (see Joint), because it must not be changed then."""
         for joint in self.shares:
             raise RuntimeError(
                 f"the gradient of lazy logits that {joint.name} joined must not be changed, because"

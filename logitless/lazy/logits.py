@@ -8,10 +8,11 @@ logits, and returns the same result as for plain logits. Writing to lazy logits 
 logits without gradients (writes.py).
 
 The autograd graph has the usual nodes, for the head, the views and the loss. Only the gradient has
-an unusual type. A loss computes the gradients of hidden and weight, and passes them to its logits
-as a `LazyGradient`. In backward, views and slices re-index the `LazyGradient`, and the head takes
-the gradients of hidden and weight from the `LazyGradient`. So hooks run, DDP and FSDP get the
-output that they expect, and no tensor as large as the logits is ever allocated.
+an unusual type. A loss computes the gradients of hidden and weight, and returns both as a
+`LazyGradient` of its logits. In backward, views and slices re-index the `LazyGradient`, and the
+head takes the gradients of hidden and weight from the `LazyGradient`. Because the nodes are the
+usual ones, hooks run, and DDP and FSDP get the output that they expect. No tensor as large as the
+logits is ever allocated.
 """
 
 import functools
@@ -243,7 +244,7 @@ class LazyLogits(Deferred, Source):
         return None if self.recipe.shard is None else self.recipe.shard.ranks
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Shows the values of logits for inference, if the values are small or in memory."""
+        """Shows the values of logits for inference if the logits are small or already computed."""
         recipe = self.recipe
         small = recipe.inference and recipe.small
         if self.in_memory or (small and not recipe.stale()):

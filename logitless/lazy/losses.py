@@ -52,7 +52,7 @@ def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
 
 
 def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction, **options):
-    """F.cross_entropy or F.nll_loss of lazy values that are not logits.
+    """F.cross_entropy or F.nll_loss of lazy values that are not logits, such as probabilities.
 
     PyTorch's own function runs on some rows at a time.
     """
@@ -139,7 +139,7 @@ def loss_of_values(function: Callable):
 
 
 def _lazy_kl_div(input: Tensor, target: Tensor, log_target: bool):
-    """The sum of F.kl_div, if input and target are lazy results of log_softmax.
+    """Returns F.kl_div with reduction="sum", for lazy results of log_softmax.
 
     Returns NotImplemented if both input and target need a gradient.
     """

@@ -143,7 +143,7 @@ class LazyHead(Node):
 class Op(NamedTuple):
     """An operation on plain logits."""
 
-    function: Callable[..., Tensor]  # Maps the values of the arguments to the values of the result.
+    function: Callable[..., Tensor]  # Maps the values of the arguments to those of the result.
     linear: bool = True  # True if the gradient does not depend on the values.
     # Maps the gradient of the result to the gradient of the argument, for a linear function. If
     # `pull` is None, autograd computes the gradient of the argument.
@@ -162,9 +162,9 @@ class LazyOp(Node):
     """The autograd node of an operation on lazy logits whose result is lazy too.
 
     `back` maps the gradients of the result's hidden, weight and bias to the gradients of the
-    argument's hidden, weight and bias. `op` performs the operation on plain logits. Backward uses
-    `op` if the upstream gradient contains a gradient of the values. All arguments that need a
-    gradient must have the same hidden, weight and bias.
+    argument's hidden, weight and bias. `op` performs the operation on plain logits. Backward
+    differentiates `op` if the upstream gradient contains a gradient of the values. All arguments
+    that need a gradient must have the same hidden, weight and bias.
     """
 
     @staticmethod

@@ -110,7 +110,7 @@ class Origin:
     def __init__(self, cell: Cell):
         self.cell = weakref.ref(cell)
         self.bases: tuple[Origin, ...] = ()
-        self.function: Callable[..., Tensor] | None = None  # computes from the values of `bases`
+        self.function: Callable[..., Tensor] | None = None  # takes the values of `bases`
         self.is_view = False
         self.record: Record | None = None  # None if no node needs the function's graph
         self.views: weakref.WeakSet[Origin] | None = None  # views of these logits (`register`)
@@ -128,7 +128,7 @@ class Origin:
 
     @property
     def reads_exposed(self) -> bool:
-        """Whether these logits are a view of exposed logits, and must be read from memory."""
+        """Whether these logits are a view of `exposed` logits, and must be read from memory."""
         return self.is_view and self.bases[0].exposed
 
     @property
@@ -258,7 +258,7 @@ class Origin:
         return owns
 
     def writable(self) -> Tensor | None:
-        """The values in the memory that all views share, or None if views have their own memory.
+        """The values, in memory that all views share, or None if a view has memory of its own.
 
         If these logits are a view, the returned tensor can be non-contiguous.
         """

@@ -268,7 +268,10 @@ class Recipe:
         return head.replace(columns=self.shard.head_backend(head.hidden, False))
 
     def teacher(self) -> Any:
-        """Returns the logits as a teacher without gradients. `obstacle(None)` must be None."""
+        """Returns the logits as a teacher without gradients.
+
+        The caller must check that `obstacle(None)` is None.
+        """
         if self.shard is None:
             assert self.direct is not None
             return ScaledHead(self.constant_head(), self.direct.pre, self.direct.cap)

@@ -93,11 +93,11 @@ class RowFunction(RowLoss, OfValues):
         return results if isinstance(results, tuple) else (results,)
 
     def pieces(self, x: Tensor) -> "Iterator[tuple[slice, RowFunction]]":
-        """Yields ranges of rows of x (n, V), each with the loss restricted to these rows."""
+        """Yields slices of the rows of x, and for each slice the loss restricted to its rows."""
         size = x.element_size() * max(x.shape[-1], 1)
         step = max(PIECE.get(x.device.type, PIECE_ON_GPU) // size, 1)
         whole: Any = self
-        if self.recipe is not None:  # the heads in `inputs` compute all rows of the chunk
+        if self.recipe is not None:  # the heads in `inputs` run once for all pieces
             inputs = tuple(r._replace(source=r.values()) for r in self.inputs)
             whole = self.replace(recipe=self.recipe.replace(inputs=inputs))
         for start in range(0, len(x), step) if len(x) else (0,):
@@ -158,7 +158,10 @@ class RowFunction(RowLoss, OfValues):
 
 
 def sliced(t: Tensor | None, at: slice) -> Tensor | None:
-    """Returns the rows `at` of t (n, ...). A 0-d tensor holds one number for all rows."""
+    """Returns the rows `at` of t.
+
+    A 0-d tensor is returned unchanged, because it holds one number for all rows.
+    """
     return t if t is None or not t.dim() else t[at]
 
 
