@@ -192,7 +192,7 @@ class Call(NamedTuple):
         try:
             with torch.no_grad():
                 result = self.run(blanks)
-        except Exception:  # the error is raised later, when the values are computed
+        except Exception:  # computing the values raises the error later
             return None
         fits = isinstance(result, Tensor) and result.shape == (0, vocab)
         return result.dtype if fits and not result.is_complex() else None

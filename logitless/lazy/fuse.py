@@ -22,7 +22,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 # GUARD, HOOKS and CALLS are keys in the __dict__ of modules. The hooks are on the model that was
 # fused. The guard is on the fused model, on its head and on the modules between model and head, so
-# that unfuse can start from any of these modules.
+# that `unfuse` can be called on any of these modules.
 GUARD, HOOKS, CALLS = "_logitless_guard", "_logitless_hooks", "_logitless_calls"
 
 

@@ -44,7 +44,7 @@ class Joint:
     """An operation with several lazy logits as arguments, such as torch.cat or a product.
 
     In backward, each argument gets its own LazyGradient. The gradients of weight and bias are sums
-    over all arguments, and only the first LazyGradient holds them. For all operations except
+    over all arguments, and only the first LazyGradient holds these sums. For all operations except
     torch.cat, only the first LazyGradient holds the gradient of hidden. So the LazyGradient of one
     argument is incomplete, and must not be changed. Each of the n LazyGradients of a Joint maps the
     Joint to 1/n in `shares`, which marks the LazyGradient as incomplete. If autograd adds

@@ -7,12 +7,12 @@ functions of lazy logits are lazy too (torch_functions.py). Any other operation 
 logits, and returns the same result as for plain logits. Writing to lazy logits raises, except for
 logits without gradients (writes.py).
 
-The autograd graph has the usual nodes, for the head, the views and the loss. Only the gradient has
-an unusual type. A loss computes the gradients of hidden and weight, and returns both as a
-`LazyGradient` of its logits. In backward, views and slices re-index the `LazyGradient`, and the
-head takes the gradients of hidden and weight from the `LazyGradient`. Because the nodes are the
-usual ones, hooks run, and DDP and FSDP get the output that they expect. No tensor as large as the
-logits is ever allocated.
+The autograd graph has the same nodes as for plain logits, for the head, the views and the loss.
+Only the gradient has an unusual type. A loss computes the gradients of hidden and weight, and
+returns both as a `LazyGradient` of its logits. In backward, views and slices re-index the
+`LazyGradient`, and the head takes the gradients of hidden and weight from the `LazyGradient`.
+Because the autograd graph is the usual graph, hooks run, and DDP and FSDP get the output that they
+expect. No tensor as large as the logits is ever allocated.
 """
 
 import functools

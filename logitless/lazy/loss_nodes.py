@@ -58,7 +58,7 @@ def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
 def of_values(loss: RowLoss, recipe: Recipe) -> tuple[RowLoss, float]:
     """Rewrites a loss over the head's logits as a loss over the values of the lazy logits.
 
-    Returns the new loss, and the factor by which the values are divided before the loss.
+    Returns the new loss, and the number by which the values must be divided before the loss.
     """
     if isinstance(loss, OfValues):
         return loss.of_values(), 1.0

@@ -19,8 +19,8 @@ VARIABLE = "LOGITLESS_WARN_BYTES"
 PLACES = 1000  # the largest number of records; if there are more, the oldest is dropped
 LIMIT = 1 << 30  # the default of LOGITLESS_WARN_BYTES for logits outside of a training forward
 
-# These strings begin the names of the files of logitless, of the files of PyTorch, and of code that
-# PyTorch generates.
+# The names of the files of logitless and PyTorch, and of code that PyTorch generates, begin with
+# these strings.
 INSIDE = (
     f"{Path(__file__).parents[1]}{os.sep}",
     f"{Path(torch.__file__).parent}{os.sep}",

@@ -183,7 +183,7 @@ def getitem(z: LazyLogits, index: Any):
 
 
 def _part(z: LazyLogits, rows: list, last: Any):
-    """Selects rows and columns of logits for inference. Only the selected rows are computed."""
+    """Selects rows and columns of logits for inference, and computes only the selected rows."""
     chosen = _selected(z, rows, last)
     whole = all(isinstance(part, slice) and part == slice(None) for part in rows)
     if chosen is not NotImplemented or whole:
