@@ -142,7 +142,10 @@ class LazyGradient(Deferred):
         vars(self).update(vars(other))
 
     def refuse_shared(self) -> None:
-        """Raises if the gradient is incomplete (see Joint), because it must not be changed then."""
+        """Raises if the gradient is incomplete.
+
+        An incomplete gradient must not be changed (see Joint).
+        """
         for joint in self.shares:
             raise RuntimeError(
                 f"the gradient of lazy logits that {joint.name} joined must not be changed, because"
