@@ -80,7 +80,10 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str):
-    """Imports logitless.hf or logitless.store at first use, because hf needs Transformers."""
+    """Imports `logitless.hf` and `logitless.store` at first use.
+
+    `logitless.hf` cannot be imported without the package transformers.
+    """
     if name in ("hf", "store"):
         return import_module(f"logitless.{name}")
     raise AttributeError(f"module 'logitless' has no attribute {name!r}")

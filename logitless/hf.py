@@ -32,17 +32,17 @@ from .targets.sparse import SparseTargets
 class DistillTrainer(Trainer):
     """A Trainer with the loss (ce_weight · cross-entropy + kd_weight · divergence from a teacher).
 
-    The teacher is either a store (`store`, or the path of a store) or a model (`teacher`). With a
-    store, each sample of the dataset must be a document of the store, or the beginning of a
-    document. With a teacher model, each step captures the model's `k` largest logits per token. The
-    heads of student and teacher are fused, so that no logits are materialised. The arguments
-    `divergence` and `support` are required, and docs/distillation.md explains them. `temperature`
-    applies to student and teacher. With a store, `temperature` must be the temperature at which the
-    store was captured.
+    The teacher is either a model (`teacher`) or a store of captured logits (`store`, a `Store` or
+    its path). With a store, each sample of the dataset must be a document of the store, or the
+    beginning of a document. With a teacher model, each step captures the model's `k` largest logits
+    per token. The heads of student and teacher are fused, so that no logits are materialised. The
+    arguments `divergence` and `support` are required, and docs/distillation.md explains them.
+    `temperature` applies to student and teacher. With a store, `temperature` must be the
+    temperature at which the store was captured.
 
     Training steps log `ce_loss` and `kd_loss`. Evaluations log `eval_ce_loss` and `eval_kd_loss`.
     With `eval_teacher=False`, evaluation computes only the cross-entropy, so that the evaluation
-    dataset may have documents that are not in the store.
+    dataset can contain documents that are not in the store.
 
     >>> DistillTrainer(model, arguments, train_dataset=data, data_collator=collator,
     ...                store="targets", divergence="forward_kl", support="tail").train()
@@ -82,9 +82,9 @@ class DistillTrainer(Trainer):
         if teacher is not None:
             teacher.to(self.args.device).eval().requires_grad_(False)
         self._targets: SparseTargets | None = None
-        # Each list in `_sums` has one tensor per batch. Each tensor holds the sum of ce over the
-        # tokens, the sum of kd over the tokens, and the number of tokens. The key of the dict is
-        # True for training and False for evaluation.
+        # Each list in `_sums` has one tensor per batch. Each tensor holds three numbers: the
+        # cross-entropy summed over the tokens, the divergence summed over the tokens, and the
+        # number of tokens. `_sums` has the key True for training and the key False for evaluation.
         self._sums: dict[bool, list[Tensor]] = {True: [], False: []}
 
     def _fuse_student(self) -> None:
@@ -110,7 +110,7 @@ class DistillTrainer(Trainer):
         return store
 
     def _vocabulary(self) -> int | None:
-        """The size of the student's vocabulary, or None if the model has no known head."""
+        """The size of the student's vocabulary, or None if the student's head is unknown."""
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         return getattr(head, "out_features", None)
 
@@ -128,7 +128,8 @@ class DistillTrainer(Trainer):
             self.data_collator = collator
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any):
-        # Without labels, no loss is computed, and the model does not accept the argument `targets`.
+        # Trainer passes a batch without labels directly to the model, which does not accept the
+        # argument `targets`.
         if inputs.get("labels") is None:
             inputs = {name: t for name, t in inputs.items() if name != "targets"}
         return super().prediction_step(model, inputs, *args, **kwargs)
@@ -145,13 +146,13 @@ class DistillTrainer(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _targets_of(self, inputs: dict[str, Any]) -> SparseTargets:
-        """The targets of a batch, from the store or from the teacher model."""
+        """Returns the teacher's targets for a batch, from the store or from the teacher model."""
         if self.store is not None:
             return batch_targets(self.store, inputs)
         inputs = {name: t for name, t in inputs.items() if name != "labels"}
         with torch.no_grad(), self.compute_loss_context_manager(), lazy_head(self.teacher):
             logits = self.teacher(**inputs, use_cache=False).logits  # pyright: ignore
-            logits = logits[..., : self._vocabulary()]  # the teacher's head may have padded columns
+            logits = logits[..., : self._vocabulary()]  # the teacher's head can have padded columns
             return capture_topk(logits, self.k, temperature=self.loss_options["temperature"])
 
     def _loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -175,7 +176,7 @@ class DistillTrainer(Trainer):
         self._sums[training].append(torch.stack((ce.detach(), kd.detach(), count)).double())
 
     def _is_logged(self) -> bool:
-        """Whether the current step will be logged."""
+        """Whether Trainer logs the losses after the current training step."""
         every = max(1, int(self.state.logging_steps or 1))
         first = self.state.global_step == 0 and self.args.logging_first_step
         return first or (self.state.global_step + 1) % every == 0
@@ -187,7 +188,10 @@ class DistillTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _means(self, training: bool) -> dict[str, float]:
-        """The means of ce and kd over the tokens of all recorded batches of all ranks."""
+        """The mean cross-entropy and the mean divergence per token of all batches in `_sums`.
+
+        The means cover the batches of all ranks.
+        """
         sums, self._sums[training] = self._sums[training], []
         if not sums:
             return {}

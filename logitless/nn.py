@@ -94,11 +94,12 @@ class Score(_LogitsModule):
 
 
 class CrossEntropyLoss(_LogitsModule):
-    """Drop-in replacement for `torch.nn.CrossEntropyLoss` on logits (N, V) and class ids.
+    """Drop-in replacement for `torch.nn.CrossEntropyLoss` on (N, V) logits and class ids.
 
     The options are those of `logitless.cross_entropy`. Unlike in PyTorch, the vocabulary is always
-    the last dimension, for example logits (B, T, V) with targets (B, T). For logits (B, V, T), pass
-    logits.movedim(1, -1). The module cannot detect the shape (B, V, T), because V may equal T.
+    the last dimension, for example logits of shape (B, T, V) with targets of shape (B, T). For
+    logits of shape (B, V, T), pass logits.movedim(1, -1). The module cannot detect the shape (B, V,
+    T), because V can equal T.
     """
 
     weight: Tensor | None
@@ -251,7 +252,7 @@ class LinearCrossEntropyLoss(CrossEntropyLoss):
 
 
 class FusedHead(nn.Linear):
-    """A linear head. Losses of logitless and PyTorch do not materialise the head's large logits.
+    """A linear head. Losses of logitless and PyTorch do not materialise large logits of the head.
 
     If gradients are needed, the head returns lazy logits (LazyLogits). A loss over lazy logits is
     computed from the hidden states and the weight. Without gradients, as in evaluation and

@@ -46,7 +46,7 @@ def part_of_model(head: Any, names: list[str]) -> None:
 def fusable(head: Any) -> None:
     """Checks that the head is a linear layer, or wraps one, and has a floating-point weight."""
     layers = [m for m in head.modules() if isinstance(m, nn.Linear)]
-    if not layers or type(head).forward is nn.Module.forward:  # a ModuleList has no forward
+    if not layers or type(head).forward is nn.Module.forward:  # a ModuleList lacks a forward
         raise TypeError(
             f"head must be a linear layer or a wrapper of one, got {name_of(head)}: pass head=, the"
             " layer that computes the logits."

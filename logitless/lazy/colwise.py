@@ -1,9 +1,9 @@
 """The lazy logits of a fused head that ColwiseParallel shards over ranks.
 
 ColwiseParallel turns a head's weight and hidden states into DTensors, and expects a DTensor of
-logits. The output_layouts of ColwiseParallel select the result: whole rows on every rank, the
-columns of this rank, or the DTensor. `SpreadLogits` replaces the DTensor of logits, so that the
-logits are lazy with each of the three output_layouts.
+logits. The option `output_layouts` of ColwiseParallel selects the result: all columns on every
+rank, only the columns of this rank, or the DTensor. A `SpreadLogits` replaces the DTensor of
+logits, so that the logits are lazy for each of these values of `output_layouts`.
 """
 
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ class SpreadHead(NamedTuple):
 
 
 class SpreadLogits(LazyLogits):
-    """Lazy logits with the methods of a DTensor that ColwiseParallel and its users call."""
+    """Lazy logits with the DTensor methods that ColwiseParallel and its users call."""
 
     head: SpreadHead
     placements: tuple
@@ -56,7 +56,10 @@ class SpreadLogits(LazyLogits):
         return self.head.tensors[1].device_mesh
 
     def redistribute(self, device_mesh=None, placements=None, **options) -> Tensor:
-        """Changes the placements. Replicated or column-sharded logits stay lazy."""
+        """Changes the placements.
+
+        The logits stay lazy if the new placements replicate the logits or shard their columns.
+        """
         places = from_the_front(placements, self.dim() - 1)
         columns = placements_of(self.head.tensors[1], self.dim() - 1)
         if places == columns or all(p.is_replicate() for p in places):
@@ -82,7 +85,7 @@ def from_the_front(placements, last: int) -> tuple:
 
 
 def placements_of(weight, last: int) -> tuple:
-    """Returns the placements of the logits if the weight is sharded by rows."""
+    """Returns the placements of the logits that a weight sharded by rows computes."""
     return tuple(type(p)(last) if p.is_shard() else p for p in weight.placements)
 
 

@@ -1,14 +1,16 @@
-"""`Deferred`: a tensor without memory of its own, which PyTorch can read.
+"""`Deferred`: a tensor without memory of its own, whose values PyTorch's operations can read.
 
 Lazy logits (logits.py), their gradient (gradient.py) and views of computed logits (`View` below)
 are Deferred tensors. All Deferred tensors share one mechanism:
 
 - An operation of PyTorch gets the values, `plain_values()`, instead of the Deferred tensor.
 - A result that shares memory with the values is wrapped in a `View`, so that no result can be used
-  to change the values. The result is a plain tensor if the values may be changed (`lend`).
+  to change the values. If writing to the values is allowed (`lend`), a result that shares memory
+  with the values is a plain tensor.
 - An operation that writes to a Deferred tensor raises, unless the values are writable (`write`).
   The operation's schema in PyTorch lists the arguments that the operation writes to.
-- A function that takes the address of a tensor's memory gets the address of the values, or raises.
+- A function that takes the address of a tensor's memory gets the address of the values. An export
+  by DLPack without a copy raises, unless writing to the values is allowed (`lend`).
 """
 
 import contextlib
@@ -72,7 +74,7 @@ class Deferred(Tensor):
         raise NotImplementedError
 
     def expose(self) -> Tensor:
-        """Returns the values to code that takes their address and may overwrite them."""
+        """Returns the values to code that takes their address and so can overwrite the values."""
         return self.plain_values()
 
     # Weak references to read-only views and arrays that share the memory of the values, or None if
@@ -85,15 +87,15 @@ class Deferred(Tensor):
             self.lent[:] = [ref for ref in self.lent if ref() is not None] + [weakref.ref(view)]
 
     def lend(self) -> bool:
-        """Whether plain tensors may share the memory of the values, and may write to the values."""
+        """Whether plain tensors are allowed to share and to change the memory of the values."""
         return False
 
     def writable_values(self) -> Tensor | None:
-        """The values in the memory that all views share, or None if writing is not possible."""
+        """The values, in memory that all views share, or None if writing is not possible."""
         return None
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Runs instead of an operation that would write to this tensor, and raises by default."""
+        """Replaces an operation that would write to this tensor. The default raises an error."""
         raise RuntimeError(
             f"{self.what} must not be written to by {running(func)}, because {self.unwritable}."
             f" Write to a copy instead: {self.copy}."
@@ -149,7 +151,7 @@ def on_values(func, args: tuple, kwargs: dict, memory: dict[int, Tensor] | None 
 
     `memory` maps id(t) to the values of t, for each argument t that the operation writes to.
     """
-    owners: dict[int, Deferred] = {}  # maps the memory of values to their Deferred tensor
+    owners: dict[int, Deferred] = {}  # maps memory_of(values) to their Deferred tensor
     memory = memory or {}
     name = func._schema.name
     described = name.endswith("_like") or name.startswith("aten::new_")  # no values are read
@@ -204,7 +206,7 @@ def leave_to_python(*functions: Any) -> None:
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         for function in functions:
             frames.set_code_exec_strategy(function.__func__.__code__, skip)
-    except (ImportError, AttributeError):  # another version of PyTorch; compiling is only slower
+    except (ImportError, AttributeError):  # not in this version of PyTorch; compiling takes longer
         pass
 
 
@@ -242,16 +244,17 @@ _COMPUTED: list[Callable[[Callable, tuple, dict], Any]] = []
 
 
 def keeps_lazy(function: F) -> F:
-    """Decorates a function(func, args, kwargs) that may compute func without the values.
+    """Registers a function that can compute PyTorch's `func` without reading values.
 
-    The function returns the result of func(*args, **kwargs), or NotImplemented.
+    The registered function takes (func, args, kwargs), and returns the result of func(*args,
+    **kwargs) or NotImplemented.
     """
     _COMPUTED.append(function)
     return function
 
 
 def result_of(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """The result of func, computed by a function that `keeps_lazy` decorates, or NotImplemented."""
+    """Returns the first result of the functions that `keeps_lazy` registered, or NotImplemented."""
     for function in _COMPUTED:
         result = function(func, args, kwargs)
         if result is not NotImplemented:
@@ -270,7 +273,7 @@ def called(func) -> Iterator[None]:
 
 
 def running(func=None) -> str:
-    """The name of the PyTorch function that the user called, or of `func` if that is unknown."""
+    """The name of the PyTorch function that the user called, or else the name of `func`."""
     func = _called.get() or func
     name = torch.overrides.resolve_name(func)
     if name is None:
@@ -278,7 +281,7 @@ def running(func=None) -> str:
         name = f"torch.{'Tensor.' * of_tensor}{getattr(func, '__name__', func)}"
     for module, short in MODULES.items():
         name = short + name.removeprefix(module) if name.startswith(module) else name
-    return name.removesuffix(".__get__")  # `.__get__` is the getter of a property
+    return name.removesuffix(".__get__")  # the name of a property's getter ends in `.__get__`
 
 
 MODULES = {"torch.nn.functional.": "F.", "torch.functional.": "torch.", "torch.Tensor.": "Tensor."}

@@ -1,8 +1,8 @@
 """Applies functions to values or whole rows of lazy logits, and returns lazy logits.
 
-The returned logits have an `Applied` formula (formula.py). If a later operation reduces over the
-vocabulary, this operation computes the formula for some rows at a time. If a later operation needs
-all values, the same functions compute all values at once.
+The returned logits have an `Applied` formula (formula.py). A later operation that reduces over the
+vocabulary computes the formula for some rows at a time. A later operation that needs all values
+computes the formula for all rows at once.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from .recipe import Recipe, RowInput, own
 from .row_function import by_rows
 from .views import is_alias
 
-DEEPEST = 64  # The largest depth of nested functions; Python limits recursion.
+DEEPEST = 64  # The largest depth of nested functions in a formula, because Python limits recursion.
 # These functions return a mask that stays lazy, because callers reduce the mask by any() or all().
 QUESTIONS = {getattr(T, name) for T in (torch, Tensor) for name in ("isnan", "isinf", "isfinite")}
 CONSTANTS = (int, float, str, torch.dtype, type(None))
@@ -80,8 +80,8 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
 def in_memory(z: LazyLogits) -> Tensor:
     """Computes a lazy mask or lazy integers as a plain tensor, without materialising the logits.
 
-    Masks do not stay lazy, because a mask is smaller than the logits and callers often write to
-    masks.
+    Most masks do not stay lazy (see QUESTIONS), because a mask is smaller than the logits and
+    callers often write to masks.
     """
     if z.recipe.axis is not None:
         return NotImplemented
@@ -103,7 +103,7 @@ def varies(a: Argument) -> bool:
 
 
 def argument_of(t: Any, first: LazyLogits) -> Argument | None:
-    """Returns t as an argument of a function that also takes the lazy logits `first`.
+    """Describes t as an `Argument` of a function that also takes the lazy logits `first`.
 
     Returns None if the result of the function cannot be lazy.
     """
@@ -147,7 +147,7 @@ def no_rows(t: Tensor) -> Tensor:
 
 
 def have_same_rows(a: Recipe, b: Recipe) -> bool:
-    """Whether two recipes have the hidden, weight and bias of the same call of a head."""
+    """Whether two recipes hold the same hidden, weight and bias, from one call of a head."""
     if a.watch is not b.watch or a.axis != b.axis or a.shard is not b.shard:
         return False
     return all(map(is_alias, a.head.tensors, b.head.tensors))
@@ -158,7 +158,7 @@ def is_constant(t: Any) -> bool:
 
 
 def as_constant(a: Argument) -> Argument:
-    """Turns an argument without gradient into a constant if other arguments have a gradient."""
+    """Marks an argument as constant, so that backward computes no gradient of the argument."""
     known = isinstance(a.formula, Input) or not isinstance(a.formula, Formula)
     return a if known else a._replace(formula=Constant(a.formula))
 
@@ -176,7 +176,7 @@ def is_differentiable(t: Any, first: LazyLogits, lazy: list[LazyLogits]) -> bool
 
 
 class Call(NamedTuple):
-    """A function, the structure of its arguments, and the state of autocast when it was called."""
+    """A function, the structure of its arguments, and the autocast state of the function's call."""
 
     function: Callable[..., Tensor]
     tree: Any  # the pytree structure of the arguments
@@ -192,7 +192,7 @@ class Call(NamedTuple):
         try:
             with torch.no_grad():
                 result = self.run(blanks)
-        except Exception:  # the error is raised later, when the values are computed
+        except Exception:  # computing the values raises the error later
             return None
         fits = isinstance(result, Tensor) and result.shape == (0, vocab)
         return result.dtype if fits and not result.is_complex() else None

@@ -1,10 +1,10 @@
 """Formulas of lazy logits: functions of the head's logits, computed for some rows at a time.
 
-The formula of logits that a head returns is `Direct`. A `Direct` formula may include a scale, a
-softcap and a log_softmax, which our losses can compute themselves. Any other function of lazy
-logits, such as the product of probabilities and log-probabilities, is an `Applied` formula. An
-`Applied` formula is computed by PyTorch's own function when a later operation reduces over the
-vocabulary (row_function.py).
+Logits that a head returns have a `Direct` formula. A `Direct` formula can contain a scale, a
+softcap and a log_softmax, and losses of logitless can compute a `Direct` formula themselves. Any
+other function of lazy logits, such as the product of probabilities and log-probabilities, is an
+`Applied` formula. An `Applied` formula is computed by PyTorch's own function when a later operation
+reduces over the vocabulary (row_function.py).
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from torch.utils import _pytree as pytree
 
 
 class Rows:
-    """The head's logits x (..., V) for some rows, and the input tensors of a formula (`Input`)."""
+    """The head's logits x for some rows, and the tensors of the formula's inputs (class Input)."""
 
     def __init__(self, x: Tensor, inputs: "dict[Input, Tensor]"):
         self.x, self.inputs = x, inputs
         self.results: dict[Formula, Tensor] = {}
 
     def values(self, formula: "Formula") -> Tensor:
-        """The differentiable values (..., V) of a formula, which are computed only once."""
+        """The differentiable values of a formula, which are computed once and then kept."""
         if formula not in self.results:
             self.results[formula] = formula.compute(self)
         return self.results[formula]
@@ -46,8 +46,8 @@ class Formula:
 class Direct(Formula):
     """The logits z, with an optional scale, softcap and log_softmax.
 
-    With `capped`, the values are y = post · tanh(pre · z). Without `capped`, the values are
-    y = pre · z. With `log`, the values are factor · log_softmax(y).
+    If `capped` is true, the values are y = post · tanh(pre · z), and otherwise y = pre · z. If
+    `log` is true, the values are factor · log_softmax(y), where y are the scaled or capped logits.
     """
 
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class Direct(Formula):
 
     @property
     def reads(self) -> dict[str, float]:
-        """The temperature and softcap of our losses that have the effect of `pre` and `post`."""
+        """The options `temperature` and `softcap` with which a loss applies `pre` and `post`."""
         if self.capped:
             return {"softcap": 1 / self.pre, "temperature": 1 / (self.pre * self.post)}
         return {"temperature": 1 / self.pre}
@@ -83,10 +83,10 @@ class Direct(Formula):
 
 
 class Input(Formula):
-    """A tensor that a function takes besides the logits: a mask or a teacher's probabilities.
+    """A tensor that a function takes besides the logits, such as a mask or probabilities.
 
-    An input tensor has one row per row of the logits. The recipe holds the input tensors
-    (`Recipe.inputs`), because views of lazy logits also rearrange the rows of input tensors.
+    An input tensor has one row per row of the logits. The tensors are stored in `Recipe.inputs` and
+    not in the formula, because a view of lazy logits also rearranges the rows of the input tensors.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -161,7 +161,7 @@ def depth_of(formula: Any) -> int:
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast state in which a function was called and its formula is computed."""
+    """The autocast state of a function's call, which is restored when the formula is computed."""
 
     kind: str  # type of the device, such as "cuda"
     dtype: torch.dtype | None  # None if autocast was off

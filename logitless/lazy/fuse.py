@@ -2,7 +2,7 @@
 
 Only the head's forward is replaced (fused_head.py). The head returns LazyLogits (logits.py). The
 model itself, a Trainer or a training loop computes its loss from the LazyLogits. In inference,
-small logits are plain.
+logits of at most 32 MiB are plain tensors.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 # GUARD, HOOKS and CALLS are keys in the __dict__ of modules. The hooks are on the model that was
 # fused. The guard is on the fused model, on its head and on the modules between model and head, so
-# that unfuse can start from any of these modules.
+# that `unfuse` can be called on any of these modules.
 GUARD, HOOKS, CALLS = "_logitless_guard", "_logitless_hooks", "_logitless_calls"
 
 
@@ -78,7 +78,7 @@ def unfuse(model: Model) -> Model:
 
 
 class Fused(NamedTuple):
-    """Whether `fuse` has an effect on a model, and the reason."""
+    """Whether `fuse` has an effect on a model, and the reason why or why not."""
 
     acts: bool
     reason: str
@@ -94,7 +94,7 @@ def is_fused(model: nn.Module) -> Fused:
     """Returns whether `fuse` has an effect on the model now, and the reason.
 
     `fuse` has an effect if the head returns lazy logits in training. The result also depends on the
-    last training forward, because a trainer may never call the head. `model` may also be a wrapper
+    last training forward, because some trainers never call the head. `model` can also be a wrapper
     of the fused model, or a part of the fused model that contains its head.
 
     >>> found = is_fused(model)
@@ -169,7 +169,7 @@ class Guard:
     def __init__(self, head: str | None, options: dict, lazy_inference: bool):
         self.head, self.options, self.lazy_inference = head, options, lazy_inference
         self.active = True  # False after unfuse
-        self.calls = 0  # number of calls of the head whose logits may be lazy
+        self.calls = 0  # number of calls of the head that could return lazy logits
         self.unfusable: str | None = None  # the reason why the head cannot be fused
         self.obstacle: str | None = None  # why the last training forward had plain logits
 
@@ -206,7 +206,7 @@ class Guard:
             set_forward(head, self)
 
     def called(self, logits: Any, products: Products) -> None:
-        """Runs after each call of the head in which the logits may be lazy."""
+        """Runs after each call of the head that could return lazy logits."""
         self.calls += 1
         self.obstacle = None
         if wants_gradient(logits) and not is_lazy(logits):

@@ -38,8 +38,8 @@ def lazy_logits():
     Outside of this context manager, logits without gradients are lazy only if they are large and
     the option `lazy_inference` of `fuse` is true. Inside this context manager, logits of any size
     are lazy. Logits that are created inside this context manager must not be written to. On a GPU,
-    the host does not wait for a comparison of the weight before logits from this context manager
-    are used.
+    logits from this context manager are used without comparing the weight with its earlier values
+    (class Watch), because the host would wait for the comparison.
 
     >>> with torch.no_grad(), lazy_logits():
     ...     teacher_logits = teacher(ids).logits
@@ -56,7 +56,7 @@ class FusedForward:
     """The forward of a fused head, which calls the head's earlier forward inside `Products`.
 
     `below` is the forward that other code had set on the head earlier. If `below` is None, the
-    forward of the head's class is called. Other code may replace the FusedForward later.
+    forward of the head's class is called. Other code can replace the FusedForward later.
     """
 
     def __init__(self, head: nn.Module, below: Callable | None, guard: Any):
@@ -81,7 +81,7 @@ class FusedForward:
         return logits
 
     def stays_plain(self, args: tuple) -> bool:
-        """Whether the logits of a call without gradients are plain in any case.
+        """Whether the logits of a call without gradients are certainly plain.
 
         This check is fast, because decoding calls the head once per token.
         """
@@ -133,7 +133,7 @@ def remove_forward(head: nn.Module) -> None:
 
 
 class Products(TorchFunctionMode):
-    """Inside a `Products` block, products of hidden states with a weight (V, D) are lazy."""
+    """Inside a `Products` block, products of hidden states and a (V, D) weight are lazy."""
 
     def __init__(self, head: nn.Module, options: dict, lazy_inference: bool):
         super().__init__()
@@ -152,7 +152,7 @@ class Products(TorchFunctionMode):
         self.found, self.obstacle = True, obstacle_of(hidden, weight, bias)
         if self.obstacle is not None:
             return func(*args, **kwargs)
-        # The product's own weight may be frozen while an adapter of the head trains.
+        # `wanted` depends on all parameters, because an adapter can train while `weight` is frozen.
         wanted = wants_gradient(*self.head.parameters())
         owner = owner_of(weight, self.head)
         tensors = (hidden, weight, bias)
@@ -188,7 +188,7 @@ def owner_of(weight: Tensor, head: nn.Module) -> nn.Module:
 
 
 def obstacle_of(hidden: Any, weight: Any, bias: Any) -> str | None:
-    """The reason why hidden @ weight.T + bias cannot be lazy, or None if it can be lazy."""
+    """The reason why hidden @ weight.T + bias cannot be lazy, or None if there is no reason."""
     given = {"input": hidden, "weight": weight, "bias": bias}
     tensors = {name: t for name, t in given.items() if t is not None}
     for name, t in tensors.items():
@@ -221,8 +221,9 @@ def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict)
     """Whether logits without gradients are lazy.
 
     Small logits are plain. Logits that a CUDA graph computes are plain, because replays of the
-    graph must compute the logits again. If FSDP shards the head by itself, the logits are plain,
-    because a rank that reads lazy logits would wait for the weight of all other ranks.
+    graph must compute the logits again. If the head is an FSDP module of its own, the logits are
+    plain, because a rank that reads lazy logits gathers the weight and so waits for all other
+    ranks.
     """
     plain = all(type(t) in (Tensor, nn.Parameter) for t in (hidden, weight))
     if not plain or hidden.is_meta or hasattr(type(module), "unshard"):

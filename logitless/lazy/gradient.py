@@ -11,10 +11,10 @@ from ..core.autograd import refuse_second
 from .deferred import Deferred, on_values, written
 
 Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of hidden, weight and bias
-Compute = Callable[[], Tensor]  # computes a gradient of the values
+Compute = Callable[[], Tensor]  # a function that computes a gradient of the values
 
 aten = torch.ops.aten
-with torch.inference_mode(False):  # This module may be imported under inference_mode.
+with torch.inference_mode(False):  # This module can be imported inside inference_mode().
     # The dispatch keys that PyTorch includes and excludes outside of any operation.
     OUTSIDE = (
         torch._C._dispatch_tls_local_include_set(),
@@ -44,16 +44,17 @@ class Joint:
     """An operation with several lazy logits as arguments, such as torch.cat or a product.
 
     In backward, each argument gets its own LazyGradient. The gradients of weight and bias are sums
-    over all arguments, and only the first LazyGradient holds them. The gradient of hidden is also
-    held only by the first LazyGradient, except for torch.cat. So the LazyGradient of one argument
-    is incomplete, and must not be changed. Each of the n LazyGradients of a Joint has the share
-    1/n, which marks the LazyGradient as incomplete. If autograd adds LazyGradients, their shares
-    are added too. The sum of LazyGradients is complete if its share is 1.
+    over all arguments, and only the first LazyGradient holds these sums. For all operations except
+    torch.cat, only the first LazyGradient holds the gradient of hidden. So the LazyGradient of one
+    argument is incomplete, and must not be changed. Each of the n LazyGradients of a Joint maps the
+    Joint to 1/n in `shares`, which marks the LazyGradient as incomplete. If autograd adds
+    LazyGradients, the numbers in `shares` are added too. A sum of LazyGradients is complete if its
+    number in `shares` is 1.
     """
 
     def __init__(self, name: str, root: Any = None):
         self.name = name
-        self.root = root  # the Watch of all arguments, if one call of a head created them
+        self.root = root  # the `Watch` of the head's call that created all arguments, or None
 
 
 Shares = Mapping[Joint, Fraction]
@@ -62,11 +63,11 @@ Shares = Mapping[Joint, Fraction]
 class LazyGradient(Deferred):
     """The gradient of lazy logits, stored as the gradients of hidden, weight and bias.
 
-    `of_values` is the gradient of the values, from operations that materialised the logits. `parts`
-    are the gradients of hidden, weight and bias from losses over lazy logits. The functions in
-    `computes` return the gradients of the values from losses over lazy logits. An operation that
-    reads the gradient, such as `norm`, calls the functions in `computes`. Scaling and adding
-    gradients does not call the functions in `computes`.
+    `of_values` is the gradient of the values that comes from operations on materialised logits.
+    `parts` are the gradients of hidden, weight and bias that losses over lazy logits computed. Each
+    function in `computes` computes the gradient of the values for one loss over lazy logits. An
+    operation that reads the gradient, such as `norm`, calls the functions in `computes`. Scaling
+    and adding gradients does not call the functions in `computes`.
     """
 
     what, copy = "gradients of lazy logits", "gradient.materialize()"
@@ -74,10 +75,10 @@ class LazyGradient(Deferred):
     parts: Parts
     of_values: Tensor | None
     computes: tuple[Compute, ...]
-    known: Tensor | None  # The gradient of the values, once it is computed.
+    known: Tensor | None  # The gradient of the values after its computation, else None.
     # Whether this is a gradient of log p that is exact only after the backward of log_softmax.
     projected: bool
-    shares: Shares  # maps each Joint to the share of this gradient, if below 1
+    shares: Shares  # maps a Joint to a number below 1 if this gradient is incomplete
 
     @staticmethod
     def of(
@@ -141,7 +142,10 @@ class LazyGradient(Deferred):
         vars(self).update(vars(other))
 
     def refuse_shared(self) -> None:
-        """Raises if the gradient is incomplete (see Joint), and so must not be changed."""
+        """Raises if the gradient is incomplete.
+
+        An incomplete gradient must not be changed (see Joint).
+        """
         for joint in self.shares:
             raise RuntimeError(
                 f"the gradient of lazy logits that {joint.name} joined must not be changed, because"
@@ -220,13 +224,16 @@ def added(a: Tensor, b: Tensor) -> LazyGradient:
 
 
 def added_shares(a: Shares, b: Shares) -> Shares:
-    """Adds the shares of two gradients for each Joint. Joints with a sum of 1 are left out."""
+    """Adds the `shares` of two gradients for each Joint.
+
+    A Joint whose sum is 1 is left out, because the sum of its gradients is complete.
+    """
     sums = {joint: a.get(joint, 0) + b.get(joint, 0) for joint in {**a, **b}}
     return {joint: share for joint, share in sums.items() if share != 1}
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """The shares of each of the `count` gradients that a Joint creates from the gradient g."""
+    """The `shares` of each of the `count` gradients into which the operation `joint` splits g."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}
@@ -263,7 +270,7 @@ def shares_of(g: Tensor) -> Shares:
 def pulled_back(function: Callable[[Tensor], Any], x: Tensor, *d: Tensor | None) -> Tensor:
     """Returns the gradient of x. `d` holds the gradient of each result of function(x).
 
-    An entry of `d` is None if the result has no gradient.
+    An entry of `d` is None for a result without a gradient.
     """
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()

@@ -1,7 +1,7 @@
 """`LinearLogits`, the logits of a linear head, for losses of logitless and functions of PyTorch.
 
 A loss is computed from chunks of the logits (heads/linear.py). A function of PyTorch gets lazy
-logits (logits.py).
+logits (logits.py) instead of the LinearLogits.
 """
 
 from dataclasses import fields
@@ -68,13 +68,14 @@ for _name in ("getitem", "len", "iter", "neg", "mul", "rmul", "truediv", "add", 
 class LinearLogits(AsTensor, Logits):
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,) for every loss of logitless.
 
-    `workspace` limits the bytes of logits in memory at once. The logits of a teacher need
-    additional memory. The default workspace is 1 GiB on a GPU (up to 2 GiB for more than 524,288
-    classes) and 64 MiB on a CPU, and 1.5 times as much for fp32 logits of 16-bit hidden states. A
-    smaller workspace saves memory and costs time. If many rows fit into the workspace, a GPU
-    computes some whole rows at a time. If only few rows fit into the workspace, a GPU computes some
-    columns of all rows at a time. On a GPU, the logits of a 16-bit head of width 128 or less are
-    not written to memory. A small head computes all logits at once (docs/heads.md).
+    `workspace` limits the bytes of logits in memory at once. The logits of a teacher need memory in
+    addition to the workspace. The default workspace is 1 GiB on a GPU (up to 2 GiB for more than
+    524,288 classes) and 64 MiB on a CPU. For fp32 logits of 16-bit hidden states, the default
+    workspace is 1.5 times as large. A smaller workspace saves memory and costs time. If many rows
+    fit into the workspace, a GPU computes some whole rows at a time. If only few rows fit into the
+    workspace, a GPU computes some columns of all rows at a time. On a GPU, the logits of a 16-bit
+    head of width 128 or less are not written to memory. A small head computes all logits at once
+    (docs/heads.md).
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
     to 16 bits. Log-probabilities of fp32 logits are hundreds of times more exact than those of
@@ -96,9 +97,9 @@ class LinearLogits(AsTensor, Logits):
     separately.
 
     Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
-    number of rows that count is on the GPU. The host waits for the number of rows that count once,
-    after the first GEMM is queued. With `drop_ignored=False`, the host never waits, and ignored
-    rows cost as much time as other rows. A CUDA graph requires that the host never waits.
+    number of rows that are not ignored is computed on the GPU. The host waits once for this number
+    of rows, after the first GEMM is queued. With `drop_ignored=False`, the host never waits, and
+    ignored rows cost as much time as other rows. A CUDA graph requires that the host never waits.
 
     If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. Losses over a
     sharded weight are computed as for a VocabShard.
@@ -155,5 +156,5 @@ class LinearLogits(AsTensor, Logits):
         return explain(self.head, reduction, gradient)
 
     def materialize(self) -> Tensor:
-        """Returns the logits as a differentiable tensor, (..., V)."""
+        """Returns the logits as a differentiable tensor of shape (..., V)."""
         return self.head.logits()

@@ -7,11 +7,12 @@ functions of lazy logits are lazy too (torch_functions.py). Any other operation 
 logits, and returns the same result as for plain logits. Writing to lazy logits raises, except for
 logits without gradients (writes.py).
 
-The autograd graph has the usual nodes, for the head, the views and the loss. Only the gradient has
-an unusual type. A loss computes the gradients of hidden and weight, and passes them to its logits
-as a `LazyGradient`. In backward, views and slices re-index the `LazyGradient`, and the head takes
-the gradients of hidden and weight from the `LazyGradient`. So hooks run, DDP and FSDP get the
-output that they expect, and no tensor as large as the logits is ever allocated.
+The autograd graph has the same nodes as for plain logits, for the head, the views and the loss.
+Only the gradient has an unusual type. A loss computes the gradients of hidden and weight, and
+returns both as a `LazyGradient` of its logits. In backward, views and slices re-index the
+`LazyGradient`, and the head takes the gradients of hidden and weight from the `LazyGradient`.
+Because the autograd graph is the usual graph, hooks run, and DDP and FSDP get the output that they
+expect. No tensor as large as the logits is ever allocated.
 """
 
 import functools
@@ -66,7 +67,7 @@ class LazyLogits(Deferred, Source):
         """Lazy logits with another recipe, without autograd history.
 
         `function`, if given, maps the values of `arguments` to the values of the result. The
-        default of `arguments` is (self,). If `is_view` is true, the values of the result may share
+        default of `arguments` is (self,). If `is_view` is true, the values of the result can share
         the memory of the argument's values.
         """
         z = LazyLogits.of(recipe)
@@ -87,9 +88,9 @@ class LazyLogits(Deferred, Source):
 
     @property
     def from_head(self) -> bool:
-        """Whether a loss or function may be computed from the head instead of the values.
+        """Whether losses and functions are computed from the head instead of from the values.
 
-        Logits for inference that are small, or whose values are in memory, are read from memory.
+        Logits for inference are read from memory if they are small or already computed.
         """
         origin, recipe = self.origin, self.recipe
         if origin.exposed:
@@ -107,8 +108,9 @@ class LazyLogits(Deferred, Source):
     def views_stay_lazy(self) -> bool:
         """Whether views of these logits are lazy.
 
-        A view of small logits for inference is lazy until the view is read. So code can select a
-        row from large logits, select a part of this row, and write to this part.
+        Views of logits for inference stay lazy until the logits are read, even if the logits are
+        small. So code can select a row of large logits, select a part of this small row, and write
+        to the part.
         """
         unread = self.recipe.inference and self.cell.values is None
         return self.from_head or (unread and not self.origin.exposed)
@@ -116,8 +118,8 @@ class LazyLogits(Deferred, Source):
     def read(self, operation: str | None = None) -> Tensor:
         """The values, materialised if needed.
 
-        `operation` is the name of the operation that needs the values. The default is the PyTorch
-        function that is running.
+        `operation` is the name of the operation that needs the values. The default of `operation`
+        is the name of the PyTorch function that is running.
         """
         self.note_if_unread(operation)
         return self.origin.values()
@@ -130,7 +132,7 @@ class LazyLogits(Deferred, Source):
         return self.read()
 
     def expose(self) -> Tensor:
-        """Returns the values to code that may overwrite them.
+        """Returns the values to code that can overwrite the values.
 
         Later losses read the overwritten values.
         """
@@ -175,7 +177,10 @@ class LazyLogits(Deferred, Source):
             return teacher_rows(self.as_teacher(), rows).clone()
 
     def over(self, shard) -> "LazyLogits":
-        """Returns lazy logits with the columns of all ranks. `self` has the columns of `shard`."""
+        """Returns lazy logits with the columns of all ranks.
+
+        `self` has only the columns of this rank, which `shard` describes.
+        """
         recipe = self.recipe.replace(shard=shard.over(None))
         sides = (shard.start, shard.vocab - shard.start - shard.width)
         columns = slice(shard.start, shard.start + shard.width)
@@ -189,8 +194,8 @@ class LazyLogits(Deferred, Source):
         result = UnscaledLogits(self).evaluate(of_head, reduction, row_weight)
         if self.recipe.head.dtype != torch.float64 or self.dtype == torch.float64:
             return result
-        # A loss over the logits of an fp64 head is fp64. If the logits were cast to fp32, the loss
-        # is fp32.
+        # For an fp64 head, `result` is fp64. If the logits were cast to fp32, the loss must be fp32
+        # too.
         outputs = result if isinstance(result, tuple) else (result,)
         outputs = tuple(t.float() if t.is_floating_point() else t for t in outputs)
         return outputs if isinstance(result, tuple) else outputs[0]
@@ -239,7 +244,7 @@ class LazyLogits(Deferred, Source):
         return None if self.recipe.shard is None else self.recipe.shard.ranks
 
     def __repr__(self, **_) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Shows the values of logits for inference, if the values are small or in memory."""
+        """Shows the values of logits for inference if the logits are small or already computed."""
         recipe = self.recipe
         small = recipe.inference and recipe.small
         if self.in_memory or (small and not recipe.stale()):
@@ -282,7 +287,7 @@ leave_to_python(LazyLogits.__torch_function__, LazyLogits.__torch_dispatch__)
 
 
 def checked_hook(hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Returns a hook that calls `hook`, and raises if `hook` replaces a shared gradient."""
+    """Returns a hook that calls `hook`, and raises if `hook` replaces an incomplete gradient."""
 
     @functools.wraps(hook)
     def checked(g: Tensor) -> Any:
@@ -338,7 +343,7 @@ class LazyColumns(Source):
     """The logits of all ranks, where each rank holds lazy logits of its own columns.
 
     A loss that cannot be computed from the head materialises only the columns of this rank. The
-    caller sums the gradient of hidden over the ranks.
+    caller must sum the gradient of hidden over the ranks.
     """
 
     def __init__(self, z: LazyLogits, shard):

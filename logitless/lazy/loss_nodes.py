@@ -42,23 +42,23 @@ def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
         def function(z: Tensor):
             z = z.movedim(axis, -1) / factor
             result = evaluate(z, loss, call.reduction, call.row_weight)
-            # The extras of a reduced loss have no upstream gradient.
+            # Only the first output of a reduced loss has an upstream gradient.
             return result[: len(upstream)] if isinstance(result, tuple) else result
 
         return pulled_back(function, recipe.values(), *upstream)
 
-    # A loss over log p may be computed as a loss over the logits. In this case, the gradient of the
-    # logits is exact. The gradient of log p is exact only after the backward of log_softmax, so the
-    # gradient of log p must not be read.
+    # A loss over log p can be computed as a loss over the logits, which makes only the gradient of
+    # the logits exact. The gradient of log p is exact only after the backward of log_softmax, so
+    # the gradient of log p must not be read.
     projected = recipe.logits is None and not isinstance(loss, OfValues)
     gradient = gradient_of(ctx.like, parts, None, (compute,), None, projected)
     return final(gradient, ctx.anchor, *upstream)
 
 
 def of_values(loss: RowLoss, recipe: Recipe) -> tuple[RowLoss, float]:
-    """Rewrites a loss over the head's logits as a loss over the recipe's values.
+    """Rewrites a loss over the head's logits as a loss over the values of the lazy logits.
 
-    Returns the new loss, and the factor by which the values are divided before the loss.
+    Returns the new loss, and the number by which the values must be divided before the loss.
     """
     if isinstance(loss, OfValues):
         return loss.of_values(), 1.0
@@ -78,7 +78,7 @@ def of_values(loss: RowLoss, recipe: Recipe) -> tuple[RowLoss, float]:
 
 
 class OfValues:
-    """A loss that computes the values of a recipe from the head's logits."""
+    """A loss over the head's logits that first applies the formula of a recipe to the logits."""
 
     inputs: tuple[RowInput, ...]  # the recipe's inputs
 

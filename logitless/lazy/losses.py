@@ -1,4 +1,4 @@
-"""Losses of torch.nn.functional over lazy logits. Each loss has the dtype that PyTorch returns."""
+"""Losses of torch.nn.functional over lazy logits. Each loss has the dtype of PyTorch's own loss."""
 
 import functools
 import inspect
@@ -52,7 +52,7 @@ def _mass(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
 
 
 def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction, **options):
-    """F.cross_entropy or F.nll_loss of lazy values that are not logits.
+    """F.cross_entropy or F.nll_loss of lazy values that are not logits, such as probabilities.
 
     PyTorch's own function runs on some rows at a time.
     """
@@ -79,7 +79,7 @@ def _of_targets(function: Callable, z: LazyLogits, target: Tensor, *, reduction,
 
 
 def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
-    """Returns F.cross_entropy with class probabilities. A mean divides by the number of rows."""
+    """F.cross_entropy with class probabilities as target. A mean divides by the number of rows."""
     known = type(probs) is Tensor and probs.shape == z.shape and probs.dtype == z.dtype
     if not known or probs.requires_grad or z.recipe.shard is not None or not probs.numel():
         return NotImplemented
@@ -139,7 +139,7 @@ def loss_of_values(function: Callable):
 
 
 def _lazy_kl_div(input: Tensor, target: Tensor, log_target: bool):
-    """The sum of F.kl_div, if input and target are lazy results of log_softmax.
+    """Returns F.kl_div with reduction="sum", for lazy results of log_softmax.
 
     Returns NotImplemented if both input and target need a gradient.
     """

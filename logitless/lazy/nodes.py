@@ -102,7 +102,8 @@ class LazyHead(Node):
             hidden=stored(hidden), weight=weight.detach(),
             bias=None if bias is None else bias.detach(),
         )  # fmt: skip
-        # Logits for inference have no backward, so each use of these logits compares the weight.
+        # Logits for inference have no backward that could set `passed`, so `passed` is true at
+        # once.
         ctx.watch = Watch(detached.weight, passed=inference)
         ctx.module, ctx.shard = head.module, shard
         formula = Direct(head.dtype)
@@ -142,12 +143,12 @@ class LazyHead(Node):
 class Op(NamedTuple):
     """An operation on plain logits."""
 
-    function: Callable[..., Tensor]  # Maps the values of the arguments to the values of the result.
+    function: Callable[..., Tensor]  # Maps the values of the arguments to those of the result.
     linear: bool = True  # True if the gradient does not depend on the values.
     # Maps the gradient of the result to the gradient of the argument, for a linear function. If
     # `pull` is None, autograd computes the gradient of the argument.
     pull: Callable[[Tensor], Tensor] | None = None
-    is_view: bool = False  # Whether the result may share the memory of the argument.
+    is_view: bool = False  # Whether the result can share the memory of the argument.
     # The value of `projected` in the LazyGradient that backward returns. If `projects` is None,
     # `projected` is copied from the upstream gradient.
     projects: bool | None = None
@@ -161,9 +162,9 @@ class LazyOp(Node):
     """The autograd node of an operation on lazy logits whose result is lazy too.
 
     `back` maps the gradients of the result's hidden, weight and bias to the gradients of the
-    argument's hidden, weight and bias. `op` performs the operation on plain logits. Backward uses
-    `op` if the upstream gradient contains a gradient of the values. All arguments that need a
-    gradient must have the same hidden, weight and bias.
+    argument's hidden, weight and bias. `op` performs the operation on plain logits. Backward
+    differentiates `op` if the upstream gradient contains a gradient of the values. All arguments
+    that need a gradient must have the same hidden, weight and bias.
     """
 
     @staticmethod
@@ -174,7 +175,7 @@ class LazyOp(Node):
         ctx.likes, ctx.back, ctx.op, ctx.anchor = [*map(described, arguments)], back, op, anchor
         first = arguments[0].recipe
         ctx.joint = Joint(op.name, first.watch)
-        same_ranks = recipe.shard is first.shard  # False if the result has other columns
+        same_ranks = recipe.shard is first.shard  # False if the result adds other ranks' columns
         function = op.function if same_ranks else None
         new = arguments[0].derived(recipe, function, arguments, op.is_view)
         if anchor is not None:  # the gradient depends on the values
@@ -252,7 +253,7 @@ class Materialize(Node):
         ctx.set_materialize_grads(False)
         if z.origin.known:
             return z.origin.values().clone()
-        return z.recipe.values().data  # F.linear may return a view that is not writable
+        return z.recipe.values().data  # F.linear can return a view that is not writable
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -296,7 +297,7 @@ class LazyCat(Node):
 
 
 class LazyBias(Node):
-    """The autograd node that adds one number per column to lazy logits, in the head's bias."""
+    """The autograd node that adds one number per column to lazy logits, as a change of the bias."""
 
     @staticmethod
     def forward(ctx, z, bias, recipe, sign):

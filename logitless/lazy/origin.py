@@ -29,7 +29,7 @@ class Cell:
         self.exposed = False
 
     def keep(self, values: Tensor) -> None:
-        """Stores the computed values. Logits for inference no longer need their hidden states."""
+        """Stores the computed values, and frees the hidden states of logits for inference."""
         self.values = values
         if self.recipe.inference:
             self.recipe = self.recipe.released()
@@ -97,8 +97,9 @@ class Filled(torch.autograd.Function):
 class Origin:
     """Computes the values of lazy logits from the values of other lazy logits, or from the head.
 
-    Values stay in the cell of the logits as long as a tensor or a node needs them. So the head's
-    product is computed only once if several functions of the same logits are materialised.
+    Computed values stay in the `Cell` of the logits as long as a tensor or an autograd node refers
+    to the cell. So the head's product is computed only once if several functions of the same logits
+    are materialised.
 
     Views of lazy logits share memory. If code outside PyTorch has the address of the shared memory
     (`exposed`), all views read their values from the shared memory. Other functions of the logits
@@ -109,10 +110,10 @@ class Origin:
     def __init__(self, cell: Cell):
         self.cell = weakref.ref(cell)
         self.bases: tuple[Origin, ...] = ()
-        self.function: Callable[..., Tensor] | None = None  # computes from the values of `bases`
+        self.function: Callable[..., Tensor] | None = None  # takes the values of `bases`
         self.is_view = False
         self.record: Record | None = None  # None if no node needs the function's graph
-        self.views: weakref.WeakSet[Origin] | None = None  # see `register`
+        self.views: weakref.WeakSet[Origin] | None = None  # views of these logits (`register`)
         # Read-only views and arrays that share memory with these logits or their views
         # (Deferred.lent).
         self.lent: list[weakref.ref] = []
@@ -127,7 +128,7 @@ class Origin:
 
     @property
     def reads_exposed(self) -> bool:
-        """Whether these logits are a view of exposed logits, and must be read from memory."""
+        """Whether these logits are a view of `exposed` logits, and must be read from memory."""
         return self.is_view and self.bases[0].exposed
 
     @property
@@ -138,8 +139,8 @@ class Origin:
     def reachable(self, size: int | None) -> bool:
         """Whether the values can be computed from values in memory, or by recipes of `size` values.
 
-        If `size` is None, only values in memory are used. A recipe of more than `size` values is
-        not used, because this recipe would compute values that are not needed.
+        If `size` is None, only values in memory are used. A recipe is used only if it computes
+        exactly `size` values, because a larger recipe would compute values that are not needed.
         """
         cell = self.cell()
         if cell is not None and (cell.values is not None or cell.size == size):
@@ -160,7 +161,7 @@ class Origin:
         """Returns the values of these logits.
 
         `size` is the number of values that the caller needs. If the cell of these logits was freed,
-        the values may be computed by `computation.values(formula)`.
+        the values can be computed by `computation.values(formula)`.
         """
         cell = self.cell()
         if self.reads_exposed:
@@ -200,7 +201,7 @@ class Origin:
             return values.contiguous()
 
     def expose(self) -> Tensor:
-        """Returns the values to code that may overwrite them, in memory that all views share.
+        """Returns the values in memory that all views share, to code that can change the values.
 
         A view that is not contiguous gets memory of its own, because lazy logits are contiguous.
         """
@@ -221,11 +222,11 @@ class Origin:
 
     @property
     def root(self) -> "Origin":
-        """The first base in the chain of views, or `self` if these logits are not a view."""
+        """The Origin that begins the chain of views, or `self` if these logits are not a view."""
         return self.bases[0].root if self.is_view else self
 
     def register(self) -> None:
-        """Adds this view to the views of its root."""
+        """Adds this view to the set `views` of its `root`."""
         root = self.root
         root.views = weakref.WeakSet() if root.views is None else root.views
         root.views.add(self)
@@ -246,7 +247,7 @@ class Origin:
         return alone and all(view() is None for view in root.lent)
 
     def lend(self) -> bool:
-        """Whether plain tensors may share the memory of the values.
+        """Whether plain tensors are allowed to share the memory of the values.
 
         If the result is True, all later operations read these logits and their views from memory.
         """
@@ -257,7 +258,7 @@ class Origin:
         return owns
 
     def writable(self) -> Tensor | None:
-        """The values in the memory that all views share, or None if views have their own memory.
+        """The values, in memory that all views share, or None if a view has memory of its own.
 
         If these logits are a view, the returned tensor can be non-contiguous.
         """

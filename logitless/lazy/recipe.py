@@ -17,8 +17,8 @@ from .watch import Watch, versions
 Tensors = tuple[Tensor | None, ...]
 
 # Logits without gradients are plain if they take at most SMALL bytes, because lazy logits cost time
-# on the host and small logits take little memory. An example is decoding, which computes one row
-# per sequence.
+# on the host and small logits take little memory. For example, the logits of decoding are small,
+# because decoding computes one row per sequence.
 SMALL = 32 << 20
 
 
@@ -28,11 +28,14 @@ def is_small(count: int, dtype: torch.dtype) -> bool:
 
 
 class RowInput(NamedTuple):
-    """An input of a formula: a tensor (..., 1) or (..., V), or a head that computes this tensor."""
+    """An input of a formula: a tensor, or a head that computes the tensor.
+
+    The tensor has the shape (..., 1) or (..., V).
+    """
 
     input: Input
     source: Tensor | Head
-    versions: tuple[int, ...]  # versions of the tensors when the recipe was created
+    versions: tuple[int, ...]  # `_version` of the tensors when the recipe was created
 
     @staticmethod
     def of(input: Input, source: Tensor | Head) -> "RowInput":
@@ -62,7 +65,7 @@ class RowInput(NamedTuple):
         return RowInput.of(self.input, self.source.replace(hidden=op(self.source.hidden)))
 
     def values(self) -> Tensor:
-        """Returns the input tensor, or the logits (..., V) of the input's head."""
+        """Returns the input tensor, or the logits that the input's head computes."""
         if isinstance(self.source, Tensor):
             return self.source
         with torch.no_grad(), without_autocast(self.source.device):
@@ -83,13 +86,13 @@ class Recipe:
     head: Head  # a head with detached tensors
     needs: tuple[bool, bool, bool]  # whether hidden, weight and bias need a gradient
     formula: Formula
-    versions: tuple[int, ...]  # Versions of hidden, weight and bias when the logits were created.
+    versions: tuple[int, ...]  # `_version` of hidden, weight and bias when the logits were created
     # Detects writes to the weight. All logits derived from one call of a head share one Watch.
     watch: Watch
     trains: bool = False  # whether the logits were created in a training forward
-    # Whether the logits were created without gradients and outside of lazy_logits(). Logits for
-    # inference may be written to. After logits for inference are computed, all operations use the
-    # values in memory.
+    # Whether the logits were created without gradients and outside of lazy_logits(). Writing to
+    # logits for inference is allowed. After logits for inference are computed, all operations use
+    # the values in memory.
     inference: bool = False
     inputs: tuple[RowInput, ...] = ()  # the formula's inputs
     axis: int | None = None  # the dimension of the vocabulary; None for the last dimension
@@ -114,7 +117,7 @@ class Recipe:
 
     @property
     def direct(self) -> Direct | None:
-        """A `Direct` formula, which our losses can compute themselves, or None."""
+        """The formula if the formula is `Direct`, else None."""
         return self.formula if isinstance(self.formula, Direct) else None
 
     @property
@@ -162,7 +165,7 @@ class Recipe:
         return self.with_head(hidden=hidden).replace(inputs=inputs)
 
     def released(self) -> "Recipe":
-        """A copy of the recipe with the same shapes, but without memory, for computed logits."""
+        """A copy whose tensors hold no memory, for logits whose values are already computed."""
         hidden, weight, bias = (
             None if t is None else t.new_empty(()).expand(t.shape) for t in self.head.tensors
         )
@@ -213,7 +216,7 @@ class Recipe:
         return own or any(row_input.changed() for row_input in self.inputs)
 
     def check(self) -> None:
-        """Raises if the values can no longer be computed, because a tensor has changed."""
+        """Raises if a tensor has changed, so that the values can no longer be computed."""
         self.check_versions()
         if self.stale():
             raise_changed()
@@ -236,7 +239,7 @@ class Recipe:
         return Computation(self).values(self.formula)
 
     def rows(self, z: Tensor) -> Rows:
-        """The head's logits z (..., V) together with the inputs of the formula."""
+        """The head's logits z, of shape (..., V), together with the inputs of the formula."""
         return Rows(z, {r.input: r.values() for r in self.inputs})
 
     @contextlib.contextmanager
@@ -251,8 +254,8 @@ class Recipe:
     def constant_head(self, grad: bool = False) -> Head:
         """The head with detached tensors.
 
-        If `grad` is True, each tensor of the head requires a gradient if its entry in `needs` is
-        True. If the vocabulary is sharded, the head computes the columns of this rank.
+        If `grad` is True, the tensors whose entry in `needs` is True require a gradient. If the
+        vocabulary is sharded, the head computes the columns of this rank.
         """
         self.check()
         hidden, weight, bias = (
@@ -265,7 +268,10 @@ class Recipe:
         return head.replace(columns=self.shard.head_backend(head.hidden, False))
 
     def teacher(self) -> Any:
-        """Returns the logits as a teacher without gradients. `obstacle(None)` must be None."""
+        """Returns the logits as a teacher without gradients.
+
+        The caller must check that `obstacle(None)` is None.
+        """
         if self.shard is None:
             assert self.direct is not None
             return ScaledHead(self.constant_head(), self.direct.pre, self.direct.cap)
@@ -322,7 +328,8 @@ def constant(t: Tensor) -> Tensor:
 def stored(hidden: Tensor) -> Tensor:
     """Returns hidden, detached, for lazy logits that are computed later.
 
-    Inference tensors are copied, because they have no version that shows a later write.
+    Inference tensors are copied, because inference tensors have no version counter that shows a
+    later write.
     """
     if torch.compiler.is_compiling():  # is_inference cannot be compiled
         return hidden.detach()

@@ -20,9 +20,9 @@ from .row_function import by_rows, mean_by_rows
 
 
 def dtype_of(z: LazyLogits, kinds: tuple[str, ...] = ("cuda",)) -> torch.dtype:
-    """The dtype of PyTorch's result.
+    """The dtype that PyTorch's own function would return for z.
 
-    Autocast returns fp32 for 16-bit logits on devices in `kinds`.
+    Under autocast on a device type in `kinds`, the result of 16-bit logits is fp32.
     """
     kind, half = z.device.type, z.dtype in (torch.float16, torch.bfloat16)
     cast = half and kind in kinds and torch.is_autocast_enabled(kind)
@@ -218,9 +218,9 @@ def extreme(function: Callable, amax: Callable, by_dim: Callable):
         if not rows.requires_grad:
             return value
         # torch.max and torch.min divide the gradient equally among all values that equal the
-        # result. So each row gets a part of the gradient that is proportional to `equal`, the
-        # number of these values in the row. torch.amax and torch.amin divide this part equally
-        # among these values.
+        # result. So each row gets a part of the gradient in proportion to `equal`, the number of
+        # values of the row that equal the result. The backward of torch.amax or torch.amin divides
+        # the part of a row equally among the largest or smallest values of the row.
         equal = torch.where(rows == value, ties, 0).to(rows.dtype)
         return Attached.apply(rows, value, equal / equal.sum())
 

@@ -28,16 +28,16 @@ PIECE_ON_GPU = 128 << 20
 
 
 def by_rows(z: LazyLogits, function: Callable[..., Any], *rows: Tensor) -> tuple[Tensor, ...]:
-    """Calls function(values (n, V), *rows (n, ...)) on n rows at a time, and joins the results.
+    """Calls function(values, *rows) for n rows at a time, and joins the results.
 
-    Returns NotImplemented if the vocabulary is sharded over ranks, or if a tensor in `rows` needs a
-    gradient.
+    `values` has the shape (n, V). Returns NotImplemented if the vocabulary is sharded over ranks,
+    or if a tensor in `rows` needs a gradient.
     """
     return _evaluated(RowFunction, "none", z, function, rows)
 
 
 def mean_by_rows(z: LazyLogits, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """The mean over all rows of function(values (n, V), *rows), which must return a tensor (n,).
+    """The mean over all rows of function(values, *rows), which must return one number per row.
 
     The mean and its gradient together take three GEMMs.
     """
@@ -58,18 +58,21 @@ def _evaluated(kind: "type[RowFunction]", reduction: str, z: LazyLogits, functio
 
 
 def in_rows_of(lead: torch.Size) -> Callable[[Tensor], Tensor]:
-    """Returns a function that copies a tensor (..., k) if the tensor cannot be viewed as (N, k)."""
+    """Returns a function that copies a tensor if view() cannot flatten its leading dimensions."""
     return lambda t: t.reshape(-1, t.shape[-1]).view(*lead, t.shape[-1])
 
 
 @dataclass(eq=False)
 class RowFunction(RowLoss, OfValues):
-    """Turns a function of whole rows into a loss. The function takes values and row_inputs."""
+    """Turns a function of whole rows into a loss.
+
+    The function takes the values of some rows, and the tensors in `row_inputs`.
+    """
 
     multiple_outputs: ClassVar[bool] = True
 
-    function: Callable[..., Any]  # maps values (n, V) and row_inputs to tensors (n, ...)
-    recipe: Recipe | None  # None if x holds the values instead of the head's logits
+    function: Callable[..., Any]  # maps the values of n rows and row_inputs to tensors
+    recipe: Recipe | None  # None if the loss takes values instead of the head's logits
     row_inputs: tuple[Tensor, ...]
 
     @property
@@ -83,18 +86,18 @@ class RowFunction(RowLoss, OfValues):
         return tuple(map(ScaledHead, heads))
 
     def apply(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Applies the function to rows x (n, V), and returns differentiable results."""
+        """Applies the function to the n rows of x, and returns differentiable results."""
         if self.recipe is not None:
             x = self.recipe.rows(x).values(self.recipe.formula)
         results = self.function(x, *self.row_inputs)
         return results if isinstance(results, tuple) else (results,)
 
     def pieces(self, x: Tensor) -> "Iterator[tuple[slice, RowFunction]]":
-        """Yields ranges of rows of x (n, V), each with the loss restricted to these rows."""
+        """Yields slices of the rows of x, and for each slice the loss restricted to its rows."""
         size = x.element_size() * max(x.shape[-1], 1)
         step = max(PIECE.get(x.device.type, PIECE_ON_GPU) // size, 1)
         whole: Any = self
-        if self.recipe is not None:  # the heads in `inputs` compute all rows of the chunk
+        if self.recipe is not None:  # the heads in `inputs` run once for all pieces
             inputs = tuple(r._replace(source=r.values()) for r in self.inputs)
             whole = self.replace(recipe=self.recipe.replace(inputs=inputs))
         for start in range(0, len(x), step) if len(x) else (0,):
@@ -155,12 +158,15 @@ class RowFunction(RowLoss, OfValues):
 
 
 def sliced(t: Tensor | None, at: slice) -> Tensor | None:
-    """Returns the rows `at` of t (n, ...). A 0-d tensor holds one number for all rows."""
+    """Returns the rows `at` of t.
+
+    A 0-d tensor is returned unchanged, because it holds one number for all rows.
+    """
     return t if t is None or not t.dim() else t[at]
 
 
 def scaled(d: Tensor, factor: Tensor | None, at: slice) -> Tensor:
-    """Multiplies the gradient d of the rows `at` by `factor`, which may differ per row."""
+    """Multiplies d, the gradient of the rows `at`, by `factor`, which can differ per row."""
     if factor is None:
         return d
     factor = factor.reshape(-1, 1).to(d.dtype)
@@ -168,7 +174,10 @@ def scaled(d: Tensor, factor: Tensor | None, at: slice) -> Tensor:
 
 
 class RowTerm(RowFunction):
-    """A RowFunction with one number per row, whose mean and gradient are computed in forward."""
+    """A RowFunction that returns one number per row.
+
+    The mean and its gradient are computed together in forward.
+    """
 
     multiple_outputs: ClassVar[bool] = False
 

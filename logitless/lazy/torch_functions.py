@@ -55,7 +55,7 @@ def _operation(func: Callable, args: tuple, kwargs: dict) -> Any:
 def _with_first(func: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Returns the arguments, with the first argument passed by position.
 
-    Callers may pass the first argument by the name `input` or `tensors`.
+    Callers can pass the first argument by the name `input` or `tensors`.
     """
     if "axis" in kwargs:  # numpy's name for dim
         kwargs = {"dim" if key == "axis" else key: value for key, value in kwargs.items()}
@@ -71,7 +71,7 @@ _signature = functools.cache(inspect.signature)
 def _fits(operation: Callable, args: tuple, kwargs: dict) -> bool:
     """Whether `operation` accepts these arguments.
 
-    PyTorch's own function may accept more arguments, such as `out`.
+    PyTorch's own function can accept further arguments, such as `out`.
     """
     try:
         _signature(operation).bind(*args, **kwargs)
@@ -224,12 +224,12 @@ OPERATIONS: dict[Any, Callable] = {
     **dict.fromkeys((T.any, torch.any), reductions.of_all(torch.any, _any)),
     **dict.fromkeys((T.all, torch.all), reductions.of_all(torch.all, _all)),
 }
-VIEWS = {  # operations whose result shares the memory of plain logits
+VIEWS = {  # operations that return a view if the logits are plain
     *(OPERATIONS[f] for f in (T.view, T.flatten, T.squeeze, T.unsqueeze, T.transpose, T.permute)),
     *(OPERATIONS[f] for f in (T.movedim, T.narrow, T.split, T.chunk, T.unbind, T.__getitem__)),
     OPERATIONS[T.mT.__get__],  # pyright: ignore
 }
-ANY_AXIS = {  # operations for which the vocabulary may be any dimension
+ANY_AXIS = {  # operations that accept the vocabulary in any dimension
     *(OPERATIONS[f] for f in (T.float, T.to, T.type_as, T.contiguous, T.mul, T.div, T.neg, T.tanh)),
     *(OPERATIONS[f] for f in (T.transpose, T.permute, T.movedim, T.mT.__get__)),  # pyright: ignore
     *(OPERATIONS[f] for f in (F.cross_entropy, F.nll_loss, F.log_softmax, T.log_softmax)),

@@ -1,4 +1,4 @@
-"""Operations on values or whole rows of lazy logits that return lazy logits."""
+"""Operations that change the values of lazy logits and return lazy logits."""
 
 from dataclasses import replace
 from typing import Any
@@ -150,7 +150,7 @@ def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
     """Returns logits + other by changing the head's bias, if `other` has one number per column.
 
     Scaled logits are not accepted, because the head's new bias would be other / scale. In 16 bits,
-    other / scale may overflow, and rounding may make (other / scale) · scale overflow.
+    other / scale can overflow, and so can the rounded product (other / scale) · scale.
     """
     if alpha != 1 or not _takes_columns(z) or z.recipe.logits.pre != 1:
         return NotImplemented
@@ -182,9 +182,10 @@ def minus(z: LazyLogits, other: Any, *, alpha: Any = 1):
 def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     """Returns logits with `value` in the masked columns.
 
-    For the masked columns, the rows of the weight become 0. The bias becomes value / pre, because
-    the formula multiplies the head's logits by `pre`. Setting rows to 0 copies the weight. If the
-    logits are smaller than the weight, the mask becomes part of the formula instead of the weight.
+    The rows of the weight that belong to masked columns become 0. The bias of a masked column
+    becomes value / pre, because the formula multiplies the head's logits by `pre`. Setting rows to
+    0 copies the weight. If the logits are smaller than the weight, the mask becomes part of the
+    formula instead of the weight.
     """
     columns, recipe, value = _per_column(mask, z), z.recipe, number(value)
     if columns is None or value is None or not _takes_columns(z):
@@ -193,7 +194,7 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     if columns.dtype != torch.bool or head is None:
         return NotImplemented
     _, weight, bias = head.tensors
-    # In 16 bits, value / pre may overflow, and rounding may make (value / pre) · pre overflow.
+    # In 16 bits, value / pre can overflow, and so can the rounded product (value / pre) · pre.
     most = torch.finfo(z.dtype).max * (1 if pre == 1 else 0.5 * min(pre, 1))
     inside = abs(value) <= most or abs(value) == torch.inf
     freed = not weight.untyped_storage().size()  # by FSDP

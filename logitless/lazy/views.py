@@ -24,7 +24,7 @@ def axis_of(z: LazyLogits) -> int:
 def _rows(
     z: LazyLogits, op: Callable[[Tensor], Tensor], on_logits: Callable | None = None, **changed
 ) -> LazyLogits:
-    """Lazy logits whose leading dimensions are rearranged by `op`.
+    """Returns lazy logits after `op` has rearranged their leading dimensions.
 
     `op` rearranges the hidden states and does not change their last dimension. `on_logits`
     rearranges plain logits as `op` rearranges hidden states, and is `op` by default. `op` is
@@ -83,7 +83,7 @@ def _columns(z: LazyLogits, columns: slice):
 
 
 def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:
-    """Returns `dim` counted from the front. `new` is the number of dimensions to be added."""
+    """Returns `dim` counted from the front. The operation adds `new` dimensions."""
     size = z.dim() + new
     if not -size <= dim < size:
         raise IndexError(f"dim must be in [{-size}, {size - 1}], got {dim}.")
@@ -162,8 +162,8 @@ def movedim(z: LazyLogits, source: int | tuple[int, ...], destination: int | tup
 def getitem(z: LazyLogits, index: Any):
     """Selects rows by any index, or columns by a slice if all rows are kept.
 
-    If logits for inference are indexed by rows and columns, the values of the selected rows are
-    computed first, and then the columns are selected from these values.
+    If an index selects both rows and columns of logits for inference, the values of the selected
+    rows are computed first. The columns are then selected from these values.
     """
     parts = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(part, LazyLogits) for part in parts):
@@ -183,7 +183,7 @@ def getitem(z: LazyLogits, index: Any):
 
 
 def _part(z: LazyLogits, rows: list, last: Any):
-    """Selects rows and columns of logits for inference. Only the selected rows are computed."""
+    """Selects rows and columns of logits for inference, and computes only the selected rows."""
     chosen = _selected(z, rows, last)
     whole = all(isinstance(part, slice) and part == slice(None) for part in rows)
     if chosen is not NotImplemented or whole:
@@ -267,8 +267,8 @@ def cat(tensors, dim: int = 0):
         return NotImplemented
     dim, recipes = _dim(first, dim), [z.recipe for z in tensors]
     alike = all(_same_head(recipe, recipes[0]) for recipe in recipes)
-    # The weight's gradient, summed over all batches, goes to the first batch only. So all batches
-    # must need the same gradients of weight and bias.
+    # Only the first batch gets the weight's gradient, which is summed over all batches. So either
+    # all batches or no batch must need the gradient of the weight, and likewise of the bias.
     alike = alike and all(r.needs[1:] == recipes[0].needs[1:] for r in recipes)
     alike = alike and len({z.requires_grad for z in tensors}) == 1
     ranks = {z.dim() for z in tensors}

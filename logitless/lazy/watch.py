@@ -5,11 +5,11 @@ from torch import Tensor
 
 
 class Watch:
-    """Detects writes to a weight that do not change its version.
+    """Detects writes to a weight that PyTorch's version counter does not record.
 
     Some optimisers write to the weight through `.data` or through an address, which does not change
-    the weight's version. So about 32 x 32 numbers of the weight are copied when the logits are
-    created. On a CPU, the copied numbers are compared with the weight before each use of the
+    the weight's version counter. So about 32 x 32 numbers of the weight are copied when the logits
+    are created. On a CPU, the copied numbers are compared with the weight before each use of the
     logits. On other devices, the copied numbers are compared only after a backward, because the
     host must wait for the comparison. If the logits were created for inference, the copied numbers
     are compared before each use on every device.

@@ -12,9 +12,9 @@ from .deferred import WRITERS, Deferred, on_values, written
 def write_values(z: Deferred, func, args: tuple, kwargs: dict) -> Any:
     """Runs an operation that writes to the Deferred tensor z, on the values of z in memory.
 
-    The operation may write to several Deferred tensors. Returns NotImplemented if the write is
+    The operation can write to several Deferred tensors. Returns NotImplemented if the write is
     differentiable, or if the operation changes the shape or the memory of a tensor. Also returns
-    NotImplemented if a tensor and its views do not share one memory.
+    NotImplemented if a view of a tensor has other memory than the tensor.
     """
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

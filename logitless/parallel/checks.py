@@ -1,4 +1,7 @@
-"""Checks for a vocabulary that is sharded over ranks, with errors as in core/checks.py."""
+"""Checks of arguments for a vocabulary that is sharded over ranks.
+
+Error messages have the same form as in core/checks.py.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +13,7 @@ from ..core.source import Source
 
 
 def mean(loss_sum: Any, count: Any) -> None:
-    """Checks the arguments of `global_mean`. The value of a count on a GPU is not checked."""
+    """Checks the arguments of `global_mean`. If `count` is on a GPU, its value is not checked."""
     if not isinstance(loss_sum, Tensor) or not loss_sum.is_floating_point() or loss_sum.dim():
         got = type(loss_sum).__name__
         if isinstance(loss_sum, Tensor):

@@ -1,7 +1,8 @@
 """Converts DTensor logits, and LinearLogits of DTensors, to logits of this rank.
 
 Logits that are sharded on the vocabulary become a VocabShard. Replicated logits become a plain
-tensor. Gradients are DTensors with the placements of the inputs. Other placements raise an error.
+tensor. Logits with any other placement raise an error. Gradients are DTensors with the placements
+of the inputs.
 """
 
 from typing import Any
@@ -31,7 +32,7 @@ def local(t, grad_placements=None) -> Tensor:
 
 
 class _Arrived(Node):
-    """Waits for a pending collective, because kernels would read its memory without waiting."""
+    """Waits for a pending collective, because kernels would read the result without waiting."""
 
     @staticmethod
     def forward(ctx, pending):
@@ -45,7 +46,8 @@ class _Arrived(Node):
 def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> Shard:
     """Returns this rank's Shard of a vocabulary that is sharded over dimension `dim` of a mesh.
 
-    DTensor shards like `torch.chunk`, so each rank's columns are known without an exchange.
+    DTensor splits a dimension in the same way as `torch.chunk`, so each rank's columns are known
+    without communication.
     """
     most = -(-vocab // mesh.size(dim))
     start = min(mesh.get_local_rank(dim) * most, vocab)
@@ -62,7 +64,7 @@ def source_of_dtensor(logits: Any) -> Source | None:
 
 
 class DTensorLogits(Source):
-    """DTensor logits. Other tensors of a loss may be plain tensors or replicated DTensors."""
+    """DTensor logits. Other tensors of a loss can be plain tensors or replicated DTensors."""
 
     def __init__(self, x: Any):
         self.x = x

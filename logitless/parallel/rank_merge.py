@@ -24,7 +24,7 @@ BAD = -1  # marks an id outside the vocabulary; NO_ID marks an id in another ran
 class ColumnBackend:
     """A backend for the columns [start, start + width) of a vocabulary.
 
-    gather(t) returns the tensors t (N, F) of all ranks as one tensor (ranks, N, F), which is the
+    gather(t) stacks the tensors t of all ranks into one tensor of shape (ranks, N, F), which is the
     same on all ranks. A function that reads logits calls gather once, or twice for JSD.
     """
 
@@ -37,7 +37,7 @@ class ColumnBackend:
         width: int,
         vocab: int,
         gather: Callable[[Tensor], Tensor],
-        widest: int = 0,  # the width of the widest rank
+        widest: int = 0,  # the largest number of columns on any rank
     ):
         self.backend, self.join = backend, gather
         # `all_reduce` or `reduce_scatter` starts a collective for the gradient of hidden. At least
@@ -58,7 +58,7 @@ class ColumnBackend:
         self.accumulate = getattr(backend, "accumulate", None)
 
     def hidden_sum(self, total: Tensor, chunks: int) -> "AllRows | OwnRows | None":
-        """Returns an object that sums the gradient of hidden, (N, D), over ranks into `total`.
+        """Returns an object that sums the gradient of hidden over ranks into the tensor `total`.
 
         The result is None if the caller of logitless sums the gradient of hidden over ranks.
         """
@@ -69,7 +69,7 @@ class ColumnBackend:
         return None
 
     def read(self, x: Tensor, reading: Reading) -> Statistics:
-        """Returns statistics of whole rows. x (..., width) holds this rank's columns."""
+        """Returns statistics of whole rows, although x holds only this rank's columns."""
         lead, wants = x.shape[:-1], reading.wants
         part = self.partial(x, reading)
         if "tail" not in wants:
@@ -90,7 +90,7 @@ class ColumnBackend:
     def _joined(
         self, part: Partials, reading: Reading, more: Tensor | None = None
     ) -> tuple[Partials, Tensor]:
-        """Gathers the partial statistics and the numbers `more` (N, k) of all ranks."""
+        """Gathers the partial statistics of all ranks, and the numbers per row in `more`."""
         part = part if part.state.shape[1] == 1 else self.backend.merge([part], reading)
         fields, K = part_width(*reading.sums), 0 if part.picked is None else part.picked.shape[1]
         sent = [part.state[:, 0, :fields]]
@@ -115,7 +115,10 @@ class ColumnBackend:
         return self.backend.gradient(x, reading, state, coefficients, upstream, factor, into, start)
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
-        """Returns the logits y, after the softcap, at reading.ids, (..., K), from all ranks."""
+        """Returns the logits of the columns `reading.ids`, after the softcap.
+
+        The columns can belong to any rank.
+        """
         ids = self._columns(reading.ids)
         picked = torch.zeros(ids.shape, device=x.device, dtype=PRECISION[x.dtype])
         if self.width:
@@ -133,7 +136,7 @@ class ColumnBackend:
         return self.backend.gather_gradient(x, here, picked, g, upstream, factor, into)
 
     def pair_read(self, x: Tensor, reading: Reading, pair: Pair) -> tuple[Tensor, Tensor]:
-        """Returns the loss of whole rows, (...), and the state for the backward.
+        """Returns the loss per row over the columns of all ranks, and the state for the backward.
 
         JSD calls gather twice.
         """
@@ -165,7 +168,7 @@ class ColumnBackend:
         return self.backend.pair_gradient(x, here, pair, state, upstream, factor, into)
 
     def _pair_reading(self, reading: Reading) -> Reading:
-        """Returns the reading for this rank's columns, but with the size of the whole vocabulary.
+        """Returns the `Reading` of this rank's columns, but with the size of the whole vocabulary.
 
         Label smoothing needs the size of the whole vocabulary.
         """
@@ -187,7 +190,7 @@ class ColumnBackend:
             # `rest` is log Σ e^(z - max z) over this rank's columns that are not among the k
             # largest. With s = Σ e^(z - max z) over all columns of this rank, `tail` is
             # rest - log s, and logprobs[..., 0] is -log s. If the largest logit is +inf, -log s is
-            # NaN, and a tail of -inf means that no other column is +inf.
+            # NaN. A `tail` of -inf then means that no other column is +inf.
             rest = torch.where(tail == -torch.inf, tail, tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
@@ -195,9 +198,10 @@ class ColumnBackend:
         return ids.view(*lead, k), logprobs.view(*lead, k), tail.view(lead)
 
     def here(self, reading: Reading) -> Reading:
-        """Returns the reading for this rank's columns alone.
+        """Returns the `Reading`, the statistics to compute, for this rank's columns alone.
 
-        The ids become columns of this rank. The label stays an id of the whole vocabulary.
+        The ids in `reading.ids` become columns of this rank. The label stays an id of the whole
+        vocabulary.
         """
         weight = reading.class_weight
         if weight is not None:
@@ -231,7 +235,11 @@ class ColumnBackend:
         return Partials(state, state.new_zeros((rows, reading.ids.shape[-1])))
 
     def _tail(self, x: Tensor, reading: Reading, part: Partials) -> Tensor:
-        """Returns shift and log Σ e^((y - shift) / T) of the columns outside the ids, (N, 2)."""
+        """Returns `shift` and `tail` for each row, as a tensor of shape (N, 2).
+
+        For this rank's logits y outside of `reading.ids`, `tail` is log Σ e^((y - shift) / T),
+        where T is the temperature.
+        """
         if self.width == 0:
             empty = part.state[:, 0, :2].clone()
             empty[:, 0], empty[:, 1] = 0, -torch.inf
@@ -244,9 +252,9 @@ class ColumnBackend:
         return torch.stack((found.state[:, contract.SHIFT], tail), 1)
 
     def _joined_tail(self, tails: Tensor, reading: Reading, found: Statistics) -> Tensor:
-        """Returns the log of the softmax mass outside the ids, (N,).
+        """Returns, for each row, the log of the softmax mass outside of `reading.ids`.
 
-        `tails` (ranks, N, 2) holds the results of `_tail` on all ranks.
+        `tails` holds the results of `_tail` on all ranks.
         """
         state, ids = found.state, reading.ids
         shift, tail = tails.unbind(-1)
@@ -304,12 +312,12 @@ class OwnRows:
 
 
 def _largest(
-    parts: Tensor,  # (ranks, N, 2 k + 1): logits, bits of ids, and log Σ e^z of other columns
+    parts: Tensor,  # (ranks, N, 2 k + 1): logits, ids as bits, log Σ e^(z - max z) of other columns
     k: int,
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids (N, k), log-probabilities (N, k) and the log mass of other columns (N,)."""
+    """Returns k ids per row, their log-probabilities, and the log mass of all other columns."""
     x, bits, rest = parts.transpose(0, 1).split((k, k, 1), -1)
     rest, first = rest.squeeze(-1), capped(x[..., 0], softcap)[0]
     x, ids = x.flatten(1), contract.of_bits(bits).flatten(1).long()

@@ -11,7 +11,7 @@ from . import checks
 
 
 def _either(*names: str) -> Any:
-    """Returns the first function of torch.distributed with one of these names.
+    """Returns the function of torch.distributed with the first of these names that exists.
 
     The result is None if PyTorch was built without torch.distributed.
     """
@@ -37,7 +37,7 @@ class Ranks:
             self.device = torch.accelerator.current_accelerator() or self.device
 
     def gather(self, t: Tensor) -> Tensor:
-        """All-gathers the tensors t (...) of all ranks into one tensor (ranks, ...)."""
+        """All-gathers the tensors t of all ranks into one tensor with a new first dimension."""
         gathered = torch.empty((self.count, *t.shape), device=t.device, dtype=t.dtype)
         if t.numel() == 0:
             return gathered

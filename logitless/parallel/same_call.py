@@ -1,4 +1,4 @@
-"""Checks for LOGITLESS_CHECK=1, which raise on every rank unless all ranks make the same call.
+"""The checks of LOGITLESS_CHECK=1, which raise on every rank if the calls of the ranks differ.
 
 Before a collective of logitless, the ranks exchange a text that describes the call. If the texts
 differ, all ranks raise, so that no rank waits for a collective that another rank does not start. If
@@ -18,7 +18,7 @@ from ..core.source import is_dense, is_source
 def text_of_shard(source: Any, start: Any, vocab: Any, sequence_parallel: bool) -> str:
     """Returns a text that describes a VocabShard, and that must be the same on all ranks.
 
-    The text leaves out widths and starts, because they may differ between ranks. The text states
+    The text leaves out widths and starts, because both can differ between ranks. The text states
     whether a start is given, because either all ranks or no rank must pass a start.
     """
     options = {"start": start is not None, "vocab": vocab, "sequence_parallel": sequence_parallel}

@@ -9,8 +9,8 @@ and get bitwise the same result.
 The forward of a loss gathers a few numbers per row from each rank. For logits, the forward calls
 gather once, or twice for JSD. For a head, the forward calls gather once per chunk of rows. The
 backward of logits needs no communication. The backward of a head sums the gradient of the hidden
-states over ranks. Before the forward, the ranks exchange their columns, unless `start` and `vocab`
-are given.
+states over ranks. Before the forward, the ranks exchange their first columns and widths. If `start`
+and `vocab` are given, the ranks do so only once per group and `vocab`.
 """
 
 from typing import Any, NamedTuple
@@ -50,17 +50,17 @@ class Layout(NamedTuple):
         return sum(self.widths)
 
 
-# A cache of the width of the widest rank, for shards with `start` and `vocab`. The key is the group
+# Caches the largest width of all ranks, for shards with `start` and `vocab`. The key is the group
 # and the vocabulary size. The key must be the same on all ranks, so that either all ranks exchange
-# their columns, or no rank does. The key must not contain this rank's columns, because one
-# vocabulary can be sharded in two ways that differ only on some ranks.
+# their columns, or no rank does. The key must not contain this rank's columns, because a second way
+# to shard the same vocabulary can differ from the first way on only some of the ranks.
 _widest: dict[tuple, int] = {}
 
 
 def exchanged(
     ranks: Ranks, width: int, start: int | None, vocab: int | None, device: torch.device
 ) -> Layout:
-    """Returns the columns of all ranks.
+    """Returns the `Layout`: the first column and the number of columns of each rank.
 
     Each rank sends its width and start, and the host waits for the result.
     """
@@ -80,7 +80,7 @@ class VocabShard(Logits):
     """This rank's columns of logits (..., V), where V is the sum of the widths of all ranks.
 
     `source` is this rank's logits (..., width), or a LinearLogits over this rank's rows of the
-    head's weight. Widths may differ between ranks, and may be 0. `source` may also be the lazy
+    head's weight. The widths of ranks can differ, and can be 0. `source` can also be the lazy
     logits of a fused head. For lazy logits, the caller must sum the gradient of the hidden states
     over ranks.
 
@@ -99,7 +99,7 @@ class VocabShard(Logits):
 
     Every loss accepts a VocabShard instead of logits. Ids, labels and class weights refer to the
     whole vocabulary and must be the same on all ranks. A dense teacher must be a VocabShard with
-    the same columns.
+    the same columns, or a tensor of whole rows.
 
     >>> loss = cross_entropy(VocabShard(logits_of_this_rank, group), target)
     """
@@ -127,7 +127,7 @@ class VocabShard(Logits):
         return self._source.width
 
     def materialize(self) -> Tensor:
-        """Gathers the logits of all ranks, (..., V), without a gradient."""
+        """Gathers the logits of all ranks into a tensor of shape (..., V), without a gradient."""
         return self._source.materialize()
 
 
@@ -160,7 +160,7 @@ class Shard(Source):
         return Shard(source, ranks, start, vocab)
 
     def _set_columns(self, start: int | None, vocab: int | None, device: torch.device) -> None:
-        """Sets this rank's columns, and the width of the widest rank."""
+        """Sets this rank's columns, and the largest width of all ranks."""
         # The layout is None if start and vocab are given, except with LOGITLESS_CHECK=1.
         self.layout: Layout | None = None
         key, given = (self.ranks.group, vocab), start is not None and vocab is not None
@@ -184,14 +184,14 @@ class Shard(Source):
             self.requires_grad = source.requires_grad
 
     def over(self, source: Any, **changed) -> "Shard":
-        """Returns a copy of the shard with another source, which may be None."""
+        """Returns a copy of the shard with another `source`, which can be None."""
         copy = object.__new__(Shard)
         copy.__dict__.update(self.__dict__, **changed)
         copy._set_source(source)
         return copy
 
     def whole(self) -> Source:
-        """Returns a source of the logits of all ranks.
+        """Returns the logits of all ranks as a `Source`.
 
         This rank computes only its own columns.
         """
@@ -240,9 +240,9 @@ class Shard(Source):
         return backend
 
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
-        """Gathers the logits of all ranks, (..., V), without a gradient.
+        """Gathers the logits of all ranks into a tensor of shape (..., V), without a gradient.
 
-        With `rows`, the result is the logits of these rows, (n, V).
+        With `rows`, the result holds only the logits of these n rows, and has the shape (n, V).
         """
         local = self.local(rows).detach()
         layout = self.layout
@@ -255,9 +255,9 @@ class Shard(Source):
         return torch.cat([gathered[rank, ..., :width] for _, width, rank in order], -1)
 
     def local(self, rows: slice | Tensor | None = None) -> Tensor:
-        """Returns this rank's logits, (..., width).
+        """Returns this rank's logits, as a tensor of shape (..., width).
 
-        With `rows`, the result is this rank's logits of these rows, (n, width).
+        With `rows`, the result holds only these n rows, and has the shape (n, width).
         """
         return self.source.materialize(rows)
 
@@ -266,7 +266,7 @@ class Shard(Source):
         return self.over(self.source.as_teacher())
 
     def times(self, factor: float) -> "Shard | None":
-        """Returns a shard of the logits times a factor, for a teacher.
+        """Returns a shard of the teacher's logits, multiplied by a factor.
 
         The result is None if the source is a tensor, which would have to be copied.
         """
@@ -297,12 +297,12 @@ class Shard(Source):
             local = columns_of(teacher_columns(teacher, self.start, self.width))
         if local.exists:
             return local.x.detach()
-        # If the student's logits are a tensor, the teacher's logits may be materialised too.
+        # If the student's logits are a tensor, the teacher's logits are materialised too.
         exist = self.source.exists
         return local.materialize(slice(None)).view(self.source.shape) if exist else local
 
     def columns_beside(self, other: "Shard") -> Layout:
-        """Returns the columns of this shard that are compared with the columns of `other`.
+        """Returns the columns of this shard, for a comparison with the columns of `other`.
 
         If both shards have a layout, the columns of all ranks are compared. Otherwise, only the
         columns of this rank are compared.
@@ -367,7 +367,7 @@ class LogitColumns(Source):
 
 
 def _check(ranks: Ranks, *arguments: Any) -> None:
-    """Checks the arguments of a VocabShard, and with LOGITLESS_CHECK=1 compares all ranks."""
+    """Checks the arguments of a VocabShard, and compares ranks if LOGITLESS_CHECK=1."""
     try:
         rules.shard(*arguments)
     except Exception as error:
