@@ -8,9 +8,9 @@ autograd:
     backward(backend, x, saved, upstream) returns the gradient of the logits.
 
 The first output is the value of the loss, which is weighted and reduced. All further outputs are
-`extras`: results per row without a gradient, which are neither weighted nor reduced. The result of
-a loss is the value, or a tuple (value, *extras). If `multiple_outputs` is True, all outputs are
-results per row with a gradient, and there are no extras.
+called `extras`. They are results per row without a gradient, and are neither weighted nor reduced.
+The result of a loss is the value, or a tuple (value, *extras). If `multiple_outputs` is True, all
+outputs are results per row with a gradient, and there are no extras.
 
 Most losses need only statistics of each row. A loss over statistics implements `value`, which
 computes outputs from statistics, and `coefficients`, which computes the coefficients of the
@@ -23,8 +23,8 @@ merges over blocks of a head, and OnChipBackend (heads/on_chip.py) merges over s
 head. See Backend in backend.py.
 
 `flatten` separates the tensors that backward reads from the other fields of a loss, and `rebuild`
-is its inverse. `map_tensors` applies one function per kind of tensor. The kinds of tensors are per
-row, per class and teacher (contract.py).
+puts the tensors back. `map_tensors` applies one function to each kind of tensor. contract.py
+defines the three kinds: PER_ROW, PER_CLASS and TEACHER.
 """
 
 import math
@@ -42,7 +42,7 @@ from .backend import Backend
 from .source import teacher_rows
 
 Saved = tuple[Tensor | None, ...]
-Upstream = tuple[Tensor | None, ...]  # the gradient of each output, () or (...)
+Upstream = tuple[Tensor | None, ...]  # the gradients of the outputs: scalars, or one number per row
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class RowLoss:
 
     reading: Reading
 
-    # Whether all outputs are differentiable results per row, and none of them is reduced.
+    # Whether all outputs are differentiable results per row, which are never reduced.
     multiple_outputs: ClassVar[bool] = False
     # The names of the extras. The extra "argmax" is int64. `extras` is None if the number of extras
     # is known only after forward.
@@ -72,14 +72,14 @@ class RowLoss:
     # --- methods that a subclass implements
 
     def value(self, backend: Backend, statistics: Statistics) -> tuple[tuple[Tensor, ...], Saved]:
-        """Computes outputs (...) from statistics of whole rows: the value, and the extras if any.
+        """Computes each row's outputs (the value and any extras) from statistics of whole rows.
 
         `value` also returns the tensors that `coefficients` reads.
         """
         raise NotImplementedError
 
     def coefficients(self, saved: Saved, upstream: Upstream) -> tuple[Coefficients, Tensor]:
-        """Returns the coefficients of the backward formula, and a factor () or (...).
+        """Returns the coefficients of the backward formula, and one factor or a factor per row.
 
         All coefficients are multiplied by this factor, which is usually the upstream gradient.
         """
@@ -90,11 +90,14 @@ class RowLoss:
         raise NotImplementedError
 
     def mass(self, backend: Backend, dtype: torch.dtype) -> Tensor | None:
-        """The weight of each row in the divisor of a mean, (N,); None if all weights are 1."""
+        """Each row's term of the divisor of a mean, as a tensor (N,); None if all terms are 1."""
         return None
 
     def d_row_inputs(self, saved: Saved, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of row_inputs. `scale` is the gradient of each row's value."""
+        """Returns the gradients of `row_inputs`.
+
+        `scale` is the upstream gradient of each row's value.
+        """
         return ()
 
     # --- methods that most subclasses inherit
@@ -109,7 +112,7 @@ class RowLoss:
         saved: Saved,
         upstream: Upstream,
         factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
-        into: Tensor | None = None,  # output for the gradient, may be x; None allocates
+        into: Tensor | None = None,  # receives the gradient, can be x; None allocates
     ) -> Tensor:
         coefficients, gain = self.coefficients(saved, upstream)
         return backend.gradient(x, self.reading, saved[0], coefficients, gain, factor, into)
@@ -141,12 +144,12 @@ class RowLoss:
     def merges(self) -> bool:
         """Whether the loss can be computed from merged partial statistics.
 
-        Every statistic can be merged, except the tail.
+        All statistics can be merged, except `tail`.
         """
         return type(self).forward is RowLoss.forward and "tail" not in self.reading.wants
 
     def fold_scale(self, scale: float, softcap: float | None) -> "RowLoss | None":
-        """Returns a loss over x that equals this loss over the logits scale · x, or None.
+        """Returns a new loss whose value for x is the value of this loss for scale · x, or None.
 
         The new loss divides the temperature and `softcap` by `scale`. The result is None if a term
         of the loss always uses temperature 1.
@@ -162,7 +165,9 @@ class RowLoss:
         return outputs[1:]
 
     def reduce(self, values: Any, reduction: str, row_weight: Tensor | None) -> Any:
-        """Multiplies the values (...) by row_weight, and applies `reduction`, differentiably.
+        """Multiplies each row's value by row_weight and applies `reduction`.
+
+        The result is differentiable.
 
         "mean" divides by the sum of `mass`, or by the number of rows that count if `mass` is None.
         If `values` is the tuple of all outputs, only the first output is reduced. The result is
@@ -178,7 +183,8 @@ class RowLoss:
         if row_weight is None:
             return values
         values, ignored = values * row_weight.to(values.dtype), self.reading.ignored_rows()
-        # The values of ignored rows are set to 0, because 0 times an infinite row_weight is NaN.
+        # The result of an ignored row is set to 0, because its value 0 times an infinite row_weight
+        # is NaN.
         return values if ignored is None else torch.where(ignored, 0.0, values)
 
     # --- access to the tensors of a loss
@@ -198,7 +204,7 @@ class RowLoss:
         return (r.label, r.ids, r.class_weight, r.row_temperature, *self.row_inputs), loss
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
-        """The inverse of `flatten`. Tensors that backward does not read stay None."""
+        """Returns the loss with the tensors that `flatten` removed. Other tensors stay None."""
         label, ids, class_weight, row_temperature, *row_inputs = tensors
         loss = self.replace(
             reading=self.reading._replace(

@@ -98,7 +98,7 @@ class Operator:
         outputs, saved = loss.forward(backend_of(x), x)
         saved = [x.new_empty(0) if t is None else t for t in saved]
         # Saved tensors with one row are cloned, because they may be shared constants. An operator
-        # must not return a shared constant.
+        # must not return a tensor that another call also returns.
         saved = [t.clone() if t.shape[:1] == (1,) else t for t in saved]
         return [*outputs, *saved]
 
@@ -143,7 +143,7 @@ class Operator:
 
 
 def _func_nodes(operator: Operator) -> tuple[type, type]:
-    """Returns the operator and its gradient as autograd.Functions for torch.func."""
+    """Returns two autograd.Functions for torch.func: the operator, and its gradient."""
 
     class InFunc(torch.autograd.Function):
         @staticmethod

@@ -6,9 +6,9 @@ is a `Source`. Examples are a head whose logits are not materialised (heads/line
 The public functions check shape, dtype and device of their arguments, build a RowLoss, and pass the
 loss to `evaluate` of the source. The rest of the library does not depend on the kind of source.
 
-LinearLogits and VocabShard, which users construct, are subclasses of `Logits`. A `Logits` has only
-the members that users need. The attribute `_source` of a `Logits` is the Source that evaluates
-losses.
+LinearLogits and VocabShard, which users construct, are subclasses of `Logits`. The class `Logits`
+has only the members that users need. The attribute `_source` of a `Logits` is the Source that
+evaluates losses.
 
 A source computes logits for some rows at a time, and calls `forward` and `backward` of the loss for
 these rows. `loss.rows(rows, lead)` is the loss of these rows. The source reduces the values of all
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 F = TypeVar("F", bound=Callable)
-TopK = tuple[Tensor, Tensor, Tensor]  # ids and log-probabilities (..., k), log tail mass (...)
+TopK = tuple[Tensor, Tensor, Tensor]  # ids, log-probabilities, log of the remaining mass
 
 
 class Logits:
@@ -85,7 +85,7 @@ class Source:
         raise NotImplementedError
 
     def evaluate_in_place(self, loss: Any, reduction: str, row_weight: Tensor | None) -> Any:
-        """Like `evaluate`, but the gradient may overwrite logits that exist in memory."""
+        """Like `evaluate`, but the gradient is allowed to overwrite logits that are in memory."""
         return self.evaluate(loss, reduction, row_weight)
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
@@ -95,7 +95,7 @@ class Source:
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
         """Returns the differentiable logits, (..., V).
 
-        With `rows`, the result is the logits of these rows, (n, V), without a gradient.
+        With `rows`, the result holds only the logits of these rows, without a gradient.
         """
         raise NotImplementedError
 
@@ -104,7 +104,7 @@ class Source:
         return self.materialize(slice(None)).view(self.shape)
 
     def in_columns(self, shard: Any) -> "Source":
-        """Returns a source of the logits of all ranks. This rank computes the columns of `shard`.
+        """Returns a source of all ranks' logits. This rank computes only the columns of `shard`.
 
         `shard` is the Shard (parallel/shard.py) that holds this source.
         """
@@ -131,7 +131,7 @@ def without_wrapper(logits: Any) -> Any:
     return logits._source if isinstance(logits, Logits) else logits
 
 
-# Functions that other folders, such as parallel/, add by the decorator `converts`.
+# The functions that are decorated with `converts`, for example in parallel/.
 _CONVERTERS: list[Callable[[Any], "Source | None"]] = []
 
 
@@ -192,7 +192,7 @@ def teacher_of(teacher: Any, student: Any) -> Any:
     source: Any = source_of(teacher)
     if isinstance(student, (Logits, Source)):
         return source.as_teacher()
-    # The student's logits are in memory as a whole, so the teacher's logits may be in memory too.
+    # The student's logits are all in memory, so the teacher's logits are also computed at once.
     return source.materialize(slice(None)).view(student.shape)
 
 
@@ -211,7 +211,7 @@ def teacher_columns(teacher: Any, start: int, width: int) -> Any:
 def flat_teacher(teacher: Any) -> tuple[tuple[Tensor | None, ...], Any]:
     """Returns the tensors of a dense teacher, and the teacher without tensors.
 
-    The second result is None if the teacher is a Tensor in memory.
+    If the teacher is itself a Tensor, nothing remains without it, and the second result is None.
     """
     return ((teacher,), None) if is_dense(teacher) else teacher.flatten()
 
