@@ -80,8 +80,8 @@ def _arguments_of(head: Head, loss: RowLoss) -> tuple:
     teacher, rest = None, []
     for value in operators.arguments_of(loss):
         if isinstance(value, ScaledHead):
-            # The schema requires a Tensor as teacher, so the teacher's hidden states are a
-            # placeholder.
+            # The operator's argument `teacher` must be a Tensor. The teacher's hidden states are
+            # passed as a placeholder.
             teacher, value = value, value.head.hidden
         rest.append(value)
     return *_HeadArguments.of(head, teacher), *rest
@@ -130,7 +130,7 @@ class HeadOperator:
         torch.library.register_fake(f"logitless::{name}", fake, lib=library)
 
     def total(self, *arguments) -> list[Tensor]:
-        """Returns the loss, the factor from sum to mean, the gradients, and the extras.
+        """Returns the loss, the factor that turns a sum into a mean, the gradients, and the extras.
 
         A tensor that is not needed is empty.
         """
@@ -304,7 +304,7 @@ def evaluate_compiled(head: Head, loss: RowLoss, reduction: str, row_weight: Ten
     if in_func():
         checks.no_head_in_func()
     operator = HEAD_OPERATORS.get(type(loss))
-    if reduction == "none" or operator is None:  # a user's formula (row_loss) has no operator
+    if reduction == "none" or operator is None:  # a `row_loss` has no operator
         outputs = loss.traced(head, call_rows)
         return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
     needs = needs_of(head.tensors, row_weight, (), torch.is_grad_enabled())
