@@ -127,7 +127,7 @@ class Backend(Protocol):
         ...
 
     def scale_(self, x: Tensor, g: Tensor) -> None:
-        """Multiplies x (..., V) in place by g, whose shape is () or (...)."""
+        """Multiplies x in place by g, which is a scalar tensor or holds one number per row."""
         ...
 
     def zero_ignored(self, x: Tensor, reading: Reading) -> Tensor:

@@ -38,7 +38,7 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
 
     Tensors count as equal if their shapes, dtypes, devices and requires_grad are equal.
     """
-    if torch.compiler.is_compiling():  # shapes may be symbolic
+    if torch.compiler.is_compiling():  # shapes can be symbolic
         check(*args)
         return
     try:

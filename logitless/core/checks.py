@@ -34,7 +34,7 @@ def logits(x: Any, name: str = "logits") -> None:
 
 
 def some_logits(x: Any, name: str) -> None:
-    """Checks logits that may have 0 columns."""
+    """Checks logits, which are allowed to have 0 columns."""
     if not is_source(x):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
     if is_dtensor(x):

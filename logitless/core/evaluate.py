@@ -1,4 +1,4 @@
-"""Evaluates a loss over a tensor of logits. A source that is not a tensor has its own `evaluate`.
+"""Evaluates a loss over a tensor of logits. Other sources of logits have a method `evaluate`.
 
 `evaluate` chooses one of six routes for a call. For inplace=True, `evaluate_in_place` chooses the
 route. If several conditions are true, the first route in this list is used.
@@ -69,7 +69,7 @@ def evaluate(
 def evaluate_on(
     backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
 ):
-    """Like `evaluate`, with a given backend. x may hold only some columns of the vocabulary."""
+    """Like `evaluate`, with a given backend. x can hold only some columns of the vocabulary."""
     by_row = reduction == "none" or (row_weight is not None and row_weight.requires_grad)
     reduced_here = (None, None) if by_row else (row_weight, reduction)
     row_inputs = loss.row_inputs
@@ -207,7 +207,7 @@ class GradientInBackward(Node):
     @staticmethod
     def backward(ctx, *upstream):
         Node.refuse_vmap(upstream)
-        # saved_tensors is read once, because activation checkpointing unpacks tensors only once.
+        # saved_tensors is read only once, because activation checkpointing allows only one access.
         x, *tensors = ctx.saved_tensors
         if not torch.is_grad_enabled():
             _, d_x, d_rows = finish(ctx, x, tensors, upstream, ctx.needs_input_grad[0])

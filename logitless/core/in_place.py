@@ -38,7 +38,7 @@ def overwrite_on(
 ):
     """Like `evaluate_in_place`, with a given backend.
 
-    x can be only some columns of the vocabulary.
+    x can hold only some columns of the vocabulary.
     """
     owner, guarded = _owner(x)
     checks.overwritable(x, owner)
@@ -110,7 +110,7 @@ class GradientInPlace(Node):
                 "cross_entropy(..., inplace=True) must not be differentiated with"
                 " create_graph=True, because its gradient overwrites its logits."
             )
-        if any(d is not None for d in others):  # only the overwritten logits can have a gradient
+        if any(d is not None for d in others):  # the overwritten logits were used
             raise RuntimeError(
                 "logits must not be used after cross_entropy(..., inplace=True), which overwrote"
                 " the logits with their gradient; pass inplace=False to keep the logits."

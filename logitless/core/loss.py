@@ -4,7 +4,7 @@ evaluate.py evaluates a `RowLoss` over a tensor. A source (source.py) evaluates 
 that are not a tensor. evaluate.py and sources call two methods of the loss, which do not use
 autograd:
 
-    forward(backend, x) returns outputs (...), and the tensors that backward needs.
+    forward(backend, x) returns the outputs of each row, and the tensors that backward needs.
     backward(backend, x, saved, upstream) returns the gradient of the logits.
 
 The first output is the value of the loss, which is weighted and reduced. All further outputs are
@@ -60,9 +60,10 @@ class RowLoss:
     saves_gradient: ClassVar[bool] = False
     # The names of the fields of the loss that are structs of contract.py.
     structs: ClassVar[tuple[str, ...]] = ("reading",)
-    # The names of the label and of the ids in error messages. `names` may be a property.
+    # The names of the label and of the ids in error messages. In a subclass, `names` can be a
+    # property.
     names: ClassVar[Any] = ("target", "ids")
-    row_inputs = ()  # tensors with one or k numbers per row that may require a gradient
+    row_inputs = ()  # tensors with one or k numbers per row, which can require a gradient
 
     @property
     def teachers(self) -> tuple:
@@ -238,7 +239,7 @@ class RowLoss:
         return self.replace(**changed)
 
     def rows(self, rows: slice | Tensor, lead: torch.Size) -> "RowLoss":
-        """Returns a RowLoss for some of the rows. `lead` is the leading shape (...) of all rows."""
+        """Returns a RowLoss for some of the rows. `lead` is the shape of all rows, without V."""
 
         def chunk(t: Tensor) -> Tensor:
             some = t.reshape(lead.numel(), *t.shape[len(lead) :])[rows]
@@ -253,7 +254,7 @@ def one(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def rows_in(lead: torch.Size) -> int:
-    """The number of rows for the leading shape `lead`, whose sizes may be symbolic.
+    """The number of rows for the leading shape `lead`, whose sizes can be symbolic.
 
     Size.numel() would replace a symbolic size of torch.compile by a constant.
     """
@@ -269,5 +270,5 @@ def ignored_value(dtype: torch.dtype) -> int:
 
 
 def flat_rows(t: Tensor, lead: torch.Size) -> Tensor:
-    """Reshapes t from (...) to (N,), or from (..., k) to (N, k)."""
+    """Flattens the leading dimensions `lead` of t to one dimension of N rows."""
     return t.reshape(rows_in(lead), *t.shape[len(lead) :])

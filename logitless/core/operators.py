@@ -61,7 +61,7 @@ def loss_of(kind: type, arguments: Sequence):
 
 
 def outputs_of(loss) -> tuple[str, ...]:
-    """The names of the outputs of a loss."""
+    """Returns the names of the outputs of a loss."""
     return loss.reading.wants if loss.multiple_outputs else ("value", *loss.extras)
 
 
@@ -97,7 +97,7 @@ class Operator:
         check_values(loss)
         outputs, saved = loss.forward(backend_of(x), x)
         saved = [x.new_empty(0) if t is None else t for t in saved]
-        # Saved tensors with one row are cloned, because they may be shared constants. An operator
+        # Saved tensors with one row are cloned, because they can be cached constants. An operator
         # must not return a tensor that another call also returns.
         saved = [t.clone() if t.shape[:1] == (1,) else t for t in saved]
         return [*outputs, *saved]

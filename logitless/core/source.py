@@ -4,7 +4,7 @@ evaluate.py evaluates a loss over a plain tensor. Any other object that represen
 is a `Source`. Examples are a head whose logits are not materialised (heads/linear.py), lazy logits
 (lazy/logits.py), one rank's shard of the vocabulary (parallel/shard.py), or a user's own subclass.
 The public functions check shape, dtype and device of their arguments, build a RowLoss, and pass the
-loss to `evaluate` of the source. The rest of the library does not depend on the kind of source.
+loss to `evaluate` of the source. The rest of the library treats all sources alike.
 
 LinearLogits and VocabShard, which users construct, are subclasses of `Logits`. The class `Logits`
 has only the members that users need. The attribute `_source` of a `Logits` is the Source that
@@ -78,9 +78,9 @@ class Source:
     def evaluate(self, loss: Any, reduction: str, row_weight: Tensor | None) -> Any:
         """Returns the weighted and reduced loss, which is differentiable. `loss` is a RowLoss.
 
-        The result has shape (...) for reduction "none", and () for "sum" and "mean". For a RowLoss
-        with multiple outputs, the result is a tuple. For a RowLoss with extras, the result is
-        (value, *extras), where the extras have shape (...).
+        The result is one number per row for reduction "none", and a scalar for "sum" and "mean".
+        For a RowLoss with multiple outputs, the result is a tuple. For a RowLoss with extras, the
+        result is (value, *extras), where each of the extras has one number per row.
         """
         raise NotImplementedError
 
@@ -93,7 +93,7 @@ class Source:
         raise NotImplementedError
 
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
-        """Returns the differentiable logits, (..., V).
+        """Returns the differentiable logits, as a tensor of shape (..., V).
 
         With `rows`, the result holds only the logits of these rows, without a gradient.
         """

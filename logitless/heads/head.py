@@ -55,7 +55,7 @@ class Head:
 
     @property
     def lead(self) -> torch.Size:
-        """The leading shape (...) of the logits."""
+        """The shape of the logits without the dimension V."""
         return self.hidden.shape[:-1]
 
     @property
@@ -105,7 +105,7 @@ class Head:
         return backend_of(self.hidden) if self.columns is None else self.columns
 
     def logits(self, rows: Rows | None = None) -> Tensor:
-        """Returns differentiable logits (..., width), where the weight has shape (width, D).
+        """Returns differentiable logits, with one column per row of the weight.
 
         With `rows`, the result holds only the logits of these rows, without a gradient.
         """

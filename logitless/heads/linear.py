@@ -63,7 +63,7 @@ class HeadLogits(Source):
         return topk_of_head(self.head, k, temperature, softcap)
 
     def materialize(self, rows: Rows | None = None) -> Tensor:
-        """Returns the differentiable logits, (..., V).
+        """Returns the differentiable logits, as a tensor of shape (..., V).
 
         With `rows`, the result holds only the logits of these rows, without a gradient.
         """

@@ -4,8 +4,8 @@ A loss compares the teacher's probabilities p at the ids with the student's q = 
 `support` selects which probabilities are compared, and `divergence` selects the divergence. The
 arguments `support` and `divergence` are required. The student's log-probabilities at the ids, the
 mass outside the ids, and the label's cross-entropy at temperature 1 are statistics of the row. One
-pass over the logits computes the statistics, and another pass computes the gradient. Forward reads
-a row a second time if the student's mass outside the ids is small.
+pass over the logits computes the statistics, and another pass computes the gradient. For
+support="tail", forward reads a row a second time if its mass outside the ids is small.
 """
 
 from dataclasses import dataclass
