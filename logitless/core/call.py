@@ -230,7 +230,7 @@ _chosen: str | None = None
 
 @contextlib.contextmanager
 def impl(name: str):
-    """Computes every loss in this block with the backend `"triton"` or `"eager"`.
+    """Selects the backend `"triton"` or `"eager"` for all losses inside a `with` block.
 
     The backend "triton" has two exceptions, which plain PyTorch computes: losses against a teacher
     with more than 4096 ids per row, and top-k with k > 256. Triton on CPU tensors needs Triton's

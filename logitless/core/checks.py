@@ -289,7 +289,7 @@ def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
 
 
 def _mask(t: Any) -> None:
-    """Checks a mask of the rows, or of the teacher's ids, that count.
+    """Checks a mask that says which rows, or which ids of a teacher, count.
 
     The mask is bool, or 0 and 1.
     """

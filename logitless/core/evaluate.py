@@ -11,9 +11,9 @@ route. If several conditions are true, the first route in this list is used.
   logits with the gradient (in_place.py).
 - The route "values alone" is used if no gradient is needed.
 - The route "gradient in forward" is used if the forward of the loss already computes the gradient
-  (saves_gradient). On a GPU, this route is also used for a mean or sum over at most SMALL logits,
-  unless the loss has row_inputs. Forward computes the gradient for an upstream gradient of 1, and
-  backward multiplies the gradient by the upstream gradient.
+  (saves_gradient). On a GPU, the route "gradient in forward" is also used for a mean or sum over
+  at most SMALL logits, unless the loss has row_inputs. Forward computes the gradient for an
+  upstream gradient of 1, and backward multiplies the gradient by the upstream gradient.
 - The route "gradient in backward" is used in all other cases. Backward computes the gradient from
   the saved state of each row.
 

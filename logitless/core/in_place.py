@@ -110,7 +110,7 @@ class GradientInPlace(Node):
                 "cross_entropy(..., inplace=True) must not be differentiated with"
                 " create_graph=True, because its gradient overwrites its logits."
             )
-        if any(d is not None for d in others):  # the overwritten logits were used
+        if any(d is not None for d in others):  # the logits were used after the loss
             raise RuntimeError(
                 "logits must not be used after cross_entropy(..., inplace=True), which overwrote"
                 " the logits with their gradient; pass inplace=False to keep the logits."

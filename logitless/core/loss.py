@@ -113,7 +113,7 @@ class RowLoss:
         saved: Saved,
         upstream: Upstream,
         factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
-        into: Tensor | None = None,  # receives the gradient, can be x; None allocates
+        into: Tensor | None = None,  # memory for the gradient, can be x; None allocates
     ) -> Tensor:
         coefficients, gain = self.coefficients(saved, upstream)
         return backend.gradient(x, self.reading, saved[0], coefficients, gain, factor, into)
@@ -127,7 +127,7 @@ class RowLoss:
         return outputs, self.backward(backend, x, saved, upstream, factor, into), saved
 
     def mean_and_gradient(self, backend: Backend, x: Tensor, into: Tensor) -> Tensor | None:
-        """Returns the mean over rows, and writes its gradient to `into`, in one launch.
+        """Returns the mean over rows, and writes its gradient to `into`, in one kernel launch.
 
         The result is None if one launch is not possible. `mean_and_gradient` is for small tensors,
         where a launch takes longer than reading the logits.
@@ -171,8 +171,8 @@ class RowLoss:
         The result is differentiable.
 
         "mean" divides by the sum of `mass`, or by the number of rows that count if `mass` is None.
-        If `values` is the tuple of all outputs, only the first output is reduced. The result is
-        then (value, *extras), or only the value if there are no extras.
+        If `values` is the tuple of all outputs, only the first output is reduced. For a tuple, the
+        result is (value, *extras), or only the value if there are no extras.
         """
         if isinstance(values, tuple):
             value, *extras = values

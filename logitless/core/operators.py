@@ -66,7 +66,7 @@ def outputs_of(loss) -> tuple[str, ...]:
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the output with this name, where `dtype` is the dtype of the other outputs."""
+    """Returns int64 for the output "argmax", and `dtype` for all other outputs."""
     return torch.int64 if name == "argmax" else dtype
 
 

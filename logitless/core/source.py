@@ -127,7 +127,7 @@ def is_dtensor(t: Any) -> bool:
 
 
 def without_wrapper(logits: Any) -> Any:
-    """Returns the Source of a LinearLogits or a VocabShard, and other logits unchanged."""
+    """Returns the Source of a LinearLogits or VocabShard. Other logits are returned unchanged."""
     return logits._source if isinstance(logits, Logits) else logits
 
 
@@ -197,7 +197,7 @@ def teacher_of(teacher: Any, student: Any) -> Any:
 
 
 def teacher_rows(teacher: Any, rows: slice | Tensor) -> Tensor:
-    """Returns the logits or probabilities of a dense teacher for these rows, (n, V)."""
+    """Returns these rows of a dense teacher's logits or probabilities, as a tensor (n, V)."""
     if is_dense(teacher):
         return teacher.reshape(math.prod(teacher.shape[:-1]), teacher.shape[-1])[rows]
     return teacher.materialize(rows)
@@ -211,7 +211,7 @@ def teacher_columns(teacher: Any, start: int, width: int) -> Any:
 def flat_teacher(teacher: Any) -> tuple[tuple[Tensor | None, ...], Any]:
     """Returns the tensors of a dense teacher, and the teacher without tensors.
 
-    If the teacher is itself a Tensor, nothing remains without it, and the second result is None.
+    If the teacher is a plain Tensor, the second result is None.
     """
     return ((teacher,), None) if is_dense(teacher) else teacher.flatten()
 

@@ -29,8 +29,8 @@ WAITING = 4  # the number of blocks whose statistics are merged at a time
 class BlockChunks(Chunks):
     """Computes logits for one group of rows at a time, in blocks of columns.
 
-    plan.py chooses the number of rows per group. A group can contain all rows. The host waits for
-    the number of rows that count before the first GEMM is queued.
+    plan.py chooses the number of rows per group. A group can contain all rows. Before the first
+    GEMM is queued, the host waits for the number of rows that count.
     """
 
     def begin(self, dtype: torch.dtype) -> Any:
@@ -128,7 +128,7 @@ class ReadsNoLogits:
 
 
 class BlockBackend(ReadsNoLogits):
-    """A backend whose logits are a `Blocks`. It supports losses that need only row statistics."""
+    """A backend whose logits are a `Blocks`, for losses that need only row statistics."""
 
     def read(self, x: Blocks, reading: Reading) -> Statistics:
         """Returns the statistics of whole rows.

@@ -2,7 +2,7 @@
 
 plan.py chooses the number of rows per chunk. Every chunk reads the whole weight. Every chunk except
 the first also reads the sum of the weight's gradient (gradient_sums.py). Therefore chunks are as
-large as memory allows.
+large as the workspace allows.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,8 +44,8 @@ class Tile:
 class Chunks:
     """Computes the logits of all rows, or of the rows that count, one chunk of rows at a time.
 
-    The number of rows that count is on the GPU. The host waits for the number of rows that count
-    once, after the first GEMM is queued, so that the GPU has work meanwhile.
+    The number of rows that count is on the GPU. The host queues the first GEMM before waiting for
+    the number of rows that count, so that the GPU has work meanwhile.
     """
 
     blocks = (slice(None),)  # blocks of columns; Chunks has a single block with all columns

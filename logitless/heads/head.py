@@ -216,7 +216,7 @@ class ScaledHead:
         return self.head.device
 
     def materialize(self, rows: Rows) -> Tensor:
-        """Returns the logits of these rows, (n, V)."""
+        """Returns the logits of these rows as a tensor (n, V)."""
         z = self.head.logits(rows)
         if self.scale == 1 and self.cap is None:
             return z

@@ -133,7 +133,7 @@ def topk_of_head(head: Head, k: int, temperature: float, softcap: float | None) 
         checks.not_mapped()
     backend, width, lead = head.backend(), len(head.weight), head.lead
     no_rows = torch.empty((0, width), device=head.device, dtype=head.dtype)
-    results = [backend.topk(no_rows, k, temperature, softcap)]  # torch.cat needs at least one
+    results = [backend.topk(no_rows, k, temperature, softcap)]  # so that torch.cat gets a tensor
     loss = RowLoss(Reading(head.vocab))  # a loss that ignores no rows
     with torch.no_grad(), without_autocast(head.device):
         for tile in chunks_of(head, loss, head.work()).tiles(loss):

@@ -82,7 +82,7 @@ class OnChip:
 
 
 class OnChipBackend(ReadsNoLogits):
-    """A backend whose logits are an `OnChip`. It supports losses that need only row statistics."""
+    """A backend whose logits are an `OnChip`, for losses that need only row statistics."""
 
     def read(self, x: OnChip, reading: Reading) -> Statistics:
         """Returns the statistics of whole rows, merged from partial statistics of column ranges."""

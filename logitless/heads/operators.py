@@ -7,8 +7,8 @@ Each RowLoss with an operator over logits (core/operators.py) has three operator
     `logitless::head_<name>_rows_gradient` computes the gradients of the results per row.
 
 The operators call the functions of total.py and per_row.py. The operators do not drop ignored rows,
-because the host would have to wait for the number of rows that count. A graph cannot wait for a
-number on the GPU.
+because the host would have to wait for the number of rows that count. A compiled graph cannot wait
+for a number that is on the GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,7 +88,7 @@ def _arguments_of(head: Head, loss: RowLoss) -> tuple:
 
 
 def _call_of(kind: type, arguments: Sequence, **fields) -> Call:
-    """Builds a Call from the arguments of an operator."""
+    """Builds a `Call` from the arguments of an operator."""
     rest = iter(arguments)
     of_head = _HeadArguments._make([next(rest) for _ in _HeadArguments._fields])
     loss = operators.loss_of(kind, list(rest))

@@ -121,7 +121,7 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
     groups = 1
     while work.rows >= groups * TILE:
         rows = -(-work.rows // groups)
-        size = work.itemsize + (4 if work.wide else 0)  # fp32 logits and 16-bit gradient
+        size = work.itemsize + (4 if work.wide else 0)  # bytes per logit and separate gradient
         columns = even_columns(work.vocab, limit // (rows * size))
         if columns:
             keeps = groups == 1 and work.keeps
@@ -210,9 +210,9 @@ def even_chunk(rows: int, room: int) -> int:
     """Returns the number of rows per chunk, in a workspace with room for `room` rows.
 
     `room` is first rounded down: to a multiple of TILE if `room` is at least TILE, and to a power
-    of two if `room` is at least 8 · TILE. Most batches have a power of two rows, and are then split
-    into equal chunks without a short last chunk. Other batches are split into chunks of nearly
-    equal size, because even a short last chunk would read the whole weight.
+    of two if `room` is at least 8 · TILE. In most batches, the number of rows is a power of two, so
+    all chunks have the same size. Other batches are split into chunks of nearly equal size, because
+    even a short last chunk would read the whole weight.
     """
     most = max(room, 1)
     if most >= 8 * TILE:
@@ -275,10 +275,10 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
         | gradient of earlier slots | gap |  logits of this slot, fp32  |
         | gradient so far                 ▸ overwrites logits already read
 
-    Each slot has as many rows as fit to the right of the gradient of earlier slots. The gradient of
-    a slot is written in steps. Each step writes only as many rows as fit before the first unread
-    row, so that no unread row is overwritten. So fp32 logits need only the memory of 16-bit logits
-    plus `spare_rows`.
+    Each slot has as many rows of logits as fit to the right of the gradient of earlier slots. The
+    gradient of a slot is written in steps. Each step writes only as many rows as fit before the
+    first unread row, so that no unread row is overwritten. So fp32 logits need only the memory of
+    16-bit logits plus `spare_rows`.
     """
     if not wide:
         return rows, (Slot(slice(0, rows), 0, (slice(0, rows),)),)

@@ -77,7 +77,7 @@ def reads_vectors(t: Tensor) -> bool:
 
 
 def plain_gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> Tensor:
-    """Writes a @ b + add to `out` in one GEMM. If a and b have 16 bits, `out` can be fp32."""
+    """Writes a @ b + add to `out` in one GEMM. If a and b are 16-bit tensors, `out` can be fp32."""
     wide = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
     if add is None:
         return torch.mm(a, b, out=out, **wide)

@@ -154,7 +154,7 @@ def outputs_of_no_rows(call: Call) -> tuple[Tensor, ...]:
 
 
 def in_shape(results: Sequence[Tensor], lead: torch.Size) -> tuple[Tensor, ...]:
-    """Replaces the first dimension of results, of size N, by the leading shape of the logits.
+    """Reshapes the first dimension (N rows) of each result to the leading shape of the logits.
 
     The results are copied, because PyTorch forbids some in-place operations on a view that an
     autograd function returns.

@@ -135,10 +135,10 @@ def cross_entropy(
 
     "mean" divides the sum by the number of rows that count. With class weights v, "mean" divides by
     the sum of v[target] over the rows that count, as PyTorch does. A row is ignored if its target
-    is ignore_index or its mask is False. An ignored row is not read, and its loss and gradient are
-    0. If all rows are ignored, the mean is 0. A target outside [0, V) raises on a CPU. On a GPU, a
-    target outside [0, V) makes the loss of its row NaN, or raises an error if LOGITLESS_CHECK=1 is
-    set.
+    is ignore_index or its entry in `mask` is False. An ignored row is not read, and its loss and
+    gradient are 0. If all rows are ignored, the mean is 0. A target outside [0, V) raises on a CPU.
+    On a GPU, a target outside [0, V) makes the loss of its row NaN, or raises an error if
+    LOGITLESS_CHECK=1 is set.
 
     `logits` has shape (..., V), and `weight` has shape (V,). `target`, `mask` and `row_weight` have
     shape (...). Targets are integers. The loss is fp32 (fp64 for fp64 logits). The vocabulary is

@@ -40,8 +40,8 @@ def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None
     errors is allowed. If a log-probability l has a relative error u, then the probability p = e^l
     has an error of u |l| p. The errors of a row add up to u times the row's entropy, which is at
     most u log(K + 1) for K slots and the tail. Adding up the probabilities causes another error of
-    u. Values in fp32 can have been converted from bfloat16, so u is at least 2⁻⁸, the rounding
-    error of bfloat16. A NaN raises no error here, because the loss of its row will be NaN.
+    u. The values of an fp32 tensor are sometimes converted from bfloat16, so u is at least 2⁻⁸, the
+    rounding error of bfloat16. A NaN raises no error here, because the loss of its row will be NaN.
     """
     tensors = [t for t in (ids, logprobs, tail, mask) if t is not None]
     if (
@@ -99,7 +99,7 @@ def _once_each(ids: Tensor, p: Tensor) -> Tensor:
     return p.gather(-1, order).masked_fill(repeated, 0.0)
 
 
-# Index entries of these types are used unchanged. All other entries are converted to tensors.
+# Types of index entries that are used unchanged. All other index entries are converted to tensors.
 _SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))
 
 
