@@ -190,7 +190,7 @@ class BlockSums(GradientSums):
     def free_memory(self) -> Tensor | None:
         """Returns the memory of the weight's gradient, or None if this memory cannot hold logits.
 
-        The memory holds logits until the weight's gradient is written.
+        This memory is used for logits until the weight's gradient is written.
         """
         d = self.d_weight
         free = d is not None and self.written_once and d.dtype == self.weight.dtype

@@ -72,7 +72,7 @@ class Chunks:
         ]
 
     def begin(self, dtype: torch.dtype) -> Backend:
-        """Allocates memory for the logits of a chunk, in this dtype, and queues the first GEMM.
+        """Allocates memory for a chunk's logits, which have this dtype, and queues the first GEMM.
 
         Returns the backend that reads the tiles.
         """

@@ -100,7 +100,7 @@ class OnChipBackend(ReadsNoLogits):
         into: Tensor | None = None,
         start: int | None = None,
     ) -> None:
-        """Writes the gradients of hidden, weight and bias to x.sums. Returns nothing."""
+        """Writes the gradients of hidden, weight and bias to x.sums."""
         sums = x.sums
         assert sums is not None
         d_hidden = sums.hidden_memory(x.rows, x.h)

@@ -304,7 +304,7 @@ def evaluate_compiled(head: Head, loss: RowLoss, reduction: str, row_weight: Ten
     if in_func():
         checks.no_head_in_func()
     operator = HEAD_OPERATORS.get(type(loss))
-    if reduction == "none" or operator is None:  # a `row_loss` has no operator
+    if reduction == "none" or operator is None:  # losses of `row_loss` have no operator
         outputs = loss.traced(head, call_rows)
         return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
     needs = needs_of(head.tensors, row_weight, (), torch.is_grad_enabled())
