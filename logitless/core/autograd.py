@@ -23,7 +23,7 @@ class Node(torch.autograd.Function):
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
-    """Returns the gradients. Differentiating these gradients with respect to `inputs` raises."""
+    """Returns the gradients, which raise an error if they are differentiated by `inputs`."""
     present = [t for t in gradients if t is not None]
     needed = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
     if not present or not needed:

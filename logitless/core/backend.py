@@ -21,7 +21,7 @@ class Backend(Protocol):
     # --- statistics of rows, and the backward formula
 
     def read(self, x: Any, reading: Reading) -> Statistics:
-        """Returns the statistics in reading.wants, and the state that the backward needs."""
+        """Returns the statistics that `reading.wants` names, and the state that backward needs."""
         ...
 
     def gradient(
@@ -35,7 +35,7 @@ class Backend(Protocol):
         into: Tensor | None = None,
         start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
     ) -> Tensor:
-        """Returns the gradient of the logits, (..., V).
+        """Returns the gradient of the logits, of shape (..., V).
 
         The gradient is written to `into`, or to a new tensor in the dtype of x if `into` is None.
         """
@@ -52,18 +52,21 @@ class Backend(Protocol):
     def finish(
         self, parts: Partials, reading: Reading, shape: tuple[int, ...] | None = None
     ) -> Statistics:
-        """Returns the statistics of whole rows, except the tail, from Partials of all columns."""
+        """Returns the statistics of whole rows from the `Partials` of all columns.
+
+        The statistic `tail` cannot be computed from Partials.
+        """
         ...
 
     def outside(self, x: Tensor, reading: Reading, found: Statistics) -> Tensor:
-        """Returns the log of the softmax mass outside reading.ids, (...).
+        """Returns, for each row, the log of the softmax mass outside `reading.ids`.
 
         `found` holds the other statistics of the rows.
         """
         ...
 
     def with_repeats(self, state: Tensor, ids: Tensor) -> Tensor:
-        """Returns the state with the field REPEATS: 1 if the ids of the row repeat, otherwise 0."""
+        """Fills the field REPEATS of the state: 1 if two ids of the row are equal, otherwise 0."""
         ...
 
     # --- cross-entropy
@@ -73,28 +76,28 @@ class Backend(Protocol):
         """A function that computes -log p of the label and the gradient in one pass, or None.
 
         The signature of the function is (x, reading, coefficients, factor, into, mean=False). The
-        function writes the gradient to `into` and returns -log p, (...). The function returns None
-        if one pass over these logits is not possible. `one_pass` is None if the backend never
-        computes loss and gradient in one pass.
+        function writes the gradient to `into` and returns -log p of each row's label. The function
+        returns None if one pass over these logits is not possible. `one_pass` is None if the
+        backend never computes loss and gradient in one pass.
         """
         ...
 
     def cross_entropy(
         self, statistics: Statistics, reading: Reading, label_smoothing: float, z_loss: float
     ) -> tuple[Tensor, Coefficients]:
-        """Returns the cross-entropy of each row, (...), and the coefficients of its gradient."""
+        """Returns the cross-entropy of each row, and the coefficients of its gradient."""
         ...
 
     def label_coefficients(self, reading: Reading, dtype: torch.dtype) -> Coefficients:
-        """Returns the coefficients of nll times the class weight, which need no statistics."""
+        """Returns the gradient's coefficients for `weighted_nll`. They depend on no statistics."""
         ...
 
     def weighted_nll(self, nll: Tensor, reading: Reading) -> Tensor:
-        """Returns nll times the class weight of the label, (...)."""
+        """Returns `nll` (-log p of each row's label) times the class weight of the label."""
         ...
 
     def label_mass(self, reading: Reading, dtype: torch.dtype) -> Tensor:
-        """Returns the class weight of each row's label, (N,); 0 for ignored rows."""
+        """Returns a tensor (N,): the class weight of each row's label, or 0 for ignored rows."""
         ...
 
     # --- reductions of rows to one number
@@ -116,7 +119,7 @@ class Backend(Protocol):
         mass: Tensor | None = None,
         mean: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum or mean of `value`, and the factor of each row in the sum.
+        """Returns the sum or mean of `value`, and the factor that multiplies each row in the sum.
 
         Backward multiplies the gradient of each row by this factor. The factor is one number, one
         number per row, or None, which means 1.
@@ -124,11 +127,11 @@ class Backend(Protocol):
         ...
 
     def scale_(self, x: Tensor, g: Tensor) -> None:
-        """Multiplies x (..., V) in place by g, whose shape is () or (...)."""
+        """Multiplies x in place by g, which is a scalar tensor or holds one number per row."""
         ...
 
     def zero_ignored(self, x: Tensor, reading: Reading) -> Tensor:
-        """Returns x (N, D) with 0 in the rows that the reading ignores."""
+        """Returns a tensor x of shape (N, D) with 0 in the rows that `reading` marks as ignored."""
         ...
 
     # --- teachers
@@ -142,11 +145,14 @@ class Backend(Protocol):
         logprob_t1: Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> tuple[Tensor, Coefficients]:
-        """Returns the loss (...) against a sparse teacher, and coefficients of its gradient."""
+        """Returns each row's loss against a sparse teacher, and its gradient's coefficients."""
         ...
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:
-        """Returns the logits at reading.ids, (..., K), with softcap and without temperature."""
+        """Returns the logits at `reading.ids`.
+
+        The softcap is applied, but the temperature is not.
+        """
         ...
 
     def gather_gradient(
@@ -165,7 +171,7 @@ class Backend(Protocol):
     def pair_read(
         self, x: Tensor, reading: Reading, pair: Pair, norms: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Returns the loss (...) against a dense teacher, and the state (N, PAIR_STATE)."""
+        """Returns each row's loss against a dense teacher, and the state for `pair_gradient`."""
         ...
 
     def pair_gradient(
@@ -196,8 +202,9 @@ class Backend(Protocol):
     # --- narrow heads
 
     def is_narrow(self, hidden: Tensor, weight: Tensor) -> bool:
-        """Whether narrow_partial and narrow_gradients support this head on this device.
+        """Whether `narrow_partial` and `narrow_gradients` support this head on this device.
 
-        The two functions compute a head without writing logits to memory (heads/on_chip.py).
+        `narrow_partial` and `narrow_gradients` compute a loss over a head without writing logits to
+        memory (heads/on_chip.py).
         """
         ...

@@ -38,7 +38,7 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
 
     Tensors count as equal if their shapes, dtypes, devices and requires_grad are equal.
     """
-    if torch.compiler.is_compiling():  # shapes may be symbolic
+    if torch.compiler.is_compiling():  # shapes can be symbolic
         check(*args)
         return
     try:
@@ -53,7 +53,7 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
         )
         if key in _passed:
             return
-    except (AttributeError, TypeError):  # an argument has no hash or no shape; `check` raises
+    except (AttributeError, TypeError):  # no hash or no shape, so `check` will raise an error
         key = None
     try:
         check(*args)
@@ -110,7 +110,7 @@ def named(*others: Callable) -> Callable[[F], F]:
 
 
 def as_ids(ids: Tensor, ignore_index: int | None = None, mask: Tensor | None = None) -> Tensor:
-    """Converts ids to int64. int32 ids are not converted if ignore_index fits into int32.
+    """Converts ids to int64. However, int32 ids stay int32 if ignore_index fits into int32.
 
     If `mask` is given, the ids of rows whose mask is False become ignore_index.
     """
@@ -131,12 +131,15 @@ def as_bool(mask: Tensor) -> Tensor:
 
 
 def as_label(mask: Tensor | None) -> Tensor | None:
-    """Converts a mask of rows to labels 0 and 1, where 0 is the ignore_index."""
+    """Converts a mask of rows to labels: 1 for rows that count, 0 (the ignore_index) for others."""
     return None if mask is None else as_bool(mask).view(torch.int8)
 
 
 def reading_of(logits, temperature: float | Tensor, softcap: float | None, **fields) -> Reading:
-    """Builds a Reading of the logits. `temperature` is one number, or a tensor (...)."""
+    """Builds a `Reading`, which lists the statistics to compute from the logits.
+
+    `temperature` is one number, or a tensor with one number per row.
+    """
     by_row, for_all = None, None
     if isinstance(temperature, Tensor):
         by_row = temperature.expand(logits.shape[:-1])
@@ -163,7 +166,7 @@ def reads_values(ids: Tensor) -> bool:
 
 
 def check_values(loss) -> None:
-    """Raises if an id or a temperature of a row that counts is out of bounds.
+    """Raises if a row that is not ignored has an id or a temperature out of bounds.
 
     The error message names the row.
     """
@@ -187,7 +190,7 @@ def check_values(loss) -> None:
 
 
 def reads_label(loss) -> bool:
-    """Whether the loss reads labels as class ids, and not only as a mask of rows."""
+    """Whether the labels of the loss are class ids, and not only a mask of rows."""
     wants = loss.reading.wants
     if "nll" in wants or "logprob_t1" in wants:
         return True
@@ -227,12 +230,12 @@ _chosen: str | None = None
 
 @contextlib.contextmanager
 def impl(name: str):
-    """Computes every loss in this block with the backend `"triton"` or `"eager"`.
+    """Selects the backend `"triton"` or `"eager"` for all losses inside a `with` block.
 
-    With "triton", plain PyTorch still computes losses against more than 4096 teacher ids per row,
-    and top-k with k > 256. All other losses use only the selected backend. Triton on CPU tensors
-    needs Triton's interpreter (`TRITON_INTERPRET=1`). The environment variable LOGITLESS_IMPL also
-    selects the backend. `impl` applies to all threads of the process.
+    The backend "triton" has two exceptions, which plain PyTorch computes: losses against a teacher
+    with more than 4096 ids per row, and top-k with k > 256. Triton on CPU tensors needs Triton's
+    interpreter (`TRITON_INTERPRET=1`). The environment variable LOGITLESS_IMPL also selects the
+    backend. `impl` applies to all threads of the process.
     """
     global _chosen
     checks.one_of("impl", name, CHOICES)
@@ -252,7 +255,7 @@ def chosen() -> str | None:
 
 
 def on_gpu(x: Tensor) -> bool:
-    return x.is_cuda or x.is_xpu  # faster than x.device.type, which takes six times as long
+    return x.is_cuda or x.is_xpu  # x.device.type would take six times as long
 
 
 def backend_of(x: Tensor) -> Backend:
@@ -269,6 +272,6 @@ def backend_of(x: Tensor) -> Backend:
 
 @functools.cache
 def _kernels() -> Any:
-    from .. import kernels  # a local import, because Triton may be missing without a GPU
+    from .. import kernels  # a local import, because Triton can be missing without a GPU
 
     return kernels

@@ -34,7 +34,7 @@ def logits(x: Any, name: str = "logits") -> None:
 
 
 def some_logits(x: Any, name: str) -> None:
-    """Checks logits that may have 0 columns."""
+    """Checks logits, which are allowed to have 0 columns."""
     if not is_source(x):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
     if is_dtensor(x):
@@ -101,7 +101,7 @@ def target(t: Any, x: Tensor) -> None:
 def classes(name: str, t: Any, x: Tensor) -> None:
     """Checks the dtype, shape and device of t, which has one class per row.
 
-    The error messages also explain differences to F.cross_entropy.
+    The error messages also say where logitless differs from F.cross_entropy.
     """
     if isinstance(t, Tensor) and t.is_floating_point():
         raise TypeError(
@@ -119,7 +119,7 @@ def classes(name: str, t: Any, x: Tensor) -> None:
 
 
 def ids(t: Any, x: Tensor) -> None:
-    """Checks ids with one id per row, (...), or K ids per row, (..., K)."""
+    """Checks `ids`, which holds one id per row, or K ids per row in the last dimension."""
     _integer("ids", t)
     if t.shape != x.shape[:-1] and t.shape[:-1] != x.shape[:-1]:
         one, several = _shape(x.shape[:-1]), ", ".join([*map(str, x.shape[:-1]), "K"])
@@ -133,7 +133,7 @@ def ids(t: Any, x: Tensor) -> None:
 def in_range(
     ids: Tensor, V: int, counts: Tensor | None, name: str, ignore_index: int | None
 ) -> None:
-    """Raises if an id is outside [0, V) where `counts` is True. The error message names the row."""
+    """Raises if an id for which `counts` is True is outside [0, V). The message names the row."""
     bad = (ids < 0) | (ids >= V)
     if counts is not None:
         bad &= counts
@@ -148,7 +148,7 @@ def in_range(
 
 
 def in_bounds(temperature: Tensor, live: Tensor | None, least: float, most: float) -> None:
-    """Raises if the temperature of a row that counts is out of bounds.
+    """Raises if the temperature of a row that is not ignored is out of bounds.
 
     The error message names the row.
     """
@@ -205,7 +205,7 @@ def row_weight(t: Any, x: Tensor) -> None:
         raise TypeError(f"row_weight must be a Tensor, got {type(t).__name__}.")
     if t.is_complex():
         raise TypeError(f"row_weight must be real, got {t.dtype}.")
-    if t.dtype == torch.bool:  # the divisor of a mean would also count rows that are False
+    if t.dtype == torch.bool:  # a mean would also divide by rows whose weight is False
         raise TypeError(
             "row_weight must hold numbers that multiply the losses, got torch.bool. "
             "Pass a mask of the rows that count as `mask`."
@@ -216,7 +216,7 @@ def row_weight(t: Any, x: Tensor) -> None:
 def overwritable(x: Tensor, owner: Tensor) -> None:
     """Checks that inplace=True can overwrite x.
 
-    The check raises if x retains its gradient, or if two elements of x share memory.
+    Raises if retain_grad was called for x, or if two elements of x share memory.
     """
     if any(t.retains_grad and not t.is_leaf for t in (x, owner)):
         raise ValueError(
@@ -289,7 +289,10 @@ def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
 
 
 def _mask(t: Any) -> None:
-    """Checks a mask of the rows or slots that count. The mask is bool, or holds 0 and 1."""
+    """Checks a mask that says which rows, or which ids of a teacher, count.
+
+    The mask is bool, or 0 and 1.
+    """
     if not isinstance(t, Tensor):
         raise TypeError(f"mask must be a Tensor, got {type(t).__name__}.")
     if t.is_complex():
@@ -327,7 +330,7 @@ def slots(name: str, t: Any, of: str, x: Tensor) -> None:
 
 
 def of_ids(name: str, x: Any) -> None:
-    """Checks that logits of K ids are not sharded over ranks."""
+    """Checks that logits gathered at K ids per row are not sharded over ranks."""
     if is_over_ranks(x):
         raise TypeError(
             f"{name} must be logits of K ids per row that are not sharded over ranks, got "

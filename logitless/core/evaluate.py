@@ -1,24 +1,25 @@
-"""Evaluates a loss over a tensor of logits. A source that is not a tensor has its own `evaluate`.
+"""Evaluates a loss over a tensor of logits. Other sources of logits have a method `evaluate`.
 
 `evaluate` chooses one of six routes for a call. For inplace=True, `evaluate_in_place` chooses the
 route. If several conditions are true, the first route in this list is used.
 
-- "Source" is used if the logits are not a plain tensor. The source computes values and gradient.
-- "Compiled" is used if a compiler, a dispatch mode or torch.func is active. An operator
+- The route "source" is used if the logits are not a plain tensor. The source computes values and
+  gradient.
+- The route "compiled" is used if a compiler, a dispatch mode or torch.func is active. An operator
   (operators.py) computes values and gradient.
-- "In place" is used if inplace=True and a gradient is needed. Forward overwrites the logits with
-  the gradient (in_place.py).
-- "Values alone" is used if no gradient is needed.
-- "Gradient in forward" is used if the forward of the loss already computes the gradient
-  (saves_gradient). On a GPU, "gradient in forward" is also used for a mean or sum over at most
-  SMALL logits, unless the loss has row_inputs. Forward computes the gradient for an upstream
-  gradient of 1, and backward multiplies the gradient by the upstream gradient.
-- "Gradient in backward" is used in all other cases. Backward computes the gradient from the saved
-  state of each row.
+- The route "in place" is used if inplace=True and a gradient is needed. Forward overwrites the
+  logits with the gradient (in_place.py).
+- The route "values alone" is used if no gradient is needed.
+- The route "gradient in forward" is used if the forward of the loss already computes the gradient
+  (saves_gradient). On a GPU, the route "gradient in forward" is also used for a mean or sum over
+  at most SMALL logits, unless the loss has row_inputs. Forward computes the gradient for an
+  upstream gradient of 1, and backward multiplies the gradient by the upstream gradient.
+- The route "gradient in backward" is used in all other cases. Backward computes the gradient from
+  the saved state of each row.
 
-In the route "gradient in forward", `mean_and_gradient` of the loss may compute a mean and its
-gradient in one launch. If `mean_and_gradient` returns None, `value_and_gradient` computes the
-values and the gradient. `value_and_gradient` reads the logits once if the backend's `one_pass`
+In the route "gradient in forward", the loss's `mean_and_gradient` can compute a mean and its
+gradient in one kernel launch. If `mean_and_gradient` returns None, `value_and_gradient` computes
+the values and the gradient. `value_and_gradient` reads the logits once if the backend's `one_pass`
 supports the logits, and twice otherwise.
 """
 
@@ -37,8 +38,8 @@ from .loss import RowLoss
 from .source import source_of
 
 # For at most SMALL logits on a GPU, the gradient is computed in forward and saved in fp32. Reading
-# and writing so few logits takes less time than one kernel launch. A backward that only scales a
-# saved gradient takes half the host time of a backward that computes the gradient.
+# and writing at most SMALL logits takes less time than one kernel launch. A backward that only
+# scales a saved gradient takes half the host time of a backward that computes the gradient.
 SMALL = 1 << 20
 
 
@@ -68,7 +69,7 @@ def evaluate(
 def evaluate_on(
     backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
 ):
-    """Like `evaluate`, with a given backend. x may hold only some columns of the vocabulary."""
+    """Like `evaluate`, with a given backend. x can hold only some columns of the vocabulary."""
     by_row = reduction == "none" or (row_weight is not None and row_weight.requires_grad)
     reduced_here = (None, None) if by_row else (row_weight, reduction)
     row_inputs = loss.row_inputs
@@ -92,7 +93,7 @@ def evaluate_traced(x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor
 
 
 def _forward(backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: str | None):
-    """Returns outputs, the factor that multiplies each row's gradient, and tensors for backward."""
+    """Returns the outputs, the factor of each row's gradient, and the tensors for backward."""
     outputs, saved = loss.forward(backend, x)
     value, *extras = outputs
     if reduction is None:
@@ -104,7 +105,9 @@ def _forward(backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: 
 def total_and_gradient(
     backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: str, into: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Returns (value, *extras) of a sum or mean, and the gradient of x for an upstream of 1.
+    """Returns (value, *extras), where the value is a sum or mean, and the gradient of x.
+
+    The gradient is for an upstream gradient of 1.
 
     The gradient is written to `into` if possible.
     """
@@ -125,7 +128,7 @@ def total_and_gradient(
 def mass_and_share(
     backend: Backend, like: Tensor, rows: int, loss: RowLoss
 ) -> tuple[Tensor | None, Tensor]:
-    """Returns each row's weight in the divisor of a mean, and the factor from sum to mean."""
+    """Returns each row's term of the divisor of a mean, and the factor 1 / divisor."""
     weighted = loss.reading.class_weight is not None
     mass = loss.mass(backend, like.dtype) if weighted else None
     return mass, backend.share(loss.reading, mass, rows, like)
@@ -140,7 +143,7 @@ def _reduced(backend: Backend, x: Tensor, loss: RowLoss, value: Tensor, row_weig
 
 
 def scaled(
-    gradient: Tensor,  # (..., V), for an upstream gradient of 1, in the precision of losses
+    gradient: Tensor,  # (..., V), for an upstream gradient of 1, in the dtype of losses
     x: Tensor,
     upstream: Tensor,  # () or (...)
     factor: Tensor | None,  # one number, or one number per row
@@ -204,7 +207,7 @@ class GradientInBackward(Node):
     @staticmethod
     def backward(ctx, *upstream):
         Node.refuse_vmap(upstream)
-        # saved_tensors is read once, because activation checkpointing unpacks tensors only once.
+        # saved_tensors is read only once, because activation checkpointing allows only one access.
         x, *tensors = ctx.saved_tensors
         if not torch.is_grad_enabled():
             _, d_x, d_rows = finish(ctx, x, tensors, upstream, ctx.needs_input_grad[0])
@@ -246,7 +249,7 @@ def finish(
     return loss, d_x, d_rows
 
 
-# Function.apply has extra code for torch.func. The two functions below skip the extra code, because
-# `evaluate_traced` evaluates losses under torch.func.
+# Function.apply contains code that is needed only under torch.func. The two functions below skip
+# this code, which saves time, because losses under torch.func are evaluated by `evaluate_traced`.
 _gradient_in_forward = super(torch.autograd.Function, GradientInForward).apply  # pyright: ignore[reportAttributeAccessIssue]
 _gradient_in_backward = super(torch.autograd.Function, GradientInBackward).apply  # pyright: ignore[reportAttributeAccessIssue]

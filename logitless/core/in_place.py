@@ -2,9 +2,9 @@
 
 Forward computes the loss and the gradient for an upstream gradient of 1. Backward multiplies the
 gradient by the upstream gradient, on the device. Autograd records that the logits are overwritten.
-If an earlier operation saved the logits, the backward of that operation raises. The backward of an
-operation that uses the logits after the loss raises too. Autograd cannot detect a later use of
-logits that are a leaf or a slice of a larger tensor.
+If an earlier operation saved the logits, the backward of that operation raises. If a later
+operation uses the overwritten logits, the backward of that operation raises too. Autograd cannot
+detect a later use of logits that are a leaf or a slice of a larger tensor.
 """
 
 import torch
@@ -38,7 +38,7 @@ def overwrite_on(
 ):
     """Like `evaluate_in_place`, with a given backend.
 
-    x may hold only some columns of the vocabulary.
+    x can hold only some columns of the vocabulary.
     """
     owner, guarded = _owner(x)
     checks.overwritable(x, owner)
@@ -51,11 +51,12 @@ def overwrite_on(
 
 
 def _owner(logits: Tensor) -> tuple[Tensor, bool]:
-    """Returns the tensor to mark as overwritten, and whether autograd detects later uses.
+    """Returns the tensor to mark as overwritten, and whether autograd detects later uses of it.
 
-    An autograd function with several outputs may overwrite a base tensor, but not a view. If the
-    logits are a view of all elements of a base tensor, the base tensor is marked. If the logits are
-    a leaf or a slice of a larger tensor, only the version counter of the logits is increased.
+    PyTorch allows an autograd function with several outputs to overwrite a base tensor, but not a
+    view. If the logits are a view of all elements of a base tensor, the base tensor is marked. If
+    the logits are a leaf or a slice of a larger tensor, only the version counter of the logits is
+    increased.
     """
     base = logits if logits._base is None else logits._base
     if logits.is_leaf or base.is_leaf:
@@ -109,7 +110,7 @@ class GradientInPlace(Node):
                 "cross_entropy(..., inplace=True) must not be differentiated with"
                 " create_graph=True, because its gradient overwrites its logits."
             )
-        if any(d is not None for d in others):  # only the overwritten logits can have a gradient
+        if any(d is not None for d in others):  # the logits were used after the loss
             raise RuntimeError(
                 "logits must not be used after cross_entropy(..., inplace=True), which overwrote"
                 " the logits with their gradient; pass inplace=False to keep the logits."
@@ -117,7 +118,7 @@ class GradientInPlace(Node):
         gradient, label = ctx.saved_tensors  # autograd raises in a second backward
         if upstream is None:
             return (None,) * 7
-        if upstream.dim():  # an infinite gradient times 0, for an ignored row, would be NaN
+        if upstream.dim():  # infinity times the 0 of an ignored row would be NaN
             upstream = torch.where(label == ctx.ignore_index, 0.0, upstream)
         gradient = gradient.detach()
         d_row_weight = None if ctx.d_row_weight is None else ctx.d_row_weight * upstream

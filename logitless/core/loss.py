@@ -4,13 +4,13 @@ evaluate.py evaluates a `RowLoss` over a tensor. A source (source.py) evaluates 
 that are not a tensor. evaluate.py and sources call two methods of the loss, which do not use
 autograd:
 
-    forward(backend, x) returns outputs (...), and the tensors that backward needs.
+    forward(backend, x) returns the outputs of each row, and the tensors that backward needs.
     backward(backend, x, saved, upstream) returns the gradient of the logits.
 
 The first output is the value of the loss, which is weighted and reduced. All further outputs are
-`extras`: results per row without a gradient, which are neither weighted nor reduced. The result of
-a loss is the value, or a tuple (value, *extras). If `multiple_outputs` is True, all outputs are
-results per row with a gradient, and there are no extras.
+called `extras`. They are results per row without a gradient, and are neither weighted nor reduced.
+The result of a loss is the value, or a tuple (value, *extras). If `multiple_outputs` is True, all
+outputs are results per row with a gradient, and there are no extras.
 
 Most losses need only statistics of each row. A loss over statistics implements `value`, which
 computes outputs from statistics, and `coefficients`, which computes the coefficients of the
@@ -23,8 +23,8 @@ merges over blocks of a head, and OnChipBackend (heads/on_chip.py) merges over s
 head. See Backend in backend.py.
 
 `flatten` separates the tensors that backward reads from the other fields of a loss, and `rebuild`
-is its inverse. `map_tensors` applies one function per kind of tensor. The kinds of tensors are per
-row, per class and teacher (contract.py).
+puts the tensors back. `map_tensors` applies one function to each kind of tensor. contract.py
+defines the three kinds: PER_ROW, PER_CLASS and TEACHER.
 """
 
 import math
@@ -42,7 +42,7 @@ from .backend import Backend
 from .source import teacher_rows
 
 Saved = tuple[Tensor | None, ...]
-Upstream = tuple[Tensor | None, ...]  # the gradient of each output, () or (...)
+Upstream = tuple[Tensor | None, ...]  # the gradients of the outputs: scalars, or one number per row
 
 
 @dataclass(eq=False)
@@ -51,7 +51,7 @@ class RowLoss:
 
     reading: Reading
 
-    # Whether all outputs are differentiable results per row, and none of them is reduced.
+    # Whether all outputs are differentiable results per row, which are never reduced.
     multiple_outputs: ClassVar[bool] = False
     # The names of the extras. The extra "argmax" is int64. `extras` is None if the number of extras
     # is known only after forward.
@@ -60,9 +60,10 @@ class RowLoss:
     saves_gradient: ClassVar[bool] = False
     # The names of the fields of the loss that are structs of contract.py.
     structs: ClassVar[tuple[str, ...]] = ("reading",)
-    # The names of the label and of the ids in error messages. `names` may be a property.
+    # The names of the label and of the ids in error messages. In a subclass, `names` can be a
+    # property.
     names: ClassVar[Any] = ("target", "ids")
-    row_inputs = ()  # tensors with one or k numbers per row that may require a gradient
+    row_inputs = ()  # tensors with one or k numbers per row, which can require a gradient
 
     @property
     def teachers(self) -> tuple:
@@ -72,14 +73,14 @@ class RowLoss:
     # --- methods that a subclass implements
 
     def value(self, backend: Backend, statistics: Statistics) -> tuple[tuple[Tensor, ...], Saved]:
-        """Computes outputs (...) from statistics of whole rows: the value, and the extras if any.
+        """Computes each row's outputs (the value and any extras) from statistics of whole rows.
 
         `value` also returns the tensors that `coefficients` reads.
         """
         raise NotImplementedError
 
     def coefficients(self, saved: Saved, upstream: Upstream) -> tuple[Coefficients, Tensor]:
-        """Returns the coefficients of the backward formula, and a factor () or (...).
+        """Returns the coefficients of the backward formula, and one factor or a factor per row.
 
         All coefficients are multiplied by this factor, which is usually the upstream gradient.
         """
@@ -90,11 +91,14 @@ class RowLoss:
         raise NotImplementedError
 
     def mass(self, backend: Backend, dtype: torch.dtype) -> Tensor | None:
-        """The weight of each row in the divisor of a mean, (N,); None if all weights are 1."""
+        """Each row's term of the divisor of a mean, as a tensor (N,); None if all terms are 1."""
         return None
 
     def d_row_inputs(self, saved: Saved, scale: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of row_inputs. `scale` is the gradient of each row's value."""
+        """Returns the gradients of `row_inputs`.
+
+        `scale` is the upstream gradient of each row's value.
+        """
         return ()
 
     # --- methods that most subclasses inherit
@@ -109,7 +113,7 @@ class RowLoss:
         saved: Saved,
         upstream: Upstream,
         factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
-        into: Tensor | None = None,  # output for the gradient, may be x; None allocates
+        into: Tensor | None = None,  # memory for the gradient, can be x; None allocates
     ) -> Tensor:
         coefficients, gain = self.coefficients(saved, upstream)
         return backend.gradient(x, self.reading, saved[0], coefficients, gain, factor, into)
@@ -123,7 +127,7 @@ class RowLoss:
         return outputs, self.backward(backend, x, saved, upstream, factor, into), saved
 
     def mean_and_gradient(self, backend: Backend, x: Tensor, into: Tensor) -> Tensor | None:
-        """Returns the mean over rows, and writes its gradient to `into`, in one launch.
+        """Returns the mean over rows, and writes its gradient to `into`, in one kernel launch.
 
         The result is None if one launch is not possible. `mean_and_gradient` is for small tensors,
         where a launch takes longer than reading the logits.
@@ -141,12 +145,12 @@ class RowLoss:
     def merges(self) -> bool:
         """Whether the loss can be computed from merged partial statistics.
 
-        Every statistic can be merged, except the tail.
+        All statistics can be merged, except `tail`.
         """
         return type(self).forward is RowLoss.forward and "tail" not in self.reading.wants
 
     def fold_scale(self, scale: float, softcap: float | None) -> "RowLoss | None":
-        """Returns a loss over x that equals this loss over the logits scale · x, or None.
+        """Returns a new loss whose value for x is the value of this loss for scale · x, or None.
 
         The new loss divides the temperature and `softcap` by `scale`. The result is None if a term
         of the loss always uses temperature 1.
@@ -162,11 +166,13 @@ class RowLoss:
         return outputs[1:]
 
     def reduce(self, values: Any, reduction: str, row_weight: Tensor | None) -> Any:
-        """Multiplies the values (...) by row_weight, and applies `reduction`, differentiably.
+        """Multiplies each row's value by row_weight and applies `reduction`.
+
+        The result is differentiable.
 
         "mean" divides by the sum of `mass`, or by the number of rows that count if `mass` is None.
-        If `values` is the tuple of all outputs, only the first output is reduced. The result is
-        then (value, *extras), or only the value if there are no extras.
+        If `values` is the tuple of all outputs, only the first output is reduced. For a tuple, the
+        result is (value, *extras), or only the value if there are no extras.
         """
         if isinstance(values, tuple):
             value, *extras = values
@@ -178,7 +184,8 @@ class RowLoss:
         if row_weight is None:
             return values
         values, ignored = values * row_weight.to(values.dtype), self.reading.ignored_rows()
-        # The values of ignored rows are set to 0, because 0 times an infinite row_weight is NaN.
+        # The result of an ignored row is set to 0, because its value 0 times an infinite row_weight
+        # is NaN.
         return values if ignored is None else torch.where(ignored, 0.0, values)
 
     # --- access to the tensors of a loss
@@ -198,7 +205,7 @@ class RowLoss:
         return (r.label, r.ids, r.class_weight, r.row_temperature, *self.row_inputs), loss
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
-        """The inverse of `flatten`. Tensors that backward does not read stay None."""
+        """Returns the loss with the tensors that `flatten` removed. Other tensors stay None."""
         label, ids, class_weight, row_temperature, *row_inputs = tensors
         loss = self.replace(
             reading=self.reading._replace(
@@ -232,7 +239,7 @@ class RowLoss:
         return self.replace(**changed)
 
     def rows(self, rows: slice | Tensor, lead: torch.Size) -> "RowLoss":
-        """Returns a RowLoss for some of the rows. `lead` is the leading shape (...) of all rows."""
+        """Returns a RowLoss for some of the rows. `lead` is the shape of all rows, without V."""
 
         def chunk(t: Tensor) -> Tensor:
             some = t.reshape(lead.numel(), *t.shape[len(lead) :])[rows]
@@ -247,7 +254,7 @@ def one(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def rows_in(lead: torch.Size) -> int:
-    """The number of rows for the leading shape `lead`, whose sizes may be symbolic.
+    """The number of rows for the leading shape `lead`, whose sizes can be symbolic.
 
     Size.numel() would replace a symbolic size of torch.compile by a constant.
     """
@@ -263,5 +270,5 @@ def ignored_value(dtype: torch.dtype) -> int:
 
 
 def flat_rows(t: Tensor, lead: torch.Size) -> Tensor:
-    """Reshapes t from (...) to (N,), or from (..., k) to (N, k)."""
+    """Flattens the leading dimensions `lead` of t to one dimension of N rows."""
     return t.reshape(rows_in(lead), *t.shape[len(lead) :])

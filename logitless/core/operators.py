@@ -61,12 +61,12 @@ def loss_of(kind: type, arguments: Sequence):
 
 
 def outputs_of(loss) -> tuple[str, ...]:
-    """The names of the outputs of a loss."""
+    """Returns the names of the outputs of a loss."""
     return loss.reading.wants if loss.multiple_outputs else ("value", *loss.extras)
 
 
 def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the output with this name, where `dtype` is the dtype of the other outputs."""
+    """Returns int64 for the output "argmax", and `dtype` for all other outputs."""
     return torch.int64 if name == "argmax" else dtype
 
 
@@ -97,8 +97,8 @@ class Operator:
         check_values(loss)
         outputs, saved = loss.forward(backend_of(x), x)
         saved = [x.new_empty(0) if t is None else t for t in saved]
-        # Saved tensors with one row are cloned, because they may be shared constants. An operator
-        # must not return a shared constant.
+        # Saved tensors with one row are cloned, because they can be cached constants. An operator
+        # must not return a tensor that another call also returns.
         saved = [t.clone() if t.shape[:1] == (1,) else t for t in saved]
         return [*outputs, *saved]
 
@@ -143,7 +143,7 @@ class Operator:
 
 
 def _func_nodes(operator: Operator) -> tuple[type, type]:
-    """Returns the operator and its gradient as autograd.Functions for torch.func."""
+    """Returns two autograd.Functions for torch.func: the operator, and its gradient."""
 
     class InFunc(torch.autograd.Function):
         @staticmethod

@@ -49,7 +49,7 @@ def fraction(name: str, value: Any) -> None:
 
 
 def factor(name: str, value: Any) -> None:
-    """Checks ce_weight or kd_weight, which is the factor of one term of a loss."""
+    """Checks `ce_weight` or `kd_weight`, each of which multiplies one term of a loss."""
     _between(name, value, -MOST, MOST)
 
 
@@ -61,7 +61,7 @@ def ignore_index(value: Any) -> None:
 
 
 def workspace(value: Any) -> None:
-    """Checks the largest number of bytes of logits that a head holds in memory."""
+    """Checks `workspace`, the largest number of bytes of logits that a head keeps in memory."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         raise TypeError(f"workspace must be an int, in bytes, got {value!r}.")
     if value is not None and value <= 0:
@@ -69,7 +69,7 @@ def workspace(value: Any) -> None:
 
 
 def logits_dtype(value: Any) -> None:
-    """Checks that at least one kind of head supports this dtype of logits."""
+    """Checks that at least one head class supports this dtype of logits."""
     if value is not None and value not in LOGITS_DTYPES:
         names = ", ".join(map(str, LOGITS_DTYPES))
         raise ValueError(f"logits_dtype must be one of {names} or None, got {value!r}.")
@@ -116,7 +116,7 @@ def check(**given: Any) -> None:
 
 
 def taken_from(other: Callable) -> list[str]:
-    """Returns the names of all arguments of a class, or of a function's keyword-only arguments."""
+    """Returns the names of a class's arguments, or of a function's keyword-only arguments."""
     of_class = isinstance(other, type)
     kinds = inspect.signature(other).parameters.values()
     return [p.name for p in kinds if p.kind is p.KEYWORD_ONLY or of_class]

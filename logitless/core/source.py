@@ -4,11 +4,11 @@ evaluate.py evaluates a loss over a plain tensor. Any other object that represen
 is a `Source`. Examples are a head whose logits are not materialised (heads/linear.py), lazy logits
 (lazy/logits.py), one rank's shard of the vocabulary (parallel/shard.py), or a user's own subclass.
 The public functions check shape, dtype and device of their arguments, build a RowLoss, and pass the
-loss to `evaluate` of the source. The rest of the library does not depend on the kind of source.
+loss to `evaluate` of the source. The rest of the library treats all sources alike.
 
-LinearLogits and VocabShard, which users construct, are subclasses of `Logits`. A `Logits` has only
-the members that users need. The attribute `_source` of a `Logits` is the Source that evaluates
-losses.
+LinearLogits and VocabShard, which users construct, are subclasses of `Logits`. The class `Logits`
+has only the members that users need. The attribute `_source` of a `Logits` is the Source that
+evaluates losses.
 
 A source computes logits for some rows at a time, and calls `forward` and `backward` of the loss for
 these rows. `loss.rows(rows, lead)` is the loss of these rows. The source reduces the values of all
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 F = TypeVar("F", bound=Callable)
-TopK = tuple[Tensor, Tensor, Tensor]  # ids and log-probabilities (..., k), log tail mass (...)
+TopK = tuple[Tensor, Tensor, Tensor]  # ids, log-probabilities, log of the remaining mass
 
 
 class Logits:
@@ -78,14 +78,14 @@ class Source:
     def evaluate(self, loss: Any, reduction: str, row_weight: Tensor | None) -> Any:
         """Returns the weighted and reduced loss, which is differentiable. `loss` is a RowLoss.
 
-        The result has shape (...) for reduction "none", and () for "sum" and "mean". For a RowLoss
-        with multiple outputs, the result is a tuple. For a RowLoss with extras, the result is
-        (value, *extras), where the extras have shape (...).
+        The result is one number per row for reduction "none", and a scalar for "sum" and "mean".
+        For a RowLoss with multiple outputs, the result is a tuple. For a RowLoss with extras, the
+        result is (value, *extras), where each of the extras has one number per row.
         """
         raise NotImplementedError
 
     def evaluate_in_place(self, loss: Any, reduction: str, row_weight: Tensor | None) -> Any:
-        """Like `evaluate`, but the gradient may overwrite logits that exist in memory."""
+        """Like `evaluate`, but the gradient is allowed to overwrite logits that are in memory."""
         return self.evaluate(loss, reduction, row_weight)
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
@@ -93,9 +93,9 @@ class Source:
         raise NotImplementedError
 
     def materialize(self, rows: slice | Tensor | None = None) -> Tensor:
-        """Returns the differentiable logits, (..., V).
+        """Returns the differentiable logits, as a tensor of shape (..., V).
 
-        With `rows`, the result is the logits of these rows, (n, V), without a gradient.
+        With `rows`, the result holds only the logits of these rows, without a gradient.
         """
         raise NotImplementedError
 
@@ -104,7 +104,7 @@ class Source:
         return self.materialize(slice(None)).view(self.shape)
 
     def in_columns(self, shard: Any) -> "Source":
-        """Returns a source of the logits of all ranks. This rank computes the columns of `shard`.
+        """Returns a source of all ranks' logits. This rank computes only the columns of `shard`.
 
         `shard` is the Shard (parallel/shard.py) that holds this source.
         """
@@ -127,11 +127,11 @@ def is_dtensor(t: Any) -> bool:
 
 
 def without_wrapper(logits: Any) -> Any:
-    """Returns the Source of a LinearLogits or a VocabShard, and other logits unchanged."""
+    """Returns the Source of a LinearLogits or VocabShard. Other logits are returned unchanged."""
     return logits._source if isinstance(logits, Logits) else logits
 
 
-# Functions that other folders, such as parallel/, add by the decorator `converts`.
+# The functions that are decorated with `converts`, for example in parallel/.
 _CONVERTERS: list[Callable[[Any], "Source | None"]] = []
 
 
@@ -192,12 +192,12 @@ def teacher_of(teacher: Any, student: Any) -> Any:
     source: Any = source_of(teacher)
     if isinstance(student, (Logits, Source)):
         return source.as_teacher()
-    # The student's logits are in memory as a whole, so the teacher's logits may be in memory too.
+    # The student's logits are all in memory, so the teacher's logits are also computed at once.
     return source.materialize(slice(None)).view(student.shape)
 
 
 def teacher_rows(teacher: Any, rows: slice | Tensor) -> Tensor:
-    """Returns the logits or probabilities of a dense teacher for these rows, (n, V)."""
+    """Returns these rows of a dense teacher's logits or probabilities, as a tensor (n, V)."""
     if is_dense(teacher):
         return teacher.reshape(math.prod(teacher.shape[:-1]), teacher.shape[-1])[rows]
     return teacher.materialize(rows)
@@ -211,7 +211,7 @@ def teacher_columns(teacher: Any, start: int, width: int) -> Any:
 def flat_teacher(teacher: Any) -> tuple[tuple[Tensor | None, ...], Any]:
     """Returns the tensors of a dense teacher, and the teacher without tensors.
 
-    The second result is None if the teacher is a Tensor in memory.
+    If the teacher is a plain Tensor, the second result is None.
     """
     return ((teacher,), None) if is_dense(teacher) else teacher.flatten()
 

@@ -5,8 +5,8 @@ statistics can be merged also works on blocks, without changes. The logits of a 
 twice, once for the statistics and once for the gradient, unless the logits of the block are kept in
 memory. Statistics are computed from the first block to the last. Gradients are computed from the
 last block to the first. So the rows of the weight's gradient that belong to the first blocks are
-written last. Until the weight's gradient of the first blocks is written, its memory holds the
-logits of later blocks (kept_blocks in plan.py).
+written last. Until a row of the weight's gradient is written, its memory can hold logits of later
+blocks (kept_blocks in plan.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,12 +29,12 @@ WAITING = 4  # the number of blocks whose statistics are merged at a time
 class BlockChunks(Chunks):
     """Computes logits for one group of rows at a time, in blocks of columns.
 
-    plan.py chooses the number of rows per group. A group may contain all rows. The host waits for
-    the number of rows that count before the first GEMM is queued.
+    plan.py chooses the number of rows per group. A group can contain all rows. Before the first
+    GEMM is queued, the host waits for the number of rows that count.
     """
 
     def begin(self, dtype: torch.dtype) -> Any:
-        """Allocates memory for the logits of a block, in this dtype, and for their gradient.
+        """Allocates memory for one block: for logits of this dtype, and for their gradient.
 
         Returns the BlockBackend.
         """
@@ -76,7 +76,7 @@ class Blocks:
         self.chunks, self.rows, self.sums = chunks, rows, sums
         self.h = chunks.hidden[rows]  # (n, D)
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
-        self.kept: dict[int, int] = {}  # maps each block in memory to its slot (plan.kept_blocks)
+        self.kept: dict[int, int] = {}  # maps each kept block to its slot (plan.kept_blocks)
         self.kept_in: Tensor | None = None
         # Maps each slot of memory to the block whose logits are in this slot. The key None stands
         # for the workspace.
@@ -85,7 +85,7 @@ class Blocks:
     def keep(self) -> None:
         """Chooses the blocks whose logits are kept until their gradient is computed.
 
-        The kept logits are stored in the part of the weight's gradient that is not written yet.
+        The kept logits are stored in memory of the weight's gradient that is not written yet.
         """
         chunks, (rows, vocab) = self.chunks, self.shape
         if self.sums is not None and chunks.cut.kept:
@@ -94,7 +94,7 @@ class Blocks:
             self.kept = kept_blocks(rows, vocab, self.h.shape[1], chunks.cut.columns)
 
     def logits(self, index: int) -> Tensor:
-        """Returns the logits of a block, (n, c).
+        """Returns the logits of a block for all rows of the group.
 
         Logits that are still in memory are not recomputed. `logits` must not be called for a block
         whose gradient has overwritten its logits.
@@ -113,7 +113,7 @@ class Blocks:
 
 
 class ReadsNoLogits:
-    """Base class of backends that wrap another backend, with all functions that read no logits."""
+    """A wrapper of a backend, with only those functions of the backend that read no logits."""
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of whole rows
 
@@ -128,7 +128,7 @@ class ReadsNoLogits:
 
 
 class BlockBackend(ReadsNoLogits):
-    """A backend for Blocks, for losses that need only statistics of each row."""
+    """A backend whose logits are a `Blocks`, for losses that need only row statistics."""
 
     def read(self, x: Blocks, reading: Reading) -> Statistics:
         """Returns the statistics of whole rows.
@@ -188,16 +188,16 @@ class BlockSums(GradientSums):
         self.hidden_sum: Sum | SumInPlace | None = None
 
     def free_memory(self) -> Tensor | None:
-        """Returns the memory of the weight's gradient if it may hold logits, otherwise None.
+        """Returns the memory of the weight's gradient, or None if this memory cannot hold logits.
 
-        The memory holds logits until the weight's gradient is written.
+        This memory is used for logits until the weight's gradient is written.
         """
         d = self.d_weight
         free = d is not None and self.written_once and d.dtype == self.weight.dtype
         return d.view(-1) if free else None
 
     def start(self, rows: Rows, h: Tensor) -> None:
-        """Allocates the gradient of hidden of a group of rows, which is summed over blocks."""
+        """Allocates a sum over blocks: the gradient of hidden for a group of rows."""
         if self.d_hidden is None:
             return
         dtype, kind = way_to_sum(self.backend, self.blocks, h, self.weight, "auto")
@@ -216,7 +216,7 @@ class BlockSums(GradientSums):
             self.weight_sums[index].add(dz, h)
 
     def end(self, rows: Rows) -> None:
-        """Writes the gradient of hidden for a group of rows, after its last block."""
+        """Writes the gradient of hidden for a group of rows, after all blocks have been added."""
         if self.hidden_sum is not None and self.d_hidden is not None:
             total, self.hidden_sum = self.hidden_sum.total, None
             self.put(rows, total.to(self.d_hidden.dtype))

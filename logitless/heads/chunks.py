@@ -2,7 +2,7 @@
 
 plan.py chooses the number of rows per chunk. Every chunk reads the whole weight. Every chunk except
 the first also reads the sum of the weight's gradient (gradient_sums.py). Therefore chunks are as
-large as memory allows.
+large as the workspace allows.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,7 +22,7 @@ from .products import product
 
 @dataclass(slots=True)
 class Tile:
-    """The rows of a head for which a loss is computed in one step.
+    """Some rows of a head, for which the loss is computed at once.
 
     A loop over tiles computes the loss from `logits`. If a gradient is needed, the body of the loop
     writes the gradient to `into` and sets `gradient` to `into`. If the gradient cannot be written
@@ -33,19 +33,19 @@ class Tile:
     saved: Saved | None  # tensors that an earlier forward saved for these rows
     rows: Rows
     logits: Any  # (n, V), or the Blocks of blocks.py
-    into: Any  # output for the gradient; None if no gradient is needed
+    into: Any  # memory for the gradient; None if no gradient is needed
     gradient: Any = None
 
     def release(self) -> None:
-        """Frees the tensors before the next chunk, because the loss may hold a teacher's logits."""
+        """Frees the tensors before the next chunk, because the loss can hold a teacher's logits."""
         self.loss = self.saved = self.logits = self.into = self.gradient = None
 
 
 class Chunks:
     """Computes the logits of all rows, or of the rows that count, one chunk of rows at a time.
 
-    The number of rows that count is on the GPU. The host waits for the number of rows that count
-    once, after the first GEMM is queued, so that the GPU has work meanwhile.
+    The number of rows that count is on the GPU. The host queues the first GEMM before waiting for
+    the number of rows that count, so that the GPU has work meanwhile.
     """
 
     blocks = (slice(None),)  # blocks of columns; Chunks has a single block with all columns
@@ -72,7 +72,7 @@ class Chunks:
         ]
 
     def begin(self, dtype: torch.dtype) -> Backend:
-        """Allocates memory for the logits of a chunk, in this dtype, and queues the first GEMM.
+        """Allocates memory for a chunk's logits, which have this dtype, and queues the first GEMM.
 
         Returns the backend that reads the tiles.
         """
@@ -123,7 +123,7 @@ class Chunks:
                 steps = [at for at in slot.steps if at.start < count]
                 if sums is None or len(steps) == 1:
                     yield whole
-                    if count == len(h):  # the whole gradient may be a new tensor
+                    if count == len(h):  # the gradient can be a new tensor instead of `into`
                         dz = whole.gradient
                 else:
                     for at in steps:
@@ -137,7 +137,7 @@ class Chunks:
     def _step(self, whole: Tile, at: slice, count: int) -> Tile:
         """Returns a Tile with the rows `at` of the Tile `whole`.
 
-        The gradient of the rows `at` overwrites only logits that have been read.
+        Writing the gradient of the rows `at` overwrites only logits that are no longer needed.
         """
         saved = whole.saved
         if saved is not None:  # a tensor that is the same for all rows is not sliced

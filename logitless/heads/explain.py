@@ -21,7 +21,7 @@ class Explanation(NamedTuple):
     gemms: float  # number of GEMMs over all logits
     floor: int  # the least number of GEMMs for this reduction
     share: float  # estimated speed, as a fraction of the speed of `floor` GEMMs
-    rest: int  # columns of an odd vocabulary that have their own GEMM
+    rest: int  # number of columns that a separate, small GEMM computes
     title: str
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Explanation(NamedTuple):
 
 
 def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Explanation:
-    """Explains a loss such as cross-entropy over this head.
+    """Explains how a loss such as cross-entropy over this head is computed.
 
     If the tensors of the head are on the device "meta", the explanation is for a GPU.
     """
@@ -79,7 +79,7 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     if cut.columns is None:
         units, _ = plan.layout(rows, cut.rows, work.wide)
         memory = units * -(-columns // plan.PACK) * plan.PACK * work.itemsize
-    else:  # a block of wide logits has its own memory for the gradient
+    else:  # fp32 logits of 16-bit hidden states need extra memory for the gradient
         memory = rows * cut.columns * (size + work.itemsize * work.wide)
     if cut.on_chip:
         # The logits are computed three times: for the loss, and for each of the two gradients.
@@ -88,7 +88,7 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
         extra = again
     else:
         way = "rows" if cut.columns is None else "columns" if chunks == 1 else "rows and columns"
-        # The last block is still in memory when its gradient is computed.
+        # The logits of the last block are still in memory when their gradient is computed.
         once = {*plan.blocks_kept(work, cut), blocks - 1} if work.gemms and cut.columns else ()
         widths = [min(columns, work.vocab - block * columns) for block in range(blocks)]
         again = sum(w for block, w in enumerate(widths) if once and block not in once) / work.vocab

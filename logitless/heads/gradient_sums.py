@@ -3,8 +3,8 @@
 The gradient of a bf16 weight can be summed in three formats. A sum in bf16, which has 8 bits of
 precision, is rounded after every chunk. Over many chunks, a bf16 sum drifts away from the result of
 one large GEMM. A sum in fp32 takes twice the memory of a bf16 gradient. A sum in block floating
-point (int16 with one exponent per 128 values, kernels/blockfp_gemm.py) is as exact as one GEMM and
-needs no extra memory.
+point (int16 with one exponent per 128 values, kernels/blockfp_gemm.py) is as exact as one GEMM, and
+takes no more memory than a bf16 gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class HeadGradients(NamedTuple):
     row_inputs: tuple[Tensor | None, ...] = ()
 
     def like(self, tensors: tuple) -> "HeadGradients":
-        """Returns the gradients in the shapes and dtypes of `tensors`, (hidden, weight, bias)."""
+        """Returns the gradients with the shapes and dtypes of hidden, weight and bias."""
         hidden, weight, bias = (
             None if d is None else d.view(t.shape).to(t.dtype)
             for d, t in zip((self.hidden, self.weight, self.bias), tensors, strict=True)
@@ -53,7 +53,7 @@ class HeadGradients(NamedTuple):
         return self._replace(hidden=hidden, weight=weight, bias=bias)
 
     def through(self, f: Callable[[tuple], tuple]) -> "HeadGradients":
-        """Applies f, for example refuse_second, to a flat tuple of all gradients."""
+        """Passes one flat tuple of all gradients to f, and returns the tuple that f returns."""
         head = (self.hidden, self.weight, self.bias, self.row_weight)
         hidden, weight, bias, row_weight, *row_inputs = f((*head, *self.row_inputs))
         return HeadGradients(hidden, weight, bias, row_weight, tuple(row_inputs))
@@ -62,9 +62,9 @@ class HeadGradients(NamedTuple):
 class GradientSums:
     """The gradients of hidden, weight and bias over all chunks of rows.
 
-    Each chunk writes its own rows of the gradient of hidden. The gradients of weight and bias are
-    summed over chunks. A gradient that is not needed is None. If `into` is given, d_weight is
-    `into`.
+    Each chunk writes the gradient of hidden for its own rows. The gradients of weight and bias are
+    summed over chunks. A gradient that is not needed is None. If `into` is given, the weight's
+    gradient is added to `into`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class GradientSums:
         backend, self.weight = head.backend(), head.weight.detach()
         self.d_hidden = self.over_ranks = self.d_bias = None
         if needs.hidden:
-            # The gradient of rows that are in no chunk is 0.
+            # Dropped rows are in no chunk, so their gradient stays 0.
             blank = torch.empty_like if all_rows else torch.zeros_like
             # d_hidden is always contiguous, even if hidden is not.
             self.d_hidden = blank(hidden, memory_format=torch.contiguous_format)
@@ -114,7 +114,7 @@ class GradientSums:
             self.weight_sums[0].add(dz, h)
 
     def result(self) -> HeadGradients:
-        """Returns the sums. The gradients of a 16-bit weight and bias may be fp32."""
+        """Returns the sums. The gradients of a 16-bit weight and bias can be fp32."""
         d_hidden = self.d_hidden if self.over_ranks is None else self.over_ranks.result()
         return HeadGradients(d_hidden, self.d_weight, self.d_bias)
 
@@ -134,7 +134,7 @@ class RowInputGradients:
     def add(self, rows: Rows, loss: RowLoss, saved: Saved, scale: Tensor) -> None:
         """Writes the gradients of row_inputs for `rows`.
 
-        `scale` is the gradient of each row's value.
+        `scale` is the upstream gradient of each row's value.
         """
         for total, d in zip(self.gradients, loss.d_row_inputs(saved, scale), strict=True):
             if total is not None and d is not None:
@@ -158,8 +158,8 @@ def clear_padding(dz: Tensor) -> None:
         dz.as_strided((len(dz), step), (step, 1))[:, width:] = 0
 
 
-# Sum and SumInPlace take the same arguments: the backend, the tensor `total`, the number of
-# products in the sum, and a flag. The flag `fresh` is True if `total` holds no sum yet.
+# Sum and SumInPlace take the same arguments. `count` is the number of matrix products to add to the
+# tensor `total`. `fresh` is True if the first product overwrites `total`.
 
 
 class Sum:
@@ -202,7 +202,7 @@ class SumInPlace:
 def way_to_sum(
     backend: Backend, count: int, hidden: Tensor, weight: Tensor, accumulate: str
 ) -> tuple[torch.dtype, type[Sum] | type[SumInPlace]]:
-    """Returns the dtype for a sum of `count` products, and the class that computes the sum.
+    """Returns the dtype in which to sum `count` matrix products, and the class that adds them.
 
     fp16 products are always summed in fp32, because the range of fp16 is small.
     """

@@ -40,7 +40,7 @@ class Head:
     accumulate: str = "auto"
     main_grad: Tensor | None = None
     drop_ignored: bool = True
-    module: nn.Module | None = None  # the module that owns the weight, if FSDP may free the weight
+    module: nn.Module | None = None  # the module that owns the weight, if FSDP can free the weight
     columns: Any = None  # the ColumnBackend, if the weight is one rank's shard of the vocabulary
 
     @property
@@ -55,7 +55,7 @@ class Head:
 
     @property
     def lead(self) -> torch.Size:
-        """The leading shape (...) of the logits."""
+        """The shape of the logits without the dimension V."""
         return self.hidden.shape[:-1]
 
     @property
@@ -105,9 +105,9 @@ class Head:
         return backend_of(self.hidden) if self.columns is None else self.columns
 
     def logits(self, rows: Rows | None = None) -> Tensor:
-        """Returns differentiable logits (..., width), where the weight has shape (width, D).
+        """Returns differentiable logits, with one column per row of the weight.
 
-        With `rows`, the result is the logits of these rows, (n, width), without a gradient.
+        With `rows`, the result holds only the logits of these rows, without a gradient.
         """
         if rows is None:
             return dense_logits(*self.tensors, self.dtype)
@@ -124,7 +124,10 @@ class Head:
         keeps: bool = False,
         ids: int = 0,
     ) -> Work:
-        """Returns the Work of a loss over this head. The arguments are fields of Work."""
+        """Returns the sizes and properties of a loss over this head.
+
+        The arguments are fields of `Work`.
+        """
         own, wide = self.hidden.dtype, self.dtype
         keeps = keeps and own == wide and own != torch.float16 and self.accumulate != "fp32"
         sums = sums and self.accumulate != "weight"
@@ -146,9 +149,10 @@ class Head:
     def is_small(self, loss: RowLoss) -> bool:
         """Whether all logits are computed at once (small.py), because the logits are few.
 
-        Some heads always use chunks. Heads with fp16 logits or with a main_grad use chunks, because
-        chunks sum the gradients in fp32. Chunks are also used for fp32 logits of 16-bit hidden
-        states, for one rank's shard of a head, and if the teacher of the loss is another head.
+        Some heads always use chunks. A head with fp16 logits uses chunks, because chunks sum the
+        gradients in fp32. A head with a main_grad uses chunks, because small.py does not add
+        gradients to main_grad. Chunks are also used if 16-bit hidden states have fp32 logits, if
+        the head is one rank's shard, and if the teacher of the loss is another head.
         """
         if plan.forced is not None or self.main_grad is not None or self.columns is not None:
             return False
@@ -162,7 +166,7 @@ class Head:
         return not freed and all(is_dense(t) for t in loss.teachers)
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
-        """A bool mask (N,) of the rows that count, or None if no rows are dropped.
+        """A bool mask (N,) of the rows that count, or None if ignored rows are not dropped.
 
         The GEMMs leave out rows that do not count.
         """
@@ -177,8 +181,8 @@ class Head:
         """Disables autocast, and keeps the weights of this head and of teacher heads in memory."""
         heads = (self, *(t.head for t in loss.teachers if isinstance(t, ScaledHead)))
         with without_autocast(self.hidden.device), contextlib.ExitStack() as stack:
-            # Weights are gathered once per call instead of once per chunk, because the number of
-            # chunks may differ between ranks.
+            # Weights are gathered once per call instead of once per chunk. All ranks must gather
+            # equally often, but the number of chunks can differ between ranks.
             for head in heads:
                 if not head.weight.untyped_storage().size():  # FSDP has freed the weight
                     stack.enter_context(in_memory(head.weight, head.module))
@@ -212,7 +216,7 @@ class ScaledHead:
         return self.head.device
 
     def materialize(self, rows: Rows) -> Tensor:
-        """Returns the logits of these rows, (n, V)."""
+        """Returns the logits of these rows as a tensor (n, V)."""
         z = self.head.logits(rows)
         if self.scale == 1 and self.cap is None:
             return z
@@ -220,7 +224,7 @@ class ScaledHead:
         return z if self.cap is None else self.cap * torch.tanh(z)
 
     def times(self, factor: float) -> "ScaledHead":
-        """Returns a ScaledHead of these logits times `factor`."""
+        """Returns a ScaledHead whose logits are these logits times `factor`."""
         if self.cap is None:
             return self.replace(scale=self.scale * factor)
         return self.replace(cap=self.cap * factor)

@@ -63,9 +63,9 @@ class HeadLogits(Source):
         return topk_of_head(self.head, k, temperature, softcap)
 
     def materialize(self, rows: Rows | None = None) -> Tensor:
-        """Returns the differentiable logits, (..., V).
+        """Returns the differentiable logits, as a tensor of shape (..., V).
 
-        With `rows`, the result is the logits of these rows, (n, V), without a gradient.
+        With `rows`, the result holds only the logits of these rows, without a gradient.
         """
         return self.head.logits(rows)
 
@@ -90,7 +90,7 @@ class HeadLogits(Source):
 
 
 class HeadColumns(Source):
-    """The source of the logits of all ranks. The head of this rank computes its own columns."""
+    """A source of the logits of all ranks. The head of each rank computes only its own columns."""
 
     def __init__(self, head: Head, shard: Any):
         backend = shard.head_backend(head.hidden, head.own_hidden is not None)
@@ -133,7 +133,7 @@ def topk_of_head(head: Head, k: int, temperature: float, softcap: float | None) 
         checks.not_mapped()
     backend, width, lead = head.backend(), len(head.weight), head.lead
     no_rows = torch.empty((0, width), device=head.device, dtype=head.dtype)
-    results = [backend.topk(no_rows, k, temperature, softcap)]  # gives shapes even without rows
+    results = [backend.topk(no_rows, k, temperature, softcap)]  # so that torch.cat gets a tensor
     loss = RowLoss(Reading(head.vocab))  # a loss that ignores no rows
     with torch.no_grad(), without_autocast(head.device):
         for tile in chunks_of(head, loss, head.work()).tiles(loss):

@@ -1,9 +1,9 @@
 """Computes a narrow head without writing logits to memory. Each kernel computes the logits again.
 
 `OnChip` replaces a tensor of logits, and `OnChipBackend` replaces a backend. So any loss whose
-statistics can be merged works without changes. plan.py chooses this way for heads whose width is so
-small that writing the logits would take longer than computing the logits again. The statistics take
-one GEMM, and the gradients of hidden states and weight take two GEMMs each.
+statistics can be merged works without changes. plan.py chooses these kernels for heads whose hidden
+states are so small that writing the logits would take longer than computing the logits again. The
+statistics take one GEMM, and the gradients of hidden states and weight take two GEMMs each.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,21 +22,24 @@ from .plan import Cut, Work
 
 
 def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
-    """Returns the chunks of a head, computed as plan.py chooses."""
+    """Returns Chunks, BlockChunks or OnChipChunks of a head, as plan.py chooses."""
     cut, live = head.cut(work), head.rows_that_count(loss)
     kind = OnChipChunks if cut.on_chip else Chunks if cut.columns is None else BlockChunks
     return kind(head, cut, live)
 
 
 class OnChipChunks(Chunks):
-    """Computes all rows in a single group, except rows for which the mask `live` is False."""
+    """Computes all rows in a single group. Rows for which the mask `live` is False are left out."""
 
     def __init__(self, head: Head, cut: Cut, live: Tensor | None):
         self.drops = live is not None
         super().__init__(head, cut, live)
 
     def begin(self, dtype: torch.dtype) -> Any:
-        """Returns the OnChipBackend. There are no logits in memory."""
+        """Returns the OnChipBackend.
+
+        No memory is allocated, because the kernels write no logits.
+        """
         return OnChipBackend(self.head.backend())
 
     def gradients(self, needs: Needs, into: Tensor | None = None) -> "OnChipSums":
@@ -61,7 +64,7 @@ class OnChipChunks(Chunks):
 
 
 class OnChip:
-    """The logits of some rows, which are never in memory."""
+    """Represents the logits of some rows. The logits are never written to memory."""
 
     def __init__(
         self, chunks: OnChipChunks, rows: Rows, reading: Reading | None, sums: "OnChipSums | None"
@@ -70,7 +73,8 @@ class OnChip:
         self.weight, self.bias = chunks.weight, chunks.bias
         self.h = chunks.hidden[rows]  # (n, D)
         if reading is not None:
-            # The kernels multiply the hidden states of ignored rows by 0, and 0 · NaN would be NaN.
+            # The hidden states of ignored rows are set to 0, because the kernels multiply them by
+            # 0, and 0 · NaN would be NaN.
             self.h = chunks.head.backend().zero_ignored(self.h, reading)
         if self.h.stride(1) != 1:
             self.h = self.h.contiguous()
@@ -78,10 +82,10 @@ class OnChip:
 
 
 class OnChipBackend(ReadsNoLogits):
-    """A backend for OnChip, for losses that need only statistics of each row."""
+    """A backend whose logits are an `OnChip`, for losses that need only row statistics."""
 
     def read(self, x: OnChip, reading: Reading) -> Statistics:
-        """Returns the statistics of whole rows, merged over splits of the vocabulary."""
+        """Returns the statistics of whole rows, merged from partial statistics of column ranges."""
         partials = self.backend.narrow_partial(x.h, x.weight, x.bias, reading)
         return self.backend.finish(partials, reading)
 
@@ -96,7 +100,7 @@ class OnChipBackend(ReadsNoLogits):
         into: Tensor | None = None,
         start: int | None = None,
     ) -> None:
-        """Writes the gradients of hidden, weight and bias to x.sums. Returns nothing."""
+        """Writes the gradients of hidden, weight and bias to x.sums."""
         sums = x.sums
         assert sums is not None
         d_hidden = sums.hidden_memory(x.rows, x.h)

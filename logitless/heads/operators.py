@@ -7,8 +7,8 @@ Each RowLoss with an operator over logits (core/operators.py) has three operator
     `logitless::head_<name>_rows_gradient` computes the gradients of the results per row.
 
 The operators call the functions of total.py and per_row.py. The operators do not drop ignored rows,
-because the host would have to wait for the number of rows that count. A graph cannot wait for a
-number on the GPU.
+because the host would have to wait for the number of rows that count. A compiled graph cannot wait
+for a number that is on the GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,15 +80,15 @@ def _arguments_of(head: Head, loss: RowLoss) -> tuple:
     teacher, rest = None, []
     for value in operators.arguments_of(loss):
         if isinstance(value, ScaledHead):
-            # The schema requires a Tensor as teacher, so the teacher's hidden states are a
-            # placeholder.
+            # The operator's argument `teacher` must be a Tensor. The teacher's hidden states are
+            # passed as a placeholder.
             teacher, value = value, value.head.hidden
         rest.append(value)
     return *_HeadArguments.of(head, teacher), *rest
 
 
 def _call_of(kind: type, arguments: Sequence, **fields) -> Call:
-    """Builds a Call from the arguments of an operator."""
+    """Builds a `Call` from the arguments of an operator."""
     rest = iter(arguments)
     of_head = _HeadArguments._make([next(rest) for _ in _HeadArguments._fields])
     loss = operators.loss_of(kind, list(rest))
@@ -130,7 +130,7 @@ class HeadOperator:
         torch.library.register_fake(f"logitless::{name}", fake, lib=library)
 
     def total(self, *arguments) -> list[Tensor]:
-        """Returns the loss, the factor from sum to mean, the gradients, and the extras.
+        """Returns the loss, the factor that turns a sum into a mean, the gradients, and the extras.
 
         A tensor that is not needed is empty.
         """
@@ -304,7 +304,7 @@ def evaluate_compiled(head: Head, loss: RowLoss, reduction: str, row_weight: Ten
     if in_func():
         checks.no_head_in_func()
     operator = HEAD_OPERATORS.get(type(loss))
-    if reduction == "none" or operator is None:  # a user's formula (row_loss) has no operator
+    if reduction == "none" or operator is None:  # losses of `row_loss` have no operator
         outputs = loss.traced(head, call_rows)
         return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
     needs = needs_of(head.tensors, row_weight, (), torch.is_grad_enabled())

@@ -31,10 +31,10 @@ def forward(call: Call) -> tuple[tuple[Tensor, ...], list[Saved]]:
 
 
 def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGradients:
-    """Returns the gradients of the head and of row_inputs.
+    """Returns the gradients of hidden, weight, bias and row_inputs.
 
     The memory of the logits is free when `backward` returns. If `known` is None, backward
-    recomputes the statistics, and chunks have whole rows.
+    recomputes the statistics from chunks of whole rows.
     """
     head, loss, lead = call.head, call.loss, call.head.lead
     flat = [None if g is None else g.reshape(head.rows, *g.shape[len(lead) :]) for g in upstream]
@@ -57,9 +57,9 @@ def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGrad
 def _chunks(call: Call, saved: bool) -> Chunks:
     """Returns the chunks of the head for forward or backward.
 
-    `saved` is True if backward gets the statistics that forward saved. If `saved` is True, backward
-    has the same chunks as forward. If `saved` is False, backward recomputes the statistics, so
-    every chunk has whole rows.
+    `saved` is True if backward reads the statistics that forward saved. If `saved` is True,
+    backward has the same chunks as forward. If `saved` is False, backward recomputes the
+    statistics, so every chunk has whole rows.
     """
     merges, ids = call.loss.merges and saved, call.loss.reading.ids_per_row
     return chunks_of(call.head, call.loss, call.head.work(merges, sums=call.needs.weight, ids=ids))
@@ -74,7 +74,10 @@ class Kept:
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[tuple[Tensor, ...], "Kept"]:
-        """Computes the forward of an autograd function. Returns outputs and a Kept for backward."""
+        """Computes the forward of an autograd function.
+
+        Returns outputs, and a `Kept` for backward.
+        """
         with call.head.ready(call.loss):
             outputs, known = forward(call)
         tensors, blank = call.flatten()

@@ -1,8 +1,7 @@
 """Chooses how a head's logits are computed: by rows, by columns, by both, or on the chip.
 
-The logits of a narrow head may be computed without being written to memory (on_chip.py), if
-`stays_on_chip` is True. For all other heads, the logits are split so that each part fits into a
-workspace.
+If `stays_on_chip` is True, the logits of a head are never written to memory (on_chip.py). For all
+other heads, the logits are split so that each part fits into a workspace.
 
 A split by rows computes loss and gradients of some whole rows at once, in three GEMMs. Every chunk
 reads and writes the sum of the weight's gradient (V, D). A split by columns first computes the
@@ -10,15 +9,14 @@ statistics of all rows, block by block, and then computes the logits of every bl
 by columns takes four GEMMs, but writes each row of the weight's gradient only once. Only the
 gradient of hidden (N, D), which is smaller than the gradient of the weight, is summed over blocks.
 
-The unit of all costs is the time of one GEMM over all logits. The number s is SUM_ROWS: a GEMM over
-s rows takes as long as reading and writing the sum of the weight's gradient. The number r is
-STATISTICS_COST, the cost of reading the logits a second time. The number `kept` is the fraction of
-the logits that are computed only once, because they are kept in the memory of the weight's gradient
-(blocks.py).
+The unit of all costs is the time of one GEMM over all logits. A GEMM over SUM_ROWS rows takes as
+long as reading and writing the sum of the weight's gradient. STATISTICS_COST is the cost of reading
+the logits a second time. The number `kept` is the fraction of the logits that a split by columns
+computes only once and keeps in the memory of the weight's gradient (blocks.py).
 
-    Chunks of n whole rows cost 3 + s / n.
-    Blocks of c columns of all rows cost 4 + r - kept + s / c.
-    Blocks of c columns of n rows cost 4 + r + s / c + s / n.
+    Chunks of n whole rows cost 3 + SUM_ROWS / n.
+    Blocks of c columns of all rows cost 4 + STATISTICS_COST - kept + SUM_ROWS / c.
+    Blocks of c columns of n rows cost 4 + STATISTICS_COST + SUM_ROWS / c + SUM_ROWS / n.
 """
 
 import contextlib
@@ -27,13 +25,14 @@ import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
-# The usual workspace, in bytes of logits in memory at once. The default is larger for more than
-# 524,288 classes (`default_workspace`), and 1.5 times as large for fp32 logits of 16-bit hidden
-# states. With 1.5 times the workspace, a loss over fp32 logits is as fast as a loss over 16-bit
-# logits on an H200, because `layout` splits a chunk into only few slots.
+# The default number of bytes of logits in memory at once. On a GPU, the default is larger if one
+# row of logits takes more than 1 MiB (`default_workspace`). For fp32 logits of 16-bit hidden
+# states, the default is 1.5 times as large. With 1.5 times the workspace, a loss over fp32 logits
+# is as fast as a loss over 16-bit logits on an H200, because `layout` splits a chunk into only few
+# slots.
 WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}
 TILE = 128  # rows per tile of a GEMM
-PACK = 8  # padded widths are multiples of PACK, so that 16-bit rows start on 16-byte boundaries
+PACK = 8  # rows are padded to multiples of PACK, so that 16-bit rows start on 16-byte boundaries
 
 # SUM_ROWS was measured on an H200 with workspaces of 64 to 256 MiB (docs/heads.md). On a CPU, sums
 # cost little compared with GEMMs, so a CPU always computes whole rows.
@@ -46,17 +45,17 @@ MIN_GAIN = 0.1
 # A small head (small.py) has at most SMALL bytes of logits.
 SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
 # For a small head, rows · vocabulary · (width + READ_WIDTH) is at most SMALL_WORK. A GPU takes
-# about 2 ms for this amount of work, and the host is not faster. Reading and writing the logits
+# about 2 ms for SMALL_WORK, and the host takes at least as long. Reading and writing the logits
 # takes as long as three GEMMs of width READ_WIDTH.
 SMALL_WORK = {"cuda": 2e11}
 READ_WIDTH = 200
 
-# Maps a width to a vocabulary size. 16-bit heads of at most this width and this vocabulary size are
-# computed on the chip. Wider heads are faster with logits in memory on an H200
-# (benchmarks/results/h200/narrow.md).
+# Maps a size of hidden states to a vocabulary size. A 16-bit head with hidden states and a
+# vocabulary of at most these sizes is computed on the chip. On an H200, heads with larger hidden
+# states are faster with logits in memory (benchmarks/results/h200/narrow.md).
 ON_CHIP_VOCAB = {128: 1 << 31}
-# A head is computed on the chip only if its loss has at most ON_CHIP_PAIRS pairs of a row and an
-# id. Sorting the pairs takes time, and 64 bytes of memory per pair.
+# A head is computed on the chip only if its loss has at most ON_CHIP_PAIRS pairs (row, id). Sorting
+# the pairs takes time, and 64 bytes of memory per pair.
 ON_CHIP_PAIRS = 1 << 19
 
 SPARE_EVERY = 64  # the memory for n rows of fp32 logits has n // 64 + 2 extra rows
@@ -65,9 +64,9 @@ SPARE_EVERY = 64  # the memory for n rows of fp32 logits has n // 64 + 2 extra r
 class Cut(NamedTuple):
     """A split of a head: the numbers of rows and columns of logits to compute at once."""
 
-    rows: int  # the largest number of rows
-    columns: int | None = None  # None for all columns
-    kept: bool = False  # whether blocks are kept in the memory of the weight's gradient
+    rows: int  # the largest number of rows to compute at once
+    columns: int | None = None  # the number of columns to compute at once; None for all columns
+    kept: bool = False  # whether some logits are kept in the memory of the weight's gradient
     on_chip: bool = False  # whether kernels compute all rows without writing logits (on_chip.py)
 
 
@@ -82,7 +81,7 @@ class Work(NamedTuple):
     merges: bool  # whether the loss can be computed from merged partial statistics
     gemms: int  # number of extra GEMMs for a split by columns, 0 or 1
     sums: bool  # whether the weight's gradient is summed in more bits than the weight has
-    keeps: bool  # whether unwritten memory of the weight's gradient may hold logits
+    keeps: bool  # whether memory of the weight's gradient can hold logits before it is written
     narrow: bool = False  # whether the backend has kernels that write no logits for this head
     ids: int = 0  # the number of ids per row at which the loss has a gradient
 
@@ -93,7 +92,7 @@ forced: Callable[[Work, int | None, str], Cut] | None = None
 
 @contextlib.contextmanager
 def override(cut: Callable[[Work], Cut]):
-    """Inside the `with` block, cut(work) replaces `choose`, for tests and benchmarks."""
+    """In tests and benchmarks, replaces `choose` by the function `cut` inside a `with` block."""
     global forced
     before, forced = forced, lambda work, *_: cut(work)
     try:
@@ -106,7 +105,7 @@ def override(cut: Callable[[Work], Cut]):
 def choose(work: Work, workspace: int | None, device: str) -> Cut:
     """Returns the split with the least estimated time.
 
-    If `workspace` is None, logits that do not stay on the chip are split by rows.
+    If `workspace` is None, a head that is not computed on the chip is split by rows.
     """
     if device == "cuda" and stays_on_chip(work):
         return Cut(work.rows, on_chip=True)
@@ -122,7 +121,7 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
     groups = 1
     while work.rows >= groups * TILE:
         rows = -(-work.rows // groups)
-        size = work.itemsize + (4 if work.wide else 0)  # fp32 logits and 16-bit gradient
+        size = work.itemsize + (4 if work.wide else 0)  # bytes per logit and separate gradient
         columns = even_columns(work.vocab, limit // (rows * size))
         if columns:
             keeps = groups == 1 and work.keeps
@@ -138,9 +137,9 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
 def default_workspace(row: int, device: str) -> int:
     """The default workspace in bytes. `row` is the number of bytes of a row of logits.
 
-    On a GPU, the default workspace is raised to the memory of 1,024 rows if the usual workspace
-    holds fewer rows. The default workspace is at most twice the usual workspace. Chunks of fewer
-    rows would spend much of their time on sums of the weight's gradient.
+    On a GPU, the default workspace has room for at least 1,024 rows, unless 1,024 rows need more
+    than 2 · WORKSPACE. Chunks of fewer than 1,024 rows would spend much of their time on sums of
+    the weight's gradient.
     """
     usual = WORKSPACE.get(device, WORKSPACE["cuda"])
     return usual if device == "cpu" else min(max(usual, 1024 * row), 2 * usual)
@@ -171,8 +170,9 @@ def is_small(
 ) -> bool:
     """Whether the logits of a head are so few that the host takes longer than the device.
 
-    A loss takes up to four times the memory of the logits, because some losses save a gradient in
-    fp32 and also need a new tensor for the gradient of the logits.
+    A loss takes up to four times the memory of the logits, so the logits get only a quarter of
+    `workspace`. Some losses save a gradient in fp32 and also need a new tensor for the gradient of
+    the logits.
     """
     limit = SMALL.get(device, SMALL["cuda"])
     if workspace is not None:
@@ -197,7 +197,7 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
     one block. The gradient of a block's weight rows takes columns · width numbers. Gradients are
     computed from the last block to the first. The memory of a slot must not be overwritten before
     the gradient of the slot's block is computed. So the slot of a block must end before the memory
-    of the block's own weight rows begins.
+    for the gradient of the block's own weight rows begins.
     """
     kept: dict[int, int] = {}
     for block in range(1, -(-vocab // columns)):
@@ -210,8 +210,8 @@ def even_chunk(rows: int, room: int) -> int:
     """Returns the number of rows per chunk, in a workspace with room for `room` rows.
 
     `room` is first rounded down: to a multiple of TILE if `room` is at least TILE, and to a power
-    of two if `room` is at least 8 · TILE. The number of rows of most batches is a power of two, so
-    no short chunk is left over. Other batches are split into chunks of nearly equal size, because
+    of two if `room` is at least 8 · TILE. In most batches, the number of rows is a power of two, so
+    all chunks have the same size. Other batches are split into chunks of nearly equal size, because
     even a short last chunk would read the whole weight.
     """
     most = max(room, 1)
@@ -224,7 +224,9 @@ def even_chunk(rows: int, room: int) -> int:
 
 
 def even_columns(vocab: int, room: int) -> int:
-    """Returns the number of columns per block, a multiple of TILE; 0 if no tile fits.
+    """Returns the number of columns per block, a multiple of TILE.
+
+    The result is 0 if TILE columns do not fit into the workspace.
 
     All blocks have the same size, except the last block.
     """
@@ -245,7 +247,7 @@ def chunk_rows(rows: int, cut: Cut) -> int:
 
 @functools.lru_cache(1024)
 def bounds(rows: int, count: int, cut: Cut) -> tuple[tuple[int, int], ...]:
-    """Returns (start, end) of each chunk. Only `count` of the `rows` rows are computed."""
+    """Returns (start, end) of each chunk. Only `count` of all `rows` rows are computed."""
     first = min(chunk_rows(rows, cut), count)
     step = chunk_rows(count - first, cut)
     starts = [*([0] if first else []), *range(first, count, step), count]
@@ -256,7 +258,7 @@ class Slot(NamedTuple):
     """Some rows of a chunk, whose logits are in memory at the same time."""
 
     rows: slice  # a range of rows of the chunk
-    at: int  # the row of the memory at which the logits begin
+    at: int  # the row of the chunk's memory at which the logits begin
     steps: tuple[slice, ...]  # ranges of rows; the gradient is written one range at a time
 
 
@@ -273,10 +275,10 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
         | gradient of earlier slots | gap |  logits of this slot, fp32  |
         | gradient so far                 ▸ overwrites logits already read
 
-    Each slot has as many rows as fit to the right of the gradient of earlier slots. The gradient of
-    a slot is written in steps. Each step is as long as the gap before the first unread row, so that
-    no unread row is overwritten. So fp32 logits need only the memory of 16-bit logits plus
-    `spare_rows`.
+    Each slot has as many rows of logits as fit to the right of the gradient of earlier slots. The
+    gradient of a slot is written in steps. Each step writes only as many rows as fit before the
+    first unread row, so that no unread row is overwritten. So fp32 logits need only the memory of
+    16-bit logits plus `spare_rows`.
     """
     if not wide:
         return rows, (Slot(slice(0, rows), 0, (slice(0, rows),)),)
@@ -297,5 +299,5 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
 
 
 def spare_rows(rows: int) -> int:
-    """Returns the number of extra rows in the memory for `rows` rows of fp32 logits."""
+    """Returns the number of extra rows that the memory for `rows` rows of fp32 logits has."""
     return rows // SPARE_EVERY + 2

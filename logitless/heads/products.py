@@ -7,12 +7,15 @@ from torch import Tensor
 
 from ..core.source import is_dtensor
 
-SLAB = 64 << 20  # bytes of the largest fp32 copy that a CPU makes at once
+SLAB = 64 << 20  # the largest size in bytes of a temporary fp32 copy on a CPU
 UNIT = 64  # an aligned GEMM has a multiple of UNIT rows or columns
 
 
 def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Writes h @ weight.T + bias to `out`, in the dtype of h or as unrounded fp32 sums."""
+    """Writes h @ weight.T + bias to `out`.
+
+    An fp32 `out` gets the sums without rounding to 16 bits.
+    """
     if out.dtype == h.dtype:
         return gemm(h, weight.t(), out, bias)
     if h.is_cuda:
@@ -30,7 +33,7 @@ def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor:
-    """Writes a @ b + add to `out`. `add` may be `out`, or one row for all rows.
+    """Writes a @ b + add to `out`. `add` can be `out`, or a single row that is added to all rows.
 
     A GEMM on a GPU reads 16 bytes at a time only if its sizes are multiples of 16 bytes. For other
     sizes, the GEMM is split into a large aligned GEMM (`aligned_part`) and a GEMM of fewer than
@@ -59,8 +62,9 @@ def gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor
 def aligned_part(t: Tensor, dim: int) -> int:
     """Returns how much of t.shape[dim] the large GEMM computes.
 
-    If t is padded along `dim`, the result is a multiple of UNIT. Otherwise, it is t.shape[dim]. A
-    tensor is padded if its rows start on 16-byte boundaries, but do not end on 16-byte boundaries.
+    If t is padded along `dim`, the result is a multiple of UNIT. Otherwise, the result is
+    t.shape[dim]. A tensor is padded if its rows start on 16-byte boundaries, but do not end on
+    16-byte boundaries.
     """
     size, pack = t.shape[dim], 16 // t.element_size()
     padded = size % pack and t.stride(dim) == 1 and t.stride(1 - dim) % pack == 0
@@ -73,7 +77,7 @@ def reads_vectors(t: Tensor) -> bool:
 
 
 def plain_gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> Tensor:
-    """Writes a @ b + add to `out` in one GEMM. 16-bit products may be summed into an fp32 `out`."""
+    """Writes a @ b + add to `out` in one GEMM. If a and b are 16-bit tensors, `out` can be fp32."""
     wide = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
     if add is None:
         return torch.mm(a, b, out=out, **wide)
@@ -125,7 +129,7 @@ def without_autocast(device: torch.device):
 
 
 def cast_by_autocast(t: Tensor) -> Tensor:
-    """Casts t as autocast casts an argument of F.linear. fp64 tensors are not cast."""
+    """Casts t to the dtype that autocast uses in F.linear. fp64 tensors are not cast."""
     if not isinstance(t, Tensor) or t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return t
     return t.to(torch.get_autocast_dtype(t.device.type))

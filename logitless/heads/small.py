@@ -110,7 +110,8 @@ class SmallRows(Node):
         return *gradients[:3], None, None, *gradients[3:]
 
 
-# These two functions skip the code of Function.apply for torch.func, as in core/evaluate.py.
+# These two functions skip code of Function.apply that is needed only under torch.func.
+# core/evaluate.py does the same.
 _small_total: Any = super(torch.autograd.Function, SmallTotal).apply  # pyright: ignore[reportAttributeAccessIssue]
 _small_rows: Any = super(torch.autograd.Function, SmallRows).apply  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -147,7 +148,7 @@ def _gradients(
         d_hidden = gemm(dz, weight, torch.empty_like(h, memory_format=torch.contiguous_format))
         d_hidden = d_hidden if h is hidden else d_hidden.view(hidden.shape)
     if needs[1]:
-        if drop:  # the gradient of an ignored row is 0, but 0 times NaN or infinity is NaN
+        if drop:  # an ignored row adds 0 · h, which is NaN if h is NaN or infinite
             h = backend_of(hidden).zero_ignored(h, loss.reading)
         d_weight = gemm(dz.t(), h, torch.empty_like(weight))
     if needs[2] and bias is not None:

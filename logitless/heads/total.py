@@ -57,7 +57,7 @@ class Call(NamedTuple):
 
 class Result(NamedTuple):
     value: Tensor  # ()
-    share: Tensor | None  # the factor from sum to mean (backend.share); None for a sum
+    share: Tensor | None  # the factor that turns a sum into a mean; None for a sum
     gradients: HeadGradients  # for an upstream gradient of 1
     extras: tuple[Tensor, ...]  # (...), see core/loss.py
 
@@ -71,7 +71,7 @@ def needs_of(inputs: tuple, row_weight: Any, row_inputs: Sequence[Tensor], grad:
 
 
 def forward(call: Call) -> Result:
-    """Computes the loss and its gradients. The memory of the logits is free on return."""
+    """Computes the loss and its gradients. On return, the memory of the logits has been freed."""
     head, loss, row_weight, needs = call.head, call.loss, call.row_weight, call.needs
     backend, reading, lead = head.backend(), loss.reading, head.lead
     rows = lead.numel()
@@ -97,9 +97,9 @@ def forward(call: Call) -> Result:
 def _values_and_gradients(
     call: Call, factor: Tensor | None, values: Tensor, extras: list[Tensor]
 ) -> HeadGradients:
-    """Writes the loss of each row to `values` (N,), and the extras of each row to `extras`.
+    """Writes the loss of each row to `values`, and the extras of each row to `extras`.
 
-    Returns gradients of head and row_inputs.
+    Returns the gradients of hidden, weight, bias and row_inputs.
     """
     head, loss, needs = call.head, call.loss, call.needs
     wanted = needs.head
@@ -133,10 +133,10 @@ def _values_and_gradients(
 
 
 def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, count: int) -> None:
-    """Writes outputs (n, ...) of some rows to `results`, which are tensors (count, ...).
+    """Writes the outputs of some rows to the tensors in `results`, which have `count` rows.
 
-    The first call allocates `results`. Rows that are never written are ignored rows, which hold
-    ignored_value.
+    The first call allocates `results`. Ignored rows that were dropped are never written, and hold
+    `ignored_value`.
     """
     if not results:
         for t in outputs:
@@ -147,14 +147,14 @@ def put_outputs(results: list[Tensor], outputs: Sequence[Tensor], rows: Rows, co
 
 
 def outputs_of_no_rows(call: Call) -> tuple[Tensor, ...]:
-    """Returns the outputs of zero rows, which have the dtypes and sizes of other outputs."""
+    """Returns the outputs of a loss over zero rows, which have the right dtypes and sizes."""
     head, loss = call.head, call.loss
     nothing = head.hidden.detach().new_empty((0, len(head.weight)), dtype=head.dtype)
     return loss.rows(slice(0, 0), head.lead).forward(head.backend(), nothing)[0]
 
 
 def in_shape(results: Sequence[Tensor], lead: torch.Size) -> tuple[Tensor, ...]:
-    """Returns the results (N, ...) of all rows in the leading shape of the logits.
+    """Reshapes the first dimension (N rows) of each result to the leading shape of the logits.
 
     The results are copied, because PyTorch forbids some in-place operations on a view that an
     autograd function returns.
@@ -193,7 +193,9 @@ class Kept:
 
     @staticmethod
     def of(ctx, call: Call) -> tuple[Any, "Kept"]:
-        """Computes the forward of an autograd function. Returns its result, and Kept for backward.
+        """Computes the forward of an autograd function.
+
+        Returns a result, and a `Kept` for backward.
 
         The result is the value, or (value, *extras).
         """

@@ -1,4 +1,4 @@
-"""Keeps a head's weight in memory during a loss, because FSDP frees weights after a forward."""
+"""Keeps a head's weight in memory while a loss is computed. FSDP frees weights after a forward."""
 
 import contextlib
 

@@ -68,8 +68,8 @@ def dense_teacher(
 ) -> None:  # fmt: skip
     """Checks the arguments of a loss against a dense teacher.
 
-    `names` holds the names of student, teacher and blend in error messages. `blend` is beta or
-    label_smoothing.
+    `names` holds the names of student, teacher and blend in error messages. `blend` is the option
+    `beta` or `label_smoothing`.
     """
     checks.logits(student, names[0])
     checks.dense_teacher(names[1], teacher, names[0], student)

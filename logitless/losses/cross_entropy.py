@@ -21,7 +21,7 @@ from .statistics import Scores
 @operator("cross_entropy", saved=2)
 @dataclass(eq=False)
 class CrossEntropy(RowLoss):
-    """Cross-entropy with one class id per row, which is stored in reading.label."""
+    """Cross-entropy against one class id per row. The ids are stored in `reading.label`."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -46,8 +46,9 @@ class CrossEntropy(RowLoss):
     def value_and_gradient(self, backend, x, factor, into):
         if self.label_smoothing or self.z_loss or backend.one_pass is None:
             return super().value_and_gradient(backend, x, factor, into)
-        # The loss is linear in log p, so its coefficients need no statistics. one_pass returns None
-        # if it cannot compute the loss, for example because the rows are too long.
+        # The loss is linear in log p, so the coefficients of its gradient need no statistics.
+        # `one_pass` returns None if one pass is not possible, for example because the rows are too
+        # long.
         if self.is_nll:
             coefficients = _nll_coefficients[x.device, torch.float32]
         else:
@@ -79,7 +80,7 @@ class CrossEntropy(RowLoss):
 @operator("cross_entropy_and_scores", saved=2)
 @dataclass(eq=False)
 class ScoredCrossEntropy(CrossEntropy):
-    """Cross-entropy whose extras are the scores of each row.
+    """Cross-entropy that also returns the scores of each row, as extras.
 
     This loss does not use the kernel that computes loss and gradient in one pass, because that
     kernel computes no scores.
@@ -101,9 +102,9 @@ class ScoredCrossEntropy(CrossEntropy):
 
 @made_once
 def _nll_coefficients(device: torch.device, dtype: torch.dtype) -> Coefficients:
-    """Coefficients of d nll / dz_i = p_i - [i = label], which are the same for all rows."""
+    """Coefficients of nll's gradient p_i - [i = label], which are the same for all rows."""
     rows = torch.zeros((1, contract.COEFFICIENTS), device=device, dtype=dtype)
-    rows[0, contract.A].fill_(1.0)  # an assignment would make the host wait
+    rows[0, contract.A].fill_(1.0)  # an assignment, unlike fill_, would make the host wait
     rows[0, contract.G_LABEL].fill_(-1.0)
     return Coefficients(rows, ("a", "label"))
 
@@ -127,31 +128,33 @@ def cross_entropy(
     """Computes the cross-entropy of p = softmax(z) against class ids.
 
     The logits of the softmax are z = softcap · tanh(logits / softcap) / temperature. The result is
-    a scalar, or (...) for reduction="none". The loss of a row, with ε = label_smoothing,
-    lse = log Σ e^z and class weights v (1 without `weight`), is
+    a scalar, or one number per row for reduction="none". The loss of a row, with ε =
+    label_smoothing, lse = log Σ e^z and class weights v (1 without `weight`), is
 
         row_weight · [ (1-ε) v[target] (-log p[target]) + ε/V Σ_i v_i (-log p_i) + z_loss · lse² ]
 
-    "mean" divides the sum by the number of rows that count. With class weights, "mean" divides by
+    "mean" divides the sum by the number of rows that count. With class weights v, "mean" divides by
     the sum of v[target] over the rows that count, as PyTorch does. A row is ignored if its target
-    is ignore_index or its mask is False. An ignored row is not read, and its loss and gradient are
-    0. If all rows are ignored, the mean is 0. A target outside [0, V) raises on a CPU. On a GPU, a
-    target outside [0, V) makes its row NaN, or raises with LOGITLESS_CHECK=1.
+    is ignore_index or its entry in `mask` is False. An ignored row is not read, and its loss and
+    gradient are 0. If all rows are ignored, the mean is 0. A target outside [0, V) raises on a CPU.
+    On a GPU, a target outside [0, V) makes the loss of its row NaN, or raises an error if
+    LOGITLESS_CHECK=1 is set.
 
-    The shapes are logits (..., V), integer target (...), weight (V,), mask and row_weight (...).
-    The loss is fp32 (fp64 for fp64 logits). The vocabulary is always the last dimension. For logits
-    of shape (N, V, ...), as in F.cross_entropy, pass logits.movedim(1, -1). If V equals another
-    size of the logits, a wrong order of dimensions is not detected, and the loss is wrong.
+    `logits` has shape (..., V), and `weight` has shape (V,). `target`, `mask` and `row_weight` have
+    shape (...). Targets are integers. The loss is fp32 (fp64 for fp64 logits). The vocabulary is
+    always the last dimension. For logits of shape (N, V, ...), as in F.cross_entropy, pass
+    logits.movedim(1, -1). If another dimension of the logits also has size V, a wrong order of
+    dimensions is not detected, and the loss is wrong.
 
     `temperature` and `softcap` must be in [1e-12, 1e12], and `z_loss` must be at most 1e12, because
     fp32 would overflow outside these limits.
 
     inplace=True saves the memory of the gradient, because the gradient overwrites the logits in
     forward. If another operation saved the logits before this call, the backward of that operation
-    raises. The backward of an operation that uses the logits after this call raises too, unless the
-    logits are a leaf or a slice of a larger tensor. With inplace=True, a second backward raises. If
-    no gradient is needed, inplace=True does not overwrite the logits. Under torch.compile, which
-    plans memory itself, inplace has no effect.
+    raises. If an operation uses the logits after this call, the backward of that operation raises
+    too, unless the logits are a leaf or a slice of a larger tensor. With inplace=True, a second
+    backward raises. If no gradient is needed, inplace=True does not overwrite the logits. Under
+    torch.compile, which plans memory itself, inplace has no effect.
 
     >>> cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
     tensor(1.3863)
@@ -194,14 +197,14 @@ def cross_entropy_and_scores(
     """Computes the cross-entropy, and the scores of each row from the same pass over the logits.
 
     The result is (loss, scores). The loss and its gradient are those of `cross_entropy` with the
-    same options. The scores are those of `score`: log p[target], entropy, logsumexp and argmax of
-    each row, (...), at the temperature and with the softcap of the loss. Class weights, row
-    weights, label smoothing and z_loss change the loss, but not the scores. The scores of an
-    ignored row are 0, and its argmax is -1.
+    same options. The scores are the results of the function `score`: log p[target], entropy,
+    logsumexp and argmax of each row. The scores use the temperature and the softcap of the loss.
+    Class weights, row weights, label smoothing and z_loss change the loss, but not the scores. The
+    scores of an ignored row are 0, and its argmax is -1.
 
     The scores are detached, so no gradient flows through the scores. For a loss that differentiates
-    log p or the entropy, use `score` or `row_loss`. Over a LinearLogits, a mean or sum takes three
-    GEMMs, the same as `cross_entropy`.
+    log p or the entropy, use `score` or `row_loss`. A mean or sum over a LinearLogits takes three
+    GEMMs, as many as in `cross_entropy`.
 
     inplace=True has the same meaning as in `cross_entropy`. The scores are computed before the
     gradient overwrites the logits.

@@ -21,7 +21,7 @@ from . import checks
 @operator("dense_teacher", saved=1)
 @dataclass(eq=False)
 class Dense(RowLoss):
-    """A loss between whole rows of the student and of a teacher."""
+    """A loss that compares each row of the student with the same row of a dense teacher."""
 
     structs: ClassVar[tuple[str, ...]] = ("reading", "pair")
 
@@ -58,7 +58,8 @@ class Dense(RowLoss):
         if loss is None or scale == 1 or self.pair.kind == "soft":
             return loss
         # The temperature of the new loss is divided by `scale`, and also applies to the teacher. So
-        # the teacher's logits are divided by `scale` too.
+        # the teacher's logits are divided by `scale` too, which leaves the teacher's softmax
+        # unchanged.
         teacher = scaled_teacher(self.pair.teacher, 1 / scale)
         if teacher is None:
             return None
@@ -81,7 +82,7 @@ def kl_div(
     row_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Computes the KL divergence between the softmax of student and teacher logits, (..., V).
+    """Computes the KL divergence between student and teacher logits of shape (..., V).
 
     Let p = softmax(teacher / T) and q = softmax(z), with z = softcap · tanh(student / softcap) / T.
 
@@ -93,10 +94,10 @@ def kl_div(
     the loss +inf. The softcap applies only to the student. With `t_squared=True`, value and
     gradient are multiplied by T², so that the gradient does not shrink as T grows.
 
-    `temperature` (T) is one number, or a tensor (...). Rows whose `mask` (...) is False are not
-    read, and their loss and gradient are 0. `row_weight` (...) multiplies the loss of each row.
-    "mean" divides the sum by the number of rows that count. The teacher gets no gradient. The loss
-    is fp32 (fp64 for an fp64 student).
+    `temperature` (T) is one number, or a tensor with one number per row. Rows for which `mask` is
+    False are not read, and their loss and gradient are 0. `row_weight` holds one number per row,
+    which multiplies the loss of the row. "mean" divides the sum by the number of rows that count.
+    The teacher gets no gradient. The loss is fp32 (fp64 for an fp64 student).
 
     >>> kl_div(torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]),
     ...        direction="forward")
@@ -122,16 +123,16 @@ def jsd(
     row_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Computes the generalised Jensen-Shannon divergence of student and teacher logits, (..., V).
+    """Computes the generalised Jensen-Shannon divergence of student and teacher logits.
 
     Let p and q be the distributions of teacher and student as in `kl_div`, and M = βp + (1-β)q. The
     divergence is
 
         β Σ p log(p / M) + (1-β) Σ q log(q / M)
 
-    The divergence is never negative. The divergence is finite if no softmax is NaN. beta=0 selects
-    the forward KL divergence, and beta=1 the reverse KL divergence. For β in (0, 1), the divergence
-    approaches 0 as β approaches 0 or 1. The other options are the same as in `kl_div`.
+    The divergence is never negative. The divergence is finite if no softmax is NaN. The formula
+    approaches 0 as β approaches 0 or 1. However, beta=0 selects the forward KL divergence, and
+    beta=1 selects the reverse KL divergence. The other options are the same as in `kl_div`.
 
     >>> jsd(torch.tensor([[0.0, -torch.inf]]), torch.tensor([[-torch.inf, 0.0]]))
     tensor(0.6931)

@@ -36,26 +36,27 @@ def row_loss(
 ) -> Result:
     """Computes a user's loss over row statistics, as fast as the losses of logitless.
 
-    The result is a scalar, or (...) for reduction="none". `formula(stats, *rows)` gets the RowStats
-    of n rows, with shapes (n,), or (n, K) for K ids per row. The formula also gets the same n rows
-    of each tensor in `rows`. The tensors in `rows` have shape (...) or (..., k), and may require
-    gradients. The formula returns one number per row, (n,). Tensors that the formula captures get
-    no gradient.
+    The result is a scalar, or one number per row for reduction="none". `formula(stats, *rows)` gets
+    the statistics of n rows as a RowStats. Each statistic has shape (n,), or (n, K) for K ids per
+    row. The formula also gets the same n rows of each tensor in `rows`. The tensors in `rows` hold
+    one or k numbers per row, and can require gradients. The formula returns a tensor of shape (n,),
+    with one number per row. Tensors that the formula captures get no gradient.
 
-    The formula may also return a tuple (loss, *more) of tensors (n,), for example for metrics. If
-    the formula returns a tuple, the result of row_loss is a tuple (loss, *more) too. Each tensor of
-    `more` has shape (...) and the dtype that the formula returns. The tensors of `more` are
-    detached, and are neither multiplied by row_weight nor reduced. In ignored rows, a tensor of
-    `more` is 0, or -1 if it holds integers.
+    The formula can also return a tuple (loss, *more) of tensors of shape (n,), for example to
+    compute metrics. If the formula returns a tuple, the result of row_loss is a tuple (loss, *more)
+    too. In the result of row_loss, each tensor of `more` has one number per row, and the dtype that
+    the formula returns. The tensors of `more` are detached, and are neither multiplied by
+    row_weight nor reduced. In ignored rows, a tensor of `more` is 0, or -1 if its dtype is a signed
+    integer.
 
-    A call of the formula may get any number of rows. So the formula must not mix rows, for example
+    A call of the formula can get any number of rows. So the formula must not mix rows, for example
     by means, sums or sorting over rows. LOGITLESS_CHECK=1 compares a call for two rows with two
     calls for one row each, and raises if the results differ.
 
     `ids`, `entropy`, `total`, `argmax`, `ignore_index` and `mask` have the same meaning as in
-    `row_stats`. `row_weight` (...) multiplies the result of the formula for each row. "mean"
-    divides the sum by the number of rows that are not ignored, even with a row_weight. Over a
-    LinearLogits, a mean or sum takes three GEMMs.
+    `row_stats`. `row_weight` holds one number per row, which multiplies the result of the formula.
+    "mean" divides the sum by the number of rows that are not ignored, even with a row_weight. A
+    mean or sum over a LinearLogits takes three GEMMs.
 
     >>> def grpo(stats, old, advantage):
     ...     ratio = (stats.logprob - old).exp()
@@ -75,7 +76,8 @@ def row_loss(
 class Formula(RowLoss):
     """A loss that a user's function computes from row statistics and row_inputs.
 
-    The function gets tensors (n,) or (n, k) of n rows at a time, for any n.
+    The function gets tensors of shape (n,) or (n, k), which hold n rows. The number n can differ
+    between calls.
     """
 
     names: ClassVar[tuple[str, str]] = ("ids", "ids")
@@ -84,14 +86,14 @@ class Formula(RowLoss):
 
     function: Callable[..., Any]  # RowStats, *row_inputs -> (n,), or a tuple of tensors (n,)
     row_inputs: tuple[Tensor, ...]
-    differentiable: bool = True  # whether the value must require grad
+    differentiable: bool = True  # whether the loss that `function` returns must require grad
 
     def apply(
         self, statistics: dict[str, Tensor], row_inputs, lead: torch.Size, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Calls the function. Returns the loss of each row, (...), and the extras, (...).
+        """Calls the function. Returns the loss and the extras of each row.
 
-        The results of ignored rows are 0, except that integer extras are -1.
+        The results of ignored rows are 0, except that extras of a signed integer dtype are -1.
         """
         ignored = self.reading.ignored_rows()
         ignored = None if ignored is None else ignored.reshape(-1)
@@ -138,7 +140,7 @@ class Formula(RowLoss):
         d_inputs = [next(gradients) if t.requires_grad else None for t in inputs]
         d_statistics = dict(zip(wants, d_leaves, strict=True))
         rows, _, ids = coefficients_of(self.reading, statistics.state, d_statistics)
-        # Outputs are cloned, because the formula may return one of the user's own tensors.
+        # Outputs are cloned, because the formula can return one of the user's own tensors.
         outputs = tuple(t.detach().clone() for t in (value, *more))
         return outputs, (statistics.state, rows, ids, *d_inputs)
 
@@ -162,14 +164,14 @@ class Formula(RowLoss):
 
 
 def _constant_where(ignored: Tensor | None, t: Tensor) -> Tensor:
-    """Detaches the ignored rows of t (n,) or (n, k), whose gradient could be 0 · inf = NaN."""
+    """Detaches the ignored rows of t, because their gradient could be 0 · inf = NaN."""
     if ignored is None or not t.requires_grad:
         return t
     return torch.where(ignored if t.dim() == 1 else ignored.unsqueeze(-1), t.detach(), t)
 
 
 def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
-    """Multiplies d (...) or (..., k) by one number, or by one number per row.
+    """Multiplies d by `scale`, which is one number, or one number per row.
 
     Ignored rows become 0.
     """

@@ -1,11 +1,11 @@
 """Distillation from a sparse teacher, which has probabilities for K ids per row.
 
-A loss compares the teacher's p at the ids with the student's q = softmax(z). `support` selects
-which probabilities are compared, and `divergence` selects the divergence. The arguments `support`
-and `divergence` are required. The student's log-probabilities at the ids, the mass outside the ids,
-and the label's cross-entropy at temperature 1 are statistics of the row. One pass over the logits
-computes the statistics, and another pass computes the gradient. Forward reads rows with little mass
-outside the ids twice.
+A loss compares the teacher's probabilities p at the ids with the student's q = softmax(z).
+`support` selects which probabilities are compared, and `divergence` selects the divergence. The
+arguments `support` and `divergence` are required. The student's log-probabilities at the ids, the
+mass outside the ids, and the label's cross-entropy at temperature 1 are statistics of the row. One
+pass over the logits computes the statistics, and another pass computes the gradient. For
+support="tail", forward reads a row a second time if its mass outside the ids is small.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from . import checks
 @operator("sparse_teacher", saved=3)
 @dataclass(eq=False)
 class Sparse(RowLoss):
-    """A loss between whole rows of the student and a teacher with K ids per row."""
+    """A loss of a student, whose softmax is over the whole row, against a teacher with K ids."""
 
     structs: ClassVar[tuple[str, ...]] = ("reading", "slots")
     names: ClassVar[tuple[str, str]] = ("labels", "targets.ids")
@@ -73,7 +73,7 @@ class Sparse(RowLoss):
 @operator("sparse_teacher_at_ids", saved=2)
 @dataclass(eq=False)
 class AtIds(Sparse):
-    """Like Sparse, but the student is normalised over the ids. Only logits at the ids are read."""
+    """Like Sparse, but the student's softmax is over the ids. Only logits at the ids are read."""
 
     def forward(self, backend, x):
         picked = backend.gather(x, self.reading)
@@ -93,7 +93,7 @@ class AtIds(Sparse):
 @operator("gathered_teacher", saved=1)
 @dataclass(eq=False)
 class Gathered(Sparse):
-    """Like AtIds, for logits (..., K) that are already gathered."""
+    """Like AtIds, but the logits are already gathered at the K ids of each row."""
 
     saves_gradient: ClassVar[bool] = True
 
@@ -116,13 +116,13 @@ class Gathered(Sparse):
 def capture_topk(
     logits: Tensor, k: int, *, temperature: float = 1.0, softcap: float | None = None
 ) -> SparseTargets:
-    """Returns the k most probable ids per row, exact log-probabilities and the log tail mass.
+    """Returns the k most probable ids per row, and their exact log-probabilities.
 
-    The tail mass is the probability of all other ids.
+    The result also holds the log of the tail mass, which is the probability of all other ids.
 
-    The ids are sorted by descending probability, and equal probabilities by ascending id. The
-    results have no gradient. On a GPU, one pass over the logits is enough for k up to 256. For k
-    above 256, torch.topk sorts chunks of rows.
+    The ids are sorted by descending probability. Ids of equal probability are sorted in ascending
+    order. The results have no gradient. On a GPU, one pass over the logits is enough for k up to
+    256. For k above 256, torch.topk sorts chunks of rows.
 
     >>> capture_topk(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids
     tensor([[1, 2]])
@@ -152,9 +152,10 @@ def gathered_kl(
     """Computes Σ p (log p - log q) from logits (..., K) gathered at the teacher's K ids.
 
     A slot is one of the K positions of a row. The student's q is the softmax over all K slots. The
-    teacher's p is not normalised. `mask` (..., K) is True, or 1, for unmasked slots. Masked slots
-    are left out of the sum. With renormalise=True, masked slots are also left out of the softmax.
-    The loss of a row whose slots are all masked is 0. "mean" divides by the number of rows.
+    teacher's p = exp(teacher_logprobs) is not normalised. A slot is masked if its entry in `mask`
+    is False or 0. Masked slots are left out of the sum. With renormalise=True, masked slots are
+    also left out of the softmax. The loss of a row whose slots are all masked is 0. "mean" divides
+    by the number of rows.
 
     >>> gathered_kl(logits.gather(-1, targets.ids), targets.logprobs, reduction="mean")
     """
@@ -166,8 +167,8 @@ def gathered_kl(
     full = PRECISION[student_logits.dtype]
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
     if reduction == "mean" and row_weight is None and not call.under_transform():
-        # All rows count, so the mean is computed as a sum, and kd_weight includes the factor 1 /
-        # rows. The saved gradient then needs no further factor.
+        # All rows count, so the mean is computed as a sum whose `kd_weight` includes the factor 1 /
+        # rows. Then backward does not need to divide the saved gradient.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
         _constant(teacher_logprobs), None if mask is None else call.as_bool(mask), None, by_row,
@@ -198,9 +199,9 @@ def topk_distill(
 ) -> Tensor:
     """Computes the divergence between the student and a teacher with K ids per row.
 
-    The result is a scalar, or (...) for reduction="none". Let q = softmax(z) at `temperature`, and
-    let p be the teacher's probabilities. P and Q are the sums of p and q over the unmasked ids.
-    `support` selects which probabilities are compared.
+    The result is a scalar, or one number per row for reduction="none". Let q = softmax(z) at
+    `temperature`, and let p be the teacher's probabilities. P and Q are the sums of p and q over
+    the unmasked ids. `support` selects which probabilities are compared.
 
         "truncate" compares p and q at the ids.
         "renorm_teacher" compares p/P and q at the ids.
@@ -214,9 +215,9 @@ def topk_distill(
     M = beta p + (1-beta) q, or "tvd" Σ |p - q| / 2. docs/distillation.md helps to choose the
     divergence and the support.
 
-    t_squared=True multiplies the divergence by temperature². With labels (...), the loss of a row
-    is ce_weight times the cross-entropy at temperature 1 plus kd_weight times the divergence. A row
-    whose label is ignore_index, or whose mask (...) is False, does not count. The divergence of a
+    t_squared=True multiplies the divergence by temperature². With `labels`, the loss of a row is
+    ce_weight times the cross-entropy at temperature 1 plus kd_weight times the divergence. A row
+    does not count if its label is ignore_index or its entry in `mask` is False. The divergence of a
     row whose ids are all masked is 0. "mean" divides by the number of rows that count.
 
     An unmasked id outside [0, V) raises on a CPU, and makes its row NaN on a GPU.

@@ -9,8 +9,8 @@ row statistics have the same backward formula:
 
     dz_i = p_i (a + b log p_i) + Σ_k g_k [i = id_k] + g_c,    where p_i = e^(z_i - lse)
 
-RULES computes the coefficients a, b, g_k and g_c from the gradients of the statistics. row_loss.py
-turns any formula over the statistics into a loss.
+The functions in RULES compute the coefficients a, b, g_k and g_c from the gradients of the
+statistics. row_loss.py turns any formula over the statistics into a loss.
 """
 
 from collections.abc import Callable
@@ -48,7 +48,7 @@ class Partial(NamedTuple):
 
 
 def partial(z: Tensor) -> Partial:
-    """Computes m, s and w of each row of z (..., V), in fp32, or in fp64 for fp64 logits."""
+    """Computes m, s and w of each row of z. Their dtype is fp32, or fp64 if z is fp64."""
     z = z.to(PRECISION[z.dtype])
     if z.shape[-1] == 0:
         empty = z.new_zeros(z.shape[:-1])
@@ -82,7 +82,7 @@ def merge(left: Partial, right: Partial) -> Partial:
 @operator("statistics", saved=1)
 @dataclass(eq=False)
 class Read(RowLoss):
-    """A RowLoss whose outputs are the statistics in reading.wants."""
+    """A RowLoss whose outputs are the statistics that `reading.wants` names."""
 
     multiple_outputs: ClassVar[bool] = True
 
@@ -109,12 +109,12 @@ class Read(RowLoss):
 
 
 class _Sums:
-    """The coefficients of the backward formula per row, as sums over all requested statistics."""
+    """Sums the coefficients of the backward formula over all requested statistics, per row."""
 
     def __init__(self, reading: Reading, state: Tensor):
         self.reading, self.state = reading, state
         self.rows = [torch.zeros_like(state[:, 0])] * contract.COEFFICIENTS
-        self.ids = None  # g_k, (N, K), if the statistics are read at K ids per row
+        self.ids = None  # g_k of shape (N, K), if there are K ids per row
         if reading.ids is not None and {"picked", "logprob"} & set(reading.wants):
             self.ids = state.new_zeros((len(state), reading.ids.shape[-1]))
 
@@ -122,7 +122,7 @@ class _Sums:
         self.rows[field] = self.rows[field] + d
 
     def add_at(self, d: Tensor) -> Tensor:
-        """Adds d, the gradient of z at the ids or at the label. Returns Σ d per row, (N,)."""
+        """Adds d, the gradient of z at the ids or at the label. Returns the sum of d per row."""
         if self.ids is None:
             self.add(contract.G_LABEL, d)
             return d
@@ -183,7 +183,7 @@ RULES = {
 
 
 def fields_of(reading: Reading) -> tuple[str, ...]:
-    """The names of the coefficients for the gradients of the statistics in reading.wants."""
+    """The names of the coefficients that the gradients of the requested statistics use."""
     used = {field for name in reading.wants if name in RULES for field in RULES[name].fields}
     if reading.ids is not None:
         used.discard("label")
@@ -218,15 +218,15 @@ def row_stats(
     """Computes the row statistics of logits (..., V) in one pass over the logits.
 
     The logits of the softmax are z = softcap · tanh(logits / softcap) / temperature. The statistic
-    lse = log Σ e^z is always computed. With ids (...) or (..., K), `picked` = z[ids] and `logprob`
-    = log softmax(z)[ids] are computed. The flags `entropy`, `total` and `argmax` request the
-    entropy in nats, the sum Σ z, and the argmax.
+    lse = log Σ e^z is always computed. If `ids` holds one or K ids per row, the statistics `picked`
+    = z[ids] and `logprob` = log softmax(z)[ids] are computed too. The flags `entropy`, `total` and
+    `argmax` request the entropy in nats, the sum Σ z, and the argmax.
 
-    Logits are fp16, bf16, fp32 or fp64. The temperature is one number, or a tensor (...).
-    Statistics are fp32 (fp64 for fp64 logits), and gradients have the dtype of the logits. A row is
-    ignored if its mask (...) is False. A row is also ignored if its id, or the first of its K ids,
-    is ignore_index. An ignored row is not read. The statistics and the gradient of an ignored row
-    are 0, and its argmax is -1.
+    Logits are fp16, bf16, fp32 or fp64. The temperature is one number, or a tensor with one number
+    per row. Statistics are fp32 (fp64 for fp64 logits), and gradients have the dtype of the logits.
+    A row is ignored if its entry in `mask` is False. A row is also ignored if its id, or the first
+    of its K ids, is ignore_index. An ignored row is not read. The statistics and the gradient of an
+    ignored row are 0, and its argmax is -1.
 
     >>> stats = row_stats(logits, entropy=True)
     >>> (1e-4 * stats.lse.square() - 0.01 * stats.entropy).mean().backward()
@@ -242,7 +242,7 @@ def row_stats(
 def stats_reading(
     logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax
 ) -> Reading:
-    """Returns the Reading for the arguments of row_stats."""
+    """Returns the `Reading`, which lists the statistics to compute, for arguments of row_stats."""
     optional = {"entropy": entropy, "total": total, "argmax": argmax}
     wants = ["lse", *(name for name, wanted in optional.items() if wanted)]
     wants += [] if ids is None else ["picked", "logprob"]
@@ -254,7 +254,7 @@ NO_CLASS = -(2**31)  # a value that no valid id has
 
 
 def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
-    """Returns the fields of a Reading that select the ids and the rows to read.
+    """Returns the fields `label`, `ids` and `ignore_index` of a `Reading`.
 
     If there is one id per row, the ids are the labels. If there are no ids, or K ids per row, the
     labels only mark the rows that count.
@@ -292,8 +292,9 @@ def logsumexp(
 ) -> Tensor:
     """Returns log Σ e^z over the last dimension of logits (..., V), in fp32 or fp64.
 
-    For a row of -inf, the result is -inf and the gradient is 0. If a logit is +inf, the result is
-    +inf. A row whose mask (...) is False is not read, and its result and gradient are 0.
+    If all logits of a row are -inf, the result is -inf and the gradient is 0. If a logit is +inf,
+    the result is +inf. A row whose entry in `mask` is False is not read, and its result and
+    gradient are 0.
 
     >>> logsumexp(torch.tensor([[0.0, 0.0]]))
     tensor([0.6931])
@@ -311,11 +312,11 @@ def token_logprobs(
     ignore_index: int | None = -100,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Returns log softmax(z)[ids], with the shape of ids, (...) or (..., K).
+    """Returns log softmax(z)[ids] for one or K ids per row. The result has the shape of `ids`.
 
-    The ids of a row may repeat. A row is ignored if its mask (...) is False. A row is also ignored
-    if its id, or the first of its K ids, is ignore_index. The results and the gradient of an
-    ignored row are 0.
+    A row can contain the same id several times. A row is ignored if its entry in `mask` is False. A
+    row is also ignored if its id, or the first of its K ids, is ignore_index. The results and the
+    gradient of an ignored row are 0.
 
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([2]))
     tensor([-1.3863])
@@ -338,7 +339,7 @@ def entropy(
 
     The entropy stays exact if all logits have a large common offset.
 
-    A row whose mask (...) is False is not read, and its entropy and gradient are 0.
+    A row whose entry in `mask` is False is not read, and its entropy and gradient are 0.
 
     >>> entropy(torch.zeros(1, 4))
     tensor([1.3863])
@@ -360,8 +361,8 @@ def score(
 ) -> Scores:
     """Computes log p[target], entropy, logsumexp and argmax of logits (..., V) in one pass.
 
-    A row is ignored if its target is ignore_index or its mask (...) is False. An ignored row is not
-    read. The scores of an ignored row are 0, and its argmax is -1.
+    A row is ignored if its target is ignore_index or its entry in `mask` is False. An ignored row
+    is not read. The scores of an ignored row are 0, and its argmax is -1.
 
     >>> new = score(logits, target).logprob
     >>> ratio = (new - old).exp()  # PPO, GRPO

@@ -36,12 +36,12 @@ def tensors(ids: Any, logprobs: Any, tail: Any, mask: Any) -> None:
 def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None) -> None:
     """Raises if the probabilities of a row add up to more than 1, and names the row.
 
-    Values on a GPU are read only with LOGITLESS_CHECK=1. The sum may exceed 1 by rounding errors.
-    If a log-probability l has a relative error u, then p has an error of u |l| p. The errors of a
-    row add up to u times the row's entropy, which is at most u log(K + 1) for K slots and the tail.
-    The sum itself adds another error of u. Values in fp32 may have been converted from bfloat16, so
-    u is at least 2⁻⁸, the rounding error of bfloat16. NaN raises no error, because NaN makes the
-    loss of its row NaN.
+    Values on a GPU are read only with LOGITLESS_CHECK=1. A sum that exceeds 1 only by rounding
+    errors is allowed. If a log-probability l has a relative error u, then the probability p = e^l
+    has an error of u |l| p. The errors of a row add up to u times the row's entropy, which is at
+    most u log(K + 1) for K slots and the tail. Adding up the probabilities causes another error of
+    u. The values of an fp32 tensor are sometimes converted from bfloat16, so u is at least 2⁻⁸, the
+    rounding error of bfloat16. A NaN raises no error here, because the loss of its row will be NaN.
     """
     tensors = [t for t in (ids, logprobs, tail, mask) if t is not None]
     if (
@@ -62,8 +62,8 @@ def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None
     _at_most_0("logprobs", logprobs, p > most)
     if tail is not None:
         _at_most_0("tail", tail, rest > most)
-    # The total without repeated ids is computed only if the sum of all slots is above the limit,
-    # because _once_each sorts, which is slow.
+    # Repeated ids are removed only if the sum over all ids is above `most`, because `_once_each`
+    # sorts, which is slow.
     total = _once_each(ids, p).sum(-1) + rest
     over = total > most
     if bool(over.any()):
@@ -88,9 +88,9 @@ def _where(place: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def _once_each(ids: Tensor, p: Tensor) -> Tensor:
-    """Returns p in another order of the slots, so that each id counts once.
+    """Returns p with 0 for repeated ids. The K numbers of each row are in a new order.
 
-    Of several slots with the same id, only the largest p is kept. The others become 0.
+    Of several equal ids in a row, only the largest p is kept.
     """
     p, order = p.sort(dim=-1, descending=True)
     ids, order = ids.gather(-1, order).sort(dim=-1, stable=True)
@@ -99,14 +99,14 @@ def _once_each(ids: Tensor, p: Tensor) -> Tensor:
     return p.gather(-1, order).masked_fill(repeated, 0.0)
 
 
-# Index entries of these types are used unchanged. All other entries are converted to tensors.
+# Types of index entries that are used unchanged. All other index entries are converted to tensors.
 _SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))
 
 
 def row_index(index: Any, ids: Tensor) -> tuple:
     """Returns the index as a tuple in which slices replace an Ellipsis.
 
-    Raises for an index into the slots of a row.
+    Raises if the index selects among the K ids of a row.
     """
     entries = index if isinstance(index, tuple) else (index,)
     entries = [entry if isinstance(entry, _SIMPLE) else _array(entry) for entry in entries]
@@ -152,7 +152,10 @@ def joined(targets: Sequence[Any], kind: type) -> None:
 
 
 def same_rows(targets: Sequence[Any], except_dim: int | None) -> None:
-    """Checks that the rows of all targets have one shape, except in one dimension."""
+    """Checks that all targets have rows of the same shape.
+
+    The dimension `except_dim` can differ.
+    """
     first = targets[0].shape
     for i, t in enumerate(targets):
         same = len(t.shape) == len(first) and all(

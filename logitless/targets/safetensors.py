@@ -1,9 +1,10 @@
 """Reads and writes files in the safetensors format, which contains no code.
 
 A file has three parts: eight bytes with the length of the header, a header in JSON, and the bytes
-of the tensors. The bytes of the tensors are little-endian and without gaps. The format is simple,
-so this module does not use the package safetensors. Files are not trusted. Every size in the header
-is compared with the length of the file before memory of this size is allocated.
+of the tensors. The numbers of the tensors are little-endian, and there are no gaps between tensors.
+The format is simple, so this module does not use the package safetensors. Files are not trusted.
+Every size in the header is compared with the length of the file before memory of this size is
+allocated.
 """
 
 import ctypes

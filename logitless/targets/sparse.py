@@ -23,14 +23,15 @@ _NAMES = ("ids", "logprobs", "tail", "mask")
 class SparseTargets:
     """A teacher's distribution per row: K ids, their log-probabilities, and the mass of other ids.
 
-    `ids` (..., K) is int32 or int64. `logprobs` (..., K) holds the teacher's log-probabilities at
-    the teacher's temperature. `tail` (...) is the log of the mass outside the ids, or None if this
-    mass is unknown. `mask` (..., K) is True, or 1, for the slots that count. Ids may repeat in a
-    row, and every slot adds its own term to a loss.
+    `ids` has shape (..., K), and is int32 or int64. `logprobs` has shape (..., K), and holds the
+    teacher's log-probabilities at the teacher's temperature. `tail` holds, for each row, the log of
+    the mass outside the ids. If this mass is unknown, `tail` is None. A slot is one of the K
+    positions of a row. `mask` has shape (..., K), and is True, or 1, for slots that count. An id
+    can be in several slots of a row, and every slot adds its own term to a loss.
 
     On a CPU, or with LOGITLESS_CHECK=1, a row whose probabilities add up to more than 1 raises an
-    error. In the sum of probabilities, a repeated id counts once, with its largest probability. The
-    sum may exceed 1 by a rounding error of 2⁻⁸ (1 + log(K + 1)).
+    error. In the sum of probabilities, a repeated id counts once, with its largest probability. A
+    sum of up to 1 + 2⁻⁸ (1 + log(K + 1)) is allowed, because of rounding errors.
 
     An index selects rows. For example, targets[:, 1:] drops the first position of each sequence.
 
@@ -49,7 +50,7 @@ class SparseTargets:
 
     @property
     def shape(self) -> torch.Size:
-        """The leading shape (...), without the slots."""
+        """The shape of the rows, without the dimension of the K ids."""
         return self.ids.shape[:-1]
 
     @property
@@ -90,12 +91,15 @@ class SparseTargets:
         return self.shape[0]
 
     def __getitem__(self, rows) -> "SparseTargets":
-        """Selects rows. The slots of a row cannot be indexed."""
+        """Selects rows. An index cannot select among the K ids of a row."""
         index = checks.row_index(rows, self.ids)
         return self._map(lambda t: t[index])
 
     def reshape(self, *rows: int | Sequence[int]) -> "SparseTargets":
-        """Returns the same rows in another shape, given as (2, -1) or as 2, -1."""
+        """Returns the same rows in another shape.
+
+        reshape((2, -1)) and reshape(2, -1) are the same.
+        """
         shape: Any = rows[0] if len(rows) == 1 and isinstance(rows[0], Sequence) else rows
         lead = len(self.shape)
         return self._map(lambda t: t.reshape((*shape, *t.shape[lead:])))
@@ -104,9 +108,9 @@ class SparseTargets:
     def cat(targets: Sequence["SparseTargets"], dim: int = 0) -> "SparseTargets":
         """Concatenates the rows of several targets along a dimension of rows.
 
-        Rows with fewer slots are padded to the largest K. Padded slots are masked, with id 0 and
-        log-probability -inf. The result has a mask if a target has a mask or is padded. Dtypes are
-        promoted as in torch.cat. Either all targets must have a tail, or none.
+        Rows with fewer slots are padded to the largest K. The added slots are masked, and hold id 0
+        and log-probability -inf. The result has a mask if a target has a mask or is padded. Dtypes
+        are promoted as in torch.cat. Either all targets must have a tail, or none.
         """
         checks.joined(targets, SparseTargets)
         dim = checks.row_dim(dim, len(targets[0].shape))
@@ -115,7 +119,7 @@ class SparseTargets:
 
     @staticmethod
     def stack(targets: Sequence["SparseTargets"], dim: int = 0) -> "SparseTargets":
-        """Stacks the rows of several targets along a new dimension, and pads slots as `cat` does.
+        """Stacks several targets along a new dimension of rows. Rows are padded as in `cat`.
 
         default_collate, the default of a DataLoader, uses `stack` for the targets of a batch.
         """
