@@ -1,4 +1,4 @@
-"""The gradient of a loss without ids, with one program per row and block.
+"""The gradient of a loss without ids. Each program computes one block of one row.
 
 Losses with ids, or with the log-probability of the label at temperature 1, use ids_bwd.py.
 """

@@ -55,7 +55,7 @@ class _Pairs(NamedTuple):
 
 @triton.jit
 def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, USED: tl.constexpr):
-    """Loads a field of TERMS for some rows, (1, rows) or (rows, 1). Returns 0 if not USED."""
+    """Loads a field of TERMS for some rows, and adds the axis AXIS. Returns 0 if not USED."""
     if USED:
         if mask is None:
             t = tl.load(TERMS + FIELD * N + rows)
@@ -68,7 +68,7 @@ def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, U
 
 @triton.jit
 def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexpr):
-    """Returns the Terms of some rows. A row whose mask is False gets a gradient of 0.
+    """Returns the Terms of some rows. The Terms of a masked row give a gradient of 0.
 
     `rate` is one number for all rows, or None if each row has its own temperature. The field
     `softcap` is 0, because a function of Triton 3.6 cannot return None.
@@ -104,7 +104,8 @@ def _gradient(
     """Returns the gradient of a tile of logits, the next pair, and the place of that pair's tile.
 
     `rows` and `cols` broadcast with x. `here` is the place of this tile (see Order). `pair` is the
-    first pair in this tile or in a later tile, and `place` is the place of that tile.
+    index of the first pair in this tile or in a later tile, and `place` is the place of the tile of
+    this pair.
     """
     y, slope = capped(x, softcap)
     dz = dz_of(y, CLASS_WEIGHT, cols, mask, terms.c0, 0.0, terms, HAS)

@@ -22,8 +22,8 @@ def narrow_gradients(
     reading: Reading,
     state: Tensor,  # (N, STATE)
     coefficients: Coefficients,
-    upstream: Tensor,  # () or (...)
-    factor: Tensor | None,  # () or N numbers
+    upstream: Tensor,  # one number, or one number per row
+    factor: Tensor | None,  # one number, or one number per row
     d_hidden: Tensor | None,  # (N, D), contiguous
     d_weight: Tensor | None,  # (V, D), with contiguous rows
     d_bias: Tensor | None,  # (V,), fp32

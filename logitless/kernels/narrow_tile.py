@@ -20,7 +20,8 @@ from .numerics import load
 from .state import field
 
 UPCAST = tl.constexpr(knobs.runtime.interpret)  # the interpreter cannot multiply bf16
-# {bytes per element: largest width D}. Wider tiles do not fit into the registers.
+# The largest width D of a narrow head, for each number of bytes per element. Wider tiles do not fit
+# into the registers.
 MAX_WIDTH = {2: 512, 4: 64}
 
 
@@ -70,13 +71,13 @@ def load_rows(
 
 @triton.constexpr_function
 def layout(constants, name):
-    """Returns one number of the HeadLayout in the dataclass CONSTANTS."""
+    """Returns the field `name` of the HeadLayout in the dataclass CONSTANTS."""
     return getattr(constants.layout, name)
 
 
 @triton.jit
 def load_hidden(P, start, count, ALL_ROWS: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Returns the hidden states of BLOCK_N rows from `start` on, (BLOCK_N, BLOCK_D)."""
+    """Returns the hidden states of BLOCK_N rows from `start` on, in shape (BLOCK_N, BLOCK_D)."""
     return load_rows(
         P, start, count, layout(CONSTANTS, "stride_h"), layout(CONSTANTS, "width"),
         field(CONSTANTS, "block_n"), layout(CONSTANTS, "block_d"), ALL_ROWS,
@@ -88,7 +89,7 @@ def load_hidden(P, start, count, ALL_ROWS: tl.constexpr, CONSTANTS: tl.constexpr
 def load_weight(
     P, start, count, BLOCK: tl.constexpr, ALL_ROWS: tl.constexpr, CONSTANTS: tl.constexpr
 ):  # fmt: skip
-    """Returns the weight of BLOCK columns of logits from `start` on, (BLOCK, BLOCK_D)."""
+    """Returns the rows [start, start + BLOCK) of the weight, in shape (BLOCK, BLOCK_D)."""
     return load_rows(
         P, start, count, layout(CONSTANTS, "stride_w"), layout(CONSTANTS, "width"),
         BLOCK, layout(CONSTANTS, "block_d"), ALL_ROWS, layout(CONSTANTS, "w_aligned"),

@@ -64,7 +64,7 @@ def _rank(IDS, ids, offs_k, K, repeated):
 def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
     """Returns the max m of y, and Σ e^((y - m) / temperature), over the columns not in SORTED.
 
-    The last element of SORTED is at least V.
+    The last element of SORTED must be at least V, so that the search for the next id ends.
     """
     m = tl.full((), -INF, tl.float32)
     s = tl.full((), 0.0, tl.float32)
@@ -170,7 +170,7 @@ def write_tail(
     logprob: Tensor,  # (..., K), log p at the ids
     shape: tuple[int, ...],
 ) -> Tensor:
-    """Returns the log of the softmax mass outside the ids, (...).
+    """Returns, for each row, the log of the softmax mass outside the ids.
 
     The result is NaN for a row with an id outside [0, V) other than NO_ID. The fields TAIL and
     REPEATS of the state are written too.
@@ -195,9 +195,9 @@ def write_tail(
 
 
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
-    """Returns the log of the softmax mass outside reading.ids, (...).
+    """Returns, for each row, the log of the softmax mass outside reading.ids.
 
-    The function needs the fields state and logprob of `statistics`.
+    The function reads the fields `state` and `logprob` of `statistics`.
     """
     x, rows = rows_of(x)
     state, logprob = statistics.state, statistics.logprob
