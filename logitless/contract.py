@@ -8,8 +8,8 @@ row statistics share:
 
 In this formula, p = softmax(z), and v are the class weights. The gradient of y = z · temperature is
 dz_i / temperature. If a loss also uses the log-probability of the label at temperature 1, the
-gradient of y_i has the additional term d ([i = label] - p1_i), where d is a coefficient and p1 =
-softmax(y). The backward multiplies the whole gradient by the upstream gradient.
+gradient of y_i has the additional term d ([i = label] - p1_i), where d is a coefficient and
+p1 = softmax(y). The backward multiplies the whole gradient by the upstream gradient.
 """
 
 import math
@@ -188,7 +188,7 @@ ARG = 4  # the lowest column whose y is m, stored as bits (see as_bits); needed 
 S1 = 5  # Σ e^d; needed by "logprob_t1" at a temperature other than 1
 C = 6  # Σ v (y - ref); needed by "total" and "log_total"
 N = 7  # Σ v; needed by "total" and "log_total"
-REF = 8  # a number near the mean of y, subtracted in C to avoid cancellation
+REF = 8  # a number close to the mean of y, subtracted in C to avoid cancellation
 PART = 9
 
 
@@ -256,10 +256,10 @@ COEFFICIENTS = 6
 FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
 
 # The tail is the log of the softmax mass outside the ids. In a column i outside the ids, the
-# gradient of the tail has the term p_i / e^tail. If e^tail is very small, p_i is 0 in fp32, and 1 /
-# e^tail is infinite. Therefore a loss with a tail, which has the coefficient "a_ids", uses p_i ·
-# e^-lift instead of p_i in the columns outside the ids, and multiplies `a` by e^lift. Here, `lift`
-# is min(tail - LEAST_TAIL, 0), or 0 if no column is outside the ids.
+# gradient of the tail has the term p_i / e^tail. If e^tail is very small, p_i is 0 in fp32, and
+# 1 / e^tail is infinite. Therefore a loss with a tail, which has the coefficient "a_ids", uses
+# p_i · e^-lift instead of p_i in the columns outside the ids, and multiplies `a` by e^lift. Here,
+# `lift` is min(tail - LEAST_TAIL, 0), or 0 if no column is outside the ids.
 LEAST_TAIL = -32.0
 
 NO_ID = -(2**31)  # the id of a masked slot; a masked slot is not read and has no gradient

@@ -61,8 +61,8 @@ def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor,
     """Returns the JSD term, q and log(q / M) of each column, where M = βp + (1-β)q.
 
     The results are finite for any logits. If log q and log p are both -inf, their difference is
-    NaN. The function replaces this NaN by 1e4. Any number would give the same result, because p = q
-    = 0.
+    NaN. The function replaces this NaN by 1e4. Any number would give the same result, because
+    p = q = 0.
     """
     gap = log_q - log_p
     more = gap > 0

@@ -44,7 +44,7 @@ def locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
 
 
 def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
-    """Returns a mask (N, 1) of the rows that have an id outside [0, V) other than NO_ID."""
+    """Returns a mask (N, 1) of rows with an invalid id, which is outside [0, V) and not NO_ID."""
     return (~inside & (ids.reshape(inside.shape) != NO_ID)).any(1, keepdim=True)
 
 

@@ -4,16 +4,16 @@
 
 In this formula, p = softmax(z), v are the class weights, and the coefficients a, b, g_label and g_c
 have one value per row. Kernels compute log p_i as ((y_i - shift) / T) - log_s, where shift is the
-row's max, T is the temperature, and log_s is the log of the normaliser. Computed in this way, log
-p_i is exact even if all logits have a large common offset.
+row's max, T is the temperature, and log_s is the log of the normaliser. This formula for log p_i is
+exact even if all logits have a large common offset.
 
 Kernels divide the gradient of z by the temperature to get the gradient of y, and multiply the
 gradient of y by the derivative of the softcap to get the gradient of the logits x. If a loss uses
 the log-probability of the label at temperature 1, the term d_logprob_t1 ([i = label] - p1_i) is
 added to the gradient of y_i, where d_logprob_t1 is a coefficient, and p1 = softmax(y). For speed,
-kernels compute the probabilities as p = e / s from powers of 2, where e = 2^d, d = (y - shift) / (T
-ln 2) and s = Σ e. In the gradient of y_i, the numbers c0 and c1, which are the same for all columns
-of a row, replace a and b:
+kernels compute the probabilities as p = e / s from powers of 2, where e = 2^d,
+d = (y - shift) / (T ln 2) and s = Σ e. In the gradient of y_i, the numbers c0 and c1, which are the
+same for all columns of a row, replace a and b:
 
     dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of label and ids
 """

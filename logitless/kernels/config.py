@@ -142,7 +142,7 @@ def pair_fwd(vocab: int) -> Config:
     barrier.
     """
     cut = overridden(Config(min(512, ceil_pow2(vocab)), 1))
-    return cut._replace(block_v=max(cut.block_v, 16))  # the fringe has two packs of eight columns
+    return cut._replace(block_v=max(cut.block_v, 16))  # the fringe tile can have 16 columns
 
 
 def jsd_split_fwd(vocab: int, itemsize: int) -> Config:
@@ -218,8 +218,8 @@ def narrow_splits(
 ) -> Config:
     """Returns the Config `cut` with the number of splits of the vocabulary that best fills the GPU.
 
-    A processor runs two programs at once. The result is the smallest number of splits that keeps
-    the processors busy for the largest fraction of the time.
+    The function assumes that a processor runs two programs at once. The result is the smallest
+    number of splits that keeps the processors busy for the largest fraction of the time.
 
     Each split has its own partial sums of shape (rows, width) in fp32. All partial sums together
     take at most `limit` bytes.

@@ -45,7 +45,7 @@ class _Constants:
 
     has: tuple[str, ...]  # names of the coefficients in use, and "second"
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # rows of X and DX start equally far from a 16-byte boundary
+    x_aligned: bool  # each row starts at the same address modulo 16 in X and DX
     preload_ids: bool  # the gradient overwrites X, so the logits at the ids are loaded first
     step_c: int  # elements between rows of COEF; 0 if COEF has a single row
     step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
@@ -63,7 +63,7 @@ def at_label(has):
 
 @triton.jit
 def is_bad(ids, V):
-    """Returns 1 for ids outside [0, V) other than NO_ID, and 0 for all other ids."""
+    """Returns 1 for invalid ids, which are outside [0, V) and not NO_ID, and 0 for other ids."""
     return (((ids < 0) | (ids >= V)) & (ids != NO_ID)).to(tl.int32)
 
 

@@ -31,7 +31,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-REMEMBERED = 1024  # entries in each cache of launches and plans
+REMEMBERED = 1024  # largest number of entries in each cache of launches or plans
 
 K = TypeVar("K")
 V = TypeVar("V")

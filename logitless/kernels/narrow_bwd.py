@@ -134,7 +134,7 @@ class _Hidden(NamedTuple):
     CLASS_WEIGHT: tl.tensor  # a pointer or None
     V: tl.tensor
     softcap: tl.tensor  # a number or None
-    begin: tl.tensor  # the place of the tile of column 0
+    begin: tl.tensor  # the place (see Order in narrow_terms.py) of the tile at column 0
 
 
 @triton.jit
@@ -222,7 +222,7 @@ class _Weight(NamedTuple):
     N: tl.tensor
     rate: tl.tensor  # a number or None
     softcap: tl.tensor  # a number or None
-    begin: tl.tensor  # the place of the tile of row 0
+    begin: tl.tensor  # the place (see Order in narrow_terms.py) of the tile at row 0
 
 
 @triton.jit

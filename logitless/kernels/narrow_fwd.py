@@ -253,7 +253,7 @@ def narrow_partial(
     cut = config.narrow("fwd", where.block_d, size, memory, heavy)
     cut = config.narrow_splits(cut, N, V, D, config.processors(device))
     tiles, fields = config.ceil_div(N, cut.block_n), _contract.part_width(*sums)
-    # The kernel writes whole tiles, so the last tile may end after row N.
+    # The kernel writes whole tiles, so the last tile can end after row N.
     shape = (tiles * cut.block_n, fields, cut.splits)
     state = torch.empty(shape, device=device, dtype=torch.float32)
     K = reading.ids_per_row

@@ -29,9 +29,9 @@ def narrow_gradients(
     d_bias: Tensor | None,  # (V,), fp32
     adds: bool = False,  # whether the gradient of the weight is added to d_weight
 ) -> None:
-    """Writes the gradients of a head to d_hidden, d_weight and d_bias, except those that are None.
+    """Writes the gradients of a head to d_hidden, d_weight and d_bias. None skips a gradient.
 
-    `state` holds the statistics of the logits.
+    `state` is the field `state` of the Statistics of the logits.
     """
     (N, D), V, where = hidden.shape, len(weight), layout_of(hidden, weight)
     by_rows, by_columns = _cuts(hidden, V, where, reading, coefficients.has)

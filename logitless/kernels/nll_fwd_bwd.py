@@ -46,7 +46,7 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # rows of X and DX start equally far from a 16-byte boundary
+    x_aligned: bool  # each row starts at the same address modulo 16 in X and DX
     step_c: int  # elements between rows of COEF; 0 if COEF has a single row
     step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
     mean: bool

@@ -115,8 +115,8 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # rows of X and DX start equally far from a 16-byte boundary
-    t_aligned: bool  # rows of T and DX start equally far from a 16-byte boundary
+    x_aligned: bool  # each row starts at the same address modulo 16 in X and DX
+    t_aligned: bool  # each row starts at the same address modulo 16 in T and DX
     step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
     step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
     block_v: int

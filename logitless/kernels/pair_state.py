@@ -104,7 +104,7 @@ def target(both, at, mask):
 
 @triton.jit
 def extend(m, y, rate):
-    """Returns the new max, its change, and the block's differences d and exponentials e.
+    """Returns the new max, the change of the max, and the block's d = y - max and e = 2^(d·rate).
 
     The change is 0 if the old max is -inf.
     """
@@ -119,7 +119,7 @@ def walk_both(
     f: tl.constexpr, state, row, head, body, lo, hi,
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Folds f over the columns of student and teacher by layout.walk.
+    """Folds f over the columns of student and teacher, with the function `walk` of layout.py.
 
     The fringe tile is as wide as a block, because each lane of a block has its own sums.
     """

@@ -1,8 +1,9 @@
 """Computes a divergence over the K slots of each row, and its gradient, in one pass.
 
 A sparse teacher has K numbers log p per row, and the student has K numbers log q. Each slot adds a
-term f to the divergence. The gradient of the divergence with respect to log q of the slot is g = ∂f
-/ ∂log q. The probabilities p and q of a row need not sum to 1. Each divergence has its own f and g:
+term f to the divergence. The gradient of the divergence with respect to log q of the slot is
+g = ∂f / ∂log q. The probabilities p and q of a row need not sum to 1. Each divergence has its own f
+and g:
 
     "forward_kl" has f = p log(p/q) and g = -p.
     "reverse_kl" has f = q log(q/p) and g = f + q.

@@ -172,8 +172,8 @@ def write_tail(
 ) -> Tensor:
     """Returns, for each row, the log of the softmax mass outside the ids.
 
-    The result is NaN for a row with an id outside [0, V) other than NO_ID. The fields TAIL and
-    REPEATS of the state are written too.
+    The result is NaN for a row with an invalid id, which is outside [0, V) and not NO_ID. The
+    fields TAIL and REPEATS of the state are written too.
     """
     K = reading.ids.shape[-1]
     tail = torch.empty(shape, device=x.device, dtype=torch.float32)
