@@ -31,8 +31,9 @@ from .rows import (
     written_to,
 )
 
-# The divisor of the chunk size for each loss, by default 1. JSD needs smaller chunks, because JSD
-# keeps about twenty tensors of a chunk's size in memory, and the other losses keep six.
+# The number by which the chunk size is divided for each loss; 1 for losses that are not listed. JSD
+# needs smaller chunks, because JSD keeps about twenty tensors of a chunk's size in memory, and the
+# other losses keep six.
 _DIVISORS = {"jsd": 8}
 
 
@@ -58,11 +59,11 @@ def _log(s: Tensor) -> Tensor:
 
 
 def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the JSD term, q and log(q / M) of each column, where M = βp + (1-β)q.
+    """Returns the JSD term, the probability q, and log(q / M) of each column.
 
-    The results are finite for any logits. If log q and log p are both -inf, their difference is
-    NaN. The function replaces this NaN by 1e4. Any number would give the same result, because
-    p = q = 0.
+    The mixture M is βp + (1-β)q. The results are finite for any logits. If log q and log p are both
+    -inf, their difference is NaN. The function replaces this NaN by 1e4. Any number would give the
+    same result, because p = q = 0.
     """
     gap = log_q - log_p
     more = gap > 0
@@ -153,8 +154,8 @@ def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
     if pair.kind == "jsd":
         log_q, log_p = _log(state[:, 1:2]), _log(state[:, 3:4])
         terms, q, log_q_m = _mixture(d_q - log_q, d_p - log_p, pair.blend)
-        # If all logits of a student's or a teacher's row are -inf, the log of its normaliser is set
-        # to inf, and 0 · inf makes the loss NaN.
+        # If all logits of a student's or a teacher's row are -inf, the log of the row's normaliser
+        # is inf, and the term 0 · inf makes the loss NaN.
         value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
         state[:, 4:] = (q * log_q_m).sum(1, keepdim=True)
     return torch.cat((value, state), 1)
@@ -165,7 +166,7 @@ def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tupl
 
     For "jsd", the loss and the mean in the state are 0, because JSD needs another pass. The
     argument inv_t (N, 1), which is 1 / temperature, is not used. The function pair_finish in
-    kernels/ uses inv_t to convert the mean from nats to units of y.
+    kernels/ uses inv_t to convert the mean from nats to the unit of the logits y.
     """
     m_q, s_q, m_p, s_p, c = partial.split(1, 1)
     shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))

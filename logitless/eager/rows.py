@@ -148,7 +148,7 @@ def written_back(flat: Tensor, into: Tensor) -> Tensor:
 
 
 def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
-    """Whether e^y is as exact as e^(y - m), so that the max m need not be subtracted.
+    """Whether e^y is as exact as e^(y - m), so that subtracting the max m is not necessary.
 
     The result is always False on a GPU, because the host would have to wait for the values of m.
     """

@@ -280,7 +280,7 @@ def reduce(
     mass: Tensor | None = None,  # (N,), 0 for ignored rows
     mean: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the weighted sum over rows that are not ignored, and each row's gradient factor.
+    """Returns the weighted sum over the rows, and the factor of each row's gradient.
 
     For a mean, the sum and the factor are multiplied by the number that the function `share`
     returns. With a row_weight, there is one factor per row. Otherwise, all rows have the same

@@ -43,7 +43,7 @@ MAX_PRELOADED = 512  # largest number of ids whose logits one program holds in r
 class _Constants:
     """The constants that the kernel is compiled for."""
 
-    has: tuple[str, ...]  # names of the coefficients in use, and "second"
+    has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
     x_aligned: bool  # each row starts at the same address modulo 16 in X and DX
     preload_ids: bool  # the gradient overwrites X, so the logits at the ids are loaded first

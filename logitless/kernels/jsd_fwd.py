@@ -99,8 +99,8 @@ def _second_sweep(
 @triton.jit
 def _divergence(of_q, of_p, s_q, s_p, blend):
     """Returns the JSD of a row in nats, from the student's and the teacher's sum in bits."""
-    # If all logits of the student's or the teacher's row are -inf, `bits` returns inf for its
-    # normaliser, and 0 · inf makes the divergence NaN.
+    # If all logits of the student's or the teacher's row are -inf, `bits` returns inf for the row's
+    # normaliser, and the term 0 · inf makes the divergence NaN.
     value = ((1.0 - blend) * of_q + blend * of_p) * LN2 + 0.0 * (bits(s_q) + bits(s_p))
     # A negative divergence is a rounding error, and is set to 0. NaN stays NaN.
     return tl.where(value < 0, 0.0, value)

@@ -123,7 +123,7 @@ class Launch:
 
 
 def on(device: torch.device):
-    """Returns a context manager that makes this GPU the current GPU."""
+    """Returns a context manager that makes the GPU `device` the current GPU."""
     if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
         return _CURRENT
     return torch.get_device_module(device).device(device)

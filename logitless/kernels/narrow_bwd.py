@@ -34,7 +34,7 @@ from .state import field
 class Constants:
     """The constants that the kernels are compiled for."""
 
-    has: tuple[str, ...]  # names of the coefficients in use, and "second"
+    has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
     layout: HeadLayout
     block_n: int
     block_v: int
@@ -101,7 +101,7 @@ def _gradient(
     x, CLASS_WEIGHT, rows, cols, mask, terms, softcap, pairs, pair, place, here,
     HAS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the gradient of a tile of logits, the next pair, and the place of that pair's tile.
+    """Returns the gradient of a tile of logits, the next pair, and the place of the pair's tile.
 
     `rows` and `cols` broadcast with x. `here` is the place of this tile (see Order). `pair` is the
     index of the first pair in this tile or in a later tile, and `place` is the place of the tile of

@@ -2,10 +2,11 @@
 
 The terms of a row are the numbers that the gradient formula of bwd_tile.py needs for the row. A
 label or an id adds a number g to the gradient of a single logit. A pair holds the row and column of
-the logit, and the number g. The pairs are sorted by the tile that contains them. So a kernel that
-visits tiles in order finds the pairs of a tile by one comparison. The kernel adds a pair's number g
-to the gradient of the tile before the gradient is rounded to 16 bits. For example, the gradient p -
-1 at a label would lose its precision for p near 1, if p were rounded first.
+the logit, and the number g. The pairs are sorted by the tile that contains them. Therefore a kernel
+that visits the tiles in the same order finds out by one comparison whether a tile contains pairs.
+The kernel adds a pair's number g to the gradient of the tile before the gradient is rounded to 16
+bits. For example, the gradient p - 1 at a label would lose its precision for p near 1, if p were
+rounded first.
 """
 
 import functools
@@ -70,7 +71,7 @@ class Pairs(NamedTuple):
 class _Constants:
     """The constants that the kernel is compiled for."""
 
-    has: tuple[str, ...]  # names of the coefficients in use, and "second"
+    has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
     step_c: int  # elements between rows of COEF; 0 if COEF has a single row
     step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
     step_f: int  # elements between rows of FACTOR; 0 if all rows share one number

@@ -121,5 +121,5 @@ def finite(m):
 
 @triton.jit
 def move(m, m_new, s):
-    """Returns the old max m minus the new max m_new of a row, or 0 for an empty state."""
+    """Returns the old max m minus the new max m_new of a row, or 0 if the old sum s is 0."""
     return tl.where((m == m_new) | (s == 0), 0.0, tl.maximum(m - m_new, -1e38))

@@ -185,7 +185,7 @@ def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None) -> tuple[Tenso
     For "jsd", the loss and the mean in the state are 0, because JSD needs another pass.
     """
     value, state = finish_in_torch(partial, kind, inv_t)
-    if inv_t is not None:  # converts the mean from nats to units of y
+    if inv_t is not None:  # converts the mean from nats to the unit of the logits y
         state[:, 4:] /= inv_t
     return value, state
 

@@ -16,7 +16,7 @@ state.
 
 A partial state (`pair_partial`), which covers only some columns of a row, holds the max instead of
 the shift, and a sum instead of the expectation. In both backends, the sum in a partial state is in
-nats, because ranks merge partial states.
+nats, because one function, `merge_pairs` of eager/pair.py, merges the partial states of the ranks.
 """
 
 import functools

@@ -193,7 +193,7 @@ def column_of_max(
 ):  # fmt: skip
     """Returns the lowest column whose logit is the row's max.
 
-    To find this column, the kernel rereads the first block that contains the max.
+    To find the lowest column, the kernel rereads the first block that contains the max.
     """
     at = state.block + tl.arange(0, BLOCK_V)
     arg = _leftmost(tl.multiple_of(Xrow + head, 16), at, at < body, head, state.m, softcap)

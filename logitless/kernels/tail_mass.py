@@ -4,7 +4,7 @@ If the tail is at least ENOUGH, the tail is computed as 1 minus the mass of the 
 below ENOUGH, subtracting the mass of the ids from 1 would lose too many bits. Therefore the kernel
 rereads a row with a tail below ENOUGH, and sums the columns outside the ids relative to the max of
 these columns. A repeated id counts once, because the mass at each slot is divided by the number of
-slots with the same id. Rows without repeated ids skip this division.
+slots with the same id. The division is skipped in rows without repeated ids.
 """
 
 import functools
