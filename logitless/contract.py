@@ -6,10 +6,10 @@ row statistics share:
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-In this formula, p = softmax(z), and v are the class weights. If a loss also uses the
-log-probability of the label at temperature 1, d ([i = label] - p1_i) is added to
-dz_i / temperature, where d is a coefficient and p1 = softmax(z · temperature). The backward
-multiplies the whole gradient by the upstream gradient.
+In this formula, p = softmax(z), and v are the class weights. The gradient of y = z · temperature is
+dz_i / temperature. If a loss also uses the log-probability of the label at temperature 1, the
+gradient of y_i has the additional term d ([i = label] - p1_i), where d is a coefficient and
+p1 = softmax(y). The backward multiplies the whole gradient by the upstream gradient.
 """
 
 import math
@@ -21,14 +21,14 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-# The kinds of tensors that a loss holds. The attribute TENSORS of a struct lists the struct's
-# tensors and the kind of each tensor.
+# These constants say how a tensor is sliced if the logits are sliced. The attribute TENSORS of a
+# struct lists the names of the struct's tensors, each with one of these constants.
 PER_ROW = "per row"  # shape (...) or (..., K), sliced together with the rows of the logits
 PER_CLASS = "per class"  # shape (V,), never sliced, not even for a shard of the vocabulary
 TEACHER = "teacher"  # logits or probabilities (..., V), sliced with the rows and columns
 
 # The names of all row statistics. Every statistic except argmax is fp32 (fp64 for fp64 logits). A
-# statistic has shape (...), or (..., K) if its comment says so.
+# statistic has one number per row, unless its comment gives the shape (..., K).
 STATISTICS = (
     "lse",  # log Σ e^z
     "picked",  # z at the ids, (..., K), or z at the label if there are no ids
@@ -48,17 +48,17 @@ class Reading(NamedTuple):
 
     The logits of the softmax are z = softcap · tanh(x / softcap) / temperature.
 
-    `label` holds one integer per row, which is a class id or an entry of a mask. A mask holds 1 for
-    rows that count and 0 for ignored rows, and its ignore_index is 0. A row is ignored if its label
-    is ignore_index. An ignored row is not read. The statistics and the gradient of an ignored row
-    are 0, and its argmax is -1.
+    `label` holds one integer per row, which is a class id or an entry of a mask. If `label` is a
+    mask, its entries are 1 for rows that count and 0 for ignored rows, and ignore_index is 0. A row
+    is ignored if its label is ignore_index. An ignored row is not read. The statistics and the
+    gradient of an ignored row are 0, and its argmax is -1.
     """
 
     vocab: int  # V, the size of the whole vocabulary, even if the logits are only a shard
     label: Tensor | None = None  # (...), int8, int32 or int64
     ids: Tensor | None = None  # (..., K), int32 or int64; a masked slot holds NO_ID
-    class_weight: Tensor | None = None  # (V,), multiplies each class in "total" and "log_total"
-    row_temperature: Tensor | None = None  # (...), replaces temperature
+    class_weight: Tensor | None = None  # (V,), the weights v in "total" and "log_total"
+    row_temperature: Tensor | None = None  # (...), one temperature per row; replaces `temperature`
     temperature: float | None = 1.0  # None if row_temperature is given
     softcap: float | None = None
     ignore_index: int | None = None
@@ -84,7 +84,7 @@ class Reading(NamedTuple):
         return sums_of(self.wants, self.at_temperature_1)
 
     def fold_scale(self, scale: float, softcap: float | None) -> "Reading":
-        """Returns a Reading of x that gives the same statistics as `self` over scale · x.
+        """Returns a Reading for logits x, with the same statistics as `self` has for scale · x.
 
         `softcap` replaces the softcap of `self`, and applies to scale · x.
         """
@@ -99,7 +99,7 @@ class Reading(NamedTuple):
 
     @property
     def any_temperature(self) -> "float | Tensor | None":
-        """The temperature, as one number or as a tensor (...). None means temperature 1."""
+        """The temperature, as one number or as a tensor with one number per row. None means 1."""
         if self.temperature is None:
             return self.row_temperature
         return None if self.temperature == 1 else self.temperature
@@ -116,7 +116,7 @@ class Reading(NamedTuple):
         return None, self.temperature**2
 
     def ignored_rows(self) -> Tensor | None:
-        """A bool mask (...) of the ignored rows; None if there is no ignore_index."""
+        """Returns a bool mask of the ignored rows, or None if there is no ignore_index."""
         return None if self.ignore_index is None else self.label == self.ignore_index
 
 
@@ -141,7 +141,7 @@ class Statistics(NamedTuple):
     `state` holds the numbers that the backward reads.
     """
 
-    state: Tensor  # (N, STATE), with the fields SHIFT to REPEATS
+    state: Tensor  # (N, STATE); the fields SHIFT, ..., REPEATS are listed below
     lse: Tensor | None = None
     picked: Tensor | None = None
     logprob: Tensor | None = None
@@ -169,11 +169,11 @@ class Partials(NamedTuple):
     """Partial statistics of several disjoint sets of columns of the logits.
 
     A set of columns is a block of a head, a split of a row, or the shard of one rank. Partial
-    statistics can be merged in any order. The partial statistics of an empty set of columns are
-    (-inf, 0, 0, ...).
+    statistics can be merged in any order. For an empty set of columns, the max M is -inf, and all
+    sums are 0.
     """
 
-    state: Tensor  # (N, sets of columns, part_width), with the fields M to REF
+    state: Tensor  # (N, number of sets, part_width); the fields M, ..., REF are listed below
     picked: Tensor | None = None  # (N, K), y at the ids; 0 for an id outside these columns
 
 
@@ -188,7 +188,7 @@ ARG = 4  # the lowest column whose y is m, stored as bits (see as_bits); needed 
 S1 = 5  # Σ e^d; needed by "logprob_t1" at a temperature other than 1
 C = 6  # Σ v (y - ref); needed by "total" and "log_total"
 N = 7  # Σ v; needed by "total" and "log_total"
-REF = 8  # a number near the mean of y, subtracted in C to avoid cancellation
+REF = 8  # a number close to the mean of y, subtracted in C to avoid cancellation
 PART = 9
 
 
@@ -213,8 +213,9 @@ def sums_of(wants: tuple[str, ...], at_temperature_1: bool) -> Sums:
 def part_width(entropy: bool, argmax: bool, second: bool, total: bool) -> int:
     """Returns the number of fields of Partials.state. The arguments are the flags of Sums.
 
-    Partials.state includes the undefined fields before the last needed field. Ranks also send these
-    undefined fields, so that gathered partial statistics need no repacking.
+    Partials.state ends with the last field that is needed. Earlier fields that are not needed stay
+    in Partials.state with undefined values. Ranks send the undefined values too, so that the
+    gathered tensors need no repacking.
     """
     if total:
         return PART
@@ -227,17 +228,17 @@ NOWHERE = 2**31 - 1  # the value of ARG for an empty set of columns
 
 
 def as_bits(whole: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a floating-point tensor of this dtype that holds the bits of the integers."""
+    """Returns a floating-point tensor of `dtype` with the same bits as the integers in `whole`."""
     return whole.to(torch.int32 if dtype == torch.float32 else torch.int64).view(dtype)
 
 
 def of_bits(t: Tensor) -> Tensor:
-    """Returns the integers that as_bits stored in t."""
+    """Returns the integers whose bits `as_bits` stored in the floating-point tensor t."""
     return t.contiguous().view(torch.int32 if t.dtype == torch.float32 else torch.int64)
 
 
 class Coefficients(NamedTuple):
-    """The coefficients of the backward formula (see above), for an upstream gradient of 1."""
+    """The coefficients of the formula at the top of this file, for an upstream gradient of 1."""
 
     rows: Tensor | None  # (N, COEFFICIENTS), or (1, COEFFICIENTS) if all rows share them
     has: tuple[str, ...]  # the names from FIELDS that the loss uses
@@ -256,9 +257,9 @@ FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
 
 # The tail is the log of the softmax mass outside the ids. In a column i outside the ids, the
 # gradient of the tail has the term p_i / e^tail. If e^tail is very small, p_i is 0 in fp32, and
-# 1 / e^tail is infinite. Therefore a loss with a tail (field "a_ids") uses p_i · e^-lift instead of
-# p_i in the columns outside the ids, and multiplies `a` by e^lift. The number lift is
-# min(tail - LEAST_TAIL, 0), or 0 if the ids contain all columns.
+# 1 / e^tail is infinite. Therefore a loss with a tail, which has the coefficient "a_ids", uses
+# p_i · e^-lift instead of p_i in the columns outside the ids, and multiplies `a` by e^lift. Here,
+# `lift` is min(tail - LEAST_TAIL, 0), or 0 if no column is outside the ids.
 LEAST_TAIL = -32.0
 
 NO_ID = -(2**31)  # the id of a masked slot; a masked slot is not read and has no gradient
@@ -275,15 +276,15 @@ class Slots(NamedTuple):
     # The log of the teacher's mass outside the slots, (...). If `tail` is None, the teacher's mass
     # outside the slots is (1 - Σ p).
     tail: Tensor | None
-    row_weight: Tensor | None  # (...), factor of each row's divergence
+    row_weight: Tensor | None  # (...), multiplies each row's divergence
     divergence: str  # "forward_kl", "reverse_kl", "jsd" or "tvd"
     # The support is "truncate", "renorm_teacher", "renorm" or "tail". For logits that are already
     # gathered at the teacher's ids, the support is "gathered" (softmax over all K slots) or
     # "gathered_renorm" (softmax over the unmasked slots).
     support: str
     beta: float  # β of "jsd"
-    kd_weight: float  # factor of the divergence
-    ce_weight: float  # factor of -log p of the label; 0 without a label
+    kd_weight: float  # multiplies the divergence
+    ce_weight: float  # multiplies -log p of the label; 0 without a label
 
     TENSORS = (
         ("teacher", PER_ROW),
@@ -298,8 +299,8 @@ RENORM_TEACHER = ("renorm_teacher", "renorm")
 # The values of `support` that divide the student's probabilities by their sum over the slots.
 RENORM_STUDENT = ("renorm", "gathered", "gathered_renorm")
 
-# If the teacher's p is rounded to 16 bits, 1 - Σ p may be up to 2^-6 although the true tail is
-# empty.
+# Rounding the teacher's p to 16 bits changes Σ p. Therefore 1 - Σ p can be up to 2^-6, even if the
+# teacher has no mass outside the slots.
 LOG_ROUNDING = math.log(2.0**-6)
 
 
@@ -317,8 +318,8 @@ class Pair(NamedTuple):
     """A dense teacher, and the options of a loss against this teacher."""
 
     # The teacher's logits (..., V), or the teacher's probabilities if `kind` is "soft". The teacher
-    # is a Tensor or a ScaledHead. If the student's logits are sharded over ranks, the teacher may
-    # also be a Shard. parallel/shard.py replaces a Shard by this rank's columns.
+    # is a Tensor or a ScaledHead. If the student's logits are sharded over ranks, the teacher can
+    # also be a `Shard`, which parallel/shard.py replaces by the columns of this rank.
     teacher: Any
     kind: str  # "forward", "reverse", "jsd" or "soft"
     blend: float  # β for "jsd", the label smoothing for "soft"
@@ -328,7 +329,7 @@ class Pair(NamedTuple):
 
 # The number of values saved per row for a loss against a dense teacher. The values are the max and
 # the sum of exponentials of the student, the max and the sum of exponentials of the teacher, and a
-# mean.
+# mean (see eager/pair.py).
 PAIR_STATE = 5
 
 # The dtype of statistics and losses for each dtype of logits.

@@ -17,7 +17,7 @@ from .rows import (
 
 
 def gather(x: Tensor, reading: Reading) -> Tensor:
-    """Returns the logits y, after the softcap, at reading.ids, (..., K).
+    """Returns the logits y at reading.ids, after the softcap, in the shape of reading.ids.
 
     The result is NaN for ids outside [0, V), and 0 in ignored rows.
     """
@@ -40,7 +40,7 @@ def gather_gradient(
     factor: Tensor | None = None,
     into: Tensor | None = None,
 ) -> Tensor:
-    """Returns the gradient of the logits x, (..., V).
+    """Returns the gradient of the logits x, in the shape of x.
 
     If several slots of a row hold the same id, their gradients are added before rounding.
     """

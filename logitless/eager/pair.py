@@ -4,14 +4,14 @@ The functions pair_read, pair_partial, pair_finish and pair_gradient have the sa
 kernels/. The formulas of the losses and gradients are in kernels/pair_fwd.py and
 kernels/pair_bwd.py. kernels/pair_state.py defines the symbols.
 
-The state that the forward saves, (N, PAIR_STATE), holds five numbers per row: shift and normaliser
-of the student, shift and normaliser of the teacher, and a mean in nats. A shift is the max that is
-subtracted from the logits, and the normaliser is Σ e^((logit - shift) / temperature). For reverse
-KL, the mean is the expectation of the student's exponent minus the teacher's exponent, under the
-student's probabilities. For JSD, the mean is Σ q log(q / M), where q is the student, and M is the
-mixture of student and teacher. For the other losses, the mean is 0. The Triton kernels save the
-mean in other units (kernels/pair_state.py). A partial state, which covers only some columns of a
-row, holds the max instead of the shift, and a sum in nats instead of the mean.
+The forward saves a state of shape (N, PAIR_STATE), which holds five numbers per row: shift and
+normaliser of the student, shift and normaliser of the teacher, and a mean in nats. A shift is the
+max that is subtracted from the logits, and the normaliser is Σ e^((logit - shift) / temperature).
+For reverse KL, the mean is the expectation of the student's exponent minus the teacher's exponent,
+under the student's probabilities. For JSD, the mean is Σ q log(q / M), where q is the student, and
+M is the mixture of student and teacher. For the other losses, the mean is 0. The Triton kernels
+save the mean in other units (kernels/pair_state.py). A partial state, which covers only some
+columns of a row, holds the max instead of the shift, and a sum in nats instead of the mean.
 """
 
 import torch
@@ -31,13 +31,14 @@ from .rows import (
     written_to,
 )
 
-# The divisor of the chunk size for each loss, by default 1. JSD needs smaller chunks, because JSD
-# keeps about twenty tensors of a chunk's size in memory, and the other losses keep six.
+# The number by which the chunk size is divided for each loss; 1 for losses that are not listed. JSD
+# needs smaller chunks, because JSD keeps about twenty tensors of a chunk's size in memory, and the
+# other losses keep six.
 _DIVISORS = {"jsd": 8}
 
 
 def _expected(e: Tensor, h: Tensor) -> Tensor:
-    """Returns Σ e · h over columns, (N, 1). A column where e is 0 adds 0, even if h is infinite."""
+    """Returns Σ e · h of each row. A column where e is 0 adds 0, even if h is infinite."""
     return torch.where(e == 0, 0.0, e * h).sum(1, keepdim=True)
 
 
@@ -52,16 +53,17 @@ def _log(s: Tensor) -> Tensor:
     """Returns log s, where s = Σ e^d is the normaliser of a row.
 
     If all logits of a row are -inf, s is 0, and the result is inf. Therefore all log-probabilities
-    of such a row are -inf, and all probabilities are 0.
+    of a row of -inf are -inf, and all probabilities are 0.
     """
     return torch.where(s == 0, torch.inf, s).log()
 
 
 def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the JSD term, q and log(q / M) of each column, where M = βp + (1-β)q.
+    """Returns the JSD term, the probability q, and log(q / M) of each column.
 
-    The results are finite for any logits. If log q and log p are both -inf, their difference is
-    NaN. The NaN is replaced by 1e4, but any number would do, because p = q = 0.
+    The mixture M is βp + (1-β)q. The results are finite for any logits. If log q and log p are both
+    -inf, their difference is NaN. The function replaces this NaN by 1e4. Any number would give the
+    same result, because p = q = 0.
     """
     gap = log_q - log_p
     more = gap > 0
@@ -87,7 +89,7 @@ def pair_read(
     # sharded over ranks.
     norms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the loss of each row, (...), and the state for the backward, (N, PAIR_STATE)."""
+    """Returns the loss of each row, and the state (N, PAIR_STATE) that the backward needs."""
     results = _by_chunks(x, reading, pair, 1 + PAIR_STATE, norms, _value_and_state)
     value, state = results.split((1, PAIR_STATE), 1)
     # The results are cloned, because autograd forbids in-place writes to a view that a custom
@@ -96,12 +98,12 @@ def pair_read(
 
 
 def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """Returns the partial state of each row over the columns of x, (N, PAIR_STATE)."""
+    """Returns the partial state of each row over the columns of x, in shape (N, PAIR_STATE)."""
     return _by_chunks(x, reading, pair, PAIR_STATE, None, lambda *args: _partial_state(*args)[0])
 
 
 def _by_chunks(x: Tensor, reading: Reading, pair: Pair, width: int, norms, work) -> Tensor:
-    """Calls `work` once per chunk of rows, and returns all results in one tensor, (N, width).
+    """Calls `work` once per chunk of rows, and returns all results in one tensor (N, width).
 
     The results of ignored rows are 0.
     """
@@ -146,14 +148,14 @@ def _partial_state(
 
 
 def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
-    """Returns loss and state of each row in a chunk as one tensor, (N, 1 + PAIR_STATE)."""
+    """Returns loss and state of each row in a chunk as one tensor (N, 1 + PAIR_STATE)."""
     partial, d_q, d_p = _partial_state(y, t, rate, reading, pair, norms)
     value, state = pair_finish(partial, pair.kind)
     if pair.kind == "jsd":
         log_q, log_p = _log(state[:, 1:2]), _log(state[:, 3:4])
         terms, q, log_q_m = _mixture(d_q - log_q, d_p - log_p, pair.blend)
-        # If all logits of a student's or a teacher's row are -inf, the log of its normaliser is set
-        # to inf, and 0 · inf makes the loss NaN.
+        # If all logits of a student's or a teacher's row are -inf, the log of the row's normaliser
+        # is inf, and the term 0 · inf makes the loss NaN.
         value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
         state[:, 4:] = (q * log_q_m).sum(1, keepdim=True)
     return torch.cat((value, state), 1)
@@ -164,7 +166,7 @@ def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tupl
 
     For "jsd", the loss and the mean in the state are 0, because JSD needs another pass. The
     argument inv_t (N, 1), which is 1 / temperature, is not used. The function pair_finish in
-    kernels/ uses inv_t to convert the mean from nats to units of y.
+    kernels/ uses inv_t to convert the mean from nats to the unit of the logits y.
     """
     m_q, s_q, m_p, s_p, c = partial.split(1, 1)
     shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))
@@ -189,7 +191,7 @@ def merge_pairs(
     kind: str,
     inv_t: Tensor | None,  # (N, 1)
 ) -> Tensor:
-    """Merges the partial states of all splits of each row into one state, (N, PAIR_STATE)."""
+    """Merges the partial states of all splits of each row into one state (N, PAIR_STATE)."""
     m_q, s_q, m_p, s_p, c = partials.unbind(-1)
     rate = 1.0 if inv_t is None else inv_t[:, 0]
     top_q, top_p = m_q.amax(0), m_p.amax(0)
@@ -217,9 +219,9 @@ def pair_gradient(
     state: Tensor,  # (N, PAIR_STATE)
     upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,  # one number, or one number per row
-    into: Tensor | None = None,  # (..., V), output for the gradient, may be x; None allocates
+    into: Tensor | None = None,  # (..., V), output, can be x; None means a new tensor
 ) -> Tensor:
-    """The gradient of the student's logits, (..., V), in the dtype of the logits."""
+    """Returns the gradient of the student's logits, in the dtype of the logits."""
     flat, other = (t.reshape(-1, x.shape[-1]) for t in (x, pair.teacher))
     dx, into = written_to(x, into)
     live = live_rows(reading)

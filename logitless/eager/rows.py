@@ -30,7 +30,7 @@ def chunks(x: Tensor, live: Tensor | None, divisor: int = 1) -> Iterator[Index]:
 
 
 def live_rows(reading: Reading) -> Tensor | None:
-    """Returns a mask of the rows that are not ignored, (N,), or None without an ignore_index."""
+    """Returns a mask (N,) of the rows that are not ignored, or None without an ignore_index."""
     if reading.ignore_index is None:
         return None
     return reading.label.reshape(-1) != reading.ignore_index
@@ -44,14 +44,14 @@ def locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
 
 
 def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
-    """Returns a mask (N, 1) of the rows that have an id outside [0, V) other than NO_ID."""
+    """Returns a mask (N, 1) of rows with an invalid id, which is outside [0, V) and not NO_ID."""
     return (~inside & (ids.reshape(inside.shape) != NO_ID)).any(1, keepdim=True)
 
 
 def real_columns(at: Tensor, inside: Tensor) -> Tensor:
-    """Returns columns (N, K). An empty slot gets the column of another slot of its row.
+    """Returns the ids as columns (N, K), where empty slots repeat the column of another slot.
 
-    So a column may occur several times in a row, and a scatter must write the same value each time.
+    If a column is repeated, a scatter to these columns must write the same value each time.
     """
     return torch.where(inside, at, at.gather(1, inside.int().argmax(1, keepdim=True)))
 
@@ -77,7 +77,7 @@ def capped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
 
 
 def inverse_temperature(reading: Reading, like: Tensor) -> Tensor | None:
-    """Returns 1 / temperature, (N, 1), in the dtype of `like`, or None if the temperature is 1."""
+    """Returns 1 / temperature per row in the dtype of `like`, or None if the temperature is 1."""
     if reading.at_temperature_1:
         return None
     rows = reading.row_temperature
@@ -92,7 +92,7 @@ def centred(y: Tensor, shift: Tensor, inv_t: Tensor | None, out: Tensor | None =
 
 
 def max_of(y: Tensor) -> Tensor:
-    """Returns the max of each row, (N, 1), or 0 where the max is ±inf.
+    """Returns the max of each row in shape (N, 1), or 0 where the max is ±inf.
 
     Callers subtract the result before they compute exp.
     """
@@ -103,7 +103,8 @@ def max_of(y: Tensor) -> Tensor:
 def by_row(t: Tensor | None, rows: int) -> Tensor | float:
     """Returns t in a shape that broadcasts to (N, V). None becomes 1.0.
 
-    A tensor with one number per row becomes (N, 1). A tensor with a single number is not changed.
+    A tensor with one number per row gets the shape (N, 1). A tensor with a single number is not
+    changed.
     """
     if t is None:
         return 1.0
@@ -127,10 +128,11 @@ def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
 
 
 def written_to(x: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns a tensor (N, V) to write the gradient to, and the tensor (..., V) to return.
+    """Returns a tensor (N, V) to write the gradient to, and a tensor (..., V) for `written_back`.
 
     If `into` is contiguous or None, the first tensor is a view of the second tensor. Otherwise, the
-    first tensor may be a copy, and `written_back` copies the gradient to `into`.
+    first tensor can be a copy of `into`, and `written_back` copies the gradient from this copy to
+    `into`.
     """
     if into is None:
         into = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -146,7 +148,7 @@ def written_back(flat: Tensor, into: Tensor) -> Tensor:
 
 
 def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
-    """Whether e^y is as exact as e^(y - m), so that the max m need not be subtracted.
+    """Whether e^y is as exact as e^(y - m), so that subtracting the max m is not necessary.
 
     The result is always False on a GPU, because the host would have to wait for the values of m.
     """
@@ -154,10 +156,10 @@ def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
 
 
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """Returns the factor () that turns a sum over rows into a mean.
+    """Returns the number that a sum over rows is multiplied by to get a mean.
 
-    The factor is 1 / Σ mass. If `mass` is None, the factor is 1 divided by the number of rows that
-    are not ignored. If the divisor is 0, the factor is 1. The dtype is fp32, or fp64 if `like` is
+    This number is 1 / Σ mass. If `mass` is None, the number is 1 divided by the number of rows that
+    are not ignored. If the divisor is 0, the number is 1. The dtype is fp32, or fp64 if `like` is
     fp64.
     """
     full = torch.promote_types(like.dtype, torch.float32)
@@ -180,8 +182,9 @@ def reduce(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the sum or mean over the rows, and the factor of each row's gradient.
 
-    A factor of None means 1. The mean is the sum times the result of `share`. An ignored row adds
-    0, even if its value or weight is NaN.
+    If the factor is None, the gradient of every row has the factor 1. The mean is the sum times the
+    number that the function `share` returns. An ignored row adds 0, even if its value or weight is
+    NaN.
     """
     live, factor = live_rows(reading), None
     if mean:

@@ -25,14 +25,14 @@ from .rows import lift_of, live_rows
 
 
 def slots(
-    student: Tensor,  # (..., K), log q, or logits if the support is in RENORM_STUDENT
+    student: Tensor,  # (..., K), log q; but logits for a support in RENORM_STUDENT
     reading: Reading,
     sparse: Slots,
     tail: Tensor | None = None,  # (...), log of the student's mass outside the slots
     logprob_t1: Tensor | None = None,  # (...), log p of the label at temperature 1
     temperature: float | Tensor | None = None,  # temperature of the student's logits, () or (...)
 ) -> tuple[Tensor, Coefficients]:
-    """Returns the loss of each row, (...), and the coefficients of its gradient.
+    """Returns the loss of each row, and the coefficients of the gradient of the loss.
 
     The loss is kd_weight · divergence - ce_weight · logprob_t1.
     """
@@ -89,9 +89,9 @@ def _compare(
     sparse: Slots,
     temperature: float | Tensor | None,  # a number or (N, 1)
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the divergence of each row, (N,), and two gradients of the divergence.
+    """Returns the divergence of each row, and its gradients with respect to two inputs.
 
-    The gradients are with respect to log_q and log_q_tail.
+    The two inputs are log_q and log_q_tail.
     """
     if log_q.shape[1] == 0:  # rows without slots have a divergence of 0
         value = log_q.new_zeros(log_q.shape[0])
@@ -118,8 +118,8 @@ def _compare(
         return value, g, None
 
     log_p = _rest(log_p) if sparse.tail is None else sparse.tail.reshape(-1).to(log_q.dtype)
-    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is also treated as empty,
-    # because such a small tail may be a 16-bit rounding error.
+    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too. A
+    # teacher's tail below LOG_ROUNDING can be a 16-bit rounding error.
     no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
     log_p = torch.where(no_tail, -torch.inf, log_p)
     f, g_tail = _terms(log_p, log_p.exp(), log_q_tail, log_q_tail.exp(), divergence, beta)
@@ -145,7 +145,7 @@ def _normalised(y: Tensor, temperature: float | Tensor | None = None) -> tuple[T
 
 
 def _rest(log_p: Tensor) -> Tensor:
-    """Returns log(1 - Σ p), (...), or -inf where Σ p ≥ 1.
+    """Returns log(1 - Σ p) of each row, or -inf where Σ p ≥ 1.
 
     For the largest p, 1 - p is computed as -expm1(log p), because the subtraction 1 - p would lose
     precision.

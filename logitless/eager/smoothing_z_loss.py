@@ -10,7 +10,7 @@ from .rows import live_rows
 def cross_entropy(
     statistics: Statistics, reading: Reading, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Coefficients]:
-    """Returns the cross-entropy of each row, (...), and the coefficients of its gradient.
+    """Returns the cross-entropy of each row, and the coefficients of its gradient.
 
     loss = (1-ε) v[label] nll - ε/V log_total + z_loss lse²
 
@@ -45,7 +45,7 @@ def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
 
 
 def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
-    """Returns the loss of each row, (...): nll times the class weight of the label.
+    """Returns the loss of each row, which is nll times the class weight of the label.
 
     The loss of ignored rows is 0.
     """
@@ -56,12 +56,15 @@ def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
 
 
 def label_mass(reading: Reading, dtype: torch.dtype) -> Tensor:
-    """Returns the class weight of each row's label, (N,); 0 for ignored rows."""
+    """Returns the class weight of each row's label, or 0 for ignored rows.
+
+    The reading must have class weights.
+    """
     return _label_weight(reading, dtype)
 
 
 def _label_weight(reading: Reading, dtype: torch.dtype) -> Tensor:
-    """Returns the class weight of each row's label, (N,); 1 without class weights.
+    """Returns the class weight of each row's label, or 1 without class weights.
 
     The result is fp32, or fp64 if `dtype` is fp64.
     """
@@ -85,7 +88,7 @@ one_pass = None
 
 
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
-    """Returns False. A CPU has enough memory to accumulate the weight's gradient in fp32."""
+    """Returns False, because a CPU has enough memory to sum the weight's gradient in fp32."""
     return False
 
 

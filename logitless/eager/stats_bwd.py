@@ -28,7 +28,7 @@ from .rows import (
 
 
 class _Terms:
-    """The coefficients of each row, (N, 1), times the upstream gradient and the factor.
+    """The coefficients of each row, multiplied by the upstream gradient and by `factor`.
 
     All coefficients except d_logprob_t1 are also divided by the temperature.
     """
@@ -102,7 +102,7 @@ class _Terms:
 
     @property
     def only_a(self) -> bool:
-        """Whether the gradient is a multiple of softmax(z) plus terms of label, ids and total."""
+        """Whether the gradient is a · softmax(z), apart from the terms of label, ids and total."""
         return self.b is None and self.a_ids is None and not self.logprob_t1_apart
 
 
@@ -113,10 +113,10 @@ def gradient(
     coefficients: Coefficients,
     upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,  # one number, or one number per row
-    into: Tensor | None = None,  # (..., V), output for the gradient, may be x; None allocates
+    into: Tensor | None = None,  # (..., V), output, can be x; None means a new tensor
     start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
 ) -> Tensor:
-    """Returns the gradient of the logits, (..., V).
+    """Returns the gradient of the logits x, in the shape of x.
 
     The dtype of the gradient is the dtype of `into`, or of x if `into` is None.
     """
@@ -150,8 +150,8 @@ def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy:
     """Returns the gradient dy of a chunk of rows, without the terms of label, ids and total.
 
     The result is p (a + b log p), where p is the probability and a and b are coefficients of the
-    row, plus the gradient of log p of the label at temperature 1. To save memory, the result may
-    overwrite `direct`, or y if y is a copy of the logits.
+    row, plus the gradient of log p of the label at temperature 1. To save memory, the function
+    writes the result over `direct`, or over y if y is a copy of the logits.
     """
     shift, inv_t = terms.shift[rows], None if terms.inv_t is None else terms.inv_t[rows]
     inv_s, a = (-terms.log_s[rows]).exp(), terms.a[rows]
@@ -169,8 +169,8 @@ def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy:
             # overwrites dy at the ids.
             dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)
             columns = real_columns(terms.ids[rows], terms.inside[rows])
-            # In a row without valid ids, `columns` are arbitrary, and the scatter leaves dy
-            # unchanged.
+            # In a row without valid ids, `columns` are arbitrary, so the scatter writes the old
+            # values of dy.
             has_ids = terms.inside[rows].any(1, keepdim=True)
             inside = torch.where(has_ids, p * terms.a_ids[rows], dy)
             dy.scatter_(1, columns, inside.gather(1, columns))

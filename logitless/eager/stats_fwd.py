@@ -114,14 +114,14 @@ def _add_rows(
 
 
 def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
-    """Returns log Σ e^d over the columns outside the ids, (N, 1). `d` holds the exponents."""
+    """Returns log Σ e^d of each row, over the columns outside the ids. `d` holds the exponents."""
     columns = real_columns(at, inside)
     left = torch.where(inside.any(1, keepdim=True), -torch.inf, d.gather(1, columns))
     return d.scatter(1, columns, left).logsumexp(1, keepdim=True)
 
 
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
-    """Returns the log of the softmax mass outside reading.ids, (...).
+    """Returns, for each row, the log of the softmax mass outside reading.ids.
 
     The shift and the normaliser s of each row are read from statistics.state.
     """
@@ -145,7 +145,7 @@ def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
 
 
 def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
-    """Returns Σ v z over columns, (N, 1), where v are the class weights.
+    """Returns Σ v z of each row, where v are the class weights.
 
     A class of weight 0 adds 0, even if its z is infinite.
     """
@@ -158,7 +158,7 @@ def _weighted_sum(z: Tensor, weight: Tensor | None) -> Tensor:
 def _finish(
     sums: _Sums, reading: Reading, live: Tensor | None, inv_t: Tensor | None, shape
 ) -> Statistics:
-    """Returns the statistics that follow from sums over whole rows.
+    """Computes the statistics from the sums over whole rows.
 
     For ignored rows, the argmax is -1, and all other statistics are 0.
     """
@@ -265,8 +265,8 @@ def partial(x: Tensor, reading: Reading, start: int = 0) -> Partials:
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     """Merges the partial statistics of several splits of the same rows into one split.
 
-    The tensors `picked` of all splits are added. Each id belongs to one split, and the `picked` of
-    the other splits is 0 for this id.
+    The merged tensor `picked` is the sum over all splits. Each id belongs to one split, and the
+    other splits hold 0 for this id.
     """
     state = torch.cat([partials.state for partials in several], 1)
     state = torch.nn.functional.pad(state, (0, fields.PART - state.shape[2]))
@@ -280,7 +280,8 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     moved = torch.where((s == 0) | (m_split == m), 0.0, m_split - m).clamp_min(-1e38)
     inv_t = inverse_temperature(reading, m)
     scale = (moved if inv_t is None else moved * inv_t).exp()
-    # The sum over splits is correct for the fields Y_LABEL and N. The other fields are set below.
+    # Only the fields Y_LABEL and N are merged by a plain sum over splits. The other fields are
+    # overwritten below.
     merged = state.sum(1, keepdim=True)
     row = merged[:, 0]
     row[:, fields.M], row[:, fields.S] = m[:, 0], (s * scale).sum(1)
@@ -290,8 +291,8 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     row[:, fields.S1] = (state[..., fields.S1] * moved.exp()).sum(1)
     c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))
     # The field C is Σ v (y - REF), where v are the class weights and y are the logits. The merged
-    # REF is the largest REF of the splits that are not empty. The REF of an empty split is 0, which
-    # may be far from the logits.
+    # REF is the largest REF of the splits that are not empty. Empty splits are left out, because
+    # their REF is 0, which can be far from the logits.
     one = torch.where(n != 0, ref, -torch.inf).amax(1, keepdim=True)
     one = torch.where(one == -torch.inf, 0.0, one)
     row[:, fields.REF], row[:, fields.C] = one[:, 0], (c + n * (ref - one)).sum(1)
@@ -305,9 +306,9 @@ def finish(
 ) -> Statistics:
     """Merges the splits of each row, and returns the statistics of whole rows.
 
-    The splits of each row are along dim 1 of partials.state. `shape` is the shape (...) of the
-    results. If `shape` is None, the results have the leading shape of reading.ids or reading.label,
-    or (N,) without ids and label.
+    The splits of each row are along dim 1 of partials.state. `shape` is the shape of a statistic
+    with one number per row. If `shape` is None, the shape is taken from reading.ids or
+    reading.label, or is (N,) without ids and label.
     """
     assert "tail" not in reading.wants
     shape = _lead(reading, partials.state) if shape is None else shape
@@ -333,7 +334,7 @@ def finish(
 
 
 def _lead(reading: Reading, state: Tensor) -> torch.Size:
-    """Returns the leading shape of the reading's ids or label, or (N,) without ids and label."""
+    """Returns the shape (...) of reading.ids or reading.label, or (N,) without ids and label."""
     if reading.ids is not None:
         return reading.ids.shape[:-1]
     return state.shape[:1] if reading.label is None else reading.label.shape

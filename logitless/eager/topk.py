@@ -22,7 +22,7 @@ def topk(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids (..., k), log-probabilities (..., k), and the log mass of other columns (...).
+    """Returns the ids and log-probabilities of the k largest logits, and the log mass of the rest.
 
     Ids are sorted by descending logit. Equal logits are sorted by ascending id.
     """

@@ -3,12 +3,13 @@
 In dz.T @ h, dz is the gradient of the logits, and h are the hidden states. A sum in bf16 would be
 rounded to 8 bits after every chunk. A sum in fp32 would take twice the memory of the bf16 gradient.
 Block floating point keeps 14 bits of each number between chunks. Each number is stored as a 16-bit
-integer in the memory of the gradient. In each row, BLOCK columns share one exponent:
+integer in the memory of the gradient. In each row of the gradient, BLOCK neighbouring columns share
+one exponent:
 
     x ≈ q 2^e, where q is an int16 with |q| ≤ 2^14, and e is an int8 per BLOCK columns
 
-The first chunk sets the sum, and the last chunk writes the gradient in bf16. If a block contains
-NaN or an infinity, the whole block becomes NaN.
+The first chunk starts the sum, and the last chunk replaces the sum by the gradient in bf16. If a
+block contains NaN or an infinity, the whole block becomes NaN.
 """
 
 import functools
@@ -26,8 +27,8 @@ from .numerics import only_if
 from .profiling import elements, profiled
 
 BLOCK = 128  # number of columns that share one exponent
-# The number of bf16 elements in 16 bytes. The interpreter of Triton 3.5 wrongly requires alignment
-# to 16 elements instead of 16 bytes.
+# PACK is 8, the number of bf16 elements in 16 bytes. In the interpreter of Triton 3.5, PACK is 16,
+# because this interpreter wrongly requires alignment to 16 elements instead of 16 bytes.
 PACK = 16 if knobs.runtime.interpret and triton.__version__.startswith("3.5.") else 8
 BLOCK_R = 64  # rows of dz and h per step of the GEMM loop
 STAGES = 3  # pipeline stages; three stages of tiles fit into shared memory
@@ -58,7 +59,7 @@ def _decode(q, e):
 
 @triton.jit
 def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """Adds a tile x to the sum at row v and column d.
+    """Adds a tile x to the sum. The tile starts at row v and column d of the sum.
 
     `e` holds the exponents of the sum before the addition. The new exponents are stored at the
     addresses `at`. In the last chunk, the gradient is stored instead of the sum.
@@ -111,8 +112,8 @@ def _blockfp_gemm_kernel(
             if UPCAST:
                 dz, h = dz.to(tl.float32), h.to(tl.float32)
             x = tl.dot(dz, h, x)
-        # The tile is added to the sum in two halves, because the sum is loaded and stored through
-        # shared memory.
+        # The sum is loaded and stored through shared memory. The tile is added to the sum in two
+        # halves, so that less shared memory is needed.
         left, right = x.reshape(BLOCK_V, 2, BLOCK_D).permute(0, 2, 1).split()
         _add(left, e_here, SUM, OUT, at, here, v, d, FIRST, LAST)
         _add(right, e_there, SUM, OUT, at + V, there, v, d + BLOCK_D, FIRST, LAST)

@@ -1,19 +1,19 @@
-"""The gradient of one tile of logits. One formula serves every loss.
+"""The gradient of one tile of logits. All losses over row statistics share one formula:
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
 In this formula, p = softmax(z), v are the class weights, and the coefficients a, b, g_label and g_c
 have one value per row. Kernels compute log p_i as ((y_i - shift) / T) - log_s, where shift is the
-row's max, T is the temperature, and log_s is the log of the normaliser. This log p_i is exact even
-if all logits have a large common offset.
+row's max, T is the temperature, and log_s is the log of the normaliser. This formula for log p_i is
+exact even if all logits have a large common offset.
 
 Kernels divide the gradient of z by the temperature to get the gradient of y, and multiply the
 gradient of y by the derivative of the softcap to get the gradient of the logits x. If a loss uses
 the log-probability of the label at temperature 1, the term d_logprob_t1 ([i = label] - p1_i) is
 added to the gradient of y_i, where d_logprob_t1 is a coefficient, and p1 = softmax(y). For speed,
-kernels use powers of 2: with d = (y - shift) / (T ln 2), e = 2^d and the normaliser s = Σ e, the
-probability is p = e / s. The gradient of y_i, in which the numbers c0 and c1 are the same for all
-columns of a row, is:
+kernels compute the probabilities as p = e / s from powers of 2, where e = 2^d,
+d = (y - shift) / (T ln 2) and s = Σ e. In the gradient of y_i, the numbers c0 and c1, which are the
+same for all columns of a row, replace a and b:
 
     dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of label and ids
 """
@@ -37,7 +37,7 @@ COEF_D_LOGPROB_T1 = tl.constexpr(_contract.D_LOGPROB_T1)
 
 
 class Coefs(NamedTuple):
-    """The coefficients of a row, times the upstream gradient and the factor of the row.
+    """The coefficients of a row, multiplied by the number that `row_gain` returns for the row.
 
     A coefficient that the loss does not use is 0.
     """
@@ -56,10 +56,10 @@ class Terms(NamedTuple):
     shift: tl.tensor
     c0: tl.tensor
     c1: tl.tensor
-    c_logprob_t1: tl.tensor  # factor of e^(y - shift), for log p of the label at temperature 1
+    c_logprob_t1: tl.tensor  # multiplies e^(y - shift), for log p of the label at temperature 1
     g_c: tl.tensor
     rate: tl.tensor  # log2 e / temperature
-    lift: tl.tensor  # the lift of columns outside the ids times log2 e (see contract.LEAST_TAIL)
+    lift: tl.tensor  # log2 e times the lift of columns outside the ids (see contract.LEAST_TAIL)
     softcap: tl.tensor  # a number or None
 
 
@@ -85,9 +85,10 @@ def uses(has, name):
 
 @triton.jit
 def row_gain(UPSTREAM, FACTOR, row, step_u, step_f):
-    """Returns the product of a row's upstream gradient and factor.
+    """Returns the product of a row's upstream gradient and the row's number in FACTOR.
 
-    If step_u is 0, all rows share one upstream gradient. If step_f is 0, all rows share one factor.
+    If step_u is 0, UPSTREAM is one number for all rows. If step_f is 0, FACTOR is one number for
+    all rows.
     """
     gain = 1.0
     if UPSTREAM is not None:
@@ -122,11 +123,11 @@ def load_coefs(COEF, gain, HAS: tl.constexpr):
 def c0_of(a, b, log_s, inv_t, HAS: tl.constexpr):
     """Returns the number c0 of a row in the gradient formula at the top of this file.
 
-    If all logits of a row are -inf, c0 is 0, because the gradient of such a row is 0.
+    If all logits of a row are -inf, c0 is 0, so that the gradient of the row is 0.
     """
     scale = inv_t * tl.exp2(-log_s * LOG2E)
-    # If the loss does not use the coefficient b, b is 0, and b · log_s would be NaN for an infinite
-    # log_s.
+    # If the loss does not use the coefficient b, the product b · log_s is skipped, because b is 0,
+    # and 0 · log_s would be NaN for an infinite log_s.
     if uses(HAS, "b"):
         a -= b * log_s
     return tl.where(log_s == -INF, 0.0, a * scale)
@@ -134,9 +135,9 @@ def c0_of(a, b, log_s, inv_t, HAS: tl.constexpr):
 
 @triton.jit
 def row_terms(coefs, a, shift, log_s, inv_t, HAS: tl.constexpr):
-    """Returns the fields shift, c0, c1 and g_c of Terms.
+    """Returns the values of the fields `shift`, `c0`, `c1` and `g_c` of `Terms`.
 
-    If all logits of a row are -inf, the fields make the gradient of the row 0.
+    If all logits of a row are -inf, these values make the gradient of the row 0.
     """
     dead = log_s == -INF
     c1 = coefs.b * LN2 * tl.where(dead, 0.0, inv_t * tl.exp2(-log_s * LOG2E))
@@ -150,7 +151,7 @@ def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
     d = (y - terms.shift) * terms.rate
     if uses(HAS, "b"):
         tl.static_assert(not uses(HAS, "a_ids"))
-        # d is clamped, because d may be -inf where 2^d is 0, and 0 · -inf would be NaN.
+        # d is clamped, because d can be -inf where 2^d is 0, and 0 · -inf would be NaN.
         dz = tl.exp2(d) * (c0 + terms.c1 * tl.maximum(d, -1e4))
     else:
         dz = tl.exp2(d - lift) * c0
@@ -199,9 +200,9 @@ def fill_tile(state, fill, start, offs, mask):
 
 @triton.jit
 def write_label(x, W, DXrow, label, g_label, terms, HAS: tl.constexpr):
-    """Overwrites the gradient at a row's label with the sum of all its terms.
+    """Overwrites the gradient at a row's label with the complete gradient, including g_label.
 
-    The tile that contains the label must have been written before.
+    The caller must first write the tile that contains the label.
     """
     y, slope = capped(x, terms.softcap)
     dz = dz_of(y, W, label, None, terms.c0, terms.lift, terms, HAS) + g_label
@@ -222,7 +223,7 @@ def is_class(label, V, vocab):
 def local_column(label, start):
     """Returns the label relative to `start`, the first column of x.
 
-    The result may be a column outside x.
+    The result can be outside the columns of x.
     """
     if start is not None:
         return label - start

@@ -26,7 +26,7 @@ class Config(NamedTuple):
     span: int = 0  # columns of a row that one program reads and writes
     registers: int | None = None  # limit of registers per thread, on NVIDIA GPUs
     block_n: int = 0  # rows of a tile, if a program computes tiles of several rows
-    stages: int = 0  # steps of a loop whose loads are in flight at the same time
+    stages: int = 0  # loop iterations whose loads are in flight at the same time
 
 
 _override: dict[str, int] = {}
@@ -72,8 +72,9 @@ def stats_fwd(
     `twice` means that the kernel computes two normalisers. With two normalisers, blocks have at
     most 4096 columns.
 
-    With a block of 8192 columns, the compiler may use at most 80 registers per thread. Without this
-    limit on registers, fewer programs fit on each multiprocessor, and the kernel is 3 % slower.
+    A kernel with a block of 8192 columns is compiled for at most 80 registers per thread. Without
+    the limit of 80 registers, fewer programs fit on each multiprocessor, and the kernel is 3 %
+    slower.
     """
     if rows >= 2 * processors or vocab <= SHORT:
         block, warps, registers = (8192, 4, 80) if vocab > 2**16 and not twice else (4096, 4, None)
@@ -97,9 +98,9 @@ def label_bwd(vocab: int) -> Config:
 def ids_bwd(vocab: int, itemsize: int) -> Config:
     """Each program computes one span of a row, and rewrites the gradient at the ids.
 
-    The gradient at the ids is rewritten while the span is in the cache. Spans are long, because
-    every program searches all ids of its row. Several warps write the blocks of a span one after
-    another.
+    The gradient at the ids is rewritten while the span is in the cache. Spans are long, so that few
+    programs per row search the ids of the row. A program writes its span one block at a time, with
+    several warps.
     """
     # Block and span are at least 16, because Triton would treat a span of 1 as a constant.
     width = max(ceil_pow2(vocab), 16)
@@ -108,9 +109,10 @@ def ids_bwd(vocab: int, itemsize: int) -> Config:
 
 @functools.lru_cache(1024)
 def scale(vocab: int) -> Config:
-    """The grid has few programs with many columns each.
+    """The kernel has few programs, each with a large block of columns.
 
-    In most calls, the factor is 1, and each program only reads the factor.
+    In most calls, all rows have one common factor of 1. Then each program reads the factor and ends
+    without reading a row.
     """
     return overridden(Config(min(4096, ceil_pow2(vocab)), 8))
 
@@ -120,7 +122,7 @@ def nll_fwd_bwd(vocab: int, itemsize: int, crowded: bool = False) -> Config:
     """Splits are so small that the L1 cache of a multiprocessor holds several splits.
 
     `crowded` means that the logits have a softcap and that the gradient does not overwrite the
-    logits. Crowded programs need more registers and have smaller blocks.
+    logits. Blocks are smaller if `crowded`, because the programs need more registers.
     """
     block, warps, span = (2048, 2, 6144) if itemsize == 2 else (4096, 4, 4096)
     if crowded:
@@ -140,7 +142,7 @@ def pair_fwd(vocab: int) -> Config:
     barrier.
     """
     cut = overridden(Config(min(512, ceil_pow2(vocab)), 1))
-    return cut._replace(block_v=max(cut.block_v, 16))  # the fringe has two packs of eight columns
+    return cut._replace(block_v=max(cut.block_v, 16))  # the fringe tile can have 16 columns
 
 
 def jsd_split_fwd(vocab: int, itemsize: int) -> Config:
@@ -160,9 +162,9 @@ def pair_bwd(vocab: int, itemsize: int) -> Config:
 
 # The table NARROW holds the tile sizes of the kernels for narrow heads. The outer key is the
 # kernel's name and the number of bytes per element. The inner key is the width D of the hidden
-# states, padded to a power of two. Each entry is (rows, columns, warps, stages), and may end with a
-# limit of registers per thread. The backward kernels have smaller tiles of logits, because their
-# programs also accumulate a gradient of the whole width D.
+# states, padded to a power of two. Each entry is (rows, columns, warps, stages). A fifth number, if
+# given, limits the registers per thread. The backward kernels have smaller tiles of logits, because
+# their programs also accumulate a gradient of the whole width D.
 NARROW = {
     ("fwd", 2): {
         64: (128, 64, 4, 4), 128: (128, 64, 8, 4), 256: (128, 64, 8, 3), 512: (64, 64, 4, 2),
@@ -214,10 +216,10 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
 def narrow_splits(
     cut: Config, rows: int, vocab: int, width: int, processors: int, limit: int | None = None
 ) -> Config:
-    """Returns `cut` with the number of splits of the vocabulary that best fills the GPU.
+    """Returns the Config `cut` with the number of splits of the vocabulary that best fills the GPU.
 
-    A processor runs two programs at once. The result is the smallest number of splits that keeps
-    the processors busy for the largest fraction of the time.
+    The function assumes that a processor runs two programs at once. The result is the smallest
+    number of splits that keeps the processors busy for the largest fraction of the time.
 
     Each split has its own partial sums of shape (rows, width) in fp32. All partial sums together
     take at most `limit` bytes.
@@ -264,5 +266,5 @@ def ceil_pow2(n: int) -> int:
 
 
 def overridden(config: Config) -> Config:
-    """Returns the config with the fields that `override` replaces."""
+    """Returns the config after the replacements that `override` requested."""
     return config._replace(**_override)

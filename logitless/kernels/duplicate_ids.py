@@ -1,8 +1,8 @@
 """Finds rows in which two slots hold the same id.
 
-Only rows with repeated ids need a sum of gradients over equal ids. Each block of slots is compared
-with itself and with all later slots, one slot at a time. Each comparison of two slots is one
-instruction.
+Only rows with repeated ids need a sum of gradients over equal ids. A program compares a whole block
+of slots with one slot at a time: first with each slot of the block, and then with each later slot.
+Each comparison of two slots is one instruction.
 """
 
 import functools
@@ -18,7 +18,7 @@ from .launch import REMEMBERED, Launch
 from .profiling import profiled
 from .state import STATE_WIDTH
 
-COMPARED = 128  # number of slots that are compared with one other slot at a time
+COMPARED = 128  # number of slots in the block that is compared with one slot at a time
 STATE_REPEATS = tl.constexpr(_contract.REPEATS)
 
 
@@ -26,8 +26,8 @@ STATE_REPEATS = tl.constexpr(_contract.REPEATS)
 def load_ids(IDS, offs_k, K):
     """Loads the ids of slots as int32, with -1 for empty slots.
 
-    An id of more than 32 bits is invalid and makes its row NaN, even if the conversion to int32
-    changes the id.
+    The conversion changes an id that does not fit into int32. The change is harmless, because an id
+    of this size is invalid, and other code makes its row NaN.
     """
     ids = tl.load(IDS + offs_k, mask=offs_k < K, other=-1).to(tl.int32)
     return tl.where(ids < 0, -1, ids)

@@ -1,7 +1,7 @@
 """Gathers the logits y at K ids per row, and computes the gradient of the logits x.
 
-The gradient of x is 0 except at the ids. y = softcap · tanh(x / softcap), or y = x without a
-softcap. The caller applies the temperature.
+The gradient of x is 0 except at the ids. The logits y are softcap · tanh(x / softcap), or x without
+a softcap. The temperature is applied by the caller.
 """
 
 import functools
@@ -35,7 +35,7 @@ def _gather_fwd_kernel(
     softcap, ignore_index,  # options
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Each program gathers the logits at BLOCK_K slots, which may belong to several rows."""
+    """Each program gathers the logits at BLOCK_K slots, which can belong to several rows."""
     slot = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
     mask = slot < N.to(tl.int64) * K
     row = slot // K
@@ -49,7 +49,7 @@ def _gather_fwd_kernel(
 
 
 def gather(x: Tensor, reading: Reading) -> Tensor:  # x (..., V)
-    """Returns the logits y, after the softcap, at reading.ids, (..., K), in fp32.
+    """Returns the logits y at reading.ids, after the softcap, in fp32.
 
     The result is NaN for ids outside [0, V), and 0 in ignored rows.
     """
@@ -64,7 +64,7 @@ def gather(x: Tensor, reading: Reading) -> Tensor:  # x (..., V)
 
 
 def _label_of(reading: Reading) -> Tensor | None:
-    """Returns the label, or None if the reading has no ignore_index."""
+    """Returns reading.label, or None if reading.ignore_index is None."""
     label = None if reading.ignore_index is None else reading.label
     return None if label is None else label.contiguous()
 
@@ -130,11 +130,11 @@ def gather_gradient(
     reading: Reading,
     picked: Tensor,  # (..., K), the result of gather
     g: Tensor,  # (..., K)
-    upstream: Tensor,  # () or (...)
-    factor: Tensor | None = None,  # () or N numbers
-    into: Tensor | None = None,  # like x; may be x
+    upstream: Tensor,  # one number, or one number per row
+    factor: Tensor | None = None,  # one number, or one number per row
+    into: Tensor | None = None,  # the shape of x; can be x
 ) -> Tensor:
-    """Returns the gradient of x, (..., V). g is the gradient of the result of `gather`.
+    """Returns the gradient of x. The tensor g is the gradient of the result of `gather`.
 
     If several slots of a row hold the same id, their gradients are added before rounding.
     """

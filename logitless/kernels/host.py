@@ -1,7 +1,7 @@
 """Launchers of the kernels that all losses share.
 
 A launcher allocates the outputs, finds a launch plan, and launches the kernels. A plan holds
-everything that a call needs except its tensors. A plan is built once per combination of shapes,
+everything that a launch needs, except the tensors. A plan is built once per combination of shapes,
 strides and options. Later calls find the plan by one lookup in a dictionary.
 """
 
@@ -135,12 +135,12 @@ def gradient(
     reading: Reading,
     state: Tensor,  # (N, STATE)
     coefficients: Coefficients,
-    upstream: Tensor,  # () or (...)
-    factor: Tensor | None = None,  # () or N numbers
-    into: Tensor | None = None,  # x, a tensor in the memory of x, or memory as in `Place`
+    upstream: Tensor,  # one number, or one number per row
+    factor: Tensor | None = None,  # one number, or one number per row
+    into: Tensor | None = None,  # x, a tensor in the memory of x, or memory that a Place describes
     start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
 ) -> Tensor:
-    """Returns the gradient of the logits times upstream and factor, (..., V).
+    """Returns the gradient of the logits, multiplied by `upstream` and `factor`.
 
     The gradient has the dtype of `into`, or of x if `into` is None. The gradient is written to
     `into`. However, if `into` is x and rows have more than MAX_PRELOADED ids, the gradient is a new
@@ -280,11 +280,11 @@ def reduce(
     mass: Tensor | None = None,  # (N,), 0 for ignored rows
     mean: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the weighted sum over rows that are not ignored, and each row's gradient factor.
+    """Returns the weighted sum over the rows, and the factor of each row's gradient.
 
-    For a mean, the sum and the factor are multiplied by the result of `share`. The factor has shape
-    (N,) with a row_weight and () without a row_weight. A factor of None means 1. An ignored row
-    adds 0, even if its value or weight is NaN.
+    For a mean, the sum and the factor are multiplied by the number that the function `share`
+    returns. With a row_weight, there is one factor per row. Otherwise, all rows have the same
+    factor, and None means a factor of 1. An ignored row adds 0, even if its value or weight is NaN.
     """
     if row_weight is None and not mean:  # the values of ignored rows are already 0
         return value.sum(), None
@@ -306,17 +306,17 @@ def reduce(
 
 
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """Returns the factor () that turns a sum over rows into a mean, in fp32.
+    """Returns the number that a sum over rows is multiplied by to get a mean, in fp32.
 
-    The factor is 1 / Σ mass. If `mass` is None, the factor is 1 divided by the number of rows that
-    are not ignored. If the divisor is 0, the factor is 1.
+    This number is 1 / Σ mass. If `mass` is None, the number is 1 divided by the number of rows that
+    are not ignored. If the divisor is 0, the number is 1.
     """
     if mass is None and reading.ignore_index is None:
         return torch.full((), 1.0 / max(rows, 1), device=like.device, dtype=torch.float32)
     factor = torch.empty((), device=like.device, dtype=torch.float32)
     label = None if reading.ignore_index is None else reading.label.contiguous()
-    # The kernel writes only `factor`, because the values are None. The first argument of the launch
-    # only selects the GPU.
+    # Without values to reduce, the kernel writes only its last argument, `factor`. The first
+    # argument is not written, and only selects the GPU.
     reduce_launch(rows, reading.ignore_index, True)(factor, None, label, None, mass, factor)
     return factor
 
@@ -325,16 +325,16 @@ def one_pass(
     x: Tensor,  # (..., V)
     reading: Reading,
     coefficients: Coefficients,  # "a" and "label"
-    factor: Tensor | None,  # () or N numbers
+    factor: Tensor | None,  # one number, or one number per row
     into: Tensor,  # x itself, contiguous memory like x, or (N, V) in another dtype
     mean: bool = False,  # whether to divide both results by the number of rows that count
 ) -> Tensor | None:
-    """Returns -log p of the label, (...), and writes the gradient times factor to `into`.
+    """Returns -log p of each row's label, and writes the gradient times `factor` to `into`.
 
-    If one pass is not possible, the function returns None and does nothing. One pass is possible if
-    x has a (B, T, V) view with contiguous rows (layout.py), and if the programs of a row may wait
-    for each other (`may_wait`). For a mean, one pass also needs at least one row and at most
-    MAX_COUNTED rows.
+    If one pass over the logits is not possible, the function returns None and does nothing. One
+    pass is possible if x has a (B, T, V) view with contiguous rows (layout.py), and if `may_wait`
+    allows the programs of a row to wait for each other. For a mean, one pass also needs at least
+    one row and at most MAX_COUNTED rows.
     """
     label, temperature = reading.label, reading.row_temperature
     over_logits = into.data_ptr() == x.data_ptr()
@@ -362,7 +362,7 @@ def one_pass(
 
 
 def scale_(x: Tensor, g: Tensor) -> None:
-    """Multiplies x (..., V) in place by g, () or (...). The host does not wait for g."""
+    """Multiplies x in place by g, one number or one per row. The host does not wait for g."""
     if x.numel() == 0:
         return
     launch = scale_launch(

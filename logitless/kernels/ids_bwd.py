@@ -1,8 +1,8 @@
 """The gradient of a loss that reads logits at K ids per row, or log p[label] at temperature 1.
 
-Each program writes the gradient of one span of a row. Then the program rewrites the columns of the
-label and the ids, while the span is cached. So each gradient is rounded once, after all terms are
-added.
+Each program writes the gradient of one span of a row. Then the program rewrites the gradient at the
+label and at the ids, while the span is in the cache. Each rewritten number is the sum of all its
+terms, rounded once.
 """
 
 from dataclasses import dataclass
@@ -43,10 +43,10 @@ MAX_PRELOADED = 512  # largest number of ids whose logits one program holds in r
 class _Constants:
     """The constants that the kernel is compiled for."""
 
-    has: tuple[str, ...]  # names of the coefficients in use, and "second"
+    has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # rows of X and DX start equally far from a 16-byte boundary
-    preload_ids: bool  # in place, the logits at the ids are loaded before they are overwritten
+    x_aligned: bool  # each row starts at the same address modulo 16 in X and DX
+    preload_ids: bool  # the gradient overwrites X, so the logits at the ids are loaded first
     step_c: int  # elements between rows of COEF; 0 if COEF has a single row
     step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
     step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
@@ -63,7 +63,7 @@ def at_label(has):
 
 @triton.jit
 def is_bad(ids, V):
-    """Returns 1 for ids outside [0, V) other than NO_ID, and 0 for all other ids."""
+    """Returns 1 for invalid ids, which are outside [0, V) and not NO_ID, and 0 for other ids."""
     return (((ids < 0) | (ids >= V)) & (ids != NO_ID)).to(tl.int32)
 
 
@@ -88,10 +88,10 @@ class _Row(NamedTuple):
     G_IDS: tl.tensor  # a pointer or None
     K: tl.tensor
     c0_ids: tl.tensor
-    gain: tl.tensor  # factor of G_IDS
+    gain: tl.tensor  # multiplies G_IDS
     repeated: tl.tensor  # whether two slots hold the same id
     label: tl.tensor  # NO_ID if the label is invalid
-    g_label: tl.tensor  # added to the gradient at the label, which may be among the ids
+    g_label: tl.tensor  # added to the gradient at the label, which can be among the ids
 
 
 @triton.jit
@@ -160,8 +160,8 @@ def _rewrite(
 class RowGradient(NamedTuple):
     """The numbers of one row's gradient that `row_gradient` computes.
 
-    The fields from `shift` to `lift` are fields of Terms. The fields c0 and lift apply to columns
-    outside the ids.
+    The fields from `shift` to `lift` have the same meaning as in `Terms`. The fields `c0` and
+    `lift` apply to columns outside the ids.
     """
 
     shift: tl.tensor

@@ -2,10 +2,11 @@
 
     JSD = β Σ p log(p/M) + (1-β) Σ q log(q/M), with teacher p, student q and M = βp + (1-β)q
 
-Each term needs the normalisers of the student's and the teacher's row, which the first pass
-computes. Several programs share a long row, so that the second pass finds the logits in the cache.
-Each program reads its split, waits for the normalisers of the other splits (program_exchange.py),
-and reads its split again. A second kernel adds the sums of all splits.
+Each term of the sums needs the normalisers of both rows. Therefore the first pass computes the
+normalisers, and the second pass computes the sums. Several programs share a long row, so that the
+second pass finds the logits in the cache. Each program reads its split, waits for the normalisers
+of the other splits (program_exchange.py), and reads its split again. A second kernel adds the sums
+of all splits.
 """
 
 import functools
@@ -43,7 +44,7 @@ from .state import pack_of
 
 
 class Norms(NamedTuple):
-    """Shift, and log2 of the normaliser, of a student's row (q) and a teacher's row (p).
+    """The shift and the log2 of the normaliser, for a student's row (q) and a teacher's row (p).
 
     For a logit y of the student, log2 of its probability is (y - shift_q) · rate - log_q, where
     rate is log2 e / temperature.
@@ -98,10 +99,10 @@ def _second_sweep(
 @triton.jit
 def _divergence(of_q, of_p, s_q, s_p, blend):
     """Returns the JSD of a row in nats, from the student's and the teacher's sum in bits."""
-    # If all logits of the student's or the teacher's row are -inf, `bits` returns inf for its
-    # normaliser, and 0 · inf makes the divergence NaN.
+    # If all logits of the student's or the teacher's row are -inf, `bits` returns inf for the row's
+    # normaliser, and the term 0 · inf makes the divergence NaN.
     value = ((1.0 - blend) * of_q + blend * of_p) * LN2 + 0.0 * (bits(s_q) + bits(s_p))
-    # A negative value is a rounding error. NaN stays NaN.
+    # A negative divergence is a rounding error, and is set to 0. NaN stays NaN.
     return tl.where(value < 0, 0.0, value)
 
 
@@ -120,8 +121,8 @@ def _jsd_fwd_kernel(
 ):  # fmt: skip
     """Each program computes one whole row.
 
-    This kernel is used for short rows, for known normalisers, and if programs must not wait for
-    each other.
+    This kernel is used if rows are short, if the normalisers are known, or if programs must not
+    wait for each other.
     """
     row = tl.program_id(0)
     if ignore_index is not None:
@@ -235,7 +236,7 @@ def read_jsd(
 ) -> None:  # fmt: skip
     """Writes the divergence of each row to `value`, and the state of each row to `state`.
 
-    If `known`, the state already holds everything except the mean.
+    If `known`, `state` already holds the shifts and the normalisers, and only the mean is added.
     """
     tensor, number = temperature_of(reading)
     options = reading.softcap, safe_beta(beta), None if label is None else reading.ignore_index

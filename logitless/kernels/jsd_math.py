@@ -12,7 +12,7 @@ def bits(s):
     """Returns log2 s, where s is the normaliser of a row.
 
     If all logits of a row are -inf, s is 0, and the result is inf. Therefore all log-probabilities
-    of such a row are -inf, and all probabilities are 0.
+    of a row of -inf are -inf, and all probabilities are 0.
     """
     return tl.log2(tl.where(s == 0, INF, s))
 
@@ -39,9 +39,9 @@ def mixture(log_q, log_p, beta, IN: tl.constexpr):
 
     The results are computed from max(p, q) and from share = min(p, q) / max(p, q). The ratio of the
     mixture M to max(p, q) is at most 1, and at least the weight of max(p, q) in M, which is β or
-    1 - β. If p = q, this ratio is exactly 1. The difference log2 min(p, q) - log2 max(p, q) is
-    clamped to at least -1000. If log p and log q are both -inf, their difference is NaN, and is
-    also set to -1000.
+    1 - β. If p = q, the ratio of M to max(p, q) is exactly 1. The difference log2 min(p, q) - log2
+    max(p, q) is clamped to at least -1000. If log p and log q are both -inf, their difference is
+    NaN, and is also set to -1000.
     """
     top = tl.maximum(log_q, log_p)
     fall = tl.minimum(log_q, log_p) - top

@@ -1,4 +1,4 @@
-"""The gradient of a loss without ids, with one program per row and block.
+"""The gradient of a loss without ids. Each program computes one block of one row.
 
 Losses with ids, or with the log-probability of the label at temperature 1, use ids_bwd.py.
 """
@@ -35,7 +35,7 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # rows of X and DX start equally far from a 16-byte boundary
+    x_aligned: bool  # each row starts at the same address modulo 16 in X and DX
     step_c: int  # elements between rows of COEF; 0 if COEF has a single row
     step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
     step_f: int  # elements between rows of FACTOR; 0 if all rows share one number

@@ -3,8 +3,8 @@
 Triton inspects every argument of a launch to find the matching compiled kernel. For many kernels,
 inspecting the arguments takes as much time on the host as the kernel takes on the GPU. A `Launch`
 holds the arguments that are the same in every call: the kernel, its grid, its sizes and its
-constants. A cached function of shapes and options builds each Launch once. A Launch also keeps the
-compiled kernel and calls the entry point of the compiled kernel with bare addresses.
+constants. Each Launch is built once, by a cached function of shapes and options. A Launch also
+keeps the compiled kernel and calls the entry point of the compiled kernel with bare addresses.
 
 Triton compiles a kernel once per combination of dtypes and alignments. An address is aligned if it
 is a multiple of 16 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore every
@@ -31,7 +31,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-REMEMBERED = 1024  # entries in each cache of launches and plans
+REMEMBERED = 1024  # largest number of entries in each cache of launches or plans
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -80,15 +80,15 @@ class Launch:
         self.compiled: dict[tuple, tuple] = {}
 
     def __call__(self, *tensors: Tensor | TensorDescriptor | None) -> None:
-        """Launches on the GPU of the first tensor, which must not be a descriptor."""
+        """Launches on the GPU of the first argument, which must be a Tensor."""
         device = tensors[0].device  # pyright: ignore
         types = (device, *[
             t if t is None else t.base.dtype if t.__class__ is TensorDescriptor else t.dtype
             for t in tensors
         ])  # fmt: skip
         compiled = self.compiled.get(types)
-        # Triton has launch hooks while a profiler is active. Hooks are called only by a launch
-        # through Triton.
+        # A profiler installs launch hooks in Triton. Only a launch through Triton calls the hooks,
+        # so every launch goes through Triton while a profiler is active.
         if compiled is None or knobs.runtime.launch_enter_hook.calls:
             self.compile(types, tensors)
             return
@@ -107,8 +107,8 @@ class Launch:
     def compile(self, types: tuple, tensors: Sequence) -> None:
         """Launches the kernel through Triton, and keeps the compiled kernel for later calls.
 
-        FMA contraction is always enabled, because all GPU tests and measurements used FMA
-        contraction. Triton 3.10 changes the default of FMA contraction.
+        FMA contraction is enabled explicitly, because Triton 3.10 changes the default, and because
+        all GPU tests and measurements used FMA contraction.
         """
         with on(tensors[0].device):
             compiled = self.kernel[self.programs](
@@ -116,13 +116,14 @@ class Launch:
                 num_warps=self.num_warps, enable_fp_fusion=True, **self.limit,
             )  # fmt: skip
         if isinstance(compiled, CompiledKernel):  # Triton's interpreter returns no kernel
-            # `run` must be read before `function`, because reading `run` loads the function.
+            # The attribute `run` must be read before the attribute `function`, because reading
+            # `run` loads the function.
             start = compiled.run
             self.compiled[types] = start, compiled.function, compiled.packed_metadata
 
 
 def on(device: torch.device):
-    """Returns a context manager that makes this GPU the current GPU."""
+    """Returns a context manager that makes the GPU `device` the current GPU."""
     if device.type == "cpu" or device.index == torch.accelerator.current_device_index():
         return _CURRENT
     return torch.get_device_module(device).device(device)

@@ -3,10 +3,10 @@
 A kernel finds its rows by the two row strides of a (B, T, V) view. Logits are copied if they have
 no (B, T, V) view with contiguous rows.
 
-A row may start between two 16-byte boundaries. A kernel reads a row as a `body` of whole 16-byte
-packs and a `fringe`. The fringe is the columns before and after the body. The fringe has less than
-one pack of columns on each side of the body. Therefore a kernel loads the body 16 bytes at a time
-for any row stride. The fringe is loaded as one tile of two packs.
+A row can start between two 16-byte boundaries. A pack is 16 bytes that start on a 16-byte boundary.
+The body of a row is all whole packs of the row. A kernel loads the body 16 bytes at a time, for any
+row stride. The fringe of a row is the columns before and after the body, which are less than one
+pack on each side. A kernel loads the fringe as one tile of two packs.
 """
 
 import functools
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     rows_t: int
     stride_b: int
     stride_t: int
-    lead: int  # elements between a 16-byte boundary and row 0
+    lead: int  # elements from the last 16-byte boundary to the start of row 0
     pack: int  # elements in 16 bytes
 
     @property
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
         return not any(step % self.pack for step in (self.lead, self.stride_b, self.stride_t))
 
     def aligned_like(self, other: "Rows") -> bool:
-        """Whether rows of `self` and of `other` start equally far from a 16-byte boundary."""
+        """Whether each row starts at the same address modulo 16 in `self` and in `other`."""
         if self.starts_aligned and other.starts_aligned:
             return True
         return (
@@ -66,7 +66,7 @@ class Rows(NamedTuple):
         return self._replace(stride_b=self.rows_t * self.vocab, stride_t=self.vocab, lead=0)
 
     def written_to(self, place: "Place | None") -> "Rows":
-        """The layout of the gradient's rows in `place`, or in new memory if `place` is None."""
+        """The layout of a gradient in the memory `place`, or in new memory if `place` is None."""
         if place is None:
             return self.dense()
         offset, strides, itemsize = place
@@ -78,11 +78,11 @@ class Rows(NamedTuple):
         return rows
 
 
-# A Place describes the memory for a gradient by three fields: the number of bytes after a 16-byte
-# boundary, the strides, and the number of bytes per element. If the gradient has at least as many
-# bytes per element as x, the memory must be contiguous. If the gradient has fewer bytes per element
-# than x, every row must start on a 16-byte boundary. A Place is a plain tuple, because every call
-# builds a Place and a tuple costs less than a NamedTuple.
+# A Place describes the memory for a gradient by three numbers or tuples: the address modulo 16, the
+# strides, and the number of bytes per element. If the gradient has at least as many bytes per
+# element as x, the memory must be contiguous. If the gradient has fewer bytes per element than x,
+# every row must start on a 16-byte boundary. A Place is a plain tuple, because every call builds a
+# Place and a tuple costs less than a NamedTuple.
 Place = tuple[int, tuple[int, ...], int]
 
 
@@ -142,7 +142,7 @@ def numbers(t: Tensor | None) -> tuple[Tensor | None, int]:
 def row_offset(row, rows_t, stride_b, stride_t):
     """Returns the offset of a row in a (B, T, V) view, in elements.
 
-    The offset is int64, because a view may have more than 2^31 elements.
+    The offset is int64, because a view can have more than 2^31 elements.
     """
     return (row // rows_t).to(tl.int64) * stride_b + (row % rows_t).to(tl.int64) * stride_t
 
@@ -151,8 +151,8 @@ def row_offset(row, rows_t, stride_b, stride_t):
 def split_row(offset, V, lead, PACK: tl.constexpr, ALIGNED: tl.constexpr):
     """Returns (head, body).
 
-    `head` is the number of elements before the first 16-byte boundary. `body` is the number of
-    elements in whole packs.
+    `head` is the number of elements of the row before the first 16-byte boundary. `body` is the
+    number of elements in the whole packs that follow.
     """
     head = 0
     body = V

@@ -34,7 +34,7 @@ from .state import field
 class Constants:
     """The constants that the kernels are compiled for."""
 
-    has: tuple[str, ...]  # names of the coefficients in use, and "second"
+    has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
     layout: HeadLayout
     block_n: int
     block_v: int
@@ -55,7 +55,7 @@ class _Pairs(NamedTuple):
 
 @triton.jit
 def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, USED: tl.constexpr):
-    """Loads a field of TERMS for some rows, (1, rows) or (rows, 1). Returns 0 if not USED."""
+    """Loads a field of TERMS for some rows, and adds the axis AXIS. Returns 0 if not USED."""
     if USED:
         if mask is None:
             t = tl.load(TERMS + FIELD * N + rows)
@@ -68,7 +68,7 @@ def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, U
 
 @triton.jit
 def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexpr):
-    """Returns the Terms of some rows. A row whose mask is False gets a gradient of 0.
+    """Returns the Terms of some rows. The Terms of a masked row give a gradient of 0.
 
     `rate` is one number for all rows, or None if each row has its own temperature. The field
     `softcap` is 0, because a function of Triton 3.6 cannot return None.
@@ -101,10 +101,11 @@ def _gradient(
     x, CLASS_WEIGHT, rows, cols, mask, terms, softcap, pairs, pair, place, here,
     HAS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the gradient of a tile of logits, the next pair, and the place of that pair's tile.
+    """Returns the gradient of a tile of logits, the next pair, and the place of the pair's tile.
 
     `rows` and `cols` broadcast with x. `here` is the place of this tile (see Order). `pair` is the
-    first pair in this tile or in a later tile, and `place` is the place of that tile.
+    index of the first pair in this tile or in a later tile, and `place` is the place of the tile of
+    this pair.
     """
     y, slope = capped(x, softcap)
     dz = dz_of(y, CLASS_WEIGHT, cols, mask, terms.c0, 0.0, terms, HAS)
@@ -133,7 +134,7 @@ class _Hidden(NamedTuple):
     CLASS_WEIGHT: tl.tensor  # a pointer or None
     V: tl.tensor
     softcap: tl.tensor  # a number or None
-    begin: tl.tensor  # the place of the tile of column 0
+    begin: tl.tensor  # the place (see Order in narrow_terms.py) of the tile at column 0
 
 
 @triton.jit
@@ -221,7 +222,7 @@ class _Weight(NamedTuple):
     N: tl.tensor
     rate: tl.tensor  # a number or None
     softcap: tl.tensor  # a number or None
-    begin: tl.tensor  # the place of the tile of row 0
+    begin: tl.tensor  # the place (see Order in narrow_terms.py) of the tile at row 0
 
 
 @triton.jit

@@ -165,11 +165,11 @@ class _PickConstants:
 
 @triton.jit
 def _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS: tl.constexpr):
-    """Returns y at the ids, limited to `top`, the max of the row.
+    """Returns min(y, top) at the ids, where y are the logits, and `top` is the max of the row.
 
-    Each y is a sum over D, and may differ by a rounding error from the sum in the kernel that
-    computed the max. Without the limit, y could be larger than the max of its row, and log p could
-    be larger than 0.
+    Each y is a sum over D. Another kernel computed the max from the same sums, but can have rounded
+    them differently. Without the min, y could be larger than the max of its row, and log p could be
+    larger than 0.
     """
     offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
     first = WEIGHT + ids.to(tl.int64) * layout(CONSTANTS, "stride_w")
@@ -203,7 +203,7 @@ def _narrow_pick_kernel(
     softcap, ignore_index,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes y at the label to the first split, and y at the ids to PICKED, one row per program.
+    """Each program writes the y of one row: at the label to the first split, at the ids to PICKED.
 
     y is 0 for an id outside the vocabulary, and for every id of an ignored row.
     """
@@ -253,7 +253,7 @@ def narrow_partial(
     cut = config.narrow("fwd", where.block_d, size, memory, heavy)
     cut = config.narrow_splits(cut, N, V, D, config.processors(device))
     tiles, fields = config.ceil_div(N, cut.block_n), _contract.part_width(*sums)
-    # The kernel writes whole tiles, so the last tile may end after row N.
+    # The kernel writes whole tiles, so the last tile can end after row N.
     shape = (tiles * cut.block_n, fields, cut.splits)
     state = torch.empty(shape, device=device, dtype=torch.float32)
     K = reading.ids_per_row

@@ -22,16 +22,16 @@ def narrow_gradients(
     reading: Reading,
     state: Tensor,  # (N, STATE)
     coefficients: Coefficients,
-    upstream: Tensor,  # () or (...)
-    factor: Tensor | None,  # () or N numbers
+    upstream: Tensor,  # one number, or one number per row
+    factor: Tensor | None,  # one number, or one number per row
     d_hidden: Tensor | None,  # (N, D), contiguous
     d_weight: Tensor | None,  # (V, D), with contiguous rows
     d_bias: Tensor | None,  # (V,), fp32
     adds: bool = False,  # whether the gradient of the weight is added to d_weight
 ) -> None:
-    """Writes the gradients of a head to d_hidden, d_weight and d_bias, except those that are None.
+    """Writes the gradients of a head to d_hidden, d_weight and d_bias. None skips a gradient.
 
-    `state` holds the statistics of the logits.
+    `state` is the field `state` of the Statistics of the logits.
     """
     (N, D), V, where = hidden.shape, len(weight), layout_of(hidden, weight)
     by_rows, by_columns = _cuts(hidden, V, where, reading, coefficients.has)

@@ -1,12 +1,12 @@
 """Computes the inputs of the backward of a narrow head: terms per row, and pairs of row and column.
 
-The terms of a row are the numbers in the formula of bwd_tile.py, which is used for every tile. A
-label or id changes the gradient of one logit only. A pair holds the row and column of this logit,
-and the number g that is added to its gradient. The pairs are sorted by the tile that contains them.
-So a kernel that visits tiles in order finds the pairs of a tile by one comparison. The kernel adds
-a pair's number g to the gradient of the tile before the gradient is rounded to 16 bits. For
-example, the gradient p - 1 at a label would lose its precision for p near 1, if p were rounded
-first.
+The terms of a row are the numbers that the gradient formula of bwd_tile.py needs for the row. A
+label or an id adds a number g to the gradient of a single logit. A pair holds the row and column of
+the logit, and the number g. The pairs are sorted by the tile that contains them. Therefore a kernel
+that visits the tiles in the same order finds out by one comparison whether a tile contains pairs.
+The kernel adds a pair's number g to the gradient of the tile before the gradient is rounded to 16
+bits. For example, the gradient p - 1 at a label would lose its precision for p near 1, if p were
+rounded first.
 """
 
 import functools
@@ -28,7 +28,7 @@ from .numerics import INF, LOG2E, NO_ID, inverse_temperature, load, only_if
 from .profiling import profiled
 from .state import STATE_WIDTH, field, is_live, load_label
 
-# Fields of the terms, (TERMS, N).
+# The fields of a row's terms, which are stored in a tensor of shape (TERMS, N).
 TERM_SHIFT = tl.constexpr(0)
 TERM_C0 = tl.constexpr(1)
 TERM_RATE = tl.constexpr(2)
@@ -36,15 +36,15 @@ TERM_C1 = tl.constexpr(3)
 TERM_LOGPROB_T1 = tl.constexpr(4)
 TERM_G_C = tl.constexpr(5)
 TERMS = 6
-NO_TILE = tl.constexpr(2**62)  # the place of an invalid or ignored pair, after all tiles
+NO_TILE = tl.constexpr(2**62)  # the place (see Order) of invalid and ignored pairs, after all tiles
 
 
 class Order(NamedTuple):
     """The order in which the programs of a kernel visit tiles of logits.
 
-    A program visits `count` tiles. The place of a tile in this order is i · step + j, where i and j
-    count tiles along rows and columns. If `by_rows`, i counts tiles along the rows, and j counts
-    tiles along the columns. Otherwise, i counts tiles along the columns, and j counts tiles along
+    A program visits `count` tiles. The place of a tile is its position in this order, and equals
+    i · step + j. If `by_rows`, i is the index of the tile along the rows, and j is the index of the
+    tile along the columns. Otherwise, i is the index along the columns, and j is the index along
     the rows.
     """
 
@@ -57,7 +57,7 @@ class Order(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Pairs of row and column (see above), in the order in which one kernel visits tiles."""
+    """Pairs of row and column, sorted by the order in which one kernel visits the tiles."""
 
     first: Tensor  # (programs,), the first pair of each program
     places: Tensor  # (P,), the place of each pair's tile, sorted
@@ -71,12 +71,12 @@ class Pairs(NamedTuple):
 class _Constants:
     """The constants that the kernel is compiled for."""
 
-    has: tuple[str, ...]  # names of the coefficients in use, and "second"
+    has: tuple[str, ...]  # names of the coefficients in use, and "second" if needed (see `uses`)
     step_c: int  # elements between rows of COEF; 0 if COEF has a single row
     step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
     step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
     block_k: int
-    orders: tuple[tuple[int, int, bool], ...]  # the first fields of each Order
+    orders: tuple[tuple[int, int, bool], ...]  # block_n, block_v and by_rows of each Order
 
 
 @triton.constexpr_function
@@ -123,9 +123,10 @@ def _narrow_terms_kernel(
     temperature, N, V, K, slots, step_0, step_1, ignore_index,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Computes one row per program.
+    """Each program computes the terms and the pairs of one row.
 
-    An ignored row gets a gradient of 0. If the label or an id is invalid, the gradient is NaN.
+    The results make the gradient of an ignored row 0, and the gradient of a row with an invalid
+    label or id NaN.
     """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     row = tl.program_id(0).to(tl.int64)
@@ -175,8 +176,8 @@ def terms_of(
     reading: Reading,
     state: Tensor,  # (N, STATE)
     coefficients: Coefficients,
-    upstream: Tensor,  # () or (...)
-    factor: Tensor | None,  # () or N numbers
+    upstream: Tensor,  # one number, or one number per row
+    factor: Tensor | None,  # one number, or one number per row
     vocab: int,
     orders: tuple[Order, ...],
 ) -> tuple[Tensor, list[Pairs | None], tuple[str, ...]]:

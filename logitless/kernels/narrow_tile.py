@@ -1,9 +1,10 @@
 """Tiles of a narrow head: the logits of some rows and columns, which stay on the chip.
 
-A head is narrow if the whole width D of its hidden states fits into one tile. Then one product of a
-tile of hidden states (rows, D) and a tile of the weight (columns, D) is a finished tile of logits.
-If D is small, computing logits again can take less time than writing logits to memory. The width of
-tiles is D padded to a power of two of at least 16, because `tl.dot` requires 16.
+A head is narrow if the whole width D of its hidden states fits into one tile. For a narrow head, a
+single product of a tile of hidden states (rows, D) and a tile of the weight (columns, D) gives a
+finished tile of logits. If D is small, computing logits again can take less time than writing
+logits to memory. The width of tiles is D padded to a power of two of at least 16, because `tl.dot`
+requires 16.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from .numerics import load
 from .state import field
 
 UPCAST = tl.constexpr(knobs.runtime.interpret)  # the interpreter cannot multiply bf16
-# {bytes per element: largest width D}. Wider tiles do not fit into the registers.
+# The largest width D of a narrow head, for each number of bytes per element. Wider tiles do not fit
+# into the registers.
 MAX_WIDTH = {2: 512, 4: 64}
 
 
@@ -70,13 +72,13 @@ def load_rows(
 
 @triton.constexpr_function
 def layout(constants, name):
-    """Returns one number of the HeadLayout in the dataclass CONSTANTS."""
+    """Returns the field `name` of the HeadLayout in the dataclass CONSTANTS."""
     return getattr(constants.layout, name)
 
 
 @triton.jit
 def load_hidden(P, start, count, ALL_ROWS: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Returns the hidden states of BLOCK_N rows from `start` on, (BLOCK_N, BLOCK_D)."""
+    """Returns the hidden states of BLOCK_N rows from `start` on, in shape (BLOCK_N, BLOCK_D)."""
     return load_rows(
         P, start, count, layout(CONSTANTS, "stride_h"), layout(CONSTANTS, "width"),
         field(CONSTANTS, "block_n"), layout(CONSTANTS, "block_d"), ALL_ROWS,
@@ -88,7 +90,7 @@ def load_hidden(P, start, count, ALL_ROWS: tl.constexpr, CONSTANTS: tl.constexpr
 def load_weight(
     P, start, count, BLOCK: tl.constexpr, ALL_ROWS: tl.constexpr, CONSTANTS: tl.constexpr
 ):  # fmt: skip
-    """Returns the weight of BLOCK columns of logits from `start` on, (BLOCK, BLOCK_D)."""
+    """Returns the rows [start, start + BLOCK) of the weight, in shape (BLOCK, BLOCK_D)."""
     return load_rows(
         P, start, count, layout(CONSTANTS, "stride_w"), layout(CONSTANTS, "width"),
         BLOCK, layout(CONSTANTS, "block_d"), ALL_ROWS, layout(CONSTANTS, "w_aligned"),

@@ -2,8 +2,8 @@
 
 Each logit is read from memory once. Several programs share a row. Each program computes the max m
 and the normaliser s of its split, publishes (m, s), and waits for (m, s) of the other splits
-(program_exchange.py). Then the program writes the gradient of its split. The second read of the
-split comes from the L1 cache.
+(program_exchange.py). Then the program reads its split again, from the L1 cache, and writes the
+gradient of the split.
 """
 
 import functools
@@ -36,8 +36,8 @@ from .reduce import row_block
 from .state import field, fold_span, pack_of
 
 HAS = tl.constexpr(("a", "label"))
-# For a mean, every program counts the rows that are not ignored, from the labels. Counting is fast
-# enough for at most MAX_COUNTED rows, because the labels are cached.
+# For a mean, every program reads all labels and counts the rows that are not ignored. Up to
+# MAX_COUNTED rows, counting is fast enough, because the labels are in the cache.
 MAX_COUNTED = 4096
 
 
@@ -46,7 +46,7 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # rows of X and DX start equally far from a 16-byte boundary
+    x_aligned: bool  # each row starts at the same address modulo 16 in X and DX
     step_c: int  # elements between rows of COEF; 0 if COEF has a single row
     step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
     mean: bool

@@ -19,7 +19,7 @@ NO_ID = tl.constexpr(NO_ID_)  # the id of an empty slot
 
 @triton.jit
 def load(P, at, mask):
-    """Loads P[at], or 0 where the mask is False. A mask of None costs no instruction."""
+    """Loads P[at], or 0 where the mask is False. If the mask is None, the load is not masked."""
     if mask is not None:
         return tl.load(P + at, mask=mask, other=0.0)
     else:
@@ -83,7 +83,7 @@ def _tanh(u, IN: tl.constexpr):
 def _rounded_product(a, b):
     """Returns a · b, rounded to fp32 before any further arithmetic.
 
-    The compiler may contract a product y = a · b and a later difference y - max(y) into one fused
+    The compiler can contract a product y = a · b and a later difference y - max(y) into one fused
     multiply-add. The fused multiply-add does not round y, but max(y) is rounded. Then y - max(y)
     would not be exactly 0 at the max, and dividing this difference by a temperature of 1e-12 would
     make the exponent infinite.
@@ -121,5 +121,5 @@ def finite(m):
 
 @triton.jit
 def move(m, m_new, s):
-    """Returns the old max m minus the new max m_new of a row, or 0 for an empty state."""
+    """Returns the old max m minus the new max m_new of a row, or 0 if the old sum s is 0."""
     return tl.where((m == m_new) | (s == 0), 0.0, tl.maximum(m - m_new, -1e38))

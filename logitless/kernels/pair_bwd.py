@@ -9,9 +9,9 @@ of the student's logits z is:
     JSD              (1-β) q (log(q/M) - Σ q log(q/M))
 
 In these formulas, q is the student's probability, p is the teacher's probability, v is the target
-of soft cross-entropy, and M = βp + (1-β)q. The kernel divides the gradient of z by the temperature
-and multiplies it by the upstream gradient. `_row_terms` computes the numbers that all columns of a
-row share.
+of soft cross-entropy, and M = βp + (1-β)q. The kernel also divides the gradient by the temperature,
+and multiplies the gradient by the upstream gradient. `_row_terms` computes the numbers that all
+columns of a row share.
 
 If student and teacher are equal, the gradient is exactly 0.
 """
@@ -115,8 +115,8 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     aligned: bool  # every row of DX starts and ends on a 16-byte boundary
-    x_aligned: bool  # rows of X and DX start equally far from a 16-byte boundary
-    t_aligned: bool  # rows of T and DX start equally far from a 16-byte boundary
+    x_aligned: bool  # each row starts at the same address modulo 16 in X and DX
+    t_aligned: bool  # each row starts at the same address modulo 16 in T and DX
     step_u: int  # elements between rows of UPSTREAM; 0 if all rows share one number
     step_f: int  # elements between rows of FACTOR; 0 if all rows share one number
     block_v: int
@@ -184,9 +184,9 @@ def pair_gradient(
     state: Tensor,  # (N, PAIR_STATE), from pair_read
     upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
-    into: Tensor | None = None,  # (..., V), output for the gradient, may be x; None allocates
+    into: Tensor | None = None,  # (..., V), output, can be x; None means a new tensor
 ) -> Tensor:
-    """The gradient of the student's logits, (..., V), in the dtype of the logits."""
+    """Returns the gradient of the student's logits, in the dtype of the logits."""
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if into is None else into
     if dx.numel() == 0:
         return dx

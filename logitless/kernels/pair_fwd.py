@@ -137,7 +137,7 @@ def _pair_fwd_kernel(
             else:
                 mean = state.c / state.s_q
                 value = mean * inv_t + tl.log(state.s_p / state.s_q)
-            # A negative value is a rounding error. NaN stays NaN.
+            # A negative divergence is a rounding error, and is set to 0. NaN stays NaN.
             value = tl.where(value < 0, 0.0, value)
         tl.store(VALUE + row, value)
         save_state(STATE, row, finite(state.m_q), state.s_q, finite(state.m_p), state.s_p, mean)
@@ -147,10 +147,11 @@ def pair_read(
     x: Tensor,  # (..., V)
     reading: Reading,
     pair: Pair,
-    # (N, PAIR_STATE), shift and s of whole rows, for "jsd" of logits that are sharded over ranks
+    # (N, PAIR_STATE), the shifts and normalisers of whole rows. JSD needs `norms` if the logits are
+    # sharded over ranks.
     norms: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the loss of each row, (...), and the state for the backward, (N, PAIR_STATE)."""
+    """Returns the loss of each row, and the state (N, PAIR_STATE) that the backward needs."""
     value = torch.empty(x.shape[:-1], device=x.device, dtype=torch.float32)
     state = torch.empty((value.numel(), PAIR_STATE), device=x.device, dtype=torch.float32)
     if value.numel() == 0:
@@ -167,7 +168,7 @@ def pair_read(
 
 
 def pair_partial(x: Tensor, reading: Reading, pair: Pair) -> Tensor:
-    """Returns the partial state of each row over the columns of x, (N, PAIR_STATE).
+    """Returns the partial state of each row over the columns of x, in shape (N, PAIR_STATE).
 
     pair_state.py describes the partial state.
     """
@@ -184,7 +185,7 @@ def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None) -> tuple[Tenso
     For "jsd", the loss and the mean in the state are 0, because JSD needs another pass.
     """
     value, state = finish_in_torch(partial, kind, inv_t)
-    if inv_t is not None:  # converts the mean from nats to units of y
+    if inv_t is not None:  # converts the mean from nats to the unit of the logits y
         state[:, 4:] /= inv_t
     return value, state
 

@@ -5,17 +5,18 @@ rate = 1 / (temperature ln 2). The student's probabilities q are e_q divided by 
 and the teacher's probabilities p are e_p divided by the normaliser s_p. Kernels use only
 differences to a max, so that a common offset of the logits costs no precision.
 
-The saved state, (N, PAIR_STATE), holds five numbers per row: shift and normaliser of the student,
-shift and normaliser of the teacher, and an expectation under the student's probabilities. A shift
-is the max, or 0 if the max is infinite. For reverse KL, the kernels save the expectation of the
-student's d minus the teacher's d, which is not divided by the temperature. For JSD, the kernels
-save the expectation of log2(q / M), in bits, where q is the student, and M is the mixture of
-student and teacher. For other losses, the expectation is 0. eager/pair.py saves the expectation in
-nats. The units may differ, because each backend reads only its own state.
+The saved state has shape (N, PAIR_STATE) and holds five numbers per row: shift and normaliser of
+the student, shift and normaliser of the teacher, and an expectation under the student's
+probabilities. A shift is the max, or 0 if the max is infinite. For reverse KL, the kernels save the
+expectation of the student's d minus the teacher's d, which is not divided by the temperature. For
+JSD, the kernels save the expectation of log2(q / M), in bits, where q is the student, and M is the
+mixture of student and teacher. For other losses, the expectation is 0. eager/pair.py saves the
+expectation in nats. The backends can use different units, because each backend reads only its own
+state.
 
 A partial state (`pair_partial`), which covers only some columns of a row, holds the max instead of
 the shift, and a sum instead of the expectation. In both backends, the sum in a partial state is in
-nats, because ranks merge partial states.
+nats, because one function, `merge_pairs` of eager/pair.py, merges the partial states of the ranks.
 """
 
 import functools
@@ -103,7 +104,7 @@ def target(both, at, mask):
 
 @triton.jit
 def extend(m, y, rate):
-    """Returns the new max, its change, and the block's differences d and exponentials e.
+    """Returns the new max, the change of the max, and the block's d = y - max and e = 2^(d·rate).
 
     The change is 0 if the old max is -inf.
     """
@@ -118,7 +119,7 @@ def walk_both(
     f: tl.constexpr, state, row, head, body, lo, hi,
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Folds f over the columns of student and teacher by layout.walk.
+    """Folds f over the columns of student and teacher, with the function `walk` of layout.py.
 
     The fringe tile is as wide as a block, because each lane of a block has its own sums.
     """
@@ -212,7 +213,7 @@ def contiguous(t: Tensor | None) -> Tensor | None:
 
 
 def temperature_of(reading: Reading) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
-    """Returns the temperature as arguments of a launch, (tensors, numbers).
+    """Returns the temperature as arguments of a launch: a tuple of tensors, and a tuple of numbers.
 
     One temperature per row is passed as the last tensor of a launch. A single temperature is passed
     as the first number of a launch.

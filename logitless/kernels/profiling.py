@@ -19,7 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 Arguments = dict[str, Any]  # the arguments of one launch, by parameter name
 
-# A kernel's name contains the dtype of the first of these parameters that the kernel has.
+# The name of a kernel contains the dtype of one parameter: the first name in LOGITS that is a
+# parameter of the kernel.
 LOGITS = ("X", "STUDENT", "DX", "HIDDEN")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

@@ -3,15 +3,16 @@
 Each split of a row has one 64-bit integer in memory, which is initially 0. A program packs the max
 m and the normaliser s of its split, two fp32 numbers, into this integer. The program then waits
 until the integers of all splits are written, and computes max and normaliser of the whole row.
-Meanwhile, the program's split stays in the L1 cache.
+While the program waits, its split stays in the L1 cache.
 
 The exchange is free of deadlocks if programs start in the order of their ids, and if all programs
 of one row fit on the GPU together. Under these two conditions, all programs of the oldest
 unfinished row are always running, and no program waits forever. A row has at most MAX_PROGRAMS
 programs. In Triton's interpreter, programs must not share a row, because the interpreter runs one
-program after another. On a GPU that is partitioned or shared with other processes, programs may
-start in another order, or may not fit on the GPU together. With LOGITLESS_WAITING=0, programs do
-not wait for each other, and the kernels read every row twice instead.
+program after another. On a GPU that is partitioned or shared with other processes, programs can
+start in another order, and there can be too little room for all programs of a row. With
+LOGITLESS_WAITING=0, programs do not wait for each other, and the kernels read every row twice
+instead.
 """
 
 import os
@@ -23,12 +24,12 @@ import triton.language as tl
 from .numerics import move
 
 EMPTY = tl.constexpr(-(0x00800000 << 32))  # max -inf and normaliser 0, packed
-MAX_PROGRAMS = 64  # largest number of programs that may share a row
+MAX_PROGRAMS = 64  # largest number of programs that can share a row
 WAITING = os.environ.get("LOGITLESS_WAITING", "1") != "0"  # read once, when the module is imported
 
 
 def may_wait(programs: int, device: torch.device) -> bool:
-    """Whether this number of programs may share a row and wait for each other."""
+    """Whether this number of programs is allowed to share a row and wait for each other."""
     return programs == 1 or (WAITING and programs <= MAX_PROGRAMS and device.type != "cpu")
 
 

@@ -1,4 +1,4 @@
-"""Multiplies each row by a number, in place. Rows whose factor is 1 are not read."""
+"""Multiplies each row by a number, in place. Rows that are multiplied by 1 are not read."""
 
 import functools
 

@@ -1,17 +1,18 @@
 """Computes a divergence over the K slots of each row, and its gradient, in one pass.
 
 A sparse teacher has K numbers log p per row, and the student has K numbers log q. Each slot adds a
-term f to the divergence. The derivative g = ∂f / ∂log q of this term is added to the gradient. The
-probabilities p and q of a row need not sum to 1. Each divergence has its own f and g:
+term f to the divergence. The gradient of the divergence with respect to log q of the slot is
+g = ∂f / ∂log q. The probabilities p and q of a row need not sum to 1. Each divergence has its own f
+and g:
 
     "forward_kl" has f = p log(p/q) and g = -p.
     "reverse_kl" has f = q log(q/p) and g = f + q.
     "jsd" has f = β p log(p/M) + (1-β) q log(q/M) and g = (1-β) q log(q/M).
     "tvd" has f = ½ |p - q| and g = ½ q sign(q - p).
 
-For "jsd", M = βp + (1-β)q is the mixture of teacher and student. The support determines the
-normalisation of p and q. P is the sum of the teacher's p, and Q is the sum of the student's q, over
-the slots that are not masked.
+For "jsd", M = βp + (1-β)q is the mixture of teacher and student. The option `support` of a loss
+determines how p and q are normalised. P is the sum of the teacher's p, and Q is the sum of the
+student's q, over the slots that are not masked.
 
     "truncate" compares p and q.
     "tail" compares p and q, with one more slot for the rest of the vocabulary.
@@ -20,12 +21,10 @@ the slots that are not masked.
     "gathered_renorm" compares p and q/Q.
     "gathered" compares p and q/Q, where Q is the sum over all slots.
 
-If the support divides the student's q by the sum Q, the kernel reads the student's logits at the
-slots. For supports with Q, the gradient of the logit at slot k is (g_k - (q_k/Q) Σ
-g) / temperature, where g are the derivatives with respect to the slots' log-probabilities. If the
-support does not use Q, the kernel reads log q of the softmax over the whole row. For supports
-without Q, the coefficient a of the row (see bwd_tile.py) is -Σ g, the negative sum of the
-derivatives.
+Three supports divide the student's q by the sum Q. For these three supports, the kernel reads the
+student's logits at the slots. The gradient of the logit at slot k is (g_k - G q_k/Q) / temperature,
+where G is the sum of g over all slots. For the other supports, the kernel reads log q of the
+softmax over the whole row. The coefficient a of the row (see bwd_tile.py) is then -G.
 
 All divergences except "tvd" multiply a probability by a logarithm. If the probability is 0, the
 product counts as 0, even if the logarithm is infinite. For example, p log(p/q) is 0 if p = 0, for
@@ -131,7 +130,7 @@ def _terms(log_p, p, log_q, q, beta, DIVERGENCE: tl.constexpr):
 
 @triton.jit
 def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE: tl.constexpr):
-    """Returns the term f, its derivative g, and log q of the slot for the rest of the vocabulary.
+    """Returns f, g and log q of an additional slot, which stands for the rest of the vocabulary.
 
     f and g are 0 in rows that are ignored, and in rows whose slots are all masked.
     """
@@ -140,8 +139,8 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
         log_p_tail = load(TEACHER_TAIL, row, counts).to(tl.float32)
     else:
         log_p_tail = _rest(log_p, p, k)
-    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is also treated as empty,
-    # because such a small tail may be a 16-bit rounding error.
+    # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too. A
+    # teacher's tail below LOG_ROUNDING can be a 16-bit rounding error.
     no_tail = (log_q_tail == -INF) & (log_p_tail < LOG_ROUNDING)
     log_p_tail = tl.where(no_tail, -INF, log_p_tail)
     f, g = _terms(log_p_tail, tl.exp(log_p_tail), log_q_tail, tl.exp(log_q_tail), beta, DIVERGENCE)
@@ -151,7 +150,7 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
 
 @triton.jit
 def _row_weights(WEIGHT, row, live, kd_weight):
-    """Returns the factor of each row's divergence, or 0 for ignored rows."""
+    """Returns the number that multiplies each row's divergence, or 0 for ignored rows."""
     if WEIGHT is not None:
         weight = tl.load(WEIGHT + row, mask=live, other=0.0).to(tl.float32)
         return kd_weight * weight
@@ -249,14 +248,14 @@ def _slot_divergence_kernel(
 
 
 def slots(
-    student: Tensor,  # (..., K), log q, or logits if the support is in RENORM_STUDENT
+    student: Tensor,  # (..., K), log q; but logits for a support in RENORM_STUDENT
     reading: Reading,
     sparse: Slots,
     tail: Tensor | None = None,  # (...), log of the student's mass outside the slots
     logprob_t1: Tensor | None = None,  # (...), log p of the label at temperature 1
     temperature: float | Tensor | None = None,  # temperature of the student's logits, () or (...)
 ) -> tuple[Tensor, Coefficients]:
-    """Returns the loss of each row, (...), and the coefficients of its gradient.
+    """Returns the loss of each row, and the coefficients of the gradient of the loss.
 
     The loss is kd_weight · divergence - ce_weight · logprob_t1. All results are fp32. Rows with
     more than MAX_K slots are computed by eager/slot_divergence.py.
@@ -310,7 +309,7 @@ def _plan(
     ignore_index: int | None, divergence: str, support: str, beta: float, kd_weight: float,
     ce_weight: float,
 ) -> _Plan:  # fmt: skip
-    """Builds a launch plan. Each offset is a number of bytes after a 16-byte boundary.
+    """Builds a launch plan. Each offset is an address modulo 16.
 
     Triton compiles one kernel per alignment of student, teacher and mask, so each alignment needs
     its own plan.

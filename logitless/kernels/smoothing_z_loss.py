@@ -44,7 +44,7 @@ def _cross_entropy_kernel(
     live = mask & is_live(label, ignore_index)
     g = keep  # factor of nll
     if W is not None:
-        # For an invalid label, the weight of any class may be loaded, because nll is NaN.
+        # For an invalid label, the loaded weight does not matter, because nll is NaN.
         v = tl.load(W + tl.minimum(tl.maximum(label, 0), V - 1), mask=live, other=0.0)
         g = keep * v.to(tl.float32)
         if MASS is not None:
@@ -76,7 +76,7 @@ def _cross_entropy_kernel(
 def cross_entropy(
     statistics: Statistics, reading: Reading, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Coefficients]:
-    """Returns the loss of each row, (...), and the coefficients of its gradient."""
+    """Returns the loss of each row, and the coefficients of the gradient of the loss."""
     value, coefs = torch.empty_like(statistics.nll), _zero_coefficients(reading)
     _launch(
         reading, label_smoothing, z_loss, nll=statistics.nll, value=value, coefs=coefs,
@@ -98,7 +98,7 @@ def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
 
 
 def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
-    """Returns the loss of each row, (...): nll times the class weight of the label.
+    """Returns the loss of each row, which is nll times the class weight of the label.
 
     The loss of ignored rows is 0.
     """
@@ -108,7 +108,10 @@ def weighted_nll(nll: Tensor, reading: Reading) -> Tensor:
 
 
 def label_mass(reading: Reading, dtype: torch.dtype) -> Tensor:
-    """Returns the class weight of each row's label, (N,); 0 for ignored rows."""
+    """Returns the class weight of each row's label, or 0 for ignored rows.
+
+    The reading must have class weights.
+    """
     label = reading.label
     mass = torch.empty(label.numel(), device=label.device, dtype=torch.float32)
     _launch(reading, mass=mass)
@@ -126,7 +129,7 @@ def _launch(
     nll: Tensor | None = None, lse: Tensor | None = None, log_total: Tensor | None = None,
     value: Tensor | None = None, coefs: Tensor | None = None, mass: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Launches the kernel, which writes value, coefs and mass, unless they are None."""
+    """Launches the kernel, which writes each of `value`, `coefs` and `mass` that is not None."""
     label, weight, vocab = reading.label, reading.class_weight, reading.vocab
     if label.numel() == 0:
         return

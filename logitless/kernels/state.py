@@ -3,9 +3,9 @@
     m = max y,  s = Σ e^(d/T),  w = Σ d e^(d/T),  c = Σ v (y - ref),  n = Σ v,  where d = y - m
 
 In these formulas, y are the logits after the softcap, T is the temperature, and v are the class
-weights, or 1 without class weights. The number ref is near the mean of the row's logits. Therefore
-the sum of the differences y - ref stays small and exact. The field `block` is the first column of
-the first block that contains the row's max. The field s1 is Σ e^(y - max y), the normaliser at
+weights, or 1 without class weights. The number `ref` is close to the mean of the row's logits, so
+that the sum of the differences y - ref stays small and exact. The field `block` is the first column
+of the first block that contains the row's max. The field `s1` is Σ e^(y - max y), the normaliser at
 temperature 1.
 """
 
@@ -22,7 +22,7 @@ STATE_WIDTH = tl.constexpr(_contract.STATE)
 SHIFT = tl.constexpr(_contract.SHIFT)
 LOG_S = tl.constexpr(_contract.LOG_S)
 LOG_S1 = tl.constexpr(_contract.LOG_S1)
-NOWHERE = tl.constexpr(_contract.NOWHERE)  # marks the absence of a column
+NOWHERE = tl.constexpr(_contract.NOWHERE)  # stands for "no column"
 
 
 class State(NamedTuple):
@@ -79,7 +79,8 @@ def is_live(label, ignore_index):
 def across(t, y):
     """Returns t, which has one number per row, in a shape that broadcasts with y.
 
-    y is a block (columns,) of one row, or a tile (rows, columns).
+    The shape of y is (columns,) for a block of one row, or (rows, columns) for a tile of several
+    rows.
     """
     if len(y.shape) == 2:
         return tl.expand_dims(t, 1)
@@ -94,9 +95,9 @@ def fold_values(
 ):  # fmt: skip
     """Returns the state after reading the columns first + at, whose logits are y.
 
-    y is a block (columns,) of one row, or a tile (rows, columns) of several rows. `top` is the max
-    of y per row. The field `block` becomes `place` in rows where `top` is larger than the previous
-    max.
+    The shape of y is (columns,) for a block of one row, or (rows, columns) for a tile of several
+    rows. `top` is the max of y per row. In rows where `top` is larger than the previous max, the
+    field `block` is set to the argument `place`.
     """
     AXIS: tl.constexpr = len(y.shape) - 1
     block = tl.where(top > state.m, place, state.block)
@@ -107,7 +108,7 @@ def fold_values(
     e = tl.exp2(d * across(rate, y))
     s, w, c, n, s1 = state.s, state.w, state.c, state.n, state.s1
     if ENTROPY:
-        # d is clamped, because d may be -inf where e is 0, and -inf · 0 would be NaN.
+        # d is clamped, because d can be -inf where e is 0, and -inf · 0 would be NaN.
         w = w * scale + moved * (s * scale) + tl.sum(tl.maximum(d, -1e38) * e, axis=AXIS)
     s = s * scale + tl.sum(e, axis=AXIS)
     if SECOND:
@@ -190,9 +191,9 @@ def column_of_max(
     Xrow, state, head, body, V, softcap,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Returns the lowest column with the row's max.
+    """Returns the lowest column whose logit is the row's max.
 
-    To find this column, the kernel rereads the first block that contains the max.
+    To find the lowest column, the kernel rereads the first block that contains the max.
     """
     at = state.block + tl.arange(0, BLOCK_V)
     arg = _leftmost(tl.multiple_of(Xrow + head, 16), at, at < body, head, state.m, softcap)

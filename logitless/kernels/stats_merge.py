@@ -38,7 +38,7 @@ def _merge(
     at, step, mask, rate,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """Returns a row's state, argmax and number ref (state.py), merged from all splits of the row.
+    """Merges all splits of a row, and returns the row's state, argmax and `ref` (see state.py).
 
     `at` points to the first field of each split. The fields of a split are `step` elements apart.
     """
@@ -65,8 +65,9 @@ def _merge(
     if SECOND:
         s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
     if TOTAL:
-        # The merged number ref (see state.py) is the largest ref of the splits that are not empty.
-        # All splits of one launch have the same ref, so that the merge adds no rounding error.
+        # After the merge, `ref` (see state.py) is the largest `ref` of the splits that are not
+        # empty. All splits of one launch have the same `ref`, so that the merge adds no rounding
+        # error.
         ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
         ref = tl.where(ref == -INF, 0.0, ref)
         c = tl.sum(c_p + n_p * (ref_p - ref), axis=0)
@@ -127,8 +128,8 @@ def _stats_merge_kernel(
 def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     """Merges the partial statistics of several splits of the same rows into one split.
 
-    The tensors `picked` of all splits are added. Each id belongs to one split, and the `picked` of
-    the other splits is 0 for this id.
+    The merged tensor `picked` is the sum over all splits. Each id belongs to one split, and the
+    other splits hold 0 for this id.
     """
     splits = several[0].state
     if len(several) > 1:
@@ -160,7 +161,7 @@ def _merge_launch(
 
 
 def constants_of(sums: Sums) -> dict[str, bool]:
-    """Returns the flags of Sums as keyword arguments, which are constants of a kernel."""
+    """Returns the flags in `sums` as keyword arguments, which a kernel takes as constants."""
     return {name.upper(): wanted for name, wanted in sums._asdict().items()}
 
 
@@ -215,9 +216,9 @@ def finish(
 ) -> Statistics:
     """Merges the splits of each row, and returns the statistics of whole rows.
 
-    The splits of each row are along dim 1 of partials.state. `shape` is the shape (...) of the
-    results. If `shape` is None, the results have the leading shape of the reading's label,
-    row_temperature or ids, or (N,) if the reading has none of these three.
+    The splits of each row are along dim 1 of partials.state. `shape` is the shape of a statistic
+    with one number per row. If `shape` is None, the shape is taken from the reading's label,
+    row_temperature or ids, or is (N,) if the reading has none of these three.
     """
     wants, label, ids = reading.wants, reading.label, reading.ids
     temperature = reading.row_temperature

@@ -33,7 +33,7 @@ class Outputs(NamedTuple):
 
 @triton.jit
 def write_row(out, state, arg, ref, row, V, live, inv_t):
-    """Writes the state and the statistics that need no label and no ids.
+    """Writes the state of a row, and the statistics that need neither the label nor the ids.
 
     In ignored rows, the argmax is -1, and all other numbers are 0. Returns the shift and the log of
     the normaliser of the row.
@@ -41,9 +41,8 @@ def write_row(out, state, arg, ref, row, V, live, inv_t):
     shift = finite(state.m)
     log_s = tl.log(state.s)
     at = out.STATE + row.to(tl.int64) * STATE_WIDTH
-    # One store writes the whole state, with 0 in unused fields. If logprob_t1 is requested, the
-    # field LOG_S1 is stored separately. If entropy is requested, the field ENTROPY is stored
-    # separately.
+    # One store writes the fields of the state, with 0 in unused fields. Two fields are stored
+    # separately if they are used: LOG_S1 for logprob_t1, and ENTROPY for entropy.
     j = tl.arange(0, 8)
     mask = j < STATE_WIDTH
     if out.LOGPROB_T1 is not None:
@@ -77,7 +76,7 @@ def write_label(
 ):  # fmt: skip
     """Writes the statistics of a row's label.
 
-    If ONLY, the statistics picked and logprob belong to the label, because there are no ids.
+    If ONLY, there are no ids, and the statistics `picked` and `logprob` are written for the label.
     """
     inside = (label >= 0) & (label < V) & live
     none = tl.where(live, float("nan"), 0.0)

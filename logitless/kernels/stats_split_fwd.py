@@ -1,4 +1,4 @@
-"""Computes partial statistics of splits of rows.
+"""Computes the partial statistics of each split of a row.
 
 Rows are split if several programs share a row, or if ranks share the vocabulary. stats_merge.py
 merges the splits of a row.

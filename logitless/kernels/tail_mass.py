@@ -4,7 +4,7 @@ If the tail is at least ENOUGH, the tail is computed as 1 minus the mass of the 
 below ENOUGH, subtracting the mass of the ids from 1 would lose too many bits. Therefore the kernel
 rereads a row with a tail below ENOUGH, and sums the columns outside the ids relative to the max of
 these columns. A repeated id counts once, because the mass at each slot is divided by the number of
-slots with the same id. Rows without repeated ids skip this division.
+slots with the same id. The division is skipped in rows without repeated ids.
 """
 
 import functools
@@ -64,7 +64,7 @@ def _rank(IDS, ids, offs_k, K, repeated):
 def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
     """Returns the max m of y, and Σ e^((y - m) / temperature), over the columns not in SORTED.
 
-    The last element of SORTED is at least V.
+    The last element of SORTED must be at least V, so that the search for the next id ends.
     """
     m = tl.full((), -INF, tl.float32)
     s = tl.full((), 0.0, tl.float32)
@@ -170,10 +170,10 @@ def write_tail(
     logprob: Tensor,  # (..., K), log p at the ids
     shape: tuple[int, ...],
 ) -> Tensor:
-    """Returns the log of the softmax mass outside the ids, (...).
+    """Returns, for each row, the log of the softmax mass outside the ids.
 
-    The result is NaN for a row with an id outside [0, V) other than NO_ID. The fields TAIL and
-    REPEATS of the state are written too.
+    The result is NaN for a row with an invalid id, which is outside [0, V) and not NO_ID. The
+    fields TAIL and REPEATS of the state are written too.
     """
     K = reading.ids.shape[-1]
     tail = torch.empty(shape, device=x.device, dtype=torch.float32)
@@ -195,9 +195,9 @@ def write_tail(
 
 
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
-    """Returns the log of the softmax mass outside reading.ids, (...).
+    """Returns, for each row, the log of the softmax mass outside reading.ids.
 
-    The function needs the fields state and logprob of `statistics`.
+    The function reads the fields `state` and `logprob` of `statistics`.
     """
     x, rows = rows_of(x)
     state, logprob = statistics.state, statistics.logprob

@@ -3,9 +3,9 @@
 A first kernel reads the rows and keeps a list of the k largest logits (topk_stream.py). If there
 are too few rows to fill the GPU, several programs share a row. A second kernel merges the lists of
 all programs of a row and writes the result. If a row has fewer than k logits above -inf, the list
-is completed with the row's first columns of -inf.
+is completed with the row's first columns whose logit is -inf.
 
-Logits are sorted before the softcap, because the softcap may round two logits to the same number.
+Logits are sorted before the softcap, because the softcap can round two logits to the same number.
 """
 
 import functools
@@ -79,7 +79,7 @@ def _topk_merge_kernel(
     # An entry of the list that is still empty has a logit of -inf.
     y, _ = capped(tl.where(mask_k, logit_of(best), -INF).to(DTYPE), softcap)
     count = tl.sum((mask_k & (best != EMPTY)).to(tl.int32), axis=0)
-    # If fewer than k logits of a row are above -inf, the tail consists of columns of -inf only.
+    # If fewer than k logits of a row are above -inf, all logits of the tail are -inf.
     if count < k:
         m = tl.min(y, axis=0)
         s = tl.where(s == s, 1.0 * (V - k), s)
@@ -106,7 +106,7 @@ def topk(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns ids (..., k), log-probabilities (..., k), and the log mass of other columns (...).
+    """Returns the ids and log-probabilities of the k largest logits, and the log mass of the rest.
 
     Ids are sorted by descending logit. Equal logits are sorted by ascending id. For k > 256,
     eager/topk.py computes the results on the same device, one chunk of rows at a time.
@@ -163,7 +163,7 @@ def _plan(
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """Returns a launch over all splits of all rows, and a launch with one program per row."""
     V, layout = rows.vocab, {"BLOCK_V": cut.block_v, "LOG_K": _log_k(k)}
-    # Blocks start on 16-byte boundaries, so the first block may start up to rows.pack - 1 columns
+    # Blocks start on 16-byte boundaries, so the first block can start up to rows.pack - 1 columns
     # before the row.
     columns = config.ceil_div(V + rows.pack - 1, cut.splits)
     span = config.ceil_div(columns, cut.block_v) * cut.block_v

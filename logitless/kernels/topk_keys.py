@@ -49,11 +49,12 @@ def _places(LOG_K: tl.constexpr):
 def _sort_runs(h, places, runs: tl.constexpr, LOG_K: tl.constexpr):
     """Sorts each run of 2^runs keys in descending order. Each run must be bitonic.
 
-    A bitonic run first rises and then falls, or is a rotation of such a run.
+    A run is bitonic if the run, or a rotation of the run, first rises and then falls.
     """
     for i in tl.static_range(runs):
         # Compares two keys whose indices differ in one bit, and moves the larger key to the lower
-        # index. Overflow of the sum is harmless, because int64 wraps around.
+        # index. The sum of two keys can overflow. The overflow is harmless, because int64 wraps
+        # around.
         other = tl.sum(h, axis=LOG_K - runs + i, keep_dims=True) - h
         second = ((places >> (runs - 1 - i)) & 1) != 0
         h = tl.where((h > other) != second, h, other)

@@ -77,7 +77,7 @@ def _read(Xrow, start, V, softcap, BLOCK_V: tl.constexpr):
 def _set_aside(
     Xrow, Wait, waiting, start, V, threshold, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr
 ):
-    """Appends a block's keys above the threshold to the waiting list.
+    """Appends the keys of a block's logits above the threshold to the waiting list.
 
     The block is read again from the cache, in pieces of BLOCK_S columns, which need few registers.
     Returns the new length of the waiting list.

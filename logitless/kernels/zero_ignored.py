@@ -1,4 +1,4 @@
-"""Copies hidden states, with 0 instead of ignored rows, in one launch."""
+"""Copies hidden states, and writes 0 to the ignored rows of the copy, in one launch."""
 
 import functools
 
@@ -46,7 +46,10 @@ def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
 
 @functools.lru_cache(REMEMBERED)
 def _launch(N: int, D: int, stride: int, offset: int, ignore_index: int) -> Launch:
-    """The kernel is compiled for `offset`, the number of bytes after a 16-byte boundary."""
+    """Returns a Launch for inputs whose address modulo 16 is `offset`.
+
+    Each offset needs its own Launch, because Triton compiles the kernel for the alignment of X.
+    """
     block = min(max(config.ceil_pow2(D), 16), 1024)
     return Launch(
         _zero_ignored_kernel, (N, config.ceil_div(D, block)), (stride, D, ignore_index),
