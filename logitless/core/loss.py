@@ -23,8 +23,8 @@ merges over blocks of a head, and OnChipBackend (heads/on_chip.py) merges over s
 head. See Backend in backend.py.
 
 `flatten` separates the tensors that backward reads from the other fields of a loss, and `rebuild`
-puts the tensors back. `map_tensors` applies one function to each kind of tensor. contract.py
-defines the three kinds: PER_ROW, PER_CLASS and TEACHER.
+puts the tensors back. `map_tensors` applies a different function to each of three kinds of
+tensors: PER_ROW, PER_CLASS and TEACHER (contract.py).
 """
 
 import math

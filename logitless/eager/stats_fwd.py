@@ -275,8 +275,8 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
         picked = torch.stack([partials.picked for partials in several]).sum(0)
     m_split, s = state[..., fields.M], state[..., fields.S]
     m = m_split.amax(1, keepdim=True)
-    # `moved` is the max of a split minus the max of its row. For an empty split, and for a split
-    # whose max is the row's max, `moved` is set to 0, because -inf - (-inf) would be NaN.
+    # `moved` is the max of a split minus the max of its row. `moved` is set to 0 if both are
+    # equal, because inf - inf would be NaN. For an empty split, `moved` is set to 0 too.
     moved = torch.where((s == 0) | (m_split == m), 0.0, m_split - m).clamp_min(-1e38)
     inv_t = inverse_temperature(reading, m)
     scale = (moved if inv_t is None else moved * inv_t).exp()

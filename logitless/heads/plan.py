@@ -11,8 +11,9 @@ gradient of hidden (N, D), which is smaller than the gradient of the weight, is 
 
 The unit of all costs is the time of one GEMM over all logits. A GEMM over SUM_ROWS rows takes as
 long as reading and writing the sum of the weight's gradient. STATISTICS_COST is the cost of reading
-the logits a second time. The number `kept` is the fraction of the logits that a split by columns
-computes only once and keeps in the memory of the weight's gradient (blocks.py).
+the logits a second time. A split by columns computes some logits only once, because the memory
+for the weight's gradient holds these logits until they are needed (blocks.py). The number `kept` is
+the fraction of these logits.
 
     Chunks of n whole rows cost 3 + SUM_ROWS / n.
     Blocks of c columns of all rows cost 4 + STATISTICS_COST - kept + SUM_ROWS / c.
@@ -121,7 +122,7 @@ def choose(work: Work, workspace: int | None, device: str) -> Cut:
     groups = 1
     while work.rows >= groups * TILE:
         rows = -(-work.rows // groups)
-        size = work.itemsize + (4 if work.wide else 0)  # bytes per logit and separate gradient
+        size = work.itemsize + (4 if work.wide else 0)  # bytes of a logit and of its gradient
         columns = even_columns(work.vocab, limit // (rows * size))
         if columns:
             keeps = groups == 1 and work.keeps

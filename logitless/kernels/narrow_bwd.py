@@ -104,8 +104,7 @@ def _gradient(
     """Returns the gradient of a tile of logits, the next pair, and the place of the pair's tile.
 
     `rows` and `cols` broadcast with x. `here` is the place of this tile (see Order). `pair` is the
-    index of the first pair in this tile or in a later tile, and `place` is the place of the tile of
-    this pair.
+    index of the next pair, and `place` is the place of the tile that contains the next pair.
     """
     y, slope = capped(x, softcap)
     dz = dz_of(y, CLASS_WEIGHT, cols, mask, terms.c0, 0.0, terms, HAS)

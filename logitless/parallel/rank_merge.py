@@ -190,7 +190,7 @@ class ColumnBackend:
             # `rest` is log Σ e^(z - max z) over this rank's columns that are not among the k
             # largest. With s = Σ e^(z - max z) over all columns of this rank, `tail` is
             # rest - log s, and logprobs[..., 0] is -log s. If the largest logit is +inf, -log s is
-            # NaN. A `tail` of -inf then means that no other column is +inf.
+            # NaN. If `tail` is -inf, `rest` is -inf too, also if -log s is NaN.
             rest = torch.where(tail == -torch.inf, tail, tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)

@@ -32,7 +32,8 @@ tensors:
     crc         U8  (4 · B)       CRC-32 of each block of 4,096 bytes of the tensors above, in
                                   the order of the file                           (store/blocks.py)
 
-The codes of a row are in ascending order, because the slots are sorted by probability. For codes up
+A larger code means a smaller probability. The codes of a row are in ascending order, because the
+slots are sorted from the largest to the smallest probability. For codes up
 to 223, units(code) is the code itself. For codes from 223 to 253, units(code) is (223 · 2^(0.4 ·
 (code - 223))). Code 254 means p = 0, and code 255 means an empty slot (store/rows.py).
 
@@ -146,7 +147,7 @@ def _sizes(header: Header) -> dict[str, int]:
 
 
 def widths(bits: int) -> list[tuple[int, torch.dtype | None]]:
-    """The width and dtype of each field of an integer, widest first.
+    """The widths of the parts into which an integer is split, and their dtypes, widest first.
 
     The dtype is None for a width below 8 bits.
     """

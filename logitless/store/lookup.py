@@ -166,14 +166,14 @@ class Index:
     def _beginnings(
         self, hashes: Hashes, starts: list[int], limits: list[int]
     ) -> dict[int, list["_Beginning"]]:
-        """For each start, the beginnings whose hashes are in the index, longest first.
+        """Returns, for each start position, the prefixes whose hashes are in the index, longest first.
 
         A start is left out if the index contains no hash of the tokens from the start on.
         """
         if not starts:
             return {}
         begin, limit = torch.tensor(starts)[:, None], torch.tensor(limits)[:, None]
-        # The longest range that the limit allows is tried first, and then shorter beginnings.
+        # The longest prefix that the limit allows is tried first, and then shorter prefixes.
         tried = [max(limits), *beginnings(max(limits))]
         lengths = torch.tensor(tried).minimum(limit)
         found: dict[int, list[_Beginning]] = {}

@@ -115,7 +115,7 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 
 
 def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
-    """Returns KL(p ‖ p̂) of shape (T, n). Here p̂ is a row p after rounding with one of n units."""
+    """Returns KL(p ‖ p̂) of shape (T, n), where p̂ is row p rounded with each of n step sizes."""
     below, p = below[:, None], p[:, None]
     off = below - _codes(below, _unit(steps)[..., None])[1]
     # With the rounding errors `off` of the distances, the decoded row is log p̂ = log p + off - log

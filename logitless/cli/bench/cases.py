@@ -188,7 +188,7 @@ OVER_A_HEAD = [
 def workspaces(targets: dict[int, dict]) -> list[Case]:
     """Cases of cross_entropy over a head, for several workspaces and values of `accumulate`.
 
-    `targets` maps the size of a workspace in MiB to the targets of its case.
+    `targets` maps the size of a workspace in MiB to the times that a case should reach.
     """
     small = [(f"{mib} MiB", {"workspace": mib * MIB}, limit) for mib, limit in targets.items()]
     return [PLAIN_HEAD, *(ALONE(*case, yardstick="3 GEMMs") for case in small), *OTHER_SUMS]
