@@ -33,9 +33,9 @@ tensors:
                                   the order of the file                           (store/blocks.py)
 
 A larger code means a smaller probability. The codes of a row are in ascending order, because the
-slots are sorted from the largest to the smallest probability. For codes up
-to 223, units(code) is the code itself. For codes from 223 to 253, units(code) is (223 · 2^(0.4 ·
-(code - 223))). Code 254 means p = 0, and code 255 means an empty slot (store/rows.py).
+slots are sorted from the largest to the smallest probability. For codes up to 223, units(code) is
+the code itself. For codes from 223 to 253, units(code) is (223 · 2^(0.4 · (code - 223))). Code 254
+means p = 0, and code 255 means an empty slot (store/rows.py).
 
 With values="f16", there is no `step`, and `codes` has this form:
 

@@ -166,7 +166,7 @@ class Index:
     def _beginnings(
         self, hashes: Hashes, starts: list[int], limits: list[int]
     ) -> dict[int, list["_Beginning"]]:
-        """Returns, for each start position, the prefixes whose hashes are in the index, longest first.
+        """For each start position, the prefixes whose hashes are in the index, longest first.
 
         A start is left out if the index contains no hash of the tokens from the start on.
         """
