@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import checks
 from .call import mapped
@@ -20,6 +21,14 @@ class Node(torch.autograd.Function):
         for t in upstream:
             if t is not None and mapped(t):
                 checks.not_mapped()
+
+
+def refuse_tangents(*tensors: Tensor | None) -> None:
+    """Raises if a tensor has a tangent of forward-mode differentiation."""
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        checks.only_in_reverse()
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:

@@ -27,11 +27,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..contract import PRECISION
-from . import checks
-from .autograd import Node, refuse_second
+from .autograd import Node, refuse_second, refuse_tangents
 from .backend import Backend
 from .call import backend_of, check_values, on_gpu, under_transform
 from .loss import RowLoss
@@ -60,8 +58,7 @@ def evaluate(
             return source.evaluate(loss, reduction, row_weight)
     if under_transform():
         return evaluate_traced(logits, loss, reduction, row_weight)
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None:
-        checks.only_in_reverse()
+    refuse_tangents(logits)
     check_values(loss)
     return evaluate_on(backend_of(logits), logits, loss, reduction, row_weight)
 

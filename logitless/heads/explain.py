@@ -68,10 +68,10 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
         f" {'with' if gradient else 'without'} gradients"
     )
     if head.is_small(RowLoss(Reading(work.vocab))):
-        memory = work.rows * work.vocab * size
+        memory = work.rows * (-(-work.vocab // unit) * unit if odd else work.vocab) * size
         return Explanation(
             "materialised", work.rows, work.vocab, 1, 1, memory, 3 if gradient else 1,
-            min(floor, 3), 1.0, 0, title,
+            min(floor, 3), 1.0, work.vocab % UNIT if odd else 0, title,
         )  # fmt: skip
     cut = (plan.forced or plan.choose)(work, head.workspace, kind)
     rows, columns = plan.chunk_rows(work.rows, cut), min(cut.columns or work.vocab, work.vocab)

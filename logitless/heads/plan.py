@@ -23,6 +23,7 @@ the fraction of these logits.
 import contextlib
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
 # For a small head, rows · vocabulary · (width + READ_WIDTH) is at most SMALL_WORK. A GPU takes
 # about 2 ms for SMALL_WORK, and the host takes at least as long. Reading and writing the logits
 # takes as long as three GEMMs of width READ_WIDTH.
-SMALL_WORK = {"cuda": 2e11}
+SMALL_WORK = {"cuda": 2e11, "cpu": math.inf}
 READ_WIDTH = 200
 
 # Maps a size of hidden states to a vocabulary size. A 16-bit head with hidden states and a
@@ -179,7 +180,7 @@ def is_small(
     if workspace is not None:
         limit = min(limit, workspace // 4)
     work = rows * vocab * (width + READ_WIDTH)
-    return rows * vocab * itemsize <= limit and work <= SMALL_WORK.get(device, work)
+    return rows * vocab * itemsize <= limit and work <= SMALL_WORK.get(device, SMALL_WORK["cuda"])
 
 
 def stays_on_chip(work: Work) -> bool:

@@ -84,6 +84,16 @@ def plain_gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> Tensor:
     return torch.addmm(add, a, b, out=out, **wide)  # pyright: ignore[reportCallIssue]
 
 
+def padded_memory(rows: int, vocab: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Allocates memory for logits (rows, vocab), on the device of `like`.
+
+    On a GPU, every row of logits starts on a 16-byte boundary, so that `gemm` is fast for any V.
+    """
+    pack = 16 // dtype.itemsize if reads_vectors(like) else 1
+    padded = torch.empty((rows, -(-vocab // pack) * pack), device=like.device, dtype=dtype)
+    return padded[:, :vocab]
+
+
 def padded_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -93,10 +103,7 @@ def padded_logits(
     """
     if not reads_vectors(hidden) or is_dtensor(weight):
         return dense_logits(hidden, weight, bias, dtype)
-    vocab, pack = len(weight), 16 // dtype.itemsize
-    out = torch.empty((len(hidden), -(-vocab // pack) * pack), device=hidden.device, dtype=dtype)[
-        :, :vocab
-    ]
+    out = padded_memory(len(hidden), len(weight), hidden, dtype)
     return product(hidden, weight, bias, out)
 
 

@@ -4,7 +4,9 @@ import functools
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import logitless as ll
 from logitless.contract import Pair, Reading
@@ -123,3 +125,48 @@ def test_two_heads_are_right(device):
     ll.kl_div(F.linear(*plain), dense, direction="forward").backward()
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_forward_mode_raises(no_chunks, device):
+    hidden, weight, _, target = make(torch.float32, device)
+    with fwAD.dual_level():
+        dual = fwAD.make_dual(hidden, torch.ones_like(hidden))
+        with pytest.raises((NotImplementedError, RuntimeError), match="reverse mode"):
+            ll.cross_entropy(ll.LinearLogits(dual, weight), target)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_fake_tensors(reduction, no_chunks, device):
+    hidden, weight, b, target = make(torch.float32, device)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        parts = [mode.from_tensor(t).requires_grad_() for t in (hidden, weight, b)]
+        loss = ll.cross_entropy(
+            ll.LinearLogits(*parts), mode.from_tensor(target), reduction=reduction
+        )
+        loss.sum().backward()
+    assert loss.shape == (() if reduction == "mean" else target.shape)
+    assert parts[1].grad.shape == weight.shape
+
+
+def test_results_per_row_are_saved_by_autograd(no_chunks, device):
+    """Hooks for saved tensors can move or drop the logits."""
+    hidden, weight, b, target = make(torch.float32, device)
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t):
+        ll.cross_entropy(
+            ll.LinearLogits(*leaves(hidden, weight, b)), target, reduction="none"
+        ).sum().backward()
+    assert (N, V) in seen
+
+
+def test_a_formula_gets_fp32_numbers_under_autocast(no_chunks, device):
+    hidden, weight, _, target = make(torch.float32, device)
+    seen = []
+
+    def formula(stats):
+        seen.append((stats.logprob @ stats.logprob).dtype)
+        return stats.logprob
+
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        ll.row_loss(formula, ll.LinearLogits(hidden, weight), target)
+    assert seen == [torch.float32] * len(seen)

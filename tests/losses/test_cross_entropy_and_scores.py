@@ -173,7 +173,7 @@ def test_a_small_head_has_three_gemms(gemms, device, monkeypatch):
         torch.testing.assert_close(loss, want)
         assert_same_scores(scores, want_scores)
         loss.sum().backward()
-        assert len(gemms) == (3 if h.is_cuda else 2)  # a CPU computes the logits by F.linear
+        assert len(gemms) == 3
 
 
 @pytest.mark.parametrize("source", SOURCES)
