@@ -3,9 +3,10 @@
 `HeadLogits` is the Source of these logits. A loss is computed from the logits of one chunk of rows
 at a time (chunks.py), or of one block of columns at a time (blocks.py). The logits of a narrow head
 can be computed without being written to memory (on_chip.py). plan.py chooses between chunks, blocks
-and on_chip.py. A small head (small.py) has a single chunk. For a mean or sum, forward also computes
-the gradients (total.py). A mean or sum takes three GEMMs, or up to four GEMMs if the head is split
-by columns. Results per row take four GEMMs (per_row.py).
+and on_chip.py. All logits of a small head are computed at once (small.py). For a mean or sum,
+forward also computes the gradients (total.py). A mean or sum takes three GEMMs, or up to four GEMMs
+if the head is split by columns. Results per row take four GEMMs (per_row.py), or three for a small
+head.
 
 No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
 gradients from the logits of a chunk.
