@@ -207,7 +207,17 @@ def scale_(x: Tensor, g: Tensor) -> None:
     x.mul_(g.reshape(x.shape[:-1]).unsqueeze(-1) if g.dim() else g)
 
 
-def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
-    """Returns x with 0 in the rows that the reading ignores. Without an ignore_index, returns x."""
+def zero_ignored(
+    x: Tensor,  # (N, D)
+    reading: Reading,
+    dz: Tensor | None = None,  # (N, V), the gradient of the logits
+    upstream: Tensor | None = None,  # ()
+) -> Tensor:
+    """Returns x with 0 in the rows that the reading ignores. Without an ignore_index, returns x.
+
+    If dz is given, dz is multiplied in place by `upstream`.
+    """
+    if dz is not None:
+        dz.mul_(upstream)
     ignored = reading.ignored_rows()
     return x if ignored is None else x.masked_fill(ignored.reshape(-1, 1), 0.0)

@@ -63,10 +63,14 @@ class BlockChunks(Chunks):
     ) -> Iterator[Tile]:
         known = iter(known)
         for rows in self.slices:
-            blocks = Blocks(self, rows, sums)
-            tile = Tile(loss.rows(rows, self.lead), next(known, None), rows, blocks, None)
+            logits = self.logits_of(rows, sums)
+            tile = Tile(loss.rows(rows, self.lead), next(known, None), rows, logits, None)
             yield tile
             tile.release()
+
+    def logits_of(self, rows: Rows, sums: "BlockSums | None") -> Any:
+        """Returns the object that stands for the logits of these rows."""
+        return Blocks(self, rows, sums)
 
 
 class Blocks:

@@ -50,12 +50,17 @@ class Chunks:
 
     blocks = (slice(None),)  # blocks of columns; Chunks has a single block with all columns
 
-    def __init__(self, head: Head, cut: Cut, live: Tensor | None):
+    def __init__(
+        self,
+        head: Head,
+        cut: Cut,
+        hidden: Tensor,  # (N, D), without a gradient
+        live: Tensor | None,  # (N,), the rows that count; None if no row is dropped
+    ):
         self.head, self.cut, self.lead = head, cut, head.lead
         self.weight = head.weight.detach()
         self.bias = None if head.bias is None else head.bias.detach()
-        self.hidden = head.hidden.detach().reshape(-1, head.hidden.shape[-1])  # (N, D)
-        rows = len(self.hidden)
+        self.hidden, rows = hidden, len(hidden)
         self.index, count, copied = None, rows, None
         if live is not None:
             self.index = torch.argsort(live, descending=True, stable=True)

@@ -6,34 +6,33 @@ states are so small that writing the logits would take longer than computing the
 statistics take one GEMM, and the gradients of hidden states and weight take two GEMMs each.
 """
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..contract import Coefficients, Reading, Statistics
-from ..core.loss import RowLoss, Saved
+from ..core.loss import RowLoss
 from .blocks import BlockChunks, ReadsNoLogits
-from .chunks import Chunks, Tile
+from .chunks import Chunks
 from .gradient_sums import GradientSums, Needs
 from .head import Head, Rows
-from .plan import Cut, Work
+from .plan import Work
 
 
 def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
     """Returns Chunks, BlockChunks or OnChipChunks of a head, as plan.py chooses."""
     cut, live = head.cut(work), head.rows_that_count(loss)
+    hidden = head.hidden.detach().reshape(-1, head.hidden.shape[-1])
+    if live is None:
+        # The gradient of an ignored row is 0, but 0 times NaN or infinity is NaN.
+        hidden = head.backend().zero_ignored(hidden, loss.reading)
     kind = OnChipChunks if cut.on_chip else Chunks if cut.columns is None else BlockChunks
-    return kind(head, cut, live)
+    return kind(head, cut, hidden, live)
 
 
-class OnChipChunks(Chunks):
+class OnChipChunks(BlockChunks):
     """Computes all rows in a single group. Rows for which the mask `live` is False are left out."""
-
-    def __init__(self, head: Head, cut: Cut, live: Tensor | None):
-        self.drops = live is not None
-        super().__init__(head, cut, live)
 
     def begin(self, dtype: torch.dtype) -> Any:
         """Returns the OnChipBackend.
@@ -48,34 +47,17 @@ class OnChipChunks(Chunks):
             self.head, self.hidden, needs, len(self.slices), all_rows, self.blocks, into
         )
 
-    def tiles(
-        self,
-        loss: RowLoss,
-        sums: "OnChipSums | None" = None,  # pyright: ignore[reportIncompatibleMethodOverride]
-        known: Iterable[Saved] = (),
-    ) -> Iterator[Tile]:
-        known = iter(known)
-        for rows in self.slices:
-            of_rows = loss.rows(rows, self.lead)
-            reading = None if self.drops else of_rows.reading
-            tile = Tile(of_rows, next(known, None), rows, OnChip(self, rows, reading, sums), None)
-            yield tile
-            tile.release()
+    def logits_of(self, rows: Rows, sums: "OnChipSums | None") -> "OnChip":  # pyright: ignore
+        return OnChip(self, rows, sums)
 
 
 class OnChip:
     """Represents the logits of some rows. The logits are never written to memory."""
 
-    def __init__(
-        self, chunks: OnChipChunks, rows: Rows, reading: Reading | None, sums: "OnChipSums | None"
-    ):
+    def __init__(self, chunks: OnChipChunks, rows: Rows, sums: "OnChipSums | None"):
         self.rows, self.sums = rows, sums
         self.weight, self.bias = chunks.weight, chunks.bias
         self.h = chunks.hidden[rows]  # (n, D)
-        if reading is not None:
-            # The hidden states of ignored rows are set to 0, because the kernels multiply them by
-            # 0, and 0 · NaN would be NaN.
-            self.h = chunks.head.backend().zero_ignored(self.h, reading)
         if self.h.stride(1) != 1:
             self.h = self.h.contiguous()
         self.shape, self.device = (len(self.h), len(self.weight)), self.h.device

@@ -32,8 +32,10 @@ def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
     return out
 
 
-def gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor:
-    """Writes a @ b + add to `out`. `add` can be `out`, or a single row that is added to all rows.
+def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+    """Writes a @ b + add to `out`, or to a new tensor if `out` is None.
+
+    `add` can be `out`, or a single row that is added to all rows.
 
     A GEMM on a GPU reads 16 bytes at a time only if its sizes are multiples of 16 bytes. For other
     sizes, the GEMM is split into a large aligned GEMM (`aligned_part`) and a GEMM of fewer than
@@ -42,6 +44,8 @@ def gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> Tensor
     pack, (m, k), n = 16 // a.element_size(), a.shape, b.shape[1]
     if not (reads_vectors(a) and (m % pack or k % pack or n % pack)):
         return plain_gemm(a, b, out, add)
+    if out is None:
+        out = torch.empty((m, n), device=a.device, dtype=a.dtype)
     split = aligned_part(out, 1)
     if split < out.shape[1]:
         for n in (slice(0, split), slice(split, None)):
@@ -76,9 +80,9 @@ def reads_vectors(t: Tensor) -> bool:
     return t.is_cuda
 
 
-def plain_gemm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> Tensor:
-    """Writes a @ b + add to `out` in one GEMM. If a and b are 16-bit tensors, `out` can be fp32."""
-    wide = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+def plain_gemm(a: Tensor, b: Tensor, out: Tensor | None, add: Tensor | None) -> Tensor:
+    """Like `gemm`, in one GEMM. If a and b are 16-bit tensors, `out` can be fp32."""
+    wide = {} if out is None or out.dtype == a.dtype else {"out_dtype": out.dtype}
     if add is None:
         return torch.mm(a, b, out=out, **wide)
     return torch.addmm(add, a, b, out=out, **wide)  # pyright: ignore[reportCallIssue]
@@ -101,7 +105,8 @@ def padded_logits(
 
     On a GPU, every row of logits starts on a 16-byte boundary, so that `gemm` is fast for any V.
     """
-    if not reads_vectors(hidden) or is_dtensor(weight):
+    pack, (vocab, width) = 16 // dtype.itemsize, weight.shape
+    if not (reads_vectors(hidden) and (vocab % pack or width % pack)) or is_dtensor(weight):
         return dense_logits(hidden, weight, bias, dtype)
     out = padded_memory(len(hidden), len(weight), hidden, dtype)
     return product(hidden, weight, bias, out)

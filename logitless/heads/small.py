@@ -5,10 +5,10 @@ work, the time on the host matters. Therefore the functions of this module call 
 possible. The GEMMs include ignored rows, because dropping ignored rows would make the host wait for
 the number of rows that count.
 
-For a mean or sum, forward computes the loss and all gradients, and backward multiplies the
-gradients by the upstream gradient. The gradient of the logits overwrites the logits. A second
-backward computes the logits and the gradients again. For results per row, autograd saves the logits
-until backward.
+For a mean or sum, forward computes the loss and the gradient of the logits, which overwrites the
+logits. Backward multiplies the gradient of the logits by the upstream gradient, and computes the
+GEMMs of the other gradients. A second backward computes the logits and their gradient again. For
+results per row, autograd saves the logits until backward.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from ..core.autograd import Node, refuse_second, refuse_tangents
 from ..core.call import backend_of, under_transform
 from ..core.loss import RowLoss
 from .head import Head
-from .products import gemm, padded_memory, product, without_autocast
+from .products import gemm, padded_logits, padded_memory, without_autocast
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -54,8 +54,8 @@ class SmallTotal(Node):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, row_weight, loss, reduction):
-        needs, ctx.reduction = ctx.needs_input_grad[:3], reduction
-        outputs, ctx.gradients = _total(hidden, weight, bias, row_weight, loss, reduction, needs)
+        ctx.reduction = reduction
+        outputs, ctx.dz = _total(hidden, weight, bias, row_weight, loss, reduction)
         tensors, ctx.loss = loss.flatten(recompute=True)
         ctx.save_for_backward(hidden, weight, bias, row_weight, *tensors)
         if len(outputs) == 1:
@@ -67,15 +67,13 @@ class SmallTotal(Node):
     def backward(ctx, upstream, *_):
         Node.refuse_vmap((upstream,))
         hidden, weight, bias, row_weight, *tensors = saved = ctx.saved_tensors
-        gradients, ctx.gradients = ctx.gradients, None  # autograd owns the gradients afterwards
+        loss = ctx.loss.rebuild(tensors)
+        dz, ctx.dz = ctx.dz, None  # _gradients overwrites dz
         with torch.no_grad(), without_autocast(hidden.device):
-            if gradients is None:
-                loss, needs = ctx.loss.rebuild(tensors), ctx.needs_input_grad[:3]
-                _, gradients = _total(hidden, weight, bias, row_weight, loss, ctx.reduction, needs)
-            backend = backend_of(hidden)
-            for t in gradients:
-                if t is not None:
-                    backend.scale_(t.view(1, -1) if t.dim() == 1 else t, upstream)
+            if dz is None:
+                _, dz = _total(hidden, weight, bias, row_weight, loss, ctx.reduction)
+            needs = ctx.needs_input_grad
+            gradients = _gradients(hidden, weight, bias, loss, dz, needs, upstream)
         if torch.is_grad_enabled():
             gradients = refuse_second(gradients, (*saved, upstream))
         return *gradients, None, None, None
@@ -113,18 +111,17 @@ _small_rows: Any = super(torch.autograd.Function, SmallRows).apply  # pyright: i
 
 def _total(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, row_weight: Tensor | None, loss: RowLoss,
-    reduction: str, needs: Sequence[bool],
-) -> tuple[tuple[Tensor, ...], Gradients]:  # fmt: skip
-    """Returns (value, *extras), and the gradients of hidden, weight and bias."""
-    backend, x = backend_of(hidden), _logits(hidden, weight, bias)
-    outputs, dz = evaluate.total_and_gradient(backend, x, loss, row_weight, reduction, x)
-    return outputs, _gradients(hidden, weight, bias, loss, dz, needs)
+    reduction: str,
+) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
+    """Returns (value, *extras), and the gradient of the logits for an upstream gradient of 1."""
+    x = _logits(hidden, weight, bias)
+    return evaluate.total_and_gradient(backend_of(hidden), x, loss, row_weight, reduction, x)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Returns the logits of shape (..., V). Gradients must be disabled."""
     h = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
-    x = product(h, weight, bias, padded_memory(len(h), len(weight), h, h.dtype))
+    x = padded_logits(h, weight, bias, h.dtype)
     return x if h is hidden else x.view(*hidden.shape[:-1], len(weight))
 
 
@@ -143,20 +140,23 @@ def _traced_logits(head: Head, loss: RowLoss) -> Tensor:
 
 def _gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: RowLoss, dz: Tensor,
-    needs: Sequence[bool],
+    needs: Sequence[bool], upstream: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """Returns the gradients of hidden, weight and bias, where dz is the gradient of the logits."""
+    """Returns the gradients of hidden, weight and bias, where dz is the gradient of the logits.
+
+    If `upstream` is given, dz is first multiplied in place by `upstream`.
+    """
     d_hidden = d_weight = d_bias = None
     h = hidden
     if h.dim() != 2:
         h, dz = h.reshape(-1, h.shape[-1]), dz.view(-1, dz.shape[-1])
+    # The gradient of an ignored row is 0, but 0 times NaN or infinity is NaN.
+    h = backend_of(hidden).zero_ignored(h, loss.reading, None if upstream is None else dz, upstream)
     if needs[0]:
-        d_hidden = gemm(dz, weight, torch.empty_like(h, memory_format=torch.contiguous_format))
-        d_hidden = d_hidden if h is hidden else d_hidden.view(hidden.shape)
+        d_hidden = gemm(dz, weight)
+        d_hidden = d_hidden if hidden.dim() == 2 else d_hidden.view(hidden.shape)
     if needs[1]:
-        # The gradient of an ignored row is 0, but 0 times NaN or infinity is NaN.
-        h = backend_of(hidden).zero_ignored(h, loss.reading)
-        d_weight = gemm(dz.t(), h, torch.empty_like(weight))
+        d_weight = gemm(dz.t(), h)
     if needs[2] and bias is not None:
         d_bias = dz.sum(0, dtype=PRECISION[bias.dtype]).to(bias.dtype)
     return d_hidden, d_weight, d_bias

@@ -113,13 +113,14 @@ class _Sums:
 
     def __init__(self, reading: Reading, state: Tensor):
         self.reading, self.state = reading, state
-        self.rows = [torch.zeros_like(state[:, 0])] * contract.COEFFICIENTS
+        self.rows: list[Tensor | None] = [None] * contract.COEFFICIENTS  # None stands for 0
         self.ids = None  # g_k of shape (N, K), if there are K ids per row
         if reading.ids is not None and {"picked", "logprob"} & set(reading.wants):
             self.ids = state.new_zeros((len(state), reading.ids.shape[-1]))
 
     def add(self, field: int, d: Tensor) -> None:
-        self.rows[field] = self.rows[field] + d
+        before = self.rows[field]
+        self.rows[field] = d if before is None else before + d
 
     def add_at(self, d: Tensor) -> Tensor:
         """Adds d, the gradient of z at the ids or at the label. Returns the sum of d per row."""
@@ -199,7 +200,9 @@ def coefficients_of(
         if d is not None and name in RULES:
             at_ids = sums.ids is not None and name in ("picked", "logprob")
             RULES[name].add(sums, d.reshape(sums.ids.shape if at_ids else -1))
-    return Coefficients(torch.stack(sums.rows, 1), fields_of(reading), sums.ids)
+    zero = torch.zeros_like(state[:, 0])
+    rows = torch.stack([zero if row is None else row for row in sums.rows], 1)
+    return Coefficients(rows, fields_of(reading), sums.ids)
 
 
 @call.named()
