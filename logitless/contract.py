@@ -7,9 +7,9 @@ row statistics share:
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
 In this formula, p = softmax(z), and v are the class weights. The gradient of y = z · temperature is
-dz_i / temperature. If a loss also uses the log-probability of the label at temperature 1, the
-gradient of y_i has the additional term d ([i = label] - p1_i), where d is a coefficient and
-p1 = softmax(y). The backward multiplies the whole gradient by the upstream gradient.
+dz_i / temperature. If a loss also uses the log-probability of the label at temperature 1, the loss
+has one more coefficient, d. The term d ([i = label] - p1_i) is then added to the gradient of y_i,
+where p1 = softmax(y). The backward multiplies the whole gradient by the upstream gradient.
 """
 
 import math
@@ -250,16 +250,16 @@ A = 0  # a
 B = 1  # b
 G_LABEL = 2  # g_label
 G_TOTAL = 3  # g_c
-A_IDS = 4  # for a loss with a tail: replaces `a` in the columns of the ids; never used with B
+A_IDS = 4  # replaces `a` in the columns of the ids; only with the statistic "tail", never with B
 D_LOGPROB_T1 = 5  # d, the gradient of logprob_t1
 COEFFICIENTS = 6
 FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
 
 # The tail is the log of the softmax mass outside the ids. In a column i outside the ids, the
-# gradient of the tail has the term p_i / e^tail. If e^tail is very small, p_i is 0 in fp32, and
-# 1 / e^tail is infinite. Therefore a loss with a tail, which has the coefficient "a_ids", uses
-# p_i · e^-lift instead of p_i in the columns outside the ids, and multiplies `a` by e^lift. Here,
-# `lift` is min(tail - LEAST_TAIL, 0), or 0 if no column is outside the ids.
+# gradient of the tail has the term p_i / e^tail. If e^tail is very small, p_i underflows to 0 in
+# fp32, and 1 / e^tail overflows to infinity. Therefore a loss with the coefficient "a_ids" replaces
+# p_i by p_i · e^-lift in the columns outside the ids. Such a loss stores a · e^lift in the field A.
+# Here, `lift` is min(tail - LEAST_TAIL, 0), or 0 if no column is outside the ids.
 LEAST_TAIL = -32.0
 
 NO_ID = -(2**31)  # the id of a masked slot; a masked slot is not read and has no gradient
@@ -319,7 +319,8 @@ class Pair(NamedTuple):
 
     # The teacher's logits (..., V), or the teacher's probabilities if `kind` is "soft". The teacher
     # is a Tensor or a ScaledHead. If the student's logits are sharded over ranks, the teacher can
-    # also be a `Shard`, which parallel/shard.py replaces by the columns of this rank.
+    # also be a `Shard`. parallel/shard.py replaces the `Shard` by the teacher's columns on this
+    # rank.
     teacher: Any
     kind: str  # "forward", "reverse", "jsd" or "soft"
     blend: float  # β for "jsd", the label smoothing for "soft"
@@ -329,7 +330,7 @@ class Pair(NamedTuple):
 
 # The number of values saved per row for a loss against a dense teacher. The values are the max and
 # the sum of exponentials of the student, the max and the sum of exponentials of the teacher, and a
-# mean (see eager/pair.py).
+# mean under the student's probabilities (see eager/pair.py).
 PAIR_STATE = 5
 
 # The dtype of statistics and losses for each dtype of logits.

@@ -13,7 +13,7 @@ try:
     from transformers import Trainer
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        f"logitless.hf must have transformers and accelerate, got no {error.name}. "
+        f"logitless.hf needs transformers and accelerate, but {error.name} is not installed. "
         "Run pip install 'logitless[teacher]', or in a clone pip install '.[teacher]'."
     ) from error
 

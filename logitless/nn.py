@@ -97,7 +97,7 @@ class CrossEntropyLoss(_LogitsModule):
     """Drop-in replacement for `torch.nn.CrossEntropyLoss` on (N, V) logits and class ids.
 
     The options are those of `logitless.cross_entropy`. Unlike in PyTorch, the vocabulary is always
-    the last dimension, for example logits of shape (B, T, V) with targets of shape (B, T). For
+    the last dimension. For example, targets of shape (B, T) match logits of shape (B, T, V). For
     logits of shape (B, V, T), pass logits.movedim(1, -1). The module cannot detect the shape (B, V,
     T), because V can equal T.
     """

@@ -105,7 +105,7 @@ def wall_times(device: str, calls: list[tuple[Prepare, Run]], budget: float) -> 
 
 
 def host_time(run: Run, leaves: tuple[Tensor, ...], calls: int = 200) -> float:
-    """Wall time per call in a batch of many calls, which do not wait for the GPU in between."""
+    """Wall time per call in a batch of calls. The host waits for the GPU only after the batch."""
 
     def batch(leaves: tuple[Tensor, ...]) -> None:
         for _ in range(calls):

@@ -24,9 +24,9 @@ from .formulas import at, wide
 class Check(NamedTuple):
     """A function of the library, and a naive formula that is evaluated in fp64.
 
-    The function and the formula take logits of shape (N, V), N ids and another matrix of the same
-    shape as the logits, and return a floating-point tensor. The result is differentiated with
-    respect to the logits.
+    The function and the formula are called with logits of shape (N, V), N ids and a second matrix
+    of shape (N, V). Both return a floating-point tensor. The result is differentiated with respect
+    to the logits.
     """
 
     name: str  # name of the function, followed by a comma and the name of the case
@@ -189,7 +189,7 @@ def of_scores(x, ids, _):
 
 
 def with_scores(x, ids, _):
-    """The loss with its gradient, and the scores without a gradient."""
+    """Returns the loss and three scores per row. Only the loss has a gradient."""
     loss, scores = ll.cross_entropy_and_scores(x, ids, reduction="none")
     return torch.stack((loss, *scores[:3]), -1)
 

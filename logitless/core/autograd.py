@@ -17,7 +17,7 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def refuse_vmap(upstream: Sequence[Tensor | None]) -> None:
-        """Raises if torch.func.vmap passes several upstream gradients as one tensor."""
+        """Raises if an upstream gradient is a batched tensor of vmap (see `mapped`)."""
         for t in upstream:
             if t is not None and mapped(t):
                 checks.not_mapped()
@@ -32,7 +32,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
-    """Returns the gradients, which raise an error if they are differentiated by `inputs`."""
+    """Returns the gradients. Differentiating them with respect to `inputs` raises an error."""
     present = [t for t in gradients if t is not None]
     needed = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
     if not present or not needed:

@@ -33,7 +33,7 @@ class Backend(Protocol):
         upstream: Tensor,  # () or (...)
         factor: Tensor | None = None,  # () or N numbers
         into: Tensor | None = None,
-        start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
+        start: int | None = None,  # the id of the first column of x; None if x has all columns
     ) -> Tensor:
         """Returns the gradient of the logits, of shape (..., V).
 
@@ -89,7 +89,7 @@ class Backend(Protocol):
         ...
 
     def label_coefficients(self, reading: Reading, dtype: torch.dtype) -> Coefficients:
-        """Returns the gradient's coefficients for `weighted_nll`. They depend on no statistics."""
+        """Returns the coefficients of the gradient of `weighted_nll`, which need no statistics."""
         ...
 
     def weighted_nll(self, nll: Tensor, reading: Reading) -> Tensor:
@@ -201,7 +201,10 @@ class Backend(Protocol):
     # --- sums of GEMMs
 
     def can_accumulate(self, hidden: Tensor, weight: Tensor) -> bool:
-        """Whether the function `accumulate` of the backend can sum the gradient of this weight."""
+        """Whether the backend can sum this weight's gradient in block floating point.
+
+        The function that computes the sum is `accumulate` (kernels/blockfp_gemm.py).
+        """
         ...
 
     # --- narrow heads

@@ -211,13 +211,14 @@ def in_func() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
 
 
-# torch.compile treats the result of in_func as a constant. torch.compiler.assume_constant_result
-# would set the same attribute, but would also import the compiler.
+# The attribute _dynamo_marked_constant makes torch.compile treat the result of in_func as a
+# constant. torch.compiler.assume_constant_result would set the same attribute, but would also
+# import the compiler.
 in_func._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def mapped(t: Tensor) -> bool:
-    """Whether torch.func.vmap, or the batching of torch.autograd, maps over t."""
+    """Whether t is a batched tensor of torch.func.vmap or of is_grads_batched=True."""
     return not torch.compiler.is_compiling() and (_is_batched(t) or _is_legacy_batched(t))
 
 
@@ -232,10 +233,10 @@ _chosen: str | None = None
 def impl(name: str):
     """Selects the backend `"triton"` or `"eager"` for all losses inside a `with` block.
 
-    The backend "triton" has two exceptions, which plain PyTorch computes: losses against a teacher
-    with more than 4096 ids per row, and top-k with k > 256. Triton on CPU tensors needs Triton's
-    interpreter (`TRITON_INTERPRET=1`). The environment variable LOGITLESS_IMPL also selects the
-    backend. `impl` applies to all threads of the process.
+    With "triton", plain PyTorch still computes losses against a teacher with more than 4096 ids per
+    row, and top-k with k > 256. Triton on CPU tensors needs Triton's interpreter
+    (`TRITON_INTERPRET=1`). The environment variable LOGITLESS_IMPL also selects the backend. `impl`
+    applies to all threads of the process.
     """
     global _chosen
     checks.one_of("impl", name, CHOICES)

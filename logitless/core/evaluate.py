@@ -11,9 +11,9 @@ route. If several conditions are true, the first route in this list is used.
   logits with the gradient (in_place.py).
 - The route "values alone" is used if no gradient is needed.
 - The route "gradient in forward" is used if the forward of the loss already computes the gradient
-  (saves_gradient). On a GPU, the route "gradient in forward" is also used for a mean or sum over
-  at most SMALL logits, unless the loss has row_inputs. Forward computes the gradient for an
-  upstream gradient of 1, and backward multiplies the gradient by the upstream gradient.
+  (saves_gradient). On a GPU, this route is also used for a mean or sum over at most SMALL logits,
+  unless the loss has row_inputs or row_weight requires a gradient. Forward computes the gradient
+  for an upstream gradient of 1. Backward multiplies this gradient by the upstream gradient.
 - The route "gradient in backward" is used in all other cases. Backward computes the gradient from
   the saved state of each row.
 
@@ -66,7 +66,7 @@ def evaluate(
 def evaluate_on(
     backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
 ):
-    """Like `evaluate`, with a given backend. x can hold only some columns of the vocabulary."""
+    """Like `evaluate`, with a given backend. x can be a shard that has only some columns."""
     by_row = reduction == "none" or (row_weight is not None and row_weight.requires_grad)
     reduced_here = (None, None) if by_row else (row_weight, reduction)
     row_inputs = loss.row_inputs
@@ -102,11 +102,10 @@ def _forward(backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: 
 def total_and_gradient(
     backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: str, into: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Returns (value, *extras), where the value is a sum or mean, and the gradient of x.
+    """Returns a tuple (value, *extras), and the gradient of x.
 
-    The gradient is for an upstream gradient of 1.
-
-    The gradient is written to `into` if possible.
+    The value is the sum or mean over rows. The gradient is for an upstream gradient of 1, and is
+    written to `into` if possible.
     """
     if reduction == "mean" and row_weight is None:
         value = loss.mean_and_gradient(backend, x, into)
@@ -125,7 +124,10 @@ def total_and_gradient(
 def mass_and_share(
     backend: Backend, like: Tensor, rows: int, loss: RowLoss
 ) -> tuple[Tensor | None, Tensor]:
-    """Returns each row's term of the divisor of a mean, and the factor 1 / divisor."""
+    """Returns `mass`, whose sum is the divisor of a mean, and `share`, which is 1 / divisor.
+
+    If `mass` is None, the divisor is the number of rows that count.
+    """
     weighted = loss.reading.class_weight is not None
     mass = loss.mass(backend, like.dtype) if weighted else None
     return mass, backend.share(loss.reading, mass, rows, like)
@@ -246,7 +248,8 @@ def finish(
     return loss, d_x, d_rows
 
 
-# Function.apply contains code that is needed only under torch.func. The two functions below skip
-# this code, which saves time, because losses under torch.func are evaluated by `evaluate_traced`.
+# Function.apply contains code that is needed only under torch.func. Under torch.func, losses are
+# evaluated by `evaluate_traced`, and not by the two functions below. So the two functions call the
+# apply of the base class, which is faster.
 _gradient_in_forward = super(torch.autograd.Function, GradientInForward).apply  # pyright: ignore[reportAttributeAccessIssue]
 _gradient_in_backward = super(torch.autograd.Function, GradientInBackward).apply  # pyright: ignore[reportAttributeAccessIssue]

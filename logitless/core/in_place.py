@@ -38,7 +38,7 @@ def overwrite_on(
 ):
     """Like `evaluate_in_place`, with a given backend.
 
-    x can hold only some columns of the vocabulary.
+    x can be a shard that has only some columns.
     """
     owner, guarded = _owner(x)
     checks.overwritable(x, owner)
@@ -51,12 +51,12 @@ def overwrite_on(
 
 
 def _owner(logits: Tensor) -> tuple[Tensor, bool]:
-    """Returns the tensor to mark as overwritten, and whether autograd detects later uses of it.
+    """Returns the tensor to mark as overwritten, and whether autograd detects its later uses.
 
     PyTorch allows an autograd function with several outputs to overwrite a base tensor, but not a
-    view. If the logits are a view of all elements of a base tensor, the base tensor is marked. If
-    the logits are a leaf or a slice of a larger tensor, only the version counter of the logits is
-    increased.
+    view. If the logits are a view of all elements of a base tensor, the base tensor is marked.
+    Logits that are a leaf or a slice of a larger tensor cannot be marked. For these logits, only
+    the version counter is increased.
     """
     base = logits if logits._base is None else logits._base
     if logits.is_leaf or base.is_leaf:
@@ -118,7 +118,7 @@ class GradientInPlace(Node):
         gradient, label = ctx.saved_tensors  # autograd raises in a second backward
         if upstream is None:
             return (None,) * 7
-        if upstream.dim():  # infinity times the 0 of an ignored row would be NaN
+        if upstream.dim():  # in ignored rows, an infinite upstream gradient times 0 would be NaN
             upstream = torch.where(label == ctx.ignore_index, 0.0, upstream)
         gradient = gradient.detach()
         d_row_weight = None if ctx.d_row_weight is None else ctx.d_row_weight * upstream

@@ -8,9 +8,9 @@ autograd:
     backward(backend, x, saved, upstream) returns the gradient of the logits.
 
 The first output is the value of the loss, which is weighted and reduced. All further outputs are
-called `extras`. They are results per row without a gradient, and are neither weighted nor reduced.
-The result of a loss is the value, or a tuple (value, *extras). If `multiple_outputs` is True, all
-outputs are results per row with a gradient, and there are no extras.
+called `extras`. The extras are results per row without a gradient, and are neither weighted nor
+reduced. The result of a loss is the value, or a tuple (value, *extras). If `multiple_outputs` is
+True, all outputs are results per row with a gradient, and there are no extras.
 
 Most losses need only statistics of each row. A loss over statistics implements `value`, which
 computes outputs from statistics, and `coefficients`, which computes the coefficients of the
@@ -80,9 +80,9 @@ class RowLoss:
         raise NotImplementedError
 
     def coefficients(self, saved: Saved, upstream: Upstream) -> tuple[Coefficients, Tensor]:
-        """Returns the coefficients of the backward formula, and one factor or a factor per row.
+        """Returns the coefficients of the backward formula, and a factor that multiplies them.
 
-        All coefficients are multiplied by this factor, which is usually the upstream gradient.
+        The factor is one number or one number per row, and is usually the upstream gradient.
         """
         raise NotImplementedError
 
@@ -91,7 +91,10 @@ class RowLoss:
         raise NotImplementedError
 
     def mass(self, backend: Backend, dtype: torch.dtype) -> Tensor | None:
-        """Each row's term of the divisor of a mean, as a tensor (N,); None if all terms are 1."""
+        """Returns a tensor (N,) with one number per row, whose sum is the divisor of a mean.
+
+        The result is None if the divisor is the number of rows that count.
+        """
         return None
 
     def d_row_inputs(self, saved: Saved, scale: Tensor) -> tuple[Tensor | None, ...]:
@@ -205,7 +208,7 @@ class RowLoss:
         return (r.label, r.ids, r.class_weight, r.row_temperature, *self.row_inputs), loss
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> "RowLoss":
-        """Returns the loss with the tensors that `flatten` removed. Other tensors stay None."""
+        """Returns the loss with the tensors that `flatten` returned. Other tensors stay None."""
         label, ids, class_weight, row_temperature, *row_inputs = tensors
         loss = self.replace(
             reading=self.reading._replace(
@@ -239,7 +242,7 @@ class RowLoss:
         return self.replace(**changed)
 
     def rows(self, rows: slice | Tensor, lead: torch.Size) -> "RowLoss":
-        """Returns a RowLoss for some of the rows. `lead` is the shape of all rows, without V."""
+        """Returns the RowLoss of these rows. `lead` is the shape (...) of all logits (..., V)."""
 
         def chunk(t: Tensor) -> Tensor:
             some = t.reshape(lead.numel(), *t.shape[len(lead) :])[rows]

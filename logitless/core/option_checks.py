@@ -69,7 +69,7 @@ def workspace(value: Any) -> None:
 
 
 def logits_dtype(value: Any) -> None:
-    """Checks that at least one head class supports this dtype of logits."""
+    """Checks that logits can have this dtype. heads/checks.py compares the dtype with hidden."""
     if value is not None and value not in LOGITS_DTYPES:
         names = ", ".join(map(str, LOGITS_DTYPES))
         raise ValueError(f"logits_dtype must be one of {names} or None, got {value!r}.")
@@ -81,7 +81,8 @@ SUPPORTS = ("truncate", "renorm_teacher", "renorm", "tail")
 DIRECTIONS = ("forward", "reverse")
 ACCUMULATE = ("auto", "fp32", "weight")
 
-# The checks of options that need no logits. The modules of nn.py run these checks in __init__.
+# The checks that can run before the logits are known. The modules of nn.py run these checks in
+# __init__.
 RULES: dict[str, Callable[[Any], Any]] = {
     "temperature": lambda value: isinstance(value, Tensor) or temperature(value),
     "softcap": softcap,

@@ -177,7 +177,7 @@ def is_over_ranks(logits: Any) -> bool:
     return over_ranks or is_dtensor(logits)
 
 
-# --- dense teachers; a teacher is a Tensor, or an object that computes some rows (ScaledHead)
+# --- dense teachers; a teacher is a Tensor, or a ScaledHead, which computes some rows at a time
 
 
 def is_dense(t: Any) -> bool:

@@ -6,12 +6,13 @@ kernels/pair_bwd.py. kernels/pair_state.py defines the symbols.
 
 The forward saves a state of shape (N, PAIR_STATE), which holds five numbers per row: shift and
 normaliser of the student, shift and normaliser of the teacher, and a mean in nats. A shift is the
-max that is subtracted from the logits, and the normaliser is Σ e^((logit - shift) / temperature).
-For reverse KL, the mean is the expectation of the student's exponent minus the teacher's exponent,
-under the student's probabilities. For JSD, the mean is Σ q log(q / M), where q is the student, and
-M is the mixture of student and teacher. For the other losses, the mean is 0. The Triton kernels
-save the mean in other units (kernels/pair_state.py). A partial state, which covers only some
-columns of a row, holds the max instead of the shift, and a sum in nats instead of the mean.
+max that is subtracted from the logits. With the exponents d = (logit - shift) / temperature, the
+normaliser is Σ e^d. The mean is computed under the student's probabilities q. For reverse KL, the
+mean is Σ q (d_q - d_p), where d_q are the student's exponents, and d_p are the teacher's exponents.
+For JSD, the mean is Σ q log(q / M), where M is the mixture of student and teacher. For the other
+losses, the mean is 0. The Triton kernels save the mean in other units (kernels/pair_state.py). A
+partial state covers only some columns of a row. A partial state holds the max instead of the shift,
+and the sum c of kernels/pair_fwd.py, in nats, instead of the mean.
 """
 
 import torch
@@ -154,8 +155,8 @@ def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
     if pair.kind == "jsd":
         log_q, log_p = _log(state[:, 1:2]), _log(state[:, 3:4])
         terms, q, log_q_m = _mixture(d_q - log_q, d_p - log_p, pair.blend)
-        # If all logits of a student's or a teacher's row are -inf, the log of the row's normaliser
-        # is inf, and the term 0 · inf makes the loss NaN.
+        # If all logits of the student's row are -inf, log_q is inf. If all logits of the teacher's
+        # row are -inf, log_p is inf. In both cases, 0 · inf makes the loss NaN.
         value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
         state[:, 4:] = (q * log_q_m).sum(1, keepdim=True)
     return torch.cat((value, state), 1)
@@ -191,7 +192,7 @@ def merge_pairs(
     kind: str,
     inv_t: Tensor | None,  # (N, 1)
 ) -> Tensor:
-    """Merges the partial states of all splits of each row into one state (N, PAIR_STATE)."""
+    """Merges the partial states of all splits into one partial state per row (N, PAIR_STATE)."""
     m_q, s_q, m_p, s_p, c = partials.unbind(-1)
     rate = 1.0 if inv_t is None else inv_t[:, 0]
     top_q, top_p = m_q.amax(0), m_p.amax(0)

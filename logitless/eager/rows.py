@@ -44,14 +44,14 @@ def locate(ids: Tensor, rows: int, V: int) -> tuple[Tensor, Tensor]:
 
 
 def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
-    """Returns a mask (N, 1) of rows with an invalid id, which is outside [0, V) and not NO_ID."""
+    """Returns a mask (N, 1) of the rows that have an id outside [0, V) other than NO_ID."""
     return (~inside & (ids.reshape(inside.shape) != NO_ID)).any(1, keepdim=True)
 
 
 def real_columns(at: Tensor, inside: Tensor) -> Tensor:
-    """Returns the ids as columns (N, K), where empty slots repeat the column of another slot.
+    """Returns the ids as columns (N, K). A slot without a valid id gets another id of the row.
 
-    If a column is repeated, a scatter to these columns must write the same value each time.
+    So a column can be repeated, and a scatter must write the same value to equal columns.
     """
     return torch.where(inside, at, at.gather(1, inside.int().argmax(1, keepdim=True)))
 
@@ -128,11 +128,11 @@ def fill_ignored(dx: Tensor, live: Tensor | None, *, before: bool) -> None:
 
 
 def written_to(x: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns a tensor (N, V) to write the gradient to, and a tensor (..., V) for `written_back`.
+    """Returns `flat` (N, V), to which the gradient is written, and `into` (..., V).
 
-    If `into` is contiguous or None, the first tensor is a view of the second tensor. Otherwise, the
-    first tensor can be a copy of `into`, and `written_back` copies the gradient from this copy to
-    `into`.
+    If the argument `into` is None, the returned `into` is a new tensor. If `into` is contiguous,
+    `flat` is a view of `into`. Otherwise, `flat` can be a copy of `into`. Then `written_back`
+    copies the gradient from `flat` to `into`.
     """
     if into is None:
         into = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -156,11 +156,11 @@ def needs_no_centring(m: Tensor, inv_t: Tensor | None) -> bool:
 
 
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
-    """Returns the number that a sum over rows is multiplied by to get a mean.
+    """Returns the factor that turns a sum over rows into a mean.
 
-    This number is 1 / Σ mass. If `mass` is None, the number is 1 divided by the number of rows that
-    are not ignored. If the divisor is 0, the number is 1. The dtype is fp32, or fp64 if `like` is
-    fp64.
+    The factor is 1 / Σ mass, where `mass` holds the class weight of each row's label. If `mass` is
+    None, the factor is 1 divided by the number of rows that are not ignored. If the divisor is 0,
+    the factor is 1. The dtype is fp32, or fp64 if `like` is fp64.
     """
     full = torch.promote_types(like.dtype, torch.float32)
     live = live_rows(reading)
@@ -182,9 +182,8 @@ def reduce(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the sum or mean over the rows, and the factor of each row's gradient.
 
-    If the factor is None, the gradient of every row has the factor 1. The mean is the sum times the
-    number that the function `share` returns. An ignored row adds 0, even if its value or weight is
-    NaN.
+    The factor None means 1. The mean is the sum times the result of `share`. An ignored row adds 0,
+    even if its value or weight is NaN.
     """
     live, factor = live_rows(reading), None
     if mean:

@@ -25,7 +25,7 @@ from .rows import lift_of, live_rows
 
 
 def slots(
-    student: Tensor,  # (..., K), log q; but logits for a support in RENORM_STUDENT
+    student: Tensor,  # (..., K), log q, or logits if the support is in RENORM_STUDENT
     reading: Reading,
     sparse: Slots,
     tail: Tensor | None = None,  # (...), log of the student's mass outside the slots
@@ -61,8 +61,9 @@ def slots(
     # gradient of every logit has the term -softmax(z) Σ g.
     if sparse.support not in RENORM_STUDENT:
         rows[:, A], has = -g.sum(1), ("a",)
-    # The derivative of the tail with respect to the logit z_i is p_i / e^tail - p_i if column i is
-    # outside the ids, and -p_i if column i is among the ids.
+    # The student's tail is the log of the mass of q = softmax(z) outside the ids. The derivative of
+    # the tail with respect to the logit z_i is -q_i in the columns of the ids, and q_i / e^tail -
+    # q_i in all other columns.
     if g_tail is not None:
         g_tail = g_tail * weight[:, 0]
         rows[:, A_IDS] = rows[:, A] - g_tail
@@ -89,10 +90,7 @@ def _compare(
     sparse: Slots,
     temperature: float | Tensor | None,  # a number or (N, 1)
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the divergence of each row, and its gradients with respect to two inputs.
-
-    The two inputs are log_q and log_q_tail.
-    """
+    """Returns each row's divergence, and its gradients with respect to log_q and log_q_tail."""
     if log_q.shape[1] == 0:  # rows without slots have a divergence of 0
         value = log_q.new_zeros(log_q.shape[0])
         return value, log_q.clone(), None if log_q_tail is None else torch.zeros_like(value)

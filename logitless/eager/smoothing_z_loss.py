@@ -36,7 +36,7 @@ def cross_entropy(
 
 
 def label_coefficients(reading: Reading, dtype: torch.dtype) -> Coefficients:
-    """Returns the coefficients of the gradient of the loss that `weighted_nll` computes.
+    """Returns the coefficients of the gradient of `weighted_nll`.
 
     The coefficients need no statistics of the logits. `dtype` is the dtype of the logits.
     """

@@ -114,7 +114,7 @@ def gradient(
     upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,  # one number, or one number per row
     into: Tensor | None = None,  # (..., V), output, can be x; None means a new tensor
-    start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
+    start: int | None = None,  # the id of the first column of x; None if x has all columns
 ) -> Tensor:
     """Returns the gradient of the logits x, in the shape of x.
 
@@ -149,9 +149,8 @@ def gradient(
 def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy: bool) -> Tensor:
     """Returns the gradient dy of a chunk of rows, without the terms of label, ids and total.
 
-    The result is p (a + b log p), where p is the probability and a and b are coefficients of the
-    row, plus the gradient of log p of the label at temperature 1. To save memory, the function
-    writes the result over `direct`, or over y if y is a copy of the logits.
+    dy is the term p (a + b log p) of the formula in contract.py, plus the gradient of logprob_t1.
+    To save memory, dy can be written to `direct`, or to y if y is a copy of the logits.
     """
     shift, inv_t = terms.shift[rows], None if terms.inv_t is None else terms.inv_t[rows]
     inv_s, a = (-terms.log_s[rows]).exp(), terms.a[rows]
@@ -169,8 +168,8 @@ def _dy(terms: _Terms, y: Tensor, rows: Index, direct: Tensor | None, y_is_copy:
             # overwrites dy at the ids.
             dy = (d - terms.lift[rows]).exp_().mul_(a * inv_s)
             columns = real_columns(terms.ids[rows], terms.inside[rows])
-            # In a row without valid ids, `columns` are arbitrary, so the scatter writes the old
-            # values of dy.
+            # In a row without valid ids, `columns` are arbitrary. So the scatter writes back the
+            # values that dy already has.
             has_ids = terms.inside[rows].any(1, keepdim=True)
             inside = torch.where(has_ids, p * terms.a_ids[rows], dy)
             dy.scatter_(1, columns, inside.gather(1, columns))

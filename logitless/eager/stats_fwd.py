@@ -275,8 +275,8 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
         picked = torch.stack([partials.picked for partials in several]).sum(0)
     m_split, s = state[..., fields.M], state[..., fields.S]
     m = m_split.amax(1, keepdim=True)
-    # `moved` is the max of a split minus the max of its row. `moved` is set to 0 if both are
-    # equal, because inf - inf would be NaN. For an empty split, `moved` is set to 0 too.
+    # `moved` is the max of a split minus the max of its row. If the two maxima are equal, `moved`
+    # is set to 0, because inf - inf would be NaN. `moved` is also set to 0 for an empty split.
     moved = torch.where((s == 0) | (m_split == m), 0.0, m_split - m).clamp_min(-1e38)
     inv_t = inverse_temperature(reading, m)
     scale = (moved if inv_t is None else moved * inv_t).exp()
@@ -285,14 +285,13 @@ def merge(several: Sequence[Partials], reading: Reading) -> Partials:
     merged = state.sum(1, keepdim=True)
     row = merged[:, 0]
     row[:, fields.M], row[:, fields.S] = m[:, 0], (s * scale).sum(1)
-    # `moved` is multiplied by (s · scale), because moved · s could overflow where `moved` is -1e38
-    # and scale is 0.
+    # The product s · scale is computed first, because moved · s could overflow if `moved` is -1e38.
     row[:, fields.W] = (state[..., fields.W] * scale + moved * (s * scale)).sum(1)
     row[:, fields.S1] = (state[..., fields.S1] * moved.exp()).sum(1)
     c, n, ref = (state[..., field] for field in (fields.C, fields.N, fields.REF))
     # The field C is Σ v (y - REF), where v are the class weights and y are the logits. The merged
-    # REF is the largest REF of the splits that are not empty. Empty splits are left out, because
-    # their REF is 0, which can be far from the logits.
+    # REF is the largest REF of the splits whose N = Σ v is not 0. Empty splits are left out,
+    # because their REF is 0, which can be far from the logits.
     one = torch.where(n != 0, ref, -torch.inf).amax(1, keepdim=True)
     one = torch.where(one == -torch.inf, 0.0, one)
     row[:, fields.REF], row[:, fields.C] = one[:, 0], (c + n * (ref - one)).sum(1)

@@ -2,11 +2,11 @@
 
 `Blocks` replaces a tensor of logits, and `BlockBackend` replaces a backend. So every loss whose
 statistics can be merged also works on blocks, without changes. The logits of a block are computed
-twice, once for the statistics and once for the gradient, unless the logits of the block are kept in
-memory. Statistics are computed from the first block to the last. Gradients are computed from the
-last block to the first. So the rows of the weight's gradient that belong to the first blocks are
-written last. Until a row of the weight's gradient is written, its memory can hold logits of later
-blocks (kept_blocks in plan.py).
+twice, once for the statistics and once for the gradient. Logits that are kept in memory are
+computed only once. Statistics are computed from the first block to the last. Gradients are computed
+from the last block to the first. So the rows of the weight's gradient that belong to the first
+blocks are written last. Until a row of the weight's gradient is written, its memory can hold logits
+of later blocks (kept_blocks in plan.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -201,7 +201,7 @@ class BlockSums(GradientSums):
         return d.view(-1) if free else None
 
     def start(self, rows: Rows, h: Tensor) -> None:
-        """Allocates a sum over blocks: the gradient of hidden for a group of rows."""
+        """Allocates the sum over blocks that becomes the gradient of hidden for a group of rows."""
         if self.d_hidden is None:
             return
         dtype, kind = way_to_sum(self.backend, self.blocks, h, self.weight, "auto")

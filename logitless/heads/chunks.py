@@ -22,11 +22,11 @@ from .products import product
 
 @dataclass(slots=True)
 class Tile:
-    """Some rows of a head, for which the loss is computed at once.
+    """Some rows of a head, and the loss of these rows.
 
-    A loop over tiles computes the loss from `logits`. If a gradient is needed, the body of the loop
-    writes the gradient to `into` and sets `gradient` to `into`. If the gradient cannot be written
-    to `into`, the body of the loop sets `gradient` to a new tensor.
+    The code that loops over tiles computes the loss from `logits`. If a gradient is needed, the
+    body of the loop writes the gradient to `into` and sets `gradient` to `into`. If the gradient
+    cannot be written to `into`, the body of the loop sets `gradient` to a new tensor.
     """
 
     loss: Any  # the RowLoss of these rows

@@ -53,7 +53,7 @@ class HeadGradients(NamedTuple):
         return self._replace(hidden=hidden, weight=weight, bias=bias)
 
     def through(self, f: Callable[[tuple], tuple]) -> "HeadGradients":
-        """Passes one flat tuple of all gradients to f, and returns the tuple that f returns."""
+        """Calls f with one flat tuple of all gradients, and returns its result as HeadGradients."""
         head = (self.hidden, self.weight, self.bias, self.row_weight)
         hidden, weight, bias, row_weight, *row_inputs = f((*head, *self.row_inputs))
         return HeadGradients(hidden, weight, bias, row_weight, tuple(row_inputs))

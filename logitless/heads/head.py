@@ -1,8 +1,9 @@
 """The tensors and the options of a head. linear.py evaluates losses over a head.
 
-`Head` represents the logits hidden @ weight.T + bias. LinearLogits, lazy logits and
-VocabShard hold a Head. `ScaledHead` represents a teacher's logits, scaled or with a softcap,
-without gradients. `flatten` separates the tensors, which autograd saves, from the options.
+`Head` represents the logits hidden @ weight.T + bias. LinearLogits, lazy logits, and a VocabShard
+over a head hold a Head. `ScaledHead` represents a teacher's logits without gradients, and can apply
+a scale and a softcap to the logits. `flatten` separates the tensors, which autograd saves, from the
+options.
 """
 
 import contextlib
@@ -152,7 +153,8 @@ class Head:
         Some heads always use chunks. A head with fp16 logits uses chunks, because chunks sum the
         gradients in fp32. A head with a main_grad uses chunks, because small.py does not add
         gradients to main_grad. Chunks are also used if 16-bit hidden states have fp32 logits, if
-        the head is one rank's shard, and if the teacher of the loss is another head.
+        the head is one rank's shard, if the teacher of the loss is another head, or if FSDP has
+        freed the weight.
         """
         if plan.forced is not None or self.main_grad is not None or self.columns is not None:
             return False

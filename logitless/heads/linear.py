@@ -4,9 +4,9 @@
 at a time (chunks.py), or of one block of columns at a time (blocks.py). The logits of a narrow head
 can be computed without being written to memory (on_chip.py). plan.py chooses between chunks, blocks
 and on_chip.py. All logits of a small head are computed at once (small.py). For a mean or sum,
-forward also computes the gradients (total.py). A mean or sum takes three GEMMs, or up to four GEMMs
-if the head is split by columns. Results per row take four GEMMs (per_row.py), or three for a small
-head.
+forward also computes the gradients (total.py). A mean or sum takes three GEMMs, up to four GEMMs if
+the head is split by columns, or five GEMMs if no logits are written to memory. Results per row take
+four GEMMs (per_row.py), or three for a small head.
 
 No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
 gradients from the logits of a chunk.
@@ -136,7 +136,7 @@ def topk_of_head(head: Head, k: int, temperature: float, softcap: float | None) 
         checks.not_mapped()
     backend, width, lead = head.backend(), len(head.weight), head.lead
     no_rows = torch.empty((0, width), device=head.device, dtype=head.dtype)
-    results = [backend.topk(no_rows, k, temperature, softcap)]  # so that torch.cat gets a tensor
+    results = [backend.topk(no_rows, k, temperature, softcap)]  # torch.cat needs one tensor or more
     loss = RowLoss(Reading(head.vocab))  # a loss that ignores no rows
     with torch.no_grad(), without_autocast(head.device):
         for tile in chunks_of(head, loss, head.work()).tiles(loss):

@@ -1,9 +1,10 @@
-"""Computes a narrow head without writing logits to memory. Each kernel computes the logits again.
+"""Computes a loss over a narrow head, whose D is small, without writing logits to memory.
 
 `OnChip` replaces a tensor of logits, and `OnChipBackend` replaces a backend. So any loss whose
-statistics can be merged works without changes. plan.py chooses these kernels for heads whose hidden
-states are so small that writing the logits would take longer than computing the logits again. The
-statistics take one GEMM, and the gradients of hidden states and weight take two GEMMs each.
+statistics can be merged works without changes. Each kernel computes the logits again. plan.py
+chooses these kernels if D, the size of the hidden states, is so small that computing the logits
+again takes less time than writing the logits. The statistics take one GEMM, and the gradients of
+hidden states and weight take two GEMMs each.
 """
 
 from typing import Any

@@ -141,7 +141,7 @@ class HeadOperator:
         check_values(call.loss)
         with without_autocast(call.head.device):
             value, share, d, extras = total.forward(call)
-        if call.divides_in_backward:  # the gradients of a sum stay fp32 until backward scales them
+        if call.divides_in_backward:  # the gradients of weight and bias stay fp32 until backward
             d = _shaped(d, call.head.tensors)
         else:
             d, share = d.like(call.head.tensors), None

@@ -1,7 +1,8 @@
 """Chooses how a head's logits are computed: by rows, by columns, by both, or on the chip.
 
 If `stays_on_chip` is True, the logits of a head are never written to memory (on_chip.py). For all
-other heads, the logits are split so that each part fits into a workspace.
+other heads, the logits are split into chunks of rows or blocks of columns that fit into a
+workspace.
 
 A split by rows computes loss and gradients of some whole rows at once, in three GEMMs. Every chunk
 reads and writes the sum of the weight's gradient (V, D). A split by columns first computes the
@@ -11,9 +12,9 @@ gradient of hidden (N, D), which is smaller than the gradient of the weight, is 
 
 The unit of all costs is the time of one GEMM over all logits. A GEMM over SUM_ROWS rows takes as
 long as reading and writing the sum of the weight's gradient. STATISTICS_COST is the cost of reading
-the logits a second time. A split by columns computes some logits only once, because the memory
-for the weight's gradient holds these logits until they are needed (blocks.py). The number `kept` is
-the fraction of these logits.
+the logits a second time. A split by columns computes some logits only once, because the memory for
+the weight's gradient holds these logits until they are needed (blocks.py). The number `kept` is the
+fraction of all logits that are computed only once.
 
     Chunks of n whole rows cost 3 + SUM_ROWS / n.
     Blocks of c columns of all rows cost 4 + STATISTICS_COST - kept + SUM_ROWS / c.
@@ -29,12 +30,14 @@ from typing import NamedTuple
 
 # The default number of bytes of logits in memory at once. On a GPU, the default is larger if one
 # row of logits takes more than 1 MiB (`default_workspace`). For fp32 logits of 16-bit hidden
-# states, the default is 1.5 times as large. With 1.5 times the workspace, a loss over fp32 logits
-# is as fast as a loss over 16-bit logits on an H200, because `layout` splits a chunk into only few
-# slots.
+# states, the default is 1.5 times as large. In this larger workspace, `layout` splits a chunk into
+# only a few slots. As a result, on an H200, a loss over fp32 logits is as fast as a loss over
+# 16-bit logits.
 WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}
 TILE = 128  # rows per tile of a GEMM
-PACK = 8  # rows are padded to multiples of PACK, so that 16-bit rows start on 16-byte boundaries
+# Each row of logits is padded to a multiple of PACK columns, so that every row of 16-bit logits
+# starts on a 16-byte boundary.
+PACK = 8
 
 # SUM_ROWS was measured on an H200 with workspaces of 64 to 256 MiB (docs/heads.md). On a CPU, sums
 # cost little compared with GEMMs, so a CPU always computes whole rows.
@@ -46,15 +49,16 @@ MIN_GAIN = 0.1
 
 # A small head (small.py) has at most SMALL bytes of logits.
 SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
-# For a small head, rows · vocabulary · (width + READ_WIDTH) is at most SMALL_WORK. A GPU takes
-# about 2 ms for SMALL_WORK, and the host takes at least as long. Reading and writing the logits
-# takes as long as three GEMMs of width READ_WIDTH.
+# For a small head, rows · vocabulary · (width + READ_WIDTH) is at most SMALL_WORK, where `width` is
+# the size D of the hidden states. For a head with exactly SMALL_WORK, a GPU takes about 2 ms, and
+# the host takes at least as long. Reading and writing the logits takes as long as three GEMMs of a
+# head whose D is READ_WIDTH.
 SMALL_WORK = {"cuda": 2e11, "cpu": math.inf}
 READ_WIDTH = 200
 
-# Maps a size of hidden states to a vocabulary size. A 16-bit head with hidden states and a
-# vocabulary of at most these sizes is computed on the chip. On an H200, heads with larger hidden
-# states are faster with logits in memory (benchmarks/results/h200/narrow.md).
+# Maps a size D of the hidden states to a vocabulary size V. A 16-bit head is computed on the chip
+# if its hidden states and its vocabulary are not larger than D and V. On an H200, heads with a
+# larger D are faster with logits in memory (benchmarks/results/h200/narrow.md).
 ON_CHIP_VOCAB = {128: 1 << 31}
 # A head is computed on the chip only if its loss has at most ON_CHIP_PAIRS pairs (row, id). Sorting
 # the pairs takes time, and 64 bytes of memory per pair.
@@ -83,7 +87,7 @@ class Work(NamedTuple):
     merges: bool  # whether the loss can be computed from merged partial statistics
     gemms: int  # number of extra GEMMs for a split by columns, 0 or 1
     sums: bool  # whether the weight's gradient is summed in more bits than the weight has
-    keeps: bool  # whether memory of the weight's gradient can hold logits before it is written
+    keeps: bool  # whether logits can use the memory of d_weight until d_weight is written
     narrow: bool = False  # whether the backend has kernels that write no logits for this head
     ids: int = 0  # the number of ids per row at which the loss has a gradient
 
@@ -172,9 +176,9 @@ def is_small(
 ) -> bool:
     """Whether the logits of a head are so few that the host takes longer than the device.
 
-    A loss takes up to four times the memory of the logits, so the logits get only a quarter of
-    `workspace`. Some losses save a gradient in fp32 and also need a new tensor for the gradient of
-    the logits.
+    The logits get only a quarter of `workspace`, because a loss takes up to four times the memory
+    of the logits. For example, 16-bit logits, a saved fp32 gradient, and the 16-bit gradient of the
+    logits take four times the memory of the logits.
     """
     limit = SMALL.get(device, SMALL["cuda"])
     if workspace is not None:
@@ -198,8 +202,8 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
     A slot is a part of the memory of the weight's gradient, and holds the rows · columns logits of
     one block. The gradient of a block's weight rows takes columns · width numbers. Gradients are
     computed from the last block to the first. The memory of a slot must not be overwritten before
-    the gradient of the slot's block is computed. So the slot of a block must end before the memory
-    for the gradient of the block's own weight rows begins.
+    the gradient of the slot's block is computed. So the slot of block b must end before the
+    gradient of the weight rows of block b begins.
     """
     kept: dict[int, int] = {}
     for block in range(1, -(-vocab // columns)):

@@ -64,11 +64,11 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
 
 
 def aligned_part(t: Tensor, dim: int) -> int:
-    """Returns how much of t.shape[dim] the large GEMM computes.
+    """Returns how many rows (dim=0) or columns (dim=1) of t the large GEMM uses.
 
-    If t is padded along `dim`, the result is a multiple of UNIT. Otherwise, the result is
-    t.shape[dim]. A tensor is padded if its rows start on 16-byte boundaries, but do not end on
-    16-byte boundaries.
+    If t is padded along `dim` and t.shape[dim] is larger than UNIT, the result is a multiple of
+    UNIT. Otherwise, the result is t.shape[dim]. A tensor is padded if its rows start on 16-byte
+    boundaries, but do not end on 16-byte boundaries.
     """
     size, pack = t.shape[dim], 16 // t.element_size()
     padded = size % pack and t.stride(dim) == 1 and t.stride(1 - dim) % pack == 0

@@ -195,9 +195,7 @@ class Kept:
     def of(ctx, call: Call) -> tuple[Any, "Kept"]:
         """Computes the forward of an autograd function.
 
-        Returns a result, and a `Kept` for backward.
-
-        The result is the value, or (value, *extras).
+        Returns two results: the value or (value, *extras), and a `Kept` for backward.
         """
         tensors, blank = call.flatten()
         ctx.save_for_backward(*tensors)

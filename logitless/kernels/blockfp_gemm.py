@@ -8,8 +8,8 @@ one exponent:
 
     x ≈ q 2^e, where q is an int16 with |q| ≤ 2^14, and e is an int8 per BLOCK columns
 
-The first chunk starts the sum, and the last chunk replaces the sum by the gradient in bf16. If a
-block contains NaN or an infinity, the whole block becomes NaN.
+The first chunk starts the sum. After the last chunk, the gradient in bf16 replaces the integers in
+the same memory. If a block contains NaN or an infinity, the whole block becomes NaN.
 """
 
 import functools
@@ -62,7 +62,8 @@ def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr
     """Adds a tile x to the sum. The tile starts at row v and column d of the sum.
 
     `e` holds the exponents of the sum before the addition. The new exponents are stored at the
-    addresses `at`. In the last chunk, the gradient is stored instead of the sum.
+    addresses `at`. In the last chunk, the complete sum is the gradient, and is stored in OUT
+    without exponents.
     """
     if not FIRST:
         x += _decode(SUM.load([v, d]), e)
@@ -88,8 +89,8 @@ def _blockfp_gemm_kernel(
 ):  # fmt: skip
     """Each program computes several tiles of the sum in a loop.
 
-    Programs that run at the same time read the same columns of dz. If TRANSPOSED, DZ is a
-    descriptor of dz.T.
+    Neighbouring tiles need the same columns of dz, so that programs that run at the same time share
+    these columns in the cache. If TRANSPOSED, DZ is a descriptor of dz.T.
     """
     across = tl.cdiv(D, 2 * BLOCK_D)
     tiles = tl.cdiv(V, BLOCK_V) * across

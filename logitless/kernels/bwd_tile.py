@@ -3,17 +3,19 @@
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
 In this formula, p = softmax(z), v are the class weights, and the coefficients a, b, g_label and g_c
-have one value per row. Kernels compute log p_i as ((y_i - shift) / T) - log_s, where shift is the
-row's max, T is the temperature, and log_s is the log of the normaliser. This formula for log p_i is
+have one value per row. The logits z of the softmax are y / T, where y are the logits x after the
+softcap, and T is the temperature. Kernels compute log p_i as ((y_i - shift) / T) - log_s, where
+shift is the row's max of y, and log_s is the log of the normaliser. This formula for log p_i is
 exact even if all logits have a large common offset.
 
 Kernels divide the gradient of z by the temperature to get the gradient of y, and multiply the
-gradient of y by the derivative of the softcap to get the gradient of the logits x. If a loss uses
-the log-probability of the label at temperature 1, the term d_logprob_t1 ([i = label] - p1_i) is
-added to the gradient of y_i, where d_logprob_t1 is a coefficient, and p1 = softmax(y). For speed,
-kernels compute the probabilities as p = e / s from powers of 2, where e = 2^d,
-d = (y - shift) / (T ln 2) and s = Σ e. In the gradient of y_i, the numbers c0 and c1, which are the
-same for all columns of a row, replace a and b:
+gradient of y by the derivative of the softcap to get the gradient of the logits x. A loss can also
+use the log-probability of the label at temperature 1. Then the gradient of y_i has the additional
+term d_logprob_t1 ([i = label] - p1_i), where d_logprob_t1 is a coefficient, and p1 = softmax(y).
+For speed, kernels use powers of 2. With d = (y - shift) / (T ln 2), e = 2^d and s = Σ e, the
+probabilities are p = e / s. Written with e and d, the gradient of y_i has the numbers c0 and c1
+instead of a and b. The numbers c0, c1 and g_c in the next formula are the same for all columns of a
+row, and already include the division by T:
 
     dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of label and ids
 """
@@ -59,7 +61,7 @@ class Terms(NamedTuple):
     c_logprob_t1: tl.tensor  # multiplies e^(y - shift), for log p of the label at temperature 1
     g_c: tl.tensor
     rate: tl.tensor  # log2 e / temperature
-    lift: tl.tensor  # log2 e times the lift of columns outside the ids (see contract.LEAST_TAIL)
+    lift: tl.tensor  # lift · log2 e, for columns outside the ids (see LEAST_TAIL in contract.py)
     softcap: tl.tensor  # a number or None
 
 
@@ -169,13 +171,14 @@ def dz_of(y, W, at, mask, c0, lift, terms, HAS: tl.constexpr):
 def write_tile(state, tile, start, offs, mask):
     """Reads a tile of logits and writes its gradient, without the terms of label and ids.
 
-    The argument `state` is returned unchanged, because tiles are independent.
+    The function `walk` passes a state from tile to tile. The gradient needs no such state, so
+    `state` is returned unchanged.
     """
     at = start + offs
     y, slope = capped(load(tile.X, at, mask), tile.terms.softcap)
     dz = dz_of(y, tile.W, at, mask, tile.terms.c0, tile.terms.lift, tile.terms, tile.HAS)
-    # The store bypasses the cache, because the cache is needed for the logits of the next tiles,
-    # and because no kernel reads the gradient soon.
+    # With the modifier ".cs", the gradient is the first data to leave the cache. The cache is
+    # needed for the logits of the next tiles, and no kernel reads the gradient soon.
     dx = (dz * slope).to(tile.DX.dtype.element_ty)
     tl.store(tile.DX + at, dx, mask=mask, cache_modifier=".cs")
     return state

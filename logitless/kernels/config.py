@@ -30,8 +30,9 @@ class Config(NamedTuple):
 
 
 _override: dict[str, int] = {}
-# The revision is incremented whenever _override changes. The cache key of every launch plan
-# contains the revision, so that no call uses a plan from before the last change of _override.
+# The revision is incremented whenever _override changes. If a launch plan depends on a Config, its
+# cache key contains the revision or the Config. Therefore no call uses a plan from before the last
+# change of _override.
 revision = 0
 
 
@@ -98,9 +99,9 @@ def label_bwd(vocab: int) -> Config:
 def ids_bwd(vocab: int, itemsize: int) -> Config:
     """Each program computes one span of a row, and rewrites the gradient at the ids.
 
-    The gradient at the ids is rewritten while the span is in the cache. Spans are long, so that few
-    programs per row search the ids of the row. A program writes its span one block at a time, with
-    several warps.
+    The gradient at the ids is rewritten while the span is in the cache. Every program of a row
+    searches all ids of the row. Therefore spans are long, and a row has few programs. A program
+    writes its span one block at a time, with several warps.
     """
     # Block and span are at least 16, because Triton would treat a span of 1 as a constant.
     width = max(ceil_pow2(vocab), 16)
@@ -142,7 +143,8 @@ def pair_fwd(vocab: int) -> Config:
     barrier.
     """
     cut = overridden(Config(min(512, ceil_pow2(vocab)), 1))
-    return cut._replace(block_v=max(cut.block_v, 16))  # the fringe tile can have 16 columns
+    # A block must be as wide as the fringe tile, whose two packs hold 16 columns of 16-bit logits.
+    return cut._replace(block_v=max(cut.block_v, 16))
 
 
 def jsd_split_fwd(vocab: int, itemsize: int) -> Config:
@@ -218,8 +220,9 @@ def narrow_splits(
 ) -> Config:
     """Returns the Config `cut` with the number of splits of the vocabulary that best fills the GPU.
 
-    The function assumes that a processor runs two programs at once. The result is the smallest
-    number of splits that keeps the processors busy for the largest fraction of the time.
+    The function assumes that a processor runs two programs at once. The function first maximises
+    the fraction of the time in which the processors are busy. Among equally good numbers of splits,
+    the function chooses the smallest.
 
     Each split has its own partial sums of shape (rows, width) in fp32. All partial sums together
     take at most `limit` bytes.

@@ -1,8 +1,9 @@
 """Finds rows in which two slots hold the same id.
 
-Only rows with repeated ids need a sum of gradients over equal ids. A program compares a whole block
-of slots with one slot at a time: first with each slot of the block, and then with each later slot.
-Each comparison of two slots is one instruction.
+A slot is one of the K places for ids in a row. In rows with repeated ids, the backward must add the
+gradients of equal ids. Other rows skip this sum. A program loads a block of slots, and compares the
+whole block with one slot at a time. The program first takes each slot of the block itself, and then
+each later slot of the row. Each comparison of two slots is one instruction.
 """
 
 import functools
@@ -24,10 +25,10 @@ STATE_REPEATS = tl.constexpr(_contract.REPEATS)
 
 @triton.jit
 def load_ids(IDS, offs_k, K):
-    """Loads the ids of slots as int32, with -1 for empty slots.
+    """Loads the ids of some slots as int32.
 
-    The conversion changes an id that does not fit into int32. The change is harmless, because an id
-    of this size is invalid, and other code makes its row NaN.
+    Every negative id becomes -1, including NO_ID, the id of an empty slot. The conversion to int32
+    can change an id that does not fit. Such an id is invalid, and other code makes its row NaN.
     """
     ids = tl.load(IDS + offs_k, mask=offs_k < K, other=-1).to(tl.int32)
     return tl.where(ids < 0, -1, ids)

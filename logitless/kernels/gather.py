@@ -132,7 +132,7 @@ def gather_gradient(
     g: Tensor,  # (..., K)
     upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,  # one number, or one number per row
-    into: Tensor | None = None,  # the shape of x; can be x
+    into: Tensor | None = None,  # output, in the shape of x; can be x itself
 ) -> Tensor:
     """Returns the gradient of x. The tensor g is the gradient of the result of `gather`.
 

@@ -137,7 +137,8 @@ def gradient(
     coefficients: Coefficients,
     upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,  # one number, or one number per row
-    into: Tensor | None = None,  # x, a tensor in the memory of x, or memory that a Place describes
+    # `into` is x itself, a tensor in the memory of x, or other memory (see Place in layout.py).
+    into: Tensor | None = None,
     start: int | None = None,  # first column of x in the vocabulary; None if x has all columns
 ) -> Tensor:
     """Returns the gradient of the logits, multiplied by `upstream` and `factor`.
@@ -186,7 +187,7 @@ def gradient(
 class _GradientKey(NamedTuple):
     """The properties of a call that determine the launch plan of its gradient."""
 
-    logits: tuple  # shape, strides, bytes after a 16-byte boundary, bytes per element
+    logits: tuple  # shape, strides, address modulo 16, bytes per element
     over_logits: bool  # whether the caller wants the gradient written over the logits
     place: Place | None  # the caller's memory for the gradient; None if over_logits or if not given
     K: int  # ids per row; 0 if the loss has no gradient at ids
@@ -283,8 +284,9 @@ def reduce(
     """Returns the weighted sum over the rows, and the factor of each row's gradient.
 
     For a mean, the sum and the factor are multiplied by the number that the function `share`
-    returns. With a row_weight, there is one factor per row. Otherwise, all rows have the same
-    factor, and None means a factor of 1. An ignored row adds 0, even if its value or weight is NaN.
+    returns. With a row_weight, there is one factor per row. Without a row_weight, all rows have the
+    same factor, and None means a factor of 1. An ignored row adds 0, even if its value or weight is
+    NaN.
     """
     if row_weight is None and not mean:  # the values of ignored rows are already 0
         return value.sum(), None
@@ -308,8 +310,9 @@ def reduce(
 def share(reading: Reading, mass: Tensor | None, rows: int, like: Tensor) -> Tensor:
     """Returns the number that a sum over rows is multiplied by to get a mean, in fp32.
 
-    This number is 1 / Σ mass. If `mass` is None, the number is 1 divided by the number of rows that
-    are not ignored. If the divisor is 0, the number is 1.
+    The number is 1 / Σ mass, where `mass` holds the class weight of each row's label. If `mass` is
+    None, the number is 1 divided by the number of rows that are not ignored. If the divisor is 0,
+    the number is 1.
     """
     if mass is None and reading.ignore_index is None:
         return torch.full((), 1.0 / max(rows, 1), device=like.device, dtype=torch.float32)
@@ -327,7 +330,7 @@ def one_pass(
     coefficients: Coefficients,  # "a" and "label"
     factor: Tensor | None,  # one number, or one number per row
     into: Tensor,  # x itself, contiguous memory like x, or (N, V) in another dtype
-    mean: bool = False,  # whether to divide both results by the number of rows that count
+    mean: bool = False,  # divides loss and gradient by the number of rows that are not ignored
 ) -> Tensor | None:
     """Returns -log p of each row's label, and writes the gradient times `factor` to `into`.
 
@@ -362,7 +365,10 @@ def one_pass(
 
 
 def scale_(x: Tensor, g: Tensor) -> None:
-    """Multiplies x in place by g, one number or one per row. The host does not wait for g."""
+    """Multiplies x in place by g, which is one number, or one number per row.
+
+    The host does not wait until the GPU has computed g.
+    """
     if x.numel() == 0:
         return
     launch = scale_launch(

@@ -179,10 +179,10 @@ def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
     """Computes a RowGradient from the saved state and the coefficients.
 
     The fields of the result give the gradient of y, the logits before the division by the
-    temperature. If the loss uses the label's log-probability at temperature 1, the gradient of y_i
-    has the term d ([i = label] - p1_i), where d is the coefficient of this log-probability, and
-    p1 = softmax(y). The kernel adds d to the gradient at the label, and adds -d p1_i to the
-    gradient of every column in one of two ways:
+    temperature. A loss can use the label's log-probability at temperature 1, with a coefficient d.
+    Then the gradient of y_i has the term d ([i = label] - p1_i), where p1 = softmax(y). The kernel
+    adds d to the gradient at the label. In every column, the kernel also adds -d p1_i in one of two
+    ways:
 
     - At temperature 1, p1 equals the softmax p of the loss, so the kernel replaces the coefficient
       a by a - d.
@@ -190,10 +190,10 @@ def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
       at temperature 1. The kernel adds e^(y_i - shift) times the number c_logprob_t1 = -d / s1 to
       the gradient.
 
-    If the loss uses the coefficient "a_ids", columns among the ids have the term a_ids p_i, and
-    columns outside the ids have the term a p_i e^-lift (see LEAST_TAIL in contract.py). The factor
-    e^-lift must not apply to the term -d p_i of the label's log-probability. Therefore, for columns
-    outside the ids, the coefficient a is replaced by a - d e^lift:
+    If the loss uses the coefficient "a_ids", columns among the ids have the term a_ids p_i. Columns
+    outside the ids have the term a p_i e^-lift (contract.py explains `lift` at LEAST_TAIL). The
+    factor e^-lift must not apply to the term -d p_i of the label's log-probability. Therefore, for
+    columns outside the ids, the coefficient a is replaced by a - d e^lift:
 
         (a - d e^lift) p_i e^-lift = a p_i e^-lift - d p_i
     """
@@ -229,8 +229,8 @@ def _ids_bwd_kernel(
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, K,  # sizes
-    # First column of X, and size of the vocabulary; None if X has all columns. The ids in IDS are
-    # relative to the first column of X.
+    # `start` is the first column of X, and `vocab` is the size of the vocabulary. Both are None if
+    # X has all columns. The ids in IDS are relative to the first column of X.
     start, vocab,
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,

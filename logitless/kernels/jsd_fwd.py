@@ -210,7 +210,7 @@ def _jsd_split_fwd_kernel(
 )
 def _jsd_merge_kernel(
     SUMS, LABEL,  # inputs
-    VALUE, STATE,  # outputs; only the mean is written to STATE
+    VALUE, STATE,  # outputs; of STATE, only the mean is written (see pair_state.py)
     splits, blend, ignore_index, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Each program adds the sums of all splits of one row, and writes the row's divergence."""
@@ -236,7 +236,8 @@ def read_jsd(
 ) -> None:  # fmt: skip
     """Writes the divergence of each row to `value`, and the state of each row to `state`.
 
-    If `known`, `state` already holds the shifts and the normalisers, and only the mean is added.
+    If `known`, `state` already holds the shifts and the normalisers, and the kernel adds only the
+    mean. pair_state.py describes the state.
     """
     tensor, number = temperature_of(reading)
     options = reading.softcap, safe_beta(beta), None if label is None else reading.ignore_index

@@ -38,10 +38,10 @@ def mixture(log_q, log_p, beta, IN: tl.constexpr):
     """Returns q, log2(q / M), p and log2(p / M) of each column. All results are finite.
 
     The results are computed from max(p, q) and from share = min(p, q) / max(p, q). The ratio of the
-    mixture M to max(p, q) is at most 1, and at least the weight of max(p, q) in M, which is β or
-    1 - β. If p = q, the ratio of M to max(p, q) is exactly 1. The difference log2 min(p, q) - log2
-    max(p, q) is clamped to at least -1000. If log p and log q are both -inf, their difference is
-    NaN, and is also set to -1000.
+    mixture M to max(p, q) is at most 1. This ratio is at least the weight of max(p, q) in M, which
+    is β for p and 1 - β for q. If p = q, this ratio is exactly 1. The difference
+    log2 min(p, q) - log2 max(p, q) is clamped to at least -1000. If log p and log q are both -inf,
+    their difference is NaN, and is also set to -1000.
     """
     top = tl.maximum(log_q, log_p)
     fall = tl.minimum(log_q, log_p) - top

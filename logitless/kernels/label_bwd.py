@@ -54,7 +54,9 @@ def _label_bwd_kernel(
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, blocks,  # sizes
-    start, vocab,  # first column of X, and size of the vocabulary; None if X has all columns
+    # `start` is the first column of X, and `vocab` is the size of the vocabulary. Both are None if
+    # X has all columns.
+    start, vocab,
     softcap, ignore_index,  # options
     HAS: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip

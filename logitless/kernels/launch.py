@@ -10,7 +10,8 @@ Triton compiles a kernel once per combination of dtypes and alignments. An addre
 is a multiple of 16 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore every
 pointer must follow one of three rules:
 
-- The alignment of the logits and of their gradient is part of the sizes or constants of a Launch.
+- For logits and their gradient, each alignment has its own Launch, because the alignment is an
+  argument of the cached function that builds the Launch.
 - Memory that a launcher allocates is always aligned.
 - The kernel declares every other pointer as `do_not_specialize_on_alignment`.
 

@@ -74,7 +74,9 @@ class Rows(NamedTuple):
             return self.dense()._replace(lead=offset // self.itemsize)
         size, stride = (self.count, self.vocab, self.rows_t), strides[0]
         rows = Rows(*size, self.rows_t * stride, stride, offset // itemsize, 16 // itemsize)
-        assert rows.starts_aligned  # kernels compute packs from the dtype of x
+        # Kernels compute the packs of a gradient from the dtype of x. These packs are correct only
+        # if every row of the gradient starts on a 16-byte boundary.
+        assert rows.starts_aligned
         return rows
 
 
@@ -102,8 +104,8 @@ def rows_of(x: Tensor) -> tuple[Tensor, Rows]:
 def describe(shape: tuple, strides: tuple, offset: int, itemsize: int) -> Rows | None:
     """Returns the layout of a tensor's rows.
 
-    The result is None if the tensor has no (B, T, V) view with contiguous rows. `offset` is
-    the number of bytes between a 16-byte boundary and the first element.
+    The result is None if the tensor has no (B, T, V) view with contiguous rows. `offset` is the
+    address of the first element modulo 16.
     """
     *shape, vocab = shape
     if 0 in shape:  # without rows, strides do not matter

@@ -38,7 +38,7 @@ class Constants:
     layout: HeadLayout
     block_n: int
     block_v: int
-    adds: bool = False  # whether the gradient of the weight is added to OUT
+    adds: bool = False  # whether the gradient is added to OUT; if not, OUT is overwritten
 
 
 class _Pairs(NamedTuple):
@@ -55,7 +55,7 @@ class _Pairs(NamedTuple):
 
 @triton.jit
 def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, USED: tl.constexpr):
-    """Loads a field of TERMS for some rows, and adds the axis AXIS. Returns 0 if not USED."""
+    """Loads a field of TERMS for some rows, with a new dimension AXIS. Returns 0 if not USED."""
     if USED:
         if mask is None:
             t = tl.load(TERMS + FIELD * N + rows)
@@ -71,7 +71,8 @@ def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexp
     """Returns the Terms of some rows. The Terms of a masked row give a gradient of 0.
 
     `rate` is one number for all rows, or None if each row has its own temperature. The field
-    `softcap` is 0, because a function of Triton 3.6 cannot return None.
+    `softcap` is only a placeholder of 0, because a function of Triton 3.6 cannot return None.
+    Callers pass their softcap to `_gradient`.
     """
     if rate is None:
         rate = _term(TERMS, N, rows, mask, TERM_RATE, 1.0, AXIS, True)
@@ -89,7 +90,10 @@ def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexp
 
 @triton.jit
 def _place(pairs, pair):
-    """Returns the place (see Order) of the tile of a pair, or -1 if there are no more pairs."""
+    """Returns the place of the tile that contains a pair, or -1 after the last pair.
+
+    Order in narrow_terms.py defines the place of a tile.
+    """
     if pairs.PLACES is not None:
         return tl.load(pairs.PLACES + pair, mask=pair < pairs.count, other=-1)
     else:
@@ -101,10 +105,11 @@ def _gradient(
     x, CLASS_WEIGHT, rows, cols, mask, terms, softcap, pairs, pair, place, here,
     HAS: tl.constexpr,
 ):  # fmt: skip
-    """Returns the gradient of a tile of logits, the next pair, and the place of the pair's tile.
+    """Returns the gradient of a tile of logits x, and the new values of `pair` and `place`.
 
-    `rows` and `cols` broadcast with x. `here` is the place of this tile (see Order). `pair` is the
-    index of the next pair, and `place` is the place of the tile that contains the next pair.
+    `rows` and `cols` broadcast with x. `pair` is the index of the first pair that is not yet added,
+    and `place` is the place of the tile that contains this pair. `here` is the place of the tile x.
+    Order in narrow_terms.py defines the place of a tile.
     """
     y, slope = capped(x, softcap)
     dz = dz_of(y, CLASS_WEIGHT, cols, mask, terms.c0, 0.0, terms, HAS)
@@ -140,7 +145,10 @@ class _Hidden(NamedTuple):
 def _add_columns(
     acc, pair, place, window, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
 ):  # fmt: skip
-    """Adds the gradient from one tile of columns. If WHOLE, all columns of the tile are < V."""
+    """Adds the terms of one tile of columns to `acc`, the gradient of the hidden states.
+
+    If WHOLE, all columns of the tile are < V.
+    """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     w = load_weight(window.WEIGHT, start, window.V, BLOCK_V, WHOLE, CONSTANTS)
@@ -172,7 +180,10 @@ def narrow_hidden_bwd_kernel(
     rate, softcap,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one tile of rows and one split, which is `tiles` tiles of columns."""
+    """Each program computes the gradient of one tile of rows, summed over one split.
+
+    A split is `tiles` tiles of columns.
+    """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
@@ -213,7 +224,7 @@ class _Weight(NamedTuple):
     w: tl.tensor  # (columns, D)
     cols: tl.tensor  # (columns, 1)
     mask: tl.tensor  # (columns, 1)
-    bias: tl.tensor  # (columns, 1), or 0.0
+    bias: tl.tensor  # (columns, 1), 0 if the head has no bias
     pairs: _Pairs
     HIDDEN: tl.tensor
     CLASS_WEIGHT: tl.tensor  # a pointer or None
@@ -229,7 +240,10 @@ def _add_rows(
     acc, total, pair, place, window, start, WHOLE: tl.constexpr, WEIGHTS: tl.constexpr,
     BIASES: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradients from one tile of rows. If WHOLE, all rows of the tile are < N."""
+    """Adds the terms of one tile of rows to the gradients of weight (`acc`) and bias (`total`).
+
+    If WHOLE, all rows of the tile are < N.
+    """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
     h = load_hidden(window.HIDDEN, start, window.N, WHOLE, CONSTANTS)
@@ -266,7 +280,7 @@ def narrow_weight_bwd_kernel(
     rate, softcap,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one tile of columns."""
+    """Each program computes the gradients of weight and bias for one tile of columns."""
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     BLOCK_D: tl.constexpr = layout(CONSTANTS, "block_d")

@@ -1,8 +1,8 @@
 """Partial statistics of the logits of a narrow head, without writing the logits to memory.
 
-Each program computes the logits of some rows and one split of the vocabulary, tile by tile, and
-folds each tile into the state of its rows (state.py). A second kernel computes the logits at the
-label and at the ids. stats_merge.py merges the splits.
+Each program has one tile of rows and one split of the vocabulary. The program computes the logits
+of its split tile by tile, and adds each tile to the running state of its rows (state.py). A second
+kernel computes the logits at the label and at the ids. stats_merge.py merges the splits.
 """
 
 import functools
@@ -112,14 +112,17 @@ def _reference(window, CONSTANTS: tl.constexpr):
 )  # fmt: skip
 def _narrow_fwd_kernel(
     HIDDEN, WEIGHT, BIAS, CLASS_WEIGHT,  # inputs
-    SPLITS,  # output, (rows of all tiles, fields, splits)
+    SPLITS,  # output, (N rounded up to whole tiles, fields, splits)
     temperature,
     N, V, span,  # sizes
     softcap,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one tile of rows and one split, which is `span` columns."""
+    """Each program computes partial statistics of one tile of rows, over one split.
+
+    A split is `span` columns.
+    """
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     first = tl.program_id(0) * BLOCK_N
@@ -167,8 +170,8 @@ class _PickConstants:
 def _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS: tl.constexpr):
     """Returns min(y, top) at the ids, where y are the logits, and `top` is the max of the row.
 
-    Each y is a sum over D. Another kernel computed the max from the same sums, but can have rounded
-    them differently. Without the min, y could be larger than the max of its row, and log p could be
+    Each y is a sum over D. `top` comes from another kernel, whose sums over D can be rounded
+    differently. Without the min, y could be larger than the max of its row, and log p could be
     larger than 0.
     """
     offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
@@ -203,9 +206,10 @@ def _narrow_pick_kernel(
     softcap, ignore_index,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes the y of one row: at the label to the first split, at the ids to PICKED.
+    """Each program computes the logits y of one row at the label and at the ids.
 
-    y is 0 for an id outside the vocabulary, and for every id of an ignored row.
+    The y at the label is stored in the first split of the row. The y at the ids are stored in
+    PICKED. y is 0 for an id outside the vocabulary, and for every id of an ignored row.
     """
     BLOCK_K: tl.constexpr = field(CONSTANTS, "block_k")
     row = tl.program_id(0).to(tl.int64)

@@ -27,11 +27,12 @@ def narrow_gradients(
     d_hidden: Tensor | None,  # (N, D), contiguous
     d_weight: Tensor | None,  # (V, D), with contiguous rows
     d_bias: Tensor | None,  # (V,), fp32
-    adds: bool = False,  # whether the gradient of the weight is added to d_weight
+    adds: bool = False,  # whether to add to d_weight; if not, d_weight is overwritten
 ) -> None:
-    """Writes the gradients of a head to d_hidden, d_weight and d_bias. None skips a gradient.
+    """Writes the gradients of a head to d_hidden, d_weight and d_bias.
 
-    `state` is the field `state` of the Statistics of the logits.
+    A gradient is not computed if its output is None. `state` is the field `state` of the Statistics
+    of the logits.
     """
     (N, D), V, where = hidden.shape, len(weight), layout_of(hidden, weight)
     by_rows, by_columns = _cuts(hidden, V, where, reading, coefficients.has)

@@ -36,7 +36,9 @@ TERM_C1 = tl.constexpr(3)
 TERM_LOGPROB_T1 = tl.constexpr(4)
 TERM_G_C = tl.constexpr(5)
 TERMS = 6
-NO_TILE = tl.constexpr(2**62)  # the place (see Order) of invalid and ignored pairs, after all tiles
+# A pair with an invalid id, or in an ignored row, belongs to no tile. NO_TILE is the place (see
+# Order) of such a pair, and is larger than the place of every tile.
+NO_TILE = tl.constexpr(2**62)
 
 
 class Order(NamedTuple):
@@ -119,14 +121,15 @@ def _store_pairs(
 )  # fmt: skip
 def _narrow_terms_kernel(
     STATE, LABEL, IDS, COEF, G_IDS, UPSTREAM, FACTOR,  # inputs
-    OUT, COLUMNS, G, PLACES,  # outputs, (TERMS, N), (N, slots), (N, slots), (orders, N, slots)
+    # Outputs: OUT (TERMS, N), COLUMNS (N, slots), G (N, slots) and PLACES (orders, N, slots).
+    OUT, COLUMNS, G, PLACES,
     temperature, N, V, K, slots, step_0, step_1, ignore_index,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
     """Each program computes the terms and the pairs of one row.
 
-    The results make the gradient of an ignored row 0, and the gradient of a row with an invalid
-    label or id NaN.
+    For an ignored row, the results give a gradient of 0. For a row with an invalid label or id, the
+    results give a gradient of NaN.
     """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     row = tl.program_id(0).to(tl.int64)

@@ -31,8 +31,8 @@ def only_if(flag, mask):
     """Returns mask & flag for a scalar flag.
 
     In Triton's interpreter, the result of an int32 comparison is int32. From Triton 3.9 on, the
-    interpreter rejects masks that were combined with an int32 flag. `True & flag` is a bool and
-    adds no instruction to the compiled kernel.
+    interpreter rejects masks that were combined with an int32 flag. Therefore the mask is combined
+    with `True & flag`, which is a bool. The compiled kernel has no instruction for `True &`.
     """
     return mask & (True & flag)
 

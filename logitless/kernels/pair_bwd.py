@@ -54,7 +54,7 @@ class Terms(NamedTuple):
     shift_p: tl.tensor
     log_q: tl.tensor  # log2 of the student's normaliser, for JSD
     log_p: tl.tensor  # log2 of the teacher's normaliser, for JSD
-    mean: tl.tensor  # the saved mean; for "forward" and "soft", s_p / s_q
+    mean: tl.tensor  # the saved mean (see pair_state.py); s_p / s_q for "forward" and "soft"
     gain: tl.tensor  # multiplies the gradient of the whole row
 
 
@@ -98,8 +98,8 @@ def _write_tile(DX, both, terms, cols, mask, KIND: tl.constexpr):
                 both.X.dtype.element_ty,
             )  # fmt: skip
             dz = q * (log_q_m - terms.mean)
-    # The store bypasses the cache, because the cache is needed for the logits of the next tiles,
-    # and because no kernel reads the gradient soon.
+    # With the modifier ".cs", the gradient is the first data to leave the cache. The cache is
+    # needed for the logits of the next tiles, and no kernel reads the gradient soon.
     dx = (dz * terms.gain * slope).to(DX.dtype.element_ty)
     tl.store(DX + cols, dx, mask=mask, cache_modifier=".cs")
 
@@ -213,7 +213,8 @@ def pair_gradient(
     )  # fmt: skip
     weight = aligned(reading.class_weight)
     launch(source, teacher, weight, label, contiguous(state), upstream, factor, output, *tensor)
-    # If dx has no (B, T, V) view with contiguous rows, `output` is a copy of dx.
+    # `output` is not dx if dx has no (B, T, V) view with contiguous rows, or if no rows_t fits all
+    # layouts (see `with_one_rows_t`).
     if output.data_ptr() != dx.data_ptr():
         dx.copy_(output)
     return dx

@@ -54,7 +54,8 @@ from .stats_split_fwd import aligned
 def _cross(c, s, moved, scale, e, h):
     """Returns the sum c = Σ e · h of a row after one more block.
 
-    A column where e is 0 adds 0, even if h is infinite. If `scale` is 0, the earlier blocks add 0.
+    A column where e is 0 adds 0, even if h is infinite. `scale` and `moved` correct c for a new
+    max. If `scale` is 0, the earlier blocks add 0, even if c is infinite.
     """
     before = tl.where(scale == 0, 0.0, c * scale + s * (moved * scale))
     return before + tl.where(e != 0, e * h, 0.0)

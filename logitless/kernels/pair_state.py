@@ -5,18 +5,17 @@ rate = 1 / (temperature ln 2). The student's probabilities q are e_q divided by 
 and the teacher's probabilities p are e_p divided by the normaliser s_p. Kernels use only
 differences to a max, so that a common offset of the logits costs no precision.
 
-The saved state has shape (N, PAIR_STATE) and holds five numbers per row: shift and normaliser of
-the student, shift and normaliser of the teacher, and an expectation under the student's
-probabilities. A shift is the max, or 0 if the max is infinite. For reverse KL, the kernels save the
-expectation of the student's d minus the teacher's d, which is not divided by the temperature. For
-JSD, the kernels save the expectation of log2(q / M), in bits, where q is the student, and M is the
-mixture of student and teacher. For other losses, the expectation is 0. eager/pair.py saves the
-expectation in nats. The backends can use different units, because each backend reads only its own
-state.
+The saved state has shape (N, PAIR_STATE) and holds five numbers per row: the student's shift and
+normaliser, the teacher's shift and normaliser, and a mean. A shift is the max, or 0 if the max is
+infinite. The mean is an expectation under the student's probabilities. For reverse KL, the mean is
+Σ q (d_q - d_p), which is not divided by the temperature. For JSD, the mean is Σ q log2(q / M), in
+bits, where M is the mixture of student and teacher. For other losses, the mean is 0. eager/pair.py
+saves the mean in nats. The backends can use different units, because each backend reads only its
+own state.
 
 A partial state (`pair_partial`), which covers only some columns of a row, holds the max instead of
-the shift, and a sum instead of the expectation. In both backends, the sum in a partial state is in
-nats, because one function, `merge_pairs` of eager/pair.py, merges the partial states of the ranks.
+the shift, and a sum instead of the mean. In both backends, the sum in a partial state is in nats,
+because one function, `merge_pairs` of eager/pair.py, merges the partial states of the ranks.
 """
 
 import functools
@@ -39,7 +38,7 @@ PAIR_STATE = tl.constexpr(PAIR_STATE_)
 class PairState(NamedTuple):
     """The state of a student's and a teacher's row over the columns read so far.
 
-    During the loop, each lane has its own sums.
+    During the loop, each sum has shape (BLOCK_V,), with one partial sum per lane.
     """
 
     m_q: tl.tensor  # max y of the student

@@ -24,7 +24,9 @@ student's q, over the slots that are not masked.
 Three supports divide the student's q by the sum Q. For these three supports, the kernel reads the
 student's logits at the slots. The gradient of the logit at slot k is (g_k - G q_k/Q) / temperature,
 where G is the sum of g over all slots. For the other supports, the kernel reads log q of the
-softmax over the whole row. The coefficient a of the row (see bwd_tile.py) is then -G.
+softmax over the whole row. For "truncate" and "renorm_teacher", the coefficient a of the row (see
+bwd_tile.py) is -G. For "tail", the coefficient a_ids is -G, and the kernel computes a from a_ids
+and the tail.
 
 All divergences except "tvd" multiply a probability by a logarithm. If the probability is 0, the
 product counts as 0, even if the logarithm is infinite. For example, p log(p/q) is 0 if p = 0, for
@@ -233,8 +235,8 @@ def _slot_divergence_kernel(
         )
         value += f_tail
         g_tail = tl.where(counts, g_tail * weight, 0.0)
-        # The derivative of the tail with respect to the logit z_i is p_i / e^tail - p_i if column i
-        # is outside the ids, and -p_i if column i is among the ids.
+        # The derivative of the student's tail with respect to the student's logit z_i is -q_i if
+        # column i is among the ids. For all other columns, the derivative is q_i / e^tail - q_i.
         a -= g_tail
         tl.store(COEF + COEF_A_IDS, a, mask=mask_r)
         a = a * tl.exp(lift_of(log_q_tail)) + g_tail * tl.exp(-tl.maximum(log_q_tail, LEAST_TAIL))
@@ -257,8 +259,8 @@ def slots(
 ) -> tuple[Tensor, Coefficients]:
     """Returns the loss of each row, and the coefficients of the gradient of the loss.
 
-    The loss is kd_weight · divergence - ce_weight · logprob_t1. All results are fp32. Rows with
-    more than MAX_K slots are computed by eager/slot_divergence.py.
+    The loss is kd_weight · row_weight · divergence - ce_weight · logprob_t1. All results are fp32.
+    Rows with more than MAX_K slots are computed by eager/slot_divergence.py.
     """
     shape = student.shape
     if shape[-1] > MAX_K or student.numel() == 0:

@@ -106,7 +106,7 @@ def store_split(
     do_not_specialize_on_alignment=["SPLITS", "temperature"],
 )
 def _stats_merge_kernel(
-    SPLITS, OUT,  # (N, splits, fields) in any layout, and (N, fields)
+    SPLITS, OUT,  # input (N, splits, fields) in any layout, and output (N, fields)
     temperature, splits, step_row, step_split, step_field,
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     HAS_LABEL: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -217,8 +217,8 @@ def finish(
     """Merges the splits of each row, and returns the statistics of whole rows.
 
     The splits of each row are along dim 1 of partials.state. `shape` is the shape of a statistic
-    with one number per row. If `shape` is None, the shape is taken from the reading's label,
-    row_temperature or ids, or is (N,) if the reading has none of these three.
+    with one number per row. If `shape` is None, the function takes the shape from the reading's
+    label, row_temperature or ids. If the reading has none of these three, the shape is (N,).
     """
     wants, label, ids = reading.wants, reading.label, reading.ids
     temperature = reading.row_temperature

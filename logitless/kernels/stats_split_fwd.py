@@ -60,7 +60,7 @@ class _Constants:
     aligned: bool
     block_v: int
     block_k: int
-    early: bool  # whether to load the label's logit before the loop, which hides the latency
+    early: bool  # whether to load the label's logit before the loop, to hide the load's latency
 
 
 @triton.jit(
@@ -79,7 +79,8 @@ def _stats_split_fwd_kernel(
 ):  # fmt: skip
     """Each program computes one split, which is `span` columns of a row's body.
 
-    The program of a row's first split also loads the logits at the label and at the ids.
+    The first split of a row also contains the row's fringe (see layout.py). The program of the
+    first split also loads the logits at the label and at the ids.
     """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")

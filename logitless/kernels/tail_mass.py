@@ -1,10 +1,10 @@
-"""The softmax mass of each row outside its ids (the tail), without cancellation.
+"""Computes each row's tail, the log of the softmax mass outside the ids, without cancellation.
 
-If the tail is at least ENOUGH, the tail is computed as 1 minus the mass of the ids. For a tail
-below ENOUGH, subtracting the mass of the ids from 1 would lose too many bits. Therefore the kernel
-rereads a row with a tail below ENOUGH, and sums the columns outside the ids relative to the max of
-these columns. A repeated id counts once, because the mass at each slot is divided by the number of
-slots with the same id. The division is skipped in rows without repeated ids.
+The kernel first computes the mass outside the ids as 1 minus the mass of the ids. If the result is
+below ENOUGH, the subtraction has lost too many bits. Then the kernel reads the row again, and sums
+the exponentials of the columns outside the ids, relative to the max of these columns. A repeated id
+counts once, because the mass at each slot is divided by the number of slots with the same id. The
+division is skipped in rows without repeated ids.
 """
 
 import functools
@@ -25,7 +25,8 @@ from .profiling import nothing, profiled
 from .state import LOG_S, SHIFT, STATE_WIDTH, is_live, load_label
 
 STATE_TAIL = tl.constexpr(_contract.TAIL)
-ENOUGH = tl.constexpr(2.0**-6)  # for a tail of this size, 1 - mass loses at most six bits
+# If the result of (1 - mass of the ids) is at least ENOUGH, the subtraction loses at most six bits.
+ENOUGH = tl.constexpr(2.0**-6)
 LEAST_TAIL = tl.constexpr(_contract.LEAST_TAIL)
 
 

@@ -53,8 +53,8 @@ def _sort_runs(h, places, runs: tl.constexpr, LOG_K: tl.constexpr):
     """
     for i in tl.static_range(runs):
         # Compares two keys whose indices differ in one bit, and moves the larger key to the lower
-        # index. The sum of two keys can overflow. The overflow is harmless, because int64 wraps
-        # around.
+        # index. `other` is computed as the sum of both keys minus h. The sum can overflow, which is
+        # harmless, because int64 wraps around.
         other = tl.sum(h, axis=LOG_K - runs + i, keep_dims=True) - h
         second = ((places >> (runs - 1 - i)) & 1) != 0
         h = tl.where((h > other) != second, h, other)

@@ -98,7 +98,9 @@ def _set_aside(
 )
 def topk_stream_kernel(
     X,  # input
-    BEST, TAIL,  # outputs: rising keys (rows, splits, 1 << LOG_K), and (m, s) (rows, splits, 2)
+    # Outputs. BEST (rows, splits, 1 << LOG_K) holds the keys in ascending order. TAIL (rows,
+    # splits, 2) holds the max m and the sum s of the tail.
+    BEST, TAIL,
     WAITING,  # the waiting lists of keys, (programs, BLOCK_V + (1 << LOG_K))
     rows_t, stride_xb, stride_xt, lead, V, k, span, splits, splits_in_all,  # sizes
     temperature, softcap,  # options

@@ -40,7 +40,9 @@ def is_head(head: Any) -> None:
 
 def part_of_model(head: Any, names: list[str]) -> None:
     if not names:
-        raise ValueError(f"head must be a module of the model, got another {kind_of(head)}.")
+        raise ValueError(
+            f"head must be a module of the model, got a {kind_of(head)} that is not in the model."
+        )
 
 
 def fusable(head: Any) -> None:
@@ -89,7 +91,8 @@ def kept_in_memory(model: nn.Module, name: str) -> None:
 def sharded_by_fsdp1(module: nn.Module) -> None:
     if "_fsdp_wrapped_module" in module._modules:
         raise TypeError(
-            "head must not be inside a FullyShardedDataParallel of its own, because this module"
-            " frees the weight before the loss is computed. Exclude the head from auto_wrap_policy,"
-            " so that the outermost FullyShardedDataParallel holds the head, or use fully_shard."
+            "head must not be inside a FullyShardedDataParallel of its own, because the inner"
+            " FullyShardedDataParallel frees the weight before the loss is computed. Exclude the"
+            " head from auto_wrap_policy, so that the outermost FullyShardedDataParallel holds the"
+            " head, or use fully_shard."
         )

@@ -1,9 +1,9 @@
 """The lazy logits of a fused head that ColwiseParallel shards over ranks.
 
 ColwiseParallel turns a head's weight and hidden states into DTensors, and expects a DTensor of
-logits. The option `output_layouts` of ColwiseParallel selects the result: all columns on every
-rank, only the columns of this rank, or the DTensor. A `SpreadLogits` replaces the DTensor of
-logits, so that the logits are lazy for each of these values of `output_layouts`.
+logits. The options `output_layouts` and `use_local_output` of ColwiseParallel select the head's
+output: a tensor with all columns, a tensor with only the columns of this rank, or the DTensor. A
+`SpreadLogits` replaces the DTensor of logits, so that all three outputs are lazy.
 """
 
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ def from_the_front(placements, last: int) -> tuple:
 
 
 def placements_of(weight, last: int) -> tuple:
-    """Returns the placements of the logits that a weight sharded by rows computes."""
+    """Returns the placements of the logits, for a weight that is sharded by rows."""
     return tuple(type(p)(last) if p.is_shard() else p for p in weight.placements)
 
 

@@ -64,8 +64,8 @@ class Deferred(Tensor):
         t = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls, like.shape, dtype=like.dtype, device=like.device, **layout
         )
-        # The next line makes functions that bypass __torch_function__ and __torch_dispatch__ raise
-        # if they write to t.
+        # With this flag, writing to t raises even in functions that bypass __torch_function__ and
+        # __torch_dispatch__.
         torch._C._set_throw_on_mutable_data_ptr(t)
         return t
 
@@ -74,7 +74,7 @@ class Deferred(Tensor):
         raise NotImplementedError
 
     def expose(self) -> Tensor:
-        """Returns the values to code that takes their address and so can overwrite the values."""
+        """Returns the values, for a caller that takes their address and can overwrite them."""
         return self.plain_values()
 
     # Weak references to read-only views and arrays that share the memory of the values, or None if
@@ -95,7 +95,7 @@ class Deferred(Tensor):
         return None
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Replaces an operation that would write to this tensor. The default raises an error."""
+        """Runs instead of an operation that writes to this tensor. The default raises an error."""
         raise RuntimeError(
             f"{self.what} must not be written to by {running(func)}, because {self.unwritable}."
             f" Write to a copy instead: {self.copy}."
@@ -254,7 +254,10 @@ def keeps_lazy(function: F) -> F:
 
 
 def result_of(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Returns the first result of the functions that `keeps_lazy` registered, or NotImplemented."""
+    """Calls the functions that `keeps_lazy` registered, until one of them returns a result.
+
+    Returns NotImplemented if none of these functions returns a result.
+    """
     for function in _COMPUTED:
         result = function(func, args, kwargs)
         if result is not NotImplemented:

@@ -21,7 +21,9 @@ from .recipe import Recipe, RowInput, own
 from .row_function import by_rows
 from .views import is_alias
 
-DEEPEST = 64  # The largest depth of nested functions in a formula, because Python limits recursion.
+# Formulas of nested functions are computed recursively. A formula has at most this depth, because
+# Python limits recursion.
+DEEPEST = 64
 # These functions return a mask that stays lazy, because callers reduce the mask by any() or all().
 QUESTIONS = {getattr(T, name) for T in (torch, Tensor) for name in ("isnan", "isinf", "isfinite")}
 CONSTANTS = (int, float, str, torch.dtype, type(None))
@@ -192,7 +194,7 @@ class Call(NamedTuple):
         try:
             with torch.no_grad():
                 result = self.run(blanks)
-        except Exception:  # computing the values raises the error later
+        except Exception:  # PyTorch raises the same error on plain logits
             return None
         fits = isinstance(result, Tensor) and result.shape == (0, vocab)
         return result.dtype if fits and not result.is_complex() else None

@@ -1,10 +1,10 @@
 """Formulas of lazy logits: functions of the head's logits, computed for some rows at a time.
 
 Logits that a head returns have a `Direct` formula. A `Direct` formula can contain a scale, a
-softcap and a log_softmax, and losses of logitless can compute a `Direct` formula themselves. Any
-other function of lazy logits, such as the product of probabilities and log-probabilities, is an
-`Applied` formula. An `Applied` formula is computed by PyTorch's own function when a later operation
-reduces over the vocabulary (row_function.py).
+softcap and a log_softmax. Losses and statistics of logitless can apply these three operations to
+the head's logits themselves. Any other function of lazy logits, such as the product of
+probabilities and log-probabilities, is an `Applied` formula. An `Applied` formula is computed by
+PyTorch's own function when a later operation reduces over the vocabulary (row_function.py).
 """
 
 import contextlib
@@ -59,7 +59,10 @@ class Direct(Formula):
 
     @property
     def scale(self) -> float:
-        """The factor by which the head's logits are multiplied before a softcap of limit `post`."""
+        """The factor that multiplies the head's logits before the softcap.
+
+        The softcap of limit `post` maps x to post · tanh(x / post).
+        """
         scale = self.pre * self.post
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
 
@@ -69,7 +72,7 @@ class Direct(Formula):
 
     @property
     def reads(self) -> dict[str, float]:
-        """The options `temperature` and `softcap` with which a loss applies `pre` and `post`."""
+        """The options `temperature` and `softcap` that turn a loss over z into the loss over y."""
         if self.capped:
             return {"softcap": 1 / self.pre, "temperature": 1 / (self.pre * self.post)}
         return {"temperature": 1 / self.pre}

@@ -2,8 +2,8 @@
 
 A head is often not a plain linear layer, because accelerate sets hooks on the head, adapters wrap
 the head, quantisers replace the head, or users set their own forward. So a fused head still runs
-its own forward. Inside the head's own forward, `torch.nn.functional.linear` of hidden states and a
-weight as wide as the vocabulary returns lazy logits. Operations before and after `linear` get the
+its own forward. Inside the head's own forward, `torch.nn.functional.linear` returns lazy logits if
+its weight has one row per token of the vocabulary. Operations before and after `linear` get the
 same numbers as in the plain model. A head that does not call `linear` returns the same result as in
 the plain model.
 """
@@ -37,9 +37,10 @@ def lazy_logits():
 
     Outside of this context manager, logits without gradients are lazy only if they are large and
     the option `lazy_inference` of `fuse` is true. Inside this context manager, logits of any size
-    are lazy. Logits that are created inside this context manager must not be written to. On a GPU,
-    logits from this context manager are used without comparing the weight with its earlier values
-    (class Watch), because the host would wait for the comparison.
+    are lazy. Logits that are created inside this context manager must not be written to. If the
+    weight is written to before these logits are used, an error is raised. On a GPU, a write that
+    does not change the weight's version counter is not detected, because the host would wait for
+    the check (class Watch).
 
     >>> with torch.no_grad(), lazy_logits():
     ...     teacher_logits = teacher(ids).logits
@@ -53,7 +54,7 @@ def lazy_logits():
 
 
 class FusedForward:
-    """The forward of a fused head, which calls the head's earlier forward inside `Products`.
+    """The forward of a fused head: runs the head's earlier forward inside a `Products` block.
 
     `below` is the forward that other code had set on the head earlier. If `below` is None, the
     forward of the head's class is called. Other code can replace the FusedForward later.
@@ -117,7 +118,8 @@ def set_forward(head: nn.Module, guard: Any) -> None:
     if is_set(head, guard):
         return
     ours = forward_set_on(head)
-    # A replica that DataParallel creates shares the FusedForward of the original head.
+    # A replica that DataParallel creates has the FusedForward of the original head. The replica's
+    # own FusedForward calls the same `below`.
     below = head.__dict__.get("forward") if ours is None else ours.below
     head.__dict__["forward"] = FusedForward(head, below, guard).forward
 
@@ -140,7 +142,7 @@ class Products(TorchFunctionMode):
         self.head, self.options, self.lazy_inference = head, options, lazy_inference
         self.width = width_of(head)
         self.found = False  # whether the head computed a product as wide as the vocabulary
-        self.obstacle: str | None = None  # the reason why this product was not lazy
+        self.obstacle: str | None = None  # the reason why the head's product was not lazy
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -222,8 +224,8 @@ def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict)
 
     Small logits are plain. Logits that a CUDA graph computes are plain, because replays of the
     graph must compute the logits again. If the head is an FSDP module of its own, the logits are
-    plain, because a rank that reads lazy logits gathers the weight and so waits for all other
-    ranks.
+    plain. Reading lazy logits would gather the weight, and the rank would wait until all other
+    ranks read their logits too.
     """
     plain = all(type(t) in (Tensor, nn.Parameter) for t in (hidden, weight))
     if not plain or hidden.is_meta or hasattr(type(module), "unshard"):

@@ -14,7 +14,8 @@ Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of hidde
 Compute = Callable[[], Tensor]  # a function that computes a gradient of the values
 
 aten = torch.ops.aten
-with torch.inference_mode(False):  # This module can be imported inside inference_mode().
+# This module can be imported inside inference_mode(), which changes the dispatch keys.
+with torch.inference_mode(False):
     # The dispatch keys that PyTorch includes and excludes outside of any operation.
     OUTSIDE = (
         torch._C._dispatch_tls_local_include_set(),
@@ -46,10 +47,9 @@ class Joint:
     In backward, each argument gets its own LazyGradient. The gradients of weight and bias are sums
     over all arguments, and only the first LazyGradient holds these sums. For all operations except
     torch.cat, only the first LazyGradient holds the gradient of hidden. So the LazyGradient of one
-    argument is incomplete, and must not be changed. Each of the n LazyGradients of a Joint maps the
-    Joint to 1/n in `shares`, which marks the LazyGradient as incomplete. If autograd adds
-    LazyGradients, the numbers in `shares` are added too. A sum of LazyGradients is complete if its
-    number in `shares` is 1.
+    argument is incomplete, and must not be changed. If n arguments need a gradient, `shares` of
+    each LazyGradient maps the Joint to 1/n. A LazyGradient with a share below 1 is incomplete. If
+    autograd adds LazyGradients, their shares are added too. A sum with a share of 1 is complete.
     """
 
     def __init__(self, name: str, root: Any = None):
@@ -63,11 +63,11 @@ Shares = Mapping[Joint, Fraction]
 class LazyGradient(Deferred):
     """The gradient of lazy logits, stored as the gradients of hidden, weight and bias.
 
-    `of_values` is the gradient of the values that comes from operations on materialised logits.
+    `of_values` is a plain tensor, the gradient that comes from operations on materialised logits.
     `parts` are the gradients of hidden, weight and bias that losses over lazy logits computed. Each
-    function in `computes` computes the gradient of the values for one loss over lazy logits. An
-    operation that reads the gradient, such as `norm`, calls the functions in `computes`. Scaling
-    and adding gradients does not call the functions in `computes`.
+    function in `computes` returns the gradient of one of these losses with respect to the logits,
+    as a plain tensor. An operation that reads the gradient, such as `norm`, calls the functions in
+    `computes`. Scaling and adding gradients does not call the functions in `computes`.
     """
 
     what, copy = "gradients of lazy logits", "gradient.materialize()"
@@ -75,10 +75,11 @@ class LazyGradient(Deferred):
     parts: Parts
     of_values: Tensor | None
     computes: tuple[Compute, ...]
-    known: Tensor | None  # The gradient of the values after its computation, else None.
-    # Whether this is a gradient of log p that is exact only after the backward of log_softmax.
+    known: Tensor | None  # The gradient as a plain tensor, or None before it is computed.
+    # Whether this is a gradient of log-probabilities from a loss that was computed over the logits.
+    # Such a gradient is exact only after the backward of log_softmax.
     projected: bool
-    shares: Shares  # maps a Joint to a number below 1 if this gradient is incomplete
+    shares: Shares  # empty if this gradient is complete (see Joint)
 
     @staticmethod
     def of(
@@ -149,8 +150,9 @@ class LazyGradient(Deferred):
         for joint in self.shares:
             raise RuntimeError(
                 f"the gradient of lazy logits that {joint.name} joined must not be changed, because"
-                f" all joined logits share a part of it. Use logits.materialize() before"
-                f" {joint.name}, or change the gradient of the logits that the head returned."
+                " a part of the gradient belongs to all joined logits together. Use"
+                f" logits.materialize() before {joint.name}, or change the gradient of the logits"
+                " that the head returned."
             )
 
     @classmethod
@@ -233,7 +235,7 @@ def added_shares(a: Shares, b: Shares) -> Shares:
 
 
 def divided_shares(g: Tensor, joint: Joint, count: int) -> Shares:
-    """The `shares` of each of the `count` gradients into which the operation `joint` splits g."""
+    """The `shares` of each gradient, if backward of `joint` splits g into `count` gradients."""
     if count == 1:
         return shares_of(g)
     return {one: share / count for one, share in ({**shares_of(g), joint: Fraction(1)}).items()}

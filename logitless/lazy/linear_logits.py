@@ -74,8 +74,8 @@ class LinearLogits(AsTensor, Logits):
     default workspace is 1.5 times as large. A smaller workspace saves memory and costs time. If
     many rows fit into the workspace, a GPU computes some whole rows at a time. If only few rows fit
     into the workspace, a GPU computes some columns of all rows at a time. A small head computes all
-    logits at once. On a GPU, the logits of other 16-bit heads of width 128 or less are not written
-    to memory (docs/heads.md).
+    logits at once. On an NVIDIA GPU, most losses over a 16-bit head with D of at most 128 write no
+    logits to memory, unless the head is small (docs/heads.md).
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
     to 16 bits. Log-probabilities of fp32 logits are hundreds of times more exact than those of
@@ -93,8 +93,8 @@ class LinearLogits(AsTensor, Logits):
     `main_grad` is an fp32 tensor of the weight's shape. Every backward adds the weight's gradient
     to main_grad instead of weight.grad. For a mean or sum, the gradient is added to main_grad once,
     after the sum over chunks. A sum in bf16 or in block floating point is rounded to bf16 before it
-    is added to main_grad. For results per row, the gradient of each chunk is added to main_grad
-    separately.
+    is added to main_grad. For a loss with one value per row, the gradient of each chunk is added to
+    main_grad separately.
 
     Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
     number of rows that are not ignored is computed on the GPU. The host waits once for this number

@@ -1,18 +1,18 @@
 """Lazy logits: a tensor whose values are not computed until they are needed.
 
 A fused head returns a `LazyLogits`, a tensor with a shape, a dtype and a history in autograd. A
-`LazyLogits` holds only hidden, weight and bias. A loss over lazy logits, ours or one of
-torch.nn.functional, is computed chunk by chunk (heads/). Views, slices, casts and elementwise
-functions of lazy logits are lazy too (torch_functions.py). Any other operation materialises the
-logits, and returns the same result as for plain logits. Writing to lazy logits raises, except for
-logits without gradients (writes.py).
+`LazyLogits` holds only hidden, weight and bias. Losses of logitless and of torch.nn.functional over
+lazy logits are computed chunk by chunk (heads/). Views, slices, casts and elementwise functions of
+lazy logits are lazy too (torch_functions.py). Any other operation materialises the logits, and
+returns the same result as for plain logits. Writing to lazy logits raises, except for logits
+without gradients (writes.py).
 
 The autograd graph has the same nodes as for plain logits, for the head, the views and the loss.
 Only the gradient has an unusual type. A loss computes the gradients of hidden and weight, and
 returns both as a `LazyGradient` of its logits. In backward, views and slices re-index the
 `LazyGradient`, and the head takes the gradients of hidden and weight from the `LazyGradient`.
 Because the autograd graph is the usual graph, hooks run, and DDP and FSDP get the output that they
-expect. No tensor as large as the logits is ever allocated.
+expect. If no operation materialises large logits, no tensor as large as the logits is allocated.
 """
 
 import functools
@@ -132,7 +132,7 @@ class LazyLogits(Deferred, Source):
         return self.read()
 
     def expose(self) -> Tensor:
-        """Returns the values to code that can overwrite the values.
+        """Returns the values, for a caller that can overwrite them.
 
         Later losses read the overwritten values.
         """
@@ -143,7 +143,7 @@ class LazyLogits(Deferred, Source):
     def unwritable(self) -> str:  # pyright: ignore
         if not self.recipe.inference:
             return super().unwritable
-        return "this write cannot change the logits and all parts of them that were read earlier"
+        return "this write would not change all parts of the logits that were read earlier"
 
     @property
     def lent(self) -> list[weakref.ref] | None:  # pyright: ignore
@@ -203,8 +203,8 @@ class LazyLogits(Deferred, Source):
     def loss_of_head(self, loss: RowLoss) -> RowLoss | None:
         """Rewrites a loss over scaled or capped logits as a loss over the head's own logits.
 
-        If the loss must be computed from the values, records that the values are materialised, and
-        returns None.
+        Returns None if the loss must be computed from the values. In this case, the method also
+        records that the values are materialised.
         """
         if not self.from_head:
             self.note_if_unread("a loss of logitless")

@@ -90,7 +90,10 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 
 
 def unlogged(z: LazyLogits) -> LazyLogits:
-    """Returns log-probabilities z as logits, which is possible because log_softmax(z) = z."""
+    """Returns lazy logits whose log_softmax is z, for log-probabilities z.
+
+    The operation on plain values is the identity, because log_softmax(z) = z.
+    """
     return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)
 
 

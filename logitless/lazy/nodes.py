@@ -40,9 +40,9 @@ from .watch import Watch, versions
 class Anchor(Node):
     """Returns an empty tensor that depends on lazy logits in the autograd graph.
 
-    A node keeps the empty tensor instead of the logits, because the empty tensor holds no memory. A
-    gradient that cannot be differentiated again depends on the empty tensor, so that a second
-    differentiation raises (refuse_second).
+    A node keeps the empty tensor instead of the logits, because the empty tensor holds no memory.
+    Gradients that cannot be differentiated again depend on the empty tensor. So differentiating
+    such a gradient raises an error (refuse_second).
     """
 
     @staticmethod

@@ -18,14 +18,15 @@ from .recipe import Computation, Recipe
 class Cell:
     """Holds the recipe of lazy logits, and the values after they are computed.
 
-    Aliases share a cell. Only tensors and autograd nodes hold references to cells. So a recipe and
-    its hidden states are freed together with the last tensor or node that refers to the cell.
+    Aliases of lazy logits, such as z.detach(), share a cell. Only tensors and autograd nodes hold
+    references to cells. So a recipe and its hidden states are freed together with the last tensor
+    or node that refers to the cell.
     """
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
         self.values: Tensor | None = None
-        # Whether other code has the address of the values and may have changed the values.
+        # Whether a write, or other code that shares the memory, may have changed the values.
         self.exposed = False
 
     def keep(self, values: Tensor) -> None:
@@ -83,7 +84,7 @@ def recorded(
 
 
 class Filled(torch.autograd.Function):
-    """Returns the values of a tensor, but passes the gradient to `blank`, a leaf without memory."""
+    """Returns `values`. Backward passes the gradient to `blank`, a leaf without memory."""
 
     @staticmethod
     def forward(ctx, blank, values):
@@ -101,7 +102,7 @@ class Origin:
     to the cell. So the head's product is computed only once if several functions of the same logits
     are materialised.
 
-    Views of lazy logits share memory. If code outside PyTorch has the address of the shared memory
+    Views of lazy logits share memory. If a write or other code may have changed the shared memory
     (`exposed`), all views read their values from the shared memory. Other functions of the logits
     do not read the shared memory, because its values may have changed since these functions were
     called.
@@ -137,9 +138,9 @@ class Origin:
         return self.reachable(None)
 
     def reachable(self, size: int | None) -> bool:
-        """Whether the values can be computed from values in memory, or by recipes of `size` values.
+        """Whether the values can be computed from values in memory or from suitable recipes.
 
-        If `size` is None, only values in memory are used. A recipe is used only if it computes
+        If `size` is None, only values in memory are used. A recipe is suitable if it computes
         exactly `size` values, because a larger recipe would compute values that are not needed.
         """
         cell = self.cell()
@@ -161,7 +162,7 @@ class Origin:
         """Returns the values of these logits.
 
         `size` is the number of values that the caller needs. If the cell of these logits was freed,
-        the values can be computed by `computation.values(formula)`.
+        `computation` and `formula` replace the recipe of the cell.
         """
         cell = self.cell()
         if self.reads_exposed:
@@ -173,7 +174,7 @@ class Origin:
             computation = computation or Computation(cell.recipe)
         if self.has_bases(size):
             values = self.computed([base.values(size) for base in self.bases])
-        elif self.record is not None:  # the arguments have the same rows of the same head
+        elif self.record is not None:  # `computation` can compute all arguments
             pairs = zip(self.bases, self.record.formulas, strict=True)
             values = self.computed(
                 [
@@ -201,7 +202,7 @@ class Origin:
             return values.contiguous()
 
     def expose(self) -> Tensor:
-        """Returns the values in memory that all views share, to code that can change the values.
+        """Returns the values in memory that all views share, for a caller that can change them.
 
         A view that is not contiguous gets memory of its own, because lazy logits are contiguous.
         """

@@ -22,7 +22,7 @@ from .row_function import by_rows, mean_by_rows
 def dtype_of(z: LazyLogits, kinds: tuple[str, ...] = ("cuda",)) -> torch.dtype:
     """The dtype that PyTorch's own function would return for z.
 
-    Under autocast on a device type in `kinds`, the result of 16-bit logits is fp32.
+    `kinds` are the device types on which autocast makes the result of 16-bit logits fp32.
     """
     kind, half = z.device.type, z.dtype in (torch.float16, torch.bfloat16)
     cast = half and kind in kinds and torch.is_autocast_enabled(kind)
@@ -183,8 +183,8 @@ def of_all(function: Callable, by_dim: Callable):
 class Attached(torch.autograd.Function):
     """Returns `value`.
 
-    `value` is the max or min over `rows`. Backward multiplies the gradient of `value` by `shares`,
-    which has one number per row, and passes the product to `rows`.
+    `rows` has the max or min of each row, and `value` is the max or min of `rows`. In backward, the
+    gradient of `rows` is the gradient of `value` times `shares`, which has one number per row.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Records where lazy logits are materialised: `report()`, and warnings about large logits."""
+"""Records where lazy logits are materialised, for `report()` and warnings about large logits."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ VARIABLE = "LOGITLESS_WARN_BYTES"
 PLACES = 1000  # the largest number of records; if there are more, the oldest is dropped
 LIMIT = 1 << 30  # the default of LOGITLESS_WARN_BYTES for logits outside of a training forward
 
-# The names of the files of logitless and PyTorch, and of code that PyTorch generates, begin with
+# File names in logitless and PyTorch, and the file name of code that PyTorch generates, begin with
 # these strings.
 INSIDE = (
     f"{Path(__file__).parents[1]}{os.sep}",

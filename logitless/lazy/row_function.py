@@ -20,9 +20,8 @@ from .logits import LazyLogits, UnscaledLogits
 from .loss_nodes import OfValues
 from .recipe import Recipe, RowInput
 
-# The number of bytes of logits that a function takes at once. Nested functions allocate several
-# temporary tensors of the size of their argument. So the argument of a function must be smaller
-# than the logits of a whole chunk.
+# The number of bytes of logits that a function takes at once. These logits are a piece of a chunk,
+# because nested functions allocate several temporary tensors as large as the piece.
 PIECE = {"cpu": 4 << 20}
 PIECE_ON_GPU = 128 << 20
 
@@ -37,9 +36,9 @@ def by_rows(z: LazyLogits, function: Callable[..., Any], *rows: Tensor) -> tuple
 
 
 def mean_by_rows(z: LazyLogits, function: Callable[..., Tensor], *rows: Tensor) -> Tensor:
-    """The mean over all rows of function(values, *rows), which must return one number per row.
+    """The mean of function(values, *rows) over all rows.
 
-    The mean and its gradient together take three GEMMs.
+    `function` must return one number per row. The mean and its gradient together take three GEMMs.
     """
     return _evaluated(RowTerm, "mean", z, function, rows)
 

@@ -20,7 +20,7 @@ def changed(z: LazyLogits, op: Op, **fields) -> LazyLogits:
     """Returns lazy logits whose `Direct` formula has changed fields, or NotImplemented."""
     formula = replace(z.recipe.formula, **fields)  # pyright: ignore[reportArgumentType]
     if not all(LEAST <= number <= MOST for number in formula.reads.values()):
-        return NotImplemented  # our losses would refuse this temperature or softcap
+        return NotImplemented  # our losses do not accept this temperature or softcap
     return kept(z, z.recipe.replace(formula=formula), None, op)
 
 
@@ -184,8 +184,8 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
 
     The rows of the weight that belong to masked columns become 0. The bias of a masked column
     becomes value / pre, because the formula multiplies the head's logits by `pre`. Setting rows to
-    0 copies the weight. If the logits are smaller than the weight, the mask becomes part of the
-    formula instead of the weight.
+    0 needs a copy of the weight. If the weight is larger than the logits, the weight is not copied,
+    and the mask becomes part of the formula.
     """
     columns, recipe, value = _per_column(mask, z), z.recipe, number(value)
     if columns is None or value is None or not _takes_columns(z):

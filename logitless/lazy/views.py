@@ -26,10 +26,10 @@ def _rows(
 ) -> LazyLogits:
     """Returns lazy logits after `op` has rearranged their leading dimensions.
 
-    `op` rearranges the hidden states and does not change their last dimension. `on_logits`
-    rearranges plain logits as `op` rearranges hidden states, and is `op` by default. `op` is
-    applied to the hidden states immediately, and autograd records a graph for backward. The graph
-    holds no hidden states, because the graph begins at `leaf`, a tensor without memory of its own.
+    `op` rearranges the hidden states and does not change their last dimension. `on_logits` is the
+    same operation on plain logits, and is `op` by default. `op` is applied to the hidden states
+    immediately, and autograd records a graph for backward. The graph holds no hidden states,
+    because the graph begins at `leaf`, a tensor without memory of its own.
     """
     recipe = z.recipe
     with torch.inference_mode(False), torch.enable_grad():
@@ -83,7 +83,7 @@ def _columns(z: LazyLogits, columns: slice):
 
 
 def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:
-    """Returns `dim` counted from the front. The operation adds `new` dimensions."""
+    """Returns `dim` counted from the front, for an operation that adds `new` dimensions."""
     size = z.dim() + new
     if not -size <= dim < size:
         raise IndexError(f"dim must be in [{-size}, {size - 1}], got {dim}.")
@@ -268,7 +268,7 @@ def cat(tensors, dim: int = 0):
     dim, recipes = _dim(first, dim), [z.recipe for z in tensors]
     alike = all(_same_head(recipe, recipes[0]) for recipe in recipes)
     # Only the first batch gets the weight's gradient, which is summed over all batches. So either
-    # all batches or no batch must need the gradient of the weight, and likewise of the bias.
+    # all batches or no batch must need this gradient. The same holds for the bias.
     alike = alike and all(r.needs[1:] == recipes[0].needs[1:] for r in recipes)
     alike = alike and len({z.requires_grad for z in tensors}) == 1
     ranks = {z.dim() for z in tensors}

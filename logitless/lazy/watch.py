@@ -17,7 +17,8 @@ class Watch:
 
     def __init__(self, weight: Tensor, passed: bool = False):
         self.weight = weight
-        # `passed` is not empty after a backward has reached the head, and for logits for inference.
+        # `passed` is non-empty if a backward has reached the head, or if the logits are for
+        # inference.
         self.passed: list[bool] = [True] * passed
         known = type(weight) is Tensor and weight.device.type != "meta" and weight.dim() == 2
         known = known and not torch.compiler.is_compiling()

@@ -1,4 +1,4 @@
-"""Writes to lazy logits without gradients, which change the values of the logits in memory."""
+"""Writes to lazy logits without gradients: each write changes the values in memory."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from .deferred import WRITERS, Deferred, on_values, written
 
 
 def write_values(z: Deferred, func, args: tuple, kwargs: dict) -> Any:
-    """Runs an operation that writes to the Deferred tensor z, on the values of z in memory.
+    """Runs `func`, an operation that writes to z, on the values of z in memory.
 
     The operation can write to several Deferred tensors. Returns NotImplemented if the write is
     differentiable, or if the operation changes the shape or the memory of a tensor. Also returns
-    NotImplemented if a view of a tensor has other memory than the tensor.
+    NotImplemented if a tensor and a view of this tensor do not share memory.
     """
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

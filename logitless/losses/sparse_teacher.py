@@ -28,7 +28,7 @@ from . import checks
 @operator("sparse_teacher", saved=3)
 @dataclass(eq=False)
 class Sparse(RowLoss):
-    """A loss of a student, whose softmax is over the whole row, against a teacher with K ids."""
+    """A loss against a teacher with K ids per row. The student's softmax is over the whole row."""
 
     structs: ClassVar[tuple[str, ...]] = ("reading", "slots")
     names: ClassVar[tuple[str, str]] = ("labels", "targets.ids")
@@ -215,12 +215,13 @@ def topk_distill(
     M = beta p + (1-beta) q, or "tvd" Σ |p - q| / 2. docs/distillation.md helps to choose the
     divergence and the support.
 
-    t_squared=True multiplies the divergence by temperature². With `labels`, the loss of a row is
-    ce_weight times the cross-entropy at temperature 1 plus kd_weight times the divergence. A row
-    does not count if its label is ignore_index or its entry in `mask` is False. The divergence of a
-    row whose ids are all masked is 0. "mean" divides by the number of rows that count.
+    t_squared=True multiplies the divergence by temperature². The loss of a row is kd_weight times
+    the divergence. With `labels`, ce_weight times the cross-entropy at temperature 1 is added. A
+    row does not count if its label is ignore_index or its entry in `mask` is False. The divergence
+    of a row whose ids are all masked is 0. "mean" divides by the number of rows that count.
 
-    An unmasked id outside [0, V) raises on a CPU, and makes its row NaN on a GPU.
+    An unmasked id outside [0, V) raises on a CPU. On a GPU, an unmasked id outside [0, V) makes the
+    loss of its row NaN, or raises an error if LOGITLESS_CHECK=1 is set.
 
     >>> topk_distill(logits, targets, divergence="forward_kl", support="tail", temperature=2.0,
     ...              t_squared=True, labels=labels, ce_weight=0.5, kd_weight=0.5)

@@ -245,7 +245,7 @@ def row_stats(
 def stats_reading(
     logits, ids, temperature, softcap, ignore_index, mask, entropy, total, argmax
 ) -> Reading:
-    """Returns the `Reading`, which lists the statistics to compute, for arguments of row_stats."""
+    """Returns a `Reading`, which lists the statistics that the arguments of row_stats request."""
     optional = {"entropy": entropy, "total": total, "argmax": argmax}
     wants = ["lse", *(name for name, wanted in optional.items() if wanted)]
     wants += [] if ids is None else ["picked", "logprob"]

@@ -1,9 +1,10 @@
 """A backend for logits whose columns are sharded over ranks.
 
 `ColumnBackend` has the functions of a backend (core/backend.py), so every RowLoss works without
-changes. A function that reads rows computes the partial statistics of this rank's columns,
-gathers the partial statistics of all ranks, and merges them into statistics of whole rows. The
-underlying backend computes gradients from the state of whole rows, without communication.
+changes. A function that reads logits first computes the partial statistics of this rank's columns.
+Then the function gathers the partial statistics of all ranks, and merges them into statistics of
+whole rows. Gradients need no communication, because the underlying backend computes the gradient of
+this rank's columns from the statistics of whole rows.
 """
 
 from collections.abc import Callable
@@ -40,8 +41,8 @@ class ColumnBackend:
         widest: int = 0,  # the largest number of columns on any rank
     ):
         self.backend, self.join = backend, gather
-        # `all_reduce` or `reduce_scatter` starts a collective for the gradient of hidden. At least
-        # one of `all_reduce` and `reduce_scatter` is None.
+        # Either `all_reduce` or `reduce_scatter` sums the gradient of hidden over ranks, and the
+        # other is None. Both are None if logitless does not sum this gradient.
         self.all_reduce: Callable[[Tensor], Any] | None = None
         self.reduce_scatter: Callable[[Tensor], Any] | None = None
         self.start, self.width, self.vocab, self.widest = start, width, vocab, widest
@@ -90,7 +91,7 @@ class ColumnBackend:
     def _joined(
         self, part: Partials, reading: Reading, more: Tensor | None = None
     ) -> tuple[Partials, Tensor]:
-        """Gathers the partial statistics of all ranks, and the numbers per row in `more`."""
+        """Gathers the partial statistics of all ranks, and `more`, further numbers per row."""
         part = part if part.state.shape[1] == 1 else self.backend.merge([part], reading)
         fields, K = part_width(*reading.sums), 0 if part.picked is None else part.picked.shape[1]
         sent = [part.state[:, 0, :fields]]
@@ -177,7 +178,10 @@ class ColumnBackend:
     def topk(
         self, x: Tensor, k: int, temperature: float, softcap: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the k largest logits of whole rows, from the k largest logits of each rank."""
+        """Returns the k most probable ids per row, their log-probabilities, and the log tail.
+
+        These ids are found among the k largest logits of each rank.
+        """
         lead, rows, own = x.shape[:-1], x.shape[:-1].numel(), min(k, self.width)
         part = torch.full((rows, 2 * k + 1), -torch.inf, device=x.device, dtype=PRECISION[x.dtype])
         nowhere = torch.full((rows, k), contract.NOWHERE, device=x.device)
@@ -190,7 +194,7 @@ class ColumnBackend:
             # `rest` is log Σ e^(z - max z) over this rank's columns that are not among the k
             # largest. With s = Σ e^(z - max z) over all columns of this rank, `tail` is
             # rest - log s, and logprobs[..., 0] is -log s. If the largest logit is +inf, -log s is
-            # NaN. If `tail` is -inf, `rest` is -inf too, also if -log s is NaN.
+            # NaN. `rest` is -inf wherever `tail` is -inf, even if -log s is NaN.
             rest = torch.where(tail == -torch.inf, tail, tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
@@ -198,7 +202,7 @@ class ColumnBackend:
         return ids.view(*lead, k), logprobs.view(*lead, k), tail.view(lead)
 
     def here(self, reading: Reading) -> Reading:
-        """Returns the `Reading`, the statistics to compute, for this rank's columns alone.
+        """Returns `reading` restricted to this rank's columns.
 
         The ids in `reading.ids` become columns of this rank. The label stays an id of the whole
         vocabulary.
@@ -237,8 +241,8 @@ class ColumnBackend:
     def _tail(self, x: Tensor, reading: Reading, part: Partials) -> Tensor:
         """Returns `shift` and `tail` for each row, as a tensor of shape (N, 2).
 
-        For this rank's logits y outside of `reading.ids`, `tail` is log Σ e^((y - shift) / T),
-        where T is the temperature.
+        `tail` is log Σ e^((y - shift) / T). The sum is over this rank's logits y outside of
+        `reading.ids`, and T is the temperature.
         """
         if self.width == 0:
             empty = part.state[:, 0, :2].clone()

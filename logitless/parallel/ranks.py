@@ -51,7 +51,7 @@ class Ranks:
         return dist.all_reduce(t, group=self.group, async_op=True)
 
     def reduce_scatter(self, t: Tensor) -> "_Slice":
-        """Starts a reduce-scatter of t. wait() returns this rank's slice of the rows."""
+        """Starts a reduce-scatter of t. wait() returns this rank's rows of the sum."""
         if t.is_cuda and self.by_cpu:
             return _Slice(self.reduce_scatter(t.cpu()).wait().to(t.device))
         local = t.new_empty((len(t) // self.count, *t.shape[1:]))
@@ -59,7 +59,7 @@ class Ranks:
             local, _reduce_scatter(local, t.contiguous(), group=self.group, async_op=True)
         )
 
-    # --- checks for LOGITLESS_CHECK=1 (same_call.py writes the texts)
+    # --- checks for LOGITLESS_CHECK=1; same_call.py writes the texts that ranks compare
 
     def agree(self, text: str) -> None:
         """Raises on all ranks unless all ranks send the same text."""

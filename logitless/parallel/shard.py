@@ -10,7 +10,7 @@ The forward of a loss gathers a few numbers per row from each rank. For logits, 
 gather once, or twice for JSD. For a head, the forward calls gather once per chunk of rows. The
 backward of logits needs no communication. The backward of a head sums the gradient of the hidden
 states over ranks. Before the forward, the ranks exchange their first columns and widths. If `start`
-and `vocab` are given, the ranks do so only once per group and `vocab`.
+and `vocab` are given, this exchange happens only once per group and `vocab`.
 """
 
 from typing import Any, NamedTuple
@@ -52,8 +52,9 @@ class Layout(NamedTuple):
 
 # Caches the largest width of all ranks, for shards with `start` and `vocab`. The key is the group
 # and the vocabulary size. The key must be the same on all ranks, so that either all ranks exchange
-# their columns, or no rank does. The key must not contain this rank's columns, because a second way
-# to shard the same vocabulary can differ from the first way on only some of the ranks.
+# their columns, or no rank does. The key must not contain this rank's columns. If the same
+# vocabulary is sharded in a second way, the columns can change on only some of the ranks. Then only
+# these ranks would start the exchange, and the exchange would never finish.
 _widest: dict[tuple, int] = {}
 
 

@@ -3,8 +3,8 @@
 The checksums follow the tensors in the same file, one CRC-32 per BLOCK bytes (store/format.py). A
 read copies the blocks into memory and then compares the copy with the checksums. So reading a byte
 that has changed since the shard was written raises an error. Reading a file that was cut off after
-it was opened raises an error too. If the shortened file were memory-mapped, reading beyond its end
-would kill the process with a signal.
+it was opened raises an error too. Files are not memory-mapped, because reading a mapped file beyond
+its end would kill the process with a signal.
 """
 
 import os
@@ -54,7 +54,7 @@ class Blocks:
         A block that several ranges need is read and compared only once per call.
         """
         file, unit = self._file or self._opened(), BLOCK if self.checked else 1
-        runs: list[list[int]] = []  # [first, end) of each run of adjacent blocks, ascending
+        runs: list[list[int]] = []  # block numbers [first, end) of each range to read, ascending
         complete, shift, places = 0, 0, [0] * len(ranges)
         for number in sorted(range(len(ranges)), key=ranges.__getitem__):
             begin, end = ranges[number]
@@ -76,9 +76,10 @@ class Blocks:
         return [data[p : p + b - a] for p, (a, b) in zip(places, ranges, strict=True)]
 
     def _compare(self, data: memoryview, checksums: memoryview, runs: list[list[int]]) -> None:
-        """Compares the blocks in `data`, whose numbers are in `runs`, with their checksums.
+        """Compares the blocks in `data` with their checksums.
 
-        Every block has BLOCK bytes, except the last block of the file.
+        `runs` holds the numbers of these blocks. Every block has BLOCK bytes, except the last block
+        of the file.
         """
         crc32, wanted = zlib.crc32, []
         for first, last in runs:

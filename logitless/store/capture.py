@@ -41,9 +41,9 @@ def capture(
     arguments of a Transformers model, in which attention_mask marks padding. Documents that the
     writer already has are skipped before the model runs, so the same command resumes a run that was
     killed. `k` is at most the writer's k, which is also the default. `head` has the same meaning as
-    in `fuse`. `progress` is called after each document with its number of tokens, and once per
-    batch with the number of skipped tokens. If the head is padded to more logits than the writer's
-    vocab_size, the logits beyond vocab_size count as -inf.
+    in `fuse`. `progress` is called with the number of tokens of each captured document, and once
+    per batch with the number of tokens in skipped documents. If the head is padded to more logits
+    than the writer's vocab_size, the logits beyond vocab_size count as -inf.
 
     Under torchrun, each rank captures the part of the batches that the function `share` selects:
 
@@ -136,7 +136,7 @@ def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[int], int]:
-    """Returns the row numbers of documents to capture, and the number of tokens in other rows."""
+    """Returns the rows of the batch to capture, and the number of tokens in the skipped rows."""
     new, skipped = [], 0
     for row, (tokens, kept) in enumerate(zip(ids.cpu(), is_token, strict=True)):
         tokens = tokens[kept]

@@ -231,9 +231,9 @@ def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
 
 
 def rows_of_teacher(top: Tensor) -> None:
-    """Checks that `top` is finite, because NaN in `top` marks a row without slots."""
+    """Checks that `top` is finite. A NaN in `top` would mark a row without slots."""
     if not bool(top.isfinite().all()):
-        raise ValueError("model must give logits that are finite somewhere in each row, got NaN.")
+        raise ValueError("model must give a finite largest logit in each row, got NaN or inf.")
 
 
 def labels_of(labels: Any, targets: Any) -> None:

@@ -61,7 +61,7 @@ def same_tokenizer(where: object, stored: str, passed: str) -> None:
 def vocabulary(where: object, stored: int, of_student: int | None) -> None:
     if of_student is not None and stored > of_student:
         rule = f"have a vocabulary of at most the model's {of_student}"
-        refuse(where, rule, f"{stored}: capture it with vocab_size={of_student}")
+        refuse(where, rule, f"{stored}: capture the teacher with vocab_size={of_student}")
 
 
 def is_store(path: Any) -> None:
@@ -157,8 +157,8 @@ def is_journal(path: Any, start: bytes, magic: bytes) -> None:
         refuse(
             path,
             f"begin with {magic!r}",
-            f"{start!r}. It is damaged, or of another version of logitless. Remove the file and run"
-            " the capture again to restore its documents",
+            f"{start!r}. The file is damaged, or was written by another version of logitless."
+            " Remove the file and run the capture again to restore its documents",
         )
 
 

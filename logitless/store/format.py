@@ -12,9 +12,9 @@ RANK is a writer's number, which is 0 if there is only one writer. NUMBER is the
 with six digits or more.
 
 A shard is a safetensors file (targets/safetensors.py). Bytes 0-7 hold the length n of a JSON
-header, bytes 8 to 8 + n hold the header, and the tensors follow at the `data_offsets` in the
-header, widest dtype first. The metadata of a shard holds the format, its version, the store's
-header and a SHA-256 of the tensors.
+header, and the next n bytes hold the header. The tensors follow, widest dtype first. The
+`data_offsets` in the header give the place of each tensor, counted from the end of the header. The
+metadata of a shard holds the format, its version, the store's header and a SHA-256 of the tensors.
 
 A shard of D documents with T tokens in total, K slots per token and ids of b bits has these
 tensors:
@@ -43,19 +43,18 @@ With values="f16", there is no `step`, and `codes` has this form:
 
 An integer of b bits is cut into fields of 32, 16, 8, 4, 2 or 1 bits, whose widths add up to b. The
 widest field holds the lowest bits of the integer. The fields of one width W form one tensor of
-dtype U32, U16 or U8. Fields narrower than 8 bits share bytes. If the width W of a field is below 8,
-one byte holds the fields of (8 / W) integers, and the field of the first integer is in the lowest
-bits. For example, an id of 18 bits takes a U16 and a quarter of a byte. So no field begins in the
-middle of one byte and ends in the next byte.
+dtype U32, U16 or U8. If W is below 8, one byte holds the fields of 8 / W integers, with the field
+of the first integer in the lowest bits. So a field narrower than 8 bits never crosses a byte
+boundary. For example, an id of 18 bits takes a U16 and a quarter of a byte.
 
 At K = 64 and V = 151,936, each token takes 218.25 bytes: 128 + 16 for ids, 63 for codes, 9 for
 top, tail and step, and 2.25 for the token itself. Checksums add 1 byte per 1,024 bytes. Each
 document takes 8 bytes for its start and 12 bytes per index entry.
 
 Shards of version 1 can be read too. Version 1 has no `crc`, so only `verify` and `merge` detect a
-changed byte. In version 1, every code c up to 253 means c units, and the stored index is not used,
-because readers compute the index from the tokens. `merge` rewrites shards of version 1 as version
-2.
+changed byte. In version 1, every code c up to 253 means c units. Readers ignore the stored index of
+version 1, and compute the index from the tokens instead. `merge` rewrites shards of version 1 as
+version 2.
 """
 
 import functools
@@ -147,7 +146,7 @@ def _sizes(header: Header) -> dict[str, int]:
 
 
 def widths(bits: int) -> list[tuple[int, torch.dtype | None]]:
-    """The widths of the parts into which an integer is split, and their dtypes, widest first.
+    """The width and dtype of each field of an integer of `bits` bits, widest first.
 
     The dtype is None for a width below 8 bits.
     """

@@ -2,11 +2,12 @@
 
 In the output of both servers, entry t is the distribution of token t, and entry 0 of a prompt is
 None. Row i of a store is the distribution of token i + 1, so row i is the server's entry i + 1.
-Rows for which the server returned no entry are masked. These are usually the row of the last token,
-and the rows of a prompt without log-probabilities.
+Rows for which the server returned no entry are masked. Masked rows are usually the row of the last
+token, and the rows of a prompt whose log-probabilities were not requested.
 
 Entry t of vLLM's output always contains token t, because vLLM adds token t if it is not among the k
-most probable tokens. So an entry t without token t belongs to another token or to another prompt.
+most probable tokens. So an entry t without token t raises an error, because the entry belongs to
+another token or to another prompt.
 """
 
 import math
@@ -52,10 +53,10 @@ def from_vllm(
     be omitted if the output contains the prompt_token_ids.
 
     If the output has `prompt_logprobs`, the document is the prompt. Without `prompt_logprobs`, the
-    document is the prompt and the completion, and the rows of the prompt before its last token are
-    masked. With `completion=True`, the document always includes the completion. With
-    `completion=False`, the document is only the prompt. If there are several completions, `choice`
-    is the number of the completion to use.
+    document is the prompt followed by the completion. The rows of this prompt are masked, except
+    the row of its last token. With `completion=True`, the document always includes the completion.
+    With `completion=False`, the document is only the prompt. If there are several completions,
+    `choice` is the number of the completion to use.
 
     vLLM returns at most 20 log-probabilities per token, unless vLLM is started with max_logprobs=k.
 
@@ -279,7 +280,7 @@ class Document(NamedTuple):
 
 
 def _document(prompt: Part, generated: Part, completion: bool | None) -> Document:
-    """Builds a document from its parts, with the server's entry i + 1 as row i."""
+    """Builds the document. Row i of the document is the server's entry i + 1."""
     completion = prompt.entries is None if completion is None else completion
     checks.server_output(prompt, generated, completion)
     tokens = _ids("prompt_token_ids", prompt.tokens)

@@ -10,8 +10,8 @@ tokens. The entries of a document have these lengths n:
 All documents with the same beginning share one entry for this beginning, so that the index does not
 grow with the number of these documents. If a document consists of exactly the shared beginning, the
 entry names that document. If two documents share exactly their first l tokens, their entries of
-length l + 1 end at the first token in which the documents differ. A search (store/lookup.py)
-follows the entries without reading tokens.
+length l + 1 end at the first token in which the documents differ. A search (store/lookup.py) finds
+candidates by their hashes, and then reads only the tokens of the candidates.
 
 The hash of tokens[a:b] is the sum of ((tokens[i] + 1) · BASE^(i - a)) for i from a to b - 1, mod
 2^64, mixed with the length b - a. The hash is computed from prefix sums, so that one pass over the

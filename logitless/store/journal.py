@@ -9,8 +9,8 @@
     8 n bytes     the tokens
     ...           the rows, column by column, encoded as in a shard (store/format.py)
 
-Short documents are not encoded one by one. In the record of a short document, k is above 0, which
-marks rows that are not encoded. Rows that are not encoded have this form:
+Short documents are encoded together when their shard is written. Until then, the rows in their
+records are not encoded, and k is above 0. Rows that are not encoded have this form:
 
     8 n k bytes   ids; negative if the slot is masked
     4 n k bytes   log-probabilities, fp32
@@ -73,11 +73,11 @@ class Journal:
     def recover(
         self, known: Callable[[Tensor, Tensor], Iterable[bool]], keep: Callable[[Tensor], None]
     ) -> None:
-        """Reads the complete documents of the file, and cuts off all bytes after the last document.
+        """Finds the complete documents in the file, and cuts off all bytes after the last of them.
 
-        `known(tokens, starts)` returns whether each document is in the store. The journal omits the
-        documents that are in the store. `keep` is called with the tokens of each document that is
-        not in the store.
+        `known(tokens, starts)` returns whether each document is in the store. Documents that are in
+        the store are left out of the journal. `keep` is called with the tokens of each document
+        that is not in the store.
         """
         end = os.fstat(self.file).st_size
         start = os.pread(self.file, START, 0)
@@ -182,7 +182,7 @@ class Journal:
         return table.pop("tokens"), torch.tensor(starts), table
 
     def _encode(self, waiting: "list[_Waiting]", put: Callable) -> None:
-        """Encodes the rows of several documents, which have the same number of slots, at once."""
+        """Encodes several documents together. All of them must have the same number of slots."""
         if not waiting:
             return
         rows = encoded(_targets(waiting), self.header)

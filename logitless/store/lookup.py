@@ -5,12 +5,12 @@ If the searched range ends before the end of the document, only the tokens up to
 range must match. The index proposes documents by their hashes, and then the tokens of each proposed
 document are compared with the batch.
 
-The search at a place begins with the longest beginning of 1, 4, 16, 64, ... tokens whose hash is in
-the index (store/index.py). If several documents of a shard share this beginning of n tokens, the
-hashes of all longer ranges of up to 4 n tokens are looked up too. Looking up the longer ranges
-finds whole documents, and the tokens at which documents with a shared beginning start to differ.
-The number of comparisons grows with the number of shards, but not with the number of documents that
-share a beginning.
+The search at a place looks up the hashes of the next 1, 4, 16, 64, ... tokens, and of the whole
+searched range, in the index (store/index.py). The longest beginning that is in the index is tried
+first. If several documents of a shard share this beginning of n tokens, all longer beginnings of up
+to 4 n tokens are looked up too. A longer beginning in the index is a whole document, or ends at the
+first token in which two documents differ. The number of comparisons grows with the number of
+shards, but not with the number of documents that share a beginning.
 """
 
 import bisect
@@ -37,17 +37,17 @@ class Match(NamedTuple):
 
 
 class _Beginning(NamedTuple):
-    """A range of tokens that begins at a start of the batch, and whose hash is in the index."""
+    """The first `length` tokens at a searched place of the batch, if their hash is in the index."""
 
     length: int
     entries: range  # its index entries
 
 
 class _Search(NamedTuple):
-    """A search for documents at one start of the batch, in a range of lengths."""
+    """A search at one place of the batch, for hashes of `length` to `upper` tokens."""
 
     at: int  # position in the list of starts
-    length: int  # length of a hashed beginning that is in the index
+    length: int  # number of tokens in a beginning that is in the index
     upper: int  # the largest length to search
     entries: range  # index entries of the hashed beginning
 
@@ -168,7 +168,7 @@ class Index:
     ) -> dict[int, list["_Beginning"]]:
         """For each start position, the prefixes whose hashes are in the index, longest first.
 
-        A start is left out if the index contains no hash of the tokens from the start on.
+        A start is left out if the index contains none of its prefixes.
         """
         if not starts:
             return {}
@@ -210,10 +210,10 @@ class Index:
     ) -> list[Match]:
         """The candidates, sorted from the longest match to the shortest match.
 
-        Of a shard's documents that are longer than `limit`, only the document with the longest
-        index entry that was found is a candidate. Another document that shares this entry but
-        differs from the candidate before `limit` has a longer entry in the index. The search did
-        not find the longer entry, so the other document does not match.
+        A shard has at most one candidate of `limit` or more tokens: the document with the longest
+        index entry in `hits`. Suppose that another document shares this entry, but differs from the
+        candidate before `limit`. Then the index has a longer entry for the other document. This
+        longer entry is not in `hits`, so the other document does not match.
         """
         cut_off, ending = {}, {}
         for length, entry, alone in sorted(hits, key=lambda hit: -hit[0]):
@@ -226,7 +226,7 @@ class Index:
         return [*cut_off.values(), *sorted(ending.values(), key=lambda c: -c.length)]
 
     def _hits(self, wanted: Tensor) -> list[tuple[int, range]]:
-        """The position of each hash in `wanted` that is in the index, with its index entries."""
+        """For each hash that is in the index: its position in `wanted`, and its index entries."""
         if not len(self.hashes):
             return []
         low = torch.searchsorted(self.hashes, wanted)

@@ -26,7 +26,7 @@ from .rows import Decoding, Pieces, empty_pieces, table_of
 from .shard import Shard, shards_of
 from .verify import Report, verify
 
-LIKELY = (16, 4)  # lengths of beginnings that are looked up to find likely starts
+LIKELY = (16, 4)  # a document likely starts where the next 16 or 4 tokens are in the index
 SLOTS = 1 << 19  # number of slots that are read and decoded at once
 
 
@@ -221,7 +221,10 @@ class Store:
         return matches if self.index.agree(flat, begin, matches) else []
 
     def _options(self, flat: Tensor, hashes: Hashes, at: int, end: int) -> Iterator[Match]:
-        """Yields documents whose hashes match the tokens from `at` on, longest document first."""
+        """Yields candidates for the document that begins at `at`, longest document first.
+
+        The caller must compare the tokens of the candidates, by calling `Index.agree`.
+        """
         if at < end:
             longest = self.index.match(flat, hashes, [at], [end - at], whole=True)[0]
             yield from [] if longest is None else [longest]

@@ -7,8 +7,8 @@ grows by a factor of 2^0.4, about 1.32, from one code to the next. So slots with
 probability do not require a larger unit.
 
 Rounding keeps the sum of a row's probabilities, because `top` is chosen so that the rounded
-probabilities have the same sum. Only the ratios between probabilities change, and the KL divergence
-is of second order in the row's unit.
+probabilities have the same sum. Rounding changes only the ratios between the probabilities. The KL
+divergence that rounding causes grows with the square of the row's unit.
 """
 
 import functools
@@ -28,9 +28,9 @@ from .format import Header, pack, unpack, widths
 CODES = 253  # the largest code of a positive probability
 ZERO, EMPTY = 254, 255
 NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - NEAR))) units
-PER_OCTAVE, LOWEST = 32, -288  # a unit is 2^((s + LOWEST) / 32) nats; s is from 0 to 255
+PER_OCTAVE, LOWEST = 32, -288  # a unit is 2^((step + LOWEST) / 32) nats; step is 0 to 255
 TRIED = 8  # number of further units that are tried per row, each 2 % larger than the last
-AT_ONCE = 1 << 16  # one pass tries several units if its tensor has at most this many elements
+AT_ONCE = 1 << 16  # largest number of tensor elements in a pass that tries several units
 FAR_MASS = 2.0**-17  # a tried unit leaves at most this fraction of the mass beyond NEAR units
 NEGLIGIBLE = 2.0**-20  # divergence in nats up to which a row uses its first unit
 
@@ -42,7 +42,7 @@ def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Ta
     """Encodes targets of shape (T,), on the device of the targets.
 
     Pass `sorted_=True` only if the slots are sorted by probability, as `capture_topk` returns them.
-    Then the host does not wait for the device, because the order is not checked.
+    With `sorted_=True`, the order is not checked, so the host does not wait for the device.
     """
     ids, logprobs, valid = _ordered(targets, header.k, sorted_)
     top, logprobs = logprobs[:, 0], logprobs.masked_fill(~valid, -torch.inf)
@@ -95,10 +95,9 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
     The first unit of a row is the smallest unit for which all slots are at most NEAR units below
     `top`. The row uses the first unit if the divergence of the decoded row is at most NEGLIGIBLE.
     If the divergence is larger, the row uses the unit with the smallest divergence among the first
-    unit and TRIED other units. The smallest of the TRIED units can leave the least probable slots
-    beyond NEAR units, if the total mass of these slots is at most FAR_MASS. Trying several units
-    helps, because most of a row's mass is in a few slots, and some units round all of these slots
-    well.
+    unit and TRIED other units. With the smallest of the TRIED units, the slots beyond NEAR units
+    have a total mass of at most FAR_MASS. Trying several units helps, because most of a row's mass
+    is in a few slots, and some units round all of these slots well.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
     beyond = p.flip(-1).cumsum(-1).flip(-1) <= FAR_MASS
@@ -115,13 +114,13 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 
 
 def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
-    """Returns KL(p ‖ p̂) of shape (T, n), where p̂ is row p rounded with each of n step sizes."""
+    """Returns KL(p ‖ p̂) of shape (T, n), where p̂ is row p rounded with each of n units."""
     below, p = below[:, None], p[:, None]
     off = below - _codes(below, _unit(steps)[..., None])[1]
     # With the rounding errors `off` of the distances, the decoded row is log p̂ = log p + off - log
-    # Σ p e^off. `off` is limited to 80, so that e^off does not overflow. Limiting `off` does not
-    # change the choice of a unit, because `off` is above 80 only if p is 0 or if all other units
-    # have a smaller error.
+    # Σ p e^off. `off` is limited to 80, so that e^off does not overflow. `off` is above 80 only
+    # where p is 0, or for a unit with a larger error than all other units. So this limit does not
+    # change which unit is chosen.
     return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
 
 
@@ -160,8 +159,9 @@ def recoded(table: Table, header: Header) -> Table:
 class Decoding:
     """Decodes rows into targets part by part. Each call of `add` decodes one part.
 
-    Only the targets have the size of all rows. All other tensors have the size of one part, because
-    obtaining new memory from the system takes longer than filling the memory.
+    Only the targets have the size of all rows. All other tensors have the size of one part, so that
+    the next part can reuse their memory. Obtaining new memory from the system takes longer than
+    filling the memory.
     """
 
     def __init__(self, rows: int, header: Header, near: int = NEAR):
@@ -187,8 +187,8 @@ class Decoding:
         all_slots = False
         if self.header.values == "u8":
             most = self._far(logprobs, codes)
-            # The sum is NaN only if a `top` is NaN, which marks a row without slots. No `top` is
-            # +inf.
+            # A NaN in `top` marks a row without slots. The sum is NaN only if a `top` is NaN,
+            # because no `top` is +inf.
             all_slots = most < EMPTY and not math.isnan(float(top.sum()))
             logprobs.mul_(_all_units().index_select(0, table["step"].int())[:, None])
         torch.sub(top[:, None], logprobs, out=logprobs)
@@ -200,7 +200,7 @@ class Decoding:
 
         Returns the largest code.
         """
-        last = codes[:, -1]  # the codes of a row do not decrease
+        last = codes[:, -1]  # a row's codes ascend, so its last code is the largest
         most = int(last.max())
         if most > self.near:
             rows = (last > self.near).nonzero()[:, 0]

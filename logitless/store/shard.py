@@ -71,8 +71,8 @@ class Shard:
     def tokens_of(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
         """Returns a tensor with the tokens of several spans, and the place where each span begins.
 
-        The tensor has up to 7 other tokens before and after each span, because only the fields of
-        every eighth token begin at a byte boundary.
+        The tensor has up to 7 other tokens before and after each span, because only every eighth
+        token has all its fields at byte boundaries.
         """
         whole = [(begin - begin % 8, end + -end % 8) for begin, end in spans]
         counts = [b - a for a, b in whole]
@@ -167,8 +167,8 @@ def write_shard(
         "sha256": digest_of(columns),
     }  # fmt: skip
     # The columns are sorted as `safetensors.write` sorts them, widest dtype first, because
-    # checksums depend on the order of the columns. The sort is stable, so the column `crc`, which
-    # has dtype uint8 and is added last, stays last.
+    # checksums depend on the order of the columns. `safetensors.write` sorts stably, and no dtype
+    # is narrower than the uint8 of `crc`. So `crc`, which is added last, is also last in the file.
     columns = dict(sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize))
     columns["crc"] = checksums(columns.values())
     safetensors.write(path, columns, metadata, durable=True)

@@ -46,9 +46,9 @@ def distill_loss(
     compared with labels[:, t + 1]. Tokens with the label -100 are ignored. `targets` come from
     `Store.targets_for`, and have the shape of `labels`. The loss is the mean over the tokens that
     are not ignored. With num_items, the loss is the sum over these tokens, divided by num_items.
-    With parts=True, the cross-entropy and the divergence are returned too, for logging, and the
-    logits are read once more. Other options are passed to `topk_distill`. The options `divergence`
-    and `support` must be passed.
+    With parts=True, the cross-entropy `ce` and the divergence `kd` are returned too, for logging.
+    Then the logits are read once more. Other options are passed to `topk_distill`. The options
+    `divergence` and `support` must be passed.
 
     >>> targets = store.targets_for(input_ids)
     >>> options = {"divergence": "forward_kl", "support": "tail"}

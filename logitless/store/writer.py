@@ -28,9 +28,9 @@ from .lookup import Index
 from .rows import Table, encoded
 from .shard import Shard, shards_of, write_shard
 
-# The bytes of memory that index entries and their hashes take per document while a shard is
-# written. The PER_DOCUMENT bytes count towards the size of the shard, so that writing a shard of
-# very short documents takes no more memory than writing a shard of long documents.
+# While a shard is written, the index entries and hashes of each document take this many bytes of
+# memory. These bytes count towards `shard_bytes`, so that writing a shard of very short documents
+# takes no more memory than writing a shard of long documents.
 PER_DOCUMENT = 512
 # Documents of up to SHORT tokens are encoded together when their shard is written, because encoding
 # a few rows takes PyTorch as long as encoding a few hundred rows.
@@ -42,9 +42,9 @@ class Writer:
 
     After `add` returns, the document is not lost if the process is killed, because the next writer
     with the same `part` recovers the document. Readers find the document after its shard is full,
-    after `flush`, or after the end of the `with` block. As soon as readers find a document, the
-    document also survives a loss of power. Adding a document again does nothing, so the same
-    command resumes a run that was killed.
+    after `flush`, or after the end of the `with` block. A document that readers can find also
+    survives a loss of power. Adding a document again does nothing, so the same command resumes a
+    run that was killed.
 
     Several processes can write to one store at the same time, each with its own `part`. The default
     of `part` is the process's RANK, as torchrun sets it. A second writer with the same `part` is
@@ -174,7 +174,7 @@ class Writer:
     def _new(
         self, tokens: Tensor, starts: Sequence[int]
     ) -> tuple[list[bytes], slice | Tensor, Sequence[int]]:
-        """The digests, rows and starts of the documents that the store does not have."""
+        """Returns digests, row indices and starts of the documents that the store does not have."""
         data, new = memoryview(buffer(tokens)).cast("B"), {}
         known = self.index.documents(tokens, torch.tensor(starts)) if self.shards else ()
         for (a, b), match in zip_longest(pairwise(starts), known):

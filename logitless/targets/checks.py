@@ -78,7 +78,7 @@ def _at_most_0(name: str, t: Tensor, bad: Tensor) -> None:
     if bool(bad.any()):
         place = tuple(bad.nonzero()[0].tolist())
         raise ValueError(
-            f"{name} must be at most 0, the logarithms of probabilities, "
+            f"{name} must be at most 0, as logarithms of probabilities are, "
             f"got {float(t[place]):.4g} at {_where(place)}."
         )
 
@@ -146,7 +146,7 @@ def joined(targets: Sequence[Any], kind: type) -> None:
         if (t.tail is None) != (targets[0].tail is None):
             rule, got = ("no tail", "one") if t.tail is not None else ("a tail", "none")
             raise ValueError(
-                f"targets[{i}] must have {rule} like targets[0], got {got}. Either all targets "
+                f"targets[{i}] must have {rule}, like targets[0], got {got}. Either all targets "
                 "have a tail, or none."
             )
 

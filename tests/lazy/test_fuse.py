@@ -100,7 +100,7 @@ class Sharded(nn.Module):
             Model,
             {"head": nn.Linear(D, V)},
             ValueError,
-            "head must be a module of the model, got another Linear",
+            "head must be a module of the model, got a Linear that is not in",
         ),
         (Model, {"hidden": 3}, TypeError, "fuse must be given arguments among"),
         (Model, {"worksp": 3}, TypeError, "Did you mean 'workspace'"),

@@ -272,7 +272,7 @@ def test_a_view_of_a_part_that_was_read_prevents_a_write(read, mode, x):
     with mode():
         for _ in range(2):
             view = read(z[0])
-        with pytest.raises(RuntimeError, match="parts of them that were read earlier"):
+        with pytest.raises(RuntimeError, match="parts of the logits that were read earlier"):
             z.add_(1)
         got = view.clone() if torch.is_tensor(view) else torch.tensor(view)
         torch.testing.assert_close(got, plain[0].view(got.shape))

@@ -53,7 +53,7 @@ class TestConstruction:
         some = {"ids": p.indices[..., :K], "logprobs": p.values[..., :K]}
         with pytest.raises(ValueError, match="logprobs must "):
             ll.SparseTargets(**some)
-        rule = "logprobs must be at most 0, the logarithms of probabilities, got 0.9 at (1, 2)."
+        rule = "logprobs must be at most 0, as logarithms of probabilities are, got 0.9 at (1, 2)."
         logprobs = torch.full((3, 4), -3.0)
         logprobs[1, 2] = 0.9
         with pytest.raises(ValueError, match=f"^{re.escape(rule)}$"):

@@ -178,14 +178,14 @@ class TestJoining:
                 [make(2), make(2, tail=False)],
                 0,
                 ValueError,
-                "targets[1] must have a tail like targets[0], got none. Either all targets have a "
+                "targets[1] must have a tail, like targets[0], got none. Either all targets have a "
                 "tail, or none.",
             ),
             (
                 [make(2, tail=False), make(2)],
                 0,
                 ValueError,
-                "targets[1] must have no tail like targets[0], got one. Either all targets have a "
+                "targets[1] must have no tail, like targets[0], got one. Either all targets have a "
                 "tail, or none.",
             ),
             (

@@ -110,15 +110,15 @@ def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
         while left and (not rows or time.monotonic() < end):
             name, case = next(iter(left.items()))
             advance(0, name)
-            # A loss over a head is timed five times as long as other losses, because one call takes
-            # tens of milliseconds, and the GPU's clock rate becomes stable only in a longer run.
+            # A loss over a head is timed five times as long as other losses. One call takes tens of
+            # milliseconds, and the GPU's clock rate becomes stable only in a longer run.
             longer = 5 if case.family == "heads" else 1
             rows += runner.run_case(left.pop(name), loaded, device, longer * budget)
             advance(1, name)
     with contextlib.suppress(RuntimeError):  # a contender's error can leave the GPU unusable
         ceilings.append(clocks.copy_bandwidth(device, budget))
     ceiling = max(ceilings) or None
-    # Stored results are compared with their time limits again, because the limits depend on the
-    # copy bandwidth, and this run can have measured a higher copy bandwidth.
+    # The time limits depend on the copy bandwidth. This run can have measured a higher copy
+    # bandwidth, so stored results are compared with their time limits again.
     results.judge([*cases.choose(device, quick=args.quick), *chosen], rows, ceiling)
     return document | {"copy_tbps": ceiling, "rows": rows, "left": len(left)}

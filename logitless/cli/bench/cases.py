@@ -33,8 +33,8 @@ MIB = 2**20
 class Mode:
     """Names of modes.
 
-    A mode says which passes are timed, and whether device time is replaced by graph replay or wall
-    time.
+    A mode says which passes are timed, and how: by graph replay, by wall time, or by default in
+    device time.
     """
 
     FORWARD, BACKWARD = "forward", "forward + backward"
@@ -72,8 +72,8 @@ class Case(Work):
 
     - "floor" is the lower bound on the time of the case, as defined at the top of this file.
 
-    - "start + floor" is the same lower bound, for a small call. Our time is allowed to be 6 µs
-      longer, because starting the kernels takes time.
+    - "start + floor" is the same lower bound, for small inputs. The allowed time is 6 µs longer,
+      because starting the kernels takes time.
 
     - OUR_PLAIN is the time of our cross_entropy without options.
 
@@ -169,7 +169,7 @@ PAIRS = [
     TEACHERS("soft_cross_entropy", BOTH),
 ]
 ROOMY = {"floor": 1.25}
-LIGER = {"liger": 1.0}  # for a workspace as large as Liger's memory, our limit is Liger's time
+LIGER = {"liger": 1.0}  # if our workspace is as large as Liger's memory, Liger's time is our limit
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}

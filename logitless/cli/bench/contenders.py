@@ -150,7 +150,7 @@ def both_ways(loss) -> dict:
     """Returns an op that keeps the logits, and an op that overwrites the logits in backward.
 
     `loss(**options)` must return an op. A loss class can be passed as it is. For a function f, pass
-    partial(partial, f).
+    partial(partial, f), which turns options into partial(f, **options).
     """
     return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
 

@@ -111,8 +111,8 @@ def judge(cases: Iterable[Case], results: list[Result], copy_tbps: float | None)
 def check_targets(case: Case, r: Result, times: Times) -> None:
     """Sets the fields `target`, `limit_ms` and `reached` of a result of logitless.
 
-    If a case has several time limits, our time must be within the shortest limit. A time limit that
-    is a multiple of an unmeasured time is ignored.
+    If a case has several time limits, our time must be within the shortest limit. A time limit is
+    ignored if the time of its reference was not measured.
     """
     limits = [limit(case, of, factor, r.floor_ms, times) for of, factor in case.targets.items()]
     r.limit_ms = min((ms for _, ms in limits if ms is not None), default=None)

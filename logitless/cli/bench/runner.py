@@ -54,7 +54,7 @@ class Entry:
             result.value_error, result.grad_error = errors
             bound = formulas.TOLERANCE[self.case.dtype] * formulas.CLIPPED.get(self.case.op, 1)
             bound *= 1 if result.contender == OURS else 10
-            off = [x for x in errors if x is not None and not x <= bound]  # NaN is off too
+            off = [x for x in errors if x is not None and not x <= bound]  # `not <=` includes NaN
             if off:
                 result.status, result.note = "wrong", f"error {off[-1]:.1e}, allowed {bound:.0e}"
         if not all(map(torch.equal, scratch, self.leaves)):
@@ -95,8 +95,8 @@ class Entry:
     def clock(self, budget: float) -> None:
         """Times the op on a GPU, with the clock that the mode of the case requires."""
         if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
-            # REPLAY_BOTH is timed with the logits in the L2 cache, because in real use the logits
-            # were gathered just before and are still in the cache.
+            # REPLAY_BOTH is timed with the logits in the L2 cache. In real use, the logits were
+            # gathered just before, and are still in the cache.
             cold = self.case.mode == Mode.REPLAY
             x = self.leaves[0]
             ms = clocks.graph_time(lambda y: self.run(self.fresh((y,))), x, budget, cold=cold)

@@ -3,8 +3,8 @@
 Four students start from the same seed and train on the same few documents. The first student learns
 from the text only. The second student learns from the teacher's whole logits, in plain PyTorch. The
 third student learns from the K most probable tokens, which the teacher computes in each step. The
-fourth student reads the K most probable tokens from the store. The logits of the third and fourth
-student are never materialised. The students are compared by their loss on held-out text.
+fourth student reads the K most probable tokens from the store. In training, the logits of the third
+and fourth student are not materialised. The students are compared by their loss on held-out text.
 
 The demo prints a table, and writes a plot and an HTML report.
 """
