@@ -130,12 +130,10 @@ class Backend(Protocol):
         """Multiplies x in place by g, which is a scalar tensor or holds one number per row."""
         ...
 
-    def zero_ignored(
-        self, x: Tensor, reading: Reading, dz: Tensor | None = None, upstream: Tensor | None = None
-    ) -> Tensor:
-        """Returns a tensor x of shape (N, D) with 0 in the rows that `reading` marks as ignored.
+    def zero_ignored(self, x: Tensor, reading: Reading, scale: Tensor | None = None) -> Tensor:
+        """Returns x · scale, with 0 in the rows that `reading` marks as ignored.
 
-        If dz of shape (N, V) is given, dz is multiplied in place by the number `upstream`.
+        x has shape (N, D), and `scale` is a scalar tensor.
         """
         ...
 

@@ -209,14 +209,13 @@ def scale_(x: Tensor, g: Tensor) -> None:
 def zero_ignored(
     x: Tensor,  # (N, D)
     reading: Reading,
-    dz: Tensor | None = None,  # (N, V), the gradient of the logits
-    upstream: Tensor | None = None,  # ()
+    scale: Tensor | None = None,  # (), a factor for the rows that count
 ) -> Tensor:
-    """Returns x with 0 in the rows that the reading ignores. Without an ignore_index, returns x.
+    """Returns x · scale, with 0 in the rows that the reading ignores.
 
-    If dz is given, dz is multiplied in place by `upstream`.
+    The result is x itself if there is neither a scale nor an ignore_index.
     """
-    if dz is not None:
-        dz.mul_(upstream)
+    if scale is not None:
+        x = (x.to(scale.dtype) * scale).to(x.dtype)
     ignored = reading.ignored_rows()
     return x if ignored is None else x.masked_fill(ignored.reshape(-1, 1), 0.0)

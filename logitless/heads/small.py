@@ -6,9 +6,8 @@ possible. The GEMMs include ignored rows, because dropping ignored rows would ma
 the number of rows that count.
 
 For a mean or sum, forward computes the loss and the gradient of the logits, which overwrites the
-logits. Backward multiplies the gradient of the logits by the upstream gradient, and computes the
-GEMMs of the other gradients. A second backward computes the logits and their gradient again. For
-results per row, autograd saves the logits until backward.
+logits. Backward computes the GEMMs of the other gradients, and multiplies them by the upstream
+gradient. For results per row, autograd saves the logits until backward.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import eager
-from ..contract import PRECISION
+from ..contract import PRECISION, Reading
 from ..core import evaluate
 from ..core.autograd import Node, refuse_second, refuse_tangents
 from ..core.call import backend_of, under_transform
@@ -54,10 +53,11 @@ class SmallTotal(Node):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, row_weight, loss, reduction):
-        ctx.reduction = reduction
-        outputs, ctx.dz = _total(hidden, weight, bias, row_weight, loss, reduction)
-        tensors, ctx.loss = loss.flatten(recompute=True)
-        ctx.save_for_backward(hidden, weight, bias, row_weight, *tensors)
+        x = _logits(hidden, weight, bias)
+        backend = backend_of(hidden)
+        outputs, dz = evaluate.total_and_gradient(backend, x, loss, row_weight, reduction, x)
+        ctx.reading = loss.reading.without_tensors()
+        ctx.save_for_backward(dz, hidden, weight, bias, loss.reading.label)
         if len(outputs) == 1:
             return outputs[0]
         ctx.mark_non_differentiable(*outputs[1:])
@@ -66,14 +66,10 @@ class SmallTotal(Node):
     @staticmethod
     def backward(ctx, upstream, *_):
         Node.refuse_vmap((upstream,))
-        hidden, weight, bias, row_weight, *tensors = saved = ctx.saved_tensors
-        loss = ctx.loss.rebuild(tensors)
-        dz, ctx.dz = ctx.dz, None  # _gradients overwrites dz
+        dz, hidden, weight, bias, label = saved = ctx.saved_tensors
+        reading, needs = ctx.reading._replace(label=label), ctx.needs_input_grad
         with torch.no_grad(), without_autocast(hidden.device):
-            if dz is None:
-                _, dz = _total(hidden, weight, bias, row_weight, loss, ctx.reduction)
-            needs = ctx.needs_input_grad
-            gradients = _gradients(hidden, weight, bias, loss, dz, needs, upstream)
+            gradients = _gradients(hidden, weight, bias, reading, dz, needs, upstream)
         if torch.is_grad_enabled():
             gradients = refuse_second(gradients, (*saved, upstream))
         return *gradients, None, None, None
@@ -98,7 +94,7 @@ class SmallRows(Node):
             into = _memory_like(x)
             loss, dz, d_rows = evaluate.finish(ctx, x, tensors, upstream, any(needs), into)
             if dz is not None:
-                gradients = _gradients(hidden, weight, bias, loss, dz, needs)
+                gradients = _gradients(hidden, weight, bias, loss.reading, dz, needs)
         gradients = (*gradients, *d_rows)
         if torch.is_grad_enabled():
             gradients = refuse_second(gradients, (*saved, *upstream))
@@ -107,15 +103,6 @@ class SmallRows(Node):
 
 _small_total: Any = super(torch.autograd.Function, SmallTotal).apply  # pyright: ignore[reportAttributeAccessIssue]
 _small_rows: Any = super(torch.autograd.Function, SmallRows).apply  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _total(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, row_weight: Tensor | None, loss: RowLoss,
-    reduction: str,
-) -> tuple[tuple[Tensor, ...], Tensor]:  # fmt: skip
-    """Returns (value, *extras), and the gradient of the logits for an upstream gradient of 1."""
-    x = _logits(hidden, weight, bias)
-    return evaluate.total_and_gradient(backend_of(hidden), x, loss, row_weight, reduction, x)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -139,24 +126,28 @@ def _traced_logits(head: Head, loss: RowLoss) -> Tensor:
 
 
 def _gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: RowLoss, dz: Tensor,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, reading: Reading, dz: Tensor,
     needs: Sequence[bool], upstream: Tensor | None = None,
 ) -> Gradients:  # fmt: skip
-    """Returns the gradients of hidden, weight and bias, where dz is the gradient of the logits.
+    """Returns the gradients of hidden, weight and bias, times `upstream`.
 
-    If `upstream` is given, dz is first multiplied in place by `upstream`.
+    dz is the gradient of the logits. Multiplying dz by `upstream` would round all gradients of a
+    row in the same direction. Therefore `upstream` multiplies d_hidden, and hidden in the GEMM of
+    d_weight.
     """
     d_hidden = d_weight = d_bias = None
-    h = hidden
+    h, backend = hidden, backend_of(hidden)
     if h.dim() != 2:
         h, dz = h.reshape(-1, h.shape[-1]), dz.view(-1, dz.shape[-1])
-    # The gradient of an ignored row is 0, but 0 times NaN or infinity is NaN.
-    h = backend_of(hidden).zero_ignored(h, loss.reading, None if upstream is None else dz, upstream)
     if needs[0]:
         d_hidden = gemm(dz, weight)
+        if upstream is not None:
+            backend.scale_(d_hidden, upstream)
         d_hidden = d_hidden if hidden.dim() == 2 else d_hidden.view(hidden.shape)
     if needs[1]:
-        d_weight = gemm(dz.t(), h)
+        # The gradient of an ignored row is 0, but 0 times NaN or infinity is NaN.
+        d_weight = gemm(dz.t(), backend.zero_ignored(h, reading, upstream))
     if needs[2] and bias is not None:
-        d_bias = dz.sum(0, dtype=PRECISION[bias.dtype]).to(bias.dtype)
+        d_bias = dz.sum(0, dtype=PRECISION[bias.dtype])
+        d_bias = (d_bias if upstream is None else d_bias * upstream).to(bias.dtype)
     return d_hidden, d_weight, d_bias

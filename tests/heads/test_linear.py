@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import logitless as ll
+from logitless.heads import plan
+from logitless.heads.plan import Cut
 from tests.support import calls
 from tests.support.calls import TARGET, TEACHER
 from tests.support.heads import (  # noqa: F401 - both_ways is a fixture
@@ -96,15 +98,19 @@ def test_bug_24_all_ignored_or_no_rows(reduction, device):
             assert not t.grad.any()
 
 
-def test_ignored_rows_are_read_by_no_one(device):
+@pytest.mark.parametrize("drop_ignored", [True, False])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("cut", [Cut(2), Cut(3, 8), Cut(7, 8, kept=True)])
+def test_ignored_rows_may_hold_nan(cut, reduction, drop_ignored, device):
     hidden, weight, bias, target = make(device=device)
     hidden[target == -100] = torch.nan
     parts = leaves(hidden, weight, bias)
-    loss = ll.cross_entropy(ll.LinearLogits(*parts, workspace=2 * V * 8), target)
-    loss.backward()
+    source = ll.LinearLogits(*parts, workspace=2 * V * 8, drop_ignored=drop_ignored)
+    with plan.override(lambda work: cut):
+        ll.cross_entropy(source, target, reduction=reduction).sum().backward()
     live = target != -100
     want = leaves(hidden[live], weight, bias)
-    ll.cross_entropy(F.linear(*want), target[live]).backward()
+    ll.cross_entropy(F.linear(*want), target[live], reduction=reduction).sum().backward()
     assert not parts[0].grad[~live].any()
     torch.testing.assert_close(parts[0].grad[live], want[0].grad)
     torch.testing.assert_close(parts[1].grad, want[1].grad)

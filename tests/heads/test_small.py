@@ -50,8 +50,10 @@ def test_errors_of_bf16_are_those_of_pytorch(reduction, impl, no_chunks, device)
     _, theirs = result(torch_loss, leaves(hidden, weight, b), target)
     loss = LOSSES["cross_entropy"]
     _, ours = result(loss, leaves(hidden, weight, b), target, 100, reduction=reduction)
+    # Triton's interpreter truncates to bf16 instead of rounding.
+    factor = 4 if impl == "triton" and device == "cpu" else 2
     for a, b, truth in zip(ours, theirs, want, strict=True):
-        assert (a - truth).abs().max() <= 2 * (b - truth).abs().max()
+        assert (a - truth).abs().max() <= factor * (b - truth).abs().max()
 
 
 def test_a_second_backward_and_a_second_derivative(no_chunks, device):

@@ -69,5 +69,10 @@ def test_hidden_states_of_ignored_rows(width, ignore_index, device):
         want = strided.clone()
         if ignore_index is not None:
             want[label == ignore_index] = 0
-        assert torch.equal(kernels.zero_ignored(spoilt, reading), want)
-        assert torch.equal(eager.zero_ignored(spoilt, reading), want)
+        for backend in (eager, kernels):
+            assert torch.equal(backend.zero_ignored(spoilt, reading), want)
+            scale = torch.tensor(1.7, device=device)
+            assert torch.equal(backend.zero_ignored(spoilt, reading, scale), want * 1.7)
+            got = backend.zero_ignored(spoilt.bfloat16(), reading, scale).float()
+            exact = want.bfloat16().float() * 1.7
+            torch.testing.assert_close(got, exact, rtol=2.0**-7, atol=0)
