@@ -6,10 +6,12 @@ row statistics share:
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-In this formula, p = softmax(z), and v are the class weights. The gradient of y = z · temperature is
-dz_i / temperature. If a loss also uses the log-probability of the label at temperature 1, the loss
-has one more coefficient, d. The term d ([i = label] - p1_i) is then added to the gradient of y_i,
-where p1 = softmax(y). The backward multiplies the whole gradient by the upstream gradient.
+In this formula, z are the logits after softcap and temperature (see Reading), p = softmax(z), and v
+are the class weights. Let y = z · temperature be the logits before the division by the temperature.
+The gradient of y_i is dz_i / temperature. If a loss also uses the log-probability of the label at
+temperature 1, the loss has one more coefficient, d. The term d ([i = label] - p1_i) is then added
+to the gradient of y_i, where p1 = softmax(y). The backward multiplies the whole gradient by the
+upstream gradient.
 """
 
 import math
@@ -25,7 +27,7 @@ T = TypeVar("T")
 # struct lists the names of the struct's tensors, each with one of these constants.
 PER_ROW = "per row"  # shape (...) or (..., K), sliced together with the rows of the logits
 PER_CLASS = "per class"  # shape (V,), never sliced, not even for a shard of the vocabulary
-TEACHER = "teacher"  # logits or probabilities (..., V), sliced with the rows and columns
+TEACHER = "teacher"  # shape (..., V), sliced together with the rows and the columns of the logits
 
 # The names of all row statistics. Every statistic except argmax is fp32 (fp64 for fp64 logits). A
 # statistic has one number per row, unless its comment gives the shape (..., K).
@@ -84,9 +86,9 @@ class Reading(NamedTuple):
         return sums_of(self.wants, self.at_temperature_1)
 
     def fold_scale(self, scale: float, softcap: float | None) -> "Reading":
-        """Returns a Reading for logits x, with the same statistics as `self` has for scale · x.
+        """Returns a Reading that gives logits x the statistics that `self` gives scale · x.
 
-        `softcap` replaces the softcap of `self`, and applies to scale · x.
+        The argument `softcap` replaces the softcap of `self`, and is the softcap of scale · x.
         """
         if scale == 1:
             return self._replace(softcap=softcap)
@@ -128,7 +130,8 @@ class RowStats(NamedTuple):
     """The statistics of each row, in fp32 (fp64 for fp64 logits).
 
     All statistics except argmax are differentiable. A statistic that was not requested is None.
-    `logprob` stays exact if all logits have a large common offset, unlike `picked - lse`.
+    Here, z are the logits after softcap and temperature, and p = softmax(z). If all logits share a
+    large offset, `logprob` stays exact, but `picked - lse` does not.
     """
 
     lse: Tensor | None = None  # (...)      log Σ e^z
@@ -192,7 +195,7 @@ ARG = 4  # the lowest column whose y is m, stored as bits (see as_bits); needed 
 S1 = 5  # Σ e^d; needed by "logprob_t1" at a temperature other than 1
 C = 6  # Σ v (y - ref); needed by "total" and "log_total"
 N = 7  # Σ v; needed by "total" and "log_total"
-REF = 8  # a number close to the mean of y, subtracted in C to avoid cancellation
+REF = 8  # the number `ref` in C, close to the mean of y; subtracting `ref` avoids cancellation
 PART = 9
 
 
@@ -254,16 +257,18 @@ A = 0  # a
 B = 1  # b
 G_LABEL = 2  # g_label
 G_TOTAL = 3  # g_c
-A_IDS = 4  # replaces `a` in the columns of the ids; only with the statistic "tail", never with B
+# Replaces `a` in the columns of the ids. A loss with A_IDS needs the statistic "tail" and has no B.
+A_IDS = 4
 D_LOGPROB_T1 = 5  # d, the gradient of logprob_t1
 COEFFICIENTS = 6
 FIELDS = ("a", "b", "label", "total", "a_ids", "logprob_t1")
 
 # The tail is the log of the softmax mass outside the ids. In a column i outside the ids, the
 # gradient of the tail has the term p_i / e^tail. If e^tail is very small, p_i underflows to 0 in
-# fp32, and 1 / e^tail overflows to infinity. Therefore a loss with the coefficient "a_ids" replaces
-# p_i by p_i · e^-lift in the columns outside the ids. Such a loss stores a · e^lift in the field A.
-# Here, `lift` is min(tail - LEAST_TAIL, 0), or 0 if no column is outside the ids.
+# fp32, and 1 / e^tail overflows to infinity. Let `lift` be min(tail - LEAST_TAIL, 0), or 0 if the
+# tail is -inf. To avoid the underflow and the overflow, a loss with the coefficient "a_ids"
+# replaces p_i by p_i · e^-lift, and the coefficient a by a · e^lift, in the columns outside the
+# ids. So the product a · p_i is unchanged. The field A of such a loss holds a · e^lift.
 LEAST_TAIL = -32.0
 
 NO_ID = -(2**31)  # the id of a masked slot; a masked slot is not read and has no gradient
@@ -275,7 +280,7 @@ class Slots(NamedTuple):
     A slot is one of the K positions of a row.
     """
 
-    teacher: Tensor  # (..., K), log p
+    teacher: Tensor  # (..., K), log p of the teacher at the ids
     mask: Tensor | None  # (..., K), bool, True for unmasked slots
     # The log of the teacher's mass outside the slots, (...). If `tail` is None, the teacher's mass
     # outside the slots is (1 - Σ p).
@@ -309,7 +314,7 @@ LOG_ROUNDING = math.log(2.0**-6)
 
 
 def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
-    """Returns the divergence to compute, and β for JSD or None for other divergences.
+    """Returns the divergence to compute, and its β, which is None except for JSD.
 
     JSD is replaced by forward KL at β = 0, and by reverse KL at β = 1.
     """
@@ -332,9 +337,9 @@ class Pair(NamedTuple):
     TENSORS = (("teacher", TEACHER),)
 
 
-# The number of values saved per row for a loss against a dense teacher. The values are the max and
-# the sum of exponentials of the student, the max and the sum of exponentials of the teacher, and a
-# mean under the student's probabilities (see eager/pair.py).
+# The number of values saved per row for a loss against a dense teacher. Four values are the max and
+# the sum of exponentials of the student's logits and of the teacher's logits. The fifth value is a
+# mean under the student's probabilities, which depends on the loss (see eager/pair.py).
 PAIR_STATE = 5
 
 # The dtype of statistics and losses for each dtype of logits.

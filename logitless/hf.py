@@ -82,9 +82,9 @@ class DistillTrainer(Trainer):
         if teacher is not None:
             teacher.to(self.args.device).eval().requires_grad_(False)
         self._targets: SparseTargets | None = None
-        # Each list in `_sums` has one tensor per batch. Each tensor holds three numbers: the
-        # cross-entropy summed over the tokens, the divergence summed over the tokens, and the
-        # number of tokens. `_sums` has the key True for training and the key False for evaluation.
+        # `_sums` has the key True for training and the key False for evaluation. Each value is a
+        # list with one tensor per batch. Each tensor holds three numbers: the cross-entropy summed
+        # over the tokens, the divergence summed over the tokens, and the number of tokens.
         self._sums: dict[bool, list[Tensor]] = {True: [], False: []}
 
     def _fuse_student(self) -> None:

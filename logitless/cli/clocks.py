@@ -2,7 +2,7 @@
 
 A clock takes two functions. `prepare` is called before each repetition and is not timed. `run` is
 called with the result of `prepare` and is timed. The clock repeats `run` for about `budget`
-milliseconds and returns the median time. On a GPU, the clock first repeats `run` for 0.4 · `budget`
+milliseconds and returns the median time. `device_time` first repeats `run` for 0.4 · `budget`
 milliseconds as a warm-up.
 """
 
@@ -31,10 +31,9 @@ def device_time(prepare: Prepare, run: Run, budget: float) -> float:
     """Device time of a call with a cold L2 cache, measured by events before and after the call.
 
     The cache is flushed by *reading* a large buffer. Zeroing a buffer would leave modified lines in
-    the cache (60 MB on an H200), and writing the modified lines back to memory would add to the
-    measured time. Reading the buffer takes a quarter of a millisecond. While the GPU reads the
-    buffer, the host queues the call, so the result does not include host time. `host_time` measures
-    host time.
+    the cache (60 MB on an H200). Writing these lines back to memory would add to the measured time.
+    Reading the buffer takes a quarter of a millisecond. While the GPU reads the buffer, the host
+    queues the call, so the result does not include host time. `host_time` measures host time.
     """
     flush = torch.ones(L2_FLUSH_BYTES // 4, device="cuda")
 
@@ -58,8 +57,8 @@ def graph_time(run: Run, x: Tensor, budget: float, *, cold: bool) -> float:
     """Time per call in a replayed CUDA graph of many calls of `run`.
 
     If `cold` is false, x is in the L2 cache. If `cold` is true, each call reads a different copy of
-    x that is not in the L2 cache. The number of copies is between 4 and 512, and is chosen so that
-    all copies together are about twice as large as the L2 cache.
+    x that is not in the L2 cache. All copies together are about twice as large as the L2 cache, but
+    there are at least 4 and at most 512 copies.
     """
     copies = x.expand(10, *x.shape)
     if cold:

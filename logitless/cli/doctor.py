@@ -29,8 +29,8 @@ VARIABLES = (
     "LOGITLESS_IMPL", "LOGITLESS_CHECK", "LOGITLESS_WAITING", "LOGITLESS_WARN_BYTES",
     "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
-# Shapes (N, V) of logits, in this order: V is 1, V is odd, rows are 16-byte aligned, and V is so
-# large that kernels split a row.
+# Shapes (N, V) of logits. In the first shape, V is 1. In the second shape, V is odd. In the third
+# shape, rows are 16-byte aligned. In the last shape, V is so large that kernels split a row.
 SHAPES = ((3, 1), (5, 33), (4, 1000), (1, 16411))
 # Bounds on the errors of values and of gradients. Losses are returned in fp32 or fp64, even for
 # 16-bit logits. Gradients are rounded to the dtype of the logits.

@@ -1,4 +1,4 @@
-"""Naive PyTorch formulas of the library's functions, and errors of results against fp64.
+"""Naive PyTorch formulas of the library's functions, and the errors of results against fp64.
 
 A formula takes logits (n, V) and tensors with one entry per row, and returns numbers or ids per
 row. `doctor` compares the library with these formulas. `bench` times these formulas, in the dtype
@@ -137,7 +137,10 @@ def denominator(target: Tensor, weight: Tensor | None = None, **_) -> Tensor | i
 
 
 def errors(op: str, inputs: Inputs, out, grads: tuple[Tensor, ...]) -> tuple[float, float | None]:
-    """Returns the error of the output, and the error of the gradients or None."""
+    """Returns the error of the output, and the error of the gradients.
+
+    The error of the gradients is None if `grads` is empty.
+    """
     x, *head = (leaf.detach() for leaf in inputs.leaves)
     rows = [t.flatten(0, x.dim() - 2) for t in inputs.rows]
     x, grads = x.flatten(0, -2), tuple(grad.flatten(0, -2) for grad in grads)
@@ -179,7 +182,7 @@ def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
 
     The error of an id is the difference between its logit and the logit of the right id. So
     exchanging two ids with equal logits is no error. If `exact_logits` is true, the logits have no
-    rounding errors, and an id with a wrong logit has an infinite error.
+    rounding errors. Then an id whose logit is wrong has an infinite error.
     """
     if got.is_floating_point():
         return distance(got, right)

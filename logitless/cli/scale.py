@@ -60,8 +60,8 @@ class Cost(NamedTuple):
     loss: float  # seconds of reading and writing logits
     gather: float  # seconds of the all-gather of statistics
     reduce: float  # seconds of the all-reduce of d_hidden, assuming no overlap with other work
-    weight: float  # bytes of one rank's part of the head's weight, and of its gradient
-    hidden: float  # bytes of the hidden states of all tokens, and of their gradient
+    weight: float  # bytes of one rank's shard of the weight, plus the gradient of this shard
+    hidden: float  # bytes of the hidden states of all tokens, plus their gradient
     logits: float  # bytes of logits in memory at once
 
     @property

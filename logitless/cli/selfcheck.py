@@ -25,8 +25,8 @@ class Check(NamedTuple):
     """A function of the library, and a naive formula that is evaluated in fp64.
 
     The function and the formula are called with logits of shape (N, V), N ids and a second matrix
-    of shape (N, V). Both return a floating-point tensor. The result is differentiated with respect
-    to the logits.
+    of shape (N, V). Both return a floating-point tensor. Both results are differentiated with
+    respect to the logits.
     """
 
     name: str  # name of the function, followed by a comma and the name of the case

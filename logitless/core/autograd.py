@@ -32,7 +32,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
-    """Returns the gradients. Differentiating them with respect to `inputs` raises an error."""
+    """Returns gradients. Differentiating the result with respect to `inputs` raises an error."""
     present = [t for t in gradients if t is not None]
     needed = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
     if not present or not needed:

@@ -31,7 +31,7 @@ class Backend(Protocol):
         state: Tensor,
         coefficients: Coefficients,
         upstream: Tensor,  # () or (...)
-        factor: Tensor | None = None,  # () or N numbers
+        factor: Tensor | None = None,  # one number, or one number per row; multiplies `upstream`
         into: Tensor | None = None,
         start: int | None = None,  # the id of the first column of x; None if x has all columns
     ) -> Tensor:
@@ -42,7 +42,10 @@ class Backend(Protocol):
         ...
 
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
-        """Returns partial statistics of x, which holds the columns [start, start + width)."""
+        """Returns the partial statistics of x.
+
+        The first column of x is the column `start` of the logits.
+        """
         ...
 
     def merge(self, several: Sequence[Partials], reading: Reading) -> Partials:
@@ -89,7 +92,10 @@ class Backend(Protocol):
         ...
 
     def label_coefficients(self, reading: Reading, dtype: torch.dtype) -> Coefficients:
-        """Returns the coefficients of the gradient of `weighted_nll`, which need no statistics."""
+        """Returns the coefficients of the gradient of `weighted_nll`.
+
+        The coefficients do not depend on statistics.
+        """
         ...
 
     def weighted_nll(self, nll: Tensor, reading: Reading) -> Tensor:
@@ -119,7 +125,7 @@ class Backend(Protocol):
         mass: Tensor | None = None,
         mean: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum or mean of `value`, and the factor that multiplies each row in the sum.
+        """Returns the sum or mean of `value`, and the factor of each row in this sum or mean.
 
         Backward multiplies the gradient of each row by this factor. The factor is one number, one
         number per row, or None, which means 1.
@@ -148,7 +154,7 @@ class Backend(Protocol):
         logprob_t1: Tensor | None = None,
         temperature: float | Tensor | None = None,
     ) -> tuple[Tensor, Coefficients]:
-        """Returns each row's loss against a sparse teacher, and its gradient's coefficients."""
+        """Returns each row's loss against a sparse teacher, and the gradient's coefficients."""
         ...
 
     def gather(self, x: Tensor, reading: Reading) -> Tensor:

@@ -53,7 +53,7 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
         )
         if key in _passed:
             return
-    except (AttributeError, TypeError):  # no hash or no shape, so `check` will raise an error
+    except (AttributeError, TypeError):  # no hash or no shape; `check` will raise an error
         key = None
     try:
         check(*args)
@@ -273,6 +273,6 @@ def backend_of(x: Tensor) -> Backend:
 
 @functools.cache
 def _kernels() -> Any:
-    from .. import kernels  # a local import, because Triton can be missing without a GPU
+    from .. import kernels  # imported late, because a machine without a GPU may have no Triton
 
     return kernels

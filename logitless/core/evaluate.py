@@ -1,7 +1,7 @@
 """Evaluates a loss over a tensor of logits. Other sources of logits have a method `evaluate`.
 
-`evaluate` chooses one of six routes for a call. For inplace=True, `evaluate_in_place` chooses the
-route. If several conditions are true, the first route in this list is used.
+A loss is evaluated on one of six routes. `evaluate` chooses the route, or `evaluate_in_place` if
+inplace=True. If several conditions are true, the first route in this list is used.
 
 - The route "source" is used if the logits are not a plain tensor. The source computes values and
   gradient.
@@ -12,7 +12,7 @@ route. If several conditions are true, the first route in this list is used.
 - The route "values alone" is used if no gradient is needed.
 - The route "gradient in forward" is used if the forward of the loss already computes the gradient
   (saves_gradient). On a GPU, this route is also used for a mean or sum over at most SMALL logits,
-  unless the loss has row_inputs or row_weight requires a gradient. Forward computes the gradient
+  if the loss has no row_inputs and row_weight requires no gradient. Forward computes the gradient
   for an upstream gradient of 1. Backward multiplies this gradient by the upstream gradient.
 - The route "gradient in backward" is used in all other cases. Backward computes the gradient from
   the saved state of each row.
@@ -90,7 +90,7 @@ def evaluate_traced(x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor
 
 
 def _forward(backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: str | None):
-    """Returns the outputs, the factor of each row's gradient, and the tensors for backward."""
+    """Returns the outputs, the factor that multiplies each row's gradient, and saved tensors."""
     outputs, saved = loss.forward(backend, x)
     value, *extras = outputs
     if reduction is None:

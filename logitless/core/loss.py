@@ -10,7 +10,8 @@ autograd:
 The first output is the value of the loss, which is weighted and reduced. All further outputs are
 called `extras`. The extras are results per row without a gradient, and are neither weighted nor
 reduced. The result of a loss is the value, or a tuple (value, *extras). If `multiple_outputs` is
-True, all outputs are results per row with a gradient, and there are no extras.
+True, there are no extras. All outputs are then results per row, which are never reduced, and every
+floating-point output is differentiable.
 
 Most losses need only statistics of each row. A loss over statistics implements `value`, which
 computes outputs from statistics, and `coefficients`, which computes the coefficients of the
@@ -51,7 +52,7 @@ class RowLoss:
 
     reading: Reading
 
-    # Whether all outputs are differentiable results per row, which are never reduced.
+    # Whether no output is reduced, and every floating-point output is differentiable.
     multiple_outputs: ClassVar[bool] = False
     # The names of the extras. The extra "argmax" is int64. `extras` is None if the number of extras
     # is known only after forward.
@@ -116,7 +117,7 @@ class RowLoss:
         saved: Saved,
         upstream: Upstream,
         factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
-        into: Tensor | None = None,  # memory for the gradient, can be x; None allocates
+        into: Tensor | None = None,  # receives the gradient, and can be x; None allocates memory
     ) -> Tensor:
         coefficients, gain = self.coefficients(saved, upstream)
         return backend.gradient(x, self.reading, saved[0], coefficients, gain, factor, into)
@@ -153,7 +154,7 @@ class RowLoss:
         return type(self).forward is RowLoss.forward and "tail" not in self.reading.wants
 
     def fold_scale(self, scale: float, softcap: float | None) -> "RowLoss | None":
-        """Returns a new loss whose value for x is the value of this loss for scale · x, or None.
+        """Returns a new loss whose value for x is the value of this loss for scale · x.
 
         The new loss divides the temperature and `softcap` by `scale`. The result is None if a term
         of the loss always uses temperature 1.
@@ -187,8 +188,8 @@ class RowLoss:
         if row_weight is None:
             return values
         values, ignored = values * row_weight.to(values.dtype), self.reading.ignored_rows()
-        # The result of an ignored row is set to 0, because its value 0 times an infinite row_weight
-        # is NaN.
+        # The value of an ignored row is 0. If its row_weight is infinite, the product is NaN, so
+        # the result is set to 0.
         return values if ignored is None else torch.where(ignored, 0.0, values)
 
     # --- access to the tensors of a loss
@@ -240,7 +241,7 @@ class RowLoss:
         return self.replace(**changed)
 
     def rows(self, rows: slice | Tensor, lead: torch.Size) -> "RowLoss":
-        """Returns the RowLoss of these rows. `lead` is the shape (...) of all logits (..., V)."""
+        """Returns the loss of these rows only. `lead` is the shape (...) of the logits (..., V)."""
 
         def chunk(t: Tensor) -> Tensor:
             some = t.reshape(lead.numel(), *t.shape[len(lead) :])[rows]

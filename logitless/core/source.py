@@ -11,9 +11,10 @@ has only the members that users need. The attribute `_source` of a `Logits` is t
 evaluates losses.
 
 A source computes logits for some rows at a time, and calls `forward` and `backward` of the loss for
-these rows. `loss.rows(rows, lead)` is the loss of these rows. The source reduces the values of all
-rows with `loss.reduce`. A source that has only some columns of each row computes `Partials` with
-the backend's `partial`, merges the partial statistics of all columns, and calls `finish`.
+these rows. `loss.rows(rows, lead)` returns the loss of only these rows. The source reduces the
+values of all rows with `loss.reduce`. A source that has only some columns of each row computes
+`Partials` with the backend's `partial`, merges the partial statistics of all columns, and calls
+`finish`.
 """
 
 import math

@@ -2,17 +2,18 @@
 
 The functions pair_read, pair_partial, pair_finish and pair_gradient have the same interface as in
 kernels/. The formulas of the losses and gradients are in kernels/pair_fwd.py and
-kernels/pair_bwd.py. kernels/pair_state.py defines the symbols.
+kernels/pair_bwd.py. kernels/pair_state.py defines all symbols except d.
 
 The forward saves a state of shape (N, PAIR_STATE), which holds five numbers per row: shift and
 normaliser of the student, shift and normaliser of the teacher, and a mean in nats. A shift is the
-max that is subtracted from the logits. With the exponents d = (logit - shift) / temperature, the
-normaliser is Σ e^d. The mean is computed under the student's probabilities q. For reverse KL, the
-mean is Σ q (d_q - d_p), where d_q are the student's exponents, and d_p are the teacher's exponents.
-For JSD, the mean is Σ q log(q / M), where M is the mixture of student and teacher. For the other
-losses, the mean is 0. The Triton kernels save the mean in other units (kernels/pair_state.py). A
-partial state covers only some columns of a row. A partial state holds the max instead of the shift,
-and the sum c of kernels/pair_fwd.py, in nats, instead of the mean.
+max of the logits, or 0 if the max is infinite. In this file, the exponents d are
+(logit - shift) / temperature, and the normaliser is Σ e^d. The mean is an expectation under the
+student's probabilities q. For reverse KL, the mean is Σ q (d_q - d_p), where d_q are the student's
+exponents, and d_p are the teacher's exponents. For JSD, the mean is Σ q log(q / M), where M is the
+mixture of student and teacher. For the other losses, the mean is 0. The Triton kernels save the
+mean in other units (kernels/pair_state.py). A partial state covers only some columns of a row. A
+partial state holds the max instead of the shift, and the sum c of kernels/pair_fwd.py, in nats,
+instead of the mean.
 """
 
 import torch
@@ -32,9 +33,9 @@ from .rows import (
     written_to,
 )
 
-# The number by which the chunk size is divided for each loss; 1 for losses that are not listed. JSD
-# needs smaller chunks, because JSD keeps about twenty tensors of a chunk's size in memory, and the
-# other losses keep six.
+# For each kind of loss, the number by which the chunk size is divided. A kind that is not listed
+# has the number 1. JSD needs smaller chunks, because JSD keeps about twenty tensors of a chunk's
+# size in memory, and the other losses keep six.
 _DIVISORS = {"jsd": 8}
 
 

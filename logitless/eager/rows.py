@@ -49,9 +49,10 @@ def is_bad(ids: Tensor, inside: Tensor) -> Tensor:
 
 
 def real_columns(at: Tensor, inside: Tensor) -> Tensor:
-    """Returns the ids as columns (N, K). A slot without a valid id gets another id of the row.
+    """Returns the ids as columns (N, K). A slot without a valid id gets the row's first valid id.
 
-    So a column can be repeated, and a scatter must write the same value to equal columns.
+    Therefore several slots of a row can have the same column. A scatter must write the same value
+    for all of these slots.
     """
     return torch.where(inside, at, at.gather(1, inside.int().argmax(1, keepdim=True)))
 
@@ -94,7 +95,7 @@ def centred(y: Tensor, shift: Tensor, inv_t: Tensor | None, out: Tensor | None =
 def max_of(y: Tensor) -> Tensor:
     """Returns the max of each row in shape (N, 1), or 0 where the max is ±inf.
 
-    Callers subtract the result before they compute exp.
+    Callers subtract the result from y before they compute exp.
     """
     m = y.amax(1, keepdim=True)
     return torch.where(m.isinf(), 0.0, m)
@@ -131,8 +132,8 @@ def written_to(x: Tensor, into: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns `flat` (N, V), to which the gradient is written, and `into` (..., V).
 
     If the argument `into` is None, the returned `into` is a new tensor. If `into` is contiguous,
-    `flat` is a view of `into`. Otherwise, `flat` can be a copy of `into`. Then `written_back`
-    copies the gradient from `flat` to `into`.
+    `flat` is a view of `into`. Otherwise, `flat` can be a copy of `into`. If `flat` is a copy,
+    `written_back` copies the gradient from `flat` to `into`.
     """
     if into is None:
         into = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -29,12 +29,12 @@ def slots(
     reading: Reading,
     sparse: Slots,
     tail: Tensor | None = None,  # (...), log of the student's mass outside the slots
-    logprob_t1: Tensor | None = None,  # (...), log p of the label at temperature 1
+    logprob_t1: Tensor | None = None,  # (...), log q of the label at temperature 1
     temperature: float | Tensor | None = None,  # temperature of the student's logits, () or (...)
 ) -> tuple[Tensor, Coefficients]:
     """Returns the loss of each row, and the coefficients of the gradient of the loss.
 
-    The loss is kd_weight · divergence - ce_weight · logprob_t1.
+    The loss is kd_weight · row_weight · divergence - ce_weight · logprob_t1.
     """
     dtype, K = PRECISION[student.dtype], student.shape[-1]
     shape = student.shape[:-1]
@@ -62,8 +62,8 @@ def slots(
     if sparse.support not in RENORM_STUDENT:
         rows[:, A], has = -g.sum(1), ("a",)
     # The student's tail is the log of the mass of q = softmax(z) outside the ids. The derivative of
-    # the tail with respect to the logit z_i is -q_i in the columns of the ids, and q_i / e^tail -
-    # q_i in all other columns.
+    # the tail with respect to the logit z_i is -q_i if column i is among the ids. For all other
+    # columns, the derivative is q_i / e^tail - q_i.
     if g_tail is not None:
         g_tail = g_tail * weight[:, 0]
         rows[:, A_IDS] = rows[:, A] - g_tail
@@ -85,7 +85,7 @@ def _compare(
     log_q: Tensor,  # (N, K)
     log_p: Tensor,  # (N, K)
     mask_q: Tensor | None,  # (N, K), True for slots in the student's softmax
-    mask: Tensor | None,  # (N, K), True for slots that count
+    mask: Tensor | None,  # (N, K), True for unmasked slots of rows that are not ignored
     log_q_tail: Tensor | None,  # (N,)
     sparse: Slots,
     temperature: float | Tensor | None,  # a number or (N, 1)

@@ -31,7 +31,8 @@ class _Sums(NamedTuple):
     """The sums over whole rows, from which the statistics are computed.
 
     Each sum has shape (N, 1), unless a comment gives another shape. A sum that no statistic needs
-    is None. In the comments, d = (y - shift) / temperature.
+    is None. In the comments, y are the logits after the softcap, v are the class weights, and
+    d = (y - shift) / temperature.
     """
 
     shift: Tensor  # max y, or 0 where the max is infinite
@@ -114,7 +115,10 @@ def _add_rows(
 
 
 def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
-    """Returns log Σ e^d of each row, over the columns outside the ids. `d` holds the exponents."""
+    """Returns log Σ e^d of each row, over the columns outside the ids.
+
+    The exponents d are (y - shift) / temperature.
+    """
     columns = real_columns(at, inside)
     left = torch.where(inside.any(1, keepdim=True), -torch.inf, d.gather(1, columns))
     return d.scatter(1, columns, left).logsumexp(1, keepdim=True)
@@ -123,7 +127,7 @@ def _log_sum_outside(d: Tensor, at: Tensor, inside: Tensor) -> Tensor:
 def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
     """Returns, for each row, the log of the softmax mass outside reading.ids.
 
-    The shift and the normaliser s of each row are read from statistics.state.
+    The shift and the log of the normaliser of each row are read from statistics.state.
     """
     flat, state = x.reshape(-1, x.shape[-1]), statistics.state
     tail = torch.zeros_like(state[:, :1])
@@ -306,8 +310,8 @@ def finish(
     """Merges the splits of each row, and returns the statistics of whole rows.
 
     The splits of each row are along dim 1 of partials.state. `shape` is the shape of a statistic
-    with one number per row. If `shape` is None, the shape is taken from reading.ids or
-    reading.label, or is (N,) without ids and label.
+    with one number per row. If `shape` is None, the function takes the shape from reading.ids or
+    reading.label. If the reading has neither ids nor a label, the shape is (N,).
     """
     assert "tail" not in reading.wants
     shape = _lead(reading, partials.state) if shape is None else shape
@@ -333,7 +337,7 @@ def finish(
 
 
 def _lead(reading: Reading, state: Tensor) -> torch.Size:
-    """Returns the shape (...) of reading.ids or reading.label, or (N,) without ids and label."""
+    """Returns the shape (...) of reading.ids (..., K), or else of reading.label, or else (N,)."""
     if reading.ids is not None:
         return reading.ids.shape[:-1]
     return state.shape[:1] if reading.label is None else reading.label.shape

@@ -4,9 +4,9 @@
 statistics can be merged also works on blocks, without changes. The logits of a block are computed
 twice, once for the statistics and once for the gradient. Logits that are kept in memory are
 computed only once. Statistics are computed from the first block to the last. Gradients are computed
-from the last block to the first. So the rows of the weight's gradient that belong to the first
-blocks are written last. Until a row of the weight's gradient is written, its memory can hold logits
-of later blocks (kept_blocks in plan.py).
+from the last block to the first. So the last rows of the weight's gradient are written first. The
+memory of the rows that are not written yet can hold logits of later blocks (kept_blocks in
+plan.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ from .head import Head, Rows
 from .plan import chunk_rows, kept_blocks
 from .products import product
 
-WAITING = 4  # the number of blocks whose statistics are merged at a time
+WAITING = 4  # the number of Partials that are merged at a time
 
 
 class BlockChunks(Chunks):
@@ -89,7 +89,7 @@ class Blocks:
     def keep(self) -> None:
         """Chooses the blocks whose logits are kept until their gradient is computed.
 
-        The kept logits are stored in memory of the weight's gradient that is not written yet.
+        The kept logits are stored in the memory of the weight's gradient, which is written later.
         """
         chunks, (rows, vocab) = self.chunks, self.shape
         if self.sums is not None and chunks.cut.kept:
@@ -132,7 +132,7 @@ class ReadsNoLogits:
 
 
 class BlockBackend(ReadsNoLogits):
-    """A backend whose logits are a `Blocks`, for losses that need only row statistics."""
+    """A backend that reads logits from a `Blocks`, for losses that need only row statistics."""
 
     def read(self, x: Blocks, reading: Reading) -> Statistics:
         """Returns the statistics of whole rows.
@@ -201,7 +201,7 @@ class BlockSums(GradientSums):
         return d.view(-1) if free else None
 
     def start(self, rows: Rows, h: Tensor) -> None:
-        """Allocates the sum over blocks that becomes the gradient of hidden for a group of rows."""
+        """Begins the sum over blocks that gives the gradient of hidden for a group of rows."""
         if self.d_hidden is None:
             return
         dtype, kind = way_to_sum(self.backend, self.blocks, h, self.weight, "auto")

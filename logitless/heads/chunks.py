@@ -24,9 +24,9 @@ from .products import product
 class Tile:
     """Some rows of a head, and the loss of these rows.
 
-    The code that loops over tiles computes the loss from `logits`. If a gradient is needed, the
-    body of the loop writes the gradient to `into` and sets `gradient` to `into`. If the gradient
-    cannot be written to `into`, the body of the loop sets `gradient` to a new tensor.
+    The caller loops over tiles, and computes the loss of each tile from `logits`. If a gradient is
+    needed, the caller writes the gradient to `into`, and sets `gradient` to `into`. If the gradient
+    cannot be written to `into`, the caller sets `gradient` to a new tensor.
     """
 
     loss: Any  # the RowLoss of these rows

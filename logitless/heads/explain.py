@@ -82,8 +82,9 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     else:  # fp32 logits of 16-bit hidden states need extra memory for the gradient
         memory = rows * cut.columns * (size + work.itemsize * work.wide)
     if cut.on_chip:
-        # The logits are computed three times: for the loss, and for each of the two gradients.
-        # Together with the two GEMMs of the gradients, there are five GEMMs.
+        # The logits are computed three times: for the loss, for the gradient of hidden, and for the
+        # gradient of the weight. The two gradients take one more GEMM each, so there are five
+        # GEMMs.
         way, memory, again = "on the chip", 0, 5 - floor if gradient else 0
         extra = again
     else:

@@ -53,7 +53,7 @@ class HeadGradients(NamedTuple):
         return self._replace(hidden=hidden, weight=weight, bias=bias)
 
     def through(self, f: Callable[[tuple], tuple]) -> "HeadGradients":
-        """Calls f with one flat tuple of all gradients, and returns its result as HeadGradients."""
+        """Calls f with a flat tuple of all gradients, and returns f's result as HeadGradients."""
         head = (self.hidden, self.weight, self.bias, self.row_weight)
         hidden, weight, bias, row_weight, *row_inputs = f((*head, *self.row_inputs))
         return HeadGradients(hidden, weight, bias, row_weight, tuple(row_inputs))
@@ -158,8 +158,8 @@ def clear_padding(dz: Tensor) -> None:
         dz.as_strided((len(dz), step), (step, 1))[:, width:] = 0
 
 
-# Sum and SumInPlace take the same arguments. `count` is the number of matrix products to add to the
-# tensor `total`. `fresh` is True if the first product overwrites `total`.
+# Sum and SumInPlace take the same arguments. `total` is the tensor that holds the sum. `count` is
+# the number of matrix products in the sum. `fresh` is True if the first product overwrites `total`.
 
 
 class Sum:
@@ -202,7 +202,7 @@ class SumInPlace:
 def way_to_sum(
     backend: Backend, count: int, hidden: Tensor, weight: Tensor, accumulate: str
 ) -> tuple[torch.dtype, type[Sum] | type[SumInPlace]]:
-    """Returns the dtype in which to sum `count` matrix products, and the class that adds them.
+    """Returns the dtype of a sum of `count` matrix products, and the class that adds them.
 
     fp16 products are always summed in fp32, because the range of fp16 is small.
     """

@@ -1,9 +1,9 @@
 """The tensors and the options of a head. linear.py evaluates losses over a head.
 
-`Head` represents the logits hidden @ weight.T + bias. LinearLogits, lazy logits, and a VocabShard
-over a head hold a Head. `ScaledHead` represents a teacher's logits without gradients, and can apply
-a scale and a softcap to the logits. `flatten` separates the tensors, which autograd saves, from the
-options.
+`Head` represents the logits hidden @ weight.T + bias. LinearLogits and lazy logits hold a Head. A
+VocabShard holds a Head if its logits are computed by a head. `ScaledHead` represents a teacher's
+logits without gradients, and can apply a scale and a softcap to the logits. `flatten` separates the
+tensors, which autograd saves, from the options.
 """
 
 import contextlib
@@ -125,7 +125,7 @@ class Head:
         keeps: bool = False,
         ids: int = 0,
     ) -> Work:
-        """Returns the sizes and properties of a loss over this head.
+        """Returns a `Work`, which holds the sizes and properties of a loss over this head.
 
         The arguments are fields of `Work`.
         """
@@ -183,8 +183,8 @@ class Head:
         """Disables autocast, and keeps the weights of this head and of teacher heads in memory."""
         heads = (self, *(t.head for t in loss.teachers if isinstance(t, ScaledHead)))
         with without_autocast(self.hidden.device), contextlib.ExitStack() as stack:
-            # Weights are gathered once per call instead of once per chunk. All ranks must gather
-            # equally often, but the number of chunks can differ between ranks.
+            # FSDP gathers a weight once per call, not once per chunk. All ranks must gather equally
+            # often, but the number of chunks can differ between ranks.
             for head in heads:
                 if not head.weight.untyped_storage().size():  # FSDP has freed the weight
                     stack.enter_context(in_memory(head.weight, head.module))

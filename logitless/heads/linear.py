@@ -4,9 +4,9 @@
 at a time (chunks.py), or of one block of columns at a time (blocks.py). The logits of a narrow head
 can be computed without being written to memory (on_chip.py). plan.py chooses between chunks, blocks
 and on_chip.py. All logits of a small head are computed at once (small.py). For a mean or sum,
-forward also computes the gradients (total.py). A mean or sum takes three GEMMs, up to four GEMMs if
-the head is split by columns, or five GEMMs if no logits are written to memory. Results per row take
-four GEMMs (per_row.py), or three for a small head.
+forward also computes the gradients (total.py). A mean or sum takes three GEMMs. A split by columns
+takes up to four GEMMs, and a head whose logits are not written to memory takes five GEMMs. Results
+per row take four GEMMs (per_row.py), or three for a small head.
 
 No code in heads/ depends on a particular loss. A RowLoss (core/loss.py) computes values and
 gradients from the logits of a chunk.
@@ -117,7 +117,7 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
     if call.in_func():
         checks.no_head_in_func()
     small = head.is_small(loss)
-    if not (small and call.under_transform()):  # a fake tensor has no values
+    if not (small and call.under_transform()):  # fake tensors have no values
         call.check_values(loss)
     if small:
         return evaluate_small(head, loss, reduction, row_weight)

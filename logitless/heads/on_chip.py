@@ -2,9 +2,9 @@
 
 `OnChip` replaces a tensor of logits, and `OnChipBackend` replaces a backend. So any loss whose
 statistics can be merged works without changes. Each kernel computes the logits again. plan.py
-chooses these kernels if D, the size of the hidden states, is so small that computing the logits
-again takes less time than writing the logits. The statistics take one GEMM, and the gradients of
-hidden states and weight take two GEMMs each.
+chooses these kernels if D, the size of the hidden states, is small. Computing the logits again then
+takes less time than writing the logits to memory. The statistics take one GEMM, and the gradients
+of hidden states and weight take two GEMMs each.
 """
 
 from typing import Any
@@ -65,7 +65,7 @@ class OnChip:
 
 
 class OnChipBackend(ReadsNoLogits):
-    """A backend whose logits are an `OnChip`, for losses that need only row statistics."""
+    """A backend that computes logits from an `OnChip`, for losses that need only row statistics."""
 
     def read(self, x: OnChip, reading: Reading) -> Statistics:
         """Returns the statistics of whole rows, merged from partial statistics of column ranges."""
@@ -103,7 +103,7 @@ class OnChipSums(GradientSums):
         self.adds = into is not None  # whether the weight's gradient is added to `into`
 
     def hidden_memory(self, rows: Rows, h: Tensor) -> Tensor | None:
-        """Returns memory for the gradient of these rows; None if the gradient is not needed."""
+        """Returns memory for the gradient of hidden in these rows; None if it is not needed."""
         if self.d_hidden is None:
             return None
         if isinstance(rows, slice):

@@ -80,8 +80,8 @@ def _arguments_of(head: Head, loss: RowLoss) -> tuple:
     teacher, rest = None, []
     for value in operators.arguments_of(loss):
         if isinstance(value, ScaledHead):
-            # The operator's argument `teacher` must be a Tensor. The teacher's hidden states are
-            # passed as a placeholder.
+            # The operator's argument `teacher` must be a Tensor, and a ScaledHead is not a Tensor.
+            # So the teacher's hidden states are passed as a placeholder, which `_call_of` replaces.
             teacher, value = value, value.head.hidden
         rest.append(value)
     return *_HeadArguments.of(head, teacher), *rest
@@ -258,7 +258,7 @@ def _scale(ctx, upstream):
 
 
 def scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns gradient · by, rounded once to dtype. On a GPU, the product needs no fp32 copy."""
+    """Returns gradient · by, rounded once to dtype. On a GPU, no fp32 product is stored."""
     out = fake_scale(gradient, by, dtype)
     return torch.mul(gradient, by.view((1,) * gradient.dim()), out=out)
 
@@ -267,7 +267,8 @@ def fake_scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-# head_scale is an operator, so that differentiating a gradient again raises an error.
+# `scale` is registered as the operator head_scale, so that the backward of head_scale can raise an
+# error if a gradient is differentiated again.
 operators.library.define(
     "head_scale(Tensor gradient, Tensor by, ScalarType dtype) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),

@@ -33,8 +33,9 @@ def forward(call: Call) -> tuple[tuple[Tensor, ...], list[Saved]]:
 def backward(call: Call, known: list[Saved] | None, upstream: tuple) -> HeadGradients:
     """Returns the gradients of hidden, weight, bias and row_inputs.
 
-    The memory of the logits is free when `backward` returns. If `known` is None, backward
-    recomputes the statistics from chunks of whole rows.
+    `known` holds the tensors that forward saved for each tile. If `known` is None, backward
+    recomputes the statistics from chunks of whole rows. The memory of the logits is free when
+    `backward` returns.
     """
     head, loss, lead = call.head, call.loss, call.head.lead
     flat = [None if g is None else g.reshape(head.rows, *g.shape[len(lead) :]) for g in upstream]
@@ -87,7 +88,7 @@ class Kept:
         return outputs, Kept(blank, known)
 
     def gradients_of(self, tensors: tuple, upstream: tuple) -> HeadGradients:
-        """Returns the gradients of the autograd function's inputs, from its saved tensors."""
+        """Returns the gradients of the autograd function's inputs. Forward saved `tensors`."""
         Node.refuse_vmap(upstream)
         call = self.call.rebuild(tensors)
         if all(g is None for g in upstream):

@@ -31,8 +31,7 @@ from typing import NamedTuple
 # The default number of bytes of logits in memory at once. On a GPU, the default is larger if one
 # row of logits takes more than 1 MiB (`default_workspace`). For fp32 logits of 16-bit hidden
 # states, the default is 1.5 times as large. In this larger workspace, `layout` splits a chunk into
-# only a few slots. As a result, on an H200, a loss over fp32 logits is as fast as a loss over
-# 16-bit logits.
+# only a few slots. So, on an H200, a loss over fp32 logits is as fast as a loss over 16-bit logits.
 WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}
 TILE = 128  # rows per tile of a GEMM
 # Each row of logits is padded to a multiple of PACK columns, so that every row of 16-bit logits
@@ -50,18 +49,19 @@ MIN_GAIN = 0.1
 # A small head (small.py) has at most SMALL bytes of logits.
 SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
 # For a small head, rows · vocabulary · (width + READ_WIDTH) is at most SMALL_WORK, where `width` is
-# the size D of the hidden states. For a head with exactly SMALL_WORK, a GPU takes about 2 ms, and
-# the host takes at least as long. Reading and writing the logits takes as long as three GEMMs of a
-# head whose D is READ_WIDTH.
+# the size D of the hidden states. If this product is equal to SMALL_WORK, a GPU takes about 2 ms,
+# and the host takes at least as long. Reading and writing the logits takes as long as three GEMMs
+# of a head whose D is READ_WIDTH.
 SMALL_WORK = {"cuda": 2e11, "cpu": math.inf}
 READ_WIDTH = 200
 
-# Maps a size D of the hidden states to a vocabulary size V. A 16-bit head is computed on the chip
-# if its hidden states and its vocabulary are not larger than D and V. On an H200, heads with a
-# larger D are faster with logits in memory (benchmarks/results/h200/narrow.md).
+# Maps D, the largest size of the hidden states, to V, the largest size of the vocabulary. Only
+# 16-bit heads within these two limits are computed on the chip. On an H200, heads with a larger D
+# are faster with logits in memory (benchmarks/results/h200/narrow.md).
 ON_CHIP_VOCAB = {128: 1 << 31}
-# A head is computed on the chip only if its loss has at most ON_CHIP_PAIRS pairs (row, id). Sorting
-# the pairs takes time, and 64 bytes of memory per pair.
+# A loss has one pair (row, id) for the label and for each id of a row. A head is computed on the
+# chip only if its loss has at most ON_CHIP_PAIRS pairs. Sorting the pairs takes time, and 64 bytes
+# of memory per pair.
 ON_CHIP_PAIRS = 1 << 19
 
 SPARE_EVERY = 64  # the memory for n rows of fp32 logits has n // 64 + 2 extra rows
@@ -111,7 +111,7 @@ def override(cut: Callable[[Work], Cut]):
 def choose(work: Work, workspace: int | None, device: str) -> Cut:
     """Returns the split with the least estimated time.
 
-    If `workspace` is None, a head that is not computed on the chip is split by rows.
+    If `workspace` is None, the head is computed on the chip, or else split by rows.
     """
     if device == "cuda" and stays_on_chip(work):
         return Cut(work.rows, on_chip=True)
@@ -200,10 +200,9 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
     """Returns a dict {block: slot} of the blocks whose logits are kept in memory.
 
     A slot is a part of the memory of the weight's gradient, and holds the rows · columns logits of
-    one block. The gradient of a block's weight rows takes columns · width numbers. Gradients are
-    computed from the last block to the first. The memory of a slot must not be overwritten before
-    the gradient of the slot's block is computed. So the slot of block b must end before the
-    gradient of the weight rows of block b begins.
+    one block. Each block writes `columns` rows of the weight's gradient, which take columns · width
+    numbers. The last block writes first, and block 0 writes last. While block b writes its rows,
+    the slot of block b is still read. So the slot must end before these rows begin.
     """
     kept: dict[int, int] = {}
     for block in range(1, -(-vocab // columns)):
@@ -305,5 +304,5 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
 
 
 def spare_rows(rows: int) -> int:
-    """Returns the number of extra rows that the memory for `rows` rows of fp32 logits has."""
+    """Returns the number of extra rows in the memory for `rows` rows of fp32 logits."""
     return rows // SPARE_EVERY + 2

@@ -8,13 +8,13 @@ from torch import Tensor
 from ..core.source import is_dtensor
 
 SLAB = 64 << 20  # the largest size in bytes of a temporary fp32 copy on a CPU
-UNIT = 64  # an aligned GEMM has a multiple of UNIT rows or columns
+UNIT = 64  # if `gemm` splits a matrix, the size of the first part is a multiple of UNIT
 
 
 def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """Writes h @ weight.T + bias to `out`.
 
-    An fp32 `out` gets the sums without rounding to 16 bits.
+    If `out` is fp32, the sums are not rounded to 16 bits.
     """
     if out.dtype == h.dtype:
         return gemm(h, weight.t(), out, bias)
@@ -66,9 +66,9 @@ def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = N
 def aligned_part(t: Tensor, dim: int) -> int:
     """Returns how many rows (dim=0) or columns (dim=1) of t the large GEMM uses.
 
-    If t is padded along `dim` and t.shape[dim] is larger than UNIT, the result is a multiple of
-    UNIT. Otherwise, the result is t.shape[dim]. A tensor is padded if its rows start on 16-byte
-    boundaries, but do not end on 16-byte boundaries.
+    t is padded along `dim` if the rows (dim=1) or the columns (dim=0) of t start on 16-byte
+    boundaries, but do not end on 16-byte boundaries. If t is padded along `dim` and t.shape[dim] is
+    larger than UNIT, the result is a multiple of UNIT. Otherwise, the result is t.shape[dim].
     """
     size, pack = t.shape[dim], 16 // t.element_size()
     padded = size % pack and t.stride(dim) == 1 and t.stride(1 - dim) % pack == 0

@@ -208,7 +208,7 @@ class Kept:
         return (value, *extras) if extras else value, Kept(blank, share, gradients)
 
     def gradients_of(self, tensors: tuple, upstream: Tensor) -> HeadGradients:
-        """Returns the gradients of the autograd function's inputs, from its saved tensors.
+        """Returns the gradients of the autograd function's inputs. Forward saved `tensors`.
 
         A second backward computes the gradients again.
         """

@@ -8,8 +8,9 @@ one exponent:
 
     x ≈ q 2^e, where q is an int16 with |q| ≤ 2^14, and e is an int8 per BLOCK columns
 
-The first chunk starts the sum. After the last chunk, the gradient in bf16 replaces the integers in
-the same memory. If a block contains NaN or an infinity, the whole block becomes NaN.
+The first chunk overwrites the memory of the gradient. Each later chunk is added to the sum. After
+the last chunk, the gradient in bf16 replaces the integers in the same memory. If a block contains
+NaN or an infinity, the whole block becomes NaN.
 """
 
 import functools
@@ -32,8 +33,8 @@ BLOCK = 128  # number of columns that share one exponent
 PACK = 16 if knobs.runtime.interpret and triton.__version__.startswith("3.5.") else 8
 BLOCK_R = 64  # rows of dz and h per step of the GEMM loop
 STAGES = 3  # pipeline stages; three stages of tiles fit into shared memory
-# WHOLE is 1.5 · 2^23. For |y| < 2^22, the low bits of the float WHOLE + y hold y rounded to an
-# integer.
+# WHOLE is 1.5 · 2^23. For a float y with |y| < 2^22, the addition WHOLE + y rounds y to an integer.
+# The low 16 bits of this sum are the low 16 bits of the integer.
 WHOLE = tl.constexpr(12582912.0)
 NOT_A_NUMBER = tl.constexpr(127)  # the exponent that marks a block as NaN
 
@@ -89,8 +90,9 @@ def _blockfp_gemm_kernel(
 ):  # fmt: skip
     """Each program computes several tiles of the sum in a loop.
 
-    Neighbouring tiles need the same columns of dz, so that programs that run at the same time share
-    these columns in the cache. If TRANSPOSED, DZ is a descriptor of dz.T.
+    Tiles with consecutive numbers need mostly the same columns of dz. Programs that run at the same
+    time compute such tiles, and so share these columns in the cache. If TRANSPOSED, DZ is a
+    descriptor of dz.T.
     """
     across = tl.cdiv(D, 2 * BLOCK_D)
     tiles = tl.cdiv(V, BLOCK_V) * across
@@ -188,7 +190,10 @@ def _plan(
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """Returns t, or a copy of t whose rows start on 16-byte boundaries."""
+    """Returns t if the rows of t are contiguous and start on 16-byte boundaries.
+
+    Otherwise returns a copy of t with such rows.
+    """
     rows, columns = t.shape
     packed = t.stride(1) == 1 and t.stride(0) >= columns
     if packed and t.stride(0) % PACK == 0 and t.data_ptr() % 16 == 0:

@@ -2,20 +2,21 @@
 
     dz_i = p_i (a + b log p_i) + g_label [i = label] + Σ_k g_k [i = id_k] + g_c v_i
 
-In this formula, p = softmax(z), v are the class weights, and the coefficients a, b, g_label and g_c
-have one value per row. The logits z of the softmax are y / T, where y are the logits x after the
-softcap, and T is the temperature. Kernels compute log p_i as ((y_i - shift) / T) - log_s, where
-shift is the row's max of y, and log_s is the log of the normaliser. This formula for log p_i is
-exact even if all logits have a large common offset.
+In this formula, p = softmax(z), and v are the class weights. The coefficients a, b, g_label and g_c
+have one value per row, and g_k has one value per id. The logits z of the softmax are y / T, where y
+are the logits x after the softcap, and T is the temperature. Kernels compute log p_i as
+((y_i - shift) / T) - log_s, where shift is the row's max of y, and
+log_s = log Σ_j e^((y_j - shift) / T). This formula for log p_i is exact even if all logits have a
+large common offset.
 
-Kernels divide the gradient of z by the temperature to get the gradient of y, and multiply the
-gradient of y by the derivative of the softcap to get the gradient of the logits x. A loss can also
-use the log-probability of the label at temperature 1. Then the gradient of y_i has the additional
-term d_logprob_t1 ([i = label] - p1_i), where d_logprob_t1 is a coefficient, and p1 = softmax(y).
-For speed, kernels use powers of 2. With d = (y - shift) / (T ln 2), e = 2^d and s = Σ e, the
-probabilities are p = e / s. Written with e and d, the gradient of y_i has the numbers c0 and c1
-instead of a and b. The numbers c0, c1 and g_c in the next formula are the same for all columns of a
-row, and already include the division by T:
+The gradient of y is the gradient of z divided by T. The gradient of the logits x is the gradient of
+y multiplied by the derivative of the softcap. A loss can also use the log-probability of the label
+at temperature 1. Then the gradient of y_i has the additional term
+d_logprob_t1 ([i = label] - p1_i), where d_logprob_t1 is a coefficient, and p1 = softmax(y). For
+speed, kernels use powers of 2. With d = (y - shift) / (T ln 2), e = 2^d and s = Σ e, the
+probabilities are p = e / s. The next formula has the numbers c0 = (a - b log_s) / (T s) and
+c1 = b ln 2 / (T s) instead of a and b. The numbers c0, c1 and g_c are the same for all columns of a
+row, and g_c is already divided by T:
 
     dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of label and ids
 """
@@ -61,7 +62,8 @@ class Terms(NamedTuple):
     c_logprob_t1: tl.tensor  # multiplies e^(y - shift), for log p of the label at temperature 1
     g_c: tl.tensor
     rate: tl.tensor  # log2 e / temperature
-    lift: tl.tensor  # lift · log2 e, for columns outside the ids (see LEAST_TAIL in contract.py)
+    # The lift times log2 e, for columns outside the ids (see LEAST_TAIL in contract.py).
+    lift: tl.tensor
     softcap: tl.tensor  # a number or None
 
 
@@ -79,8 +81,9 @@ class Tile(NamedTuple):
 def uses(has, name):
     """Whether a loss uses the coefficient `name`.
 
-    The name "second" means that the loss needs a second normaliser, for log p of the label at
-    temperature 1.
+    The name "second" is not a coefficient. The tuple `has` contains "second" if the loss uses log p
+    of the label at temperature 1, but has another temperature. Such a loss needs a second
+    normaliser.
     """
     return name in has
 
@@ -224,9 +227,10 @@ def is_class(label, V, vocab):
 
 @triton.jit
 def local_column(label, start):
-    """Returns the label relative to `start`, the first column of x.
+    """Returns the label's column in x.
 
-    The result can be outside the columns of x.
+    The first column of x is column `start` of the vocabulary. The result can be outside the columns
+    of x.
     """
     if start is not None:
         return label - start

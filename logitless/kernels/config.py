@@ -30,9 +30,9 @@ class Config(NamedTuple):
 
 
 _override: dict[str, int] = {}
-# The revision is incremented whenever _override changes. If a launch plan depends on a Config, its
-# cache key contains the revision or the Config. Therefore no call uses a plan from before the last
-# change of _override.
+# The revision is incremented whenever _override changes. The cache key of a launch plan contains
+# either the revision, or the Config from which the plan was built. Therefore no call uses a plan
+# that was built from another Config.
 revision = 0
 
 
@@ -67,15 +67,15 @@ def stats_fwd(
 ) -> Config:
     """One program computes a whole row if there are enough rows to fill the GPU.
 
-    If there are too few rows to fill the GPU, several programs share a row. A kernel is `heavy` if
-    it computes more statistics than max and sum, or applies a softcap. Heavy kernels have smaller
-    blocks. For 16-bit logits, heavy kernels use one warp, so that no reduction crosses warps.
-    `twice` means that the kernel computes two normalisers. With two normalisers, blocks have at
-    most 4096 columns.
+    If there are too few rows to fill the GPU, several programs share a row, unless rows have at
+    most SHORT columns. A kernel is `heavy` if it computes more statistics than max and sum, or
+    applies a softcap. Heavy kernels have smaller blocks. For 16-bit logits, heavy kernels use one
+    warp, so that no reduction crosses warps. `twice` means that the kernel computes two
+    normalisers. With two normalisers, blocks have at most 4096 columns.
 
-    A kernel with a block of 8192 columns is compiled for at most 80 registers per thread. Without
-    the limit of 80 registers, fewer programs fit on each multiprocessor, and the kernel is 3 %
-    slower.
+    For 16-bit logits, a kernel with a block of 8192 columns is compiled for at most 80 registers
+    per thread. Without the limit of 80 registers, fewer programs fit on each multiprocessor, and
+    the kernel is 3 % slower.
     """
     if rows >= 2 * processors or vocab <= SHORT:
         block, warps, registers = (8192, 4, 80) if vocab > 2**16 and not twice else (4096, 4, None)
@@ -110,7 +110,7 @@ def ids_bwd(vocab: int, itemsize: int) -> Config:
 
 @functools.lru_cache(1024)
 def scale(vocab: int) -> Config:
-    """The kernel has few programs, each with a large block of columns.
+    """The grid has few programs. Each program loops over large blocks of columns.
 
     In most calls, all rows have one common factor of 1. Then each program reads the factor and ends
     without reading a row.
@@ -132,18 +132,19 @@ def nll_fwd_bwd(vocab: int, itemsize: int, crowded: bool = False) -> Config:
 
 
 def blockfp_gemm() -> Config:
-    """Returns the largest tile whose accumulators fit into the registers of two warp groups."""
+    """Returns the largest tile whose accumulators fit into the registers of eight warps."""
     return overridden(Config(128, 8))
 
 
 def pair_fwd(vocab: int) -> Config:
     """Returns the block size for reading a student's and a teacher's row together.
 
-    Each lane of a program keeps its own sums in registers. A program has one warp and needs no
-    barrier.
+    In the loop over blocks, the sums stay in registers and have one element per column of a block.
+    A program has one warp and needs no barrier.
     """
     cut = overridden(Config(min(512, ceil_pow2(vocab)), 1))
-    # A block must be as wide as the fringe tile, whose two packs hold 16 columns of 16-bit logits.
+    # A block must be at least as wide as the fringe tile. The fringe tile has two packs, which hold
+    # 16 columns of 16-bit logits.
     return cut._replace(block_v=max(cut.block_v, 16))
 
 
@@ -190,15 +191,16 @@ HOPPER_MEMORY = 227 << 10  # bytes of shared memory that a program on Hopper can
 def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> Config:
     """Returns the tile sizes of a kernel for narrow heads.
 
-    `width` is the width D of the hidden states, padded to a power of two. A program keeps one tile,
-    and loads several other tiles in advance. The number of tiles loaded in advance is reduced until
-    all tiles fit into `memory` bytes of shared memory.
+    `width` is the width D of the hidden states, padded to a power of two. A program keeps one tile
+    in shared memory, and loads the other tiles in a loop, `stages` tiles in advance. The function
+    reduces `stages` until all these tiles fit into `memory` bytes of shared memory.
 
-    `heavy` is 0, 1 or 2. A softcap, or a statistic that needs an additional sum per row, adds 1 to
-    `heavy`. Rows that do not start on 16-byte boundaries add 1 to `heavy`. If `heavy` is not 0, the
-    kernel needs more registers per thread and uses eight warps. In backward kernels, the tiles that
-    are loaded in a loop are halved `heavy` times. If `heavy` is not 0, a tile of the kernel for
-    d_hidden has at most 64 rows.
+    `heavy` is 0, 1 or 2. In the forward kernel, a softcap or any flag of `Sums` (contract.py) adds
+    1 to `heavy`. In the backward kernels, a softcap or any of the coefficients "b", "total" and
+    "logprob_t1" adds 1 to `heavy`. Rows that do not start on 16-byte boundaries add 1 to `heavy`.
+    If `heavy` is not 0, the kernel needs more registers per thread and uses eight warps. In
+    backward kernels, the tiles that are loaded in a loop are halved `heavy` times. If `heavy` is
+    not 0, a tile of the kernel for d_hidden has at most 64 rows.
     """
     rows, columns, warps, stages, *limit = NARROW[kernel, itemsize][max(width, 64)]
     if kernel == "d_hidden":
@@ -218,11 +220,11 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
 def narrow_splits(
     cut: Config, rows: int, vocab: int, width: int, processors: int, limit: int | None = None
 ) -> Config:
-    """Returns the Config `cut` with the number of splits of the vocabulary that best fills the GPU.
+    """Returns `cut` with the field `splits` chosen so that the GPU is as busy as possible.
 
-    The function assumes that a processor runs two programs at once. The function first maximises
-    the fraction of the time in which the processors are busy. Among equally good numbers of splits,
-    the function chooses the smallest.
+    `splits` is the number of splits of the vocabulary. The function assumes that a processor runs
+    two programs at once. The function first maximises the fraction of the time in which the
+    processors are busy. Among equally good numbers of splits, the function chooses the smallest.
 
     Each split has its own partial sums of shape (rows, width) in fp32. All partial sums together
     take at most `limit` bytes.
@@ -251,7 +253,7 @@ def memory(device: torch.device) -> int:
 
 @functools.cache
 def has_async_copies(device: torch.device) -> bool:
-    """Whether an NVIDIA GPU can copy memory to shared memory in the background."""
+    """Whether an NVIDIA GPU has asynchronous copies from global to shared memory (cp.async)."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 

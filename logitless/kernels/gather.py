@@ -1,7 +1,8 @@
-"""Gathers the logits y at K ids per row, and computes the gradient of the logits x.
+"""Gathers logits at K ids per row, after the softcap, and computes the gradient of the logits.
 
-The gradient of x is 0 except at the ids. The logits y are softcap · tanh(x / softcap), or x without
-a softcap. The temperature is applied by the caller.
+Let x be the logits before the softcap. The gathered logits y are softcap · tanh(x / softcap), or x
+without a softcap. The gradient of x is 0 except at the ids. The temperature is applied by the
+caller.
 """
 
 import functools
@@ -134,9 +135,10 @@ def gather_gradient(
     factor: Tensor | None = None,  # one number, or one number per row
     into: Tensor | None = None,  # output, in the shape of x; can be x itself
 ) -> Tensor:
-    """Returns the gradient of x. The tensor g is the gradient of the result of `gather`.
+    """Returns the gradient of x, multiplied by `upstream` and `factor`.
 
-    If several slots of a row hold the same id, their gradients are added before rounding.
+    The tensor g is the gradient of the result of `gather`, for an upstream gradient of 1. If
+    several slots of a row hold the same id, their gradients are added before rounding.
     """
     if into is None:
         into = torch.zeros_like(x, memory_format=torch.contiguous_format)

@@ -64,7 +64,7 @@ def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), device,
         None if ids is None else ids.shape, options_of(reading), reading.wants, config.revision,
     )  # fmt: skip
-    if plan is None:  # too many strides
+    if plan is None:  # x has no (B, T, V) view with contiguous rows
         return read(x.contiguous(), reading)
     state = torch.empty((plan.rows.count, STATE), device=device, dtype=torch.float32)
     outputs: list[Tensor | None] = [None] * len(OUTPUTS)
@@ -151,7 +151,7 @@ def gradient(
     coefs, has, g_ids = coefficients
     key = _gradient_key(x, reading, coefficients, upstream, factor, into, start)
     plan = _gradient_plans[key]
-    if plan is None:  # too many strides
+    if plan is None:  # x has no (B, T, V) view with contiguous rows
         return _by_copy(x, reading, state, coefficients, upstream, factor, into, start)
     if into is None or (key.over_logits and not plan.over_logits):
         into = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -195,7 +195,8 @@ class _GradientKey(NamedTuple):
     has: tuple[str, ...]  # names of the coefficients in use
     per_row: tuple[bool, bool, bool]  # whether coefficients, upstream and factor differ by row
     options: tuple[float | None, float | None, int | None]
-    columns: tuple[int, int] | None  # first column and V, if x is not the whole vocabulary
+    # The first column of x and the size of the vocabulary, or None if x has all columns.
+    columns: tuple[int, int] | None
     revision: int
 
 
@@ -283,10 +284,10 @@ def reduce(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the weighted sum over the rows, and the factor of each row's gradient.
 
-    For a mean, the sum and the factor are multiplied by the number that the function `share`
-    returns. With a row_weight, there is one factor per row. Without a row_weight, all rows have the
-    same factor, and None means a factor of 1. An ignored row adds 0, even if its value or weight is
-    NaN.
+    For a mean, the sum and the factor are divided by Σ mass, or without `mass` by the number of
+    rows that are not ignored (see `share`). With a row_weight, there is one factor per row. Without
+    a row_weight, all rows have the same factor, and None means a factor of 1. An ignored row adds
+    0, even if its value or weight is NaN.
     """
     if row_weight is None and not mean:  # the values of ignored rows are already 0
         return value.sum(), None
@@ -375,7 +376,7 @@ def scale_(x: Tensor, g: Tensor) -> None:
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), g.dim() == 0, x.device,
         config.revision,
     )  # fmt: skip
-    if launch is None:  # too many strides
+    if launch is None:  # x has no (B, T, V) view with contiguous rows
         dense = x.contiguous()
         scale_(dense, g)
         x.copy_(dense)

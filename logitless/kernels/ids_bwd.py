@@ -63,7 +63,10 @@ def at_label(has):
 
 @triton.jit
 def is_bad(ids, V):
-    """Returns 1 for invalid ids, which are outside [0, V) and not NO_ID, and 0 for other ids."""
+    """Returns 1 for each invalid id, and 0 for each other id.
+
+    An id is invalid if it is outside [0, V) and is not NO_ID.
+    """
     return (((ids < 0) | (ids >= V)) & (ids != NO_ID)).to(tl.int32)
 
 
@@ -146,8 +149,9 @@ def _rewrite(
             write_label(x_label, row.W, row.DX, row.label, row.g_label, terms, HAS)
     if row.IDS is not None:
         if at_label(HAS):
-            # The gradient at the label is stored before the gradients at the ids. If the label is
-            # among the ids, the later store at this id includes the term of the label.
+            # The gradients at the ids must be stored after the gradient at the label. If the label
+            # is among the ids, only the store at this id has all terms, including the term of the
+            # label.
             tl.debug_barrier()
         bad = _write_ids(row, x_ids, terms, span, HAS, CONSTANTS) | bad
     if bad:
@@ -229,8 +233,9 @@ def _ids_bwd_kernel(
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, K,  # sizes
-    # `start` is the first column of X, and `vocab` is the size of the vocabulary. Both are None if
-    # X has all columns. The ids in IDS are relative to the first column of X.
+    # The first column of X is column `start` of the vocabulary, which has `vocab` columns. Both
+    # `start` and `vocab` are None if X has all columns. The ids in IDS are relative to the first
+    # column of X.
     start, vocab,
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,

@@ -2,11 +2,11 @@
 
     JSD = β Σ p log(p/M) + (1-β) Σ q log(q/M), with teacher p, student q and M = βp + (1-β)q
 
-Each term of the sums needs the normalisers of both rows. Therefore the first pass computes the
-normalisers, and the second pass computes the sums. Several programs share a long row, so that the
-second pass finds the logits in the cache. Each program reads its split, waits for the normalisers
-of the other splits (program_exchange.py), and reads its split again. A second kernel adds the sums
-of all splits.
+Each term of the sums needs the normalisers of the student's row and of the teacher's row. Therefore
+the first pass computes the normalisers, and the second pass computes the sums. Several programs
+share a long row. Each program reads a split that is short enough to stay in the cache between the
+two passes. After the first pass, the program waits for the normalisers of the other splits
+(program_exchange.py). A second kernel adds the sums of all splits.
 """
 
 import functools
@@ -57,7 +57,7 @@ class Norms(NamedTuple):
 
 
 class Second(NamedTuple):
-    """The state of the second pass: the normalisers, and two sums per lane."""
+    """The state of the second pass: the normalisers, and two sums per column of a block."""
 
     norms: tl.tensor
     of_q: tl.tensor  # Σ q log2 q/M
@@ -210,7 +210,8 @@ def _jsd_split_fwd_kernel(
 )
 def _jsd_merge_kernel(
     SUMS, LABEL,  # inputs
-    VALUE, STATE,  # outputs; of STATE, only the mean is written (see pair_state.py)
+    # Outputs. In rows that are not ignored, only the mean of STATE is written (see pair_state.py).
+    VALUE, STATE,
     splits, blend, ignore_index, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Each program adds the sums of all splits of one row, and writes the row's divergence."""
@@ -236,8 +237,8 @@ def read_jsd(
 ) -> None:  # fmt: skip
     """Writes the divergence of each row to `value`, and the state of each row to `state`.
 
-    If `known`, `state` already holds the shifts and the normalisers, and the kernel adds only the
-    mean. pair_state.py describes the state.
+    If `known`, `state` already holds the shifts and the normalisers, and the kernel computes only
+    the divergence and the mean. pair_state.py describes the state.
     """
     tensor, number = temperature_of(reading)
     options = reading.softcap, safe_beta(beta), None if label is None else reading.ignore_index

@@ -1,4 +1,8 @@
-"""The terms of the Jensen-Shannon divergence for each column, where M = βp + (1-β)q."""
+"""The terms of the Jensen-Shannon divergence (JSD) for each column.
+
+The JSD compares the teacher's probabilities p and the student's probabilities q with the mixture
+M = βp + (1-β)q.
+"""
 
 import triton
 import triton.language as tl
@@ -37,9 +41,9 @@ def _log2(x, IN: tl.constexpr):
 def mixture(log_q, log_p, beta, IN: tl.constexpr):
     """Returns q, log2(q / M), p and log2(p / M) of each column. All results are finite.
 
-    The results are computed from max(p, q) and from share = min(p, q) / max(p, q). The ratio of the
-    mixture M to max(p, q) is at most 1. This ratio is at least the weight of max(p, q) in M, which
-    is β for p and 1 - β for q. If p = q, this ratio is exactly 1. The difference
+    The results are computed from max(p, q) and from share = min(p, q) / max(p, q). The ratio
+    M / max(p, q) is at most 1, and is exactly 1 if p = q. If p is larger than q, M / max(p, q) is
+    at least β. Otherwise M / max(p, q) is at least 1 - β. The difference
     log2 min(p, q) - log2 max(p, q) is clamped to at least -1000. If log p and log q are both -inf,
     their difference is NaN, and is also set to -1000.
     """

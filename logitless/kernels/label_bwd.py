@@ -54,8 +54,8 @@ def _label_bwd_kernel(
     DX,  # output
     temperature,
     rows_t, stride_xb, stride_xt, stride_db, stride_dt, lead, V, blocks,  # sizes
-    # `start` is the first column of X, and `vocab` is the size of the vocabulary. Both are None if
-    # X has all columns.
+    # The first column of X is column `start` of the vocabulary, which has `vocab` columns. Both
+    # `start` and `vocab` are None if X has all columns.
     start, vocab,
     softcap, ignore_index,  # options
     HAS: tl.constexpr, CONSTANTS: tl.constexpr,

@@ -7,8 +7,9 @@ constants. Each Launch is built once, by a cached function of shapes and options
 keeps the compiled kernel and calls the entry point of the compiled kernel with bare addresses.
 
 Triton compiles a kernel once per combination of dtypes and alignments. An address is aligned if it
-is a multiple of 16 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore every
-pointer must follow one of three rules:
+is a multiple of 16 bytes. A Launch selects the compiled kernel by the dtypes only. Therefore a
+pointer must have the same alignment in all calls of a Launch, or the compiled kernel must not
+depend on the alignment:
 
 - For logits and their gradient, each alignment has its own Launch, because the alignment is an
   argument of the cached function that builds the Launch.

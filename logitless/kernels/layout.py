@@ -1,7 +1,7 @@
 """The layout of rows of logits in memory, and the loop over the columns of a row.
 
-A kernel finds its rows by the two row strides of a (B, T, V) view. Logits are copied if they have
-no (B, T, V) view with contiguous rows.
+A kernel reads logits as a (B, T, V) view, and finds each row by the strides of B and T. Logits are
+copied if they have no (B, T, V) view with contiguous rows.
 
 A row can start between two 16-byte boundaries. A pack is 16 bytes that start on a 16-byte boundary.
 The body of a row is all whole packs of the row. A kernel loads the body 16 bytes at a time, for any
@@ -74,17 +74,17 @@ class Rows(NamedTuple):
             return self.dense()._replace(lead=offset // self.itemsize)
         size, stride = (self.count, self.vocab, self.rows_t), strides[0]
         rows = Rows(*size, self.rows_t * stride, stride, offset // itemsize, 16 // itemsize)
-        # Kernels compute the packs of a gradient from the dtype of x. These packs are correct only
-        # if every row of the gradient starts on a 16-byte boundary.
+        # Kernels split each row of the gradient into head and body with the pack of x, although
+        # this gradient has smaller elements. The split is correct only if every row of the gradient
+        # starts on a 16-byte boundary.
         assert rows.starts_aligned
         return rows
 
 
-# A Place describes the memory for a gradient by three numbers or tuples: the address modulo 16, the
-# strides, and the number of bytes per element. If the gradient has at least as many bytes per
-# element as x, the memory must be contiguous. If the gradient has fewer bytes per element than x,
-# every row must start on a 16-byte boundary. A Place is a plain tuple, because every call builds a
-# Place and a tuple costs less than a NamedTuple.
+# A Place is the tuple (address modulo 16, strides, bytes per element) of the memory for a gradient.
+# If the gradient has at least as many bytes per element as x, the memory must be contiguous. If the
+# gradient has fewer bytes per element than x, every row must start on a 16-byte boundary. A Place
+# is a plain tuple, because every call builds a Place and a tuple costs less than a NamedTuple.
 Place = tuple[int, tuple[int, ...], int]
 
 

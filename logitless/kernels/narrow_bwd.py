@@ -5,8 +5,9 @@ over tiles of columns. Another kernel computes the gradients of weight and bias:
 a tile of columns, and loops over tiles of rows. For every tile, a program computes the logits again
 and turns the logits into their gradient by the formula of bwd_tile.py. The program then adds the
 terms of label and ids (narrow_terms.py) to the gradient, and rounds the gradient to the dtype of
-the hidden states. The last step multiplies the rounded gradient by the weight or by the hidden
-states, with fp32 sums.
+the hidden states. The kernel for the hidden states then multiplies the rounded gradient by the
+weight. The kernel for weight and bias multiplies the rounded gradient by the hidden states. Both
+kernels sum the products in fp32. The gradient of the bias is summed before rounding.
 """
 
 from dataclasses import dataclass
@@ -42,7 +43,11 @@ class Constants:
 
 
 class _Pairs(NamedTuple):
-    """Pointers to the pairs of label and ids (Pairs in narrow_terms.py), or None."""
+    """Pointers to the tensors of `Pairs` (narrow_terms.py), and the fields `count` and `slots`.
+
+    `count` is the number of all pairs, and `slots` is the number of pairs per row. The pointers are
+    None if the loss has no gradient at a label or at ids.
+    """
 
     PLACES: tl.tensor
     ENDS: tl.tensor
@@ -68,7 +73,7 @@ def _term(TERMS, N, rows, mask, FIELD: tl.constexpr, fill, AXIS: tl.constexpr, U
 
 @triton.jit
 def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexpr):
-    """Returns the Terms of some rows. The Terms of a masked row give a gradient of 0.
+    """Returns the Terms of some rows. The Terms make the gradient 0 where the mask is False.
 
     `rate` is one number for all rows, or None if each row has its own temperature. The field
     `softcap` is only a placeholder of 0, because a function of Triton 3.6 cannot return None.
@@ -92,7 +97,7 @@ def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexp
 def _place(pairs, pair):
     """Returns the place of the tile that contains a pair, or -1 after the last pair.
 
-    Order in narrow_terms.py defines the place of a tile.
+    The class Order in narrow_terms.py defines the place of a tile.
     """
     if pairs.PLACES is not None:
         return tl.load(pairs.PLACES + pair, mask=pair < pairs.count, other=-1)
@@ -109,7 +114,7 @@ def _gradient(
 
     `rows` and `cols` broadcast with x. `pair` is the index of the first pair that is not yet added,
     and `place` is the place of the tile that contains this pair. `here` is the place of the tile x.
-    Order in narrow_terms.py defines the place of a tile.
+    The class Order in narrow_terms.py defines the place of a tile.
     """
     y, slope = capped(x, softcap)
     dz = dz_of(y, CLASS_WEIGHT, cols, mask, terms.c0, 0.0, terms, HAS)
@@ -145,7 +150,7 @@ class _Hidden(NamedTuple):
 def _add_columns(
     acc, pair, place, window, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
 ):  # fmt: skip
-    """Adds the terms of one tile of columns to `acc`, the gradient of the hidden states.
+    """Adds one tile of columns to `acc`, the gradient of the hidden states.
 
     If WHOLE, all columns of the tile are < V.
     """
@@ -180,7 +185,7 @@ def narrow_hidden_bwd_kernel(
     rate, softcap,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes the gradient of one tile of rows, summed over one split.
+    """Each program computes the gradient of one tile of hidden states, summed over one split.
 
     A split is `tiles` tiles of columns.
     """
@@ -240,7 +245,7 @@ def _add_rows(
     acc, total, pair, place, window, start, WHOLE: tl.constexpr, WEIGHTS: tl.constexpr,
     BIASES: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the terms of one tile of rows to the gradients of weight (`acc`) and bias (`total`).
+    """Adds one tile of rows to the gradients of weight (`acc`) and bias (`total`).
 
     If WHOLE, all rows of the tile are < N.
     """

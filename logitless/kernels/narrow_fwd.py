@@ -95,7 +95,10 @@ def _fold(state, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexp
 
 @triton.jit
 def _reference(window, CONSTANTS: tl.constexpr):
-    """The mean of y over the first 16 columns, which is subtracted to avoid cancellation in Σ y."""
+    """Returns the mean of y over the first 16 columns, or 0 if the mean is not finite.
+
+    The kernel subtracts this mean to avoid cancellation in Σ y.
+    """
     cols = tl.arange(0, 16)[None, :]
     mask = cols < window.V
     y = _logits(window, 0, cols, mask, 16, CONSTANTS)
@@ -139,7 +142,8 @@ def _narrow_fwd_kernel(
         ref = _reference(window, CONSTANTS)
     lo = tl.multiple_of(split * span, BLOCK_V)
     hi = tl.minimum(lo + span, V)
-    # The argmax of a row of -inf is its first column. An empty split has no argmax.
+    # If all logits of a split are -inf, the argmax is the first column of the split. An empty split
+    # has no argmax.
     place = tl.zeros((BLOCK_N,), tl.int32) + tl.where(lo < V, lo, NOWHERE)
     state = State(zero - INF, zero, zero, zero, zero, place, zero)
     whole = lo + tl.maximum(hi - lo, 0) // BLOCK_V * BLOCK_V
@@ -170,9 +174,9 @@ class _PickConstants:
 def _pick(WEIGHT, BIAS, h, ids, inside, softcap, top, CONSTANTS: tl.constexpr):
     """Returns min(y, top) at the ids, where y are the logits, and `top` is the max of the row.
 
-    Each y is a sum over D. `top` comes from another kernel, whose sums over D can be rounded
-    differently. Without the min, y could be larger than the max of its row, and log p could be
-    larger than 0.
+    Each y is a sum over the width D of the hidden states. `top` comes from another kernel, whose
+    sums over D can be rounded differently. Without the min, y could be larger than the max of its
+    row, and log p could be larger than 0.
     """
     offs_d = tl.arange(0, layout(CONSTANTS, "block_d"))
     first = WEIGHT + ids.to(tl.int64) * layout(CONSTANTS, "stride_w")
@@ -243,12 +247,12 @@ def _narrow_pick_kernel(
 
 
 def narrow_partial(
-    hidden: Tensor,  # (N, D), finite in ignored rows
+    hidden: Tensor,  # (N, D); the numbers in ignored rows must be finite
     weight: Tensor,  # (V, D)
     bias: Tensor | None,  # (V,)
     reading: Reading,
 ) -> Partials:
-    """Returns partial statistics of the logits hidden @ weight.T + bias, in splits of columns."""
+    """Returns the partial statistics of each split of the logits hidden @ weight.T + bias."""
     (N, D), V, device = hidden.shape, len(weight), hidden.device
     sums, label, ids = reading.sums, reading.label, reading.ids
     where = layout_of(hidden, weight)

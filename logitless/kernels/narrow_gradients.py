@@ -16,7 +16,7 @@ from .stats_split_fwd import aligned
 
 
 def narrow_gradients(
-    hidden: Tensor,  # (N, D), finite in ignored rows
+    hidden: Tensor,  # (N, D); the numbers in ignored rows must be finite
     weight: Tensor,  # (V, D)
     bias: Tensor | None,  # (V,)
     reading: Reading,
@@ -31,8 +31,8 @@ def narrow_gradients(
 ) -> None:
     """Writes the gradients of a head to d_hidden, d_weight and d_bias.
 
-    A gradient is not computed if its output is None. `state` is the field `state` of the Statistics
-    of the logits.
+    A gradient is not computed if its output is None. The forward returns `state` as
+    Statistics.state.
     """
     (N, D), V, where = hidden.shape, len(weight), layout_of(hidden, weight)
     by_rows, by_columns = _cuts(hidden, V, where, reading, coefficients.has)

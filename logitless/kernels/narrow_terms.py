@@ -36,8 +36,8 @@ TERM_C1 = tl.constexpr(3)
 TERM_LOGPROB_T1 = tl.constexpr(4)
 TERM_G_C = tl.constexpr(5)
 TERMS = 6
-# A pair with an invalid id, or in an ignored row, belongs to no tile. NO_TILE is the place (see
-# Order) of such a pair, and is larger than the place of every tile.
+# A pair with an invalid id, or in an ignored row, belongs to no tile, and its place (see Order) is
+# NO_TILE. NO_TILE is larger than the place of every tile.
 NO_TILE = tl.constexpr(2**62)
 
 
@@ -59,12 +59,15 @@ class Order(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """Pairs of row and column, sorted by the order in which one kernel visits the tiles."""
+    """Pairs of row and column, sorted by the order in which one kernel visits the tiles.
 
-    first: Tensor  # (programs,), the first pair of each program
+    The number of pairs is P = N · slots, because every row has `slots` pairs.
+    """
+
+    first: Tensor  # (programs,), the index of the first pair of each program
     places: Tensor  # (P,), the place of each pair's tile, sorted
-    ends: Tensor  # (P,), for each pair, the first pair after all pairs of the same tile
-    index: Tensor  # (P,), the index of each pair in `columns` and `g`
+    ends: Tensor  # (P,), 1 + the index of the last pair in the same tile
+    index: Tensor  # (P,), the index of each pair in the flattened tensors `columns` and `g`
     columns: Tensor  # (N, slots)
     g: Tensor  # (N, slots)
 
@@ -83,13 +86,13 @@ class _Constants:
 
 @triton.constexpr_function
 def order_of(constants, index):
-    """Returns (block_n, block_v, by_rows) of the Order `index`, or None if no Order has `index`."""
+    """Returns (block_n, block_v, by_rows) of orders[index], or None if `index` is too large."""
     return constants.orders[index] if index < len(constants.orders) else None
 
 
 @triton.jit
 def _store_places(PLACES, at, row, ids, inside, mask, step, ORDER: tl.constexpr):
-    """Stores the place (see Order) of the tile of each pair, for one Order."""
+    """Stores the place of each pair's tile in one order of tiles (see the class Order)."""
     if ORDER is not None:
         i, j = row // ORDER[0], ids.to(tl.int64) // ORDER[1]
         if ORDER[2]:
@@ -128,8 +131,8 @@ def _narrow_terms_kernel(
 ):  # fmt: skip
     """Each program computes the terms and the pairs of one row.
 
-    For an ignored row, the results give a gradient of 0. For a row with an invalid label or id, the
-    results give a gradient of NaN.
+    The terms and pairs of an ignored row make its gradient 0. The terms and pairs of a row with an
+    invalid label or id make its gradient NaN.
     """
     HAS: tl.constexpr = field(CONSTANTS, "has")
     row = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Tiles of a narrow head: the logits of some rows and columns, which stay on the chip.
+"""Tiles of a narrow head. A tile of logits stays on the chip and is not written to memory.
 
 A head is narrow if the whole width D of its hidden states fits into one tile. For a narrow head, a
 single product of a tile of hidden states (rows, D) and a tile of the weight (columns, D) gives a
@@ -21,8 +21,8 @@ from .numerics import load
 from .state import field
 
 UPCAST = tl.constexpr(knobs.runtime.interpret)  # the interpreter cannot multiply bf16
-# The largest width D of a narrow head, for each number of bytes per element. Wider tiles do not fit
-# into the registers.
+# The largest width D of a narrow head. The key is the number of bytes per element. Wider tiles do
+# not fit into the registers.
 MAX_WIDTH = {2: 512, 4: 64}
 
 
@@ -47,11 +47,11 @@ def load_rows(
     STRIDE: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
     ALL_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The rows [start, start + BLOCK) of a matrix (count, D), as a tile (BLOCK, BLOCK_D).
+    """Returns the rows [start, start + BLOCK) of a matrix (count, D), as a tile (BLOCK, BLOCK_D).
 
-    The tile is 0 beyond the matrix. If ALL_ROWS, all rows of the tile are rows of the matrix. If
-    ALIGNED, every row of the matrix starts on a 16-byte boundary. STRIDE and D are constants, so
-    that the compiler can load 16 bytes at a time for every D.
+    Elements of the tile that are outside the matrix are 0. If ALL_ROWS, all rows of the tile are
+    rows of the matrix. If ALIGNED, every row of the matrix starts on a 16-byte boundary. STRIDE and
+    D are constants, so that the compiler can load 16 bytes at a time for every D.
     """
     offs = tl.arange(0, BLOCK)
     offs_d = tl.arange(0, BLOCK_D)
@@ -123,7 +123,7 @@ def is_narrow(hidden: Tensor, weight: Tensor) -> bool:
 class HeadLayout:
     """The layout in memory of hidden states (N, D) and weight (V, D).
 
-    The layout is a constant of the kernels.
+    A kernel takes the layout as a constant, and is compiled once per layout.
     """
 
     width: int  # D
@@ -134,7 +134,7 @@ class HeadLayout:
 
     @property
     def block_d(self) -> int:
-        """The width of tiles."""
+        """The width of tiles, which is D padded to a power of two, and at least 16."""
         return max(config.ceil_pow2(self.width), 16)
 
     @property

@@ -1,8 +1,9 @@
 """Arithmetic that all kernels share: softcap, exponents without overflow, changes of the max.
 
-Kernels compute y = softcap · tanh(x / softcap), or y = x without a softcap. The logits of the loss
-are z = y / temperature. Kernels subtract max(y) before they divide by the temperature, because the
-differences y - max(y) are exact even if all logits have a large common offset.
+Kernels first compute y = softcap · tanh(x / softcap) from each logit x. Without a softcap, y = x.
+The logits of the loss are z = y / temperature. Kernels subtract max(y) before they divide by the
+temperature, because the differences y - max(y) are exact even if all logits have a large common
+offset.
 """
 
 import triton
@@ -114,7 +115,7 @@ def capped(x, softcap):
 def finite(m):
     """Returns the max m of each row, or 0 where the max is ±inf.
 
-    Kernels subtract the result before they compute an exponential.
+    Kernels subtract the result from the logits y before they compute exponentials.
     """
     return tl.where(tl.abs(m) == INF, 0.0, m)
 

@@ -54,7 +54,7 @@ class Terms(NamedTuple):
     shift_p: tl.tensor
     log_q: tl.tensor  # log2 of the student's normaliser, for JSD
     log_p: tl.tensor  # log2 of the teacher's normaliser, for JSD
-    mean: tl.tensor  # the saved mean (see pair_state.py); s_p / s_q for "forward" and "soft"
+    mean: tl.tensor  # s_p / s_q for "forward" and "soft"; else the saved mean (see pair_state.py)
     gain: tl.tensor  # multiplies the gradient of the whole row
 
 
@@ -213,8 +213,8 @@ def pair_gradient(
     )  # fmt: skip
     weight = aligned(reading.class_weight)
     launch(source, teacher, weight, label, contiguous(state), upstream, factor, output, *tensor)
-    # `output` is not dx if dx has no (B, T, V) view with contiguous rows, or if no rows_t fits all
-    # layouts (see `with_one_rows_t`).
+    # The kernel wrote to `output` instead of dx if dx has no (B, T, V) view with contiguous rows,
+    # or if no rows_t fits all layouts (see `with_one_rows_t`).
     if output.data_ptr() != dx.data_ptr():
         dx.copy_(output)
     return dx

@@ -7,8 +7,8 @@ Kernels accumulate a sum c over the columns of a row, and compute the loss of th
     cross-entropy    -Σ v log q = c / T + Σ v log s_q                c = -Σ v d_q
 
 In these formulas, q is the student's probability, p is the teacher's probability, v is the target
-of soft cross-entropy, and T is the temperature. For student and teacher, d is a logit minus the max
-of its row, e is e^(d/T), and s is the normaliser Σ e.
+of soft cross-entropy, and T is the temperature. For the student (suffix _q) and the teacher
+(suffix _p), d is a logit minus the max of its row, e is exp(d / T), and s is the normaliser Σ e.
 
 KL and cross-entropy need one pass over student and teacher. When a later block changes the max of a
 row, the kernel corrects c, because all d of the earlier blocks change by the same number. If
@@ -54,8 +54,9 @@ from .stats_split_fwd import aligned
 def _cross(c, s, moved, scale, e, h):
     """Returns the sum c = Σ e · h of a row after one more block.
 
-    A column where e is 0 adds 0, even if h is infinite. `scale` and `moved` correct c for a new
-    max. If `scale` is 0, the earlier blocks add 0, even if c is infinite.
+    A column where e is 0 adds 0, even if h is infinite. If the max of the row changes, `scale` and
+    `moved` correct the sum c of the earlier blocks. If `scale` is 0, the earlier blocks add 0, even
+    if c is infinite.
     """
     before = tl.where(scale == 0, 0.0, c * scale + s * (moved * scale))
     return before + tl.where(e != 0, e * h, 0.0)
@@ -103,7 +104,7 @@ def _pair_fwd_kernel(
 ):  # fmt: skip
     """Each program reads one row of the student and of the teacher.
 
-    If VALUE is None, the program saves the partial state of X's columns.
+    If VALUE is None, the program computes no loss, and saves a partial state (see pair_state.py).
     """
     row = tl.program_id(0)
     if ignore_index is not None:

@@ -13,9 +13,10 @@ bits, where M is the mixture of student and teacher. For other losses, the mean 
 saves the mean in nats. The backends can use different units, because each backend reads only its
 own state.
 
-A partial state (`pair_partial`), which covers only some columns of a row, holds the max instead of
-the shift, and a sum instead of the mean. In both backends, the sum in a partial state is in nats,
-because one function, `merge_pairs` of eager/pair.py, merges the partial states of the ranks.
+The function `pair_partial` returns a partial state, which covers only some columns of a row. A
+partial state holds the max instead of the shift. Instead of the mean, a partial state holds the sum
+c (see pair_fwd.py), divided by the temperature. In both backends, this sum is in nats, because one
+function, `merge_pairs` of eager/pair.py, merges the partial states of the ranks.
 """
 
 import functools
@@ -118,9 +119,10 @@ def walk_both(
     f: tl.constexpr, state, row, head, body, lo, hi,
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Folds f over the columns of student and teacher, with the function `walk` of layout.py.
+    """Returns the state after f has added all blocks of columns of student and teacher.
 
-    The fringe tile is as wide as a block, because each lane of a block has its own sums.
+    The loop over the blocks is the function `walk` of layout.py. The fringe tile is as wide as a
+    block, because each lane of a block has its own sums.
     """
     PACK: tl.constexpr = pack_of(row.X)
     X = tl.multiple_of(row.X + head, 16)
@@ -152,7 +154,7 @@ def sum_lanes(state):
 
 @triton.jit
 def save_state(STATE, row, shift_q, s_q, shift_p, s_p, mean):
-    """Saves the state of a row. A shift is the max, or 0 where the max is infinite."""
+    """Saves the state of a row. In a partial state, the shifts are the maxima, even if infinite."""
     at = STATE + row.to(tl.int64) * PAIR_STATE
     tl.store(at, shift_q)
     tl.store(at + 1, s_q)

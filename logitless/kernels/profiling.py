@@ -19,8 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 Arguments = dict[str, Any]  # the arguments of one launch, by parameter name
 
-# The name of a kernel contains the dtype of one parameter: the first name in LOGITS that is a
-# parameter of the kernel.
+# The name of a kernel contains the dtype of one parameter. This parameter is the first name in
+# LOGITS that is a parameter of the kernel.
 LOGITS = ("X", "STUDENT", "DX", "HIDDEN")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -30,10 +30,10 @@ def profiled(
 ) -> dict[str, Callable]:
     """Returns the options `repr` and `launch_metadata` of triton.jit.
 
-    `shows` lists the parameters whose values are in the name. By default, the bytes of a launch
-    count every element of every tensor once. The keyword argument P=count replaces the default for
-    the parameter P. The function count(args) returns the number of elements of P that a launch
-    reads and writes.
+    `shows` lists the parameters whose values are in the name. By default, every element of every
+    tensor counts once towards the bytes of a launch. The keyword argument P=count replaces the
+    default for the parameter P. The function count(args) returns the number of elements of P that a
+    launch reads and writes.
     """
 
     def repr(specialization) -> str:
@@ -79,15 +79,15 @@ def elements(t: torch.Tensor | TensorDescriptor) -> int:
 
 
 def at_ids(args: Arguments) -> int:
-    """Returns the number of ids, for a tensor in which only the elements at ids are accessed."""
+    """Returns the number of ids, as the count of a tensor that is accessed only at the ids."""
     return elements(args["IDS"])
 
 
 def nothing(args: Arguments) -> int:
-    """Returns 0, for a tensor that most launches neither read nor write."""
+    """Returns 0, as the count of a tensor of which most launches access little or nothing."""
     return 0
 
 
 def in_place(args: Arguments) -> int:
-    """Returns the number of elements of X, doubled if the gradient is written over X."""
+    """Returns the number of elements of X, doubled if the launch overwrites X."""
     return elements(args["X"]) * (2 if args.get("DX") is None else 1)

@@ -25,8 +25,8 @@ Three supports divide the student's q by the sum Q. For these three supports, th
 student's logits at the slots. The gradient of the logit at slot k is (g_k - G q_k/Q) / temperature,
 where G is the sum of g over all slots. For the other supports, the kernel reads log q of the
 softmax over the whole row. For "truncate" and "renorm_teacher", the coefficient a of the row (see
-bwd_tile.py) is -G. For "tail", the coefficient a_ids is -G, and the kernel computes a from a_ids
-and the tail.
+bwd_tile.py) is -G. For "tail", G also includes the additional slot, and the coefficient a_ids
+is -G. The kernel computes a from a_ids, and from g and log q of the additional slot.
 
 All divergences except "tvd" multiply a probability by a logarithm. If the probability is 0, the
 product counts as 0, even if the logarithm is infinite. For example, p log(p/q) is 0 if p = 0, for
@@ -98,8 +98,8 @@ def _normalised(y, inv_t):
 def _rest(log_p, p, k):
     """Returns log(1 - Σ p) of each row, or -inf where rounding makes Σ p ≥ 1.
 
-    For the largest p, 1 - p is computed as -expm1(log p). Therefore a teacher whose largest p is
-    1 - 1e-9 keeps its tail.
+    For the largest p, 1 - p is computed as -expm1(log p). In fp32, the subtraction 1 - p would give
+    0 for p = 1 - 1e-9, and the teacher would have no tail.
     """
     top, at = tl.max(log_p, axis=1, return_indices=True)
     others = tl.sum(tl.where(k[None, :] == at[:, None], 0.0, p), axis=1)
@@ -250,11 +250,11 @@ def _slot_divergence_kernel(
 
 
 def slots(
-    student: Tensor,  # (..., K), log q; but logits for a support in RENORM_STUDENT
+    student: Tensor,  # (..., K), log q, or logits if the support is in RENORM_STUDENT
     reading: Reading,
     sparse: Slots,
     tail: Tensor | None = None,  # (...), log of the student's mass outside the slots
-    logprob_t1: Tensor | None = None,  # (...), log p of the label at temperature 1
+    logprob_t1: Tensor | None = None,  # (...), log q of the label at temperature 1
     temperature: float | Tensor | None = None,  # temperature of the student's logits, () or (...)
 ) -> tuple[Tensor, Coefficients]:
     """Returns the loss of each row, and the coefficients of the gradient of the loss.
@@ -311,7 +311,7 @@ def _plan(
     ignore_index: int | None, divergence: str, support: str, beta: float, kd_weight: float,
     ce_weight: float,
 ) -> _Plan:  # fmt: skip
-    """Builds a launch plan. Each offset is an address modulo 16.
+    """Builds a launch plan. The arguments named `..._offset` are addresses modulo 16.
 
     Triton compiles one kernel per alignment of student, teacher and mask, so each alignment needs
     its own plan.

@@ -4,7 +4,8 @@ The kernel also computes the coefficients of the gradient (see bwd_tile.py).
 
     loss = (1-ε) v_t nll - ε/V log_total + z_loss lse²
 
-In this formula, v_t is the class weight of the row's label, and ε is the label smoothing.
+In this formula, v_t is the class weight of the row's label, ε is the label smoothing, and V is the
+size of the vocabulary. contract.py defines the statistics nll, log_total and lse.
 """
 
 import functools
@@ -32,7 +33,7 @@ COEF_WIDTH = tl.constexpr(_contract.COEFFICIENTS)
     do_not_specialize_on_alignment=["LABEL", "NLL", "LSE", "LOG_TOTAL", "W", "SUM_W"],
 )
 def _cross_entropy_kernel(
-    LABEL, NLL, LSE, LOG_TOTAL, W, SUM_W,  # inputs; SUM_W is one number
+    LABEL, NLL, LSE, LOG_TOTAL, W, SUM_W,  # inputs; SUM_W is the sum of W
     VALUE, COEF, MASS,  # outputs
     N, V, keep, spread, z_loss, ignore_index,  # sizes, options; keep = 1 - ε, spread = ε / V
     BLOCK_N: tl.constexpr,

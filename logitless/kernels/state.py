@@ -41,7 +41,7 @@ class State(NamedTuple):
 
 
 class RowWindow(NamedTuple):
-    """Columns in memory, and flags for the sums to compute over these columns."""
+    """A pointer to columns of a row, and flags for the sums to compute over these columns."""
 
     X: tl.tensor
     W: tl.tensor  # class weights of the whole row, or None
@@ -146,9 +146,10 @@ def fold_span(
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
     PACK: tl.constexpr, ALIGNED: tl.constexpr, X_ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Returns the state of columns [lo, hi) of a row's body, and of the fringe if lo = 0.
+    """Returns the state over the columns [lo, hi) of a row's body.
 
-    If X_ALIGNED, the body starts on a 16-byte boundary. layout.py defines body and fringe.
+    If lo is 0, the state also covers the fringe. If X_ALIGNED, the body starts on a 16-byte
+    boundary. layout.py defines body and fringe.
     """
     zero = tl.full((), 0.0, tl.float32)
     block = tl.full((), 0, tl.int32) + lo
@@ -165,7 +166,7 @@ def fold_span(
 
 @triton.jit
 def reference(Xrow, V, softcap, TOTAL: tl.constexpr):
-    """Returns the mean of the row's first 512 columns.
+    """Returns the mean of y over the row's first 512 columns, or 0 if the mean is not finite.
 
     Kernels subtract this mean to avoid cancellation in Σ y.
     """
@@ -181,7 +182,7 @@ def reference(Xrow, V, softcap, TOTAL: tl.constexpr):
 
 @triton.jit
 def _leftmost(X, at, mask, first, m, softcap):
-    """Returns the lowest column whose logit y equals the max m, or NOWHERE if no logit does."""
+    """Returns the lowest column whose logit y equals the max m, or NOWHERE if no y equals m."""
     y, _ = capped(load(X, at, mask), softcap)
     return tl.min(tl.where(mask & (y == m), first + at, NOWHERE), axis=0)
 
@@ -193,7 +194,7 @@ def column_of_max(
 ):  # fmt: skip
     """Returns the lowest column whose logit is the row's max.
 
-    To find the lowest column, the kernel rereads the first block that contains the max.
+    The kernel searches only the first block that contains the max, and the fringe (see layout.py).
     """
     at = state.block + tl.arange(0, BLOCK_V)
     arg = _leftmost(tl.multiple_of(Xrow + head, 16), at, at < body, head, state.m, softcap)

@@ -48,7 +48,7 @@ def _store_ids(Xrow, IDS, PICKED, row, V, K, start, live, softcap, BLOCK_K: tl.c
 
 @triton.jit
 def _load_at(Xrow, column, columns, wanted):
-    """Loads x at one column, or returns 0 if the column is outside [0, columns) or not `wanted`."""
+    """Returns x at one column, or 0 if `wanted` is False or the column is outside [0, columns)."""
     inside = (column >= 0) & (column < columns)
     return tl.load(Xrow + column, mask=wanted & inside, other=0.0)
 
@@ -138,7 +138,8 @@ def partial(
     """Returns the partial statistics of each row over the columns of x.
 
     The number of splits per row is chosen to fill the GPU. Label, ids, class weights and argmax
-    refer to columns of the whole vocabulary. `picked` is 0 for an id outside the columns of x.
+    refer to columns of the whole vocabulary. The field `picked` of the result is 0 for an id
+    outside the columns of x.
     """
     x, rows = rows_of(x)
     label, ids, temperature = reading.label, reading.ids, reading.row_temperature

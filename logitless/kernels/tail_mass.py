@@ -1,10 +1,10 @@
 """Computes each row's tail, the log of the softmax mass outside the ids, without cancellation.
 
-The kernel first computes the mass outside the ids as 1 minus the mass of the ids. If the result is
-below ENOUGH, the subtraction has lost too many bits. Then the kernel reads the row again, and sums
-the exponentials of the columns outside the ids, relative to the max of these columns. A repeated id
-counts once, because the mass at each slot is divided by the number of slots with the same id. The
-division is skipped in rows without repeated ids.
+The kernel first computes the mass outside the ids as 1 minus the mass of the ids. If this
+difference is below ENOUGH, the subtraction has lost too many bits, and the kernel reads the row
+again. The kernel then sums the exponentials of the columns outside the ids, relative to the max of
+these columns. A repeated id counts once, because the mass at each slot is divided by the number of
+slots with the same id. The division is skipped in rows without repeated ids.
 """
 
 import functools
@@ -25,7 +25,7 @@ from .profiling import nothing, profiled
 from .state import LOG_S, SHIFT, STATE_WIDTH, is_live, load_label
 
 STATE_TAIL = tl.constexpr(_contract.TAIL)
-# If the result of (1 - mass of the ids) is at least ENOUGH, the subtraction loses at most six bits.
+# If 1 - (mass of the ids) is at least ENOUGH, the subtraction loses at most six bits.
 ENOUGH = tl.constexpr(2.0**-6)
 LEAST_TAIL = tl.constexpr(_contract.LEAST_TAIL)
 
@@ -89,7 +89,7 @@ def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
 def _sort_ids(IDS, SORTED, K, V, repeated, BLOCK_K: tl.constexpr):
     """Writes the sorted ids and then V to SORTED. Returns the number of empty slots.
 
-    Empty slots are sorted first. The elements of SORTED for empty slots are not written.
+    The first elements of SORTED belong to the empty slots, and are not written.
     """
     empty = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, K, BLOCK_K):
@@ -173,8 +173,8 @@ def write_tail(
 ) -> Tensor:
     """Returns, for each row, the log of the softmax mass outside the ids.
 
-    The result is NaN for a row with an invalid id, which is outside [0, V) and not NO_ID. The
-    fields TAIL and REPEATS of the state are written too.
+    The result is NaN for a row with an invalid id. An id is invalid if it is outside [0, V) and is
+    not NO_ID. The fields TAIL and REPEATS of the state are written too.
     """
     K = reading.ids.shape[-1]
     tail = torch.empty(shape, device=x.device, dtype=torch.float32)

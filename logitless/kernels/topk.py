@@ -1,9 +1,9 @@
 """The k largest logits of each row, and the mass of the other columns, in one pass.
 
-A first kernel reads the rows and keeps a list of the k largest logits (topk_stream.py). If there
-are too few rows to fill the GPU, several programs share a row. A second kernel merges the lists of
-all programs of a row and writes the result. If a row has fewer than k logits above -inf, the list
-is completed with the row's first columns whose logit is -inf.
+If there are too few rows to fill the GPU, each row is cut into several splits. A first kernel
+computes a list of the k largest logits of each split (topk_stream.py). A second kernel merges the
+lists of all splits of a row and writes the result. If a row has fewer than k logits above -inf, the
+list is completed with the row's first columns whose logit is -inf.
 
 Logits are sorted before the softcap, because the softcap can round two logits to the same number.
 """
@@ -56,7 +56,7 @@ def _topk_merge_kernel(
     temperature, softcap,  # options
     BLOCK_V: tl.constexpr, LOG_K: tl.constexpr,
 ):  # fmt: skip
-    """Each program merges the lists of all splits of one row, and normalises the result."""
+    """Each program merges the lists of all splits of one row, and computes log-probabilities."""
     BLOCK_K: tl.constexpr = 1 << LOG_K
     DTYPE: tl.constexpr = X.dtype.element_ty
     row = tl.program_id(0)
@@ -142,10 +142,10 @@ def _log_k(k: int) -> int:
 
 
 def _cut(rows: int, vocab: int, processors: int, narrow: bool) -> config.Config:
-    """Returns a Config. Programs have one warp and need no barrier.
+    """Returns a Config. Programs have one warp, so that reductions need no barrier.
 
-    A split has at least four blocks. Block sizes are chosen by register use on sm_90. `narrow`
-    selects smaller blocks for programs that need more registers.
+    A row has at most one split per four blocks, rounded up. Block sizes are chosen by register use
+    on sm_90. `narrow` selects smaller blocks for programs that need more registers.
     """
     block = min(512 if narrow else 1024, max(128, config.ceil_pow2(vocab)))
     splits = min(
@@ -161,7 +161,7 @@ def _plan(
     rows: Rows, k: int, temperature: float, softcap: float | None, cut: config.Config,
     programs: int,
 ) -> tuple[Launch, Launch]:  # fmt: skip
-    """Returns a launch over all splits of all rows, and a launch with one program per row."""
+    """Returns the launches of the two kernels, topk_stream_kernel and _topk_merge_kernel."""
     V, layout = rows.vocab, {"BLOCK_V": cut.block_v, "LOG_K": _log_k(k)}
     # Blocks start on 16-byte boundaries, so the first block can start up to rows.pack - 1 columns
     # before the row.

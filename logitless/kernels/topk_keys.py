@@ -1,7 +1,8 @@
 """Keys for top-k, and sorting of keys in registers.
 
 A key is one integer that encodes a logit and its column. A larger logit has a larger key. Among
-equal logits, a lower column has a larger key. Therefore a sort of keys also orders equal logits.
+equal logits, a lower column has a larger key. Therefore a descending sort of keys puts equal logits
+in ascending order of their columns.
 """
 
 import triton
@@ -14,7 +15,7 @@ LAST = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _flip(bits):
-    """Maps the bits of floats to integers with the same order.
+    """Maps the bits of floats to integers that have the same order as the floats.
 
     A second call maps the integers back to the bits.
     """
@@ -53,8 +54,9 @@ def _sort_runs(h, places, runs: tl.constexpr, LOG_K: tl.constexpr):
     """
     for i in tl.static_range(runs):
         # Compares two keys whose indices differ in one bit, and moves the larger key to the lower
-        # index. `other` is computed as the sum of both keys minus h. The sum can overflow, which is
-        # harmless, because int64 wraps around.
+        # index. For each key in h, `other` holds the second key of the comparison. `other` is
+        # computed as the sum of both keys minus h. The sum can overflow, which is harmless, because
+        # int64 wraps around.
         other = tl.sum(h, axis=LOG_K - runs + i, keep_dims=True) - h
         second = ((places >> (runs - 1 - i)) & 1) != 0
         h = tl.where((h > other) != second, h, other)
@@ -77,7 +79,8 @@ def sort(keys, LOG_K: tl.constexpr):
 
     Every second run is sorted in ascending order, so that two neighbouring runs form a bitonic run.
     To sort a run in ascending order, all bits of its keys are inverted before and after a
-    descending sort. The inversions between two steps are combined into one XOR, to save registers.
+    descending sort. The inversion after one step and the inversion before the next step are
+    combined into one XOR, to save registers.
     """
     places = _places(LOG_K)
     h = tl.reshape(keys, [2] * LOG_K)

@@ -1,16 +1,18 @@
 """The k largest logits of one split of a row, and the mass of its other columns, in one pass.
 
-A program reads its split block by block. The program keeps a sorted list of the largest keys so
-far. The threshold is the k-th logit of the sorted list. Logits above the threshold are appended to
-a short waiting list. The other logits of a block cannot be among the k largest, so their
-exponentials are added to the tail. The tail has its own max, and no mass is ever subtracted from
-the tail. When the waiting list is long enough, its keys are sorted and merged into the sorted list.
-Keys that drop out of the sorted list are added to the tail, and the threshold rises. If the logits
-of a row are in random order, few blocks after the first have logits above the threshold. If the
-logits of a row are in ascending order, every logit is appended to the waiting list and merged.
+A program reads its split block by block. A key is one integer that encodes a logit and its column
+(topk_keys.py). The program keeps a sorted list of the largest keys so far. The threshold is the
+logit of the k-th key in the sorted list. Logits above the threshold are appended to a short waiting
+list. The other logits of a block cannot be among the k largest, so their exponentials are added to
+the tail. The tail has its own max, and no mass is ever subtracted from the tail. When the waiting
+list is long enough, its keys are sorted and merged into the sorted list. Keys that drop out of the
+sorted list are added to the tail, and the threshold rises. If the logits of a row are in random
+order, few blocks after the first have logits above the threshold. If the logits of a row are in
+ascending order, every logit is appended to the waiting list and merged.
 
-Blocks are read in the order of columns. Therefore a later logit that equals the threshold has a
-smaller key and is correctly left out. A logit of -inf is never appended to the waiting list.
+Among equal logits, a lower column has a larger key (topk_keys.py). Blocks are read in the order of
+columns, so a later logit that equals the threshold has a smaller key than the k-th key of the
+sorted list, and is correctly left out. A logit of -inf is never appended to the waiting list.
 """
 
 import triton
@@ -136,8 +138,8 @@ def topk_stream_kernel(
                 top = tl.max(y, axis=0)
             m, s = _leave_out(m, s, y, top, rate)
             if (waiting >= BLOCK_K) | (start + BLOCK_V >= hi):
-                # Two barriers are needed, because threads read keys that other threads wrote, and
-                # because the next block overwrites the keys.
+                # The first barrier is needed, because threads read keys that other threads wrote.
+                # The second barrier is needed, because the next block overwrites these keys.
                 tl.debug_barrier()
                 for at in range(0, waiting, BLOCK_K):
                     keys = tl.load(Wait + at + offs_k, mask=at + offs_k < waiting, other=EMPTY)

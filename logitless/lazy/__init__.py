@@ -1,1 +1,1 @@
-"""Lazy logits, which are computed only when their values are read, and fused models."""
+"""Fused models, and lazy logits, which are computed only when their values are read."""

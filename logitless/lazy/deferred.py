@@ -77,8 +77,8 @@ class Deferred(Tensor):
         """Returns the values, for a caller that takes their address and can overwrite them."""
         return self.plain_values()
 
-    # Weak references to read-only views and arrays that share the memory of the values, or None if
-    # the values are never written to.
+    # Weak references to read-only views and arrays that share the memory of the values. If the
+    # values are never written to, `lent` is None, because no references are needed.
     lent: list[weakref.ref] | None = None
 
     def keep_lent(self, view: Any) -> None:
@@ -91,7 +91,10 @@ class Deferred(Tensor):
         return False
 
     def writable_values(self) -> Tensor | None:
-        """The values, in memory that all views share, or None if writing is not possible."""
+        """Returns the values in memory that all views read, so that a write changes all views.
+
+        Returns None if the values must not be written to.
+        """
         return None
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
@@ -151,7 +154,7 @@ def on_values(func, args: tuple, kwargs: dict, memory: dict[int, Tensor] | None 
 
     `memory` maps id(t) to the values of t, for each argument t that the operation writes to.
     """
-    owners: dict[int, Deferred] = {}  # maps memory_of(values) to their Deferred tensor
+    owners: dict[int, Deferred] = {}  # maps memory_of(t.plain_values()) to t
     memory = memory or {}
     name = func._schema.name
     described = name.endswith("_like") or name.startswith("aten::new_")  # no values are read

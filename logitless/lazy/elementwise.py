@@ -1,8 +1,8 @@
-"""Applies functions to values or whole rows of lazy logits, and returns lazy logits.
+"""Applies elementwise functions and functions of whole rows, such as softmax, to lazy logits.
 
-The returned logits have an `Applied` formula (formula.py). A later operation that reduces over the
-vocabulary computes the formula for some rows at a time. A later operation that needs all values
-computes the formula for all rows at once.
+The result is lazy logits with an `Applied` formula (formula.py). A later operation that reduces
+over the vocabulary computes the formula for some rows at a time. A later operation that needs all
+values computes the formula for all rows at once.
 """
 
 from collections.abc import Callable

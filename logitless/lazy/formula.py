@@ -1,10 +1,11 @@
 """Formulas of lazy logits: functions of the head's logits, computed for some rows at a time.
 
 Logits that a head returns have a `Direct` formula. A `Direct` formula can contain a scale, a
-softcap and a log_softmax. Losses and statistics of logitless can apply these three operations to
-the head's logits themselves. Any other function of lazy logits, such as the product of
-probabilities and log-probabilities, is an `Applied` formula. An `Applied` formula is computed by
-PyTorch's own function when a later operation reduces over the vocabulary (row_function.py).
+softcap and a log_softmax. Losses and statistics of logitless read the head's logits and include
+these three operations in their own computation. Any other function of lazy logits, such as the
+product of probabilities and log-probabilities, is an `Applied` formula. An `Applied` formula is
+computed by PyTorch's own function when a later operation reduces over the vocabulary
+(row_function.py).
 """
 
 import contextlib
@@ -59,9 +60,10 @@ class Direct(Formula):
 
     @property
     def scale(self) -> float:
-        """The factor that multiplies the head's logits before the softcap.
+        """The factor that multiplies the head's logits z before the softcap.
 
-        The softcap of limit `post` maps x to post · tanh(x / post).
+        The softcap maps x to post · tanh(x / post). So post · tanh(pre · z) is the softcap of
+        x = pre · post · z.
         """
         scale = self.pre * self.post
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-15) else scale
@@ -72,7 +74,10 @@ class Direct(Formula):
 
     @property
     def reads(self) -> dict[str, float]:
-        """The options `temperature` and `softcap` that turn a loss over z into the loss over y."""
+        """The options `temperature` and `softcap` for a loss over the head's logits z.
+
+        With these options, the loss over z equals the loss over the scaled or capped logits y.
+        """
         if self.capped:
             return {"softcap": 1 / self.pre, "temperature": 1 / (self.pre * self.post)}
         return {"temperature": 1 / self.pre}
@@ -135,8 +140,9 @@ class Constant(Formula):
 class Applied(Formula):
     """The result of a PyTorch function whose arguments are formulas, numbers and tensors.
 
-    The function takes whole rows and returns whole rows. The function's result for a row must not
-    depend on the number of leading dimensions.
+    The function takes whole rows and returns whole rows. The rows can come in the shape (n, V)
+    instead of (..., V), so the result for a row must not depend on the number of leading
+    dimensions.
     """
 
     function: Callable[..., Tensor]

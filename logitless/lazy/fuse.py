@@ -169,7 +169,7 @@ class Guard:
     def __init__(self, head: str | None, options: dict, lazy_inference: bool):
         self.head, self.options, self.lazy_inference = head, options, lazy_inference
         self.active = True  # False after unfuse
-        self.calls = 0  # number of calls of the head that could return lazy logits
+        self.calls = 0  # number of times that `called` has run
         self.unfusable: str | None = None  # the reason why the head cannot be fused
         self.obstacle: str | None = None  # why the last training forward had plain logits
 
@@ -206,7 +206,10 @@ class Guard:
             set_forward(head, self)
 
     def called(self, logits: Any, products: Products) -> None:
-        """Runs after each call of the head that could return lazy logits."""
+        """Runs after each call of the head with gradients enabled or inside `lazy_logits()`.
+
+        The method does not run if the call is traced (`is_traced`) or if the head cannot be fused.
+        """
         self.calls += 1
         self.obstacle = None
         if wants_gradient(logits) and not is_lazy(logits):

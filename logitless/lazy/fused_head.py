@@ -39,8 +39,8 @@ def lazy_logits():
     the option `lazy_inference` of `fuse` is true. Inside this context manager, logits of any size
     are lazy. Logits that are created inside this context manager must not be written to. If the
     weight is written to before these logits are used, an error is raised. On a GPU, a write that
-    does not change the weight's version counter is not detected, because the host would wait for
-    the check (class Watch).
+    does not change the weight's version counter is not detected, because the host would have to
+    wait until the GPU has compared the weight (class Watch).
 
     >>> with torch.no_grad(), lazy_logits():
     ...     teacher_logits = teacher(ids).logits
@@ -57,7 +57,8 @@ class FusedForward:
     """The forward of a fused head: runs the head's earlier forward inside a `Products` block.
 
     `below` is the forward that other code had set on the head earlier. If `below` is None, the
-    forward of the head's class is called. Other code can replace the FusedForward later.
+    forward of the head's class is called. If other code replaces the FusedForward later, the Guard
+    (fuse.py) sets a new FusedForward, whose `below` is the other code's forward.
     """
 
     def __init__(self, head: nn.Module, below: Callable | None, guard: Any):
@@ -84,7 +85,7 @@ class FusedForward:
     def stays_plain(self, args: tuple) -> bool:
         """Whether the logits of a call without gradients are certainly plain.
 
-        This check is fast, because decoding calls the head once per token.
+        This check must be fast, because decoding calls the head once per token.
         """
         if not self.guard.lazy_inference:
             return True
@@ -135,7 +136,7 @@ def remove_forward(head: nn.Module) -> None:
 
 
 class Products(TorchFunctionMode):
-    """Inside a `Products` block, products of hidden states and a (V, D) weight are lazy."""
+    """Inside a `Products` block, F.linear with a weight (V, D) calls `lazy_product`."""
 
     def __init__(self, head: nn.Module, options: dict, lazy_inference: bool):
         super().__init__()
@@ -215,7 +216,7 @@ def wants_gradient(*tensors: Any) -> bool:
 
 
 def is_traced() -> bool:
-    """Whether a compiler, a tracer or torch.func runs the code, so that logits are never lazy."""
+    """Whether a compiler, a tracer or torch.func runs the code. Traced logits are never lazy."""
     return torch.compiler.is_compiling() or in_func() or torch._C._is_tracing()
 
 
@@ -223,9 +224,9 @@ def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict)
     """Whether logits without gradients are lazy.
 
     Small logits are plain. Logits that a CUDA graph computes are plain, because replays of the
-    graph must compute the logits again. If the head is an FSDP module of its own, the logits are
-    plain. Reading lazy logits would gather the weight, and the rank would wait until all other
-    ranks read their logits too.
+    graph must compute the logits again. Logits of a head that is an FSDP module of its own are
+    plain, because reading lazy logits would gather the weight from all ranks. A rank that reads its
+    logits would then wait until all other ranks read their logits too.
     """
     plain = all(type(t) in (Tensor, nn.Parameter) for t in (hidden, weight))
     if not plain or hidden.is_meta or hasattr(type(module), "unshard"):

@@ -54,7 +54,9 @@ class Joint:
 
     def __init__(self, name: str, root: Any = None):
         self.name = name
-        self.root = root  # the `Watch` of the head's call that created all arguments, or None
+        # `root` is the Watch of the call of a head that created all arguments with a gradient. If
+        # several calls created these arguments, `root` is None.
+        self.root = root
 
 
 Shares = Mapping[Joint, Fraction]
@@ -77,7 +79,8 @@ class LazyGradient(Deferred):
     computes: tuple[Compute, ...]
     known: Tensor | None  # The gradient as a plain tensor, or None before it is computed.
     # Whether this is a gradient of log-probabilities from a loss that was computed over the logits.
-    # Such a gradient is exact only after the backward of log_softmax.
+    # A projected gradient must not be read, because it differs from the exact gradient by a term
+    # that the backward of log_softmax removes.
     projected: bool
     shares: Shares  # empty if this gradient is complete (see Joint)
 
@@ -248,7 +251,7 @@ def added_parts(parts: Parts, others: Parts) -> Parts:
 
 
 def split(g: Tensor) -> tuple[Parts, Tensor | None]:
-    """Splits g into the gradients of hidden, weight and bias and the gradient of the values."""
+    """Splits g into `parts` and `of_values`, which the class LazyGradient explains."""
     if not isinstance(g, LazyGradient):
         return NO_PARTS, g
     if torch.is_grad_enabled() and g.requires_grad:  # g has autograd history, g.parts has none

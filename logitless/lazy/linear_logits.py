@@ -69,13 +69,14 @@ class LinearLogits(AsTensor, Logits):
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,) for every loss of logitless.
 
     `workspace` limits the bytes of logits in memory at once. The logits of a teacher need memory in
-    addition to the workspace. The default workspace is 1 GiB on a GPU (up to 2 GiB if 1,024 rows of
-    logits take more than 1 GiB) and 64 MiB on a CPU. For fp32 logits of 16-bit hidden states, the
-    default workspace is 1.5 times as large. A smaller workspace saves memory and costs time. If
-    many rows fit into the workspace, a GPU computes some whole rows at a time. If only few rows fit
-    into the workspace, a GPU computes some columns of all rows at a time. A small head computes all
-    logits at once. On an NVIDIA GPU, most losses over a 16-bit head with D of at most 128 write no
-    logits to memory, unless the head is small (docs/heads.md).
+    addition to the workspace. The default workspace is 1 GiB on a GPU and 64 MiB on a CPU. If 1,024
+    rows of logits take more than 1 GiB, the default workspace on a GPU holds 1,024 rows, but is at
+    most 2 GiB. For fp32 logits of 16-bit hidden states, the default workspace is 1.5 times as
+    large. A smaller workspace saves memory and costs time. If many rows fit into the workspace, a
+    GPU computes some whole rows at a time. If only few rows fit into the workspace, a GPU computes
+    some columns of all rows at a time. A small head computes all logits at once. On an NVIDIA GPU,
+    most losses over a 16-bit head with D of at most 128 write no logits to memory, unless the head
+    is small (docs/heads.md).
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
     to 16 bits. Log-probabilities of fp32 logits are hundreds of times more exact than those of

@@ -1,11 +1,12 @@
 """Lazy logits: a tensor whose values are not computed until they are needed.
 
-A fused head returns a `LazyLogits`, a tensor with a shape, a dtype and a history in autograd. A
-`LazyLogits` holds only hidden, weight and bias. Losses of logitless and of torch.nn.functional over
-lazy logits are computed chunk by chunk (heads/). Views, slices, casts and elementwise functions of
-lazy logits are lazy too (torch_functions.py). Any other operation materialises the logits, and
-returns the same result as for plain logits. Writing to lazy logits raises, except for logits
-without gradients (writes.py).
+A fused head returns a `LazyLogits`, a tensor with a shape, a dtype and a history in autograd. Until
+the values are needed, a `LazyLogits` holds hidden, weight and bias instead of the values. Losses of
+logitless and of torch.nn.functional over lazy logits are computed chunk by chunk (heads/).
+Functions that reduce over the vocabulary, such as argmax, are computed chunk by chunk too. Views,
+slices, casts and elementwise functions of lazy logits are lazy logits again (torch_functions.py).
+Any other operation materialises the logits, and returns the same result as for plain logits.
+Writing to lazy logits raises, except for logits without gradients (writes.py).
 
 The autograd graph has the same nodes as for plain logits, for the head, the views and the loss.
 Only the gradient has an unusual type. A loss computes the gradients of hidden and weight, and
@@ -90,7 +91,8 @@ class LazyLogits(Deferred, Source):
     def from_head(self) -> bool:
         """Whether losses and functions are computed from the head instead of from the values.
 
-        Logits for inference are read from memory if they are small or already computed.
+        Losses and functions of logits for inference are computed from the values if the logits are
+        small or already computed.
         """
         origin, recipe = self.origin, self.recipe
         if origin.exposed:
@@ -109,8 +111,8 @@ class LazyLogits(Deferred, Source):
         """Whether views of these logits are lazy.
 
         Views of logits for inference stay lazy until the logits are read, even if the logits are
-        small. So code can select a row of large logits, select a part of this small row, and write
-        to the part.
+        small. For example, code can select one row of large logits, and then a part of this small
+        row. A write to the part then also changes the large logits.
         """
         unread = self.recipe.inference and self.cell.values is None
         return self.from_head or (unread and not self.origin.exposed)
@@ -143,7 +145,7 @@ class LazyLogits(Deferred, Source):
     def unwritable(self) -> str:  # pyright: ignore
         if not self.recipe.inference:
             return super().unwritable
-        return "this write would not change all parts of the logits that were read earlier"
+        return "parts of the logits that were read earlier would keep their old values"
 
     @property
     def lent(self) -> list[weakref.ref] | None:  # pyright: ignore

@@ -47,9 +47,10 @@ def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
 
         return pulled_back(function, recipe.values(), *upstream)
 
-    # A loss over log p = log_softmax(logits) can be computed as a loss over the logits. Then the
-    # gradient of the logits is exact, but the gradient of log p is exact only after the backward of
-    # log_softmax. So the gradient of log p must not be read.
+    # A loss over log p = log_softmax(logits) can be computed as a loss over the logits. The
+    # gradient of log p then differs from the exact gradient by a term that the backward of
+    # log_softmax removes. So the gradient of the logits is exact, but the gradient of log p must
+    # not be read.
     projected = recipe.logits is None and not isinstance(loss, OfValues)
     gradient = gradient_of(ctx.like, parts, None, (compute,), None, projected)
     return final(gradient, ctx.anchor, *upstream)

@@ -90,9 +90,9 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 
 
 def unlogged(z: LazyLogits) -> LazyLogits:
-    """Returns lazy logits whose log_softmax is z, for log-probabilities z.
+    """Returns lazy logits whose log_softmax is the lazy log-probabilities z.
 
-    The operation on plain values is the identity, because log_softmax(z) = z.
+    On plain log-probabilities, this operation is the identity, because log_softmax(z) = z.
     """
     return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)
 
@@ -142,9 +142,9 @@ def loss_of_values(function: Callable):
 
 
 def _lazy_kl_div(input: Tensor, target: Tensor, log_target: bool):
-    """Returns F.kl_div with reduction="sum", for lazy results of log_softmax.
+    """Returns F.kl_div with reduction="sum", if input and target are lazy results of log_softmax.
 
-    Returns NotImplemented if both input and target need a gradient.
+    Otherwise, or if both input and target need a gradient, returns NotImplemented.
     """
     if not (isinstance(input, LazyLogits) and isinstance(target, LazyLogits)):
         return NotImplemented

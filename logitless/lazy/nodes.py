@@ -41,8 +41,9 @@ class Anchor(Node):
     """Returns an empty tensor that depends on lazy logits in the autograd graph.
 
     A node keeps the empty tensor instead of the logits, because the empty tensor holds no memory.
-    Gradients that cannot be differentiated again depend on the empty tensor. So differentiating
-    such a gradient raises an error (refuse_second).
+    If backward computes a gradient that cannot be differentiated again, `refuse_second` makes the
+    gradient depend on the empty tensor. Differentiating the gradient with respect to the logits
+    then raises an error.
     """
 
     @staticmethod
@@ -60,7 +61,7 @@ def anchor_of(z: Any) -> Tensor | None:
 
 
 def final(gradient: Tensor | None, *inputs: Any) -> Tensor | None:
-    """Returns the gradient. A second differentiation through the returned gradient raises."""
+    """Returns the gradient. Differentiating the gradient with respect to `inputs` raises."""
     if gradient is None or not torch.is_grad_enabled():
         return gradient
     if isinstance(gradient, LazyGradient):
@@ -77,9 +78,9 @@ def gradient_of(
     projected: bool = False,
     shares: Shares | None = None,
 ) -> Tensor | None:
-    """Builds a gradient from its parts, as the inverse of `split`.
+    """Returns a LazyGradient, or only `of_values` if `parts` and `computes` hold no gradient.
 
-    `source` is the upstream gradient on which the built gradient depends.
+    `source` is the upstream gradient from which the arguments were computed.
     """
     if all(t is None for t in parts) and not computes:
         return of_values
@@ -102,8 +103,8 @@ class LazyHead(Node):
             hidden=stored(hidden), weight=weight.detach(),
             bias=None if bias is None else bias.detach(),
         )  # fmt: skip
-        # Logits for inference have no backward that could set `passed`, so `passed` is true at
-        # once.
+        # On a GPU, the Watch compares the weight only after `passed` is set. Backward sets
+        # `passed`, but logits for inference have no backward, so `passed` is set here.
         ctx.watch = Watch(detached.weight, passed=inference)
         ctx.module, ctx.shard = head.module, shard
         formula = Direct(head.dtype)
@@ -149,12 +150,12 @@ class Op(NamedTuple):
     # `pull` is None, autograd computes the gradient of the argument.
     pull: Callable[[Tensor], Tensor] | None = None
     is_view: bool = False  # Whether the result can share the memory of the argument.
-    # The value of `projected` in the LazyGradient that backward returns. If `projects` is None,
+    # Backward returns a LazyGradient whose field `projected` has this value. If `projects` is None,
     # `projected` is copied from the upstream gradient.
     projects: bool | None = None
     name: str = "a function"  # The operation's name in error messages.
-    # The arguments' formulas, rewritten as formulas over the logits of the result's head. If
-    # `formulas` is empty, the arguments' own formulas are used.
+    # For each argument, the Formula that computes the argument from the logits of the head in the
+    # result's recipe. If `formulas` is empty, the formulas in the arguments' recipes are used.
     formulas: tuple[Formula, ...] = ()
 
 
@@ -175,7 +176,7 @@ class LazyOp(Node):
         ctx.likes, ctx.back, ctx.op, ctx.anchor = [*map(described, arguments)], back, op, anchor
         first = arguments[0].recipe
         ctx.joint = Joint(op.name, first.watch)
-        same_ranks = recipe.shard is first.shard  # False if the result adds other ranks' columns
+        same_ranks = recipe.shard is first.shard  # False if only the result has all ranks' columns
         function = op.function if same_ranks else None
         new = arguments[0].derived(recipe, function, arguments, op.is_view)
         if anchor is not None:  # the gradient depends on the values
@@ -208,7 +209,9 @@ class LazyOp(Node):
                 lambda compute=compute, i=i: zeros_if_none(pulled(compute())[i], ctx.likes[i])
                 for compute in computes_of(g)
             )
-            # The first argument gets the gradients of hidden, weight and bias for all arguments.
+            # The arguments that need a gradient have the same hidden, weight and bias, and `parts`
+            # holds the gradients through all of these arguments. So only the first argument gets
+            # `parts`, because otherwise the gradients would be counted several times.
             own_parts = parts if i == needed[0] else NO_PARTS
             results[i] = gradient_of(
                 ctx.likes[i], own_parts, gradients[i], computes, g, projected, shares
@@ -253,7 +256,7 @@ class Materialize(Node):
         ctx.set_materialize_grads(False)
         if z.origin.known:
             return z.origin.values().clone()
-        return z.recipe.values().data  # F.linear can return a view that is not writable
+        return z.recipe.values().data  # F.linear can return a view, which callers cannot write to
 
     @staticmethod
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -49,7 +49,9 @@ class Record:
 
     def __init__(self, needs: Sequence[bool], formulas: Sequence[Formula]):
         self.needs = needs  # whether each argument needs a gradient
-        self.formulas = formulas  # the arguments' formulas over the logits of the result's head
+        # For each argument, the Formula that computes the argument from the logits of the head in
+        # the result's recipe.
+        self.formulas = formulas
         self.graph: Graph | None = None
 
 
@@ -103,9 +105,9 @@ class Origin:
     are materialised.
 
     Views of lazy logits share memory. If a write or other code may have changed the shared memory
-    (`exposed`), all views read their values from the shared memory. Other functions of the logits
-    do not read the shared memory, because its values may have changed since these functions were
-    called.
+    (`exposed`), all views read their values from the shared memory. The result of any other
+    operation on the logits is then computed from the head, because the shared memory may have
+    changed after the operation was called.
     """
 
     def __init__(self, cell: Cell):
@@ -138,10 +140,10 @@ class Origin:
         return self.reachable(None)
 
     def reachable(self, size: int | None) -> bool:
-        """Whether the values can be computed from values in memory or from suitable recipes.
+        """Whether the values can be computed from values in memory or recipes of `size` values.
 
-        If `size` is None, only values in memory are used. A recipe is suitable if it computes
-        exactly `size` values, because a larger recipe would compute values that are not needed.
+        If `size` is None, no recipe is used. Recipes of other sizes are never used, because a
+        larger recipe would compute values that are not needed.
         """
         cell = self.cell()
         if cell is not None and (cell.values is not None or cell.size == size):
@@ -202,8 +204,9 @@ class Origin:
             return values.contiguous()
 
     def expose(self) -> Tensor:
-        """Returns the values in memory that all views share, for a caller that can change them.
+        """Returns the values for a caller that may write to their memory.
 
+        A contiguous view shares memory with its base, so a write to the view also changes the base.
         A view that is not contiguous gets memory of its own, because lazy logits are contiguous.
         """
         owner = self.viewed()
@@ -259,9 +262,11 @@ class Origin:
         return owns
 
     def writable(self) -> Tensor | None:
-        """The values, in memory that all views share, or None if a view has memory of its own.
+        """Returns the values in memory that all views read, so that a write changes all views.
 
-        If these logits are a view, the returned tensor can be non-contiguous.
+        Returns None if this view, or another view or base of the logits, has memory of its own.
+        Also returns None if a read-only view or array shares the memory. If these logits are a
+        view, the returned tensor can be non-contiguous.
         """
         top = self.top()
         if not top.owns_memory():

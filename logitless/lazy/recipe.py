@@ -90,9 +90,9 @@ class Recipe:
     # Detects writes to the weight. All logits derived from one call of a head share one Watch.
     watch: Watch
     trains: bool = False  # whether the logits were created in a training forward
-    # Whether the logits were created without gradients and outside of lazy_logits(). Writing to
-    # logits for inference is allowed. After logits for inference are computed, all operations use
-    # the values in memory.
+    # Whether these are logits for inference. A fused head creates logits for inference if gradients
+    # are not needed and the call is outside of lazy_logits(). Writing to logits for inference is
+    # allowed. After logits for inference are computed, all operations use the values in memory.
     inference: bool = False
     inputs: tuple[RowInput, ...] = ()  # the formula's inputs
     axis: int | None = None  # the dimension of the vocabulary; None for the last dimension
@@ -136,7 +136,10 @@ class Recipe:
         return is_small(torch.Size(self.shape).numel(), self.formula.dtype)
 
     def obstacle(self, softcap: float | None) -> str | None:
-        """The reason why a loss with this softcap needs plain logits, or None."""
+        """Describes the values if a loss with this softcap cannot be computed from the head.
+
+        Returns None if the loss can be computed from the head.
+        """
         if self.direct is None:
             return "probabilities or other functions of logits"
         if self.direct.log:
@@ -186,7 +189,10 @@ class Recipe:
         return tuple(tensors), self.replace(head=_blank(self.head), inputs=inputs)
 
     def rebuild(self, tensors: Sequence[Any]) -> "Recipe":
-        """Inverts `flatten`, for tensors whose versions autograd has already checked."""
+        """Inverts `flatten`, and sets `versions` to the current versions of the tensors.
+
+        Autograd has already checked that the saved tensors were not written to.
+        """
         left = iter(tensors)
 
         def filled(head: Head) -> Head:
@@ -216,7 +222,7 @@ class Recipe:
         return own or any(row_input.changed() for row_input in self.inputs)
 
     def check(self) -> None:
-        """Raises if a tensor has changed, so that the values can no longer be computed."""
+        """Raises if a tensor has changed, because the values can then no longer be computed."""
         self.check_versions()
         if self.stale():
             raise_changed()
@@ -279,7 +285,7 @@ class Recipe:
 
 
 class Computation:
-    """Computes the values of several formulas over one head from a single product of the head."""
+    """Computes the values of several formulas, but hidden @ weight.T + bias only once."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe

@@ -22,7 +22,7 @@ from .row_function import by_rows, mean_by_rows
 def dtype_of(z: LazyLogits, kinds: tuple[str, ...] = ("cuda",)) -> torch.dtype:
     """The dtype that PyTorch's own function would return for z.
 
-    `kinds` are the device types on which autocast makes the result of 16-bit logits fp32.
+    On the device types in `kinds`, autocast runs PyTorch's own function in fp32 for 16-bit logits.
     """
     kind, half = z.device.type, z.dtype in (torch.float16, torch.bfloat16)
     cast = half and kind in kinds and torch.is_autocast_enabled(kind)

@@ -19,7 +19,7 @@ VARIABLE = "LOGITLESS_WARN_BYTES"
 PLACES = 1000  # the largest number of records; if there are more, the oldest is dropped
 LIMIT = 1 << 30  # the default of LOGITLESS_WARN_BYTES for logits outside of a training forward
 
-# File names in logitless and PyTorch, and the file name of code that PyTorch generates, begin with
+# The file names of logitless, of PyTorch, and of code that PyTorch generates begin with one of
 # these strings.
 INSIDE = (
     f"{Path(__file__).parents[1]}{os.sep}",
@@ -87,8 +87,8 @@ def report(model: nn.Module | None = None) -> Report:
     Each record has the fields `operation`, `shape`, `bytes`, `count` and `line`. If an operation
     materialised logits of several sizes, `shape` and `bytes` describe the largest logits. If
     `model` is given, the report contains only the logits of the model's heads. All other records
-    are kept for the next report. Losses and functions such as `argmax` are not reported, because
-    they compute some rows at a time and do not materialise the logits.
+    are kept for the next report. Losses and functions such as `argmax` usually compute some rows at
+    a time. Such calls do not materialise the logits and are not reported.
 
     >>> print(report(model))
     Tensor.numpy  (8, 4096, 128256)  15.7 GiB  12 times  evaluate.py:31

@@ -20,8 +20,9 @@ from .logits import LazyLogits, UnscaledLogits
 from .loss_nodes import OfValues
 from .recipe import Recipe, RowInput
 
-# The number of bytes of logits that a function takes at once. These logits are a piece of a chunk,
-# because nested functions allocate several temporary tensors as large as the piece.
+# A function runs on one piece of a chunk at a time, because nested functions allocate several
+# temporary tensors as large as the piece. A piece has at most this number of bytes of logits, but
+# at least one row.
 PIECE = {"cpu": 4 << 20}
 PIECE_ON_GPU = 128 << 20
 

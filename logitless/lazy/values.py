@@ -194,7 +194,8 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     if columns.dtype != torch.bool or head is None:
         return NotImplemented
     _, weight, bias = head.tensors
-    # In 16 bits, value / pre can overflow, and so can the rounded product (value / pre) · pre.
+    # In 16 bits, value / pre can overflow, and so can the rounded product (value / pre) · pre. So
+    # finite values are accepted only up to ±`most`.
     most = torch.finfo(z.dtype).max * (1 if pre == 1 else 0.5 * min(pre, 1))
     inside = abs(value) <= most or abs(value) == torch.inf
     freed = not weight.untyped_storage().size()  # by FSDP

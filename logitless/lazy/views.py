@@ -261,7 +261,7 @@ def unbind(z: LazyLogits, dim: int = 0):
 
 
 def cat(tensors, dim: int = 0):
-    """torch.cat of lazy logits of the same head, which joins their hidden states."""
+    """Joins lazy logits of the same head as torch.cat does, by joining their hidden states."""
     first = tensors[0]
     if not all(isinstance(z, LazyLogits) and z.from_head for z in tensors):
         return NotImplemented

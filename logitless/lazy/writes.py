@@ -14,7 +14,7 @@ def write_values(z: Deferred, func, args: tuple, kwargs: dict) -> Any:
 
     The operation can write to several Deferred tensors. Returns NotImplemented if the write is
     differentiable, or if the operation changes the shape or the memory of a tensor. Also returns
-    NotImplemented if a tensor and a view of this tensor do not share memory.
+    NotImplemented if the values of one of these tensors must not be written to (`writable_values`).
     """
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

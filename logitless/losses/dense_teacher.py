@@ -57,9 +57,8 @@ class Dense(RowLoss):
         loss = super().fold_scale(scale, softcap)
         if loss is None or scale == 1 or self.pair.kind == "soft":
             return loss
-        # The temperature of the new loss is divided by `scale`, and also applies to the teacher. So
-        # the teacher's logits are divided by `scale` too, which leaves the teacher's softmax
-        # unchanged.
+        # The new loss divides the temperature by `scale`. The temperature also applies to the
+        # teacher. To keep the teacher's softmax, the teacher's logits are divided by `scale` too.
         teacher = scaled_teacher(self.pair.teacher, 1 / scale)
         if teacher is None:
             return None
@@ -130,9 +129,9 @@ def jsd(
 
         β Σ p log(p / M) + (1-β) Σ q log(q / M)
 
-    The divergence is never negative. The divergence is finite if no softmax is NaN. The formula
-    approaches 0 as β approaches 0 or 1. However, beta=0 selects the forward KL divergence, and
-    beta=1 selects the reverse KL divergence. The other options are the same as in `kl_div`.
+    The divergence is never negative. The divergence is finite, unless p or q contains NaN. The
+    formula approaches 0 as β approaches 0 or 1. However, beta=0 selects the forward KL divergence,
+    and beta=1 selects the reverse KL divergence. The other options are the same as in `kl_div`.
 
     >>> jsd(torch.tensor([[0.0, -torch.inf]]), torch.tensor([[-torch.inf, 0.0]]))
     tensor(0.6931)
@@ -157,8 +156,8 @@ def soft_cross_entropy(
 ) -> Tensor:
     """Computes the cross-entropy against class probabilities (..., V), as F.cross_entropy does.
 
-    The loss of a row, with q = softmax(z), ε = label_smoothing and class weights v (1 without
-    `weight`), is
+    Let q = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. With ε =
+    label_smoothing and class weights v (1 without `weight`), the loss of a row is
 
         row_weight · Σ_i v_i ((1-ε) probs_i + ε/V) (-log q_i)
 

@@ -2,10 +2,11 @@
 
 A loss compares the teacher's probabilities p at the ids with the student's q = softmax(z).
 `support` selects which probabilities are compared, and `divergence` selects the divergence. The
-arguments `support` and `divergence` are required. The student's log-probabilities at the ids, the
-mass outside the ids, and the label's cross-entropy at temperature 1 are statistics of the row. One
-pass over the logits computes the statistics, and another pass computes the gradient. For
-support="tail", forward reads a row a second time if its mass outside the ids is small.
+arguments `support` and `divergence` are required. The loss needs only these statistics of a row:
+the student's log-probabilities at the ids, the student's mass outside the ids, and the label's
+log-probability at temperature 1. One pass over the logits computes the statistics, and another pass
+computes the gradient. For support="tail", forward reads a row a second time if its mass outside the
+ids is small.
 """
 
 from dataclasses import dataclass
@@ -151,11 +152,11 @@ def gathered_kl(
 ) -> Tensor:
     """Computes Σ p (log p - log q) from logits (..., K) gathered at the teacher's K ids.
 
-    A slot is one of the K positions of a row. The student's q is the softmax over all K slots. The
-    teacher's p = exp(teacher_logprobs) is not normalised. A slot is masked if its entry in `mask`
-    is False or 0. Masked slots are left out of the sum. With renormalise=True, masked slots are
-    also left out of the softmax. The loss of a row whose slots are all masked is 0. "mean" divides
-    by the number of rows.
+    A slot is one of the K positions of a row. The student's q is the softmax of student_logits /
+    temperature over all K slots. The teacher's p = exp(teacher_logprobs) is not normalised. A slot
+    is masked if its entry in `mask` is False or 0. Masked slots are left out of the sum. With
+    renormalise=True, masked slots are also left out of the softmax. The loss of a row whose slots
+    are all masked is 0. "mean" divides by the number of rows.
 
     >>> gathered_kl(logits.gather(-1, targets.ids), targets.logprobs, reduction="mean")
     """
@@ -167,8 +168,9 @@ def gathered_kl(
     full = PRECISION[student_logits.dtype]
     by_row, number = reading.squared(full) if t_squared else (None, 1.0)
     if reduction == "mean" and row_weight is None and not call.under_transform():
-        # All rows count, so the mean is computed as a sum whose `kd_weight` includes the factor 1 /
-        # rows. Then backward does not need to divide the saved gradient.
+        # All rows count, so the divisor of the mean is known here. The mean is computed as a sum,
+        # and the factor 1 / rows is part of `kd_weight`. So backward does not divide the saved
+        # gradient.
         number, reduction = number / max(rows_in(student_logits.shape[:-1]), 1), "sum"
     slots = Slots(
         _constant(teacher_logprobs), None if mask is None else call.as_bool(mask), None, by_row,
@@ -199,9 +201,10 @@ def topk_distill(
 ) -> Tensor:
     """Computes the divergence between the student and a teacher with K ids per row.
 
-    The result is a scalar, or one number per row for reduction="none". Let q = softmax(z) at
-    `temperature`, and let p be the teacher's probabilities. P and Q are the sums of p and q over
-    the unmasked ids. `support` selects which probabilities are compared.
+    The result is a scalar, or one number per row for reduction="none". Let p be the teacher's
+    probabilities, and let q = softmax(z), with z = softcap · tanh(logits / softcap) / temperature.
+    P is the sum of p over the unmasked ids, and Q is the sum of q over the unmasked ids. `support`
+    selects which probabilities are compared.
 
         "truncate" compares p and q at the ids.
         "renorm_teacher" compares p/P and q at the ids.

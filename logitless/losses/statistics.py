@@ -2,7 +2,8 @@
 
     m = max z,    s = Σ e^(z-m),    w = Σ (z-m) e^(z-m),    t = z[ids],    c = Σ z
 
-The five numbers of a row can be computed from the five numbers of disjoint sets of columns.
+Here, z are the logits after softcap and temperature. If the columns of a row are split into
+disjoint sets, the five numbers of the row can be computed from the five numbers of each set.
 `Partial` holds (m, s, w) of some columns, and `merge` merges two Partials. `row_stats` computes the
 statistics of whole rows in one pass over the logits. `row_stats` is differentiable. All losses over
 row statistics have the same backward formula:
@@ -30,7 +31,7 @@ from . import checks
 
 
 class Partial(NamedTuple):
-    """Partial statistics of some columns of each row. `merge` merges two Partials."""
+    """Partial statistics of some columns of each row of z. `merge` merges two Partials."""
 
     m: Tensor  # (...)  max z; -inf if there are no columns
     s: Tensor  # (...)  Σ e^(z-m)
@@ -123,7 +124,7 @@ class _Sums:
         self.rows[field] = d if before is None else before + d
 
     def add_at(self, d: Tensor) -> Tensor:
-        """Adds d, the gradient of z at the ids or at the label. Returns the sum of d per row."""
+        """Adds d to the coefficient g_k of the ids, or to g_label. Returns the sum of d per row."""
         if self.ids is None:
             self.add(contract.G_LABEL, d)
             return d
@@ -253,7 +254,7 @@ def stats_reading(
     return call.reading_of(logits, temperature, softcap, wants=tuple(wants), **fields)
 
 
-NO_CLASS = -(2**31)  # a value that no valid id has
+NO_CLASS = -(2**31)  # the ignore_index if only a mask is given; no valid id has this value
 
 
 def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
@@ -277,7 +278,10 @@ def _label_and_ids(logits, ids, ignore_index, mask) -> dict:
 
 
 class Scores(NamedTuple):
-    """The scores per token that `score` computes, for RL, DPO and evaluation."""
+    """The scores per token that `score` computes, for RL, DPO and evaluation.
+
+    Here, z are the logits after softcap and temperature, and p = softmax(z).
+    """
 
     logprob: Tensor  # (...)  log p[target]
     entropy: Tensor  # (...)  -Σ p log p, in nats
@@ -294,6 +298,8 @@ def logsumexp(
     mask: Tensor | None = None,
 ) -> Tensor:
     """Returns log Σ e^z over the last dimension of logits (..., V), in fp32 or fp64.
+
+    Here, z = softcap · tanh(logits / softcap) / temperature.
 
     If all logits of a row are -inf, the result is -inf and the gradient is 0. If a logit is +inf,
     the result is +inf. A row whose entry in `mask` is False is not read, and its result and
@@ -317,9 +323,10 @@ def token_logprobs(
 ) -> Tensor:
     """Returns log softmax(z)[ids] for one or K ids per row. The result has the shape of `ids`.
 
-    A row can contain the same id several times. A row is ignored if its entry in `mask` is False. A
-    row is also ignored if its id, or the first of its K ids, is ignore_index. The results and the
-    gradient of an ignored row are 0.
+    Here, z = softcap · tanh(logits / softcap) / temperature. The K ids of a row can include the
+    same id several times. A row is ignored if its entry in `mask` is False. A row is also ignored
+    if its id, or the first of its K ids, is ignore_index. The results and the gradient of an
+    ignored row are 0.
 
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([2]))
     tensor([-1.3863])
@@ -338,9 +345,10 @@ def entropy(
     softcap: float | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Computes the entropy of softmax(z) in nats for logits (..., V).
+    """Computes the entropy of softmax(z) in nats, for logits of shape (..., V).
 
-    The entropy stays exact if all logits have a large common offset.
+    Here, z = softcap · tanh(logits / softcap) / temperature. The entropy stays exact if all logits
+    share a large offset.
 
     A row whose entry in `mask` is False is not read, and its entropy and gradient are 0.
 
@@ -364,8 +372,9 @@ def score(
 ) -> Scores:
     """Computes log p[target], entropy, logsumexp and argmax of logits (..., V) in one pass.
 
-    A row is ignored if its target is ignore_index or its entry in `mask` is False. An ignored row
-    is not read. The scores of an ignored row are 0, and its argmax is -1.
+    Let p = softmax(z), with z = softcap · tanh(logits / softcap) / temperature. A row is ignored if
+    its target is ignore_index or its entry in `mask` is False. An ignored row is not read. The
+    scores of an ignored row are 0, and its argmax is -1.
 
     >>> new = score(logits, target).logprob
     >>> ratio = (new - old).exp()  # PPO, GRPO

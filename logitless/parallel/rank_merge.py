@@ -1,7 +1,7 @@
 """A backend for logits whose columns are sharded over ranks.
 
 `ColumnBackend` has the functions of a backend (core/backend.py), so every RowLoss works without
-changes. A function that reads logits first computes the partial statistics of this rank's columns.
+changes. Every function that reads logits computes the partial statistics of this rank's columns.
 Then the function gathers the partial statistics of all ranks, and merges them into statistics of
 whole rows. Gradients need no communication, because the underlying backend computes the gradient of
 this rank's columns from the statistics of whole rows.
@@ -25,8 +25,9 @@ BAD = -1  # marks an id outside the vocabulary; NO_ID marks an id in another ran
 class ColumnBackend:
     """A backend for the columns [start, start + width) of a vocabulary.
 
-    gather(t) stacks the tensors t of all ranks into one tensor of shape (ranks, N, F), which is the
-    same on all ranks. A function that reads logits calls gather once, or twice for JSD.
+    The constructor gets a function `gather`. gather(t) stacks the tensors t of all ranks, of shape
+    (N, F), into one tensor of shape (ranks, N, F), which is the same on all ranks. A method that
+    reads logits calls this function once, or twice for JSD.
     """
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of all ranks
@@ -41,8 +42,8 @@ class ColumnBackend:
         widest: int = 0,  # the largest number of columns on any rank
     ):
         self.backend, self.join = backend, gather
-        # Either `all_reduce` or `reduce_scatter` sums the gradient of hidden over ranks, and the
-        # other is None. Both are None if logitless does not sum this gradient.
+        # At most one of `all_reduce` and `reduce_scatter` is set, and sums the gradient of hidden
+        # over ranks. Both are None if logitless does not sum this gradient.
         self.all_reduce: Callable[[Tensor], Any] | None = None
         self.reduce_scatter: Callable[[Tensor], Any] | None = None
         self.start, self.width, self.vocab, self.widest = start, width, vocab, widest
@@ -59,9 +60,10 @@ class ColumnBackend:
         self.accumulate = getattr(backend, "accumulate", None)
 
     def hidden_sum(self, total: Tensor, chunks: int) -> "AllRows | OwnRows | None":
-        """Returns an object that sums the gradient of hidden over ranks into the tensor `total`.
+        """Returns an object that sums the gradient of hidden over ranks.
 
-        The result is None if the caller of logitless sums the gradient of hidden over ranks.
+        The object writes the gradients of the chunks into `total`. Returns None if logitless does
+        not sum this gradient over ranks.
         """
         if self.all_reduce is not None:
             return AllRows(self.all_reduce, total)
@@ -91,7 +93,7 @@ class ColumnBackend:
     def _joined(
         self, part: Partials, reading: Reading, more: Tensor | None = None
     ) -> tuple[Partials, Tensor]:
-        """Gathers the partial statistics of all ranks, and `more`, further numbers per row."""
+        """Gathers the partial statistics of all ranks. `more` holds further numbers to gather."""
         part = part if part.state.shape[1] == 1 else self.backend.merge([part], reading)
         fields, K = part_width(*reading.sums), 0 if part.picked is None else part.picked.shape[1]
         sent = [part.state[:, 0, :fields]]
@@ -191,10 +193,10 @@ class ColumnBackend:
             top = x.gather(-1, ids).view(rows, own)
             part[:, :own] = top
             part[:, k : k + own] = contract.as_bits(ids.view(rows, own) + self.start, part.dtype)
-            # `rest` is log Σ e^(z - max z) over this rank's columns that are not among the k
-            # largest. With s = Σ e^(z - max z) over all columns of this rank, `tail` is
-            # rest - log s, and logprobs[..., 0] is -log s. If the largest logit is +inf, -log s is
-            # NaN. `rest` is -inf wherever `tail` is -inf, even if -log s is NaN.
+            # Let z be this rank's logits, after softcap and temperature. With s = Σ e^(z - max z),
+            # logprobs[..., 0] is -log s. `rest` is log Σ e^(z - max z) over the columns that are
+            # not among the k largest, so `tail` is rest - log s. If the largest logit is +inf, log
+            # s is NaN. Where `tail` is -inf, `rest` is -inf too, even if log s is NaN.
             rest = torch.where(tail == -torch.inf, tail, tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
@@ -241,8 +243,8 @@ class ColumnBackend:
     def _tail(self, x: Tensor, reading: Reading, part: Partials) -> Tensor:
         """Returns `shift` and `tail` for each row, as a tensor of shape (N, 2).
 
-        `tail` is log Σ e^((y - shift) / T). The sum is over this rank's logits y outside of
-        `reading.ids`, and T is the temperature.
+        `tail` is log Σ e^((y - shift) / T), where T is the temperature, and y are this rank's
+        logits outside of `reading.ids`, after the softcap.
         """
         if self.width == 0:
             empty = part.state[:, 0, :2].clone()

@@ -25,7 +25,7 @@ _reduce_scatter = _either("reduce_scatter_single", "reduce_scatter_tensor")
 class Ranks:
     """The ranks that share a vocabulary, and the collectives between them."""
 
-    device = torch.device("cpu")  # the device for collectives of Python numbers
+    device = torch.device("cpu")  # the device of the texts that `agree` gathers
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group = dist.group.WORLD if group is None else group

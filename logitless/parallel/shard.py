@@ -3,14 +3,15 @@
 `VocabShard(source, group)` represents one rank's columns of the logits. The source is a tensor with
 these columns, a LinearLogits over this rank's rows of the head's weight, or the lazy logits of a
 fused head. rank_merge.py merges the statistics of all ranks' columns, so every loss accepts a
-VocabShard. All ranks call the same loss with the same arguments, with ids of the whole vocabulary,
-and get bitwise the same result.
+VocabShard. All ranks call the same loss with the same arguments. Ids refer to the whole vocabulary.
+The result is bitwise the same on all ranks.
 
 The forward of a loss gathers a few numbers per row from each rank. For logits, the forward calls
-gather once, or twice for JSD. For a head, the forward calls gather once per chunk of rows. The
-backward of logits needs no communication. The backward of a head sums the gradient of the hidden
-states over ranks. Before the forward, the ranks exchange their first columns and widths. If `start`
-and `vocab` are given, this exchange happens only once per group and `vocab`.
+gather once. For a head, the forward calls gather once per chunk of rows. JSD calls gather twice
+instead of once. The backward of logits needs no communication. The backward of a head sums the
+gradient of the hidden states over ranks. When a VocabShard is constructed, the ranks exchange their
+first columns and widths. If `start` and `vocab` are given, this exchange happens only for the first
+VocabShard with this group and this `vocab`.
 """
 
 from typing import Any, NamedTuple
@@ -52,9 +53,10 @@ class Layout(NamedTuple):
 
 # Caches the largest width of all ranks, for shards with `start` and `vocab`. The key is the group
 # and the vocabulary size. The key must be the same on all ranks, so that either all ranks exchange
-# their columns, or no rank does. The key must not contain this rank's columns. If the same
-# vocabulary is sharded in a second way, the columns can change on only some of the ranks. Then only
-# these ranks would start the exchange, and the exchange would never finish.
+# their columns, or no rank does. So the key must not contain this rank's columns. Suppose that the
+# key contained these columns, and that the same vocabulary is sharded in a second way, with other
+# columns on only some of the ranks. Then only these ranks would start an exchange, and the exchange
+# would never finish.
 _widest: dict[tuple, int] = {}
 
 
@@ -87,12 +89,14 @@ class VocabShard(Logits):
 
     `group` is a process group or a DeviceMesh of one dimension. A `group` of None means the default
     process group, or a single process if torch.distributed is not initialised. All ranks must
-    construct the shard together, because the ranks exchange their widths. The host waits for the
-    widths.
+    construct the shard together, because the constructor exchanges the widths of the ranks. The
+    host waits for this exchange.
 
     `start` is this rank's first column, by default the sum of the earlier ranks' widths. `vocab` is
     the size V of the whole vocabulary. If all ranks pass `start` and `vocab`, the ranks exchange
-    their columns only once per group and `vocab`, and the host waits only once.
+    their starts and widths only for the first shard with this group and this `vocab`. Later shards
+    with the same group and `vocab` are constructed without an exchange, and the host does not wait,
+    except with LOGITLESS_CHECK=1.
 
     With sequence_parallel=True, the hidden states of a LinearLogits are this rank's slice of the
     tokens along the first dimension. The slices of all ranks must have the same size. VocabShard
@@ -100,7 +104,7 @@ class VocabShard(Logits):
 
     Every loss accepts a VocabShard instead of logits. Ids, labels and class weights refer to the
     whole vocabulary and must be the same on all ranks. A dense teacher must be a VocabShard with
-    the same columns, or a tensor of whole rows.
+    the same columns, or a tensor, LinearLogits or lazy logits with all V columns.
 
     >>> loss = cross_entropy(VocabShard(logits_of_this_rank, group), target)
     """
@@ -280,8 +284,8 @@ class Shard(Source):
     def checked(self, loss: RowLoss, reduction: str, row_weight: Tensor | None) -> RowLoss:
         """Checks a loss, and returns the same loss with this rank's columns of its teachers.
 
-        The values of tensors are checked only if the check needs no synchronisation. With
-        LOGITLESS_CHECK=1, the call is also compared between ranks.
+        The values of GPU tensors are checked only with LOGITLESS_CHECK=1, because the check makes
+        the host wait for the GPU. LOGITLESS_CHECK=1 also compares the calls of all ranks.
         """
         if thorough():
             text = same_call.text_of_loss(self, loss, reduction, row_weight)
@@ -368,7 +372,7 @@ class LogitColumns(Source):
 
 
 def _check(ranks: Ranks, *arguments: Any) -> None:
-    """Checks the arguments of a VocabShard, and compares ranks if LOGITLESS_CHECK=1."""
+    """Checks the arguments of a VocabShard. LOGITLESS_CHECK=1 also compares them between ranks."""
     try:
         rules.shard(*arguments)
     except Exception as error:

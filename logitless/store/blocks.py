@@ -54,7 +54,7 @@ class Blocks:
         A block that several ranges need is read and compared only once per call.
         """
         file, unit = self._file or self._opened(), BLOCK if self.checked else 1
-        runs: list[list[int]] = []  # block numbers [first, end) of each range to read, ascending
+        runs: list[list[int]] = []  # ranges [first, end) of block numbers to read, ascending
         complete, shift, places = 0, 0, [0] * len(ranges)
         for number in sorted(range(len(ranges)), key=ranges.__getitem__):
             begin, end = ranges[number]

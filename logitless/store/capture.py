@@ -41,9 +41,10 @@ def capture(
     arguments of a Transformers model, in which attention_mask marks padding. Documents that the
     writer already has are skipped before the model runs, so the same command resumes a run that was
     killed. `k` is at most the writer's k, which is also the default. `head` has the same meaning as
-    in `fuse`. `progress` is called with the number of tokens of each captured document, and once
-    per batch with the number of tokens in skipped documents. If the head is padded to more logits
-    than the writer's vocab_size, the logits beyond vocab_size count as -inf.
+    in `fuse`. For each captured document, `progress` is called with the number of the document's
+    tokens. If a batch has skipped documents, `progress` is also called once with the number of
+    their tokens. If the head is padded to more logits than the writer's vocab_size, the logits
+    beyond vocab_size count as -inf.
 
     Under torchrun, each rank captures the part of the batches that the function `share` selects:
 
@@ -106,7 +107,7 @@ def lazy_head(model: nn.Module, name: str | None = None) -> Iterator[None]:
 class _Pending(NamedTuple):
     """The documents of a batch whose rows are being copied to the host."""
 
-    documents: list[tuple[Tensor, Tensor]]  # tokens and row numbers of each document
+    documents: list[tuple[Tensor, Tensor]]  # each document's tokens, and its row indices in `rows`
     rows: Table  # rows of all tokens of the batch, including padding
     copied: Any  # an event that marks the end of the copy to the host; None on the CPU
 
@@ -136,7 +137,7 @@ def _padded(documents: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[int], int]:
-    """Returns the rows of the batch to capture, and the number of tokens in the skipped rows."""
+    """Returns the indices of the rows to capture, and the number of tokens in the skipped rows."""
     new, skipped = [], 0
     for row, (tokens, kept) in enumerate(zip(ids.cpu(), is_token, strict=True)):
         tokens = tokens[kept]
@@ -148,7 +149,7 @@ def _new_documents(ids: Tensor, is_token: Tensor, writer: Writer) -> tuple[list[
 
 
 def _rows(t: Any, wanted: list[int], rows: int) -> Any:
-    """Returns the rows `wanted` of a model argument.
+    """Returns the rows `wanted` of one keyword argument of the model.
 
     An argument without a batch dimension is returned unchanged.
     """
@@ -198,7 +199,8 @@ def _write(pending: _Pending | None, writer: Writer, progress: Callable | None) 
         where = slice(int(places[0]), int(places[-1]) + 1) if contiguous else places
         rows = {name: t[where] for name, t in pending.rows.items()}
         checks.rows_of_teacher(rows["top"])
-        # A document that repeats in this batch or in the previous batch is added only once.
+        # `_new_documents` cannot detect that a document is twice in this batch, or also in the
+        # previous batch. `append` adds such a document only once.
         added += writer.append(checks.tokens(tokens, writer.header.vocab_size), rows)
         if progress is not None:
             progress(len(tokens))

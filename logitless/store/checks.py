@@ -68,7 +68,10 @@ def tokens(t: Any, vocab_size: int) -> Tensor:
 
 
 def starts(value: Any, n: int) -> None:
-    """Checks the places where several documents start. The documents have n tokens in total."""
+    """Checks the list `starts` of several documents, which have n tokens in total.
+
+    The list must hold the place of each document's first token, and then n.
+    """
     if not isinstance(value, (list, tuple)) or len(value) < 2:
         raise TypeError(f"starts must be a list of at least two numbers, got {value!r:.50}.")
     increase = all(type(b) is int and a < b for a, b in pairwise(value))
@@ -175,7 +178,7 @@ def _length(n: Any) -> int:
 def unknown_document(tokens: Tensor, row: int, start: int, length: int | None) -> KeyError:
     """Returns the error for tokens of one row that match no document.
 
-    `length` is the document's length if the caller passed lengths.
+    `length` is the length of the document, or None if the caller passed no lengths.
     """
     here = tokens[start : start + min(SHOWN, length or SHOWN)].tolist()
     here = [token for token in here if token >= 0] or here  # negative ids are padding
@@ -231,7 +234,10 @@ def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
 
 
 def rows_of_teacher(top: Tensor) -> None:
-    """Checks that `top` is finite. A NaN in `top` would mark a row without slots."""
+    """Checks that `top`, the largest log-probability of each row, is finite.
+
+    In a store, a NaN in `top` marks a row without slots.
+    """
     if not bool(top.isfinite().all()):
         raise ValueError("model must give a finite largest logit in each row, got NaN or inf.")
 

@@ -36,7 +36,8 @@ def header_fields(where: object, text: str | bytes, kind: type) -> dict:
 def same_header(where: object, got: Any, want: Any, of: object, advice: str = "") -> None:
     """Checks that the header `got` equals the header `want`.
 
-    `got` is the header of the file or store `where`, and `want` is the header of `of`.
+    In the error message, `where` names the file or store with the header `got`, and `of` names the
+    owner of the header `want`.
     """
     for field in dataclasses.fields(want):
         expected, value = getattr(want, field.name), getattr(got, field.name)

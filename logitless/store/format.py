@@ -47,9 +47,10 @@ dtype U32, U16 or U8. If W is below 8, one byte holds the fields of 8 / W intege
 of the first integer in the lowest bits. So a field narrower than 8 bits never crosses a byte
 boundary. For example, an id of 18 bits takes a U16 and a quarter of a byte.
 
-At K = 64 and V = 151,936, each token takes 218.25 bytes: 128 + 16 for ids, 63 for codes, 9 for
-top, tail and step, and 2.25 for the token itself. Checksums add 1 byte per 1,024 bytes. Each
-document takes 8 bytes for its start and 12 bytes per index entry.
+At K = 64 and V = 151,936, each token takes 218.25 bytes. The 64 ids of 18 bits take 128 + 16 bytes,
+and the codes take 63 bytes. The columns `top`, `tail` and `step` take 9 bytes, and the token itself
+takes 2.25 bytes. Checksums add 1 byte per 1,024 bytes. Each document takes 8 bytes for its start
+and 12 bytes per index entry.
 
 Shards of version 1 can be read too. Version 1 has no `crc`, so only `verify` and `merge` detect a
 changed byte. In version 1, every code c up to 253 means c units. Readers ignore the stored index of
@@ -118,7 +119,7 @@ class Header:
         return sum(self.sizes().values())
 
     def token_bytes(self) -> float:
-        """The number of bytes per token in a shard, without the index."""
+        """The number of bytes per token in a shard, with checksums, without starts and index."""
         return (self.row_bytes() + self.bits / 8) * (1 + 4 / BLOCK)
 
 
@@ -198,8 +199,8 @@ def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tens
 def _fields_of_byte(width: int, shift: int, dtype: torch.dtype) -> Tensor:
     """A table of shape (256, 8 / width): the fields of each possible byte, shifted left by `shift`.
 
-    If a row of the table has 8 or 16 bytes, the row is returned as one int64 or complex128 number,
-    because selecting numbers is twice as fast as selecting rows.
+    If a row of the table has 8 bytes, the row is returned as one int64 number. A row of 16 bytes is
+    returned as one complex128 number. Selecting numbers is twice as fast as selecting rows.
     """
     fields = torch.arange(256)[:, None] >> torch.arange(0, 8, width) & (1 << width) - 1
     fields = (fields << shift).to(dtype)

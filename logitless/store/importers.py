@@ -2,12 +2,13 @@
 
 In the output of both servers, entry t is the distribution of token t, and entry 0 of a prompt is
 None. Row i of a store is the distribution of token i + 1, so row i is the server's entry i + 1.
-Rows for which the server returned no entry are masked. Masked rows are usually the row of the last
-token, and the rows of a prompt whose log-probabilities were not requested.
+Rows for which the server returned no entry are masked. The row of a document's last token is
+usually masked. If the log-probabilities of the prompt were not requested, the rows of the prompt
+are masked too, except the row of its last token.
 
 Entry t of vLLM's output always contains token t, because vLLM adds token t if it is not among the k
-most probable tokens. So an entry t without token t raises an error, because the entry belongs to
-another token or to another prompt.
+most probable tokens. If entry t does not contain token t, the entry belongs to another token or to
+another prompt, and an error is raised.
 """
 
 import math
@@ -24,13 +25,15 @@ from . import server_checks as checks
 from .device import on_cpu
 
 Entry = Mapping[int, float] | None  # maps ids to log-probabilities at one position; or None
-VLLM_ID = "token_id:"  # prefix of ids in vLLM's JSON with return_tokens_as_token_ids
+# With return_tokens_as_token_ids, vLLM's JSON writes the id 7 as "token_id:7".
+VLLM_ID = "token_id:"
 
 
 class Part(NamedTuple):
     """The tokens and entries of a prompt or of a completion.
 
-    `tokens` or `entries` is None if the output does not contain this field.
+    `tokens` is None if the output contains no tokens. `entries` is None if the output contains no
+    entries.
     """
 
     name: str  # name of the entries in error messages
@@ -53,10 +56,10 @@ def from_vllm(
     be omitted if the output contains the prompt_token_ids.
 
     If the output has `prompt_logprobs`, the document is the prompt. Without `prompt_logprobs`, the
-    document is the prompt followed by the completion. The rows of this prompt are masked, except
-    the row of its last token. With `completion=True`, the document always includes the completion.
-    With `completion=False`, the document is only the prompt. If there are several completions,
-    `choice` is the number of the completion to use.
+    document is the prompt followed by the completion. Without `prompt_logprobs`, the rows of the
+    prompt are masked, except the row of its last token. With `completion=True`, the document always
+    includes the completion. With `completion=False`, the document is only the prompt. If there are
+    several completions, `choice` is the number of the completion to use.
 
     vLLM returns at most 20 log-probabilities per token, unless vLLM is started with max_logprobs=k.
 
@@ -180,8 +183,8 @@ def _ids_of_api(logprobs: Any) -> list[int] | None:
 def _entries(name: str, entries: Any) -> list[Entry] | None:
     """Returns vLLM's entries as {id: logprob}.
 
-    In vLLM's output, the value of an id is a number, an object with the attribute `logprob`, or a
-    dict with the key "logprob".
+    An entry of vLLM's output maps each id to a number, to an object with the attribute `logprob`,
+    or to a dict with the key "logprob".
     """
     if entries is None or (isinstance(entries, Sequence) and not entries):
         return None

@@ -7,11 +7,12 @@ tokens. The entries of a document have these lengths n:
     each of 1, 4, 16, 64, ... that is below the length of the document,
     l + 1 for each other document of the shard that shares exactly the first l tokens.
 
-All documents with the same beginning share one entry for this beginning, so that the index does not
-grow with the number of these documents. If a document consists of exactly the shared beginning, the
-entry names that document. If two documents share exactly their first l tokens, their entries of
-length l + 1 end at the first token in which the documents differ. A search (store/lookup.py) finds
-candidates by their hashes, and then reads only the tokens of the candidates.
+All documents with the same beginning share one entry for this beginning. So a beginning takes only
+one entry, even if many documents have this beginning. If a document consists of exactly the shared
+beginning, the entry names that document. If two documents share exactly their first l tokens, their
+entries of length l + 1 end at the first token in which the documents differ. A search
+(store/lookup.py) finds candidates by their hashes, and then reads only the tokens of the
+candidates.
 
 The hash of tokens[a:b] is the sum of ((tokens[i] + 1) · BASE^(i - a)) for i from a to b - 1, mod
 2^64, mixed with the length b - a. The hash is computed from prefix sums, so that one pass over the
@@ -87,7 +88,7 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     shared = _shared(hashed, begin, lengths)
     before, after = torch.zeros_like(lengths), torch.zeros_like(lengths)
     before[1:], after[:-1] = shared, shared
-    places = torch.arange(len(order))  # places of the documents in `order`
+    places = torch.arange(len(order))  # positions of the documents in the sorted order
     entries = [(places, lengths)]
     for n in beginnings(int(lengths.max())):
         first = places[(lengths > n) & (before < n)]
@@ -122,7 +123,10 @@ def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
 
 
 def _shared(hashed: Hashes, begin: Tensor, lengths: Tensor) -> Tensor:
-    """Finds by bisection how many first tokens each sorted document shares with the next one."""
+    """Returns the number of first tokens that each document shares with the next document.
+
+    `begin` and `lengths` describe the documents in sorted order. A bisection finds the numbers.
+    """
     low = torch.zeros(len(begin) - 1, dtype=torch.int64)
     high = torch.minimum(lengths[:-1], lengths[1:])
     while bool((low < high).any()):

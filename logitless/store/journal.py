@@ -9,8 +9,9 @@
     8 n bytes     the tokens
     ...           the rows, column by column, encoded as in a shard (store/format.py)
 
-Short documents are encoded together when their shard is written. Until then, the rows in their
-records are not encoded, and k is above 0. Rows that are not encoded have this form:
+`Writer.add` does not encode a short document whose targets are on the CPU. Such documents are
+encoded together when their shard is written. In the record of such a document, the rows are not
+encoded, and k is above 0. Rows that are not encoded have this form:
 
     8 n k bytes   ids; negative if the slot is masked
     4 n k bytes   log-probabilities, fp32
@@ -21,8 +22,8 @@ Recovery cuts off a damaged last record, and omits any other record with a wrong
 writer was killed after it wrote the shard and before it cleared the journal, the documents of the
 journal are in the shard too. Recovery omits documents that are already in a shard.
 
-In memory, a writer keeps only the place of each document in the journal, so that the memory of the
-writer does not grow with the size of the documents.
+In memory, a writer keeps only a digest of each document and the document's place in the journal. So
+the memory of the writer does not grow with the size of the documents.
 """
 
 import mmap
@@ -55,7 +56,7 @@ AT_ONCE = 1 << 16  # number of tokens that recovery looks up in the store at onc
 
 
 class Journal:
-    """The journal of the documents for shard `number`. Call `recover` before `append`."""
+    """A journal of the documents that will be in shard `number`. Call `recover` first."""
 
     def __init__(self, path: Path, header: Header, number: int):
         self.path, self.header, self.number = path, header, number
@@ -64,7 +65,7 @@ class Journal:
         self.size, self.tokens = 0, 0
         self.layout = {"tokens": (torch.int64, ()), **header.layout()}
         self.sizes = {name: d.itemsize * (s[0] if s else 1) for name, (d, s) in self.layout.items()}
-        self.places = array("Q")  # places of the records that belong to the next shard
+        self.places = array("Q")  # byte offsets of the records that belong to the next shard
 
     def __len__(self) -> int:
         """The number of documents."""
@@ -73,7 +74,7 @@ class Journal:
     def recover(
         self, known: Callable[[Tensor, Tensor], Iterable[bool]], keep: Callable[[Tensor], None]
     ) -> None:
-        """Finds the complete documents in the file, and cuts off all bytes after the last of them.
+        """Finds the undamaged records, and cuts off all bytes after the last undamaged record.
 
         `known(tokens, starts)` returns whether each document is in the store. Documents that are in
         the store are left out of the journal. `keep` is called with the tokens of each document
@@ -101,7 +102,7 @@ class Journal:
         _write(self.file, memoryview(self._start()), 0)
 
     def append(self, tokens: Tensor, starts: Sequence[int], rows: Table) -> None:
-        """Appends the documents that `starts` delimits.
+        """Appends several documents. Document i is tokens[starts[i] : starts[i + 1]].
 
         `rows` are the encoded rows of all tokens. If an error occurs, the file stays unchanged.
         """
@@ -277,7 +278,7 @@ def _targets(waiting: list[_Waiting]) -> SparseTargets:
     logprobs = tensor_of(data["logprobs"], rows, torch.float32, (k,))
     tail = tensor_of(data["tail"], rows, torch.float32, ())
     missing = tail.isnan()
-    if bool(missing.any()):  # topk_distill computes a missing tail in the same way
+    if bool(missing.any()):  # as in topk_distill, a missing tail is log(1 - Σ p)
         mass = logprobs.masked_fill(ids < 0, -torch.inf).double().exp().sum(-1)
         tail = torch.where(missing, torch.log1p(-mass.clamp_max(1)).float(), tail)
     return unchecked(ids.clamp_min(0), logprobs, tail, ids >= 0)
@@ -304,7 +305,7 @@ def _read(file: int, length: int, place: int) -> bytes:
 
 
 def unfinished(path: Path) -> int:
-    """The number of bytes in a store's journals that are not in a shard yet.
+    """The size in bytes of a store's journals, except journals whose shard is already written.
 
     The journals belong to open writers or to writers that were killed. The number includes the
     bytes of a damaged record at the end of a journal.

@@ -6,11 +6,12 @@ range must match. The index proposes documents by their hashes, and then the tok
 document are compared with the batch.
 
 The search at a place looks up the hashes of the next 1, 4, 16, 64, ... tokens, and of the whole
-searched range, in the index (store/index.py). The longest beginning that is in the index is tried
-first. If several documents of a shard share this beginning of n tokens, all longer beginnings of up
-to 4 n tokens are looked up too. A longer beginning in the index is a whole document, or ends at the
-first token in which two documents differ. The number of comparisons grows with the number of
-shards, but not with the number of documents that share a beginning.
+searched range, in the index (store/index.py). Each hash stands for a beginning of the tokens at
+this place. The longest beginning whose hash is in the index is tried first. If this beginning has n
+tokens, and several documents of a shard share these tokens, the hashes of the next n + 1 to 4 n
+tokens are looked up too. A longer beginning in the index is a whole document, or ends at the first
+token in which two documents differ. The number of comparisons grows with the number of shards, but
+not with the number of documents that share a beginning.
 """
 
 import bisect
@@ -29,7 +30,7 @@ FEW = 64  # number of tokens up to which Python computes a hash faster than PyTo
 
 
 class Match(NamedTuple):
-    """A document of the store that agrees with some tokens of a batch."""
+    """A document of the store that matches at a place of a batch, or a candidate for a match."""
 
     shard: Any  # the shard.Shard that holds the document
     document: int  # number of the document within its shard
@@ -37,19 +38,19 @@ class Match(NamedTuple):
 
 
 class _Beginning(NamedTuple):
-    """The first `length` tokens at a searched place of the batch, if their hash is in the index."""
+    """The next `length` tokens at a searched place of the batch. Their hash is in the index."""
 
     length: int
-    entries: range  # its index entries
+    entries: range  # index entries with this hash
 
 
 class _Search(NamedTuple):
     """A search at one place of the batch, for hashes of `length` to `upper` tokens."""
 
     at: int  # position in the list of starts
-    length: int  # number of tokens in a beginning that is in the index
-    upper: int  # the largest length to search
-    entries: range  # index entries of the hashed beginning
+    length: int  # the hash of the next `length` tokens is in the index
+    upper: int  # the largest number of tokens to hash
+    entries: range  # index entries with the hash of the next `length` tokens
 
 
 class Index:
@@ -119,9 +120,10 @@ class Index:
                 searches, self._proposed(hashes, starts, searches), strict=True
             ):
                 limit = limits[search.at]
-                # If a document longer than the limit matches, its beginnings of 1, 4, 16, ...
-                # tokens up to the limit are in the index. So only the search from the longest of
-                # these beginnings has to consider documents that are longer than the limit.
+                # Suppose that a document of at least `limit` tokens matches. Then the document's
+                # beginnings of 1, 4, 16, ... tokens up to the limit are in the index, and the
+                # longest of these beginnings finds the document. So the searches from shorter
+                # beginnings can skip documents of at least `limit` tokens.
                 may_be_cut_off = 4 * search.length > limit
                 candidates = self._in_order(hits, limit, whole, may_be_cut_off)
                 proposed.append((starts[search.at], candidates))
@@ -153,10 +155,10 @@ class Index:
         return None not in _first_that_agree(tokens, proposed)
 
     def likely_starts(self, hashes: Hashes, total: int, length: int) -> list[int]:
-        """Places where the hash of the next `length` tokens, 4 or 16, is in the index.
+        """Returns the places where the hash of the next `length` tokens is in the index.
 
-        `total` is the number of tokens. The result is [] if more than total / length places match,
-        as in a repetitive text.
+        `length` is 4 or 16, and `total` is the number of tokens. The result is [] if more than
+        total / length places match, as in a repetitive text.
         """
         places = torch.arange(max(total - length + 1, 0))
         wanted = hashes(places, torch.full_like(places, length))
@@ -211,9 +213,10 @@ class Index:
         """The candidates, sorted from the longest match to the shortest match.
 
         A shard has at most one candidate of `limit` or more tokens: the document with the longest
-        index entry in `hits`. Suppose that another document shares this entry, but differs from the
-        candidate before `limit`. Then the index has a longer entry for the other document. This
-        longer entry is not in `hits`, so the other document does not match.
+        index entry in `hits`. If another document shares this entry, but differs from the candidate
+        within the first `limit` tokens, the index has a longer entry for the other document. If the
+        other document matched, its longer entry would be in `hits`. So the other document does not
+        match.
         """
         cut_off, ending = {}, {}
         for length, entry, alone in sorted(hits, key=lambda hit: -hit[0]):
@@ -254,7 +257,7 @@ _Hit = tuple[int, int, bool]  # length of a beginning, index entry, whether the 
 def _first_that_agree(
     tokens: Tensor, proposed: Sequence[tuple[int, list[Match]]]
 ) -> list[Match | None]:
-    """For each start, the first candidate whose tokens equal the tokens from the start on, or None.
+    """For each start, the first candidate whose tokens equal `tokens` at the start, or None.
 
     The first candidates of all starts are compared together. Then the second candidates of the
     remaining starts are compared, and so on.

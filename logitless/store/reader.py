@@ -33,8 +33,8 @@ SLOTS = 1 << 19  # number of slots that are read and decoded at once
 class Store:
     """The documents of a store, and the teacher's distribution of each next token.
 
-    Rows are read from the files when they are used. If `tokenizer` is the `tokenizer_hash` of your
-    tokenizer, a store that was captured with another tokenizer is refused.
+    Rows are read from the files when they are used. To refuse a store that was captured with
+    another tokenizer, pass the `tokenizer_hash` of your tokenizer as `tokenizer`.
 
     >>> store = Store("targets")
     >>> tokens, targets = store[0]  # targets[i] describes the token after tokens[i]
@@ -130,7 +130,7 @@ class Store:
         return verify(self)
 
     def _of_lengths(self, flat: Tensor, lengths: list[list[int]], width: int) -> list["Span"]:
-        """Finds the rows of a batch in the store by one lookup, because the lengths are known."""
+        """Finds the documents of a batch by one lookup, because their lengths are known."""
         starts, limits = [], []
         for row, of_row in enumerate(lengths):
             starts += list(accumulate(of_row, initial=row * width))[:-1]
@@ -143,7 +143,7 @@ class Store:
         return _with_padding(starts, matches, len(flat))
 
     def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
-        """Finds the rows of a batch in the store, if the lengths of the documents are not known.
+        """Finds the documents of a batch, if the lengths of the documents are not known.
 
         The documents of a row are found in order, for all rows at once. The first lookup searches
         for documents at the starts of rows and at other likely starts. Later lookups search at the

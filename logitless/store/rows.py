@@ -1,10 +1,11 @@
 """Encodes targets as the columns of a shard, and decodes columns into targets.
 
 store/format.py describes the columns. The log-probability of a slot is stored as its distance below
-the row's `top`. With `values="u8"`, distances are measured in units, and each row has its own unit,
-in nats. Distances of up to NEAR units are rounded to whole units. Beyond NEAR units, the distance
-grows by a factor of 2^0.4, about 1.32, from one code to the next. So slots with almost no
-probability do not require a larger unit.
+`top`, the log-probability of the row's first slot. With `values="u8"`, distances are measured in
+units, and each row has its own unit, in nats. Distances of up to NEAR units are rounded to whole
+units. Beyond NEAR units, the distance grows by a factor of 2^0.4, about 1.32, from one code to the
+next. So a slot with almost no probability, far below `top`, does not require a larger unit for its
+row.
 
 Rounding keeps the sum of a row's probabilities, because `top` is chosen so that the rounded
 probabilities have the same sum. Rounding changes only the ratios between the probabilities. The KL
@@ -31,8 +32,8 @@ NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - N
 PER_OCTAVE, LOWEST = 32, -288  # a unit is 2^((step + LOWEST) / 32) nats; step is 0 to 255
 TRIED = 8  # number of further units that are tried per row, each 2 % larger than the last
 AT_ONCE = 1 << 16  # largest number of tensor elements in a pass that tries several units
-FAR_MASS = 2.0**-17  # a tried unit leaves at most this fraction of the mass beyond NEAR units
-NEGLIGIBLE = 2.0**-20  # divergence in nats up to which a row uses its first unit
+FAR_MASS = 2.0**-17  # with a tried unit, slots beyond NEAR units have at most this much mass
+NEGLIGIBLE = 2.0**-20  # a row uses its first unit up to this divergence, in nats
 
 Table = dict[str, Tensor]  # one tensor per column; all columns have the same rows
 Pieces = Mapping[str, Sequence[Any]]  # the bytes of a column, in one or several parts
@@ -55,7 +56,7 @@ def encoded(targets: SparseTargets, header: Header, sorted_: bool = False) -> Ta
     top = torch.where(top == -torch.inf, top, mass - rounded_mass)
     table["top"] = torch.where(valid[:, 0], top, torch.nan)
     tail = targets.tail
-    if tail is None:  # topk_distill computes a missing tail in the same way
+    if tail is None:  # as in topk_distill, a missing tail is log(1 - Σ p)
         tail = torch.log1p(-mass.double().exp().clamp_max(1))
     table["tail"] = torch.where(valid[:, 0], tail.float(), 0.0)
     packed = pack(torch.where(valid, ids, 0), header.bits)
@@ -82,7 +83,7 @@ def _ordered(targets: SparseTargets, k: int, sorted_: bool) -> tuple[Tensor, Ten
 
 
 def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
-    """Returns fp16 codes, and the distances below `top` that the codes mean."""
+    """Returns fp16 codes, and the rounded distances below `top` that the codes decode to."""
     codes = below.clamp_max(torch.finfo(torch.float16).max).half()
     rounded = codes.float()
     codes = codes.masked_fill(zero, torch.inf).masked_fill(~valid, torch.nan)
@@ -90,7 +91,7 @@ def _in_halves(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
 
 
 def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
-    """Returns 8-bit codes, and the distances below `top` that the codes mean.
+    """Returns 8-bit codes, and the rounded distances below `top` that the codes decode to.
 
     The first unit of a row is the smallest unit for which all slots are at most NEAR units below
     `top`. The row uses the first unit if the divergence of the decoded row is at most NEGLIGIBLE.
@@ -117,10 +118,10 @@ def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
     """Returns KL(p ‖ p̂) of shape (T, n), where p̂ is row p rounded with each of n units."""
     below, p = below[:, None], p[:, None]
     off = below - _codes(below, _unit(steps)[..., None])[1]
-    # With the rounding errors `off` of the distances, the decoded row is log p̂ = log p + off - log
-    # Σ p e^off. `off` is limited to 80, so that e^off does not overflow. `off` is above 80 only
-    # where p is 0, or for a unit with a larger error than all other units. So this limit does not
-    # change which unit is chosen.
+    # `off` is the rounding error of each distance. So log p̂ = log p + off - log Σ p e^off for the
+    # decoded row p̂. `off` is limited to 80, so that e^off does not overflow. `off` is above 80
+    # only where p is 0, or for a unit with a larger error than all other units. So this limit does
+    # not change which unit is chosen.
     return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
 
 
@@ -196,9 +197,10 @@ class Decoding:
             self._masked(begin, logprobs)
 
     def _far(self, units: Tensor, codes: Tensor) -> int:
-        """Replaces each code above `near` in `units` by the number of units that the code means.
+        """Replaces the codes above `near` in `units` by numbers of units. Returns the largest code.
 
-        Returns the largest code.
+        Before the call, `units` holds the codes. A code up to `near` already equals its number of
+        units.
         """
         last = codes[:, -1]  # a row's codes ascend, so its last code is the largest
         most = int(last.max())

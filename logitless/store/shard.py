@@ -25,7 +25,7 @@ from .rows import Pieces, Table, recoded, table_of, tensor_of
 
 Span = tuple[int, int]  # a range [begin, end) of rows of a shard
 ROWS = 8192  # number of rows that `groups` reads at once
-PIECE = 1 << 22  # number of bytes that are read at once for a digest
+PIECE = 1 << 22  # number of bytes that `is_intact` reads at once
 
 
 class Shard:
@@ -71,8 +71,8 @@ class Shard:
     def tokens_of(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
         """Returns a tensor with the tokens of several spans, and the place where each span begins.
 
-        The tensor has up to 7 other tokens before and after each span, because only every eighth
-        token has all its fields at byte boundaries.
+        The tensor has up to 7 other tokens before and after each span, because all fields of a
+        token begin at byte boundaries only for every eighth token.
         """
         whole = [(begin - begin % 8, end + -end % 8) for begin, end in spans]
         counts = [b - a for a, b in whole]

@@ -21,8 +21,8 @@ class Summary:
     """Statistics over the rows of a sample, except rows without slots."""
 
     rows: int
-    covered: Tensor  # K numbers: mean mass of the 1, 2, ..., K most probable tokens
-    entropy: Tensor  # a lower bound per row, in nats; the tail counts as one token
+    covered: Tensor  # covered[k - 1] is the mean mass of the k most probable tokens
+    entropy: Tensor  # in nats per row; a lower bound, because the tail counts as one token
     rank: Tensor  # rank of each next token among the slots, from 0; K if no slot has the token
 
     def within(self, k: int) -> float:
@@ -31,7 +31,7 @@ class Summary:
 
 
 def _sample(store: Store, most: int) -> Iterator[tuple[Tensor, Tensor, SparseTargets]]:
-    """Yields tokens, ends and targets of groups of documents that are spread over the store."""
+    """Yields groups of documents from all shards: the tokens, ends and targets of each group."""
     every, skipped = max(1, store.tokens // most), 0
     for shard in store.shards:
         numbers = range(skipped, len(shard), every)

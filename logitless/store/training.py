@@ -47,8 +47,8 @@ def distill_loss(
     `Store.targets_for`, and have the shape of `labels`. The loss is the mean over the tokens that
     are not ignored. With num_items, the loss is the sum over these tokens, divided by num_items.
     With parts=True, the cross-entropy `ce` and the divergence `kd` are returned too, for logging.
-    Then the logits are read once more. Other options are passed to `topk_distill`. The options
-    `divergence` and `support` must be passed.
+    For `ce` and `kd`, the logits are read once more. Other options are passed to `topk_distill`.
+    The options `divergence` and `support` must be passed.
 
     >>> targets = store.targets_for(input_ids)
     >>> options = {"divergence": "forward_kl", "support": "tail"}
@@ -90,8 +90,9 @@ def batch_targets(store: Store, batch: Mapping[str, Any]) -> SparseTargets:
         begins = (positions.expand_as(ids).cpu() == 0).gather(-1, order)
         lengths = [_lengths(row, int(n)) for row, n in zip(begins, is_token.sum(-1), strict=True)]
     if mask is not None:
-        # `targets_for` treats equal tokens at the end of a row as padding. A -1 is appended to
-        # every row, so that only ids of -1 are treated as padding.
+        # Without `lengths`, `targets_for` treats the tokens after the last matched document as
+        # padding if they are all equal. Every row gets a -1 at its end, so these tokens are all
+        # equal only if all of them are -1.
         tokens = F.pad(tokens, (0, 1), value=-1)
     targets = store.targets_for(tokens, lengths)
     if mask is not None:

@@ -18,8 +18,8 @@ from .shard import Shard
 
 ROWS = 8192  # number of rows that are decoded at once
 OFFSETS = (-1, 0, 1)
-CERTAIN = 5.0  # standard errors by which another offset must be better to count as a shift
-MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))  # as in SparseTargets, for the largest K
+CERTAIN = 5.0  # rows count as shifted if another offset is better by this many standard errors
+MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))  # largest mass in SparseTargets, at the largest K
 
 
 @dataclass

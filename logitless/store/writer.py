@@ -32,8 +32,9 @@ from .shard import Shard, shards_of, write_shard
 # memory. These bytes count towards `shard_bytes`, so that writing a shard of very short documents
 # takes no more memory than writing a shard of long documents.
 PER_DOCUMENT = 512
-# Documents of up to SHORT tokens are encoded together when their shard is written, because encoding
-# a few rows takes PyTorch as long as encoding a few hundred rows.
+# `add` does not encode documents of up to SHORT tokens whose targets are on the CPU. These
+# documents are encoded together when their shard is written, because encoding a few rows takes
+# PyTorch as long as encoding a few hundred rows.
 SHORT = 64
 
 
@@ -160,10 +161,10 @@ class Writer:
 
     @on_cpu
     def append(self, tokens: Tensor, rows: Table, starts: Sequence[int] | None = None) -> int:
-        """Adds one encoded document, or several encoded documents that `starts` delimits.
+        """Adds one encoded document, or several encoded documents if `starts` is given.
 
-        Returns the number of documents that were added. Documents that the store has already are
-        not added.
+        Document i is tokens[starts[i] : starts[i + 1]]. Returns the number of documents that were
+        added. Documents that the store has already are not added.
         """
         checks.is_open(self.closed, self.lock.is_mine)
         new, where, starts = self._new(tokens, starts or (0, len(tokens)))
@@ -189,7 +190,7 @@ class Writer:
     def _write(
         self, tokens: Tensor, starts: Sequence[int], rows: Table, digests: list[bytes]
     ) -> None:
-        """Appends the documents that `starts` delimits.
+        """Appends several documents. Document i is tokens[starts[i] : starts[i + 1]].
 
         Writes a shard whenever the journal is full.
         """
@@ -260,8 +261,9 @@ class Writer:
         try:
             self.close()
         except OSError:
-            # If the `with` block raised an error, this error is raised instead of the OSError,
-            # because the journal still has the documents.
+            # If the `with` block raised an error, the OSError of `close` is suppressed, so that the
+            # user sees the error of the block. No document is lost, because the journal still has
+            # the documents.
             if error is None:
                 raise
 

@@ -38,8 +38,8 @@ def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None
 
     Values on a GPU are read only with LOGITLESS_CHECK=1. A sum that exceeds 1 only by rounding
     errors is allowed. If a log-probability l has a relative error u, then the probability p = e^l
-    has an error of u |l| p. The errors of a row add up to u times the row's entropy, which is at
-    most u log(K + 1) for K slots and the tail. Adding up the probabilities causes another error of
+    has an error of u |l| p. So the errors of a row add up to u times the row's entropy. The entropy
+    of K slots and a tail is at most log(K + 1). Adding up the probabilities causes another error of
     u. The values of an fp32 tensor are sometimes converted from bfloat16, so u is at least 2⁻⁸, the
     rounding error of bfloat16. A NaN raises no error here, because the loss of its row will be NaN.
     """
@@ -88,9 +88,9 @@ def _where(place: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def _once_each(ids: Tensor, p: Tensor) -> Tensor:
-    """Returns p with 0 for repeated ids. The K numbers of each row are in a new order.
+    """Returns p without repeated ids. The K numbers of each row are in a new order.
 
-    Of several equal ids in a row, only the largest p is kept.
+    If an id repeats in a row, its largest p is kept, and its other p become 0.
     """
     p, order = p.sort(dim=-1, descending=True)
     ids, order = ids.gather(-1, order).sort(dim=-1, stable=True)

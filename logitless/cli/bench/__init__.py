@@ -1,9 +1,10 @@
 """`logitless bench`: checks and times this library, PyTorch and other libraries.
 
 The contenders are logitless, PyTorch eager, torch.compile, and other libraries if they can be
-imported. The values and gradients of every contender are compared with fp64 before any time is
-measured. On a GPU, a contender's time is compared with the time of a memory copy or of GEMMs, which
-is measured in the same run. On a CPU, a contender's time is compared with PyTorch's time.
+imported. Before any time is measured, the values and gradients of every contender are compared with
+formulas in fp64. On a GPU, a contender's time is compared with a lower bound: the time of a memory
+copy or of GEMMs, measured in the same run. On a CPU, a contender's time is compared with PyTorch's
+time.
 
     logitless bench                                  all cases: logits, teachers, heads
     logitless bench --family heads                   losses over a head only
@@ -91,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
-    """Runs the cases for which `stored` has no correct result.
+    """Runs the cases for which `stored` has no correct result of logitless.
 
     Returns a dictionary with the stored results and the new results.
     """
@@ -118,7 +119,8 @@ def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
     with contextlib.suppress(RuntimeError):  # a contender's error can leave the GPU unusable
         ceilings.append(clocks.copy_bandwidth(device, budget))
     ceiling = max(ceilings) or None
-    # The time limits depend on the copy bandwidth. This run can have measured a higher copy
-    # bandwidth, so stored results are compared with their time limits again.
+    # The time limits depend on the copy bandwidth. If this run has measured a higher copy bandwidth
+    # than the stored run, the time limits of the stored results change. So all results are checked
+    # again.
     results.judge([*cases.choose(device, quick=args.quick), *chosen], rows, ceiling)
     return document | {"copy_tbps": ceiling, "rows": rows, "left": len(left)}

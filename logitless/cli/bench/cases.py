@@ -1,10 +1,10 @@
 """The cases of the benchmark: functions, sizes, lower bounds on times (floors), and our targets.
 
-The size of the logits in bytes is B = rows · vocab · itemsize. A forward moves B bytes,
-because it reads the logits once. A forward + backward moves 3B bytes, because it reads the logits
-twice and writes a gradient of the same size. An in-place forward + backward moves 2B bytes, because
-it reads and overwrites each logit once. The *floor* of a case is a lower bound on its time: the
-number of moved bytes divided by C. The copy bandwidth C is measured in the same run.
+The size of the logits in bytes is B = rows · vocab · itemsize. A forward moves B bytes, because it
+reads the logits once. A forward + backward moves 3B bytes, because it reads the logits twice and
+writes a gradient of the same size. An in-place forward + backward moves 2B bytes, because it reads
+and overwrites each logit once. The copy bandwidth C is measured in the same run. The *floor* of a
+case is a lower bound on its time: the number of moved bytes divided by C.
 
 If bandwidth does not limit a function, its floor is the time of a *yardstick*: simpler work that is
 measured in the same run. The yardstick of a head is its GEMMs in cuBLAS: three GEMMs for a mean or
@@ -33,8 +33,8 @@ MIB = 2**20
 class Mode:
     """Names of modes.
 
-    A mode says which passes are timed, and how: by graph replay, by wall time, or by default in
-    device time.
+    A mode says which passes are timed, and which clock times them: graph replay, wall time or, by
+    default, device time.
     """
 
     FORWARD, BACKWARD = "forward", "forward + backward"
@@ -70,10 +70,10 @@ class Case(Work):
     For each reference, our time must be at most `targets[reference]` times the reference's time. A
     reference is one of these strings:
 
-    - "floor" is the lower bound on the time of the case, as defined at the top of this file.
+    - "floor" is the lower bound on the time of the case, which the top of this file defines.
 
-    - "start + floor" is the same lower bound, for small inputs. The allowed time is 6 µs longer,
-      because starting the kernels takes time.
+    - "start + floor" is for small inputs. Our time must be at most 6 µs + targets[reference] times
+      the floor, because starting the kernels takes time.
 
     - OUR_PLAIN is the time of our cross_entropy without options.
 
@@ -169,7 +169,7 @@ PAIRS = [
     TEACHERS("soft_cross_entropy", BOTH),
 ]
 ROOMY = {"floor": 1.25}
-LIGER = {"liger": 1.0}  # if our workspace is as large as Liger's memory, Liger's time is our limit
+LIGER = {"liger": 1.0}  # the target for a workspace as large as Liger's memory: Liger's time
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
@@ -188,7 +188,7 @@ OVER_A_HEAD = [
 def workspaces(targets: dict[int, dict]) -> list[Case]:
     """Cases of cross_entropy over a head, for several workspaces and values of `accumulate`.
 
-    `targets` maps the size of a workspace in MiB to the times that a case should reach.
+    `targets` maps the size of a workspace in MiB to the targets of its case (see Case).
     """
     small = [(f"{mib} MiB", {"workspace": mib * MIB}, limit) for mib, limit in targets.items()]
     return [PLAIN_HEAD, *(ALONE(*case, yardstick="3 GEMMs") for case in small), *OTHER_SUMS]
@@ -201,7 +201,7 @@ SHAPES = (  # rows of the last two shapes are not 16-byte aligned
 FEW_SHAPES = "1×128256 bf16, 2×129920 fp32, 16×128256 bf16, 128×128256 bf16"
 LARGE, LARGE_HEAD = "8192×128256 bf16", "8192×4096×128256 bf16"
 CPU, CPU_HEAD = "128×50257 fp32", "256×512×32000 fp32"
-GROUPS = (  # a group is: family, cases, shapes on a GPU, shapes on a CPU, `kinds` for `suits`
+GROUPS = (  # a group holds: family, cases, shapes on a GPU, shapes on a CPU, `kinds` (see `suits`)
     ("logits", STREAM, SHAPES, f"{CPU}, 128×50257 bf16", ("many",)),
     ("logits", ON_CPU, "", "512×128256 fp32", ()),
     ("logits", FEW, FEW_SHAPES, "", ("few",)),

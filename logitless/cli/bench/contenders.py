@@ -149,8 +149,9 @@ def fla(module) -> dict:
 def both_ways(loss) -> dict:
     """Returns an op that keeps the logits, and an op that overwrites the logits in backward.
 
-    `loss(**options)` must return an op. A loss class can be passed as it is. For a function f, pass
-    partial(partial, f), which turns options into partial(f, **options).
+    `loss(**options)` must return an op, as the constructor of a loss class does. If a library has
+    only a function f, pass partial(partial, f). Its call with options returns partial(f,
+    **options).
     """
     return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
 

@@ -36,7 +36,7 @@ class Entry:
     def attempt(self, step: Callable, argument, when: str = "") -> None:
         """Calls `step(argument)`.
 
-        If the call raises, the error is stored as the contender's result.
+        If the call raises, the contender's status becomes "failed", and its note is the error.
         """
         try:
             step(argument)
@@ -54,7 +54,7 @@ class Entry:
             result.value_error, result.grad_error = errors
             bound = formulas.TOLERANCE[self.case.dtype] * formulas.CLIPPED.get(self.case.op, 1)
             bound *= 1 if result.contender == OURS else 10
-            off = [x for x in errors if x is not None and not x <= bound]  # `not <=` includes NaN
+            off = [x for x in errors if x is not None and not x <= bound]  # also true for NaN
             if off:
                 result.status, result.note = "wrong", f"error {off[-1]:.1e}, allowed {bound:.0e}"
         if not all(map(torch.equal, scratch, self.leaves)):
@@ -135,8 +135,8 @@ def run_case(
     around = [measure()] if case.yardstick and checked and ready else []
     for entry in ready:
         entry.attempt(entry.clock, budget, "while timed: ")
-        # The yardstick, whose time is the floor of the case, is timed before and after the first
-        # contender, because GPU clocks drift.
+        # The time of the yardstick is the floor of the case. The yardstick is timed before and
+        # after the first contender, because GPU clocks drift.
         if len(around) == 1:
             around.append(measure())
     if not around:

@@ -107,9 +107,9 @@ class Transformer(nn.Module):
             for _ in range(scale.layers)
         )
         self.norm = nn.LayerNorm(scale.width)
-        # The initial logits have unit variance. Multiplied by `self.gain`, the embedded tokens have
-        # unit variance too. With other variances, training would amplify rounding errors so much
-        # that two correct implementations of a loss would have different loss curves.
+        # The initial logits have unit variance. The embedded tokens, multiplied by `self.gain`,
+        # have unit variance too. With other variances, training would amplify rounding errors so
+        # much that two correct implementations of a loss would have different loss curves.
         self.gain = scale.width**0.5
         nn.init.normal_(self.token.weight, std=1 / self.gain)
         self.head = nn.Linear(scale.width, vocab, bias=False, device="meta")
@@ -163,7 +163,7 @@ def train(learners: list[Learner], batches: Iterator[Batch], steps: int) -> Iter
 
 
 def largest_difference(learners: list[Learner]) -> float:
-    """The largest difference between the losses of two learners after the same step."""
+    """The largest difference between the losses of two learners in the same step."""
     one, other = learners
     return max(abs(a - b) for a, b in zip(one.curve, other.curve, strict=True))
 

@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     """The sizes of the models, the data and the measurements."""
 
     vocab: int
-    k: int  # number of tokens stored per position; 64 tokens would have too little mass
+    k: int  # number of tokens stored per position; the top 64 would have too little mass
     teacher: Scale
     student: Scale
     documents: int  # number of documents that the students train on
