@@ -136,11 +136,12 @@ class Backend(Protocol):
         """Multiplies x in place by g, which is a scalar tensor or holds one number per row."""
         ...
 
-    def zero_ignored(self, x: Tensor, reading: Reading, scale: Tensor | None = None) -> Tensor:
-        """Returns x · scale, with 0 in the rows that `reading` marks as ignored.
+    def scale_two_(self, x: Tensor, y: Tensor, g: Tensor) -> None:
+        """Multiplies two contiguous tensors of the same dtype in place by the scalar tensor g."""
+        ...
 
-        x has shape (N, D), and `scale` is a scalar tensor.
-        """
+    def zero_ignored(self, x: Tensor, reading: Reading) -> Tensor:
+        """Returns a tensor x of shape (N, D) with 0 in the rows that `reading` marks as ignored."""
         ...
 
     # --- teachers

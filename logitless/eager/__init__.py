@@ -2,7 +2,7 @@
 
 from .gather import gather, gather_gradient
 from .pair import merge_pairs, pair_finish, pair_gradient, pair_partial, pair_read
-from .rows import reduce, scale_, share, zero_ignored
+from .rows import reduce, scale_, scale_two_, share, zero_ignored
 from .slot_divergence import slots
 from .smoothing_z_loss import (
     can_accumulate,
@@ -39,6 +39,7 @@ __all__ = [
     "read",
     "reduce",
     "scale_",
+    "scale_two_",
     "share",
     "slots",
     "topk",

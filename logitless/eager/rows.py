@@ -207,16 +207,13 @@ def scale_(x: Tensor, g: Tensor) -> None:
     x.mul_(g.reshape(x.shape[:-1]).unsqueeze(-1) if g.dim() else g)
 
 
-def zero_ignored(
-    x: Tensor,  # (N, D)
-    reading: Reading,
-    scale: Tensor | None = None,  # (), a factor for the rows that count
-) -> Tensor:
-    """Returns x · scale, with 0 in the rows that the reading ignores.
+def scale_two_(x: Tensor, y: Tensor, g: Tensor) -> None:
+    """Multiplies x and y in place by the number g."""
+    scale_(x, g)
+    scale_(y, g)
 
-    The result is x itself if there is neither a scale nor an ignore_index.
-    """
-    if scale is not None:
-        x = (x.to(scale.dtype) * scale).to(x.dtype)
+
+def zero_ignored(x: Tensor, reading: Reading) -> Tensor:  # x (N, D)
+    """Returns x with 0 in the rows that the reading ignores. Without an ignore_index, returns x."""
     ignored = reading.ignored_rows()
     return x if ignored is None else x.masked_fill(ignored.reshape(-1, 1), 0.0)

@@ -127,7 +127,7 @@ class ReadsNoLogits:
         self.label_coefficients = backend.label_coefficients
         self.weighted_nll, self.share = backend.weighted_nll, backend.share
         self.reduce, self.scale_, self.slots = backend.reduce, backend.scale_, backend.slots
-        self.zero_ignored = backend.zero_ignored
+        self.scale_two_, self.zero_ignored = backend.scale_two_, backend.zero_ignored
         self.can_accumulate, self.is_narrow = backend.can_accumulate, backend.is_narrow
 
 

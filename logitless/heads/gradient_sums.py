@@ -52,6 +52,18 @@ class HeadGradients(NamedTuple):
         )
         return self._replace(hidden=hidden, weight=weight, bias=bias)
 
+    def scale_(self, backend: Backend, number: Tensor) -> None:
+        """Multiplies the gradients of hidden, weight and bias in place by a scalar tensor."""
+        hidden, weight, bias = self.hidden, self.weight, self.bias
+        if hidden is None or weight is None or hidden.dtype != weight.dtype:
+            rest = (hidden, weight, bias)
+        else:
+            backend.scale_two_(hidden, weight, number)
+            rest = (bias,)
+        for t in rest:
+            if t is not None:
+                backend.scale_(t.view(1, -1) if t.dim() == 1 else t, number)
+
     def through(self, f: Callable[[tuple], tuple]) -> "HeadGradients":
         """Calls f with a flat tuple of all gradients, and returns f's result as HeadGradients."""
         head = (self.hidden, self.weight, self.bias, self.row_weight)

@@ -130,6 +130,8 @@ def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
 
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for this device."""
+    if not torch._C._is_any_autocast_enabled():  # takes a sixth of the time of the next line
+        return False
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 

@@ -5,27 +5,26 @@ work, the time on the host matters. Therefore the functions of this module call 
 possible. The GEMMs include ignored rows, because dropping ignored rows would make the host wait for
 the number of rows that count.
 
-For a mean or sum, forward computes the loss and the gradient of the logits, which overwrites the
-logits. Backward computes the GEMMs of the other gradients, and multiplies them by the upstream
-gradient. For results per row, autograd saves the logits until backward.
+For a mean or sum, forward computes the loss and all gradients, and backward multiplies the
+gradients by the upstream gradient. The gradient of the logits overwrites the logits. A second
+backward computes the logits and the gradients again. For results per row, autograd saves the logits
+until backward.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import eager
-from ..contract import PRECISION, Reading
+from ..contract import PRECISION
 from ..core import evaluate
 from ..core.autograd import Node, refuse_second, refuse_tangents
 from ..core.call import backend_of, under_transform
 from ..core.loss import RowLoss
+from .gradient_sums import HeadGradients
 from .head import Head
 from .products import gemm, padded_logits, padded_memory, without_autocast
-
-Gradients = tuple[Tensor | None, ...]
 
 
 def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
@@ -53,11 +52,10 @@ class SmallTotal(Node):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, row_weight, loss, reduction):
-        x = _logits(hidden, weight, bias)
-        backend = backend_of(hidden)
-        outputs, dz = evaluate.total_and_gradient(backend, x, loss, row_weight, reduction, x)
-        ctx.reading = loss.reading.without_tensors()
-        ctx.save_for_backward(dz, hidden, weight, bias, loss.reading.label)
+        ctx.backend, ctx.reduction = backend_of(hidden), reduction
+        outputs, ctx.gradients = _total(ctx, hidden, weight, bias, row_weight, loss)
+        tensors, ctx.loss = loss.flatten(recompute=True)
+        ctx.save_for_backward(hidden, weight, bias, row_weight, *tensors)
         if len(outputs) == 1:
             return outputs[0]
         ctx.mark_non_differentiable(*outputs[1:])
@@ -66,13 +64,17 @@ class SmallTotal(Node):
     @staticmethod
     def backward(ctx, upstream, *_):
         Node.refuse_vmap((upstream,))
-        dz, hidden, weight, bias, label = saved = ctx.saved_tensors
-        reading, needs = ctx.reading._replace(label=label), ctx.needs_input_grad
-        with torch.no_grad(), without_autocast(hidden.device):
-            gradients = _gradients(hidden, weight, bias, reading, dz, needs, upstream)
+        hidden, weight, bias, row_weight, *tensors = saved = ctx.saved_tensors
+        gradients, ctx.gradients = ctx.gradients, None  # autograd owns the gradients afterwards
+        with torch.no_grad():
+            if gradients is None:
+                with without_autocast(hidden.device):
+                    loss = ctx.loss.rebuild(tensors)
+                    _, gradients = _total(ctx, hidden, weight, bias, row_weight, loss)
+            gradients.scale_(ctx.backend, upstream)
         if torch.is_grad_enabled():
-            gradients = refuse_second(gradients, (*saved, upstream))
-        return *gradients, None, None, None
+            gradients = gradients.through(lambda g: refuse_second(g, (*saved, upstream)))
+        return gradients.hidden, gradients.weight, gradients.bias, None, None, None
 
 
 class SmallRows(Node):
@@ -89,20 +91,30 @@ class SmallRows(Node):
     def backward(ctx, *upstream):
         Node.refuse_vmap(upstream)
         x, hidden, weight, bias, *tensors = saved = ctx.saved_tensors
-        needs, gradients = ctx.needs_input_grad[:3], (None,) * 3
+        gradients = HeadGradients()
         with torch.no_grad(), without_autocast(hidden.device):
-            into = _memory_like(x)
-            loss, dz, d_rows = evaluate.finish(ctx, x, tensors, upstream, any(needs), into)
+            wanted, into = any(ctx.needs_input_grad[:3]), _memory_like(x)
+            loss, dz, d_rows = evaluate.finish(ctx, x, tensors, upstream, wanted, into)
             if dz is not None:
-                gradients = _gradients(hidden, weight, bias, loss.reading, dz, needs)
-        gradients = (*gradients, *d_rows)
+                gradients = _gradients(ctx, hidden, weight, bias, loss, dz)
+        gradients = gradients._replace(row_inputs=d_rows)
         if torch.is_grad_enabled():
-            gradients = refuse_second(gradients, (*saved, *upstream))
-        return *gradients[:3], None, *gradients[3:]
+            gradients = gradients.through(lambda g: refuse_second(g, (*saved, *upstream)))
+        return gradients.hidden, gradients.weight, gradients.bias, None, *gradients.row_inputs
 
 
 _small_total: Any = super(torch.autograd.Function, SmallTotal).apply  # pyright: ignore[reportAttributeAccessIssue]
 _small_rows: Any = super(torch.autograd.Function, SmallRows).apply  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _total(
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, row_weight: Tensor | None,
+    loss: RowLoss,
+) -> tuple[tuple[Tensor, ...], HeadGradients]:  # fmt: skip
+    """Returns (value, *extras), and the gradients for an upstream gradient of 1."""
+    x = _logits(hidden, weight, bias)
+    outputs, dz = evaluate.total_and_gradient(ctx.backend, x, loss, row_weight, ctx.reduction, x)
+    return outputs, _gradients(ctx, hidden, weight, bias, loss, dz)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -126,28 +138,21 @@ def _traced_logits(head: Head, loss: RowLoss) -> Tensor:
 
 
 def _gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, reading: Reading, dz: Tensor,
-    needs: Sequence[bool], upstream: Tensor | None = None,
-) -> Gradients:  # fmt: skip
-    """Returns the gradients of hidden, weight and bias, times `upstream`.
-
-    dz is the gradient of the logits. Multiplying dz by `upstream` would round all gradients of a
-    row in the same direction. Therefore `upstream` multiplies d_hidden, and hidden in the GEMM of
-    d_weight.
-    """
+    ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: RowLoss, dz: Tensor
+) -> HeadGradients:
+    """Returns the gradients of hidden, weight and bias, where dz is the gradient of the logits."""
+    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     d_hidden = d_weight = d_bias = None
-    h, backend = hidden, backend_of(hidden)
+    h = hidden
     if h.dim() != 2:
         h, dz = h.reshape(-1, h.shape[-1]), dz.view(-1, dz.shape[-1])
-    if needs[0]:
+    if needs_hidden:
         d_hidden = gemm(dz, weight)
-        if upstream is not None:
-            backend.scale_(d_hidden, upstream)
-        d_hidden = d_hidden if hidden.dim() == 2 else d_hidden.view(hidden.shape)
-    if needs[1]:
+        d_hidden = d_hidden if h is hidden else d_hidden.view(hidden.shape)
+    if needs_weight:
         # The gradient of an ignored row is 0, but 0 times NaN or infinity is NaN.
-        d_weight = gemm(dz.t(), backend.zero_ignored(h, reading, upstream))
-    if needs[2] and bias is not None:
-        d_bias = dz.sum(0, dtype=PRECISION[bias.dtype])
-        d_bias = (d_bias if upstream is None else d_bias * upstream).to(bias.dtype)
-    return d_hidden, d_weight, d_bias
+        h = ctx.backend.zero_ignored(h, loss.reading)
+        d_weight = gemm(dz.t(), h)
+    if needs_bias and bias is not None:
+        d_bias = dz.sum(0, dtype=PRECISION[bias.dtype]).to(bias.dtype)
+    return HeadGradients(d_hidden, d_weight, d_bias)

@@ -172,9 +172,7 @@ def backward(call: Call, share: Tensor | None, gradients: HeadGradients, upstrea
     if head.main_grad is not None and gradients.weight is not None:
         head.main_grad.addcmul_(gradients.weight, scale)
         gradients = gradients._replace(weight=None)
-    for t in (gradients.hidden, gradients.weight, gradients.bias):
-        if t is not None:
-            backend.scale_(t.view(1, -1) if t.dim() < 2 else t, scale)
+    gradients.scale_(backend, scale)
     gradients = gradients.like(head.inputs)
     row_weight, row_inputs = gradients.row_weight, gradients.row_inputs
     return gradients._replace(

@@ -3,7 +3,7 @@
 from .blockfp_gemm import accumulate, can_accumulate, exponents
 from .duplicate_ids import with_repeats
 from .gather import gather, gather_gradient
-from .host import gradient, one_pass, read, reduce, scale_, share
+from .host import gradient, one_pass, read, reduce, scale_, scale_two_, share
 from .narrow_fwd import narrow_partial
 from .narrow_gradients import narrow_gradients
 from .narrow_tile import is_narrow
@@ -42,6 +42,7 @@ __all__ = [
     "read",
     "reduce",
     "scale_",
+    "scale_two_",
     "share",
     "slots",
     "topk",

@@ -30,7 +30,7 @@ from .launch import REMEMBERED, Launch, Plans
 from .layout import Place, Rows, describe
 from .nll_fwd_bwd import nll_fwd_bwd_plan
 from .reduce import reduce_launch
-from .scale import scale_launch
+from .scale import scale_launch, scale_two_launch
 from .stats_fwd import stats_fwd_launch
 from .stats_merge import stats_finish_launch
 from .stats_outputs import OUTPUTS
@@ -382,3 +382,14 @@ def scale_(x: Tensor, g: Tensor) -> None:
         x.copy_(dense)
     else:
         launch(x, g.contiguous())
+
+
+def scale_two_(x: Tensor, y: Tensor, g: Tensor) -> None:
+    """Multiplies x and y in place by the number g, in one launch.
+
+    x and y are contiguous and have the same dtype.
+    """
+    size_x, size_y = x.numel(), y.numel()
+    if size_x + size_y:
+        offsets = x.data_ptr() % 16, y.data_ptr() % 16
+        scale_two_launch(size_x, size_y, offsets, x.device)(x, y, g)

@@ -1,4 +1,7 @@
-"""Multiplies each row by a number, in place. Rows that are multiplied by 1 are not read."""
+"""Multiplies each row by a number, in place. Rows that are multiplied by 1 are not read.
+
+A second kernel multiplies two tensors by the same number, in one launch.
+"""
 
 import functools
 
@@ -52,4 +55,49 @@ def scale_launch(
         _scale_kernel, (min(tiles, 8 * config.processors(device)),),
         (0 if one_number else 1, *rows.strides, rows.vocab, tiles, blocks),
         num_warps=cut.num_warps, BLOCK_V=cut.block_v,
+    )  # fmt: skip
+
+
+@triton.jit(
+    **profiled("scale_two"),
+    do_not_specialize=["tiles_x", "tiles"],
+    do_not_specialize_on_alignment=["G"],
+)
+def _scale_two_kernel(
+    X, Y, G,  # inputs; X and Y are also the outputs
+    size_x, size_y, tiles_x, tiles,  # numbers of elements and of tiles
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program loops over tiles. The tiles of X come before the tiles of Y."""
+    g = tl.load(G).to(tl.float32)
+    if g == 1.0:
+        return
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        if tile < tiles_x:
+            _scale_tile(X, tile, size_x, g, BLOCK)
+        else:
+            _scale_tile(Y, tile - tiles_x, size_y, g, BLOCK)
+
+
+@triton.jit
+def _scale_tile(X, tile, size, g, BLOCK: tl.constexpr):
+    at = (tl.zeros((BLOCK,), tl.int64) + tile) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(X + at, (x * g).to(X.dtype.element_ty), mask=at < size)
+
+
+@functools.lru_cache(REMEMBERED)
+def scale_two_launch(
+    size_x: int, size_y: int, offsets: tuple[int, int], device: torch.device
+) -> Launch:
+    """Returns the Launch for two contiguous tensors, whose addresses modulo 16 are `offsets`.
+
+    Each pair of offsets needs its own Launch, because Triton compiles for the alignment.
+    """
+    block = 4096
+    tiles_x, tiles_y = config.ceil_div(size_x, block), config.ceil_div(size_y, block)
+    tiles = tiles_x + tiles_y
+    return Launch(
+        _scale_two_kernel, (min(tiles, 8 * config.processors(device)),),
+        (size_x, size_y, tiles_x, tiles), num_warps=8, BLOCK=block,
     )  # fmt: skip

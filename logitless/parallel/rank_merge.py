@@ -51,7 +51,7 @@ class ColumnBackend:
         # The underlying backend provides the functions that read no logits.
         self.slots, self.reduce, self.share = backend.slots, backend.reduce, backend.share
         self.scale_, self.merge = backend.scale_, backend.merge
-        self.zero_ignored = backend.zero_ignored
+        self.scale_two_, self.zero_ignored = backend.scale_two_, backend.zero_ignored
         self.cross_entropy, self.label_mass = backend.cross_entropy, backend.label_mass
         self.label_coefficients = backend.label_coefficients
         self.weighted_nll, self.can_accumulate = backend.weighted_nll, backend.can_accumulate

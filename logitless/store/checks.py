@@ -70,7 +70,7 @@ def tokens(t: Any, vocab_size: int) -> Tensor:
 def starts(value: Any, n: int) -> None:
     """Checks the list `starts` of several documents, which have n tokens in total.
 
-    The list must hold the place of each document's first token, and then n.
+    A valid list holds the place of each document's first token, and then n.
     """
     if not isinstance(value, (list, tuple)) or len(value) < 2:
         raise TypeError(f"starts must be a list of at least two numbers, got {value!r:.50}.")

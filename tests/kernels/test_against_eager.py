@@ -69,10 +69,19 @@ def test_hidden_states_of_ignored_rows(width, ignore_index, device):
         want = strided.clone()
         if ignore_index is not None:
             want[label == ignore_index] = 0
+        assert torch.equal(kernels.zero_ignored(spoilt, reading), want)
+        assert torch.equal(eager.zero_ignored(spoilt, reading), want)
+
+
+@pytest.mark.parametrize("number", [1.0, 1.7])
+@pytest.mark.parametrize("sizes", [(1, 1), (5, 9000), (9000, 5), (4096, 8192)])
+def test_two_tensors_times_one_number(sizes, number, device):
+    memory = [torch.randn(size + 1, device=device) for size in sizes]
+    g = torch.tensor(number, device=device)
+    for offset in (0, 1):
         for backend in (eager, kernels):
-            assert torch.equal(backend.zero_ignored(spoilt, reading), want)
-            scale = torch.tensor(1.7, device=device)
-            assert torch.equal(backend.zero_ignored(spoilt, reading, scale), want * 1.7)
-            got = backend.zero_ignored(spoilt.bfloat16(), reading, scale).float()
-            exact = want.bfloat16().float() * 1.7
-            torch.testing.assert_close(got, exact, rtol=2.0**-7, atol=0)
+            x, y = [m.clone() for m in memory]
+            backend.scale_two_(x[offset:], y[offset:], g)
+            for t, m in zip((x, y), memory, strict=True):
+                assert torch.equal(t[offset:], m[offset:] * number)
+                assert torch.equal(t[:offset], m[:offset])

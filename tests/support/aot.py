@@ -182,9 +182,8 @@ def launches_of(v: Variant):
             with mock.patch.object(program_exchange, "may_wait", return_value=True):
                 launch_gradients(x, reading, found, v)
             kernels.scale_(x, torch.zeros(2))
-            counted = reading._replace(label=torch.zeros(2, dtype=torch.int64))
-            kernels.zero_ignored(x, counted)
-            kernels.zero_ignored(x, counted, torch.zeros(()))
+            kernels.scale_two_(x, torch.zeros_like(x), torch.zeros(()))
+            kernels.zero_ignored(x, reading._replace(label=torch.zeros(2, dtype=torch.int64)))
             if v.K == 1:
                 launch_pairs(x, reading, v.everything)
         with mock.patch.object(config, "processors", return_value=PROCESSORS):
