@@ -8,10 +8,10 @@ row statistics share:
 
 In this formula, z are the logits after softcap and temperature (see Reading), p = softmax(z), and v
 are the class weights. Let y = z · temperature be the logits before the division by the temperature.
-The gradient of y_i is dz_i / temperature. If a loss also uses the log-probability of the label at
-temperature 1, the loss has one more coefficient, d. The term d ([i = label] - p1_i) is then added
-to the gradient of y_i, where p1 = softmax(y). The backward multiplies the whole gradient by the
-upstream gradient.
+The gradient of y_i is dz_i / temperature. A loss that also uses the log-probability of the label at
+temperature 1 has one more coefficient, d. Such a loss adds the term d ([i = label] - p1_i) to the
+gradient of y_i, where p1 = softmax(y). The backward multiplies the whole gradient by the upstream
+gradient.
 """
 
 import math
@@ -39,7 +39,7 @@ STATISTICS = (
     "entropy",  # -Σ p log p
     "total",  # Σ v z, where v are the class weights
     "log_total",  # Σ v log p
-    "argmax",  # int64, the lowest column if several are equal; -1 for ignored rows
+    "argmax",  # int64, the column of the max, or the lowest of several; -1 for ignored rows
     "tail",  # log of the softmax mass outside the ids
     "logprob_t1",  # log p of the label at temperature 1
 )
@@ -86,9 +86,9 @@ class Reading(NamedTuple):
         return sums_of(self.wants, self.at_temperature_1)
 
     def fold_scale(self, scale: float, softcap: float | None) -> "Reading":
-        """Returns a Reading that gives logits x the statistics that `self` gives scale · x.
+        """Returns a Reading that computes, from logits x, the statistics of scale · x.
 
-        The argument `softcap` replaces the softcap of `self`, and is the softcap of scale · x.
+        The softcap of `self` is replaced by the argument `softcap`, which applies to scale · x.
         """
         if scale == 1:
             return self._replace(softcap=softcap)
@@ -107,7 +107,7 @@ class Reading(NamedTuple):
         return None if self.temperature == 1 else self.temperature
 
     def squared(self, dtype: torch.dtype) -> tuple[Tensor | None, float]:
-        """Returns a tensor and a number, whose product is the square of the temperature.
+        """Returns the square of the temperature as two factors, a tensor and a number.
 
         If each row has its own temperature, the tensor holds the squares, computed in `dtype`, and
         the number is 1. Otherwise, the tensor is None, and the number is the square.
@@ -130,15 +130,15 @@ class RowStats(NamedTuple):
     """The statistics of each row, in fp32 (fp64 for fp64 logits).
 
     All statistics except argmax are differentiable. A statistic that was not requested is None.
-    Here, z are the logits after softcap and temperature, and p = softmax(z). If all logits share a
-    large offset, `logprob` stays exact, but `picked - lse` does not.
+    Here, z are the logits after softcap and temperature, and p = softmax(z). If a large constant is
+    added to all logits, `logprob` stays exact, but `picked - lse` does not.
     """
 
     lse: Tensor | None = None  # (...)      log Σ e^z
     picked: Tensor | None = None  # like ids  z[ids]
     entropy: Tensor | None = None  # (...)    -Σ p log p, in nats
     total: Tensor | None = None  # (...)      Σ z
-    argmax: Tensor | None = None  # (...)     int64, the lowest column if several are equal
+    argmax: Tensor | None = None  # (...)     int64, the column of the max, or the lowest of several
     logprob: Tensor | None = None  # like ids  log p[ids]
 
 
@@ -175,18 +175,18 @@ STATE = 6
 class Partials(NamedTuple):
     """Partial statistics of several disjoint sets of columns of the logits.
 
-    A set of columns is a block of a head, a split of a row, or the shard of one rank. Partial
-    statistics can be merged in any order. For an empty set of columns, the max M is -inf, and all
-    sums are 0.
+    A set of columns is a block of a head, the part of a row that one program reads (a split), or
+    the shard of one rank. Partial statistics can be merged in any order. For an empty set of
+    columns, the max M is -inf, and all sums are 0.
     """
 
     state: Tensor  # (N, number of sets, part_width); the fields M, ..., REF are listed below
     picked: Tensor | None = None  # (N, K), y at the ids; 0 for an id outside these columns
 
 
-# Fields of Partials.state, where y = z · temperature, m = max y and d = y - m. Partials.state
-# starts with the fields that most losses need, and ends with the last field that a requested
-# statistic needs. A field that no requested statistic needs is undefined.
+# Fields of Partials.state, where y = z · temperature, m is the max of y over the set of columns,
+# and d = y - m. Partials.state starts with the fields that most losses need, and ends with the last
+# field that a requested statistic needs. A field that no requested statistic needs is undefined.
 M = 0  # max y
 S = 1  # Σ e^(d / temperature)
 Y_LABEL = 2  # y at the label; 0 if the label is outside these columns
@@ -247,7 +247,7 @@ def of_bits(t: Tensor) -> Tensor:
 class Coefficients(NamedTuple):
     """The coefficients of the formula at the top of this file, for an upstream gradient of 1."""
 
-    rows: Tensor | None  # (N, COEFFICIENTS), or (1, COEFFICIENTS) if all rows share them
+    rows: Tensor | None  # (N, COEFFICIENTS), or (1, COEFFICIENTS) if all rows are equal
     has: tuple[str, ...]  # the names from FIELDS that the loss uses
     ids: Tensor | None = None  # g_k, (N, K) or (..., K)
 
@@ -257,7 +257,8 @@ A = 0  # a
 B = 1  # b
 G_LABEL = 2  # g_label
 G_TOTAL = 3  # g_c
-# Replaces `a` in the columns of the ids. A loss with A_IDS needs the statistic "tail" and has no B.
+# The coefficient that replaces `a` in the columns of the ids. A loss with A_IDS needs the statistic
+# "tail" and has no B.
 A_IDS = 4
 D_LOGPROB_T1 = 5  # d, the gradient of logprob_t1
 COEFFICIENTS = 6
@@ -282,8 +283,8 @@ class Slots(NamedTuple):
 
     teacher: Tensor  # (..., K), log p of the teacher at the ids
     mask: Tensor | None  # (..., K), bool, True for unmasked slots
-    # The log of the teacher's mass outside the slots, (...). If `tail` is None, the teacher's mass
-    # outside the slots is (1 - Σ p).
+    # The log of the teacher's mass outside the slots, (...). If `tail` is None, this mass is
+    # computed as 1 - Σ p.
     tail: Tensor | None
     row_weight: Tensor | None  # (...), multiplies each row's divergence
     divergence: str  # "forward_kl", "reverse_kl", "jsd" or "tvd"
@@ -314,7 +315,7 @@ LOG_ROUNDING = math.log(2.0**-6)
 
 
 def at_the_ends(divergence: str, beta: float) -> tuple[str, float | None]:
-    """Returns the divergence to compute, and its β, which is None except for JSD.
+    """Returns the divergence to compute, and its β. Only JSD has a β; for others, β is None.
 
     JSD is replaced by forward KL at β = 0, and by reverse KL at β = 1.
     """
@@ -339,7 +340,8 @@ class Pair(NamedTuple):
 
 # The number of values saved per row for a loss against a dense teacher. Four values are the max and
 # the sum of exponentials of the student's logits and of the teacher's logits. The fifth value is a
-# mean under the student's probabilities, which depends on the loss (see eager/pair.py).
+# mean under the student's probabilities. Each loss takes the mean of another quantity (see
+# eager/pair.py).
 PAIR_STATE = 5
 
 # The dtype of statistics and losses for each dtype of logits.

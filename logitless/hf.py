@@ -32,13 +32,13 @@ from .targets.sparse import SparseTargets
 class DistillTrainer(Trainer):
     """A Trainer with the loss (ce_weight · cross-entropy + kd_weight · divergence from a teacher).
 
-    The teacher is either a model (`teacher`) or a store of captured logits (`store`, a `Store` or
-    its path). With a store, each sample of the dataset must be a document of the store, or the
-    beginning of a document. With a teacher model, each step captures the model's `k` largest logits
-    per token. The heads of student and teacher are fused, so that no logits are materialised. The
-    arguments `divergence` and `support` are required, and docs/distillation.md explains them.
-    `temperature` applies to student and teacher. With a store, `temperature` must be the
-    temperature at which the store was captured.
+    The teacher is either a model, passed as `teacher`, or a store of captured logits. `store` is a
+    `Store` or its path. With a store, each sample of the dataset must be a document of the store,
+    or the beginning of a document. With a teacher model, each step captures the model's `k` largest
+    logits per token. The heads of student and teacher are fused, so that no logits are
+    materialised. The arguments `divergence` and `support` are required, and docs/distillation.md
+    explains them. `temperature` applies to student and teacher. With a store, `temperature` must be
+    the temperature at which the store was captured.
 
     Training steps log `ce_loss` and `kd_loss`. Evaluations log `eval_ce_loss` and `eval_kd_loss`.
     With `eval_teacher=False`, evaluation computes only the cross-entropy, so that the evaluation

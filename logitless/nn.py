@@ -98,8 +98,8 @@ class CrossEntropyLoss(_LogitsModule):
 
     The options are those of `logitless.cross_entropy`. Unlike in PyTorch, the vocabulary is always
     the last dimension. For example, targets of shape (B, T) match logits of shape (B, T, V). For
-    logits of shape (B, V, T), pass logits.movedim(1, -1). The module cannot detect the shape (B, V,
-    T), because V can equal T.
+    logits of shape (B, V, T), pass logits.movedim(1, -1). If V equals T, a wrong order of
+    dimensions is not detected, and the loss is wrong.
     """
 
     weight: Tensor | None
@@ -238,7 +238,10 @@ class JSDLoss(_PairLoss):
 
 
 class LinearCrossEntropyLoss(CrossEntropyLoss):
-    """`logitless.linear_cross_entropy` as a module. `weight` holds the class weights."""
+    """`logitless.linear_cross_entropy` as a module.
+
+    `weight` holds the class weights. The head's weight is the argument `linear_weight` of forward.
+    """
 
     def forward(
         self,

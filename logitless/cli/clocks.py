@@ -1,9 +1,9 @@
 """Clocks that use device events, graph replay or wall time. All times are in milliseconds.
 
-A clock takes two functions. `prepare` is called before each repetition and is not timed. `run` is
-called with the result of `prepare` and is timed. The clock repeats `run` for about `budget`
-milliseconds and returns the median time. `device_time` first repeats `run` for 0.4 · `budget`
-milliseconds as a warm-up.
+The function `run` is timed. Some clocks also take a function `prepare`, which is called before each
+repetition and is not timed. Then `run` is called with the result of `prepare`. A clock with a
+`budget` repeats `run` for about `budget` milliseconds and returns the median time. `device_time`
+first repeats `run` for 0.4 · `budget` milliseconds as a warm-up.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Run = Callable[[Any], Any]
 
 
 def repetitions(budget: float, one: float, least: int = 5, most: int = 500) -> int:
-    """How many calls of `one` ms each fit into `budget` ms, limited to [least, most]."""
+    """The number of calls of `one` ms that fit into `budget` ms, clamped to [least, most]."""
     return max(least, min(most, int(budget / max(one, 1e-3))))
 
 

@@ -32,8 +32,9 @@ VARIABLES = (
 # Shapes (N, V) of logits. In the first shape, V is 1. In the second shape, V is odd. In the third
 # shape, rows are 16-byte aligned. In the last shape, V is so large that kernels split a row.
 SHAPES = ((3, 1), (5, 33), (4, 1000), (1, 16411))
-# Bounds on the errors of values and of gradients. Losses are returned in fp32 or fp64, even for
-# 16-bit logits. Gradients are rounded to the dtype of the logits.
+# Bounds on the errors of values and of gradients. Values have the same bound for 16-bit logits as
+# for fp32 logits, because losses of 16-bit logits are returned in fp32. Gradients are rounded to
+# the dtype of the logits.
 BOUNDS = {
     torch.bfloat16: (2e-5, 1e-2),
     torch.float16: (2e-5, 2e-3),
@@ -62,7 +63,12 @@ class Error(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The largest errors of one check, relative to their bounds, and the text of a problem."""
+    """The result of one check.
+
+    `value` and `gradient` are the errors that are largest relative to their bounds. If a result is
+    wrong, `value` and `gradient` are the errors of this result. `problem` is empty if the check
+    passed.
+    """
 
     value: Error = Error()
     gradient: Error = Error()
@@ -156,10 +162,7 @@ def self_check(kinds: tuple[str, ...]) -> int:
 
 
 def examine(check: Check, device: str) -> Outcome:
-    """Runs a check with all dtypes and shapes, until a problem occurs.
-
-    Returns the largest errors, relative to their bounds, and the text of the problem, if any.
-    """
+    """Runs a check with all dtypes and shapes, until a problem occurs. Returns the Outcome."""
     worst = Outcome()
     dtypes = [d for d in BOUNDS if d != torch.float64 or device == "cpu"]
     if torch.float64 in dtypes and _call.chosen() == "triton":
@@ -199,5 +202,5 @@ def errors(check: Check, shape, dtype: torch.dtype, device: str) -> tuple[float,
     (d_x,) = torch.autograd.grad(ours, x, upstream.to(ours.dtype))
     (d_z,) = torch.autograd.grad(naive, z, upstream.double())
     difference = torch.linalg.vector_norm(d_x.double() - d_z)
-    size = torch.linalg.vector_norm(d_z).clamp(min=0.1)  # the gradient is 0 if V = 1
+    size = torch.linalg.vector_norm(d_z).clamp(min=0.1)  # avoids 0 / 0 if V = 1
     return value, (difference / size).item()

@@ -1,9 +1,9 @@
 """Naive PyTorch formulas of the library's functions, and the errors of results against fp64.
 
 A formula takes logits (n, V) and tensors with one entry per row, and returns numbers or ids per
-row. `doctor` compares the library with these formulas. `bench` times these formulas, in the dtype
-of the logits, as the contender "eager". `errors` evaluates and differentiates the formulas in fp64,
-for a few rows at a time to save memory.
+row. `doctor` compares the library with some of these formulas (selfcheck.py). `bench` times these
+formulas, in the dtype of the logits, as the contender "eager". `errors` evaluates and
+differentiates the formulas in fp64, for a few rows at a time to save memory.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ELEMENTS = {"cpu": 2**22, "cuda": 2**25}  # number of fp64 logits in memory at o
 # d against its fp64 reference r is ‖d - r‖ / ‖r‖. The bounds of other libraries are ten times as
 # large, because some libraries compute or return the loss in the dtype of the logits.
 TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "fp32": 1e-4}
-# The bounds on the errors of ops that clip probability ratios are multiplied by these factors. If
+# For ops that clip probability ratios, the bounds in TOLERANCE are multiplied by these factors. If
 # the probability ratio of a token is near the clipping limit, the rounding of 16-bit logits decides
-# whether the token's gradient is zero. Even the PyTorch formula of policy_loss has an error of
+# whether the token's gradient is zero. So even the PyTorch formula of policy_loss has an error of
 # 4e-2.
 CLIPPED = {"policy_loss": 5}
 
@@ -181,8 +181,9 @@ def gap(z: Tensor, got: Tensor, right: Tensor, *, exact_logits: bool) -> Tensor:
     """The largest error of a result, which holds numbers or ids.
 
     The error of an id is the difference between its logit and the logit of the right id. So
-    exchanging two ids with equal logits is no error. If `exact_logits` is true, the logits have no
-    rounding errors. Then an id whose logit is wrong has an infinite error.
+    exchanging two ids with equal logits is no error. Pass `exact_logits=True` only if the logits z
+    have no rounding errors. With `exact_logits`, the error is infinite if the logit of an id
+    differs at all from the logit of the right id.
     """
     if got.is_floating_point():
         return distance(got, right)

@@ -1,8 +1,9 @@
 """`logitless scale`: the cost of a head and its loss on each rank of a tensor-parallel group.
 
-The cost is computed, not measured. The command counts bytes, FLOPs and collectives, and divides the
-counts by speeds. Some speeds were measured on one H200 (benchmarks/results). The other speeds are
-published or assumed, as the source code of this command states.
+The cost is computed, not measured. The command counts bytes and FLOPs, divides the counts by
+speeds, and adds a latency for each collective. Some speeds were measured on one H200
+(benchmarks/results). The other speeds are published or assumed, as the source code of this command
+states.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from logitless.cli import require
 class Gpu(NamedTuple):
     """Speeds of a GPU and its links."""
 
-    flops: float  # FLOP per second of the three GEMMs of a head in bf16
+    flops: float  # FLOP per second that the three GEMMs of a bf16 head reach
     copy: float  # bytes read plus bytes written per second
     link: float  # bytes per second in each direction, within a node
     network: float  # bytes per second in each direction, between nodes

@@ -26,10 +26,10 @@ class Check(NamedTuple):
 
     The function and the formula are called with logits of shape (N, V), N ids and a second matrix
     of shape (N, V). Both return a floating-point tensor. Both results are differentiated with
-    respect to the logits.
+    respect to the logits, unless `differentiable` is False.
     """
 
-    name: str  # name of the function, followed by a comma and the name of the case
+    name: str  # name of the function; a comma and a case follow if there are several checks
     ours: Callable[[Tensor, Tensor, Tensor], Tensor]
     naive: Callable[[Tensor, Tensor, Tensor], Tensor]
     least: int = 1  # smallest V that the check accepts
@@ -42,7 +42,7 @@ def naive_entropy(x: Tensor) -> Tensor:
 
 
 def ignoring(ids: Tensor) -> Tensor:
-    """The ids as targets. The first row is ignored, unless it is the only row."""
+    """Returns the ids as targets. The first row is ignored (-100), unless there is only one row."""
     return ids if len(ids) == 1 else ids.index_fill(0, ids.new_zeros(1), -100)
 
 
@@ -96,7 +96,7 @@ def naive_renorm(x, ids, _):
 def head_of(other: Tensor) -> Tensor:
     """A weight of shape (16, D).
 
-    Each row has one nonzero entry, 1 or -0.5, so that logits are exact.
+    Each row has one nonzero entry, 1 or -0.5, so that the logits have no rounding errors.
     """
     rows = torch.arange(16, device=other.device)
     weight = other.new_zeros((16, other.shape[1]))
@@ -105,7 +105,7 @@ def head_of(other: Tensor) -> Tensor:
 
 
 def in_chunks(work: Work) -> Cut:
-    """One row per chunk."""
+    """Cuts a head into chunks of one row each."""
     return Cut(1)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-WINDOW = 512  # documents that are sorted by length at a time, so that batches have little padding
+WINDOW = 512  # number of documents that are sorted by length together, to reduce padding in batches
 SHOWN = 60  # number of characters of a line that an error message shows
 
 

@@ -1,4 +1,4 @@
-"""The base class of all autograd functions of this package, with errors for unsupported modes."""
+"""The base class of most autograd functions of this package, with errors for unsupported modes."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def refuse_tangents(*tensors: Tensor | None) -> None:
 
 
 def refuse_second(gradients: tuple, inputs: tuple) -> tuple:
-    """Returns gradients. Differentiating the result with respect to `inputs` raises an error."""
+    """Returns `gradients`, tied to `inputs` so that differentiating them again raises an error."""
     present = [t for t in gradients if t is not None]
     needed = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
     if not present or not needed:

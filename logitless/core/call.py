@@ -2,10 +2,10 @@
 
 Checks read shapes, dtypes, devices and Python numbers, which are the same in every step of a
 training loop. Therefore `check_once` checks each combination of shapes, dtypes, devices and numbers
-only once. The rules for the arguments of a public function are in checks.py of the function's
-folder. Only `check_values` reads the values of tensors. `check_values` always reads tensors on a
-CPU, because no synchronisation is needed. `check_values` reads tensors on a GPU only if
-LOGITLESS_CHECK=1 is set.
+only once. The rules for the arguments of a public function are in the file checks.py of the
+function's folder. Only `check_values` reads the values of tensors. `check_values` always reads
+tensors on a CPU, because no synchronisation is needed. `check_values` reads tensors on a GPU only
+if LOGITLESS_CHECK=1 is set.
 
 By default, Triton kernels compute losses on a GPU. Plain PyTorch computes losses on a CPU, and fp64
 losses on every device. `impl` selects the backend explicitly.
@@ -53,7 +53,7 @@ def check_once(check: Callable[..., None], *args: Any) -> None:
         )
         if key in _passed:
             return
-    except (AttributeError, TypeError):  # no hash or no shape; `check` will raise an error
+    except (AttributeError, TypeError):  # an argument without a hash or shape; `check` raises
         key = None
     try:
         check(*args)

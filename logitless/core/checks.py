@@ -34,7 +34,7 @@ def logits(x: Any, name: str = "logits") -> None:
 
 
 def some_logits(x: Any, name: str) -> None:
-    """Checks logits, which are allowed to have 0 columns."""
+    """Checks the type, dtype and number of dimensions of logits, which can have 0 columns."""
     if not is_source(x):
         raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}.")
     if is_dtensor(x):
@@ -46,7 +46,7 @@ def some_logits(x: Any, name: str) -> None:
 
 
 def placed(name: str, x: Any, dim: int) -> None:
-    """Checks that a DTensor is replicated, or sharded only once, on dimension `dim`."""
+    """Checks that a DTensor is replicated, or sharded on dimension `dim` by one mesh dimension."""
     sharded = [p for p in x.placements if not p.is_replicate()]
     if sharded and (len(sharded) > 1 or not is_shard(sharded[0], dim)):
         raise TypeError(
@@ -205,7 +205,7 @@ def row_weight(t: Any, x: Tensor) -> None:
         raise TypeError(f"row_weight must be a Tensor, got {type(t).__name__}.")
     if t.is_complex():
         raise TypeError(f"row_weight must be real, got {t.dtype}.")
-    if t.dtype == torch.bool:  # the divisor of a mean would count rows of weight False
+    if t.dtype == torch.bool:  # a mean would also divide by rows of weight False
         raise TypeError(
             "row_weight must hold numbers that multiply the losses, got torch.bool. "
             "Pass a mask of the rows that count as `mask`."
@@ -280,8 +280,8 @@ def dense_teacher(name: str, t: Any, of: str, x: Tensor) -> None:
     if is_dtensor(t) and not is_dtensor(x):
         raise TypeError(f"{name} must be a plain Tensor like {of}, got a DTensor.")
     _same_shape(name, t, x, of)
-    # Only a Tensor is checked, because the logits of a teacher's head are always computed without a
-    # gradient.
+    # requires_grad is checked only for a Tensor, because a teacher's head always computes its
+    # logits without a gradient.
     if isinstance(t, Tensor) and t.requires_grad:
         raise ValueError(
             f"{name} must not require grad, because losses compute no gradient for {name}; pass "

@@ -1,7 +1,7 @@
 """Evaluates a loss over a tensor of logits. Other sources of logits have a method `evaluate`.
 
-A loss is evaluated on one of six routes. `evaluate` chooses the route, or `evaluate_in_place` if
-inplace=True. If several conditions are true, the first route in this list is used.
+A loss is evaluated on one of six routes. The route is chosen by `evaluate`, or, if inplace=True, by
+`evaluate_in_place`. If several conditions are true, the first route in this list is used.
 
 - The route "source" is used if the logits are not a plain tensor. The source computes values and
   gradient.
@@ -10,12 +10,13 @@ inplace=True. If several conditions are true, the first route in this list is us
 - The route "in place" is used if inplace=True and a gradient is needed. Forward overwrites the
   logits with the gradient (in_place.py).
 - The route "values alone" is used if no gradient is needed.
-- The route "gradient in forward" is used if the forward of the loss already computes the gradient
-  (saves_gradient). On a GPU, this route is also used for a mean or sum over at most SMALL logits,
-  if the loss has no row_inputs and row_weight requires no gradient. Forward computes the gradient
-  for an upstream gradient of 1. Backward multiplies this gradient by the upstream gradient.
+- The route "gradient in forward" is used if the loss has saves_gradient=True, which means that its
+  forward always computes the gradient. On a GPU, this route is also used for a mean or sum over at
+  most SMALL logits, if the loss has no row_inputs and row_weight requires no gradient. Forward
+  computes the gradient for an upstream gradient of 1. Backward multiplies this gradient by the
+  upstream gradient.
 - The route "gradient in backward" is used in all other cases. Backward computes the gradient from
-  the saved state of each row.
+  the logits and from the tensors that forward saved.
 
 In the route "gradient in forward", the loss's `mean_and_gradient` can compute a mean and its
 gradient in one kernel launch. If `mean_and_gradient` returns None, `value_and_gradient` computes
@@ -90,7 +91,7 @@ def evaluate_traced(x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor
 
 
 def _forward(backend: Backend, x: Tensor, loss: RowLoss, row_weight, reduction: str | None):
-    """Returns the outputs, the factor that multiplies each row's gradient, and saved tensors."""
+    """Returns the outputs, the factor of each row's gradient, and the tensors saved by forward."""
     outputs, saved = loss.forward(backend, x)
     value, *extras = outputs
     if reduction is None:
@@ -248,8 +249,8 @@ def finish(
     return loss, d_x, d_rows
 
 
-# Function.apply contains code that is needed only under torch.func. Under torch.func, losses are
-# evaluated by `evaluate_traced`, and not by the two functions below. So the two functions call the
-# apply of the base class, which is faster.
+# torch.autograd.Function.apply contains code that is needed only under torch.func. The two
+# functions below are never called under torch.func, because `evaluate_traced` is called instead. So
+# both functions are the `apply` of Function's base class, which is faster.
 _gradient_in_forward = super(torch.autograd.Function, GradientInForward).apply  # pyright: ignore[reportAttributeAccessIssue]
 _gradient_in_backward = super(torch.autograd.Function, GradientInBackward).apply  # pyright: ignore[reportAttributeAccessIssue]

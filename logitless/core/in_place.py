@@ -51,12 +51,12 @@ def overwrite_on(
 
 
 def _owner(logits: Tensor) -> tuple[Tensor, bool]:
-    """Returns the tensor to mark as overwritten, and whether autograd detects its later uses.
+    """Returns the overwritten tensor, and whether autograd can mark this tensor as overwritten.
 
     PyTorch allows an autograd function with several outputs to overwrite a base tensor, but not a
-    view. If the logits are a view of all elements of a base tensor, the base tensor is marked.
-    Logits that are a leaf or a slice of a larger tensor cannot be marked. For these logits, only
-    the version counter is increased.
+    view. If the logits are a view of a whole base tensor, the base tensor is marked. Logits that
+    are a leaf or a slice of a larger tensor cannot be marked. For these logits, only the version
+    counter is increased.
     """
     base = logits if logits._base is None else logits._base
     if logits.is_leaf or base.is_leaf:
@@ -115,7 +115,7 @@ class GradientInPlace(Node):
                 "logits must not be used after cross_entropy(..., inplace=True), which overwrote"
                 " the logits with their gradient; pass inplace=False to keep the logits."
             )
-        gradient, label = ctx.saved_tensors  # autograd raises in a second backward
+        gradient, label = ctx.saved_tensors  # this access raises in a second backward
         if upstream is None:
             return (None,) * 7
         if upstream.dim():  # in ignored rows, an infinite upstream gradient times 0 would be NaN

@@ -8,7 +8,7 @@ autograd:
     backward(backend, x, saved, upstream) returns the gradient of the logits.
 
 The first output is the value of the loss, which is weighted and reduced. All further outputs are
-called `extras`. The extras are results per row without a gradient, and are neither weighted nor
+called `extras`. The extras are results per row. They have no gradient, and are neither weighted nor
 reduced. The result of a loss is the value, or a tuple (value, *extras). If `multiple_outputs` is
 True, there are no extras. All outputs are then results per row, which are never reduced, and every
 floating-point output is differentiable.
@@ -19,9 +19,10 @@ backward formula (contract.py). A loss over statistics inherits `forward` and `b
 that needs the logits of whole rows overrides `forward` and `backward`.
 
 `backend` is `kernels`, `eager`, or a backend that reads some columns at a time and merges partial
-statistics. ColumnBackend (parallel/rank_merge.py) merges over ranks, BlockBackend (heads/blocks.py)
-merges over blocks of a head, and OnChipBackend (heads/on_chip.py) merges over splits of a narrow
-head. See Backend in backend.py.
+statistics. ColumnBackend (parallel/rank_merge.py) merges the statistics of ranks. BlockBackend
+(heads/blocks.py) merges the statistics of a head's blocks of columns. OnChipBackend
+(heads/on_chip.py) merges the statistics of a narrow head's ranges of columns. See Backend in
+backend.py.
 
 `flatten` separates the tensors that backward reads from the other fields of a loss, and `rebuild`
 puts the tensors back. `map_tensors` applies a different function to each of three kinds of
@@ -52,7 +53,8 @@ class RowLoss:
 
     reading: Reading
 
-    # Whether no output is reduced, and every floating-point output is differentiable.
+    # True if the loss has several results per row, none of which is ever reduced. Every
+    # floating-point result is then differentiable.
     multiple_outputs: ClassVar[bool] = False
     # The names of the extras. The extra "argmax" is int64. `extras` is None if the number of extras
     # is known only after forward.
@@ -68,7 +70,7 @@ class RowLoss:
 
     @property
     def teachers(self) -> tuple:
-        """Dense teachers, which are tensors or heads that compute some rows at a time."""
+        """The dense teachers of the loss. Each teacher is a Tensor or a ScaledHead."""
         return ()
 
     # --- methods that a subclass implements
@@ -117,7 +119,7 @@ class RowLoss:
         saved: Saved,
         upstream: Upstream,
         factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
-        into: Tensor | None = None,  # receives the gradient, and can be x; None allocates memory
+        into: Tensor | None = None,  # memory for the gradient, can be x; None allocates it
     ) -> Tensor:
         coefficients, gain = self.coefficients(saved, upstream)
         return backend.gradient(x, self.reading, saved[0], coefficients, gain, factor, into)
@@ -125,7 +127,10 @@ class RowLoss:
     def value_and_gradient(
         self, backend: Backend, x: Tensor, factor: Tensor | None, into: Tensor
     ) -> tuple[tuple[Tensor, ...], Tensor, Saved]:
-        """Returns the outputs, the gradient for an upstream gradient of 1, and saved tensors."""
+        """Returns forward's outputs, the gradient of x, and forward's saved tensors.
+
+        The gradient is for an upstream gradient of 1, times `factor` if `factor` is not None.
+        """
         outputs, saved = self.forward(backend, x)
         upstream = (one[x.device, outputs[0].dtype],)
         return outputs, self.backward(backend, x, saved, upstream, factor, into), saved
@@ -175,8 +180,8 @@ class RowLoss:
         The result is differentiable.
 
         "mean" divides by the sum of `mass`, or by the number of rows that count if `mass` is None.
-        If `values` is the tuple of all outputs, only the first output is reduced. For a tuple, the
-        result is (value, *extras), or only the value if there are no extras.
+        If `values` is the tuple of all outputs, only the first output is reduced. The result is
+        then (value, *extras), or only the value if there are no extras.
         """
         if isinstance(values, tuple):
             value, *extras = values
@@ -188,8 +193,8 @@ class RowLoss:
         if row_weight is None:
             return values
         values, ignored = values * row_weight.to(values.dtype), self.reading.ignored_rows()
-        # The value of an ignored row is 0. If its row_weight is infinite, the product is NaN, so
-        # the result is set to 0.
+        # The value of an ignored row is 0, but 0 times an infinite row_weight is NaN. So the
+        # product is set to 0 in ignored rows.
         return values if ignored is None else torch.where(ignored, 0.0, values)
 
     # --- access to the tensors of a loss
@@ -256,7 +261,7 @@ def one(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 def rows_in(lead: torch.Size) -> int:
-    """The number of rows for the leading shape `lead`, whose sizes can be symbolic.
+    """The number of rows of logits with the shape (*lead, V). The sizes in `lead` can be symbolic.
 
     Size.numel() would replace a symbolic size of torch.compile by a constant.
     """

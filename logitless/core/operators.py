@@ -97,8 +97,8 @@ class Operator:
         check_values(loss)
         outputs, saved = loss.forward(backend_of(x), x)
         saved = [x.new_empty(0) if t is None else t for t in saved]
-        # Saved tensors with one row are cloned, because they can be cached constants. An operator
-        # must not return a tensor that another call also returns.
+        # An operator must not return a tensor that another call also returns. Saved tensors with
+        # one row can be cached constants, which every call returns, so they are cloned.
         saved = [t.clone() if t.shape[:1] == (1,) else t for t in saved]
         return [*outputs, *saved]
 

@@ -69,7 +69,10 @@ def workspace(value: Any) -> None:
 
 
 def logits_dtype(value: Any) -> None:
-    """Checks that logits can have this dtype. heads/checks.py compares the dtype with hidden."""
+    """Checks that logits can have this dtype.
+
+    heads/checks.py checks that the dtype fits the dtype of the hidden states.
+    """
     if value is not None and value not in LOGITS_DTYPES:
         names = ", ".join(map(str, LOGITS_DTYPES))
         raise ValueError(f"logits_dtype must be one of {names} or None, got {value!r}.")

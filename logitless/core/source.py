@@ -12,9 +12,9 @@ evaluates losses.
 
 A source computes logits for some rows at a time, and calls `forward` and `backward` of the loss for
 these rows. `loss.rows(rows, lead)` returns the loss of only these rows. The source reduces the
-values of all rows with `loss.reduce`. A source that has only some columns of each row computes
-`Partials` with the backend's `partial`, merges the partial statistics of all columns, and calls
-`finish`.
+values of all rows with `loss.reduce`. A source that has only some columns of each row calls the
+backend's `partial`, which returns the `Partials` of these columns. The source then merges the
+`Partials` of all columns, and calls the backend's `finish`.
 """
 
 import math
@@ -105,9 +105,9 @@ class Source:
         return self.materialize(slice(None)).view(self.shape)
 
     def in_columns(self, shard: Any) -> "Source":
-        """Returns a source of all ranks' logits. This rank computes only the columns of `shard`.
+        """Returns the logits of all ranks as a source, which computes only this rank's columns.
 
-        `shard` is the Shard (parallel/shard.py) that holds this source.
+        `shard` is the Shard (parallel/shard.py) whose columns this source computes.
         """
         raise TypeError(f"source must be logits or a LinearLogits, got {type(self).__name__}.")
 
@@ -137,7 +137,7 @@ _CONVERTERS: list[Callable[[Any], "Source | None"]] = []
 
 
 def converts(function: F) -> F:
-    """Decorates a function that returns a Source for some logits, and None for other logits.
+    """Registers a function that converts logits to a Source, or returns None if it cannot do so.
 
     The function is called for a Source whose attribute `spread` is True, and for logits that are
     neither a Source nor a plain tensor.
@@ -220,6 +220,6 @@ def flat_teacher(teacher: Any) -> tuple[tuple[Tensor | None, ...], Any]:
 def scaled_teacher(teacher: Any, factor: float) -> Any:
     """Returns a dense teacher with its logits multiplied by `factor`, or None.
 
-    The result is None for a Tensor, because the multiplication would need a copy.
+    The result is None if the teacher is a Tensor, because multiplying a Tensor would copy it.
     """
     return None if is_dense(teacher) else teacher.times(factor)

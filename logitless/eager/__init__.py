@@ -1,4 +1,4 @@
-"""The backend in plain PyTorch, the default for CPUs, and for fp64 on every device."""
+"""The backend in plain PyTorch, which is the default on CPUs, and on every device for fp64."""
 
 from .gather import gather, gather_gradient
 from .pair import merge_pairs, pair_finish, pair_gradient, pair_partial, pair_read

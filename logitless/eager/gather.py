@@ -1,4 +1,4 @@
-"""Gathers the logits at K ids per row, and computes their gradient, in plain PyTorch."""
+"""Gathers the logits x at K ids per row, and computes the gradient of x, in plain PyTorch."""
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def gather_gradient(
     x: Tensor,  # (..., V)
     reading: Reading,
     picked: Tensor,  # (..., K), the result of gather
-    g: Tensor,  # (..., K), the gradient of picked
+    g: Tensor,  # (..., K), the gradient of picked for an upstream gradient of 1
     upstream: Tensor,  # one number, or one number per row
     factor: Tensor | None = None,
     into: Tensor | None = None,

@@ -2,7 +2,7 @@
 
 The functions pair_read, pair_partial, pair_finish and pair_gradient have the same interface as in
 kernels/. The formulas of the losses and gradients are in kernels/pair_fwd.py and
-kernels/pair_bwd.py. kernels/pair_state.py defines all symbols except d.
+kernels/pair_bwd.py. kernels/pair_state.py defines all symbols except d, which is defined below.
 
 The forward saves a state of shape (N, PAIR_STATE), which holds five numbers per row: shift and
 normaliser of the student, shift and normaliser of the teacher, and a mean in nats. A shift is the
@@ -12,8 +12,8 @@ student's probabilities q. For reverse KL, the mean is Σ q (d_q - d_p), where d
 exponents, and d_p are the teacher's exponents. For JSD, the mean is Σ q log(q / M), where M is the
 mixture of student and teacher. For the other losses, the mean is 0. The Triton kernels save the
 mean in other units (kernels/pair_state.py). A partial state covers only some columns of a row. A
-partial state holds the max instead of the shift, and the sum c of kernels/pair_fwd.py, in nats,
-instead of the mean.
+partial state holds the max instead of the shift. Instead of the mean, a partial state holds a sum
+c, in nats, which kernels/pair_fwd.py defines for each loss.
 """
 
 import torch
@@ -33,9 +33,9 @@ from .rows import (
     written_to,
 )
 
-# For each kind of loss, the number by which the chunk size is divided. A kind that is not listed
-# has the number 1. JSD needs smaller chunks, because JSD keeps about twenty tensors of a chunk's
-# size in memory, and the other losses keep six.
+# The chunk size is divided by a number, which _DIVISORS gives for each kind of loss. For a kind
+# that is not in _DIVISORS, the number is 1. JSD needs smaller chunks, because JSD keeps about
+# twenty tensors of a chunk's size in memory, and the other losses keep six.
 _DIVISORS = {"jsd": 8}
 
 
@@ -54,8 +54,8 @@ def _target(t: Tensor, reading: Reading, pair: Pair) -> Tensor:
 def _log(s: Tensor) -> Tensor:
     """Returns log s, where s = Σ e^d is the normaliser of a row.
 
-    If all logits of a row are -inf, s is 0, and the result is inf. Therefore all log-probabilities
-    of a row of -inf are -inf, and all probabilities are 0.
+    If all logits of a row are -inf, s is 0, and the function returns +inf instead of log 0 = -inf.
+    Subtracting +inf makes all log-probabilities of the row -inf, and all probabilities 0.
     """
     return torch.where(s == 0, torch.inf, s).log()
 
@@ -72,8 +72,8 @@ def _mixture(log_q: Tensor, log_p: Tensor, beta: float) -> tuple[Tensor, Tensor,
     a = gap.abs().nan_to_num(nan=1e4).clamp_max(1e4)
     share = (-a).exp()
     big = torch.fmax(log_q, log_p).exp()
-    # β is rounded to the dtype of log q, so that β + (1-β) is exactly 1. Therefore JSD is exactly 0
-    # if p = q.
+    # β is rounded to the dtype of log q, so that β + (1-β) is exactly 1. Without this rounding, JSD
+    # could differ from 0 for p = q.
     least = torch.finfo(gap.dtype).eps / 2
     b = torch.full((), min(max(beta, 1e-30), 1 - least), dtype=gap.dtype, device=gap.device)
     w = torch.where(more, b, 1 - b)
@@ -157,7 +157,7 @@ def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
         log_q, log_p = _log(state[:, 1:2]), _log(state[:, 3:4])
         terms, q, log_q_m = _mixture(d_q - log_q, d_p - log_p, pair.blend)
         # If all logits of the student's row are -inf, log_q is inf. If all logits of the teacher's
-        # row are -inf, log_p is inf. In both cases, 0 · inf makes the loss NaN.
+        # row are -inf, log_p is inf. If log_q or log_p is inf, the term 0 · inf makes the loss NaN.
         value = _positive(terms.sum(1, keepdim=True) + 0.0 * (log_q + log_p))
         state[:, 4:] = (q * log_q_m).sum(1, keepdim=True)
     return torch.cat((value, state), 1)
@@ -166,9 +166,10 @@ def _value_and_state(y, t, rate, reading: Reading, pair: Pair, norms) -> Tensor:
 def pair_finish(partial: Tensor, kind: str, inv_t: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Returns the loss (N, 1) and the state (N, PAIR_STATE) from a merged partial state.
 
-    For "jsd", the loss and the mean in the state are 0, because JSD needs another pass. The
-    argument inv_t (N, 1), which is 1 / temperature, is not used. The function pair_finish in
-    kernels/ uses inv_t to convert the mean from nats to the unit of the logits y.
+    For "jsd", the returned loss is 0, and the mean in the returned state is 0, because both need
+    another pass over the logits. The argument inv_t (N, 1), which is 1 / temperature, is not used.
+    The function pair_finish in kernels/ uses inv_t to convert the mean from nats to the unit of the
+    logits y.
     """
     m_q, s_q, m_p, s_p, c = partial.split(1, 1)
     shift_q, shift_p = (torch.where(m.isinf(), 0.0, m) for m in (m_q, m_p))

@@ -117,12 +117,12 @@ def _compare(
 
     log_p = _rest(log_p) if sparse.tail is None else sparse.tail.reshape(-1).to(log_q.dtype)
     # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too. A
-    # teacher's tail below LOG_ROUNDING can be a 16-bit rounding error.
+    # teacher's tail below LOG_ROUNDING can be an error from rounding the teacher's p to 16 bits.
     no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
     log_p = torch.where(no_tail, -torch.inf, log_p)
     f, g_tail = _terms(log_p, log_p.exp(), log_q_tail, log_q_tail.exp(), divergence, beta)
     g_tail = torch.where(log_q_tail == -torch.inf, 0.0, g_tail)  # an empty tail has gradient 0
-    if mask is not None:  # a row whose slots are all masked does not count
+    if mask is not None:  # if all slots of a row are masked, its tail adds 0
         counts = mask.any(-1)
         f, g_tail = (torch.where(counts, t, 0.0) for t in (f, g_tail))
     return value + f, g, g_tail

@@ -83,16 +83,20 @@ def _rows(main: Tensor, a: Tensor) -> Tensor:
     return rows
 
 
-# Only the Triton backend has a function one_pass, which reads the logits once. On a CPU, a second
-# read of the logits costs little, because the rows are in the cache.
+# The Triton backend has a function `one_pass`, which computes loss and gradient in one read of the
+# logits. This backend has no such function. On a CPU, a second read of the logits costs little,
+# because the rows are in the cache.
 one_pass = None
 
 
 def can_accumulate(hidden: Tensor, weight: Tensor) -> bool:
-    """Returns False, because a CPU has enough memory to sum the weight's gradient in fp32."""
+    """Returns False, because this backend does not accumulate in block floating point.
+
+    A CPU has enough memory to sum the weight's gradient in fp32.
+    """
     return False
 
 
 def is_narrow(hidden: Tensor, weight: Tensor) -> bool:
-    """Returns False, because PyTorch has no functions that compute a head without its logits."""
+    """Returns False, because plain PyTorch cannot compute a head without logits in memory."""
     return False

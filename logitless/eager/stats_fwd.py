@@ -143,7 +143,8 @@ def outside(x: Tensor, reading: Reading, statistics: Statistics) -> Tensor:
 def with_repeats(state: Tensor, ids: Tensor) -> Tensor:
     """Returns the state unchanged.
 
-    The field REPEATS is not needed, because `gradient` adds repeated ids with scatter_add_.
+    The field REPEATS is not needed, because `gradient` calls scatter_add_, which adds the gradients
+    of equal ids.
     """
     return state
 
@@ -337,7 +338,11 @@ def finish(
 
 
 def _lead(reading: Reading, state: Tensor) -> torch.Size:
-    """Returns the shape (...) of reading.ids (..., K), or else of reading.label, or else (N,)."""
+    """Returns the shape of reading.ids without the last dimension K.
+
+    Without ids, the result is the shape of reading.label. Without ids and without a label, the
+    result is (N,).
+    """
     if reading.ids is not None:
         return reading.ids.shape[:-1]
     return state.shape[:1] if reading.label is None else reading.label.shape

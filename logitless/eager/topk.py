@@ -22,9 +22,10 @@ def topk(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the ids and log-probabilities of the k largest logits, and the log mass of the rest.
+    """Returns ids and log-probabilities of the k largest logits of each row, and `log_tail`.
 
-    Ids are sorted by descending logit. Equal logits are sorted by ascending id.
+    `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
+    logit. Equal logits are sorted by ascending id.
     """
     shape, V = x.shape[:-1], x.shape[-1]
     flat = x.detach().reshape(-1, V)

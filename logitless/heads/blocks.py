@@ -1,12 +1,12 @@
 """Computes a loss over a head in blocks of columns: first all statistics, then all gradients.
 
 `Blocks` replaces a tensor of logits, and `BlockBackend` replaces a backend. So every loss whose
-statistics can be merged also works on blocks, without changes. The logits of a block are computed
-twice, once for the statistics and once for the gradient. Logits that are kept in memory are
-computed only once. Statistics are computed from the first block to the last. Gradients are computed
-from the last block to the first. So the last rows of the weight's gradient are written first. The
-memory of the rows that are not written yet can hold logits of later blocks (kept_blocks in
-plan.py).
+statistics can be merged works on blocks, without code of its own for blocks. The logits of a block
+are computed twice, once for the statistics and once for the gradient. Logits that are kept in
+memory are computed only once. Statistics are computed from the first block to the last. Gradients
+are computed from the last block to the first. So the last rows of the weight's gradient are written
+first. Until a row of the weight's gradient is written, its memory can hold logits of a block with a
+higher index (kept_blocks in plan.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -69,7 +69,7 @@ class BlockChunks(Chunks):
             tile.release()
 
     def logits_of(self, rows: Rows, sums: "BlockSums | None") -> Any:
-        """Returns the object that stands for the logits of these rows."""
+        """Returns a `Blocks`, which replaces a tensor of the logits of these rows."""
         return Blocks(self, rows, sums)
 
 
@@ -117,7 +117,7 @@ class Blocks:
 
 
 class ReadsNoLogits:
-    """A wrapper of a backend, with only those functions of the backend that read no logits."""
+    """A wrapper of a backend, with only the backend's functions that do not read logits."""
 
     one_pass = None  # one pass is not possible, because a gradient needs statistics of whole rows
 
@@ -201,7 +201,7 @@ class BlockSums(GradientSums):
         return d.view(-1) if free else None
 
     def start(self, rows: Rows, h: Tensor) -> None:
-        """Begins the sum over blocks that gives the gradient of hidden for a group of rows."""
+        """Begins the gradient of hidden for a group of rows, which is a sum over blocks."""
         if self.d_hidden is None:
             return
         dtype, kind = way_to_sum(self.backend, self.blocks, h, self.weight, "auto")

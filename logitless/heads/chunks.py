@@ -25,8 +25,8 @@ class Tile:
     """Some rows of a head, and the loss of these rows.
 
     The caller loops over tiles, and computes the loss of each tile from `logits`. If a gradient is
-    needed, the caller writes the gradient to `into`, and sets `gradient` to `into`. If the gradient
-    cannot be written to `into`, the caller sets `gradient` to a new tensor.
+    needed, the caller computes the gradient of `logits`, and stores the tensor in the field
+    `gradient`. This tensor is `into`, or a new tensor if the gradient cannot be written to `into`.
     """
 
     loss: Any  # the RowLoss of these rows
@@ -37,7 +37,8 @@ class Tile:
     gradient: Any = None
 
     def release(self) -> None:
-        """Frees the tensors before the next chunk, because the loss can hold a teacher's logits."""
+        """Frees the tile's tensors before the next tile, because a loss can hold a teacher's
+        logits."""
         self.loss = self.saved = self.logits = self.into = self.gradient = None
 
 
@@ -142,7 +143,8 @@ class Chunks:
     def _step(self, whole: Tile, at: slice, count: int) -> Tile:
         """Returns a Tile with the rows `at` of the Tile `whole`.
 
-        Writing the gradient of the rows `at` overwrites only logits that are no longer needed.
+        The gradient of the rows `at` overwrites only logits that are no longer needed (see
+        plan.layout).
         """
         saved = whole.saved
         if saved is not None:  # a tensor that is the same for all rows is not sliced

@@ -18,10 +18,10 @@ class Explanation(NamedTuple):
     chunks: int  # number of chunks or groups of rows
     blocks: int  # number of blocks of columns
     workspace: int  # bytes of logits in memory at once
-    gemms: float  # number of GEMMs over all logits
+    gemms: float  # number of GEMMs; a GEMM over some of the logits counts as a fraction
     floor: int  # the least number of GEMMs for this reduction
     share: float  # estimated speed, as a fraction of the speed of `floor` GEMMs
-    rest: int  # number of columns that a separate, small GEMM computes
+    rest: int  # number of columns of an odd vocabulary that a small GEMM computes
     title: str
 
     def __str__(self) -> str:

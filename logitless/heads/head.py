@@ -152,9 +152,9 @@ class Head:
 
         Some heads always use chunks. A head with fp16 logits uses chunks, because chunks sum the
         gradients in fp32. A head with a main_grad uses chunks, because small.py does not add
-        gradients to main_grad. Chunks are also used if 16-bit hidden states have fp32 logits, if
-        the head is one rank's shard, if the teacher of the loss is another head, or if FSDP has
-        freed the weight.
+        gradients to main_grad. A head with fp32 logits of 16-bit hidden states uses chunks. So do
+        one rank's shard of a head, a head whose weight FSDP has freed, and a head whose loss has
+        another head as its teacher.
         """
         if plan.forced is not None or self.main_grad is not None or self.columns is not None:
             return False
@@ -183,8 +183,8 @@ class Head:
         """Disables autocast, and keeps the weights of this head and of teacher heads in memory."""
         heads = (self, *(t.head for t in loss.teachers if isinstance(t, ScaledHead)))
         with without_autocast(self.hidden.device), contextlib.ExitStack() as stack:
-            # FSDP gathers a weight once per call, not once per chunk. All ranks must gather equally
-            # often, but the number of chunks can differ between ranks.
+            # FSDP gathers a weight once per call, not once per chunk. The number of chunks can
+            # differ between ranks, but all ranks must gather the weight equally often.
             for head in heads:
                 if not head.weight.untyped_storage().size():  # FSDP has freed the weight
                     stack.enter_context(in_memory(head.weight, head.module))

@@ -6,9 +6,9 @@ Each RowLoss with an operator over logits (core/operators.py) has three operator
     `logitless::head_<name>_rows` computes the results per row.
     `logitless::head_<name>_rows_gradient` computes the gradients of the results per row.
 
-The operators call the functions of total.py and per_row.py. The operators do not drop ignored rows,
-because the host would have to wait for the number of rows that count. A compiled graph cannot wait
-for a number that is on the GPU.
+The operators call the functions of total.py and per_row.py. The operators do not drop ignored rows.
+To drop rows, the host would have to wait for the number of rows that count, which is on the GPU. A
+compiled graph cannot wait.
 """
 
 from collections.abc import Callable, Sequence
@@ -267,8 +267,8 @@ def fake_scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(gradient, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-# `scale` is registered as the operator head_scale, so that the backward of head_scale can raise an
-# error if a gradient is differentiated again.
+# `scale` is registered as the operator head_scale. The backward of this operator raises an error,
+# because a gradient must not be differentiated again.
 operators.library.define(
     "head_scale(Tensor gradient, Tensor by, ScalarType dtype) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),

@@ -4,17 +4,18 @@ If `stays_on_chip` is True, the logits of a head are never written to memory (on
 other heads, the logits are split into chunks of rows or blocks of columns that fit into a
 workspace.
 
-A split by rows computes loss and gradients of some whole rows at once, in three GEMMs. Every chunk
-reads and writes the sum of the weight's gradient (V, D). A split by columns first computes the
-statistics of all rows, block by block, and then computes the logits of every block again. A split
-by columns takes four GEMMs, but writes each row of the weight's gradient only once. Only the
-gradient of hidden (N, D), which is smaller than the gradient of the weight, is summed over blocks.
+A split by rows computes loss and gradients of some whole rows at once, in three GEMMs. The weight's
+gradient (V, D) is summed over chunks, so every chunk reads and writes this sum. A split by columns
+first computes the statistics of all rows, block by block, and then computes the logits of every
+block again. A split by columns takes four GEMMs, but writes each row of the weight's gradient only
+once. Only the gradient of hidden (N, D), which is smaller than the gradient of the weight, is
+summed over blocks.
 
 The unit of all costs is the time of one GEMM over all logits. A GEMM over SUM_ROWS rows takes as
 long as reading and writing the sum of the weight's gradient. STATISTICS_COST is the cost of reading
-the logits a second time. A split by columns computes some logits only once, because the memory for
-the weight's gradient holds these logits until they are needed (blocks.py). The number `kept` is the
-fraction of all logits that are computed only once.
+the logits a second time. A split by columns computes some logits only once. These logits are kept
+in the memory of the weight's gradient until their own gradient is computed (blocks.py). The number
+`kept` is the fraction of all logits that are computed only once.
 
     Chunks of n whole rows cost 3 + SUM_ROWS / n.
     Blocks of c columns of all rows cost 4 + STATISTICS_COST - kept + SUM_ROWS / c.
@@ -30,8 +31,9 @@ from typing import NamedTuple
 
 # The default number of bytes of logits in memory at once. On a GPU, the default is larger if one
 # row of logits takes more than 1 MiB (`default_workspace`). For fp32 logits of 16-bit hidden
-# states, the default is 1.5 times as large. In this larger workspace, `layout` splits a chunk into
-# only a few slots. So, on an H200, a loss over fp32 logits is as fast as a loss over 16-bit logits.
+# states, the default is 1.5 times as large. With this larger default, the fp32 logits of a chunk
+# are computed in only a few slots (see `layout`). So, on an H200, a loss over fp32 logits is as
+# fast as a loss over 16-bit logits.
 WORKSPACE = {"cuda": 1 << 30, "cpu": 64 << 20}
 TILE = 128  # rows per tile of a GEMM
 # Each row of logits is padded to a multiple of PACK columns, so that every row of 16-bit logits
@@ -49,22 +51,23 @@ MIN_GAIN = 0.1
 # A small head (small.py) has at most SMALL bytes of logits.
 SMALL = {"cuda": 512 << 20, "cpu": 1 << 20}
 # For a small head, rows · vocabulary · (width + READ_WIDTH) is at most SMALL_WORK, where `width` is
-# the size D of the hidden states. If this product is equal to SMALL_WORK, a GPU takes about 2 ms,
-# and the host takes at least as long. Reading and writing the logits takes as long as three GEMMs
-# of a head whose D is READ_WIDTH.
+# the size D of the hidden states. If this product is SMALL_WORK, a GPU takes about 2 ms for the
+# loss, and the host takes at least as long. Reading and writing the logits takes as long as three
+# GEMMs of a head whose D is READ_WIDTH.
 SMALL_WORK = {"cuda": 2e11, "cpu": math.inf}
 READ_WIDTH = 200
 
-# Maps D, the largest size of the hidden states, to V, the largest size of the vocabulary. Only
-# 16-bit heads within these two limits are computed on the chip. On an H200, heads with a larger D
-# are faster with logits in memory (benchmarks/results/h200/narrow.md).
+# Limits for heads that are computed on the chip: each key is the largest size D of the hidden
+# states, and its value is the largest vocabulary. Only 16-bit heads within these limits are
+# computed on the chip. On an H200, heads with a larger D are faster with logits in memory
+# (benchmarks/results/h200/narrow.md).
 ON_CHIP_VOCAB = {128: 1 << 31}
-# A loss has one pair (row, id) for the label and for each id of a row. A head is computed on the
-# chip only if its loss has at most ON_CHIP_PAIRS pairs. Sorting the pairs takes time, and 64 bytes
-# of memory per pair.
+# For each row, a loss has one pair (row, id) for the label, and one pair for each id of the row. A
+# head is computed on the chip only if its loss has at most ON_CHIP_PAIRS pairs. Sorting the pairs
+# takes time, and 64 bytes of memory per pair.
 ON_CHIP_PAIRS = 1 << 19
 
-SPARE_EVERY = 64  # the memory for n rows of fp32 logits has n // 64 + 2 extra rows
+SPARE_EVERY = 64  # n rows of fp32 logits need memory for n + n // 64 + 2 rows in 16 bits
 
 
 class Cut(NamedTuple):
@@ -86,10 +89,10 @@ class Work(NamedTuple):
     wide: bool  # whether logits are fp32 and hidden states are not
     merges: bool  # whether the loss can be computed from merged partial statistics
     gemms: int  # number of extra GEMMs for a split by columns, 0 or 1
-    sums: bool  # whether the weight's gradient is summed in more bits than the weight has
+    sums: bool  # whether the weight needs a gradient, and accumulate is not "weight"
     keeps: bool  # whether logits can use the memory of d_weight until d_weight is written
     narrow: bool = False  # whether the backend has kernels that write no logits for this head
-    ids: int = 0  # the number of ids per row at which the loss has a gradient
+    ids: int = 0  # the number of ids per row, besides the label
 
 
 # The function that replaces `choose` inside `with override(...)`.
@@ -111,7 +114,7 @@ def override(cut: Callable[[Work], Cut]):
 def choose(work: Work, workspace: int | None, device: str) -> Cut:
     """Returns the split with the least estimated time.
 
-    If `workspace` is None, the head is computed on the chip, or else split by rows.
+    If `workspace` is None, a head that is not computed on the chip is always split by rows.
     """
     if device == "cuda" and stays_on_chip(work):
         return Cut(work.rows, on_chip=True)
@@ -152,7 +155,7 @@ def default_workspace(row: int, device: str) -> int:
 
 
 def extra_cost(work: Work, cut: Cut, device: str) -> float:
-    """The estimated cost of a split, minus the cost of the GEMMs that a split by rows needs."""
+    """The estimated cost of a split, beyond the GEMMs that every split takes."""
     # A sum in the weight's own dtype costs half the time of a sum in fp32, because the GEMM adds
     # directly to the sum.
     cost = SUM_ROWS.get(device, 0.0) * (1 if work.sums else 0.5)
@@ -188,7 +191,7 @@ def is_small(
 
 
 def stays_on_chip(work: Work) -> bool:
-    """Whether computing tiles of logits again takes less time than writing logits to memory."""
+    """Whether the head is computed on the chip, without writing logits to memory."""
     if not (work.narrow and work.merges and work.itemsize == 2):
         return False
     widest = [width for width in ON_CHIP_VOCAB if width >= work.width]
@@ -201,8 +204,9 @@ def kept_blocks(rows: int, vocab: int, width: int, columns: int) -> dict[int, in
 
     A slot is a part of the memory of the weight's gradient, and holds the rows · columns logits of
     one block. Each block writes `columns` rows of the weight's gradient, which take columns · width
-    numbers. The last block writes first, and block 0 writes last. While block b writes its rows,
-    the slot of block b is still read. So the slot must end before these rows begin.
+    numbers. The last block writes first, and block 0 writes last. While block b writes its rows of
+    the weight's gradient, the slot of block b is still read. So the slot must end before these rows
+    begin in memory.
     """
     kept: dict[int, int] = {}
     for block in range(1, -(-vocab // columns)):
@@ -215,9 +219,10 @@ def even_chunk(rows: int, room: int) -> int:
     """Returns the number of rows per chunk, in a workspace with room for `room` rows.
 
     `room` is first rounded down: to a multiple of TILE if `room` is at least TILE, and to a power
-    of two if `room` is at least 8 · TILE. In most batches, the number of rows is a power of two, so
-    all chunks have the same size. Other batches are split into chunks of nearly equal size, because
-    even a short last chunk would read the whole weight.
+    of two if `room` is at least 8 · TILE. In most batches, the number of rows is a power of two. If
+    `room` was rounded to a power of two as well, all chunks of such a batch have the same size.
+    Other batches are split into chunks of nearly equal size, because even a short last chunk would
+    read the whole weight.
     """
     most = max(room, 1)
     if most >= 8 * TILE:
@@ -252,7 +257,7 @@ def chunk_rows(rows: int, cut: Cut) -> int:
 
 @functools.lru_cache(1024)
 def bounds(rows: int, count: int, cut: Cut) -> tuple[tuple[int, int], ...]:
-    """Returns (start, end) of each chunk. Only `count` of all `rows` rows are computed."""
+    """Returns (start, end) of each chunk. Only the first `count` of `rows` rows are computed."""
     first = min(chunk_rows(rows, cut), count)
     step = chunk_rows(count - first, cut)
     starts = [*([0] if first else []), *range(first, count, step), count]
@@ -280,10 +285,10 @@ def layout(rows: int, most: int, wide: bool) -> tuple[int, tuple[Slot, ...]]:
         | gradient of earlier slots | gap |  logits of this slot, fp32  |
         | gradient so far                 ▸ overwrites logits already read
 
-    Each slot has as many rows of logits as fit to the right of the gradient of earlier slots. The
-    gradient of a slot is written in steps. Each step writes only as many rows as fit before the
-    first unread row, so that no unread row is overwritten. So fp32 logits need only the memory of
-    16-bit logits plus `spare_rows`.
+    Each slot has as many rows of logits as fit into the memory to the right of the gradient of
+    earlier slots. The gradient of a slot is written in steps. Each step writes only as many rows as
+    fit before the first unread row, so that no unread row is overwritten. So fp32 logits need only
+    the memory of 16-bit logits plus `spare_rows`.
     """
     if not wide:
         return rows, (Slot(slice(0, rows), 0, (slice(0, rows),)),)

@@ -1,16 +1,16 @@
-"""A GEMM that accumulates Σ dz.T @ h over chunks of rows in block floating point.
+"""A GEMM that sums dz.T @ h over chunks of rows, and stores the sum in block floating point.
 
 In dz.T @ h, dz is the gradient of the logits, and h are the hidden states. A sum in bf16 would be
 rounded to 8 bits after every chunk. A sum in fp32 would take twice the memory of the bf16 gradient.
-Block floating point keeps 14 bits of each number between chunks. Each number is stored as a 16-bit
-integer in the memory of the gradient. In each row of the gradient, BLOCK neighbouring columns share
-one exponent:
+Between chunks, block floating point stores each number as a 16-bit integer, in the memory of the
+gradient. In each row of the gradient, BLOCK neighbouring columns share one exponent:
 
     x ≈ q 2^e, where q is an int16 with |q| ≤ 2^14, and e is an int8 per BLOCK columns
 
-The first chunk overwrites the memory of the gradient. Each later chunk is added to the sum. After
-the last chunk, the gradient in bf16 replaces the integers in the same memory. If a block contains
-NaN or an infinity, the whole block becomes NaN.
+The largest number of each block of BLOCK columns keeps 14 bits. The first chunk overwrites the
+memory of the gradient. Each later chunk is added to the sum. After the last chunk, the gradient in
+bf16 replaces the integers in the same memory. If a block contains NaN or an infinity, the whole
+block becomes NaN.
 """
 
 import functools
@@ -34,7 +34,7 @@ PACK = 16 if knobs.runtime.interpret and triton.__version__.startswith("3.5.") e
 BLOCK_R = 64  # rows of dz and h per step of the GEMM loop
 STAGES = 3  # pipeline stages; three stages of tiles fit into shared memory
 # WHOLE is 1.5 · 2^23. For a float y with |y| < 2^22, the addition WHOLE + y rounds y to an integer.
-# The low 16 bits of this sum are the low 16 bits of the integer.
+# The bits of the float WHOLE + y then end with the low 16 bits of this integer.
 WHOLE = tl.constexpr(12582912.0)
 NOT_A_NUMBER = tl.constexpr(127)  # the exponent that marks a block as NaN
 
@@ -63,7 +63,7 @@ def _add(x, e, SUM, OUT, at, mask, v, d, FIRST: tl.constexpr, LAST: tl.constexpr
     """Adds a tile x to the sum. The tile starts at row v and column d of the sum.
 
     `e` holds the exponents of the sum before the addition. The new exponents are stored at the
-    addresses `at`. In the last chunk, the complete sum is the gradient, and is stored in OUT
+    addresses `at`. If LAST, the sum is complete, and is stored in OUT as floating-point numbers,
     without exponents.
     """
     if not FIRST:
@@ -90,9 +90,9 @@ def _blockfp_gemm_kernel(
 ):  # fmt: skip
     """Each program computes several tiles of the sum in a loop.
 
-    Tiles with consecutive numbers need mostly the same columns of dz. Programs that run at the same
-    time compute such tiles, and so share these columns in the cache. If TRANSPOSED, DZ is a
-    descriptor of dz.T.
+    Programs that run at the same time compute tiles with consecutive numbers. Many of these tiles
+    need the same columns of dz, so the programs share the columns in the cache. If TRANSPOSED, DZ
+    is a descriptor of dz.T.
     """
     across = tl.cdiv(D, 2 * BLOCK_D)
     tiles = tl.cdiv(V, BLOCK_V) * across
@@ -192,7 +192,7 @@ def _plan(
 def _aligned(t: Tensor) -> Tensor:
     """Returns t if the rows of t are contiguous and start on 16-byte boundaries.
 
-    Otherwise returns a copy of t with such rows.
+    Otherwise returns a copy of t whose rows are contiguous and start on 16-byte boundaries.
     """
     rows, columns = t.shape
     packed = t.stride(1) == 1 and t.stride(0) >= columns

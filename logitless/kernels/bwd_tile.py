@@ -10,13 +10,14 @@ log_s = log Σ_j e^((y_j - shift) / T). This formula for log p_i is exact even i
 large common offset.
 
 The gradient of y is the gradient of z divided by T. The gradient of the logits x is the gradient of
-y multiplied by the derivative of the softcap. A loss can also use the log-probability of the label
-at temperature 1. Then the gradient of y_i has the additional term
-d_logprob_t1 ([i = label] - p1_i), where d_logprob_t1 is a coefficient, and p1 = softmax(y). For
-speed, kernels use powers of 2. With d = (y - shift) / (T ln 2), e = 2^d and s = Σ e, the
-probabilities are p = e / s. The next formula has the numbers c0 = (a - b log_s) / (T s) and
-c1 = b ln 2 / (T s) instead of a and b. The numbers c0, c1 and g_c are the same for all columns of a
-row, and g_c is already divided by T:
+y multiplied by the derivative of the softcap. If a loss also uses the log-probability of the label
+at temperature 1, the gradient of y_i has one more term. This term is
+d_logprob_t1 ([i = label] - p1_i), where d_logprob_t1 is a coefficient, and p1 = softmax(y).
+
+For speed, kernels compute powers of 2 instead of powers of e. With d = (y - shift) / (T ln 2),
+e = 2^d and s = Σ e, the probabilities are p = e / s. Let c0 = (a - b log_s) / (T s) and
+c1 = b ln 2 / (T s), and let g_c be already divided by T. The numbers c0, c1 and g_c are the same
+for all columns of a row. Without the term of d_logprob_t1, the gradient of y_i is:
 
     dz_i / T = e_i (c0 + c1 d_i) + g_c v_i + the terms of label and ids
 """
@@ -59,10 +60,10 @@ class Terms(NamedTuple):
     shift: tl.tensor
     c0: tl.tensor
     c1: tl.tensor
-    c_logprob_t1: tl.tensor  # multiplies e^(y - shift), for log p of the label at temperature 1
+    c_logprob_t1: tl.tensor  # multiplies e^(y - shift) (see `row_gradient` in ids_bwd.py)
     g_c: tl.tensor
     rate: tl.tensor  # log2 e / temperature
-    # The lift times log2 e, for columns outside the ids (see LEAST_TAIL in contract.py).
+    # The number `lift` (see LEAST_TAIL in contract.py) times log2 e, for columns outside the ids.
     lift: tl.tensor
     softcap: tl.tensor  # a number or None
 
@@ -81,9 +82,9 @@ class Tile(NamedTuple):
 def uses(has, name):
     """Whether a loss uses the coefficient `name`.
 
-    The name "second" is not a coefficient. The tuple `has` contains "second" if the loss uses log p
-    of the label at temperature 1, but has another temperature. Such a loss needs a second
-    normaliser.
+    The tuple `has` can also contain "second", which is not a coefficient. "second" means that the
+    loss has a temperature other than 1, and also uses log p of the label at temperature 1. Then the
+    kernel needs a second normaliser, at temperature 1.
     """
     return name in has
 
@@ -131,8 +132,8 @@ def c0_of(a, b, log_s, inv_t, HAS: tl.constexpr):
     If all logits of a row are -inf, c0 is 0, so that the gradient of the row is 0.
     """
     scale = inv_t * tl.exp2(-log_s * LOG2E)
-    # If the loss does not use the coefficient b, the product b · log_s is skipped, because b is 0,
-    # and 0 · log_s would be NaN for an infinite log_s.
+    # If the loss does not use the coefficient b, b is 0. The product b · log_s is then skipped,
+    # because 0 · log_s would be NaN for an infinite log_s.
     if uses(HAS, "b"):
         a -= b * log_s
     return tl.where(log_s == -INF, 0.0, a * scale)

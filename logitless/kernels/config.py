@@ -99,8 +99,8 @@ def label_bwd(vocab: int) -> Config:
 def ids_bwd(vocab: int, itemsize: int) -> Config:
     """Each program computes one span of a row, and rewrites the gradient at the ids.
 
-    The gradient at the ids is rewritten while the span is in the cache. Every program of a row
-    searches all ids of the row. Therefore spans are long, and a row has few programs. A program
+    The gradient at the ids is rewritten while the span is in the cache. Spans are long, so that a
+    row has few programs, because every program of a row searches all ids of the row. A program
     writes its span one block at a time, with several warps.
     """
     # Block and span are at least 16, because Triton would treat a span of 1 as a constant.
@@ -112,8 +112,8 @@ def ids_bwd(vocab: int, itemsize: int) -> Config:
 def scale(vocab: int) -> Config:
     """The grid has few programs. Each program loops over large blocks of columns.
 
-    In most calls, all rows have one common factor of 1. Then each program reads the factor and ends
-    without reading a row.
+    In most calls, all rows have one common factor of 1. In such a call, each program reads the
+    factor and ends without reading a row.
     """
     return overridden(Config(min(4096, ceil_pow2(vocab)), 8))
 
@@ -192,8 +192,9 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
     """Returns the tile sizes of a kernel for narrow heads.
 
     `width` is the width D of the hidden states, padded to a power of two. A program keeps one tile
-    in shared memory, and loads the other tiles in a loop, `stages` tiles in advance. The function
-    reduces `stages` until all these tiles fit into `memory` bytes of shared memory.
+    of the hidden states or of the weight in shared memory. Tiles of the other matrix are loaded in
+    a loop, `stages` tiles in advance. The function reduces `stages` until the kept tile and the
+    tiles loaded in advance fit into `memory` bytes of shared memory.
 
     `heavy` is 0, 1 or 2. In the forward kernel, a softcap or any flag of `Sums` (contract.py) adds
     1 to `heavy`. In the backward kernels, a softcap or any of the coefficients "b", "total" and

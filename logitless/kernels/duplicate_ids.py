@@ -1,10 +1,10 @@
 """Finds rows in which two slots hold the same id.
 
-A slot is one of the K places for ids in a row. In rows with repeated ids, the backward must add the
-gradients of equal ids. Other rows skip this sum. A program loads a block of slots, and compares the
-ids of the whole block with one id at a time. The program first compares the block with the id of
-each slot in the block, and then with the id of each later slot of the row. Each comparison of two
-slots is one instruction.
+A slot is one of the K places for ids in a row. In a row with repeated ids, the backward must add
+the gradients of equal ids. In a row without repeated ids, the backward skips this sum. A program
+loads a block of slots, and compares the ids of the whole block with one id at a time. The program
+first compares the block with the id of each slot in the block, and then with the id of each later
+slot of the row. Each comparison of two slots is one instruction.
 """
 
 import functools
@@ -20,7 +20,7 @@ from .launch import REMEMBERED, Launch
 from .profiling import profiled
 from .state import STATE_WIDTH
 
-COMPARED = 128  # largest number of slots in a block, which is compared with one id at a time
+COMPARED = 128  # largest number of slots in a block; a block is compared with one id at a time
 STATE_REPEATS = tl.constexpr(_contract.REPEATS)
 
 
@@ -28,9 +28,9 @@ STATE_REPEATS = tl.constexpr(_contract.REPEATS)
 def load_ids(IDS, offs_k, K):
     """Loads the ids of some slots as int32.
 
-    Every negative id becomes -1, including NO_ID, the id of an empty slot. The conversion to int32
-    can change an id that does not fit. Such an id is invalid, and the kernels that read the ids
-    write NaN to its row.
+    Every negative id becomes -1, including NO_ID, the id of an empty slot. The conversion changes
+    an id that does not fit into int32. The change is harmless, because such an id is invalid and
+    makes the results of its row NaN.
     """
     ids = tl.load(IDS + offs_k, mask=offs_k < K, other=-1).to(tl.int32)
     return tl.where(ids < 0, -1, ids)

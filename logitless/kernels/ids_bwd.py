@@ -57,7 +57,7 @@ class _Constants:
 
 @triton.constexpr_function
 def at_label(has):
-    """Whether a loss has a gradient at the label."""
+    """Whether the gradient of a loss has a term for the label."""
     return "label" in has or "logprob_t1" in has
 
 
@@ -149,9 +149,9 @@ def _rewrite(
             write_label(x_label, row.W, row.DX, row.label, row.g_label, terms, HAS)
     if row.IDS is not None:
         if at_label(HAS):
-            # The gradients at the ids must be stored after the gradient at the label. If the label
-            # is among the ids, only the store at this id has all terms, including the term of the
-            # label.
+            # If the label is among the ids, `write_label` and `_write_ids` store to the same
+            # column. `write_label` leaves out the terms of the ids, but `_write_ids` includes the
+            # term of the label. Therefore the store of `_write_ids` must be the last.
             tl.debug_barrier()
         bad = _write_ids(row, x_ids, terms, span, HAS, CONSTANTS) | bad
     if bad:
@@ -183,8 +183,8 @@ def row_gradient(STATE, coefs, inv_t, HAS: tl.constexpr):
     """Computes a RowGradient from the saved state and the coefficients.
 
     The fields of the result give the gradient of y, the logits before the division by the
-    temperature. A loss can use the label's log-probability at temperature 1, with a coefficient d.
-    Then the gradient of y_i has the term d ([i = label] - p1_i), where p1 = softmax(y). The kernel
+    temperature. If the loss uses the label's log-probability at temperature 1, with a coefficient
+    d, the gradient of y_i has the term d ([i = label] - p1_i), where p1 = softmax(y). The kernel
     adds d to the gradient at the label. In every column, the kernel also adds -d p1_i in one of two
     ways:
 

@@ -1,4 +1,4 @@
-"""Forward pass of the Jensen-Shannon divergence, in two passes over student and teacher.
+"""Computes the Jensen-Shannon divergence (JSD) in two passes over student and teacher.
 
     JSD = β Σ p log(p/M) + (1-β) Σ q log(q/M), with teacher p, student q and M = βp + (1-β)q
 
@@ -60,13 +60,13 @@ class Second(NamedTuple):
     """The state of the second pass: the normalisers, and two sums per column of a block."""
 
     norms: tl.tensor
-    of_q: tl.tensor  # Σ q log2 q/M
-    of_p: tl.tensor  # Σ p log2 p/M
+    of_q: tl.tensor  # Σ q log2(q / M)
+    of_p: tl.tensor  # Σ p log2(p / M)
 
 
 @triton.jit
 def fold_norms(state, both, start, offs, mask):
-    """Adds one block to the max and the normaliser of student and teacher (first pass)."""
+    """Updates max and normaliser of student and teacher with one more block (first pass)."""
     m_q, moved_q, _, e_q = extend(state.m_q, student(both, start + offs, mask), both.rate)
     m_p, moved_p, _, e_p = extend(state.m_p, teacher(both, start + offs, mask), both.rate)
     s_q = state.s_q * tl.exp2(moved_q * both.rate) + e_q
@@ -98,7 +98,7 @@ def _second_sweep(
 
 @triton.jit
 def _divergence(of_q, of_p, s_q, s_p, blend):
-    """Returns the JSD of a row in nats, from the student's and the teacher's sum in bits."""
+    """Returns the JSD of a row in nats. The sums `of_q` and `of_p` are in bits."""
     # If all logits of the student's or the teacher's row are -inf, `bits` returns inf for the row's
     # normaliser, and the term 0 · inf makes the divergence NaN.
     value = ((1.0 - blend) * of_q + blend * of_p) * LN2 + 0.0 * (bits(s_q) + bits(s_p))
@@ -165,9 +165,9 @@ def _jsd_split_fwd_kernel(
     ALIGNED: tl.constexpr, T_ALIGNED: tl.constexpr,
     SPAN: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one split, which is SPAN columns of a row's body.
+    """Each program computes one split, which is SPAN columns of a row's body (see layout.py).
 
-    The first split of a row also contains the row's fringe (see layout.py).
+    The first split of a row also contains the row's fringe.
     """
     splits = tl.cdiv(V, SPAN)
     row = tl.program_id(0) // splits

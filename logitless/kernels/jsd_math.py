@@ -15,8 +15,8 @@ from .numerics import INF
 def bits(s):
     """Returns log2 s, where s is the normaliser of a row.
 
-    If all logits of a row are -inf, s is 0, and the result is inf. Therefore all log-probabilities
-    of a row of -inf are -inf, and all probabilities are 0.
+    If all logits of a row are -inf, s is 0, and the function returns +inf instead of log2 0 = -inf.
+    Subtracting +inf makes all log-probabilities of the row -inf, and all probabilities 0.
     """
     return tl.log2(tl.where(s == 0, INF, s))
 

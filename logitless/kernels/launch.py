@@ -1,4 +1,4 @@
-"""Kernel launches with little host overhead, on the GPU of the tensors.
+"""Launches kernels with little host overhead, on the GPU that holds the tensors.
 
 Triton inspects every argument of a launch to find the matching compiled kernel. For many kernels,
 inspecting the arguments takes as much time on the host as the kernel takes on the GPU. A `Launch`
@@ -109,8 +109,9 @@ class Launch:
     def compile(self, types: tuple, tensors: Sequence) -> None:
         """Launches the kernel through Triton, and keeps the compiled kernel for later calls.
 
-        FMA contraction is enabled explicitly, because Triton 3.10 changes the default, and because
-        all GPU tests and measurements used FMA contraction.
+        FMA contraction computes a · b + c with one rounding instead of two. FMA contraction is
+        enabled explicitly, because Triton 3.10 changes the default, and because all GPU tests and
+        measurements used FMA contraction.
         """
         with on(tensors[0].device):
             compiled = self.kernel[self.programs](

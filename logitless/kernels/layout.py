@@ -74,9 +74,9 @@ class Rows(NamedTuple):
             return self.dense()._replace(lead=offset // self.itemsize)
         size, stride = (self.count, self.vocab, self.rows_t), strides[0]
         rows = Rows(*size, self.rows_t * stride, stride, offset // itemsize, 16 // itemsize)
-        # Kernels split each row of the gradient into head and body with the pack of x, although
-        # this gradient has smaller elements. The split is correct only if every row of the gradient
-        # starts on a 16-byte boundary.
+        # This gradient has smaller elements than x, so 16 bytes hold more elements. But kernels
+        # compute `head` and `body` of each row of the gradient with the pack size of x. The results
+        # are correct only if every row of the gradient starts on a 16-byte boundary.
         assert rows.starts_aligned
         return rows
 

@@ -1,4 +1,4 @@
-"""The gradients of a narrow head, computed without logits in memory.
+"""The gradients of a narrow head (see narrow_tile.py), computed without logits in memory.
 
 One kernel computes the gradient of the hidden states: each program keeps a tile of rows, and loops
 over tiles of columns. Another kernel computes the gradients of weight and bias: each program keeps
@@ -7,7 +7,8 @@ and turns the logits into their gradient by the formula of bwd_tile.py. The prog
 terms of label and ids (narrow_terms.py) to the gradient, and rounds the gradient to the dtype of
 the hidden states. The kernel for the hidden states then multiplies the rounded gradient by the
 weight. The kernel for weight and bias multiplies the rounded gradient by the hidden states. Both
-kernels sum the products in fp32. The gradient of the bias is summed before rounding.
+kernels sum the products in fp32. For the gradient of the bias, the kernel sums the gradient of the
+logits before the rounding.
 """
 
 from dataclasses import dataclass
@@ -43,10 +44,10 @@ class Constants:
 
 
 class _Pairs(NamedTuple):
-    """Pointers to the tensors of `Pairs` (narrow_terms.py), and the fields `count` and `slots`.
+    """Pointers to the tensors of `Pairs` (narrow_terms.py), and the numbers `count` and `slots`.
 
     `count` is the number of all pairs, and `slots` is the number of pairs per row. The pointers are
-    None if the loss has no gradient at a label or at ids.
+    None if the gradient of the loss has no term for a label or for ids.
     """
 
     PLACES: tl.tensor
@@ -76,8 +77,8 @@ def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexp
     """Returns the Terms of some rows. The Terms make the gradient 0 where the mask is False.
 
     `rate` is one number for all rows, or None if each row has its own temperature. The field
-    `softcap` is only a placeholder of 0, because a function of Triton 3.6 cannot return None.
-    Callers pass their softcap to `_gradient`.
+    `softcap` of the result is 0 and is not used, because the softcap can be None, and a function of
+    Triton 3.6 cannot return None. Callers pass the softcap to `_gradient` instead.
     """
     if rate is None:
         rate = _term(TERMS, N, rows, mask, TERM_RATE, 1.0, AXIS, True)

@@ -1,8 +1,8 @@
-"""Partial statistics of the logits of a narrow head, without writing the logits to memory.
+"""Partial statistics of the logits of a narrow head (narrow_tile.py), without logits in memory.
 
-Each program has one tile of rows and one split of the vocabulary. The program computes the logits
-of its split tile by tile, and adds each tile to the running state of its rows (state.py). A second
-kernel computes the logits at the label and at the ids. stats_merge.py merges the splits.
+Each program has one tile of rows and one split of the vocabulary. The program computes one tile of
+logits at a time, and adds each tile to the running state of the rows (state.py). A second kernel
+computes the logits at the label and at the ids. stats_merge.py merges the splits.
 """
 
 import functools

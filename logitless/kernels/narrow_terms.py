@@ -1,12 +1,12 @@
-"""Computes the inputs of the backward of a narrow head: terms per row, and pairs of row and column.
+"""Computes two inputs of the kernels in narrow_bwd.py: terms per row, and pairs of row and column.
 
 The terms of a row are the numbers that the gradient formula of bwd_tile.py needs for the row. A
 label or an id adds a number g to the gradient of a single logit. A pair holds the row and column of
-the logit, and the number g. The pairs are sorted by the tile that contains them. Therefore a kernel
-that visits the tiles in the same order finds out by one comparison whether a tile contains pairs.
-The kernel adds a pair's number g to the gradient of the tile before the gradient is rounded to 16
-bits. For example, the gradient p - 1 at a label would lose its precision for p near 1, if p were
-rounded first.
+the logit, and the number g. The pairs are sorted in the order in which a kernel visits the tiles of
+logits. Therefore one comparison per tile is enough to find out whether the tile contains the next
+pair. The kernel adds a pair's number g to the gradient of the tile before the gradient is rounded
+to 16 bits. For example, the gradient p - 1 at a label would lose its precision for p near 1, if p
+were rounded first.
 """
 
 import functools
@@ -189,7 +189,7 @@ def terms_of(
 ) -> tuple[Tensor, list[Pairs | None], tuple[str, ...]]:
     """Returns the terms (TERMS, N), the pairs for each Order, and the names of coefficients in use.
 
-    The pairs are None if the loss has no gradient at a label or at ids.
+    The pairs are None if the gradient of the loss has no term for a label or for ids.
     """
     N, device = len(state), state.device
     has, g_ids, temperature = coefficients.has, coefficients.ids, reading.row_temperature

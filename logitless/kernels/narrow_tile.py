@@ -3,8 +3,8 @@
 A head is narrow if the whole width D of its hidden states fits into one tile. For a narrow head, a
 single product of a tile of hidden states (rows, D) and a tile of the weight (columns, D) gives a
 finished tile of logits. If D is small, computing logits again can take less time than writing
-logits to memory. The width of tiles is D padded to a power of two. This width is at least 16,
-because `tl.dot` requires at least 16.
+logits to memory. The width of tiles is D padded to a power of two, and at least 16, because
+`tl.dot` requires at least 16.
 """
 
 from dataclasses import dataclass

@@ -80,9 +80,9 @@ def _nll_fwd_bwd_kernel(
     softcap, ignore_index,  # options
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one split, which is SPAN columns of a row's body.
+    """Each program computes one split, which is SPAN columns of a row's body (see layout.py).
 
-    The first split of a row also contains the row's fringe (see layout.py).
+    The first split of a row also contains the row's fringe.
     """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     X_ALIGNED: tl.constexpr = field(CONSTANTS, "x_aligned")

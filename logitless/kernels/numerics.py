@@ -1,4 +1,4 @@
-"""Arithmetic that all kernels share: softcap, exponents without overflow, changes of the max.
+"""Arithmetic that all kernels share: softcap, temperature, and subtracting the max of a row.
 
 Kernels first compute y = softcap · tanh(x / softcap) from each logit x. Without a softcap, y = x.
 The logits of the loss are z = y / temperature. Kernels subtract max(y) before they divide by the
@@ -84,10 +84,10 @@ def _tanh(u, IN: tl.constexpr):
 def _rounded_product(a, b):
     """Returns a · b, rounded to fp32 before any further arithmetic.
 
-    The compiler can contract a product y = a · b and a later difference y - max(y) into one fused
-    multiply-add. The fused multiply-add does not round y, but max(y) is rounded. Then y - max(y)
-    would not be exactly 0 at the max, and dividing this difference by a temperature of 1e-12 would
-    make the exponent infinite.
+    With the operator *, the compiler could contract y = a · b and a later difference y - max(y)
+    into one fused multiply-add. The fused multiply-add does not round y, but max(y) is rounded. At
+    the max, the difference y - max(y) would then not be exactly 0. Dividing this difference by a
+    temperature of 1e-12 would make the exponent infinite.
     """
     if is_cuda():
         return tl.inline_asm_elementwise(

@@ -1,7 +1,7 @@
 """Backward pass of losses against a dense teacher, in one pass over student and teacher.
 
-The backward needs only the five numbers per row that the forward saved. For each loss, the gradient
-of the student's logits z is:
+Besides the logits, the backward reads only the five numbers per row that the forward saved. For
+each loss, the gradient of the student's logits z is:
 
     forward KL       q - p
     cross-entropy    q Σ v - v

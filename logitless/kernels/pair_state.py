@@ -1,4 +1,4 @@
-"""The kernels' loop over a student's and a teacher's row, and the state saved per row.
+"""The loop over a student's row and a teacher's row, and the five numbers saved for each row.
 
 For each row of logits y, let d = y - max y, e = 2^(d·rate) and s = Σ e, where
 rate = 1 / (temperature ln 2). The student's probabilities q are e_q divided by the normaliser s_q,
@@ -15,8 +15,9 @@ own state.
 
 The function `pair_partial` returns a partial state, which covers only some columns of a row. A
 partial state holds the max instead of the shift. Instead of the mean, a partial state holds the sum
-c (see pair_fwd.py), divided by the temperature. In both backends, this sum is in nats, because one
-function, `merge_pairs` of eager/pair.py, merges the partial states of the ranks.
+c (see pair_fwd.py), divided by the temperature. In both backends, the sum in a partial state is in
+nats, because both backends use the same function `merge_pairs` (eager/pair.py) to merge partial
+states.
 """
 
 import functools
@@ -39,7 +40,8 @@ PAIR_STATE = tl.constexpr(PAIR_STATE_)
 class PairState(NamedTuple):
     """The state of a student's and a teacher's row over the columns read so far.
 
-    During the loop, each sum has shape (BLOCK_V,), with one partial sum per lane.
+    During the loop, each sum has shape (BLOCK_V,). The BLOCK_V elements are called lanes, and
+    `sum_lanes` adds them after the loop.
     """
 
     m_q: tl.tensor  # max y of the student
@@ -122,7 +124,7 @@ def walk_both(
     """Returns the state after f has added all blocks of columns of student and teacher.
 
     The loop over the blocks is the function `walk` of layout.py. The fringe tile is as wide as a
-    block, because each lane of a block has its own sums.
+    block, because the sums have one element per column of a block.
     """
     PACK: tl.constexpr = pack_of(row.X)
     X = tl.multiple_of(row.X + head, 16)
@@ -216,8 +218,9 @@ def contiguous(t: Tensor | None) -> Tensor | None:
 def temperature_of(reading: Reading) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
     """Returns the temperature as arguments of a launch: a tuple of tensors, and a tuple of numbers.
 
-    One temperature per row is passed as the last tensor of a launch. A single temperature is passed
-    as the first number of a launch.
+    If each row has its own temperature, the first tuple holds the tensor of temperatures, which is
+    the last tensor of a launch. Otherwise, the second tuple holds the temperature, which is the
+    first number of a launch.
     """
     t = contiguous(reading.row_temperature)
     return ((), (reading.temperature,)) if t is None else ((t,), ())

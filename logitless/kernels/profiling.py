@@ -19,8 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 Arguments = dict[str, Any]  # the arguments of one launch, by parameter name
 
-# The name of a kernel contains the dtype of one parameter. This parameter is the first name in
-# LOGITS that is a parameter of the kernel.
+# The name of a kernel contains the dtype of one tensor. This tensor is the kernel's first parameter
+# from the list LOGITS that is not None.
 LOGITS = ("X", "STUDENT", "DX", "HIDDEN")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -58,7 +58,8 @@ def profiled(
 def _bytes_moved(args: Arguments, moves: dict[str, Callable[[Arguments], int]]) -> int:
     """Returns the bytes that a launch reads and writes.
 
-    Ignored rows are counted, although kernels do not read them. Repeated reads count once.
+    Ignored rows are counted, although kernels do not read them. An element that is read several
+    times counts once.
     """
     total = 0
     for name, value in args.items():
@@ -70,7 +71,7 @@ def _bytes_moved(args: Arguments, moves: dict[str, Callable[[Arguments], int]]) 
 
 
 def elements(t: torch.Tensor | TensorDescriptor) -> int:
-    """Returns the number of elements of a tensor in memory.
+    """Returns the number of elements that a tensor has in memory.
 
     An expanded dimension counts as size 1.
     """
@@ -79,12 +80,12 @@ def elements(t: torch.Tensor | TensorDescriptor) -> int:
 
 
 def at_ids(args: Arguments) -> int:
-    """Returns the number of ids, as the count of a tensor that is accessed only at the ids."""
+    """Returns the number of ids, for a tensor that a launch accesses only at the ids."""
     return elements(args["IDS"])
 
 
 def nothing(args: Arguments) -> int:
-    """Returns 0, as the count of a tensor of which most launches access little or nothing."""
+    """Returns 0, for a tensor of which most launches access few elements or none."""
     return 0
 
 

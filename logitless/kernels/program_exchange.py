@@ -10,7 +10,7 @@ of one row fit on the GPU together. Under these two conditions, all programs of 
 unfinished row are always running, and no program waits forever. A row has at most MAX_PROGRAMS
 programs. In Triton's interpreter, programs must not share a row, because the interpreter runs one
 program after another. On a GPU that is partitioned or shared with other processes, the two
-conditions can fail. Programs can start in another order, or there can be too little room for all
+conditions can fail: programs can start in another order, or there can be too little room for all
 programs of a row. With LOGITLESS_WAITING=0, programs do not wait for each other, and the kernels
 read every row twice instead.
 """

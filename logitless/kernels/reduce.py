@@ -1,4 +1,4 @@
-"""Reduces the losses of rows to one number and computes the factor of each row's gradient."""
+"""Reduces the losses of all rows to one number, and computes the factor for each row's gradient."""
 
 import functools
 

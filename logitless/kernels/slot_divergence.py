@@ -21,12 +21,13 @@ student's q, over the slots that are not masked.
     "gathered_renorm" compares p and q/Q.
     "gathered" compares p and q/Q, where Q is the sum over all slots.
 
-Three supports divide the student's q by the sum Q. For these three supports, the kernel reads the
-student's logits at the slots. The gradient of the logit at slot k is (g_k - G q_k/Q) / temperature,
-where G is the sum of g over all slots. For the other supports, the kernel reads log q of the
-softmax over the whole row. For "truncate" and "renorm_teacher", the coefficient a of the row (see
-bwd_tile.py) is -G. For "tail", G also includes the additional slot, and the coefficient a_ids
-is -G. The kernel computes a from a_ids, and from g and log q of the additional slot.
+The supports "renorm", "gathered_renorm" and "gathered" divide the student's q by the sum Q. For
+these supports, the kernel reads the student's logits at the slots. The gradient of the logit at
+slot k is (g_k - G q_k/Q) / temperature, where G is the sum of g over all slots. For "truncate",
+"tail" and "renorm_teacher", the kernel reads log q, where q is the softmax over the whole row. For
+"truncate" and "renorm_teacher", the coefficient a of the row (see bwd_tile.py) is -G. For "tail", G
+also includes the additional slot, and the coefficient a_ids is -G. The kernel computes a from
+a_ids, and from g and log q of the additional slot.
 
 All divergences except "tvd" multiply a probability by a logarithm. If the probability is 0, the
 product counts as 0, even if the logarithm is infinite. For example, p log(p/q) is 0 if p = 0, for
@@ -142,7 +143,7 @@ def _tail(log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE
     else:
         log_p_tail = _rest(log_p, p, k)
     # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too. A
-    # teacher's tail below LOG_ROUNDING can be a 16-bit rounding error.
+    # teacher's tail below LOG_ROUNDING can be an error from rounding the teacher's p to 16 bits.
     no_tail = (log_q_tail == -INF) & (log_p_tail < LOG_ROUNDING)
     log_p_tail = tl.where(no_tail, -INF, log_p_tail)
     f, g = _terms(log_p_tail, tl.exp(log_p_tail), log_q_tail, tl.exp(log_q_tail), beta, DIVERGENCE)
@@ -228,7 +229,7 @@ def _slot_divergence_kernel(
         a -= tl.sum(g, axis=1)
     if STUDENT_TAIL is not None:
         counts = live_r
-        if MASK is not None:  # a row whose slots are all masked does not count
+        if MASK is not None:  # if all slots of a row are masked, its tail adds 0
             counts = tl.max(live.to(tl.int32), axis=1) != 0
         f_tail, g_tail, log_q_tail = _tail(
             log_p, p, k, STUDENT_TAIL, TEACHER_TAIL, row, counts, beta, DIVERGENCE

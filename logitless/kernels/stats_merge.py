@@ -66,8 +66,8 @@ def _merge(
         s1 = tl.sum(s1_p * tl.exp2(move(m_p, m, s1_p) * LOG2E), axis=0)
     if TOTAL:
         # After the merge, `ref` (see state.py) is the largest `ref` of the splits that are not
-        # empty. If all splits come from one launch, they have the same `ref`. Then ref_p - ref is
-        # 0, and the merge adds no rounding error.
+        # empty. Splits from one launch have the same `ref`, so ref_p - ref is 0, and the merge adds
+        # no rounding error.
         ref = tl.max(tl.where(mask & (n_p != 0), ref_p, -INF), axis=0)
         ref = tl.where(ref == -INF, 0.0, ref)
         c = tl.sum(c_p + n_p * (ref_p - ref), axis=0)

@@ -1,7 +1,7 @@
 """Computes the partial statistics of each split of a row.
 
-Rows are split if several programs share a row, or if ranks share the vocabulary. stats_merge.py
-merges the splits of a row.
+Rows are split if several programs share a row, or if the vocabulary is sharded over ranks.
+stats_merge.py merges the splits of a row.
 """
 
 import functools
@@ -77,10 +77,10 @@ def _stats_split_fwd_kernel(
     ENTROPY: tl.constexpr, ARGMAX: tl.constexpr, SECOND: tl.constexpr, TOTAL: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one split, which is `span` columns of a row's body.
+    """Each program computes one split, which is `span` columns of a row's body (see layout.py).
 
-    The first split of a row also contains the row's fringe (see layout.py). The program of the
-    first split also loads the logits at the label and at the ids.
+    The first split of a row also contains the row's fringe. The program of the first split also
+    loads the logits at the label and at the ids.
     """
     ALIGNED: tl.constexpr = field(CONSTANTS, "aligned")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")

@@ -89,7 +89,8 @@ def _sum_between(Xrow, SORTED, V, rate, softcap, BLOCK_V: tl.constexpr):
 def _sort_ids(IDS, SORTED, K, V, repeated, BLOCK_K: tl.constexpr):
     """Writes the sorted ids and then V to SORTED. Returns the number of empty slots.
 
-    The first elements of SORTED belong to the empty slots, and are not written.
+    Empty slots come first in the sorted order, because their id NO_ID is negative. The elements of
+    SORTED for the empty slots are not written.
     """
     empty = tl.zeros((BLOCK_K,), tl.int32)
     for start in range(0, K, BLOCK_K):

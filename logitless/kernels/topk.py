@@ -106,11 +106,12 @@ def topk(
     temperature: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the ids and log-probabilities of the k largest logits, and the log mass of the rest.
+    """Returns ids and log-probabilities of the k largest logits of each row, and `log_tail`.
 
-    Ids are sorted by descending logit. Equal logits are sorted by ascending id. For k > 256,
-    eager/topk.py computes the results on the same device, one chunk of rows at a time.
-    eager/topk.py needs more than one pass over the logits.
+    `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
+    logit. Equal logits are sorted by ascending id. For k > 256, eager/topk.py computes the results
+    on the same device, one chunk of rows at a time. eager/topk.py needs more than one pass over the
+    logits.
     """
     if k > MAX_K:
         return topk_by_chunks(x, k, temperature, softcap)
@@ -144,8 +145,9 @@ def _log_k(k: int) -> int:
 def _cut(rows: int, vocab: int, processors: int, narrow: bool) -> config.Config:
     """Returns a Config. Programs have one warp, so that reductions need no barrier.
 
-    A row has at most one split per four blocks, rounded up. Block sizes are chosen by register use
-    on sm_90. `narrow` selects smaller blocks for programs that need more registers.
+    The number of splits per row is at most a quarter of the number of blocks, rounded up. Block
+    sizes are chosen by register use on sm_90. `narrow` selects smaller blocks for programs that
+    need more registers.
     """
     block = min(512 if narrow else 1024, max(128, config.ceil_pow2(vocab)))
     splits = min(

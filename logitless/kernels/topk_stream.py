@@ -1,14 +1,15 @@
-"""The k largest logits of one split of a row, and the mass of its other columns, in one pass.
+"""Computes the k largest logits of one split of a row, and the mass of the rest, in one pass.
 
 A program reads its split block by block. A key is one integer that encodes a logit and its column
 (topk_keys.py). The program keeps a sorted list of the largest keys so far. The threshold is the
 logit of the k-th key in the sorted list. Logits above the threshold are appended to a short waiting
 list. The other logits of a block cannot be among the k largest, so their exponentials are added to
-the tail. The tail has its own max, and no mass is ever subtracted from the tail. When the waiting
-list is long enough, its keys are sorted and merged into the sorted list. Keys that drop out of the
-sorted list are added to the tail, and the threshold rises. If the logits of a row are in random
-order, few blocks after the first have logits above the threshold. If the logits of a row are in
-ascending order, every logit is appended to the waiting list and merged.
+the tail. The exponentials in the tail are relative to the max of the tail, and no mass is ever
+subtracted from the tail. When the waiting list is long enough, its keys are sorted and merged into
+the sorted list. Keys that drop out of the sorted list are added to the tail, and the threshold
+rises. If the logits of a row are in random order, few blocks after the first have logits above the
+threshold. If the logits of a row are in ascending order, every logit is appended to the waiting
+list and merged.
 
 Among equal logits, a lower column has a larger key (topk_keys.py). Blocks are read in the order of
 columns, so a later logit that equals the threshold has a smaller key than the k-th key of the
@@ -45,7 +46,7 @@ def leave_out_keys(m, s, keys, rate, softcap, DTYPE: tl.constexpr):
 
 @triton.jit
 def merge(best, m, s, rising, rate, softcap, LOG_K: tl.constexpr, DTYPE: tl.constexpr):
-    """Merges a falling and a rising list into a falling list of the largest keys.
+    """Merges a descending and an ascending list of keys into a descending list of the largest keys.
 
     Keys that are not in the merged list are added to the tail.
     """
@@ -100,8 +101,8 @@ def _set_aside(
 )
 def topk_stream_kernel(
     X,  # input
-    # Outputs. BEST (rows, splits, 1 << LOG_K) holds the keys in ascending order. TAIL (rows,
-    # splits, 2) holds the max m and the sum s of the tail.
+    # Outputs. BEST (rows, splits, 1 << LOG_K) holds the largest keys of each split in ascending
+    # order. TAIL (rows, splits, 2) holds the max m and the sum s of the tail.
     BEST, TAIL,
     WAITING,  # the waiting lists of keys, (programs, BLOCK_V + (1 << LOG_K))
     rows_t, stride_xb, stride_xt, lead, V, k, span, splits, splits_in_all,  # sizes

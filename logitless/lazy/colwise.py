@@ -1,9 +1,9 @@
-"""The lazy logits of a fused head that ColwiseParallel shards over ranks.
+"""Lazy logits for a fused head whose weight ColwiseParallel shards over ranks.
 
 ColwiseParallel turns a head's weight and hidden states into DTensors, and expects a DTensor of
 logits. The options `output_layouts` and `use_local_output` of ColwiseParallel select the head's
 output: a tensor with all columns, a tensor with only the columns of this rank, or the DTensor. A
-`SpreadLogits` replaces the DTensor of logits, so that all three outputs are lazy.
+fused head returns a `SpreadLogits` instead of the DTensor, so that each of these outputs is lazy.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class SpreadHead(NamedTuple):
     def whole(self, kind: type[LazyLogits] = LazyLogits) -> LazyLogits:
         """Logits with all columns on every rank.
 
-        Losses over these logits are computed as for a VocabShard.
+        In a loss over these logits, each rank computes only its own columns, as with a VocabShard.
         """
         head = checked_head(*self.tensors, **self.options).replace(module=self.module)
         shard = shard_of_head(head)
@@ -37,7 +37,7 @@ class SpreadHead(NamedTuple):
     def own_columns(self) -> LazyLogits:
         """The logits of this rank's columns.
 
-        Backward does not sum the gradient of hidden over ranks.
+        The head's backward does not sum the gradient of hidden over ranks, because DTensor sums it.
         """
         hidden, weight, bias = self.tensors
         rows = (None if t is None else t.to_local() for t in (weight, bias))

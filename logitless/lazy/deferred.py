@@ -4,13 +4,14 @@ Lazy logits (logits.py), their gradient (gradient.py) and views of computed logi
 are Deferred tensors. All Deferred tensors share one mechanism:
 
 - An operation of PyTorch gets the values, `plain_values()`, instead of the Deferred tensor.
-- A result that shares memory with the values is wrapped in a `View`, so that no result can be used
-  to change the values. If writing to the values is allowed (`lend`), a result that shares memory
-  with the values is a plain tensor.
-- An operation that writes to a Deferred tensor raises, unless the values are writable (`write`).
-  The operation's schema in PyTorch lists the arguments that the operation writes to.
+- A result that shares memory with the values is wrapped in a `View`, which must not be written to.
+  If `lend` returns True, the result is a plain tensor instead, and writing to the result changes
+  the values.
+- Instead of an operation that writes to a Deferred tensor, the method `write` runs. By default,
+  `write` raises. The operation's schema in PyTorch lists the arguments that the operation writes
+  to.
 - A function that takes the address of a tensor's memory gets the address of the values. An export
-  by DLPack without a copy raises, unless writing to the values is allowed (`lend`).
+  by DLPack without a copy raises, unless `lend` returns True.
 """
 
 import contextlib
@@ -77,8 +78,9 @@ class Deferred(Tensor):
         """Returns the values, for a caller that takes their address and can overwrite them."""
         return self.plain_values()
 
-    # Weak references to read-only views and arrays that share the memory of the values. If the
-    # values are never written to, `lent` is None, because no references are needed.
+    # Weak references to read-only views and arrays that share the memory of the values. While one
+    # of them exists, the values must not be written to. `lent` is None if the values are never
+    # writable.
     lent: list[weakref.ref] | None = None
 
     def keep_lent(self, view: Any) -> None:
@@ -91,9 +93,9 @@ class Deferred(Tensor):
         return False
 
     def writable_values(self) -> Tensor | None:
-        """Returns the values in memory that all views read, so that a write changes all views.
+        """Returns the values as a tensor to write to, in the memory that all views read.
 
-        Returns None if the values must not be written to.
+        A write to this tensor changes all views. Returns None if the values must not be written to.
         """
         return None
 
@@ -209,7 +211,8 @@ def leave_to_python(*functions: Any) -> None:
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
         for function in functions:
             frames.set_code_exec_strategy(function.__func__.__code__, skip)
-    except (ImportError, AttributeError):  # not in this version of PyTorch; compiling takes longer
+    except (ImportError, AttributeError):
+        # This version of PyTorch lacks these private names, so Dynamo compiles our functions too.
         pass
 
 
@@ -247,7 +250,7 @@ _COMPUTED: list[Callable[[Callable, tuple, dict], Any]] = []
 
 
 def keeps_lazy(function: F) -> F:
-    """Registers a function that can compute PyTorch's `func` without reading values.
+    """Registers a function that computes results of PyTorch's functions without reading values.
 
     The registered function takes (func, args, kwargs), and returns the result of func(*args,
     **kwargs) or NotImplemented.

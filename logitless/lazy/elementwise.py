@@ -33,7 +33,7 @@ def applied(function: Callable, args: tuple, kwargs: dict, whole_rows: bool = Fa
     """Returns lazy logits with the values function(*args, **kwargs), or NotImplemented.
 
     At least one argument is a LazyLogits. By default, the function is elementwise. If `whole_rows`
-    is true, the function takes whole rows along the last dimension.
+    is true, each value of the result depends on a whole row, as in softmax.
     """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     lazy = list({id(t): t for t in leaves if isinstance(t, LazyLogits)}.values())
@@ -95,7 +95,7 @@ class Argument(NamedTuple):
     """An argument of a function that is applied to lazy logits."""
 
     formula: Any  # a Formula, or a constant
-    blank: Any  # a tensor with the argument's width and no rows, or a constant
+    blank: Any  # an empty tensor (0, width) of the argument's dtype, or a constant
     inputs: tuple[RowInput, ...] = ()
 
 
@@ -171,8 +171,8 @@ def is_differentiable(t: Any, first: LazyLogits, lazy: list[LazyLogits]) -> bool
         return True
     if not isinstance(t, LazyLogits) or not have_same_rows(t.recipe, first.recipe):
         return False
-    # If several lazy arguments need a gradient, hooks must not change their gradients, because each
-    # LazyGradient is incomplete (see gradient.Joint).
+    # If several lazy arguments need a gradient, each of them gets an incomplete LazyGradient (see
+    # gradient.Joint). So none of them may have a hook or retain its gradient.
     alone = all(z is t or is_constant(z) for z in lazy)
     return alone or not (t._backward_hooks or t.retains_grad)
 

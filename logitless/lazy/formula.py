@@ -1,11 +1,11 @@
 """Formulas of lazy logits: functions of the head's logits, computed for some rows at a time.
 
 Logits that a head returns have a `Direct` formula. A `Direct` formula can contain a scale, a
-softcap and a log_softmax. Losses and statistics of logitless read the head's logits and include
-these three operations in their own computation. Any other function of lazy logits, such as the
-product of probabilities and log-probabilities, is an `Applied` formula. An `Applied` formula is
-computed by PyTorch's own function when a later operation reduces over the vocabulary
-(row_function.py).
+softcap and a log_softmax. Losses and statistics over a `Direct` formula read the head's logits, and
+apply the scale and the softcap themselves. F.nll_loss, F.kl_div and most statistics apply the
+log_softmax themselves too. Any other function of lazy logits, such as the product of probabilities
+and log-probabilities, is an `Applied` formula. An `Applied` formula is computed by PyTorch's own
+function when a later operation reduces over the vocabulary (row_function.py).
 """
 
 import contextlib
@@ -47,8 +47,8 @@ class Formula:
 class Direct(Formula):
     """The logits z, with an optional scale, softcap and log_softmax.
 
-    If `capped` is true, the values are y = post · tanh(pre · z), and otherwise y = pre · z. If
-    `log` is true, the values are factor · log_softmax(y), where y are the scaled or capped logits.
+    Let y = post · tanh(pre · z) if `capped` is true, and y = pre · z otherwise. The values are y,
+    or factor · log_softmax(y) if `log` is true.
     """
 
     dtype: torch.dtype
@@ -76,7 +76,8 @@ class Direct(Formula):
     def reads(self) -> dict[str, float]:
         """The options `temperature` and `softcap` for a loss over the head's logits z.
 
-        With these options, the loss over z equals the loss over the scaled or capped logits y.
+        With these options, a loss over z equals the same loss over the logits after scale and
+        softcap.
         """
         if self.capped:
             return {"softcap": 1 / self.pre, "temperature": 1 / (self.pre * self.post)}
@@ -94,7 +95,8 @@ class Input(Formula):
     """A tensor that a function takes besides the logits, such as a mask or probabilities.
 
     An input tensor has one row per row of the logits. The tensors are stored in `Recipe.inputs` and
-    not in the formula, because a view of lazy logits also rearranges the rows of the input tensors.
+    not in the formula, because a view of lazy logits has the same formula, but input tensors with
+    rearranged rows.
     """
 
     def __init__(self, dtype: torch.dtype):

@@ -20,9 +20,10 @@ from .report import warn_once
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# GUARD, HOOKS and CALLS are keys in the __dict__ of modules. The hooks are on the model that was
-# fused. The guard is on the fused model, on its head and on the modules between model and head, so
-# that `unfuse` can be called on any of these modules.
+# GUARD, HOOKS and CALLS are keys in the __dict__ of modules. HOOKS and CALLS are set on the model
+# that was fused. CALLS holds the value of Guard.calls before the model's last forward. GUARD is set
+# on the fused model, on its head and on the modules between model and head, so that `unfuse` can be
+# called on any of these modules.
 GUARD, HOOKS, CALLS = "_logitless_guard", "_logitless_hooks", "_logitless_calls"
 
 

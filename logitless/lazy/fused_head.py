@@ -39,8 +39,8 @@ def lazy_logits():
     the option `lazy_inference` of `fuse` is true. Inside this context manager, logits of any size
     are lazy. Logits that are created inside this context manager must not be written to. If the
     weight is written to before these logits are used, an error is raised. On a GPU, a write that
-    does not change the weight's version counter is not detected, because the host would have to
-    wait until the GPU has compared the weight (class Watch).
+    does not change the weight's version counter is not detected, because comparing the weight with
+    a copy would make the host wait for the GPU (class Watch).
 
     >>> with torch.no_grad(), lazy_logits():
     ...     teacher_logits = teacher(ids).logits

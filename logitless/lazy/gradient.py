@@ -11,7 +11,7 @@ from ..core.autograd import refuse_second
 from .deferred import Deferred, on_values, written
 
 Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of hidden, weight and bias
-Compute = Callable[[], Tensor]  # a function that computes a gradient of the values
+Compute = Callable[[], Tensor]  # computes a gradient of the logits as a plain tensor
 
 aten = torch.ops.aten
 # This module can be imported inside inference_mode(), which changes the dispatch keys.
@@ -44,18 +44,19 @@ def is_copy(func, args: tuple) -> bool:
 class Joint:
     """An operation with several lazy logits as arguments, such as torch.cat or a product.
 
-    In backward, each argument gets its own LazyGradient. The gradients of weight and bias are sums
-    over all arguments, and only the first LazyGradient holds these sums. For all operations except
-    torch.cat, only the first LazyGradient holds the gradient of hidden. So the LazyGradient of one
-    argument is incomplete, and must not be changed. If n arguments need a gradient, `shares` of
-    each LazyGradient maps the Joint to 1/n. A LazyGradient with a share below 1 is incomplete. If
-    autograd adds LazyGradients, their shares are added too. A sum with a share of 1 is complete.
+    In backward, each argument gets its own LazyGradient. Only the first LazyGradient holds
+    gradients of weight and bias, which are sums over all arguments. The gradient of hidden is also
+    only in the first LazyGradient, except for torch.cat, where each LazyGradient holds the gradient
+    of its own rows. So the LazyGradient of one argument is incomplete, and must not be changed. If
+    n arguments need a gradient, `shares` of each LazyGradient maps the Joint to 1/n. A LazyGradient
+    with a share below 1 is incomplete. If autograd adds LazyGradients, their shares are added too.
+    If the shares add up to 1, the sum of the LazyGradients is complete.
     """
 
     def __init__(self, name: str, root: Any = None):
         self.name = name
-        # `root` is the Watch of the call of a head that created all arguments with a gradient. If
-        # several calls created these arguments, `root` is None.
+        # If all arguments with a gradient come from one call of a head, `root` is the Watch of this
+        # call. Otherwise, `root` is None.
         self.root = root
 
 
@@ -78,9 +79,9 @@ class LazyGradient(Deferred):
     of_values: Tensor | None
     computes: tuple[Compute, ...]
     known: Tensor | None  # The gradient as a plain tensor, or None before it is computed.
-    # Whether this is a gradient of log-probabilities from a loss that was computed over the logits.
-    # A projected gradient must not be read, because it differs from the exact gradient by a term
-    # that the backward of log_softmax removes.
+    # True for a gradient of log-probabilities, if the loss was computed from the logits instead of
+    # the log-probabilities. A projected gradient must not be read, because it differs from the
+    # exact gradient by a term that the backward of log_softmax removes.
     projected: bool
     shares: Shares  # empty if this gradient is complete (see Joint)
 
@@ -122,7 +123,7 @@ class LazyGradient(Deferred):
         return self.known
 
     def write(self, func, args: tuple, kwargs: dict) -> Any:
-        """Writes to the materialised gradient, which then replaces `parts`."""
+        """Writes to the materialised gradient, which becomes `of_values` and replaces `parts`."""
         first = args[0] if args else None
         targets = first if isinstance(first, (list, tuple)) else [first]
         known = isinstance(func, torch._ops.OpOverload) or func is Tensor.__setitem__

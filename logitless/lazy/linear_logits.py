@@ -68,15 +68,15 @@ for _name in ("getitem", "len", "iter", "neg", "mul", "rmul", "truediv", "add", 
 class LinearLogits(AsTensor, Logits):
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,) for every loss of logitless.
 
-    `workspace` limits the bytes of logits in memory at once. The logits of a teacher need memory in
-    addition to the workspace. The default workspace is 1 GiB on a GPU and 64 MiB on a CPU. If 1,024
-    rows of logits take more than 1 GiB, the default workspace on a GPU holds 1,024 rows, but is at
-    most 2 GiB. For fp32 logits of 16-bit hidden states, the default workspace is 1.5 times as
-    large. A smaller workspace saves memory and costs time. If many rows fit into the workspace, a
-    GPU computes some whole rows at a time. If only few rows fit into the workspace, a GPU computes
-    some columns of all rows at a time. A small head computes all logits at once. On an NVIDIA GPU,
-    most losses over a 16-bit head with D of at most 128 write no logits to memory, unless the head
-    is small (docs/heads.md).
+    `workspace` limits the number of bytes of logits that are in memory at the same time. The logits
+    of a teacher need memory in addition to the workspace. The default workspace is 1 GiB on a GPU
+    and 64 MiB on a CPU. If 1,024 rows of logits take more than 1 GiB, the default workspace on a
+    GPU holds 1,024 rows, but is at most 2 GiB. For fp32 logits of 16-bit hidden states, the default
+    workspace is 1.5 times as large. A smaller workspace saves memory and costs time. If many rows
+    fit into the workspace, a GPU computes some whole rows at a time. If only few rows fit into the
+    workspace, a GPU computes some columns of all rows at a time. A small head computes all logits
+    at once. On an NVIDIA GPU, most losses over a 16-bit head write no logits to memory if D is at
+    most 128 and the head is not small (docs/heads.md).
 
     `logits_dtype=torch.float32` keeps the fp32 sums of a 16-bit GEMM instead of rounding the logits
     to 16 bits. Log-probabilities of fp32 logits are hundreds of times more exact than those of
@@ -84,12 +84,13 @@ class LinearLogits(AsTensor, Logits):
     run in 16 bits.
 
     `accumulate` selects the precision in which the gradient of a bf16 weight is summed over chunks.
-    accumulate="auto" sums up to two chunks in bf16. For more chunks, accumulate="auto" sums in
-    block floating point on Hopper and data-center Blackwell, and in fp32 on other devices. Block
-    floating point needs no memory besides the gradient. In block floating point, 128 neighbouring
-    numbers share one exponent, and the largest of these numbers keeps 14 bits. accumulate="fp32"
-    sums in fp32, which takes additional memory of the gradient's size. accumulate="weight" sums in
-    bf16, which rounds after every chunk. The gradient of an fp16 weight is always summed in fp32.
+    With at most two chunks, accumulate="auto" sums in bf16. With more chunks, accumulate="auto"
+    sums in block floating point on Hopper and data-center Blackwell, and in fp32 on other devices.
+    Block floating point needs no memory besides the gradient. In block floating point, each number
+    is a 16-bit integer of magnitude at most 2^14, and 128 neighbouring numbers share one exponent.
+    accumulate="fp32" sums in fp32, which takes additional memory of the gradient's size.
+    accumulate="weight" sums in bf16, which rounds after every chunk. The gradient of an fp16 weight
+    is always summed in fp32.
 
     `main_grad` is an fp32 tensor of the weight's shape. Every backward adds the weight's gradient
     to main_grad instead of weight.grad. For a mean or sum, the gradient is added to main_grad once,
@@ -99,11 +100,12 @@ class LinearLogits(AsTensor, Logits):
 
     Rows that a loss ignores are dropped before the GEMMs, unless the logits are materialised. The
     number of rows that are not ignored is computed on the GPU. The host waits once for this number
-    of rows, after the first GEMM is queued. With `drop_ignored=False`, the host never waits, and
-    ignored rows cost as much time as other rows. A CUDA graph requires that the host never waits.
+    of rows. If whole rows are computed at a time, the first GEMM is queued before the host waits.
+    With `drop_ignored=False`, the host never waits, and ignored rows cost as much time as other
+    rows. In a CUDA graph, ignored rows are not dropped, because the host must not wait.
 
-    If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. Losses over a
-    sharded weight are computed as for a VocabShard.
+    If weight is a DTensor sharded by rows, hidden must be a DTensor on the same mesh. In a loss,
+    each rank then computes only the logits of its own rows of the weight, as with a VocabShard.
 
     PyTorch's own functions, methods and indexing accept a LinearLogits as a tensor. The logits are
     computed when an operation reads their values.

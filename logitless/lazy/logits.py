@@ -6,14 +6,16 @@ logitless and of torch.nn.functional over lazy logits are computed chunk by chun
 Functions that reduce over the vocabulary, such as argmax, are computed chunk by chunk too. Views,
 slices, casts and elementwise functions of lazy logits are lazy logits again (torch_functions.py).
 Any other operation materialises the logits, and returns the same result as for plain logits.
-Writing to lazy logits raises, except for logits without gradients (writes.py).
+Writing to lazy logits raises, unless a fused head returned them without gradients and outside of
+`lazy_logits()` (writes.py).
 
-The autograd graph has the same nodes as for plain logits, for the head, the views and the loss.
-Only the gradient has an unusual type. A loss computes the gradients of hidden and weight, and
+As for plain logits, the autograd graph has one node for the head, one for each view and one for the
+loss. Only the gradient has an unusual type. A loss computes the gradients of hidden and weight, and
 returns both as a `LazyGradient` of its logits. In backward, views and slices re-index the
 `LazyGradient`, and the head takes the gradients of hidden and weight from the `LazyGradient`.
 Because the autograd graph is the usual graph, hooks run, and DDP and FSDP get the output that they
-expect. If no operation materialises large logits, no tensor as large as the logits is allocated.
+expect. For large logits, a tensor as large as the logits is allocated only if an operation
+materialises them.
 """
 
 import functools
@@ -91,8 +93,8 @@ class LazyLogits(Deferred, Source):
     def from_head(self) -> bool:
         """Whether losses and functions are computed from the head instead of from the values.
 
-        Losses and functions of logits for inference are computed from the values if the logits are
-        small or already computed.
+        For logits for inference (class Recipe), returns False if the logits are small or already
+        computed.
         """
         origin, recipe = self.origin, self.recipe
         if origin.exposed:
@@ -111,8 +113,8 @@ class LazyLogits(Deferred, Source):
         """Whether views of these logits are lazy.
 
         Views of logits for inference stay lazy until the logits are read, even if the logits are
-        small. For example, code can select one row of large logits, and then a part of this small
-        row. A write to the part then also changes the large logits.
+        small. For example, code can select one row of large logits, then a part of this small row,
+        and write to the part. The write must also change the large logits.
         """
         unread = self.recipe.inference and self.cell.values is None
         return self.from_head or (unread and not self.origin.exposed)

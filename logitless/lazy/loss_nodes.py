@@ -1,4 +1,4 @@
-"""The autograd nodes of losses over lazy logits, whose backward returns a LazyGradient."""
+"""Autograd nodes of losses over lazy logits. The backward of each node returns a LazyGradient."""
 
 from typing import Any
 
@@ -59,7 +59,8 @@ def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
 def of_values(loss: RowLoss, recipe: Recipe) -> tuple[RowLoss, float]:
     """Rewrites a loss over the head's logits as a loss over the values of the lazy logits.
 
-    Returns the new loss, and the number by which the values must be divided before the loss.
+    Returns the new loss and a number. The values must be divided by this number before the new loss
+    is applied to them.
     """
     if isinstance(loss, OfValues):
         return loss.of_values(), 1.0

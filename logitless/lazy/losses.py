@@ -90,9 +90,9 @@ def _soft_cross_entropy(z: LazyLogits, probs: Tensor, **options):
 
 
 def unlogged(z: LazyLogits) -> LazyLogits:
-    """Returns lazy logits whose log_softmax is the lazy log-probabilities z.
+    """Turns lazy log-probabilities z = log_softmax(logits) back into lazy logits.
 
-    On plain log-probabilities, this operation is the identity, because log_softmax(z) = z.
+    On plain tensors, the operation returns z itself, because log_softmax(z) = z.
     """
     return values.changed(z, Op(lambda t: t, pull=lambda d: d, projects=True), log=False)
 
@@ -115,7 +115,7 @@ def nll_loss(
 
 
 def loss_of_values(function: Callable):
-    """Returns a lazy version of an elementwise loss such as F.kl_div, with any reduction."""
+    """Returns an elementwise loss, such as F.kl_div, for lazy logits and any reduction."""
 
     def loss(*args, **kwargs):
         bound = signature(function).bind(*args, **kwargs)

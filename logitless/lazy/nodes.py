@@ -80,7 +80,7 @@ def gradient_of(
 ) -> Tensor | None:
     """Returns a LazyGradient, or only `of_values` if `parts` and `computes` hold no gradient.
 
-    `source` is the upstream gradient from which the arguments were computed.
+    `source` is the upstream gradient from which `parts`, `of_values` and `computes` were computed.
     """
     if all(t is None for t in parts) and not computes:
         return of_values
@@ -103,8 +103,8 @@ class LazyHead(Node):
             hidden=stored(hidden), weight=weight.detach(),
             bias=None if bias is None else bias.detach(),
         )  # fmt: skip
-        # On a GPU, the Watch compares the weight only after `passed` is set. Backward sets
-        # `passed`, but logits for inference have no backward, so `passed` is set here.
+        # On a GPU, the Watch looks for writes to the weight only after `passed` is set. Backward
+        # sets `passed`. Logits for inference have no backward, so their `passed` is set here.
         ctx.watch = Watch(detached.weight, passed=inference)
         ctx.module, ctx.shard = head.module, shard
         formula = Direct(head.dtype)
@@ -154,8 +154,9 @@ class Op(NamedTuple):
     # `projected` is copied from the upstream gradient.
     projects: bool | None = None
     name: str = "a function"  # The operation's name in error messages.
-    # For each argument, the Formula that computes the argument from the logits of the head in the
-    # result's recipe. If `formulas` is empty, the formulas in the arguments' recipes are used.
+    # For each argument, the Formula that computes the argument from the head's logits. The head is
+    # in the recipe of the result. If `formulas` is empty, the formulas in the arguments' recipes
+    # are used.
     formulas: tuple[Formula, ...] = ()
 
 
@@ -163,9 +164,9 @@ class LazyOp(Node):
     """The autograd node of an operation on lazy logits whose result is lazy too.
 
     `back` maps the gradients of the result's hidden, weight and bias to the gradients of the
-    argument's hidden, weight and bias. `op` performs the operation on plain logits. Backward
-    differentiates `op` if the upstream gradient contains a gradient of the values. All arguments
-    that need a gradient must have the same hidden, weight and bias.
+    argument's hidden, weight and bias. `op` performs the operation on plain logits. If the upstream
+    gradient contains a gradient of the values (`of_values`), backward differentiates `op`. All
+    arguments that need a gradient must have the same hidden, weight and bias.
     """
 
     @staticmethod
@@ -300,7 +301,7 @@ class LazyCat(Node):
 
 
 class LazyBias(Node):
-    """The autograd node that adds one number per column to lazy logits, as a change of the bias."""
+    """The autograd node that adds one number per column to lazy logits by changing the bias."""
 
     @staticmethod
     def forward(ctx, z, bias, recipe, sign):

@@ -1,4 +1,7 @@
-"""Computes the values of lazy logits from a recipe, or from the values of other lazy logits."""
+"""Computes the values of lazy logits from their recipe, or from the values of other lazy logits.
+
+A recipe is a head and a formula (recipe.py).
+"""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -49,8 +52,8 @@ class Record:
 
     def __init__(self, needs: Sequence[bool], formulas: Sequence[Formula]):
         self.needs = needs  # whether each argument needs a gradient
-        # For each argument, the Formula that computes the argument from the logits of the head in
-        # the result's recipe.
+        # For each argument, the Formula that computes the argument from the head's logits. The head
+        # is in the recipe of the result.
         self.formulas = formulas
         self.graph: Graph | None = None
 
@@ -105,9 +108,9 @@ class Origin:
     are materialised.
 
     Views of lazy logits share memory. If a write or other code may have changed the shared memory
-    (`exposed`), all views read their values from the shared memory. The result of any other
-    operation on the logits is then computed from the head, because the shared memory may have
-    changed after the operation was called.
+    (`exposed`), all views read their values from the shared memory. The results of other
+    operations, such as z * 2, are then computed from the head, because a later write to z must not
+    change the result of z * 2.
     """
 
     def __init__(self, cell: Cell):
@@ -140,10 +143,10 @@ class Origin:
         return self.reachable(None)
 
     def reachable(self, size: int | None) -> bool:
-        """Whether the values can be computed from values in memory or recipes of `size` values.
+        """Whether the values can be computed from values in memory, or from recipes.
 
-        If `size` is None, no recipe is used. Recipes of other sizes are never used, because a
-        larger recipe would compute values that are not needed.
+        Only recipes that compute `size` values are used, because a larger recipe would compute
+        values that are not needed. If `size` is None, no recipe is used.
         """
         cell = self.cell()
         if cell is not None and (cell.values is not None or cell.size == size):
@@ -262,11 +265,11 @@ class Origin:
         return owns
 
     def writable(self) -> Tensor | None:
-        """Returns the values in memory that all views read, so that a write changes all views.
+        """Returns the values as a tensor to write to, in the memory that all views read.
 
-        Returns None if this view, or another view or base of the logits, has memory of its own.
-        Also returns None if a read-only view or array shares the memory. If these logits are a
-        view, the returned tensor can be non-contiguous.
+        A write to this tensor changes all views. Returns None if this view, or another view or base
+        of the logits, has memory of its own. Also returns None if a read-only view or array shares
+        the memory. If these logits are a view, the returned tensor can be non-contiguous.
         """
         top = self.top()
         if not top.owns_memory():

@@ -136,9 +136,9 @@ class Recipe:
         return is_small(torch.Size(self.shape).numel(), self.formula.dtype)
 
     def obstacle(self, softcap: float | None) -> str | None:
-        """Describes the values if a loss with this softcap cannot be computed from the head.
+        """Returns None if a loss with this softcap can be computed from the head.
 
-        Returns None if the loss can be computed from the head.
+        Otherwise, returns a phrase that names the values, such as "log-probabilities".
         """
         if self.direct is None:
             return "probabilities or other functions of logits"

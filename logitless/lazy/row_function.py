@@ -58,7 +58,10 @@ def _evaluated(kind: "type[RowFunction]", reduction: str, z: LazyLogits, functio
 
 
 def in_rows_of(lead: torch.Size) -> Callable[[Tensor], Tensor]:
-    """Returns a function that copies a tensor if view() cannot flatten its leading dimensions."""
+    """Returns a function that prepares a tensor so that view() can flatten its leading dimensions.
+
+    The function copies the tensor only if the tensor's strides make a copy necessary.
+    """
     return lambda t: t.reshape(-1, t.shape[-1]).view(*lead, t.shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""Operations that change the values of lazy logits and return lazy logits."""
+"""Operations on lazy logits that compute new values, such as scaling, and return lazy logits."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from .watch import Watch
 
 
 def changed(z: LazyLogits, op: Op, **fields) -> LazyLogits:
-    """Returns lazy logits whose `Direct` formula has changed fields, or NotImplemented."""
+    """Returns z with changed `fields` of its `Direct` formula, or NotImplemented."""
     formula = replace(z.recipe.formula, **fields)  # pyright: ignore[reportArgumentType]
     if not all(LEAST <= number <= MOST for number in formula.reads.values()):
         return NotImplemented  # our losses do not accept this temperature or softcap
@@ -147,10 +147,11 @@ def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
 
 
 def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
-    """Returns logits + other by changing the head's bias, if `other` has one number per column.
+    """Returns logits + other by changing the head's bias, or NotImplemented.
 
-    Scaled logits are not accepted, because the head's new bias would be other / scale. In 16 bits,
-    other / scale can overflow, and so can the rounded product (other / scale) · scale.
+    `other` must be a number, or a tensor with one number per column. Scaled logits are not
+    accepted, because the head's new bias would be other / scale. In 16 bits, other / scale can
+    overflow, and so can the rounded product (other / scale) · scale.
     """
     if alpha != 1 or not _takes_columns(z) or z.recipe.logits.pre != 1:
         return NotImplemented

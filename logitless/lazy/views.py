@@ -44,7 +44,7 @@ def _rows(
         edge, hidden = get_gradient_edge(moved), moved.detach()
     shape = hidden.shape
     # The result is a view of the logits if the new hidden states are a view of the old hidden
-    # states. Indexing by a tensor copies hidden states and logits.
+    # states. Indexing by a tensor copies the hidden states, so its result is not a view.
     is_view = memory_of(hidden) == memory_of(before)
 
     def back(parts):
@@ -211,7 +211,7 @@ def _selected(z: LazyLogits, rows: list, last: Any):
 
 
 def _taken(part: Any) -> int:
-    """The number of dimensions that one item of an index selects from."""
+    """The number of dimensions that one item of an index consumes, for example 2 for a 2-d mask."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     return part.dim() if isinstance(part, Tensor) and part.dtype in MASKS else 1

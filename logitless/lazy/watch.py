@@ -1,11 +1,11 @@
-"""Detects writes to the tensors of lazy logits before the logits are computed."""
+"""Detects whether tensors of lazy logits were written to before the logits were computed."""
 
 import torch
 from torch import Tensor
 
 
 class Watch:
-    """Detects writes to a weight that PyTorch's version counter does not record.
+    """Detects writes to a weight, even writes that do not change the weight's version counter.
 
     Some optimisers write to the weight through `.data` or through an address, which does not change
     the weight's version counter. So about 32 x 32 numbers of the weight are copied when the logits

@@ -1,4 +1,4 @@
-"""Writes to lazy logits without gradients: each write changes the values in memory."""
+"""Runs operations that write to logits for inference (class Recipe) on the values in memory."""
 
 from typing import Any
 

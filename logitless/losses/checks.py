@@ -1,8 +1,8 @@
 """Checks of the arguments of each public function. The error messages are in core/checks.py.
 
-`check_once` (core/call.py) calls these functions with the arguments of a call. The first argument
-of each function is the logits. `check_once` uses the logits to find the other ranks that must raise
-the same error.
+`check_once` (core/call.py) calls the checks in this file with the arguments of a public function.
+The first argument of each check is the logits. `check_once` uses the logits to find the other ranks
+that must raise the same error.
 """
 
 from torch import Tensor

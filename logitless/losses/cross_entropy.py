@@ -46,9 +46,9 @@ class CrossEntropy(RowLoss):
     def value_and_gradient(self, backend, x, factor, into):
         if self.label_smoothing or self.z_loss or backend.one_pass is None:
             return super().value_and_gradient(backend, x, factor, into)
-        # The loss is linear in log p, so the coefficients of its gradient need no statistics.
-        # `one_pass` returns None if one pass is not possible, for example because the rows are too
-        # long.
+        # Here, the loss of a row is -v[target] · log p[target], with class weights v. So the
+        # coefficients of its gradient are known before the logits are read. `one_pass` returns None
+        # if one pass is not possible, for example because the rows are too long.
         if self.is_nll:
             coefficients = _nll_coefficients[x.device, torch.float32]
         else:

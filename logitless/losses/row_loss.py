@@ -39,9 +39,9 @@ def row_loss(
     The result is a scalar, or one number per row for reduction="none". `formula(stats, *rows)` gets
     the statistics of n rows as a RowStats. Each statistic has shape (n,), or (n, K) for K ids per
     row. The formula also gets the same n rows of each tensor in `rows`. The tensors in `rows` hold
-    one or k numbers per row, and can require gradients. The formula returns a tensor of shape (n,),
-    with one number per row. Other tensors that the formula uses, for example from its closure, get
-    no gradient.
+    one or several numbers per row, and can require gradients. The formula returns a tensor of shape
+    (n,), with one number per row. Other tensors that the formula uses, for example from its
+    closure, get no gradient.
 
     The formula can also return a tuple (loss, *more) of tensors of shape (n,), for example to
     compute metrics. If the formula returns a tuple, the result of row_loss is a tuple (loss, *more)
@@ -133,8 +133,8 @@ class Formula(RowLoss):
                     "compute only a metric, call row_loss under torch.no_grad()."
                 )
             if value.requires_grad:
-                # The value of a row depends only on this row. So row i of the gradient of the sum
-                # is the gradient of the value of row i.
+                # The value of a row depends only on this row. So the gradients of all values are
+                # computed at once, as the gradient of the sum of the values.
                 gradients = torch.autograd.grad(value.sum(), wanted, allow_unused=True)
         gradients = iter(gradients)
         d_leaves = [next(gradients) if t.requires_grad else None for t in leaves]

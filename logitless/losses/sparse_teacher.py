@@ -1,12 +1,13 @@
 """Distillation from a sparse teacher, which has probabilities for K ids per row.
 
-A loss compares the teacher's probabilities p at the ids with the student's q = softmax(z).
-`support` selects which probabilities are compared, and `divergence` selects the divergence. The
-arguments `support` and `divergence` are required. The loss needs only these statistics of a row:
-the student's log-probabilities at the ids, the student's mass outside the ids, and the label's
-log-probability at temperature 1. One pass over the logits computes the statistics, and another pass
-computes the gradient. For support="tail", forward reads a row a second time if its mass outside the
-ids is small.
+A loss compares the teacher's probabilities p at the ids with the student's q = softmax(z), where z
+are the logits after softcap and temperature. `support` selects which probabilities are compared.
+`divergence` selects the formula that compares them, such as forward KL. The arguments `support` and
+`divergence` are required. The loss needs only these statistics of a row: the student's
+log-probabilities at the ids, the student's mass outside the ids, and the label's log-probability at
+temperature 1. One pass over the logits computes the statistics, and another pass computes the
+gradient. For support="tail", forward reads a row a second time if its mass outside the ids is
+small.
 """
 
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ def capture_topk(
 
     The ids are sorted by descending probability. Ids of equal probability are sorted in ascending
     order. The results have no gradient. On a GPU, one pass over the logits is enough for k up to
-    256. For k above 256, torch.topk sorts chunks of rows.
+    256. For k above 256, torch.topk runs on one chunk of rows at a time.
 
     >>> capture_topk(torch.tensor([[0.0, 2.0, 1.0]]), 2).ids
     tensor([[1, 2]])

@@ -57,7 +57,10 @@ def shard_of(source: Any, mesh: Any, dim: int, vocab: int) -> Shard:
 
 @converts
 def source_of_dtensor(logits: Any) -> Source | None:
-    """The source for DTensor logits, or for a LinearLogits of DTensors. None for other logits."""
+    """Returns the source for DTensor logits, or for a LinearLogits of DTensors.
+
+    Returns None for other logits.
+    """
     if is_dtensor(logits):
         return DTensorLogits(logits)
     return shard_of_head(logits.head) if isinstance(logits, HeadLogits) else None
@@ -133,7 +136,7 @@ def hidden_of_all(hidden, weight) -> Tensor:
 
 
 def shard_of_head(head: Any) -> Shard:
-    """Returns this rank's Shard of a head, whose weight and bias are DTensors sharded by rows."""
+    """Returns this rank's Shard of a head. The weight and bias are DTensors, sharded by rows."""
     hidden, weight, bias = head.tensors
     (dim,) = [i for i, place in enumerate(weight.placements) if not place.is_replicate()]
     tokens = not hidden.placements[dim].is_replicate()

@@ -25,12 +25,14 @@ BAD = -1  # marks an id outside the vocabulary; NO_ID marks an id in another ran
 class ColumnBackend:
     """A backend for the columns [start, start + width) of a vocabulary.
 
-    The constructor gets a function `gather`. gather(t) stacks the tensors t of all ranks, of shape
-    (N, F), into one tensor of shape (ranks, N, F), which is the same on all ranks. A method that
-    reads logits calls this function once, or twice for JSD.
+    `gather` is an all-gather: each rank passes a tensor of shape (N, F), and every rank gets the
+    stacked tensors of all ranks, of shape (ranks, N, F). A method that reads logits calls `gather`
+    once. For JSD, the method calls `gather` twice.
     """
 
-    one_pass = None  # one pass is not possible, because a gradient needs statistics of all ranks
+    # Loss and gradient cannot be computed in one pass over the logits, because a gradient needs the
+    # statistics of all ranks.
+    one_pass = None
 
     def __init__(
         self,
@@ -42,8 +44,8 @@ class ColumnBackend:
         widest: int = 0,  # the largest number of columns on any rank
     ):
         self.backend, self.join = backend, gather
-        # At most one of `all_reduce` and `reduce_scatter` is set, and sums the gradient of hidden
-        # over ranks. Both are None if logitless does not sum this gradient.
+        # `all_reduce` or `reduce_scatter` sums the gradient of hidden over ranks. At most one of
+        # these functions is set. Both are None if logitless does not sum this gradient.
         self.all_reduce: Callable[[Tensor], Any] | None = None
         self.reduce_scatter: Callable[[Tensor], Any] | None = None
         self.start, self.width, self.vocab, self.widest = start, width, vocab, widest
@@ -171,7 +173,7 @@ class ColumnBackend:
         return self.backend.pair_gradient(x, here, pair, state, upstream, factor, into)
 
     def _pair_reading(self, reading: Reading) -> Reading:
-        """Returns the `Reading` of this rank's columns, but with the size of the whole vocabulary.
+        """Returns `here(reading)`, except that `vocab` stays the size of the whole vocabulary.
 
         Label smoothing needs the size of the whole vocabulary.
         """
@@ -182,7 +184,8 @@ class ColumnBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the k most probable ids per row, their log-probabilities, and the log tail.
 
-        These ids are found among the k largest logits of each rank.
+        Each rank sends its k largest logits of each row. The k largest logits of the whole row are
+        among the logits that the ranks send.
         """
         lead, rows, own = x.shape[:-1], x.shape[:-1].numel(), min(k, self.width)
         part = torch.full((rows, 2 * k + 1), -torch.inf, device=x.device, dtype=PRECISION[x.dtype])
@@ -193,10 +196,11 @@ class ColumnBackend:
             top = x.gather(-1, ids).view(rows, own)
             part[:, :own] = top
             part[:, k : k + own] = contract.as_bits(ids.view(rows, own) + self.start, part.dtype)
-            # Let z be this rank's logits, after softcap and temperature. With s = Σ e^(z - max z),
-            # logprobs[..., 0] is -log s. `rest` is log Σ e^(z - max z) over the columns that are
-            # not among the k largest, so `tail` is rest - log s. If the largest logit is +inf, log
-            # s is NaN. Where `tail` is -inf, `rest` is -inf too, even if log s is NaN.
+            # Let z be this rank's logits after softcap and temperature, and let s be
+            # Σ e^(z - max z). Then logprobs[..., 0] is -log s. `rest` is log Σ e^(z - max z) over
+            # the columns outside `ids`. `tail` is the log of the softmax mass of these columns, so
+            # `rest` is tail + log s. If the largest logit is +inf, log s is NaN. Where `tail` is
+            # -inf, `rest` is set to -inf, even if log s is NaN.
             rest = torch.where(tail == -torch.inf, tail, tail - logprobs[..., 0]).view(rows)
             y, _ = capped(top[:, 0], softcap)
             part[:, 2 * k] = torch.where(y == -torch.inf, y, rest)
@@ -243,8 +247,9 @@ class ColumnBackend:
     def _tail(self, x: Tensor, reading: Reading, part: Partials) -> Tensor:
         """Returns `shift` and `tail` for each row, as a tensor of shape (N, 2).
 
-        `tail` is log Σ e^((y - shift) / T), where T is the temperature, and y are this rank's
-        logits outside of `reading.ids`, after the softcap.
+        `shift` is the largest of this rank's logits y after the softcap, or 0 if the largest is
+        infinite. `tail` is log Σ e^((y - shift) / T) over the columns outside of `reading.ids`,
+        where T is the temperature.
         """
         if self.width == 0:
             empty = part.state[:, 0, :2].clone()
@@ -318,7 +323,7 @@ class OwnRows:
 
 
 def _largest(
-    parts: Tensor,  # (ranks, N, 2 k + 1): logits, ids as bits, log Σ e^(z - max z) of other columns
+    parts: Tensor,  # (ranks, N, 2 k + 1): k logits, k ids as bits, and `rest` (see `topk`)
     k: int,
     temperature: float,
     softcap: float | None,

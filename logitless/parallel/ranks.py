@@ -11,7 +11,7 @@ from . import checks
 
 
 def _either(*names: str) -> Any:
-    """Returns the function of torch.distributed with the first of these names that exists.
+    """Looks up the names in torch.distributed, and returns the first function that exists.
 
     The result is None if PyTorch was built without torch.distributed.
     """

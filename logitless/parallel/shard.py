@@ -52,11 +52,11 @@ class Layout(NamedTuple):
 
 
 # Caches the largest width of all ranks, for shards with `start` and `vocab`. The key is the group
-# and the vocabulary size. The key must be the same on all ranks, so that either all ranks exchange
-# their columns, or no rank does. So the key must not contain this rank's columns. Suppose that the
-# key contained these columns, and that the same vocabulary is sharded in a second way, with other
-# columns on only some of the ranks. Then only these ranks would start an exchange, and the exchange
-# would never finish.
+# and the vocabulary size. A rank without a cached width starts an exchange of columns. The key must
+# be the same on all ranks, so that either all ranks start the exchange, or no rank does. So the key
+# must not contain this rank's columns. For example, a second sharding of the same vocabulary can
+# have other columns on only some of the ranks. If the key contained the columns, only these ranks
+# would start an exchange, and the exchange would never finish.
 _widest: dict[tuple, int] = {}
 
 
@@ -273,7 +273,8 @@ class Shard(Source):
     def times(self, factor: float) -> "Shard | None":
         """Returns a shard of the teacher's logits, multiplied by a factor.
 
-        The result is None if the source is a tensor, which would have to be copied.
+        The result is None if the source is a tensor, because the multiplication would copy the
+        tensor.
         """
         scaled = self.source.times(factor)
         return None if scaled is None else self.over(scaled)
@@ -372,7 +373,10 @@ class LogitColumns(Source):
 
 
 def _check(ranks: Ranks, *arguments: Any) -> None:
-    """Checks the arguments of a VocabShard. LOGITLESS_CHECK=1 also compares them between ranks."""
+    """Checks the arguments of a VocabShard.
+
+    LOGITLESS_CHECK=1 also compares the arguments of all ranks.
+    """
     try:
         rules.shard(*arguments)
     except Exception as error:

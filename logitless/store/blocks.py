@@ -51,7 +51,7 @@ class Blocks:
     def pieces(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Copies the bytes of each range.
 
-        A block that several ranges need is read and compared only once per call.
+        If a block is in several ranges, the block is read and compared with its checksum only once.
         """
         file, unit = self._file or self._opened(), BLOCK if self.checked else 1
         runs: list[list[int]] = []  # ranges [first, end) of block numbers to read, ascending
@@ -78,8 +78,8 @@ class Blocks:
     def _compare(self, data: memoryview, checksums: memoryview, runs: list[list[int]]) -> None:
         """Compares the blocks in `data` with their checksums.
 
-        `runs` holds the numbers of these blocks. Every block has BLOCK bytes, except the last block
-        of the file.
+        `runs` lists ranges [first, end) of block numbers, and `data` holds these blocks one after
+        the other. Every block has BLOCK bytes, except the last block of the file.
         """
         crc32, wanted = zlib.crc32, []
         for first, last in runs:
@@ -134,7 +134,10 @@ class _File:
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns the checksums, as bytes, of tensors that are adjacent in a file."""
+    """Returns the checksums of all blocks of a file, as a uint8 tensor.
+
+    `tensors` holds the tensors of the file, in the order of the file.
+    """
     found, checksum, room = [], 0, BLOCK
     for t in tensors:
         view = memoryview(buffer(t)).cast("B")

@@ -40,11 +40,11 @@ def capture(
     input_ids of shape (B, T), with one document per row. A batch can also be a dict of keyword
     arguments of a Transformers model, in which attention_mask marks padding. Documents that the
     writer already has are skipped before the model runs, so the same command resumes a run that was
-    killed. `k` is at most the writer's k, which is also the default. `head` has the same meaning as
-    in `fuse`. For each captured document, `progress` is called with the number of the document's
-    tokens. If a batch has skipped documents, `progress` is also called once with the number of
-    their tokens. If the head is padded to more logits than the writer's vocab_size, the logits
-    beyond vocab_size count as -inf.
+    killed. `k` is at most the writer's k. The default of `k` is the writer's k. `head` has the same
+    meaning as in `fuse`. For each captured document, `progress` is called with the number of the
+    document's tokens. For each batch with skipped documents, `progress` is also called once, with
+    the number of tokens in all skipped documents of the batch. If the head is padded to more logits
+    than the writer's vocab_size, the logits beyond vocab_size count as -inf.
 
     Under torchrun, each rank captures the part of the batches that the function `share` selects:
 
@@ -199,8 +199,8 @@ def _write(pending: _Pending | None, writer: Writer, progress: Callable | None) 
         where = slice(int(places[0]), int(places[-1]) + 1) if contiguous else places
         rows = {name: t[where] for name, t in pending.rows.items()}
         checks.rows_of_teacher(rows["top"])
-        # `_new_documents` cannot detect that a document is twice in this batch, or also in the
-        # previous batch. `append` adds such a document only once.
+        # `_new_documents` looks for documents only in the writer. So a document can still be twice
+        # in this batch, or also in the previous batch. `append` adds such a document only once.
         added += writer.append(checks.tokens(tokens, writer.header.vocab_size), rows)
         if progress is not None:
             progress(len(tokens))

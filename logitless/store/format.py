@@ -119,7 +119,10 @@ class Header:
         return sum(self.sizes().values())
 
     def token_bytes(self) -> float:
-        """The number of bytes per token in a shard, with checksums, without starts and index."""
+        """The number of bytes that a token and its row take in a shard, including their checksums.
+
+        The columns `starts`, `index.hash` and `index.doc` are not counted.
+        """
         return (self.row_bytes() + self.bits / 8) * (1 + 4 / BLOCK)
 
 
@@ -199,8 +202,9 @@ def _of_bytes(field: Tensor, width: int, shift: int, dtype: torch.dtype) -> Tens
 def _fields_of_byte(width: int, shift: int, dtype: torch.dtype) -> Tensor:
     """A table of shape (256, 8 / width): the fields of each possible byte, shifted left by `shift`.
 
-    If a row of the table has 8 bytes, the row is returned as one int64 number. A row of 16 bytes is
-    returned as one complex128 number. Selecting numbers is twice as fast as selecting rows.
+    A row of 8 bytes is viewed as one int64 number, and a row of 16 bytes as one complex128 number,
+    because `index_select` of numbers is twice as fast as `index_select` of rows. The caller views
+    the selected numbers as `dtype` again.
     """
     fields = torch.arange(256)[:, None] >> torch.arange(0, 8, width) & (1 << width) - 1
     fields = (fields << shift).to(dtype)

@@ -4,7 +4,8 @@ In the output of both servers, entry t is the distribution of token t, and entry
 None. Row i of a store is the distribution of token i + 1, so row i is the server's entry i + 1.
 Rows for which the server returned no entry are masked. The row of a document's last token is
 usually masked. If the log-probabilities of the prompt were not requested, the rows of the prompt
-are masked too, except the row of its last token.
+are masked too. Only the row of the prompt's last token is not masked, because this row is entry 0
+of the completion.
 
 Entry t of vLLM's output always contains token t, because vLLM adds token t if it is not among the k
 most probable tokens. If entry t does not contain token t, the entry belongs to another token or to
@@ -24,7 +25,8 @@ from ..targets.sparse import SparseTargets, unchecked
 from . import server_checks as checks
 from .device import on_cpu
 
-Entry = Mapping[int, float] | None  # maps ids to log-probabilities at one position; or None
+# One entry of a server's output: {id: log-probability} for one token, or None if there is no entry.
+Entry = Mapping[int, float] | None
 # With return_tokens_as_token_ids, vLLM's JSON writes the id 7 as "token_id:7".
 VLLM_ID = "token_id:"
 
@@ -57,9 +59,10 @@ def from_vllm(
 
     If the output has `prompt_logprobs`, the document is the prompt. Without `prompt_logprobs`, the
     document is the prompt followed by the completion. Without `prompt_logprobs`, the rows of the
-    prompt are masked, except the row of its last token. With `completion=True`, the document always
-    includes the completion. With `completion=False`, the document is only the prompt. If there are
-    several completions, `choice` is the number of the completion to use.
+    prompt are masked, except the row of the prompt's last token, which describes the first token of
+    the completion. With `completion=True`, the document always includes the completion. With
+    `completion=False`, the document is only the prompt. If there are several completions, `choice`
+    is the number of the completion to use.
 
     vLLM returns at most 20 log-probabilities per token, unless vLLM is started with max_logprobs=k.
 
@@ -156,7 +159,10 @@ def _chosen(output: Any, choice: int) -> Any:
 
 
 def _of_api(logprobs: Any) -> Any:
-    """The entries in the `logprobs` of an OpenAI-compatible server, for completions or chats."""
+    """Returns the entries from the field `logprobs` of an OpenAI-compatible server.
+
+    The server returns this field in one form for completions, and in another form for chats.
+    """
     if not isinstance(logprobs, Mapping):
         return logprobs
     content = logprobs.get("content")
@@ -245,8 +251,9 @@ def _id(name: str, value: Any) -> int:
 def _of_sglang(name: str, own: Any, top: Any) -> list[Entry] | None:
     """Returns SGLang's entries as {id: logprob}.
 
-    In SGLang's output, an entry is a list of (logprob, id, text). If the list of entry t does not
-    contain token t, token t is added.
+    In SGLang's output, an entry is a list of (logprob, id, text). `own[t]` holds the
+    log-probability and the id of token t. If entry t does not contain token t, the id and its
+    log-probability are added to entry t.
     """
     if top is None:
         return None
@@ -275,7 +282,7 @@ def _own(name: str, pair: Any) -> tuple[Any, Any]:
 
 
 class Document(NamedTuple):
-    """The tokens of a document, and the server's entry for each row of the store."""
+    """The tokens of a document, and the server's entry for each row of the document."""
 
     name: str  # name of the entries in error messages
     tokens: list[int]

@@ -7,12 +7,11 @@ tokens. The entries of a document have these lengths n:
     each of 1, 4, 16, 64, ... that is below the length of the document,
     l + 1 for each other document of the shard that shares exactly the first l tokens.
 
-All documents with the same beginning share one entry for this beginning. So a beginning takes only
-one entry, even if many documents have this beginning. If a document consists of exactly the shared
-beginning, the entry names that document. If two documents share exactly their first l tokens, their
-entries of length l + 1 end at the first token in which the documents differ. A search
-(store/lookup.py) finds candidates by their hashes, and then reads only the tokens of the
-candidates.
+All documents with the same beginning share one entry for this beginning. If a document consists of
+exactly the shared beginning, the entry names that document. If two documents share exactly their
+first l tokens, their entries of length l + 1 include the first token that differs. So these two
+entries have different hashes. A search (store/lookup.py) finds candidates by their hashes, and then
+reads only the tokens of the candidates.
 
 The hash of tokens[a:b] is the sum of ((tokens[i] + 1) · BASE^(i - a)) for i from a to b - 1, mod
 2^64, mixed with the length b - a. The hash is computed from prefix sums, so that one pass over the
@@ -49,7 +48,7 @@ class Hashes:
 
 
 def hash_of(tokens: list[int]) -> int:
-    """Computes the hash of all tokens, as `Hashes` does, but faster for a few tokens."""
+    """Computes the hash of a whole list of tokens. This is faster than `Hashes` for short lists."""
     h = 0
     for token in reversed(tokens):
         h = h * BASE + token + 1 & 2**64 - 1
@@ -73,7 +72,7 @@ def _powers(n: int) -> tuple[Tensor, Tensor]:
 
 
 def beginnings(longest: int) -> list[int]:
-    """The lengths 1, 4, 16, ... below `longest`, longest first. The list always includes 1."""
+    """The powers of 4 below `longest`, in descending order. The list always includes 1."""
     lengths = [1]
     while lengths[-1] * 4 < longest:
         lengths.append(lengths[-1] * 4)
@@ -101,8 +100,9 @@ def index_of(tokens: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     place, length = place[within], length[within]
     hashes, by_hash = hashed(begin[place], length).sort(stable=True)
     place, length = place[by_hash], length[by_hash]
-    # Of several entries with the same hash, only the first entry is kept. The sort is stable and
-    # whole documents come first in `entries`, so that the entry of a whole document is kept.
+    # Of several entries with the same hash, only the first entry is kept. The sort is stable, and
+    # `entries` lists whole documents first. So if the hash belongs to a whole document, the entry
+    # of this document is kept.
     kept = torch.ones(len(hashes), dtype=torch.bool)
     kept[1:] = hashes[1:] != hashes[:-1]
     place, length = place[kept], length[kept]
@@ -123,9 +123,9 @@ def _sorted(tokens: Tensor, starts: Tensor) -> Tensor:
 
 
 def _shared(hashed: Hashes, begin: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the number of first tokens that each document shares with the next document.
+    """For each document, returns the number of leading tokens that the next document shares.
 
-    `begin` and `lengths` describe the documents in sorted order. A bisection finds the numbers.
+    `begin` and `lengths` describe the documents in sorted order. Each number is found by bisection.
     """
     low = torch.zeros(len(begin) - 1, dtype=torch.int64)
     high = torch.minimum(lengths[:-1], lengths[1:])

@@ -10,8 +10,8 @@
     ...           the rows, column by column, encoded as in a shard (store/format.py)
 
 `Writer.add` does not encode a short document whose targets are on the CPU. Such documents are
-encoded together when their shard is written. In the record of such a document, the rows are not
-encoded, and k is above 0. Rows that are not encoded have this form:
+encoded together when their shard is written. The record of such a document has a k above 0, and its
+rows have this form:
 
     8 n k bytes   ids; negative if the slot is masked
     4 n k bytes   log-probabilities, fp32
@@ -76,9 +76,9 @@ class Journal:
     ) -> None:
         """Finds the undamaged records, and cuts off all bytes after the last undamaged record.
 
-        `known(tokens, starts)` returns whether each document is in the store. Documents that are in
-        the store are left out of the journal. `keep` is called with the tokens of each document
-        that is not in the store.
+        `known(tokens, starts)` returns whether each document is in the store. The record of a
+        document that is already in the store is ignored. `keep` is called with the tokens of each
+        document that is not in the store.
         """
         end = os.fstat(self.file).st_size
         start = os.pread(self.file, START, 0)
@@ -183,7 +183,7 @@ class Journal:
         return table.pop("tokens"), torch.tensor(starts), table
 
     def _encode(self, waiting: "list[_Waiting]", put: Callable) -> None:
-        """Encodes several documents together. All of them must have the same number of slots."""
+        """Encodes several documents together. All documents must have the same number of slots."""
         if not waiting:
             return
         rows = encoded(_targets(waiting), self.header)
@@ -197,7 +197,10 @@ class Journal:
             a += n
 
     def _length(self, n: int, k: int) -> int:
-        """The number of bytes that a record of n tokens and k slots takes after its checksum."""
+        """The number of bytes of the tokens and rows in a record of n tokens.
+
+        k is the number of slots per token, or 0 if the rows are encoded.
+        """
         return n * (8 + k * 12 + 4) if k else n * sum(self.sizes.values())
 
     def _complete(self, end: int) -> Iterator[tuple[int, Tensor]]:
@@ -307,8 +310,8 @@ def _read(file: int, length: int, place: int) -> bytes:
 def unfinished(path: Path) -> int:
     """The size in bytes of a store's journals, except journals whose shard is already written.
 
-    The journals belong to open writers or to writers that were killed. The number includes the
-    bytes of a damaged record at the end of a journal.
+    The journals belong to open writers or to writers that were killed. The size includes the bytes
+    of a damaged record at the end of a journal.
     """
     size = 0
     for journal, rank in journals(path):

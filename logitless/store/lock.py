@@ -60,8 +60,8 @@ _held: "weakref.WeakSet[Lock]" = weakref.WeakSet()
 
 
 def _unlock(file: int) -> None:
-    # LOCK_UN releases the lock even if a process that was forked outside Python still has a copy of
-    # the descriptor `file`.
+    # If C code forked this process, `_leave_all` was not called, and the child process still has a
+    # copy of the descriptor `file`. LOCK_UN releases the lock even if such a copy is open.
     fcntl.flock(file, fcntl.LOCK_UN)
     os.close(file)
 

@@ -1,17 +1,18 @@
 """Finds documents by their tokens.
 
-A document matches at a place of a batch if the batch has the document's tokens from this place on.
-If the searched range ends before the end of the document, only the tokens up to the end of the
-range must match. The index proposes documents by their hashes, and then the tokens of each proposed
-document are compared with the batch.
+A document matches at a place of a batch if the batch contains the document's tokens, beginning at
+this place. If the searched range ends before the end of the document, only the tokens up to the end
+of the range must match. The index (store/index.py) finds candidates by their hashes. Then the
+tokens of each candidate are compared with the batch.
 
-The search at a place looks up the hashes of the next 1, 4, 16, 64, ... tokens, and of the whole
-searched range, in the index (store/index.py). Each hash stands for a beginning of the tokens at
-this place. The longest beginning whose hash is in the index is tried first. If this beginning has n
-tokens, and several documents of a shard share these tokens, the hashes of the next n + 1 to 4 n
-tokens are looked up too. A longer beginning in the index is a whole document, or ends at the first
-token in which two documents differ. The number of comparisons grows with the number of shards, but
-not with the number of documents that share a beginning.
+The *beginning* of length n at a place is the next n tokens of the batch. The search at this place
+looks up the hashes of several beginnings in the index: the next 1, 4, 16, 64, ... tokens, and the
+whole searched range. The longest beginning whose hash is in the index is tried first. If this
+beginning has n tokens, and several documents of a shard share these tokens, all beginnings of n + 1
+to 4 n tokens are looked up too. If the index contains one of these longer beginnings, the beginning
+is a whole document, or ends at the first token in which two documents differ. The number of
+comparisons grows with the number of shards, but not with the number of documents that share a
+beginning.
 """
 
 import bisect
@@ -47,7 +48,7 @@ class _Beginning(NamedTuple):
 class _Search(NamedTuple):
     """A search at one place of the batch, for hashes of `length` to `upper` tokens."""
 
-    at: int  # position in the list of starts
+    at: int  # position of this place in the list `starts`
     length: int  # the hash of the next `length` tokens is in the index
     upper: int  # the largest number of tokens to hash
     entries: range  # index entries with the hash of the next `length` tokens
@@ -120,10 +121,10 @@ class Index:
                 searches, self._proposed(hashes, starts, searches), strict=True
             ):
                 limit = limits[search.at]
-                # Suppose that a document of at least `limit` tokens matches. Then the document's
-                # beginnings of 1, 4, 16, ... tokens up to the limit are in the index, and the
-                # longest of these beginnings finds the document. So the searches from shorter
-                # beginnings can skip documents of at least `limit` tokens.
+                # If a document of at least `limit` tokens matches, its beginnings of 1, 4, 16, ...
+                # tokens up to the limit are in the index. The search from the longest of these
+                # beginnings finds the document. So only this search has to consider documents of at
+                # least `limit` tokens.
                 may_be_cut_off = 4 * search.length > limit
                 candidates = self._in_order(hits, limit, whole, may_be_cut_off)
                 proposed.append((starts[search.at], candidates))
@@ -168,14 +169,14 @@ class Index:
     def _beginnings(
         self, hashes: Hashes, starts: list[int], limits: list[int]
     ) -> dict[int, list["_Beginning"]]:
-        """For each start position, the prefixes whose hashes are in the index, longest first.
+        """For each start, the beginnings whose hashes are in the index, longest first.
 
-        A start is left out if the index contains none of its prefixes.
+        A start is left out if the index contains none of its beginnings.
         """
         if not starts:
             return {}
         begin, limit = torch.tensor(starts)[:, None], torch.tensor(limits)[:, None]
-        # The longest prefix that the limit allows is tried first, and then shorter prefixes.
+        # The longest beginning that the limit allows is tried first, and then shorter beginnings.
         tried = [max(limits), *beginnings(max(limits))]
         lengths = torch.tensor(tried).minimum(limit)
         found: dict[int, list[_Beginning]] = {}
@@ -212,11 +213,11 @@ class Index:
     ) -> list[Match]:
         """The candidates, sorted from the longest match to the shortest match.
 
-        A shard has at most one candidate of `limit` or more tokens: the document with the longest
-        index entry in `hits`. If another document shares this entry, but differs from the candidate
-        within the first `limit` tokens, the index has a longer entry for the other document. If the
-        other document matched, its longer entry would be in `hits`. So the other document does not
-        match.
+        For each shard, only one candidate of `limit` or more tokens is returned: the document with
+        the longest index entry in `hits`. Suppose that another document of the shard shares this
+        entry. If both documents have the same first `limit` tokens, one of them is enough. If the
+        documents differ in these tokens, the index has a longer entry for the other document. This
+        longer entry is not in `hits`, so the other document does not match.
         """
         cut_off, ending = {}, {}
         for length, entry, alone in sorted(hits, key=lambda hit: -hit[0]):
@@ -251,7 +252,9 @@ class Index:
         return Match(shard, document, end - begin)
 
 
-_Hit = tuple[int, int, bool]  # length of a beginning, index entry, whether the beginning is unique
+# The length of a beginning, its index entry, and True if only one document per shard is known to
+# have this beginning. The last item is always False for the longer beginnings in `_proposed`.
+_Hit = tuple[int, int, bool]
 
 
 def _first_that_agree(

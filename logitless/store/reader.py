@@ -26,7 +26,7 @@ from .rows import Decoding, Pieces, empty_pieces, table_of
 from .shard import Shard, shards_of
 from .verify import Report, verify
 
-LIKELY = (16, 4)  # a document likely starts where the next 16 or 4 tokens are in the index
+LIKELY = (16, 4)  # a document likely starts where the hash of the next 16 or 4 tokens is indexed
 SLOTS = 1 << 19  # number of slots that are read and decoded at once
 
 
@@ -145,9 +145,10 @@ class Store:
     def _packed(self, flat: Tensor, rows: int, width: int) -> list["Span"]:
         """Finds the documents of a batch, if the lengths of the documents are not known.
 
-        The documents of a row are found in order, for all rows at once. The first lookup searches
-        for documents at the starts of rows and at other likely starts. Later lookups search at the
-        ends of the documents that were found, and at less likely starts.
+        In each row, the documents are found from left to right. Each lookup searches all rows at
+        once. The first lookup searches for documents at the starts of rows and at other likely
+        starts. Later lookups search at the ends of the documents that were found, and at less
+        likely starts.
         """
         hashes = Hashes(flat)
         known: dict[int, Match | None] = {}
@@ -236,7 +237,7 @@ class Store:
         return self.index.match(flat, hashes, starts, limits, whole=False)
 
     def _decoded(self, spans: list["Span"]) -> SparseTargets:
-        """The targets of several spans, which are read and decoded in portions."""
+        """Returns the targets of all rows of the spans. Rows are read and decoded in portions."""
         decoding = Decoding(sum(n for _, _, n in spans), self.info)
         for portion in _portions(spans, max(1, SLOTS // self.info.k)):
             decoding.add(table_of(self._pieces(portion), self.info))

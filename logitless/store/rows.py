@@ -30,10 +30,10 @@ CODES = 253  # the largest code of a positive probability
 ZERO, EMPTY = 254, 255
 NEAR, GROWTH = 223, 0.4  # codes above NEAR mean (NEAR · 2^(GROWTH · (code - NEAR))) units
 PER_OCTAVE, LOWEST = 32, -288  # a unit is 2^((step + LOWEST) / 32) nats; step is 0 to 255
-TRIED = 8  # number of further units that are tried per row, each 2 % larger than the last
+TRIED = 8  # number of units that are tried after a row's first unit, each 2 % larger than the last
 AT_ONCE = 1 << 16  # largest number of tensor elements in a pass that tries several units
-FAR_MASS = 2.0**-17  # with a tried unit, slots beyond NEAR units have at most this much mass
-NEGLIGIBLE = 2.0**-20  # a row uses its first unit up to this divergence, in nats
+FAR_MASS = 2.0**-17  # largest mass of the slots beyond NEAR units, with any of the TRIED units
+NEGLIGIBLE = 2.0**-20  # a row keeps its first unit if the divergence is at most this many nats
 
 Table = dict[str, Tensor]  # one tensor per column; all columns have the same rows
 Pieces = Mapping[str, Sequence[Any]]  # the bytes of a column, in one or several parts
@@ -96,9 +96,9 @@ def _in_bytes(below: Tensor, logprobs: Tensor, zero: Tensor, valid: Tensor):
     The first unit of a row is the smallest unit for which all slots are at most NEAR units below
     `top`. The row uses the first unit if the divergence of the decoded row is at most NEGLIGIBLE.
     If the divergence is larger, the row uses the unit with the smallest divergence among the first
-    unit and TRIED other units. With the smallest of the TRIED units, the slots beyond NEAR units
-    have a total mass of at most FAR_MASS. Trying several units helps, because most of a row's mass
-    is in a few slots, and some units round all of these slots well.
+    unit and TRIED other units. The smallest of the TRIED units is so large that the slots beyond
+    NEAR units have a total mass of at most FAR_MASS. Trying several units helps, because most of a
+    row's mass is in a few slots, and some units round all of these slots well.
     """
     p = torch.softmax(logprobs.clamp_min(torch.finfo(torch.float32).min), -1)
     beyond = p.flip(-1).cumsum(-1).flip(-1) <= FAR_MASS
@@ -120,8 +120,8 @@ def _divergence(below: Tensor, p: Tensor, steps: Tensor) -> Tensor:
     off = below - _codes(below, _unit(steps)[..., None])[1]
     # `off` is the rounding error of each distance. So log p̂ = log p + off - log Σ p e^off for the
     # decoded row p̂. `off` is limited to 80, so that e^off does not overflow. `off` is above 80
-    # only where p is 0, or for a unit with a larger error than all other units. So this limit does
-    # not change which unit is chosen.
+    # only where p is 0, or with a unit whose divergence is so large that another unit is chosen. So
+    # this limit does not change which unit is chosen.
     return (p * off.clamp_max(80.0).exp_()).sum(-1).log_() - (p * off).sum(-1)
 
 

@@ -77,8 +77,9 @@ def server_output(prompt: Any, generated: Any, completion: bool) -> None:
         wanted = f"{generated.name} and the ids of its completion"
         wanted = wanted if prompt.entries is not None else f"{prompt.name}, or {wanted}"
         raise ValueError(
-            f"output must have {wanted}, got neither. Request log-probabilities from the server."
-            " vLLM returns at most 20 per token unless it is started with max_logprobs=k."
+            f"output must have {wanted}, got an output without them. Request log-probabilities from"
+            " the server. vLLM returns at most 20 per token unless it is started with"
+            " max_logprobs=k."
         )
     if not completion and prompt.entries is None:
         raise ValueError(f"output must have {prompt.name} with completion=False, got none.")
@@ -123,6 +124,7 @@ def masses(name: str, mass: Tensor) -> None:
     if bool((mass > 1.01).any()):
         place = int((mass > 1.01).nonzero()[0])
         raise ValueError(
-            f"{name} must give every token a mass of at most 1, got {float(mass[place]):.4g} after"
-            f" token {place}. Are the entries probabilities instead of logarithms?"
+            f"{name} must give every token probabilities that add up to at most 1, got"
+            f" {float(mass[place]):.4g} after token {place}. Are the entries probabilities instead"
+            " of logarithms?"
         )

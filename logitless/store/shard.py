@@ -71,8 +71,9 @@ class Shard:
     def tokens_of(self, spans: Sequence[Span]) -> tuple[Tensor, list[int]]:
         """Returns a tensor with the tokens of several spans, and the place where each span begins.
 
-        The tensor has up to 7 other tokens before and after each span, because all fields of a
-        token begin at byte boundaries only for every eighth token.
+        Only every eighth token begins at a byte boundary in all columns, so each span is extended
+        to multiples of eight tokens. The tensor has up to 7 other tokens before and after each
+        span.
         """
         whole = [(begin - begin % 8, end + -end % 8) for begin, end in spans]
         counts = [b - a for a, b in whole]
@@ -166,9 +167,10 @@ def write_shard(
         "format": FORMAT, "version": VERSION, "header": header.to_json(),
         "sha256": digest_of(columns),
     }  # fmt: skip
-    # The columns are sorted as `safetensors.write` sorts them, widest dtype first, because
-    # checksums depend on the order of the columns. `safetensors.write` sorts stably, and no dtype
-    # is narrower than the uint8 of `crc`. So `crc`, which is added last, is also last in the file.
+    # The checksums depend on the order of the columns in the file. So the columns are sorted here
+    # in the order of `safetensors.write`, widest dtype first. `crc` is added last. `crc` is also
+    # last in the file, because `safetensors.write` sorts stably, and no dtype is narrower than
+    # uint8, the dtype of `crc`.
     columns = dict(sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize))
     columns["crc"] = checksums(columns.values())
     safetensors.write(path, columns, metadata, durable=True)

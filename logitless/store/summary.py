@@ -31,7 +31,10 @@ class Summary:
 
 
 def _sample(store: Store, most: int) -> Iterator[tuple[Tensor, Tensor, SparseTargets]]:
-    """Yields groups of documents from all shards: the tokens, ends and targets of each group."""
+    """Yields groups of documents from all shards.
+
+    A group is the tokens of its documents, the end of each document, and the targets.
+    """
     every, skipped = max(1, store.tokens // most), 0
     for shard in store.shards:
         numbers = range(skipped, len(shard), every)

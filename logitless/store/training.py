@@ -45,10 +45,10 @@ def distill_loss(
     model. `labels`, of shape (B, T), must not be shifted, because the logits at position t are
     compared with labels[:, t + 1]. Tokens with the label -100 are ignored. `targets` come from
     `Store.targets_for`, and have the shape of `labels`. The loss is the mean over the tokens that
-    are not ignored. With num_items, the loss is the sum over these tokens, divided by num_items.
-    With parts=True, the cross-entropy `ce` and the divergence `kd` are returned too, for logging.
-    For `ce` and `kd`, the logits are read once more. Other options are passed to `topk_distill`.
-    The options `divergence` and `support` must be passed.
+    are not ignored. With num_items, the loss is the sum over the tokens that are not ignored,
+    divided by num_items. With parts=True, the cross-entropy `ce` and the divergence `kd` are
+    returned too, for logging. To compute `ce` and `kd`, the logits are read a second time. Other
+    options are passed to `topk_distill`. The options `divergence` and `support` must be passed.
 
     >>> targets = store.targets_for(input_ids)
     >>> options = {"divergence": "forward_kl", "support": "tail"}

@@ -18,8 +18,10 @@ from .shard import Shard
 
 ROWS = 8192  # number of rows that are decoded at once
 OFFSETS = (-1, 0, 1)
-CERTAIN = 5.0  # rows count as shifted if another offset is better by this many standard errors
-MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))  # largest mass in SparseTargets, at the largest K
+# Rows count as shifted if the mean at another offset is higher by this many standard errors.
+CERTAIN = 5.0
+# The largest sum of a row's probabilities that SparseTargets accept, for the largest K, 2^16.
+MOST_MASS = 1 + 2**-8 * (1 + math.log(2**16))
 
 
 @dataclass
@@ -85,8 +87,8 @@ class _Shift:
             error = math.sqrt(max(squares / max(self.n, 1) - gain**2, 0) / max(self.n, 1))
             if gain > 0 and gain > CERTAIN * error:
                 return (
-                    f"rows must describe the next token (offset 0, mean label log-probability"
-                    f" {means[0]:.3f}), got {means[offset]:.3f} at offset {offset:+d}. The rows are"
+                    f"rows must describe the next token (mean log-probability {means[0]:.3f}), got"
+                    f" a higher mean of {means[offset]:.3f} at offset {offset:+d}. The rows are"
                     " shifted by one token, or the teacher has learnt too little for this test"
                 )
         return None

@@ -62,8 +62,8 @@ def mass(ids: Tensor, logprobs: Tensor, tail: Tensor | None, mask: Tensor | None
     _at_most_0("logprobs", logprobs, p > most)
     if tail is not None:
         _at_most_0("tail", tail, rest > most)
-    # Repeated ids are removed only if the sum over all ids is above `most`, because `_once_each`
-    # sorts, which is slow.
+    # `_once_each` sorts, which is slow. So repeated ids are removed only if the sum over all slots
+    # is above `most`.
     total = _once_each(ids, p).sum(-1) + rest
     over = total > most
     if bool(over.any()):
@@ -88,9 +88,10 @@ def _where(place: tuple[int, ...]) -> int | tuple[int, ...]:
 
 
 def _once_each(ids: Tensor, p: Tensor) -> Tensor:
-    """Returns p without repeated ids. The K numbers of each row are in a new order.
+    """Returns p, in which each id of a row counts only once. The result is sorted by id.
 
-    If an id repeats in a row, its largest p is kept, and its other p become 0.
+    If an id is in several slots of a row, its largest p is kept, and its p in the other slots
+    become 0.
     """
     p, order = p.sort(dim=-1, descending=True)
     ids, order = ids.gather(-1, order).sort(dim=-1, stable=True)
@@ -99,7 +100,8 @@ def _once_each(ids: Tensor, p: Tensor) -> Tensor:
     return p.gather(-1, order).masked_fill(repeated, 0.0)
 
 
-# Types of index entries that are used unchanged. All other index entries are converted to tensors.
+# An index such as targets[0, 1:] is a tuple of entries. Entries of these types are used unchanged.
+# Entries of other types, such as lists, are converted to tensors.
 _SIMPLE = (int, slice, Tensor, type(None), type(Ellipsis))
 
 
@@ -125,7 +127,7 @@ def row_index(index: Any, ids: Tensor) -> tuple:
 
 def _array(entry: Any) -> Tensor:
     array = torch.as_tensor(entry)
-    return array if array.numel() else array.long()  # as_tensor([]) is a float tensor
+    return array if array.numel() else array.long()  # as_tensor([]) is fp32, not an integer index
 
 
 def _dimensions(entry: Any) -> int:

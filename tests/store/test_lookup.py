@@ -124,7 +124,7 @@ class TestFinding:
             store.targets_for(torch.tensor(1))
         with pytest.raises(ValueError, match="lengths must have an entry for each of 2 rows"):
             store.targets_for(torch.zeros(2, 5).long(), [1])
-        with pytest.raises(ValueError, match="lengths must add up to at most 5 tokens per row"):
+        with pytest.raises(ValueError, match="at least 0 and add up to at most 5 tokens per row"):
             store.targets_for(torch.zeros(2, 5).long(), [6, 1])
 
     def test_lengths_that_are_none(self, some):

@@ -13,7 +13,8 @@ time.
     logitless bench --from-json FILE                 report and plots of a stored result
 
 A family of cases that takes long can be run in several parts. All parts must be run at the same
-commit and on the same kind of machine. The command joins the results of all parts:
+commit and on the same kind of machine. With --resume, the command runs the missing cases, and joins
+the results of all parts:
 
     logitless bench --family heads --minutes 8       writes a first part and prints its FILE
     logitless bench --family heads --resume FILE     runs the missing cases; reports all cases
@@ -111,8 +112,9 @@ def timed(args: argparse.Namespace, stored: list[dict]) -> dict:
         while left and (not rows or time.monotonic() < end):
             name, case = next(iter(left.items()))
             advance(0, name)
-            # A loss over a head is timed five times as long as other losses. One call takes tens of
-            # milliseconds, and the GPU's clock rate becomes stable only in a longer run.
+            # One call of a loss over a head takes tens of milliseconds, and the GPU's clock rate
+            # becomes stable only in a longer run. So a loss over a head is timed five times as long
+            # as other losses.
             longer = 5 if case.family == "heads" else 1
             rows += runner.run_case(left.pop(name), loaded, device, longer * budget)
             advance(1, name)

@@ -33,8 +33,8 @@ MIB = 2**20
 class Mode:
     """Names of modes.
 
-    A mode says which passes are timed, and which clock times them: graph replay, wall time or, by
-    default, device time.
+    The name of a mode contains the passes to time, and the clock. The clock is graph replay or wall
+    time. A name without a clock means device time.
     """
 
     FORWARD, BACKWARD = "forward", "forward + backward"
@@ -169,7 +169,7 @@ PAIRS = [
     TEACHERS("soft_cross_entropy", BOTH),
 ]
 ROOMY = {"floor": 1.25}
-LIGER = {"liger": 1.0}  # the target for a workspace as large as Liger's memory: Liger's time
+LIGER = {"liger": 1.0}  # at most Liger's time, if our workspace is as large as Liger's memory
 ALONE = partial(HEADS, "cross_entropy", BOTH, alone=True)
 PLAIN_HEAD = HEADS("cross_entropy", BOTH, targets=NEAR, yardstick="3 GEMMs")
 IN_WEIGHT = {"workspace": 128 * MIB, "accumulate": "weight"}
@@ -216,7 +216,7 @@ GROUPS = (  # a group holds: family, cases, shapes on a GPU, shapes on a CPU, `k
     ("heads", workspaces({128: ROOMY | LIGER, 64: {}}), "16384×2304×256000 bf16", "", ()),
     ("heads", OVER_A_HEAD, LARGE_HEAD, CPU_HEAD, ()),
 )
-FEW_ROWS = 256  # the largest number of rows that is timed by graph replay on a GPU
+FEW_ROWS = 256  # shapes with at most this many rows are of the kind "few" on a GPU (see `suits`)
 QUICK = {"cuda": (1024, 32000), "cpu": (64, 4001)}  # largest (rows, vocabulary) with --quick
 
 

@@ -38,8 +38,8 @@ def inputs(case: Case, device: str) -> Inputs:
         options["weight"] = torch.rand(V, device=device) + 0.5
     rows = (target,)
     if case.op == "policy_loss":
-        # The old log-probabilities are the new log-probabilities plus a little noise. For logits of
-        # variance 4, log Σ e^z is close to log V + 2.
+        # The old log-probabilities are the new log-probabilities plus a little noise. For logits z
+        # of variance 4, log V + 2 approximates log Σ e^z.
         noise, advantage = torch.randn(2, N, device=device)
         picked = (leaves[0].float() * leaves[1][target].float()).sum(-1)
         rows += (picked - (log(V) + 2) + 0.03 * noise, advantage)
@@ -150,8 +150,8 @@ def both_ways(loss) -> dict:
     """Returns an op that keeps the logits, and an op that overwrites the logits in backward.
 
     `loss(**options)` must return an op, as the constructor of a loss class does. If a library has
-    only a function f, pass partial(partial, f). Its call with options returns partial(f,
-    **options).
+    only a function f, pass partial(partial, f) as `loss`. Then loss(**options) is
+    partial(f, **options).
     """
     return {"logits: cross_entropy": loss(), "logits: in place": loss(inplace_backward=True)}
 

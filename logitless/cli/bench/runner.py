@@ -95,8 +95,8 @@ class Entry:
     def clock(self, budget: float) -> None:
         """Times the op on a GPU, with the clock that the mode of the case requires."""
         if self.case.mode in (Mode.REPLAY, Mode.REPLAY_BOTH):
-            # REPLAY_BOTH is timed with the logits in the L2 cache. In real use, the logits were
-            # gathered just before, and are still in the cache.
+            # REPLAY_BOTH is timed with the logits in the L2 cache. In real use, gathered_kl runs
+            # directly after its logits were gathered, so the logits are still in the cache.
             cold = self.case.mode == Mode.REPLAY
             x = self.leaves[0]
             ms = clocks.graph_time(lambda y: self.run(self.fresh((y,))), x, budget, cold=cold)

@@ -213,7 +213,10 @@ def train_students(
     students: list[Student], teacher: Transformer, store: Store, documents: Tensor,
     held_out: Tensor, plan: Plan, steps: int, seed: int,
 ) -> None:  # fmt: skip
-    """Trains the students in turns, one step each, so a slow phase slows all students equally."""
+    """Trains the students in turns, one step each.
+
+    So a slow phase of the machine slows all students equally.
+    """
     optimizers = [Optimizer(s.model, plan.student.lr, steps) for s in students]
     for student in students[2:]:
         ll.fuse(student.model, head="head", workspace=WORKSPACE)
