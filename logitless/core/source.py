@@ -137,10 +137,11 @@ _CONVERTERS: list[Callable[[Any], "Source | None"]] = []
 
 
 def converts(function: F) -> F:
-    """Registers a function that converts logits to a Source, or returns None if it cannot do so.
+    """Registers a function that converts logits to a Source.
 
     The function is called for a Source whose attribute `spread` is True, and for logits that are
-    neither a Source nor a plain tensor.
+    neither a Source nor a plain tensor. The function must return None for logits that it cannot
+    convert.
     """
     _CONVERTERS.append(function)
     return function

@@ -125,9 +125,8 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _memory_like(x: Tensor) -> Tensor:
-    """Allocates memory for the gradient of logits from `_logits`."""
-    rows = x.shape[:-1].numel()
-    return padded_memory(rows, x.shape[-1], x, x.dtype).view(x.shape)
+    """Allocates memory of shape (N, V) for the gradient of logits from `_logits`."""
+    return padded_memory(x.shape[:-1].numel(), x.shape[-1], x, x.dtype)
 
 
 def _traced_logits(head: Head, loss: RowLoss) -> Tensor:

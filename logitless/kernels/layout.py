@@ -70,10 +70,12 @@ class Rows(NamedTuple):
         if place is None:
             return self.dense()
         offset, strides, itemsize = place
+        assert len(strides) <= 2 or strides[-2] == self.vocab, strides
+        stride = strides[0] if len(strides) == 2 else self.vocab
+        rows = self._replace(stride_b=self.rows_t * stride, stride_t=stride)
         if itemsize >= self.itemsize:
-            return self.dense()._replace(lead=offset // self.itemsize)
-        size, stride = (self.count, self.vocab, self.rows_t), strides[0]
-        rows = Rows(*size, self.rows_t * stride, stride, offset // itemsize, 16 // itemsize)
+            return rows._replace(lead=offset // self.itemsize)
+        rows = rows._replace(lead=offset // itemsize, pack=16 // itemsize)
         # This gradient has smaller elements than x, so 16 bytes hold more elements. But kernels
         # compute `head` and `body` of each row of the gradient with the pack size of x. The results
         # are correct only if every row of the gradient starts on a 16-byte boundary.
@@ -82,9 +84,10 @@ class Rows(NamedTuple):
 
 
 # A Place is the tuple (address modulo 16, strides, bytes per element) of the memory for a gradient.
-# If the gradient has at least as many bytes per element as x, the memory must be contiguous. If the
-# gradient has fewer bytes per element than x, every row must start on a 16-byte boundary. A Place
-# is a plain tuple, because every call builds a Place and a tuple costs less than a NamedTuple.
+# The memory is contiguous and has the shape of x, or it has shape (N, V). Memory of shape (N, V) can
+# have padding after each row. If the gradient has fewer bytes per element than x, every row must
+# start on a 16-byte boundary. A Place is a plain tuple, because every call builds a Place and a
+# tuple costs less than a NamedTuple.
 Place = tuple[int, tuple[int, ...], int]
 
 

@@ -66,7 +66,7 @@ def scale_launch(
 def _scale_two_kernel(
     X, Y, G,  # inputs; X and Y are also the outputs
     size_x, size_y, tiles_x, tiles,  # numbers of elements and of tiles
-    BLOCK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Each program loops over tiles. The tiles of X come before the tiles of Y."""
     g = tl.load(G).to(tl.float32)
@@ -74,14 +74,14 @@ def _scale_two_kernel(
         return
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         if tile < tiles_x:
-            _scale_tile(X, tile, size_x, g, BLOCK)
+            _scale_tile(X, tile, size_x, g, BLOCK_V)
         else:
-            _scale_tile(Y, tile - tiles_x, size_y, g, BLOCK)
+            _scale_tile(Y, tile - tiles_x, size_y, g, BLOCK_V)
 
 
 @triton.jit
-def _scale_tile(X, tile, size, g, BLOCK: tl.constexpr):
-    at = (tl.zeros((BLOCK,), tl.int64) + tile) * BLOCK + tl.arange(0, BLOCK)
+def _scale_tile(X, tile, size, g, BLOCK_V: tl.constexpr):
+    at = (tl.zeros((BLOCK_V,), tl.int64) + tile) * BLOCK_V + tl.arange(0, BLOCK_V)
     x = tl.load(X + at, mask=at < size, other=0.0).to(tl.float32)
     tl.store(X + at, (x * g).to(X.dtype.element_ty), mask=at < size)
 
@@ -99,5 +99,5 @@ def scale_two_launch(
     tiles = tiles_x + tiles_y
     return Launch(
         _scale_two_kernel, (min(tiles, 8 * config.processors(device)),),
-        (size_x, size_y, tiles_x, tiles), num_warps=8, BLOCK=block,
+        (size_x, size_y, tiles_x, tiles), num_warps=8, BLOCK_V=block,
     )  # fmt: skip

@@ -26,8 +26,9 @@ class ColumnBackend:
     """A backend for the columns [start, start + width) of a vocabulary.
 
     `gather` is an all-gather: each rank passes a tensor of shape (N, F), and every rank gets the
-    stacked tensors of all ranks, of shape (ranks, N, F). A method that reads logits calls `gather`
-    once. For JSD, the method calls `gather` twice.
+    stacked tensors of all ranks, of shape (ranks, N, F). The methods that compute statistics or
+    top-k ids call this argument once, or twice for JSD. The methods that compute gradients do not
+    call it.
     """
 
     # Loss and gradient cannot be computed in one pass over the logits, because a gradient needs the

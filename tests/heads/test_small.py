@@ -10,12 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import logitless as ll
 from logitless.contract import Pair, Reading
-from logitless.heads import plan
+from logitless.heads import plan, products
 from logitless.heads.chunks import Chunks
 from logitless.heads.head import ScaledHead
 from logitless.losses.cross_entropy import CrossEntropy
 from logitless.losses.dense_teacher import Dense
 from tests.support.heads import LOSSES, D, N, V, assert_same, leaves, make, result
+from tests.support.laws import poisoned_memory
 
 
 @pytest.fixture
@@ -31,10 +32,21 @@ def no_chunks(monkeypatch):
     monkeypatch.setattr(Chunks, "__init__", refuse)
 
 
+@pytest.fixture(params=[False, True], ids=["dense", "padded"])
+def padded(request, monkeypatch):
+    """Pads the rows of logits on a CPU too, as on a GPU, in memory that is NaN at first."""
+    if request.param:
+        monkeypatch.setattr(products, "reads_vectors", lambda t: True)
+        with poisoned_memory():
+            yield
+    else:
+        yield
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_same_as_materialised(name, reduction, no_chunks, device):
-    for bias, lead in ((True, (N,)), (False, (N, 1))):
+def test_same_as_materialised(name, reduction, padded, no_chunks, device):
+    for bias, lead in ((True, (N,)), (False, (N, 1)), (True, (1, N))):
         hidden, weight, b, target = make(bias=bias, lead=lead, device=device)
         got = result(LOSSES[name], leaves(hidden, weight, b), target, 100, reduction=reduction)
         want = result(LOSSES[name], leaves(hidden, weight, b), target, reduction=reduction)
@@ -42,7 +54,20 @@ def test_same_as_materialised(name, reduction, no_chunks, device):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_errors_of_bf16_are_those_of_pytorch(reduction, impl, no_chunks, device):
+@pytest.mark.parametrize("name", LOSSES)
+def test_kernels_over_padded_rows(name, reduction, no_chunks, monkeypatch, device):
+    monkeypatch.setattr(products, "reads_vectors", lambda t: True)
+    for lead in ((N,), (N, 1), (1, N)):
+        parts = make(torch.float32, device, lead=lead)
+        *exact, target = (t.double() if t.is_floating_point() else t for t in parts)
+        want = result(LOSSES[name], leaves(*exact), target, reduction=reduction)
+        with ll.impl("triton"), poisoned_memory():
+            got = result(LOSSES[name], leaves(*parts[:3]), target, 100, reduction=reduction)
+        assert_same(got, want, rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_errors_of_bf16_are_those_of_pytorch(reduction, impl, padded, no_chunks, device):
     hidden, weight, b, target = make(torch.bfloat16, device)
     exact = [t.double() for t in (hidden, weight, b)]
     torch_loss = functools.partial(F.cross_entropy, reduction=reduction)

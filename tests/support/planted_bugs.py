@@ -189,6 +189,9 @@ BUGS = (
         "backend.scale_two_(hidden, weight, number)", "backend.scale_(hidden, number)", (SMALL,)),
     Bug("a small head that is not scaled", "heads", "logitless/heads/small.py",
         "gradients.scale_(ctx.backend, upstream)", "pass", (SMALL,)),
+    Bug("padded memory of a gradient", "kernels", "logitless/kernels/layout.py",
+        "stride = strides[0] if len(strides) == 2 else self.vocab", "stride = self.vocab",
+        (SMALL,)),
     Bug("hidden of ignored rows in chunks", "heads", "logitless/heads/on_chip.py",
         "hidden = head.backend().zero_ignored(hidden, loss.reading)", "pass", (LINEAR,)),
 
