@@ -15,6 +15,7 @@ from .losses.cross_entropy import (
     linear_cross_entropy,
 )
 from .losses.dense_teacher import jsd, kl_div, soft_cross_entropy
+from .losses.kept_scores import KeptScores, kept_scores
 from .losses.row_loss import row_loss
 from .losses.sparse_teacher import capture_topk, gathered_kl, topk_distill
 from .losses.statistics import (
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "KeptScores",
     "LinearLogits",
     "Partial",
     "RowStats",
@@ -56,6 +58,7 @@ __all__ = [
     "impl",
     "is_fused",
     "jsd",
+    "kept_scores",
     "kl_div",
     "lazy_logits",
     "linear_cross_entropy",

@@ -188,6 +188,26 @@ def of_scores(x, ids, _):
     return torch.stack(tuple(ll.score(x, ids)[:3]), -1)
 
 
+def of_kept(x, ids, _):
+    """Returns the three scores of rows that keep two ids, with one empty slot."""
+    kept = F.pad(three_ids(ids, x.shape[1]), (0, 1), value=-1)
+    return torch.stack(tuple(ll.kept_scores(x, ids, kept, mass=True)), -1)
+
+
+def naive_of_kept(x, ids, _):
+    """Returns the same scores, computed from logits that are -inf at all other ids."""
+    inside = torch.zeros_like(x, dtype=torch.bool).scatter(-1, three_ids(ids, x.shape[1]), True)
+    log_q = torch.where(inside, x, -torch.inf).log_softmax(-1)
+    mass = torch.where(inside, x.log_softmax(-1), -torch.inf).logsumexp(-1)
+    entropy = -(log_q.exp() * torch.where(inside, log_q, 0.0)).sum(-1)
+    return torch.stack((at(log_q, ids), entropy, mass), -1)
+
+
+def at_kept(x, ids, _):
+    """Returns only the log-probability, computed from the kept logits alone."""
+    return ll.kept_scores(x, ids, three_ids(ids, x.shape[1])).logprob
+
+
 def with_scores(x, ids, _):
     """Returns the loss and three scores per row. Only the loss has a gradient."""
     loss, scores = ll.cross_entropy_and_scores(x, ids, reduction="none")
@@ -213,6 +233,8 @@ CHECKS = (
         lambda x, ids, _: x.log_softmax(-1).gather(-1, three_ids(ids, x.shape[1])),
     ),
     Check("score", of_scores, lambda x, ids, _: torch.stack(formulas.score(x, ids)[:3], -1)),
+    Check("kept_scores", at_kept, lambda x, ids, _: naive_of_kept(x, ids, _)[:, 0]),
+    Check("kept_scores, mass", of_kept, naive_of_kept),
     Check(
         "row_stats",
         row_stats,

@@ -192,7 +192,7 @@ def check_values(loss) -> None:
 def reads_label(loss) -> bool:
     """Whether the labels of the loss are class ids, and not only a mask of rows."""
     wants = loss.reading.wants
-    if "nll" in wants or "logprob_t1" in wants:
+    if loss.labels_are_ids or "nll" in wants or "logprob_t1" in wants:
         return True
     return loss.reading.ids is None and ("picked" in wants or "logprob" in wants)
 

@@ -130,6 +130,17 @@ def ids(t: Any, x: Tensor) -> None:
     _same_device("ids", t, x)
 
 
+def ids_of_rows(name: str, t: Any, x: Tensor) -> None:
+    """Checks the dtype, shape and device of t, which has K ids per row in the last dimension."""
+    _integer(name, t)
+    if t.dim() != len(x.shape) or t.shape[:-1] != x.shape[:-1]:
+        several = ", ".join([*map(str, x.shape[:-1]), "K"])
+        raise ValueError(
+            f"{name} must have shape ({several}) to match logits {_shape(x)}, got {_shape(t)}."
+        )
+    _same_device(name, t, x)
+
+
 def in_range(
     ids: Tensor, V: int, counts: Tensor | None, name: str, ignore_index: int | None
 ) -> None:

@@ -59,6 +59,8 @@ class RowLoss:
     # The names of the extras. The extra "argmax" is int64. `extras` is None if the number of extras
     # is known only after forward.
     extras: ClassVar[tuple[str, ...] | None] = ()
+    # Whether the labels are class ids even if no statistic at the labels is requested.
+    labels_are_ids: ClassVar[bool] = False
     # Whether forward computes and saves the gradient, for an upstream gradient of 1.
     saves_gradient: ClassVar[bool] = False
     # The names of the fields of the loss that are structs of contract.py.

@@ -46,6 +46,12 @@ def score(logits, target, temperature, softcap, ignore_index, mask) -> None:
     option_checks.softcap(softcap)
 
 
+def kept_scores(logits, target, kept, temperature, softcap, ignore_index, mask, mass) -> None:
+    score(logits, target, temperature, softcap, ignore_index, mask)
+    checks.ids_of_rows("kept", kept, logits)
+    checks.yes_or_no("mass", mass)
+
+
 def cross_entropy(
     logits, target, weight, row_weight, temperature, softcap, ignore_index, reduction,
     label_smoothing, z_loss, mask,

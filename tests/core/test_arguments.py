@@ -49,6 +49,7 @@ TYPOS = {
     "entropy": (lambda o: ll.entropy(TEACHER, **o), "soft_cap", "softcap"),
     "token_logprobs": (lambda o: ll.token_logprobs(TEACHER, IDS, **o), "temprature", "temperature"),
     "score": (lambda o: ll.score(TEACHER, TARGET, **o), "ignored_index", "ignore_index"),
+    "kept_scores": (lambda o: ll.kept_scores(TEACHER, TARGET, IDS, **o), "masss", "mass"),
     "row_stats": (lambda o: ll.row_stats(TEACHER, **o), "entropies", "entropy"),
     "row_loss": (lambda o: ll.row_loss(lambda s: s.lse, TEACHER, **o), "reduce", "reduction"),
     "kl_div": (lambda o: ll.kl_div(TEACHER, TEACHER, direction="forward", **o), "masks", "mask"),

@@ -111,6 +111,7 @@ READERS = {
     "entropy": lambda x, t, **_: ll.entropy(x, softcap=3.0),
     "token_logprobs": lambda x, t, **_: ll.token_logprobs(x, t),
     "score": lambda x, t, **_: ll.score(x, t).logprob,
+    "kept_scores": lambda x, t, **_: ll.kept_scores(x, t, t[:, None]).logprob,
     "cross_entropy": lambda x, t, **how: ll.cross_entropy(x, t, label_smoothing=0.1, **how),
     "cross_entropy_and_scores": lambda x, t, **how: ll.cross_entropy_and_scores(x, t, **how)[0],
 }
@@ -133,7 +134,7 @@ def test_bug_19_logits_are_not_overwritten(name, impl, device):
 
 DIFFERENTIABLE = (
     "cross_entropy", "cross_entropy_and_scores", "kl_div", "jsd", "topk_distill", "row_loss",
-    "row_loss, more", "score",
+    "row_loss, more", "score", "kept_scores", "kept_scores, mass",
 )  # fmt: skip
 
 

@@ -50,6 +50,11 @@ def sparse(ids):
     return ll.SparseTargets(ids, logprobs, logprobs[..., 0] * 0 - 0.7)
 
 
+def some_temperature(x):
+    """A temperature for each row of (1, 2, V)."""
+    return torch.linspace(0.5, 1.5, 2, device=x.device).view(1, 2)
+
+
 def some_rows(x):
     """True and False by turns, a row."""
     return torch.arange(x.shape[:-1].numel(), device=x.device).view(x.shape[:-1]) % 2 == 0
@@ -65,6 +70,12 @@ CALLS = {
     "cross_entropy_and_scores": lambda x, ids: ll.cross_entropy_and_scores(
         x, ids[..., 0], label_smoothing=0.1, temperature=0.7
     )[0],
+    "kept_scores": lambda x, ids: sum(
+        ll.kept_scores(x, ids[..., 0], ids, temperature=0.7, softcap=5.0)[:2]
+    ),
+    "kept_scores, mass": lambda x, ids: sum(
+        ll.kept_scores(x, ids[..., 0], ids.int(), temperature=some_temperature(x), mass=True)
+    ),
     "K ids": lambda x, ids: ll.token_logprobs(x, ids, temperature=2.0),
     "K ids in int32, transposed": lambda x, ids: ll.token_logprobs(x, ids.int().mT.contiguous().mT),
     "row temperature": lambda x, ids: sum(
@@ -126,6 +137,12 @@ READS = {
     "token_logprobs": lambda x, t: ll.token_logprobs(x, t.clamp(min=0), softcap=4.0),
     "token_logprobs of K": lambda x, t: ll.token_logprobs(x, torch.stack((t, t + 1), -1).abs() % V),
     "score": lambda x, t: torch.stack(tuple(ll.score(x, t))[:3]),  # PyTorch 2.9 slices no other
+    "kept_scores": lambda x, t: torch.stack(
+        ll.kept_scores(x, t, torch.stack((t, t + 1), -1).abs() % V, softcap=4.0)[:2]
+    ),
+    "kept_scores, mass": lambda x, t: torch.stack(
+        tuple(ll.kept_scores(x, t, torch.stack((t, t + 1), -1).abs() % V, mass=True))
+    ),
     "cross_entropy_and_scores": lambda x, t: loss_and_scores(x, t),
     "row_stats": lambda x, t: sum(
         ll.row_stats(x, t.clamp(min=0), entropy=True, total=True, argmax=True)
@@ -224,10 +241,11 @@ def test_inplace_of_a_view_inside_a_model(impl, device):
         lambda x, t: ll.cross_entropy(x, t, label_smoothing=0.1, temperature=0.7, softcap=5.0),
         lambda x, t: ll.cross_entropy(x * 1, t, reduction="none", inplace=True),
         lambda x, t: ll.score(x, t).logprob,
+        lambda x, t: ll.kept_scores(x, t, t.clamp(min=0)[..., None].expand(*t.shape, 2)).logprob,
         lambda x, t: ll.token_logprobs(x, t.clamp(min=0)[..., None].expand(*t.shape, 2)),
         lambda x, t: ll.logsumexp(x),
     ],
-    ids=["cross_entropy", "inplace", "score", "token_logprobs", "logsumexp"],
+    ids=["cross_entropy", "inplace", "score", "kept_scores", "token_logprobs", "logsumexp"],
 )
 def test_dynamic_shapes_compile_once(f, impl, device):
     """New rows and a new vocabulary run the graph that is there."""

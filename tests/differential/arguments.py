@@ -243,6 +243,41 @@ IDS = Argument(
     },
     BAD_IDS,
 )
+
+
+def with_target(m: Maker) -> Tensor:
+    """Kept ids with the target of the row in the last slot, and some slots that are empty."""
+    ids, kind = some_empty(m), m.kind("target")
+    if kind in TARGET.good:
+        target = TARGET.good[kind](m.case.make("target")).long()
+        ids[..., -1] = torch.where((target < 0) | (target >= m.vocab), -1, target)
+    return ids
+
+
+def some_empty(m: Maker) -> Tensor:
+    return several(m).masked_fill(m.some(slots(m)), -1)
+
+
+KEPT = Argument(
+    {
+        "several": several,
+        "some empty": some_empty,
+        "with the target": with_target,
+        "all": lambda m: torch.arange(m.vocab).expand(*m.lead, m.vocab).to(several(m)),
+        "none": lambda m: zeros(m, (*m.lead, 0)),
+        "only empty": lambda m: zeros(m, slots(m)) - 1,
+        "int32": lambda m: with_target(m).int(),
+        "uint8": IDS.good["uint8"],
+        "repeated": lambda m: with_target(m).repeat_interleave(3, -1),
+        "many": IDS.good["many"],
+        "strided": IDS.good["strided"],
+    },
+    {name: kind for name, kind in BAD_IDS.items() if name != "out of range, one"}
+    | constant(None)
+    | {"one per row": lambda m: zeros(m, m.lead)}
+    | {"out of range, far": _with(some_empty, lambda m: 2**40)},
+    needed=True,
+)
 NEEDED_IDS = Argument(IDS.good, IDS.bad | constant(None), needed=True)
 BESIDE_ROWS = Argument(
     {

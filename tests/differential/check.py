@@ -294,7 +294,7 @@ def through_head(gradients: dict, g: Given, case: Case) -> dict:
 
 def drops_rows(case: Case) -> bool:
     """Whether rows without a gradient are rows that are ignored."""
-    return not {"logprobs", "teacher_logprobs"} & case.arguments.keys()
+    return not {"logprobs", "teacher_logprobs", "kept"} & case.arguments.keys()
 
 
 def agree(got: Outcome, wanted: Wanted, where: str) -> None:

@@ -78,6 +78,13 @@ def score(x, target, *, ignore_index=-100, **how):
     return {name: found[name] for name in ll.Scores._fields}
 
 
+def kept_scores(x, target, kept, *, ignore_index=-100, mask=None, **how):
+    ignored = ignored_rows(x, target, ignore_index, mask)
+    target, kept = target.masked_fill(ignored, 0), kept.long()
+    found = oracle.kept_scores(x, target, kept.masked_fill(ignored.unsqueeze(-1), -1), **how)
+    return ll.KeptScores(*(None if t is None else without(ignored, t, 0) for t in found))
+
+
 def cross_entropy_and_scores(x, target, *, ignore_index=-100, mask=None, **how):
     loss = cross_entropy(x, target, ignore_index=ignore_index, mask=mask, **how)
     read = {name: how[name] for name in ("temperature", "softcap") if name in how}
@@ -263,6 +270,7 @@ ROW_LOSS = STATS | REDUCED | {
     "rows": args.BESIDE_ROWS,
 }  # fmt: skip
 SCORE = READ | {"target": args.TARGET, "ignore_index": args.IGNORE_INDEX}
+KEPT_SCORES = SCORE | MASK | {"kept": args.KEPT, "mass": args.FLAG}
 CROSS_ENTROPY = SCORE | REDUCED | {
     "weight": args.CLASS_WEIGHT, "label_smoothing": args.FRACTION, "z_loss": args.Z_LOSS,
     "inplace": args.FLAG,
@@ -301,6 +309,7 @@ FUNCTIONS: dict[str, Function] = {
     "row_stats": Function(ll.row_stats, stats, STATS | MASK),
     "row_loss": Function(call_row_loss, row_loss, ROW_LOSS | MASK),
     "score": Function(ll.score, score, SCORE | MASK),
+    "kept_scores": Function(ll.kept_scores, kept_scores, KEPT_SCORES),
     "cross_entropy": Function(ll.cross_entropy, cross_entropy, CROSS_ENTROPY | MASK),
     "cross_entropy_and_scores": Function(
         ll.cross_entropy_and_scores, cross_entropy_and_scores, CROSS_ENTROPY | MASK
@@ -344,6 +353,7 @@ NOT_LOSSES = {  # public, and not called on logits: what they are tested by inst
     "Partial": "what partial returns",
     "RowStats": "what row_stats returns",
     "Scores": "what score returns",
+    "KeptScores": "what kept_scores returns",
     "impl": "chosen by every case",
     "fuse": "of a model: tests/lazy/test_fuse.py; its logits are those of nn.FusedHead",
     "is_fused": "of a model: tests/lazy/test_neighbours.py",

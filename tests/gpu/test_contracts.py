@@ -44,6 +44,8 @@ def test_no_host_synchronisation(how):
     with host_reads_nothing():
         (ll.cross_entropy(leaf, target, weight=weight, **how) * 2).backward()
         ll.score(x, target)
+        ll.kept_scores(x, target, target.clamp(min=0)[:, None].expand(-1, 5), mass=True)
+        ll.kept_scores(leaf, target, target.clamp(min=0)[:, None]).logprob.sum().backward()
         ll.cross_entropy_and_scores(x, target, **how)
         ll.token_logprobs(x, target.clamp(min=0)[:, None].expand(-1, 5))
     assert leaf.grad.isfinite().all()

@@ -46,6 +46,10 @@ PER_ROW = {
         x, torch.stack([t, t.clamp(max=3)], -1), **how
     ).sum(-1),
     "score": lambda x, t, **how: sum(ll.score(x, t, **how)[:3]),
+    "kept_scores": lambda x, t, **how: sum(ll.kept_scores(x, t, KEPT.to(x.device), **how)[:2]),
+    "kept_scores, mass": lambda x, t, **how: sum(
+        ll.kept_scores(x, t, KEPT.to(x.device), mass=True, **how)
+    ),
     "row_stats": lambda x, t, **how: ll.row_stats(x, t, entropy=True, **how).logprob,
     "row_stats of K ids": lambda x, t, **how: ll.row_stats(
         x, torch.stack([t, t.clamp(max=3)], -1), **how
@@ -55,6 +59,7 @@ PER_ROW = {
     "entropy": lambda x, t, **how: ll.entropy(x, **how),
 }
 torch.manual_seed(0)
+KEPT = torch.arange(V).expand(N, V)  # every target is kept
 SPARSE, DENSE = ll.capture_topk(torch.randn(N, V), 3), torch.randn(N, V)
 
 
@@ -98,7 +103,7 @@ def test_a_mean_divides_by_the_rows_that_count(name, head, impl, device):
 
 LABELLED = [
     "cross_entropy", "cross_entropy_and_scores", "row_loss", "topk_distill with labels",
-    "token_logprobs", "score",
+    "token_logprobs", "score", "kept_scores",
 ]  # fmt: skip
 
 
@@ -115,7 +120,9 @@ def test_ignore_index_is_minus_100_wherever_there_are_labels(name, impl, device)
     torch.testing.assert_close(function(x, ignored, mask=some), function(x, target, mask=some))
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "row_loss", "token_logprobs of K ids"])
+@pytest.mark.parametrize(
+    "name", ["cross_entropy", "row_loss", "token_logprobs of K ids", "kept_scores"]
+)
 def test_compiled(name, impl, device):
     x, target, mask = make(device)
     function = LOSSES.get(name) or PER_ROW[name]

@@ -42,6 +42,8 @@ SENT = {
     "cross_entropy, every option": [9],
     "score": [5],
     "cross_entropy_and_scores": [5],
+    "kept_scores": [K],
+    "kept_scores, mass": [3 + K],
     "row_stats": [9 + K],
     "kl_div": [5],
     "jsd": [5, 2],

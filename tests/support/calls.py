@@ -20,6 +20,9 @@ def normal(*shape, seed, dtype=torch.float32):
 
 IDS = torch.randint(V, (N, K), generator=torch.Generator().manual_seed(3)).to(DEVICE)
 TARGET = IDS[:, 0].index_fill(0, torch.tensor([2], device=DEVICE), -100)
+# Row 0 has an empty slot, row 1 repeats its target, and row 3 keeps only its target.
+KEPT = IDS.clone()
+KEPT[0, 1], KEPT[1, 3], KEPT[3, 1:] = -1, IDS[1, 0], -1
 ROWS = normal(N, seed=5).abs() + 0.5
 MASK = torch.tensor([True, False, True, True, True, True], device=DEVICE)
 CLASSES = normal(V, seed=6).abs()
@@ -52,6 +55,10 @@ def calls_of(ll) -> dict[str, Callable]:
         "token_logprobs": lambda x: (ll.token_logprobs(x, IDS[:, 1]),),
         "token_logprobs, K ids": lambda x: (ll.token_logprobs(x, IDS, softcap=3.0),),
         "score": lambda x: tuple(ll.score(x, TARGET, temperature=ROWS)),
+        "kept_scores": lambda x: tuple(ll.kept_scores(x, TARGET, KEPT, temperature=ROWS)[:2]),
+        "kept_scores, mass": lambda x: tuple(
+            ll.kept_scores(x, TARGET, KEPT, softcap=3.0, temperature=2.0, mass=True)
+        ),
         "row_stats": lambda x: tuple(
             t for t in ll.row_stats(x, IDS, entropy=True, total=True, argmax=True)
         ),

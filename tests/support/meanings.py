@@ -42,6 +42,7 @@ MEANINGS = calls_of(
         kl_div=squared_in(functions.kl_div), jsd=squared_in(functions.jsd),
         cross_entropy=cross_entropy, row_loss=row_loss,
         cross_entropy_and_scores=cross_entropy_and_scores,
+        kept_scores=functions.kept_scores,
         score=lambda x, target, **how: ll.Scores(**functions.score(x, target, **how)),
         row_stats=lambda x, ids, **how: ll.RowStats(**functions.stats(x, ids, **how)),
         capture_topk=lambda x, k: SimpleNamespace(**functions.topk(x.detach(), k)),

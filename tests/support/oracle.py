@@ -56,6 +56,31 @@ def topk(x, k, temperature=1.0, softcap=None):
     return ids, logp.gather(-1, ids), tail
 
 
+def kept_scores(x, target, kept, *, mass=False, **how):
+    """(log q[target], entropy of q, log mass), where q is the softmax over the kept columns.
+
+    The results of a row without mass at its kept columns are (-inf, 0, -inf). A logprob of -inf has
+    no gradient.
+    """
+    z, V = z_of(x, **how), x.shape[-1]
+    inside = torch.zeros(*x.shape[:-1], V + 1, dtype=torch.bool, device=x.device)
+    inside = inside.scatter(-1, torch.where(kept < 0, V, kept).long(), True)[..., :V]
+    none = ~(inside & (z != -torch.inf)).any(-1)
+
+    def at_kept(t):
+        return t.masked_fill(~inside, -torch.inf).masked_fill(none.unsqueeze(-1), 0.0)
+
+    log_q = torch.log_softmax(at_kept(z), -1)
+    logprob = log_q.gather(-1, target.long().unsqueeze(-1)).squeeze(-1)
+    gone = none | (logprob == -torch.inf)
+    entropy = -expected(log_q.exp(), log_q).masked_fill(none, 0.0)
+    log_mass = None
+    if mass:
+        whole = torch.log_softmax(z, -1)
+        log_mass = at_kept(whole).logsumexp(-1).masked_fill(none, -torch.inf)
+    return logprob.masked_fill(gone, -torch.inf), entropy, log_mass
+
+
 # --- cross-entropy
 
 

@@ -19,7 +19,7 @@ class Bug(NamedTuple):
 LOSSES = "tests/losses/test_"
 CROSS_ENTROPY, DENSE = f"{LOSSES}cross_entropy.py", f"{LOSSES}dense_teacher.py"
 SPARSE, ROW_LOSS = f"{LOSSES}sparse_teacher.py", f"{LOSSES}row_loss.py"
-STATISTICS = f"{LOSSES}statistics.py"
+STATISTICS, KEPT_SCORES = f"{LOSSES}statistics.py", f"{LOSSES}kept_scores.py"
 ON_CHIP = "tests/heads/test_on_chip.py"
 LINEAR, BLOCKS, SUMS = (f"tests/heads/test_{x}.py" for x in ("linear", "blocks", "gradient_sums"))
 PRODUCTS, SMALL = "tests/heads/test_products.py", "tests/heads/test_small.py"
@@ -229,6 +229,15 @@ BUGS = (
     Bug("formula returns the user's tensor", "losses", "logitless/losses/row_loss.py",
         "t.detach().clone() for t in (value, *more)", "t.detach() for t in (value, *more)",
         (ROW_LOSS,)),
+    Bug("kept id counted twice", "losses", "logitless/losses/kept_scores.py",
+        "torch.where(repeated | (ids == EMPTY), NO_ID, ids)",
+        "torch.where(ids == EMPTY, NO_ID, ids)", (KEPT_SCORES,)),
+    Bug("kept logits' gradient at temperature 1", "losses", "logitless/losses/kept_scores.py",
+        "g, gain = self._over_temperature(upstream[0])", "g, gain = upstream[0].clone()",
+        (KEPT_SCORES,)),
+    Bug("gradient of an improbable target", "losses", "logitless/losses/kept_scores.py",
+        "some & is_target.any(-1) & (logprob > -torch.inf)", "some & is_target.any(-1)",
+        (KEPT_SCORES,)),
     Bug("ignored row's input times inf", "losses", "logitless/losses/row_loss.py",
         "flat = torch.where(ignored.unsqueeze(-1), 0.0, flat)", "flat = flat.clone()",
         (ROW_LOSS,)),

@@ -16,6 +16,7 @@ READERS = {  # valid calls of public functions, for tests that add one invalid a
     "row_stats": ll.row_stats,
     "token_logprobs": lambda x, **how: ll.token_logprobs(x, T, **how),
     "score": lambda x, **how: ll.score(x, T, **how),
+    "kept_scores": lambda x, **how: ll.kept_scores(x, T, T[..., None], **how),
     "cross_entropy": lambda x, **how: ll.cross_entropy(x, T, **how),
 }
 

@@ -1,0 +1,165 @@
+"""Scores of a softmax that is restricted to K kept ids per row.
+
+A sampler with top-k, top-p or min-p keeps some ids of each row, and draws the token from the
+softmax over the kept ids. `kept_scores` computes the log-probability of the token and the entropy
+under this restricted softmax. A source of logits computes the logits at the kept ids, and, if
+requested, their log-probabilities under the whole softmax. Plain PyTorch computes the scores from
+these (..., K) numbers, so that autograd differentiates the scores.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..contract import NO_ID
+from ..core import call
+from ..core.evaluate import evaluate
+from ..core.loss import one
+from ..heads.operators import operator
+from . import checks
+from .statistics import Read
+
+EMPTY = -1  # the id of an empty slot in the argument `kept`
+
+
+class KeptScores(NamedTuple):
+    """The scores per token that `kept_scores` computes, under the softmax q over the kept ids."""
+
+    logprob: Tensor  # (...)  log q[target]; -inf if the target is not a kept id
+    entropy: Tensor  # (...)  -Σ q log q, in nats
+    log_mass: Tensor | None  # (...)  the log of the kept ids' mass under the whole softmax
+
+
+@operator("kept_statistics", saved=1)
+@dataclass(eq=False)
+class KeptStatistics(Read):
+    """A `Read` whose labels are class ids, although no statistic at the labels is requested."""
+
+    labels_are_ids: ClassVar[bool] = True
+
+    @property
+    def names(self):
+        return "target", f"kept (except {EMPTY} for an empty slot)"
+
+
+@operator("kept_logits", saved=1)
+@dataclass(eq=False)
+class KeptLogits(KeptStatistics):
+    """Computes only the statistic `picked`, which is z at the ids. No other logits are read."""
+
+    def forward(self, backend, x):
+        y = backend.gather(x, self.reading)
+        return (self._over_temperature(y),), (y,)
+
+    def backward(self, backend, x, saved, upstream, factor=None, into=None):
+        y = saved[0]
+        g, gain = self._over_temperature(upstream[0]), one[y.device, y.dtype]
+        return backend.gather_gradient(x, self.reading, y, g, gain, factor, into)
+
+    def shapes(self, x):
+        return [self.reading.ids.shape, self.reading.ids.shape]
+
+    def _over_temperature(self, t: Tensor) -> Tensor:
+        """Returns t (..., K) divided by the temperature of each row, as a new tensor."""
+        temperature = self.reading.any_temperature
+        if temperature is None:
+            return t.clone()
+        if isinstance(temperature, Tensor):
+            temperature = temperature.to(t.dtype).unsqueeze(-1)
+        return t / temperature
+
+
+@call.named()
+def kept_scores(
+    logits: Tensor,
+    target: Tensor,
+    kept: Tensor,
+    *,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+    mass: bool = False,
+) -> KeptScores:
+    """Computes log q[target] and the entropy of q, the softmax over the kept ids of each row.
+
+    The logits of the softmax are z = softcap · tanh(logits / softcap) / temperature, for logits of
+    shape (..., V). `kept` holds K ids per row, in any integer dtype and shape (..., K). The id -1
+    marks an empty slot. A repeated id counts once. For tokens that were sampled with top-k or
+    top-p, q is the sampler's distribution if `kept` holds the ids that the sampler kept, and
+    `temperature` is the sampler's temperature.
+
+    If the target is not a kept id, or its logit is -inf, logprob is -inf, and the gradient of
+    logprob is 0. If no kept id has a logit above -inf, for example because all slots are empty,
+    logprob is -inf, the entropy is 0, and the gradient of all scores is 0.
+
+    With mass=True, log_mass is log Σ p over the kept ids, where p is the softmax over all V ids. So
+    log p[target] is logprob + log_mass. Without `mass`, log_mass is None, and only the kept logits
+    are read.
+
+    A row is ignored if its target is ignore_index or its entry in `mask` is False. An ignored row
+    is not read, and its scores and gradient are 0. The scores are fp32, or fp64 for fp64 logits. An
+    id outside [0, V) raises on a CPU. On a GPU, an id outside [0, V) makes its row NaN, or raises
+    an error if LOGITLESS_CHECK=1 is set.
+
+    >>> kept_scores(torch.zeros(1, 4), torch.tensor([2]), torch.tensor([[0, 2, -1]])).logprob
+    tensor([-0.6931])
+    """
+    call.check_once(
+        checks.kept_scores, logits, target, kept, temperature, softcap, ignore_index, mask, mass
+    )
+    label = call.as_ids(target, ignore_index, mask)
+    ids = _distinct(call.as_ids(kept), label, logits.shape[-1])
+    reading = call.reading_of(
+        logits, temperature, softcap, label=label, ids=ids, ignore_index=ignore_index,
+        wants=("picked", "logprob") if mass else ("picked",),
+    )  # fmt: skip
+    z, *logprobs = evaluate(logits, (KeptStatistics if mass else KeptLogits)(reading, "target"))
+    scores = _scores(z, ids, label, *logprobs)
+    ignored = label == ignore_index
+    return KeptScores(*(None if t is None else torch.where(ignored, 0.0, t) for t in scores))
+
+
+def _distinct(ids: Tensor, label: Tensor, vocab: int) -> Tensor:
+    """Returns the ids with NO_ID in empty slots, and in slots that repeat an earlier id of the row.
+
+    If the label of a row is out of range, its ids become out of range too, so that the row is NaN
+    where no error is raised.
+    """
+    if ids.shape[-1] == 0:
+        ids = ids.new_full((*ids.shape[:-1], 1), EMPTY)
+    in_order, order = ids.sort(dim=-1, stable=True)
+    again = torch.nn.functional.pad(in_order[..., 1:] == in_order[..., :-1], (1, 0))
+    repeated = torch.zeros_like(again).scatter(-1, order, again)
+    ids = torch.where(repeated | (ids == EMPTY), NO_ID, ids)
+    bad = (label < 0) | (label >= vocab)  # also of ignored rows, which are not read
+    return torch.where(bad.unsqueeze(-1), vocab, ids)
+
+
+def _scores(
+    z: Tensor, ids: Tensor, label: Tensor, logprobs: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns logprob, entropy and log_mass, from z and log p at the ids (..., K).
+
+    Rows in which no id has a z above -inf are computed from constants, so that their gradient is 0
+    instead of NaN.
+    """
+    real = ids != NO_ID
+    some = (real & (z != -torch.inf)).any(-1)  # True for NaN
+
+    def at_ids(t: Tensor) -> Tensor:
+        return torch.where(some.unsqueeze(-1), torch.where(real, t, -torch.inf), 0.0)
+
+    log_q = at_ids(z).log_softmax(-1)
+    is_target = ids == label.unsqueeze(-1)  # in one slot at most
+    logprob = torch.where(is_target | log_q.isnan(), log_q, 0.0).sum(-1)
+    found = some & is_target.any(-1) & (logprob > -torch.inf) | logprob.isnan()
+    logprob = torch.where(found, logprob, -torch.inf)
+    # The factor log q is 0 where q is 0, because 0 · -inf would be NaN.
+    terms = log_q.exp() * torch.where(log_q == -torch.inf, 0.0, log_q)
+    entropy = torch.where(some, 0.0 - terms.sum(-1), 0.0)  # 0.0 - 0.0 is not -0.0
+    if logprobs is None:
+        return logprob, entropy, None
+    return logprob, entropy, torch.where(some, at_ids(logprobs).logsumexp(-1), -torch.inf)

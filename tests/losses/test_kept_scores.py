@@ -1,0 +1,316 @@
+"""kept_scores: the softmax over the ids that a sampler kept, against fp64, and its errors."""
+
+import math
+import re
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.core import call
+from tests.support import oracle
+from tests.support.kept_scores import K, N, V, gradients, make
+from tests.support.laws import ROUNDING, assert_each_as_good_as_torch
+from tests.support.pairwise import pairwise
+from tests.support.refusals import refuses
+
+INF = math.inf
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NAMES = ("logprob", "entropy", "log_mass")
+
+
+OPTIONS = {
+    "plain": {},
+    "cold": {"temperature": 0.6},
+    "softcap": {"softcap": 3.0, "temperature": 1.7},
+    "row temperature": {"temperature": torch.linspace(0.5, 2, N)},
+}
+
+
+@pairwise(how=OPTIONS, dtype=DTYPES, mass=[False, True])
+@pytest.mark.usefixtures("small_blocks")
+def test_definitions(how, dtype, mass, device):
+    x, target, kept = make(dtype, device)
+    how = {key: t.to(device) if isinstance(t, torch.Tensor) else t for key, t in how.items()}
+    how["mass"] = mass
+    wanted = NAMES if mass else NAMES[:2]
+
+    def naive(i):
+        return lambda x: oracle.kept_scores(x, target, kept, **how)[i]
+
+    def ours(x):
+        found = ll.kept_scores(x, target, kept, **how)
+        assert isinstance(found, ll.KeptScores)
+        assert mass or found.log_mass is None
+        return {key: getattr(found, key) for key in wanted}
+
+    assert_each_as_good_as_torch(
+        ours, {key: naive(i) for i, key in enumerate(wanted)}, x, computed_in=torch.float32
+    )
+
+
+@pytest.mark.parametrize("mass", [False, True])
+def test_gradcheck(mass):
+    x, target, kept = make(torch.float64)
+    target[5] = -100
+
+    def f(x):
+        return [t for t in ll.kept_scores(x, target, kept, softcap=3.0, mass=mass) if t is not None]
+
+    assert torch.autograd.gradcheck(f, x.requires_grad_())
+
+
+# --- meanings
+
+
+def test_all_ids_are_the_whole_softmax(impl, device):
+    x, target, _ = make(device=device)
+    kept = torch.arange(V, device=device).flip(0).expand(N, V)
+    got = ll.kept_scores(x, target, kept, temperature=0.7, mass=True)
+    want = ll.score(x, target, temperature=0.7)
+    torch.testing.assert_close(got.logprob, want.logprob)
+    torch.testing.assert_close(got.entropy, want.entropy)
+    torch.testing.assert_close(got.log_mass, torch.zeros(N, device=device), rtol=0, atol=1e-6)
+
+
+def test_the_mass_is_what_the_ratio_lacks(impl, device):
+    """log p[target] is the sampler's log-probability plus log_mass."""
+    x, target, kept = make(device=device)
+    got = ll.kept_scores(x, target, kept, mass=True)
+    torch.testing.assert_close(got.logprob + got.log_mass, ll.token_logprobs(x, target))
+    assert (got.log_mass < 0).all()
+
+
+def test_order_and_repetitions_change_nothing(impl, device):
+    x, target, kept = make(device=device)
+    want = ll.kept_scores(x, target, kept, mass=True)
+    shuffled = torch.cat((kept.flip(-1), kept[:, :2], torch.full_like(kept[:, :1], -1)), -1)
+    for a, b in zip(ll.kept_scores(x, target, shuffled, mass=True), want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("mass", [False, True], ids=["kept", "mass"])
+def test_sets_without_the_target_or_without_ids(mass, impl, device):
+    x, target, kept = make(device=device)
+    kept[0] = (target[0] + 1 + torch.arange(K, device=device)) % V  # without the target
+    kept[1] = -1
+    leaf = x.clone().requires_grad_()
+    got = ll.kept_scores(leaf, target, kept, mass=mass)
+    assert got.logprob[:2].tolist() == [-INF, -INF]
+    assert got.entropy[0] > 0
+    assert got.entropy[1] == 0
+    if mass:
+        assert got.log_mass[0].isfinite()
+        assert got.log_mass[1] == -INF
+        (d,) = torch.autograd.grad(got.log_mass.sum(), leaf, retain_graph=True)
+        assert d[0].any()
+        assert not d[1].any()
+    # The gradient of the square of -inf is infinite.
+    for f in (torch.square, torch.exp, torch.neg):
+        (d,) = torch.autograd.grad(f(got.logprob).sum(), leaf, retain_graph=True)
+        assert not d[:2].any()
+        assert d.isfinite().all()
+        assert d[2:].any(-1)[[0, 2, 3, 4]].all()  # row 3 keeps one id, so that its gradient is 0
+    (d,) = torch.autograd.grad(got.entropy.sum(), leaf)
+    assert d[0].any()
+    assert not d[1].any()
+
+
+@pytest.mark.parametrize("mass", [False, True], ids=["kept", "mass"])
+def test_no_slots(mass, impl, device):
+    x, target, kept = make(device=device)
+    target[5] = -100
+    leaf = x.clone().requires_grad_()
+    got = ll.kept_scores(leaf, target, kept[:, :0], mass=mass)
+    ignored = target == -100
+    assert torch.equal(got.logprob, torch.where(ignored, 0.0, -INF))
+    assert not got.entropy.any()
+    assert not mass or torch.equal(got.log_mass, got.logprob)
+    assert not gradients(got, leaf)[0].any()
+
+
+@pytest.mark.parametrize("mass", [False, True], ids=["kept", "mass"])
+def test_one_slot(mass, impl, device):
+    x, target, _ = make(device=device)
+    leaf = x.clone().requires_grad_()
+    got = ll.kept_scores(leaf, target, target[:, None], mass=mass)
+    assert torch.equal(got.logprob, torch.zeros_like(got.logprob))
+    assert torch.equal(got.entropy, torch.zeros_like(got.entropy))
+    assert not gradients(got[:2], leaf)[0].any()
+    if mass:
+        torch.testing.assert_close(got.log_mass, ll.token_logprobs(leaf, target))
+
+
+@pytest.mark.parametrize("mass", [False, True], ids=["kept", "mass"])
+def test_all_rows_ignored(mass, impl, device):
+    """Ignored rows are not read: neither their logits nor their ids."""
+    x, target, kept = make(device=device)
+    leaf = torch.full_like(x, torch.nan).requires_grad_()
+    for how in (
+        {"target": target * 0 - 100, "kept": kept + 99},
+        {"target": target, "kept": kept + 99, "mask": torch.zeros_like(target)},
+    ):
+        got = ll.kept_scores(leaf, **how, mass=mass)
+        assert not any(t.any() for t in got if t is not None)
+        assert not gradients(got, leaf)[0].any()
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (2, 3), ()])
+@pytest.mark.parametrize("mass", [False, True], ids=["kept", "mass"])
+def test_shapes(shape, mass, impl, device):
+    x = torch.randn(*shape, V, device=device, requires_grad=True)
+    kept = torch.randint(0, V, (*shape, K), device=device)
+    got = ll.kept_scores(x, kept[..., 1], kept, mass=mass)
+    assert all(t.shape == shape for t in got if t is not None)
+    assert gradients(got, x)[0].shape == x.shape
+
+
+@pytest.mark.parametrize("mass", [False, True], ids=["kept", "mass"])
+def test_strange_logits(mass, impl, device):
+    x, target, kept = make(device=device)
+    x[0, kept[0, 0]] = -INF  # an id of probability 0
+    x[1, target[1]] = -INF  # the target's
+    x[2, kept[2]] = -INF  # all kept ids
+    x[4, kept[4, 3]] = torch.nan
+    leaf = x.requires_grad_()
+    got = ll.kept_scores(leaf, target, kept, mass=mass)
+    want = oracle.kept_scores(x.double(), target, kept, mass=True)
+    for a, b in zip(got, want, strict=True):
+        if a is not None:
+            torch.testing.assert_close(a.double()[:4], b[:4], rtol=ROUNDING, atol=ROUNDING)
+            assert a[4].isnan()
+            assert a[5:].isfinite().all()
+    assert got.logprob[1:3].tolist() == [-INF, -INF]
+    assert got.entropy[2] == 0
+    d = gradients(got, leaf)[0]
+    exact = x.detach().double().requires_grad_()
+    want = gradients(oracle.kept_scores(exact, target, kept, mass=mass), exact)[0]
+    finite = [0, 1, 2, 3, 5, 6]
+    torch.testing.assert_close(d.double()[finite], want[finite], rtol=ROUNDING, atol=ROUNDING)
+    assert not d[2].any()
+    assert d[4].isnan().any()
+
+
+def test_without_mass_only_kept_logits_are_read(impl, device):
+    x, target, kept = make(device=device)
+    want = ll.kept_scores(x, target, kept)
+    columns = torch.where(kept == -1, V, kept)
+    inside = torch.zeros(N, V + 1, device=device).scatter(1, columns, 1)[:, :V].bool()
+    leaf = torch.where(inside, x, torch.nan).requires_grad_()
+    got = ll.kept_scores(leaf, target, kept)
+    assert torch.equal(got.logprob, want.logprob)
+    assert torch.equal(got.entropy, want.entropy)
+    d = gradients(got, leaf)[0]
+    assert d.isfinite().all()
+    assert not d[~inside].any()
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+def test_a_common_offset_changes_nothing(offset, impl, device):
+    x, target, kept = make(device=device)
+    x = (x * 512).round() / 512  # 1e4 + x needs no more digits
+    leaf, moved = x.clone().requires_grad_(), (x + offset).requires_grad_()
+    want, got = (ll.kept_scores(t, target, kept, mass=True) for t in (leaf, moved))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(*(gradients(s, t)[0] for s, t in ((got, moved), (want, leaf))))
+
+
+def test_improbable_sets_are_exact(impl, device):
+    """The scores come from the kept logits, and not from their log-probabilities."""
+    x, target, kept = make(device=device)
+    x = x.clone()
+    x[:, kept[0, 0]] = 0.0
+    rest = torch.ones_like(x, dtype=torch.bool).scatter(1, kept.clamp(min=0), False)
+    improbable = torch.where(rest, x + 5e4, x)
+    for a, b in zip(
+        ll.kept_scores(improbable, target, kept, mass=True)[:2],
+        ll.kept_scores(x, target, kept)[:2],
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
+INTEGERS = (torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint64)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_dtypes_of_ids(dtype, impl, device):
+    x, target, kept = make(device=device)
+    kept = kept.clamp(min=0)
+    want = ll.kept_scores(x, target, kept)
+    got = ll.kept_scores(x, target.to(dtype), kept.to(dtype))
+    assert torch.equal(got.logprob, want.logprob)
+    assert torch.equal(got.entropy, want.entropy)
+
+
+# --- errors
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("mass", [False, True], ids=["kept", "mass"])
+@pytest.mark.parametrize("bad", [V, -2, -100, 2**40])
+def test_ids_out_of_range(bad, mass, device):
+    x, target, kept = make(device=device)
+    kept[2, 4] = bad
+    words = f"kept (except -1 for an empty slot) must be in [0, {V}), got {bad} at row (2, 4)."
+    for logits in (x, ll.VocabShard(x), ll.LinearLogits(torch.eye(V, device=device)[:N], x.mT @ x)):
+        with refuses(IndexError, words):
+            ll.kept_scores(logits, target, kept, mass=mass)
+
+
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("mass", [False, True], ids=["kept", "mass"])
+@pytest.mark.parametrize("bad", [V, -1, 2**40])
+def test_targets_out_of_range(bad, mass, device):
+    x, target, kept = make(device=device)
+    target[2] = bad
+    words = f"target must be in [0, {V}) or ignore_index (-100), got {bad} at row 2."
+    for logits in (x, ll.VocabShard(x), ll.LinearLogits(torch.eye(V, device=device)[:N], x.mT @ x)):
+        with refuses(IndexError, words):
+            ll.kept_scores(logits, target, kept, mass=mass)
+
+
+@pytest.mark.parametrize("mass", [False, True], ids=["kept", "mass"])
+@pytest.mark.parametrize("slots", [0, K])
+def test_out_of_range_where_no_value_is_checked(slots, mass, impl, monkeypatch, device):
+    """As on a GPU: a row with a target or an id out of range is NaN, and no other row."""
+    monkeypatch.setattr(call, "reads_values", lambda _: False)
+    x, target, kept = make(device=device)
+    kept = kept[:, :slots]
+    target[2] = V
+    bad = [2]
+    if slots:
+        kept[4, 1], kept[6, 0] = V + 3, -2
+        bad += [4, 6]
+    leaf = x.clone().requires_grad_()
+    got = ll.kept_scores(leaf, target, kept, mass=mass)
+    for t in got:
+        if t is not None:
+            assert t.isnan().nonzero().flatten().tolist() == bad
+    d = gradients(got, leaf)[0]
+    assert d.isnan().all(-1).nonzero().flatten().tolist() == bad
+    assert d.isnan().any(-1).nonzero().flatten().tolist() == bad
+
+
+def test_bad_arguments():
+    x, target, kept = make()
+    for bad, kind, words in (
+        (kept[:3], ValueError, "kept must have shape (7, K) to match logits (7, 37), got (3, 6)."),
+        (target, ValueError, "kept must have shape (7, K) to match logits (7, 37), got (7,)."),
+        (kept[..., None], ValueError,
+         "kept must have shape (7, K) to match logits (7, 37), got (7, 6, 1)."),
+        (kept.float(), TypeError, "kept must hold integers, got torch.float32."),
+        (kept > 3, TypeError, "kept must hold integers, got torch.bool."),
+        (kept.tolist(), TypeError, "kept must be a Tensor of integers, got list."),
+        (None, TypeError, "kept must be a Tensor of integers, got NoneType."),
+        (kept.to("meta"), ValueError, "kept must be on cpu like logits, got meta."),
+    ):  # fmt: skip
+        with refuses(kind, words):
+            ll.kept_scores(x, target, bad)
+    with refuses(ValueError, "kept must have shape (K) to match logits (37,), got ()."):
+        ll.kept_scores(x[0], target[0], target[0])
+    with refuses(TypeError, "mass must be True or False, got 1."):
+        ll.kept_scores(x, target, kept, mass=1)
+    with pytest.raises(ValueError, match=re.escape("target must have shape (7,)")):
+        ll.kept_scores(x, kept, kept)
