@@ -70,7 +70,7 @@ def tokens(t: Any, vocab_size: int) -> Tensor:
 def starts(value: Any, n: int) -> None:
     """Checks the list `starts` of several documents, which have n tokens in total.
 
-    A valid list holds the place of each document's first token, and then n.
+    A valid list holds the position of each document's first token, and then n.
     """
     if not isinstance(value, (list, tuple)) or len(value) < 2:
         raise TypeError(f"starts must be a list of at least two numbers, got {value!r:.50}.")
@@ -144,7 +144,7 @@ def input_ids(t: Any) -> None:
 
 
 def lengths(value: Any, rows: int, width: int) -> list[list[int]]:
-    """Returns the lengths of the documents in each row, without zeros.
+    """Returns the lengths of the documents in each row. Lengths of 0 are left out.
 
     `value` has one entry per row: one number, or a list of several numbers. For a batch of one row,
     `value` can also be the list of this row's lengths.
@@ -164,7 +164,7 @@ def lengths(value: Any, rows: int, width: int) -> list[list[int]]:
     lists = [[_length(n) for n in numbers] for numbers in lists]
     for numbers in lists:
         if min(numbers, default=0) < 0 or sum(numbers) > width:
-            rule = f"add up to at most {width} tokens per row"
+            rule = f"be at least 0 and add up to at most {width} tokens per row"
             raise ValueError(f"lengths must {rule}, got {numbers}.")
     return [[n for n in numbers if n] for numbers in lists]
 
@@ -236,7 +236,8 @@ def logits_of_batch(logits: Any, ids: Tensor, vocab_size: int) -> None:
 def rows_of_teacher(top: Tensor) -> None:
     """Checks that `top`, the largest log-probability of each row, is finite.
 
-    In a store, a NaN in `top` marks a row without slots.
+    No NaN is written to a store, because a NaN in the column `top` means that the row has
+    no slots.
     """
     if not bool(top.isfinite().all()):
         raise ValueError("model must give a finite largest logit in each row, got NaN or inf.")

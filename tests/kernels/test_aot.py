@@ -44,6 +44,7 @@ def test_kernels_compile_ahead_of_time(target):
         "_pair_fwd_kernel",
         "_reduce_kernel",
         "_scale_kernel",
+        "_scale_two_kernel",
         "_zero_ignored_kernel",
         "_slot_divergence_kernel",
         "_stats_finish_kernel",
