@@ -27,7 +27,7 @@ from .head import Head, Rows, ScaledHead
 from .on_chip import chunks_of
 from .operators import evaluate_compiled
 from .per_row import PerRowLoss
-from .products import autocasts, cast_by_autocast, without_autocast
+from .products import autocasts, cast_by_autocast
 from .small import evaluate_small
 from .total import ReducedLoss
 
@@ -138,7 +138,7 @@ def topk_of_head(head: Head, k: int, temperature: float, softcap: float | None) 
     no_rows = torch.empty((0, width), device=head.device, dtype=head.dtype)
     results = [backend.topk(no_rows, k, temperature, softcap)]  # torch.cat needs one tensor or more
     loss = RowLoss(Reading(head.vocab))  # a loss that ignores no rows
-    with torch.no_grad(), without_autocast(head.device):
+    with torch.no_grad(), head.ready(loss):
         for tile in chunks_of(head, loss, head.work()).tiles(loss):
             results.append(backend.topk(tile.logits, k, temperature, softcap))
     ids, logprobs, tail = (torch.cat(chunks) for chunks in zip(*results, strict=True))

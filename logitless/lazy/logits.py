@@ -35,7 +35,6 @@ from ..core.loss import RowLoss
 from ..core.source import Source, TopK, teacher_rows
 from ..heads.head import Head
 from ..heads.linear import topk_of_head
-from ..heads.unshard import in_memory
 from .deferred import Deferred, called, leave_to_python, on_values, result_of, running, written
 from .gradient import LazyGradient, Like, aten, is_copy
 from .loss_nodes import LazyPerRowLoss, LazyReducedLoss
@@ -335,9 +334,7 @@ class UnscaledLogits(Source):
         return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
-        head = self.recipe.constant_head()
-        with in_memory(head.weight, head.module):
-            return topk_of_head(head, k, temperature, softcap)
+        return topk_of_head(self.recipe.constant_head(), k, temperature, softcap)
 
     def ranks_of_call(self):
         return self.z.ranks_of_call()

@@ -19,7 +19,7 @@ from tests.support.rank_processes import PATIENCE, largest
 V, D, STEPS = 11, 6, 5
 WRAPPERS = [
     "ddp", "ddp static_graph", "ddp find_unused_parameters",
-    "fsdp root", "fsdp blocks", "fsdp head alone",
+    "fsdp root", "fsdp blocks", "fsdp head alone", "fsdp bf16",
     "fsdp1 root", "fsdp1 blocks", "fsdp1 head alone", "fsdp1 by size",
 ]  # fmt: skip
 CASES = [(wrapper, inside) for wrapper in WRAPPERS for inside in (False, True)]
@@ -51,7 +51,7 @@ def data(rank: int, step: int):
 
 
 def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
     kind, _, how = wrapper.partition(" ")
@@ -59,12 +59,15 @@ def wrapped(model: nn.Module, wrapper: str) -> nn.Module:
         return DistributedDataParallel(model, **({how: True} if how else {}))
     if kind == "fsdp1":
         return wrapped_by_fsdp1(model, how)
+    policy = MixedPrecisionPolicy()
+    if how == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if how != "root":
         for block in model.body:
-            fully_shard(block)
+            fully_shard(block, mp_policy=policy)
     if how == "head alone":
         fully_shard(model.head)
-    fully_shard(model)
+    fully_shard(model, mp_policy=policy)
     return model
 
 
@@ -112,6 +115,10 @@ def train(model: nn.Module, inside: bool, ranks: list[int]) -> list[torch.Tensor
     return whole(model)
 
 
+def distance(found: list[torch.Tensor], want: list[torch.Tensor]) -> float:
+    return largest(float((a - b).abs().max()) for a, b in zip(found, want, strict=True))
+
+
 def fused_model(wrapper: str) -> nn.Module:
     """A FusedHead, or for FSDP1 a model that was fused before it was wrapped."""
     if wrapper.startswith("fsdp1"):
@@ -132,7 +139,10 @@ def in_process(rank: int) -> dict[tuple[str, bool], float | str]:
             if wrapper.startswith("fsdp1"):
                 aside = wrapper in ("fsdp1 head alone", "fsdp1 by size")
                 assert bool(ll.is_fused(model)) != aside, ll.is_fused(model)
-            far = largest(float((a - b).abs().max()) for a, b in zip(found, want, strict=True))
+            far = distance(found, want)
+            if wrapper == "fsdp bf16":  # at most twice as far as the model without a fused head
+                plain = train(wrapped(Model(fused=False), wrapper), inside, [rank])
+                far -= 2 * distance(plain, want)
         except Exception as error:
             far = f"{type(error).__name__}: {error}"
         outcomes[wrapper, inside] = far
