@@ -20,11 +20,6 @@ from logitless.lazy import recipe, report
 from logitless.lazy.logits import LazyLogits
 from tests.support.fusable_models import D, Model, V
 
-inductor = pytest.param(
-    "inductor",
-    marks=pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
-)
-# Inductor takes seconds per graph, so that only training and its peak of memory are tried with it.
 BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 PLAIN_IN_GRAPH = "as a plain product inside of its graph"
 
@@ -93,7 +88,7 @@ def inside(model, ids):
 LOSSES = pytest.mark.parametrize("loss", [inside, outside])
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", inductor])
+@BACKENDS
 @LOSSES
 def test_training(loss, backend, device):
     """Three steps compile once, and no logits are materialised."""
@@ -150,19 +145,7 @@ def test_lengths(loss, dynamic, device):
     assert frames[-1] == frames[1]
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore:.*CUDA graph")
-def test_reduce_overhead(device):
-    fused, plain = pair(device)
-    compiled, ids = torch.compile(fused, mode="reduce-overhead"), batch().to(device)
-    want = grads(plain, inside(plain, ids)[0])
-    for _ in range(4):
-        value, logits = inside(compiled, ids)
-        torch.testing.assert_close(grads(fused, value), want)
-        assert_lazy(logits)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", inductor])
+@BACKENDS
 def test_peak_memory(backend, device):
     """A compiled step takes as much memory as an uncompiled step, within 5 %."""
     vocab, width = 8192, 64
@@ -333,3 +316,33 @@ def test_autocast(device):
     assert logits.dtype == torch.bfloat16
     assert_lazy(logits)
     torch.testing.assert_close(grads(fused, value), grads(fused, other))
+
+
+# --- inductor, which takes seconds per graph
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="inductor needs a C++ compiler"
+)
+
+
+@NEEDS_COMPILER
+@LOSSES
+def test_inductor(loss, device):
+    test_training(loss, "inductor", device)
+
+
+@NEEDS_COMPILER
+def test_peak_memory_of_inductor(device):
+    test_peak_memory("inductor", device)
+
+
+@NEEDS_COMPILER
+@pytest.mark.filterwarnings("ignore:.*CUDA graph")
+def test_reduce_overhead(device):
+    fused, plain = pair(device)
+    compiled, ids = torch.compile(fused, mode="reduce-overhead"), batch().to(device)
+    want = grads(plain, inside(plain, ids)[0])
+    for _ in range(4):
+        value, logits = inside(compiled, ids)
+        torch.testing.assert_close(grads(fused, value), want)
+        assert_lazy(logits)
