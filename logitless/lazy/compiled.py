@@ -11,12 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 
-def leave_to_python(*functions: Any) -> None:
+def leave_to_python(*functions: Any) -> bool:
     """Makes Dynamo run these functions, and all functions that they call, without compiling them.
 
     Dynamo ends its graph before a call of these functions. If a user's compiled function gets lazy
     logits, Dynamo would otherwise compile our own functions too, which takes many seconds.
-    torch.compiler.disable has the same effect, but imports the compiler.
+    torch.compiler.disable has the same effect, but imports the compiler. Returns whether this
+    version of PyTorch can leave functions to Python.
     """
     try:
         from torch._C._dynamo import eval_frame as frames
@@ -27,8 +28,9 @@ def leave_to_python(*functions: Any) -> None:
             frames.set_code_exec_strategy(function.__code__, skip)
             function._torchdynamo_disable = True
             function._torchdynamo_disable_msg = "lazy logits cannot be inside of a graph"
+        return True
     except (ImportError, AttributeError):  # not in this version of PyTorch; compiling takes longer
-        pass
+        return False
 
 
 def outside_of_graph(function: Callable, *args, **kwargs) -> Any:
@@ -36,7 +38,7 @@ def outside_of_graph(function: Callable, *args, **kwargs) -> Any:
     return function(*args, **kwargs)
 
 
-leave_to_python(outside_of_graph)
+_can_leave = leave_to_python(outside_of_graph)
 
 
 def can_leave_graph() -> bool:
@@ -47,7 +49,7 @@ def can_leave_graph() -> bool:
     """
     tracer = _tracer()
     whole = tracer is None or tracer.one_graph or tracer.error_on_graph_break
-    return not whole and tracer.output.is_root_tracer()
+    return _can_leave and not whole and tracer.output.is_root_tracer()
 
 
 def can_write() -> bool:
