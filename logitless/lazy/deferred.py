@@ -198,24 +198,6 @@ def written(func, args: tuple, kwargs: dict) -> list[Deferred]:
     return found
 
 
-def leave_to_python(*functions: Any) -> None:
-    """Makes Dynamo run these functions, and all functions that they call, without compiling them.
-
-    If a user's compiled function gets lazy logits, Dynamo would otherwise compile our own functions
-    too, which takes many seconds. torch.compiler.disable has the same effect, but imports the
-    compiler.
-    """
-    try:
-        from torch._C._dynamo import eval_frame as frames
-
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
-        for function in functions:
-            frames.set_code_exec_strategy(function.__func__.__code__, skip)
-    except (ImportError, AttributeError):
-        # This version of PyTorch lacks these private names, so Dynamo compiles our functions too.
-        pass
-
-
 def _direct(func, args: tuple, kwargs: dict) -> Any:
     """Runs a function that accesses the memory of its first argument directly."""
     t, *rest = args

@@ -14,6 +14,7 @@ from torch import nn
 from ..core.call import named
 from . import checks
 from .checks import kind_of, name_of
+from .compiled import can_leave_graph, outside_of_graph
 from .fused_head import Products, is_lazy, is_set, remove_forward, set_forward, wants_gradient
 from .linear_logits import LinearLogits
 from .report import warn_once
@@ -108,20 +109,10 @@ def is_fused(model: nn.Module) -> Fused:
         if HOOKS in module.__dict__ and module.__dict__.get(GUARD) in guards:
             module.__dict__[GUARD].find(module)
     reasons = [guard.unfusable or guard.obstacle for guard in guards]
-    reasons += [COMPILED for module in model.modules() if is_compiled(module)]
     found = next(filter(None, reasons), None)
     always = all(guard.lazy_inference for guard in guards)
     kept = "." if always else " if gradients are wanted."
     return Fused(found is None, found or f"The head returns lazy logits{kept}")
-
-
-COMPILED = "torch.compile computes the logits of the head as a plain product."
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile compiles a module that contains a fused head."""
-    compiled = module._compiled_call_impl is not None or "_orig_mod" in module._modules
-    return compiled and any(guards_of(module))
 
 
 def guards_of(model: nn.Module) -> Iterator["Guard"]:
@@ -193,8 +184,13 @@ class Guard:
 
     def before(self, model: nn.Module, *_) -> None:
         """Runs before each forward of the model."""
-        if torch.compiler.is_compiling():  # a compiled model always computes the plain product
-            return
+        if not torch.compiler.is_compiling():
+            self.prepare(model)
+        elif torch.is_grad_enabled() and can_leave_graph():
+            outside_of_graph(self.prepare, model)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Fuses the model's head, if the head is not fused yet."""
         if not self.active:
             remove_hooks(model)
             return
@@ -217,9 +213,16 @@ class Guard:
             self.obstacle = f"The head, {name_of(products.head)}, {products.why_plain()}."
 
     def after(self, model: nn.Module, *_) -> None:
-        """Runs after each forward of the model. Warns once if logits are plain in training."""
-        if not (torch.is_grad_enabled() and model.training) or torch.compiler.is_compiling():
+        """Runs after each forward of the model."""
+        if not (torch.is_grad_enabled() and model.training):
             return
+        if not torch.compiler.is_compiling():
+            self.check(model)
+        elif can_leave_graph():
+            outside_of_graph(self.check, model)
+
+    def check(self, model: nn.Module) -> None:
+        """Warns once if the logits of the last training forward were plain."""
         if self.unfusable is None and model.__dict__.get(CALLS) == self.calls:
             self.obstacle = (
                 f"A training forward of {kind_of(model)} did not call its head. Some models and"

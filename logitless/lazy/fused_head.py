@@ -24,11 +24,17 @@ from ..heads.linear import checked_head
 from ..heads.products import autocasts
 from .checks import has_own_products, name_of
 from .colwise import spread_logits, spread_plain_logits
+from .compiled import can_leave_graph, can_write, outside_of_graph
 from .logits import lazy_logits_of
 from .recipe import is_small
 from .report import warn_once
 
 _lazy = ContextVar("lazy", default=False)
+# One item per block of `lazy_logits` that has been entered, in any thread. Dynamo cannot read a
+# ContextVar, but compiles code again if this list becomes empty or not empty.
+_contexts: list[None] = []
+
+COMPILED = "torch.compile computed the logits as a plain product inside of its graph."
 
 
 @contextlib.contextmanager
@@ -47,9 +53,11 @@ def lazy_logits():
     >>> loss = kl_div(student(ids).logits, teacher_logits, direction="forward")
     """
     before = _lazy.set(True)
+    _contexts.append(None)
     try:
         yield
     finally:
+        _contexts.pop()
         _lazy.reset(before)
 
 
@@ -68,9 +76,17 @@ class FusedForward:
         guard = self.guard
         if not guard.active or guard.unfusable is not None:
             return self.run(*args, **kwargs)
-        if torch.compiler.is_compiling() and wants_gradient(*args, *self.head.parameters()):
-            _say_how_to_compile()
-        traced = is_traced()
+        if torch.compiler.is_compiling():
+            wanted = wants_gradient(*args, *self.head.parameters())
+            if leaves_graph(wanted, plain=not wanted and self.stays_plain(args)):
+                return outside_of_graph(self.logits, *args, **kwargs)
+            if wanted and can_write():
+                guard.obstacle = COMPILED
+        return self.logits(*args, **kwargs)
+
+    def logits(self, *args, **kwargs):
+        """The logits of a head that can be fused."""
+        guard, traced = self.guard, is_traced()
         asked = not traced and (torch.is_grad_enabled() or _lazy.get())
         plain = traced or (not asked and self.stays_plain(args))
         if plain and guard.options.get("logits_dtype") is None:
@@ -83,17 +99,11 @@ class FusedForward:
         return logits
 
     def stays_plain(self, args: tuple) -> bool:
-        """Whether the logits of a call without gradients are certainly plain.
-
-        This check must be fast, because decoding calls the head once per token.
-        """
+        """Whether the logits of a call without gradients are certainly plain."""
         if not self.guard.lazy_inference:
             return True
-        hidden = args[0] if args else None
         width = self.head.__dict__.get("out_features") or width_of(self.head)
-        if type(hidden) is not Tensor or not hidden.numel():
-            return False
-        return is_small(hidden.numel() // hidden.shape[-1] * width, hidden.dtype)
+        return has_small_logits(args[0] if args else None, width)
 
     def run(self, *args, **kwargs):
         if self.below is None:
@@ -237,13 +247,41 @@ def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict)
     return not (hidden.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+def has_small_logits(hidden: Any, width: int) -> bool:
+    """Whether logits of these hidden states are certainly so small that inference keeps them plain.
+
+    This check must be fast, because decoding calls the head once per token.
+    """
+    if type(hidden) is not Tensor or not hidden.numel():
+        return False
+    return is_small(hidden.numel() // hidden.shape[-1] * width, hidden.dtype)
+
+
+def leaves_graph(wanted: bool, plain: bool) -> bool:
+    """Whether a head that Dynamo traces runs outside of the graph, so that its logits can be lazy.
+
+    If `wanted` is true, gradients are needed. If `plain` is true, the logits are plain outside of
+    `lazy_logits`.
+    """
+    if plain and not _contexts:
+        return False
+    if can_leave_graph() and not in_func():
+        return True
+    if wanted:
+        _say_how_to_compile()
+    return False
+
+
 def head_logits(
     module: nn.Linear, hidden: Tensor, options: dict, lazy_inference: bool = True
 ) -> Tensor:
     """Returns the logits of a linear layer, which are lazy or plain as in `lazy_product`."""
     tensors = (hidden, module.weight, module.bias)
-    if torch.compiler.is_compiling() and wants_gradient(*tensors):
-        _say_how_to_compile()
+    if torch.compiler.is_compiling():
+        wanted = wants_gradient(*tensors)
+        small = not wanted and has_small_logits(hidden, module.out_features)
+        if leaves_graph(wanted, plain=not wanted and (small or not lazy_inference)):
+            return outside_of_graph(lazy_product, tensors, options, module, lazy_inference)
     return lazy_product(tensors, options, module, lazy_inference)
 
 
@@ -293,9 +331,10 @@ def _say_how_to_compile() -> None:
         )
         return
     warn_once(
-        "torch.compile(model) compiles the head of a fused model as a plain product, which"
-        " materialises the logits. Compile only the modules before the head instead, for example by"
-        " model.model.compile()."
+        "torch.compile computes the logits of a fused head as a plain product inside of its graph,"
+        " which materialises the logits. The graph must be able to end before the head. Call"
+        " torch.compile without fullgraph=True, and call the head outside of"
+        " torch.utils.checkpoint."
     )
 
 

@@ -35,7 +35,8 @@ from ..core.loss import RowLoss
 from ..core.source import Source, TopK, teacher_rows
 from ..heads.head import Head
 from ..heads.linear import topk_of_head
-from .deferred import Deferred, called, leave_to_python, on_values, result_of, running, written
+from .compiled import leave_to_python
+from .deferred import Deferred, called, on_values, result_of, running, written
 from .gradient import LazyGradient, Like, aten, is_copy
 from .loss_nodes import LazyPerRowLoss, LazyReducedLoss
 from .nodes import LazyHead, LazyOp, Materialize, Op, anchor_of

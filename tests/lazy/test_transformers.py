@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 pytest.importorskip("transformers", reason="needs transformers: requirements/tests.txt")
 
@@ -35,6 +36,7 @@ FAMILIES = [
 
 @pytest.fixture(autouse=True)
 def warns_anew(monkeypatch):
+    ll.report()
     monkeypatch.setattr(report, "_warned", set())
 
 
@@ -116,6 +118,12 @@ def test_a_compiled_backbone_keeps_the_head_fused():
     assert_trains_as_plain(
         build("LlamaForCausalLM"), change=lambda model: model.model.compile(backend="eager")
     )
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma2ForCausalLM", "GPT2LMHeadModel"])
+def test_a_compiled_model(name):
+    torch._dynamo.reset()
+    assert_trains_as_plain(build(name), change=lambda model: model.compile(backend="aot_eager"))
 
 
 def test_the_benchmark_of_a_training_step(tmp_path):
@@ -247,16 +255,20 @@ def assert_logged(got: Run, want: Run, near) -> None:
         {"gradient_accumulation_steps": 2},
         {"label_smoothing_factor": 0.1},
         {"gradient_checkpointing": True},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
     ],
     ids=lambda options: "+".join(options) or "plain",
 )
 def test_trainer(options, tmp_path):
     """Losses, evaluation and metrics are those of the plain run."""
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    torch._dynamo.reset()
+    counters.clear()
     model = build("LlamaForCausalLM")
     plain = copy.deepcopy(model)
     logits = kept_logits(ll.fuse(model))
     got, want = with_trainer(model, tmp_path, **options), with_trainer(plain, tmp_path, **options)
+    assert bool(counters["stats"]["unique_graphs"]) == options.get("torch_compile", False)
     assert_logged(got, want, lambda key, i, number: 1e-5 * abs(number))
     assert_same_parameters(got.parameters, want.parameters)
     assert logits
@@ -304,6 +316,19 @@ LORA = {
     "head saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "head too": {"target_modules": ["q_proj", "lm_head"]},
 }
+
+
+@pytest.mark.parametrize("how", ["in the body", "head saved"])
+def test_compiled_lora(how):
+    """The hooks of `fuse` are on a model inside of the compiled model."""
+    torch._dynamo.reset()
+    plain = build("LlamaForCausalLM", tie_word_embeddings=False)
+    fused = adapted(ll.fuse(copy.deepcopy(plain)), **LORA[how])
+    fused.compile(backend="aot_eager")
+    z = fused(**batch(fused)).logits
+    assert_same_parameters(steps(fused), steps(adapted(plain, **LORA[how])))
+    assert type(z) is LazyLogits
+    assert ll.report() == []
 
 
 @pytest.mark.parametrize("first", ["fuse", "adapt"])

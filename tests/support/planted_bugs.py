@@ -29,6 +29,7 @@ FUNCTIONS, VIEWS = "tests/lazy/test_torch_functions.py", "tests/lazy/test_views.
 LAZY_TEACHERS = "tests/lazy/test_teachers.py"
 ELEMENTWISE, GRADIENT = "tests/lazy/test_elementwise.py", "tests/lazy/test_gradient.py"
 INFERENCE, REPORT = "tests/lazy/test_inference.py", "tests/lazy/test_report.py"
+COMPILED = "tests/lazy/test_compiled_models.py"
 
 BUGS = (
     # contract.py
@@ -289,6 +290,12 @@ BUGS = (
         "return _selected(z, rows, slice(None))[..., last]", "return NotImplemented", (INFERENCE,)),
     Bug("weight not compared without gradients", "lazy", "logitless/lazy/recipe.py",
         "if self.stale():", "if self.changed():", (INFERENCE,)),
+    Bug("a whole graph ends at the head", "lazy", "logitless/lazy/compiled.py",
+        "tracer is None or tracer.one_graph or", "tracer is None or", (COMPILED,)),
+    Bug("a new head stays plain if compiled", "lazy", "logitless/lazy/fuse.py",
+        "outside_of_graph(self.prepare, model)", "pass", (COMPILED,)),
+    Bug("a compiled teacher stays plain", "lazy", "logitless/lazy/fused_head.py",
+        "if plain and not _contexts:", "if plain:", (COMPILED,)),
     Bug("report counts a line once", "lazy", "logitless/lazy/report.py",
         "Materialised(operation, shape, size, 1, line).plus(old)",
         "Materialised(operation, shape, size, 1, line)", (REPORT,)),

@@ -1,0 +1,348 @@
+"""torch.compile of fused models: trained and evaluated as the plain model, without logits.
+
+The graph ends before the head. The head and the loss over its lazy logits run uncompiled.
+"""
+
+import copy
+import shutil
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import logitless as ll
+from logitless.cli.memory import extra_memory
+from logitless.lazy import recipe, report
+from logitless.lazy.logits import LazyLogits
+from tests.support.fusable_models import D, Model, V
+
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+PLAIN_IN_GRAPH = "as a plain product inside of its graph"
+
+# Warnings of the compiler itself are not ours. Ours are errors.
+pytestmark = pytest.mark.filterwarnings(
+    "default",
+    "error:logits of a fused head are materialised",
+    "error:fuse has no effect",
+    f"error:.*{PLAIN_IN_GRAPH}",
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(monkeypatch):
+    torch._dynamo.reset()
+    counters.clear()
+    ll.report()
+    monkeypatch.setattr(report, "_warned", set())
+
+
+def batch(rows: int = 2, length: int = 9) -> torch.Tensor:
+    return torch.randint(0, V, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+class Trained(Model):
+    """A model with a body, which computes its own loss if it gets labels."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(D, D), nn.Tanh())
+
+    def forward(self, ids, labels=None):
+        logits = self.lm_head(self.body(self.embed(ids)))
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits.float().view(-1, V), labels.view(-1)), logits
+
+
+def pair(device: str) -> tuple[Trained, Trained]:
+    """A fused model and the same plain model."""
+    fused = ll.fuse(Trained().to(device))
+    return fused, ll.unfuse(copy.deepcopy(fused))
+
+
+def grads(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    """The loss, and its gradients under an upstream gradient that is not 1."""
+    upstream = torch.tensor(0.7, device=loss.device, dtype=loss.dtype)
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), upstream)]
+
+
+def assert_lazy(logits: torch.Tensor) -> None:
+    assert type(logits) is LazyLogits
+    assert logits.known_values is None
+    assert ll.report() == []
+
+
+def outside(model, ids):
+    logits = model(ids)
+    return F.cross_entropy(logits.view(-1, V), ids.view(-1)), logits
+
+
+def inside(model, ids):
+    return model(ids, labels=ids)
+
+
+LOSSES = pytest.mark.parametrize("loss", [inside, outside])
+
+
+@BACKENDS
+@LOSSES
+def test_training(loss, backend, device):
+    """Three steps compile once, and no logits are materialised."""
+    fused, plain = pair(device)
+    compiled, ids = torch.compile(fused, backend=backend), batch().to(device)
+    want = grads(plain, loss(plain, ids)[0])
+    frames = []
+    for _ in range(3):
+        value, logits = loss(compiled, ids)
+        torch.testing.assert_close(grads(fused, value), want)
+        assert_lazy(logits)
+        frames.append(counters["frames"]["total"])
+    assert counters["stats"]["unique_graphs"] >= 1
+    assert len(set(frames)) == 1
+    assert ll.is_fused(compiled)
+
+
+@LOSSES
+def test_a_compiled_step(loss, device):
+    """The model and its loss are inside of a larger compiled function."""
+    fused, plain = pair(device)
+    ids = batch().to(device)
+    step = torch.compile(lambda ids: loss(fused, ids), backend="aot_eager")
+    for _ in range(2):
+        value, logits = step(ids)
+        torch.testing.assert_close(grads(fused, value), grads(plain, loss(plain, ids)[0]))
+        assert_lazy(logits)
+
+
+@LOSSES
+def test_model_compile(loss, device):
+    fused, plain = pair(device)
+    ids = batch().to(device)
+    fused.compile(backend="aot_eager")
+    value, logits = loss(fused, ids)
+    torch.testing.assert_close(grads(fused, value), grads(plain, loss(plain, ids)[0]))
+    assert_lazy(logits)
+    assert ll.is_fused(fused)
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+@LOSSES
+def test_lengths(loss, dynamic, device):
+    """Batches of other lengths are compiled at most once more."""
+    fused, plain = pair(device)
+    compiled = torch.compile(fused, backend="aot_eager", dynamic=dynamic)
+    frames = []
+    for length in range(3, 15):
+        ids = batch(2, length).to(device)
+        value, logits = loss(compiled, ids)
+        torch.testing.assert_close(grads(fused, value), grads(plain, loss(plain, ids)[0]))
+        assert_lazy(logits)
+        frames.append(counters["frames"]["total"])
+    assert frames[-1] == frames[1]
+
+
+@BACKENDS
+def test_peak_memory(backend, device):
+    """A compiled step takes as much memory as an uncompiled step, within 5 %."""
+    vocab, width = 8192, 64
+    model = Trained().to(device)
+    model.embed, model.lm_head = nn.Embedding(V, width), nn.Linear(width, vocab)
+    model.body = nn.Sequential(nn.Linear(width, width), nn.Tanh())
+    ll.fuse(model.to(device), workspace=1 << 20)
+    ids = batch(4, 256).to(device)
+
+    def step(model):
+        F.cross_entropy(model(ids).view(-1, vocab), ids.view(-1)).backward()
+
+    peaks = []
+    for one in (model, torch.compile(model, backend=backend)):
+        step(one)  # compiles, and allocates the gradients
+        peaks.append(extra_memory(device, one, step))
+    assert peaks[1] <= 1.05 * peaks[0]
+    assert peaks[1] < ids.numel() * vocab * 4 / 2  # half of the size of the logits
+
+
+@BACKENDS
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation(mode, backend, device, monkeypatch):
+    """Large logits of an evaluation are lazy too."""
+    monkeypatch.setattr(recipe, "SMALL", 0)
+    fused, plain = (one.eval() for one in pair(device))
+    ids = batch().to(device)
+    compiled = torch.compile(fused, backend=backend)
+    with mode():
+        want, _ = inside(plain, ids)
+        for _ in range(2):
+            value, logits = inside(compiled, ids)
+            torch.testing.assert_close(value, want)
+            assert_lazy(logits)
+            torch.testing.assert_close(compiled(ids).argmax(-1), plain(ids).argmax(-1))
+
+
+def test_small_logits_stay_in_the_graph(device):
+    """As in decoding: logits of at most 32 MiB without gradients are plain, in one graph."""
+    fused, plain = (one.eval() for one in pair(device))
+    ids = batch().to(device)
+    with torch.no_grad():
+        got = torch.compile(fused, backend="aot_eager")(ids)
+        assert type(got) is torch.Tensor
+        torch.testing.assert_close(got, plain(ids))
+    assert not counters["graph_break"]
+
+
+def test_training_after_an_evaluation(device):
+    fused, plain = pair(device)
+    compiled, ids = torch.compile(fused, backend="aot_eager"), batch().to(device)
+    for _ in range(2):
+        with torch.no_grad():
+            assert type(compiled(ids)) is torch.Tensor
+        value, logits = inside(compiled, ids)
+        torch.testing.assert_close(grads(fused, value), grads(plain, inside(plain, ids)[0]))
+        assert_lazy(logits)
+
+
+def test_a_compiled_teacher(device):
+    """Inside of lazy_logits(), logits of any size are lazy, also if they were plain before."""
+    fused, plain = pair(device)
+    compiled, ids = torch.compile(fused, backend="aot_eager"), batch().to(device)
+    with torch.no_grad():
+        assert type(compiled(ids)) is torch.Tensor
+        with ll.lazy_logits():
+            logits = compiled(ids)
+        assert_lazy(logits)
+        assert type(compiled(ids)) is torch.Tensor
+    student = torch.zeros_like(plain(ids))
+    got, want = (ll.kl_div(student, z, direction="forward") for z in (logits, plain(ids).detach()))
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.filterwarnings(f"default:.*{PLAIN_IN_GRAPH}")
+def test_a_whole_graph(device):
+    """fullgraph=True: the graph holds a plain product, and one warning says so."""
+    fused, plain = pair(device)
+    compiled, ids = torch.compile(fused, backend="aot_eager", fullgraph=True), batch().to(device)
+    with pytest.warns(UserWarning, match=f"{PLAIN_IN_GRAPH}.*without fullgraph=True"):
+        value, logits = inside(compiled, ids)
+    assert type(logits) is torch.Tensor
+    torch.testing.assert_close(grads(fused, value), grads(plain, inside(plain, ids)[0]))
+    assert PLAIN_IN_GRAPH in ll.is_fused(compiled).reason
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        inside(compiled, ids)
+    step = torch.compile(lambda ids: outside(fused, ids)[0], backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(step(ids), value)
+    inside(fused, ids)
+    assert ll.is_fused(fused)
+
+
+@pytest.mark.filterwarnings(f"default:.*{PLAIN_IN_GRAPH}")
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_checkpointed_head(fullgraph, device):
+    """Inside of a checkpoint, the graph cannot end."""
+    fused, plain = pair(device)
+    ids = batch().to(device)
+
+    def step(model):
+        return checkpoint(lambda ids: outside(model, ids)[0], ids, use_reentrant=False)
+
+    with pytest.warns(UserWarning, match=f"{PLAIN_IN_GRAPH}.*torch.utils.checkpoint"):
+        value = torch.compile(lambda: step(fused), backend="aot_eager", fullgraph=fullgraph)()
+    torch.testing.assert_close(grads(fused, value), grads(plain, step(plain)))
+
+
+def test_a_new_head(device):
+    """A head that replaced the fused head after the first compiled step is fused too."""
+    fused, plain = pair(device)
+    step = torch.compile(lambda ids: inside(fused, ids), backend="aot_eager")
+    ids = batch().to(device)
+    step(ids)
+    fused.lm_head, plain.lm_head = (nn.Linear(D, V).to(device) for _ in range(2))
+    plain.lm_head.load_state_dict(fused.lm_head.state_dict())
+    value, logits = step(ids)
+    torch.testing.assert_close(grads(fused, value), grads(plain, inside(plain, ids)[0]))
+    assert_lazy(logits)
+
+
+def test_unfused(device):
+    fused, plain = pair(device)
+    compiled, ids = torch.compile(fused, backend="aot_eager"), batch().to(device)
+    assert_lazy(inside(compiled, ids)[1])
+    ll.unfuse(compiled)
+    value, logits = inside(compiled, ids)
+    assert type(logits) is torch.Tensor
+    torch.testing.assert_close(grads(fused, value), grads(plain, inside(plain, ids)[0]))
+
+
+@pytest.mark.filterwarnings("default:fuse has no effect")
+def test_a_head_that_is_not_called(device):
+    class Other(Trained):
+        def forward(self, ids):
+            return F.linear(self.embed(ids), self.lm_head.weight)
+
+    compiled = torch.compile(ll.fuse(Other().to(device)), backend="aot_eager")
+    with pytest.warns(UserWarning, match="did not call its head"):
+        compiled(batch().to(device))
+    assert "did not call" in ll.is_fused(compiled).reason
+
+
+@BACKENDS
+def test_fused_head(backend, device):
+    torch.manual_seed(1)
+    fused = nn.Sequential(nn.Linear(4, D), ll.nn.FusedHead(D, V)).to(device)
+    x, target = torch.randn(5, 4, device=device), torch.arange(5, device=device)
+    plain = nn.Sequential(fused[0], nn.Linear(D, V)).to(device)
+    plain[1].load_state_dict(fused[1].state_dict())
+    compiled = torch.compile(fused, backend=backend)
+    logits = compiled(x)
+    got, want = grads(fused, F.cross_entropy(logits, target)), F.cross_entropy(plain(x), target)
+    torch.testing.assert_close(got, grads(plain, want))
+    assert_lazy(logits)
+    counters.clear()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), plain(x))
+    assert not counters["graph_break"]
+
+
+def test_autocast(device):
+    fused = ll.fuse(Trained().to(device))
+    compiled, ids = torch.compile(fused, backend="aot_eager"), batch().to(device)
+    with torch.autocast(device, torch.bfloat16):
+        value, logits = inside(compiled, ids)
+        other, _ = inside(fused, ids)
+    assert logits.dtype == torch.bfloat16
+    assert_lazy(logits)
+    torch.testing.assert_close(grads(fused, value), grads(fused, other))
+
+
+# --- inductor, which takes seconds per graph
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="inductor needs a C++ compiler"
+)
+
+
+@NEEDS_COMPILER
+@LOSSES
+def test_inductor(loss, device):
+    test_training(loss, "inductor", device)
+
+
+@NEEDS_COMPILER
+def test_peak_memory_of_inductor(device):
+    test_peak_memory("inductor", device)
+
+
+@NEEDS_COMPILER
+@pytest.mark.filterwarnings("ignore:.*CUDA graph")
+def test_reduce_overhead(device):
+    fused, plain = pair(device)
+    compiled, ids = torch.compile(fused, mode="reduce-overhead"), batch().to(device)
+    want = grads(plain, inside(plain, ids)[0])
+    for _ in range(4):
+        value, logits = inside(compiled, ids)
+        torch.testing.assert_close(grads(fused, value), want)
+        assert_lazy(logits)
