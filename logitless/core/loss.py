@@ -121,7 +121,7 @@ class RowLoss:
         saved: Saved,
         upstream: Upstream,
         factor: Tensor | None = None,  # one number, or one number per row; multiplies upstream
-        into: Tensor | None = None,  # memory for the gradient, can be x; None allocates it
+        into: Tensor | None = None,  # x, or memory of shape (..., V) or (N, V); None allocates it
     ) -> Tensor:
         coefficients, gain = self.coefficients(saved, upstream)
         return backend.gradient(x, self.reading, saved[0], coefficients, gain, factor, into)

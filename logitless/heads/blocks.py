@@ -63,22 +63,22 @@ class BlockChunks(Chunks):
     ) -> Iterator[Tile]:
         known = iter(known)
         for rows in self.slices:
-            logits = self.logits_of(rows, sums)
+            logits = self.logits_of(rows, self.hidden_of(rows, loss, sums), sums)
             tile = Tile(loss.rows(rows, self.lead), next(known, None), rows, logits, None)
             yield tile
             tile.release()
 
-    def logits_of(self, rows: Rows, sums: "BlockSums | None") -> Any:
-        """Returns a `Blocks`, which replaces a tensor of the logits of these rows."""
-        return Blocks(self, rows, sums)
+    def logits_of(self, rows: Rows, h: Tensor, sums: Any) -> Any:
+        """Returns a `Blocks`, which replaces a tensor of the logits of the hidden states h."""
+        return Blocks(self, rows, h, sums)
 
 
 class Blocks:
     """The logits of some rows, computed in blocks of columns."""
 
-    def __init__(self, chunks: BlockChunks, rows: Rows, sums: "BlockSums | None"):
+    def __init__(self, chunks: BlockChunks, rows: Rows, h: Tensor, sums: "BlockSums | None"):
         self.chunks, self.rows, self.sums = chunks, rows, sums
-        self.h = chunks.hidden[rows]  # (n, D)
+        self.h = h  # (n, D)
         self.shape, self.device = (len(self.h), len(chunks.weight)), self.h.device
         self.kept: dict[int, int] = {}  # maps each kept block to its slot (plan.kept_blocks)
         self.kept_in: Tensor | None = None

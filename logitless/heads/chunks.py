@@ -55,13 +55,13 @@ class Chunks:
         self,
         head: Head,
         cut: Cut,
-        hidden: Tensor,  # (N, D), without a gradient
         live: Tensor | None,  # (N,), the rows that count; None if no row is dropped
     ):
         self.head, self.cut, self.lead = head, cut, head.lead
         self.weight = head.weight.detach()
         self.bias = None if head.bias is None else head.bias.detach()
-        self.hidden, rows = hidden, len(hidden)
+        self.hidden = head.hidden.detach().reshape(-1, head.hidden.shape[-1])  # (N, D)
+        self.drops, rows = live is not None, len(self.hidden)
         self.index, count, copied = None, rows, None
         if live is not None:
             self.index = torch.argsort(live, descending=True, stable=True)
@@ -104,6 +104,17 @@ class Chunks:
             self.head, self.hidden, needs, len(self.slices), all_rows, self.blocks, into
         )
 
+    def hidden_of(self, rows: Rows, loss: RowLoss, sums: GradientSums | None) -> Tensor:
+        """Returns the hidden states of some rows.
+
+        If gradients are computed, the hidden states of ignored rows are 0. The gradient of an
+        ignored row is 0, but 0 times NaN or infinity is NaN.
+        """
+        h = self.hidden[rows]
+        if self.drops or sums is None or loss.reading.ignore_index is None:
+            return h
+        return self.head.backend().zero_ignored(h, loss.rows(rows, self.lead).reading)
+
     def tiles(
         self,
         loss: RowLoss,
@@ -114,7 +125,7 @@ class Chunks:
         known = iter(known)
         queued = True  # `begin` has already queued the first GEMM
         for rows in self.slices:
-            h = self.hidden[rows]
+            h = self.hidden_of(rows, loss, sums)
             dz = self.memory[: len(h), : len(self.weight)]
             for slot, logits in self.slots:
                 count = len(h[slot.rows])

@@ -24,12 +24,8 @@ from .plan import Work
 def chunks_of(head: Head, loss: RowLoss, work: Work) -> Chunks:
     """Returns Chunks, BlockChunks or OnChipChunks of a head, as plan.py chooses."""
     cut, live = head.cut(work), head.rows_that_count(loss)
-    hidden = head.hidden.detach().reshape(-1, head.hidden.shape[-1])
-    if live is None:
-        # The gradient of an ignored row is 0, but 0 times NaN or infinity is NaN.
-        hidden = head.backend().zero_ignored(hidden, loss.reading)
     kind = OnChipChunks if cut.on_chip else Chunks if cut.columns is None else BlockChunks
-    return kind(head, cut, hidden, live)
+    return kind(head, cut, live)
 
 
 class OnChipChunks(BlockChunks):
@@ -48,19 +44,17 @@ class OnChipChunks(BlockChunks):
             self.head, self.hidden, needs, len(self.slices), all_rows, self.blocks, into
         )
 
-    def logits_of(self, rows: Rows, sums: "OnChipSums | None") -> "OnChip":  # pyright: ignore
-        return OnChip(self, rows, sums)
+    def logits_of(self, rows: Rows, h: Tensor, sums: Any) -> "OnChip":
+        return OnChip(self, rows, h, sums)
 
 
 class OnChip:
     """Represents the logits of some rows. The logits are never written to memory."""
 
-    def __init__(self, chunks: OnChipChunks, rows: Rows, sums: "OnChipSums | None"):
+    def __init__(self, chunks: OnChipChunks, rows: Rows, h: Tensor, sums: "OnChipSums | None"):
         self.rows, self.sums = rows, sums
         self.weight, self.bias = chunks.weight, chunks.bias
-        self.h = chunks.hidden[rows]  # (n, D)
-        if self.h.stride(1) != 1:
-            self.h = self.h.contiguous()
+        self.h = h if h.stride(1) == 1 else h.contiguous()  # (n, D)
         self.shape, self.device = (len(self.h), len(self.weight)), self.h.device
 
 

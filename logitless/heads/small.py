@@ -93,7 +93,8 @@ class SmallRows(Node):
         x, hidden, weight, bias, *tensors = saved = ctx.saved_tensors
         gradients = HeadGradients()
         with torch.no_grad(), without_autocast(hidden.device):
-            wanted, into = any(ctx.needs_input_grad[:3]), _memory_like(x)
+            wanted = any(ctx.needs_input_grad[:3])
+            into = _memory_like(x) if wanted else None
             loss, dz, d_rows = evaluate.finish(ctx, x, tensors, upstream, wanted, into)
             if dz is not None:
                 gradients = _gradients(ctx, hidden, weight, bias, loss, dz)

@@ -389,6 +389,8 @@ def scale_two_(x: Tensor, y: Tensor, g: Tensor) -> None:
 
     x and y are contiguous and have the same dtype.
     """
+    assert x.is_contiguous()
+    assert y.is_contiguous()
     size_x, size_y = x.numel(), y.numel()
     if size_x + size_y:
         offsets = x.data_ptr() % 16, y.data_ptr() % 16

@@ -12,7 +12,7 @@ import triton.language as tl
 from . import config
 from .launch import REMEMBERED, Launch
 from .layout import describe, row_offset
-from .profiling import in_place, profiled
+from .profiling import elements, in_place, profiled
 
 
 @triton.jit(
@@ -59,7 +59,7 @@ def scale_launch(
 
 
 @triton.jit(
-    **profiled("scale_two"),
+    **profiled("scale_two", X=in_place, Y=lambda args: 2 * elements(args["Y"])),
     do_not_specialize=["tiles_x", "tiles"],
     do_not_specialize_on_alignment=["G"],
 )

@@ -27,8 +27,8 @@ def _zero_ignored_kernel(
     """Each program copies one block of columns of one row. An ignored row is not read."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    live = is_live(load_label(LABEL, row), ignore_index)
-    x = tl.load(X + row * stride + cols, mask=(cols < D) & live, other=0.0)
+    width = tl.where(is_live(load_label(LABEL, row), ignore_index), D, 0)
+    x = tl.load(X + row * stride + cols, mask=cols < width, other=0.0)
     tl.store(OUT + row * D + cols, x, mask=cols < D)
 
 

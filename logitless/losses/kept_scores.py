@@ -47,11 +47,18 @@ class KeptStatistics(Read):
 @operator("kept_logits", saved=1)
 @dataclass(eq=False)
 class KeptLogits(KeptStatistics):
-    """Computes only the statistic `picked`, which is z at the ids. No other logits are read."""
+    """Computes z - max z at the ids, where max z is the maximum over the ids of the row.
+
+    No other logits are read. The maximum is subtracted before the division by the temperature, so
+    that the differences are exact even if all logits of a row are large. The gradient leaves out
+    the maximum, because the scores do not depend on it.
+    """
 
     def forward(self, backend, x):
         y = backend.gather(x, self.reading)
-        return (self._over_temperature(y),), (y,)
+        top = torch.where(self.reading.ids == NO_ID, -torch.inf, y).amax(-1, keepdim=True)
+        top = torch.where(top == -torch.inf, 0.0, top)
+        return (self._over_temperature(y - top),), (y,)
 
     def backward(self, backend, x, saved, upstream, factor=None, into=None):
         y = saved[0]
@@ -116,7 +123,7 @@ def kept_scores(
         logits, temperature, softcap, label=label, ids=ids, ignore_index=ignore_index,
         wants=("picked", "logprob") if mass else ("picked",),
     )  # fmt: skip
-    z, *logprobs = evaluate(logits, (KeptStatistics if mass else KeptLogits)(reading, "target"))
+    z, *logprobs = evaluate(logits, (KeptStatistics if mass else KeptLogits)(reading))
     scores = _scores(z, ids, label, *logprobs)
     ignored = label == ignore_index
     return KeptScores(*(None if t is None else torch.where(ignored, 0.0, t) for t in scores))
@@ -133,6 +140,7 @@ def _distinct(ids: Tensor, label: Tensor, vocab: int) -> Tensor:
     in_order, order = ids.sort(dim=-1, stable=True)
     again = torch.nn.functional.pad(in_order[..., 1:] == in_order[..., :-1], (1, 0))
     repeated = torch.zeros_like(again).scatter(-1, order, again)
+    ids = torch.where(ids == NO_ID, EMPTY - 1, ids)  # NO_ID is no valid id of a caller
     ids = torch.where(repeated | (ids == EMPTY), NO_ID, ids)
     bad = (label < 0) | (label >= vocab)  # also of ignored rows, which are not read
     return torch.where(bad.unsqueeze(-1), vocab, ids)
@@ -143,8 +151,8 @@ def _scores(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns logprob, entropy and log_mass, from z and log p at the ids (..., K).
 
-    Rows in which no id has a z above -inf are computed from constants, so that their gradient is 0
-    instead of NaN.
+    A constant can be added to all z of a row. Rows in which no id has a z above -inf are computed
+    from constants, so that their gradient is 0 instead of NaN.
     """
     real = ids != NO_ID
     some = (real & (z != -torch.inf)).any(-1)  # True for NaN
@@ -152,7 +160,14 @@ def _scores(
     def at_ids(t: Tensor) -> Tensor:
         return torch.where(some.unsqueeze(-1), torch.where(real, t, -torch.inf), 0.0)
 
-    log_q = at_ids(z).log_softmax(-1)
+    z = at_ids(z)
+    if logprobs is not None:
+        # z and log p have the same differences. Rounding errors are relative to the values, so each
+        # row is computed from the values whose maximum is closer to 0.
+        logprobs = at_ids(logprobs)
+        top_z, top_p = (t.detach().amax(-1, keepdim=True).abs() for t in (z, logprobs))
+        z = torch.where(top_p < top_z, logprobs, z)
+    log_q = z.log_softmax(-1)
     is_target = ids == label.unsqueeze(-1)  # in one slot at most
     logprob = torch.where(is_target | log_q.isnan(), log_q, 0.0).sum(-1)
     found = some & is_target.any(-1) & (logprob > -torch.inf) | logprob.isnan()
@@ -162,4 +177,4 @@ def _scores(
     entropy = torch.where(some, 0.0 - terms.sum(-1), 0.0)  # 0.0 - 0.0 is not -0.0
     if logprobs is None:
         return logprob, entropy, None
-    return logprob, entropy, torch.where(some, at_ids(logprobs).logsumexp(-1), -torch.inf)
+    return logprob, entropy, torch.where(some, logprobs.logsumexp(-1), -torch.inf)

@@ -107,7 +107,7 @@ class Gathered(Sparse):
 
     def backward(self, backend, x, saved, upstream, factor=None, into=None):
         gradient = scaled(saved[0], x, upstream[0], factor)
-        return gradient if into is None else into.copy_(gradient)
+        return gradient if into is None else into.copy_(gradient.view(into.shape))
 
     def shapes(self, x):
         return [x.shape[:-1], x.shape]

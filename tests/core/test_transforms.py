@@ -45,7 +45,6 @@ def batched(f, x):
     return torch.autograd.grad(f(x), x, torch.ones(2, device=x.device), is_grads_batched=True)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch 2.15 on itself
 @pytest.mark.parametrize("transform", FUNC)
 @pytest.mark.parametrize(
     "name",

@@ -197,3 +197,32 @@ def test_a_formula_gets_fp32_numbers_under_autocast(no_chunks, device):
     with torch.autocast(torch.device(device).type, torch.bfloat16):
         ll.row_loss(formula, ll.LinearLogits(hidden, weight), target)
     assert seen == [torch.float32] * len(seen)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("lead", [(6,), (2, 3), (6, 1), (1, 6)])
+def test_results_per_row_of_other_losses(lead, backend, no_chunks, monkeypatch, device):
+    """The gradient of the logits gets memory of shape (N, V) for every shape of hidden."""
+    monkeypatch.setattr(products, "reads_vectors", lambda t: True)
+    hidden, weight, bias, target = make(torch.float32, device, lead=lead)
+    teacher = torch.randn(*lead, V, device=device).log_softmax(-1)
+    kept = torch.arange(4, device=device).expand(*lead, 4)
+    losses = {
+        "gathered_kl": lambda z: ll.gathered_kl(z, teacher, reduction="none"),
+        "row_loss": lambda z: ll.row_loss(
+            lambda s: s.logprob * s.lse, z, target, reduction="none"
+        ),
+        "row_stats": lambda z: ll.row_stats(z, target, entropy=True).entropy,
+        "kept_scores": lambda z: ll.kept_scores(z, target, kept, mass=True).entropy,
+    }
+    for name, loss in losses.items():
+        found = []
+        for source in (F.linear, ll.LinearLogits):
+            parts = leaves(hidden, weight, bias)
+            with ll.impl(backend), poisoned_memory():
+                out = loss(source(*parts))
+                out.backward(torch.linspace(1.7, 0.6, out.numel(), device=device).view(out.shape))
+            found.append((out.detach(), [t.grad for t in parts]))
+        assert_same(
+            found[1], found[0], rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )

@@ -74,14 +74,16 @@ def test_hidden_states_of_ignored_rows(width, ignore_index, device):
 
 
 @pytest.mark.parametrize("number", [1.0, 1.7])
-@pytest.mark.parametrize("sizes", [(1, 1), (5, 9000), (9000, 5), (4096, 8192)])
+@pytest.mark.parametrize("sizes", [(0, 0), (1, 1), (0, 9), (5, 9000), (9000, 5), (4096, 8192)])
 def test_two_tensors_times_one_number(sizes, number, device):
-    memory = [torch.randn(size + 1, device=device) for size in sizes]
+    """The memory before and after each tensor stays as it is."""
+    memory = [torch.randn(size + 9, device=device) for size in sizes]
     g = torch.tensor(number, device=device)
     for offset in (0, 1):
         for backend in (eager, kernels):
-            x, y = [m.clone() for m in memory]
-            backend.scale_two_(x[offset:], y[offset:], g)
-            for t, m in zip((x, y), memory, strict=True):
-                assert torch.equal(t[offset:], m[offset:] * number)
-                assert torch.equal(t[:offset], m[:offset])
+            got, want = ([m.clone() for m in memory] for _ in range(2))
+            parts = [slice(offset, offset + size) for size in sizes]
+            backend.scale_two_(*(t[part] for t, part in zip(got, parts, strict=True)), g)
+            for t, m, part in zip(got, want, parts, strict=True):
+                m[part] *= number
+                assert torch.equal(t, m)

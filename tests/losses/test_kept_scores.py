@@ -207,14 +207,19 @@ def test_without_mass_only_kept_logits_are_read(impl, device):
     assert not d[~inside].any()
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("mass", [False, True])
 @pytest.mark.parametrize("offset", [1e4, -1e4])
-def test_a_common_offset_changes_nothing(offset, impl, device):
+def test_a_common_offset_changes_nothing(offset, mass, temperature, impl, device):
     x, target, kept = make(device=device)
     x = (x * 512).round() / 512  # 1e4 + x needs no more digits
     leaf, moved = x.clone().requires_grad_(), (x + offset).requires_grad_()
-    want, got = (ll.kept_scores(t, target, kept, mass=True) for t in (leaf, moved))
+    how = {"mass": mass, "temperature": temperature}
+    want, got = (ll.kept_scores(t, target, kept, **how) for t in (leaf, moved))
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6)
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(*(gradients(s, t)[0] for s, t in ((got, moved), (want, leaf))))
 
 

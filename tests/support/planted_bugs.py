@@ -193,8 +193,9 @@ BUGS = (
     Bug("padded memory of a gradient", "kernels", "logitless/kernels/layout.py",
         "stride = strides[0] if len(strides) == 2 else self.vocab", "stride = self.vocab",
         (SMALL,)),
-    Bug("hidden of ignored rows in chunks", "heads", "logitless/heads/on_chip.py",
-        "hidden = head.backend().zero_ignored(hidden, loss.reading)", "pass", (LINEAR,)),
+    Bug("hidden of ignored rows in chunks", "heads", "logitless/heads/chunks.py",
+        "return self.head.backend().zero_ignored(h, loss.rows(rows, self.lead).reading)",
+        "return h", (LINEAR,)),
 
     # targets/
     Bug("padding has probability 1", "targets", "logitless/targets/sparse.py",
