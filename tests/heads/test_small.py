@@ -209,9 +209,7 @@ def test_results_per_row_of_other_losses(lead, backend, no_chunks, monkeypatch, 
     kept = torch.arange(4, device=device).expand(*lead, 4)
     losses = {
         "gathered_kl": lambda z: ll.gathered_kl(z, teacher, reduction="none"),
-        "row_loss": lambda z: ll.row_loss(
-            lambda s: s.logprob * s.lse, z, target, reduction="none"
-        ),
+        "row_loss": lambda z: ll.row_loss(lambda s: s.logprob * s.lse, z, target, reduction="none"),
         "row_stats": lambda z: ll.row_stats(z, target, entropy=True).entropy,
         "kept_scores": lambda z: ll.kept_scores(z, target, kept, mass=True).entropy,
     }
