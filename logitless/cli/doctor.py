@@ -4,12 +4,15 @@ The output is plain text without host name or paths, so that users can paste the
 report. The self-check (selfcheck.py) calls every public function on a few error-prone shapes. The
 self-check launches every kernel that this device can run. Values and gradients are compared with a
 naive formula in fp64. The upstream gradients are random. The exit status is 1 if a check fails.
+
+With --json, the command prints the same facts and results as one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import platform
 import time
@@ -89,16 +92,58 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: all devices")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     kinds = (chosen_device(args.device),) if args.device else ("cuda", "cpu")
-    show("machine", machine_facts())
-    show("environment", {name: os.environ.get(name, "not set") for name in VARIABLES})
-    show("paths", {f"{kind} tensors": path(kind) for kind in ("cuda", "cpu")})
-    return self_check(kinds)
+    facts = {
+        "machine": machine_facts(),
+        "environment": {name: os.environ.get(name, "not set") for name in VARIABLES},
+        "paths": {f"{kind} tensors": path(kind) for kind in ("cuda", "cpu")},
+    }
+    return (print_json if args.json else print_text)(facts, kinds)
+
+
+def print_json(facts: dict[str, dict[str, str]], kinds: tuple[str, ...]) -> int:
+    outcomes = list(self_check(kinds))
+    checks = [
+        {
+            "backend": way,
+            "check": name,
+            "values": str(outcome.value),
+            "gradients": str(outcome.gradient),
+            "result": outcome.problem or "ok",
+        }
+        for way, name, outcome in outcomes
+    ]
+    print(json.dumps({**facts, "checks": checks}, indent=1, ensure_ascii=False))
+    return status([outcome for _, _, outcome in outcomes])
+
+
+def print_text(facts: dict[str, dict[str, str]], kinds: tuple[str, ...]) -> int:
+    for title, part in facts.items():
+        show(title, part)
+    start, outcomes = time.perf_counter(), []
+    print("self-check against fp64: the error nearest to its bound, with the dtype of the logits")
+    print(f"  {'':<8}{'':<32}{'values':<24}{'gradients':<24}")
+    for way, name, outcome in self_check(kinds):
+        outcomes.append(outcome)
+        errors = f"{outcome.value!s:<24}{outcome.gradient!s:<24}"
+        print(f"  {way:<8}{name:<32}{errors}{outcome.problem or 'ok'}", flush=True)
+    took = time.perf_counter() - start
+    right = sum(not outcome.problem for outcome in outcomes)
+    print(f"\n{right} of {len(outcomes)} right, in {took:.1f} s")
+    if right < len(outcomes):
+        print(ADVICE)
+    return status(outcomes)
+
+
+def status(outcomes: list[Outcome]) -> int:
+    """The exit status: 0 if there are outcomes, and none has a problem."""
+    return 1 if not outcomes or any(outcome.problem for outcome in outcomes) else 0
 
 
 def show(title: str, facts: dict[str, str]) -> None:
@@ -142,23 +187,12 @@ def ways(kinds: tuple[str, ...]) -> Iterator[tuple[str, str, contextlib.Abstract
         yield "interp", "cpu", ll.impl("triton")
 
 
-def self_check(kinds: tuple[str, ...]) -> int:
-    start, failures, count = time.perf_counter(), 0, 0
-    print("self-check against fp64: the error nearest to its bound, with the dtype of the logits")
-    print(f"  {'':<8}{'':<32}{'values':<24}{'gradients':<24}")
+def self_check(kinds: tuple[str, ...]) -> Iterator[tuple[str, str, Outcome]]:
+    """Yields (backend, check, outcome) for each check on each backend of this machine."""
     for way, device, context in ways(kinds):
         with context:
             for check in CHECKS:
-                outcome = examine(check, device)
-                count += 1
-                failures += bool(outcome.problem)
-                errors = f"{outcome.value!s:<24}{outcome.gradient!s:<24}"
-                print(f"  {way:<8}{check.name:<32}{errors}{outcome.problem or 'ok'}", flush=True)
-    took = time.perf_counter() - start
-    print(f"\n{count - failures} of {count} right, in {took:.1f} s")
-    if failures:
-        print(ADVICE)
-    return 1 if failures or not count else 0
+                yield way, check.name, examine(check, device)
 
 
 def examine(check: Check, device: str) -> Outcome:

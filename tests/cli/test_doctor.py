@@ -1,6 +1,7 @@
 """`logitless doctor`: every public function, every kernel, and what it says when one is wrong."""
 
 import inspect
+import json
 import re
 from unittest import mock
 
@@ -54,6 +55,29 @@ def test_it_passes_here_with_dtype_and_bound_beside_each_error(capsys):
         error = r"\d(?:e[-+]\d+) of \de-\d+ (?:bfloat16|float\d+)"
         assert re.fullmatch(rf"{error} +(?:{error}|none) +ok", line)
     assert "What to do" not in out
+
+
+@pytest.mark.usefixtures("without_interpreter")
+def test_json_has_the_facts_and_results_of_the_text(capsys, monkeypatch):
+    right = ll.logsumexp
+    monkeypatch.setattr(doctor, "CHECKS", selfcheck.CHECKS[:2])
+    assert main(["doctor", "--device", "cpu", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["doctor", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    for part in ("machine", "environment", "paths"):
+        for name, fact in found[part].items():
+            assert re.search(rf"^  {re.escape(name)} +{re.escape(fact)}$", text, re.M), name
+    for check in found["checks"]:
+        line = r" +".join(re.escape(word) for word in check.values())
+        assert re.search(rf"^  {line}$", text, re.M), check
+    assert [check["check"] for check in found["checks"]] == [c.name for c in selfcheck.CHECKS[:2]]
+
+    monkeypatch.setattr(ll, "logsumexp", lambda x: right(x) * float("nan"))
+    assert main(["doctor", "--device", "cpu", "--json"]) == 1
+    first, second = json.loads(capsys.readouterr().out)["checks"]
+    assert first["result"].startswith("WRONG at bfloat16")
+    assert second["result"] == "ok"
 
 
 @pytest.mark.usefixtures("without_interpreter")
