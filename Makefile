@@ -5,6 +5,7 @@
 #   make test-oldest            tests with the oldest versions that we support, in .venv-oldest
 #   make test-clients           tests of other libraries over fused models, in .venv-clients
 #   make test-gpu PY=python3    GPU tests with an interpreter that has PyTorch, without .venv
+#   make release                wheel and source archive in dist/; tries the wheel outside of the clone
 #
 # The interpreter PYTHON creates the environments. ARGS are passed to the command, for example:
 # make demo ARGS="--steps 50".
@@ -22,7 +23,7 @@ READY := .venv/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-newest test-oldest test-gpu test-families test-clients sanitize compile fuzz planted bench tables demo lint types format clean
+.PHONY: help test test-newest test-oldest test-gpu test-families test-clients sanitize compile fuzz planted bench tables demo release lint types format clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +69,9 @@ tables: $(READY)  ## rewrite the tables of README and docs, and the plots, from 
 demo: $(READY)  ## train a teacher, capture it, distil students; writes a report in HTML
 	$(PY) -m logitless demo $(ARGS)
 
+release: .venv-release/.ready  ## build wheel and source archive, check both, try the wheel outside of the clone
+	OMP_NUM_THREADS=1 .venv-release/bin/python -m tests.support.release $(ARGS)
+
 lint: $(READY)  ## check style and format with ruff
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -80,7 +84,7 @@ format: $(READY)  ## fix and format the sources with ruff
 	$(PY) -m ruff format .
 
 clean:  ## remove the environments and all build products
-	rm -rf .venv .venv-newest .venv-oldest .venv-clients build dist .pytest_cache .ruff_cache .hypothesis logitless-demo.png logitless-demo.html
+	rm -rf .venv .venv-newest .venv-oldest .venv-clients .venv-release build dist .pytest_cache .ruff_cache .hypothesis logitless-demo.png logitless-demo.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call install,PYTHON) creates an environment with the packages of the first prerequisite.
@@ -103,6 +107,9 @@ endef
 	$(call install,$(PYTHON_OLDEST))
 
 .venv-clients/.ready: requirements/clients.txt requirements/tests.txt pyproject.toml
+	$(call install,$(PYTHON))
+
+.venv-release/.ready: requirements/release.txt requirements/tests.txt pyproject.toml
 	$(call install,$(PYTHON))
 
 # The tests of Transformers are in the source archive of the installed release.

@@ -1,0 +1,115 @@
+"""The files that hosts and indexes of packages read: forms, workflows, citation and metadata."""
+
+import re
+import sys
+
+import pytest
+
+import logitless as ll
+from tests.support.paths import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli", reason="tomllib is part of Python 3.11")
+yaml = pytest.importorskip("yaml", reason="needs PyYAML, which Transformers and pre-commit bring")
+
+YAML = [
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / ".github").rglob("*.yml")),
+    ".pre-commit-config.yaml",
+    "CITATION.cff",
+]
+WORKFLOWS = [name for name in YAML if "/workflows/" in name]
+FORMS = [name for name in YAML if "/ISSUE_TEMPLATE/" in name and not name.endswith("config.yml")]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = {*re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)}
+
+
+def read(name: str):
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def jobs() -> dict[str, dict]:
+    """Each job of each workflow, by its file and name."""
+    return {
+        f"{name} {job}": content
+        for name in WORKFLOWS
+        for job, content in read(name)["jobs"].items()
+    }
+
+
+def targets_of(job: dict) -> list[str]:
+    """The targets of make that a job names, with the values of its matrix."""
+    cases = job.get("strategy", {"matrix": {"include": []}})["matrix"]["include"]
+    found = []
+    for step in job["steps"]:
+        for target in re.findall(r"make (\$\{\{.*?\}\}|[\w-]+)", step.get("run", "")):
+            from_matrix = target == "${{ matrix.target }}"
+            found += [case["target"] for case in cases] if from_matrix else [target]
+    return found
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_yaml_parses(name):
+    assert read(name)
+
+
+def test_workflows_call_targets_of_the_makefile():
+    named = {job: targets_of(content) for job, content in jobs().items()}
+    assert all(named.values()), named
+    assert {target for targets in named.values() for target in targets} <= TARGETS
+    assert named[".github/workflows/tests.yml tests"] == ["test-oldest", "test", "test-newest"]
+    assert named[".github/workflows/release.yml release"] == ["release"]
+
+
+def test_workflows_can_only_read_and_upload_nothing():
+    for name in WORKFLOWS:
+        assert read(name)["permissions"] == {"contents": "read"}
+        assert not re.search(r"twine upload|pypi-publish|secrets\.", (ROOT / name).read_text()), (
+            name
+        )
+    assert all("timeout-minutes" in job for job in jobs().values())
+
+
+def test_workflow_paths_exist():
+    paths = read(".github/workflows/release.yml")[True]["pull_request"]["paths"]  # YAML's `on`
+    assert [path for path in paths if not (ROOT / path.removesuffix("/**")).exists()] == []
+
+
+def test_workflows_have_the_oldest_python():
+    cases = read(".github/workflows/tests.yml")["jobs"]["tests"]["strategy"]["matrix"]["include"]
+    (oldest,) = [case["python"] for case in cases if case["versions"] == "oldest"]
+    assert PROJECT["requires-python"] == f">={oldest}"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_ask_for_the_doctor(name):
+    form = read(name)
+    assert {"name", "description", "body"} <= {*form}
+    fields = [field for field in form["body"] if field["type"] != "markdown"]
+    assert len({field["id"] for field in fields}) == len(fields)
+    assert any("logitless doctor --json" in field["attributes"]["label"] for field in fields)
+
+
+def test_the_citation_is_of_this_package():
+    citation = read("CITATION.cff")
+    assert citation["title"] == PROJECT["name"]
+    assert citation["version"] == ll.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert citation["authors"] == PROJECT["authors"]
+    assert {*citation["keywords"]} <= {*PROJECT["keywords"]}
+
+
+def test_classifiers():
+    names = pytest.importorskip("trove_classifiers", reason="comes with hatchling").classifiers
+    assert [name for name in PROJECT["classifiers"] if name not in names] == []
+    least = int(PROJECT["requires-python"].removeprefix(">=3."))
+    minors = re.findall(r"Python :: 3\.(\d+)\"", (ROOT / "pyproject.toml").read_text())
+    assert [int(minor) for minor in minors] == [*range(least, least + len(minors))]
+
+
+def test_the_makefile_lists_each_target():
+    phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)
+    assert phony is not None
+    assert {*phony[1].split()} == TARGETS
