@@ -25,7 +25,7 @@ def _without_links(text: str) -> str:
 
 def _as_path(link: re.Match) -> str:
     text, path = link.groups()
-    return path if text in path else f"{text}: {path}"
+    return path if text.strip("/") in path else f"{text}: {path}"
 
 
 class LongDescription(MetadataHookInterface):

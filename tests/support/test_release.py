@@ -61,6 +61,7 @@ def test_the_long_description_keeps_everything_else():
     kept = "[a](https://a.b/c) ![d](https://e.f/g.png)\n"
     assert index_page(kept) == kept
     assert index_page("([how](docs/a.md#b))") == "(how: docs/a.md)"
+    assert index_page("[a/](a)") == "a"
     assert index_page("[a](docs/a.md) ![p q](docs/a.png)") == (
         "docs/a.md *Picture in the repository: p q.*"
     )
