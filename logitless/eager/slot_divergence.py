@@ -115,7 +115,7 @@ def _compare(
     if log_q_tail is None:
         return value, g, None
 
-    log_p = _rest(log_p) if sparse.tail is None else sparse.tail.reshape(-1).to(log_q.dtype)
+    log_p = rest(log_p) if sparse.tail is None else sparse.tail.reshape(-1).to(log_q.dtype)
     # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too. A
     # teacher's tail below LOG_ROUNDING can be an error from rounding the teacher's p to 16 bits.
     no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
@@ -142,15 +142,15 @@ def _normalised(y: Tensor, temperature: float | Tensor | None = None) -> tuple[T
     return d - torch.where(s == 0, 1.0, s).log(), s != 0
 
 
-def _rest(log_p: Tensor) -> Tensor:
+def rest(log_p: Tensor) -> Tensor:
     """Returns log(1 - Σ p) of each row, or -inf where Σ p ≥ 1.
 
     For the largest p, 1 - p is computed as -expm1(log p), because the subtraction 1 - p would lose
     precision.
     """
     top, at = log_p.max(-1, keepdim=True)
-    rest = -top.expm1().squeeze(-1) - log_p.exp().scatter(-1, at, 0.0).sum(-1)
-    return torch.where(rest <= 0, -torch.inf, rest.log())
+    outside = -top.expm1().squeeze(-1) - log_p.exp().scatter(-1, at, 0.0).sum(-1)
+    return torch.where(outside <= 0, -torch.inf, outside.log())
 
 
 def _terms(log_p, p, log_q, q, divergence, beta):
