@@ -10,7 +10,6 @@ from ..contract import (
     A_IDS,
     COEFFICIENTS,
     D_LOGPROB_T1,
-    LEAST_TAIL,
     LOG_ROUNDING,
     PRECISION,
     RENORM_STUDENT,
@@ -21,7 +20,7 @@ from ..contract import (
     Slots,
     at_the_ends,
 )
-from .rows import lift_of, live_rows
+from .rows import live_rows, tail_coefficients
 
 
 def slots(
@@ -61,14 +60,9 @@ def slots(
     # gradient of every logit has the term -softmax(z) Σ g.
     if sparse.support not in RENORM_STUDENT:
         rows[:, A], has = -g.sum(1), ("a",)
-    # The student's tail is the log of the mass of q = softmax(z) outside the ids. The derivative of
-    # the tail with respect to the logit z_i is -q_i if column i is among the ids. For all other
-    # columns, the derivative is q_i / e^tail - q_i.
     if g_tail is not None:
         g_tail = g_tail * weight[:, 0]
-        rows[:, A_IDS] = rows[:, A] - g_tail
-        rows[:, A] = rows[:, A_IDS] * lift_of(tail).exp()
-        rows[:, A] += g_tail * (-tail.clamp(min=LEAST_TAIL)).exp()
+        rows[:, A], rows[:, A_IDS] = tail_coefficients(rows[:, A], g_tail, tail)
         has = ("a", "a_ids")
     if sparse.ce_weight:
         value = value - sparse.ce_weight * logprob_t1.reshape(-1)
@@ -121,7 +115,6 @@ def _compare(
     no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
     log_p = torch.where(no_tail, -torch.inf, log_p)
     f, g_tail = _terms(log_p, log_p.exp(), log_q_tail, log_q_tail.exp(), divergence, beta)
-    g_tail = torch.where(log_q_tail == -torch.inf, 0.0, g_tail)  # an empty tail has gradient 0
     if mask is not None:  # if all slots of a row are masked, its tail adds 0
         counts = mask.any(-1)
         f, g_tail = (torch.where(counts, t, 0.0) for t in (f, g_tail))

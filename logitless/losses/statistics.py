@@ -26,7 +26,7 @@ from ..contract import PRECISION, Coefficients, Reading, RowStats
 from ..core import call
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss, one, rows_in
-from ..eager.rows import lift_of
+from ..eager.rows import tail_coefficients
 from ..heads.operators import operator
 from . import checks
 
@@ -174,18 +174,10 @@ def _log_total(sums: _Sums, d: Tensor) -> None:  # Σ v log p = Σ v z - lse Σ 
 
 
 def _tail(sums: _Sums, d: Tensor) -> None:
-    """Adds the gradient of the tail, which is the log of the mass outside the ids.
-
-    The derivative with respect to z_i is -p_i in the columns of the ids, and p_i / e^tail - p_i in
-    all other columns. An empty tail has the gradient 0. The coefficient a must be complete, because
-    a and a_ids have different factors (see LEAST_TAIL in contract.py).
-    """
-    tail, a = sums.state[:, contract.TAIL], sums.rows[contract.A]
-    d = torch.where(tail == -torch.inf, 0.0, d)
-    at_ids = -d if a is None else a - d
-    outside = d * (-tail.clamp(min=contract.LEAST_TAIL)).exp()
-    sums.rows[contract.A_IDS] = at_ids
-    sums.rows[contract.A] = at_ids * lift_of(tail).exp() + outside
+    a = torch.zeros_like(d) if sums.rows[contract.A] is None else sums.rows[contract.A]
+    sums.rows[contract.A], sums.rows[contract.A_IDS] = tail_coefficients(
+        a, d, sums.state[:, contract.TAIL]
+    )
 
 
 # The Rule of each statistic that has a gradient. A new statistic needs one line in RULES.

@@ -4,9 +4,7 @@
 of oracle.py, of a tensor in any precision.
 """
 
-import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +14,7 @@ import logitless as ll
 from tests.support import oracle
 
 from . import arguments as args
-from . import teachers
+from . import slots, teachers
 from .arguments import Argument
 from .sources import SHARDS, SOURCES, TENSORS
 
@@ -118,7 +116,7 @@ def all_statistics(stats, *rows):
         value = value - 0.3 * stats.entropy**2
     if stats.total is not None:
         value = value + 0.01 * stats.total
-    return beside(value, rows)
+    return slots.beside(value, rows)
 
 
 def with_more(stats, *rows):
@@ -131,27 +129,6 @@ def with_more(stats, *rows):
     return all_statistics(stats, *rows), *more
 
 
-def of_slots(slots, *rows):
-    """A formula of probabilities, so that it is finite where a probability is 0."""
-    p, q = slots.teacher.exp(), slots.student.exp()
-    value = ((p - q).square() + 0.3 * q).sum(-1)
-    value = value + (slots.teacher_tail.exp() - slots.student_tail.exp()).square()
-    return beside(value, rows)
-
-
-def of_ranks(slots, *rows):
-    """A formula that uses the mask of the slots, and mixes the slots of a row."""
-    q = torch.where(slots.mask, slots.student.exp(), 0.5)
-    return beside((q * q.flip(-1)).sum(-1), rows)
-
-
-def beside(value, rows):
-    for t in rows:
-        t = t.to(value.dtype)
-        value = value * t if t.dim() == 1 else value + t.sum(-1)
-    return value
-
-
 def tensor_of(teacher):
     return teacher if isinstance(teacher, Tensor) else teacher.materialize().detach()
 
@@ -162,58 +139,6 @@ def kl_div(x, teacher, *, direction, **how):
 
 def jsd(x, teacher, **how):
     return oracle.dense_divergence(x, tensor_of(teacher), "jsd", **how)
-
-
-def distill(x, ids, logprobs, tail=None, mask=None, **how):
-    if how["support"] == "tail":
-        tail = tail_where_any(x, ids, logprobs, tail, mask, **how)
-    targets = SimpleNamespace(ids=ids, logprobs=logprobs, tail=tail, mask=mask)
-    return oracle.topk_distill(x, targets, **how)
-
-
-def slot_loss(
-    x, formula, ids, logprobs, tail=None, mask=None, *, rows=(), temperature=1.0, softcap=None,
-    labels=None, ignore_index=-100, row_weight=None, reduction="mean",
-):  # fmt: skip
-    """The formula over slots. Where both probabilities are 0, both logarithms are -1e5."""
-    read = {"temperature": temperature, "softcap": softcap}
-    tail = tail_where_any(
-        x, ids, logprobs, tail, mask, labels=labels, ignore_index=ignore_index, **read
-    )
-    live = (
-        torch.ones_like(ids[..., :1]).bool().any(-1) if labels is None else labels != ignore_index
-    )
-    mask = (torch.ones_like(ids).bool() if mask is None else mask != 0) & live.unsqueeze(-1)
-    log_q = torch.log_softmax(oracle.z_of(x, temperature, softcap), -1)
-    at = torch.where(mask, ids, 0).long()
-    outside = oracle.log_mass_outside(log_q, ids, mask)
-    slots = []
-    for q, p, real in (
-        (log_q.gather(-1, at), logprobs.to(x.dtype), mask), (outside, tail.to(x.dtype), mask.any(-1))
-    ):  # fmt: skip
-        none = ~real | (q == -torch.inf) & (p == -torch.inf)
-        q = torch.where(q == -torch.inf, q.detach(), q)
-        slots += [t.masked_fill(none, -1e5) for t in (q, p)]
-    lead, names = x.shape[:-1], ("student", "teacher", "student_tail", "teacher_tail", "mask")
-    flat = [t.reshape(lead.numel(), *t.shape[len(lead) :]) for t in (*slots, mask, *rows)]
-    value = formula(SimpleNamespace(**dict(zip(names, flat, strict=False))), *flat[len(names) :])
-    value = torch.where(mask.any(-1), value.view(lead), 0.0)
-    return oracle.over_rows(value, live, row_weight, reduction)
-
-
-def tail_where_any(
-    x, ids, logprobs, tail, mask, *, temperature=1.0, softcap=None, labels=None, ignore_index=-100,
-    **_,
-):  # fmt: skip
-    """A teacher's tail; nothing if it may be rounding where the student has nothing outside."""
-    mask = torch.ones_like(ids).bool() if mask is None else mask != 0
-    if labels is not None:
-        mask = mask & (labels != ignore_index).unsqueeze(-1)
-    if tail is None:
-        tail = (1 - torch.where(mask, logprobs.to(x.dtype).exp(), 0.0).sum(-1)).clamp(min=0).log()
-    log_q = torch.log_softmax(oracle.z_of(x, temperature, softcap), -1)
-    outside = oracle.log_mass_outside(log_q, ids, mask)
-    return tail.masked_fill((outside == -torch.inf) & (tail < math.log(2.0**-6)), -torch.inf)
 
 
 def gathered_kl(x, teacher_logprobs, mask=None, **how):
@@ -348,7 +273,8 @@ DISTILL = READ | REDUCED | TARGETS | {
 }  # fmt: skip
 SLOT_LOSS = READ | REDUCED | TARGETS | {
     "formula": Argument(
-        {"slots and tails": lambda m: of_slots, "slots": lambda m: of_ranks}, needed=True
+        {"slots and tails": lambda m: slots.of_slots, "slots": lambda m: slots.of_ranks},
+        needed=True,
     ),
     "rows": args.BESIDE_ROWS, "labels": args.LABELS, "ignore_index": args.IGNORE_INDEX,
 }  # fmt: skip
@@ -376,8 +302,8 @@ FUNCTIONS: dict[str, Function] = {
     "kl_div": Function(ll.kl_div, kl_div, KL_DIV),
     "jsd": Function(ll.jsd, jsd, JSD),
     "soft_cross_entropy": Function(ll.soft_cross_entropy, oracle.soft_cross_entropy, SOFT),
-    "topk_distill": Function(call_distill, distill, DISTILL),
-    "slot_loss": Function(call_slot_loss, slot_loss, SLOT_LOSS),
+    "topk_distill": Function(call_distill, slots.distill, DISTILL),
+    "slot_loss": Function(call_slot_loss, slots.slot_loss, SLOT_LOSS),
     "gathered_kl": Function(
         ll.gathered_kl, gathered_kl, GATHERED, tuple(s for s in SOURCES if s not in SHARDS)
     ),
@@ -401,7 +327,7 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "nn.KLDivLoss": Function(module("KLDivLoss", "teacher", "mask", "row_weight"), kl_div, KL_DIV),
     "nn.JSDLoss": Function(module("JSDLoss", "teacher", "mask", "row_weight"), jsd, JSD),
-    "nn.TopKDistillLoss": Function(call_distill_module, distill, DISTILL),
+    "nn.TopKDistillLoss": Function(call_distill_module, slots.distill, DISTILL),
 }  # fmt: skip
 
 NOT_LOSSES = {  # public, and not called on logits: what they are tested by instead

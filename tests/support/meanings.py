@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 import logitless as ll
-from tests.differential import functions
+from tests.differential import functions, slots
 from tests.support import oracle
 from tests.support.calls import calls_of
 from tests.support.laws import FLOOR, error, error_or_inf
@@ -24,8 +24,8 @@ def row_loss(formula, x, ids, **how):
     return functions.row_loss(x, formula, ids=ids, **how)
 
 
-def slot_loss(formula, x, targets, **how):
-    return functions.slot_loss(
+def slot_loss(formula, x, targets, *, tail=True, **how):
+    return slots.slot_loss(
         x, formula, targets.ids, targets.logprobs, targets.tail, targets.mask, **how
     )
 
