@@ -242,7 +242,7 @@ BUGS = (
         "some & is_target.any(-1) & (logprob > -torch.inf)", "some & is_target.any(-1)",
         (KEPT_SCORES,)),
     Bug("gradient of a tiny tail", "eager", "logitless/eager/rows.py",
-        "return a_ids * lift_of(tail).exp() + d", "return a_ids + d", (SLOT_LOSS,)),
+        "d * (-tail.clamp(min=LEAST_TAIL)).exp()", "d * (-tail).exp()", (SLOT_LOSS,)),
     Bug("tail without a gradient", "losses", "logitless/losses/statistics.py",
         "a, d, sums.state[:, contract.TAIL]", "a, d * 0, sums.state[:, contract.TAIL]",
         (SLOT_LOSS,)),
