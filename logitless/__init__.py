@@ -17,6 +17,7 @@ from .losses.cross_entropy import (
 from .losses.dense_teacher import jsd, kl_div, soft_cross_entropy
 from .losses.kept_scores import KeptScores, kept_scores
 from .losses.row_loss import row_loss
+from .losses.slot_loss import slot_loss
 from .losses.sparse_teacher import capture_topk, gathered_kl, topk_distill
 from .losses.statistics import (
     Partial,
@@ -70,6 +71,7 @@ __all__ = [
     "row_loss",
     "row_stats",
     "score",
+    "slot_loss",
     "soft_cross_entropy",
     "store",
     "token_logprobs",

@@ -75,16 +75,20 @@ def teacher(x: Tensor, ids: Tensor) -> ll.SparseTargets:
     return ll.SparseTargets(three_ids(ids, x.shape[1]), logp, tail)
 
 
-def naive_tail(x, ids, _):
-    """The KL divergence over three ids and one bucket for all other ids, plus a cross-entropy."""
+def naive_slots(x, ids, _):
+    """The KL divergence over three ids and one bucket for all other ids, at temperature 2."""
     log_q = (x / 2).log_softmax(-1)
     picked = three_ids(ids, x.shape[1])
     logp = x.new_tensor(LOGP)
     inside = log_q.gather(-1, picked)
     rest = log_q.scatter(-1, picked, -torch.inf).logsumexp(-1)
     tail = x.new_tensor(TAIL)
-    value = (logp.exp() * (logp - inside)).sum(-1) + tail.exp() * (tail - rest)
-    return value + 0.5 * F.cross_entropy(x, ids, reduction="none")
+    return (logp.exp() * (logp - inside)).sum(-1) + tail.exp() * (tail - rest)
+
+
+def naive_tail(x, ids, _):
+    """The same divergence, plus a cross-entropy at temperature 1."""
+    return naive_slots(x, ids, _) + 0.5 * F.cross_entropy(x, ids, reduction="none")
 
 
 def naive_renorm(x, ids, _):
@@ -208,6 +212,13 @@ def at_kept(x, ids, _):
     return ll.kept_scores(x, ids, three_ids(ids, x.shape[1])).logprob
 
 
+def of_slots(slots):
+    """Returns forward KL over the slots and the tails."""
+    p = torch.cat((slots.teacher, slots.teacher_tail.unsqueeze(-1)), -1)
+    q = torch.cat((slots.student, slots.student_tail.unsqueeze(-1)), -1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
 def with_scores(x, ids, _):
     """Returns the loss and three scores per row. Only the loss has a gradient."""
     loss, scores = ll.cross_entropy_and_scores(x, ids, reduction="none")
@@ -319,6 +330,14 @@ CHECKS = (
             x, teacher(x, ids), divergence="forward_kl", support="renorm", reduction="none"
         ),
         naive_renorm,
+        least=3,
+    ),
+    Check(
+        "slot_loss",
+        lambda x, ids, _: ll.slot_loss(
+            of_slots, x, teacher(x, ids), temperature=2.0, reduction="none"
+        ),
+        naive_slots,
         least=3,
     ),
     Check(

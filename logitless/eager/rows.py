@@ -65,6 +65,19 @@ def lift_of(tail: Tensor) -> Tensor:
     return torch.where(tail > -torch.inf, (tail - LEAST_TAIL).clamp(max=0.0), 0.0)
 
 
+def tail_coefficients(a: Tensor, d: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds the gradient d of the tail, and returns the coefficients `a` and `a_ids`.
+
+    The tail is the log of the mass of p = softmax(z) outside the ids. The derivative of the tail
+    with respect to the logit z_i is -p_i if column i is among the ids. For all other columns, the
+    derivative is p_i / e^tail - p_i. An empty tail has the gradient 0. The returned `a` is
+    multiplied by e^lift (contract.py).
+    """
+    d = torch.where(tail == -torch.inf, 0.0, d)
+    a_ids = a - d
+    return a_ids * lift_of(tail).exp() + d * (-tail.clamp(min=LEAST_TAIL)).exp(), a_ids
+
+
 def capped(x: Tensor, softcap: float | None) -> tuple[Tensor, Tensor | None]:
     """Returns y = softcap · tanh(x / softcap), and the derivative dy/dx.
 

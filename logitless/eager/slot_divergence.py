@@ -10,7 +10,6 @@ from ..contract import (
     A_IDS,
     COEFFICIENTS,
     D_LOGPROB_T1,
-    LEAST_TAIL,
     LOG_ROUNDING,
     PRECISION,
     RENORM_STUDENT,
@@ -21,7 +20,7 @@ from ..contract import (
     Slots,
     at_the_ends,
 )
-from .rows import lift_of, live_rows
+from .rows import live_rows, tail_coefficients
 
 
 def slots(
@@ -61,14 +60,9 @@ def slots(
     # gradient of every logit has the term -softmax(z) Σ g.
     if sparse.support not in RENORM_STUDENT:
         rows[:, A], has = -g.sum(1), ("a",)
-    # The student's tail is the log of the mass of q = softmax(z) outside the ids. The derivative of
-    # the tail with respect to the logit z_i is -q_i if column i is among the ids. For all other
-    # columns, the derivative is q_i / e^tail - q_i.
     if g_tail is not None:
         g_tail = g_tail * weight[:, 0]
-        rows[:, A_IDS] = rows[:, A] - g_tail
-        rows[:, A] = rows[:, A_IDS] * lift_of(tail).exp()
-        rows[:, A] += g_tail * (-tail.clamp(min=LEAST_TAIL)).exp()
+        rows[:, A], rows[:, A_IDS] = tail_coefficients(rows[:, A], g_tail, tail)
         has = ("a", "a_ids")
     if sparse.ce_weight:
         value = value - sparse.ce_weight * logprob_t1.reshape(-1)
@@ -115,13 +109,12 @@ def _compare(
     if log_q_tail is None:
         return value, g, None
 
-    log_p = _rest(log_p) if sparse.tail is None else sparse.tail.reshape(-1).to(log_q.dtype)
+    log_p = rest(log_p) if sparse.tail is None else sparse.tail.reshape(-1).to(log_q.dtype)
     # If the student's tail is empty, a teacher's tail below LOG_ROUNDING is treated as empty too. A
     # teacher's tail below LOG_ROUNDING can be an error from rounding the teacher's p to 16 bits.
     no_tail = (log_q_tail == -torch.inf) & (log_p < LOG_ROUNDING)
     log_p = torch.where(no_tail, -torch.inf, log_p)
     f, g_tail = _terms(log_p, log_p.exp(), log_q_tail, log_q_tail.exp(), divergence, beta)
-    g_tail = torch.where(log_q_tail == -torch.inf, 0.0, g_tail)  # an empty tail has gradient 0
     if mask is not None:  # if all slots of a row are masked, its tail adds 0
         counts = mask.any(-1)
         f, g_tail = (torch.where(counts, t, 0.0) for t in (f, g_tail))
@@ -142,15 +135,15 @@ def _normalised(y: Tensor, temperature: float | Tensor | None = None) -> tuple[T
     return d - torch.where(s == 0, 1.0, s).log(), s != 0
 
 
-def _rest(log_p: Tensor) -> Tensor:
+def rest(log_p: Tensor) -> Tensor:
     """Returns log(1 - Σ p) of each row, or -inf where Σ p ≥ 1.
 
     For the largest p, 1 - p is computed as -expm1(log p), because the subtraction 1 - p would lose
     precision.
     """
     top, at = log_p.max(-1, keepdim=True)
-    rest = -top.expm1().squeeze(-1) - log_p.exp().scatter(-1, at, 0.0).sum(-1)
-    return torch.where(rest <= 0, -torch.inf, rest.log())
+    outside = -top.expm1().squeeze(-1) - log_p.exp().scatter(-1, at, 0.0).sum(-1)
+    return torch.where(outside <= 0, -torch.inf, outside.log())
 
 
 def _terms(log_p, p, log_q, q, divergence, beta):

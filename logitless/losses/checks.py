@@ -124,6 +124,17 @@ def topk_distill(
     option_checks.softcap(softcap)
 
 
+def slot_loss(logits, ids, labels, temperature, softcap, tail, ignore_index, mask) -> None:
+    checks.logits(logits)
+    checks.row_mask(mask, logits)
+    checks.targets(ids, logits)
+    checks.labels(labels, logits, 0.0)
+    option_checks.ignore_index(ignore_index)
+    temperature_of(temperature, logits)
+    option_checks.softcap(softcap)
+    checks.yes_or_no("tail", tail)
+
+
 def capture_topk(logits, k, temperature, softcap) -> None:
     checks.logits(logits)
     checks.how_many(k, logits)

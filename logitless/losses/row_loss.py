@@ -82,12 +82,36 @@ class Formula(RowLoss):
     """
 
     names: ClassVar[tuple[str, str]] = ("ids", "ids")
+    caller: ClassVar[str] = "row_loss"  # the name of the public function in error messages
 
     extras: ClassVar[None] = None  # the number of extras is known only after a call of `function`
 
     function: Callable[..., Any]  # RowStats, *row_inputs -> (n,), or a tuple of tensors (n,)
     row_inputs: tuple[Tensor, ...]
     differentiable: bool = True  # whether the loss that `function` returns must require grad
+
+    def first_argument(self, statistics: dict[str, Tensor], row_inputs) -> tuple[Any, Sequence]:
+        """Returns the first argument of the function, and the row_inputs that are passed too."""
+        return RowStats(**statistics), row_inputs
+
+    def hints(self, argument: Any) -> list[str]:
+        """Names the fields of the first argument that are None, and how to request them."""
+        by = {"picked": "ids", "logprob": "ids"}
+        names = [name for name, t in argument._asdict().items() if t is None]
+        return [f"stats.{name} (pass {by.get(name, f'{name}=True')} to row_loss)" for name in names]
+
+    def call(self, statistics: dict[str, Tensor], row_inputs) -> tuple[Tensor, ...]:
+        """Calls the function for n rows. Checks and returns its results, as a tuple."""
+        argument, row_inputs = self.first_argument(statistics, row_inputs)
+        hints = self.hints(argument)
+        hint = f" These statistics were not requested: {', '.join(hints)}." if hints else ""
+        try:
+            results = self.function(argument, *row_inputs)
+        except (AttributeError, TypeError) as error:
+            if "NoneType" in str(error):
+                raise TypeError(f"formula raised an error: {error}.{hint}") from error
+            raise
+        return _checked(results, statistics["lse"].shape[0], hint)
 
     def apply(
         self, statistics: dict[str, Tensor], row_inputs, lead: torch.Size, dtype: torch.dtype
@@ -100,16 +124,9 @@ class Formula(RowLoss):
         ignored = None if ignored is None else ignored.reshape(-1)
         flat = {name: flat_rows(t, lead) for name, t in statistics.items()}
         inputs = [_constant_where(ignored, flat_rows(t, lead)) for t in row_inputs]
-        stats = RowStats(**flat)
-        try:
-            results = self.function(stats, *inputs)
-        except (AttributeError, TypeError) as error:
-            if "NoneType" in str(error):
-                raise TypeError(f"formula raised an error: {error}.{_hint(stats)}") from error
-            raise
-        value, *more = _checked(results, rows_in(lead), stats)
+        value, *more = self.call(flat, inputs)
         if not call.under_transform() and call.thorough() and rows_in(lead) > 1:
-            _check_row_by_row(self.function, flat, inputs)
+            _check_row_by_row(self.call, flat, inputs)
         if ignored is not None:
             value = torch.where(ignored, 0.0, value)
             more = [t.masked_fill(ignored, ignored_value(t.dtype)) for t in more]
@@ -130,7 +147,7 @@ class Formula(RowLoss):
                 raise RuntimeError(
                     "formula must return numbers that have a gradient, got a tensor that does not "
                     "require grad. To compute metrics beside a loss, return (loss, *metrics). To "
-                    "compute only a metric, call row_loss under torch.no_grad()."
+                    f"compute only a metric, call {self.caller} under torch.no_grad()."
                 )
             if value.requires_grad:
                 # The value of a row depends only on this row. So the gradients of all values are
@@ -186,15 +203,7 @@ def _times_rows(d: Tensor, scale: Tensor, ignored: Tensor | None) -> Tensor:
     return flat.view(d.shape)
 
 
-def _hint(stats: RowStats) -> str:
-    """Lists the statistics that are None, as a hint for a formula that failed."""
-    by = {"picked": "ids", "logprob": "ids"}
-    names = [name for name, t in stats._asdict().items() if t is None]
-    hints = [f"stats.{name} (pass {by.get(name, f'{name}=True')} to row_loss)" for name in names]
-    return f" These statistics were not requested: {', '.join(hints)}." if hints else ""
-
-
-def _checked(results: Any, rows: int, stats: RowStats) -> tuple[Tensor, ...]:
+def _checked(results: Any, rows: int, hint: str) -> tuple[Tensor, ...]:
     """Checks what a formula returned: the loss, or a tuple of loss and extras. Returns a tuple."""
     several = isinstance(results, tuple)
     if several and len(results) < 2:
@@ -205,8 +214,8 @@ def _checked(results: Any, rows: int, stats: RowStats) -> tuple[Tensor, ...]:
     for i, t in enumerate(results if several else (results,)):
         where = f" as result {i} of the tuple" if several else ""
         if not isinstance(t, Tensor):
-            hint = _hint(stats) if t is None else ""
-            raise TypeError(f"formula must return a Tensor{where}, got {type(t).__name__}.{hint}")
+            after = hint if t is None else ""
+            raise TypeError(f"formula must return a Tensor{where}, got {type(t).__name__}.{after}")
         if t.is_complex():
             raise TypeError(f"formula must return real numbers{where}, got {t.dtype}.")
         if t.shape != (rows,):
@@ -217,13 +226,13 @@ def _checked(results: Any, rows: int, stats: RowStats) -> tuple[Tensor, ...]:
     return results if several else (results,)
 
 
-def _check_row_by_row(function: Callable, statistics: dict[str, Tensor], rows: list) -> None:
+def _check_row_by_row(
+    call: Callable[..., tuple[Tensor, ...]], statistics: dict[str, Tensor], rows: list
+) -> None:
     """Raises if one call of the formula for two rows differs from two calls for one row each."""
 
     def call_for(at: slice) -> Tensor:
-        stats = RowStats(**{name: t[at] for name, t in statistics.items()})
-        results = function(stats, *(t[at] for t in rows))
-        results = results if isinstance(results, tuple) else (results,)
+        results = call({name: t[at] for name, t in statistics.items()}, [t[at] for t in rows])
         return torch.stack([t.double() for t in results], -1).squeeze(-1)
 
     with torch.no_grad():

@@ -26,6 +26,7 @@ from ..contract import PRECISION, Coefficients, Reading, RowStats
 from ..core import call
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss, one, rows_in
+from ..eager.rows import tail_coefficients
 from ..heads.operators import operator
 from . import checks
 
@@ -172,6 +173,13 @@ def _log_total(sums: _Sums, d: Tensor) -> None:  # Σ v log p = Σ v z - lse Σ 
     sums.add(contract.A, -d * n)
 
 
+def _tail(sums: _Sums, d: Tensor) -> None:
+    a = torch.zeros_like(d) if sums.rows[contract.A] is None else sums.rows[contract.A]
+    sums.rows[contract.A], sums.rows[contract.A_IDS] = tail_coefficients(
+        a, d, sums.state[:, contract.TAIL]
+    )
+
+
 # The Rule of each statistic that has a gradient. A new statistic needs one line in RULES.
 RULES = {
     "lse": Rule(("a",), _lse),
@@ -181,6 +189,7 @@ RULES = {
     "entropy": Rule(("a", "b"), _entropy),
     "total": Rule(("total",), _total),
     "log_total": Rule(("a", "total"), _log_total),
+    "tail": Rule(("a", "a_ids"), _tail),  # the last rule, because it changes a
 }
 
 
@@ -197,8 +206,11 @@ def coefficients_of(
 ) -> Coefficients:
     """Computes the coefficients of the backward formula from the gradient of each statistic."""
     sums = _Sums(reading, state)
-    for name, d in gradients.items():
-        if d is not None and name in RULES:
+    for name in RULES:
+        d = gradients.get(name)
+        if d is None and name == "tail" and name in reading.wants:
+            d = torch.zeros_like(state[:, 0])  # the coefficient a_ids is read in any case
+        if d is not None:
             at_ids = sums.ids is not None and name in ("picked", "logprob")
             RULES[name].add(sums, d.reshape(sums.ids.shape if at_ids else -1))
     zero = torch.zeros_like(state[:, 0])

@@ -52,6 +52,9 @@ TYPOS = {
     "kept_scores": (lambda o: ll.kept_scores(TEACHER, TARGET, IDS, **o), "masss", "mass"),
     "row_stats": (lambda o: ll.row_stats(TEACHER, **o), "entropies", "entropy"),
     "row_loss": (lambda o: ll.row_loss(lambda s: s.lse, TEACHER, **o), "reduce", "reduction"),
+    "slot_loss": (
+        lambda o: ll.slot_loss(lambda s: s.student_tail, TEACHER, ll.capture_topk(TEACHER, K), **o),
+        "tails", "tail"),
     "kl_div": (lambda o: ll.kl_div(TEACHER, TEACHER, direction="forward", **o), "masks", "mask"),
     "jsd": (lambda o: ll.jsd(TEACHER, TEACHER, **o), "t_square", "t_squared"),
     "soft_cross_entropy": (

@@ -134,7 +134,7 @@ def test_bug_19_logits_are_not_overwritten(name, impl, device):
 
 DIFFERENTIABLE = (
     "cross_entropy", "cross_entropy_and_scores", "kl_div", "jsd", "topk_distill", "row_loss",
-    "row_loss, more", "score", "kept_scores", "kept_scores, mass",
+    "row_loss, more", "score", "kept_scores", "kept_scores, mass", "slot_loss",
 )  # fmt: skip
 
 

@@ -87,6 +87,10 @@ CALLS = {
         x, sparse(ids), divergence="jsd", beta=0.4, support="tail", temperature=2.0,
         labels=ids[..., 0], ce_weight=0.5,
     ),
+    "slot_loss": lambda x, ids: ll.slot_loss(
+        lambda s: s.student.exp().sum(-1) * s.teacher_tail - s.student_tail, x, sparse(ids),
+        temperature=2.0, labels=ids[..., 0], ignore_index=3,
+    ),
     "renorm": lambda x, ids: ll.topk_distill(
         x, sparse(ids.mT.contiguous().mT), divergence="reverse_kl", support="renorm", softcap=4.0
     ),

@@ -49,7 +49,7 @@ def batched(f, x):
 @pytest.mark.parametrize(
     "name",
     ["cross_entropy", "cross_entropy_and_scores", "row_loss", "row_loss, more", "topk_distill",
-     "jsd"],
+     "jsd", "slot_loss"],
 )  # fmt: skip
 def test_torch_func_is_right_or_says_what_to_do(name, transform):
     """Transforms over a head, vmap and jacrev: errors of internal names."""

@@ -4,9 +4,7 @@
 of oracle.py, of a tensor in any precision.
 """
 
-import math
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -16,7 +14,7 @@ import logitless as ll
 from tests.support import oracle
 
 from . import arguments as args
-from . import teachers
+from . import slots, teachers
 from .arguments import Argument
 from .sources import SHARDS, SOURCES, TENSORS
 
@@ -118,10 +116,7 @@ def all_statistics(stats, *rows):
         value = value - 0.3 * stats.entropy**2
     if stats.total is not None:
         value = value + 0.01 * stats.total
-    for t in rows:
-        t = t.to(value.dtype)
-        value = value * t if t.dim() == 1 else value + t.sum(-1)
-    return value
+    return slots.beside(value, rows)
 
 
 def with_more(stats, *rows):
@@ -144,28 +139,6 @@ def kl_div(x, teacher, *, direction, **how):
 
 def jsd(x, teacher, **how):
     return oracle.dense_divergence(x, tensor_of(teacher), "jsd", **how)
-
-
-def distill(x, ids, logprobs, tail=None, mask=None, **how):
-    if how["support"] == "tail":
-        tail = tail_where_any(x, ids, logprobs, tail, mask, **how)
-    targets = SimpleNamespace(ids=ids, logprobs=logprobs, tail=tail, mask=mask)
-    return oracle.topk_distill(x, targets, **how)
-
-
-def tail_where_any(
-    x, ids, logprobs, tail, mask, *, temperature=1.0, softcap=None, labels=None, ignore_index=-100,
-    **_,
-):  # fmt: skip
-    """A teacher's tail; nothing if it may be rounding where the student has nothing outside."""
-    mask = torch.ones_like(ids).bool() if mask is None else mask != 0
-    if labels is not None:
-        mask = mask & (labels != ignore_index).unsqueeze(-1)
-    if tail is None:
-        tail = (1 - torch.where(mask, logprobs.to(x.dtype).exp(), 0.0).sum(-1)).clamp(min=0).log()
-    log_q = torch.log_softmax(oracle.z_of(x, temperature, softcap), -1)
-    outside = oracle.log_mass_outside(log_q, ids, mask)
-    return tail.masked_fill((outside == -torch.inf) & (tail < math.log(2.0**-6)), -torch.inf)
 
 
 def gathered_kl(x, teacher_logprobs, mask=None, **how):
@@ -200,6 +173,10 @@ def call_distill(x, ids, logprobs, tail=None, mask=None, **how):
 
 def call_row_loss(x, formula, **how):
     return ll.row_loss(formula, x, **how)
+
+
+def call_slot_loss(x, formula, ids, logprobs, tail=None, mask=None, **how):
+    return ll.slot_loss(formula, x, sparse(ids, logprobs, tail, mask), **how)
 
 
 def call_linear(x, target, *, weight=None, **how):
@@ -294,6 +271,13 @@ DISTILL = READ | REDUCED | TARGETS | {
     "beta": args.FRACTION, "t_squared": args.FLAG, "labels": args.LABELS,
     "ignore_index": args.IGNORE_INDEX, "ce_weight": args.CE_WEIGHT, "kd_weight": args.COEFFICIENT,
 }  # fmt: skip
+SLOT_LOSS = READ | REDUCED | TARGETS | {
+    "formula": Argument(
+        {"slots and tails": lambda m: slots.of_slots, "slots": lambda m: slots.of_ranks},
+        needed=True,
+    ),
+    "rows": args.BESIDE_ROWS, "labels": args.LABELS, "ignore_index": args.IGNORE_INDEX,
+}  # fmt: skip
 GATHERED = REDUCED | {
     "teacher_logprobs": teachers.GATHERED, "mask": teachers.GATHERED_MASK, "renormalise": args.FLAG,
     "temperature": args.TEMPERATURE, "t_squared": args.FLAG,
@@ -318,7 +302,8 @@ FUNCTIONS: dict[str, Function] = {
     "kl_div": Function(ll.kl_div, kl_div, KL_DIV),
     "jsd": Function(ll.jsd, jsd, JSD),
     "soft_cross_entropy": Function(ll.soft_cross_entropy, oracle.soft_cross_entropy, SOFT),
-    "topk_distill": Function(call_distill, distill, DISTILL),
+    "topk_distill": Function(call_distill, slots.distill, DISTILL),
+    "slot_loss": Function(call_slot_loss, slots.slot_loss, SLOT_LOSS),
     "gathered_kl": Function(
         ll.gathered_kl, gathered_kl, GATHERED, tuple(s for s in SOURCES if s not in SHARDS)
     ),
@@ -342,7 +327,7 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "nn.KLDivLoss": Function(module("KLDivLoss", "teacher", "mask", "row_weight"), kl_div, KL_DIV),
     "nn.JSDLoss": Function(module("JSDLoss", "teacher", "mask", "row_weight"), jsd, JSD),
-    "nn.TopKDistillLoss": Function(call_distill_module, distill, DISTILL),
+    "nn.TopKDistillLoss": Function(call_distill_module, slots.distill, DISTILL),
 }  # fmt: skip
 
 NOT_LOSSES = {  # public, and not called on logits: what they are tested by instead

@@ -17,6 +17,10 @@ def grpo(stats, old):
     return -(stats.logprob - old).exp() + 0.1 * stats.lse
 
 
+def distance(slots, weight):
+    return weight * (slots.teacher - slots.student).square().sum(-1) - slots.student_tail
+
+
 # Each function of logits, a target and a mask; the results per row come first.
 LOSSES = {
     "cross_entropy": lambda x, t, **how: ll.cross_entropy(x, t, label_smoothing=0.1, **how),
@@ -33,6 +37,12 @@ LOSSES = {
     ),
     "topk_distill at ids": lambda x, t, **how: ll.topk_distill(
         x, SPARSE.to(x.device), divergence="forward_kl", support="renorm", **how
+    ),
+    "slot_loss": lambda x, t, **how: ll.slot_loss(
+        distance, x, SPARSE.to(x.device), rows=(torch.ones(N).to(x.device),), **how
+    ),
+    "slot_loss with labels": lambda x, t, **how: ll.slot_loss(
+        distance, x, SPARSE.to(x.device), rows=(torch.ones(N).to(x.device),), labels=t, **how
     ),
     "kl_div": lambda x, t, **how: ll.kl_div(x, DENSE.to(x.device), direction="forward", **how),
     "jsd": lambda x, t, **how: ll.jsd(x, DENSE.to(x.device), **how),
@@ -103,7 +113,7 @@ def test_a_mean_divides_by_the_rows_that_count(name, head, impl, device):
 
 LABELLED = [
     "cross_entropy", "cross_entropy_and_scores", "row_loss", "topk_distill with labels",
-    "token_logprobs", "score", "kept_scores",
+    "slot_loss with labels", "token_logprobs", "score", "kept_scores",
 ]  # fmt: skip
 
 

@@ -49,6 +49,8 @@ SENT = {
     "jsd": [5, 2],
     "topk_distill": [5 + K],
     "topk_distill, tvd": [K],
+    "slot_loss": [5 + K],
+    "slot_loss, no tail": [3 + K],
     "capture_topk": [2 * K + 1] * 3,  # called three times
 }
 

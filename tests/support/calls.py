@@ -38,6 +38,13 @@ def with_more(stats, old):
     return formula(stats, old), stats.logprob - old, stats.argmax, stats.entropy > 1
 
 
+def slot_formula(slots, share):
+    """A mixture of forward and reverse KL over the slots and the tails."""
+    p = torch.cat((slots.teacher, slots.teacher_tail[:, None]), -1)
+    q = torch.cat((slots.student, slots.student_tail[:, None]), -1)
+    return ((share[:, None] * p.exp() - q.exp()) * (p - q)).sum(-1)
+
+
 def calls_of(ll) -> dict[str, Callable]:
     """Calls of the functions of `ll`, which is this library or a namespace with the same names."""
 
@@ -67,6 +74,15 @@ def calls_of(ll) -> dict[str, Callable]:
         ),
         "row_loss, more": lambda x: ll.row_loss(
             with_more, x, TARGET, rows=(ROWS,), entropy=True, argmax=True, ignore_index=-100
+        ),
+        "slot_loss": lambda x: (
+            ll.slot_loss(slot_formula, x, SPARSE, rows=(ROWS,), labels=TARGET, row_weight=ROWS),
+        ),
+        "slot_loss, no tail": lambda x: (
+            ll.slot_loss(
+                lambda slots: (slots.teacher - slots.student).square().sum(-1), x, SPARSE,
+                tail=False, softcap=3.0, temperature=2.0,
+            ),
         ),
         "cross_entropy": lambda x: (ll.cross_entropy(x, TARGET),),
         "cross_entropy, none": lambda x: (ll.cross_entropy(x, TARGET, reduction="none"),),

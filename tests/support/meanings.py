@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 
 import logitless as ll
-from tests.differential import functions
+from tests.differential import functions, slots
 from tests.support import oracle
 from tests.support.calls import calls_of
 from tests.support.laws import FLOOR, error, error_or_inf
@@ -22,6 +22,12 @@ def cross_entropy_and_scores(x, target, *, inplace=False, **how):
 
 def row_loss(formula, x, ids, **how):
     return functions.row_loss(x, formula, ids=ids, **how)
+
+
+def slot_loss(formula, x, targets, *, tail=True, **how):
+    return slots.slot_loss(
+        x, formula, targets.ids, targets.logprobs, targets.tail, targets.mask, **how
+    )
 
 
 def squared_in(f):
@@ -40,7 +46,7 @@ MEANINGS = calls_of(
         logsumexp=oracle.logsumexp, entropy=oracle.entropy, token_logprobs=oracle.token_logprobs,
         soft_cross_entropy=oracle.soft_cross_entropy, topk_distill=squared_in(oracle.topk_distill),
         kl_div=squared_in(functions.kl_div), jsd=squared_in(functions.jsd),
-        cross_entropy=cross_entropy, row_loss=row_loss,
+        cross_entropy=cross_entropy, row_loss=row_loss, slot_loss=slot_loss,
         cross_entropy_and_scores=cross_entropy_and_scores,
         kept_scores=functions.kept_scores,
         score=lambda x, target, **how: ll.Scores(**functions.score(x, target, **how)),

@@ -19,6 +19,7 @@ class Bug(NamedTuple):
 LOSSES = "tests/losses/test_"
 CROSS_ENTROPY, DENSE = f"{LOSSES}cross_entropy.py", f"{LOSSES}dense_teacher.py"
 SPARSE, ROW_LOSS = f"{LOSSES}sparse_teacher.py", f"{LOSSES}row_loss.py"
+SLOT_LOSS = f"{LOSSES}slot_loss.py"
 STATISTICS, KEPT_SCORES = f"{LOSSES}statistics.py", f"{LOSSES}kept_scores.py"
 ON_CHIP = "tests/heads/test_on_chip.py"
 LINEAR, BLOCKS, SUMS = (f"tests/heads/test_{x}.py" for x in ("linear", "blocks", "gradient_sums"))
@@ -240,6 +241,16 @@ BUGS = (
     Bug("gradient of an improbable target", "losses", "logitless/losses/kept_scores.py",
         "some & is_target.any(-1) & (logprob > -torch.inf)", "some & is_target.any(-1)",
         (KEPT_SCORES,)),
+    Bug("gradient of a tiny tail", "eager", "logitless/eager/rows.py",
+        "d * (-tail.clamp(min=LEAST_TAIL)).exp()", "d * (-tail).exp()", (SLOT_LOSS,)),
+    Bug("tail without a gradient", "losses", "logitless/losses/statistics.py",
+        "a, d, sums.state[:, contract.TAIL]", "a, d * 0, sums.state[:, contract.TAIL]",
+        (SLOT_LOSS,)),
+    Bug("masked slot reaches the formula", "losses", "logitless/losses/slot_loss.py",
+        "nothing = ~real | (gone & (teacher == -torch.inf))",
+        "nothing = gone & (teacher == -torch.inf)", (SLOT_LOSS,)),
+    Bug("row without slots has a loss", "losses", "logitless/losses/slot_loss.py",
+        "torch.where(row_inputs[0].any(-1), value, 0.0), *more", "value, *more", (SLOT_LOSS,)),
     Bug("ignored row's input times inf", "losses", "logitless/losses/row_loss.py",
         "flat = torch.where(ignored.unsqueeze(-1), 0.0, flat)", "flat = flat.clone()",
         (ROW_LOSS,)),

@@ -1,0 +1,172 @@
+"""`slot_loss` computes a user's own divergence from a teacher that has K ids per row.
+
+A slot is one of the K positions of a row. The formula of the user gets the log-probabilities of
+student and teacher at the slots, and the log of both masses outside the slots. The student's
+numbers are row statistics. So `slot_loss` is a `row_loss` whose formula gets the statistics of the
+student together with the targets of the teacher.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..contract import LOG_ROUNDING, NO_ID, PRECISION
+from ..core import call
+from ..core import checks as rules
+from ..core.evaluate import evaluate
+from ..eager.slot_divergence import rest
+from ..targets.sparse import SparseTargets
+from . import checks
+from .row_loss import Formula
+
+Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
+
+# The log-probability of student and teacher where both probabilities are 0. NOTHING is finite, so
+# that the difference of the two is 0 instead of NaN. exp(NOTHING / 100) is 0 too, also in fp64.
+NOTHING = -1e5
+
+
+class SlotProbs(NamedTuple):
+    """The log-probabilities of student and teacher in n rows, in fp32 (fp64 for fp64 logits).
+
+    Only `student` and `student_tail` have a gradient.
+    """
+
+    student: Tensor  # (n, K)  log q at the ids
+    teacher: Tensor  # (n, K)  log p at the ids
+    student_tail: Tensor | None  # (n,)  the log of the student's mass outside the ids
+    teacher_tail: Tensor | None  # (n,)  the log of the teacher's mass outside the ids
+    mask: Tensor  # (n, K)  bool, True for unmasked slots of rows that are not ignored
+
+
+@dataclass(eq=False)
+class SlotFormula(Formula):
+    """A `Formula` whose function gets a SlotProbs. The first row_inputs are of the teacher."""
+
+    names: ClassVar[tuple[str, str]] = ("labels", "targets.ids")
+    caller: ClassVar[str] = "slot_loss"
+
+    def first_argument(self, statistics, row_inputs):
+        mask, teacher, *rows = row_inputs
+        some = mask.any(-1)
+        student, teacher = _compared(statistics["logprob"], teacher, mask)
+        student_tail = teacher_tail = None
+        if "tail" in statistics:
+            student_tail, (teacher_tail, *rows) = statistics["tail"], rows
+            # If the student's tail is empty, a small tail of the teacher can be a rounding error.
+            small = (student_tail == -torch.inf) & (teacher_tail < LOG_ROUNDING)
+            teacher_tail = torch.where(small, -torch.inf, teacher_tail)
+            student_tail, teacher_tail = _compared(student_tail, teacher_tail, some)
+        return SlotProbs(student, teacher, student_tail, teacher_tail, mask), rows
+
+    def hints(self, argument):
+        names = [name for name, t in argument._asdict().items() if t is None]
+        return [f"slots.{name} (pass tail=True to slot_loss)" for name in names]
+
+    def apply(self, statistics, row_inputs, lead, dtype):
+        value, *more = super().apply(statistics, row_inputs, lead, dtype)
+        return torch.where(row_inputs[0].any(-1), value, 0.0), *more
+
+
+def _compared(student: Tensor, teacher: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns both log-probabilities, with NOTHING where both probabilities are 0 or not real.
+
+    Where the student's probability is 0, its log-probability becomes a constant, because the
+    gradient of a formula could be 0 · inf = NaN.
+    """
+    teacher = teacher.to(student.dtype)
+    gone = student == -torch.inf
+    student = torch.where(gone, -torch.inf, student)
+    nothing = ~real | (gone & (teacher == -torch.inf))
+    return torch.where(nothing, NOTHING, student), torch.where(nothing, NOTHING, teacher)
+
+
+@call.named()
+def slot_loss(
+    formula: Callable[..., Result],
+    logits: Tensor,
+    targets: SparseTargets,
+    *,
+    rows: Sequence[Tensor] = (),
+    reduction: str = "mean",
+    row_weight: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+    softcap: float | None = None,
+    tail: bool = True,
+    labels: Tensor | None = None,
+    ignore_index: int = -100,
+    mask: Tensor | None = None,
+) -> Result:
+    """Computes a user's divergence between the student and a teacher with K ids per row.
+
+    The result is a scalar, or one number per row for reduction="none". Let p be the teacher's
+    probabilities, and let q = softmax(z), with z = softcap · tanh(logits / softcap) / temperature.
+    `formula(slots, *rows)` gets these numbers of n rows, in fp32 (fp64 for fp64 logits):
+
+        slots.student and slots.teacher are log q and log p at the ids, of shape (n, K).
+        slots.student_tail and slots.teacher_tail are the logs of the masses of q and p outside the
+        ids, of shape (n,). The teacher's tail is targets.tail, or log(1 - Σ p) if targets.tail is
+        None. With tail=False, both tails are None, and the loss takes less time.
+        slots.mask is True for unmasked slots, and has shape (n, K).
+
+    The formula returns a tensor of shape (n,), with one number per row, or a tuple (loss, *more) as
+    in `row_loss`. The formula also gets the same n rows of each tensor in `rows`. The tensors in
+    `rows` can require gradients. The targets, and other tensors that the formula uses, get no
+    gradient. The formula must not mix rows, because a call can get any number of rows.
+
+    In a masked slot, log q and log p are the same finite number, whose exp is 0. So masked slots
+    add 0 to most divergences. Other formulas, such as rankings, must use slots.mask. The same holds
+    for slots and tails where both probabilities are 0. If only one probability is 0, its logarithm
+    is -inf. If q is 0, log q has no gradient.
+
+    A row does not count if its label is ignore_index or its entry in `mask` is False. The loss of a
+    row whose ids are all masked is 0. `row_weight` multiplies the loss of each row. "mean" divides
+    by the number of rows that count, even with a row_weight. A mean or sum over a LinearLogits
+    takes three GEMMs. Ids outside [0, V) raise errors as in `topk_distill`.
+
+    >>> def forward_and_reverse(slots, share):
+    ...     p, q = slots.teacher.exp(), slots.student.exp()
+    ...     weight = share.unsqueeze(-1) * p - (1 - share.unsqueeze(-1)) * q
+    ...     return (weight * (slots.teacher - slots.student)).sum(-1)
+    >>> loss = slot_loss(forward_and_reverse, logits, targets, rows=(share,))
+    """
+    if not isinstance(targets, SparseTargets):
+        rules.is_targets(targets, SparseTargets)
+    call.check_once(
+        checks.slot_loss, logits, targets.ids, labels, temperature, softcap, tail, ignore_index,
+        mask,
+    )  # fmt: skip
+    call.check_once(checks.row_loss, logits, row_weight, reduction, *rows)
+    if labels is not None:
+        label = call.as_ids(labels, ignore_index, mask)
+    else:
+        label, ignore_index = call.as_label(mask), 0
+    ids = call.as_ids(targets.ids)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    if targets.mask is not None:
+        real = call.as_bool(targets.mask)
+        ids = torch.where(real, ids, NO_ID)
+    if label is not None:
+        real = real & (label != ignore_index).unsqueeze(-1)
+    reading = call.reading_of(
+        logits, temperature, softcap, label=label, ids=ids,
+        ignore_index=None if label is None else ignore_index,
+        wants=("lse", "logprob", "tail") if tail else ("lse", "logprob"),
+    )  # fmt: skip
+    teacher = [targets.logprobs.detach()]
+    if tail:
+        teacher.append(_teacher_tail(targets, real, PRECISION[logits.dtype]))
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (logits, *rows))
+    loss = SlotFormula(reading, formula, (real, *teacher, *rows), wanted)
+    return evaluate(logits, loss, reduction, row_weight)
+
+
+def _teacher_tail(targets: SparseTargets, real: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the log of the teacher's mass outside the unmasked slots."""
+    if targets.tail is not None:
+        return targets.tail.detach()
+    logprobs = torch.where(real, targets.logprobs.detach().to(dtype), -torch.inf)
+    return rest(logprobs)

@@ -1,0 +1,303 @@
+"""slot_loss: the formulas of topk_distill, what a formula gets, and errors."""
+
+import math
+
+import pytest
+import torch
+
+import logitless as ll
+from tests.differential import slots as definitions
+from tests.support.laws import ROUNDING, assert_as_good_as_torch, error, value_and_grad
+from tests.support.pairwise import pairwise
+from tests.support.refusals import refuses
+from tests.support.sparse_teachers import MATRIX, ROWS, K, V, make, masked, told
+
+# --- the four divergences and the four supports of topk_distill
+
+
+def forward_kl(log_p, log_q):
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def reverse_kl(log_p, log_q):
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def jsd(log_p, log_q):
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    return 0.5 * forward_kl(log_p, log_m) + 0.5 * forward_kl(log_q, log_m)
+
+
+def tvd(log_p, log_q):
+    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+
+
+def truncate(slots):
+    return slots.teacher, slots.student
+
+
+def renorm_teacher(slots):
+    return slots.teacher.log_softmax(-1), slots.student
+
+
+def renorm(slots):
+    return slots.teacher.log_softmax(-1), slots.student.log_softmax(-1)
+
+
+def tail(slots):
+    return (
+        torch.cat((slots.teacher, slots.teacher_tail.unsqueeze(-1)), -1),
+        torch.cat((slots.student, slots.student_tail.unsqueeze(-1)), -1),
+    )
+
+
+DIVERGENCES = {f.__name__: f for f in (forward_kl, reverse_kl, jsd, tvd)}
+SUPPORTS = {f.__name__: f for f in (truncate, renorm_teacher, renorm, tail)}
+
+
+def formula_of(divergence, support):
+    def formula(slots):
+        return DIVERGENCES[divergence](*SUPPORTS[support](slots))
+
+    return formula
+
+
+def both(x, targets, cell, **how):
+    """Values and gradients of slot_loss and of topk_distill, under a random upstream gradient."""
+    divergence, support = cell
+    formula = formula_of(divergence, support)
+    upstream = torch.linspace(-1, 2, x.shape[0], device=x.device)
+    upstream = upstream if how.get("reduction") == "none" else upstream[-1]
+    return (
+        value_and_grad(
+            lambda x: ll.slot_loss(formula, x, targets, tail=support == "tail", **how), x, upstream
+        ),
+        value_and_grad(
+            lambda x: ll.topk_distill(x, targets, divergence=divergence, support=support, **how),
+            x, upstream,
+        ),
+    )  # fmt: skip
+
+
+@pairwise(
+    cell={f"{divergence}-{support}": (divergence, support) for divergence, support in MATRIX},
+    mask=["none", "partial", "full", "poison"],
+    given=[True, False],
+    repeated=[False, True],
+    how={
+        "mean": {"temperature": 2.0},
+        "sum": {"reduction": "sum", "softcap": 3.0},
+        "none": {"reduction": "none", "row_weight": True},
+        "labels": {"labels": torch.tensor([-100, 4, 5, 6])},
+        "mask": {"mask": torch.tensor([True, False, True, True])},
+    },
+)
+def test_equals_topk_distill(cell, mask, given, repeated, how):
+    x, targets = make(repeated=repeated)
+    targets = told(masked(targets, mask), given)
+    if "row_weight" in how:
+        how = how | {"row_weight": torch.linspace(-1, 1, ROWS)}
+    (got, d_got), (want, d_want) = both(x, targets, cell, **how)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(d_got, d_want, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize(("divergence", "support"), MATRIX)
+def test_equals_topk_distill_in_kernels(divergence, support, device):
+    x, targets = make(torch.float32, device)
+    with ll.impl("triton"):
+        (got, d_got), (want, d_want) = both(
+            x, masked(targets, "poison"), (divergence, support), temperature=1.5, reduction="none"
+        )
+    assert error(got, want) < ROUNDING
+    assert error(d_got, d_want) < ROUNDING
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("divergence", "support"), MATRIX)
+def test_as_good_as_torch(divergence, support, dtype, impl, device):
+    x, targets = make(dtype, device)
+    formula = formula_of(divergence, support)
+
+    def naive(x):
+        return definitions.slot_loss(
+            x, formula, targets.ids, targets.logprobs, targets.tail, temperature=0.7
+        )
+
+    assert_as_good_as_torch(
+        lambda x: ll.slot_loss(formula, x, targets, temperature=0.7), naive, x,
+        computed_in=torch.float32,
+    )  # fmt: skip
+
+
+def test_a_tail_that_is_tiny(impl, device):
+    """The gradient of the tail is exact although e^tail underflows in fp32."""
+    x, targets = make(torch.float32, device)
+    x = x.scatter(-1, targets.ids, 150.0 + torch.arange(K, device=device).expand(ROWS, K))
+
+    def of_tail(slots):
+        return slots.student_tail * 0.01 + slots.student[:, 0]
+
+    def naive(x):
+        at = torch.zeros_like(x, dtype=torch.bool).scatter(-1, targets.ids, True)
+        log_q = x.log_softmax(-1)
+        outside = log_q.masked_fill(at, -torch.inf).logsumexp(-1)
+        return outside * 0.01 + log_q.gather(-1, targets.ids)[:, 0]
+
+    upstream = torch.linspace(-1, 2, ROWS, device=device)
+    got, d_got = value_and_grad(
+        lambda x: ll.slot_loss(of_tail, x, targets, reduction="none"), x, upstream
+    )
+    want, d_want = value_and_grad(naive, x.double(), upstream.double())
+    assert got.min() < -1.2
+    assert error(got, want) < ROUNDING
+    assert error(d_got, d_want) < ROUNDING
+
+
+def test_all_ids_of_the_vocabulary(impl, device):
+    """Both tails are empty, so a term of the tails is 0, and its gradient is 0."""
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1)).to(device)
+    targets = ll.capture_topk(x.flip(0), 6)
+    for given in (True, False):
+        for divergence in DIVERGENCES:
+            (got, d_got), (want, d_want) = both(x, told(targets, given), (divergence, "tail"))
+            assert error(got, want) < ROUNDING
+            assert error(d_got, d_want) < ROUNDING
+
+
+def test_probabilities_of_zero(impl, device):
+    """Slots without any mass add 0. A slot without the student's mass gets no gradient."""
+    x, targets = make(torch.float32, device)
+    x[1].scatter_(0, targets.ids[1, :2], -torch.inf)
+    logprobs = targets.logprobs.clone()
+    logprobs[1, 0] = -torch.inf
+    targets = ll.SparseTargets(targets.ids, logprobs)
+    seen = []
+
+    def formula(slots):
+        seen.append(slots)
+        return reverse_kl(slots.teacher[:, :1], slots.student[:, :1]) + tvd(
+            slots.teacher, slots.student
+        )
+
+    got, d_got = value_and_grad(
+        lambda x: ll.slot_loss(formula, x, targets, reduction="none"),
+        x, torch.ones(ROWS, device=device),
+    )  # fmt: skip
+    assert got.isfinite().all()
+    assert d_got.isfinite().all()
+    assert (d_got[1, targets.ids[1, :2]] == 0).all()
+    slots = seen[0]
+    assert slots.student[1, 0] == slots.teacher[1, 0]
+    assert slots.student[1, 1] == -torch.inf
+    assert (slots.student[1, 0].exp(), slots.teacher[1, 1].isfinite()) == (0, True)
+
+
+def test_what_the_formula_gets(impl, device):
+    """Masked slots and ignored rows hold the same finite number in student and teacher."""
+    x, targets = make(torch.float32, device)
+    x[3] = torch.nan
+    targets = masked(targets, "poison")
+    rows = torch.arange(ROWS, device=device)
+    seen = []
+
+    def formula(slots, index):
+        seen.append((slots, index))
+        return slots.student.sum(-1) + slots.student_tail
+
+    ll.slot_loss(formula, x, targets, rows=(rows,), mask=rows < 3)
+    (slots, index) = seen[0]
+    assert index.tolist() == [0, 1, 2, 3]
+    mask = torch.ones(ROWS, K, dtype=torch.bool, device=device)
+    mask[1, 2:], mask[3] = False, False
+    assert torch.equal(slots.mask, mask)
+    for t in (slots.student, slots.teacher):
+        assert t.dtype == torch.float32
+        assert t.isfinite().all()
+        assert (t[~mask].exp() == 0).all()
+    assert torch.equal(slots.student[~mask], slots.teacher[~mask])
+    assert torch.equal(slots.teacher[mask], targets.logprobs[mask])
+    assert torch.equal(slots.teacher_tail[:3], targets.tail[:3])
+    ids = targets.ids.clamp(min=0)
+    log_q = x.double().log_softmax(-1)
+    torch.testing.assert_close(slots.student[mask].double(), log_q.gather(-1, ids)[mask])
+
+
+def test_no_rows(impl, device):
+    x, targets = make(torch.float32, device)
+    x = x[:0].requires_grad_()
+    for given in (True, False):
+        got = ll.slot_loss(lambda s: forward_kl(*tail(s)), x, told(targets[:0], given))
+        assert got == 0
+        (d,) = torch.autograd.grad(got, x)
+        assert d.shape == x.shape
+
+
+def test_more_dimensions(impl, device):
+    x, targets = make(torch.float32, device)
+    weight = torch.arange(4.0, device=device)
+    want = ll.slot_loss(lambda s: tvd(*tail(s)), x, targets, row_weight=weight, reduction="none")
+    got = ll.slot_loss(
+        lambda s: tvd(*tail(s)), x.view(2, 2, V), targets.reshape(2, 2),
+        row_weight=weight.view(2, 2), reduction="none",
+    )  # fmt: skip
+    assert torch.equal(got, want.view(2, 2))
+
+
+# --- errors
+
+
+def test_a_wrong_result_is_refused(impl, device):
+    x, targets = make(torch.float32, device)
+    with refuses(
+        ValueError,
+        f"formula must return one number per row, shape ({ROWS},), got ({ROWS}, {K}).",
+    ):
+        ll.slot_loss(lambda slots: slots.student, x, targets)
+    with refuses(TypeError, "formula must return a Tensor, got float."):
+        ll.slot_loss(lambda slots: 1.0, x, targets)
+    with pytest.raises(RuntimeError, match=r"call slot_loss under torch.no_grad\(\)"):
+        ll.slot_loss(lambda slots: slots.teacher.sum(-1), x.requires_grad_(), targets)
+    with torch.no_grad():
+        ll.slot_loss(lambda slots: slots.teacher.sum(-1), x, targets)
+
+
+def test_a_tail_that_was_not_requested_is_named(device):
+    x, targets = make(torch.float32, device)
+    for formula in (lambda s: s.student_tail, lambda s: s.student.sum(-1) + s.teacher_tail):
+        with pytest.raises(TypeError, match=r"slots.student_tail \(pass tail=True to slot_loss\)"):
+            ll.slot_loss(formula, x, targets, tail=False)
+
+
+def test_wrong_arguments_are_refused(device):
+    x, targets = make(torch.float32, device)
+
+    def formula(slots, *rows):
+        return slots.student.sum(-1)
+
+    with refuses(TypeError, "targets must be SparseTargets, got Tensor."):
+        ll.slot_loss(formula, x, targets.ids)
+    with refuses(
+        ValueError, f"targets must have rows (3,) to match logits (3, {V}), got ids ({ROWS}, {K})."
+    ):
+        ll.slot_loss(formula, x[:3], targets)
+    with refuses(TypeError, "tail must be True or False, got 1."):
+        ll.slot_loss(formula, x, targets, tail=1)
+    with refuses(TypeError, "rows[0] must be a Tensor, got list."):
+        ll.slot_loss(formula, x, targets, rows=([1.0],))
+    with pytest.raises(ValueError, match="mask must have shape"):
+        ll.slot_loss(formula, x, targets, mask=torch.ones(3))
+    with pytest.raises(ValueError, match="labels must have shape"):
+        ll.slot_loss(formula, x, targets, labels=torch.ones(3).long())
+    ids = targets.ids.clone()
+    ids[2, 1] = V
+    with pytest.raises(IndexError, match=r"targets.ids must be in \[0, 53\)"):
+        ll.slot_loss(formula, x, ll.SparseTargets(ids, targets.logprobs))
+
+
+def test_a_look_across_rows_is_caught_on_request(device, monkeypatch):
+    monkeypatch.setenv("LOGITLESS_CHECK", "1")
+    x, targets = make(torch.float32, device)
+    ll.slot_loss(lambda s: tvd(*tail(s)), x, targets)
+    with pytest.raises(ValueError, match="formula must not mix rows"):
+        ll.slot_loss(lambda s: s.student.sum(-1) - s.student.mean(), x, targets)
