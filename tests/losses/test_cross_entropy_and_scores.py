@@ -10,29 +10,15 @@ import logitless as ll
 from logitless.core import evaluate
 from logitless.heads import plan, products
 from logitless.heads.plan import Cut
+from tests.support import sources
 from tests.support.laws import ROUNDING, error
+from tests.support.sources import fused
 
 N, D, V = 6, 5, 37
 READ = ("temperature", "softcap", "ignore_index", "mask")
 
 
-def fused(h, w):
-    head = torch.nn.Linear(D, V, bias=False, device=w.device)
-    del head.weight  # a Parameter would be a leaf of its own
-    head.weight = w
-    return ll.fuse(torch.nn.Sequential(head), head="0")(h)
-
-
-SOURCES = {
-    "tensor": lambda h, w: h @ w.T,
-    "head": lambda h, w: ll.LinearLogits(h, w),
-    "head of two chunks": lambda h, w: ll.LinearLogits(h, w, workspace=3 * V * h.itemsize),
-    "head, nothing dropped": lambda h, w: ll.LinearLogits(h, w, drop_ignored=False),
-    "shard": lambda h, w: ll.VocabShard(h @ w.T),
-    "shard of a head": lambda h, w: ll.VocabShard(ll.LinearLogits(h, w)),
-    "lazy": fused,
-    "lazy, scaled": lambda h, w: fused(h, w) * 0.5,
-}
+SOURCES = {"tensor": lambda h, w: h @ w.T, **sources.SOURCES}
 OPTIONS = {
     "mean": lambda t: {},
     "sum": lambda t: {"reduction": "sum", "label_smoothing": 0.1, "z_loss": 0.01, "softcap": 4.0},
@@ -76,7 +62,7 @@ def assert_same_scores(got: ll.Scores, want: ll.Scores):
 CASES = [(source, options, "eager") for source in SOURCES for options in OPTIONS]
 CASES += [("tensor", options, "triton") for options in OPTIONS]
 CASES += [  # the interpreter takes its time
-    ("head of two chunks", "sum", "triton"),
+    ("head in chunks", "sum", "triton"),
     ("shard", "none", "triton"),
     ("lazy, scaled", "weights", "triton"),
 ]
@@ -109,7 +95,7 @@ def assert_as_both(source, options, device):
 def test_the_loss_is_that_of_the_scores(impl, device):
     """Both come from the same statistics, so that they have the same bits."""
     h, w, target = make(device)
-    for source in ("tensor", "head", "head of two chunks", "lazy"):
+    for source in ("tensor", "head", "head in chunks", "lazy"):
         x = SOURCES[source](h, w)
         loss, scores = ll.cross_entropy_and_scores(x, target, reduction="none")
         assert torch.equal(loss, -scores.logprob)

@@ -9,26 +9,9 @@ from logitless.heads.plan import Cut
 from tests.support.kept_scores import N, V, gradients, make
 from tests.support.laws import ROUNDING, error
 from tests.support.rank_threads import on_ranks
+from tests.support.sources import SOURCES
 
 D = 5
-
-
-def fused(h, w):
-    head = torch.nn.Linear(D, V, bias=False, device=w.device)
-    del head.weight  # a Parameter would be a leaf of its own
-    head.weight = w
-    return ll.fuse(torch.nn.Sequential(head), head="0")(h)
-
-
-SOURCES = {
-    "head": lambda h, w: ll.LinearLogits(h, w),
-    "head of three chunks": lambda h, w: ll.LinearLogits(h, w, workspace=3 * V * h.itemsize),
-    "head, nothing dropped": lambda h, w: ll.LinearLogits(h, w, drop_ignored=False),
-    "shard": lambda h, w: ll.VocabShard(h @ w.T),
-    "shard of a head": lambda h, w: ll.VocabShard(ll.LinearLogits(h, w)),
-    "lazy": fused,
-    "lazy, scaled": lambda h, w: fused(h, w) * 0.5,
-}
 
 
 def head(device):

@@ -8,6 +8,7 @@ from logitless.heads import plan
 from logitless.heads.plan import Cut
 from tests.support.laws import ROUNDING, error, value_and_grad
 from tests.support.rank_threads import on_ranks
+from tests.support.sources import SOURCES
 from tests.support.sparse_teachers import ROWS, V, make, masked
 
 D = 5
@@ -27,24 +28,6 @@ def without_tail(slots, share):
 
 
 FORMULAS = {"tail": blend, "slots": without_tail}
-
-
-def fused(h, w):
-    head = torch.nn.Linear(D, V, bias=False, device=w.device)
-    del head.weight  # a Parameter would be a leaf of its own
-    head.weight = w
-    return ll.fuse(torch.nn.Sequential(head), head="0")(h)
-
-
-SOURCES = {
-    "head": lambda h, w: ll.LinearLogits(h, w),
-    "head of two chunks": lambda h, w: ll.LinearLogits(h, w, workspace=2 * V * h.itemsize),
-    "head, nothing dropped": lambda h, w: ll.LinearLogits(h, w, drop_ignored=False),
-    "shard": lambda h, w: ll.VocabShard(h @ w.T),
-    "shard of a head": lambda h, w: ll.VocabShard(ll.LinearLogits(h, w)),
-    "lazy": fused,
-    "lazy, scaled": lambda h, w: fused(h, w) * 0.5,
-}
 
 
 def head(device):

@@ -151,7 +151,7 @@ def save_html(outcome: Outcome, plot: Path, path: Path) -> None:
         f' "The top K" are the teacher\'s {outcome.plan.k} most probable tokens per position. The'
         " store holds the same tokens. The students with a teacher minimise"
         f" {CE:g} · cross-entropy + {KD:g} · KL divergence. The logits of the students with the"
-        " top K and with the store are never materialised."
+        " top K and with the store are not materialised in training."
     )
     footer = f"{machine.device(outcome.device)['name']}, torch {machine.versions()['torch']}"
     page = PAGE.format(
