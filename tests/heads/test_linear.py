@@ -98,6 +98,7 @@ def test_bug_24_all_ignored_or_no_rows(reduction, device):
             assert not t.grad.any()
 
 
+@pytest.mark.parametrize("in_chunks", ["chunks"], indirect=True)  # `override` forces chunks
 @pytest.mark.parametrize("drop_ignored", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("cut", [Cut(2), Cut(3, 8), Cut(7, 8, kept=True)])
