@@ -117,10 +117,6 @@ class Reading(NamedTuple):
         assert self.temperature is not None
         return None, self.temperature**2
 
-    def without_tensors(self) -> "Reading":
-        """Returns the same Reading with None instead of every tensor."""
-        return self._replace(label=None, ids=None, class_weight=None, row_temperature=None)
-
     def ignored_rows(self) -> Tensor | None:
         """Returns a bool mask of the ignored rows, or None if there is no ignore_index."""
         return None if self.ignore_index is None else self.label == self.ignore_index

@@ -24,9 +24,7 @@ class Node(torch.autograd.Function):
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raises if a tensor has a tangent of forward-mode differentiation."""
-    if forward_ad._current_level < 0:
-        return
+    """Raises if a tensor has a tangent. Must be called inside a level of forward mode."""
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         checks.only_in_reverse()
 

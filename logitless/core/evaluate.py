@@ -28,6 +28,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..contract import PRECISION
 from .autograd import Node, refuse_second, refuse_tangents
@@ -59,7 +60,8 @@ def evaluate(
             return source.evaluate(loss, reduction, row_weight)
     if under_transform():
         return evaluate_traced(logits, loss, reduction, row_weight)
-    refuse_tangents(logits)
+    if forward_ad._current_level >= 0:
+        refuse_tangents(logits)
     check_values(loss)
     return evaluate_on(backend_of(logits), logits, loss, reduction, row_weight)
 
@@ -200,8 +202,13 @@ class GradientInBackward(Node):
 
     @staticmethod
     def forward(ctx, x, backend, loss, row_weight, reduction, *row_inputs):
-        outputs, tensors = begin(ctx, x, backend, loss, row_weight, reduction)
-        ctx.save_for_backward(x, *tensors)
+        outputs, factor, saved = _forward(backend, x, loss, row_weight, reduction)
+        tensors, ctx.loss = loss.flatten()
+        ctx.backend, ctx.count = backend, len(tensors) + 1
+        ctx.save_for_backward(x, factor, *tensors, *saved)
+        if isinstance(outputs, tuple):
+            ctx.mark_non_differentiable(*loss.without_gradient(outputs))
+            ctx.set_materialize_grads(False)
         return outputs
 
     @staticmethod
@@ -218,21 +225,10 @@ class GradientInBackward(Node):
         return d_x, None, None, None, None, *d_rows
 
 
-def begin(ctx, x: Tensor, backend: Backend, loss: RowLoss, row_weight, reduction: str | None):
-    """Computes forward for an autograd function. Returns the outputs, and tensors for `finish`."""
-    outputs, factor, saved = _forward(backend, x, loss, row_weight, reduction)
-    tensors, ctx.loss = loss.flatten()
-    ctx.backend, ctx.count = backend, len(tensors) + 1
-    if isinstance(outputs, tuple):
-        ctx.mark_non_differentiable(*loss.without_gradient(outputs))
-        ctx.set_materialize_grads(False)
-    return outputs, (factor, *tensors, *saved)
-
-
 def finish(
     ctx, x: Tensor, tensors: Sequence, upstream: tuple, wanted: bool, into: Tensor | None = None
 ) -> tuple[RowLoss, Tensor | None, tuple]:
-    """Computes backward for an autograd function. `begin` returned `tensors`.
+    """Computes backward. `tensors` are those that GradientInBackward saved, except x.
 
     Returns the loss, the gradient of the logits if `wanted`, and the gradients of row_inputs. The
     gradient of the logits is written to `into` if possible.

@@ -208,7 +208,8 @@ class RowLoss:
         backward then calls forward again.
         """
         r = self.reading
-        loss = self.replace(reading=r.without_tensors())
+        bare = r._replace(label=None, ids=None, class_weight=None, row_temperature=None)
+        loss = self.replace(reading=bare)
         if self.row_inputs:
             loss = loss.replace(row_inputs=(None,) * len(self.row_inputs))
         return (r.label, r.ids, r.class_weight, r.row_temperature, *self.row_inputs), loss

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .. import eager
 from ..contract import PRECISION
 from ..core import evaluate
 from ..core.autograd import Node, refuse_second, refuse_tangents
 from ..core.call import backend_of, under_transform
+from ..core.evaluate import GradientInBackward
 from ..core.loss import RowLoss
 from .gradient_sums import HeadGradients
 from .head import Head
@@ -32,7 +34,8 @@ def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor
     if under_transform():
         return evaluate.evaluate(_traced_logits(head, loss), loss, reduction, row_weight)
     inputs = head.tensors
-    refuse_tangents(*inputs)
+    if forward_ad._current_level >= 0:
+        refuse_tangents(*inputs)
     rows = loss.row_inputs if row_weight is None else (*loss.row_inputs, row_weight)
     by_row = reduction == "none" or any(t.requires_grad for t in rows)
     needs = by_row or any(t is not None and t.requires_grad for t in inputs)
@@ -83,14 +86,15 @@ class SmallRows(Node):
     @staticmethod
     def forward(ctx, hidden, weight, bias, loss, *row_inputs):
         x = _logits(hidden, weight, bias)
-        outputs, tensors = evaluate.begin(ctx, x, backend_of(hidden), loss, None, None)
-        ctx.save_for_backward(x, hidden, weight, bias, *tensors)
+        outputs = GradientInBackward.forward(ctx, x, backend_of(hidden), loss, None, None)
+        # ctx.to_save holds the tensors that GradientInBackward.forward saved.
+        ctx.save_for_backward(hidden, weight, bias, *ctx.to_save)
         return outputs
 
     @staticmethod
     def backward(ctx, *upstream):
         Node.refuse_vmap(upstream)
-        x, hidden, weight, bias, *tensors = saved = ctx.saved_tensors
+        hidden, weight, bias, x, *tensors = saved = ctx.saved_tensors
         gradients = HeadGradients()
         with torch.no_grad(), without_autocast(hidden.device):
             wanted = any(ctx.needs_input_grad[:3])
