@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu_tests --out benchmarks/results/h200 --minutes 6
 
-Each file runs in its own process. The slowest files of the last run start first. A file that does
-not end in time is reported as "not finished". The exit status is 1 if a test fails. Tests of cli/,
-of the docs, and most tests of store/ do not run, because a GPU changes little in their code.
+Each file runs in its own process, or in several processes if the file is in PARTS. The slowest
+files of the last run start first. A file that does not end in time is reported as "not finished".
+The exit status is 1 if a test fails. Tests of cli/, of the docs, and most tests of store/ do not
+run, because a GPU changes little in their code.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,38 +27,61 @@ from logitless.cli import machine
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("gpu", "kernels", "core", "heads", "losses", "parallel", "lazy", "targets", "eager")
 FILES = ("tests/test_contract.py", "tests/test_nn.py", "tests/store/test_capture.py")
+PARTS = {"losses/test_sparse_teacher": 12}  # compiles too many kernels for one process
 
 
-def test_files() -> list[Path]:
+class Job(NamedTuple):
+    """A test file, or a part of it."""
+
+    path: Path
+    part: int
+    parts: int
+
+    @property
+    def file(self) -> str:
+        return self.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
+
+    @property
+    def name(self) -> str:
+        return self.file if self.parts == 1 else f"{self.file}, part {self.part + 1}"
+
+    @property
+    def command(self) -> list[str]:
+        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(self.path)]
+        return pytest if self.parts == 1 else [*pytest, "--part", f"{self.part}/{self.parts}"]
+
+
+def all_jobs() -> list[Job]:
     found = [path for room in ROOMS for path in sorted((ROOT / "tests" / room).glob("test_*.py"))]
     # test_aot.py compiles for several GPUs and runs nothing, so a GPU would only wait.
     found = [path for path in found if path.name != "test_aot.py"]
-    return [*found, *(ROOT / name for name in FILES)]
+    whole = [Job(path, 0, 1) for path in (*found, *(ROOT / name for name in FILES))]
+    counts = [PARTS.get(job.file, 1) for job in whole]
+    return [
+        Job(job.path, part, count)
+        for job, count in zip(whole, counts, strict=True)
+        for part in range(count)
+    ]
 
 
 def seconds_of(text: str) -> dict[str, float]:
     """Returns the seconds that each file took in an earlier run, whose output is `text`."""
-    lines = re.findall(r"^(\S+): .* in ([\d.]+)s", text, re.M)
+    lines = re.findall(r"^([^:]+): .* in ([\d.]+)s", text, re.M)
     return {name: float(seconds) for name, seconds in lines}
 
 
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT / "tests").with_suffix("").as_posix()
-
-
-def run_all(files: Iterable[Path], workers: int, end: float, folder: Path) -> dict[str, str]:
-    """Runs the files and returns the last line that pytest prints for each file."""
-    waiting, running, lines = list(files), {}, {}
+def run_all(jobs: Iterable[Job], workers: int, end: float, folder: Path) -> dict[str, str]:
+    """Runs the jobs and returns the last line that pytest prints for each job."""
+    waiting, running, lines = list(jobs), {}, {}
     while waiting or running:
         while waiting and len(running) < workers:
-            path = waiting.pop(0)
-            log = open(folder / f"{name_of(path).replace('/', '-')}.log", "w+")  # noqa: SIM115
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
-            running[path] = (process, log)
+            job = waiting.pop(0)
+            log = open(folder / f"{re.sub('[/, ]+', '-', job.name)}.log", "w+")  # noqa: SIM115
+            process = subprocess.Popen(job.command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
+            running[job] = (process, log)
         time.sleep(0.2)
         late = time.monotonic() > end
-        for path, (process, log) in list(running.items()):
+        for job, (process, log) in list(running.items()):
             if process.poll() is None and not late:
                 continue
             if process.poll() is None:
@@ -64,13 +89,13 @@ def run_all(files: Iterable[Path], workers: int, end: float, folder: Path) -> di
             log.seek(0)
             printed = log.read()
             log.close()
-            del running[path]
+            del running[job]
             last = printed.strip().splitlines()[-1:] or [""]
-            lines[name_of(path)] = last[0] if process.returncode is not None else "not finished"
+            lines[job.name] = last[0] if process.returncode is not None else "not finished"
             if re.search(r"\d (failed|error)", last[0]) or process.returncode not in (0, None, 5):
-                print(f"--- {name_of(path)}\n{printed[-3000:]}", flush=True)
+                print(f"--- {job.name}\n{printed[-3000:]}", flush=True)
         if late:
-            lines |= {name_of(path): "not started" for path in waiting}
+            lines |= {job.name: "not started" for job in waiting}
             break
     return lines
 
@@ -86,12 +111,12 @@ def main() -> int:
         sys.exit("This script needs a GPU.")
     results = given.out / "tests-gpu.txt"
     known = seconds_of(results.read_text()) if results.exists() else {}
-    files = [path for path in test_files() if (given.only or "") in name_of(path)]
-    files.sort(key=lambda path: -known.get(name_of(path), 1e9 if "gpu/" in name_of(path) else 20))
+    jobs = [job for job in all_jobs() if (given.only or "") in job.name]
+    jobs.sort(key=lambda job: -known.get(job.name, 1e9 if "gpu/" in job.name else 20))
     logs = given.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    lines = run_all(files, given.workers, begin + 60 * given.minutes, logs)
+    lines = run_all(jobs, given.workers, begin + 60 * given.minutes, logs)
     counts = {
         kind: sum(int(n) for line in lines.values() for n in re.findall(rf"(\d+) {kind}", line))
         for kind in ("passed", "failed", "skipped", "error")

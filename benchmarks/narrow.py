@@ -5,9 +5,9 @@
 The heads have the widths 64, 128, 256 and 512, and vocabularies of 32,768 to 1,048,576 classes
 (10,000,000 classes for width 64 and 2,048 rows), in bf16. The script times forward and backward of
 a mean. The table has one column each for this library on the chip, this library with logits in
-memory, Apple's cut_cross_entropy (if installed), torch.compile, and three GEMMs of cuBLAS. The best
-tiles of each kernel are printed as entries of NARROW in logitless/kernels/config.py. Before the
-tuning, helper processes compile the kernels for all tiles. The output is Markdown.
+memory, cut_cross_entropy and Liger (if installed), torch.compile, and three GEMMs of cuBLAS. The
+best tiles of each kernel are printed as entries of NARROW in logitless/kernels/config.py. Before
+the tuning, helper processes compile the kernels for all tiles. The output is Markdown.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 import logitless as ll
 from logitless import kernels
+from logitless.cli.bench import contenders
 from logitless.contract import Reading
 from logitless.heads import plan
 from logitless.heads.plan import Cut
@@ -216,11 +217,10 @@ def gemms(hidden, weight) -> float:
 def rivals() -> dict:
     """Returns a dict from names to functions of (hidden, weight, target) that return a mean."""
     found = {}
-    try:
-        cce = importlib.import_module("cut_cross_entropy").linear_cross_entropy
-        found["CCE"] = lambda h, w, t: cce(h, w, t, impl="cce")
-    except ImportError:
-        pass
+    for name in ("cce", "liger"):
+        module, ops = contenders.RIVALS[name]
+        with contextlib.suppress(ImportError):
+            found[name] = ops(importlib.import_module(module))["heads: cross_entropy"]
     compiled = torch.compile(lambda h, w, t: F.cross_entropy(F.linear(h, w), t), dynamic=False)
     return found | {"compile": compiled}
 
