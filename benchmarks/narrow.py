@@ -42,6 +42,15 @@ TILES = {
         256: [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (64, 128, 4, 2)],
         512: [(64, 64, 4, 2), (64, 128, 8, 1)],
     },
+    "fwd_expected": {
+        64: [(128, 64, 4, 4), (128, 64, 8, 4, 128), (128, 128, 8, 3), (128, 128, 8, 3, 128),
+             (64, 64, 4, 4, 128), (64, 128, 4, 3), (128, 64, 4, 3)],
+        128: [(128, 64, 8, 3), (128, 64, 8, 3, 128), (128, 128, 8, 2), (128, 64, 4, 3),
+              (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 4)],
+        256: [(64, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 2), (64, 64, 8, 3, 128),
+              (128, 32, 8, 3), (64, 32, 4, 4)],
+        512: [(64, 32, 8, 2), (64, 64, 8, 1)],
+    },
     "d_hidden": {
         64: [(128, 64, 4, 4), (128, 64, 4, 2), (64, 64, 4, 4), (128, 32, 4, 4, 128)],
         128: [(128, 64, 4, 3), (128, 64, 8, 3, 128), (64, 32, 4, 4), (128, 32, 4, 3)],
@@ -123,9 +132,10 @@ def check(width: int) -> str:
 def kernel_call(kernel: str, hidden, weight, target):
     """Returns a function that launches one kernel, and the small kernels that it depends on."""
     reading = Reading(len(weight), label=target, ignore_index=-100, wants=("nll",))
-    if kernel == "fwd":
-        return lambda: kernels.narrow_partial(hidden, weight, None, reading)
-    found = kernels.finish(kernels.narrow_partial(hidden, weight, None, reading), reading)
+    if kernel in ("fwd", "fwd_expected"):
+        expects = kernel == "fwd_expected"
+        return lambda: kernels.narrow_partial(hidden, weight, None, reading, expects)
+    found = kernels.finish(kernels.narrow_partial(hidden, weight, None, reading)[0], reading)
     coefficients = kernels.label_coefficients(reading, torch.float32)
     share = torch.full((), 1 / len(hidden), device=DEVICE)
     d_hidden = torch.empty_like(hidden) if kernel == "d_hidden" else None
@@ -136,10 +146,11 @@ def kernel_call(kernel: str, hidden, weight, target):
     )  # fmt: skip
 
 
-def candidates() -> list[tuple[str, int, tuple[int, ...]]]:
+def candidates(kernels: str) -> list[tuple[str, int, tuple[int, ...]]]:
     return [
         (kernel, width, tile)
         for kernel, by_width in TILES.items()
+        if kernel in kernels.split(",")
         for width, tiles in by_width.items()
         for tile in tiles
     ]
@@ -159,14 +170,15 @@ def tried(kernel: str, width: int, tile, data, **more) -> float:
         return float("inf")
 
 
-def compile_part(part: int, of: int) -> None:
+def compile_part(tuned: str, part: int, of: int) -> None:
     """Compiles some of the candidates, on small inputs, into Triton's cache on disk."""
-    for kernel, width, tile in candidates()[part::of]:
+    for kernel, width, tile in candidates(tuned)[part::of]:
         tried(kernel, width, tile, inputs(256, width, 4096))
 
 
-def compile_all() -> float:
-    start, command = time.monotonic(), [sys.executable, "-m", "benchmarks.narrow", "--compile"]
+def compile_all(tuned: str) -> float:
+    start, command = time.monotonic(), [sys.executable, "-m", "benchmarks.narrow"]
+    command += ["--tuned", tuned, "--compile"]
     running = [
         subprocess.Popen([*command, f"{part}/{HELPERS}"], stdout=subprocess.DEVNULL)
         for part in range(HELPERS)
@@ -176,13 +188,15 @@ def compile_all() -> float:
     return time.monotonic() - start
 
 
-def tune(rows: int, until: float) -> None:
+def tune(tuned: str, rows: int, until: float) -> None:
     """Prints the time of every tile, and puts the best tiles into config.NARROW."""
     print(f"\nTiles at {rows} rows and {TUNED_VOCAB} classes, ms per kernel; the best first.\n")
     print("| kernel | D | tiles (rows, columns, warps, stages) | splits |\n|---|---|---|---|")
     for width in WIDTHS:
         data = inputs(rows, width, TUNED_VOCAB)
         for kernel, by_width in TILES.items():
+            if kernel not in tuned.split(","):
+                continue
             if time.monotonic() > until:
                 return
             times = {tile: tried(kernel, width, tile, data) for tile in by_width[width]}
@@ -276,10 +290,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=4.0, help="time limit of the whole run")
     parser.add_argument("--rows", type=int, default=8192)
     parser.add_argument("--skip-tuning", action="store_true")
+    parser.add_argument("--alone", action="store_true", help="leave out the other libraries")
+    parser.add_argument("--tuned", default=",".join(TILES), help="kernels to tune")
     parser.add_argument("--compile", metavar="PART/OF", help="used by the helper processes")
     options = parser.parse_args()
     if options.compile:
-        compile_part(*map(int, options.compile.split("/")))
+        compile_part(options.tuned, *map(int, options.compile.split("/")))
         return
     until = time.monotonic() + 60 * options.minutes - 15
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, "
@@ -289,9 +305,9 @@ def main() -> None:
     for width in WIDTHS:
         print(check(width), flush=True)
     if not options.skip_tuning:
-        print(f"\nHelper processes compiled in {compile_all():.0f} s.", flush=True)
-        tune(options.rows, until - 60)
-    others = rivals()
+        print(f"\nHelper processes compiled in {compile_all(options.tuned):.0f} s.", flush=True)
+        tune(options.tuned, options.rows, until - 60)
+    others = {} if options.alone else rivals()
     print("\nForward and backward of a mean, ms (MiB beyond the gradients).\n")
     names = ["ours", "on the chip", "in memory", *others, "3 GEMMs", "way of ours"]
     print(f"| N × D × V | {' | '.join(names)} |\n|---|{'---|' * len(names)}", flush=True)

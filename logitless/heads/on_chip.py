@@ -3,8 +3,9 @@
 `OnChip` replaces a tensor of logits, and `OnChipBackend` replaces a backend. So any loss whose
 statistics can be merged works without changes. Each kernel computes the logits again. plan.py
 chooses these kernels if D, the size of the hidden states, is small. Computing the logits again then
-takes less time than writing the logits to memory. The statistics take one GEMM, and the gradients
-of hidden states and weight take two GEMMs each.
+takes less time than writing the logits to memory. The gradient of the weight takes two GEMMs. For a
+cross-entropy, the statistics and the gradient of the hidden states together take two GEMMs. For
+other losses, the statistics take one GEMM, and the gradient of the hidden states takes two.
 """
 
 from typing import Any
@@ -53,6 +54,7 @@ class OnChip:
 
     def __init__(self, chunks: OnChipChunks, rows: Rows, h: Tensor, sums: "OnChipSums | None"):
         self.rows, self.sums = rows, sums
+        self.expected: Any = None  # sums for the gradient of hidden, if `read` computed them
         self.weight, self.bias = chunks.weight, chunks.bias
         self.h = h if h.stride(1) == 1 else h.contiguous()  # (n, D)
         self.shape, self.device = (len(self.h), len(self.weight)), self.h.device
@@ -63,7 +65,8 @@ class OnChipBackend(ReadsNoLogits):
 
     def read(self, x: OnChip, reading: Reading) -> Statistics:
         """Returns the statistics of whole rows, merged from partial statistics of column ranges."""
-        partials = self.backend.narrow_partial(x.h, x.weight, x.bias, reading)
+        expects = x.sums is not None and x.sums.d_hidden is not None
+        partials, x.expected = self.backend.narrow_partial(x.h, x.weight, x.bias, reading, expects)
         return self.backend.finish(partials, reading)
 
     def gradient(
@@ -84,7 +87,7 @@ class OnChipBackend(ReadsNoLogits):
         d_weight = sums.weight_memory()
         self.backend.narrow_gradients(
             x.h, x.weight, x.bias, reading, state, coefficients, upstream, factor,
-            d_hidden, d_weight, sums.d_bias, sums.adds,
+            d_hidden, d_weight, sums.d_bias, sums.adds, x.expected,
         )  # fmt: skip
         sums.end(x.rows, d_hidden, d_weight)
 

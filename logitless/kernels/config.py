@@ -173,6 +173,10 @@ NARROW = {
         64: (128, 64, 4, 4), 128: (128, 64, 8, 4), 256: (128, 64, 8, 3), 512: (64, 64, 4, 2),
     },
     ("fwd", 4): {64: (32, 32, 8, 2)},
+    ("fwd_expected", 2): {
+        64: (128, 64, 4, 4), 128: (128, 64, 8, 3), 256: (64, 64, 8, 3), 512: (64, 32, 8, 2),
+    },
+    ("fwd_expected", 4): {64: (32, 32, 8, 2)},
     ("d_hidden", 2): {
         64: (128, 64, 4, 4), 128: (128, 64, 8, 3, 128), 256: (64, 64, 8, 3), 512: (64, 32, 8, 2),
     },
@@ -204,7 +208,7 @@ def narrow(kernel: str, width: int, itemsize: int, memory: int, heavy: int) -> C
     not 0, a tile of the kernel for d_hidden has at most 64 rows.
     """
     rows, columns, warps, stages, *limit = NARROW[kernel, itemsize][max(width, 64)]
-    if kernel == "d_hidden":
+    if kernel in ("d_hidden", "fwd_expected"):
         columns, rows = max(columns >> heavy, 16), min(rows, 64) if heavy else rows
     elif kernel == "d_weight":
         rows = max(rows >> heavy, 16)

@@ -25,6 +25,7 @@ from .narrow_terms import (
     TERM_LOGPROB_T1,
     TERM_RATE,
     TERM_SHIFT,
+    next_place,
 )
 from .narrow_tile import HeadLayout, dot, layout, load_hidden, load_weight, with_bias
 from .numerics import INF, capped
@@ -95,18 +96,6 @@ def _load_terms(TERMS, N, rows, mask, rate, AXIS: tl.constexpr, HAS: tl.constexp
 
 
 @triton.jit
-def _place(pairs, pair):
-    """Returns the place of the tile that contains a pair, or -1 after the last pair.
-
-    The class Order in narrow_terms.py defines the place of a tile.
-    """
-    if pairs.PLACES is not None:
-        return tl.load(pairs.PLACES + pair, mask=pair < pairs.count, other=-1)
-    else:
-        return tl.full((), -1, tl.int64)
-
-
-@triton.jit
 def _gradient(
     x, CLASS_WEIGHT, rows, cols, mask, terms, softcap, pairs, pair, place, here,
     HAS: tl.constexpr,
@@ -128,7 +117,7 @@ def _gradient(
                 is_column = cols == tl.load(pairs.COLUMNS + at)
                 dz += tl.where(is_row & is_column, g, 0.0)
             pair = end
-            place = _place(pairs, pair)
+            place = next_place(pairs.PLACES, pair, pairs.count)
     return dz * slope, pair, place
 
 
@@ -209,7 +198,7 @@ def narrow_hidden_bwd_kernel(
         h, rows[:, None], terms, known, WEIGHT, BIAS, CLASS_WEIGHT, V, softcap,
         tl.program_id(0).to(tl.int64) * splits * tiles,
     )  # fmt: skip
-    place = _place(known, pair)
+    place = next_place(known.PLACES, pair, known.count)
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     lo = tl.multiple_of(split * tiles * BLOCK_V, BLOCK_V)
     hi = tl.minimum(lo + tiles * BLOCK_V, V)
@@ -307,7 +296,7 @@ def narrow_weight_bwd_kernel(
         w, cols[:, None], mask, bias, known, HIDDEN, CLASS_WEIGHT, TERMS, N, rate, softcap,
         program.to(tl.int64) * tl.cdiv(N, BLOCK_N),
     )  # fmt: skip
-    place = _place(known, pair)
+    place = next_place(known.PLACES, pair, known.count)
     acc = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_V,), tl.float32)
     whole = N // BLOCK_N * BLOCK_N

@@ -1,8 +1,9 @@
 """Partial statistics of the logits of a narrow head (narrow_tile.py), without logits in memory.
 
 Each program has one tile of rows and one split of the vocabulary. The program computes one tile of
-logits at a time, and adds each tile to the running state of the rows (state.py). A second kernel
-computes the logits at the label and at the ids. stats_merge.py merges the splits.
+logits at a time, and adds each tile to the running state of the rows (state.py). If the gradient of
+the hidden states is needed, the program also computes the sums of narrow_expected.py. A second
+kernel computes the logits at the label and at the ids. stats_merge.py merges the splits.
 """
 
 import functools
@@ -18,6 +19,8 @@ from .. import contract as _contract
 from ..contract import Partials, Reading, Sums
 from . import config
 from .launch import REMEMBERED, Launch
+from .narrow_expected import MOST_BYTES, Expected, is_expected
+from .narrow_terms import NO_TILE, Visits, next_place, order_by_rows, visited
 from .narrow_tile import (
     HeadLayout,
     dot,
@@ -27,9 +30,18 @@ from .narrow_tile import (
     load_weight,
     with_bias,
 )
-from .numerics import INF, LOG2E, capped, inverse_temperature, only_if
+from .numerics import INF, LOG2E, capped, inverse_temperature, move, only_if
 from .profiling import Arguments, profiled
-from .state import NOWHERE, State, field, fold_values, is_live, load_label, with_count
+from .state import (
+    NOWHERE,
+    State,
+    exponentials,
+    field,
+    fold_values,
+    is_live,
+    load_label,
+    with_count,
+)  # fmt: skip
 from .stats_merge import SPLIT_M, SPLIT_Y_LABEL, constants_of, split_width, store_split
 from .stats_split_fwd import aligned
 
@@ -43,10 +55,35 @@ class _Constants:
     block_v: int
 
 
+class _Labels(NamedTuple):
+    """The labels, as pairs of row and column that are sorted by tile (narrow_terms.py).
+
+    All fields except `count` are pointers. The pointers are None if `Expected` is not computed.
+    """
+
+    LABEL: tl.tensor
+    PLACES: tl.tensor
+    ENDS: tl.tensor
+    INDEX: tl.tensor
+    count: tl.tensor
+
+
+class _Sums(NamedTuple):
+    """The sums over the columns read so far, and the next label in the order of the tiles."""
+
+    state: State
+    expected: tl.tensor  # (rows, D), see narrow_expected.py; 0 if not needed
+    pair: tl.tensor  # the index of the next label
+    place: tl.tensor  # the place of its tile (see Order in narrow_terms.py)
+
+
 class _Window(NamedTuple):
     """The hidden states of a tile of rows, the weight, and flags for the sums to compute."""
 
     h: tl.tensor  # (rows, D)
+    rows: tl.tensor  # (rows, 1)
+    labels: _Labels
+    begin: tl.tensor  # the place (see Order in narrow_terms.py) of the tile at column 0
     WEIGHT: tl.tensor
     BIAS: tl.tensor  # a pointer or None
     CLASS_WEIGHT: tl.tensor  # a pointer or None
@@ -68,29 +105,47 @@ def _logits(window, start, cols, mask, BLOCK: tl.constexpr, CONSTANTS: tl.conste
     w = load_weight(window.WEIGHT, start, window.V, BLOCK, mask is None, CONSTANTS)
     x = with_bias(dot(window.h, tl.trans(w), None), window.BIAS, cols, mask)
     y, _ = capped(x, window.softcap)
-    return y
+    return y, w
 
 
 @triton.jit
-def _fold(state, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Returns the state after one more tile. If WHOLE, all columns of the tile are < V."""
+def _fold(sums, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr):
+    """Returns the sums after one more tile. If WHOLE, all columns of the tile are < V."""
+    state = sums.state
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
     cols = (start + tl.arange(0, BLOCK_V))[None, :]
     if WHOLE:
         mask = None
-        y = _logits(window, start, cols, mask, BLOCK_V, CONSTANTS)
+        y, w = _logits(window, start, cols, mask, BLOCK_V, CONSTANTS)
     else:
         mask = cols < window.V
+        y, w = _logits(window, start, cols, mask, BLOCK_V, CONSTANTS)
         # The mask is applied after the softcap, because tanh would turn -inf into -softcap.
-        y = tl.where(mask, _logits(window, start, cols, mask, BLOCK_V, CONSTANTS), -INF)
+        y = tl.where(mask, y, -INF)
     top = tl.max(y, axis=1)
     place = state.block
     if window.ARGMAX:
         place = tl.min(tl.where(y == top[:, None], cols, NOWHERE), axis=1)
-    return fold_values(
+    new = fold_values(
         state, y, top, place, window.CLASS_WEIGHT, 0, cols, mask, ref, window.rate,
         window.ENTROPY, window.TOTAL, window.SECOND,
     )  # fmt: skip
+    expected, pair, at = sums.expected, sums.pair, sums.place
+    if window.labels.PLACES is not None:
+        # The compiler computes these exponentials only once, here and in fold_values.
+        e, _ = exponentials(y, new.m, window.rate)
+        labels = window.labels
+        if at == window.begin + start // BLOCK_V:
+            end = tl.load(labels.ENDS + pair)
+            for i in range(pair, end):
+                row = tl.load(labels.INDEX + i)
+                is_row = window.rows == row.to(tl.int32)
+                e = tl.where(is_row & (cols == tl.load(labels.LABEL + row)), 0.0, e)
+            pair = end
+            at = next_place(labels.PLACES, pair, labels.count)
+        scale = tl.exp2(move(state.m, new.m, state.s) * window.rate)
+        expected = dot(e.to(w.dtype), w, expected * scale[:, None])
+    return _Sums(new, expected, pair, at)
 
 
 @triton.jit
@@ -101,7 +156,7 @@ def _reference(window, CONSTANTS: tl.constexpr):
     """
     cols = tl.arange(0, 16)[None, :]
     mask = cols < window.V
-    y = _logits(window, 0, cols, mask, 16, CONSTANTS)
+    y, _ = _logits(window, 0, cols, mask, 16, CONSTANTS)
     mean = tl.sum(tl.where(mask, y, 0.0), axis=1) / tl.minimum(window.V, 16)
     return tl.where(tl.abs(mean) < INF, mean, 0.0)
 
@@ -110,12 +165,13 @@ def _reference(window, CONSTANTS: tl.constexpr):
     **profiled("narrow_fwd"),
     do_not_specialize=["N", "span"],
     do_not_specialize_on_alignment=[
-        "HIDDEN", "WEIGHT", "BIAS", "CLASS_WEIGHT", "temperature",
+        "HIDDEN", "WEIGHT", "BIAS", "CLASS_WEIGHT", "LABEL", "temperature",
     ],
 )  # fmt: skip
 def _narrow_fwd_kernel(
-    HIDDEN, WEIGHT, BIAS, CLASS_WEIGHT,  # inputs
+    HIDDEN, WEIGHT, BIAS, CLASS_WEIGHT, LABEL, FIRST, PLACES, ENDS, INDEX,  # inputs
     SPLITS,  # output, (N rounded up to whole tiles, fields, splits)
+    EXPECTED,  # output, (splits, N, D), or None
     temperature,
     N, V, span,  # sizes
     softcap,
@@ -128,15 +184,24 @@ def _narrow_fwd_kernel(
     """
     BLOCK_N: tl.constexpr = field(CONSTANTS, "block_n")
     BLOCK_V: tl.constexpr = field(CONSTANTS, "block_v")
+    BLOCK_D: tl.constexpr = layout(CONSTANTS, "block_d")
     first = tl.program_id(0) * BLOCK_N
     split = tl.program_id(1)
     rows = first + tl.arange(0, BLOCK_N)
     h = load_hidden(HIDDEN, first, N, False, CONSTANTS)
     zero = tl.zeros((BLOCK_N,), tl.float32)
     rate = zero + inverse_temperature(temperature, tl.minimum(rows, N - 1)) * LOG2E
+    splits = tl.num_programs(1)
+    program = tl.program_id(0) * splits + split
+    labels = _Labels(LABEL, PLACES, ENDS, INDEX, N)
+    pair = tl.full((), 0, tl.int64)
+    if PLACES is not None:
+        pair = tl.load(FIRST + program)
+    begin = tl.program_id(0).to(tl.int64) * splits * (span // BLOCK_V)
     window = _Window(
-        h, WEIGHT, BIAS, CLASS_WEIGHT, V, rate, softcap, ENTROPY, ARGMAX, SECOND, TOTAL
-    )
+        h, rows[:, None], labels, begin, WEIGHT, BIAS, CLASS_WEIGHT, V, rate, softcap,
+        ENTROPY, ARGMAX, SECOND, TOTAL,
+    )  # fmt: skip
     ref = zero
     if TOTAL:
         ref = _reference(window, CONSTANTS)
@@ -146,18 +211,27 @@ def _narrow_fwd_kernel(
     # has no argmax.
     place = tl.zeros((BLOCK_N,), tl.int32) + tl.where(lo < V, lo, NOWHERE)
     state = State(zero - INF, zero, zero, zero, zero, place, zero)
+    expected = zero
+    if EXPECTED is not None:
+        expected = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    sums = _Sums(state, expected, pair, next_place(PLACES, pair, N))
     whole = lo + tl.maximum(hi - lo, 0) // BLOCK_V * BLOCK_V
     for start in range(lo, whole, BLOCK_V):
-        state = _fold(state, window, ref, start, True, CONSTANTS)
+        sums = _fold(sums, window, ref, start, True, CONSTANTS)
     if whole < hi:
-        state = _fold(state, window, ref, whole, False, CONSTANTS)
+        sums = _fold(sums, window, ref, whole, False, CONSTANTS)
+    state = sums.state
     if CLASS_WEIGHT is None:
         state = with_count(state, zero + tl.maximum(hi - lo, 0).to(tl.float32))
-    splits = tl.num_programs(1)
     FIELDS: tl.constexpr = split_width(ENTROPY, ARGMAX, SECOND, TOTAL)
     at = SPLITS + rows.to(tl.int64) * (splits * FIELDS) + split
     store_split(at, splits, state, ref, state.block, ENTROPY, ARGMAX, SECOND, TOTAL)
     tl.store(at + SPLIT_Y_LABEL * splits, zero)
+    if EXPECTED is not None:
+        D: tl.constexpr = layout(CONSTANTS, "width")
+        offs_d = tl.arange(0, BLOCK_D)
+        to = EXPECTED + (split * tl.cast(N, tl.int64) + rows)[:, None] * D + offs_d[None, :]
+        tl.store(to, sums.expected, mask=(rows < N)[:, None] & (offs_d < D)[None, :])
 
 
 @dataclass(frozen=True)
@@ -251,35 +325,57 @@ def narrow_partial(
     weight: Tensor,  # (V, D)
     bias: Tensor | None,  # (V,)
     reading: Reading,
-) -> Partials:
-    """Returns the partial statistics of each split of the logits hidden @ weight.T + bias."""
+    expects: bool = False,  # whether the gradient of the hidden states is needed too
+) -> tuple[Partials, Expected | None]:
+    """Returns the partial statistics of each split of the logits hidden @ weight.T + bias.
+
+    The second result is the sums for the gradient of the hidden states. It is None if `expects` is
+    False, if the loss needs other sums, or if the sums would take too much memory.
+    """
     (N, D), V, device = hidden.shape, len(weight), hidden.device
     sums, label, ids = reading.sums, reading.label, reading.ids
     where = layout_of(hidden, weight)
     heavy = int(reading.softcap is not None or any(sums)) + (not where.aligned)
     size, memory = hidden.element_size(), config.memory(device)
-    cut = config.narrow("fwd", where.block_d, size, memory, heavy)
-    cut = config.narrow_splits(cut, N, V, D, config.processors(device))
+    expects = expects and is_expected(reading) and 4 * N * D <= MOST_BYTES
+    kernel, limit = ("fwd_expected", MOST_BYTES) if expects else ("fwd", None)
+    cut = config.narrow(kernel, where.block_d, size, memory, heavy)
+    cut = config.narrow_splits(cut, N, V, D, config.processors(device), limit)
     tiles, fields = config.ceil_div(N, cut.block_n), _contract.part_width(*sums)
     # The kernel writes whole tiles, so the last tile can end after row N.
     shape = (tiles * cut.block_n, fields, cut.splits)
     state = torch.empty(shape, device=device, dtype=torch.float32)
     K = reading.ids_per_row
     picked = None if ids is None else torch.empty((N, K), device=device, dtype=torch.float32)
+    expected, visits = None, (None,) * len(Visits._fields)
+    if expects:
+        expected = torch.empty((cut.splits, N, D), device=device, dtype=torch.float32)
+        visits = _visits_of_labels(reading, N, cut)
     if N:
         temperature, softcap = reading.row_temperature, reading.softcap
         by_row = () if temperature is None else (temperature.contiguous(),)
         bias = None if bias is None else bias.contiguous()
         class_weight = aligned(reading.class_weight) if sums.total else None
         launch = _fwd_launch(N, V, reading.temperature, softcap, sums, where, cut)
-        launch(hidden, weight, bias, class_weight, state, *by_row)
+        labels = None if label is None else label.contiguous()
+        launch(hidden, weight, bias, class_weight, labels, *visits, state, expected, *by_row)
         if label is not None or K:
             launch = _pick_launch(N, V, K, cut.splits, fields, softcap, reading.ignore_index, where)
             launch(
-                hidden, weight, bias, None if label is None else label.contiguous(),
-                ids.contiguous() if K else None, state, picked if K else None,
+                hidden, weight, bias, labels, ids.contiguous() if K else None, state,
+                picked if K else None,
             )  # fmt: skip
-    return Partials(state.mT[:N], picked)
+    found = None if expected is None else Expected(expected, state)
+    return Partials(state.mT[:N], picked), found
+
+
+def _visits_of_labels(reading: Reading, N: int, cut: config.Config) -> Visits:
+    """Sorts the labels by the tiles that contain them."""
+    order, label = order_by_rows(N, reading.vocab, cut), reading.label.reshape(-1)
+    tiles = torch.arange(N, device=label.device) // cut.block_n
+    places = tiles * order.step + label // cut.block_v
+    inside = (label >= 0) & (label < reading.vocab)
+    return visited(order, torch.where(inside, places, NO_TILE.value))
 
 
 @functools.lru_cache(REMEMBERED)

@@ -9,7 +9,15 @@ from ..contract import Coefficients, Reading
 from . import config
 from .launch import REMEMBERED, Launch
 from .narrow_bwd import Constants, narrow_hidden_bwd_kernel, narrow_weight_bwd_kernel
-from .narrow_terms import Order, Pairs, terms_of
+from .narrow_expected import Expected, hidden_from_expected
+from .narrow_terms import (
+    Pairs,
+    Visits,
+    order_by_columns,
+    order_by_rows,
+    terms_of,
+    tiles_per_split,
+)
 from .narrow_tile import HeadLayout, layout_of
 from .numerics import LOG2E
 from .stats_split_fwd import aligned
@@ -28,6 +36,7 @@ def narrow_gradients(
     d_weight: Tensor | None,  # (V, D), with contiguous rows
     d_bias: Tensor | None,  # (V,), fp32
     adds: bool = False,  # whether to add to d_weight; if not, d_weight is overwritten
+    expected: Expected | None = None,  # sums that the forward kernel computed for d_hidden
 ) -> None:
     """Writes the gradients of a head to d_hidden, d_weight and d_bias.
 
@@ -37,29 +46,33 @@ def narrow_gradients(
     (N, D), V, where = hidden.shape, len(weight), layout_of(hidden, weight)
     by_rows, by_columns = _cuts(hidden, V, where, reading, coefficients.has)
     orders = []
-    if d_hidden is not None:
-        orders.append(_order_by_rows(N, V, by_rows))
+    if d_hidden is not None and expected is None:
+        orders.append(order_by_rows(N, V, by_rows))
     if d_weight is not None or d_bias is not None:
-        orders.append(_order_by_columns(N, V, by_columns))
-    terms, pairs_of, has = terms_of(
-        reading, state, coefficients, upstream, factor, V, tuple(orders)
-    )
+        orders.append(order_by_columns(N, V, by_columns))
+    terms, pairs, has = terms_of(reading, state, coefficients, upstream, factor, V, tuple(orders))
+    visits = [_NONE] * len(orders)
+    if pairs is not None:
+        visits = [(*each, pairs.columns, pairs.g) for each in pairs.visits]
     class_weight = aligned(reading.class_weight) if "total" in has else None
     inputs = (hidden, weight, None if bias is None else bias.contiguous(), class_weight, terms)
     rate = None if reading.temperature is None else LOG2E.value / reading.temperature
-    known = (rate, reading.softcap)
-    if d_hidden is not None:
-        pairs, out = pairs_of[0], d_hidden
+    known = (*_sizes_of(pairs), rate, reading.softcap)
+    if d_hidden is not None and expected is not None:
+        assert pairs is not None
+        hidden_from_expected(expected, weight, terms, pairs, d_hidden)
+    elif d_hidden is not None:
+        out = d_hidden
         if by_rows.splits > 1:
             out = torch.empty((by_rows.splits, N, D), device=hidden.device, dtype=torch.float32)
-        launch = _hidden_launch(N, V, *_sizes_of(pairs), *known, has, where, by_rows)
-        launch(*inputs, *(pairs or _NONE), out)
+        launch = _hidden_launch(N, V, *known, has, where, by_rows)
+        launch(*inputs, *visits[0], out)
         if by_rows.splits > 1:
             d_hidden.copy_(out.sum(0))
     if d_weight is not None or d_bias is not None:
-        pairs, step = pairs_of[-1], 0 if d_weight is None else d_weight.stride(0)
-        launch = _weight_launch(N, V, step, *_sizes_of(pairs), *known, has, where, by_columns, adds)
-        launch(*inputs, *(pairs or _NONE), d_weight, d_bias)
+        step = 0 if d_weight is None else d_weight.stride(0)
+        launch = _weight_launch(N, V, step, *known, has, where, by_columns, adds)
+        launch(*inputs, *visits[-1], d_weight, d_bias)
 
 
 def _cuts(
@@ -75,22 +88,7 @@ def _cuts(
     return by_rows, config.narrow("d_weight", *size)
 
 
-def _order_by_rows(N: int, V: int, cut: config.Config) -> Order:
-    tiles = _tiles_per_split(V, cut)
-    programs = config.ceil_div(N, cut.block_n) * cut.splits
-    return Order(cut.block_n, cut.block_v, True, cut.splits * tiles, tiles, programs)
-
-
-def _order_by_columns(N: int, V: int, cut: config.Config) -> Order:
-    tiles, programs = config.ceil_div(N, cut.block_n), config.ceil_div(V, cut.block_v)
-    return Order(cut.block_n, cut.block_v, False, tiles, tiles, programs)
-
-
-def _tiles_per_split(V: int, cut: config.Config) -> int:
-    return config.ceil_div(config.ceil_div(V, cut.block_v), cut.splits)
-
-
-_NONE = (None,) * len(Pairs._fields)
+_NONE = (None,) * (len(Visits._fields) + 2)
 
 
 def _sizes_of(pairs: Pairs | None) -> tuple[int, int]:
@@ -105,7 +103,7 @@ def _hidden_launch(
 ) -> Launch:  # fmt: skip
     return Launch(
         narrow_hidden_bwd_kernel, (config.ceil_div(N, cut.block_n), cut.splits),
-        (N, V, _tiles_per_split(V, cut), pairs, slots, rate, softcap),
+        (N, V, tiles_per_split(V, cut), pairs, slots, rate, softcap),
         num_warps=cut.num_warps, num_stages=cut.stages, registers=cut.registers,
         CONSTANTS=Constants(has, where, cut.block_n, cut.block_v),
     )  # fmt: skip

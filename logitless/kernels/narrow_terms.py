@@ -58,18 +58,41 @@ class Order(NamedTuple):
     programs: int
 
 
-class Pairs(NamedTuple):
+def order_by_rows(N: int, V: int, cut: config.Config) -> Order:
+    """The order of a kernel whose programs have one tile of rows and one split of the columns."""
+    tiles = tiles_per_split(V, cut)
+    programs = config.ceil_div(N, cut.block_n) * cut.splits
+    return Order(cut.block_n, cut.block_v, True, cut.splits * tiles, tiles, programs)
+
+
+def order_by_columns(N: int, V: int, cut: config.Config) -> Order:
+    """The order of a kernel whose programs have one tile of columns and all rows."""
+    tiles, programs = config.ceil_div(N, cut.block_n), config.ceil_div(V, cut.block_v)
+    return Order(cut.block_n, cut.block_v, False, tiles, tiles, programs)
+
+
+def tiles_per_split(V: int, cut: config.Config) -> int:
+    return config.ceil_div(config.ceil_div(V, cut.block_v), cut.splits)
+
+
+class Visits(NamedTuple):
     """Pairs of row and column, sorted by the order in which one kernel visits the tiles.
 
-    The number of pairs is P = N · slots, because every row has `slots` pairs.
+    P is the number of pairs.
     """
 
     first: Tensor  # (programs,), the index of the first pair of each program
     places: Tensor  # (P,), the place of each pair's tile, sorted
     ends: Tensor  # (P,), 1 + the index of the last pair in the same tile
-    index: Tensor  # (P,), the index of each pair in the flattened tensors `columns` and `g`
+    index: Tensor  # (P,), the index of each pair before the sort
+
+
+class Pairs(NamedTuple):
+    """Pairs of row and column with their numbers g. Every row has `slots` pairs."""
+
     columns: Tensor  # (N, slots)
     g: Tensor  # (N, slots)
+    visits: list[Visits]  # the same pairs, sorted for each Order
 
 
 @dataclass(frozen=True)
@@ -88,6 +111,18 @@ class _Constants:
 def order_of(constants, index):
     """Returns (block_n, block_v, by_rows) of orders[index], or None if `index` is too large."""
     return constants.orders[index] if index < len(constants.orders) else None
+
+
+@triton.jit
+def next_place(PLACES, pair, count):
+    """Returns the place (see Order) of the tile that contains a pair, or -1 after the last pair.
+
+    PLACES is None if there are no pairs.
+    """
+    if PLACES is not None:
+        return tl.load(PLACES + pair, mask=pair < count, other=-1)
+    else:
+        return tl.full((), -1, tl.int64)
 
 
 @triton.jit
@@ -186,8 +221,8 @@ def terms_of(
     factor: Tensor | None,  # one number, or one number per row
     vocab: int,
     orders: tuple[Order, ...],
-) -> tuple[Tensor, list[Pairs | None], tuple[str, ...]]:
-    """Returns the terms (TERMS, N), the pairs for each Order, and the names of coefficients in use.
+) -> tuple[Tensor, Pairs | None, tuple[str, ...]]:
+    """Returns the terms (TERMS, N), the pairs, and the names of the coefficients in use.
 
     The pairs are None if the gradient of the loss has no term for a label or for ids.
     """
@@ -205,6 +240,7 @@ def terms_of(
     if slots:
         columns = torch.empty((N, slots), device=device, dtype=torch.int32)
         g = torch.empty((N, slots), device=device, dtype=torch.float32)
+    if slots and orders:
         places = torch.empty((len(orders), N * slots), device=device, dtype=torch.int64)
     label = reading.label
     _terms_launch(
@@ -215,18 +251,26 @@ def terms_of(
         g_ids.contiguous() if K else None, upstream, factor, terms, columns, g, places,
         *(() if temperature is None else (temperature.contiguous(),)),
     )  # fmt: skip
-    if columns is None or g is None or places is None:
-        return terms, [None] * len(orders), has
-    places, index = places.sort(dim=1, stable=True)  # stable, so that sums have a fixed order
-    found = []
-    for order, place, at in zip(orders, places, index, strict=True):
-        begins = torch.arange(order.programs, device=device) * order.count
-        first, ends = (
-            torch.searchsorted(place, begins),
-            torch.searchsorted(place, place, right=True),
-        )
-        found.append(Pairs(first, place, ends, at, columns, g))
-    return terms, found, has
+    if columns is None or g is None:
+        return terms, None, has
+    found = [] if places is None else [visited(*each) for each in zip(orders, places, strict=True)]
+    return terms, Pairs(columns, g, found), has
+
+
+def visited(order: Order, places: Tensor) -> Visits:  # places (P,)
+    """Sorts pairs by the places of their tiles. The sort is stable, so sums have a fixed order."""
+    places, index = places.sort(stable=True)
+    begins = torch.arange(order.programs, device=places.device) * order.count
+    first, ends = (
+        torch.searchsorted(places, begins),
+        torch.searchsorted(places, places, right=True),
+    )
+    return Visits(first, places, ends, index)
+
+
+def steps_of(orders: tuple[Order, ...]) -> tuple[int, int]:
+    """Returns the field `step` of the first and of the last Order."""
+    return (orders[0].step, orders[-1].step) if orders else (0, 0)
 
 
 @functools.lru_cache(REMEMBERED)
@@ -238,7 +282,7 @@ def _terms_launch(
     block_k = min(max(config.ceil_pow2(K), 2), 128)
     return Launch(
         _narrow_terms_kernel, (N,),
-        (*number, N, V, K, slots, orders[0].step, orders[-1].step, ignore_index),
+        (*number, N, V, K, slots, *steps_of(orders), ignore_index),
         num_warps=1,
         CONSTANTS=_Constants(has, *steps, block_k, tuple(order[:3] for order in orders)),
     )  # fmt: skip

@@ -89,6 +89,13 @@ def across(t, y):
 
 
 @triton.jit
+def exponentials(y, m, rate):
+    """Returns e^(d/T) and d = y - m, where the max m and `rate` have one number per row."""
+    d = y - across(finite(m), y)
+    return tl.exp2(d * across(rate, y)), d
+
+
+@triton.jit
 def fold_values(
     state, y, top, place, W, first, at, mask, ref, rate,
     ENTROPY: tl.constexpr, TOTAL: tl.constexpr, SECOND: tl.constexpr,
@@ -104,8 +111,7 @@ def fold_values(
     m = tl.maximum(state.m, top)
     moved = move(state.m, m, state.s)
     scale = tl.exp2(moved * rate)
-    d = y - across(finite(m), y)
-    e = tl.exp2(d * across(rate, y))
+    e, d = exponentials(y, m, rate)
     s, w, c, n, s1 = state.s, state.w, state.c, state.n, state.s1
     if ENTROPY:
         # d is clamped, because d can be -inf where e is 0, and -inf · 0 would be NaN.

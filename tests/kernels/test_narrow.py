@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from logitless import kernels
-from logitless.contract import COEFFICIENTS, NO_ID, Coefficients, Reading
+from logitless.contract import COEFFICIENTS, G_LABEL, NO_ID, A, Coefficients, Reading
 from logitless.kernels import config
 from logitless.kernels.narrow_tile import is_narrow
 
@@ -40,7 +40,7 @@ def test_all_statistics_and_all_coefficients(splits, device):
     d_hidden, d_weight = torch.full_like(h, torch.nan), torch.full_like(w, torch.nan)
     d_bias = torch.full_like(b, torch.nan)
     with config.override(block_v=16, block_n=16, splits=splits):
-        found = kernels.finish(kernels.narrow_partial(h, w, b, how), how)
+        found = kernels.finish(kernels.narrow_partial(h, w, b, how)[0], how)
         kernels.narrow_gradients(
             h, w, b, how, found.state, coefficients, upstream, factor, d_hidden, d_weight, d_bias
         )
@@ -55,6 +55,73 @@ def test_all_statistics_and_all_coefficients(splits, device):
     assert d_weight.isnan().all()  # the row with an invalid id has a gradient in every column
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_gradient_of_hidden_from_the_sums_of_forward(splits, device):
+    """Row 0 is almost certain of its label: its gradient is the difference of nearly equal sums.
+
+    Row 1 has a label outside the vocabulary, row 4 is ignored, and a bias of -inf has p = 0.
+    """
+    label = torch.arange(N, device=device) % V
+    label[1], label[4] = V, -100
+    temperature = torch.linspace(0.5, 2.0, N, device=device)
+    how = Reading(V, label, None, None, temperature, None, None, -100, ("nll",))
+    h, w = normal(N, D).to(device), normal(V, D, seed=1).to(device)
+    b = normal(V, seed=2).to(device)
+    b[0], b[7] = 0.0, -torch.inf
+    others = (h[0] @ w.T + b)[1:]
+    b[0] = -(h[0] @ w[0]) + others.logsumexp(0) + 4.0
+    rows = normal(N, COEFFICIENTS, seed=3).to(device)
+    coefficients = Coefficients(rows, ("a", "label"))
+    rows[0, A], rows[0, G_LABEL] = 1.0, -1.0
+    one, factor = torch.ones((), device=device), normal(N, seed=6).to(device)
+    d_hidden, d_weight = torch.full_like(h, torch.nan), torch.full_like(w, torch.nan)
+    with config.override(block_v=16, block_n=16, splits=splits):
+        partials, expected = kernels.narrow_partial(h, w, b, how, True)
+        assert expected is not None
+        assert expected.sums.shape == (splits, N, D)
+        found = kernels.finish(partials, how)
+        kernels.narrow_gradients(
+            h, w, b, how, found.state, coefficients, one, factor, d_hidden, d_weight, None, False,
+            expected,
+        )  # fmt: skip
+        alone = torch.full_like(h, torch.nan)
+        kernels.narrow_gradients(
+            h, w, b, how, found.state, coefficients, one, factor, alone, None, None, False, expected
+        )
+    z = (h.double() @ w.double().T + b.double()) / temperature.double()[:, None]
+    p, live = z.softmax(1), label.clamp(0, V - 1)
+    dz = rows[:, A, None].double() * p
+    dz[torch.arange(N), live] += rows[:, G_LABEL].double()
+    dz[0, 0] = -p[0, 1:].sum()  # exact, where 1 - p would not be
+    dz *= (factor.double() / temperature.double())[:, None]
+    want = dz @ w.double()
+    want[4] = 0
+    assert 1e-5 < p[0, 1:].sum() < 1e-3
+    assert d_hidden[1].isnan().all()
+    assert torch.equal(alone[2:], d_hidden[2:])
+    keep = torch.arange(N, device=device) != 1
+    error = (d_hidden.double() - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-30)
+    torch.testing.assert_close(d_hidden[keep][1:].double(), want[keep][1:], rtol=1e-4, atol=1e-5)
+    assert error[0] < 1e-2
+
+
+def test_which_losses_need_only_the_sums_of_forward(device):
+    h, w = normal(N, D).to(device), normal(V, D, seed=1).to(device)
+    label = torch.zeros(N, dtype=torch.int64, device=device)
+    plain = Reading(V, label, wants=("nll",))
+    for change, expects in (
+        ({}, True),
+        ({"label": None, "wants": ("lse",)}, False),
+        ({"ids": label[:, None], "wants": ("picked",)}, False),
+        ({"softcap": 3.0}, False),
+        ({"wants": ("nll", "entropy")}, False),
+        ({"wants": ("nll", "total")}, False),
+    ):
+        _, expected = kernels.narrow_partial(h, w, None, plain._replace(**change), True)
+        assert (expected is not None) == expects, change
+    assert kernels.narrow_partial(h, w, None, plain)[1] is None
+
+
 def test_gradients_of_weight_and_bias_alone(device):
     """They are added to what is there, with a stride, and the loss has no label and no ids."""
     h, w = normal(N, D).to(device), normal(V, D, seed=1).to(device)
@@ -64,7 +131,7 @@ def test_gradients_of_weight_and_bias_alone(device):
     one = torch.ones((), device=device)
     total, d_bias = torch.ones(V, 2 * D, device=device)[:, :D], torch.empty(V, device=device)
     with config.override(block_v=16, block_n=16):
-        state = kernels.finish(kernels.narrow_partial(h, w, None, how), how).state
+        state = kernels.finish(kernels.narrow_partial(h, w, None, how)[0], how).state
         kernels.narrow_gradients(
             h, w, None, how, state, coefficients, one, None, None, total, d_bias, True
         )

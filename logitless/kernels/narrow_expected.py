@@ -1,0 +1,123 @@
+"""The gradient of the hidden states of a narrow head, from sums that the forward kernel computes.
+
+The gradient of the logsumexp with respect to the hidden states is the mean of the rows of the
+weight, weighted by the probabilities p. Attention computes the same sum: the hidden states are the
+queries, and the weight is both the keys and the values. So the forward kernel (narrow_fwd.py)
+computes Σ e^(d/T) · weight together with the logsumexp. The kernel of this file merges the splits
+of these sums, and computes the gradient of the hidden states without computing the logits again.
+
+The column of the label is left out of the sums. If p of the label is near 1, the gradient is
+the difference of two nearly equal vectors. This kernel adds the label's own p to the label's term
+of the gradient in fp32, before the product with the weight, so that the difference is exact.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..contract import Reading
+from . import config
+from .launch import REMEMBERED, Launch
+from .narrow_terms import TERM_C0, TERM_RATE, TERM_SHIFT, Pairs
+from .numerics import INF
+from .profiling import Arguments, profiled
+from .state import field
+from .stats_merge import SPLIT_M, SPLIT_Y_LABEL
+
+# The largest number of bytes for the sums of all splits.
+MOST_BYTES = config.NARROW_SUMS
+
+
+class Expected(NamedTuple):
+    """The sums Σ e^(d/T) · weight of each split, without the label's column."""
+
+    sums: Tensor  # (splits, N, D), fp32
+    state: Tensor  # (N rounded up, fields, splits), which holds d's max, and y at the label
+
+
+def is_expected(reading: Reading) -> bool:
+    """Whether the gradient of a loss needs no sums except those of `Expected`.
+
+    Ids are left out, because p and the teacher's probability at an id can be nearly equal, as at
+    the label.
+    """
+    simple = reading.label is not None and reading.ids is None and reading.softcap is None
+    return simple and not any(reading.sums)
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """The constants that the kernel is compiled for."""
+
+    width: int
+    stride_w: int
+    fields: int
+    block_d: int
+
+
+def _rows_of_weight(args: Arguments) -> int:
+    """The number of elements of the weight that the kernel reads."""
+    return args["OUT"].numel()
+
+
+@triton.jit(
+    **profiled("narrow_expected_bwd", WEIGHT=_rows_of_weight),
+    do_not_specialize=["N", "splits"],
+    do_not_specialize_on_alignment=["WEIGHT", "OUT"],
+)
+def _narrow_expected_bwd_kernel(
+    SUMS, SPLITS, WEIGHT, TERMS, COLUMNS, G,  # inputs
+    OUT,  # (N, D)
+    N, splits,  # sizes
+    CONSTANTS: tl.constexpr,
+):  # fmt: skip
+    """Each program computes the gradient of the hidden states of one row."""
+    D: tl.constexpr = field(CONSTANTS, "width")
+    row = tl.program_id(0).to(tl.int64)
+    offs_d = tl.arange(0, field(CONSTANTS, "block_d"))
+    mask = offs_d < D
+    shift = tl.load(TERMS + TERM_SHIFT * N + row)
+    c0 = tl.load(TERMS + TERM_C0 * N + row)
+    rate = tl.load(TERMS + TERM_RATE * N + row)
+    SPLITS += row * (splits * field(CONSTANTS, "fields"))
+    total = tl.zeros((field(CONSTANTS, "block_d"),), tl.float32)
+    for split in range(splits):
+        m = tl.load(SPLITS + SPLIT_M * splits + split)
+        # The sum of a split without finite logits is 0.
+        scale = tl.where(tl.abs(m) == INF, 0.0, tl.exp2((m - shift) * rate))
+        at = (split * tl.cast(N, tl.int64) + row) * D + offs_d
+        total += scale * tl.load(SUMS + at, mask=mask, other=0.0)
+    label = tl.load(COLUMNS + row).to(tl.int64)
+    w = tl.load(WEIGHT + label * field(CONSTANTS, "stride_w") + offs_d, mask=mask, other=0.0)
+    y_label = tl.load(SPLITS + SPLIT_Y_LABEL * splits)
+    d_label = tl.load(G + row) + c0 * tl.exp2((y_label - shift) * rate)
+    d_hidden = c0 * total + d_label * w.to(tl.float32)
+    tl.store(OUT + row * D + offs_d, d_hidden.to(OUT.dtype.element_ty), mask=mask)
+
+
+def hidden_from_expected(
+    expected: Expected,
+    weight: Tensor,  # (V, D)
+    terms: Tensor,  # (TERMS, N)
+    pairs: Pairs,  # one pair per row, for the label
+    d_hidden: Tensor,  # (N, D), contiguous
+) -> None:
+    """Writes the gradient of the hidden states to d_hidden."""
+    N, D = d_hidden.shape
+    splits, fields = len(expected.sums), expected.state.shape[1]
+    _launch(N, D, weight.stride(0), fields, splits)(
+        expected.sums, expected.state, weight, terms, pairs.columns, pairs.g, d_hidden
+    )
+
+
+@functools.lru_cache(REMEMBERED)
+def _launch(N: int, D: int, stride_w: int, fields: int, splits: int) -> Launch:
+    block_d = max(config.ceil_pow2(D), 2)
+    return Launch(
+        _narrow_expected_bwd_kernel, (N,), (N, splits),
+        num_warps=1, CONSTANTS=_Constants(D, stride_w, fields, block_d),
+    )  # fmt: skip
