@@ -82,10 +82,11 @@ def explain(head: Head, reduction: str = "mean", gradient: bool = True) -> Expla
     else:  # fp32 logits of 16-bit hidden states need extra memory for the gradient
         memory = rows * cut.columns * (size + work.itemsize * work.wide)
     if cut.on_chip:
-        # The logits are computed three times: for the loss, for the gradient of hidden, and for the
-        # gradient of the weight. The two gradients take one more GEMM each, so there are five
-        # GEMMs.
-        way, memory, again = "on the chip", 0, 5 - floor if gradient else 0
+        # For the mean of a cross-entropy, the logits are computed twice: once for the loss and the
+        # gradient of hidden, and once for the gradient of the weight. With one more GEMM for each
+        # gradient, there are four GEMMs. For results per row, the backward computes the logits once
+        # more for the gradient of hidden.
+        way, memory, again = "on the chip", 0, (4 if mean else 5) - floor if gradient else 0
         extra = again
     else:
         way = "rows" if cut.columns is None else "columns" if chunks == 1 else "rows and columns"

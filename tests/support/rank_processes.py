@@ -6,6 +6,7 @@ same processes, because starting processes is slow.
 """
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -17,10 +18,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import IO, Any
 
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 from tests.support.paths import ROOT
 from tests.support.patience import HANG
@@ -142,7 +145,23 @@ def errors_of(said: list[tuple[str, str]]) -> str:
 
 
 def run(world: int, module: str, which: str) -> list[dict[str, float | str]]:
-    """The outcomes of the cases of `module` on each of `world` ranks."""
+    """The outcomes of the cases of `module` on each of `world` ranks.
+
+    The processes of pytest-xdist share the outcomes: the first that asks computes them, and the
+    others wait for a file.
+    """
+    test_run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if test_run is None:
+        return _run(world, module, which)
+    name = hashlib.sha256(repr((test_run, world, module, which)).encode()).hexdigest()[:16]
+    path = Path(tempfile.gettempdir()) / f"logitless-ranks-{name}.json"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            path.write_text(json.dumps(_run(world, module, which)))
+        return json.loads(path.read_text())
+
+
+def _run(world: int, module: str, which: str) -> list[dict[str, float | str]]:
     code = (
         f"import {module} as cases\nfrom tests.support import rank_processes\n"
         f"rank_processes.in_process(rank, {world}, cases.{which})"
