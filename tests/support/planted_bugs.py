@@ -25,7 +25,7 @@ ON_CHIP = "tests/heads/test_on_chip.py"
 LINEAR, BLOCKS, SUMS = (f"tests/heads/test_{x}.py" for x in ("linear", "blocks", "gradient_sums"))
 PRODUCTS, SMALL = "tests/heads/test_products.py", "tests/heads/test_small.py"
 SHARD, SHARD_HEADS = "tests/parallel/test_shard.py", "tests/parallel/test_shard_heads.py"
-TOPK = "tests/kernels/test_topk.py"
+TOPK, NARROW = "tests/kernels/test_topk.py", "tests/kernels/test_narrow.py"
 FUNCTIONS, VIEWS = "tests/lazy/test_torch_functions.py", "tests/lazy/test_views.py"
 LAZY_TEACHERS = "tests/lazy/test_teachers.py"
 ELEMENTWISE, GRADIENT = "tests/lazy/test_elementwise.py", "tests/lazy/test_gradient.py"
@@ -116,8 +116,18 @@ BUGS = (
     Bug("kernels: narrow splits overlap", "kernels", "logitless/kernels/narrow_fwd.py",
         "hi = tl.minimum(lo + span, V)", "hi = V", (ON_CHIP,)),
     Bug("kernels: narrow pairs of a split", "kernels", "logitless/kernels/narrow_terms.py",
-        "torch.arange(order.programs, device=device) * order.count",
-        "torch.arange(order.programs, device=device) * order.step", (ON_CHIP,)),
+        "torch.arange(order.programs, device=places.device) * order.count",
+        "torch.arange(order.programs, device=places.device) * order.step", (ON_CHIP,)),
+    Bug("kernels: label twice in the sums", "kernels", "logitless/kernels/narrow_fwd.py",
+        "e = tl.where(is_row & (cols == tl.load(labels.LABEL + row)), 0.0, e)", "e = e + 0.0",
+        (NARROW,)),
+    Bug("kernels: sums of an old max", "kernels", "logitless/kernels/narrow_fwd.py",
+        "expected * scale[:, None]", "expected", (NARROW,)),
+    Bug("kernels: splits with their own max", "kernels", "logitless/kernels/narrow_expected.py",
+        "tl.exp2((m - shift) * rate))", "1.0)", (NARROW,)),
+    Bug("kernels: p of the label left out", "kernels", "logitless/kernels/narrow_expected.py",
+        "d_label = tl.load(G + row) + c0 * tl.exp2((y_label - shift) * rate)",
+        "d_label = tl.load(G + row)", (NARROW,)),
 
     # core/
     Bug("mean without class weights", "core", "logitless/core/evaluate.py",
