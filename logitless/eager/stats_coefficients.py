@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import ENTROPY, FIELDS, TAIL, Coefficients, Reading
+from ..contract import COEFFICIENTS, ENTROPY, FIELDS, TAIL, Coefficients, Reading, made_once
 from .rows import tail_coefficients
 
 
@@ -47,6 +47,21 @@ def fields_of(wants: tuple[str, ...], has_ids: bool) -> tuple[str, ...]:
     if has_ids:
         used.discard("label")
     return tuple(field for field in FIELDS if field in used)
+
+
+@made_once
+def of_one(name: str, device: torch.device, dtype: torch.dtype) -> Coefficients | None:
+    """The coefficients of one statistic's gradient, for a gradient of 1, equal for all rows.
+
+    The result is None if the coefficients differ between rows.
+    """
+    rule = RULES.get(name)
+    if rule is None or any(term.times for term in rule):
+        return None
+    rows = torch.zeros((1, COEFFICIENTS), device=device, dtype=dtype)
+    for field, sign, _ in rule:
+        rows[0, FIELDS.index(field)].fill_(sign)  # an assignment would make the host wait
+    return Coefficients(rows, fields_of((name,), False))
 
 
 def coefficients(

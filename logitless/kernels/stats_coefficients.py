@@ -194,8 +194,9 @@ def _plan(
     has_ids: bool,
 ) -> _Plan | None:  # fmt: skip
     """Returns the launch plan, or None if one launch is not possible."""
-    factors = {term.times for name in names for term in RULES.get(name, ())}
-    if len(names) > MOST or "tail" in wants or "classes" in factors:
+    if len(names) > MOST or "tail" in wants:
+        return None
+    if any(term.times == "classes" for name in names for term in RULES[name]):
         return None
     block_n, block_k = 32 if has_ids else 256, min(max(config.ceil_pow2(K), 1), 64)
     launch = Launch(

@@ -25,6 +25,7 @@ from ..contract import PRECISION, Reading, RowStats
 from ..core import call
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss, one, rows_in
+from ..eager.stats_coefficients import of_one
 from ..heads.operators import operator
 from . import checks
 
@@ -97,11 +98,17 @@ class Read(RowLoss):
         return outputs, (statistics.state,)
 
     def backward(self, backend, x, saved, upstream, factor=None, into=None):
-        state = saved[0]
-        gradients = dict(zip(self.reading.wants, upstream, strict=True))
-        coefficients = backend.coefficients(self.reading, state, gradients)
-        gain = one[state.device, state.dtype]
-        return backend.gradient(x, self.reading, state, coefficients, gain, factor, into)
+        state, reading, found = saved[0], self.reading, None
+        gradients = {n: d for n, d in zip(reading.wants, upstream, strict=True) if d is not None}
+        if len(gradients) == 1 and reading.ids is None:
+            # The coefficients of a single gradient are often known before the backward. The
+            # gradient itself is then the factor of the coefficients.
+            ((name, gain),) = gradients.items()
+            found = of_one[name, state.device, state.dtype]
+        if found is None:
+            found = backend.coefficients(reading, state, gradients)
+            gain = one[state.device, state.dtype]
+        return backend.gradient(x, reading, state, found, gain, factor, into)
 
     def shapes(self, x):
         lead, ids = x.shape[:-1], self.reading.ids
