@@ -41,6 +41,15 @@ class Backend(Protocol):
         """
         ...
 
+    def coefficients(
+        self, reading: Reading, state: Tensor, gradients: dict[str, Tensor | None]
+    ) -> Coefficients:
+        """Returns the coefficients of the backward formula from the gradients of statistics.
+
+        `gradients` holds the gradient of each statistic by name. A missing gradient is 0.
+        """
+        ...
+
     def partial(self, x: Tensor, reading: Reading, start: int = 0) -> Partials:
         """Returns the partial statistics of x.
 

@@ -14,11 +14,13 @@ from .smoothing_z_loss import (
     weighted_nll,
 )
 from .stats_bwd import gradient
+from .stats_coefficients import coefficients
 from .stats_fwd import finish, merge, outside, partial, read, with_repeats
 from .topk import topk
 
 __all__ = [
     "can_accumulate",
+    "coefficients",
     "cross_entropy",
     "finish",
     "gather",

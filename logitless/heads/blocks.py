@@ -125,6 +125,7 @@ class ReadsNoLogits:
         self.backend = backend
         self.cross_entropy, self.label_mass = backend.cross_entropy, backend.label_mass
         self.label_coefficients = backend.label_coefficients
+        self.coefficients = backend.coefficients
         self.weighted_nll, self.share = backend.weighted_nll, backend.share
         self.reduce, self.scale_, self.slots = backend.reduce, backend.scale_, backend.slots
         self.scale_two_, self.zero_ignored = backend.scale_two_, backend.zero_ignored

@@ -28,7 +28,7 @@ from .unshard import in_memory
 Rows = slice | Tensor  # some rows, as a slice or as a tensor of indices
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, init=False)
 class Head:
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,)."""
 
@@ -43,6 +43,10 @@ class Head:
     drop_ignored: bool = True
     module: nn.Module | None = None  # the module that owns the weight, if FSDP can free the weight
     columns: Any = None  # the ColumnBackend, if the weight is one rank's shard of the vocabulary
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **options):
+        # The generated __init__ of a frozen dataclass takes five times as long.
+        self.__dict__.update(options, hidden=hidden, weight=weight, bias=bias)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -90,7 +94,9 @@ class Head:
 
     def replace(self, **changed) -> "Head":
         """A copy of the head with changed fields."""
-        return replace(self, **changed)
+        copy = object.__new__(Head)  # dataclasses.replace takes several times as long
+        copy.__dict__.update(self.__dict__, **changed)
+        return copy
 
     def flatten(self) -> tuple[tuple[Tensor | None, ...], "Head"]:
         """Returns the tensors that backward reads, and the same head without tensors."""

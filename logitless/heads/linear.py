@@ -28,7 +28,7 @@ from .on_chip import chunks_of
 from .operators import evaluate_compiled
 from .per_row import PerRowLoss
 from .products import autocasts, cast_by_autocast
-from .small import evaluate_small
+from .small import evaluate_small, evaluate_traced
 from .total import ReducedLoss
 
 
@@ -117,8 +117,9 @@ def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor 
     if call.in_func():
         checks.no_head_in_func()
     small = head.is_small(loss)
-    if not (small and call.under_transform()):  # fake tensors have no values
-        call.check_values(loss)
+    if small and call.under_transform():  # fake tensors have no values to check
+        return evaluate_traced(head, loss, reduction, row_weight)
+    call.check_values(loss)
     if small:
         return evaluate_small(head, loss, reduction, row_weight)
     if reduction != "none":

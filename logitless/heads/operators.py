@@ -56,8 +56,8 @@ class _HeadArguments(NamedTuple):
 
     def head(self) -> Head:
         return Head(
-            self.hidden, self.weight, self.bias, None, self.workspace, self.logits_dtype,
-            self.accumulate, drop_ignored=False,
+            self.hidden, self.weight, self.bias, workspace=self.workspace,
+            logits_dtype=self.logits_dtype, accumulate=self.accumulate, drop_ignored=False,
         )  # fmt: skip
 
     def teacher(self) -> ScaledHead:

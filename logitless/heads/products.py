@@ -8,6 +8,7 @@ from torch import Tensor
 from ..core.source import is_dtensor
 
 SLAB = 64 << 20  # the largest size in bytes of a temporary fp32 copy on a CPU
+UNCHANGED = contextlib.nullcontext()  # a context manager that does nothing
 UNIT = 64  # if `gemm` splits a matrix, the size of the first part is a multiple of UNIT
 
 
@@ -94,8 +95,9 @@ def padded_memory(rows: int, vocab: int, like: Tensor, dtype: torch.dtype) -> Te
     On a GPU, every row of logits starts on a 16-byte boundary, so that `gemm` is fast for any V.
     """
     pack = 16 // dtype.itemsize if reads_vectors(like) else 1
-    padded = torch.empty((rows, -(-vocab // pack) * pack), device=like.device, dtype=dtype)
-    return padded[:, :vocab]
+    width = -(-vocab // pack) * pack
+    padded = torch.empty((rows, width), device=like.device, dtype=dtype)
+    return padded if width == vocab else padded[:, :vocab]
 
 
 def padded_logits(
@@ -138,7 +140,7 @@ def autocasts(device: torch.device) -> bool:
 def without_autocast(device: torch.device):
     """Returns a context manager that disables autocast."""
     if not autocasts(device):
-        return contextlib.nullcontext()
+        return UNCHANGED
     return torch.autocast(device.type, enabled=False)
 
 

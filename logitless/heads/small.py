@@ -21,18 +21,16 @@ from .. import eager
 from ..contract import PRECISION
 from ..core import evaluate
 from ..core.autograd import Node, refuse_second, refuse_tangents
-from ..core.call import backend_of, under_transform
+from ..core.call import backend_of
 from ..core.evaluate import GradientInBackward
 from ..core.loss import RowLoss
 from .gradient_sums import HeadGradients
 from .head import Head
-from .products import gemm, padded_logits, padded_memory, without_autocast
+from .products import UNCHANGED, gemm, padded_logits, padded_memory, without_autocast
 
 
 def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     """Returns the weighted and reduced loss over a small head."""
-    if under_transform():
-        return evaluate.evaluate(_traced_logits(head, loss), loss, reduction, row_weight)
     inputs = head.tensors
     if forward_ad._current_level >= 0:
         refuse_tangents(*inputs)
@@ -48,6 +46,14 @@ def evaluate_small(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor
             return _small_total(*inputs, row_weight, loss, reduction)
         outputs = _small_rows(*inputs, loss, *loss.row_inputs)
         return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
+
+
+def evaluate_traced(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
+    """Like `evaluate_small`, for a dispatch mode such as FakeTensorMode."""
+    hidden = head.hidden
+    flat = eager.zero_ignored(hidden.reshape(-1, hidden.shape[-1]), loss.reading)
+    x = head.replace(hidden=flat.view(hidden.shape)).logits()
+    return evaluate.evaluate(x, loss, reduction, row_weight)
 
 
 class SmallTotal(Node):
@@ -69,13 +75,14 @@ class SmallTotal(Node):
         Node.refuse_vmap((upstream,))
         hidden, weight, bias, row_weight, *tensors = saved = ctx.saved_tensors
         gradients, ctx.gradients = ctx.gradients, None  # autograd owns the gradients afterwards
-        with torch.no_grad():
+        differentiable = torch.is_grad_enabled()
+        with torch.no_grad() if differentiable else UNCHANGED:
             if gradients is None:
                 with without_autocast(hidden.device):
                     loss = ctx.loss.rebuild(tensors)
                     _, gradients = _total(ctx, hidden, weight, bias, row_weight, loss)
             gradients.scale_(ctx.backend, upstream)
-        if torch.is_grad_enabled():
+        if differentiable:
             gradients = gradients.through(lambda g: refuse_second(g, (*saved, upstream)))
         return gradients.hidden, gradients.weight, gradients.bias, None, None, None
 
@@ -95,17 +102,18 @@ class SmallRows(Node):
     def backward(ctx, *upstream):
         Node.refuse_vmap(upstream)
         hidden, weight, bias, x, *tensors = saved = ctx.saved_tensors
-        gradients = HeadGradients()
-        with torch.no_grad(), without_autocast(hidden.device):
+        differentiable = torch.is_grad_enabled()
+        d_head = (None, None, None)
+        with torch.no_grad() if differentiable else UNCHANGED, without_autocast(hidden.device):
             wanted = any(ctx.needs_input_grad[:3])
             into = _memory_like(x) if wanted else None
             loss, dz, d_rows = evaluate.finish(ctx, x, tensors, upstream, wanted, into)
             if dz is not None:
-                gradients = _gradients(ctx, hidden, weight, bias, loss, dz)
-        gradients = gradients._replace(row_inputs=d_rows)
-        if torch.is_grad_enabled():
-            gradients = gradients.through(lambda g: refuse_second(g, (*saved, *upstream)))
-        return gradients.hidden, gradients.weight, gradients.bias, None, *gradients.row_inputs
+                d_head = _gradients(ctx, hidden, weight, bias, loss, dz)
+        gradients = (*d_head, *d_rows)
+        if differentiable:
+            gradients = refuse_second(gradients, (*saved, *upstream))
+        return *gradients[:3], None, *gradients[3:]
 
 
 _small_total: Any = super(torch.autograd.Function, SmallTotal).apply  # pyright: ignore[reportAttributeAccessIssue]
@@ -119,7 +127,7 @@ def _total(
     """Returns (value, *extras), and the gradients for an upstream gradient of 1."""
     x = _logits(hidden, weight, bias)
     outputs, dz = evaluate.total_and_gradient(ctx.backend, x, loss, row_weight, ctx.reduction, x)
-    return outputs, _gradients(ctx, hidden, weight, bias, loss, dz)
+    return outputs, HeadGradients(*_gradients(ctx, hidden, weight, bias, loss, dz))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -134,16 +142,9 @@ def _memory_like(x: Tensor) -> Tensor:
     return padded_memory(x.shape[:-1].numel(), x.shape[-1], x, x.dtype)
 
 
-def _traced_logits(head: Head, loss: RowLoss) -> Tensor:
-    """Returns differentiable logits, for a dispatch mode such as FakeTensorMode."""
-    hidden = head.hidden
-    flat = eager.zero_ignored(hidden.reshape(-1, hidden.shape[-1]), loss.reading)
-    return head.replace(hidden=flat.view(hidden.shape)).logits()
-
-
 def _gradients(
     ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: RowLoss, dz: Tensor
-) -> HeadGradients:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Returns the gradients of hidden, weight and bias, where dz is the gradient of the logits."""
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     d_hidden = d_weight = d_bias = None
@@ -159,4 +160,4 @@ def _gradients(
         d_weight = gemm(dz.t(), h)
     if needs_bias and bias is not None:
         d_bias = dz.sum(0, dtype=PRECISION[bias.dtype]).to(bias.dtype)
-    return HeadGradients(d_hidden, d_weight, d_bias)
+    return d_hidden, d_weight, d_bias

@@ -11,6 +11,7 @@ from .pair_bwd import pair_gradient
 from .pair_fwd import pair_finish, pair_partial, pair_read
 from .slot_divergence import slots
 from .smoothing_z_loss import cross_entropy, label_coefficients, label_mass, weighted_nll
+from .stats_coefficients import coefficients
 from .stats_merge import finish, merge
 from .stats_split_fwd import partial
 from .tail_mass import outside
@@ -20,6 +21,7 @@ from .zero_ignored import zero_ignored
 __all__ = [
     "accumulate",
     "can_accumulate",
+    "coefficients",
     "cross_entropy",
     "exponents",
     "finish",

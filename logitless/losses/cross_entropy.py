@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from .. import contract
-from ..contract import Coefficients, made_once
+from ..contract import Coefficients
 from ..core import call
 from ..core.evaluate import evaluate
 from ..core.in_place import evaluate_in_place
 from ..core.loss import RowLoss, rows_in
+from ..eager.stats_coefficients import of_one
 from ..heads.linear import HeadLogits, checked_head
 from ..heads.operators import operator
 from . import checks
@@ -33,7 +34,7 @@ class CrossEntropy(RowLoss):
     def value(self, backend, statistics):
         state = statistics.state
         if self.is_nll:
-            return (statistics.nll,), (state, _nll_coefficients[state.device, state.dtype].rows)
+            return (statistics.nll,), (state, of_one["nll", state.device, state.dtype].rows)
         value, coefficients = backend.cross_entropy(
             statistics, self.reading, self.label_smoothing, self.z_loss
         )
@@ -50,7 +51,7 @@ class CrossEntropy(RowLoss):
         # coefficients of its gradient are known before the logits are read. `one_pass` returns None
         # if one pass is not possible, for example because the rows are too long.
         if self.is_nll:
-            coefficients = _nll_coefficients[x.device, torch.float32]
+            coefficients = of_one["nll", x.device, torch.float32]
         else:
             coefficients = backend.label_coefficients(self.reading, torch.float32)
         value = backend.one_pass(x, self.reading, coefficients, factor, into)
@@ -62,7 +63,7 @@ class CrossEntropy(RowLoss):
     def mean_and_gradient(self, backend, x, into):
         if not self.is_nll or backend.one_pass is None:
             return None
-        coefficients = _nll_coefficients[x.device, torch.float32]
+        coefficients = of_one["nll", x.device, torch.float32]
         shares = backend.one_pass(x, self.reading, coefficients, None, into, mean=True)
         return None if shares is None else shares.sum()
 
@@ -98,15 +99,6 @@ class ScoredCrossEntropy(CrossEntropy):
     def shapes(self, x):
         value, *saved = super().shapes(x)
         return [value, *(value for _ in self.extras), *saved]
-
-
-@made_once
-def _nll_coefficients(device: torch.device, dtype: torch.dtype) -> Coefficients:
-    """Coefficients of nll's gradient p_i - [i = label], which are the same for all rows."""
-    rows = torch.zeros((1, contract.COEFFICIENTS), device=device, dtype=dtype)
-    rows[0, contract.A].fill_(1.0)  # an assignment, unlike fill_, would make the host wait
-    rows[0, contract.G_LABEL].fill_(-1.0)
-    return Coefficients(rows, ("a", "label"))
 
 
 @call.named()

@@ -11,8 +11,9 @@ from ..contract import PRECISION, Coefficients, RowStats
 from ..core import call, operators
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss, flat_rows, ignored_value, rows_in
+from ..eager.stats_coefficients import fields_of
 from . import checks
-from .statistics import Read, coefficients_of, fields_of, stats_reading
+from .statistics import Read, stats_reading
 
 Result = TypeVar("Result", bound=Tensor | tuple[Tensor, ...])
 
@@ -157,14 +158,15 @@ class Formula(RowLoss):
         d_leaves = [next(gradients) if t.requires_grad else None for t in leaves]
         d_inputs = [next(gradients) if t.requires_grad else None for t in inputs]
         d_statistics = dict(zip(wants, d_leaves, strict=True))
-        rows, _, ids = coefficients_of(self.reading, statistics.state, d_statistics)
+        rows, _, ids = backend.coefficients(self.reading, statistics.state, d_statistics)
         # Outputs are cloned, because the formula can return one of the user's own tensors.
         outputs = tuple(t.detach().clone() for t in (value, *more))
         return outputs, (statistics.state, rows, ids, *d_inputs)
 
     def coefficients(self, saved, upstream):
         _, rows, ids, *_ = saved
-        return Coefficients(rows, fields_of(self.reading), ids), upstream[0]
+        has = fields_of(self.reading.wants, self.reading.ids is not None)
+        return Coefficients(rows, has, ids), upstream[0]
 
     def traced(self, x, call=operators.call):
         statistics = Read(self.reading).traced(x, call)

@@ -10,11 +10,10 @@ row statistics have the same backward formula:
 
     dz_i = p_i (a + b log p_i) + Σ_k g_k [i = id_k] + g_c,    where p_i = e^(z_i - lse)
 
-The functions in RULES compute the coefficients a, b, g_k and g_c from the gradients of the
-statistics. row_loss.py turns any formula over the statistics into a loss.
+The backend computes the coefficients a, b, g_k and g_c from the gradients of the statistics, by the
+RULES of eager/stats_coefficients.py. row_loss.py turns any formula over the statistics into a loss.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -22,11 +21,11 @@ import torch
 from torch import Tensor
 
 from .. import contract
-from ..contract import PRECISION, Coefficients, Reading, RowStats
+from ..contract import PRECISION, Reading, RowStats
 from ..core import call
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss, one, rows_in
-from ..eager.rows import tail_coefficients
+from ..eager.stats_coefficients import of_one
 from ..heads.operators import operator
 from . import checks
 
@@ -98,124 +97,24 @@ class Read(RowLoss):
         outputs = tuple(getattr(statistics, name) for name in self.reading.wants)
         return outputs, (statistics.state,)
 
-    def coefficients(self, saved, upstream):
-        state = saved[0]
-        gradients = dict(zip(self.reading.wants, upstream, strict=True))
-        return coefficients_of(self.reading, state, gradients), one[state.device, state.dtype]
+    def backward(self, backend, x, saved, upstream, factor=None, into=None):
+        state, reading, found = saved[0], self.reading, None
+        gradients = {n: d for n, d in zip(reading.wants, upstream, strict=True) if d is not None}
+        if len(gradients) == 1 and reading.ids is None:
+            # The coefficients of a single gradient are often known before the backward. The
+            # gradient itself is then the factor of the coefficients.
+            ((name, gain),) = gradients.items()
+            found = of_one[name, state.device, state.dtype]
+        if found is None:
+            found = backend.coefficients(reading, state, gradients)
+            gain = one[state.device, state.dtype]
+        return backend.gradient(x, reading, state, found, gain, factor, into)
 
     def shapes(self, x):
         lead, ids = x.shape[:-1], self.reading.ids
         at_ids = () if ids is None else ("picked", "logprob")
         outputs = [(*lead, ids.shape[-1]) if n in at_ids else lead for n in self.reading.wants]
         return [*outputs, (rows_in(lead), contract.STATE)]
-
-
-class _Sums:
-    """Sums the coefficients of the backward formula over all requested statistics, per row."""
-
-    def __init__(self, reading: Reading, state: Tensor):
-        self.reading, self.state = reading, state
-        self.rows: list[Tensor | None] = [None] * contract.COEFFICIENTS  # None stands for 0
-        self.ids = None  # g_k of shape (N, K), if there are K ids per row
-        if reading.ids is not None and {"picked", "logprob"} & set(reading.wants):
-            self.ids = state.new_zeros((len(state), reading.ids.shape[-1]))
-
-    def add(self, field: int, d: Tensor) -> None:
-        before = self.rows[field]
-        self.rows[field] = d if before is None else before + d
-
-    def add_at(self, d: Tensor) -> Tensor:
-        """Adds d to the coefficient g_k of the ids, or to g_label. Returns the sum of d per row."""
-        if self.ids is None:
-            self.add(contract.G_LABEL, d)
-            return d
-        self.ids = self.ids + d
-        return d.sum(1)
-
-
-class Rule(NamedTuple):
-    """The rule for the gradient of one statistic."""
-
-    fields: tuple[str, ...]  # the names of the coefficients that the gradient uses
-    add: Callable[[_Sums, Tensor], None]  # adds coefficients, given the gradient d of the statistic
-
-
-def _lse(sums: _Sums, d: Tensor) -> None:  # d lse / dz_i = p_i
-    sums.add(contract.A, d)
-
-
-def _picked(sums: _Sums, d: Tensor) -> None:  # d z[id] / dz_i = [i = id]
-    sums.add_at(d)
-
-
-def _logprob(sums: _Sums, d: Tensor) -> None:  # log p = z - lse
-    sums.add(contract.A, -sums.add_at(d))
-
-
-def _nll(sums: _Sums, d: Tensor) -> None:  # -log p of the label
-    sums.add(contract.G_LABEL, -d)
-    sums.add(contract.A, d)
-
-
-def _entropy(sums: _Sums, d: Tensor) -> None:  # dH / dz_i = -p_i (log p_i + H)
-    sums.add(contract.B, -d)
-    sums.add(contract.A, -d * sums.state[:, contract.ENTROPY])
-
-
-def _total(sums: _Sums, d: Tensor) -> None:  # d Σ v z / dz_i = v_i
-    sums.add(contract.G_TOTAL, d)
-
-
-def _log_total(sums: _Sums, d: Tensor) -> None:  # Σ v log p = Σ v z - lse Σ v
-    v = sums.reading.class_weight
-    n = sums.reading.vocab if v is None else v.to(d.dtype).sum()
-    sums.add(contract.G_TOTAL, d)
-    sums.add(contract.A, -d * n)
-
-
-def _tail(sums: _Sums, d: Tensor) -> None:
-    a = torch.zeros_like(d) if sums.rows[contract.A] is None else sums.rows[contract.A]
-    sums.rows[contract.A], sums.rows[contract.A_IDS] = tail_coefficients(
-        a, d, sums.state[:, contract.TAIL]
-    )
-
-
-# The Rule of each statistic that has a gradient. A new statistic needs one line in RULES.
-RULES = {
-    "lse": Rule(("a",), _lse),
-    "picked": Rule(("label",), _picked),
-    "logprob": Rule(("a", "label"), _logprob),
-    "nll": Rule(("a", "label"), _nll),
-    "entropy": Rule(("a", "b"), _entropy),
-    "total": Rule(("total",), _total),
-    "log_total": Rule(("a", "total"), _log_total),
-    "tail": Rule(("a", "a_ids"), _tail),  # the last rule, because it changes a
-}
-
-
-def fields_of(reading: Reading) -> tuple[str, ...]:
-    """The names of the coefficients that the gradients of the requested statistics use."""
-    used = {field for name in reading.wants if name in RULES for field in RULES[name].fields}
-    if reading.ids is not None:
-        used.discard("label")
-    return tuple(field for field in contract.FIELDS if field in used)
-
-
-def coefficients_of(
-    reading: Reading, state: Tensor, gradients: dict[str, Tensor | None]
-) -> Coefficients:
-    """Computes the coefficients of the backward formula from the gradient of each statistic."""
-    sums = _Sums(reading, state)
-    for name in RULES:
-        d = gradients.get(name)
-        if d is None and name == "tail" and name in reading.wants:
-            d = torch.zeros_like(state[:, 0])  # the coefficient a_ids is read in any case
-        if d is not None:
-            at_ids = sums.ids is not None and name in ("picked", "logprob")
-            RULES[name].add(sums, d.reshape(sums.ids.shape if at_ids else -1))
-    zero = torch.zeros_like(state[:, 0])
-    rows = torch.stack([zero if row is None else row for row in sums.rows], 1)
-    return Coefficients(rows, fields_of(reading), sums.ids)
 
 
 @call.named()

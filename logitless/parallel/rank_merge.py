@@ -57,6 +57,7 @@ class ColumnBackend:
         self.scale_two_, self.zero_ignored = backend.scale_two_, backend.zero_ignored
         self.cross_entropy, self.label_mass = backend.cross_entropy, backend.label_mass
         self.label_coefficients = backend.label_coefficients
+        self.coefficients = backend.coefficients
         self.weighted_nll, self.can_accumulate = backend.weighted_nll, backend.can_accumulate
         self.is_narrow = backend.is_narrow
         self.exponents = getattr(backend, "exponents", None)

@@ -7,11 +7,10 @@ from unittest import mock
 
 from torch import Tensor
 
-from logitless import contract
+from logitless import contract, eager
 from logitless.core import call as _call
 from logitless.core import checks as _checks
 from logitless.heads import chunks as _chunks
-from logitless.losses import statistics as stats
 
 
 def wrong_chunk() -> AbstractContextManager:
@@ -26,14 +25,14 @@ def wrong_chunk() -> AbstractContextManager:
 
 def dropped_coefficient() -> AbstractContextManager:
     """The gradient of the entropy forgets p log p."""
-    right = stats.coefficients_of
+    right = eager.coefficients
 
-    def coefficients_of(*args):
+    def coefficients(*args):
         found = right(*args)
         found.rows[:, contract.B] = 0
         return found
 
-    return mock.patch.object(stats, "coefficients_of", coefficients_of)
+    return mock.patch.object(eager, "coefficients", coefficients)
 
 
 def skipped_check() -> AbstractContextManager:

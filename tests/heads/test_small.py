@@ -7,12 +7,14 @@ import torch
 import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import logitless as ll
 from logitless.contract import Pair, Reading
 from logitless.heads import plan, products
 from logitless.heads.chunks import Chunks
 from logitless.heads.head import ScaledHead
+from logitless.kernels.launch import Launch
 from logitless.losses.cross_entropy import CrossEntropy
 from logitless.losses.dense_teacher import Dense
 from tests.support.heads import LOSSES, D, N, V, assert_same, leaves, make, result
@@ -197,6 +199,57 @@ def test_a_formula_gets_fp32_numbers_under_autocast(no_chunks, device):
     with torch.autocast(torch.device(device).type, torch.bfloat16):
         ll.row_loss(formula, ll.LinearLogits(hidden, weight), target)
     assert seen == [torch.float32] * len(seen)
+
+
+class Operations(TorchDispatchMode):
+    """Lists the operations of PyTorch that run in a block, without views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **kwargs or {})
+
+
+GEMMS = ["empty_like", "mm", "mm"]  # hidden without ignored rows, and two GEMMs
+
+
+@pytest.mark.parametrize(
+    ("used", "launches", "operations"),
+    [
+        (("logprob",), ["_label_bwd_kernel"], ["empty"]),
+        (("entropy",), ["_stats_coefficients_kernel", "_label_bwd_kernel"], ["empty"] * 2),
+        (
+            ("logprob", "entropy", "lse"),
+            ["_stats_coefficients_kernel", "_label_bwd_kernel"],
+            ["empty"] * 2,
+        ),
+    ],
+)
+def test_the_host_does_little_in_a_backward(
+    used, launches, operations, no_chunks, monkeypatch, device
+):
+    """For a small head, every operation on the host costs time."""
+    if device != "cpu":
+        pytest.skip("a backward on a GPU runs in another thread, where no operation is seen")
+    hidden, weight, _, target = make(torch.float32, device)
+    g = torch.randn(target.shape)
+    seen = []
+    with ll.impl("triton"):
+        parts = leaves(hidden, weight, None)[:2]
+        scores = ll.score(ll.LinearLogits(*parts), target)
+        outputs, d = [getattr(scores, name) for name in used], [g] * len(used)
+        torch.autograd.grad(outputs, parts, d, retain_graph=True)  # creates constants
+        monkeypatch.setattr(
+            Launch, "__call__", lambda self, *_: seen.append(self.kernel.fn.__name__)
+        )
+        with Operations() as ran:
+            torch.autograd.grad(outputs, parts, d)
+    assert seen == [*launches, "_zero_ignored_kernel"]
+    assert sorted(ran.names) == sorted(operations + GEMMS)
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])

@@ -47,6 +47,7 @@ def test_kernels_compile_ahead_of_time(target):
         "_scale_two_kernel",
         "_zero_ignored_kernel",
         "_slot_divergence_kernel",
+        "_stats_coefficients_kernel",
         "_stats_finish_kernel",
         "_stats_fwd_kernel",
         "_stats_merge_kernel",

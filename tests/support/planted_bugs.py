@@ -25,7 +25,9 @@ ON_CHIP = "tests/heads/test_on_chip.py"
 LINEAR, BLOCKS, SUMS = (f"tests/heads/test_{x}.py" for x in ("linear", "blocks", "gradient_sums"))
 PRODUCTS, SMALL = "tests/heads/test_products.py", "tests/heads/test_small.py"
 SHARD, SHARD_HEADS = "tests/parallel/test_shard.py", "tests/parallel/test_shard_heads.py"
-TOPK, NARROW = "tests/kernels/test_topk.py", "tests/kernels/test_narrow.py"
+TOPK, NARROW, COEFFICIENTS = (
+    f"tests/kernels/test_{x}.py" for x in ("topk", "narrow", "stats_coefficients")
+)
 FUNCTIONS, VIEWS = "tests/lazy/test_torch_functions.py", "tests/lazy/test_views.py"
 LAZY_TEACHERS = "tests/lazy/test_teachers.py"
 ELEMENTWISE, GRADIENT = "tests/lazy/test_elementwise.py", "tests/lazy/test_gradient.py"
@@ -222,9 +224,16 @@ BUGS = (
         ("tests/targets/test_safetensors.py",)),
 
     # losses/
-    Bug("sign of the entropy's gradient", "losses", "logitless/losses/statistics.py",
-        "sums.add(contract.A, -d * sums.state[:, contract.ENTROPY])",
-        "sums.add(contract.A, d * sums.state[:, contract.ENTROPY])", (STATISTICS,)),
+    Bug("sign of the entropy's gradient", "eager", "logitless/eager/stats_coefficients.py",
+        'Term("a", -1, "entropy")', 'Term("a", 1, "entropy")', (STATISTICS,)),
+    Bug("kernels: entropy's gradient lacks H", "kernels", "logitless/kernels/stats_coefficients.py",
+        "_plus(a, d * entropy,", "_plus(a, d,", (STATISTICS,)),
+    Bug("kernels: gradients at ids not summed", "kernels",
+        "logitless/kernels/stats_coefficients.py", "total += tl.sum(d.to(tl.float32), axis=1)",
+        "total = tl.sum(d.to(tl.float32), axis=1)", (COEFFICIENTS,)),
+    Bug("kernels: one gradient for all rows", "kernels",
+        "logitless/kernels/stats_coefficients.py", "steps.append(0 if same else 1)",
+        "steps.append(1)", (COEFFICIENTS,)),
     Bug("merge moves w the wrong way", "losses", "logitless/losses/statistics.py",
         "w = w + part.w * d.exp() + d * (part.s * d.exp())",
         "w = w + part.w * d.exp() - d * (part.s * d.exp())", (f"{LOSSES}partial.py",)),
@@ -253,8 +262,9 @@ BUGS = (
         (KEPT_SCORES,)),
     Bug("gradient of a tiny tail", "eager", "logitless/eager/rows.py",
         "d * (-tail.clamp(min=LEAST_TAIL)).exp()", "d * (-tail).exp()", (SLOT_LOSS,)),
-    Bug("tail without a gradient", "losses", "logitless/losses/statistics.py",
-        "a, d, sums.state[:, contract.TAIL]", "a, d * 0, sums.state[:, contract.TAIL]",
+    Bug("tail without a gradient", "eager", "logitless/eager/stats_coefficients.py",
+        'tail_coefficients(rows.get("a", zero), d, tail)',
+        'tail_coefficients(rows.get("a", zero), d * 0, tail)',
         (SLOT_LOSS,)),
     Bug("masked slot reaches the formula", "losses", "logitless/losses/slot_loss.py",
         "nothing = ~real | (gone & (teacher == -torch.inf))",
