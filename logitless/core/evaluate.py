@@ -68,6 +68,8 @@ def evaluate(
     if forward_ad._current_level >= 0:
         refuse_tangents(logits)
     check_values(loss)
+    if loss.reading.invariant:
+        return evaluate_invariant(backend_of(logits), logits, loss, reduction, row_weight)
     return evaluate_on(backend_of(logits), logits, loss, reduction, row_weight)
 
 
@@ -75,10 +77,6 @@ def evaluate_on(
     backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
 ):
     """Like `evaluate`, with a given backend. x can be a shard that has only some columns."""
-    if loss.reading.invariant and x.numel():
-        if computes_single_rows(backend):
-            return _by_single_rows(backend, x, loss, reduction, row_weight)
-        x, loss = aligned(x), loss.map_tensors({TEACHER: aligned})
     by_row = reduction == "none" or (row_weight is not None and row_weight.requires_grad)
     reduced_here = (None, None) if by_row else (row_weight, reduction)
     row_inputs = loss.row_inputs
@@ -93,6 +91,18 @@ def evaluate_on(
     if not by_row or loss.multiple_outputs:
         return outputs
     return loss.reduce(outputs, reduction, row_weight)
+
+
+def evaluate_invariant(
+    backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
+):
+    """Like `evaluate_on`, but the results of a row have the same bits in every batch."""
+    if x.numel() == 0:
+        return evaluate_on(backend, x, loss, reduction, row_weight)
+    if computes_single_rows(backend):
+        return _by_single_rows(backend, x, loss, reduction, row_weight)
+    loss = loss.map_tensors({TEACHER: aligned})
+    return evaluate_on(backend, aligned(x), loss, reduction, row_weight)
 
 
 def _by_single_rows(
@@ -120,7 +130,6 @@ def single_row(loss: RowLoss, row: int, lead: torch.Size) -> RowLoss:
     The teacher's row is a copy, for the same reason as in `_by_single_rows`.
     """
     one = loss.rows(slice(row, row + 1), lead)
-    one = one.replace(reading=one.reading._replace(invariant=False))
     return one.map_tensors({TEACHER: lambda t: t.clone(memory_format=torch.contiguous_format)})
 
 
@@ -276,7 +285,7 @@ def finish(
     d_x, d_rows = None, (None,) * len(loss.row_inputs)
     if any(d is not None for d in upstream):
         if wanted:
-            if into is None and loss.reading.invariant:
+            if into is None and loss.reading.invariant and not computes_single_rows(ctx.backend):
                 into = aligned_memory(x)
             d_x = loss.backward(ctx.backend, x, saved, upstream, factor, into)
             if d_x.shape != x.shape:

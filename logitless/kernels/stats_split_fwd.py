@@ -178,10 +178,11 @@ def cut_of(
 ) -> config.Config:
     """Returns the Config of the forward pass over these rows.
 
-    If `invariant`, the Config does not depend on the number of rows. It is the Config of a batch
-    with enough rows to fill the GPU.
+    If `invariant`, the Config depends only on the vocabulary and the dtype. The Config is that of
+    many rows and many statistics. So a log-probability has the same bits for any number of rows,
+    and beside any other statistics.
     """
-    heavy = softcap is not None or sums.entropy or sums.argmax or sums.total
+    heavy = invariant or softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)
     count = 2 * processors if invariant else rows.count
     return config.stats_fwd(count, rows.vocab, rows.itemsize, processors, heavy, sums.second)

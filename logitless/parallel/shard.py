@@ -363,7 +363,8 @@ class LogitColumns(Source):
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         loss = self.shard.checked(loss, reduction, row_weight)
         backend = self.shard.backend(self.x)
-        return evaluate.evaluate_on(backend, self.x, loss, reduction, row_weight)
+        run = evaluate.evaluate_invariant if loss.reading.invariant else evaluate.evaluate_on
+        return run(backend, self.x, loss, reduction, row_weight)
 
     def evaluate_in_place(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         loss = self.shard.checked(loss, reduction, row_weight)

@@ -143,6 +143,22 @@ def test_with_and_without_a_gradient(backend):
     assert loss.requires_grad
 
 
+def test_every_function_has_the_same_log_probability(backend):
+    """So the ratio of two policies with the same weights is exactly 1, in one function or two."""
+    hidden, weight, target = torch.randn(4, WIDTH), torch.randn(75, WIDTH), torch.arange(4)
+    with ll.invariant():
+        for z in (hidden @ weight.t(), ll.LinearLogits(hidden, weight)):
+            logprob = ll.score(z, target).logprob
+            others = [
+                ll.token_logprobs(z, target)[2:3],
+                -ll.cross_entropy(z, target, reduction="none")[2:3],
+                ll.row_loss(lambda stats: stats.logprob, z, target, reduction="none")[2:3],
+                ll.row_stats(z, target[:, None], total=True).logprob[2],
+            ]
+            for other in others:
+                assert torch.equal(bits(other), bits(logprob[2:3]))
+
+
 def test_backward_outside_of_the_block(backend):
     """The nodes of autograd keep the setting of forward, also for a second backward."""
     hidden, weight = torch.randn(5, WIDTH), torch.randn(75, WIDTH)

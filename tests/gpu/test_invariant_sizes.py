@@ -89,6 +89,25 @@ def test_logits(vocab, dtype, batches):
         assert differing(lambda x: x, vocab, vocab, dtype, batches) == 0
 
 
+@pytest.mark.parametrize("over_a_head", [True, False])
+def test_every_function_has_the_same_log_probability(over_a_head):
+    """So the ratio of two policies with the same weights is exactly 1, in one function or two."""
+    rows = sized(300, 3)
+    z = torch.randn(rows, WIDTH if over_a_head else VOCAB, device=DEVICE).bfloat16()
+    z = head(VOCAB, torch.bfloat16)(z) if over_a_head else z
+    target = torch.randint(VOCAB, (rows,), device=DEVICE)
+    with ll.invariant():
+        logprob = ll.score(z, target).logprob
+        others = (
+            ll.token_logprobs(z, target),
+            -ll.cross_entropy(z, target, reduction="none"),
+            ll.row_loss(lambda stats: stats.logprob, z, target, reduction="none"),
+            ll.row_stats(z, target, total=True, entropy=True).logprob,
+        )
+    for other in others:
+        assert torch.equal(other, logprob)
+
+
 @pytest.mark.gpu("kernels that depend on the number of rows")
 @pytest.mark.parametrize("over_a_head", [False, True])
 def test_bits_differ_outside_of_the_block(over_a_head):
