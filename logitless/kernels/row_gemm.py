@@ -101,9 +101,12 @@ def row_gemm(
 
 
 def _precision(a: Tensor) -> str:
-    """The precision of fp32 products, which PyTorch's setting for CUDA determines."""
-    allowed = a.dtype == torch.float32 and a.is_cuda and torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if allowed or a.dtype != torch.float32 else "ieee"
+    """The precision of fp32 products: TF32 if PyTorch's setting for CUDA allows TF32.
+
+    The precision has no effect on 16-bit matrices.
+    """
+    # The older attribute `allow_tf32` raises if the newer attribute was set.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" and a.is_cuda else "ieee"
 
 
 @functools.lru_cache(REMEMBERED)
