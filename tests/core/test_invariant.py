@@ -1,7 +1,5 @@
 """Inside `ll.invariant()`, a row's results and gradient have the same bits in every batch."""
 
-import contextlib
-import importlib
 import threading
 
 import pytest
@@ -9,13 +7,9 @@ import torch
 
 import logitless as ll
 from logitless import eager
-from logitless.contract import Reading, sums_of
+from logitless.contract import Reading
 from logitless.core.invariant import aligned, is_invariant, starts_aligned
-from logitless.heads import plan
-from logitless.heads.plan import Cut
 from logitless.kernels import config, host, stats_split_fwd
-from logitless.kernels.layout import describe
-from logitless.kernels.stats_split_fwd import cut_of
 from tests.support import oracle
 from tests.support.invariance import (
     LOSSES,
@@ -33,7 +27,6 @@ from tests.support.invariance import (
     statistics,
     total,
 )
-from tests.support.launches import launched
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BLOCK = 32
@@ -280,60 +273,6 @@ class TestTheseTestsCanFail:
             monkeypatch.setattr("logitless.heads.head.computes_single_rows", lambda backend: False)
             source = lambda x, seed: ll.LinearLogits(x, weight)  # noqa: E731
             assert differing(statistics, source, WIDTH, 75, torch.float32, (8,)) > 0
-
-
-class TestRoutes:
-    """No choice of a route or of a division depends on the number of rows."""
-
-    def test_splits(self, monkeypatch):
-        """A GPU with many processors splits a few long rows, but not inside the block."""
-        monkeypatch.setattr(config, "processors", lambda device: 132)
-        x, device = torch.zeros(4000, 8), torch.device("cpu")
-        many, few, one = (describe(x[:n].shape, (8, 1), 0, 2) for n in (4000, 40, 1))
-        for wants in (("nll",), ("logprob", "entropy", "lse", "argmax"), ("logprob_t1",)):
-            for vocab in (5000, 128256):
-                cuts = {
-                    cut_of(rows._replace(vocab=vocab), device, sums_of(wants, False), cap, True)
-                    for rows in (many, few, one)
-                    for cap in (None, 20.0)
-                }
-                assert len(cuts) == 1
-                assert cuts.pop().splits == 1
-        light = sums_of(("nll",), True)
-        assert cut_of(one._replace(vocab=5000), device, light, None, False).splits > 1
-
-    def test_splits_of_topk(self, monkeypatch):
-        asked = []
-        module = importlib.import_module("logitless.kernels.topk")
-        cut = module._cut
-        monkeypatch.setattr(module, "_cut", lambda *args: asked.append(args) or cut(*args))
-        with ll.impl("triton"), ll.invariant():
-            for rows in (1, 3):
-                ll.capture_topk(torch.randn(rows, 40), 2)
-        assert len({*asked}) == 1
-
-    def test_small_heads_and_splits_by_columns(self, monkeypatch):
-        def refused(*args):
-            raise AssertionError
-
-        monkeypatch.setattr("logitless.heads.linear.evaluate_small", refused)
-        monkeypatch.setattr("logitless.heads.on_chip.OnChipChunks.begin", refused)
-        monkeypatch.setattr("logitless.heads.on_chip.BlockChunks.begin", refused)
-        hidden, weight = torch.randn(3, 4), torch.randn(40, 4)
-        for forced in (Cut(3, on_chip=True), Cut(3, 16)):
-            with ll.impl("triton"), ll.invariant(), plan.override(lambda work, cut=forced: cut):
-                ll.cross_entropy(ll.LinearLogits(hidden, weight), torch.arange(3))
-
-    def test_a_gradient_over_a_head_takes_two_passes(self):
-        """The kernel of one pass computes another loss than the kernel without a gradient."""
-        hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(40, 4)
-        found = []
-        for block in (contextlib.nullcontext(), ll.invariant()):
-            # A forced split keeps the head from being small.
-            with ll.impl("triton"), plan.override(lambda work: Cut(2)), block, launched() as names:
-                ll.cross_entropy(ll.LinearLogits(hidden, weight), torch.arange(3))
-            found.append("_nll_fwd_bwd_kernel" in names)
-        assert found == [True, False]
 
 
 def test_the_setting_is_read_once():
