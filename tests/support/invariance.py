@@ -13,7 +13,7 @@ def bits(t):
 
 
 def batch(rows, columns, vocab, dtype, seed):
-    """The inputs of some random rows. Of the rows, some are far larger than others."""
+    """The inputs of random rows. Every third row is ten times as large as the others."""
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=g)
     x[::3] *= 10
@@ -45,7 +45,7 @@ def smoothed(z, of):
 
 
 def total(z, of):
-    """The sum of all rows is not compared, but its gradient is. Over a head, it has three GEMMs."""
+    """The sum over rows is not compared. Its gradient is compared, and takes three GEMMs on a head."""
     loss = ll.cross_entropy(z, of["target"], reduction="sum", row_weight=of["upstream"])
     loss.backward()
     return []
@@ -101,7 +101,7 @@ def results(loss, probe, source, size, seed, positions):
 
 
 def differing(loss, source, columns, vocab, dtype, sizes):
-    """How many bits patterns of two rows differ between batches of these sizes."""
+    """How many numbers of two rows differ in bits between batches of these sizes."""
     probe = batch(2, columns, vocab, dtype, 1)
     first = results(loss, probe, source, 2, 0, [0, 1])
     assert first
