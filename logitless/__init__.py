@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from . import nn
 from .core.call import impl
+from .core.invariant import invariant
 from .lazy.fuse import fuse, is_fused, unfuse
 from .lazy.fused_head import lazy_logits
 from .lazy.linear_logits import LinearLogits
@@ -57,6 +58,7 @@ __all__ = [
     "gathered_kl",
     "global_mean",
     "impl",
+    "invariant",
     "is_fused",
     "jsd",
     "kept_scores",

@@ -65,6 +65,9 @@ class Reading(NamedTuple):
     softcap: float | None = None
     ignore_index: int | None = None
     wants: tuple[str, ...] = ()  # names of STATISTICS
+    # Whether the results and the gradient of a row must have the same bits in every batch (see
+    # core/invariant.py).
+    invariant: bool = False
 
     TENSORS = (
         ("label", PER_ROW),

@@ -207,12 +207,34 @@ class Backend(Protocol):
         ...
 
     def topk(
-        self, x: Tensor, k: int, temperature: float, softcap: float | None
+        self,
+        x: Tensor,
+        k: int,
+        temperature: float,
+        softcap: float | None,
+        invariant: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The top k ids of each row, their log-probabilities, and the log of the remaining mass."""
+        """The top k ids of each row, their log-probabilities, and the log of the remaining mass.
+
+        If `invariant`, the results of a row have the same bits in every batch.
+        """
         ...
 
-    # --- sums of GEMMs
+    # --- GEMMs
+
+    def row_gemm(
+        self,
+        a: Tensor,  # (M, K)
+        b: Tensor,  # (K, N), or (N, K) if `transposed`
+        out: Tensor,  # (M, N)
+        bias: Tensor | None = None,  # (N,)
+        transposed: bool = False,
+    ) -> Tensor:
+        """Writes a @ b + bias to `out`. A row has the same bits for every number of rows M.
+
+        If `transposed`, the product is a @ b.T. If a and b are 16-bit tensors, `out` can be fp32.
+        """
+        ...
 
     def can_accumulate(self, hidden: Tensor, weight: Tensor) -> bool:
         """Whether the backend can sum this weight's gradient in block floating point.

@@ -25,6 +25,7 @@ from .. import eager
 from ..contract import NO_ID, Reading
 from . import checks, option_checks
 from .backend import Backend
+from .invariant import aligned, is_invariant
 from .source import ranks_of_call
 
 F = TypeVar("F", bound=Callable)
@@ -147,7 +148,7 @@ def reading_of(logits, temperature: float | Tensor, softcap: float | None, **fie
         for_all = float(temperature)
     return Reading(
         logits.shape[-1], row_temperature=by_row, temperature=for_all,
-        softcap=None if softcap is None else float(softcap), **fields,
+        softcap=None if softcap is None else float(softcap), invariant=is_invariant(), **fields,
     )  # fmt: skip
 
 
@@ -269,6 +270,13 @@ def backend_of(x: Tensor) -> Backend:
     checks.one_of("LOGITLESS_IMPL", name, CHOICES)
     checks.triton_can_run(x)
     return _kernels()
+
+
+def topk_of(x: Tensor, k: int, temperature: float, softcap: float | None) -> tuple:
+    """Returns the result of the function `topk` of the tensor's backend."""
+    if not is_invariant():
+        return backend_of(x).topk(x, k, temperature, softcap)
+    return backend_of(x).topk(aligned(x), k, temperature, softcap, True)
 
 
 @functools.cache

@@ -1,20 +1,22 @@
 """Evaluates a loss over a tensor of logits. Other sources of logits have a method `evaluate`.
 
-A loss is evaluated on one of six routes. The route is chosen by `evaluate`, or, if inplace=True, by
-`evaluate_in_place`. If several conditions are true, the first route in this list is used.
+A loss is evaluated on one of seven routes. The route is chosen by `evaluate`, or, if inplace=True,
+by `evaluate_in_place`. If several conditions are true, the first route in this list is used.
 
 - The route "source" is used if the logits are not a plain tensor. The source computes values and
   gradient.
 - The route "compiled" is used if a compiler, a dispatch mode or torch.func is active. An operator
   (operators.py) computes values and gradient.
+- The route "single rows" is used inside `invariant` (invariant.py) if the backend is `eager`. Each
+  row is evaluated like a batch of one row.
 - The route "in place" is used if inplace=True and a gradient is needed. Forward overwrites the
   logits with the gradient (in_place.py).
 - The route "values alone" is used if no gradient is needed.
 - The route "gradient in forward" is used if the loss has saves_gradient=True, which means that its
   forward always computes the gradient. On a GPU, this route is also used for a mean or sum over at
-  most SMALL logits, if the loss has no row_inputs and row_weight requires no gradient. Forward
-  computes the gradient for an upstream gradient of 1. Backward multiplies this gradient by the
-  upstream gradient.
+  most SMALL logits, if the loss has no row_inputs and row_weight requires no gradient, except
+  inside `invariant`. Forward computes the gradient for an upstream gradient of 1. Backward
+  multiplies this gradient by the upstream gradient.
 - The route "gradient in backward" is used in all other cases. Backward computes the gradient from
   the logits and from the tensors that forward saved.
 
@@ -30,11 +32,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..contract import PRECISION
+from ..contract import PRECISION, TEACHER
 from .autograd import Node, refuse_second, refuse_tangents
 from .backend import Backend
 from .call import backend_of, check_values, on_gpu, under_transform
-from .loss import RowLoss
+from .invariant import aligned, aligned_memory, computes_single_rows, uncompiled
+from .loss import RowLoss, flat_rows
 from .source import source_of
 
 # For at most SMALL logits on a GPU, the gradient is computed in forward and saved in fp32. Reading
@@ -59,10 +62,14 @@ def evaluate(
         if source is not None:
             return source.evaluate(loss, reduction, row_weight)
     if under_transform():
+        if loss.reading.invariant and torch.compiler.is_compiling():
+            return uncompiled(evaluate)(logits, loss, reduction, row_weight)
         return evaluate_traced(logits, loss, reduction, row_weight)
     if forward_ad._current_level >= 0:
         refuse_tangents(logits)
     check_values(loss)
+    if loss.reading.invariant:
+        return evaluate_invariant(backend_of(logits), logits, loss, reduction, row_weight)
     return evaluate_on(backend_of(logits), logits, loss, reduction, row_weight)
 
 
@@ -74,7 +81,7 @@ def evaluate_on(
     reduced_here = (None, None) if by_row else (row_weight, reduction)
     row_inputs = loss.row_inputs
     if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in row_inputs)):
-        small = x.numel() <= SMALL and on_gpu(x)
+        small = x.numel() <= SMALL and on_gpu(x) and not loss.reading.invariant
         if loss.saves_gradient or (small and not by_row and not row_inputs):
             outputs = _gradient_in_forward(x, backend, loss, *reduced_here)
         else:
@@ -84,6 +91,46 @@ def evaluate_on(
     if not by_row or loss.multiple_outputs:
         return outputs
     return loss.reduce(outputs, reduction, row_weight)
+
+
+def evaluate_invariant(
+    backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
+):
+    """Like `evaluate_on`, but the results of a row have the same bits in every batch."""
+    if x.numel() == 0:
+        return evaluate_on(backend, x, loss, reduction, row_weight)
+    if computes_single_rows(backend):
+        return _by_single_rows(backend, x, loss, reduction, row_weight)
+    loss = loss.map_tensors({TEACHER: aligned})
+    return evaluate_on(backend, aligned(x), loss, reduction, row_weight)
+
+
+def _by_single_rows(
+    backend: Backend, x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None
+):
+    """Like `evaluate_on`, but evaluates every row as a batch of one row."""
+    lead = x.shape[:-1]
+    inputs = [flat_rows(t, lead).split(1) for t in loss.row_inputs]
+    results = []
+    for i, row in enumerate(x.reshape(-1, x.shape[-1]).split(1)):
+        one = single_row(loss, i, lead).replace(row_inputs=tuple(t[i] for t in inputs))
+        # A copy starts at the beginning of its own memory. So the memory of each row has the same
+        # alignment.
+        result = evaluate_on(backend, row.clone(), one, "none", None)
+        results.append(result if isinstance(result, tuple) else (result,))
+    outputs = tuple(
+        torch.cat(rows).view(*lead, *rows[0].shape[1:]) for rows in zip(*results, strict=True)
+    )
+    return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
+
+
+def single_row(loss: RowLoss, row: int, lead: torch.Size) -> RowLoss:
+    """Returns the loss of one row, for a batch that has no other rows.
+
+    The teacher's row is a copy, for the same reason as in `_by_single_rows`.
+    """
+    one = loss.rows(slice(row, row + 1), lead)
+    return one.map_tensors({TEACHER: lambda t: t.clone(memory_format=torch.contiguous_format)})
 
 
 def evaluate_traced(x: Tensor, loss: RowLoss, reduction: str, row_weight: Tensor | None):
@@ -238,7 +285,11 @@ def finish(
     d_x, d_rows = None, (None,) * len(loss.row_inputs)
     if any(d is not None for d in upstream):
         if wanted:
+            if into is None and loss.reading.invariant and not computes_single_rows(ctx.backend):
+                into = aligned_memory(x)
             d_x = loss.backward(ctx.backend, x, saved, upstream, factor, into)
+            if d_x.shape != x.shape:
+                d_x = d_x.view(x.shape)
         if loss.row_inputs:
             scale = upstream[0] if factor is None else upstream[0] * factor
             d_rows = loss.d_row_inputs(saved, scale)

@@ -15,7 +15,8 @@ from . import checks
 from .autograd import Node
 from .backend import Backend
 from .call import backend_of, check_values, under_transform
-from .evaluate import evaluate
+from .evaluate import evaluate, single_row
+from .invariant import aligned, computes_single_rows
 from .loss import RowLoss, rows_in
 from .source import source_of
 
@@ -65,6 +66,31 @@ def _owner(logits: Tensor) -> tuple[Tensor, bool]:
     return (base, True) if whole else (logits, logits is base)
 
 
+def _overwrite(
+    backend: Backend, x: Tensor, loss: RowLoss, factor: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Overwrites x with its gradient times `factor`, and returns the outputs of each row."""
+    if not loss.reading.invariant or not x.numel():
+        return loss.value_and_gradient(backend, x, factor, x)[0]
+    if not computes_single_rows(backend):
+        same = aligned(x)
+        outputs, gradient, _ = loss.value_and_gradient(backend, same, factor, same)
+        if gradient.data_ptr() != x.data_ptr():
+            x.copy_(gradient)
+        return outputs
+    lead, results, gradients = x.shape[:-1], [], []
+    for i, row in enumerate(x.reshape(-1, x.shape[-1]).split(1)):
+        one, own = single_row(loss, i, lead), row.clone()
+        scale = factor[i : i + 1] if factor is not None and factor.dim() else factor
+        outputs, gradient, _ = one.value_and_gradient(backend, own, scale, own)
+        results.append(outputs)
+        gradients.append(gradient)
+    x.copy_(torch.cat(gradients).view(x.shape))
+    return tuple(
+        torch.cat(rows).view(*lead, *rows[0].shape[1:]) for rows in zip(*results, strict=True)
+    )
+
+
 class GradientInPlace(Node):
     """Overwrites the logits with the gradient in forward. Backward scales the gradient."""
 
@@ -83,7 +109,7 @@ class GradientInPlace(Node):
             factor = row_weight.detach().reshape(-1).to(PRECISION[logits.dtype])
         if share is not None and ctx.share is None:
             factor = share if factor is None else factor * share
-        (value, *extras), *_ = loss.value_and_gradient(backend, logits, factor, logits)
+        value, *extras = _overwrite(backend, logits, loss, factor)
         ctx.d_row_weight = None
         if row_weight is not None and row_weight.requires_grad:
             ctx.d_row_weight = value if share is None else value * share

@@ -41,6 +41,7 @@ from .. import eager
 from ..contract import PER_ROW, TEACHER, Coefficients, Reading, Statistics, made_once
 from . import operators
 from .backend import Backend
+from .invariant import aligned
 from .source import teacher_rows
 
 Saved = tuple[Tensor | None, ...]
@@ -255,7 +256,11 @@ class RowLoss:
             some = t.reshape(lead.numel(), *t.shape[len(lead) :])[rows]
             return some.detach().requires_grad_() if t.requires_grad else some
 
-        return self.map_tensors({PER_ROW: chunk, TEACHER: lambda t: teacher_rows(t, rows)})
+        def teacher(t: Any) -> Tensor:
+            some = teacher_rows(t, rows)
+            return aligned(some) if self.reading.invariant else some
+
+        return self.map_tensors({PER_ROW: chunk, TEACHER: teacher})
 
 
 @made_once

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..contract import PRECISION, Pair, Reading, Slots
 from . import checks
 from .call import backend_of, check_values, in_func
+from .invariant import refuse_operator
 
 # Schema of the operator's arguments for each field of a loss. A struct has one argument per field.
 _ARGUMENTS = {
@@ -30,6 +31,8 @@ _ARGUMENTS = {
     "label_name": "str label_name",
 }
 _STRUCTS: dict[str, Any] = {"reading": Reading, "slots": Slots, "pair": Pair}
+# `invariant`, the last field of a Reading, is not an argument.
+_FIELDS = {Reading: Reading._fields[:-1], Slots: Slots._fields, Pair: Pair._fields}
 
 library = torch.library.Library("logitless", "DEF")
 
@@ -40,7 +43,9 @@ def arguments_of(loss) -> tuple:
     for name in OPERATORS[type(loss)].fields:
         value = getattr(loss, name)
         if name == "reading":
-            value = value._replace(wants=" ".join(value.wants))
+            if value.invariant:
+                refuse_operator()
+            value = value._replace(wants=" ".join(value.wants))[:-1]
         arguments.extend(tuple(value) if name in _STRUCTS else (value,))
     return tuple(arguments)
 
@@ -53,7 +58,7 @@ def loss_of(kind: type, arguments: Sequence):
         if struct is None:
             values.append(next(rest))
             continue
-        value = struct._make([next(rest) for _ in struct._fields])
+        value = struct(*(next(rest) for _ in _FIELDS[struct]))
         values.append(
             value._replace(wants=tuple(value.wants.split())) if struct is Reading else value
         )

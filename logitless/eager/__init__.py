@@ -2,6 +2,7 @@
 
 from .gather import gather, gather_gradient
 from .pair import merge_pairs, pair_finish, pair_gradient, pair_partial, pair_read
+from .row_gemm import row_gemm
 from .rows import reduce, scale_, scale_two_, share, zero_ignored
 from .slot_divergence import slots
 from .smoothing_z_loss import (
@@ -40,6 +41,7 @@ __all__ = [
     "partial",
     "read",
     "reduce",
+    "row_gemm",
     "scale_",
     "scale_two_",
     "share",

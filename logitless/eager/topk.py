@@ -21,20 +21,24 @@ def topk(
     k: int,
     temperature: float,
     softcap: float | None,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ids and log-probabilities of the k largest logits of each row, and `log_tail`.
 
     `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
-    logit. Equal logits are sorted by ascending id.
+    logit. Equal logits are sorted by ascending id. If `invariant`, one row is computed at a time,
+    from a copy of the row, so that the results of a row have the same bits in every batch.
     """
     shape, V = x.shape[:-1], x.shape[-1]
     flat = x.detach().reshape(-1, V)
     ids = torch.empty((flat.shape[0], k), dtype=torch.int64, device=x.device)
     logprobs = torch.empty((flat.shape[0], k), dtype=PRECISION[x.dtype], device=x.device)
     log_tail = torch.empty(flat.shape[0], dtype=PRECISION[x.dtype], device=x.device)
-    for rows in chunks(flat, None):
-        at = ids[rows] = _largest(flat[rows], k)
-        y, _ = capped(flat[rows], softcap)
+    single = (slice(i, i + 1) for i in range(len(flat)))
+    for rows in single if invariant else chunks(flat, None):
+        here = flat[rows].clone() if invariant else flat[rows]
+        at = ids[rows] = _largest(here, k)
+        y, _ = capped(here, softcap)
         m = y.amax(1, keepdim=True)
         z = (y - torch.where(m.isinf(), 0.0, m)) / temperature
         chosen = z.gather(1, at)

@@ -130,6 +130,7 @@ class ReadsNoLogits:
         self.reduce, self.scale_, self.slots = backend.reduce, backend.scale_, backend.slots
         self.scale_two_, self.zero_ignored = backend.scale_two_, backend.zero_ignored
         self.can_accumulate, self.is_narrow = backend.can_accumulate, backend.is_narrow
+        self.row_gemm = backend.row_gemm
 
 
 class BlockBackend(ReadsNoLogits):

@@ -17,7 +17,6 @@ from ..core.loss import RowLoss, Saved
 from .gradient_sums import GradientSums, Needs
 from .head import Head, Rows
 from .plan import PACK, Cut, bounds, chunk_rows, layout
-from .products import product
 
 
 @dataclass(slots=True)
@@ -94,7 +93,7 @@ class Chunks:
         slot, logits = self.slots[0]
         h = hidden[slot.rows if self.index is None else self.index[slot.rows]]
         if len(h):
-            product(h, self.weight, self.bias, logits[: len(h)])
+            self.head.product(h, logits[: len(h)])
         return self.head.backend()
 
     def gradients(self, needs: Needs, into: Tensor | None = None) -> GradientSums:
@@ -133,7 +132,7 @@ class Chunks:
                     break
                 here, z = rows_at(rows, slot.rows), logits[:count]
                 if not queued:
-                    product(h[slot.rows], self.weight, self.bias, z)
+                    self.head.product(h[slot.rows], z)
                 queued = False
                 into = None if sums is None else dz[slot.rows]
                 whole = Tile(loss.rows(here, self.lead), next(known, None), here, z, into)

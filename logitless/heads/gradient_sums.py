@@ -89,7 +89,7 @@ class GradientSums:
         blocks: Sequence[slice],  # blocks of columns; each block has its own sum
         into: Tensor | None = None,  # a tensor to which the weight's gradient is added
     ):
-        backend, self.weight = head.backend(), head.weight.detach()
+        backend, self.head, self.weight = head.backend(), head, head.weight.detach()
         self.d_hidden = self.over_ranks = self.d_bias = None
         if needs.hidden:
             # Dropped rows are in no chunk, so their gradient stays 0.
@@ -119,7 +119,7 @@ class GradientSums:
             clear_padding(dz)
         if self.d_hidden is not None:
             out = self.d_hidden[rows] if isinstance(rows, slice) else torch.empty_like(h)
-            self.put(rows, gemm(dz, self.weight, out))
+            self.put(rows, self.head.d_hidden(dz, out))
         if self.d_bias is not None:
             self.d_bias += dz.sum(0, dtype=self.d_bias.dtype)
         if self.weight_sums:

@@ -18,11 +18,19 @@ from torch import Tensor, nn
 from ..contract import PRECISION
 from ..core.backend import Backend
 from ..core.call import backend_of
+from ..core.invariant import computes_single_rows, is_invariant
 from ..core.loss import RowLoss
 from ..core.source import is_dense
 from . import plan
 from .plan import Cut, Work
-from .products import dense_logits, padded_logits, without_autocast
+from .products import (
+    dense_logits,
+    gemm,
+    padded_logits,
+    padded_memory,
+    product,
+    without_autocast,
+)
 from .unshard import in_memory
 
 Rows = slice | Tensor  # some rows, as a slice or as a tensor of indices
@@ -43,6 +51,7 @@ class Head:
     drop_ignored: bool = True
     module: nn.Module | None = None  # the module that owns the weight, if FSDP can free the weight
     columns: Any = None  # the ColumnBackend, if the weight is one rank's shard of the vocabulary
+    invariant: bool = False  # whether rows have the same bits in every batch (core/invariant.py)
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **options):
         # The generated __init__ of a frozen dataclass takes five times as long.
@@ -120,7 +129,28 @@ class Head:
             return dense_logits(*self.tensors, self.dtype)
         with torch.no_grad(), without_autocast(self.device):
             hidden = self.hidden.reshape(-1, self.hidden.shape[-1])[rows]
-            return padded_logits(hidden, self.weight, self.bias, self.dtype)
+            if not (self.invariant or is_invariant()):
+                return padded_logits(hidden, self.weight, self.bias, self.dtype)
+            out = padded_memory(len(hidden), len(self.weight), hidden, self.dtype)
+            return self.product(hidden, out, steady=True)
+
+    def product(self, h: Tensor, out: Tensor, steady: bool = False) -> Tensor:
+        """Writes the logits (n, V) of h (n, D) to `out`.
+
+        If the head is invariant, or `steady`, the rows of `out` have the same bits for every n.
+        """
+        weight = self.weight.detach()
+        bias = None if self.bias is None else self.bias.detach()
+        if self.invariant or steady:
+            return backend_of(self.hidden).row_gemm(h, weight, out, bias, transposed=True)
+        return product(h, weight, bias, out)
+
+    def d_hidden(self, dz: Tensor, out: Tensor) -> Tensor:
+        """Writes the gradient of the hidden states, dz (n, V) @ weight, to `out` (n, D)."""
+        weight = self.weight.detach()
+        if self.invariant:
+            return backend_of(self.hidden).row_gemm(dz, weight, out)
+        return gemm(dz, weight, out)
 
     def work(
         self,
@@ -150,8 +180,18 @@ class Head:
         )
 
     def cut(self, work: Work) -> Cut:
-        """Returns the numbers of rows and columns of logits to compute at once."""
-        return (plan.forced or plan.choose)(work, self.workspace, self.hidden.device.type)
+        """Returns the numbers of rows and columns of logits to compute at once.
+
+        An invariant head is computed in chunks of rows. The eager backend computes one row at a
+        time.
+        """
+        if not self.invariant:
+            return (plan.forced or plan.choose)(work, self.workspace, self.hidden.device.type)
+        if computes_single_rows(self.backend()):
+            return Cut(1)
+        work = work._replace(merges=False, narrow=False)
+        cut = (plan.forced or plan.choose)(work, self.workspace, self.hidden.device.type)
+        return Cut(cut.rows)
 
     def is_small(self, loss: RowLoss) -> bool:
         """Whether all logits are computed at once (small.py), because the logits are few.
@@ -160,8 +200,10 @@ class Head:
         gradients in fp32. A head with a main_grad uses chunks, because small.py does not add
         gradients to main_grad. A head with fp32 logits of 16-bit hidden states uses chunks. So do
         one rank's shard of a head, a head whose weight FSDP has freed, and a head whose loss has
-        another head as its teacher.
+        another head as its teacher. Inside `ll.invariant()`, every head uses chunks.
         """
+        if loss.reading.invariant:
+            return False
         if plan.forced is not None or self.main_grad is not None or self.columns is not None:
             return False
         hidden, (vocab, width) = self.hidden, self.weight.shape
@@ -259,3 +301,10 @@ class ScaledHead:
 
     def rebuild(self, tensors: Sequence[Any]) -> "ScaledHead":
         return self.replace(head=self.head.rebuild(tensors))
+
+
+def steady_teacher(teacher: Any) -> Any:
+    """Returns a dense teacher whose logits have the same bits in every batch."""
+    if not isinstance(teacher, ScaledHead):
+        return teacher
+    return teacher.replace(head=teacher.head.replace(invariant=True))

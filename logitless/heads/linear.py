@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..contract import Reading
 from ..core import call, checks
+from ..core.invariant import is_invariant, uncompiled
 from ..core.loss import RowLoss
 from ..core.source import Source, TopK, is_dtensor
 from . import checks as rules
@@ -110,6 +111,8 @@ class HeadColumns(Source):
 def evaluate_head(head: Head, loss: RowLoss, reduction: str, row_weight: Tensor | None):
     """Returns the weighted and reduced loss over a head."""
     if torch.compiler.is_compiling():
+        if loss.reading.invariant:
+            return uncompiled(evaluate_head)(head, loss, reduction, row_weight)
         if head.main_grad is None:
             return evaluate_compiled(head, loss, reduction, row_weight)
         # The backward adds to main_grad in place, which a compiled graph cannot express.
@@ -135,12 +138,14 @@ def topk_of_head(head: Head, k: int, temperature: float, softcap: float | None) 
     """The top k ids of each row, their log-probabilities, and the log of the remaining mass."""
     if call.mapped(head.hidden) or call.mapped(head.weight):
         checks.not_mapped()
+    invariant = is_invariant()
+    head = head.replace(invariant=invariant)
     backend, width, lead = head.backend(), len(head.weight), head.lead
     no_rows = torch.empty((0, width), device=head.device, dtype=head.dtype)
     results = [backend.topk(no_rows, k, temperature, softcap)]  # torch.cat needs one tensor or more
     loss = RowLoss(Reading(head.vocab))  # a loss that ignores no rows
     with torch.no_grad(), head.ready(loss):
         for tile in chunks_of(head, loss, head.work()).tiles(loss):
-            results.append(backend.topk(tile.logits, k, temperature, softcap))
+            results.append(backend.topk(tile.logits, k, temperature, softcap, invariant))
     ids, logprobs, tail = (torch.cat(chunks) for chunks in zip(*results, strict=True))
     return ids.view((*lead, k)), logprobs.view((*lead, k)), tail.view(lead)

@@ -79,6 +79,7 @@ class Kept:
 
         Returns outputs, and a `Kept` for backward.
         """
+        call = call.steady()
         with call.head.ready(call.loss):
             outputs, known = forward(call)
         tensors, blank = call.flatten()

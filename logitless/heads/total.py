@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..contract import PRECISION
+from ..contract import PRECISION, TEACHER
 from ..core.autograd import Node, refuse_second
 from ..core.call import backend_of
 from ..core.evaluate import mass_and_share
 from ..core.loss import RowLoss, ignored_value
 from .gradient_sums import HeadGradients, Needs, RowInputGradients
-from .head import Head, Rows
+from .head import Head, Rows, steady_teacher
 from .on_chip import chunks_of
 
 
@@ -44,6 +44,16 @@ class Call(NamedTuple):
         row_weight, hidden, weight, bias, own_hidden, *of_loss = tensors
         head = self.head.rebuild((hidden, weight, bias, own_hidden))
         return self._replace(head=head, loss=self.loss.rebuild(of_loss), row_weight=row_weight)
+
+    def steady(self) -> "Call":
+        """Returns the call with an invariant head and invariant teachers, if the loss requires it.
+
+        Otherwise returns the call itself.
+        """
+        if not self.loss.reading.invariant:
+            return self
+        loss = self.loss.map_tensors({TEACHER: steady_teacher})
+        return self._replace(head=self.head.replace(invariant=True), loss=loss)
 
     @property
     def divides_in_backward(self) -> bool:
@@ -115,7 +125,12 @@ def _values_and_gradients(
         scale = factor if factor is None or factor.dim() == 0 else factor[rows]
         if wanted:
             into = tile.into
-            outputs, tile.gradient, saved = tile.loss.value_and_gradient(backend, z, scale, into)
+            # A loss without gradients computes `forward`. So an invariant loss calls `forward`
+            # here too, instead of a kernel that computes loss and gradient in one pass.
+            both = RowLoss if head.invariant else type(loss)
+            outputs, tile.gradient, saved = both.value_and_gradient(
+                tile.loss, backend, z, scale, into
+            )
         else:
             outputs, saved = tile.loss.forward(backend, z)
         values[rows] = outputs[0]
@@ -195,6 +210,7 @@ class Kept:
 
         Returns two results: the value or (value, *extras), and a `Kept` for backward.
         """
+        call = call.steady()
         tensors, blank = call.flatten()
         ctx.save_for_backward(*tensors)
         with call.head.ready(call.loss):

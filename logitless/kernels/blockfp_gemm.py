@@ -166,12 +166,12 @@ def accumulate(
     transposed = dz.stride(0) == 1 and dz.stride(1) >= R
     _plan(R, V, D, config.processors(dz.device), first, last, transposed, cut)(
         exponents,
-        _tiles(_aligned(dz.t()), cut.block_v, BLOCK_R)
+        tiles_of(aligned_matrix(dz.t()), cut.block_v, BLOCK_R)
         if transposed
-        else _tiles(_aligned(dz), BLOCK_R, cut.block_v),
-        _tiles(_aligned(h), BLOCK_R, 2 * BLOCK),
-        _tiles(total.view(torch.int16), cut.block_v, BLOCK),
-        _tiles(total, cut.block_v, BLOCK),
+        else tiles_of(aligned_matrix(dz), BLOCK_R, cut.block_v),
+        tiles_of(aligned_matrix(h), BLOCK_R, 2 * BLOCK),
+        tiles_of(total.view(torch.int16), cut.block_v, BLOCK),
+        tiles_of(total, cut.block_v, BLOCK),
     )
 
 
@@ -189,20 +189,25 @@ def _plan(
     )  # fmt: skip
 
 
-def _aligned(t: Tensor) -> Tensor:
+def aligned_matrix(t: Tensor) -> Tensor:
     """Returns t if the rows of t are contiguous and start on 16-byte boundaries.
 
     Otherwise returns a copy of t whose rows are contiguous and start on 16-byte boundaries.
     """
-    rows, columns = t.shape
-    packed = t.stride(1) == 1 and t.stride(0) >= columns
-    if packed and t.stride(0) % PACK == 0 and t.data_ptr() % 16 == 0:
+    if is_aligned(t):
         return t
+    rows, columns = t.shape
     room = torch.empty(
         (rows, config.ceil_div(columns, PACK) * PACK), device=t.device, dtype=t.dtype
     )
     return room[:, :columns].copy_(t)
 
 
-def _tiles(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def is_aligned(t: Tensor) -> bool:
+    """Whether the rows of t are contiguous and start on 16-byte boundaries."""
+    packed = t.stride(1) == 1 and t.stride(0) >= t.shape[1]
+    return packed and t.stride(0) % PACK == 0 and t.data_ptr() % 16 == 0
+
+
+def tiles_of(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])

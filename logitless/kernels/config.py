@@ -136,6 +136,24 @@ def blockfp_gemm() -> Config:
     return overridden(Config(128, 8))
 
 
+# The tiles of row_gemm.py: rows, columns, columns of the first matrix per step, warps, stages. The
+# key is the number of bytes per element, and whether the GPU has the shared memory of Hopper.
+ROW_GEMM = {
+    (2, True): (128, 256, 64, 8, 3), (2, False): (128, 128, 32, 4, 2),
+    (4, True): (64, 128, 16, 8, 3), (4, False): (64, 64, 16, 4, 2),
+}  # fmt: skip
+
+
+def row_gemm(itemsize: int, memory: int) -> Config:
+    """Returns the tiles of a GEMM whose rows do not depend on the number of rows.
+
+    `block_n` are the rows of a tile, `block_v` the columns, and `span` the columns of the first
+    matrix per step. `memory` is the number of bytes of shared memory that a program can use.
+    """
+    rows, columns, step, warps, stages = ROW_GEMM[itemsize, memory >= HOPPER_MEMORY]
+    return overridden(Config(columns, warps, span=step, block_n=rows, stages=stages))
+
+
 def pair_fwd(vocab: int) -> Config:
     """Returns the block size for reading a student's and a teacher's row together.
 

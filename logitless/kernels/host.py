@@ -62,7 +62,8 @@ def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
     temperature, device = reading.row_temperature, x.device
     plan = _read_plan(
         x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), device,
-        None if ids is None else ids.shape, options_of(reading), reading.wants, config.revision,
+        None if ids is None else ids.shape, options_of(reading), reading.wants, reading.invariant,
+        config.revision,
     )  # fmt: skip
     if plan is None:  # x has no (B, T, V) view with contiguous rows
         return read(x.contiguous(), reading)
@@ -97,14 +98,15 @@ def read(x: Tensor, reading: Reading) -> Statistics:  # x (..., V)
 @functools.lru_cache(REMEMBERED)
 def _read_plan(
     shape: tuple, strides: tuple, offset: int, itemsize: int, device: torch.device,
-    ids_shape: tuple | None, options: tuple, wants: tuple[str, ...], revision: int,
+    ids_shape: tuple | None, options: tuple, wants: tuple[str, ...], invariant: bool,
+    revision: int,
 ) -> _ReadPlan | None:  # fmt: skip
     temperature, softcap, ignore_index = options
     rows = describe(shape, strides, offset, itemsize)
     if rows is None:
         return None
     sums = sums_of(wants, temperature == 1)
-    cut = cut_of(rows, device, sums, softcap)
+    cut = cut_of(rows, device, sums, softcap, invariant)
     K = None if ids_shape is None else ids_shape[-1]
     # The statistic "tail" is computed from log p at the ids.
     wanted = (*wants, "logprob") if "tail" in wants else wants

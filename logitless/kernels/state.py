@@ -171,13 +171,17 @@ def fold_span(
 
 
 @triton.jit
-def reference(Xrow, V, softcap, TOTAL: tl.constexpr):
+def reference(Xrow, V, softcap, TOTAL: tl.constexpr, STARTS_ALIGNED: tl.constexpr):
     """Returns the mean of y over the row's first 512 columns, or 0 if the mean is not finite.
 
-    Kernels subtract this mean to avoid cancellation in Σ y.
+    Kernels subtract this mean to avoid cancellation in Σ y. If STARTS_ALIGNED, the row starts on a
+    16-byte boundary. The order of the sum depends on the width of the loads. Without this hint, the
+    width would depend on the row stride.
     """
     ref = 0.0
     if TOTAL:
+        if STARTS_ALIGNED:
+            Xrow = tl.multiple_of(Xrow, 16)
         cols = tl.arange(0, 512)
         mask = cols < V
         y, _ = capped(load(Xrow, cols, mask), softcap)

@@ -33,6 +33,7 @@ class _Constants:
 
     second: bool  # whether to compute s1, the normaliser at temperature 1
     aligned: bool
+    starts_aligned: bool
     block_v: int
     block_k: int
 
@@ -64,7 +65,7 @@ def _stats_fwd_kernel(
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     Xrow = X + offset
     inv_t = inverse_temperature(temperature, row)
-    ref = reference(Xrow, columns, softcap, SUMS)
+    ref = reference(Xrow, columns, softcap, SUMS, field(CONSTANTS, "starts_aligned"))
     head, body = split_row(offset, columns, lead, PACK, ALIGNED)
     state = fold_span(
         Xrow, W, head, body, columns, 0, columns, ref, inv_t * LOG2E, softcap,
@@ -95,5 +96,5 @@ def stats_fwd_launch(
         _stats_fwd_kernel, (rows.count,),
         (*number, *rows.strides, rows.lead, rows.vocab, K, softcap, ignore_index),
         num_warps=cut.num_warps, registers=cut.registers if K is None else None,
-        CONSTANTS=_Constants(second, rows.aligned, cut.block_v, block_k),
+        CONSTANTS=_Constants(second, rows.aligned, rows.starts_aligned, cut.block_v, block_k),
     )  # fmt: skip

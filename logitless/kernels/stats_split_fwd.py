@@ -58,6 +58,7 @@ class _Constants:
     """The constants that the kernel is compiled for."""
 
     aligned: bool
+    starts_aligned: bool
     block_v: int
     block_k: int
     early: bool  # whether to load the label's logit before the loop, to hide the load's latency
@@ -95,7 +96,7 @@ def _stats_split_fwd_kernel(
     offset = row_offset(row, rows_t, stride_xb, stride_xt)
     Xrow = X + offset
     inv_t = inverse_temperature(temperature, row)
-    ref = reference(Xrow, columns, softcap, TOTAL)
+    ref = reference(Xrow, columns, softcap, TOTAL, field(CONSTANTS, "starts_aligned"))
     # Triton cannot derive that split · span is a multiple of BLOCK_V.
     lo = tl.multiple_of(split * span, BLOCK_V)
     head, body = split_row(offset, columns, lead, PACK, ALIGNED)
@@ -144,7 +145,7 @@ def partial(
     x, rows = rows_of(x)
     label, ids, temperature = reading.label, reading.ids, reading.row_temperature
     softcap, ignore_index, sums = reading.softcap, reading.ignore_index, reading.sums
-    cut = cut_of(rows, x.device, sums, softcap)
+    cut = cut_of(rows, x.device, sums, softcap, reading.invariant)
     size = (rows.count, _contract.part_width(*sums), cut.splits)
     state = torch.empty(size, device=x.device, dtype=torch.float32)
     picked, K = None, 0
@@ -172,11 +173,19 @@ def partial(
     return Partials(state.mT, picked)
 
 
-def cut_of(rows: Rows, device: torch.device, sums: Sums, softcap: float | None) -> config.Config:
-    """Returns the Config of the forward pass over these rows."""
-    heavy = softcap is not None or sums.entropy or sums.argmax or sums.total
+def cut_of(
+    rows: Rows, device: torch.device, sums: Sums, softcap: float | None, invariant: bool
+) -> config.Config:
+    """Returns the Config of the forward pass over these rows.
+
+    If `invariant`, the Config depends only on the vocabulary and the dtype. The Config is that of
+    many rows and many statistics. So a log-probability has the same bits for any number of rows,
+    and beside any other statistics.
+    """
+    heavy = invariant or softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)
-    return config.stats_fwd(rows.count, rows.vocab, rows.itemsize, processors, heavy, sums.second)
+    count = 2 * processors if invariant else rows.count
+    return config.stats_fwd(count, rows.vocab, rows.itemsize, processors, heavy, sums.second)
 
 
 def aligned(weight: Tensor | None) -> Tensor | None:
@@ -204,6 +213,8 @@ def stats_split_fwd_launch(
             softcap, ignore_index,
         ),
         num_warps=cut.num_warps, registers=None if K else cut.registers,
-        CONSTANTS=_Constants(rows.aligned, cut.block_v, block_k, cut.splits > 1),
+        CONSTANTS=_Constants(
+            rows.aligned, rows.starts_aligned, cut.block_v, block_k, cut.splits > 1
+        ),
         **constants_of(sums),
     )  # fmt: skip

@@ -105,16 +105,18 @@ def topk(
     k: int,
     temperature: float,
     softcap: float | None,
+    invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ids and log-probabilities of the k largest logits of each row, and `log_tail`.
 
     `log_tail` is the log of the softmax mass of all other columns. Ids are sorted by descending
     logit. Equal logits are sorted by ascending id. For k > 256, eager/topk.py computes the results
     on the same device, one chunk of rows at a time. eager/topk.py needs more than one pass over the
-    logits.
+    logits. If `invariant`, the results of a row have the same bits in every batch, provided that
+    the rows of x start on 16-byte boundaries.
     """
     if k > MAX_K:
-        return topk_by_chunks(x, k, temperature, softcap)
+        return topk_by_chunks(x, k, temperature, softcap, invariant)
     shape = x.shape[:-1]
     ids = torch.empty((*shape, k), device=x.device, dtype=torch.int64)
     logprobs = torch.empty((*shape, k), device=x.device, dtype=torch.float32)
@@ -125,7 +127,8 @@ def topk(
     x, rows = rows_of(x)
     processors = config.processors(x.device)
     narrow = softcap is not None or (rows.itemsize == 4 and k <= 64)
-    cut = _cut(rows.count, rows.vocab, processors, narrow)
+    count = RESIDENT * processors if invariant else rows.count  # one program per row
+    cut = _cut(count, rows.vocab, processors, narrow)
     splits_in_all = rows.count * cut.splits
     programs = min(splits_in_all, RESIDENT * processors)
     block_k = 1 << _log_k(k)

@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 
 from ..contract import Reading
 from ..core import checks
-from ..core.call import backend_of, check_values, in_func
+from ..core.call import check_values, in_func, topk_of
 from ..core.evaluate import evaluate
 from ..core.loss import RowLoss
 from ..core.source import Source, TopK, teacher_rows
@@ -231,7 +231,7 @@ class LazyLogits(Deferred, Source):
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
         direct = self.recipe.direct
         if direct is None or self.recipe.obstacle(softcap) or not self.from_head:
-            return backend_of(self).topk(self.read("capture_topk"), k, temperature, softcap)
+            return topk_of(self.read("capture_topk"), k, temperature, softcap)
         reading = Reading(self.shape[-1], temperature=temperature)
         reading = reading.fold_scale(direct.scale, direct.cap or softcap)
         return UnscaledLogits(self).capture_topk(k, reading.temperature, reading.softcap)

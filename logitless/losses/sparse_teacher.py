@@ -136,7 +136,7 @@ def capture_topk(
         return unchecked(*source.capture_topk(k, *options))
     if call.mapped(logits):
         rules.not_mapped()
-    return unchecked(*call.backend_of(logits).topk(logits.detach(), k, *options))
+    return unchecked(*call.topk_of(logits.detach(), k, *options))
 
 
 @call.named()

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..contract import PER_CLASS, PER_ROW, TEACHER
 from ..core import checks
 from ..core.autograd import Node
-from ..core.call import backend_of, check_once
+from ..core.call import check_once, topk_of
 from ..core.evaluate import evaluate
 from ..core.in_place import evaluate_in_place
 from ..core.loss import RowLoss
@@ -109,7 +109,7 @@ class DTensorLogits(Source):
         here = self.local()
         if isinstance(here, Source):
             return here.capture_topk(k, temperature, softcap)
-        return backend_of(here).topk(here.detach(), k, temperature, softcap)
+        return topk_of(here.detach(), k, temperature, softcap)
 
 
 def _whole(t: Tensor | None) -> Tensor | None:

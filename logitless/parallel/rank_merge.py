@@ -59,7 +59,7 @@ class ColumnBackend:
         self.label_coefficients = backend.label_coefficients
         self.coefficients = backend.coefficients
         self.weighted_nll, self.can_accumulate = backend.weighted_nll, backend.can_accumulate
-        self.is_narrow = backend.is_narrow
+        self.is_narrow, self.row_gemm = backend.is_narrow, backend.row_gemm
         self.exponents = getattr(backend, "exponents", None)
         self.accumulate = getattr(backend, "accumulate", None)
 
@@ -182,7 +182,12 @@ class ColumnBackend:
         return self.here(reading)._replace(vocab=reading.vocab)
 
     def topk(
-        self, x: Tensor, k: int, temperature: float, softcap: float | None
+        self,
+        x: Tensor,
+        k: int,
+        temperature: float,
+        softcap: float | None,
+        invariant: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the k most probable ids per row, their log-probabilities, and the log tail.
 
@@ -194,7 +199,7 @@ class ColumnBackend:
         nowhere = torch.full((rows, k), contract.NOWHERE, device=x.device)
         part[:, k : 2 * k] = contract.as_bits(nowhere, part.dtype)
         if own:
-            ids, logprobs, tail = self.backend.topk(x, own, temperature, softcap)
+            ids, logprobs, tail = self.backend.topk(x, own, temperature, softcap, invariant)
             top = x.gather(-1, ids).view(rows, own)
             part[:, :own] = top
             part[:, k : k + own] = contract.as_bits(ids.view(rows, own) + self.start, part.dtype)

@@ -23,6 +23,7 @@ from ..contract import TEACHER
 from ..core import checks, evaluate
 from ..core.call import backend_of, check_values, in_func, named, thorough, under_transform
 from ..core.in_place import overwrite_on
+from ..core.invariant import aligned, is_invariant
 from ..core.loss import RowLoss
 from ..core.source import (
     Logits,
@@ -362,14 +363,17 @@ class LogitColumns(Source):
     def evaluate(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         loss = self.shard.checked(loss, reduction, row_weight)
         backend = self.shard.backend(self.x)
-        return evaluate.evaluate_on(backend, self.x, loss, reduction, row_weight)
+        run = evaluate.evaluate_invariant if loss.reading.invariant else evaluate.evaluate_on
+        return run(backend, self.x, loss, reduction, row_weight)
 
     def evaluate_in_place(self, loss: RowLoss, reduction: str, row_weight: Tensor | None):
         loss = self.shard.checked(loss, reduction, row_weight)
         return overwrite_on(self.shard.backend(self.x), self.x, loss, reduction, row_weight)
 
     def capture_topk(self, k: int, temperature: float, softcap: float | None) -> TopK:
-        return self.shard.backend(self.x).topk(self.x.detach(), k, temperature, softcap)
+        x, invariant = self.x.detach(), is_invariant()
+        x = aligned(x) if invariant else x
+        return self.shard.backend(x).topk(x, k, temperature, softcap, invariant)
 
 
 def _check(ranks: Ranks, *arguments: Any) -> None:

@@ -43,6 +43,7 @@ def test_kernels_compile_ahead_of_time(target):
         "_pair_bwd_kernel",
         "_pair_fwd_kernel",
         "_reduce_kernel",
+        "_row_gemm_kernel",
         "_scale_kernel",
         "_scale_two_kernel",
         "_zero_ignored_kernel",

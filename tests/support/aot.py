@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -191,6 +191,8 @@ def launches_of(v: Variant):
                 kernels.topk(x, 64, 1.0, None)
             if v == Variant(BF16):
                 launch_sums(x)
+            if v in ROW_GEMM:
+                launch_row_gemm(x, ROW_GEMM[v])
         if v in (Variant(BF16), Variant(BF16, 50257, K=8, softcap=30.0, everything=True)):
             launch_shard(x, reading)
         if v in NARROW:
@@ -323,6 +325,29 @@ def launch_narrow(v: Variant, width: int) -> None:
                 hidden, weight, bias, reading, state, coefficients, torch.zeros(()), None,
                 torch.empty_like(hidden), torch.empty_like(weight), d_bias, False, sums,
             )  # fmt: skip
+
+
+# Whether the logits of an invariant head are fp32, although the hidden states are not.
+ROW_GEMM = {
+    Variant(BF16): False,
+    Variant(FP32, softcap=30.0): False,
+    Variant(FP16, 50257, everything=True): True,
+}
+
+
+def launch_row_gemm(dz: torch.Tensor, wide: bool) -> None:
+    """Launches the GEMMs of an invariant head: the logits, and the gradient of the hidden states.
+
+    The sizes of the tiles are those of the GPU for which kernels are compiled.
+    """
+    rows, vocab = dz.shape
+    h, weight = torch.zeros(rows, 512, dtype=dz.dtype), torch.zeros(vocab, 512, dtype=dz.dtype)
+    out = torch.zeros(rows, -(-vocab // 8) * 8, dtype=FP32 if wide else dz.dtype)[:, :vocab]
+    target: Any = triton.runtime.driver.active.get_current_target()
+    hopper = target.backend == "cuda" and target.arch in (90, 100)
+    with mock.patch.object(config, "memory", return_value=config.HOPPER_MEMORY if hopper else 0):
+        kernels.row_gemm(h, weight, out, weight[:, 0] if wide else None, True)
+        kernels.row_gemm(dz, weight, h)
 
 
 def launch_sums(dz: torch.Tensor) -> None:

@@ -1,0 +1,113 @@
+"""The context manager `invariant`, and the memory layout that its promise needs.
+
+Inside `with invariant():`, the results and the gradient of a row have the same bits in every batch.
+The number of rows in a batch usually determines how a kernel divides a row, and which kernel a GEMM
+uses. Inside `invariant`, every division is a function of the vocabulary, the dtype and the options:
+
+- Triton kernels compute every row in one program (kernels/stats_split_fwd.py, `cut_of`).
+- Triton kernels divide a row by 16-byte boundaries. So the rows of logits that do not start on a
+  16-byte boundary are copied (`aligned`).
+- The eager backend computes one row at a time (core/evaluate.py), because PyTorch's operations on a
+  CPU can compute an element differently at another position of a tensor.
+- The GEMMs of a head sum in a fixed order (kernels/row_gemm.py, eager/row_gemm.py).
+
+A `Reading` (contract.py) carries the setting. The Reading is part of a loss, and autograd nodes
+keep the loss. So backward uses the setting that was in effect in forward.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import eager
+
+_lock = threading.Lock()
+_depth = 0  # the number of `with invariant():` blocks that are active
+
+
+@contextlib.contextmanager
+def invariant():
+    """Inside a `with` block, results and gradients of a row have the same bits in every batch.
+
+    The bits do not depend on the other rows of the batch, on the number and the order of the rows,
+    on `workspace`, or on ignored rows. The promise covers the results per row and the gradients of
+    logits and hidden states, for all losses and statistics of this library. The gradients of weight
+    and bias are sums over the batch, and are not covered. Backward can run outside of the block.
+    `invariant` applies to all threads of the process.
+
+    >>> import logitless as ll
+    >>> z = torch.randn(8, 1000)
+    >>> with ll.invariant():
+    ...     together, alone = ll.logsumexp(z), ll.logsumexp(z[3:4])
+    >>> bool(together[3] == alone[0])
+    True
+    """
+    global _depth
+    with _lock:
+        _depth += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _depth -= 1
+
+
+def is_invariant() -> bool:
+    """Whether a `with invariant():` block is active."""
+    return _depth > 0
+
+
+def uncompiled(function: Callable) -> Callable:
+    """Returns a function that torch.compile calls without compiling it, by a break of the graph."""
+    return torch.compiler.disable(function, reason="ll.invariant() is active")  # pyright: ignore
+
+
+def refuse_operator() -> None:
+    raise RuntimeError(
+        "ll.invariant() must not be active under torch.func or inside a dispatch mode, because the"
+        " operators of logitless do not support ll.invariant(); compute the loss outside of both."
+    )
+
+
+def computes_single_rows(backend: Any) -> bool:
+    """Whether this backend must get one row at a time to be invariant."""
+    return backend is eager or getattr(backend, "backend", None) is eager
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Returns logits x (..., V) whose rows all start on 16-byte boundaries.
+
+    The result is x, or a differentiable copy of x with padding between the rows.
+    """
+    if starts_aligned(x):
+        return x
+    vocab, pad = x.shape[-1], -x.shape[-1] % (16 // x.element_size())
+    flat = x.reshape(-1, vocab)
+    if not pad:
+        return flat.clone(memory_format=torch.contiguous_format).view(x.shape)
+    return torch.nn.functional.pad(flat, (0, pad))[:, :vocab].view(x.shape)
+
+
+def starts_aligned(x: Tensor) -> bool:
+    """Whether every row of x starts on a 16-byte boundary, and kernels read x without a copy."""
+    *sizes, vocab = x.shape
+    *steps, last = x.stride()
+    if x.dim() > 3 or (last != 1 and vocab > 1) or x.data_ptr() % 16:
+        return False
+    pack = 16 // x.element_size()
+    return not any(step % pack for size, step in zip(sizes, steps, strict=True) if size > 1)
+
+
+def aligned_memory(x: Tensor) -> Tensor | None:
+    """Allocates memory (N, V) for the gradient of x, with rows that start on 16-byte boundaries.
+
+    The result is None if contiguous memory has such rows.
+    """
+    vocab, pad = x.shape[-1], -x.shape[-1] % (16 // x.element_size())
+    if not pad:
+        return None
+    return x.new_empty((x.shape[:-1].numel(), vocab + pad))[:, :vocab]

@@ -1,0 +1,124 @@
+"""A GEMM whose rows have the same bits for every number of rows.
+
+A GEMM library chooses its kernel by the shapes of the matrices. So the order in which the terms of
+a sum are added depends on the number of rows. Here, the order is fixed: every tile of the result is
+computed by one program, which adds the products of BLOCK_K columns after the other. The sizes of
+the tiles depend only on the dtype and the device (config.row_gemm).
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from . import config
+from .blockfp_gemm import PACK, aligned_matrix, is_aligned, tiles_of
+from .launch import REMEMBERED, Launch
+from .profiling import nothing, profiled
+
+GROUP = 16  # rows of tiles that are computed together, so that their programs share the cache
+
+
+@triton.jit(
+    **profiled("row_gemm", BIAS=nothing),
+    do_not_specialize=["M"],
+    do_not_specialize_on_alignment=["BIAS"],
+)
+def _row_gemm_kernel(
+    # BIAS is a pointer. A, B and OUT are tensor descriptors. Without HAS_BIAS, BIAS is not read.
+    BIAS, A, B, OUT,
+    M, N, K, programs,  # sizes
+    HAS_BIAS: tl.constexpr, TRANSPOSED: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Each program computes several tiles of the result in a loop.
+
+    Tiles are numbered in groups of GROUP rows of tiles. In a group, tiles with consecutive numbers
+    are below each other. If TRANSPOSED, the result is A @ B.T + BIAS, otherwise A @ B + BIAS.
+    """
+    down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), down * across, programs, flatten=True):
+        first = tile // (GROUP * across) * GROUP
+        height = tl.minimum(down - first, GROUP)
+        m = (first + tile % (GROUP * across) % height) * BLOCK_M
+        n = tile % (GROUP * across) // height * BLOCK_N
+        x = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            a = A.load([m, k])
+            if TRANSPOSED:
+                b = B.load([n, k]).T
+            else:
+                b = B.load([k, n])
+            if UPCAST:
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            x = tl.dot(a, b, x, input_precision=PRECISION)
+        if HAS_BIAS:
+            offs_n = n + tl.arange(0, BLOCK_N)
+            x += tl.load(BIAS + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+        # The result is stored through shared memory. Two halves need less shared memory.
+        left, right = x.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
+        OUT.store([m, n], left.to(OUT.dtype))
+        OUT.store([m, n + BLOCK_N // 2], right.to(OUT.dtype))
+
+
+def row_gemm(
+    a: Tensor,  # (M, K)
+    b: Tensor,  # (K, N), or (N, K) if `transposed`
+    out: Tensor,  # (M, N)
+    bias: Tensor | None = None,  # (N,)
+    transposed: bool = False,
+) -> Tensor:
+    """Writes a @ b + bias to `out`. A row has the same bits for every number of rows M.
+
+    If `transposed`, the product is a @ b.T. The sums are fp32, and are rounded once to the dtype of
+    `out`. fp32 matrices are multiplied in TF32 if PyTorch's setting allows TF32.
+    """
+    (M, K), N = a.shape, out.shape[1]
+    if M == 0 or N == 0:
+        return out
+    if K == 0:
+        return out.zero_() if bias is None else out.copy_(bias)
+    cut = config.row_gemm(a.element_size(), config.memory(a.device))
+    a, b, target = aligned_matrix(a), aligned_matrix(b), out
+    # A TensorDescriptor needs rows of `out` that start on 16-byte boundaries.
+    if not is_aligned(out):
+        width = config.ceil_div(N, PACK) * PACK
+        target = torch.empty((M, width), device=out.device, dtype=out.dtype)[:, :N]
+    plan = _plan(
+        M, N, K, config.processors(a.device), bias is not None, transposed, _precision(a), cut
+    )
+    plan(
+        b if bias is None else bias.contiguous(),
+        tiles_of(a, cut.block_n, cut.span),
+        tiles_of(b, cut.block_v, cut.span) if transposed else tiles_of(b, cut.span, cut.block_v),
+        tiles_of(target, cut.block_n, cut.block_v // 2),
+    )
+    return out if target is out else out.copy_(target)
+
+
+def _precision(a: Tensor) -> str:
+    """The precision of fp32 products: TF32 if PyTorch's setting for CUDA allows TF32.
+
+    The precision has no effect on 16-bit matrices.
+    """
+    # The older attribute `allow_tf32` raises if the newer attribute was set.
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" and a.is_cuda else "ieee"
+
+
+@functools.lru_cache(REMEMBERED)
+def _plan(
+    M: int, N: int, K: int, programs: int, has_bias: bool, transposed: bool, precision: str,
+    cut: config.Config,
+) -> Launch:  # fmt: skip
+    return Launch(
+        _row_gemm_kernel, (programs,), (M, N, K, programs),
+        num_warps=cut.num_warps, num_stages=cut.stages,
+        HAS_BIAS=has_bias, TRANSPOSED=transposed,
+        UPCAST=knobs.runtime.interpret,  # the interpreter cannot multiply bf16
+        PRECISION=precision,
+        BLOCK_M=cut.block_n, BLOCK_N=cut.block_v, BLOCK_K=cut.span, GROUP=GROUP,
+    )  # fmt: skip

@@ -1,0 +1,134 @@
+"""Inside `ll.invariant()`, no route and no division of a row depends on the number of rows.
+
+Whether a division changes bits depends on the machine. These tests observe the calls instead.
+"""
+
+import contextlib
+import importlib
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless import eager, kernels
+from logitless.contract import sums_of
+from logitless.heads import plan
+from logitless.heads.plan import Cut
+from logitless.kernels import config
+from logitless.kernels.layout import describe
+from logitless.kernels.stats_split_fwd import cut_of
+from tests.support.launches import launched
+
+
+def test_splits(monkeypatch):
+    """A GPU with many processors splits a few long rows, but not inside the block."""
+    monkeypatch.setattr(config, "processors", lambda device: 132)
+    x, device = torch.zeros(4000, 8), torch.device("cpu")
+    many, few, one = (describe(x[:n].shape, (8, 1), 0, 2) for n in (4000, 40, 1))
+    for wants in (("nll",), ("logprob", "entropy", "lse", "argmax"), ("logprob_t1",)):
+        for vocab in (5000, 128256):
+            cuts = {
+                cut_of(rows._replace(vocab=vocab), device, sums_of(wants, False), cap, True)
+                for rows in (many, few, one)
+                for cap in (None, 20.0)
+            }
+            assert len(cuts) == 1
+            assert cuts.pop().splits == 1
+    light = sums_of(("nll",), True)
+    assert cut_of(one._replace(vocab=5000), device, light, None, False).splits > 1
+
+
+def test_splits_of_topk(monkeypatch):
+    asked = []
+    module = importlib.import_module("logitless.kernels.topk")
+    cut = module._cut
+    monkeypatch.setattr(module, "_cut", lambda *args: asked.append(args) or cut(*args))
+    with ll.impl("triton"), ll.invariant():
+        for rows in (1, 3):
+            ll.capture_topk(torch.randn(rows, 40), 2)
+    assert len({*asked}) == 1
+
+
+def test_small_heads_and_splits_by_columns(monkeypatch):
+    def refused(*args):
+        raise AssertionError
+
+    monkeypatch.setattr("logitless.heads.linear.evaluate_small", refused)
+    monkeypatch.setattr("logitless.heads.on_chip.OnChipChunks.begin", refused)
+    monkeypatch.setattr("logitless.heads.on_chip.BlockChunks.begin", refused)
+    hidden, weight = torch.randn(3, 4), torch.randn(40, 4)
+    for forced in (Cut(3, on_chip=True), Cut(3, 16)):
+        with ll.impl("triton"), ll.invariant(), plan.override(lambda work, cut=forced: cut):
+            ll.cross_entropy(ll.LinearLogits(hidden, weight), torch.arange(3))
+
+
+def test_a_gradient_over_a_head_takes_two_passes():
+    """The kernel of one pass computes another loss than the kernel without a gradient."""
+    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(40, 4)
+    found = []
+    for block in (contextlib.nullcontext(), ll.invariant()):
+        # A forced split keeps the head from being small.
+        with ll.impl("triton"), plan.override(lambda work: Cut(2)), block, launched() as names:
+            ll.cross_entropy(ll.LinearLogits(hidden, weight), torch.arange(3))
+        found.append("_nll_fwd_bwd_kernel" in names)
+    assert found == [True, False]
+
+
+def spied(monkeypatch, module, name):
+    """The first arguments of all calls of a function of a backend."""
+    seen, function = [], getattr(module, name)
+
+    def spy(x, *args, **kwargs):
+        seen.append(x)
+        return function(x, *args, **kwargs)
+
+    monkeypatch.setattr(module, name, spy)
+    return seen
+
+
+def test_plain_pytorch_computes_single_rows(monkeypatch):
+    """Each row is at the start of its own memory, in forward and backward."""
+    read, gradient = (spied(monkeypatch, eager, name) for name in ("read", "gradient"))
+    x, target = torch.randn(2, 3, 75, requires_grad=True), torch.zeros(2, 3, dtype=torch.int64)
+    with ll.impl("eager"), ll.invariant():
+        ll.cross_entropy(x, target).backward()
+        y = torch.randn(6, 75, requires_grad=True) * 1
+        ll.cross_entropy(y, target.view(6), inplace=True)
+    assert len(read) == len(gradient) == 12
+    for t in (*read, *gradient):
+        assert t.shape == (1, 75)
+        assert t.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize(("name", "backend"), [("eager", eager), ("triton", kernels)])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_the_gemms_of_a_head(monkeypatch, name, backend, reduction):
+    """The logits, and the gradient of hidden. Results per row compute the logits twice."""
+    seen = spied(monkeypatch, backend, "row_gemm")
+    hidden, weight = torch.randn(5, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
+    # A forced split keeps the head from being small. The eager backend computes single rows.
+    with ll.impl(name), plan.override(lambda work: Cut(2)):
+        with ll.invariant():
+            loss = ll.cross_entropy(
+                ll.LinearLogits(hidden, weight), torch.arange(5), reduction=reduction
+            )
+        loss.backward(torch.ones_like(loss))
+    chunks = 5 if name == "eager" else 3
+    of_logits = [t for t in seen if t.shape[1] == 8]
+    of_hidden = [t for t in seen if t.shape[1] == 16]
+    assert len(of_logits) == chunks * (2 if reduction == "none" else 1)
+    assert len(of_hidden) == chunks
+
+
+@pytest.mark.parametrize("over_a_head", [False, True])
+def test_the_logits_of_a_teacher(monkeypatch, over_a_head):
+    """Also in a backward outside of the block, which computes the logits of a chunk again."""
+    seen = spied(monkeypatch, kernels, "row_gemm")
+    hidden, student = torch.randn(3, 8), torch.randn(3, 16, requires_grad=True)
+    with ll.impl("triton"):
+        with ll.invariant():
+            teacher = ll.LinearLogits(hidden, torch.randn(16, 8))
+            source = ll.LinearLogits(student, torch.randn(16, 16)) if over_a_head else student
+            loss = ll.kl_div(source, teacher, direction="forward", reduction="none")
+        loss.backward(torch.ones_like(loss))
+    assert sum(t.shape == (3, 8) for t in seen) == (2 if over_a_head else 1)
