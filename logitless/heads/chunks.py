@@ -60,6 +60,9 @@ class Chunks:
         self.head, self.cut, self.lead = head, cut, head.lead
         self.weight = head.weight.detach()
         self.bias = None if head.bias is None else head.bias.detach()
+        self.low_rank = None
+        if head.low_rank is not None:
+            self.low_rank = head.low_rank.detach().to(head.hidden.dtype)  # (V, R)
         self.hidden = head.hidden.detach().reshape(-1, head.hidden.shape[-1])  # (N, D)
         self.drops, rows = live is not None, len(self.hidden)
         self.index, count, copied = None, rows, None
@@ -94,7 +97,7 @@ class Chunks:
         slot, logits = self.slots[0]
         h = hidden[slot.rows if self.index is None else self.index[slot.rows]]
         if len(h):
-            product(h, self.weight, self.bias, logits[: len(h)])
+            product(h, self.weight, self.bias, self.low_rank, logits[: len(h)])
         return self.head.backend()
 
     def gradients(self, needs: Needs, into: Tensor | None = None) -> GradientSums:
@@ -133,7 +136,7 @@ class Chunks:
                     break
                 here, z = rows_at(rows, slot.rows), logits[:count]
                 if not queued:
-                    product(h[slot.rows], self.weight, self.bias, z)
+                    product(h[slot.rows], self.weight, self.bias, self.low_rank, z)
                 queued = False
                 into = None if sums is None else dz[slot.rows]
                 whole = Tile(loss.rows(here, self.lead), next(known, None), here, z, into)

@@ -4,6 +4,11 @@
 VocabShard holds a Head if its logits are computed by a head. `ScaledHead` represents a teacher's
 logits without gradients, and can apply a scale and a softcap to the logits. `flatten` separates the
 tensors, which autograd saves, from the options.
+
+A head can have a second weight, `low_rank`, such as the matrix B of a LoRA adapter. The two weights
+stand side by side. Together they are one weight of shape (V, D + R), which is never stored as one
+tensor. The hidden states are one tensor of shape (..., D + R). So every operation on the rows of
+hidden, such as a view, a split or a sum over ranks, needs no code of its own for adapters.
 """
 
 import contextlib
@@ -26,11 +31,16 @@ from .products import dense_logits, padded_logits, without_autocast
 from .unshard import in_memory
 
 Rows = slice | Tensor  # some rows, as a slice or as a tensor of indices
+HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # in the order of Head.tensors
 
 
 @dataclass(frozen=True)
 class Head:
-    """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,)."""
+    """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,).
+
+    With `low_rank`, hidden has the shape (..., D + R) or is wider. The first D columns of hidden
+    are multiplied by `weight`, the next R columns by `low_rank`, and all other columns are padding.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -43,16 +53,18 @@ class Head:
     drop_ignored: bool = True
     module: nn.Module | None = None  # the module that owns the weight, if FSDP can free the weight
     columns: Any = None  # the ColumnBackend, if the weight is one rank's shard of the vocabulary
+    low_rank: Tensor | None = None  # (V, R), a second weight; fp32 if hidden has 16 bits, or as it
+    skips_first: bool = False  # whether the first D columns of hidden need no gradient
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.hidden, self.weight, self.bias
+    def tensors(self) -> "HeadTensors":
+        return self.hidden, self.weight, self.bias, self.low_rank
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def inputs(self) -> "HeadTensors":
         """The tensors that get gradients."""
         hidden = self.hidden if self.own_hidden is None else self.own_hidden
-        return hidden, self.weight, self.bias
+        return hidden, self.weight, self.bias, self.low_rank
 
     @property
     def lead(self) -> torch.Size:
@@ -94,13 +106,20 @@ class Head:
 
     def flatten(self) -> tuple[tuple[Tensor | None, ...], "Head"]:
         """Returns the tensors that backward reads, and the same head without tensors."""
-        tensors = (self.hidden, self.weight, self.bias, self.own_hidden)
+        return (*self.tensors, self.own_hidden), self.blank()
+
+    def blank(self) -> "Head":
+        """The head without tensors."""
         blank: Any = None
-        return tensors, self.replace(hidden=blank, weight=blank, bias=None, own_hidden=None)
+        return self.replace(
+            hidden=blank, weight=blank, bias=None, low_rank=None, own_hidden=None
+        )  # fmt: skip
 
     def rebuild(self, tensors: Sequence[Any]) -> "Head":
-        hidden, weight, bias, own_hidden = tensors
-        return self.replace(hidden=hidden, weight=weight, bias=bias, own_hidden=own_hidden)
+        hidden, weight, bias, low_rank, own_hidden = tensors
+        return self.replace(
+            hidden=hidden, weight=weight, bias=bias, low_rank=low_rank, own_hidden=own_hidden
+        )
 
     def backend(self) -> Backend:
         return backend_of(self.hidden) if self.columns is None else self.columns
@@ -114,7 +133,7 @@ class Head:
             return dense_logits(*self.tensors, self.dtype)
         with torch.no_grad(), without_autocast(self.device):
             hidden = self.hidden.reshape(-1, self.hidden.shape[-1])[rows]
-            return padded_logits(hidden, self.weight, self.bias, self.dtype)
+            return padded_logits(hidden, self.weight, self.bias, self.low_rank, self.dtype)
 
     def work(
         self,
@@ -136,9 +155,8 @@ class Head:
         if self.columns is not None:  # all ranks must use chunks of the same size
             vocab = self.columns.widest
         rows = self.hidden.shape[:-1].numel()
-        narrow = self.columns is None and backend_of(self.hidden).is_narrow(
-            self.hidden, self.weight
-        )
+        plain = self.columns is None and self.low_rank is None
+        narrow = plain and backend_of(self.hidden).is_narrow(self.hidden, self.weight)
         return Work(
             rows, vocab, width, own.itemsize, own != wide, merges, gemms, sums, keeps, narrow, ids
         )
@@ -161,7 +179,7 @@ class Head:
         hidden, (vocab, width) = self.hidden, self.weight.shape
         if hidden.dtype != self.dtype or hidden.dtype == torch.float16:
             return False
-        rows, size = hidden.numel() // width if width else 0, hidden.element_size()
+        rows, size = hidden.shape[:-1].numel() if width else 0, hidden.element_size()
         if not plan.is_small(rows, vocab, width, size, self.workspace, hidden.device.type):
             return False
         freed = not self.weight.untyped_storage().size()  # by FSDP
@@ -234,10 +252,9 @@ class ScaledHead:
     def narrow(self, dim: int, start: int, width: int) -> "ScaledHead":
         """Returns the columns [start, start + width), like Tensor.narrow(-1, start, width)."""
         assert dim == -1
-        columns, bias = slice(start, start + width), self.head.bias
-        head = self.head.replace(
-            weight=self.head.weight[columns], bias=None if bias is None else bias[columns]
-        )
+        columns = slice(start, start + width)
+        weight, bias, low_rank = (None if t is None else t[columns] for t in self.head.tensors[1:])
+        head = self.head.replace(weight=weight, bias=bias, low_rank=low_rank)
         return self.replace(head=head)
 
     def as_teacher(self) -> "ScaledHead":

@@ -9,26 +9,76 @@ from ..core.source import is_dtensor
 
 SLAB = 64 << 20  # the largest size in bytes of a temporary fp32 copy on a CPU
 UNIT = 64  # if `gemm` splits a matrix, the size of the first part is a multiple of UNIT
+PADDED = 8  # the number of columns of joined hidden states is a multiple of PADDED
 
 
-def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Writes h @ weight.T + bias to `out`.
+def product(
+    h: Tensor, weight: Tensor, bias: Tensor | None, low_rank: Tensor | None, out: Tensor
+) -> Tensor:
+    """Writes the logits of the hidden states h to `out`. The class Head explains `low_rank`.
 
     If `out` is fp32, the sums are not rounded to 16 bits.
     """
+    if low_rank is None:
+        return add_product(h, weight, bias, out)
+    # The small product runs first, so that the large sum is rounded only once.
+    first, second = two_parts(h, weight, low_rank)
+    add_product(second, low_rank.to(h.dtype), bias, out)
+    return add_product(first, weight, out, out)
+
+
+def add_product(h: Tensor, weight: Tensor, add: Tensor | None, out: Tensor) -> Tensor:
+    """Writes h @ weight.T + add to `out`. `add` is a bias (V,), `out` itself, or None."""
     if out.dtype == h.dtype:
-        return gemm(h, weight.t(), out, bias)
+        return gemm(h, weight.t(), out, add)
     if h.is_cuda:
-        return gemm(h, weight.t(), out, None if bias is None else out.copy_(bias))
+        bias = add is not None and add is not out
+        return gemm(h, weight.t(), out, out.copy_(add) if bias else add)
     h = h.to(out.dtype)
     step = max(SLAB // (out.element_size() * max(h.shape[1], 1)), 1)
     for start in range(0, len(weight), step):
         columns = slice(start, start + step)
         wide = weight[columns].to(out.dtype).t()
-        if bias is None:
+        if add is None:
             out[:, columns] = h @ wide
         else:
-            out[:, columns] = torch.addmm(bias[columns].to(out.dtype), h, wide)
+            out[:, columns] = torch.addmm(add[..., columns].to(out.dtype), h, wide)
+    return out
+
+
+def side_by_side(hidden: Tensor, *others: Tensor) -> Tensor:
+    """Joins hidden states along the last dimension, and pads them with zeros.
+
+    The padding makes the number of columns a multiple of PADDED, so that the rows of 16-bit and
+    32-bit hidden states start on 16-byte boundaries.
+    """
+    width = hidden.shape[-1] + sum(t.shape[-1] for t in others)
+    rest = hidden.new_zeros((*hidden.shape[:-1], -width % PADDED))
+    return torch.cat([hidden, *others, rest], -1)
+
+
+def two_parts(t: Tensor, weight: Tensor, low_rank: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the columns of hidden, or of its gradient, for `weight` and for `low_rank`."""
+    width, rank = weight.shape[1], low_rank.shape[1]
+    return t[..., :width], t[..., width : width + rank]
+
+
+def hidden_gradient(
+    dz: Tensor, weight: Tensor, low_rank: Tensor | None, skips_first: bool, out: Tensor | None
+) -> Tensor:
+    """Writes the gradient of hidden to `out`. The class Head explains the other arguments.
+
+    `out` can be None if `low_rank` is None.
+    """
+    if low_rank is None or out is None:
+        return gemm(dz, weight, out)
+    first, second = two_parts(out, weight, low_rank)
+    if skips_first:
+        first.zero_()
+    else:
+        gemm(dz, weight, first)
+    gemm(dz, low_rank.to(dz.dtype), second)
+    out[:, first.shape[1] + second.shape[1] :] = 0
     return out
 
 
@@ -99,21 +149,36 @@ def padded_memory(rows: int, vocab: int, like: Tensor, dtype: torch.dtype) -> Te
 
 
 def padded_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_rank: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Returns the logits (n, V) of hidden (n, D), without a gradient.
 
     On a GPU, every row of logits starts on a 16-byte boundary, so that `gemm` is fast for any V.
     """
     pack, (vocab, width) = 16 // dtype.itemsize, weight.shape
-    if not (reads_vectors(hidden) and (vocab % pack or width % pack)) or is_dtensor(weight):
-        return dense_logits(hidden, weight, bias, dtype)
+    aligned = not (reads_vectors(hidden) and (vocab % pack or width % pack))
+    if (aligned and low_rank is None) or is_dtensor(weight):
+        return dense_logits(hidden, weight, bias, None, dtype)
     out = padded_memory(len(hidden), len(weight), hidden, dtype)
-    return product(hidden, weight, bias, out)
+    return product(hidden, weight, bias, low_rank, out)
 
 
-def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def dense_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_rank: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     """Returns the materialised logits (..., V), which are contiguous and differentiable."""
+    if low_rank is not None:
+        first, second = two_parts(hidden, weight, low_rank)
+        adapted = dense_logits(second, low_rank.to(hidden.dtype), None, None, dtype)
+        return dense_logits(first, weight, bias, None, dtype) + adapted
     if dtype == hidden.dtype:
         return torch.nn.functional.linear(hidden, weight, bias)
     wanted = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
@@ -125,7 +190,7 @@ def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: tor
     flat = hidden.reshape(-1, hidden.shape[-1])
     out = torch.empty((len(flat), len(weight)), device=flat.device, dtype=dtype)
     with without_autocast(hidden.device):
-        return product(flat, weight, bias, out).view(*hidden.shape[:-1], len(weight))
+        return add_product(flat, weight, bias, out).view(*hidden.shape[:-1], len(weight))
 
 
 def autocasts(device: torch.device) -> bool:

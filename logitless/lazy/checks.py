@@ -30,6 +30,11 @@ def options_of_fuse(given: dict) -> None:
         raise TypeError(
             "options must not include main_grad, because main_grad belongs to a single weight."
         )
+    if "low_rank" in given:
+        raise TypeError(
+            "options must not include low_rank, because low_rank belongs to one batch; fuse finds"
+            " the adapters of a head itself."
+        )
     option_checks.check(**given)
 
 

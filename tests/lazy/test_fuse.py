@@ -105,6 +105,7 @@ class Sharded(nn.Module):
         (Model, {"hidden": 3}, TypeError, "fuse must be given arguments among"),
         (Model, {"worksp": 3}, TypeError, "Did you mean 'workspace'"),
         (Model, {"main_grad": 3}, TypeError, "options must not include main_grad"),
+        (Model, {"low_rank": None}, TypeError, "options must not include low_rank"),
         # HUNT 18
         (Model, {"head": 3}, TypeError, "head must be a module of the model or its name, got 3"),
         (Model, {"workspace": -1}, ValueError, "workspace must be positive, got -1"),
