@@ -22,6 +22,7 @@ from .gradient_sums import GradientSums, Needs, Sum, SumInPlace, way_to_sum
 from .head import Head, Rows
 from .plan import chunk_rows, kept_blocks
 from .products import product, two_parts
+from .quantized import is_quantized
 
 WAITING = 4  # the number of Partials that are merged at a time
 
@@ -223,7 +224,9 @@ class BlockSums(GradientSums):
 
     def add_block(self, index: int, columns: slice, h: Tensor, dz: Tensor) -> None:
         if self.hidden_sum is not None:
-            self.hidden_sum.add(dz.t(), self.weight[columns])
+            block = self.weight[columns]
+            block = block.dequantize().to(h.dtype) if is_quantized(block) else block
+            self.hidden_sum.add(dz.t(), block)
         if self.low_rank_sum is not None and self.low_rank is not None:
             self.low_rank_sum.add(dz.t(), self.low_rank[columns])
         if self.d_bias is not None:

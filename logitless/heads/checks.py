@@ -8,6 +8,7 @@ from torch import Tensor
 from ..core import option_checks
 from ..core.checks import _floating, _same_device, _shape, logits, placed
 from ..core.source import is_dtensor
+from .quantized import is_quantized, why_not_readable
 
 
 def linear(
@@ -42,10 +43,22 @@ def head(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
                     f"bias must have shape {_shape(weight.shape[:1])} to match weight "
                     f"{_shape(weight)}, got {_shape(t)}."
                 )
-        if t.dtype != hidden.dtype:
+        if is_quantized(t):
+            readable(name, t)
+        elif t.dtype != hidden.dtype:
             raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {t.dtype}.")
         _same_device(name, t, hidden, "hidden")
     option_checks.check(workspace=workspace)
+
+
+def readable(name: str, t: Tensor) -> None:
+    """Checks that a quantised tensor is a weight that can be dequantised in blocks of rows."""
+    reason = why_not_readable(t) if name == "weight" else "must not be quantised"
+    if reason is not None:
+        raise TypeError(
+            f"{name} must be a plain tensor, or a quantised weight whose rows can be dequantised,"
+            f" got a {type(t).__name__}, which {reason}."
+        )
 
 
 def is_pair(low_rank: Any) -> None:

@@ -28,6 +28,7 @@ from ..core.source import is_dense
 from . import plan
 from .plan import Cut, Work
 from .products import dense_logits, padded_logits, without_autocast
+from .quantized import is_freed, is_quantized
 from .unshard import in_memory
 
 Rows = slice | Tensor  # some rows, as a slice or as a tensor of indices
@@ -155,7 +156,7 @@ class Head:
         if self.columns is not None:  # all ranks must use chunks of the same size
             vocab = self.columns.widest
         rows = self.hidden.shape[:-1].numel()
-        plain = self.columns is None and self.low_rank is None
+        plain = self.columns is None and self.low_rank is None and not is_quantized(self.weight)
         narrow = plain and backend_of(self.hidden).is_narrow(self.hidden, self.weight)
         return Work(
             rows, vocab, width, own.itemsize, own != wide, merges, gemms, sums, keeps, narrow, ids
@@ -171,8 +172,8 @@ class Head:
         Some heads always use chunks. A head with fp16 logits uses chunks, because chunks sum the
         gradients in fp32. A head with a main_grad uses chunks, because small.py does not add
         gradients to main_grad. A head with fp32 logits of 16-bit hidden states uses chunks. So do
-        one rank's shard of a head, a head whose weight FSDP has freed, and a head whose loss has
-        another head as its teacher.
+        one rank's shard of a head, a head whose weight is quantised or freed by FSDP, and a head
+        whose loss has another head as its teacher.
         """
         if plan.forced is not None or self.main_grad is not None or self.columns is not None:
             return False
@@ -182,7 +183,7 @@ class Head:
         rows, size = hidden.shape[:-1].numel() if width else 0, hidden.element_size()
         if not plan.is_small(rows, vocab, width, size, self.workspace, hidden.device.type):
             return False
-        freed = not self.weight.untyped_storage().size()  # by FSDP
+        freed = is_quantized(self.weight) or is_freed(self.weight)
         return not freed and all(is_dense(t) for t in loss.teachers)
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
@@ -204,7 +205,7 @@ class Head:
             # FSDP gathers a weight once per call, not once per chunk. The number of chunks can
             # differ between ranks, but all ranks must gather the weight equally often.
             for head in heads:
-                if not head.weight.untyped_storage().size():  # FSDP has freed the weight
+                if is_freed(head.weight):
                     stack.enter_context(in_memory(head.weight, head.module))
             yield
 

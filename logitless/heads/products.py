@@ -5,7 +5,9 @@ import contextlib
 import torch
 from torch import Tensor
 
+from ..contract import PRECISION
 from ..core.source import is_dtensor
+from .quantized import is_quantized, row_blocks
 
 SLAB = 64 << 20  # the largest size in bytes of a temporary fp32 copy on a CPU
 UNIT = 64  # if `gemm` splits a matrix, the size of the first part is a multiple of UNIT
@@ -29,10 +31,14 @@ def product(
 
 def add_product(h: Tensor, weight: Tensor, add: Tensor | None, out: Tensor) -> Tensor:
     """Writes h @ weight.T + add to `out`. `add` is a bias (V,), `out` itself, or None."""
+    if is_quantized(weight):
+        for rows, block in row_blocks(weight, h.dtype):
+            add_product(h, block, None if add is None else add[..., rows], out[:, rows])
+        return out
     if out.dtype == h.dtype:
         return gemm(h, weight.t(), out, add)
     if h.is_cuda:
-        bias = add is not None and add is not out
+        bias = add is not None and add.dim() == 1
         return gemm(h, weight.t(), out, out.copy_(add) if bias else add)
     h = h.to(out.dtype)
     step = max(SLAB // (out.element_size() * max(h.shape[1], 1)), 1)
@@ -71,15 +77,30 @@ def hidden_gradient(
     `out` can be None if `low_rank` is None.
     """
     if low_rank is None or out is None:
-        return gemm(dz, weight, out)
+        return times_weight(dz, weight, out)
     first, second = two_parts(out, weight, low_rank)
     if skips_first:
         first.zero_()
     else:
-        gemm(dz, weight, first)
+        times_weight(dz, weight, first)
     gemm(dz, low_rank.to(dz.dtype), second)
     out[:, first.shape[1] + second.shape[1] :] = 0
     return out
+
+
+def times_weight(dz: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Writes dz @ weight to `out`, or to a new tensor. The product of blocks is summed in fp32."""
+    if not is_quantized(weight):
+        return gemm(dz, weight, out)
+    shape, full = (len(dz), weight.shape[1]), PRECISION[dz.dtype]
+    total = torch.zeros(shape, device=dz.device, dtype=full)
+    for rows, block in row_blocks(weight, dz.dtype):
+        part = dz[:, rows]
+        if dz.is_cuda or dz.dtype == full:
+            gemm(part, block, total, total)
+        else:
+            total.addmm_(part.to(full), block.to(full))
+    return total.to(dz.dtype) if out is None else out.copy_(total)
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = None) -> Tensor:
@@ -179,11 +200,12 @@ def dense_logits(
         first, second = two_parts(hidden, weight, low_rank)
         adapted = dense_logits(second, low_rank.to(hidden.dtype), None, None, dtype)
         return dense_logits(first, weight, bias, None, dtype) + adapted
-    if dtype == hidden.dtype:
+    if dtype == hidden.dtype and not is_quantized(weight):
         return torch.nn.functional.linear(hidden, weight, bias)
     wanted = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     differentiable = torch.compiler.is_compiling() or (torch.is_grad_enabled() and wanted)
     if differentiable or is_dtensor(weight):  # torch.mm has no out_dtype for a DTensor
+        weight = weight.dequantize() if is_quantized(weight) else weight
         tensors = (None if t is None else t.to(dtype) for t in (hidden, weight, bias))
         with without_autocast(hidden.device):
             return torch.nn.functional.linear(*tensors)  # pyright: ignore[reportArgumentType]
@@ -210,5 +232,7 @@ def without_autocast(device: torch.device):
 def cast_by_autocast(t: Tensor) -> Tensor:
     """Casts t to the dtype that autocast uses in F.linear. fp64 tensors are not cast."""
     if not isinstance(t, Tensor) or t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return t
+    if is_quantized(t):  # its blocks are cast when they are dequantised
         return t
     return t.to(torch.get_autocast_dtype(t.device.type))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.autograd import Node, refuse_second
-from ..heads.products import two_parts, without_autocast
+from ..heads.products import times_weight, two_parts, without_autocast
 from ..heads.unshard import in_memory
 from .formula import Direct, Formula
 from .gradient import (
@@ -143,7 +143,7 @@ def gradients_of_values(of_values: Tensor, tensors: tuple, needs: tuple) -> Part
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = of_values.reshape(len(rows), of_values.shape[-1]).to(hidden.dtype)
     d_low_rank, first = None, rows
-    d_hidden = flat @ weight if needs[0] else None
+    d_hidden = times_weight(flat, weight) if needs[0] else None
     if low_rank is not None:
         first, second = two_parts(rows, weight, low_rank)
         low = low_rank.to(hidden.dtype)

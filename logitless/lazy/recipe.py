@@ -12,6 +12,7 @@ from ..heads.head import Head, ScaledHead
 from ..heads.products import without_autocast
 from ..heads.unshard import in_memory
 from .formula import Direct, Formula, Input, Rows
+from .gradient import described
 from .watch import Watch, Watches, versions
 
 Tensors = tuple[Tensor | None, ...]
@@ -170,7 +171,7 @@ class Recipe:
     def released(self) -> "Recipe":
         """A copy whose tensors hold no memory, for logits whose values are already computed."""
         hidden, weight, bias, low_rank = (
-            None if t is None else t.new_empty(()).expand(t.shape) for t in self.head.tensors
+            None if t is None else described(t).blank() for t in self.head.tensors
         )
         watch: Any = None
         recipe = self.with_head(

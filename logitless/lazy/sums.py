@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from ..core.autograd import Node
 from ..heads.head import Head
 from ..heads.products import side_by_side
+from ..heads.quantized import is_freed, is_quantized
 from .elementwise import have_same_rows
 from .formula import Direct
 from .gradient import Parts, computes_of, described, is_projected, shares_of, split
@@ -40,7 +41,7 @@ def summed(a: LazyLogits, b: LazyLogits) -> Any:
     adapts = (y.requires_grad or not x.requires_grad) and width_of(y) < width_of(x)
     if not (adapts or (x.requires_grad and y.requires_grad)):
         return NotImplemented
-    freed = [not r.head.weight.untyped_storage().size() for r in (first, second)]  # by FSDP
+    freed = [is_freed(r.head.weight) for r in (first, second)]
     head = _joined(first, second)
     if head is None or have_same_rows(first, second) or freed[0] != freed[1]:
         return NotImplemented
@@ -91,6 +92,8 @@ def _joined(first: Recipe, second: Recipe) -> Head | None:
     common = torch.promote_types(dtype, y.hidden.dtype)
     fits = common == dtype or (common == torch.float32 and dtype.itemsize == 2)
     if not fits or first.logits.pre != 1 or y.low_rank is not None:  # pyright: ignore
+        return None
+    if is_quantized(y.weight):
         return None
     wide = torch.promote_types(x.dtype, torch.promote_types(y.dtype, common))
     if wide not in (dtype, torch.promote_types(dtype, torch.float32)):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..core.option_checks import LEAST, MOST
 from ..heads.head import Head
+from ..heads.quantized import is_freed, is_quantized
 from . import views
 from .elementwise import applied
 from .formula import Direct
@@ -216,8 +217,8 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     # finite values are accepted only up to ±`most`.
     most = torch.finfo(z.dtype).max * (1 if pre == 1 else 0.5 * min(pre, 1))
     inside = abs(value) <= most or abs(value) == torch.inf
-    freed = not weight.untyped_storage().size()  # by FSDP
-    if not inside or freed or weight.numel() > z.numel():
+    fixed = is_quantized(weight) or is_freed(weight)
+    if not inside or fixed or weight.numel() > z.numel():
         return NotImplemented
     recipe.check()
     with torch.inference_mode(False), torch.no_grad():

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..heads.head import Head
+from ..heads.quantized import is_freed, is_quantized, storage_of
 from .deferred import memory_of
 from .gradient import pulled_back
 from .logits import LazyLogits, kept
@@ -62,7 +63,8 @@ def _rows(
 
 def _columns(z: LazyLogits, columns: slice):
     recipe = z.recipe
-    if not recipe.head.weight.untyped_storage().size():  # FSDP has freed the weight
+    weight = recipe.head.weight
+    if is_quantized(weight) or is_freed(weight):
         return NotImplemented
 
     def cut(t: Tensor) -> Tensor:
@@ -306,6 +308,7 @@ def is_alias(x: Tensor | None, y: Tensor | None) -> bool:
         return x is y
 
     def place(t: Tensor) -> tuple:
-        return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
+        memory = storage_of(t) if is_quantized(t) else t.data_ptr()
+        return memory, t.shape, t.stride(), t.dtype, t.device
 
     return x is y or place(x) == place(y)
