@@ -54,7 +54,7 @@ class Head:
     drop_ignored: bool = True
     module: nn.Module | None = None  # the module that owns the weight, if FSDP can free the weight
     columns: Any = None  # the ColumnBackend, if the weight is one rank's shard of the vocabulary
-    low_rank: Tensor | None = None  # (V, R), a second weight; fp32 if hidden has 16 bits, or as it
+    low_rank: Tensor | None = None  # (V, R), a second weight; fp32 or the dtype of hidden
     skips_first: bool = False  # whether the first D columns of hidden need no gradient
 
     @property

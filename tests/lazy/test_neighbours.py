@@ -211,6 +211,8 @@ def test_a_product_inside_of_an_autograd_function(ids, device):
 
     fused = changed(ll.fuse(Model().to(device)))
     assert_as_plain(changed(Model().to(device)), fused, ids, is_lazy=False)
+    with ll.lazy_logits():
+        assert type(fused(ids)) is Tensor
 
 
 @pytest.mark.parametrize("other", [nn.Identity(), nn.Embedding(D, V), None])
@@ -349,3 +351,44 @@ def test_logits_dtype_is_kept_under_a_compiler(device):
         got, want = compiled(ids), model(ids)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, want)
+
+
+# --- heads that are called several times
+
+
+class Predictor(Model):
+    """A model that predicts several tokens: its head reads the hidden states of several depths."""
+
+    def __init__(self, joined):
+        super().__init__()
+        self.joined = joined
+        self.depths = nn.ModuleList([nn.Linear(D, D) for _ in range(2)])
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        found = [self.lm_head(hidden)]
+        for depth in self.depths:
+            hidden = depth(hidden).tanh()
+            found.append(self.lm_head(hidden))
+        return torch.cat(found) if self.joined else found
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_multi_token_prediction(joined, ids, device):
+    """Each call of the head has its own logits, and the weight gets the sum of all gradients."""
+    results = []
+    for fuse in (lambda model: model, ll.fuse):
+        torch.manual_seed(4)
+        model = fuse(Predictor(joined).to(device))
+        logits = model(ids)
+        logits = logits.chunk(3) if joined else logits
+        loss = sum(
+            F.cross_entropy(z[:, : 4 - k].flatten(0, 1), ids[:, 1 + k :].flatten()) / (k + 1)
+            for k, z in enumerate(logits)
+        )
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(type(z) is LazyLogits for z in logits)
+    assert ll.is_fused(model)
+    assert not ll.report(model)
+    torch.testing.assert_close(*results)
