@@ -12,7 +12,7 @@ import logitless as ll
 
 LOGITS = {"device", "dim", "dtype", "materialize", "requires_grad", "shape"}
 MEMBERS = {  # names that help() of each public class shows and that do not begin with an underscore
-    ll.LinearLogits: LOGITS | {"hidden", "weight", "bias", "lazy", "explain"},
+    ll.LinearLogits: LOGITS | {"hidden", "weight", "bias", "low_rank", "lazy", "explain"},
     ll.VocabShard: LOGITS | {"start", "width"},
     ll.SparseTargets: {
         "cat", "device", "k", "load", "mask", "pin_memory", "reshape", "save",

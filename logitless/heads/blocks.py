@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract import Coefficients, Partials, Reading, Statistics
+from ..contract import PRECISION, Coefficients, Partials, Reading, Statistics
 from ..core.loss import RowLoss, Saved
 from .chunks import Chunks, Tile
 from .gradient_sums import GradientSums, Needs, Sum, SumInPlace, way_to_sum
 from .head import Head, Rows
 from .plan import chunk_rows, kept_blocks
-from .products import product
+from .products import product, two_parts
+from .quantized import is_quantized
 
 WAITING = 4  # the number of Partials that are merged at a time
 
@@ -95,7 +96,8 @@ class Blocks:
         if self.sums is not None and chunks.cut.kept:
             self.kept_in = self.sums.free_memory()
         if self.kept_in is not None:
-            self.kept = kept_blocks(rows, vocab, self.h.shape[1], chunks.cut.columns)
+            width = chunks.weight.shape[1]
+            self.kept = kept_blocks(rows, vocab, width, chunks.cut.columns)
 
     def logits(self, index: int) -> Tensor:
         """Returns the logits of a block for all rows of the group.
@@ -110,8 +112,10 @@ class Blocks:
             memory = self.kept_in[place * size : (place + 1) * size].view(rows, -1)
         z = memory[:rows, : columns.stop - columns.start]
         if self.holds.get(place) != index:
-            bias = None if chunks.bias is None else chunks.bias[columns]
-            product(self.h, chunks.weight[columns], bias, z)
+            bias, low_rank = (
+                None if t is None else t[columns] for t in (chunks.bias, chunks.low_rank)
+            )
+            product(self.h, chunks.weight[columns], bias, low_rank, z)
             self.holds[place] = index
         return z
 
@@ -192,6 +196,7 @@ class BlockSums(GradientSums):
         # Whether each element of the weight's gradient is written only once.
         self.written_once = into is None and chunks == 1
         self.hidden_sum: Sum | SumInPlace | None = None
+        self.low_rank_sum: Sum | None = None  # the columns of the gradient for `low_rank`
 
     def free_memory(self) -> Tensor | None:
         """Returns the memory of the weight's gradient, or None if this memory cannot hold logits.
@@ -207,22 +212,43 @@ class BlockSums(GradientSums):
         if self.d_hidden is None:
             return
         dtype, kind = way_to_sum(self.backend, self.blocks, h, self.weight, "auto")
-        if isinstance(rows, slice) and dtype == h.dtype:
+        shape = (len(h), self.weight.shape[1])
+        if isinstance(rows, slice) and dtype == h.dtype and self.low_rank is None:
             total = self.d_hidden[rows]
         else:
-            total = torch.empty(h.shape, device=h.device, dtype=dtype)
-        self.hidden_sum = kind(self.backend, total, self.blocks)
+            total = torch.empty(shape, device=h.device, dtype=dtype)
+        if not self.skips_first:
+            self.hidden_sum = kind(self.backend, total, self.blocks)
+        if self.low_rank is not None:
+            shape = (len(h), self.low_rank.shape[1])
+            total = torch.empty(shape, device=h.device, dtype=PRECISION[h.dtype])
+            self.low_rank_sum = Sum(self.backend, total, self.blocks)
 
     def add_block(self, index: int, columns: slice, h: Tensor, dz: Tensor) -> None:
         if self.hidden_sum is not None:
-            self.hidden_sum.add(dz.t(), self.weight[columns])
+            block = self.weight[columns]
+            block = block.dequantize().to(h.dtype) if is_quantized(block) else block
+            self.hidden_sum.add(dz.t(), block)
+        if self.low_rank_sum is not None and self.low_rank is not None:
+            self.low_rank_sum.add(dz.t(), self.low_rank[columns])
         if self.d_bias is not None:
             self.d_bias[columns] += dz.sum(0, dtype=self.d_bias.dtype)
-        if self.weight_sums:
-            self.weight_sums[index].add(dz, h)
+        self.add_weights(index, dz, h)
 
     def end(self, rows: Rows) -> None:
         """Writes the gradient of hidden for a group of rows, after all blocks have been added."""
-        if self.hidden_sum is not None and self.d_hidden is not None:
-            total, self.hidden_sum = self.hidden_sum.total, None
-            self.put(rows, total.to(self.d_hidden.dtype))
+        if self.d_hidden is None:
+            return
+        sums, self.hidden_sum = self.hidden_sum, None
+        if self.low_rank is None:
+            assert sums is not None
+            self.put(rows, sums.total.to(self.d_hidden.dtype))
+            return
+        low_rank_sum, self.low_rank_sum = self.low_rank_sum, None
+        assert low_rank_sum is not None
+        d = self.d_hidden.new_zeros((len(low_rank_sum.total), self.d_hidden.shape[1]))
+        first, second = two_parts(d, self.weight, self.low_rank)
+        if sums is not None:
+            first.copy_(sums.total)
+        second.copy_(low_rank_sum.total)
+        self.put(rows, d)

@@ -8,14 +8,17 @@ from torch import Tensor
 from ..core import option_checks
 from ..core.checks import _floating, _same_device, _shape, logits, placed
 from ..core.source import is_dtensor
+from .quantized import is_quantized, why_not_readable
 
 
 def linear(
     hidden: Any, weight: Any, bias: Any, grad: Any, workspace: Any, dtype: Any, accumulate: Any,
-    drop_ignored: Any,
+    drop_ignored: Any, second_hidden: Any = None, second_weight: Any = None,
 ) -> None:  # fmt: skip
-    """Checks the arguments of LinearLogits."""
+    """Checks the arguments of LinearLogits. The argument `low_rank` is a pair of tensors."""
     head(hidden, weight, bias, workspace)
+    if second_hidden is not None or second_weight is not None:
+        low_rank(second_hidden, second_weight, hidden, weight)
     logits_dtype(dtype, hidden)
     main_grad(grad, weight)
     option_checks.check(accumulate=accumulate, drop_ignored=drop_ignored)
@@ -40,10 +43,59 @@ def head(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
                     f"bias must have shape {_shape(weight.shape[:1])} to match weight "
                     f"{_shape(weight)}, got {_shape(t)}."
                 )
-        if t.dtype != hidden.dtype:
+        if is_quantized(t):
+            readable(name, t)
+        elif t.dtype != hidden.dtype:
             raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {t.dtype}.")
         _same_device(name, t, hidden, "hidden")
     option_checks.check(workspace=workspace)
+
+
+def readable(name: str, t: Tensor) -> None:
+    """Checks that a quantised tensor is a weight that can be dequantised in blocks of rows."""
+    reason = why_not_readable(t) if name == "weight" else "must not be quantised"
+    if reason is not None:
+        raise TypeError(
+            f"{name} must be a plain tensor, or a quantised weight whose rows can be dequantised,"
+            f" got a {type(t).__name__}, which {reason}."
+        )
+
+
+def is_pair(low_rank: Any) -> None:
+    """Checks that `low_rank` is a pair, before its two tensors are checked."""
+    if not isinstance(low_rank, (tuple, list)) or len(low_rank) != 2:
+        size = f" of length {len(low_rank)}" if isinstance(low_rank, (tuple, list)) else ""
+        raise TypeError(
+            "low_rank must be a pair (hidden, weight) of tensors, or None, got a"
+            f" {type(low_rank).__name__}{size}."
+        )
+
+
+def low_rank(second: Any, second_weight: Any, hidden: Tensor, weight: Tensor) -> None:
+    """Checks the tensors (..., R) and (V, R) of the argument `low_rank`."""
+    pairs = (("low_rank[0]", second, hidden), ("low_rank[1]", second_weight, weight))
+    for name, t, like in pairs:
+        if not isinstance(t, Tensor) or is_dtensor(t):
+            raise TypeError(f"{name} must be a plain tensor, got a {type(t).__name__}.")
+        if t.dtype != hidden.dtype:
+            raise TypeError(f"{name} must be {hidden.dtype} like hidden, got {t.dtype}.")
+        if t.dim() != like.dim() or t.shape[:-1] != like.shape[:-1] or not t.shape[-1]:
+            wanted = ", ".join([*map(str, like.shape[:-1]), "R"])
+            raise ValueError(f"{name} must have shape ({wanted}) with R >= 1, got {_shape(t)}.")
+        _same_device(name, t, hidden, "hidden")
+    if second.shape[-1] != second_weight.shape[-1]:
+        raise ValueError(
+            f"low_rank[1] must have shape {_shape((len(weight), second.shape[-1]))} to match"
+            f" low_rank[0] {_shape(second)}, got {_shape(second_weight)}."
+        )
+
+
+def no_low_rank(low_rank: Any) -> None:
+    if low_rank is not None:
+        raise TypeError(
+            "low_rank must be None if weight is a DTensor, got a pair; pass this rank's rows of"
+            " both weights to LinearLogits, and the LinearLogits to VocabShard."
+        )
 
 
 def logits_dtype(dtype: Any, hidden: Tensor) -> None:

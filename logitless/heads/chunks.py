@@ -59,6 +59,9 @@ class Chunks:
         self.head, self.cut, self.lead = head, cut, head.lead
         self.weight = head.weight.detach()
         self.bias = None if head.bias is None else head.bias.detach()
+        self.low_rank = None
+        if head.low_rank is not None:
+            self.low_rank = head.low_rank.detach().to(head.hidden.dtype)  # (V, R)
         self.hidden = head.hidden.detach().reshape(-1, head.hidden.shape[-1])  # (N, D)
         self.drops, rows = live is not None, len(self.hidden)
         self.index, count, copied = None, rows, None

@@ -7,7 +7,7 @@ point (int16 with one exponent per 128 values, kernels/blockfp_gemm.py) is as ex
 takes no more memory than a bf16 gradient.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from ..contract import PRECISION
 from ..core.backend import Backend
 from ..core.loss import RowLoss, Saved
 from .head import Head, Rows
-from .products import SLAB, gemm
+from .products import SLAB, gemm, two_parts
 
 
 class Needs(NamedTuple):
@@ -29,10 +29,11 @@ class Needs(NamedTuple):
     bias: bool
     row_weight: bool = False
     row_inputs: tuple[bool, ...] = ()
+    low_rank: bool = False
 
     @property
     def head(self) -> bool:
-        return self.hidden or self.weight or self.bias
+        return self.hidden or self.weight or self.bias or self.low_rank
 
 
 class HeadGradients(NamedTuple):
@@ -43,39 +44,50 @@ class HeadGradients(NamedTuple):
     bias: Tensor | None = None
     row_weight: Tensor | None = None
     row_inputs: tuple[Tensor | None, ...] = ()
+    low_rank: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The gradients of the head's tensors, in the order of Head.tensors."""
+        return self.hidden, self.weight, self.bias, self.low_rank
+
+    def with_tensors(self, tensors: Iterable[Tensor | None]) -> "HeadGradients":
+        """A copy with changed gradients of the head's tensors."""
+        hidden, weight, bias, low_rank = tensors
+        return self._replace(hidden=hidden, weight=weight, bias=bias, low_rank=low_rank)
 
     def like(self, tensors: tuple) -> "HeadGradients":
-        """Returns the gradients with the shapes and dtypes of hidden, weight and bias."""
-        hidden, weight, bias = (
+        """Returns the gradients with the shapes and dtypes of the head's tensors."""
+        return self.with_tensors(
             None if d is None else d.view(t.shape).to(t.dtype)
-            for d, t in zip((self.hidden, self.weight, self.bias), tensors, strict=True)
+            for d, t in zip(self.tensors, tensors, strict=True)
         )
-        return self._replace(hidden=hidden, weight=weight, bias=bias)
 
     def scale_(self, backend: Backend, number: Tensor) -> None:
-        """Multiplies the gradients of hidden, weight and bias in place by a scalar tensor."""
-        hidden, weight, bias = self.hidden, self.weight, self.bias
+        """Multiplies the gradients of the head's tensors in place by a scalar tensor."""
+        hidden, weight, bias, low_rank = self.tensors
         if hidden is None or weight is None or hidden.dtype != weight.dtype:
-            rest = (hidden, weight, bias)
+            rest = (hidden, weight, bias, low_rank)
         else:
             backend.scale_two_(hidden, weight, number)
-            rest = (bias,)
+            rest = (bias, low_rank)
         for t in rest:
             if t is not None:
                 backend.scale_(t.view(1, -1) if t.dim() == 1 else t, number)
 
     def through(self, f: Callable[[tuple], tuple]) -> "HeadGradients":
         """Calls f with a flat tuple of all gradients, and returns f's result as HeadGradients."""
-        head = (self.hidden, self.weight, self.bias, self.row_weight)
-        hidden, weight, bias, row_weight, *row_inputs = f((*head, *self.row_inputs))
-        return HeadGradients(hidden, weight, bias, row_weight, tuple(row_inputs))
+        *head, row_weight = f((*self.row_inputs, *self.tensors, self.row_weight))
+        row_inputs, head = head[:-4], head[-4:]
+        gradients = HeadGradients(row_weight=row_weight, row_inputs=tuple(row_inputs))
+        return gradients.with_tensors(head)
 
 
 class GradientSums:
-    """The gradients of hidden, weight and bias over all chunks of rows.
+    """The gradients of the head's tensors over all chunks of rows.
 
-    Each chunk writes the gradient of hidden for its own rows. The gradients of weight and bias are
-    summed over chunks. A gradient that is not needed is None. If `into` is given, the weight's
+    Each chunk writes the gradient of hidden for its own rows. The gradients of all other tensors
+    are summed over chunks. A gradient that is not needed is None. If `into` is given, the weight's
     gradient is added to `into`.
     """
 
@@ -90,7 +102,10 @@ class GradientSums:
         into: Tensor | None = None,  # a tensor to which the weight's gradient is added
     ):
         backend, self.head, self.weight = head.backend(), head, head.weight.detach()
-        self.d_hidden = self.over_ranks = self.d_bias = None
+        self.low_rank, self.skips_first = None, head.skips_first
+        if head.low_rank is not None:
+            self.low_rank = head.low_rank.detach().to(hidden.dtype)
+        self.d_hidden = self.over_ranks = self.d_bias = self.d_low_rank = None
         if needs.hidden:
             # Dropped rows are in no chunk, so their gradient stays 0.
             blank = torch.empty_like if all_rows else torch.zeros_like
@@ -112,6 +127,13 @@ class GradientSums:
                 self.weight_sums.append(kind(backend, self.d_weight[block], chunks, into is None))
         if needs.bias and head.bias is not None:
             self.d_bias = torch.zeros_like(head.bias.detach(), dtype=PRECISION[head.bias.dtype])
+        self.low_rank_sums = []
+        if needs.low_rank and self.low_rank is not None:
+            make = torch.empty if chunks else torch.zeros
+            full = PRECISION[hidden.dtype]
+            self.d_low_rank = make(self.low_rank.shape, device=hidden.device, dtype=full)
+            for block in blocks:
+                self.low_rank_sums.append(Sum(backend, self.d_low_rank[block], chunks))
 
     def add(self, rows: Rows, h: Tensor, dz: Tensor) -> None:
         """Adds the gradients of a chunk of rows, where dz is the gradient of the chunk's logits."""
@@ -122,13 +144,22 @@ class GradientSums:
             self.put(rows, self.head.d_hidden(dz, out))
         if self.d_bias is not None:
             self.d_bias += dz.sum(0, dtype=self.d_bias.dtype)
+        self.add_weights(0, dz, h)
+
+    def add_weights(self, block: int, dz: Tensor, h: Tensor) -> None:
+        """Adds the gradients of `weight` and `low_rank` for a block of columns."""
+        first, second = (
+            (h, h) if self.low_rank is None else two_parts(h, self.weight, self.low_rank)
+        )
         if self.weight_sums:
-            self.weight_sums[0].add(dz, h)
+            self.weight_sums[block].add(dz, first)
+        if self.low_rank_sums:
+            self.low_rank_sums[block].add(dz, second)
 
     def result(self) -> HeadGradients:
-        """Returns the sums. The gradients of a 16-bit weight and bias can be fp32."""
+        """Returns the sums. The gradients of 16-bit tensors other than hidden can be fp32."""
         d_hidden = self.d_hidden if self.over_ranks is None else self.over_ranks.result()
-        return HeadGradients(d_hidden, self.d_weight, self.d_bias)
+        return HeadGradients(d_hidden, self.d_weight, self.d_bias, low_rank=self.d_low_rank)
 
 
 class RowInputGradients:

@@ -4,6 +4,11 @@
 VocabShard holds a Head if its logits are computed by a head. `ScaledHead` represents a teacher's
 logits without gradients, and can apply a scale and a softcap to the logits. `flatten` separates the
 tensors, which autograd saves, from the options.
+
+A head can have a second weight, `low_rank`, such as the matrix B of a LoRA adapter. The two weights
+stand side by side. Together they are one weight of shape (V, D + R), which is never stored as one
+tensor. The hidden states are one tensor of shape (..., D + R). So every operation on the rows of
+hidden, such as a view, a split or a sum over ranks, needs no code of its own for adapters.
 """
 
 import contextlib
@@ -25,20 +30,28 @@ from . import plan
 from .plan import Cut, Work
 from .products import (
     dense_logits,
-    gemm,
+    hidden_gradient,
     padded_logits,
     padded_memory,
     product,
+    steady_hidden_gradient,
+    steady_product,
     without_autocast,
 )
+from .quantized import is_freed, is_quantized
 from .unshard import in_memory
 
 Rows = slice | Tensor  # some rows, as a slice or as a tensor of indices
+HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # in the order of Head.tensors
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class Head:
-    """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,)."""
+    """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,).
+
+    With `low_rank`, hidden has the shape (..., D + R) or is wider. The first D columns of hidden
+    are multiplied by `weight`, the next R columns by `low_rank`, and all other columns are padding.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -52,20 +65,22 @@ class Head:
     module: nn.Module | None = None  # the module that owns the weight, if FSDP can free the weight
     columns: Any = None  # the ColumnBackend, if the weight is one rank's shard of the vocabulary
     invariant: bool = False  # whether rows have the same bits in every batch (core/invariant.py)
+    low_rank: Tensor | None = None  # (V, R), a second weight; fp32 or the dtype of hidden
+    skips_first: bool = False  # whether the first D columns of hidden need no gradient
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **options):
         # The generated __init__ of a frozen dataclass takes five times as long.
         self.__dict__.update(options, hidden=hidden, weight=weight, bias=bias)
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.hidden, self.weight, self.bias
+    def tensors(self) -> "HeadTensors":
+        return self.hidden, self.weight, self.bias, self.low_rank
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def inputs(self) -> "HeadTensors":
         """The tensors that get gradients."""
         hidden = self.hidden if self.own_hidden is None else self.own_hidden
-        return hidden, self.weight, self.bias
+        return hidden, self.weight, self.bias, self.low_rank
 
     @property
     def lead(self) -> torch.Size:
@@ -109,13 +124,20 @@ class Head:
 
     def flatten(self) -> tuple[tuple[Tensor | None, ...], "Head"]:
         """Returns the tensors that backward reads, and the same head without tensors."""
-        tensors = (self.hidden, self.weight, self.bias, self.own_hidden)
+        return (*self.tensors, self.own_hidden), self.blank()
+
+    def blank(self) -> "Head":
+        """The head without tensors."""
         blank: Any = None
-        return tensors, self.replace(hidden=blank, weight=blank, bias=None, own_hidden=None)
+        return self.replace(
+            hidden=blank, weight=blank, bias=None, low_rank=None, own_hidden=None
+        )  # fmt: skip
 
     def rebuild(self, tensors: Sequence[Any]) -> "Head":
-        hidden, weight, bias, own_hidden = tensors
-        return self.replace(hidden=hidden, weight=weight, bias=bias, own_hidden=own_hidden)
+        hidden, weight, bias, low_rank, own_hidden = tensors
+        return self.replace(
+            hidden=hidden, weight=weight, bias=bias, low_rank=low_rank, own_hidden=own_hidden
+        )
 
     def backend(self) -> Backend:
         return backend_of(self.hidden) if self.columns is None else self.columns
@@ -130,7 +152,7 @@ class Head:
         with torch.no_grad(), without_autocast(self.device):
             hidden = self.hidden.reshape(-1, self.hidden.shape[-1])[rows]
             if not (self.invariant or is_invariant()):
-                return padded_logits(hidden, self.weight, self.bias, self.dtype)
+                return padded_logits(hidden, self.weight, self.bias, self.low_rank, self.dtype)
             out = padded_memory(len(hidden), len(self.weight), hidden, self.dtype)
             return self.product(hidden, out, steady=True)
 
@@ -139,18 +161,20 @@ class Head:
 
         If the head is invariant, or `steady`, the rows of `out` have the same bits for every n.
         """
-        weight = self.weight.detach()
-        bias = None if self.bias is None else self.bias.detach()
+        weight, bias, low_rank = (None if t is None else t.detach() for t in self.tensors[1:])
+        assert weight is not None
         if self.invariant or steady:
-            return backend_of(self.hidden).row_gemm(h, weight, out, bias, transposed=True)
-        return product(h, weight, bias, out)
+            return steady_product(backend_of(self.hidden), h, weight, bias, low_rank, out)
+        return product(h, weight, bias, low_rank, out)
 
     def d_hidden(self, dz: Tensor, out: Tensor) -> Tensor:
-        """Writes the gradient of the hidden states, dz (n, V) @ weight, to `out` (n, D)."""
+        """Writes the gradient of the hidden states to `out`, where dz (n, V) is the logits'."""
         weight = self.weight.detach()
+        low_rank = None if self.low_rank is None else self.low_rank.detach()
         if self.invariant:
-            return backend_of(self.hidden).row_gemm(dz, weight, out)
-        return gemm(dz, weight, out)
+            backend = backend_of(self.hidden)
+            return steady_hidden_gradient(backend, dz, weight, low_rank, self.skips_first, out)
+        return hidden_gradient(dz, weight, low_rank, self.skips_first, out)
 
     def work(
         self,
@@ -172,9 +196,8 @@ class Head:
         if self.columns is not None:  # all ranks must use chunks of the same size
             vocab = self.columns.widest
         rows = self.hidden.shape[:-1].numel()
-        narrow = self.columns is None and backend_of(self.hidden).is_narrow(
-            self.hidden, self.weight
-        )
+        plain = self.columns is None and self.low_rank is None and not is_quantized(self.weight)
+        narrow = plain and backend_of(self.hidden).is_narrow(self.hidden, self.weight)
         return Work(
             rows, vocab, width, own.itemsize, own != wide, merges, gemms, sums, keeps, narrow, ids
         )
@@ -199,8 +222,8 @@ class Head:
         Some heads always use chunks. A head with fp16 logits uses chunks, because chunks sum the
         gradients in fp32. A head with a main_grad uses chunks, because small.py does not add
         gradients to main_grad. A head with fp32 logits of 16-bit hidden states uses chunks. So do
-        one rank's shard of a head, a head whose weight FSDP has freed, and a head whose loss has
-        another head as its teacher. Inside `ll.invariant()`, every head uses chunks.
+        one rank's shard of a head, a head whose weight is quantised or freed by FSDP, and a head
+        whose loss has another head as its teacher. Inside `ll.invariant()`, every head uses chunks.
         """
         if loss.reading.invariant:
             return False
@@ -209,10 +232,10 @@ class Head:
         hidden, (vocab, width) = self.hidden, self.weight.shape
         if hidden.dtype != self.dtype or hidden.dtype == torch.float16:
             return False
-        rows, size = hidden.numel() // width if width else 0, hidden.element_size()
+        rows, size = hidden.shape[:-1].numel() if width else 0, hidden.element_size()
         if not plan.is_small(rows, vocab, width, size, self.workspace, hidden.device.type):
             return False
-        freed = not self.weight.untyped_storage().size()  # by FSDP
+        freed = is_quantized(self.weight) or is_freed(self.weight)
         return not freed and all(is_dense(t) for t in loss.teachers)
 
     def rows_that_count(self, loss: RowLoss) -> Tensor | None:
@@ -234,7 +257,7 @@ class Head:
             # FSDP gathers a weight once per call, not once per chunk. The number of chunks can
             # differ between ranks, but all ranks must gather the weight equally often.
             for head in heads:
-                if not head.weight.untyped_storage().size():  # FSDP has freed the weight
+                if is_freed(head.weight):
                     stack.enter_context(in_memory(head.weight, head.module))
             yield
 
@@ -282,10 +305,9 @@ class ScaledHead:
     def narrow(self, dim: int, start: int, width: int) -> "ScaledHead":
         """Returns the columns [start, start + width), like Tensor.narrow(-1, start, width)."""
         assert dim == -1
-        columns, bias = slice(start, start + width), self.head.bias
-        head = self.head.replace(
-            weight=self.head.weight[columns], bias=None if bias is None else bias[columns]
-        )
+        columns = slice(start, start + width)
+        weight, bias, low_rank = (None if t is None else t[columns] for t in self.head.tensors[1:])
+        head = self.head.replace(weight=weight, bias=bias, low_rank=low_rank)
         return self.replace(head=head)
 
     def as_teacher(self) -> "ScaledHead":

@@ -28,24 +28,36 @@ from .head import Head, Rows, ScaledHead
 from .on_chip import chunks_of
 from .operators import evaluate_compiled
 from .per_row import PerRowLoss
-from .products import autocasts, cast_by_autocast
+from .products import autocasts, cast_by_autocast, side_by_side
 from .small import evaluate_small, evaluate_traced
 from .total import ReducedLoss
 
 
-def checked_head(hidden: Tensor, weight: Tensor, bias: Tensor | None = None, **options) -> Head:
-    """Checks the tensors and the options of a head. `options` are fields of Head."""
+def checked_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None = None, *, low_rank: Any = None, **options
+) -> Head:
+    """Checks the tensors and the options of a head. `options` are fields of Head.
+
+    `low_rank` is None, or the pair (hidden, weight) of LinearLogits.
+    """
     if is_dtensor(weight):  # shard_of_head checks the local tensors later
         rules.head_placements(hidden, weight, bias)
+        rules.no_low_rank(low_rank)
         return Head(hidden, weight, bias, **options)
+    if low_rank is not None:
+        rules.is_pair(low_rank)
+    second, second_weight = low_rank or (None, None)
     if isinstance(hidden, Tensor) and autocasts(hidden.device):
-        hidden, weight, bias = map(cast_by_autocast, (hidden, weight, bias))
+        given = (hidden, weight, bias, second, second_weight)
+        hidden, weight, bias, second, second_weight = map(cast_by_autocast, given)
     head = Head(hidden, weight, bias, **options)
     call.check_once(
         rules.linear, hidden, weight, bias, head.main_grad, head.workspace, head.logits_dtype,
-        head.accumulate, head.drop_ignored,
+        head.accumulate, head.drop_ignored, second, second_weight,
     )  # fmt: skip
-    return head
+    if low_rank is None:
+        return head
+    return head.replace(hidden=side_by_side(hidden, second), low_rank=second_weight)
 
 
 class HeadLogits(Source):

@@ -2,9 +2,9 @@
 
 Each RowLoss with an operator over logits (core/operators.py) has three operators over a head:
 
-    `logitless::head_<name>_total` computes a mean or sum, and its gradients.
-    `logitless::head_<name>_rows` computes the results per row.
-    `logitless::head_<name>_rows_gradient` computes the gradients of the results per row.
+    `logitless::head2_<name>_total` computes a mean or sum, and its gradients.
+    `logitless::head2_<name>_rows` computes the results per row.
+    `logitless::head2_<name>_rows_gradient` computes the gradients of the results per row.
 
 The operators call the functions of total.py and per_row.py. The operators do not drop ignored rows.
 To drop rows, the host would have to wait for the number of rows that count, which is on the GPU. A
@@ -34,9 +34,11 @@ class _HeadArguments(NamedTuple):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    low_rank: Tensor | None
     teacher_hidden: Tensor | None
     teacher_weight: Tensor | None
     teacher_bias: Tensor | None
+    teacher_low_rank: Tensor | None
     logits_dtype: torch.dtype | None
     workspace: int | None
     accumulate: str
@@ -48,7 +50,7 @@ class _HeadArguments(NamedTuple):
     def of(head: Head, teacher: ScaledHead | None) -> "_HeadArguments":
         options = (head.dtype, head.workspace, head.accumulate)
         if teacher is None:
-            return _HeadArguments(*head.tensors, None, None, None, *options, None, 1.0, None)
+            return _HeadArguments(*head.tensors, None, None, None, None, *options, None, 1.0, None)
         return _HeadArguments(
             *head.tensors, *teacher.head.tensors, *options, teacher.dtype, teacher.scale,
             teacher.cap,
@@ -58,20 +60,22 @@ class _HeadArguments(NamedTuple):
         return Head(
             self.hidden, self.weight, self.bias, workspace=self.workspace,
             logits_dtype=self.logits_dtype, accumulate=self.accumulate, drop_ignored=False,
+            low_rank=self.low_rank,
         )  # fmt: skip
 
     def teacher(self) -> ScaledHead:
         head = Head(
             self.teacher_hidden, self.teacher_weight, self.teacher_bias,  # pyright: ignore
-            logits_dtype=self.teacher_dtype,
+            logits_dtype=self.teacher_dtype, low_rank=self.teacher_low_rank,
         )  # fmt: skip
         return ScaledHead(head, self.teacher_scale, self.teacher_cap)
 
 
 _SCHEMA = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? teacher_hidden, Tensor? teacher_weight,"
-    " Tensor? teacher_bias, ScalarType? logits_dtype, int? workspace, str accumulate,"
-    " ScalarType? teacher_dtype, float teacher_scale, float? teacher_cap"
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? low_rank, Tensor? teacher_hidden,"
+    " Tensor? teacher_weight, Tensor? teacher_bias, Tensor? teacher_low_rank,"
+    " ScalarType? logits_dtype, int? workspace, str accumulate, ScalarType? teacher_dtype,"
+    " float teacher_scale, float? teacher_cap"
 )
 
 
@@ -101,7 +105,7 @@ class HeadOperator:
     """The operators of a RowLoss over a head, with their gradients."""
 
     def __init__(self, logits_operator: operators.Operator):
-        self.kind, self.name = logits_operator.kind, f"head_{logits_operator.name}"
+        self.kind, self.name = logits_operator.kind, f"head2_{logits_operator.name}"
         self.logits_operator = logits_operator
         loss = f"{_SCHEMA}, {logits_operator.arguments}"
         self._define(
@@ -136,7 +140,7 @@ class HeadOperator:
         """
         *arguments, row_weight, reduction, needs = arguments
         call = _call_of(
-            self.kind, arguments, row_weight=row_weight, reduction=reduction, needs=Needs(*needs)
+            self.kind, arguments, row_weight=row_weight, reduction=reduction, needs=_needs(*needs)
         )
         check_values(call.loss)
         with without_autocast(call.head.device):
@@ -145,19 +149,19 @@ class HeadOperator:
             d = _shaped(d, call.head.tensors)
         else:
             d, share = d.like(call.head.tensors), None
-        first = (value, share, d.hidden, d.weight, d.bias, d.row_weight)
+        first = (value, share, *d.tensors, d.row_weight)
         return [*(_or_empty(t, value) for t in first), *extras]
 
-    def fake_total(self, hidden, weight, bias, *arguments) -> list[Tensor]:
+    def fake_total(self, hidden, weight, bias, low_rank, *arguments) -> list[Tensor]:
         *_, row_weight, reduction, needs = arguments
         full = PRECISION[hidden.dtype]
         divides = reduction == "mean" and hidden.dtype == torch.float16
         value, wide = hidden.new_empty((), dtype=full), full if divides else None
-        needs = Needs(*needs)
+        needs = _needs(*needs)
         outputs = (
             value, _like(value, divides), _like(hidden, needs.hidden),
             _like(weight, needs.weight, wide), _like(bias, needs.bias, wide),
-            _like(row_weight, needs.row_weight),
+            _like(low_rank, needs.low_rank, wide), _like(row_weight, needs.row_weight),
         )  # fmt: skip
         extras = [
             hidden.new_empty(hidden.shape[:-1], dtype=operators.dtype_of(name, full))
@@ -182,15 +186,15 @@ class HeadOperator:
     def gradient(self, *arguments) -> list[Tensor]:
         *arguments, needs, upstream = arguments
         call = _call_of(
-            self.kind, arguments, row_weight=None, reduction="none", needs=Needs(*needs)
+            self.kind, arguments, row_weight=None, reduction="none", needs=_needs(*needs)
         )
         with without_autocast(call.head.device):
             d = per_row.backward(call, None, upstream)
-        return [_or_empty(t, call.head.hidden) for t in (d.hidden, d.weight, d.bias)]
+        return [_or_empty(t, call.head.hidden) for t in d.tensors]
 
-    def fake_gradient(self, hidden, weight, bias, *arguments) -> list[Tensor]:
+    def fake_gradient(self, hidden, weight, bias, low_rank, *arguments) -> list[Tensor]:
         *_, needs, _ = arguments
-        pairs = zip((hidden, weight, bias), needs, strict=True)
+        pairs = zip((hidden, weight, bias, low_rank), needs, strict=True)
         return [_or_empty(_like(t, need), hidden) for t, need in pairs]
 
     def save(self, ctx, inputs, output) -> None:
@@ -201,26 +205,31 @@ class HeadOperator:
     def backward(self, ctx, upstream):
         saved = iter(ctx.saved_tensors)
         arguments = [next(saved) if other is None else other[0] for other in ctx.arguments]
-        gradients = [None] * 3
+        gradients = [None] * 4
         if any(d is not None for d in upstream):
-            needs = [ctx.needs_input_grad[i] for i in range(3)]
+            needs = [ctx.needs_input_grad[i] for i in range(4)]
             op = getattr(torch.ops.logitless, f"{self.name}_rows_gradient")
             computed = op(*arguments, needs, list(upstream))
             gradients = [t if need else None for t, need in zip(computed, needs, strict=True)]
-        return *gradients, *(None,) * (len(arguments) - 3)
+        return *gradients, *(None,) * (len(arguments) - 4)
 
 
 _NOTHING = Needs(False, False, False)
-_EXTRAS = 6  # the index of the first extra in the result of the operator `total`
+_EXTRAS = 7  # the index of the first extra in the result of the operator `total`
+
+
+def _needs(
+    hidden: bool, weight: bool, bias: bool, low_rank: bool, row_weight: bool = False
+) -> Needs:
+    """Converts the flags of an operator, which have the order of Head.tensors."""
+    return Needs(hidden, weight, bias, row_weight, low_rank=low_rank)
 
 
 def _shaped(d: HeadGradients, tensors: tuple) -> HeadGradients:
     """Returns each gradient in the shape of its tensor, without changing the dtype."""
-    hidden, weight, bias = (
-        None if g is None else g.view(t.shape)
-        for g, t in zip((d.hidden, d.weight, d.bias), tensors, strict=True)
+    return d.with_tensors(
+        None if g is None else g.view(t.shape) for g, t in zip(d.tensors, tensors, strict=True)
     )
-    return d._replace(hidden=hidden, weight=weight, bias=bias)
 
 
 def _or_empty(t: Tensor | None, like: Tensor) -> Tensor:
@@ -235,26 +244,27 @@ def _like(t: Tensor | None, need: bool, dtype: torch.dtype | None = None) -> Ten
 
 
 def _save_total(ctx, inputs, output) -> None:
-    hidden, weight, bias, *_, row_weight, _, needs = inputs
+    hidden, weight, bias, low_rank, *_, row_weight, _, needs = inputs
+    of_head = (hidden, weight, bias, low_rank)
     ctx.save_for_backward(*output[1:_EXTRAS])
-    ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias, row_weight)]
+    ctx.dtypes = [None if t is None else t.dtype for t in (*of_head, row_weight)]
     ctx.needs, ctx.arguments = needs, len(inputs)
     ctx.set_materialize_grads(False)
 
 
 def _scale(ctx, upstream):
     share, *saved = ctx.saved_tensors
-    d, gradients = upstream[0], [None] * 4
+    d, gradients = upstream[0], [None] * 5
     if d is not None:
         scale = d * share if share.numel() else d
         gradients = [
             torch.ops.logitless.head_scale(t, by, dtype) if need else None
             for t, by, dtype, need in zip(
-                saved, (scale, scale, scale, d), ctx.dtypes, ctx.needs, strict=True
+                saved, (*(scale,) * 4, d), ctx.dtypes, ctx.needs, strict=True
             )
         ]
     *of_head, d_row_weight = gradients
-    return *of_head, *(None,) * (ctx.arguments - 6), d_row_weight, None, None
+    return *of_head, *(None,) * (ctx.arguments - 7), d_row_weight, None, None
 
 
 def scale(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
@@ -309,7 +319,7 @@ def evaluate_compiled(head: Head, loss: RowLoss, reduction: str, row_weight: Ten
         outputs = loss.traced(head, call_rows)
         return outputs if loss.multiple_outputs else loss.reduce(outputs, reduction, row_weight)
     needs = needs_of(head.tensors, row_weight, (), torch.is_grad_enabled())
-    flags = [needs.hidden, needs.weight, needs.bias, needs.row_weight]
+    flags = [needs.hidden, needs.weight, needs.bias, needs.low_rank, needs.row_weight]
     op = getattr(torch.ops.logitless, f"{operator.name}_total")
     outputs = op(*_arguments_of(head, loss), row_weight, reduction, flags)
     extras = tuple(t.detach() for t in outputs[_EXTRAS:])

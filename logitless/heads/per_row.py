@@ -105,12 +105,12 @@ class PerRowLoss(Node):
     """The results per row of a loss over a head."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, head, loss, *row_inputs):
-        needs = needs_of((hidden, weight, bias), None, row_inputs, True)
+    def forward(ctx, hidden, weight, bias, low_rank, head, loss, *row_inputs):
+        needs = needs_of((hidden, weight, bias, low_rank), None, row_inputs, True)
         outputs, ctx.kept = Kept.of(ctx, Call(head, loss, None, "none", needs))
         return outputs
 
     @staticmethod
     def backward(ctx, *upstream):
         d = ctx.kept.gradients_of(ctx.saved_tensors, upstream)
-        return d.hidden, d.weight, d.bias, None, None, *d.row_inputs
+        return *d.tensors, None, None, *d.row_inputs

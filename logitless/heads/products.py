@@ -1,36 +1,147 @@
 """The GEMMs of a head, and the functions that choose the dtypes of these GEMMs."""
 
 import contextlib
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..contract import PRECISION
 from ..core.source import is_dtensor
+from .quantized import is_quantized, row_blocks
 
 SLAB = 64 << 20  # the largest size in bytes of a temporary fp32 copy on a CPU
 UNCHANGED = contextlib.nullcontext()  # a context manager that does nothing
 UNIT = 64  # if `gemm` splits a matrix, the size of the first part is a multiple of UNIT
+PADDED = 8  # the number of columns of joined hidden states is a multiple of PADDED
 
 
-def product(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """Writes h @ weight.T + bias to `out`.
+def product(
+    h: Tensor, weight: Tensor, bias: Tensor | None, low_rank: Tensor | None, out: Tensor
+) -> Tensor:
+    """Writes the logits of the hidden states h to `out`. The class Head explains `low_rank`.
 
     If `out` is fp32, the sums are not rounded to 16 bits.
     """
+    if low_rank is None:
+        return add_product(h, weight, bias, out)
+    # The small product runs first, so that the large sum is rounded only once.
+    first, second = two_parts(h, weight, low_rank)
+    add_product(second, low_rank.to(h.dtype), bias, out)
+    return add_product(first, weight, out, out)
+
+
+def add_product(h: Tensor, weight: Tensor, add: Tensor | None, out: Tensor) -> Tensor:
+    """Writes h @ weight.T + add to `out`. `add` is a bias (V,), `out` itself, or None."""
+    if is_quantized(weight):
+        for rows, block in row_blocks(weight, h.dtype):
+            add_product(h, block, None if add is None else add[..., rows], out[:, rows])
+        return out
     if out.dtype == h.dtype:
-        return gemm(h, weight.t(), out, bias)
+        return gemm(h, weight.t(), out, add)
     if h.is_cuda:
-        return gemm(h, weight.t(), out, None if bias is None else out.copy_(bias))
+        bias = add is not None and add.dim() == 1
+        return gemm(h, weight.t(), out, out.copy_(add) if bias else add)
     h = h.to(out.dtype)
     step = max(SLAB // (out.element_size() * max(h.shape[1], 1)), 1)
     for start in range(0, len(weight), step):
         columns = slice(start, start + step)
         wide = weight[columns].to(out.dtype).t()
-        if bias is None:
+        if add is None:
             out[:, columns] = h @ wide
         else:
-            out[:, columns] = torch.addmm(bias[columns].to(out.dtype), h, wide)
+            out[:, columns] = torch.addmm(add[..., columns].to(out.dtype), h, wide)
     return out
+
+
+def steady_product(
+    backend: Any, h: Tensor, weight: Tensor, bias: Tensor | None, low_rank: Tensor | None,
+    out: Tensor,
+) -> Tensor:  # fmt: skip
+    """Like `product`, but the bits of a row do not depend on the other rows (ll.invariant).
+
+    A quantised weight is dequantised as a whole.
+    """
+    first = h if low_rank is None else h[:, : weight.shape[1]].contiguous()
+    backend.row_gemm(first, plain_weight(weight, h.dtype), out, bias, transposed=True)
+    if low_rank is not None:
+        _, second = two_parts(h, weight, low_rank)
+        adapted = torch.empty_like(out)
+        low_rank = low_rank.to(h.dtype).contiguous()
+        out += backend.row_gemm(second.contiguous(), low_rank, adapted, None, transposed=True)
+    return out
+
+
+def steady_hidden_gradient(
+    backend: Any, dz: Tensor, weight: Tensor, low_rank: Tensor | None, skips_first: bool,
+    out: Tensor,
+) -> Tensor:  # fmt: skip
+    """Like `hidden_gradient`, but the bits of a row do not depend on the other rows."""
+    plain = plain_weight(weight, dz.dtype)
+    if low_rank is None:
+        return backend.row_gemm(dz, plain, out)
+    parts = two_parts(out, weight, low_rank)
+    out.zero_()
+    for part, factor in zip(parts, (plain, low_rank.to(dz.dtype).contiguous()), strict=True):
+        if part is parts[1] or not skips_first:
+            found = torch.empty(part.shape, device=out.device, dtype=out.dtype)
+            part.copy_(backend.row_gemm(dz, factor, found))
+    return out
+
+
+def plain_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight.dequantize().to(dtype) if is_quantized(weight) else weight
+
+
+def side_by_side(hidden: Tensor, *others: Tensor) -> Tensor:
+    """Joins hidden states along the last dimension, and pads them with zeros.
+
+    The padding makes the number of columns a multiple of PADDED, so that the rows of 16-bit and
+    32-bit hidden states start on 16-byte boundaries.
+    """
+    width = hidden.shape[-1] + sum(t.shape[-1] for t in others)
+    rest = hidden.new_zeros((*hidden.shape[:-1], -width % PADDED))
+    return torch.cat([hidden, *others, rest], -1)
+
+
+def two_parts(t: Tensor, weight: Tensor, low_rank: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the columns of hidden, or of its gradient, for `weight` and for `low_rank`."""
+    width, rank = weight.shape[1], low_rank.shape[1]
+    return t[..., :width], t[..., width : width + rank]
+
+
+def hidden_gradient(
+    dz: Tensor, weight: Tensor, low_rank: Tensor | None, skips_first: bool, out: Tensor | None
+) -> Tensor:
+    """Writes the gradient of hidden to `out`. The class Head explains the other arguments.
+
+    `out` can be None if `low_rank` is None.
+    """
+    if low_rank is None or out is None:
+        return times_weight(dz, weight, out)
+    first, second = two_parts(out, weight, low_rank)
+    if skips_first:
+        first.zero_()
+    else:
+        times_weight(dz, weight, first)
+    gemm(dz, low_rank.to(dz.dtype), second)
+    out[:, first.shape[1] + second.shape[1] :] = 0
+    return out
+
+
+def times_weight(dz: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """Writes dz @ weight to `out`, or to a new tensor. The product of blocks is summed in fp32."""
+    if not is_quantized(weight):
+        return gemm(dz, weight, out)
+    shape, full = (len(dz), weight.shape[1]), PRECISION[dz.dtype]
+    total = torch.zeros(shape, device=dz.device, dtype=full)
+    for rows, block in row_blocks(weight, dz.dtype):
+        part = dz[:, rows]
+        if dz.is_cuda or dz.dtype == full:
+            gemm(part, block, total, total)
+        else:
+            total.addmm_(part.to(full), block.to(full))
+    return total.to(dz.dtype) if out is None else out.copy_(total)
 
 
 def gemm(a: Tensor, b: Tensor, out: Tensor | None = None, add: Tensor | None = None) -> Tensor:
@@ -101,33 +212,49 @@ def padded_memory(rows: int, vocab: int, like: Tensor, dtype: torch.dtype) -> Te
 
 
 def padded_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_rank: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Returns the logits (n, V) of hidden (n, D), without a gradient.
 
     On a GPU, every row of logits starts on a 16-byte boundary, so that `gemm` is fast for any V.
     """
     pack, (vocab, width) = 16 // dtype.itemsize, weight.shape
-    if not (reads_vectors(hidden) and (vocab % pack or width % pack)) or is_dtensor(weight):
-        return dense_logits(hidden, weight, bias, dtype)
+    aligned = not (reads_vectors(hidden) and (vocab % pack or width % pack))
+    if (aligned and low_rank is None) or is_dtensor(weight):
+        return dense_logits(hidden, weight, bias, None, dtype)
     out = padded_memory(len(hidden), len(weight), hidden, dtype)
-    return product(hidden, weight, bias, out)
+    return product(hidden, weight, bias, low_rank, out)
 
 
-def dense_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def dense_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_rank: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     """Returns the materialised logits (..., V), which are contiguous and differentiable."""
-    if dtype == hidden.dtype:
+    if low_rank is not None:
+        first, second = two_parts(hidden, weight, low_rank)
+        adapted = dense_logits(second, low_rank.to(hidden.dtype), None, None, dtype)
+        return dense_logits(first, weight, bias, None, dtype) + adapted
+    if dtype == hidden.dtype and not is_quantized(weight):
         return torch.nn.functional.linear(hidden, weight, bias)
     wanted = any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     differentiable = torch.compiler.is_compiling() or (torch.is_grad_enabled() and wanted)
     if differentiable or is_dtensor(weight):  # torch.mm has no out_dtype for a DTensor
+        weight = weight.dequantize() if is_quantized(weight) else weight
         tensors = (None if t is None else t.to(dtype) for t in (hidden, weight, bias))
         with without_autocast(hidden.device):
             return torch.nn.functional.linear(*tensors)  # pyright: ignore[reportArgumentType]
     flat = hidden.reshape(-1, hidden.shape[-1])
     out = torch.empty((len(flat), len(weight)), device=flat.device, dtype=dtype)
     with without_autocast(hidden.device):
-        return product(flat, weight, bias, out).view(*hidden.shape[:-1], len(weight))
+        return add_product(flat, weight, bias, out).view(*hidden.shape[:-1], len(weight))
 
 
 def autocasts(device: torch.device) -> bool:
@@ -147,5 +274,7 @@ def without_autocast(device: torch.device):
 def cast_by_autocast(t: Tensor) -> Tensor:
     """Casts t to the dtype that autocast uses in F.linear. fp64 tensors are not cast."""
     if not isinstance(t, Tensor) or t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return t
+    if is_quantized(t):  # its blocks are cast when they are dequantised
         return t
     return t.to(torch.get_autocast_dtype(t.device.type))

@@ -41,8 +41,8 @@ class Call(NamedTuple):
         return (self.row_weight, *of_head, *of_loss), call
 
     def rebuild(self, tensors: Sequence[Tensor | None]) -> "Call":
-        row_weight, hidden, weight, bias, own_hidden, *of_loss = tensors
-        head = self.head.rebuild((hidden, weight, bias, own_hidden))
+        row_weight, *of_head = tensors[:6]
+        head, of_loss = self.head.rebuild(of_head), tensors[6:]
         return self._replace(head=head, loss=self.loss.rebuild(of_loss), row_weight=row_weight)
 
     def steady(self) -> "Call":
@@ -74,10 +74,11 @@ class Result(NamedTuple):
 
 def needs_of(inputs: tuple, row_weight: Any, row_inputs: Sequence[Tensor], grad: bool) -> Needs:
     """Returns flags that say which tensors need a gradient."""
-    hidden, weight, bias, rows = (
+    hidden, weight, bias, low_rank, rows = (
         grad and t is not None and t.requires_grad for t in (*inputs, row_weight)
     )
-    return Needs(hidden, weight, bias, rows, tuple(grad and t.requires_grad for t in row_inputs))
+    by_row = tuple(grad and t.requires_grad for t in row_inputs)
+    return Needs(hidden, weight, bias, rows, by_row, low_rank)
 
 
 def forward(call: Call) -> Result:
@@ -243,12 +244,14 @@ class ReducedLoss(Node):
     """The mean or sum of a loss over the rows of a head."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, row_weight, head, loss, reduction, grad, *row_inputs):
-        needs = needs_of((hidden, weight, bias), row_weight, row_inputs, grad)
+    def forward(
+        ctx, hidden, weight, bias, low_rank, row_weight, head, loss, reduction, grad, *row_inputs
+    ):
+        needs = needs_of((hidden, weight, bias, low_rank), row_weight, row_inputs, grad)
         result, ctx.kept = Kept.of(ctx, Call(head, loss, row_weight, reduction, needs))
         return result
 
     @staticmethod
     def backward(ctx, upstream, *_):
         d = ctx.kept.gradients_of(ctx.saved_tensors, upstream)
-        return d.hidden, d.weight, d.bias, d.row_weight, None, None, None, None, *d.row_inputs
+        return *d.tensors, d.row_weight, None, None, None, None, *d.row_inputs

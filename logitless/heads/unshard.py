@@ -5,6 +5,8 @@ import contextlib
 import torch
 from torch import Tensor
 
+from .quantized import is_freed
+
 
 @contextlib.contextmanager
 def in_memory(weight: Tensor, module: torch.nn.Module | None):
@@ -12,7 +14,7 @@ def in_memory(weight: Tensor, module: torch.nn.Module | None):
 
     `module` is the FSDP module that shards the weight, or None.
     """
-    if weight.untyped_storage().size() or not weight.numel() or weight.device.type == "meta":
+    if not is_freed(weight) or not weight.numel() or weight.device.type == "meta":
         yield
     elif hasattr(module, "unshard"):
         module.unshard()  # pyright: ignore

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..core import option_checks
-from ..core.source import is_dtensor
 
 
 def kind_of(x: Any) -> str:
@@ -30,6 +29,11 @@ def options_of_fuse(given: dict) -> None:
         raise TypeError(
             "options must not include main_grad, because main_grad belongs to a single weight."
         )
+    if "low_rank" in given:
+        raise TypeError(
+            "options must not include low_rank, because low_rank belongs to one batch; fuse finds"
+            " the adapters of a head itself."
+        )
     option_checks.check(**given)
 
 
@@ -46,7 +50,7 @@ def part_of_model(head: Any, names: list[str]) -> None:
 
 
 def fusable(head: Any) -> None:
-    """Checks that the head is a linear layer, or wraps one, and has a floating-point weight."""
+    """Checks that the head is a linear layer, or wraps one."""
     layers = [m for m in head.modules() if isinstance(m, nn.Linear)]
     if not layers or type(head).forward is nn.Module.forward:  # a ModuleList lacks a forward
         raise TypeError(
@@ -55,30 +59,6 @@ def fusable(head: Any) -> None:
         )
     for module in head.modules():
         sharded_by_fsdp1(module)
-    widest = max(m.out_features for m in layers)
-    for layer in layers:
-        weight = layer.__dict__["_parameters"].get("weight")
-        if layer.out_features == widest and weight is not None:
-            floating_point(weight)
-
-
-def floating_point(weight: Tensor) -> None:
-    if not weight.is_floating_point():
-        raise TypeError(
-            f"head must have a floating-point weight, got {weight.dtype}: leave the head out when"
-            " you quantise the model."
-        )
-    if has_own_products(weight):
-        raise TypeError(
-            f"head must have a plain weight, got {name_of(weight)}: leave the head out when you"
-            " quantise the model."
-        )
-
-
-def has_own_products(t: Tensor) -> bool:
-    """Whether the tensor's class implements its own matrix products, as quantised weights do."""
-    plain = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
-    return not (plain or is_dtensor(t) or hasattr(t, "fake_mode"))
 
 
 def kept_in_memory(model: nn.Module, name: str) -> None:

@@ -102,7 +102,7 @@ def spread_plain_logits(tensors: tuple, options: dict) -> Tensor:
         return nn.functional.linear(*tensors)
     cast = autocasts(tensors[0].device)
     hidden, weight, bias = map(cast_by_autocast, tensors) if cast else tensors
-    return dense_logits(hidden, weight, bias, dtype)
+    return dense_logits(hidden, weight, bias, None, dtype)
 
 
 def spread_logits(tensors: tuple, options: dict, module: nn.Module) -> Tensor:

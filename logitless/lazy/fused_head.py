@@ -22,7 +22,8 @@ from ..core.option_checks import LOGITS_DTYPES
 from ..core.source import is_dtensor
 from ..heads.linear import checked_head
 from ..heads.products import autocasts
-from .checks import has_own_products, name_of
+from ..heads.quantized import is_quantized, why_not_readable
+from .checks import name_of
 from .colwise import spread_logits, spread_plain_logits
 from .compiled import can_leave_graph, can_write, outside_of_graph
 from .logits import lazy_logits_of
@@ -152,6 +153,7 @@ class Products(TorchFunctionMode):
         super().__init__()
         self.head, self.options, self.lazy_inference = head, options, lazy_inference
         self.width = width_of(head)
+        self.grad = torch.is_grad_enabled()
         self.found = False  # whether the head computed a product as wide as the vocabulary
         self.obstacle: str | None = None  # the reason why the head's product was not lazy
 
@@ -161,6 +163,9 @@ class Products(TorchFunctionMode):
             return func(*args, **kwargs)
         hidden, weight, bias = _tensors(*args, **kwargs)
         if weight.shape[0] != self.width and weight is not self.head._parameters.get("weight"):
+            return func(*args, **kwargs)
+        if self.grad and not torch.is_grad_enabled():
+            # The head called an autograd function, whose forward must return a plain tensor.
             return func(*args, **kwargs)
         self.found, self.obstacle = True, obstacle_of(hidden, weight, bias)
         if self.obstacle is not None:
@@ -205,8 +210,11 @@ def obstacle_of(hidden: Any, weight: Any, bias: Any) -> str | None:
     given = {"input": hidden, "weight": weight, "bias": bias}
     tensors = {name: t for name, t in given.items() if t is not None}
     for name, t in tensors.items():
-        if not isinstance(t, Tensor) or is_lazy(t) or (name != "input" and has_own_products(t)):
+        quantised = isinstance(t, Tensor) and is_quantized(t)
+        if not isinstance(t, Tensor) or is_lazy(t) or (name == "bias" and quantised):
             return f"its {name} is a {name_of(t)}"
+        if name == "weight" and quantised and (reason := why_not_readable(t)) is not None:
+            return f"its weight, a {name_of(t)}, {reason}"
         if t.dtype not in LOGITS_DTYPES:
             return f"its {name} has {t.dtype}"
     if weight.dim() != 2:
@@ -217,6 +225,11 @@ def obstacle_of(hidden: Any, weight: Any, bias: Any) -> str | None:
     if len(dtypes) > 1 and not autocasts(hidden.device):
         return f"its tensors have {' and '.join(dtypes)}"
     return None
+
+
+def is_readable(weight: Tensor) -> bool:
+    """Whether the weight is a quantised weight that can be dequantised in blocks."""
+    return is_quantized(weight) and why_not_readable(weight) is None
 
 
 def wants_gradient(*tensors: Any) -> bool:
@@ -238,7 +251,8 @@ def serves_inference(hidden: Any, weight: Any, module: nn.Module, options: dict)
     plain, because reading lazy logits would gather the weight from all ranks. A rank that reads its
     logits would then wait until all other ranks read their logits too.
     """
-    plain = all(type(t) in (Tensor, nn.Parameter) for t in (hidden, weight))
+    plain = type(hidden) in (Tensor, nn.Parameter)
+    plain = plain and (type(weight) in (Tensor, nn.Parameter) or is_readable(weight))
     if not plain or hidden.is_meta or hasattr(type(module), "unshard"):
         return False
     dtype = options.get("logits_dtype") or hidden.dtype

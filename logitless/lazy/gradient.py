@@ -10,7 +10,8 @@ from torch import Tensor
 from ..core.autograd import refuse_second
 from .deferred import Deferred, on_values, written
 
-Parts = tuple[Tensor | None, Tensor | None, Tensor | None]  # gradients of hidden, weight and bias
+# The gradients of a head's tensors, in the order of Head.tensors: hidden, weight, bias, low_rank.
+Parts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 Compute = Callable[[], Tensor]  # computes a gradient of the logits as a plain tensor
 
 aten = torch.ops.aten
@@ -207,7 +208,7 @@ def described(t: Tensor) -> Like:
     return Like(t.shape, t.dtype, t.device)
 
 
-NO_PARTS: Parts = (None, None, None)
+NO_PARTS: Parts = (None, None, None, None)
 
 
 def _is_number(t: Any) -> bool:

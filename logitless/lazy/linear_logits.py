@@ -17,6 +17,7 @@ from ..heads import checks
 from ..heads.explain import Explanation, explain
 from ..heads.head import Head
 from ..heads.linear import HeadLogits, checked_head
+from ..heads.products import two_parts
 from . import torch_functions  # noqa: F401 - registers the functions that keep logits lazy
 from .logits import lazy_logits_of
 
@@ -67,6 +68,11 @@ for _name in ("getitem", "len", "iter", "neg", "mul", "rmul", "truediv", "add", 
 
 class LinearLogits(AsTensor, Logits):
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,) for every loss of logitless.
+
+    `low_rank` is a pair of tensors (..., R) and (V, R), whose product is added to the logits. For a
+    LoRA adapter with matrices A and B, the pair is (scaling · x @ A.T, B). The sum of weight and
+    B @ A is never computed. If `weight` requires no gradient, the gradient of `weight` is not
+    computed either.
 
     `workspace` limits the number of bytes of logits that are in memory at the same time. The logits
     of a teacher need memory in addition to the workspace. The default workspace is 1 GiB on a GPU
@@ -125,9 +131,10 @@ class LinearLogits(AsTensor, Logits):
         accumulate: str = "auto",
         main_grad: Tensor | None = None,
         drop_ignored: bool = True,
+        low_rank: tuple[Tensor, Tensor] | None = None,
     ):
         self.head = checked_head(
-            hidden, weight, bias, workspace=workspace, logits_dtype=logits_dtype,
+            hidden, weight, bias, low_rank=low_rank, workspace=workspace, logits_dtype=logits_dtype,
             accumulate=accumulate, main_grad=main_grad, drop_ignored=drop_ignored,
         )  # fmt: skip
         self._source = HeadLogits(self.head)
@@ -135,7 +142,8 @@ class LinearLogits(AsTensor, Logits):
     @property
     def hidden(self) -> Tensor:
         """The hidden states (..., D)."""
-        return self.head.hidden
+        head = self.head
+        return head.hidden if head.low_rank is None else head.hidden[..., : head.weight.shape[1]]
 
     @property
     def weight(self) -> Tensor:
@@ -146,6 +154,12 @@ class LinearLogits(AsTensor, Logits):
     def bias(self) -> Tensor | None:
         """The bias (V,), or None."""
         return self.head.bias
+
+    @property
+    def low_rank(self) -> tuple[Tensor, Tensor] | None:
+        """The pair (hidden, weight) of tensors (..., R) and (V, R), or None."""
+        hidden, weight, _, low_rank = self.head.tensors
+        return None if low_rank is None else (two_parts(hidden, weight, low_rank)[1], low_rank)
 
     def explain(self, reduction: str = "mean", *, gradient: bool = True) -> Explanation:
         """Explains how a loss such as cross_entropy over these logits is computed.

@@ -28,10 +28,9 @@ def _finish(ctx, call: Call, d, *upstream: Tensor | None) -> Tensor | None:
     """Returns a LazyGradient that holds `d`, the gradients of hidden, weight and bias."""
     if not ctx.needs_input_grad[0]:
         return None
-    parts, loss = (d.hidden, d.weight, d.bias), call.loss
-    hidden, weight, bias = call.head.tensors
+    parts, loss = d.tensors, call.loss
     recipe: Recipe = ctx.recipe
-    recipe = recipe.replace(head=recipe.head.replace(hidden=hidden, weight=weight, bias=bias))
+    recipe = recipe.replace(head=recipe.head.rebuild([*call.head.tensors, None]))
     if isinstance(loss, OfValues):
         recipe = recipe.replace(inputs=loss.inputs)
 

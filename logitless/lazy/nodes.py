@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.autograd import Node, refuse_second
-from ..heads.products import without_autocast
+from ..heads.products import times_weight, two_parts, without_autocast
 from ..heads.unshard import in_memory
 from .formula import Direct, Formula
 from .gradient import (
@@ -91,17 +91,18 @@ def gradient_of(
 
 
 class LazyHead(Node):
-    """The autograd node that creates lazy logits from hidden, weight and bias."""
+    """The autograd node that creates lazy logits from the tensors of a head."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, head, shard, kind, trains, inference):
+    def forward(ctx, hidden, weight, bias, low_rank, head, shard, kind, trains, inference):
         ctx.set_materialize_grads(False)
-        tensors = (hidden, weight, bias)
+        tensors = (hidden, weight, bias, low_rank)
         ctx.save_for_backward(*tensors)
         needs = tuple(t is not None and t.requires_grad for t in tensors)
         detached = head.replace(
             hidden=stored(hidden), weight=weight.detach(),
             bias=None if bias is None else bias.detach(),
+            low_rank=None if low_rank is None else low_rank.detach(),
         )  # fmt: skip
         # On a GPU, the Watch looks for writes to the weight only after `passed` is set. Backward
         # sets `passed`. Logits for inference have no backward, so their `passed` is set here.
@@ -119,26 +120,43 @@ class LazyHead(Node):
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.watch.passed.append(True)
         if g is None:
-            return (None,) * 8
+            return (None,) * 9
         if any(joint.root is ctx.watch for joint in shares_of(g)):
             g.refuse_shared()  # raises, because g is incomplete (see Joint)
         parts, of_values = split(g)
         if of_values is not None:
-            hidden, weight, bias = ctx.saved_tensors
+            tensors = ctx.saved_tensors
             if ctx.shard is not None:
                 of_values = of_values.narrow(-1, ctx.shard.start, ctx.shard.width)
-            rows = hidden.reshape(-1, hidden.shape[-1])
-            flat = of_values.reshape(len(rows), of_values.shape[-1]).to(hidden.dtype)
-            with without_autocast(hidden.device), in_memory(weight, ctx.module):
-                more = (
-                    (flat @ weight).view(hidden.shape) if ctx.needs_input_grad[0] else None,
-                    flat.t() @ rows if ctx.needs_input_grad[1] else None,
-                    flat.sum(0) if bias is not None and ctx.needs_input_grad[2] else None,
-                )
+            device, weight = of_values.device, tensors[1]
+            with without_autocast(device), in_memory(weight, ctx.module):
+                more = gradients_of_values(of_values, tensors, ctx.needs_input_grad)
             if ctx.shard is not None and ctx.shard.sums_hidden and more[0] is not None:
                 ctx.shard.ranks.all_reduce(more[0]).wait()
             parts = added_parts(parts, more)
         return *parts, None, None, None, None, None
+
+
+def gradients_of_values(of_values: Tensor, tensors: tuple, needs: tuple) -> Parts:
+    """Returns the gradients of a head's tensors. `of_values` is the gradient of the logits."""
+    hidden, weight, bias, low_rank = tensors
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    flat = of_values.reshape(len(rows), of_values.shape[-1]).to(hidden.dtype)
+    d_low_rank, first = None, rows
+    d_hidden = times_weight(flat, weight) if needs[0] else None
+    if low_rank is not None:
+        first, second = two_parts(rows, weight, low_rank)
+        low = low_rank.to(hidden.dtype)
+        if d_hidden is not None:
+            rest = flat.new_zeros((len(rows), rows.shape[1] - weight.shape[1] - low.shape[1]))
+            d_hidden = torch.cat([d_hidden, flat @ low, rest], 1)
+        d_low_rank = (flat.t() @ second).to(low_rank.dtype) if needs[3] else None
+    return (
+        None if d_hidden is None else d_hidden.view(hidden.shape),
+        flat.t() @ first if needs[1] else None,
+        flat.sum(0) if bias is not None and needs[2] else None,
+        d_low_rank,
+    )
 
 
 class Op(NamedTuple):
@@ -163,10 +181,10 @@ class Op(NamedTuple):
 class LazyOp(Node):
     """The autograd node of an operation on lazy logits whose result is lazy too.
 
-    `back` maps the gradients of the result's hidden, weight and bias to the gradients of the
-    argument's hidden, weight and bias. `op` performs the operation on plain logits. If the upstream
-    gradient contains a gradient of the values (`of_values`), backward differentiates `op`. All
-    arguments that need a gradient must have the same hidden, weight and bias.
+    `back` maps the `Parts` of the result's gradient to the `Parts` of the argument's gradient. `op`
+    performs the operation on plain logits. If the upstream gradient contains a gradient of the
+    values (`of_values`), backward differentiates `op`. All arguments that need a gradient must have
+    the same hidden, weight, bias and low_rank.
     """
 
     @staticmethod
@@ -289,7 +307,7 @@ class LazyCat(Node):
         gradients = []
         for i, like in enumerate(ctx.likes):
             # Only the first batch gets the gradient of the weight, which is a sum over all batches.
-            parts = (pieces(d_hidden)[i], *(of_weight if i == 0 else (None, None)))
+            parts = (pieces(d_hidden)[i], *(of_weight if i == 0 else NO_PARTS[1:]))
             computes = tuple(
                 lambda compute=compute, i=i: pieces(compute())[i] for compute in computes_of(g)
             )
@@ -318,7 +336,7 @@ class LazyBias(Node):
     def backward(ctx, g):  # pyright: ignore[reportIncompatibleMethodOverride]
         if g is None:
             return None, None, None, None
-        (d_hidden, d_weight, d_total), of_values = split(g)
+        (d_hidden, d_weight, d_total, d_low_rank), of_values = split(g)
         like, d_bias = ctx.like, None
         if ctx.needs_input_grad[1]:
             terms = [] if d_total is None else [d_total * ctx.sign]
@@ -332,6 +350,6 @@ class LazyBias(Node):
         computes = tuple(
             lambda compute=compute: compute().to(like.dtype) for compute in computes_of(g)
         )
-        parts, shares = (d_hidden, d_weight, d_old), shares_of(g)
+        parts, shares = (d_hidden, d_weight, d_old, d_low_rank), shares_of(g)
         d_z = gradient_of(like, parts, of_values, computes, g, is_projected(g), shares)
         return d_z, d_bias, None, None

@@ -12,7 +12,8 @@ from ..heads.head import Head, ScaledHead
 from ..heads.products import without_autocast
 from ..heads.unshard import in_memory
 from .formula import Direct, Formula, Input, Rows
-from .watch import Watch, versions
+from .gradient import described
+from .watch import Watch, Watches, versions
 
 Tensors = tuple[Tensor | None, ...]
 
@@ -84,11 +85,11 @@ class Recipe:
     """
 
     head: Head  # a head with detached tensors
-    needs: tuple[bool, bool, bool]  # whether hidden, weight and bias need a gradient
+    needs: tuple[bool, bool, bool, bool]  # whether each of head.tensors needs a gradient
     formula: Formula
-    versions: tuple[int, ...]  # `_version` of hidden, weight and bias when the logits were created
+    versions: tuple[int, ...]  # `_version` of head.tensors when the logits were created
     # Detects writes to the weight. All logits derived from one call of a head share one Watch.
-    watch: Watch
+    watch: Watch | Watches
     trains: bool = False  # whether the logits were created in a training forward
     # Whether these are logits for inference. A fused head creates logits for inference if gradients
     # are not needed and the call is outside of lazy_logits(). Writing to logits for inference is
@@ -153,7 +154,7 @@ class Recipe:
     def with_head(self, **tensors: Tensor | None) -> "Recipe":
         """Returns the recipe with changed fields of the head, such as hidden, weight or bias."""
         head = self.head.replace(**tensors)  # pyright: ignore[reportArgumentType]
-        names = ("hidden", "weight", "bias")
+        names = ("hidden", "weight", "bias", "low_rank")
         pairs = zip(names, head.tensors, self.versions, strict=True)
         known = tuple(versions(t)[0] if name in tensors else v for name, t, v in pairs)
         return self.replace(head=head, versions=known)
@@ -169,11 +170,13 @@ class Recipe:
 
     def released(self) -> "Recipe":
         """A copy whose tensors hold no memory, for logits whose values are already computed."""
-        hidden, weight, bias = (
-            None if t is None else t.new_empty(()).expand(t.shape) for t in self.head.tensors
+        hidden, weight, bias, low_rank = (
+            None if t is None else described(t).blank() for t in self.head.tensors
         )
         watch: Any = None
-        recipe = self.with_head(hidden=hidden, weight=weight, bias=bias, module=None)
+        recipe = self.with_head(
+            hidden=hidden, weight=weight, bias=bias, low_rank=low_rank, module=None
+        )
         return recipe.replace(inputs=(), watch=watch)
 
     def flatten(self) -> tuple[Tensors, "Recipe"]:
@@ -183,10 +186,10 @@ class Recipe:
         for row_input in self.inputs:
             tensors += tensors_of(row_input.source)
         inputs = tuple(
-            r._replace(source=blank if isinstance(r.source, Tensor) else _blank(r.source))
+            r._replace(source=blank if isinstance(r.source, Tensor) else r.source.blank())
             for r in self.inputs
         )
-        return tuple(tensors), self.replace(head=_blank(self.head), inputs=inputs)
+        return tuple(tensors), self.replace(head=self.head.blank(), inputs=inputs)
 
     def rebuild(self, tensors: Sequence[Any]) -> "Recipe":
         """Inverts `flatten`, and sets `versions` to the current versions of the tensors.
@@ -196,7 +199,7 @@ class Recipe:
         left = iter(tensors)
 
         def filled(head: Head) -> Head:
-            return head.replace(hidden=next(left), weight=next(left), bias=next(left))
+            return head.rebuild([*(next(left) for _ in range(4)), None])
 
         head = filled(self.head)
         inputs = tuple(
@@ -264,11 +267,11 @@ class Recipe:
         vocabulary is sharded, the head computes the columns of this rank.
         """
         self.check()
-        hidden, weight, bias = (
+        tensors = [
             None if t is None else constant(t).requires_grad_(need and grad)
             for t, need in zip(self.head.tensors, self.needs, strict=True)
-        )
-        head = self.head.replace(hidden=hidden, weight=weight, bias=bias)
+        ]
+        head = self.head.rebuild([*tensors, None])
         if self.shard is None:
             return head
         return head.replace(columns=self.shard.head_backend(head.hidden, False))
@@ -317,11 +320,6 @@ def raise_changed() -> None:
         " used. Use the logits before the step, or keep a copy of them:"
         " logits.detach().materialize()."
     )
-
-
-def _blank(head: Head) -> Head:
-    blank: Any = None
-    return head.replace(hidden=blank, weight=blank, bias=None)
 
 
 def constant(t: Tensor) -> Tensor:

@@ -8,11 +8,14 @@ from torch import Tensor
 
 from ..core.option_checks import LEAST, MOST
 from ..heads.head import Head
+from ..heads.quantized import is_freed, is_quantized
 from . import views
 from .elementwise import applied
+from .formula import Direct
 from .logits import LazyLogits, kept
 from .nodes import LazyBias, Op
 from .recipe import own
+from .sums import is_summable, summed
 from .watch import Watch
 
 
@@ -42,9 +45,19 @@ def to(z: LazyLogits, *args, **kwargs):
     dtype = dtypes[0] if dtypes else z.dtype
     if dtype == z.dtype:
         return z
+    if is_summable(z) and dtype == own_dtype(z.recipe.head) and z.recipe.logits.pre == 1:
+        # Rounding fp32 logits to the dtype of hidden is the same as computing them in this dtype.
+        recipe = z.recipe.with_head(logits_dtype=None).replace(formula=Direct(dtype))
+        return kept(z, recipe, None, Op(lambda t: t.to(dtype), pull=lambda d: d))
     if dtype != torch.float32 or z.recipe.logits is None or not z.is_floating_point():
         return applied(Tensor.to, (z, dtype), {})
     return changed(z, Op(lambda t: t.to(dtype), pull=lambda d: d), dtype=dtype)
+
+
+def own_dtype(head: Head) -> torch.dtype | None:
+    """The dtype of the head's hidden states, or None if the bias has another dtype."""
+    dtype = head.hidden.dtype
+    return dtype if head.bias is None or head.bias.dtype == dtype else None
 
 
 def number(by: Any) -> float | None:
@@ -83,19 +96,20 @@ def divided(z: LazyLogits, by: Any, **kwargs):
 def negated(z: LazyLogits) -> LazyLogits:
     """The logits -z, which the head computes from -hidden and -bias."""
     recipe = z.recipe
-    hidden, _, bias = recipe.head.tensors
+    hidden, _, bias, _ = recipe.head.tensors
     with torch.inference_mode(False), torch.no_grad():
         hidden, bias = -hidden, None if bias is None else -bias
 
     def back(parts):
-        d_hidden, d_weight, d_bias = parts
+        d_hidden, d_weight, d_bias, d_low_rank = parts
         return (
             None if d_hidden is None else -d_hidden,
             d_weight,
             None if d_bias is None else -d_bias,
+            d_low_rank,
         )
 
-    # The gradient of the weight, Σ d_logits · hidden, keeps its sign, because d_logits and hidden
+    # The gradient of a weight, Σ d_logits · hidden, keeps its sign, because d_logits and hidden
     # both change their sign.
     return kept(z, recipe.with_head(hidden=hidden, bias=bias), back, scaling(-1.0))
 
@@ -147,12 +161,16 @@ def _head_in(head: Head, dtype: torch.dtype) -> Head | None:
 
 
 def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
-    """Returns logits + other by changing the head's bias, or NotImplemented.
+    """Returns logits + other by changing the head, or NotImplemented.
 
-    `other` must be a number, or a tensor with one number per column. Scaled logits are not
+    `other` must be a number, a tensor with one number per column, or the lazy logits of another
+    head (sums.py). A number or a tensor is added to the head's bias. Scaled logits are not
     accepted, because the head's new bias would be other / scale. In 16 bits, other / scale can
     overflow, and so can the rounded product (other / scale) · scale.
     """
+    if isinstance(other, LazyLogits):
+        summable = alpha == 1 and is_summable(z) and is_summable(other)
+        return summed(z, other if sign > 0 else negated(other)) if summable else NotImplemented
     if alpha != 1 or not _takes_columns(z) or z.recipe.logits.pre != 1:
         return NotImplemented
     if type(other) in (int, float):
@@ -170,7 +188,7 @@ def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
         total = bias.detach().to(head.dtype) * sign
         total = total if head.bias is None else head.bias + total
     new = recipe.with_head(bias=total, logits_dtype=head.logits_dtype).replace(
-        needs=(*recipe.needs[:2], recipe.needs[2] or bias.requires_grad),
+        needs=(*recipe.needs[:2], recipe.needs[2] or bias.requires_grad, recipe.needs[3]),
         formula=replace(recipe.logits, dtype=dtype),
     )
     return LazyBias.apply(z, other, new, sign)  # pyright: ignore
@@ -194,30 +212,36 @@ def masked_fill(z: LazyLogits, mask: Tensor, value: Any):
     head, pre = _head_in(recipe.head, z.dtype), recipe.logits.pre
     if columns.dtype != torch.bool or head is None:
         return NotImplemented
-    _, weight, bias = head.tensors
+    _, weight, bias, low_rank = head.tensors
     # In 16 bits, value / pre can overflow, and so can the rounded product (value / pre) · pre. So
     # finite values are accepted only up to ±`most`.
     most = torch.finfo(z.dtype).max * (1 if pre == 1 else 0.5 * min(pre, 1))
     inside = abs(value) <= most or abs(value) == torch.inf
-    freed = not weight.untyped_storage().size()  # by FSDP
-    if not inside or freed or weight.numel() > z.numel():
+    fixed = is_quantized(weight) or is_freed(weight)
+    if not inside or fixed or weight.numel() > z.numel():
         return NotImplemented
     recipe.check()
     with torch.inference_mode(False), torch.no_grad():
         columns = own(columns)
         weight = weight.masked_fill(columns[:, None], 0)
+        low_rank = None if low_rank is None else low_rank.masked_fill(columns[:, None], 0)
         bias = weight.new_zeros(len(weight)) if bias is None else bias
         bias = bias.to(head.dtype).masked_fill(columns, value / pre)
-    new = recipe.with_head(weight=weight, bias=bias, logits_dtype=head.logits_dtype)
+    new = recipe.with_head(
+        weight=weight, bias=bias, low_rank=low_rank, logits_dtype=head.logits_dtype
+    )
     new = new.replace(watch=Watch(weight))
     before = None if recipe.head.bias is None else recipe.head.bias.dtype
 
     def back(parts):
-        d_hidden, d_weight, d_bias = parts
-        d_weight = None if d_weight is None else d_weight.masked_fill(columns[:, None], 0)
+        d_hidden, d_weight, d_bias, d_low_rank = parts
+        d_weight, d_low_rank = (
+            None if d is None else d.masked_fill(columns[:, None], 0)
+            for d in (d_weight, d_low_rank)
+        )
         if d_bias is not None:
             d_bias = d_bias.masked_fill(columns, 0).to(before)
-        return d_hidden, d_weight, d_bias
+        return d_hidden, d_weight, d_bias, d_low_rank
 
     op = Op(lambda t: t.masked_fill(columns, value), pull=lambda d: d.masked_fill(columns, 0))
     return kept(z, new, back, op)

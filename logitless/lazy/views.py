@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..heads.head import Head
+from ..heads.quantized import is_freed, is_quantized, storage_of
 from .deferred import memory_of
 from .gradient import pulled_back
 from .logits import LazyLogits, kept
@@ -62,7 +63,8 @@ def _rows(
 
 def _columns(z: LazyLogits, columns: slice):
     recipe = z.recipe
-    if not recipe.head.weight.untyped_storage().size():  # FSDP has freed the weight
+    weight = recipe.head.weight
+    if is_quantized(weight) or is_freed(weight):
         return NotImplemented
 
     def cut(t: Tensor) -> Tensor:
@@ -77,9 +79,9 @@ def _columns(z: LazyLogits, columns: slice):
         pairs = zip(likes, rest, strict=True)
         return d_hidden, *(None if d is None else pulled_back(cut, t, d) for t, d in pairs)
 
-    weight, bias = (None if t is None else cut(t) for t in rows_of_v)
+    weight, bias, low_rank = (None if t is None else cut(t) for t in rows_of_v)
     op = Op(lambda t: t[..., columns], is_view=True)
-    return kept(z, recipe.with_head(weight=weight, bias=bias), back, op)
+    return kept(z, recipe.with_head(weight=weight, bias=bias, low_rank=low_rank), back, op)
 
 
 def _dim(z: LazyLogits, dim: int, new: int = 0) -> int:
@@ -279,7 +281,7 @@ def cat(tensors, dim: int = 0):
         recipe.check()
     with torch.inference_mode(False), torch.no_grad():
         hidden = torch.cat([recipe.head.hidden for recipe in recipes], dim)
-    needs = tuple(any(r.needs[i] for r in recipes) for i in range(3))
+    needs = tuple(any(r.needs[i] for r in recipes) for i in range(4))
     trains = any(r.trains for r in recipes)
     inference = all(r.inference for r in recipes)
     recipe = recipes[0].with_head(hidden=hidden)
@@ -297,7 +299,7 @@ def _same_head(a: Recipe, b: Recipe) -> bool:
 
 def options_of(head: Head) -> Head:
     """The head without its tensors, so that the options of two heads can be compared."""
-    return head.replace(hidden=None, weight=None, bias=None)  # pyright: ignore[reportArgumentType]
+    return head.blank()
 
 
 def is_alias(x: Tensor | None, y: Tensor | None) -> bool:
@@ -306,6 +308,7 @@ def is_alias(x: Tensor | None, y: Tensor | None) -> bool:
         return x is y
 
     def place(t: Tensor) -> tuple:
-        return t.data_ptr(), t.shape, t.stride(), t.dtype, t.device
+        memory = storage_of(t) if is_quantized(t) else t.data_ptr()
+        return memory, t.shape, t.stride(), t.dtype, t.device
 
     return x is y or place(x) == place(y)

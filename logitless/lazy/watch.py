@@ -42,5 +42,15 @@ class Watch:
             return not torch.equal(self.read(), sample)  # pyright: ignore
 
 
+class Watches:
+    """Detects writes to the weights of several heads, whose logits were added (sums.py)."""
+
+    def __init__(self, watches: "tuple[Watch | Watches, ...]"):
+        self.watches = watches
+
+    def differs(self) -> bool:
+        return any(watch.differs() for watch in self.watches)
+
+
 def versions(*tensors: Tensor | None) -> tuple[int, ...]:
     return tuple(0 if t is None or t.is_inference() else t._version for t in tensors)

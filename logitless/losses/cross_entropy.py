@@ -235,18 +235,20 @@ def linear_cross_entropy(
     accumulate: str = "auto",
     main_grad: Tensor | None = None,
     drop_ignored: bool = True,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     **options,
 ) -> Tensor:
     """Computes the cross-entropy of the logits hidden (..., D) @ weight (V, D).T + bias.
 
     Large logits are never materialised as a whole. `class_weight` is the option `weight` of
     cross_entropy, and `options` are the other options of cross_entropy. The options workspace,
-    logits_dtype, accumulate, main_grad and drop_ignored have the same meaning as in LinearLogits.
+    logits_dtype, accumulate, main_grad, drop_ignored and low_rank have the same meaning as in
+    LinearLogits.
 
     >>> linear_cross_entropy(hidden, head.weight, target)
     """
     head = checked_head(
         hidden, weight, bias, workspace=workspace, logits_dtype=logits_dtype,
-        accumulate=accumulate, main_grad=main_grad, drop_ignored=drop_ignored,
+        accumulate=accumulate, main_grad=main_grad, drop_ignored=drop_ignored, low_rank=low_rank,
     )  # fmt: skip
     return cross_entropy(HeadLogits(head), target, weight=class_weight, **options)

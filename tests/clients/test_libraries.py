@@ -32,6 +32,7 @@ def assert_as_plain(plain: nn.Module, fused: nn.Module, is_lazy: bool) -> None:
     assert apart(trained(fused), trained(plain)) == ""
     assert (type(fused(**given).logits) is LazyLogits) == is_lazy
     assert bool(ll.is_fused(fused)) == is_lazy, ll.is_fused(fused)
+    assert not ll.report(fused)
 
 
 # --- torchao
@@ -42,6 +43,32 @@ def int8(model: nn.Module) -> nn.Module:
 
     quantize_(model, Int8WeightOnlyConfig())
     return model
+
+
+def fp8(model: nn.Module) -> nn.Module:
+    from torchao.quantization import Float8WeightOnlyConfig, quantize_
+
+    quantize_(model, Float8WeightOnlyConfig())
+    return model
+
+
+def int4(model: nn.Module) -> nn.Module:
+    from torchao.quantization import IntxWeightOnlyConfig, quantize_
+    from torchao.quantization.granularity import PerGroup
+
+    quantize_(model, IntxWeightOnlyConfig(torch.int4, PerGroup(16)))
+    return model
+
+
+def int8_with_lora(model: nn.Module) -> nn.Module:
+    """QLoRA with an adapter on the quantised head."""
+    import peft
+
+    torch.manual_seed(3)
+    lora = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(int8(model), lora)
 
 
 def int8_body(model: nn.Module) -> nn.Module:
@@ -59,20 +86,39 @@ def qat(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_int8_weights():
-    """CLIENTS C3."""
-    with pytest.raises(TypeError, match="head must have a plain weight, got torchao"):
-        ll.fuse(int8(llama()))
-    with pytest.warns(UserWarning, match="fuse has no effect here"):
-        assert_as_plain(int8(llama()), int8(ll.fuse(llama())), is_lazy=False)
-
-
 @pytest.mark.parametrize("first", ["fuse", "change"])
-@pytest.mark.parametrize("change", [int8_body, qat], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    "change",
+    [int8_body, qat, int8, fp8, int4, int8_with_lora],
+    ids=lambda change: change.__name__,
+)
 def test_heads_that_stay_lazy(change, first):
     """CLIENTS C2: a model that was fused before QAT could not run."""
     fused = change(ll.fuse(llama())) if first == "fuse" else ll.fuse(change(llama()))
     assert_as_plain(change(llama()), fused, is_lazy=True)
+
+
+# --- bitsandbytes
+
+
+def four_bits(model: nn.Module) -> nn.Module:
+    import bitsandbytes as bnb
+
+    plain = model.lm_head
+    head = bnb.nn.Linear4bit(
+        plain.in_features, plain.out_features, bias=False, compute_dtype=torch.float32
+    )
+    head.load_state_dict({"weight": plain.weight.detach()})
+    model.lm_head = head.to("cpu")  # quantises the weight
+    return model
+
+
+@pytest.mark.parametrize("first", ["fuse", "change"])
+def test_a_head_of_bitsandbytes_is_plain(first):
+    """Its product is a kernel of its own. The model trains as before, and a warning says so."""
+    fused = four_bits(ll.fuse(llama())) if first == "fuse" else ll.fuse(four_bits(llama()))
+    with pytest.warns(UserWarning, match="does not compute its logits by torch.nn.functional.lin"):
+        assert_as_plain(four_bits(llama()), fused, is_lazy=False)
 
 
 # --- TRL

@@ -27,6 +27,13 @@ def head(h, w, b):
     return ll.LinearLogits(h, w, b, workspace=2 * V * 4)  # two rows at a time
 
 
+def adapted(h, w, b):
+    """A head with a second weight, which depends on the first one."""
+    return ll.LinearLogits(
+        h, w, b, low_rank=(h[..., :3].sin(), w[:, 1:].cos()), workspace=2 * V * 4
+    )
+
+
 def column_major(h, w, b):
     return head(h[1].t().contiguous().t(), w, b)
 
@@ -78,6 +85,12 @@ LOSSES = {
     ),
     "a teacher's head, a row": lambda h, w, b, r, t: ll.jsd(
         head(h, w, b), teacher(h, w), reduction="none", mask=t != 3
+    ) * r,
+    "low rank": lambda h, w, b, r, t: ll.cross_entropy(adapted(h, w, b), t, row_weight=r) + (
+        ll.score(adapted(h, w, b), t).logprob * r
+    ),
+    "a low-rank teacher": lambda h, w, b, r, t: ll.kl_div(
+        head(h, w, b), adapted(h.detach(), w.detach(), b.detach()), direction="forward"
     ) * r,
     "column-major": lambda h, w, b, r, t: (
         ll.cross_entropy(column_major(h, w, b), t[1]) * r

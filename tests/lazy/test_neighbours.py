@@ -13,6 +13,7 @@ import logitless as ll
 from logitless.lazy import report
 from logitless.lazy.logits import LazyLogits
 from tests.support.fusable_models import D, Model, V
+from tests.support.quantised import Int8, ReadableInt8, WithInput, quantised
 
 
 @pytest.fixture(autouse=True)
@@ -150,42 +151,68 @@ def test_forwards_on_forwards(ids, device):
 # --- weights that are not plain tensors (CLIENTS C3)
 
 
-class Int8(Tensor):
-    """A quantised weight: it claims to be fp32, and knows linear alone, as torchao's do."""
-
-    @staticmethod
-    def __new__(cls, t):
-        made = Tensor._make_wrapper_subclass(cls, t.shape, dtype=t.dtype, device=t.device)
-        made.values, made.scale = (t / t.abs().max() * 127).round().to(torch.int8), t.abs().max()
-        return made
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is F.linear:
-            x, w, *bias = args
-            return F.linear(x, w.values * (w.scale / 127), *bias)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise NotImplementedError(f"Int8 dispatch {func}")
-
-
-def quantised(model):
-    weight = nn.Parameter(Int8(model.lm_head.weight.detach()), requires_grad=False)
-    model.lm_head.weight = weight
+def quantised_head(kind, device):
+    model = Model().to(device)
+    quantised(model.lm_head, kind)
     return model
 
 
-def test_a_quantised_head(ids, device):
-    """CLIENTS C3: refused by fuse; quantised after fuse, plain."""
-    with pytest.raises(TypeError, match=r"head must have a plain weight, got .*Int8: leave the he"):
-        ll.fuse(quantised(Model().to(device)))
-    fused = quantised(ll.fuse(Model().to(device)))
-    assert_as_plain(quantised(Model().to(device)), fused, ids, is_lazy=False)
+@pytest.mark.parametrize("first", ["fuse", "quantise"])
+@pytest.mark.parametrize("kind", [Int8, WithInput, ReadableInt8])
+def test_a_quantised_head(kind, first, ids, device):
+    """CLIENTS C3: lazy if the rows of the weight can be dequantised, else plain, and warns."""
+    plain = quantised_head(kind, device)
+    if first == "fuse":
+        fused = ll.fuse(Model().to(device))
+        quantised(fused.lm_head, kind)
+    else:
+        fused = ll.fuse(quantised_head(kind, device))
+    assert_as_plain(plain, fused, ids, is_lazy=kind is ReadableInt8)
+    if kind is WithInput:
+        assert "WithInput, is quantised together with its input" in str(ll.is_fused(fused))
+
+
+def test_operations_on_the_logits_of_a_quantised_head(ids, device):
+    for operation in (
+        lambda z: z[..., : V - 1].logsumexp(-1),
+        lambda z: z.masked_fill(torch.arange(V, device=device) == 2, -9.0).logsumexp(-1),
+        lambda z: (z.float() / 2).log_softmax(-1).gather(-1, ids[..., None]),
+        lambda z: torch.cat([z[:1], z[1:]]).softmax(-1).square(),
+        lambda z: z.cumsum(-1),
+    ):
+        results = []
+        for fuse in (lambda model: model, ll.fuse):
+            model = fuse(quantised_head(ReadableInt8, device))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                value = operation(model(ids)).sum()
+            value.backward()
+            results.append([value.detach(), model.embed.weight.grad])
+        torch.testing.assert_close(*results)
+
+
+def test_a_product_inside_of_an_autograd_function(ids, device):
+    """The quantised layers of bitsandbytes call F.linear in the forward of an autograd function."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(weight)
+            return F.linear(x, weight)
+
+        @staticmethod
+        def backward(ctx, g):
+            return g @ ctx.saved_tensors[0], None
+
+    def changed(model):
+        model.lm_head.requires_grad_(False)
+        model.lm_head.forward = lambda x: Product.apply(x, model.lm_head.weight)
+        return model
+
+    fused = changed(ll.fuse(Model().to(device)))
+    assert_as_plain(changed(Model().to(device)), fused, ids, is_lazy=False)
+    with ll.lazy_logits():
+        assert type(fused(ids)) is Tensor
 
 
 @pytest.mark.parametrize("other", [nn.Identity(), nn.Embedding(D, V), None])
@@ -324,3 +351,44 @@ def test_logits_dtype_is_kept_under_a_compiler(device):
         got, want = compiled(ids), model(ids)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, want)
+
+
+# --- heads that are called several times
+
+
+class Predictor(Model):
+    """A model that predicts several tokens: its head reads the hidden states of several depths."""
+
+    def __init__(self, joined):
+        super().__init__()
+        self.joined = joined
+        self.depths = nn.ModuleList([nn.Linear(D, D) for _ in range(2)])
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        found = [self.lm_head(hidden)]
+        for depth in self.depths:
+            hidden = depth(hidden).tanh()
+            found.append(self.lm_head(hidden))
+        return torch.cat(found) if self.joined else found
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_multi_token_prediction(joined, ids, device):
+    """Each call of the head has its own logits, and the weight gets the sum of all gradients."""
+    results = []
+    for fuse in (lambda model: model, ll.fuse):
+        torch.manual_seed(4)
+        model = fuse(Predictor(joined).to(device))
+        logits = model(ids)
+        logits = logits.chunk(3) if joined else logits
+        loss = sum(
+            F.cross_entropy(z[:, : 4 - k].flatten(0, 1), ids[:, 1 + k :].flatten()) / (k + 1)
+            for k, z in enumerate(logits)
+        )
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert all(type(z) is LazyLogits for z in logits)
+    assert ll.is_fused(model)
+    assert not ll.report(model)
+    torch.testing.assert_close(*results)

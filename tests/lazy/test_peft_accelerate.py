@@ -49,6 +49,8 @@ def assert_as_plain(plain: nn.Module, fused: nn.Module, is_lazy: bool = True) ->
     z = fused(**given).logits
     assert (type(z) is LazyLogits) == is_lazy
     assert bool(ll.is_fused(fused)) == is_lazy, ll.is_fused(fused)
+    if is_lazy:
+        assert not ll.report(fused)
     told = [str(w.message) for w in seen if "fuse has no effect here" in str(w.message)]
     assert len(told) == (not is_lazy)
     return told
@@ -127,9 +129,11 @@ LAZY = {  # options, and whether the embeddings are tied
     "tokens of the head": (BODY | {"trainable_token_indices": {"lm_head": [5, 6]}}, False),
     "parameter": (BODY | {"target_parameters": ["lm_head.weight"]}, False),
     "lora alone": (HEAD, False),
+    "lora": ({"target_modules": ["q_proj", "lm_head"]}, False),
+    "lora, scaled": ({"target_modules": ["q_proj", "lm_head"], "lora_alpha": 3}, False),
+    "lora with a bias": (HEAD | {"lora_bias": True}, False),
 }
 PLAIN = {
-    "lora": {"target_modules": ["q_proj", "lm_head"]},
     "dora alone": HEAD | {"use_dora": True},
     "ia3 alone": HEAD
     | {"kind": peft.IA3Config, "feedforward_modules": [], "init_ia3_weights": False},

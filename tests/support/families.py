@@ -1,8 +1,9 @@
 """Compares fused and plain training of the language models of Transformers, tiny and random.
 
     make test-families                           all causal LMs; rewrites the table in docs/fuse.md
-    make test-families ARGS=--others             masked, seq2seq and speech models; rewrites the
-                                                 tables in tests/clients/results.md
+    make test-families ARGS=--others             masked, seq2seq, speech and vision-language
+                                                 models; rewrites the tables in
+                                                 tests/clients/results.md
     make test-families ARGS="LlamaForCausalLM"   the named classes only
 
 Each class has one of five outcomes:
@@ -44,6 +45,7 @@ OTHERS = {  # a class counts in the first mapping that has it
     "masked LM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    "vision-language": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 }
 BLOCK = re.compile(r"(<!-- families -->\n).*?(<!-- end -->)", re.DOTALL)
 LOSS, GRADIENT = 2e-6, 1e-5  # the largest allowed relative errors in fp32

@@ -24,6 +24,8 @@ STATISTICS, KEPT_SCORES = f"{LOSSES}statistics.py", f"{LOSSES}kept_scores.py"
 ON_CHIP = "tests/heads/test_on_chip.py"
 LINEAR, BLOCKS, SUMS = (f"tests/heads/test_{x}.py" for x in ("linear", "blocks", "gradient_sums"))
 PRODUCTS, SMALL = "tests/heads/test_products.py", "tests/heads/test_small.py"
+LOW_RANK, QUANTIZED = "tests/heads/test_low_rank.py", "tests/heads/test_quantized.py"
+LAZY_SUMS, NEIGHBOURS = "tests/lazy/test_sums.py", "tests/lazy/test_neighbours.py"
 SHARD, SHARD_HEADS = "tests/parallel/test_shard.py", "tests/parallel/test_shard_heads.py"
 TOPK, NARROW, COEFFICIENTS = (
     f"tests/kernels/test_{x}.py" for x in ("topk", "narrow", "stats_coefficients")
@@ -290,7 +292,32 @@ BUGS = (
         "(share * ranks.count if averaged else share)", "(share * 1 if averaged else share)",
         ("tests/parallel/test_rank_processes.py",)),
 
+    Bug("the first weight's columns of an adapter", "heads", "logitless/heads/products.py",
+        "times_weight(dz, weight, first)", "first.zero_()", (LOW_RANK,)),
+    Bug("a frozen layer gets a gradient", "heads", "logitless/heads/products.py",
+        "    if skips_first:", "    if skips_first and first is None:", (LAZY_SUMS,)),
+    Bug("an adapter that is not scaled", "heads", "logitless/heads/gradient_sums.py",
+        "rest = (bias, low_rank)", "rest = (bias,)", (LOW_RANK,)),
+    Bug("only the first block of an adapter", "heads", "logitless/heads/gradient_sums.py",
+        "self.low_rank_sums[block].add(dz, second)", "self.low_rank_sums[0].add(dz, second)",
+        (LOW_RANK,)),
+    Bug("only the last block of a quantised weight", "heads", "logitless/heads/products.py",
+        "gemm(part, block, total, total)", "gemm(part, block, total)", (QUANTIZED,)),
+    Bug("a weight that quantises its input", "heads", "logitless/heads/quantized.py",
+        "if getattr(t, name, None) is not None:", "if getattr(t, name, 1) is None:",
+        (QUANTIZED,)),
+
     # lazy/
+    Bug("an adapter without its scale", "lazy", "logitless/lazy/sums.py",
+        "(y.hidden * scale).to(dtype)", "y.hidden.to(dtype)", (LAZY_SUMS,)),
+    Bug("the gradient of an adapter without its scale", "lazy", "logitless/lazy/sums.py",
+        "used : used + of_y.shape[-1]] * ctx.scale", "used : used + of_y.shape[-1]]",
+        (LAZY_SUMS,)),
+    Bug("writes to an adapter", "lazy", "logitless/lazy/sums.py",
+        "watch=Watches((first.watch, second.watch))", "watch=Watches((first.watch,))",
+        (LAZY_SUMS,)),
+    Bug("lazy logits inside of an autograd function", "lazy", "logitless/lazy/fused_head.py",
+        "if self.grad and not torch.is_grad_enabled():", "if False:", (NEIGHBOURS,)),
     Bug("pieces of equal length", "lazy", "logitless/lazy/views.py",
         "narrow(z, dim, sum(sizes[:i]), size)", "narrow(z, dim, i * size, size)", (FUNCTIONS,)),
     Bug("rows not permuted", "lazy", "logitless/lazy/views.py",

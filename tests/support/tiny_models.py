@@ -50,6 +50,9 @@ ENGLISH = {"default_language": "en_XX"}
 DECODER = {"decoder_start_token_id": 0}  # some configurations have no default
 T5 = DECODER | {"d_kv": 8, "d_ff": 48, "dropout_rate": 0.0}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+# the same fields of an inner configuration
+HYBRID_TEXT, SAME_HEADS_TEXT = {"text_config": HYBRID}, {"text_config": SAME_HEADS}
+ROPE_TEXT = {"text_config": {"rope_parameters": ROPE}}
 REFORMER = {
     "attn_layers": ["local", "lsh"],
     "axial_pos_shape": [3, 3],
@@ -82,6 +85,32 @@ OWN: dict[str, dict] = {  # further fields of a class, which take precedence ove
         ),
         T5,
     ),
+    **dict.fromkeys(
+        (
+            "Glm46VForConditionalGeneration", "Glm4vForConditionalGeneration",
+            "GlmOcrForConditionalGeneration", "PaddleOCRVLForConditionalGeneration",
+            "Qwen2_5_VLForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration",
+        ),
+        ROPE_TEXT,
+    ),
+    **dict.fromkeys(
+        (
+            "MiniCPMOcrForConditionalGeneration", "MiniCPMV4_6ForConditionalGeneration",
+            "MiniCPMV4_7ForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
+            "Qwen3_5MoeForConditionalGeneration",
+        ),
+        HYBRID_TEXT,
+    ),
+    **dict.fromkeys(
+        ("Kimi_K25ForConditionalGeneration", "MistralLarge4ForConditionalGeneration"),
+        SAME_HEADS_TEXT,
+    ),
+    "Mistral4ForCausalLM": SAME_HEADS,
+    "Qwen2VLForConditionalGeneration": ROPE_TEXT | {"vision_config": {"embed_dim": D}},
+    "UdopForConditionalGeneration": T5,
+    "VisionEncoderDecoderModel": DECODER | {
+        "pad_token_id": 0, "encoder": {"model_type": "vit"}, "decoder": {"model_type": "bert"},
+    },
     "AudioFlamingo3ForConditionalGeneration": {
         "audio_token_id": 91, "text_config": {"model_type": "qwen2"},
         "audio_config": {"model_type": "audioflamingo3_encoder"},
@@ -215,6 +244,12 @@ INPUTS: dict[str, dict] = {
     "CanaryForConditionalGeneration": {"input_ids": None, "input_features": _noise(2, 40, 8)},
     "CohereAsrForConditionalGeneration": {"input_ids": None, "input_features": _noise(2, 40, 8)},
     "GitForCausalLM": {"pixel_values": torch.ones(2, 3, 16, 16)},
+    "IdeficsForVisionText2Text": {
+        "pixel_values": _noise(2, 1, 3, 16, 16),
+        "image_attention_mask": torch.ones(2, 9, 1, dtype=torch.long),
+    },
+    "UdopForConditionalGeneration": {"bbox": torch.zeros(2, 9, 4)},
+    "VisionEncoderDecoderModel": {"input_ids": None, "pixel_values": _noise(2, 3, 16, 16)},
     "MoonshineForConditionalGeneration": {"input_ids": None, "input_values": _noise(2, 4000)},
     "SeamlessM4TForSpeechToText": {"input_ids": None, "input_features": _noise(2, 10, 160)},
     "SeamlessM4Tv2ForSpeechToText": {"input_ids": None, "input_features": _noise(2, 10, 160)},
@@ -222,7 +257,7 @@ INPUTS: dict[str, dict] = {
     "SpeechEncoderDecoderModel": {"input_ids": None, "input_values": _noise(2, 8000)},
     "SpeechT5ForSpeechToText": {"input_ids": None, "input_values": _noise(2, 2000)},
     "WhisperForConditionalGeneration": {"input_ids": None, "input_features": _noise(2, 8, 32)},
-}
+}  # fmt: skip
 
 
 def config(name: str, **options):
@@ -234,13 +269,33 @@ def config(name: str, **options):
 def _sizes(kind, own: dict) -> dict:
     """The fields of TINY that a configuration class has, also for its inner configurations."""
     names = {f.name for f in dataclasses.fields(kind)}
-    inner = {}
+    inner, usual = {}, _usual(kind)
     for name, sub in (getattr(kind, "sub_configs", None) or {}).items():
         given = own.get(name, {})
-        sub = transformers.CONFIG_MAPPING[given["model_type"]] if "model_type" in given else sub
-        if given is not None and dataclasses.is_dataclass(sub):
+        if given is None:
+            continue
+        if "model_type" in given:
+            sub = transformers.CONFIG_MAPPING[given["model_type"]]
+        elif sub is transformers.AutoConfig and dataclasses.is_dataclass(
+            getattr(usual, name, None)
+        ):
+            sub = type(getattr(usual, name))
+            given = given | {"model_type": sub.model_type}
+        if dataclasses.is_dataclass(sub):
             inner[name] = _sizes(sub, given)
-    return {k: v for k, v in TINY.items() if k in names} | own | inner
+    sizes = {k: v for k, v in TINY.items() if k in names}
+    rope = getattr(usual, "rope_parameters", None)
+    if isinstance(rope, dict) and "mrope_section" in rope and "head_dim" not in own:
+        sizes["rope_parameters"] = rope | {"mrope_section": ROPE["mrope_section"]}
+    return sizes | own | inner
+
+
+def _usual(kind):
+    """The default configuration of a class, or None if there is no default."""
+    try:
+        return kind()
+    except Exception:  # each class raises its own error
+        return None
 
 
 def build(name: str, **options) -> nn.Module:

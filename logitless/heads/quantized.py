@@ -1,0 +1,69 @@
+"""Weights that are stored in few bits, such as torchao's int8 and fp8 tensors.
+
+The GEMMs of a head read a quantised weight in blocks of rows. Each block is dequantised just before
+its GEMM, so a whole plain weight is never in memory. A quantised weight gets no gradient.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.source import is_dtensor
+
+BLOCK = 64 << 20  # the largest size in bytes of a dequantised block
+# A block has a multiple of UNIT rows, because some formats have one scale per UNIT rows.
+UNIT = 128
+
+
+def is_quantized(t: Tensor) -> bool:
+    """Whether the tensor's class implements its own matrix products, as quantised weights do."""
+    if type(t) is Tensor or type(t) is nn.Parameter:
+        return False
+    plain = type(t).__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
+    return not (plain or is_dtensor(t) or hasattr(t, "fake_mode"))
+
+
+def why_not_readable(t: Any) -> str | None:
+    """The reason why a quantised weight cannot be read in blocks, or None if it can be read.
+
+    The phrase follows the words "its weight". A weight whose class also quantises the input of the
+    product is not read in blocks, because the product of the dequantised weight differs.
+    """
+    if t.requires_grad:
+        return "is quantised and requires a gradient"
+    if type(t).dequantize is Tensor.dequantize:
+        return "is quantised, and its class has no method dequantize"
+    for name in ("act_quant_kwargs", "activation_quantization", "input_quant_func"):
+        if getattr(t, name, None) is not None:
+            return "is quantised together with its input"
+    try:
+        rows = t.detach()[:UNIT].dequantize()
+    except Exception:  # the class decides what it raises
+        return "is quantised, and its rows cannot be dequantised separately"
+    fits = type(rows) is Tensor and rows.shape == (min(UNIT, len(t)), t.shape[1])
+    return None if fits else "is quantised, and its rows cannot be dequantised separately"
+
+
+def row_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Yields ranges of rows of a quantised weight, and these rows as plain tensors of `dtype`."""
+    width = max(weight.shape[1], 1) * max(dtype.itemsize, weight.dtype.itemsize)
+    step = max(BLOCK // width // UNIT, 1) * UNIT
+    for start in range(0, len(weight), step):
+        rows = slice(start, min(start + step, len(weight)))
+        yield rows, weight[rows].dequantize().to(dtype)
+
+
+def storage_of(t: Tensor) -> tuple:
+    """Identifies the memory of a quantised tensor, which consists of several plain tensors."""
+    flatten = getattr(t, "__tensor_flatten__", None)
+    if flatten is None:
+        return (id(t),)
+    names, _ = flatten()
+    return tuple(getattr(t, name).data_ptr() for name in names)
+
+
+def is_freed(weight: Tensor) -> bool:
+    """Whether FSDP has freed the memory of the weight."""
+    return not is_quantized(weight) and not weight.untyped_storage().size()

@@ -1,0 +1,96 @@
+"""A head with a quantised weight: dequantised in blocks, with the numbers of the plain weight."""
+
+import pytest
+import torch
+
+import logitless as ll
+from logitless.heads import plan, quantized
+from logitless.heads.plan import Cut
+from tests.support.heads import LOSSES, N, V, assert_same, make
+from tests.support.quantised import Int8, ReadableInt8, WithInput
+
+CUTS = {"rows": Cut(3), "columns": Cut(N, 8)}
+
+
+@pytest.fixture(params=CUTS)
+def cut(request, monkeypatch):
+    """Blocks of eight rows of the weight, in chunks of rows and in blocks of columns."""
+    how = CUTS[request.param]
+    monkeypatch.setattr(plan, "forced", lambda work, *_: how if work.merges else Cut(3))
+    monkeypatch.setattr(quantized, "UNIT", 8)
+    monkeypatch.setattr(quantized, "BLOCK", 1)
+    monkeypatch.setattr(ReadableInt8, "most", 0)
+
+
+def differentiated(loss, source, *leaves):
+    value = loss(source)
+    g = torch.Generator().manual_seed(3)
+    value.backward(torch.randn(value.shape, generator=g, dtype=torch.float64).to(value))
+    return value.detach(), [t.grad for t in leaves]
+
+
+def heads(dtype=torch.float64, device="cpu", lead=(N,), adapter=False):
+    """A head with a quantised weight, and the same head with the dequantised weight."""
+    found = []
+    for plain in (False, True):
+        hidden, weight, bias, target = make(dtype, device, lead=lead)
+        leaves = [hidden.requires_grad_(), bias.requires_grad_()]
+        weight = ReadableInt8.of(weight)
+        options = {}
+        if adapter:
+            leaves.append((hidden.detach()[..., :2] / 3).requires_grad_())
+            leaves.append(torch.linspace(-1, 1, 2 * V).view(V, 2).to(hidden).requires_grad_())
+            options["low_rank"] = tuple(leaves[2:])
+        weight = weight.plain() if plain else weight
+        found.append((ll.LinearLogits(hidden, weight, bias, **options), *leaves))
+    return found, target
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_as_if_dequantised(name, reduction, cut, device):
+    found, target = heads(device=device)
+    loss = lambda z: LOSSES[name](z, target, reduction=reduction)  # noqa: E731
+    got, want = (differentiated(loss, *head) for head in found)
+    assert_same(got, want, rtol=1e-9, atol=1e-9)
+    assert 0 < ReadableInt8.most <= 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_with_an_adapter_and_other_dtypes(dtype, cut, device):
+    found, target = heads(dtype, device, lead=(1, N), adapter=True)
+    got, want = (differentiated(lambda z: ll.cross_entropy(z, target), *head) for head in found)
+    eps = torch.finfo(dtype).eps
+    assert_same(got, want, rtol=4 * eps, atol=4 * eps)
+
+
+def test_small_heads_are_read_in_blocks_too(monkeypatch, device):
+    monkeypatch.setattr(plan, "SMALL", {"cpu": 1 << 20, "cuda": 1 << 20})
+    found, target = heads(device=device)
+    got, want = (differentiated(lambda z: ll.cross_entropy(z, target), *head) for head in found)
+    assert_same(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_scores_topk_and_values(cut, device):
+    (got, *_), (want, *_) = heads(device=device)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(ll.entropy(got), ll.entropy(want))
+        a, b = (ll.capture_topk(z, 3).logprobs for z in (got, want))
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(got.materialize(), want.materialize())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [(Int8, "its class has no method dequantize"), (WithInput, "is quantised together with its")],
+)
+def test_refusals(kind, reason):
+    hidden, weight, _, _ = make()
+    with pytest.raises(TypeError, match=f"weight must be a plain tensor.*{reason}"):
+        ll.LinearLogits(hidden, kind.of(weight))
+
+
+def test_a_weight_with_a_gradient_is_refused():
+    hidden, weight, _, _ = make()
+    with pytest.raises(TypeError, match="which is quantised and requires a gradient"):
+        ll.LinearLogits(hidden, ReadableInt8.of(weight).requires_grad_())
