@@ -7,10 +7,15 @@ divergences from a teacher. `use_in_trl` replaces both functions by a `Switch`. 
 of an adapted model, the Switch calls this library. Everywhere else, the Switch calls TRL's own
 function. All other code of TRL runs unchanged: the choice of rows, the scale and softcap of the
 logits, the losses of experts, and the metrics.
+
+Other trainers of TRL call the model's head, and compute log-probabilities from the logits. On a
+GPU, these trainers call a kernel of TRL, which would materialise lazy logits. A `LogitsSwitch`
+replaces this kernel for lazy logits.
 """
 
 import functools
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,29 +28,41 @@ from torch import nn
 from ..core.call import named
 from ..lazy.checks import kind_of, options_of_fuse
 from ..lazy.fuse import GUARD, Guard
+from ..lazy.fused_head import is_lazy
 from ..lazy.linear_logits import LinearLogits
-from .computed import Call, divergences, gkd_loss, token_statistics
+from .computed import (
+    Call,
+    divergences,
+    gkd_loss,
+    logprobs_and_entropies,
+    token_statistics,
+)
 
 T = TypeVar("T")
 
 # Keys in the __dict__ of an adapted model or trainer. The value of USE is a Use. The value of SET
 # holds (our function, the value that our function replaced) for each attribute that was set.
 USE, SET = "_logitless_trl", "_logitless_trl_set"
-STATISTICS, DIVERGENCES = "_ChunkedLogProbFunction", "ChunkedDivergenceFunction"  # names in TRL
+# Names in TRL: two autograd functions, a kernel, and the functions that call the kernel.
+STATISTICS, DIVERGENCES = "_ChunkedLogProbFunction", "ChunkedDivergenceFunction"
+KERNEL = "_fused_logprob_entropy"
+OVER_LOGITS = (
+    "selective_log_softmax", "selective_log_softmax_and_entropy", "entropy_from_logits",
+)  # fmt: skip
 
 
 @named(LinearLogits.__init__)
 def use_in_trl(model: T, **options) -> T:
     """Lets a trainer of TRL compute its losses and metrics by logitless, and returns the trainer.
 
-    `model` is a trainer of TRL: SFT, DPO, KTO, GRPO, RLOO, distillation or GKD. A trainer's
-    reference model is adapted too. `model` can also be a model to which TRL's `add_fused_lm_head`
-    was applied. `options` are options of LinearLogits. If the model is fused, the options of `fuse`
-    are the defaults. Calling `use_in_trl` again changes the options, and `unuse_in_trl` undoes
-    `use_in_trl`.
+    `model` is a trainer of TRL: SFT, DPO, KTO, GRPO, RLOO, distillation, GKD, ORPO, CPO or TPO. A
+    trainer's reference model is adapted too. `model` can also be a model to which TRL's
+    `add_fused_lm_head` was applied. `options` are options of LinearLogits. If the model is fused,
+    the options of `fuse` are the defaults. Calling `use_in_trl` again changes the options, and
+    `unuse_in_trl` undoes `use_in_trl`.
 
-    The losses, gradients and logged metrics are those of TRL, except for rounding. GKD reads the
-    logits of both models, so that its models must be fused.
+    The losses, gradients and logged metrics are those of TRL, except for rounding. GKD, ORPO, CPO
+    and TPO read the logits of their models, so that these models must be fused.
 
     >>> trainer = use_in_trl(SFTTrainer(model, arguments, train_dataset=data))
     >>> trainer.train()
@@ -57,8 +74,11 @@ def use_in_trl(model: T, **options) -> T:
         raise TypeError(_what_is_missing(model))
     use = Use(options, _sums_its_loss(model))
     for place in places:
-        if USE not in place.owner.__dict__:
+        if place.seam is not None:
+            place.seam.set()
+        if place.wrap is not None and place.name not in place.owner.__dict__.get(SET, {}):
             place.set()
+    for place in places:
         place.owner.__dict__[USE] = use
     _uses.add(use)
     return model
@@ -107,23 +127,40 @@ class Switch:
         return self.original.apply(*args) if call is None else self.ours(call, *args)
 
 
-class Place(NamedTuple):
-    """An attribute of a model or trainer that `use_in_trl` replaces."""
+class LogitsSwitch(Switch):
+    """A function of TRL over logits, which calls this library for lazy logits."""
 
-    owner: Any  # a module or a trainer
-    name: str  # the attribute of the owner
-    wrap: Callable  # (the old function, whether the old function is a method) → the new method
-    names: dict | None = None  # globals of TRL's function, which hold an autograd function
-    seam: str | None = None  # name of the autograd function that a Switch replaces
-    ours: Callable | None = None
+    def __call__(self, logits, *args, **kwargs):
+        return (self.ours if is_lazy(logits) else self.original)(logits, *args, **kwargs)
+
+
+class Seam(NamedTuple):
+    """A function of TRL that a Switch replaces."""
+
+    names: dict  # globals of a module of TRL
+    name: str
+    switch: type[Switch]
+    ours: Callable
 
     def set(self) -> None:
-        if self.seam is not None and not isinstance(self.names[self.seam], Switch):
-            switch = Switch(self.names[self.seam], self.ours)
-            self.names[self.seam] = switch
-            _switches.append((self.names, self.seam, switch))
+        if not isinstance(self.names[self.name], Switch):
+            switch = self.switch(self.names[self.name], self.ours)
+            self.names[self.name] = switch
+            _switches.append((self.names, self.name, switch))
+
+
+class Place(NamedTuple):
+    """A function of TRL that computes results of a head, or an attribute that holds one."""
+
+    owner: Any  # a module or a trainer
+    seam: Seam | None
+    name: str = ""  # the attribute of the owner that `wrap` replaces
+    wrap: Callable | None = None  # (the old function, whether it is a method) → the new method
+
+    def set(self) -> None:
         before = getattr(self.owner, self.name)
         is_method = isinstance(before, types.MethodType)
+        assert self.wrap is not None
         function = self.wrap(before.__func__ if is_method else before, is_method)
         ours, own = types.MethodType(function, self.owner), self.owner.__dict__
         own.setdefault(SET, {})[self.name] = (ours, own.get(self.name))
@@ -143,18 +180,29 @@ def _put_back(owner: Any, name: str, below: Any) -> None:
 def _places(model: Any) -> Iterator[Place]:
     """Yields the functions of a trainer or of a model that compute results of a head."""
     for owner in _owners(model):
-        if isinstance(owner, nn.Module):
-            function = _trl_forward(owner)
-            if function is not None and _calls_fused_head(model):
-                how = (function.__globals__, STATISTICS, token_statistics)
-                yield Place(owner, "forward", _adapted_forward, *how)
+        if not isinstance(owner, nn.Module):
+            yield from _places_of_trainer(owner)
             continue
-        loss = getattr(type(owner), "_compute_loss", None)
-        if DIVERGENCES in getattr(loss, "__globals__", ()):
-            how = (loss.__globals__, DIVERGENCES, divergences)
-            yield Place(owner, "_compute_loss", _adapted_distillation, *how)
-        if hasattr(type(owner), "generalized_jsd_loss") and _is_gkd(owner):
-            yield Place(owner, "generalized_jsd_loss", _adapted_gkd)
+        function = _trl_forward(owner)
+        if function is not None and _calls_fused_head(model):
+            seam = Seam(function.__globals__, STATISTICS, Switch, token_statistics)
+            yield Place(owner, seam, "forward", _adapted_forward)
+
+
+def _places_of_trainer(trainer: Any) -> Iterator[Place]:
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
+    loss = getattr(type(trainer), "_compute_loss", None)
+    if DIVERGENCES in getattr(loss, "__globals__", ()):
+        seam = Seam(loss.__globals__, DIVERGENCES, Switch, divergences)
+        yield Place(trainer, seam, "_compute_loss", _adapted_distillation)
+    if any(kind.__name__ == "GKDTrainer" for kind in kinds):
+        yield Place(trainer, None, "generalized_jsd_loss", _adapted_gkd)
+    names = [vars(sys.modules[kind.__module__]) for kind in kinds]
+    functions = (each[name] for each in names for name in OVER_LOGITS if name in each)
+    for function in functions:
+        if KERNEL in function.__globals__:
+            seam = Seam(function.__globals__, KERNEL, LogitsSwitch, logprobs_and_entropies)
+            yield Place(trainer, seam)
 
 
 def _owners(model: Any) -> Iterator[Any]:
@@ -208,11 +256,6 @@ def _words(code: types.CodeType | None) -> set[str]:
     groups = [c if isinstance(c, tuple) else (c,) for c in code.co_consts]
     keywords = {word for words in groups for word in words if isinstance(word, str)}
     return {*code.co_varnames, *code.co_names} | keywords
-
-
-def _is_gkd(trainer: Any) -> bool:
-    kinds = type(trainer).__mro__
-    return any(k.__name__ == "GKDTrainer" and k.__module__.startswith("trl.") for k in kinds)
 
 
 @contextmanager
@@ -275,11 +318,10 @@ def _adapted_gkd(below: Callable, _is_method: bool) -> Callable:
 
     @functools.wraps(below)
     def loss(self, *args, **kwargs):
-        others = kwargs.get("reduction", "batchmean") != "batchmean"
-        if self.__dict__.get(USE) is None or others:
+        given = inspect.signature(below).bind(*args, **kwargs).arguments
+        if self.__dict__.get(USE) is None or given.pop("reduction", "batchmean") != "batchmean":
             return below(*args, **kwargs)
-        kwargs.pop("reduction", None)
-        return gkd_loss(*args, **kwargs)
+        return gkd_loss(**given)
 
     return loss
 
@@ -300,8 +342,9 @@ def _sums_its_loss(model: Any) -> bool:
     """Whether the model's trainer uses log-probabilities only in a sum over all tokens."""
     from trl import SFTTrainer
 
-    ours = isinstance(model, SFTTrainer) and type(model).compute_loss is SFTTrainer.compute_loss
-    return ours and model.args.loss_type == "nll"
+    if not isinstance(model, SFTTrainer) or "compute_loss" in model.__dict__:
+        return False
+    return type(model).compute_loss is SFTTrainer.compute_loss and model.args.loss_type == "nll"
 
 
 def _what_is_missing(model: Any) -> str:

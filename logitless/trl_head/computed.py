@@ -1,4 +1,4 @@
-"""What TRL's fused head computes, computed by functions of this library.
+"""The results of TRL's fused head, computed by functions of this library.
 
 `token_statistics` and `divergences` take the arguments of TRL's autograd functions, after a `Call`.
 """
@@ -112,6 +112,19 @@ def divergences(
     value = jsd(student, teacher, beta=beta, temperature=temperature, reduction="none")
     with torch.no_grad():
         return value, entropy(student.detach(), temperature=temperature)
+
+
+def logprobs_and_entropies(
+    logits: Tensor,  # (..., V)
+    index: Tensor,  # (...)
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,  # (...)
+) -> tuple[Tensor, Tensor]:
+    """Returns log p[index] and the entropy of each row. Rows with a mask of 0 have results of 0."""
+    mask = None if row_mask is None else row_mask != 0
+    how = {"temperature": temperature, "mask": mask, "ignore_index": None}
+    stats = row_stats(logits, index, entropy=True, **how)
+    return stats.logprob, stats.entropy
 
 
 def gkd_loss(

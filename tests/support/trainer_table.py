@@ -26,8 +26,9 @@ def cases() -> list[tuple[str, str]]:
     """The library and the name of every case, in the order of the table."""
     from tests.support import loop_cases, trl_cases
 
-    of_trl = [("TRL", case.name) for case in (*trl_cases.ADAPTED, *trl_cases.FUSED)]
-    return [*of_trl, *((case.library, case.name) for case in loop_cases.CASES)]
+    of_trl = (*trl_cases.ADAPTED, *trl_cases.FUSED, *trl_cases.BY_KERNEL)
+    others = [(case.library, case.name) for case in loop_cases.CASES]
+    return [*(("TRL", case.name) for case in of_trl), *others]
 
 
 def is_complete(rows: Iterable[Row]) -> bool:

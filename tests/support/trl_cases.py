@@ -241,8 +241,8 @@ ADAPTED = (
     Case("Distillation, beta=0.5", distillation, {"beta": 0.5}),
     Case("Distillation, beta=1", distillation, {"beta": 1.0}),
     Case("Distillation, softcapped teacher", distillation, {"beta": 0.5, "teacher": CAPPED}),
-    Case("GKD, beta=0.5", gkd, {"beta": 0.5}),
     Case("Distillation, scaled student", distillation, {"beta": 0.5}, model=SCALED),
+    Case("GKD, beta=0.5", gkd, {"beta": 0.5}),
 )  # fmt: skip
 FUSED = (
     Case("GKD, beta=0", gkd, {"beta": 0.0}),
@@ -251,4 +251,10 @@ FUSED = (
     Case("CPO", cpo),
     Case("TPO", tpo),
     Case("OnlineDPO", online_dpo),
+)
+# On a GPU, these trainers call a kernel of TRL with the logits of the model.
+BY_KERNEL = (
+    Case("ORPO, TRL's kernel", orpo),
+    Case("CPO, TRL's kernel", cpo),
+    Case("TPO, TRL's kernel", tpo),
 )

@@ -6,13 +6,14 @@ import weakref
 import pytest
 import torch
 import trl
+from torch._dynamo.utils import counters
 from trl.trainer import distillation_trainer, utils
 
 import logitless as ll
 from logitless.trl_head import adapter
 from tests.support import trl_cases
-from tests.support.trainer_runs import LAZY, WORKSPACE, Widest, apart, model, run
-from tests.support.trl_cases import ADAPTED, FUSED, Case
+from tests.support.trainer_runs import LAZY, WORKSPACE, Widest, apart, model, numbers, run
+from tests.support.trl_cases import ADAPTED, BY_KERNEL, FUSED, Case, arguments
 
 pytestmark = pytest.mark.filterwarnings("default")
 EVALUATE = (trl_cases.sft, trl_cases.dpo, trl_cases.kto)  # trainers that evaluate losses
@@ -23,7 +24,10 @@ def nothing_is_adapted(monkeypatch):
     """Puts TRL's own functions back after a test that fails."""
     monkeypatch.setattr(adapter, "_uses", weakref.WeakSet())
     monkeypatch.setattr(adapter, "_switches", [])
-    for module, name in ((utils, adapter.STATISTICS), (distillation_trainer, adapter.DIVERGENCES)):
+    for module, name in (
+        (utils, adapter.STATISTICS), (distillation_trainer, adapter.DIVERGENCES),
+        (utils, adapter.KERNEL),
+    ):  # fmt: skip
         assert not isinstance(getattr(module, name), adapter.Switch)
         monkeypatch.setattr(module, name, getattr(module, name))
 
@@ -65,6 +69,26 @@ def test_adapted(case, tmp_path, outcome):
 def test_fused(case, tmp_path, outcome):
     """Trainers that read the logits of the model need no adapter."""
     compare(case, case.trainer(tmp_path, fused), "`fuse`", tmp_path, outcome)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """TRL calls its kernel, under Triton's interpreter, as it does for tensors on a GPU."""
+
+    def supported(logits, index=None, row_mask=None):
+        return index is None or index.shape == logits.shape[:-1]
+
+    monkeypatch.setattr(utils, "_supports_trl_loss_kernel", supported)
+
+
+@pytest.mark.parametrize("case", BY_KERNEL, ids=lambda case: case.name)
+def test_kernel_over_logits(case, tmp_path, outcome, as_on_a_gpu):
+    alone = run(case.trainer(tmp_path, fused))
+    assert alone.materialised  # the kernel reads the logits by their address
+    trainer = adapted(case.trainer(tmp_path, fused))
+    compare(case, trainer, "`fuse` and `use_in_trl`", tmp_path, outcome)
+    ll.hf.unuse_in_trl(trainer)
+    assert run(trainer).materialised
 
 
 SFT, DPO = (next(case for case in ADAPTED if case.name == name) for name in ("SFT", "DPO"))
@@ -180,6 +204,22 @@ def test_log_probs_of_an_overridden_loss_have_gradients(tmp_path):
     assert got.widest <= LAZY
 
 
+def test_torch_compile(tmp_path):
+    """Equal numbers. No dispatch mode watches the tensors, because a mode disables the compiler."""
+    options = {**arguments(tmp_path), "torch_compile": True, "torch_compile_backend": "eager"}
+    logs = []
+    for change in (lambda trainer: trainer, adapted):
+        torch._dynamo.reset()
+        counters.clear()
+        trainer = change(trl_cases.sft(model(), dict(options), lambda model: model))
+        trainer.train()
+        assert counters["stats"]["unique_graphs"] > 0
+        logs.append(numbers(trainer.state.log_history))
+    for got, want in zip(*logs, strict=True):
+        assert want == pytest.approx(got, rel=2e-5, abs=2e-5)
+    ll.hf.unuse_in_trl(trainer)
+
+
 class TestErrors:
     def test_types(self):
         with pytest.raises(TypeError, match=r"model must be a trainer of TRL .* got int"):
@@ -189,10 +229,9 @@ class TestErrors:
         with pytest.raises(TypeError, match="LlamaForCausalLM, which has none: create the trainer"):
             ll.hf.use_in_trl(model())
 
-    @pytest.mark.parametrize("name", ["ORPO", "CPO", "TPO", "OnlineDPO"])
-    def test_trainer_without_the_head(self, name, tmp_path):
-        case = next(case for case in FUSED if case.name == name)
-        with pytest.raises(TypeError, match=f"got {name}Trainer, which calls the model's own head"):
+    def test_trainer_without_the_head(self, tmp_path):
+        case = next(case for case in FUSED if case.name == "OnlineDPO")
+        with pytest.raises(TypeError, match="got OnlineDPOTrainer, which calls the model's own"):
             ll.hf.use_in_trl(case.trainer(tmp_path))
 
     def test_loss_that_does_not_call_the_head(self, tmp_path):

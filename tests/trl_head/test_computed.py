@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import nn
 
-from logitless.trl_head.computed import Call, divergences, gkd_loss, token_statistics
+from logitless.trl_head.computed import (
+    Call,
+    divergences,
+    gkd_loss,
+    logprobs_and_entropies,
+    token_statistics,
+)
 from tests.support import oracle
 
 N, D, V = 7, 16, 75
@@ -222,4 +228,23 @@ def test_gkd_loss(with_labels, items, beta):
     got = gkd_loss(student, teacher, given, beta, 0.8, items)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
     (found,), (exact,) = (torch.autograd.grad(t, student) for t in (got, want))
+    torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [None, torch.bool, torch.int64])
+def test_logprobs_and_entropies(kind):
+    x, index = torch.randn(2, 4, V).requires_grad_(), torch.randint(0, V, (2, 4))
+    keep = torch.rand(2, 4) < 0.6
+    mask = None if kind is None else keep.to(kind)
+    got = logprobs_and_entropies(x, index, 0.7, mask)
+    logp = (x.double() / 0.7).log_softmax(-1)
+    want = (logp.gather(-1, index[..., None])[..., 0], -(logp.exp() * logp).sum(-1))
+    upstream = torch.randn(2, 2, 4)
+    want = [t if kind is None else t * keep for t in want]
+    for mine, w in zip(got, want, strict=True):
+        torch.testing.assert_close(mine.double(), w, rtol=1e-5, atol=1e-5)
+    found, exact = (
+        torch.autograd.grad(sum((g * t).sum() for g, t in zip(upstream, of, strict=True)), x)[0]
+        for of in (got, want)
+    )
     torch.testing.assert_close(found, exact.float(), rtol=1e-4, atol=1e-6)
