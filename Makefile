@@ -4,6 +4,7 @@
 #   make test-newest            tests with the newest versions, in .venv-newest
 #   make test-oldest            tests with the oldest versions that we support, in .venv-oldest
 #   make test-clients           tests of other libraries over fused models, in .venv-clients
+#   make test-trainers          TRL, PEFT, Accelerate and Lightning over fused models, in .venv-trainers
 #   make test-gpu PY=python3    GPU tests with an interpreter that has PyTorch, without .venv
 #   make release                wheel and source archive in dist/; tries the wheel outside of the clone
 #
@@ -23,7 +24,7 @@ READY := .venv/.ready
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help test test-newest test-oldest test-gpu test-families test-clients sanitize compile fuzz planted bench tables demo release lint types format clean
+.PHONY: help test test-newest test-oldest test-gpu test-families test-clients test-trainers sanitize compile fuzz planted bench tables demo release lint types format clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +48,10 @@ test-families: $(READY)  ## fuse every causal LM of Transformers; prints the tab
 test-clients: .venv-clients/sources/tests  ## other libraries' tests over fused models: Transformers, PyTorch, PEFT, TRL
 	LOGITLESS_CLIENTS=$< HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest $(TWO_WORKERS) \
 		tests/clients tests/lazy/test_peft_accelerate.py $(ARGS)
+
+test-trainers: .venv-trainers/.ready  ## trainers of TRL, PEFT, Accelerate and Lightning; writes the table of docs/trainers.md
+	LOGITLESS_TRAINERS=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 .venv-trainers/bin/python -m pytest $(TWO_WORKERS) \
+		tests/trainers $(ARGS)
 
 sanitize: $(READY)  ## run every kernel under compute-sanitizer (memcheck, racecheck), on a GPU
 	$(PY) -m tests.support.sanitizer
@@ -84,7 +89,7 @@ format: $(READY)  ## fix and format the sources with ruff
 	$(PY) -m ruff format .
 
 clean:  ## remove the environments and all build products
-	rm -rf .venv .venv-newest .venv-oldest .venv-clients .venv-release build dist .pytest_cache .ruff_cache .hypothesis logitless-demo.png logitless-demo.html
+	rm -rf .venv .venv-newest .venv-oldest .venv-clients .venv-trainers .venv-release build dist .pytest_cache .ruff_cache .hypothesis logitless-demo.png logitless-demo.html
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call install,PYTHON) creates an environment with the packages of the first prerequisite.
@@ -107,6 +112,9 @@ endef
 	$(call install,$(PYTHON_OLDEST))
 
 .venv-clients/.ready: requirements/clients.txt requirements/tests.txt pyproject.toml
+	$(call install,$(PYTHON))
+
+.venv-trainers/.ready: requirements/trainers.txt requirements/tests.txt pyproject.toml
 	$(call install,$(PYTHON))
 
 .venv-release/.ready: requirements/release.txt requirements/tests.txt pyproject.toml

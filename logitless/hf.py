@@ -1,6 +1,7 @@
 """`ll.hf.DistillTrainer`: distillation with the Trainer of Transformers.
 
-This module needs the package transformers. The loss is computed in store/training.py.
+This module needs the package transformers. The loss is computed in store/training.py. The module
+also holds `use_in_trl` and `unuse_in_trl` of trl_head/adapter.py.
 """
 
 import os
@@ -27,6 +28,8 @@ from .store.reader import Store
 from .store.tokenizer import tokenizer_hash
 from .store.training import Collator, batch_targets, distill_loss
 from .targets.sparse import SparseTargets
+from .trl_head.adapter import unuse_in_trl as unuse_in_trl
+from .trl_head.adapter import use_in_trl as use_in_trl
 
 
 class DistillTrainer(Trainer):

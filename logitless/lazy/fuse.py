@@ -212,6 +212,11 @@ class Guard:
         if wants_gradient(logits) and not is_lazy(logits):
             self.obstacle = f"The head, {name_of(products.head)}, {products.why_plain()}."
 
+    def read_by_adapter(self) -> None:
+        """Runs after an adapter has computed lazy logits of the head without calling the head."""
+        self.calls += 1
+        self.obstacle = None
+
     def after(self, model: nn.Module, *_) -> None:
         """Runs after each forward of the model."""
         if not (torch.is_grad_enabled() and model.training):
@@ -226,7 +231,8 @@ class Guard:
         if self.unfusable is None and model.__dict__.get(CALLS) == self.calls:
             self.obstacle = (
                 f"A training forward of {kind_of(model)} did not call its head. Some models and"
-                " trainers, such as TRL's, multiply by the weight of the head themselves."
+                " trainers, such as TRL's, multiply by the weight of the head themselves. For a"
+                " trainer of TRL, call ll.hf.use_in_trl(trainer)."
             )
         if (reason := self.unfusable or self.obstacle) is not None:
             warn_once(f"fuse has no effect here, and the logits are plain. {reason}")

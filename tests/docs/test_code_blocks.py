@@ -11,8 +11,8 @@ from logitless.cli import COMMANDS
 from tests.support.pages import PAGES, blocks_of, python_of, run
 from tests.support.paths import ROOT
 
-# Blocks of "py", which need a server, a dataset or Liger.
-EXCERPTS = {"docs/store.md": 2, "docs/migrating.md": 1}
+# Blocks of "py", which need a server, a dataset, Liger or TRL.
+EXCERPTS = {"docs/store.md": 2, "docs/migrating.md": 1, "docs/trainers.md": 1}
 WITH_PYTHON = [page for page in PAGES if python_of(page)]
 COMMAND_LINES = [
     (page, line)

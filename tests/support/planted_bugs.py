@@ -398,6 +398,16 @@ BUGS = (
         "logits = logits[..., : self._vocabulary()]", "logits = logits[..., :]",
         ("tests/test_hf.py",)),
 
+    # trl_head/
+    Bug("scaled logits' softcap", "trl_head", "logitless/trl_head/computed.py",
+        "softcap and softcap / scale", "softcap", ("tests/trl_head/test_computed.py",)),
+    Bug("squares at twice the heat", "trl_head", "logitless/trl_head/computed.py",
+        'how["temperature"] / 2', 'how["temperature"] * 2', ("tests/trl_head/test_computed.py",)),
+    Bug("any use of a sum's rows", "trl_head", "logitless/trl_head/computed.py",
+        "torch.where(low == high, -low, torch.nan)", "-low", ("tests/trl_head/test_computed.py",)),
+    Bug("rows without a label count", "trl_head", "logitless/trl_head/computed.py",
+        "counts.numel() == len(hidden)", "False", ("tests/trl_head/test_computed.py",)),
+
     # cli/
     Bug("all-reduce moves half", "cli", "logitless/cli/scale.py",
         "reduce=latency + 2 * (tp - 1)", "reduce=latency + (tp - 1)", ("tests/cli/test_scale.py",)),

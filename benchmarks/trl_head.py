@@ -1,0 +1,194 @@
+"""Measures the head of TRL's trainers, with and without `ll.hf.use_in_trl`, on a GPU.
+
+    python -m benchmarks.trl_head [--shape 8192×4096×128256] [--rivals .peers]
+
+"SFT" is the mean loss with its gradients, the entropy and the accuracy. "GRPO" is the mean of
+log-probabilities, with another weight for each row, with its gradients, and the entropy without a
+gradient. There are three heads:
+
+- "ours": the function that TRL's trainers call after `use_in_trl` (logitless/trl_head/computed.py).
+
+- "TRL": TRL's own function. This head is measured if TRL is installed, or if the folder --rivals
+  has a package trl_kernels, which holds TRL's folder `kernels`.
+
+- "chunks in PyTorch": a plain loop of PyTorch over chunks of rows, under torch.utils.checkpoint.
+  This head is not TRL's code. It stands for trainers without a fused head.
+
+Every head's results and gradients are compared with fp64 on a small shape before the timing. bf16,
+forward and backward, 1.5 s of timing per head. The output is Markdown.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from logitless.cli import clocks, machine
+from logitless.cli.report import table
+from logitless.trl_head.computed import Call, token_statistics
+
+CHECKED = (512, 256, 5000)
+BUDGET = 1500.0  # milliseconds of timing per head
+ROWS = 1024  # rows per chunk of the head in PyTorch
+COLUMNS = 32768  # columns per tile of TRL's head
+BOUND = 2e-2  # the largest relative error of bf16
+
+
+class Results(NamedTuple):
+    logprob: Tensor  # (N,), with a gradient
+    entropy: Tensor  # (N,)
+    right: Tensor | None = None  # (N,), whether the target is the argmax
+
+
+Head = Callable[[Tensor, Tensor, Tensor], Results]
+
+
+def ours(sums_its_loss: bool, outputs: tuple[str, ...]) -> Head:
+    def head(hidden: Tensor, weight: Tensor, target: Tensor) -> Results:
+        call = Call({}, sums_its_loss)
+        given = (hidden, weight, None, target, 1.0, COLUMNS, None, 1.0, outputs)
+        logprob, entropy, _, _, right = token_statistics(call, *given)
+        return Results(logprob, entropy, right)  # pyright: ignore[reportArgumentType]
+
+    return head
+
+
+def of_trl(outputs: tuple[str, ...]) -> Head | None:
+    """TRL's own head, or None if TRL is not there."""
+    for name in ("trl.kernels.chunked_logprob", "trl_kernels.chunked_logprob"):
+        try:
+            function = importlib.import_module(name).ChunkedLogProbFunction
+        except ImportError:
+            continue
+
+        def head(hidden: Tensor, weight: Tensor, target: Tensor, function=function) -> Results:
+            found = function.apply(hidden, weight, None, target, 1.0, COLUMNS, None, 1.0, outputs)
+            return Results(found[0], found[1], found[4])
+
+        return head
+    return None
+
+
+def in_chunks(hidden: Tensor, weight: Tensor, target: Tensor) -> Results:
+    """The textbook formulas for some rows at a time, which backward computes again."""
+
+    def some_rows(h: Tensor, t: Tensor):
+        logp = F.linear(h, weight).float().log_softmax(-1)
+        with torch.no_grad():
+            entropy = -(logp.exp() * logp).sum(-1)
+            right = logp.argmax(-1) == t
+        return logp.gather(-1, t[:, None])[:, 0], entropy, right
+
+    chunks = zip(hidden.split(ROWS), target.split(ROWS), strict=True)
+    parts = [checkpoint(some_rows, h, t, use_reentrant=False) for h, t in chunks]
+    return Results(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+
+def sft(logprob: Tensor) -> Tensor:
+    return -logprob.sum() / len(logprob)
+
+
+def grpo(logprob: Tensor) -> Tensor:
+    weights = torch.linspace(-0.5, 1.5, len(logprob), device=logprob.device)
+    return -(logprob * weights).sum() / len(logprob)
+
+
+def contenders() -> dict[tuple[str, str], tuple[Head, Callable[[Tensor], Tensor]]]:
+    """A dict from the step and the name of a head to the head and its loss."""
+    wants = ("log_probs", "entropy", "is_top1")
+    found = {
+        ("SFT", "ours"): (ours(True, wants), sft),
+        ("SFT", "TRL"): (of_trl(wants), sft),
+        ("SFT", "chunks in PyTorch"): (in_chunks, sft),
+        ("GRPO", "ours"): (ours(False, wants[:2]), grpo),
+        ("GRPO", "TRL"): (of_trl(wants[:2]), grpo),
+        ("GRPO", "chunks in PyTorch"): (in_chunks, grpo),
+    }
+    return {name: (head, loss) for name, (head, loss) in found.items() if head is not None}
+
+
+def inputs(rows: int, width: int, vocab: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, width, device=device).bfloat16()
+    weight = (torch.randn(vocab, width, device=device) / width**0.5).bfloat16()
+    target = torch.randint(vocab, (rows,), device=device)
+    target[: CHECKED[0] // 2] = F.linear(hidden[: CHECKED[0] // 2], weight).argmax(-1)
+    return hidden.requires_grad_(), weight.requires_grad_(), target
+
+
+def error_of(head: Head, loss: Callable[[Tensor], Tensor], device: str) -> float:
+    """The largest relative error of loss, gradients, entropy and accuracy against fp64."""
+    hidden, weight, target = inputs(*CHECKED, device)
+    found = head(hidden, weight, target)
+    value = loss(found.logprob)
+    got = [value, *torch.autograd.grad(value, (hidden, weight)), found.entropy]
+    leaves = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    logp = F.linear(*leaves).log_softmax(-1)
+    right = loss(logp.gather(-1, target[:, None])[:, 0])
+    want = [right, *torch.autograd.grad(right, leaves, retain_graph=True)]
+    want.append(-(logp.exp() * logp).sum(-1))
+    if found.right is not None:
+        # Two logits of a row can be equal in bf16 and not in fp64.
+        exact = F.linear(hidden, weight).argmax(-1) == target
+        got, want = [*got, found.right.double().mean()], [*want, exact.double().mean()]
+    pairs = zip(got, want, strict=True)
+    return max(((a.double() - b).norm() / b.norm()).item() for a, b in pairs)
+
+
+def measured(head: Head, loss: Callable, shape: tuple[int, ...]) -> tuple[float, float]:
+    """The milliseconds of forward and backward, and the peak MiB beyond the gradients."""
+    hidden, weight, target = inputs(*shape, "cuda")  # pyright: ignore[reportCallIssue]
+
+    def step(_):
+        hidden.grad = weight.grad = None
+        found = head(hidden, weight, target)
+        loss(found.logprob).backward()
+        found.entropy.detach().sum()
+        if found.right is not None:
+            found.right.sum()
+
+    step(None)
+    hidden.grad = weight.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step(None)
+    peak = torch.cuda.max_memory_allocated() - before - hidden.nbytes - weight.nbytes
+    return clocks.device_time(lambda: None, step, BUDGET), peak / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="8192×4096×128256", help="rows×width×vocabulary")
+    parser.add_argument("--rivals", default=".peers", help="folder of the package trl_kernels")
+    parser.add_argument("--check", action="store_true", help="compare the results, time nothing")
+    args = parser.parse_args()
+    sys.path.insert(0, args.rivals)
+    if not (args.check or torch.cuda.is_available()):
+        parser.error("timing needs a GPU. Pass --check to compare the results only.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = tuple(map(int, args.shape.split("×")))
+    lines = []
+    for (step, name), (head, loss) in contenders().items():
+        error = error_of(head, loss, device)
+        line = {"step": step, "head": name, "error": f"{error:.1e}"}
+        if error > BOUND:
+            raise SystemExit(f"{step}, {name}: the error {error:.1e} is above {BOUND}.")
+        if not args.check:
+            ms, mib = measured(head, loss, shape)
+            line |= {"ms": f"{ms:.2f}", "MiB beyond the gradients": f"{mib:,.0f}"}
+        lines.append(line)
+        print(*line.values(), sep=" | ", flush=True)
+    versions = ", ".join(f"{name} {v}" for name, v in machine.versions().items() if v)
+    print(f"\n{machine.device(device)['name']}; {versions}; {args.shape}, bf16\n")
+    print(table(lines))
+
+
+if __name__ == "__main__":
+    main()

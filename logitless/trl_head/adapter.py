@@ -1,0 +1,364 @@
+"""`use_in_trl`: TRL's trainers compute their losses and metrics with functions of this library.
+
+Most trainers of TRL have a fused head of their own, which multiplies by the weight of the model's
+head and never calls the head. TRL computes this head in two autograd functions. One function
+returns log-probabilities, entropies and other statistics of tokens. The other function returns
+divergences from a teacher. `use_in_trl` replaces both functions by a `Switch`. Inside the forward
+of an adapted model, the Switch calls this library. Everywhere else, the Switch calls TRL's own
+function. All other code of TRL runs unchanged: the choice of rows, the scale and softcap of the
+logits, the losses of experts, and the metrics.
+
+Other trainers of TRL call the model's head, and compute log-probabilities from the logits. On a
+GPU, these trainers call a kernel of TRL, which would materialise lazy logits. A `LogitsSwitch`
+replaces this kernel for lazy logits.
+"""
+
+import functools
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from ..core.call import named
+from ..lazy.checks import kind_of, options_of_fuse
+from ..lazy.fuse import GUARD, Guard
+from ..lazy.fused_head import is_lazy
+from ..lazy.linear_logits import LinearLogits
+from .computed import (
+    Call,
+    divergences,
+    gkd_loss,
+    logprobs_and_entropies,
+    token_statistics,
+)
+
+T = TypeVar("T")
+
+# Keys in the __dict__ of an adapted model or trainer. The value of USE is a Use. The value of SET
+# holds (our function, the value that our function replaced) for each attribute that was set.
+USE, SET = "_logitless_trl", "_logitless_trl_set"
+# Names in TRL: two autograd functions, a kernel, and the functions that call the kernel.
+STATISTICS, DIVERGENCES = "_ChunkedLogProbFunction", "ChunkedDivergenceFunction"
+KERNEL = "_fused_logprob_entropy"
+OVER_LOGITS = (
+    "selective_log_softmax", "selective_log_softmax_and_entropy", "entropy_from_logits",
+)  # fmt: skip
+
+
+@named(LinearLogits.__init__)
+def use_in_trl(model: T, **options) -> T:
+    """Lets a trainer of TRL compute its losses and metrics by logitless, and returns the trainer.
+
+    `model` is a trainer of TRL: SFT, DPO, KTO, GRPO, RLOO, distillation, GKD, ORPO, CPO or TPO. A
+    trainer's reference model is adapted too. `model` can also be a model to which TRL's
+    `add_fused_lm_head` was applied. `options` are options of LinearLogits. If the model is fused,
+    the options of `fuse` are the defaults. Calling `use_in_trl` again changes the options, and
+    `unuse_in_trl` undoes `use_in_trl`.
+
+    The losses, gradients and logged metrics are those of TRL, except for rounding. GKD, ORPO, CPO
+    and TPO read the logits of their models, so that these models must be fused.
+
+    >>> trainer = use_in_trl(SFTTrainer(model, arguments, train_dataset=data))
+    >>> trainer.train()
+    """
+    _check_installed()
+    options_of_fuse(options)
+    places = list(_places(model))
+    if not places:
+        raise TypeError(_what_is_missing(model))
+    use = Use(options, _sums_its_loss(model))
+    for place in places:
+        if place.seam is not None:
+            place.seam.set()
+        if place.wrap is not None and place.name not in place.owner.__dict__.get(SET, {}):
+            place.set()
+    for place in places:
+        place.owner.__dict__[USE] = use
+    _uses.add(use)
+    return model
+
+
+def unuse_in_trl(model: T) -> T:
+    """Undoes `use_in_trl`: the trainer or model computes by TRL's own functions again."""
+    _check_installed()
+    for owner in _owners(model):
+        owner.__dict__.pop(USE, None)
+        for name, (ours, below) in owner.__dict__.pop(SET, {}).items():
+            # If other code has wrapped our function, our function stays, and calls TRL's function.
+            if owner.__dict__.get(name) is ours:
+                _put_back(owner, name, below)
+    if not _uses:  # the last Use is gone
+        while _switches:
+            names, name, switch = _switches.pop()
+            if names.get(name) is switch:
+                names[name] = switch.original
+    return model
+
+
+class Use:
+    """The arguments of one call of `use_in_trl`. Copies of a model share the Use of the model."""
+
+    def __init__(self, options: dict, sums_its_loss: bool):
+        self.options, self.sums_its_loss = options, sums_its_loss
+
+    def __deepcopy__(self, _memo: dict) -> "Use":
+        return self
+
+
+_call: ContextVar[Call | None] = ContextVar("call", default=None)
+_uses: "weakref.WeakSet[Use]" = weakref.WeakSet()
+_switches: list[tuple[dict, str, "Switch"]] = []
+
+
+class Switch:
+    """An object with the method `apply` of one of TRL's autograd functions."""
+
+    def __init__(self, original: Any, ours: Callable):
+        self.original, self.ours = original, ours
+
+    def apply(self, *args):
+        call = _call.get()
+        return self.original.apply(*args) if call is None else self.ours(call, *args)
+
+
+class LogitsSwitch(Switch):
+    """A function of TRL over logits, which calls this library for lazy logits."""
+
+    def __call__(self, logits, *args, **kwargs):
+        return (self.ours if is_lazy(logits) else self.original)(logits, *args, **kwargs)
+
+
+class Seam(NamedTuple):
+    """A function of TRL that a Switch replaces."""
+
+    names: dict  # globals of a module of TRL
+    name: str
+    switch: type[Switch]
+    ours: Callable
+
+    def set(self) -> None:
+        if not isinstance(self.names[self.name], Switch):
+            switch = self.switch(self.names[self.name], self.ours)
+            self.names[self.name] = switch
+            _switches.append((self.names, self.name, switch))
+
+
+class Place(NamedTuple):
+    """A function of TRL that computes results of a head, or an attribute that holds one."""
+
+    owner: Any  # a module or a trainer
+    seam: Seam | None
+    name: str = ""  # the attribute of the owner that `wrap` replaces
+    wrap: Callable | None = None  # (the old function, whether it is a method) → the new method
+
+    def set(self) -> None:
+        before = getattr(self.owner, self.name)
+        is_method = isinstance(before, types.MethodType)
+        assert self.wrap is not None
+        function = self.wrap(before.__func__ if is_method else before, is_method)
+        ours, own = types.MethodType(function, self.owner), self.owner.__dict__
+        own.setdefault(SET, {})[self.name] = (ours, own.get(self.name))
+        own[self.name] = ours
+
+
+def _put_back(owner: Any, name: str, below: Any) -> None:
+    if below is None:
+        del owner.__dict__[name]
+    else:
+        owner.__dict__[name] = below
+
+
+# --- the functions of TRL
+
+
+def _places(model: Any) -> Iterator[Place]:
+    """Yields the functions of a trainer or of a model that compute results of a head."""
+    for owner in _owners(model):
+        if not isinstance(owner, nn.Module):
+            yield from _places_of_trainer(owner)
+            continue
+        function = _trl_forward(owner)
+        if function is not None and _calls_fused_head(model):
+            seam = Seam(function.__globals__, STATISTICS, Switch, token_statistics)
+            yield Place(owner, seam, "forward", _adapted_forward)
+
+
+def _places_of_trainer(trainer: Any) -> Iterator[Place]:
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
+    loss = getattr(type(trainer), "_compute_loss", None)
+    if DIVERGENCES in getattr(loss, "__globals__", ()):
+        seam = Seam(loss.__globals__, DIVERGENCES, Switch, divergences)
+        yield Place(trainer, seam, "_compute_loss", _adapted_distillation)
+    if any(kind.__name__ == "GKDTrainer" for kind in kinds):
+        yield Place(trainer, None, "generalized_jsd_loss", _adapted_gkd)
+    names = [vars(sys.modules[kind.__module__]) for kind in kinds]
+    functions = (each[name] for each in names for name in OVER_LOGITS if name in each)
+    for function in functions:
+        if KERNEL in function.__globals__:
+            seam = Seam(function.__globals__, KERNEL, LogitsSwitch, logprobs_and_entropies)
+            yield Place(trainer, seam)
+
+
+def _owners(model: Any) -> Iterator[Any]:
+    """Yields a trainer and all modules of the trainer's models, or all modules of a model."""
+    models = (model,)
+    if not isinstance(model, nn.Module):
+        yield model
+        models = (getattr(model, "model", None), getattr(model, "ref_model", None))
+    for each in models:
+        if isinstance(each, nn.Module):
+            yield from each.modules()
+
+
+def _trl_forward(module: nn.Module) -> Any:
+    """The forward that `add_fused_lm_head` set on a module, inside of any wrappers, or None."""
+    function = module.__dict__.get("forward")
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if "fused_lm_head" in _words(code) and STATISTICS in function.__globals__:
+            return function
+        function = getattr(function, "__wrapped__", None)
+    return None
+
+
+def _calls_fused_head(model: Any) -> bool:
+    """Whether a trainer calls the fused head that TRL's SFTTrainer gives to its model.
+
+    Some subclasses of SFTTrainer, such as GKDTrainer, compute another loss from the logits.
+    """
+    from trl import SFTTrainer
+
+    if not isinstance(model, SFTTrainer):
+        return True
+    for kind in type(model).__mro__:
+        function = kind.__dict__.get("compute_loss")
+        if function is None:
+            continue
+        words = _words(inspect.unwrap(function).__code__)
+        if kind is SFTTrainer or "fused_lm_head" in words:
+            return True
+        if "compute_loss" not in words:  # does not call the method of the next class
+            return False
+    return False
+
+
+def _words(code: types.CodeType | None) -> set[str]:
+    """The names of a function's arguments and keywords, and of all attributes that it reads."""
+    if code is None:
+        return set()
+    # Keywords of a call are in a tuple. Keywords beside **arguments are strings of their own.
+    groups = [c if isinstance(c, tuple) else (c,) for c in code.co_consts]
+    keywords = {word for words in groups for word in words if isinstance(word, str)}
+    return {*code.co_varnames, *code.co_names} | keywords
+
+
+@contextmanager
+def _computed_by_us(use: Use, model: nn.Module, **how) -> Iterator[None]:
+    """Inside this context manager, each Switch calls this library."""
+    guard = _guard_of(model)
+    options = use.options if guard is None else {**guard.options, **use.options}
+    token = _call.set(Call(options, **how))
+    try:
+        yield
+    finally:
+        _call.reset(token)
+        if guard is not None:
+            guard.read_by_adapter()
+
+
+def _guard_of(model: nn.Module) -> Guard | None:
+    """The guard of a fused model, or of the fused model inside of a PEFT model."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
+    guards = (each.__dict__.get(GUARD) for each in (model, inner))
+    return next((guard for guard in guards if guard is not None and guard.active), None)
+
+
+def _adapted_forward(below: Callable, is_method: bool) -> Callable:
+    """A forward that calls the forward `below`, and lets TRL's fused head compute by logitless."""
+
+    # `wraps` keeps the signature, with which `generate` checks its arguments.
+    @functools.wraps(below)
+    def forward(self, *args, **kwargs):
+        given = (self, *args) if is_method else args
+        use = self.__dict__.get(USE)
+        if use is None or not kwargs.get("fused_lm_head"):
+            return below(*given, **kwargs)
+        shifted = kwargs.get("shift_labels")
+        tokens = kwargs["labels"][:, 1:] if shifted is None else shifted
+        how = {"sums_its_loss": use.sums_its_loss, "counts": tokens != -100}
+        with _computed_by_us(use, self, **how):
+            return below(*given, **kwargs)
+
+    return forward
+
+
+def _adapted_distillation(below: Callable, is_method: bool) -> Callable:
+    """The method `_compute_loss` of DistillationTrainer, with divergences by logitless."""
+
+    @functools.wraps(below)
+    def compute_loss(self, student, *args):
+        given = (self, student, *args) if is_method else (student, *args)
+        use = self.__dict__.get(USE)
+        if use is None:
+            return below(*given)
+        with _computed_by_us(use, student):
+            return below(*given)
+
+    return compute_loss
+
+
+def _adapted_gkd(below: Callable, _is_method: bool) -> Callable:
+    """The function `generalized_jsd_loss` of GKDTrainer, computed by logitless."""
+
+    @functools.wraps(below)
+    def loss(self, *args, **kwargs):
+        given = inspect.signature(below).bind(*args, **kwargs).arguments
+        if self.__dict__.get(USE) is None or given.pop("reduction", "batchmean") != "batchmean":
+            return below(*args, **kwargs)
+        return gkd_loss(**given)
+
+    return loss
+
+
+# --- arguments
+
+
+def _check_installed() -> None:
+    try:
+        import trl  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"use_in_trl needs trl, but {error.name} is not installed. Run pip install 'trl>=1.16'."
+        ) from error
+
+
+def _sums_its_loss(model: Any) -> bool:
+    """Whether the model's trainer uses log-probabilities only in a sum over all tokens."""
+    from trl import SFTTrainer
+
+    if not isinstance(model, SFTTrainer) or "compute_loss" in model.__dict__:
+        return False
+    return type(model).compute_loss is SFTTrainer.compute_loss and model.args.loss_type == "nll"
+
+
+def _what_is_missing(model: Any) -> str:
+    from transformers import Trainer
+
+    rule = "model must be a trainer of TRL with a fused head, or a model with TRL's fused head"
+    if isinstance(model, Trainer):
+        return (
+            f"{rule}, got {kind_of(model)}, which calls the model's own head. Call ll.fuse on the"
+            " trainer's model instead."
+        )
+    if isinstance(model, nn.Module):
+        return (
+            f"{rule}, got {kind_of(model)}, which has none: create the trainer first, and then call"
+            " use_in_trl(trainer)."
+        )
+    return f"{rule}, got {kind_of(model)}."

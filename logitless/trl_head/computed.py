@@ -1,0 +1,204 @@
+"""The results of TRL's fused head, computed by functions of this library.
+
+`token_statistics` and `divergences` take the arguments of TRL's autograd functions, after a `Call`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..heads.products import autocasts
+from ..lazy.linear_logits import LinearLogits
+from ..losses.cross_entropy import cross_entropy_and_scores
+from ..losses.dense_teacher import jsd
+from ..losses.statistics import entropy, row_stats, token_logprobs
+
+IN_ONE_PASS = {"log_probs", "entropy", "is_top1"}  # results of cross_entropy_and_scores
+
+
+class Call(NamedTuple):
+    """The options of one forward of an adapted model."""
+
+    options: dict  # options of LinearLogits
+    sums_its_loss: bool = False  # whether log-probabilities are used only in a sum of all tokens
+    counts: Tensor | None = None  # which tokens have a label, if known
+
+
+def token_statistics(
+    call: Call,
+    hidden: Tensor,  # (N, D)
+    weight: Tensor,  # (V, D)
+    bias: Tensor | None,  # (V,)
+    targets: Tensor,  # (N,)
+    temperature: float,
+    _chunk: int,  # columns per tile of TRL's own function
+    softcap: float | None = None,
+    scale: float = 1.0,
+    outputs: tuple[str, ...] = (),
+) -> tuple[Tensor | None, ...]:
+    """Returns log p, the entropy, log Σ p², the mean logit, and whether the target is the argmax.
+
+    Let z = softcap · tanh(scale · x / softcap) / temperature, with x the logits of the head, and
+    p = softmax(z). Results that are not in `outputs` are None, except log p.
+    """
+    logits, scale = _logits(hidden, weight, bias, scale, call.options)
+    how = {"temperature": temperature / scale, "softcap": softcap and softcap / scale}
+    # On a CPU, TRL passes all rows, and sets the target of rows without a label to 0.
+    counts = call.counts
+    all_rows = counts is not None and counts.numel() == len(hidden)
+    mask = counts.reshape(-1).to(hidden.device) if all_rows else None
+    if call.sums_its_loss and IN_ONE_PASS.issuperset(outputs):
+        loss, scores = cross_entropy_and_scores(logits, targets, mask=mask, reduction="sum", **how)
+        logprob = LogprobsOfSum.apply(loss, scores.logprob, mask)
+        results = {"entropy": scores.entropy, "is_top1": scores.argmax == targets}
+    else:
+        wants = {
+            "entropy": "entropy" in outputs, "total": "mean_logits" in outputs,
+            "argmax": "is_top1" in outputs,
+        }  # fmt: skip
+        stats = row_stats(logits, targets, mask=mask, **wants, **how)
+        logprob, results = stats.logprob, {"entropy": stats.entropy}
+        if wants["total"]:
+            results["mean_logits"] = stats.total.detach() / weight.shape[0]
+        if wants["argmax"]:
+            results["is_top1"] = stats.argmax == targets
+        if "log_sum_sq_probs" in outputs:
+            results["log_sum_sq_probs"] = _log_sum_of_squares(logits, logprob, targets, how)
+    names = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    return logprob, *(results.get(name) if name in outputs else None for name in names)
+
+
+@torch.no_grad()
+def _log_sum_of_squares(
+    logits: LinearLogits, logprob: Tensor, targets: Tensor, how: dict
+) -> Tensor:
+    """Returns log Σ p².
+
+    At half the temperature, the probability of a token is p² / Σ p². So the result is computed from
+    the target's log-probabilities at both temperatures.
+    """
+    half = {**how, "temperature": how["temperature"] / 2}
+    return 2 * logprob - token_logprobs(logits, targets, **half)
+
+
+def divergences(
+    call: Call,
+    student_hidden: Tensor,  # (N, D)
+    student_weight: Tensor,  # (V, D)
+    student_bias: Tensor | None,
+    teacher_hidden: Tensor,  # (N, D of the teacher)
+    teacher_weight: Tensor,
+    teacher_bias: Tensor | None,
+    beta: float,
+    temperature: float = 1.0,
+    student_scale: float = 1.0,
+    student_softcap: float | None = None,
+    teacher_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the divergence `jsd` of each row, and the detached entropy of the student.
+
+    The logits of both heads are in fp32, as in TRL.
+    """
+    options = {"logits_dtype": torch.float32, **call.options}
+    student = _transformed(
+        (student_hidden, student_weight, student_bias), student_scale, student_softcap, options
+    )
+    with torch.no_grad():
+        teacher = _transformed(
+            (teacher_hidden, teacher_weight, teacher_bias), teacher_scale, teacher_softcap, options
+        )
+    value = jsd(student, teacher, beta=beta, temperature=temperature, reduction="none")
+    with torch.no_grad():
+        return value, entropy(student.detach(), temperature=temperature)
+
+
+def logprobs_and_entropies(
+    logits: Tensor,  # (..., V)
+    index: Tensor,  # (...)
+    temperature: float = 1.0,
+    row_mask: Tensor | None = None,  # (...)
+) -> tuple[Tensor, Tensor]:
+    """Returns log p[index] and the entropy of each row. Rows with a mask of 0 have results of 0."""
+    mask = None if row_mask is None else row_mask != 0
+    how = {"temperature": temperature, "mask": mask, "ignore_index": None}
+    stats = row_stats(logits, index, entropy=True, **how)
+    return stats.logprob, stats.entropy
+
+
+def gkd_loss(
+    student_logits: Tensor,  # (B, T, V)
+    teacher_logits: Tensor,  # (B, T, V)
+    labels: Tensor | None = None,  # (B, T)
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    num_items_in_batch: Tensor | float | None = None,
+) -> Tensor:
+    """Returns the `jsd` of all tokens that have a label, divided by their number.
+
+    With `num_items_in_batch`, the sum is divided by this number. Without labels, the sum is divided
+    by B.
+    """
+    mask = None if labels is None else labels != -100
+    rows = jsd(
+        student_logits, teacher_logits, beta=beta, temperature=temperature, mask=mask,
+        reduction="none",
+    )  # fmt: skip
+    if num_items_in_batch is not None:
+        return rows.sum() / torch.as_tensor(num_items_in_batch, device=rows.device)
+    return rows.sum() / (max(len(rows), 1) if mask is None else mask.sum().clamp(min=1))
+
+
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, options: dict
+) -> tuple[LinearLogits, float]:
+    """Returns the logits of a head, and the factor, above 0, that the logits still need."""
+    if hasattr(weight, "ds_id"):
+        raise NotImplementedError(
+            "use_in_trl does not support weights that DeepSpeed ZeRO-3 shards. Call unuse_in_trl on"
+            " the trainer."
+        )
+    if not autocasts(hidden.device):
+        weight = weight.to(hidden.dtype)
+        bias = None if bias is None else bias.to(hidden.dtype)
+    if scale <= 0:  # a temperature must be above 0
+        hidden, bias, scale = hidden * scale, None if bias is None else bias * scale, 1.0
+    return LinearLogits(hidden, weight, bias, **options), scale
+
+
+def _transformed(
+    head: tuple[Tensor, Tensor, Tensor | None], scale: float, softcap: float | None, options: dict
+) -> Tensor:
+    """Returns lazy logits softcap · tanh(scale · x / softcap), with x the logits of the head."""
+    logits, scale = _logits(*head, scale, options)
+    z = logits.lazy()
+    if scale != 1:
+        z = z * scale
+    return z if softcap is None else torch.tanh(z / softcap) * softcap
+
+
+class LogprobsOfSum(torch.autograd.Function):
+    """Log-probabilities of tokens whose gradient is that of a loss, the negative sum of all tokens.
+
+    The sum has its gradients already, so that backward computes no logits again. Backward needs the
+    same upstream gradient for each token that counts, which the loss of TRL's SFTTrainer has.
+    """
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, logprob: Tensor, mask: Tensor | None):
+        ctx.save_for_backward(mask)
+        return logprob.clone()
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        (g,), (mask,) = upstream, ctx.saved_tensors
+        low, high = g, g
+        if mask is not None:
+            low, high = g.where(mask, torch.inf), g.where(mask, -torch.inf)
+        if not g.numel():
+            return g.sum(), None, None
+        low, high = low.amin(), high.amax()
+        # NaN for unequal gradients, because an error would make the host wait for a GPU.
+        equal = torch.where(low == high, -low, torch.nan)
+        return torch.where(low > high, 0.0, equal), None, None

@@ -1,0 +1,133 @@
+"""Runs of trainers on tiny models: logged numbers, and whether logits were materialised."""
+
+import math
+import warnings
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import transformers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import logitless as ll
+from logitless.lazy import recipe
+from logitless.lazy import report as reports
+
+V, D = 211, 32  # V is a prime, so that the vocabulary is recognised in a shape
+ROWS = 5  # rows of fp32 logits that fit into the workspace
+WORKSPACE = ROWS * V * 4
+LAZY = 2 * ROWS  # the most rows that one tensor may hold, in bf16
+TIMES = ("runtime", "per_second", "step_time")  # parts of the names of numbers that are times
+
+
+class Run(NamedTuple):
+    """One training run."""
+
+    logs: list[dict[str, float]]  # the numbers that the trainer logged, without times
+    weights: dict[str, torch.Tensor]  # after training
+    widest: int  # the most rows of logits that one tensor held
+    materialised: list[str]  # the operations of `ll.report`
+    warnings: set[str]
+
+
+def model(name: str = "Llama", seed: int = 0, **fields) -> nn.Module:
+    """A tiny random causal LM. `name` is the beginning of the names of its classes."""
+    torch.manual_seed(seed)
+    sizes = {
+        "vocab_size": V, "hidden_size": D, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+        "max_position_embeddings": 64, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": 2,
+        "initializer_range": 0.2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **fields})
+    built = getattr(transformers, f"{name}ForCausalLM")(config)
+    built.generation_config = transformers.GenerationConfig(
+        pad_token_id=1, eos_token_id=2, bos_token_id=0
+    )
+    return built
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(V)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, bos_token="w0", eos_token="w2", pad_token="w1", unk_token="w0",
+        padding_side="left",
+    )  # fmt: skip
+    made.chat_template = (
+        "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+        "{% if add_generation_prompt %}w3 {% endif %}"
+    )
+    return made
+
+
+def text(start: int, length: int = 7) -> str:
+    return " ".join(f"w{4 + (37 * start + i * (start + 3)) % (V - 4)}" for i in range(length))
+
+
+class Widest(TorchDispatchMode):
+    """Records the most rows of width V that one tensor has.
+
+    Transposed weights, whose last two dimensions are (D, V), and lazy logits are left out.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            plain = isinstance(t, torch.Tensor) and "logitless" not in type(t).__module__
+            if plain and t.shape[-1:] == (V,) and t.shape[-2:] != (D, V):
+                self.rows = max(self.rows, t.numel() // V)
+        return out
+
+
+def numbers(history: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """The logged numbers, without times."""
+    return [
+        {k: float(v) for k, v in entry.items() if not any(part in k for part in TIMES)}
+        for entry in history
+    ]
+
+
+def run(trainer: Any, evaluates: bool = False) -> Run:
+    """Trains, and evaluates if `evaluates` is true."""
+    reports._warned.clear()
+    ll.report()
+    transformers.set_seed(7)  # of samples
+    widest = Widest()
+    small = patch.object(recipe, "SMALL", WORKSPACE)  # larger logits are lazy in evaluation too
+    with warnings.catch_warnings(record=True) as seen, small, widest:
+        warnings.simplefilter("always")
+        trainer.train()
+        if evaluates:
+            trainer.evaluate()
+    made = [record.operation for record in ll.report()]
+    return Run(
+        numbers(trainer.state.log_history),
+        {k: p.detach().clone() for k, p in trainer.model.named_parameters()},
+        widest.rows,
+        made,
+        {str(w.message) for w in seen},
+    )
+
+
+def apart(got: Run, want: Run, tolerance: float) -> str:
+    """A text about the first logged number or weight that differs too much, or ""."""
+    if [entry.keys() for entry in got.logs] != [entry.keys() for entry in want.logs]:
+        return f"other names are logged: {got.logs} and {want.logs}"
+    for i, (mine, theirs) in enumerate(zip(got.logs, want.logs, strict=True)):
+        for name, value in theirs.items():
+            if not math.isclose(mine[name], value, rel_tol=tolerance, abs_tol=tolerance):
+                return f"{name} of entry {i}: {mine[name]} and {value}"
+    for name, value in want.weights.items():
+        far = float((got.weights[name] - value).abs().max())
+        if not far <= tolerance * max(1.0, float(value.abs().max())):
+            return f"{name} is {far:.1e} apart"
+    return ""

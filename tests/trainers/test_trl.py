@@ -1,0 +1,259 @@
+"""TRL's trainers over adapted and over fused models: TRL's own numbers, and no logits."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+import trl
+from torch._dynamo.utils import counters
+from trl.trainer import distillation_trainer, utils
+
+import logitless as ll
+from logitless.trl_head import adapter
+from tests.support import trl_cases
+from tests.support.trainer_runs import LAZY, WORKSPACE, Widest, apart, model, numbers, run
+from tests.support.trl_cases import ADAPTED, BY_KERNEL, FUSED, Case, arguments
+
+pytestmark = pytest.mark.filterwarnings("default")
+EVALUATE = (trl_cases.sft, trl_cases.dpo, trl_cases.kto)  # trainers that evaluate losses
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_adapted(monkeypatch):
+    """Puts TRL's own functions back after a test that fails."""
+    monkeypatch.setattr(adapter, "_uses", weakref.WeakSet())
+    monkeypatch.setattr(adapter, "_switches", [])
+    for module, name in (
+        (utils, adapter.STATISTICS), (distillation_trainer, adapter.DIVERGENCES),
+        (utils, adapter.KERNEL),
+    ):  # fmt: skip
+        assert not isinstance(getattr(module, name), adapter.Switch)
+        monkeypatch.setattr(module, name, getattr(module, name))
+
+
+def fused(model):
+    return ll.fuse(model, workspace=WORKSPACE)
+
+
+def adapted(trainer, **options):
+    return ll.hf.use_in_trl(trainer, workspace=WORKSPACE, **options)
+
+
+def compare(case: Case, trainer, call: str, folder, outcome) -> None:
+    evaluates = case.make in EVALUATE
+    want = run(case.trainer(folder / "plain"), evaluates)
+    assert want.widest > LAZY  # TRL's own head computes all rows at once on a CPU
+    assert any(entry.get("grad_norm", 0) > 0 for entry in want.logs)
+    got = run(trainer, evaluates)
+    difference = apart(got, want, case.tolerance)
+    lazy = got.widest <= LAZY and not got.materialised
+    yes = {True: "yes", False: "no"}
+    outcome(("TRL", case.name, call, yes[difference == ""], yes[lazy]))
+    assert difference == ""
+    assert lazy, (got.widest, got.materialised)
+    assert not [text for text in got.warnings - want.warnings if "fuse" in text]
+
+
+@pytest.mark.parametrize("case", ADAPTED, ids=lambda case: case.name)
+def test_adapted(case, tmp_path, outcome):
+    # These losses are computed from the logits of the model.
+    needs_fuse = case.make is trl_cases.gkd or "label_smoothing_factor" in case.options
+    trainer = adapted(case.trainer(tmp_path, fused if needs_fuse else lambda model: model))
+    call = "`fuse` and `use_in_trl`" if needs_fuse else "`use_in_trl`"
+    compare(case, trainer, call, tmp_path, outcome)
+    ll.hf.unuse_in_trl(trainer)
+
+
+@pytest.mark.parametrize("case", FUSED, ids=lambda case: case.name)
+def test_fused(case, tmp_path, outcome):
+    """Trainers that read the logits of the model need no adapter."""
+    compare(case, case.trainer(tmp_path, fused), "`fuse`", tmp_path, outcome)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """TRL calls its kernel, under Triton's interpreter, as it does for tensors on a GPU."""
+
+    def supported(logits, index=None, row_mask=None):
+        return index is None or index.shape == logits.shape[:-1]
+
+    monkeypatch.setattr(utils, "_supports_trl_loss_kernel", supported)
+
+
+@pytest.mark.parametrize("case", BY_KERNEL, ids=lambda case: case.name)
+def test_kernel_over_logits(case, tmp_path, outcome, as_on_a_gpu):
+    alone = run(case.trainer(tmp_path, fused))
+    assert alone.materialised  # the kernel reads the logits by their address
+    trainer = adapted(case.trainer(tmp_path, fused))
+    compare(case, trainer, "`fuse` and `use_in_trl`", tmp_path, outcome)
+    ll.hf.unuse_in_trl(trainer)
+    assert run(trainer).materialised
+
+
+SFT, DPO = (next(case for case in ADAPTED if case.name == name) for name in ("SFT", "DPO"))
+
+
+def steps(trainer) -> list[float]:
+    return [entry["loss"] for entry in run(trainer).logs if "loss" in entry]
+
+
+def test_a_fused_and_adapted_model_is_fused(tmp_path):
+    """The options of fuse are the defaults, and no warning says that fuse has no effect."""
+    trainer = ll.hf.use_in_trl(SFT.trainer(tmp_path, fused))
+    found = run(trainer)
+    assert found.widest <= LAZY
+    assert not [text for text in found.warnings if "fuse" in text]
+    assert ll.is_fused(trainer.model), ll.is_fused(trainer.model)
+
+
+def test_options_of_use_in_trl_take_precedence(tmp_path):
+    trainer = ll.hf.use_in_trl(SFT.trainer(tmp_path, fused), workspace=1 << 30)
+    assert run(trainer).widest > LAZY
+
+
+def test_fused_alone_warns_and_names_the_adapter(tmp_path):
+    trainer = SFT.trainer(tmp_path, fused)
+    found = run(trainer)
+    assert found.widest > LAZY
+    assert [text for text in found.warnings if "ll.hf.use_in_trl(trainer)" in text]
+    assert not ll.is_fused(trainer.model)
+
+
+def test_twice_is_once_and_unuse_restores(tmp_path):
+    trainer, original = DPO.trainer(tmp_path), utils._ChunkedLogProbFunction
+    forwards = [trainer.model.forward, trainer.ref_model.forward]
+    assert adapted(adapted(trainer)) is trainer
+    assert trainer.model.forward.__wrapped__ is forwards[0].__func__
+    assert utils._ChunkedLogProbFunction is not original
+    assert ll.hf.unuse_in_trl(trainer) is trainer
+    assert [trainer.model.forward, trainer.ref_model.forward] == forwards
+    assert utils._ChunkedLogProbFunction is original
+    assert run(trainer).widest > LAZY
+    ll.hf.unuse_in_trl(trainer)  # harmless
+
+
+def test_unuse_under_the_wrapper_of_accelerate(tmp_path):
+    """accelerate wraps the forward of a model in training with bf16."""
+    case = next(case for case in ADAPTED if case.name == "SFT, bf16")
+    trainer = adapted(case.trainer(tmp_path))
+    assert run(trainer).widest <= LAZY
+    ll.hf.unuse_in_trl(trainer)
+    assert run(trainer).widest > LAZY
+    assert run(adapted(trainer)).widest <= LAZY
+    ll.hf.unuse_in_trl(trainer)
+
+
+def test_other_models_are_not_adapted(tmp_path):
+    trainer, other = adapted(SFT.trainer(tmp_path)), SFT.trainer(tmp_path)
+    assert run(other).widest > LAZY
+    assert run(trainer).widest <= LAZY
+    ll.hf.unuse_in_trl(trainer)
+
+
+def test_copies_are_adapted():
+    ids = torch.arange(20).reshape(2, 10)
+    policy = model()
+    utils.add_fused_lm_head(policy, outputs=("log_probs", "entropy"))
+    plain = policy(input_ids=ids, labels=ids, fused_lm_head=True)
+    copied = copy.deepcopy(adapted(policy))
+    ll.hf.unuse_in_trl(policy)
+    for each in (policy, copied):
+        with Widest() as widest:
+            got = each(input_ids=ids, labels=ids, fused_lm_head=True)
+        assert (widest.rows <= LAZY) == (each is copied)
+        torch.testing.assert_close(got.log_probs, plain.log_probs)
+        torch.testing.assert_close(got.entropy, plain.entropy)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    got = copied(input_ids=ids, labels=ids, fused_lm_head=True)  # runs the copy's own weights
+    torch.testing.assert_close(got.entropy, torch.full_like(got.entropy, 211.0).log())
+    ll.hf.unuse_in_trl(copied)
+
+
+def test_generation_and_logits_are_unchanged():
+    ids = torch.arange(20).reshape(2, 10)
+    policy = model()
+    want = policy(input_ids=ids, labels=ids)
+    tokens = policy.generate(input_ids=ids, max_new_tokens=3, do_sample=False)
+    utils.add_fused_lm_head(policy)
+    adapted(policy)
+    got = policy(input_ids=ids, labels=ids)
+    assert torch.equal(got.logits, want.logits)
+    assert torch.equal(got.loss, want.loss)
+    assert torch.equal(policy.generate(input_ids=ids, max_new_tokens=3, do_sample=False), tokens)
+    ll.hf.unuse_in_trl(policy)
+
+
+def test_log_probs_of_an_overridden_loss_have_gradients(tmp_path):
+    """A subclass may use the log-probabilities in other ways than a sum."""
+
+    class Squares(trl.SFTTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            super().compute_loss(model, dict(inputs))
+            return model(**inputs, fused_lm_head=True).log_probs.square().mean()
+
+    def trainer(folder):
+        plain = SFT.trainer(folder)
+        plain.__class__ = Squares
+        return plain
+
+    want, got = run(trainer(tmp_path)), run(adapted(trainer(tmp_path)))
+    assert apart(got, want, 2e-5) == ""
+    assert got.widest <= LAZY
+
+
+def test_torch_compile(tmp_path):
+    """Equal numbers. No dispatch mode watches the tensors, because a mode disables the compiler."""
+    options = {**arguments(tmp_path), "torch_compile": True, "torch_compile_backend": "eager"}
+    logs = []
+    for change in (lambda trainer: trainer, adapted):
+        torch._dynamo.reset()
+        counters.clear()
+        trainer = change(trl_cases.sft(model(), dict(options), lambda model: model))
+        trainer.train()
+        assert counters["stats"]["unique_graphs"] > 0
+        logs.append(numbers(trainer.state.log_history))
+    for got, want in zip(*logs, strict=True):
+        assert want == pytest.approx(got, rel=2e-5, abs=2e-5)
+    ll.hf.unuse_in_trl(trainer)
+
+
+class TestErrors:
+    def test_types(self):
+        with pytest.raises(TypeError, match=r"model must be a trainer of TRL .* got int"):
+            ll.hf.use_in_trl(3)
+
+    def test_model_without_the_head(self):
+        with pytest.raises(TypeError, match="LlamaForCausalLM, which has none: create the trainer"):
+            ll.hf.use_in_trl(model())
+
+    def test_trainer_without_the_head(self, tmp_path):
+        case = next(case for case in FUSED if case.name == "OnlineDPO")
+        with pytest.raises(TypeError, match="got OnlineDPOTrainer, which calls the model's own"):
+            ll.hf.use_in_trl(case.trainer(tmp_path))
+
+    def test_loss_that_does_not_call_the_head(self, tmp_path):
+        class Own(trl.SFTTrainer):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                return model(**inputs).loss
+
+        trainer = SFT.trainer(tmp_path)
+        trainer.__class__ = Own
+        with pytest.raises(TypeError, match="got Own, which calls the model's own head"):
+            ll.hf.use_in_trl(trainer)
+
+    def test_options(self, tmp_path):
+        with pytest.raises(TypeError, match="workspace"):
+            ll.hf.use_in_trl(SFT.trainer(tmp_path), workspaec=1)
+
+    def test_weights_of_deepspeed(self):
+        ids = torch.arange(20).reshape(2, 10)
+        policy = model()
+        utils.add_fused_lm_head(policy)
+        adapted(policy)
+        policy.lm_head.weight.ds_id = 0
+        with pytest.raises(NotImplementedError, match="DeepSpeed ZeRO-3"):
+            policy(input_ids=ids, labels=ids, fused_lm_head=True)
+        ll.hf.unuse_in_trl(policy)
