@@ -7,6 +7,7 @@ kernel.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -126,12 +127,17 @@ def by_columns(x, ids, other):
         return ll.cross_entropy(logits, ids % 16)
 
 
-def on_chip(x, ids, other):
+def on_chip(x, ids, other, **options):
     """Cross-entropy over a narrow head whose logits are never written to memory."""
     weight = head_of(other[:, :16]).requires_grad_()
     logits = ll.LinearLogits(x[:, :16], weight, drop_ignored=False)
     with plan.override(lambda work: Cut(work.rows, on_chip=work.narrow)):
-        return ll.cross_entropy(logits, ids % 16)
+        return ll.cross_entropy(logits, ids % 16, **options)
+
+
+def invariantly(x, ids, other):
+    with ll.invariant():
+        return over_a_head(x, ids, other)
 
 
 def in_fp32(x, ids, other):
@@ -288,7 +294,15 @@ CHECKS = (
         on_chip,
         lambda x, ids, other: naive_over_a_head(x[:, :16], ids, other[:, :16]),
     ),
+    Check(
+        "linear_cross_entropy, smoothed",
+        partial(on_chip, label_smoothing=0.1),
+        lambda x, ids, other: F.cross_entropy(
+            x[:, :16] @ head_of(other[:, :16]).T, ids % 16, label_smoothing=0.1
+        ),
+    ),
     Check("linear_cross_entropy, fp32", in_fp32, naive_over_a_head),
+    Check("invariant", invariantly, naive_over_a_head),
     Check("fuse", by_a_fused_model, naive_over_a_head),
     Check(
         "lazy_logits",

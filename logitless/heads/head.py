@@ -45,7 +45,7 @@ Rows = slice | Tensor  # some rows, as a slice or as a tensor of indices
 HeadTensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # in the order of Head.tensors
 
 
-@dataclass(frozen=True, eq=False, init=False)
+@dataclass(frozen=True, init=False)
 class Head:
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,).
 
@@ -118,7 +118,7 @@ class Head:
 
     def replace(self, **changed) -> "Head":
         """A copy of the head with changed fields."""
-        copy = object.__new__(Head)  # dataclasses.replace takes several times as long
+        copy = object.__new__(type(self))  # dataclasses.replace takes several times as long
         copy.__dict__.update(self.__dict__, **changed)
         return copy
 

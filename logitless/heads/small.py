@@ -121,10 +121,11 @@ class SmallRows(Node):
             loss, dz, d_rows = evaluate.finish(ctx, x, tensors, upstream, wanted, into)
             if dz is not None:
                 d_head = _gradients(ctx, of_head, loss, dz)
-        gradients = (*d_head, *d_rows)
-        if differentiable:
-            gradients = refuse_second(gradients, (*saved, *upstream))
-        return *gradients[:4], None, *gradients[4:]
+        if not differentiable:
+            return *d_head, None, *d_rows
+        gradients = _as_gradients(d_head, d_rows)
+        gradients = gradients.through(lambda g: refuse_second(g, (*saved, *upstream)))
+        return *gradients.tensors, None, *gradients.row_inputs
 
 
 _small_total: Any = super(torch.autograd.Function, SmallTotal).apply  # pyright: ignore[reportAttributeAccessIssue]
@@ -137,8 +138,13 @@ def _total(
     """Returns (value, *extras), and the gradients for an upstream gradient of 1."""
     x = _logits(*of_head)
     outputs, dz = evaluate.total_and_gradient(ctx.backend, x, loss, row_weight, ctx.reduction, x)
-    d_hidden, d_weight, d_bias, d_low_rank = _gradients(ctx, of_head, loss, dz)
-    return outputs, HeadGradients(d_hidden, d_weight, d_bias, low_rank=d_low_rank)
+    return outputs, _as_gradients(_gradients(ctx, of_head, loss, dz))
+
+
+def _as_gradients(d_head: tuple, d_rows: tuple = ()) -> HeadGradients:
+    """Names the gradients of the head's tensors, in the order of Head.tensors, and of the rows."""
+    d_hidden, d_weight, d_bias, d_low_rank = d_head
+    return HeadGradients(d_hidden, d_weight, d_bias, low_rank=d_low_rank, row_inputs=d_rows)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, low_rank: Tensor | None) -> Tensor:

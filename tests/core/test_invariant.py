@@ -20,6 +20,7 @@ from tests.support.invariance import (
     differing,
     distilled,
     head,
+    interpreted,
     plain,
     ratio,
     scores,
@@ -32,7 +33,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BLOCK = 32
 
 
-@pytest.fixture(params=["eager", "triton"])
+@pytest.fixture(params=["eager", pytest.param("triton", marks=interpreted)])
 def backend(request):
     blocks = {"block_v": BLOCK, "block_n": 16, "span": 32} if request.param == "triton" else {}
     with ll.impl(request.param), config.override(**blocks):
@@ -53,6 +54,7 @@ def test_heads_in_plain_pytorch(loss, dtype):
         assert differing(loss, head(75, dtype), WIDTH, 75, dtype, (3, 17)) == 0
 
 
+@interpreted
 @pytest.mark.parametrize("loss", [statistics, smoothed, distilled, against_a_teacher, captured])
 def test_logits_by_kernels(loss):
     """Rows of 75 columns start at other addresses modulo 16 in another batch."""
@@ -60,6 +62,7 @@ def test_logits_by_kernels(loss):
         assert differing(loss, plain, 75, 75, torch.float16, (4,)) == 0
 
 
+@interpreted
 @pytest.mark.parametrize("loss", [scores, total, ratio, captured])
 def test_heads_by_kernels(loss):
     cuts = {"block_v": BLOCK, "block_n": 16, "span": 16}
@@ -244,6 +247,7 @@ def test_a_teacher_head(backend):
 class TestTheseTestsCanFail:
     """Without its parts, the promise does not hold, and the tests above see it."""
 
+    @interpreted
     def test_splits_that_depend_on_the_number_of_rows(self, monkeypatch):
         def by_rows(rows, device, sums, softcap, invariant):
             return config.overridden(config.Config(64, 1, 3 if rows.count > 2 else 1))
@@ -256,6 +260,7 @@ class TestTheseTestsCanFail:
             assert differing(statistics, plain, 400, 400, torch.float32, (3,)) > 0
         host._read_plan.cache_clear()
 
+    @interpreted
     def test_rows_that_start_anywhere(self):
         """Outside of the block, a row of odd length is divided by its address."""
         with ll.impl("triton"), config.override(block_v=64):

@@ -17,7 +17,10 @@ from logitless.heads.plan import Cut
 from logitless.kernels import config
 from logitless.kernels.layout import describe
 from logitless.kernels.stats_split_fwd import cut_of
+from tests.support.invariance import interpreted
 from tests.support.launches import launched
+
+pytestmark = interpreted
 
 
 def test_splits(monkeypatch):

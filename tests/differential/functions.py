@@ -340,6 +340,7 @@ NOT_LOSSES = {  # public, and not called on logits: what they are tested by inst
     "Scores": "what score returns",
     "KeptScores": "what kept_scores returns",
     "impl": "chosen by every case",
+    "invariant": "of bits: tests/core/test_invariant.py",
     "fuse": "of a model: tests/lazy/test_fuse.py; its logits are those of nn.FusedHead",
     "is_fused": "of a model: tests/lazy/test_neighbours.py",
     "unfuse": "of a model: tests/lazy/test_fuse.py",

@@ -193,7 +193,9 @@ def test_functions_of_pytorch(device):
     for loss in (
         lambda z, t: F.cross_entropy(z, t, reduction="sum"),
         lambda z, t: F.cross_entropy(z[1:, :20] * 2 + 1, t[1:].clamp(max=19), reduction="sum"),
-        lambda z, t: F.cross_entropy((-z).masked_fill(torch.arange(V) == 3, 0.5), t),
+        lambda z, t: F.cross_entropy(
+            (-z).masked_fill(torch.arange(V, device=z.device) == 3, 0.5), t
+        ),
         lambda z, t: z.flip(0).sum() + F.cross_entropy(z, t),  # materialises the logits
         lambda z, t: (torch.cat([z[:2], z[4:]]).softmax(-1) ** 2).sum(),
     ):
@@ -249,7 +251,7 @@ def test_members():
 
 def refused():
     (*_, second, low), _ = tensors()
-    yield "a pair (hidden, weight) of tensors, or None, got a Tensor", TypeError, second
+    yield "must be a pair (hidden, weight) of tensors, or None, got a Tensor", TypeError, second
     yield "got a tuple of length 1", TypeError, (second,)
     yield "low_rank[1] must be a plain tensor, got a NoneType", TypeError, (second, None)
     yield "low_rank[1] must be torch.float64 like hidden", TypeError, (second, low.float())

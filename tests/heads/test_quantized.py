@@ -80,13 +80,16 @@ def test_scores_topk_and_values(cut, device):
     torch.testing.assert_close(got.materialize(), want.materialize())
 
 
+RULE = "must be a plain tensor, or a quantised weight whose rows can be dequantised"
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [(Int8, "its class has no method dequantize"), (WithInput, "is quantised together with its")],
 )
 def test_refusals(kind, reason):
     hidden, weight, _, _ = make()
-    with pytest.raises(TypeError, match=f"weight must be a plain tensor.*{reason}"):
+    with pytest.raises(TypeError, match=f"weight {RULE}.*{reason}"):
         ll.LinearLogits(hidden, kind.of(weight))
 
 

@@ -36,6 +36,7 @@ def test_kernels_compile_ahead_of_time(target):
         "_jsd_merge_kernel",
         "_jsd_split_fwd_kernel",
         "_label_bwd_kernel",
+        "_narrow_expected_bwd_kernel",
         "_narrow_fwd_kernel",
         "_narrow_pick_kernel",
         "_narrow_terms_kernel",
@@ -66,14 +67,16 @@ def test_kernels_compile_ahead_of_time(target):
         assert row["profile"]["bytes"] > 0
     # Of the compilers that we measure with; what another does, a measurement will have to say.
     if target == "cuda:90" and triton.__version__.startswith(("3.6.", "3.7.")):
-        # The tile of a weight's gradient is the fastest of a sweep, in spite of 32 bytes.
-        allowed = {"narrow_weight_bwd_kernel": 32}
+        # These tiles of narrow heads are the fastest of a sweep, in spite of some bytes.
+        allowed = {"narrow_weight_bwd_kernel": 32, "_narrow_fwd_kernel": 24}
         spilled = [row for row in rows if row["stack"] > allowed.get(row["kernel"].split()[0], 0)]
         assert not spilled
-        # A walk over aligned rows reads 16 bytes at a time, but for the label.
+        # A walk over aligned rows reads 16 bytes at a time, but for the label. The last kernel of
+        # a narrow head walks over no row.
         plain = [
             row for row in rows if re.search(r"^_\w+ bfloat16 V=32768 K=1( split)?$", row["kernel"])
-        ]
+            and not row["kernel"].startswith("_narrow_expected")
+        ]  # fmt: skip
         names = {row["kernel"].split()[0] for row in plain}
         assert names >= {"_stats_fwd_kernel", "_stats_split_fwd_kernel"}
         assert not [row for row in plain if row["narrow"] > 1]

@@ -117,11 +117,12 @@ CHOICES = {  # all that a kernel may be compiled for: what is asked, and how mem
     "BLOCK_V", "BLOCK_K", "BLOCK_P", "BLOCK_N", "SPAN", "MEAN", "LOG_K", "ROWS", "KIND",
     "DIVERGENCE", "RENORM_P", "STUDENT_OVER", "PRELOAD_IDS", "FIRST", "LAST", "UPCAST",
     "BLOCK_D", "BLOCK_R", "STEP_C", "STEP_U", "STEP_F", "PACK", "TRANSPOSED",
-    "HAS_LABEL", "KNOWN", "EARLY", "NAMES", "AT_IDS",
+    "HAS_LABEL", "KNOWN", "EARLY", "NAMES", "AT_IDS", "STARTS_ALIGNED",
+    # of a GEMM whose rows do not depend on each other
+    "BLOCK_M", "GROUP", "HAS_BIAS", "PRECISION",
     # of a narrow head: its width and strides, and the tiles by which pairs are sorted
     "WIDTH", "STRIDE_H", "STRIDE_W", "H_ALIGNED", "W_ALIGNED", "ORDERS", "ADDS", "FIELDS",
 }  # fmt: skip
-STRUCTS = {"_narrow_pick_kernel": "_PickConstants"}  # others are _Constants or Constants
 
 
 def constants_of(name) -> set[str]:
@@ -130,8 +131,7 @@ def constants_of(name) -> set[str]:
     parameters = inspect.signature(getattr(module, name).fn).parameters.values()
     found = {p.name for p in parameters if p.annotation is tl.constexpr}
     if "CONSTANTS" in found:
-        struct = STRUCTS.get(name, "_Constants")
-        fields = dataclasses.fields(getattr(module, struct, None) or module.Constants)
+        fields = dataclasses.fields(getattr(module, "_Constants", None) or module.Constants)
         found = found - {"CONSTANTS"} | {field.name.upper() for field in fields}
     if "LAYOUT" in found:
         fields = dataclasses.fields(HeadLayout)

@@ -12,16 +12,12 @@ for the other GPUs.
 import contextlib
 import itertools
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 import triton
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -37,6 +33,7 @@ from logitless.contract import (
     Slots,
 )
 from logitless.kernels import config, jsd_fwd, program_exchange
+from tests.support.cubin import resources
 
 TARGETS = {
     "cuda:80": GPUTarget("cuda", 80, 32),
@@ -358,23 +355,6 @@ def launch_sums(dz: torch.Tensor) -> None:
         kernels.accumulate(dz, h, total, exponents, chunk == 0, chunk == 2)
         columns = dz.t().contiguous().t()
         kernels.accumulate(columns, h, total, exponents, chunk == 0, chunk == 2)
-
-
-def resources(asm) -> dict:
-    """The registers, bytes of stack, and loads of single 16-bit numbers of a compiled kernel.
-
-    Registers are spilled to the stack.
-    """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(asm["cubin"])
-        file.flush()
-        report = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name],
-            capture_output=True, text=True, check=True,
-        ).stdout  # fmt: skip
-    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", report)
-    narrow = len(re.findall(r"ld\.global[.\w:]*\.b16", asm["ptx"]))
-    return {"registers": int(registers), "stack": int(stack), "narrow": narrow}
 
 
 def profile_of(source, kernel, bound) -> dict:

@@ -1,11 +1,18 @@
 """Rows in random batches, to test that their results have the same bits in every batch."""
 
+import pytest
 import torch
 
 import logitless as ll
+from tests.support.sizes import ON_GPU
 
 WIDTH = 24  # the size D of the hidden states
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# The batches are on the CPU, where kernels need Triton's interpreter. On a GPU,
+# tests/gpu/test_invariant_sizes.py runs the same kernels.
+interpreted = pytest.mark.skipif(ON_GPU, reason="no interpreter on a machine with a GPU")
 
 
 def bits(t):

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.paths import ROOT
-from tests.support.planted_bugs import BUGS, Bug
+from tests.support.planted_bug import Bug
+from tests.support.planted_bugs import BUGS
 
 LIMIT = 900  # seconds of wall time; a bug that makes a test run longer counts as found
 IMPORTED = ("torch", "numpy", "pytest")  # modules that are imported before the first fork

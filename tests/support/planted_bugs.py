@@ -4,37 +4,30 @@ A bug replaces one text of one file by another text. The replaced text occurs on
 bug is a mistake that is easy to make. Most bugs show only for some inputs.
 """
 
-from typing import NamedTuple
-
-
-class Bug(NamedTuple):
-    name: str
-    room: str
-    file: str
-    right: str  # occurs once in the file
-    wrong: str
-    tests: tuple[str, ...]  # the files or folders that should find the bug
-
-
-LOSSES = "tests/losses/test_"
-CROSS_ENTROPY, DENSE = f"{LOSSES}cross_entropy.py", f"{LOSSES}dense_teacher.py"
-SPARSE, ROW_LOSS = f"{LOSSES}sparse_teacher.py", f"{LOSSES}row_loss.py"
-SLOT_LOSS = f"{LOSSES}slot_loss.py"
-STATISTICS, KEPT_SCORES = f"{LOSSES}statistics.py", f"{LOSSES}kept_scores.py"
-ON_CHIP = "tests/heads/test_on_chip.py"
-LINEAR, BLOCKS, SUMS = (f"tests/heads/test_{x}.py" for x in ("linear", "blocks", "gradient_sums"))
-PRODUCTS, SMALL = "tests/heads/test_products.py", "tests/heads/test_small.py"
-LOW_RANK, QUANTIZED = "tests/heads/test_low_rank.py", "tests/heads/test_quantized.py"
-LAZY_SUMS, NEIGHBOURS = "tests/lazy/test_sums.py", "tests/lazy/test_neighbours.py"
-SHARD, SHARD_HEADS = "tests/parallel/test_shard.py", "tests/parallel/test_shard_heads.py"
-TOPK, NARROW, COEFFICIENTS = (
-    f"tests/kernels/test_{x}.py" for x in ("topk", "narrow", "stats_coefficients")
+from tests.support.planted_bug import (
+    BLOCKS,
+    COEFFICIENTS,
+    CROSS_ENTROPY,
+    DENSE,
+    FUNCTIONS,
+    KEPT_SCORES,
+    LAZY_TEACHERS,
+    LINEAR,
+    LOSSES,
+    NARROW,
+    ON_CHIP,
+    PRODUCTS,
+    ROW_LOSS,
+    SHARD,
+    SLOT_LOSS,
+    SMALL,
+    SPARSE,
+    STATISTICS,
+    SUMS,
+    TOPK,
+    Bug,
 )
-FUNCTIONS, VIEWS = "tests/lazy/test_torch_functions.py", "tests/lazy/test_views.py"
-LAZY_TEACHERS = "tests/lazy/test_teachers.py"
-ELEMENTWISE, GRADIENT = "tests/lazy/test_elementwise.py", "tests/lazy/test_gradient.py"
-INFERENCE, REPORT = "tests/lazy/test_inference.py", "tests/lazy/test_report.py"
-COMPILED = "tests/lazy/test_compiled_models.py"
+from tests.support.planted_bugs_above import ABOVE
 
 BUGS = (
     # contract.py
@@ -276,145 +269,5 @@ BUGS = (
     Bug("ignored row's input times inf", "losses", "logitless/losses/row_loss.py",
         "flat = torch.where(ignored.unsqueeze(-1), 0.0, flat)", "flat = flat.clone()",
         (ROW_LOSS,)),
-
-    # parallel/
-    Bug("class weights from column 0", "parallel", "logitless/parallel/rank_merge.py",
-        "weight = weight[self.start : self.start + self.width]", "weight = weight[: self.width]",
-        (SHARD,)),
-    Bug("rank's start of the top k", "parallel", "logitless/parallel/rank_merge.py",
-        "ids.view(rows, own) + self.start", "ids.view(rows, own)", (SHARD,)),
-    Bug("tail moved the wrong way", "parallel", "logitless/parallel/rank_merge.py",
-        "moved = shift - state[:, contract.SHIFT]", "moved = state[:, contract.SHIFT] - shift",
-        (SHARD,)),
-    Bug("d_hidden not all-reduced", "parallel", "logitless/parallel/shard.py",
-        "backend.all_reduce = self.ranks.all_reduce", "pass", (SHARD_HEADS,)),
-    Bug("global mean not averaged", "parallel", "logitless/parallel/mean.py",
-        "(share * ranks.count if averaged else share)", "(share * 1 if averaged else share)",
-        ("tests/parallel/test_rank_processes.py",)),
-
-    Bug("the first weight's columns of an adapter", "heads", "logitless/heads/products.py",
-        "times_weight(dz, weight, first)", "first.zero_()", (LOW_RANK,)),
-    Bug("a frozen layer gets a gradient", "heads", "logitless/heads/products.py",
-        "    if skips_first:", "    if skips_first and first is None:", (LAZY_SUMS,)),
-    Bug("an adapter that is not scaled", "heads", "logitless/heads/gradient_sums.py",
-        "rest = (bias, low_rank)", "rest = (bias,)", (LOW_RANK,)),
-    Bug("only the first block of an adapter", "heads", "logitless/heads/gradient_sums.py",
-        "self.low_rank_sums[block].add(dz, second)", "self.low_rank_sums[0].add(dz, second)",
-        (LOW_RANK,)),
-    Bug("only the last block of a quantised weight", "heads", "logitless/heads/products.py",
-        "gemm(part, block, total, total)", "gemm(part, block, total)", (QUANTIZED,)),
-    Bug("a weight that quantises its input", "heads", "logitless/heads/quantized.py",
-        "if getattr(t, name, None) is not None:", "if getattr(t, name, 1) is None:",
-        (QUANTIZED,)),
-
-    # lazy/
-    Bug("an adapter without its scale", "lazy", "logitless/lazy/sums.py",
-        "(y.hidden * scale).to(dtype)", "y.hidden.to(dtype)", (LAZY_SUMS,)),
-    Bug("the gradient of an adapter without its scale", "lazy", "logitless/lazy/sums.py",
-        "used : used + of_y.shape[-1]] * ctx.scale", "used : used + of_y.shape[-1]]",
-        (LAZY_SUMS,)),
-    Bug("writes to an adapter", "lazy", "logitless/lazy/sums.py",
-        "watch=Watches((first.watch, second.watch))", "watch=Watches((first.watch,))",
-        (LAZY_SUMS,)),
-    Bug("lazy logits inside of an autograd function", "lazy", "logitless/lazy/fused_head.py",
-        "if self.grad and not torch.is_grad_enabled():", "if False:", (NEIGHBOURS,)),
-    Bug("pieces of equal length", "lazy", "logitless/lazy/views.py",
-        "narrow(z, dim, sum(sizes[:i]), size)", "narrow(z, dim, i * size, size)", (FUNCTIONS,)),
-    Bug("rows not permuted", "lazy", "logitless/lazy/views.py",
-        "order = [rows.index(dim) for dim in dims if dim != at]",
-        "order = list(range(len(rows)))", (FUNCTIONS,)),
-    Bug("log-probabilities not scaled", "lazy", "logitless/lazy/formula.py",
-        "return z if self.factor == 1 else z * self.factor", "return z.clone()", (FUNCTIONS,)),
-    Bug("second gradient of values dropped", "lazy", "logitless/lazy/gradient.py",
-        "of_values if more is None else of_values + more", "of_values", (FUNCTIONS,)),
-    Bug("mean of no rows is 0", "lazy", "logitless/lazy/losses.py",
-        "loss = torch.where(_mass(target, weight, ignore_index) == 0, torch.nan, loss)",
-        "loss = loss.clone()", (FUNCTIONS,)),
-    Bug("sum of log p forgets V", "lazy", "logitless/lazy/reductions.py",
-        "stats.total - z.shape[-1] * stats.lse", "stats.total - stats.lse", (FUNCTIONS,)),
-    Bug("changed hidden not noticed", "lazy", "logitless/lazy/nodes.py",
-        "for z in arguments:\n            z.recipe.check_versions()",
-        "for z in ():\n            z.recipe.check_versions()", (VIEWS,)),
-    Bug("gradient of a detached argument", "lazy", "logitless/lazy/formula.py",
-        "return rows.values(self.formula).detach()", "return rows.values(self.formula)",
-        (ELEMENTWISE,)),
-    Bug("inputs not moved with the rows", "lazy", "logitless/lazy/recipe.py",
-        "inputs = tuple(row_input.moved(op) for row_input in self.inputs)",
-        "inputs = self.inputs", (ELEMENTWISE,)),
-    Bug("shared gradient may be changed", "lazy", "logitless/lazy/gradient.py",
-        "for joint in self.shares:", "for joint in ():", (GRADIENT,)),
-    Bug("write to logits that have a view", "lazy", "logitless/lazy/origin.py",
-        "return alone and all(view() is None for view in root.lent)", "return alone", (INFERENCE,)),
-    Bug("all rows are computed for columns of one row", "lazy", "logitless/lazy/views.py",
-        "return _selected(z, rows, slice(None))[..., last]", "return NotImplemented", (INFERENCE,)),
-    Bug("weight not compared without gradients", "lazy", "logitless/lazy/recipe.py",
-        "if self.stale():", "if self.changed():", (INFERENCE,)),
-    Bug("a whole graph ends at the head", "lazy", "logitless/lazy/compiled.py",
-        "tracer is None or tracer.one_graph or", "tracer is None or", (COMPILED,)),
-    Bug("a new head stays plain if compiled", "lazy", "logitless/lazy/fuse.py",
-        "outside_of_graph(self.prepare, model)", "pass", (COMPILED,)),
-    Bug("a compiled teacher stays plain", "lazy", "logitless/lazy/fused_head.py",
-        "if plain and not _contexts:", "if plain:", (COMPILED,)),
-    Bug("report counts a line once", "lazy", "logitless/lazy/report.py",
-        "Materialised(operation, shape, size, 1, line).plus(old)",
-        "Materialised(operation, shape, size, 1, line)", (REPORT,)),
-
-    # store/
-    Bug("shared beginning taken for one document's", "store", "logitless/store/index.py",
-        "torch.maximum(before[place], after[place]) >= length", "before[place] < 0",
-        ("tests/store/test_lookup.py",)),
-    Bug("last block not compared", "store", "logitless/store/blocks.py",
-        "for at in range(0, len(data), BLOCK)]", "for at in range(0, len(data) - BLOCK, BLOCK)]",
-        ("tests/store/test_blocks.py",)),
-    Bug("mass lost in rounding", "store", "logitless/store/rows.py",
-        "top = torch.where(top == -torch.inf, top, mass - rounded_mass)", "top = top.clone()",
-        ("tests/store/test_format.py",)),
-    Bug("tokens from inside a byte", "store", "logitless/store/shard.py",
-        "[(begin - begin % 8, end", "[(begin - begin % 2, end",
-        ("tests/store/test_format.py",)),
-    Bug("journal of a written shard", "store", "logitless/store/journal.py",
-        "if not is_known:", "if True:", ("tests/store/test_journal.py",)),
-    Bug("pending document added twice", "store", "logitless/store/writer.py",
-        "if _digest(tokens) in self.digests:", "if False:", ("tests/store/test_journal.py",)),
-    Bug("rows with holes in them", "store", "logitless/store/capture.py",
-        "contiguous = int(places[-1] - places[0]) + 1 == len(places)", "contiguous = True",
-        ("tests/store/test_capture.py",)),
-    Bug("server's rows not moved", "store", "logitless/store/importers.py",
-        "[*entries[1:], after]", "[*entries[:-1], after]",
-        ("tests/store/test_importers.py",)),
-
-    # nn.py, hf.py
-    Bug("module passes ce_weight", "nn.py", "logitless/nn.py",
-        '"kd_weight": kd_weight,', '"kd_weight": ce_weight,', ("tests/test_nn.py",)),
-    Bug("module forgets z_loss", "nn.py", "logitless/nn.py",
-        '            "z_loss": self.z_loss,\n', "", ("tests/test_nn.py",)),
-    Bug("module's beta", "nn.py", "logitless/nn.py",
-        'super().__init__({"beta": beta,', 'super().__init__({"beta": 1 - beta,',
-        ("tests/test_nn.py",)),
-    Bug("log counts one batch's tokens", "hf.py", "logitless/hf.py",
-        "items = count if num_items_in_batch is None else num_items_in_batch", "items = count",
-        ("tests/test_hf.py",)),
-    Bug("padded teacher's head", "hf.py", "logitless/hf.py",
-        "logits = logits[..., : self._vocabulary()]", "logits = logits[..., :]",
-        ("tests/test_hf.py",)),
-
-    # trl_head/
-    Bug("scaled logits' softcap", "trl_head", "logitless/trl_head/computed.py",
-        "softcap and softcap / scale", "softcap", ("tests/trl_head/test_computed.py",)),
-    Bug("squares at twice the heat", "trl_head", "logitless/trl_head/computed.py",
-        'how["temperature"] / 2', 'how["temperature"] * 2', ("tests/trl_head/test_computed.py",)),
-    Bug("any use of a sum's rows", "trl_head", "logitless/trl_head/computed.py",
-        "torch.where(low == high, -low, torch.nan)", "-low", ("tests/trl_head/test_computed.py",)),
-    Bug("rows without a label count", "trl_head", "logitless/trl_head/computed.py",
-        "counts.numel() == len(hidden)", "False", ("tests/trl_head/test_computed.py",)),
-
-    # cli/
-    Bug("all-reduce moves half", "cli", "logitless/cli/scale.py",
-        "reduce=latency + 2 * (tp - 1)", "reduce=latency + (tp - 1)", ("tests/cli/test_scale.py",)),
-    Bug("least strict reference", "cli", "logitless/cli/bench/results.py",
-        "factor * min(known.values())", "factor * max(known.values())",
-        ("tests/cli/test_bench.py",)),
-    Bug("reference counts ignored rows", "cli", "logitless/cli/formulas.py",
-        "kept = target[target != IGNORED]", "kept = target.clamp(min=0)",
-        ("tests/cli/test_bench.py",)),
+    *ABOVE,
 )  # fmt: skip
