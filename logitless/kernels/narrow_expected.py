@@ -42,11 +42,11 @@ class Expected(NamedTuple):
 def is_expected(reading: Reading) -> bool:
     """Whether the gradient of a loss needs no sums except those of `Expected`.
 
-    Ids are left out, because p and the teacher's probability at an id can be nearly equal, as at
-    the label.
+    Losses with ids are left out, because p and the teacher's probability at an id can be nearly
+    equal, as at the label. The labels of a loss without a statistic at the label are only a mask.
     """
-    simple = reading.label is not None and reading.ids is None and reading.softcap is None
-    return simple and not any(reading.sums)
+    at_label = reading.ids is None and not {"nll", "logprob", "picked"}.isdisjoint(reading.wants)
+    return at_label and reading.softcap is None and not any(reading.sums)
 
 
 @dataclass(frozen=True)

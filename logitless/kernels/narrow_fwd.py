@@ -264,7 +264,7 @@ def narrow_partial(
     expected, visits = None, (None,) * len(Visits._fields)
     if expects:
         expected = torch.empty((cut.splits, N, D), device=device, dtype=torch.float32)
-        visits = _visits_of_labels(reading, N, cut)
+        visits = _visits_of_labels(label.reshape(-1), V, cut)
     if N:
         temperature, softcap = reading.row_temperature, reading.softcap
         by_row = () if temperature is None else (temperature.contiguous(),)
@@ -283,13 +283,12 @@ def narrow_partial(
     return Partials(state.mT[:N], picked), found
 
 
-def _visits_of_labels(reading: Reading, N: int, cut: config.Config) -> Visits:
-    """Sorts the labels by the tiles that contain them."""
-    order, label = order_by_rows(N, reading.vocab, cut), reading.label.reshape(-1)
-    tiles = torch.arange(N, device=label.device) // cut.block_n
+def _visits_of_labels(label: Tensor, V: int, cut: config.Config) -> Visits:
+    """Sorts the labels (N,) by the tiles that contain them."""
+    order = order_by_rows(len(label), V, cut)
+    tiles = torch.arange(len(label), device=label.device) // cut.block_n
     places = tiles * order.step + label // cut.block_v
-    inside = (label >= 0) & (label < reading.vocab)
-    return visited(order, torch.where(inside, places, NO_TILE.value))
+    return visited(order, torch.where((label >= 0) & (label < V), places, NO_TILE.value))
 
 
 @functools.lru_cache(REMEMBERED)

@@ -59,7 +59,7 @@ def narrow_gradients(
     rate = None if reading.temperature is None else LOG2E.value / reading.temperature
     known = (*_sizes_of(pairs), rate, reading.softcap)
     if d_hidden is not None and expected is not None:
-        assert pairs is not None
+        assert pairs is not None  # see is_expected
         hidden_from_expected(expected, weight, terms, pairs, d_hidden)
     elif d_hidden is not None:
         out = d_hidden

@@ -112,6 +112,8 @@ def test_which_losses_need_only_the_sums_of_forward(device):
     for change, expects in (
         ({}, True),
         ({"label": None, "wants": ("lse",)}, False),
+        ({"wants": ("lse",)}, False),  # the labels are only a mask
+        ({"wants": ("lse", "logprob")}, True),
         ({"ids": label[:, None], "wants": ("picked",)}, False),
         ({"softcap": 3.0}, False),
         ({"wants": ("nll", "entropy")}, False),
