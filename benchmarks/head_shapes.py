@@ -119,11 +119,12 @@ def main() -> None:
     parser.add_argument("--only", choices=("odd", "small"))
     parser.add_argument("--minutes", type=float, default=9.0, help="start no case after this time")
     parser.add_argument("--shape", action="append", help="measure this shape, on a CPU too")
+    parser.add_argument("--rivals", default=",".join(RIVALS), help="other libraries to measure")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not given.shape:
         sys.exit("This benchmark needs a GPU, or --shape with a small shape.")
-    names = (OURS, *RIVALS) if device == "cuda" else (OURS, EAGER)
+    names = (OURS, *given.rivals.split(",")) if device == "cuda" else (OURS, EAGER)
     loaded, versions = contenders.load(names, device)
     cases = []
     if given.only != "odd":
