@@ -15,7 +15,10 @@ def linear(
     hidden: Any, weight: Any, bias: Any, grad: Any, workspace: Any, dtype: Any, accumulate: Any,
     drop_ignored: Any, second_hidden: Any = None, second_weight: Any = None,
 ) -> None:  # fmt: skip
-    """Checks the arguments of LinearLogits. The argument `low_rank` is a pair of tensors."""
+    """Checks the arguments of LinearLogits.
+
+    `second_hidden` and `second_weight` are the two tensors of the argument `low_rank`.
+    """
     head(hidden, weight, bias, workspace)
     if second_hidden is not None or second_weight is not None:
         low_rank(second_hidden, second_weight, hidden, weight)
