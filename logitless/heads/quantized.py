@@ -29,9 +29,9 @@ def is_quantized(t: Tensor) -> bool:
 def why_not_readable(t: Any) -> str | None:
     """The reason why a quantised weight cannot be read in blocks, or None if it can be read.
 
-    The reason is the end of a sentence whose subject is the weight. A weight is not read in blocks
-    if its class also quantises the input of the product. The product with the dequantised weight
-    would have other values.
+    The reason is the end of a sentence whose subject is the weight. A weight whose class also
+    quantises the input of the product is not read in blocks. The product of the unquantised input
+    and the dequantised weight would have other values.
     """
     if t.requires_grad:
         return "is quantised and requires a gradient"
@@ -49,7 +49,7 @@ def why_not_readable(t: Any) -> str | None:
 
 
 def row_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yields blocks of a quantised weight: a slice of rows, and a plain tensor with these rows."""
+    """Yields slices of rows of a quantised weight, and the rows as plain tensors of `dtype`."""
     width = max(weight.shape[1], 1) * max(dtype.itemsize, weight.dtype.itemsize)
     step = max(BLOCK // width // UNIT, 1) * UNIT
     for start in range(0, len(weight), step):

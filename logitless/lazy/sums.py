@@ -3,7 +3,8 @@
 The logits hidden1 @ weight1.T + hidden2 @ weight2.T are the logits of a single head. The hidden
 states of this head are hidden1 and hidden2 side by side. Its weights are weight1, and weight2 as
 `low_rank` (heads/head.py). So a loss over the sum is computed chunk by chunk, and never
-materialises either product. Only the hidden states are copied.
+materialises either product. The hidden states are copied. If a head has several adapters, the
+matrices B of the adapters are copied too.
 """
 
 from typing import Any
@@ -30,9 +31,10 @@ NO_NEEDS = (False,) * 4
 def summed(a: LazyLogits, b: LazyLogits) -> Any:
     """Returns a + b as lazy logits of a single head, or NotImplemented.
 
-    The head with the wider weight is the first head of the sum. If only one of a and b needs a
-    gradient, its weight must be narrower, as for the adapter of a frozen layer. If neither needs a
-    gradient, one weight must be narrower. For all other sums, elementwise.py computes the result.
+    The head with more columns of the weight is the first head of the sum. If only one of a and b
+    needs a gradient, the weight of its head must have fewer columns, like the adapter of a frozen
+    layer. If neither a nor b needs a gradient, the numbers of columns must differ. elementwise.py
+    computes all other sums.
     """
     if not (is_summable(a) and is_summable(b)) or a.shape != b.shape or a.device != b.device:
         return NotImplemented

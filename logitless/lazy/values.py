@@ -46,7 +46,7 @@ def to(z: LazyLogits, *args, **kwargs):
     if dtype == z.dtype:
         return z
     if is_summable(z) and dtype == own_dtype(z.recipe.head) and z.recipe.logits.pre == 1:
-        # Computing the logits in the dtype of hidden is the same as rounding fp32 logits to it.
+        # Logits in the dtype of hidden equal fp32 logits that are rounded to this dtype.
         recipe = z.recipe.with_head(logits_dtype=None).replace(formula=Direct(dtype))
         return kept(z, recipe, None, Op(lambda t: t.to(dtype), pull=lambda d: d))
     if dtype != torch.float32 or z.recipe.logits is None or not z.is_floating_point():
