@@ -1,7 +1,7 @@
 """`ll.hf.DistillTrainer`: distillation with the Trainer of Transformers.
 
 This module needs the package transformers. The loss is computed in store/training.py. The module
-also holds `use_in_trl` and `unuse_in_trl` of trl_head/adapter.py.
+also exports `use_in_trl` and `unuse_in_trl` from trl_head/adapter.py.
 """
 
 import os

@@ -24,7 +24,7 @@ class Node(torch.autograd.Function):
 
 
 def refuse_tangents(*tensors: Tensor | None) -> None:
-    """Raises if a tensor has a tangent. Must be called inside a level of forward mode."""
+    """Raises if a tensor has a tangent. Forward-mode differentiation must be active."""
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         checks.only_in_reverse()
 

@@ -6,17 +6,18 @@ by `evaluate_in_place`. If several conditions are true, the first route in this 
 - The route "source" is used if the logits are not a plain tensor. The source computes values and
   gradient.
 - The route "compiled" is used if a compiler, a dispatch mode or torch.func is active. An operator
-  (operators.py) computes values and gradient.
-- The route "single rows" is used inside `invariant` (invariant.py) if the backend is `eager`. Each
-  row is evaluated like a batch of one row.
+  (operators.py) computes values and gradient. The operators do not support `invariant`
+  (invariant.py). Inside `invariant`, torch.compile breaks the graph and uses another route.
 - The route "in place" is used if inplace=True and a gradient is needed. Forward overwrites the
   logits with the gradient (in_place.py).
+- The route "single rows" is used inside `invariant` if the backend is `eager`. Each row is
+  evaluated as a batch of one row.
 - The route "values alone" is used if no gradient is needed.
 - The route "gradient in forward" is used if the loss has saves_gradient=True, which means that its
   forward always computes the gradient. On a GPU, this route is also used for a mean or sum over at
-  most SMALL logits, if the loss has no row_inputs and row_weight requires no gradient, except
-  inside `invariant`. Forward computes the gradient for an upstream gradient of 1. Backward
-  multiplies this gradient by the upstream gradient.
+  most SMALL logits, if the loss has no row_inputs and row_weight requires no gradient. Inside
+  `invariant`, this route is used only for saves_gradient=True. Forward computes the gradient for an
+  upstream gradient of 1. Backward multiplies this gradient by the upstream gradient.
 - The route "gradient in backward" is used in all other cases. Backward computes the gradient from
   the logits and from the tensors that forward saved.
 
@@ -114,8 +115,7 @@ def _by_single_rows(
     results = []
     for i, row in enumerate(x.reshape(-1, x.shape[-1]).split(1)):
         one = single_row(loss, i, lead).replace(row_inputs=tuple(t[i] for t in inputs))
-        # A copy starts at the beginning of its own memory. So the memory of each row has the same
-        # alignment.
+        # Each row is copied to memory of its own, so that all rows have the same alignment.
         result = evaluate_on(backend, row.clone(), one, "none", None)
         results.append(result if isinstance(result, tuple) else (result,))
     outputs = tuple(
@@ -125,9 +125,9 @@ def _by_single_rows(
 
 
 def single_row(loss: RowLoss, row: int, lead: torch.Size) -> RowLoss:
-    """Returns the loss of one row, for a batch that has no other rows.
+    """Returns the loss for a batch that consists of this row alone.
 
-    The teacher's row is a copy, for the same reason as in `_by_single_rows`.
+    The teacher's row is copied, so that the teacher's rows have the same alignment in all batches.
     """
     one = loss.rows(slice(row, row + 1), lead)
     return one.map_tensors({TEACHER: lambda t: t.clone(memory_format=torch.contiguous_format)})
@@ -275,7 +275,7 @@ class GradientInBackward(Node):
 def finish(
     ctx, x: Tensor, tensors: Sequence, upstream: tuple, wanted: bool, into: Tensor | None = None
 ) -> tuple[RowLoss, Tensor | None, tuple]:
-    """Computes backward. `tensors` are those that GradientInBackward saved, except x.
+    """Computes backward. `tensors` are all tensors except x that GradientInBackward saved.
 
     Returns the loss, the gradient of the logits if `wanted`, and the gradients of row_inputs. The
     gradient of the logits is written to `into` if possible.

@@ -1,18 +1,19 @@
-"""The context manager `invariant`, and the memory layout that its promise needs.
+"""The context manager `invariant`, and the memory layout that invariant results need.
 
 Inside `with invariant():`, the results and the gradient of a row have the same bits in every batch.
-The number of rows in a batch usually determines how a kernel divides a row, and which kernel a GEMM
-uses. Inside `invariant`, every division is a function of the vocabulary, the dtype and the options:
+Usually, the number of rows in a batch determines how a kernel splits a row, and which kernel a GEMM
+uses. Inside `invariant`, every split depends only on the vocabulary, the dtype and the options:
 
 - Triton kernels compute every row in one program (kernels/stats_split_fwd.py, `cut_of`).
-- Triton kernels divide a row by 16-byte boundaries. So the rows of logits that do not start on a
-  16-byte boundary are copied (`aligned`).
-- The eager backend computes one row at a time (core/evaluate.py), because PyTorch's operations on a
-  CPU can compute an element differently at another position of a tensor.
-- The GEMMs of a head sum in a fixed order (kernels/row_gemm.py, eager/row_gemm.py).
+- Triton kernels split a row at 16-byte boundaries. So logits are copied if their rows do not all
+  start on 16-byte boundaries (`aligned`).
+- The eager backend computes one row at a time (core/evaluate.py). PyTorch's operations on a CPU can
+  round the same row differently if the row is at another position in the tensor.
+- The GEMMs of a head add the terms of each sum in a fixed order (kernels/row_gemm.py,
+  eager/row_gemm.py).
 
-A `Reading` (contract.py) carries the setting. The Reading is part of a loss, and autograd nodes
-keep the loss. So backward uses the setting that was in effect in forward.
+The field `invariant` of a `Reading` (contract.py) holds the setting. The Reading is part of a loss,
+and autograd nodes keep the loss. So backward uses the setting that was active in forward.
 """
 
 import contextlib
@@ -34,10 +35,10 @@ def invariant():
     """Inside a `with` block, results and gradients of a row have the same bits in every batch.
 
     The bits do not depend on the other rows of the batch, on the number and the order of the rows,
-    on `workspace`, or on ignored rows. The promise covers the results per row and the gradients of
-    logits and hidden states, for all losses and statistics of this library. The gradients of weight
-    and bias are sums over the batch, and are not covered. Backward can run outside of the block.
-    `invariant` applies to all threads of the process.
+    on `workspace`, or on ignored rows. This is true for the results per row and for the gradients
+    of logits and hidden states, for all losses and statistics of this library. It is not true for
+    the gradients of weight and bias, because these gradients are sums over the batch. Backward can
+    run outside of the block. `invariant` applies to all threads of the process.
 
     >>> import logitless as ll
     >>> z = torch.randn(8, 1000)
@@ -62,7 +63,7 @@ def is_invariant() -> bool:
 
 
 def uncompiled(function: Callable) -> Callable:
-    """Returns a function that torch.compile calls without compiling it, by a break of the graph."""
+    """Returns a function that torch.compile does not compile. A call breaks the graph."""
     return torch.compiler.disable(function, reason="ll.invariant() is active")  # pyright: ignore
 
 
@@ -74,14 +75,14 @@ def refuse_operator() -> None:
 
 
 def computes_single_rows(backend: Any) -> bool:
-    """Whether this backend must get one row at a time to be invariant."""
+    """Whether this backend is invariant only if it computes one row at a time."""
     return backend is eager or getattr(backend, "backend", None) is eager
 
 
 def aligned(x: Tensor) -> Tensor:
-    """Returns logits x (..., V) whose rows all start on 16-byte boundaries.
+    """Returns the logits x (..., V) in memory where every row starts on a 16-byte boundary.
 
-    The result is x, or a differentiable copy of x with padding between the rows.
+    The result is x, or a differentiable copy of x. The copy has padding between rows if needed.
     """
     if starts_aligned(x):
         return x
@@ -93,7 +94,7 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def starts_aligned(x: Tensor) -> bool:
-    """Whether every row of x starts on a 16-byte boundary, and kernels read x without a copy."""
+    """Whether rows of x start on 16-byte boundaries, and kernels can read x without a copy."""
     *sizes, vocab = x.shape
     *steps, last = x.stride()
     if x.dim() > 3 or (last != 1 and vocab > 1) or x.data_ptr() % 16:
@@ -105,7 +106,7 @@ def starts_aligned(x: Tensor) -> bool:
 def aligned_memory(x: Tensor) -> Tensor | None:
     """Allocates memory (N, V) for the gradient of x, with rows that start on 16-byte boundaries.
 
-    The result is None if contiguous memory has such rows.
+    The result is None if the rows of contiguous memory already start on 16-byte boundaries.
     """
     vocab, pad = x.shape[-1], -x.shape[-1] % (16 // x.element_size())
     if not pad:

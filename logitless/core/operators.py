@@ -31,7 +31,7 @@ _ARGUMENTS = {
     "label_name": "str label_name",
 }
 _STRUCTS: dict[str, Any] = {"reading": Reading, "slots": Slots, "pair": Pair}
-# `invariant`, the last field of a Reading, is not an argument.
+# `invariant`, the last field of a Reading, is not an argument of the operators.
 _FIELDS = {Reading: Reading._fields[:-1], Slots: Slots._fields, Pair: Pair._fields}
 
 library = torch.library.Library("logitless", "DEF")

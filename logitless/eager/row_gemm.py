@@ -15,10 +15,10 @@ def row_gemm(
 ) -> Tensor:
     """Writes a @ b + bias to `out`. A row has the same bits for every number of rows M.
 
-    If `transposed`, the product is a @ b.T. One row is multiplied at a time, because the GEMMs of a
-    CPU library can add the terms of a row in another order for another number of rows, or at
-    another position of the row. The rows of a are copied, so that the memory of each row has the
-    same alignment.
+    If `transposed`, the product is a @ b.T. Each row of a is multiplied on its own, because the
+    GEMM of a CPU library can add terms in another order if the number of rows is different, or if
+    the row is at another position in a. The rows of a are copied, so that all rows have the same
+    alignment in memory.
     """
     b, dtype = b.t() if transposed else b, out.dtype
     step = b.shape[1]

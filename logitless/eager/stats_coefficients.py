@@ -1,7 +1,8 @@
 """Coefficients of the backward formula, from the gradients of the row statistics.
 
-contract.py defines the formula and its coefficients. RULES says which coefficients the gradient of
-a statistic adds to. kernels/stats_coefficients.py applies the same RULES in one launch.
+contract.py defines the formula and its coefficients. RULES lists, for each statistic, the terms
+that its gradient adds to coefficients. kernels/stats_coefficients.py applies the same RULES in one
+launch.
 """
 
 import functools
@@ -20,12 +21,12 @@ class Term(NamedTuple):
     coefficient: str  # a name of contract.FIELDS
     sign: int
     # "" stands for 1, "entropy" for the row's entropy, and "classes" for the sum Σ v of the class
-    # weights, which is V without class weights.
+    # weights. Without class weights, this sum is V.
     times: str = ""
 
 
 # The terms of each statistic that has a gradient, except the tail. A new statistic needs one line
-# in RULES. A term for "label" is a term for the ids if there are K ids per row.
+# in RULES. If there are K ids per row, a term for "label" is added to the coefficients of the ids.
 RULES: dict[str, tuple[Term, ...]] = {
     "lse": (Term("a", 1),),  # d lse / dz_i = p_i
     "picked": (Term("label", 1),),  # d z[id] / dz_i = [i = id]
@@ -51,9 +52,9 @@ def fields_of(wants: tuple[str, ...], has_ids: bool) -> tuple[str, ...]:
 
 @made_once
 def of_one(name: str, device: torch.device, dtype: torch.dtype) -> Coefficients | None:
-    """The coefficients of one statistic's gradient, for a gradient of 1, equal for all rows.
+    """Returns the coefficients for a gradient of 1 of one statistic. All rows share them.
 
-    The result is None if the coefficients differ between rows.
+    The result is None if the coefficients depend on the row or on the class weights.
     """
     rule = RULES.get(name)
     if rule is None or any(term.times for term in rule):

@@ -99,8 +99,8 @@ def _add_rows(
     if sums.total is not None:
         sums.total[rows] = _weighted_sum(y, reading.class_weight)
     only_s = sums.w is None and sums.total is None and sums.log_total is None and sums.tail is None
-    # The sum without centring has other bits. An invariant log-probability must not depend on the
-    # other statistics that are requested.
+    # The sum without centring is rounded differently, and is used only for some sets of statistics.
+    # An invariant log-probability must not depend on the other statistics that are requested.
     if only_s and not reading.invariant and needs_no_centring(m, inv_t):
         y_is_copy = y.dtype != flat.dtype or reading.softcap is not None
         sums.s[rows] = torch.exp(y, out=y if y_is_copy else None).sum(1, keepdim=True) * (-m).exp()

@@ -15,7 +15,10 @@ def linear(
     hidden: Any, weight: Any, bias: Any, grad: Any, workspace: Any, dtype: Any, accumulate: Any,
     drop_ignored: Any, second_hidden: Any = None, second_weight: Any = None,
 ) -> None:  # fmt: skip
-    """Checks the arguments of LinearLogits. The argument `low_rank` is a pair of tensors."""
+    """Checks the arguments of LinearLogits.
+
+    `second_hidden` and `second_weight` are the two tensors of the argument `low_rank`.
+    """
     head(hidden, weight, bias, workspace)
     if second_hidden is not None or second_weight is not None:
         low_rank(second_hidden, second_weight, hidden, weight)
@@ -53,7 +56,9 @@ def head(hidden: Any, weight: Any, bias: Any, workspace: Any) -> None:
 
 def readable(name: str, t: Tensor) -> None:
     """Checks that a quantised tensor is a weight that can be dequantised in blocks of rows."""
-    reason = why_not_readable(t) if name == "weight" else "must not be quantised"
+    if name != "weight":
+        raise TypeError(f"{name} must be a plain tensor, got a {type(t).__name__}.")
+    reason = why_not_readable(t)
     if reason is not None:
         raise TypeError(
             f"{name} must be a plain tensor, or a quantised weight whose rows can be dequantised,"

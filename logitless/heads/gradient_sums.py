@@ -52,7 +52,7 @@ class HeadGradients(NamedTuple):
         return self.hidden, self.weight, self.bias, self.low_rank
 
     def with_tensors(self, tensors: Iterable[Tensor | None]) -> "HeadGradients":
-        """A copy with changed gradients of the head's tensors."""
+        """Returns a copy with these gradients, in the order of Head.tensors."""
         hidden, weight, bias, low_rank = tensors
         return self._replace(hidden=hidden, weight=weight, bias=bias, low_rank=low_rank)
 

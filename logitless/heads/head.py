@@ -6,9 +6,9 @@ logits without gradients, and can apply a scale and a softcap to the logits. `fl
 tensors, which autograd saves, from the options.
 
 A head can have a second weight, `low_rank`, such as the matrix B of a LoRA adapter. The two weights
-stand side by side. Together they are one weight of shape (V, D + R), which is never stored as one
-tensor. The hidden states are one tensor of shape (..., D + R). So every operation on the rows of
-hidden, such as a view, a split or a sum over ranks, needs no code of its own for adapters.
+side by side are one weight of shape (V, D + R), which is never stored as one tensor. The hidden
+states are one tensor of shape (..., D + R). So operations on the rows of hidden, such as a view, a
+split or a sum over ranks, need no additional code for adapters.
 """
 
 import contextlib
@@ -168,7 +168,7 @@ class Head:
         return product(h, weight, bias, low_rank, out)
 
     def d_hidden(self, dz: Tensor, out: Tensor) -> Tensor:
-        """Writes the gradient of the hidden states to `out`, where dz (n, V) is the logits'."""
+        """Writes the gradient of hidden to `out`. dz (n, V) is the gradient of the logits."""
         weight = self.weight.detach()
         low_rank = None if self.low_rank is None else self.low_rank.detach()
         if self.invariant:
@@ -205,8 +205,8 @@ class Head:
     def cut(self, work: Work) -> Cut:
         """Returns the numbers of rows and columns of logits to compute at once.
 
-        An invariant head is computed in chunks of rows. The eager backend computes one row at a
-        time.
+        An invariant head is computed in chunks of whole rows. With the eager backend, each chunk of
+        an invariant head is one row.
         """
         if not self.invariant:
             return (plan.forced or plan.choose)(work, self.workspace, self.hidden.device.type)

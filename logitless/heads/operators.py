@@ -221,7 +221,7 @@ _EXTRAS = 7  # the index of the first extra in the result of the operator `total
 def _needs(
     hidden: bool, weight: bool, bias: bool, low_rank: bool, row_weight: bool = False
 ) -> Needs:
-    """Converts the flags of an operator, which have the order of Head.tensors."""
+    """Returns the Needs of an operator. The first four flags have the order of Head.tensors."""
     return Needs(hidden, weight, bias, row_weight, low_rank=low_rank)
 
 

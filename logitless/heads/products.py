@@ -25,7 +25,7 @@ def product(
     """
     if low_rank is None:
         return add_product(h, weight, bias, out)
-    # The small product runs first, so that the large sum is rounded only once.
+    # The small product is computed first, so that the large product is rounded only once.
     first, second = two_parts(h, weight, low_rank)
     add_product(second, low_rank.to(h.dtype), bias, out)
     return add_product(first, weight, out, out)
@@ -130,7 +130,10 @@ def hidden_gradient(
 
 
 def times_weight(dz: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """Writes dz @ weight to `out`, or to a new tensor. The product of blocks is summed in fp32."""
+    """Writes dz @ weight to `out`, or to a new tensor.
+
+    For a quantised weight, the products of the blocks are summed in fp32.
+    """
     if not is_quantized(weight):
         return gemm(dz, weight, out)
     shape, full = (len(dz), weight.shape[1]), PRECISION[dz.dtype]
@@ -275,6 +278,6 @@ def cast_by_autocast(t: Tensor) -> Tensor:
     """Casts t to the dtype that autocast uses in F.linear. fp64 tensors are not cast."""
     if not isinstance(t, Tensor) or t.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return t
-    if is_quantized(t):  # its blocks are cast when they are dequantised
+    if is_quantized(t):  # row_blocks casts each block
         return t
     return t.to(torch.get_autocast_dtype(t.device.type))

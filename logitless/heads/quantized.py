@@ -1,7 +1,8 @@
 """Weights that are stored in few bits, such as torchao's int8 and fp8 tensors.
 
 The GEMMs of a head read a quantised weight in blocks of rows. Each block is dequantised just before
-its GEMM, so a whole plain weight is never in memory. A quantised weight gets no gradient.
+its GEMM. So a whole plain weight is never in memory, except inside `ll.invariant()`. A quantised
+weight gets no gradient.
 """
 
 from collections.abc import Iterator
@@ -28,8 +29,9 @@ def is_quantized(t: Tensor) -> bool:
 def why_not_readable(t: Any) -> str | None:
     """The reason why a quantised weight cannot be read in blocks, or None if it can be read.
 
-    The phrase follows the words "its weight". A weight whose class also quantises the input of the
-    product is not read in blocks, because the product of the dequantised weight differs.
+    The reason is the end of a sentence whose subject is the weight. A weight whose class also
+    quantises the input of the product is not read in blocks. The product of the unquantised input
+    and the dequantised weight would have other values.
     """
     if t.requires_grad:
         return "is quantised and requires a gradient"
@@ -40,14 +42,14 @@ def why_not_readable(t: Any) -> str | None:
             return "is quantised together with its input"
     try:
         rows = t.detach()[:UNIT].dequantize()
-    except Exception:  # the class decides what it raises
+    except Exception:  # each class can raise other exceptions
         return "is quantised, and its rows cannot be dequantised separately"
     fits = type(rows) is Tensor and rows.shape == (min(UNIT, len(t)), t.shape[1])
     return None if fits else "is quantised, and its rows cannot be dequantised separately"
 
 
 def row_blocks(weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Yields ranges of rows of a quantised weight, and these rows as plain tensors of `dtype`."""
+    """Yields slices of rows of a quantised weight, and the rows as plain tensors of `dtype`."""
     width = max(weight.shape[1], 1) * max(dtype.itemsize, weight.dtype.itemsize)
     step = max(BLOCK // width // UNIT, 1) * UNIT
     for start in range(0, len(weight), step):

@@ -142,7 +142,10 @@ def _total(
 
 
 def _as_gradients(d_head: tuple, d_rows: tuple = ()) -> HeadGradients:
-    """Names the gradients of the head's tensors, in the order of Head.tensors, and of the rows."""
+    """Returns HeadGradients from tuples of gradients.
+
+    `d_head` has the order of Head.tensors. `d_rows` holds the gradients of row_inputs.
+    """
     d_hidden, d_weight, d_bias, d_low_rank = d_head
     return HeadGradients(d_hidden, d_weight, d_bias, low_rank=d_low_rank, row_inputs=d_rows)
 

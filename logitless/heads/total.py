@@ -46,9 +46,9 @@ class Call(NamedTuple):
         return self._replace(head=head, loss=self.loss.rebuild(of_loss), row_weight=row_weight)
 
     def steady(self) -> "Call":
-        """Returns the call with an invariant head and invariant teachers, if the loss requires it.
+        """Returns a call with an invariant head and invariant teachers, if the loss is invariant.
 
-        Otherwise returns the call itself.
+        Otherwise, returns the same call.
         """
         if not self.loss.reading.invariant:
             return self
@@ -126,8 +126,9 @@ def _values_and_gradients(
         scale = factor if factor is None or factor.dim() == 0 else factor[rows]
         if wanted:
             into = tile.into
-            # A loss without gradients computes `forward`. So an invariant loss calls `forward`
-            # here too, instead of a kernel that computes loss and gradient in one pass.
+            # An invariant loss has the same bits with and without gradients. Without gradients, it
+            # is computed by `forward`. So it is computed by `forward` here too, instead of by a
+            # kernel that computes loss and gradient in one pass.
             both = RowLoss if head.invariant else type(loss)
             outputs, tile.gradient, saved = both.value_and_gradient(
                 tile.loss, backend, z, scale, into

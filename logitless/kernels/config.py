@@ -136,8 +136,9 @@ def blockfp_gemm() -> Config:
     return overridden(Config(128, 8))
 
 
-# The tiles of row_gemm.py: rows, columns, columns of the first matrix per step, warps, stages. The
-# key is the number of bytes per element, and whether the GPU has the shared memory of Hopper.
+# The tile sizes of row_gemm.py: rows, columns, columns of the first matrix per step, warps, stages.
+# The key is the number of bytes per element, and whether the GPU has at least as much shared memory
+# as Hopper.
 ROW_GEMM = {
     (2, True): (128, 256, 64, 8, 3), (2, False): (128, 128, 32, 4, 2),
     (4, True): (64, 128, 16, 8, 3), (4, False): (64, 64, 16, 4, 2),
@@ -145,10 +146,10 @@ ROW_GEMM = {
 
 
 def row_gemm(itemsize: int, memory: int) -> Config:
-    """Returns the tiles of a GEMM whose rows do not depend on the number of rows.
+    """Returns the tile sizes of row_gemm.py. They do not depend on the number of rows.
 
-    `block_n` are the rows of a tile, `block_v` the columns, and `span` the columns of the first
-    matrix per step. `memory` is the number of bytes of shared memory that a program can use.
+    A tile has `block_n` rows and `block_v` columns. Each step reads `span` columns of the first
+    matrix. `memory` is the number of bytes of shared memory that a program can use.
     """
     rows, columns, step, warps, stages = ROW_GEMM[itemsize, memory >= HOPPER_MEMORY]
     return overridden(Config(columns, warps, span=step, block_n=rows, stages=stages))

@@ -6,9 +6,10 @@ queries, and the weight is both the keys and the values. So the forward kernel (
 computes Σ e^(d/T) · weight together with the logsumexp. The kernel of this file merges the splits
 of these sums, and computes the gradient of the hidden states without computing the logits again.
 
-The column of the label is left out of the sums. If p of the label is near 1, the gradient is
-the difference of two nearly equal vectors. This kernel adds the label's own p to the label's term
-of the gradient in fp32, before the product with the weight, so that the difference is exact.
+The column of the label is left out of the sums. With this column, the gradient would be the
+difference of two nearly equal vectors if p of the label is near 1. Instead, this kernel adds p of
+the label to the label's term of the gradient in fp32, before the product with the weight. So the
+difference is exact.
 """
 
 import functools
@@ -36,14 +37,15 @@ class Expected(NamedTuple):
     """The sums Σ e^(d/T) · weight of each split, without the label's column."""
 
     sums: Tensor  # (splits, N, D), fp32
-    state: Tensor  # (N rounded up, fields, splits), which holds d's max, and y at the label
+    state: Tensor  # (N rounded up, fields, splits); holds the max m of y, and y at the label
 
 
 def is_expected(reading: Reading) -> bool:
     """Whether the gradient of a loss needs no sums except those of `Expected`.
 
-    Losses with ids are left out, because p and the teacher's probability at an id can be nearly
-    equal, as at the label. The labels of a loss without a statistic at the label are only a mask.
+    The result is False for a loss with ids, because p and the teacher's probability at an id can be
+    nearly equal. `Expected` leaves out only the label's column. The result is also False for a loss
+    without a statistic at the label. The labels of such a loss only mark ignored rows.
     """
     at_label = reading.ids is None and not {"nll", "logprob", "picked"}.isdisjoint(reading.wants)
     return at_label and reading.softcap is None and not any(reading.sums)

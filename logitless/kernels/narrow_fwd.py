@@ -58,7 +58,8 @@ class _Constants:
 class _Labels(NamedTuple):
     """The labels, as pairs of row and column that are sorted by tile (narrow_terms.py).
 
-    All fields except `count` are pointers. The pointers are None if `Expected` is not computed.
+    All fields except `count` are pointers. PLACES, ENDS and INDEX are None if `Expected` is not
+    computed.
     """
 
     LABEL: tl.tensor
@@ -74,7 +75,7 @@ class _Sums(NamedTuple):
     state: State
     expected: tl.tensor  # (rows, D), see narrow_expected.py; 0 if not needed
     pair: tl.tensor  # the index of the next label
-    place: tl.tensor  # the place of its tile (see Order in narrow_terms.py)
+    place: tl.tensor  # the place of the next label's tile (see Order in narrow_terms.py)
 
 
 class _Window(NamedTuple):
@@ -132,7 +133,7 @@ def _fold(sums, window, ref, start, WHOLE: tl.constexpr, CONSTANTS: tl.constexpr
     )  # fmt: skip
     expected, pair, at = sums.expected, sums.pair, sums.place
     if window.labels.PLACES is not None:
-        # The compiler computes these exponentials only once, here and in fold_values.
+        # fold_values computes the same exponentials. The compiler computes them only once.
         e, _ = exponentials(y, new.m, window.rate)
         labels = window.labels
         if at == window.begin + start // BLOCK_V:
@@ -243,8 +244,9 @@ def narrow_partial(
 ) -> tuple[Partials, Expected | None]:
     """Returns the partial statistics of each split of the logits hidden @ weight.T + bias.
 
-    The second result is the sums for the gradient of the hidden states. It is None if `expects` is
-    False, if the loss needs other sums, or if the sums would take too much memory.
+    The second result holds the sums for the gradient of the hidden states. The second result is
+    None if `expects` is False, if the loss needs other sums, or if the sums would take too much
+    memory.
     """
     (N, D), V, device = hidden.shape, len(weight), hidden.device
     sums, label, ids = reading.sums, reading.label, reading.ids

@@ -1,9 +1,9 @@
 """A GEMM whose rows have the same bits for every number of rows.
 
 A GEMM library chooses its kernel by the shapes of the matrices. So the order in which the terms of
-a sum are added depends on the number of rows. Here, the order is fixed: every tile of the result is
-computed by one program, which adds the products of BLOCK_K columns after the other. The sizes of
-the tiles depend only on the dtype and the device (config.row_gemm).
+a sum are added depends on the number of rows. In this file, the order is fixed. One program
+computes a whole tile of the result, and adds the products of BLOCK_K columns at a time, from left
+to right. The tile sizes depend only on the dtype and the device (config.row_gemm).
 """
 
 import functools
@@ -19,7 +19,7 @@ from .blockfp_gemm import PACK, aligned_matrix, is_aligned, tiles_of
 from .launch import REMEMBERED, Launch
 from .profiling import nothing, profiled
 
-GROUP = 16  # rows of tiles that are computed together, so that their programs share the cache
+GROUP = 16  # rows of tiles in a group; programs of the same group share data in the cache
 
 
 @triton.jit(
@@ -37,8 +37,9 @@ def _row_gemm_kernel(
 ):  # fmt: skip
     """Each program computes several tiles of the result in a loop.
 
-    Tiles are numbered in groups of GROUP rows of tiles. In a group, tiles with consecutive numbers
-    are below each other. If TRANSPOSED, the result is A @ B.T + BIAS, otherwise A @ B + BIAS.
+    Tiles are numbered group by group. A group is GROUP rows of tiles. Inside a group, the tiles are
+    numbered column by column, from top to bottom. If TRANSPOSED, the result is A @ B.T + BIAS,
+    otherwise A @ B + BIAS.
     """
     down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), down * across, programs, flatten=True):
@@ -59,7 +60,7 @@ def _row_gemm_kernel(
         if HAS_BIAS:
             offs_n = n + tl.arange(0, BLOCK_N)
             x += tl.load(BIAS + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-        # The result is stored through shared memory. Two halves need less shared memory.
+        # A store goes through shared memory. Storing two halves in turn needs less shared memory.
         left, right = x.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
         OUT.store([m, n], left.to(OUT.dtype))
         OUT.store([m, n + BLOCK_N // 2], right.to(OUT.dtype))

@@ -53,7 +53,7 @@ class _Sums(NamedTuple):
 
 @triton.constexpr_function
 def sign_of(constants, index, coefficient, times):
-    """The sign of a statistic's term for a coefficient, or 0 if there is no such term."""
+    """The sign of a statistic's term for a coefficient, or 0 if RULES has no such term."""
     if index >= len(constants.names):
         return 0
     terms = RULES[constants.names[index]]
@@ -72,7 +72,7 @@ def step_of(constants, index):
 
 @triton.jit
 def _plus(total, d, SIGN: tl.constexpr):
-    """Returns total + SIGN · d. A gradient that is infinite does not matter if SIGN is 0."""
+    """Returns total + SIGN · d. If SIGN is 0, an infinite d has no effect."""
     if SIGN == 0:
         return total
     else:
@@ -92,7 +92,7 @@ def _sum_over_ids(D, row, mask, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr)
 
 @triton.jit
 def _add(sums, D, entropy, row, mask, K, INDEX: tl.constexpr, CONSTANTS: tl.constexpr):
-    """Adds the terms of one statistic, whose gradient is D. A gradient that is None is 0."""
+    """Adds the terms of one statistic. D is the gradient of the statistic. None stands for 0."""
     if D is None:
         return sums
     else:

@@ -178,9 +178,9 @@ def cut_of(
 ) -> config.Config:
     """Returns the Config of the forward pass over these rows.
 
-    If `invariant`, the Config depends only on the vocabulary and the dtype. The Config is that of
-    many rows and many statistics. So a log-probability has the same bits for any number of rows,
-    and beside any other statistics.
+    If `invariant`, the Config depends only on the vocabulary and the dtype. It is the Config for
+    many rows and several statistics. So a log-probability has the same bits for every number of
+    rows, with or without other statistics.
     """
     heavy = invariant or softcap is not None or sums.entropy or sums.argmax or sums.total
     processors = config.processors(device)

@@ -213,7 +213,7 @@ class Guard:
             self.obstacle = f"The head, {name_of(products.head)}, {products.why_plain()}."
 
     def read_by_adapter(self) -> None:
-        """Runs after an adapter has computed lazy logits of the head without calling the head."""
+        """Runs after trl_head/adapter.py has used the head's weight without calling the head."""
         self.calls += 1
         self.obstacle = None
 

@@ -69,10 +69,10 @@ for _name in ("getitem", "len", "iter", "neg", "mul", "rmul", "truediv", "add", 
 class LinearLogits(AsTensor, Logits):
     """Logits (..., V) = hidden (..., D) @ weight (V, D).T + bias (V,) for every loss of logitless.
 
-    `low_rank` is a pair of tensors (..., R) and (V, R), whose product is added to the logits. For a
-    LoRA adapter with matrices A and B, the pair is (scaling · x @ A.T, B). The sum of weight and
-    B @ A is never computed. If `weight` requires no gradient, the gradient of `weight` is not
-    computed either.
+    `low_rank` is a pair of tensors a (..., R) and b (V, R). The product a @ b.T is added to the
+    logits. For a LoRA adapter with matrices A and B, the pair is (scaling · x @ A.T, B), where x is
+    the adapter's input. The sum of weight and B @ A is never computed. The gradient of `weight` is
+    computed only if `weight` requires a gradient.
 
     `workspace` limits the number of bytes of logits that are in memory at the same time. The logits
     of a teacher need memory in addition to the workspace. The default workspace is 1 GiB on a GPU

@@ -1,9 +1,10 @@
 """The sum of the lazy logits of two heads, such as a linear layer and its LoRA adapter.
 
-The sum hidden1 @ weight1.T + hidden2 @ weight2.T is the product of a single head. The hidden states
-of this head are hidden1 and hidden2 side by side, and its weights are weight1 and weight2
-(Head.low_rank). So a loss over the sum is computed chunk by chunk, and never materialises either
-product. Only the hidden states are copied.
+The logits hidden1 @ weight1.T + hidden2 @ weight2.T are the logits of a single head. The hidden
+states of this head are hidden1 and hidden2 side by side. Its weights are weight1, and weight2 as
+`low_rank` (heads/head.py). So a loss over the sum is computed chunk by chunk, and never
+materialises either product. The hidden states are copied. If a head has several adapters, the
+matrices B of the adapters are copied too.
 """
 
 from typing import Any
@@ -30,9 +31,10 @@ NO_NEEDS = (False,) * 4
 def summed(a: LazyLogits, b: LazyLogits) -> Any:
     """Returns a + b as lazy logits of a single head, or NotImplemented.
 
-    If both logits need a gradient, or neither does, the wider head is the first one of the sum. If
-    only one of the two logits needs a gradient, it must be the narrower one, like the adapter of a
-    frozen layer. All other sums are computed by elementwise.py.
+    The head with more columns of the weight is the first head of the sum. If only one of a and b
+    needs a gradient, the weight of its head must have fewer columns, like the adapter of a frozen
+    layer. If neither a nor b needs a gradient, the numbers of columns must differ. elementwise.py
+    computes all other sums.
     """
     if not (is_summable(a) and is_summable(b)) or a.shape != b.shape or a.device != b.device:
         return NotImplemented
@@ -82,10 +84,10 @@ def used_columns(head: Head) -> int:
 
 
 def _joined(first: Recipe, second: Recipe) -> Head | None:
-    """Returns a head with the sum of the logits of both recipes, or None.
+    """Returns a head whose logits are the sum of the logits of both recipes, or None.
 
-    The matrices of several adapters are copied into one `low_rank`. If they are not much smaller
-    than the weight, the result is None.
+    The matrices of several adapters are copied into one `low_rank`. The result is None if this
+    `low_rank` would have more than a quarter of the weight's columns.
     """
     x, y = first.head, second.head
     scale, dtype = second.logits.pre, x.hidden.dtype  # pyright: ignore[reportOptionalMemberAccess]
@@ -116,7 +118,7 @@ def _joined(first: Recipe, second: Recipe) -> Head | None:
 class LazySum(Node):
     """The autograd node of the sum of lazy logits x and y of two heads.
 
-    `recipe` is the recipe of the sum. Its `low_rank` ends with the weight of y.
+    `recipe` is the recipe of the sum. The last columns of its `low_rank` are the weight of y.
     """
 
     @staticmethod
@@ -153,7 +155,7 @@ class LazySum(Node):
 
     @staticmethod
     def divided(ctx, parts: Parts) -> list[Parts]:
-        """Divides the gradients of the sum's tensors into those of the tensors of x and of y."""
+        """Splits the gradients of the sum's tensors into those of the tensors of x and y."""
         (hidden, *_, low_rank), (of_y, *_) = ctx.tensors
         d_hidden, d_weight, d_bias, d_low_rank = parts
         used, rank = ctx.used, 0 if low_rank is None else low_rank.shape[1]

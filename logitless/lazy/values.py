@@ -46,7 +46,7 @@ def to(z: LazyLogits, *args, **kwargs):
     if dtype == z.dtype:
         return z
     if is_summable(z) and dtype == own_dtype(z.recipe.head) and z.recipe.logits.pre == 1:
-        # Rounding fp32 logits to the dtype of hidden is the same as computing them in this dtype.
+        # Logits in the dtype of hidden equal fp32 logits that are rounded to this dtype.
         recipe = z.recipe.with_head(logits_dtype=None).replace(formula=Direct(dtype))
         return kept(z, recipe, None, Op(lambda t: t.to(dtype), pull=lambda d: d))
     if dtype != torch.float32 or z.recipe.logits is None or not z.is_floating_point():
@@ -164,9 +164,9 @@ def plus(z: LazyLogits, other: Any, *, alpha: Any = 1, sign: float = 1.0):
     """Returns logits + other by changing the head, or NotImplemented.
 
     `other` must be a number, a tensor with one number per column, or the lazy logits of another
-    head (sums.py). A number or a tensor is added to the head's bias. Scaled logits are not
-    accepted, because the head's new bias would be other / scale. In 16 bits, other / scale can
-    overflow, and so can the rounded product (other / scale) · scale.
+    head (sums.py). A number or a tensor is added to the head's bias. If the logits are scaled, a
+    number or a tensor is not accepted, because the head's new bias would be other / scale. In 16
+    bits, other / scale can overflow, and so can the rounded product (other / scale) · scale.
     """
     if isinstance(other, LazyLogits):
         summable = alpha == 1 and is_summable(z) and is_summable(other)

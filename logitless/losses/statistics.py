@@ -101,8 +101,8 @@ class Read(RowLoss):
         state, reading, found = saved[0], self.reading, None
         gradients = {n: d for n, d in zip(reading.wants, upstream, strict=True) if d is not None}
         if len(gradients) == 1 and reading.ids is None:
-            # The coefficients of a single gradient are often known before the backward. The
-            # gradient itself is then the factor of the coefficients.
+            # If only one statistic has a gradient, the coefficients are often constants (`of_one`).
+            # The backend multiplies these constants by the gradient.
             ((name, gain),) = gradients.items()
             found = of_one[name, state.device, state.dtype]
         if found is None:

@@ -1,12 +1,12 @@
 """`use_in_trl`: TRL's trainers compute their losses and metrics with functions of this library.
 
 Most trainers of TRL have a fused head of their own, which multiplies by the weight of the model's
-head and never calls the head. TRL computes this head in two autograd functions. One function
+head and never calls the head. TRL computes this fused head in two autograd functions. One function
 returns log-probabilities, entropies and other statistics of tokens. The other function returns
-divergences from a teacher. `use_in_trl` replaces both functions by a `Switch`. Inside the forward
-of an adapted model, the Switch calls this library. Everywhere else, the Switch calls TRL's own
-function. All other code of TRL runs unchanged: the choice of rows, the scale and softcap of the
-logits, the losses of experts, and the metrics.
+divergences from a teacher. `use_in_trl` replaces each function by a `Switch`. Inside the forward of
+an adapted model, the Switch calls this library. Everywhere else, the Switch calls TRL's own
+function. All other code of TRL runs unchanged. This code chooses the rows, the scale and the
+softcap of the logits, and computes the losses of experts and the metrics.
 
 Other trainers of TRL call the model's head, and compute log-probabilities from the logits. On a
 GPU, these trainers call a kernel of TRL, which would materialise lazy logits. A `LogitsSwitch`
@@ -41,7 +41,7 @@ from .computed import (
 T = TypeVar("T")
 
 # Keys in the __dict__ of an adapted model or trainer. The value of USE is a Use. The value of SET
-# holds (our function, the value that our function replaced) for each attribute that was set.
+# maps the name of each replaced attribute to a pair: our function, and the old value.
 USE, SET = "_logitless_trl", "_logitless_trl_set"
 # Names in TRL: two autograd functions, a kernel, and the functions that call the kernel.
 STATISTICS, DIVERGENCES = "_ChunkedLogProbFunction", "ChunkedDivergenceFunction"
@@ -53,7 +53,7 @@ OVER_LOGITS = (
 
 @named(LinearLogits.__init__)
 def use_in_trl(model: T, **options) -> T:
-    """Lets a trainer of TRL compute its losses and metrics by logitless, and returns the trainer.
+    """Changes a trainer of TRL to compute losses and metrics with logitless. Returns the trainer.
 
     `model` is a trainer of TRL: SFT, DPO, KTO, GRPO, RLOO, distillation, GKD, ORPO, CPO or TPO. A
     trainer's reference model is adapted too. `model` can also be a model to which TRL's
@@ -62,7 +62,7 @@ def use_in_trl(model: T, **options) -> T:
     `unuse_in_trl` undoes `use_in_trl`.
 
     The losses, gradients and logged metrics are those of TRL, except for rounding. GKD, ORPO, CPO
-    and TPO read the logits of their models, so that these models must be fused.
+    and TPO read the logits of their models. So these models must be fused (`ll.fuse`).
 
     >>> trainer = use_in_trl(SFTTrainer(model, arguments, train_dataset=data))
     >>> trainer.train()
@@ -85,12 +85,12 @@ def use_in_trl(model: T, **options) -> T:
 
 
 def unuse_in_trl(model: T) -> T:
-    """Undoes `use_in_trl`: the trainer or model computes by TRL's own functions again."""
+    """Undoes `use_in_trl`. The trainer or the model calls TRL's own functions again."""
     _check_installed()
     for owner in _owners(model):
         owner.__dict__.pop(USE, None)
         for name, (ours, below) in owner.__dict__.pop(SET, {}).items():
-            # If other code has wrapped our function, our function stays, and calls TRL's function.
+            # If other code has wrapped our function, our function stays and calls TRL's function.
             if owner.__dict__.get(name) is ours:
                 _put_back(owner, name, below)
     if not _uses:  # the last Use is gone
@@ -102,7 +102,7 @@ def unuse_in_trl(model: T) -> T:
 
 
 class Use:
-    """The arguments of one call of `use_in_trl`. Copies of a model share the Use of the model."""
+    """The settings of one call of `use_in_trl`. Copies of a model share the Use of the model."""
 
     def __init__(self, options: dict, sums_its_loss: bool):
         self.options, self.sums_its_loss = options, sums_its_loss
@@ -117,7 +117,7 @@ _switches: list[tuple[dict, str, "Switch"]] = []
 
 
 class Switch:
-    """An object with the method `apply` of one of TRL's autograd functions."""
+    """Replaces one of TRL's autograd functions. `apply` calls this library or TRL's function."""
 
     def __init__(self, original: Any, ours: Callable):
         self.original, self.ours = original, ours
@@ -128,14 +128,14 @@ class Switch:
 
 
 class LogitsSwitch(Switch):
-    """A function of TRL over logits, which calls this library for lazy logits."""
+    """Replaces a function of TRL over logits. A call with lazy logits calls this library."""
 
     def __call__(self, logits, *args, **kwargs):
         return (self.ours if is_lazy(logits) else self.original)(logits, *args, **kwargs)
 
 
 class Seam(NamedTuple):
-    """A function of TRL that a Switch replaces."""
+    """A global variable of TRL whose value, a function, is replaced by a Switch."""
 
     names: dict  # globals of a module of TRL
     name: str
@@ -150,12 +150,12 @@ class Seam(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A function of TRL that computes results of a head, or an attribute that holds one."""
+    """A function of TRL to replace: a global (`seam`), an attribute of `owner`, or both."""
 
     owner: Any  # a module or a trainer
     seam: Seam | None
     name: str = ""  # the attribute of the owner that `wrap` replaces
-    wrap: Callable | None = None  # (the old function, whether it is a method) → the new method
+    wrap: Callable | None = None  # (old function, whether it is a method) → new method
 
     def set(self) -> None:
         before = getattr(self.owner, self.name)
@@ -178,7 +178,7 @@ def _put_back(owner: Any, name: str, below: Any) -> None:
 
 
 def _places(model: Any) -> Iterator[Place]:
-    """Yields the functions of a trainer or of a model that compute results of a head."""
+    """Yields the functions of TRL to replace for a trainer or for a model."""
     for owner in _owners(model):
         if not isinstance(owner, nn.Module):
             yield from _places_of_trainer(owner)
@@ -243,16 +243,16 @@ def _calls_fused_head(model: Any) -> bool:
         words = _words(inspect.unwrap(function).__code__)
         if kind is SFTTrainer or "fused_lm_head" in words:
             return True
-        if "compute_loss" not in words:  # does not call the method of the next class
+        if "compute_loss" not in words:  # the method does not call super().compute_loss
             return False
     return False
 
 
 def _words(code: types.CodeType | None) -> set[str]:
-    """The names of a function's arguments and keywords, and of all attributes that it reads."""
+    """The names in a function's code: variables, attributes, and the keywords of calls."""
     if code is None:
         return set()
-    # Keywords of a call are in a tuple. Keywords beside **arguments are strings of their own.
+    # The keywords of a call are one tuple. In a call with **arguments, each is a separate string.
     groups = [c if isinstance(c, tuple) else (c,) for c in code.co_consts]
     keywords = {word for words in groups for word in words if isinstance(word, str)}
     return {*code.co_varnames, *code.co_names} | keywords
@@ -280,9 +280,9 @@ def _guard_of(model: nn.Module) -> Guard | None:
 
 
 def _adapted_forward(below: Callable, is_method: bool) -> Callable:
-    """A forward that calls the forward `below`, and lets TRL's fused head compute by logitless."""
+    """Returns a forward that calls the forward `below`. logitless computes TRL's fused head."""
 
-    # `wraps` keeps the signature, with which `generate` checks its arguments.
+    # `wraps` keeps the signature of `below`. `generate` checks its arguments by this signature.
     @functools.wraps(below)
     def forward(self, *args, **kwargs):
         given = (self, *args) if is_method else args
@@ -299,7 +299,7 @@ def _adapted_forward(below: Callable, is_method: bool) -> Callable:
 
 
 def _adapted_distillation(below: Callable, is_method: bool) -> Callable:
-    """The method `_compute_loss` of DistillationTrainer, with divergences by logitless."""
+    """The method `_compute_loss` of DistillationTrainer, with divergences from logitless."""
 
     @functools.wraps(below)
     def compute_loss(self, student, *args):
@@ -358,7 +358,7 @@ def _what_is_missing(model: Any) -> str:
         )
     if isinstance(model, nn.Module):
         return (
-            f"{rule}, got {kind_of(model)}, which has none: create the trainer first, and then call"
-            " use_in_trl(trainer)."
+            f"{rule}, got {kind_of(model)}, which has no fused head: create the trainer first, and"
+            " then call use_in_trl(trainer)."
         )
     return f"{rule}, got {kind_of(model)}."

@@ -1,6 +1,7 @@
 """The results of TRL's fused head, computed by functions of this library.
 
-`token_statistics` and `divergences` take the arguments of TRL's autograd functions, after a `Call`.
+`token_statistics` and `divergences` have a `Call` as the first argument. The other arguments are
+those of TRL's autograd functions.
 """
 
 from typing import NamedTuple
@@ -21,8 +22,8 @@ class Call(NamedTuple):
     """The options of one forward of an adapted model."""
 
     options: dict  # options of LinearLogits
-    sums_its_loss: bool = False  # whether log-probabilities are used only in a sum of all tokens
-    counts: Tensor | None = None  # which tokens have a label, if known
+    sums_its_loss: bool = False  # whether log-probabilities are used only in their sum
+    counts: Tensor | None = None  # bool mask of the tokens that have a label, if known
 
 
 def token_statistics(
@@ -76,7 +77,7 @@ def _log_sum_of_squares(
     """Returns log Σ p².
 
     At half the temperature, the probability of a token is p² / Σ p². So the result is computed from
-    the target's log-probabilities at both temperatures.
+    the target's log-probabilities at the temperature and at half the temperature.
     """
     half = {**how, "temperature": how["temperature"] / 2}
     return 2 * logprob - token_logprobs(logits, targets, **half)
@@ -120,7 +121,7 @@ def logprobs_and_entropies(
     temperature: float = 1.0,
     row_mask: Tensor | None = None,  # (...)
 ) -> tuple[Tensor, Tensor]:
-    """Returns log p[index] and the entropy of each row. Rows with a mask of 0 have results of 0."""
+    """Returns log p[index] and the entropy of each row. Both are 0 in rows with a mask of 0."""
     mask = None if row_mask is None else row_mask != 0
     how = {"temperature": temperature, "mask": mask, "ignore_index": None}
     stats = row_stats(logits, index, entropy=True, **how)
@@ -135,10 +136,10 @@ def gkd_loss(
     temperature: float = 1.0,
     num_items_in_batch: Tensor | float | None = None,
 ) -> Tensor:
-    """Returns the `jsd` of all tokens that have a label, divided by their number.
+    """Returns the sum of `jsd` over all tokens that have a label, divided by a number.
 
-    With `num_items_in_batch`, the sum is divided by this number. Without labels, the sum is divided
-    by B.
+    The number is `num_items_in_batch`, if given. Otherwise, it is the number of tokens that have a
+    label. Without labels, the sum is over all tokens, and the number is B.
     """
     mask = None if labels is None else labels != -100
     rows = jsd(
@@ -153,7 +154,10 @@ def gkd_loss(
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, options: dict
 ) -> tuple[LinearLogits, float]:
-    """Returns the logits of a head, and the factor, above 0, that the logits still need."""
+    """Returns logits and a positive factor, whose product is `scale` times the head's logits.
+
+    A factor that is not positive is multiplied into hidden and bias instead.
+    """
     if hasattr(weight, "ds_id"):
         raise NotImplementedError(
             "use_in_trl does not support weights that DeepSpeed ZeRO-3 shards. Call unuse_in_trl on"
@@ -179,10 +183,11 @@ def _transformed(
 
 
 class LogprobsOfSum(torch.autograd.Function):
-    """Log-probabilities of tokens whose gradient is that of a loss, the negative sum of all tokens.
+    """Returns the log-probabilities of tokens. Backward passes their gradient to `loss`.
 
-    The sum has its gradients already, so that backward computes no logits again. Backward needs the
-    same upstream gradient for each token that counts, which the loss of TRL's SFTTrainer has.
+    `loss` is minus the sum of the log-probabilities. The forward of `loss` has already computed the
+    gradients, so backward does not compute the logits again. Every token that counts must have the
+    same upstream gradient. The loss of TRL's SFTTrainer has this property.
     """
 
     @staticmethod
@@ -199,6 +204,6 @@ class LogprobsOfSum(torch.autograd.Function):
         if not g.numel():
             return g.sum(), None, None
         low, high = low.amin(), high.amax()
-        # NaN for unequal gradients, because an error would make the host wait for a GPU.
+        # Unequal upstream gradients give NaN. To raise an error, the host would wait for the GPU.
         equal = torch.where(low == high, -low, torch.nan)
         return torch.where(low > high, 0.0, equal), None, None

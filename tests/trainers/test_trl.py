@@ -226,7 +226,7 @@ class TestErrors:
             ll.hf.use_in_trl(3)
 
     def test_model_without_the_head(self):
-        with pytest.raises(TypeError, match="LlamaForCausalLM, which has none: create the trainer"):
+        with pytest.raises(TypeError, match="LlamaForCausalLM, which has no fused head: create"):
             ll.hf.use_in_trl(model())
 
     def test_trainer_without_the_head(self, tmp_path):
