@@ -98,7 +98,7 @@ def inputs(rows: int, width: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def error_of(loss: Loss, exact: Loss) -> float:
-    """The largest relative error of the loss and its gradients against fp64."""
+    """Returns the largest relative error of the loss and its gradients against fp64."""
     hidden, weight, target = inputs(*CHECKED)
     found = loss(hidden, weight, target)
     gradients = torch.autograd.grad(found, (hidden, weight))
@@ -110,7 +110,7 @@ def error_of(loss: Loss, exact: Loss) -> float:
 
 
 def measured(loss: Loss, shape: tuple[int, int, int]) -> tuple[float, float]:
-    """The milliseconds of forward and backward, and the peak MiB beyond the gradients."""
+    """Returns the milliseconds of forward and backward, and the peak MiB beyond the gradients."""
     hidden, weight, target = inputs(*shape)
 
     def step(_):

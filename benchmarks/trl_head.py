@@ -123,7 +123,7 @@ def inputs(rows: int, width: int, vocab: int, device: str) -> tuple[Tensor, Tens
 
 
 def error_of(head: Head, loss: Callable[[Tensor], Tensor], device: str) -> float:
-    """The largest relative error of loss, gradients, entropy and accuracy against fp64."""
+    """Returns the largest relative error of loss, gradients, entropy and accuracy against fp64."""
     hidden, weight, target = inputs(*CHECKED, device)
     found = head(hidden, weight, target)
     value = loss(found.logprob)
@@ -142,7 +142,7 @@ def error_of(head: Head, loss: Callable[[Tensor], Tensor], device: str) -> float
 
 
 def measured(head: Head, loss: Callable, shape: tuple[int, ...]) -> tuple[float, float]:
-    """The milliseconds of forward and backward, and the peak MiB beyond the gradients."""
+    """Returns the milliseconds of forward and backward, and the peak MiB beyond the gradients."""
     hidden, weight, target = inputs(*shape, "cuda")  # pyright: ignore[reportCallIssue]
 
     def step(_):

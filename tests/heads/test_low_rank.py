@@ -86,7 +86,7 @@ def test_exactly_what_requires_a_gradient_gets_one(needs, reduction, cut, device
 
 
 def test_a_frozen_weight_costs_no_gemm(cut, monkeypatch):
-    """No GEMM has the size of the weight's gradient, and the weight itself is never copied."""
+    """No GEMM has the size of the weight's gradient."""
     sizes = []
     plain = products.plain_gemm
     monkeypatch.setattr(

@@ -232,7 +232,7 @@ GEMMS = ["empty_like", "mm", "mm"]  # memory for hidden without ignored rows, an
 def test_the_host_does_little_in_a_backward(
     used, launches, operations, no_chunks, monkeypatch, device
 ):
-    """Backward runs few operations, because a small head spends most of its time on the host."""
+    """Backward runs few operations, because a small head takes more host time than GPU time."""
     if device != "cpu":
         pytest.skip("a backward on a GPU runs in another thread, where no operation is seen")
     hidden, weight, _, target = make(torch.float32, device)

@@ -136,7 +136,7 @@ def test_heads_and_what_is_frozen(make, freeze):
 
 
 def test_too_many_adapters_are_materialised():
-    """Several adapters are copied into one matrix. If this matrix is too wide, the sum is plain."""
+    """Several adapters are copied into one matrix. If it is too wide, the sum is materialised."""
     plain, fused = pair(lambda: Lora(ranks=(8, 8)))
     loss = LOSSES["cross_entropy"]
     with pytest.warns(UserWarning, match="fuse has no effect here|logits of a fused head") as seen:

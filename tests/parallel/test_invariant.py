@@ -32,7 +32,7 @@ def results(hidden, weight, target, upstream, over_a_head):
 @pytest.mark.parametrize("backend", ["eager", pytest.param("triton", marks=interpreted)])
 @pytest.mark.parametrize("over_a_head", [False, True])
 def test_rows_in_other_batches(backend, over_a_head):
-    """The gradient of hidden is covered too, because a sum over two ranks has only one order."""
+    """The gradient of hidden is covered too, because a + b and b + a have the same bits."""
     hidden, weight = torch.randn(5, WIDTH), torch.randn(VOCAB, WIDTH)
     if not over_a_head:  # the products of this test must not depend on the number of rows
         hidden, weight = hidden.round(), weight.round()
